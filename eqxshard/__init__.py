@@ -1,0 +1,3 @@
+"""Sharding-first training for Equinox."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,164 @@
+"""The device mesh: which devices, in which order, under which axis names."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+#: Every mesh has all of these, slowest link first, so that a rule written once
+#: holds on every mesh.
+AXES = ("stage", "data", "fsdp", "context", "expert", "tensor")
+
+#: The axes that the rows of a batch are split over.
+BATCH_AXES = ("data", "fsdp")
+
+
+def make_mesh(
+    *,
+    data: int = -1,
+    fsdp: int = 1,
+    tensor: int = 1,
+    context: int = 1,
+    expert: int = 1,
+    stage: int = 1,
+    devices: Sequence[jax.Device] | None = None,
+    dcn: Mapping[str, int] | None = None,
+) -> Mesh:
+    """Arrange devices in a mesh with six named axes.
+
+    All six axes exist on every mesh, with size 1 where they are not used. Neighbours
+    along the last axes (`tensor`) are neighbours on the fastest links, where the
+    platform says which those are.
+
+    **Arguments:**
+
+    - `data`, `fsdp`, `tensor`, `context`, `expert`, `stage`: the number of devices along
+        each axis. At most one of them may be `-1`: it takes the devices that are left.
+    - `devices`: the devices to use, all of [`jax.devices`][] by default.
+    - `dcn`: how much of an axis crosses hosts, e.g. `{"data": 4}` on four hosts: the
+        axis named keeps its full size, and the other axes stay inside a host. (A
+        *hybrid mesh*.)
+
+    **Returns:**
+
+    A `jax.sharding.Mesh` whose axes are all `AxisType.Auto`: computation follows the
+    data, and Equinox's layers work on it unchanged. (JAX's own default, `Explicit`,
+    refuses them.)
+
+    **Raises:**
+
+    `ValueError` if the sizes do not multiply to the number of devices, or `dcn` names an
+    unknown axis or does not fit.
+
+    !!! Example
+
+        ```python
+        mesh = eqxshard.make_mesh(data=2, fsdp=4)  # 8 devices: hybrid FSDP
+        mesh = eqxshard.make_mesh(tensor=2)  # the rest is data parallel
+        ```
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    asked = dict(
+        stage=stage, data=data, fsdp=fsdp, context=context, expert=expert, tensor=tensor
+    )
+    sizes = _resolve(asked, len(devices))
+    shape = tuple(sizes[axis] for axis in AXES)
+    auto = (AxisType.Auto,) * len(AXES)
+    if dcn is None:
+        return jax.make_mesh(shape, AXES, devices=devices, axis_types=auto)
+    across = _across_hosts(sizes, dcn)
+    within = tuple(size // n for size, n in zip(shape, across))
+    hosts = {device.process_index for device in devices}
+    if math.prod(across) != len(hosts):
+        raise ValueError(
+            f"dcn={dict(dcn)} asks for {math.prod(across)} hosts, but the devices belong "
+            f"to {len(hosts)}; make the product of dcn equal to the number of hosts."
+        )
+    grid = mesh_utils.create_hybrid_device_mesh(
+        within, across, devices, process_is_granule=True
+    )
+    return Mesh(grid, AXES, axis_types=auto)
+
+
+def batch_sharding(mesh: Mesh, *, stacked: bool = False) -> NamedSharding:
+    """The sharding of a batch: its rows split over the `data` and `fsdp` axes.
+
+    **Arguments:**
+
+    - `mesh`: from [`eqxshard.make_mesh`][].
+    - `stacked`: whether the rows are the second axis, behind one of stacked steps.
+
+    **Returns:**
+
+    A `NamedSharding` for arrays of any rank above that.
+    """
+    rows = PartitionSpec(None, BATCH_AXES) if stacked else PartitionSpec(BATCH_AXES)
+    return NamedSharding(mesh, rows)
+
+
+def check_batch_size(batch_size: int, mesh: Mesh) -> None:
+    """Raise `ValueError` unless `batch_size` rows divide over the mesh's batch axes."""
+    parts = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    if batch_size < 1 or batch_size % parts:
+        sizes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in BATCH_AXES)
+        below, above = batch_size // parts * parts, -(-batch_size // parts) * parts
+        near = f"{below} or {above}" if 0 < below < above else f"{max(parts, above)}"
+        raise ValueError(
+            f"batch size {batch_size} does not divide over {sizes} = {parts} devices; "
+            f"use a multiple of {parts}, such as {near}."
+        )
+
+
+def describe(mesh: Mesh) -> str:
+    """One line for people: `8 x cpu (data=4, fsdp=2)`."""
+    used = {axis: size for axis, size in mesh.shape.items() if size > 1}
+    sizes = ", ".join(f"{axis}={size}" for axis, size in (used or {"data": 1}).items())
+    return f"{mesh.size} x {mesh.devices.flat[0].platform} ({sizes})"
+
+
+def _resolve(asked: dict[str, int], count: int) -> dict[str, int]:
+    """Put what is left where -1 stands; check that the product is `count`."""
+    for axis, size in asked.items():
+        if size < 1 and size != -1:
+            raise ValueError(
+                f"axis {axis}={size} is not a size; use 1 or more, or -1 for what is left."
+            )
+    rest = [axis for axis, size in asked.items() if size == -1]
+    if len(rest) > 1:
+        raise ValueError(
+            f"{' and '.join(rest)} are both -1, and only one axis can take what is left; "
+            "give the others a size."
+        )
+    fixed = {axis: size for axis, size in asked.items() if size != -1}
+    product = math.prod(fixed.values())
+    terms = " x ".join(f"{a}={n}" for a, n in fixed.items() if n > 1) or "1"
+    if rest and count % product == 0:
+        return asked | {rest[0]: count // product}
+    if rest:
+        raise ValueError(
+            f"mesh sizes {terms} = {product} do not divide the {count} devices; choose "
+            f"sizes whose product divides {count}."
+        )
+    if product != count:
+        raise ValueError(
+            f"mesh sizes {terms} = {product} do not use exactly the {count} devices; "
+            f"choose sizes whose product is {count}, set one axis to -1, or pass "
+            "devices=."
+        )
+    return asked
+
+
+def _across_hosts(sizes: Mapping[str, int], dcn: Mapping[str, int]) -> tuple[int, ...]:
+    for axis, n in dcn.items():
+        if axis not in sizes:
+            raise ValueError(
+                f"dcn names no axis {axis!r}; the axes are {', '.join(AXES)}."
+            )
+        if n < 1 or sizes[axis] % n:
+            raise ValueError(
+                f"dcn={{{axis!r}: {n}}} does not divide {axis}={sizes[axis]}; choose a "
+                f"divisor of {sizes[axis]}."
+            )
+    return tuple(dcn.get(axis, 1) for axis in AXES)

@@ -1,0 +1,14 @@
+"""Every test runs on 8 simulated CPU devices, under strict types and warnings."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+from jaxtyping import install_import_hook
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+install_import_hook("eqxshard", "beartype.beartype")
