@@ -153,9 +153,7 @@ def _resolve(asked: dict[str, int], count: int) -> dict[str, int]:
 def _across_hosts(sizes: Mapping[str, int], dcn: Mapping[str, int]) -> tuple[int, ...]:
     for axis, n in dcn.items():
         if axis not in sizes:
-            raise ValueError(
-                f"dcn names no axis {axis!r}; the axes are {', '.join(AXES)}."
-            )
+            raise ValueError(f"dcn names no axis {axis!r}; the axes are {', '.join(AXES)}.")
         if n < 1 or sizes[axis] % n:
             raise ValueError(
                 f"dcn={{{axis!r}: {n}}} does not divide {axis}={sizes[axis]}; choose a "

@@ -8,9 +8,7 @@ from eqxshard.mesh import AXES, check_batch_size, describe, make_mesh
 def test_all_six_axes_exist_and_are_auto():
     mesh = make_mesh()
     assert mesh.axis_names == AXES
-    assert dict(mesh.shape) == dict(
-        stage=1, data=8, fsdp=1, context=1, expert=1, tensor=1
-    )
+    assert dict(mesh.shape) == dict(stage=1, data=8, fsdp=1, context=1, expert=1, tensor=1)
     assert set(mesh.axis_types) == {AxisType.Auto}
 
 
