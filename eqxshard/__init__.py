@@ -1,3 +1,32 @@
-"""Sharding-first training for Equinox."""
+"""Sharding-first training for Equinox.
+
+Plain Equinox PyTrees, placed on a device mesh once, trained by one donated, compiled
+step. A mesh and a rule say where arrays live; computation follows the data.
+"""
+
+from ._explain import Explanation as Explanation
+from ._explain import Leaf as Leaf
+from ._explain import explain as explain
+from .loop import Tracker as Tracker
+from .loop import evaluate as evaluate
+from .loop import fit as fit
+from .mesh import batch_sharding as batch_sharding
+from .mesh import make_mesh as make_mesh
+from .metrics import Metrics as Metrics
+from .sharding import Rule as Rule
+from .sharding import by_path as by_path
+from .sharding import constrain as constrain
+from .sharding import filter_shard as filter_shard
+from .sharding import first_match as first_match
+from .sharding import fsdp as fsdp
+from .sharding import replicate as replicate
+from .sharding import shardings as shardings
+from .state import TrainState as TrainState
+from .state import init_state as init_state
+from .step import EvalStep as EvalStep
+from .step import TrainStep as TrainStep
+from .step import make_eval_step as make_eval_step
+from .step import make_train_step as make_train_step
+from .transforms import filter_jit as filter_jit
 
 __version__ = "0.1.0"

@@ -1,0 +1,76 @@
+"""`Metrics`: weighted sums, on device until somebody reads them."""
+
+from collections.abc import Mapping, Sequence
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+
+class Metrics(eqx.Module):
+    """What one step, or several, measured: sums over examples, and their weights.
+
+    Sums rather than means, so that steps of different weight add up to the exact mean
+    over examples. Everything stays on the devices until it is read, by
+    [`eqxshard.Metrics.compute`][].
+
+    - `totals`: for each name the sum over examples of weight times value; one per step
+        where several steps are stacked.
+    - `weight`: the sum of the weights, that is the number of examples that count.
+    - `nonfinite`: 1 for a step whose loss or gradients were not finite, 0 otherwise.
+    """
+
+    totals: dict[str, Float[Array | np.ndarray, "*steps"]]
+    weight: Float[Array | np.ndarray, "*steps"]
+    nonfinite: Int[Array | np.ndarray, "*steps"]
+
+    def __getitem__(self, name: str) -> Float[Array | np.ndarray, "*steps"]:
+        """The mean over examples of one metric, of each step, without waiting for it."""
+        return self.totals[name] / self.weight
+
+    def compute(self) -> dict[str, float]:
+        """Wait for the values, and read the means over all examples and steps.
+
+        **Returns:**
+
+        The mean of each metric; `nan` where no example counted. `"nonfinite"` counts the
+        steps that were not finite, and is there only if there were any.
+        """
+        host = jax.device_get(self)
+        weight = float(np.sum(host.weight, dtype=np.float64))
+        means = {
+            name: float(np.sum(total, dtype=np.float64)) / weight if weight else float("nan")
+            for name, total in host.totals.items()
+        }
+        nonfinite = int(np.sum(host.nonfinite))
+        return means | ({"nonfinite": float(nonfinite)} if nonfinite else {})
+
+    @staticmethod
+    def stack(parts: Sequence["Metrics"]) -> "Metrics":
+        """Wait for the metrics of several steps, and stack them on the host.
+
+        **Arguments:**
+
+        - `parts`: metrics with the same names, at least one.
+        """
+        host = jax.device_get(list(parts))
+        return jax.tree.map(lambda *leaves: np.concatenate([np.ravel(x) for x in leaves]), *host)
+
+
+def weighted_sums(
+    values: Mapping[str, Float[Array, ""] | Float[Array, " batch"]],
+    weight: Float[Array, " batch"],
+) -> dict[str, Float[Array, ""]]:
+    """Sum values over a batch; a scalar counts as the mean that it is."""
+    sums = {}
+    for name, value in values.items():
+        value = jnp.asarray(value, jnp.float32)
+        if value.shape not in ((), weight.shape):
+            raise ValueError(
+                f"{name} has shape {value.shape} for a batch of {weight.shape[0]}; return one "
+                f"value per example, of shape {weight.shape}, or a scalar."
+            )
+        sums[name] = jnp.sum(value * weight)
+    return sums
