@@ -1,0 +1,121 @@
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ._files import writing
+from ._values import is_evaluation, metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_COLOURS = {"train": "#7a9cc6", "eval": "#c8442f"}
+
+
+class Curves:
+    """Draws the metrics against the epochs, as a PNG.
+
+    There is a panel for each metric, with its values in training and in evaluation. The
+    picture is drawn anew after each evaluation and at the end, and replaced as a whole:
+    whoever looks at it meanwhile sees the one before.
+
+    **Arguments:**
+
+    - `path`: the file to write, usually `*.png`. Its folder is made where it is missing.
+    - `title`: stands above the panels.
+
+    **Raises:**
+
+    `ImportError` if Matplotlib is not installed. `ValueError` if the file cannot be
+    written.
+
+    !!! Example
+
+        ```python
+        tracker = eqxshard.trackers.Curves("runs/curves.png", title="MLP, Adam 1e-3")
+        ```
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, title: str = ""):
+        try:
+            import matplotlib.figure
+        except ImportError as error:
+            raise ImportError(
+                "Curves needs Matplotlib; install it with `pip install "
+                "'eqxshard[recipes]'`."
+            ) from error
+        self._new_figure = matplotlib.figure.Figure
+        self._path = Path(path)
+        self._title = title
+        # By metric, then by train or eval: where, and how much.
+        self._series: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
+        self._x_label = "epoch"
+        with writing(self._path):
+            if self._path.is_dir():
+                raise IsADirectoryError(0, "it is a folder")
+            self._part.touch()
+            self._part.unlink()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the values; draw them if they are an evaluation's."""
+        if "epoch" not in values:
+            self._x_label = "step"
+        for kind, name, value in metrics(values):
+            xs, ys = self._series.setdefault(name, {}).setdefault(kind, ([], []))
+            xs.append(float(values.get("epoch", step)))
+            ys.append(float(value))
+        if is_evaluation(values):
+            self._write()
+
+    def close(self) -> None:
+        """Draw what there is."""
+        if self._series:
+            self._write()
+
+    @property
+    def _part(self) -> Path:
+        return self._path.with_name(f".{self._path.name}.part")
+
+    def _write(self) -> None:
+        with writing(self._path):
+            self._draw().savefig(self._part, format="png", dpi=150)
+            os.replace(self._part, self._path)
+
+    def _draw(self) -> "Figure":
+        columns = min(len(self._series), 3)
+        rows = math.ceil(len(self._series) / columns)
+        figure = self._new_figure(
+            figsize=(max(4.2 * columns, 5.5), 3.3 * rows), layout="constrained"
+        )
+        figure.suptitle(self._title, fontsize=11)
+        panels = figure.subplots(rows, columns, squeeze=False).flat
+        for panel, (name, series) in zip(panels, self._series.items()):
+            _draw_metric(panel, name, series)
+            panel.set_xlabel(self._x_label)
+        for panel in list(panels)[len(self._series) :]:
+            panel.set_axis_off()
+        return figure
+
+
+def _draw_metric(
+    panel: "Axes", name: str, series: Mapping[str, tuple[list[float], list[float]]]
+) -> None:
+    for kind, (xs, ys) in series.items():
+        panel.plot(
+            xs,
+            ys,
+            color=_COLOURS.get(kind, "#555555"),
+            linewidth=1.2 if kind == "train" else 1.8,
+            # Lines of many points are clearer without; a single one is nothing without.
+            marker="o" if kind == "eval" or len(xs) == 1 else "",
+            markersize=4,
+            label=f"{kind or name} {ys[-1]:#.4g}",
+        )
+    panel.set_title(name, fontsize=11, loc="left")
+    panel.locator_params(axis="x", integer=True)
+    panel.grid(color="#e6e6e6", linewidth=0.8)
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(frameon=False, fontsize=9)

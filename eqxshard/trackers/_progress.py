@@ -1,0 +1,111 @@
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from ._values import is_evaluation, metrics
+
+
+class ProgressBar:
+    """Shows how far a run is, on stderr.
+
+    On a terminal this is a bar with the step, the epoch, the training metrics, the speed
+    and the time left, and above it a line for each evaluation. Elsewhere (a file, a job's
+    log) it is a plain line for each epoch and each evaluation.
+
+    **Arguments:**
+
+    - `total_steps`: the number of steps at the end of the run, counted from step 0.
+    - `title`: printed first, to say what runs.
+    - `console`: where to print, if not on stderr.
+
+    **Raises:**
+
+    `ValueError` if `total_steps` is not positive.
+
+    !!! Example
+
+        ```python
+        steps = 10 * len(loader)
+        tracker = eqxshard.trackers.ProgressBar(steps, title="MLP, 10 epochs")
+        ```
+    """
+
+    def __init__(
+        self, total_steps: int, *, title: str = "", console: Console | None = None
+    ):
+        if total_steps < 1:
+            raise ValueError(f"total_steps={total_steps} is no run; use 1 or more.")
+        self._total = total_steps
+        self._console = Console(stderr=True) if console is None else console
+        # Only once there is something to show: a run that fails before its first step
+        # leaves the terminal as it was.
+        self._live: tuple[Progress, TaskID] | None = None
+        if title:
+            self._print(title)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Move the bar, or print a line."""
+        evaluation = is_evaluation(values)
+        if self._console.is_interactive:
+            self._move(step, None if evaluation else values)
+            due = evaluation
+        else:
+            whole_epoch = values.get("epoch", 0.5).is_integer()
+            due = evaluation or whole_epoch or step == self._total
+        if due:
+            where = f"{_epoch(values)}step {step}/{self._total}"
+            kind = "eval" if evaluation else "train"
+            self._print(f"{where}  {kind} {_text(values)}")
+
+    def close(self) -> None:
+        """Take the bar off the terminal's hands, as it stands."""
+        if self._live is not None:
+            self._live[0].stop()
+            self._live = None
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def _move(self, step: int, values: Mapping[str, float] | None) -> None:
+        if self._live is None:
+            progress = Progress(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=None),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[metrics]}", markup=False),
+                TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+                console=self._console,
+                expand=True,
+                # Reports can be minutes apart, and the time left is taken from them.
+                speed_estimate_period=600,
+            )
+            task = progress.add_task("", total=self._total, completed=step, metrics="")
+            progress.start()
+            self._live = progress, task
+        progress, task = self._live
+        if values is not None:
+            progress.update(
+                task,
+                completed=step,
+                description=_epoch(values).rstrip(),
+                metrics=_text(values),
+            )
+
+
+def _epoch(values: Mapping[str, float]) -> str:
+    return f"epoch {values['epoch']:.4g}  " if "epoch" in values else ""
+
+
+def _text(values: Mapping[str, float]) -> str:
+    parts = [f"{metric.name} {metric.value:#.4g}" for metric in metrics(values)]
+    if "train/examples_per_second" in values:
+        parts.append(f"{values['train/examples_per_second']:,.0f} examples/s")
+    return "  ".join(parts)

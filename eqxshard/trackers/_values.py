@@ -1,0 +1,29 @@
+"""How trackers read the names of values: `train/loss` is the loss in training."""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+#: Of the run and not of the model.
+SPEEDS = ("seconds", "examples_per_second")
+
+
+class Metric(NamedTuple):
+    """A value, taken apart: `kind` is `train`, `eval`, or nothing."""
+
+    kind: str
+    name: str
+    value: float
+
+
+def metrics(values: Mapping[str, float]) -> Iterator[Metric]:
+    """The values that say how good the model is, in order."""
+    for key, value in values.items():
+        kind, slash, name = key.partition("/")
+        metric = Metric(kind, name, value) if slash else Metric("", key, value)
+        if key != "epoch" and metric.name not in SPEEDS:
+            yield metric
+
+
+def is_evaluation(values: Mapping[str, float]) -> bool:
+    """Whether these are the values of an evaluation."""
+    return any(metric.kind == "eval" for metric in metrics(values))

@@ -1,0 +1,128 @@
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from matplotlib import image
+
+import eqxshard
+from eqxshard.trackers import Curves
+
+
+def train(step, **metrics):
+    return {"epoch": step / 10, **{f"train/{k}": v for k, v in metrics.items()}}
+
+
+def test_a_picture_after_each_evaluation_and_at_the_end(tmp_path):
+    path = tmp_path / "new" / "curves.png"
+    tracker = Curves(path, title="LeNet, synthetic")
+    assert isinstance(tracker, eqxshard.Tracker)
+    pictures = []
+
+    def look():
+        pictures.append(path.read_bytes() if path.exists() else None)
+
+    tracker.log(5, train(5, loss=2.0, seconds=1.0))
+    look()
+    tracker.log(10, {"epoch": 1.0, "eval/loss": 1.5})
+    look()
+    tracker.log(15, train(15, loss=1.0))
+    look()
+    tracker.close()
+    look()
+    tracker.close()
+    look()
+    assert pictures[0] is None
+    assert pictures[1] == pictures[2] != pictures[3]
+    assert pictures[3] == pictures[4]
+    # No half-written files are left.
+    assert list(path.parent.iterdir()) == [path]
+
+
+def size(path):
+    height, width, _ = image.imread(path).shape
+    return width, height
+
+
+def test_a_panel_for_each_metric_and_none_for_speed(tmp_path):
+    sizes = {}
+    for names in (["loss"], ["loss", "f1"], ["loss", "f1", "a/b"], ["a", "b", "c", "d"]):
+        tracker = Curves(tmp_path / "c.png")
+        values = {f"{kind}/{name}": 0.5 for name in names for kind in ("train", "eval")}
+        speeds = {"train/seconds": 1.0, "train/examples_per_second": 10.0}
+        tracker.log(1, {"epoch": 0.1, **values, **speeds})
+        tracker.close()
+        sizes[len(names)] = size(tmp_path / "c.png")
+    assert sizes[1][0] < sizes[2][0] < sizes[3][0] == sizes[4][0]
+    assert sizes[1][1] == sizes[2][1] == sizes[3][1] < sizes[4][1]
+
+
+def slope(path):
+    """How much the coloured pixels rise from left to right: -1 to 1."""
+    pixels = image.imread(path)[..., :3]
+    rows, columns = np.nonzero(np.ptp(pixels, axis=-1) > 0.2)
+    return -np.corrcoef(rows, columns)[0, 1]
+
+
+@pytest.mark.parametrize("kind", ["train", "eval"])
+@pytest.mark.parametrize("direction", [1, -1])
+def test_the_curve_goes_where_the_values_go(tmp_path, kind, direction):
+    tracker = Curves(tmp_path / "c.png")
+    for step in range(1, 11):
+        tracker.log(step, {"epoch": step / 10, f"{kind}/loss": float(direction * step)})
+    tracker.close()
+    assert direction * slope(tmp_path / "c.png") > 0.6
+
+
+def test_values_that_are_not_finite_leave_gaps(tmp_path):
+    tracker = Curves(tmp_path / "c.png")
+    for step, loss in enumerate([1.0, float("nan"), float("inf"), 2.0]):
+        tracker.log(step, train(step, loss=loss, accuracy=float("nan")))
+    tracker.log(4, {"lr": 0.1})
+    tracker.close()
+    assert size(tmp_path / "c.png")[0] > 0
+
+
+def test_no_values_no_picture(tmp_path):
+    Curves(tmp_path / "c.png").close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file" / "curves.png"):
+        with pytest.raises(ValueError, match=f"cannot write '{path}': .*; give the path"):
+            Curves(path)
+
+
+def run(code, cwd):
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True
+    )
+
+
+def test_matplotlib_is_imported_late_and_its_global_figures_are_left_alone(tmp_path):
+    code = """if True:
+        import sys
+        from eqxshard.trackers import Curves
+        assert "matplotlib" not in sys.modules
+        tracker = Curves("curves.png")
+        tracker.log(1, {"epoch": 1.0, "eval/loss": 1.0})
+        assert "matplotlib" in sys.modules
+        assert "matplotlib.pyplot" not in sys.modules
+    """
+    assert run(code, tmp_path).stderr == ""
+    assert (tmp_path / "curves.png").exists()
+
+
+def test_without_matplotlib_the_error_says_what_to_install(tmp_path):
+    code = """if True:
+        import sys
+        from eqxshard.trackers import Curves
+        sys.modules["matplotlib"] = None  # As if it were not installed.
+        Curves("curves.png")
+    """
+    assert run(code, tmp_path).stderr.splitlines()[-1] == (
+        "ImportError: Curves needs Matplotlib; install it with `pip install "
+        "'eqxshard[recipes]'`."
+    )

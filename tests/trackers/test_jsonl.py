@@ -1,0 +1,104 @@
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import eqxshard
+from eqxshard.trackers import JSONLines
+
+
+def lines(path):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    text = path.read_text()
+    assert text == "" or text.endswith("\n")
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+def test_each_line_is_there_when_log_returns(tmp_path):
+    path = tmp_path / "new" / "folders" / "metrics.jsonl"
+    tracker = JSONLines(path)
+    assert isinstance(tracker, eqxshard.Tracker)
+    assert lines(path) == []
+    tracker.log(1, {"epoch": 0.5, "train/loss": 2.0})
+    assert lines(path) == [{"step": 1, "epoch": 0.5, "train/loss": 2.0}]
+    tracker.log(2, {"epoch": 1.0, "eval/accuracy": 0.25})
+    assert lines(path)[1:] == [{"step": 2, "epoch": 1.0, "eval/accuracy": 0.25}]
+    tracker.close()
+
+
+names = st.text(min_size=1).filter(lambda name: name != "step")
+
+
+@given(values=st.dictionaries(names, st.floats()))
+def test_what_is_read_is_what_was_logged(values, tmp_path_factory):
+    path = tmp_path_factory.mktemp("jsonl") / "metrics.jsonl"
+    tracker = JSONLines(path)
+    tracker.log(7, values)
+    tracker.close()
+    expected = {k: v if math.isfinite(v) else None for k, v in values.items()}
+    assert lines(path) == [{"step": 7, **expected}]
+
+
+def test_numpy_scalars_are_numbers_too(tmp_path):
+    tracker = JSONLines(tmp_path / "m.jsonl")
+    tracker.log(1, {"train/loss": np.float64("nan"), "lr": np.float64(0.5)})
+    assert lines(tmp_path / "m.jsonl") == [{"step": 1, "train/loss": None, "lr": 0.5}]
+    tracker.close()
+
+
+def test_extra_is_in_every_line(tmp_path):
+    extra = {"data": "synthetic", "mesh": {"data": 8}}
+    tracker = JSONLines(tmp_path / "m.jsonl", extra=extra)
+    extra["data"] = "changed later"
+    tracker.log(1, {"train/loss": 1.0})
+    tracker.log(1, {"eval/loss": 1.5})
+    tracker.close()
+    constant = {"data": "synthetic", "mesh": {"data": 8}}
+    assert lines(tmp_path / "m.jsonl") == [
+        {"step": 1, "train/loss": 1.0, **constant},
+        {"step": 1, "eval/loss": 1.5, **constant},
+    ]
+
+
+@pytest.mark.parametrize("append, steps", [(False, [3]), (True, [1, 3])])
+def test_append_keeps_what_was_there(tmp_path, append, steps):
+    for step, keep in [(1, False), (3, append)]:
+        tracker = JSONLines(tmp_path / "m.jsonl", append=keep)
+        tracker.log(step, {"train/loss": 1.0})
+        tracker.close()
+    assert [line["step"] for line in lines(tmp_path / "m.jsonl")] == steps
+
+
+def test_closing_twice_is_harmless_and_logging_after_it_is_not(tmp_path):
+    tracker = JSONLines(tmp_path / "m.jsonl")
+    tracker.close()
+    tracker.close()
+    with pytest.raises(ValueError, match=r"m\.jsonl' is closed; go on with .*append=True"):
+        tracker.log(1, {"train/loss": 1.0})
+
+
+@pytest.mark.parametrize(
+    "extra, message",
+    [
+        ({"step": 1}, "extra names 'step'"),
+        ({"epoch": 1}, "extra names 'epoch'"),
+        ({"loss": math.inf}, "extra is not JSON"),
+        ({"dtype": np.float32}, "extra is not JSON"),
+    ],
+)
+def test_bad_extra_is_refused_before_the_file_is_touched(tmp_path, extra, message):
+    with pytest.raises(ValueError, match=message):
+        JSONLines(tmp_path / "m.jsonl", extra=extra)
+    assert not (tmp_path / "m.jsonl").exists()
+
+
+def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file" / "metrics.jsonl"):
+        with pytest.raises(ValueError, match=f"cannot write '{path}': .*; give the path"):
+            JSONLines(path)

@@ -1,0 +1,112 @@
+import re
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+import eqxshard
+from eqxshard.trackers import ProgressBar
+
+TRAIN = {
+    "epoch": 0.5,
+    "train/loss": 1.25,
+    "train/accuracy": 0.5,
+    "train/seconds": 3.0,
+    "train/examples_per_second": 12345.6,
+}
+EVAL = {"epoch": 1.0, "eval/accuracy": 0.75}
+
+
+def console(terminal):
+    return Console(file=StringIO(), force_terminal=terminal, width=120)
+
+
+def written(console):
+    return console.file.getvalue()
+
+
+def test_not_on_a_terminal_each_epoch_and_evaluation_is_a_plain_line():
+    out = console(terminal=False)
+    bar = ProgressBar(20, title="[lenet] on 8 x cpu", console=out)
+    assert isinstance(bar, eqxshard.Tracker)
+    bar.log(5, TRAIN)
+    assert written(out) == "[lenet] on 8 x cpu\n"
+    bar.log(10, {**TRAIN, "epoch": 1.0, "train/loss": 1.0})
+    bar.log(10, EVAL)
+    bar.close()
+    assert written(out).splitlines()[1:] == [
+        "epoch 1  step 10/20  train loss 1.000  accuracy 0.5000  12,346 examples/s",
+        "epoch 1  step 10/20  eval accuracy 0.7500",
+    ]
+
+
+def test_not_on_a_terminal_the_last_step_is_a_line_in_mid_epoch_too():
+    out = console(terminal=False)
+    ProgressBar(7, console=out).log(7, {"epoch": 0.7, "train/loss": 1.0})
+    assert written(out) == "epoch 0.7  step 7/7  train loss 1.000\n"
+
+
+def test_not_on_a_terminal_lines_are_not_wrapped():
+    out = console(terminal=False)
+    values = {f"eval/metric_{i}": 0.5 for i in range(50)}
+    ProgressBar(7, console=out).log(3, values)
+    assert written(out).count("\n") == 1
+    assert written(out).startswith("step 3/7  eval metric_0 0.5000")
+
+
+def test_on_a_terminal_the_bar_moves_and_evaluations_stay():
+    out = console(terminal=True)
+    bar = ProgressBar(20, title="LeNet", console=out)
+    try:
+        bar.log(5, TRAIN)
+        bar.log(10, {**TRAIN, "epoch": 1.0})
+        bar.log(10, EVAL)
+        bar.log(15, {**TRAIN, "epoch": 1.5})
+    finally:
+        bar.close()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written(out))
+    assert text.startswith("LeNet\n")
+    # Only the evaluation has a line of its own; the rest is drawn over the bar.
+    assert len(re.findall(r"epoch 1  step 10/20  eval accuracy 0\.7500 *\n", text)) == 1
+    assert "train" not in text
+    last = text.rstrip().splitlines()[-1]
+    assert last.startswith("epoch 1.5")
+    assert "15/20" in last
+    assert "loss 1.250  accuracy 0.5000  12,346 examples/s" in last
+
+
+def test_on_a_terminal_the_cursor_is_given_back_and_closing_twice_is_harmless():
+    hide, show = "\x1b[?25l", "\x1b[?25h"
+    out = console(terminal=True)
+    bar = ProgressBar(20, console=out)
+    assert hide not in written(out)
+    bar.log(5, TRAIN)
+    assert hide in written(out) and show not in written(out)
+    bar.close()
+    after = written(out)
+    assert after.count(show) == after.count(hide) == 1
+    bar.close()
+    assert written(out) == after
+
+
+def test_a_bar_that_never_logged_closes():
+    for terminal in (True, False):
+        out = console(terminal)
+        bar = ProgressBar(1, console=out)
+        bar.close()
+        bar.close()
+        assert written(out) == ""
+
+
+def test_stderr_is_the_default(capsys):
+    bar = ProgressBar(2, title="LeNet")
+    bar.log(2, {"epoch": 1.0, "train/loss": 1.0})
+    bar.close()
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "LeNet\nepoch 1  step 2/2  train loss 1.000\n"
+
+
+def test_no_steps_are_an_error():
+    with pytest.raises(ValueError, match="total_steps=0 is no run"):
+        ProgressBar(0)
