@@ -1,12 +1,13 @@
 """Sources: where examples come from, many at a time."""
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
 
 
+@runtime_checkable
 class Source(Protocol):
     """A dataset that gives many examples in one call.
 

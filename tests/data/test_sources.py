@@ -1,0 +1,40 @@
+import numpy as np
+import pytest
+
+import eqxshard
+
+
+def test_gather_gives_the_rows_asked_for_in_their_order():
+    image = np.arange(24, dtype=np.uint8).reshape(6, 2, 2)
+    label = np.arange(6, dtype=np.int32) * 10
+    source = eqxshard.data.ArraySource({"image": image, "label": label})
+    batch = source.gather(np.array([4, 0, 4]))
+    assert len(source) == 6
+    assert batch["image"].dtype == np.uint8
+    np.testing.assert_array_equal(batch["image"], image[[4, 0, 4]])
+    np.testing.assert_array_equal(batch["label"], [40, 0, 40])
+
+
+def test_gather_refuses_a_row_that_is_not_there():
+    source = eqxshard.data.ArraySource({"x": np.zeros(3)})
+    with pytest.raises(IndexError):
+        source.gather(np.array([3]))
+
+
+def test_repr_shows_length_names_types_and_shapes():
+    source = eqxshard.data.ArraySource(
+        {"image": np.zeros((1500, 28, 28), np.uint8), "label": np.zeros(1500, np.int32)}
+    )
+    assert repr(source) == "ArraySource(1,500 x {image: uint8[28, 28], label: int32})"
+
+
+def test_arrays_must_have_one_length():
+    with pytest.raises(ValueError, match="'x' has 3, 'y' has 4; give as many"):
+        eqxshard.data.ArraySource({"x": np.zeros(3), "y": np.zeros(4)})
+
+
+def test_arrays_must_have_examples():
+    with pytest.raises(ValueError, match="'x' is a scalar"):
+        eqxshard.data.ArraySource({"x": np.array(3.0)})
+    with pytest.raises(ValueError, match="no arrays"):
+        eqxshard.data.ArraySource({})
