@@ -1,0 +1,72 @@
+"""A mirror to download from: a local HTTP server that can be made to misbehave."""
+
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+
+class Mirror:
+    """Serves `files`, by the paths of their URLs, and keeps what was asked and sent.
+
+    `cut` says after how many bytes of its body a response breaks off, by path, and
+    `at_cut` is called just before. A mirror that is not `resumable` ignores ranges.
+    """
+
+    def __init__(self, url: str):
+        self.url = url
+        self.files: dict[str, bytes] = {}
+        self.cut: dict[str, int] = {}
+        self.at_cut: Callable[[], None] = lambda: None
+        self.resumable = True
+        self.requests: list[tuple[str, str | None]] = []  # path and range
+        self.sent: list[int] = []  # the bodies' sizes
+
+    def respond(self, handler: BaseHTTPRequestHandler) -> None:
+        path, asked = handler.path, handler.headers["Range"]
+        self.requests.append((path, asked))
+        body = self.files.get(path)
+        if body is None:
+            return handler.send_error(404)
+        start = 0
+        if asked and self.resumable:
+            start = int(asked.removeprefix("bytes=").removesuffix("-"))
+            if start >= len(body):
+                return handler.send_error(416)
+        handler.send_response(206 if start else 200)
+        handler.send_header("Content-Length", str(len(body) - start))
+        handler.end_headers()
+        part = body[start : start + self.cut.get(path, len(body))]
+        handler.wfile.write(part)
+        self.sent.append(len(part))
+        if path in self.cut:
+            self.at_cut()
+
+
+@pytest.fixture
+def mirror(monkeypatch):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            mirror.respond(self)
+
+        def log_message(self, format, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        mirror = Mirror(f"http://127.0.0.1:{server.server_port}")
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield mirror
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def dead_mirror() -> str:
+    """The URL of a server that is not there."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        port = server.server_port
+    return f"http://127.0.0.1:{port}"
