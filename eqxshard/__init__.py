@@ -4,9 +4,12 @@ Plain Equinox PyTrees, placed on a device mesh once, trained by one donated, com
 step. A mesh and a rule say where arrays live; computation follows the data.
 """
 
+from . import data as data
+from . import trackers as trackers
 from ._explain import Explanation as Explanation
 from ._explain import Leaf as Leaf
 from ._explain import explain as explain
+from .data import Loader as Loader
 from .loop import Tracker as Tracker
 from .loop import evaluate as evaluate
 from .loop import fit as fit

@@ -2,12 +2,13 @@
 
 import io
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions
 from rich.table import Table
 
 from .mesh import describe
@@ -57,10 +58,13 @@ class Explanation:
         """Bytes of all the arrays, whole."""
         return sum(leaf.bytes_whole for leaf in self.leaves)
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[Table]:
         table = Table(
             title=f"on {self.mesh}",
-            caption=f"{_size(self.bytes_per_device)} of {_size(self.bytes_whole)} on each device",
+            caption=f"{_size(self.bytes_per_device)} on each device, of "
+            f"{_size(self.bytes_whole)}",
         )
         for column in ("path", "shape", "dtype", "spec"):
             table.add_column(column, overflow="fold")
@@ -138,9 +142,9 @@ def _spec(spec: PartitionSpec) -> str:
     return f"P({', '.join(entries)})"
 
 
-def _size(count: int) -> str:
+def _size(count: float) -> str:
     if count < 1000:
-        return f"{count} B"
+        return f"{count:.0f} B"
     for unit in ("kB", "MB", "GB"):
         count /= 1000
         if count < 1000:

@@ -4,7 +4,7 @@ import itertools
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import PyTree
 
@@ -12,6 +12,7 @@ from .metrics import Metrics
 from .state import TrainState
 
 
+@runtime_checkable
 class Tracker(Protocol):
     """Takes what [`eqxshard.fit`][] reports, and shows it or keeps it."""
 
@@ -24,6 +25,7 @@ class Tracker(Protocol):
         ...
 
 
+@runtime_checkable
 class Batches(Protocol):
     """What [`eqxshard.fit`][] needs of a loader; [`eqxshard.Loader`][] is one."""
 
@@ -142,7 +144,9 @@ def evaluate(
     """
     loader.seek(0)
     with closing(iter(loader)) as batches:
-        parts = [eval_step(model, batch) for batch in itertools.islice(batches, len(loader))]
+        parts = [
+            eval_step(model, batch) for batch in itertools.islice(batches, len(loader))
+        ]
     return Metrics.stack(parts).compute()
 
 

@@ -23,7 +23,7 @@ def make_mesh(
     context: int = 1,
     expert: int = 1,
     stage: int = 1,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
     dcn: Mapping[str, int] | None = None,
 ) -> Mesh:
     """Arrange devices in a mesh with six named axes.

@@ -22,7 +22,7 @@ class Metrics(eqx.Module):
     - `nonfinite`: 1 for a step whose loss or gradients were not finite, 0 otherwise.
     """
 
-    totals: dict[str, Float[Array | np.ndarray, "*steps"]]
+    totals: Mapping[str, Float[Array | np.ndarray, "*steps"]]
     weight: Float[Array | np.ndarray, "*steps"]
     nonfinite: Int[Array | np.ndarray, "*steps"]
 
@@ -35,13 +35,17 @@ class Metrics(eqx.Module):
 
         **Returns:**
 
-        The mean of each metric; `nan` where no example counted. `"nonfinite"` counts the
-        steps that were not finite, and is there only if there were any.
+        The mean of each metric over the steps that were finite; `nan` where no example
+        counted. `"nonfinite"` is the number of the others, and is there only if there
+        were any.
         """
         host = jax.device_get(self)
-        weight = float(np.sum(host.weight, dtype=np.float64))
+        finite = host.nonfinite == 0
+        weight = np.sum(host.weight, where=finite, dtype=np.float64)
         means = {
-            name: float(np.sum(total, dtype=np.float64)) / weight if weight else float("nan")
+            name: float(np.sum(total, where=finite, dtype=np.float64) / weight)
+            if weight
+            else float("nan")
             for name, total in host.totals.items()
         }
         nonfinite = int(np.sum(host.nonfinite))
@@ -56,7 +60,9 @@ class Metrics(eqx.Module):
         - `parts`: metrics with the same names, at least one.
         """
         host = jax.device_get(list(parts))
-        return jax.tree.map(lambda *leaves: np.concatenate([np.ravel(x) for x in leaves]), *host)
+        return jax.tree.map(
+            lambda *leaves: np.concatenate([np.ravel(x) for x in leaves]), *host
+        )
 
 
 def weighted_sums(
@@ -69,8 +75,8 @@ def weighted_sums(
         value = jnp.asarray(value, jnp.float32)
         if value.shape not in ((), weight.shape):
             raise ValueError(
-                f"{name} has shape {value.shape} for a batch of {weight.shape[0]}; return one "
-                f"value per example, of shape {weight.shape}, or a scalar."
+                f"{name} has shape {value.shape} for a batch of {weight.shape[0]}; return "
+                f"one value per example, of shape {weight.shape}, or a scalar."
             )
         sums[name] = jnp.sum(value * weight)
     return sums

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
@@ -234,7 +235,7 @@ def filter_shard(tree: PyTree, shardings: PyTree[Sharding | None]) -> PyTree:
         if isinstance(place, NamedSharding):
             _check_spec(path, leaf.shape, place.spec, place.mesh)
     chosen = [i for i, place in enumerate(places) if place is not None]
-    inside = any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+    inside = any(isinstance(leaf, Tracer) for leaf in leaves)
     move = jax.lax.with_sharding_constraint if inside else jax.device_put
     moved = move([leaves[i] for i in chosen], [places[i] for i in chosen])
     for i, leaf in zip(chosen, moved, strict=True):

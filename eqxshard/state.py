@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Key, PyTree, UInt32
 
-from .sharding import Rule, is_array, shardings, spread
+from .sharding import Rule, is_array, leaf_path, shardings, spread
 from .transforms import Skeleton, split
 
 
@@ -73,7 +73,8 @@ def init_state(
 
     **Arguments:**
 
-    - `make_model`: a function from a random key to a model.
+    - `make_model`: a function from a random key to a model. An array that stands in two
+        places of it must be tied with `equinox.nn.Shared`.
     - `optim`: an optax optimizer, for the model's floating-point arrays.
     - `key`: a random key: `make_model` gets it as it is, and the run's own key is
         derived from it.
@@ -86,7 +87,8 @@ def init_state(
 
     **Raises:**
 
-    `ValueError` as [`eqxshard.shardings`][] does.
+    `ValueError` as [`eqxshard.shardings`][] does, and if one array stands in two places of
+    the model: they would drift apart.
 
     !!! Example
 
@@ -103,6 +105,7 @@ def init_state(
 
     def make(key: Array) -> TrainState:
         model = make_model(key)
+        _check_not_shared(model)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             model=model,
@@ -120,7 +123,7 @@ def init_state(
 
 def state_shardings(
     state: TrainState, optim: optax.GradientTransformation, mesh: Mesh, rule: Rule
-) -> list[NamedSharding]:
+) -> list[Any]:
     """Where each array of a state lies, in the order of `flatten_state`."""
     whole = NamedSharding(mesh, PartitionSpec())
     params = eqx.filter(state.model, is_param)
@@ -137,7 +140,7 @@ def state_shardings(
         state.opt_state,
         params,
         shardings(params, mesh, rule),
-        transform_non_params=lambda leaf: whole,
+        transform_non_params=lambda leaf: whole if is_array(leaf) else None,
         is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
     )
     return [
@@ -146,6 +149,19 @@ def state_shardings(
         *jax.tree.leaves(opt_state),
         whole,
     ]
+
+
+def _check_not_shared(model: PyTree) -> None:
+    seen: dict[int, str] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model):
+        if is_array(leaf):
+            name = leaf_path(path)
+            first = seen.setdefault(id(leaf), name)
+            if first != name:
+                raise ValueError(
+                    f"{first} and {name} are the same array, and would be trained as two; "
+                    "tie them with equinox.nn.Shared."
+                )
 
 
 def is_param(leaf: Any) -> bool:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from .mesh import batch_sharding, check_batch_size
 from .metrics import Metrics, weighted_sums
@@ -79,7 +79,9 @@ def make_train_step(
         ```
     """
     if accumulate < 1:
-        raise ValueError(f"accumulate={accumulate} is not a number of parts; use 1 or more.")
+        raise ValueError(
+            f"accumulate={accumulate} is not a number of parts; use 1 or more."
+        )
     if nonfinite not in ("skip", "raise", "ignore"):
         raise ValueError(f"nonfinite={nonfinite!r} is not 'skip', 'raise' or 'ignore'.")
     return TrainStep(loss_fn, optim, mesh, rule, accumulate, nonfinite)
@@ -151,7 +153,8 @@ class TrainStep:
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Lower a single step: for its text, its cost and its compiled memory."""
         arrays, skeleton = flatten_state(state)
-        return self._jit(state, skeleton, stacked=False).lower(arrays, batch)
+        jitted, _ = self._jit(state, skeleton, stacked=False)
+        return jitted.lower(arrays, batch)
 
     def _run(
         self, state: TrainState, batch: PyTree, stacked: bool
@@ -159,9 +162,9 @@ class TrainStep:
         _check_batch(batch, self._mesh, stacked)
         arrays, skeleton = flatten_state(state)
         key = (skeleton, stacked)
-        jitted = self._jitted.get(key)
-        if jitted is None:
-            jitted = self._jitted[key] = self._jit(state, skeleton, stacked)
+        if key not in self._jitted:
+            self._jitted[key] = self._jit(state, skeleton, stacked)
+        jitted, places = self._jitted[key]
         arrays, metrics = jitted(arrays, batch)
         state = unflatten_state(arrays, skeleton)
         if self._nonfinite == "raise" and metrics.nonfinite.any():
@@ -180,7 +183,9 @@ class TrainStep:
             state, metrics = self._update(skeleton.merge(arrays), batch)
             return filter_shard(split(state)[0], places), metrics
 
-        def train_steps(arrays: list[Array], batches: PyTree) -> tuple[list[Array], Metrics]:
+        def train_steps(
+            arrays: list[Array], batches: PyTree
+        ) -> tuple[list[Array], Metrics]:
             return jax.lax.scan(train_step, arrays, batches)
 
         return jax.jit(
@@ -205,21 +210,29 @@ class TrainStep:
         gradient = jax.grad(objective, has_aux=True)
         key = jax.random.fold_in(state.key, state.step)
         if self._accumulate == 1:
-            grads, sums = gradient(params, filter_shard(batch, batch_sharding(self._mesh)), key)
+            grads, sums = gradient(
+                params, filter_shard(batch, batch_sharding(self._mesh)), key
+            )
         else:
             parts = _split_rows(batch, self._accumulate, self._mesh)
             grads, sums = _accumulate(gradient, params, parts, key)
-        updates, opt_state = self._optim.update(grads, state.opt_state, params)
-        new = (eqx.apply_updates(params, updates), opt_state)
-        metrics = Metrics(sums, total, jnp.zeros((), jnp.int32))
-        if self._nonfinite != "ignore":
-            finite = _all_finite((sums["loss"], grads))
-            new = _select(finite, new, (params, state.opt_state))
-            sums, total = _select(finite, (sums, total), jax.tree.map(jnp.zeros_like, (sums, total)))
-            metrics = Metrics(sums, total, 1 - finite.astype(jnp.int32))
-        params, opt_state = new
+
+        def update() -> tuple[PyTree, PyTree]:
+            updates, opt_state = self._optim.update(grads, state.opt_state, params)
+            return eqx.apply_updates(params, updates), opt_state
+
+        nonfinite = jnp.zeros((), jnp.int32)
+        if self._nonfinite == "ignore":
+            params, opt_state = update()
+        else:
+            finite = _all_finite(grads, storage, self._mesh) & jnp.isfinite(sums["loss"])
+            params, opt_state = _update_if(
+                finite, update, (params, state.opt_state), self._mesh
+            )
+            nonfinite = 1 - finite.astype(jnp.int32)
         model = eqx.combine(params, rest)
-        return TrainState(state.step + 1, model, opt_state, state.key), metrics
+        state = TrainState(state.step + 1, model, opt_state, state.key)
+        return state, Metrics(sums, total, nonfinite)
 
     def _measure(self, model: PyTree, batch: PyTree, key: Array) -> dict[str, Array]:
         """Call the user's loss, on the mesh, and sum what it returns over the batch."""
@@ -310,9 +323,9 @@ class _InFlight:
     """Holds one result of each call that may not be done, and bounds their number."""
 
     def __init__(self):
-        self._results: collections.deque[Array] = collections.deque()
+        self._results: collections.deque[Any] = collections.deque()
 
-    def add(self, result: Array) -> None:
+    def add(self, result: Any) -> None:
         self._results.append(result)
         if len(self._results) > IN_FLIGHT:
             self._results.popleft().block_until_ready()
@@ -325,7 +338,7 @@ def _check_batch(batch: PyTree, mesh: Mesh, stacked: bool = False) -> None:
         if len(shape) <= axis:
             raise ValueError(
                 f"batch entry {leaf_path(path)} has shape {shape}, and no axis of examples; "
-                "give every entry one row per example."
+                "give each entry one row per example."
             )
         check_batch_size(shape[axis], mesh)
 
@@ -389,7 +402,10 @@ def _split_rows(batch: PyTree, parts: int, mesh: Mesh) -> PyTree:
 
 
 def _accumulate(
-    gradient: Callable[..., tuple[PyTree, PyTree]], params: PyTree, parts: PyTree, key: Array
+    gradient: Callable[..., tuple[PyTree, PyTree]],
+    params: PyTree,
+    parts: PyTree,
+    key: Array,
 ) -> tuple[PyTree, PyTree]:
     """Add up gradients and sums over the parts of a batch."""
 
@@ -405,12 +421,46 @@ def _accumulate(
     return jax.lax.scan(body, zeros, (jnp.arange(count), parts))[0]
 
 
-def _all_finite(tree: PyTree) -> Bool[Array, ""]:
-    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))
+def _all_finite(
+    tree: PyTree, storage: PyTree[NamedSharding], mesh: Mesh
+) -> Bool[Array, ""]:
+    """Whether no element is infinite or nan: each device looks at what it stores."""
+    leaves = jax.tree.leaves(tree)
+    specs = [place.spec for place in jax.tree.leaves(storage)]
+    axes = tuple({axis for spec in specs for axis in jax.tree.leaves(tuple(spec))})
+
+    def local(leaves: list[Array]) -> Int[Array, ""]:
+        # Small leaves all at once: with a reduction for each, a small model would wait
+        # longer than for its optimizer.
+        small: dict[Any, list[Array]] = {}
+        for leaf in leaves:
+            if leaf.size < 2**16:
+                small.setdefault(leaf.dtype, []).append(leaf.ravel())
+        parts = [leaf for leaf in leaves if leaf.size >= 2**16]
+        parts += [jnp.concatenate(group) for group in small.values()]
+        finite = jnp.stack([jnp.all(jnp.isfinite(part)) for part in parts])
+        bad = jnp.sum(~finite, dtype=jnp.int32)
+        return jax.lax.psum(bad, axes) if axes else bad
+
+    count = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec())
+    return count(leaves) == 0
 
 
-def _select(condition: Bool[Array, ""], yes: PyTree, no: PyTree) -> PyTree:
-    def one(yes: Any, no: Any) -> Any:
-        return jnp.where(condition, yes, no) if eqx.is_array(yes) else yes
-
-    return jax.tree.map(one, yes, no)
+def _update_if(
+    condition: Bool[Array, ""], update: Callable[[], PyTree], old: PyTree, mesh: Mesh
+) -> PyTree:
+    """Update, or keep what is old exactly as it is."""
+    if mesh.devices.flat[0].platform == "cpu":
+        # A select would have XLA:CPU copy the optimizer's state, for lack of a kernel
+        # that writes several results at once.
+        arrays, static = eqx.partition(old, eqx.is_array)
+        new = jax.lax.cond(
+            condition, lambda: eqx.filter(update(), eqx.is_array), lambda: arrays
+        )
+        return eqx.combine(new, static)
+    # A branch would have a GPU wait for the host to decide.
+    return jax.tree.map(
+        lambda new, old: jnp.where(condition, new, old) if eqx.is_array(new) else old,
+        update(),
+        old,
+    )

@@ -5,7 +5,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, overload
 
-import equinox as eqx
 import jax
 from jax.sharding import Sharding
 from jaxtyping import Array, PyTree
@@ -37,7 +36,7 @@ class Skeleton:
 
     __slots__ = ("_hash", "static", "treedef")
 
-    def __init__(self, treedef: jax.tree_util.PyTreeDef, static: tuple[Any, ...]):
+    def __init__(self, treedef: Any, static: tuple[Any, ...]):
         self.treedef = treedef
         self.static = static
         self._hash = hash((treedef, static))
@@ -138,7 +137,9 @@ class _FilterJit:
             jitted = self._jitted[skeleton] = self._jit(args, kwargs, skeleton)
         return jitted, (*arrays, *self._fn_arrays)
 
-    def _jit(self, args: tuple[Any, ...], kwargs: dict[str, Any], skeleton: Skeleton) -> Any:
+    def _jit(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], skeleton: Skeleton
+    ) -> Any:
         fn_skeleton, out_shardings = self._fn_skeleton, self._out_shardings
         count = sum(leaf is _HERE for leaf in skeleton.static)
 
@@ -233,7 +234,10 @@ def filter_jit(
     """
     if fn is None:
         return ft.partial(
-            filter_jit, donate=donate, in_shardings=in_shardings, out_shardings=out_shardings
+            filter_jit,
+            donate=donate,
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
         )
     return _FilterJit(fn, donate, in_shardings, out_shardings)
 
@@ -247,7 +251,9 @@ def _donation(donate: Donate) -> Callable[[int | None], bool]:
     if donate == "all-except-first":
         return lambda index: index != 0
     positions = (donate,) if isinstance(donate, int) else donate
-    if isinstance(positions, str) or not all(isinstance(i, int) and i >= 0 for i in positions):
+    if isinstance(positions, str) or not all(
+        isinstance(i, int) and i >= 0 for i in positions
+    ):
         raise ValueError(
             f"donate={donate!r} is not 'none', 'all', 'all-except-first', or one or more "
             "positions of arguments, counted from 0."
@@ -276,4 +282,6 @@ def _unhashable(tree: PyTree) -> str:
                     f"{leaf_path(path)} is a {type(leaf).__name__}, neither an array nor "
                     "hashable; make it an array, or something hashable such as a tuple."
                 )
-    return "a static field of a module is not hashable; make it a tuple or a field of arrays."
+    return (
+        "a static field of a module is not hashable; make it a tuple or a field of arrays."
+    )
