@@ -1,0 +1,193 @@
+"""The package as a whole: its layers, its names, its pages, its wheel."""
+
+import ast
+import importlib
+import importlib.metadata
+import inspect
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import eqxshard
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "eqxshard"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+#: A module imports only from lines above its own; a folder counts as one module.
+LAYERS = [
+    {"mesh"},
+    {"metrics", "sharding"},
+    {"_explain", "transforms"},
+    {"state"},
+    {"step"},
+    {"loop"},
+]
+#: These know nothing of models, states and steps.
+ASIDE = {"data": {"mesh"}, "trackers": set()}
+
+
+def module_of(file):
+    return file.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imports(file):
+    """What a file imports: (module, names) with the module's name in full."""
+    package = ["eqxshard", *file.relative_to(PACKAGE).parent.parts]
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, []) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            name = ".".join([*above, *([node.module] if node.module else [])])
+            yield name, [alias.name for alias in node.names]
+
+
+def imported_modules(file):
+    """The modules of ours that a file imports, other than its own folder's."""
+    for module, names in imports(file):
+        package, _, rest = module.partition(".")
+        if package == "eqxshard":
+            found = {rest.partition(".")[0]} if rest else set(names)
+            yield from found - {module_of(file)}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_nothing_imports_what_is_above_it(file):
+    module = module_of(file)
+    if module == "__init__":
+        return
+    ranks = [rank for rank, layer in enumerate(LAYERS) if module in layer]
+    assert ranks or module in ASIDE, f"give {module} a place in LAYERS or ASIDE"
+    below = set().union(*LAYERS[: ranks[0]]) if ranks else ASIDE[module]
+    assert set(imported_modules(file)) <= below
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_nothing_private_of_others_is_imported(file):
+    for module, names in imports(file):
+        parts = [*module.split("."), *names]
+        if parts[0] not in ("eqxshard", "__future__"):
+            assert not [part for part in parts if part.startswith("_")]
+    assert "_src" not in file.read_text()
+
+
+def test_importing_touches_no_device_and_starts_no_thread():
+    modules = [name for _, name, _ in pkgutil.walk_packages(["eqxshard"], "eqxshard.")]
+    code = f"""if True:
+        import importlib, threading
+        for module in ["eqxshard", *{modules}]:
+            importlib.import_module(module)
+        assert threading.active_count() == 1, threading.enumerate()
+        import jax
+        try:
+            jax.devices()
+        except RuntimeError as error:
+            print(error)
+    """
+    # On a platform that is not there, the first touch of a device is an error.
+    environment = {**os.environ, "JAX_PLATFORMS": "nowhere"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert run.stderr == ""
+    assert "nowhere" in run.stdout
+
+
+def re_exported(front):
+    """The names that a package's __init__.py imports: (name, the name it gets)."""
+    for node in ast.parse(front.read_text()).body:
+        if isinstance(node, ast.ImportFrom):
+            yield from ((alias.name, alias.asname) for alias in node.names)
+
+
+FRONTS = sorted(PACKAGE.rglob("__init__.py"))
+
+
+@pytest.mark.parametrize("front", FRONTS, ids=lambda file: file.parent.name)
+def test_every_public_name_is_re_exported_once_as_itself(front):
+    names = list(re_exported(front))
+    assert names
+    assert [name for name, new in names if new != name or name.startswith("_")] == []
+    assert len(names) == len(set(names))
+
+
+def public_objects():
+    """Every public function, class and method, by its full name."""
+    for front in FRONTS:
+        path = ["eqxshard", *front.relative_to(PACKAGE).parent.parts]
+        package = importlib.import_module(".".join(path))
+        for name, _ in re_exported(front):
+            item, full = getattr(package, name), ".".join([*path, name])
+            if inspect.isclass(item):
+                methods = ((k, v) for k, v in vars(item).items() if not k.startswith("_"))
+                yield from ((f"{full}.{k}", v) for k, v in methods if inspect.isroutine(v))
+            if inspect.isclass(item) or inspect.isroutine(item):
+                yield full, item
+
+
+OBJECTS = dict(public_objects())
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_every_public_thing_has_a_docstring_with_its_arguments(name):
+    item = OBJECTS[name]
+    doc = inspect.getdoc(item)
+    # A dataclass without one gets its signature.
+    assert doc and not doc.startswith(f"{item.__name__}(")
+    if inspect.isclass(item) and "**Arguments:**" not in doc:
+        return  # A protocol, or what a function returns.
+    if name.rpartition(".")[0] in OBJECTS and "**Arguments:**" not in doc:
+        return  # A method that its one line describes.
+    heads = "".join(re.findall(r"^- ([^:]*):", doc, flags=re.MULTILINE))
+    arguments = [arg for arg in inspect.signature(item).parameters if arg != "self"]
+    assert [arg for arg in arguments if f"`{arg}`" not in heads] == []
+
+
+def test_references_between_docstrings_and_pages_lead_somewhere():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *FILES]
+    for page in pages:
+        for reference in re.findall(r"\[`eqxshard\.([\w.]+)`\]\[\]", page.read_text()):
+            target = eqxshard
+            for part in reference.split("."):
+                assert hasattr(target, part), f"{page.name}: eqxshard.{reference}"
+                target = getattr(target, part)
+
+
+def test_the_version_is_that_of_the_installed_package():
+    assert importlib.metadata.version("eqxshard") == eqxshard.__version__
+
+
+def test_the_wheel_holds_everything_and_works_alone(tmp_path):
+    """Built by way of the sdist, as a release is."""
+    subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path, ROOT],
+        check=True,
+        capture_output=True,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    site = tmp_path / "site"
+    ours = {str(file.relative_to(ROOT)) for file in FILES} | {"eqxshard/py.typed"}
+    built = {str(file.relative_to(site)) for file in (site / "eqxshard").rglob("*.*")}
+    assert built == ours
+    (info,) = site.glob("*.dist-info")
+    assert {path.name for path in site.iterdir()} == {"eqxshard", info.name}
+    assert (info / "licenses" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    assert f"\nVersion: {eqxshard.__version__}\n" in (info / "METADATA").read_text()
+    run = subprocess.run(
+        [sys.executable, "-c", "import eqxshard; print(eqxshard.__file__)"],
+        env={**os.environ, "PYTHONPATH": str(site)},
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert Path(run.stdout.strip()) == site / "eqxshard" / "__init__.py"
