@@ -67,7 +67,8 @@ class Loader:
         one already, it is multiplied); `"drop"` leaves the examples out in this epoch;
         `"error"` raises at once.
     - `transform`: called with a dict of NumPy arrays, a whole batch at once, returns
-        another with as many rows. It runs in the loader's thread.
+        one with as many rows, which is not to change afterwards. It runs in the loader's
+        thread.
     - `prefetch`: how many batches to gather ahead. Without a `transform`, batches of up
         to half a mebibyte are gathered some at a time, so that a few more may be. With
         0, each is gathered when it is asked for, without a thread.
@@ -77,8 +78,8 @@ class Loader:
     `TypeError` if `source` is not a source; `ValueError` if it is empty, if `batch_size`
     does not divide over the mesh or (see `remainder`) does not suit the source, or if
     another number is not one that makes sense. While iterating, `ValueError` if the
-    source or the transform returns another number of rows than it should, and whatever
-    they raise themselves.
+    source or the transform returns another number of rows than it should, `TypeError` if
+    it returns what no device can hold, and whatever they raise themselves.
 
     !!! Example
 
@@ -156,7 +157,7 @@ class Loader:
         """
         if step < 0:
             raise ValueError(f"step {step} is before the start; seek to 0 or a later step.")
-        self._step = step
+        self._step = int(step)
 
     def state(self) -> dict[str, Any]:
         """The position, as what JSON can hold, for [`eqxshard.Loader.restore`][].
@@ -258,17 +259,18 @@ class Loader:
         if self._transform is not None:
             arrays = self._transform(arrays)
             _check_rows("the transform", arrays, size)
+        arrays = {name: np.asarray(array) for name, array in arrays.items()}
         for name, array in arrays.items():
-            if np.asarray(array).dtype.kind in "OSUMm":
+            if array.dtype.kind in "OSUMm":
                 raise TypeError(
-                    f"{name!r} is of type {np.asarray(array).dtype}, which has no place on "
-                    "devices; use a transform that makes numbers of it, or leaves it out."
+                    f"{name!r} is of type {array.dtype}, which has no place on devices; "
+                    "use a transform that makes numbers of it, or leaves it out."
                 )
         if self._remainder == "pad" and "weight" in arrays:
             weight = arrays["weight"]
-            if np.shape(weight) != (size,):
+            if weight.shape != (size,):
                 raise ValueError(
-                    f"'weight' has shape {np.shape(weight)} for {size} examples; give one "
+                    f"'weight' has shape {weight.shape} for {size} examples; give one "
                     "number for each, or use another name."
                 )
             kept = np.where(np.arange(size) < examples, weight, 0)
@@ -286,7 +288,7 @@ class Loader:
         # Of NumPy's generators, this is the one whose stream never changes.
         return np.random.RandomState([self._seed, epoch]).permutation(len(self._source))
 
-    def _place(self, array: Any) -> Array:
+    def _place(self, array: np.ndarray) -> Array:
         # Gives each device its rows. (device_put takes twice as long.)
         return jax.make_array_from_callback(array.shape, self._sharding, array.__getitem__)
 
@@ -327,7 +329,11 @@ def _check_remainder(remainder: str, length: int, batch_size: int) -> None:
         )
 
 
-def _check_rows(who: str, arrays: dict[str, Any], count: int) -> None:
+def _check_rows(who: str, arrays: Any, count: int) -> None:
+    if not isinstance(arrays, Mapping):
+        raise TypeError(
+            f"{who} returned a {type(arrays).__name__}; return a dict of arrays by name."
+        )
     for name, array in arrays.items():
         if np.shape(array)[:1] != (count,):
             raise ValueError(

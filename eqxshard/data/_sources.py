@@ -88,10 +88,7 @@ class ArraySource:
 
     def gather(self, indices: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
         """The examples at some indices, in their order, which may repeat."""
-        # np.take costs two thirds of indexing with an array.
-        return {
-            name: np.take(array, indices, axis=0) for name, array in self.arrays.items()
-        }
+        return {name: _gather(array, indices) for name, array in self.arrays.items()}
 
     def __repr__(self) -> str:
         shapes = ", ".join(
@@ -99,3 +96,9 @@ class ArraySource:
             for name, array in self.arrays.items()
         )
         return f"ArraySource({len(self):,} x {{{shapes}}})"
+
+
+def _gather(array: np.ndarray, indices: Int[np.ndarray, " n"]) -> np.ndarray:
+    # np.take costs two thirds of indexing, but copies all of an array that is not
+    # contiguous.
+    return np.take(array, indices, axis=0) if array.flags.c_contiguous else array[indices]

@@ -147,7 +147,7 @@ def test_without_shuffle_every_epoch_is_in_the_order_of_the_source():
 def test_without_epochs_there_is_no_end():
     loader = loader_of(numbers(8))
     loader.seek(10**9)
-    assert all(sorted(batch) == list(range(8)) for batch in read(loader, 30))
+    assert [sorted(batch) for batch in read(loader, 30)] == [list(range(8))] * 30
 
 
 # Batches
@@ -346,8 +346,19 @@ def test_without_prefetch_there_is_no_thread_and_nothing_is_gathered_early():
             assert gathered == [threading.main_thread()] * count
 
 
-@pytest.mark.parametrize("prefetch", [1, 2, 5])
-def test_as_many_batches_as_asked_for_are_gathered_while_the_caller_computes(prefetch):
+@pytest.mark.parametrize(
+    ("row_bytes", "prefetch", "calls"),
+    [
+        # Batches of 1 MiB, one in each call.
+        (2**17, 1, 1 + 1),
+        (2**17, 2, 1 + 2),
+        (2**17, 5, 1 + 5),
+        # Batches of 128 KiB: after the first, 8 in each call.
+        (2**14, 2, 1 + 2),
+        (2**14, 40, 1 + 5),
+    ],
+)
+def test_so_much_is_gathered_while_the_caller_computes(row_bytes, prefetch, calls):
     gathered = threading.Semaphore(0)
 
     class Large:
@@ -356,11 +367,11 @@ def test_as_many_batches_as_asked_for_are_gathered_while_the_caller_computes(pre
 
         def gather(self, indices):
             gathered.release()
-            return {"x": np.zeros((len(indices), 2**17), np.uint8)}
+            return {"x": np.zeros((len(indices), row_bytes), np.uint8)}
 
     with closing(iter(loader_of(Large(), prefetch=prefetch))) as batches:
         next(batches)
-        for _ in range(1 + prefetch):
+        for _ in range(calls):
             assert gathered.acquire(timeout=10)
         assert not gathered.acquire(timeout=0.05)
 
@@ -460,6 +471,11 @@ def test_another_number_of_rows_than_asked_for_is_an_error():
         list(loader_of(numbers(8), transform=lambda b: {"y": b["x"].reshape(2, 4)}))
     with pytest.raises(ValueError, match=r"transform returned 'y' of shape \(\) for 8"):
         list(loader_of(numbers(8), transform=lambda b: {"y": b["x"].sum()}))
+
+
+def test_a_transform_that_returns_nothing_is_an_error(unannotated):
+    with pytest.raises(TypeError, match="transform returned a NoneType; return a dict"):
+        list(loader_of(numbers(8), transform=lambda batch: None))
 
 
 def test_a_weight_must_be_a_number_for_each_example():

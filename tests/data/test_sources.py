@@ -1,3 +1,5 @@
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,18 @@ def test_gather_gives_the_rows_asked_for_in_their_order():
     assert batch["image"].dtype == np.uint8
     np.testing.assert_array_equal(batch["image"], image[[4, 0, 4]])
     np.testing.assert_array_equal(batch["label"], [40, 0, 40])
+
+
+@pytest.mark.parametrize("view", [lambda x: x.swapaxes(1, 2), lambda x: x[::2]])
+def test_gather_of_a_view_does_not_copy_the_whole_of_it(view):
+    image = view(np.arange(2**20, dtype=np.int32).reshape(2**12, 16, 16))
+    source = eqxshard.data.ArraySource({"image": image})
+    tracemalloc.start()
+    batch = source.gather(np.array([7, 3]))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    np.testing.assert_array_equal(batch["image"], [image[7], image[3]])
+    assert peak < image.nbytes / 10
 
 
 def test_gather_refuses_a_row_that_is_not_there():
