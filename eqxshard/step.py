@@ -153,18 +153,16 @@ class TrainStep:
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Lower a single step: for its text, its cost and its compiled memory."""
         arrays, skeleton = flatten_state(state)
-        jitted, _ = self._jit(state, skeleton, stacked=False)
-        return jitted.lower(arrays, batch)
+        return self._jit(state, skeleton, stacked=False).lower(arrays, batch)
 
     def _run(
         self, state: TrainState, batch: PyTree, stacked: bool
     ) -> tuple[TrainState, Metrics]:
         _check_batch(batch, self._mesh, stacked)
         arrays, skeleton = flatten_state(state)
-        key = (skeleton, stacked)
-        if key not in self._jitted:
-            self._jitted[key] = self._jit(state, skeleton, stacked)
-        jitted, places = self._jitted[key]
+        jitted = self._jitted.get((skeleton, stacked))
+        if jitted is None:
+            jitted = self._jitted[skeleton, stacked] = self._jit(state, skeleton, stacked)
         arrays, metrics = jitted(arrays, batch)
         state = unflatten_state(arrays, skeleton)
         if self._nonfinite == "raise" and metrics.nonfinite.any():
@@ -333,14 +331,17 @@ class _InFlight:
 
 def _check_batch(batch: PyTree, mesh: Mesh, stacked: bool = False) -> None:
     axis = 1 if stacked else 0
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        shape = getattr(leaf, "shape", ())
-        if len(shape) <= axis:
-            raise ValueError(
-                f"batch entry {leaf_path(path)} has shape {shape}, and no axis of examples; "
-                "give each entry one row per example."
-            )
-        check_batch_size(shape[axis], mesh)
+    rows = {getattr(x, "shape", ())[axis : axis + 1] for x in jax.tree.leaves(batch)}
+    if len(rows) != 1 or () in rows:
+        shapes = {
+            leaf_path(path): jnp.shape(leaf)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+        }
+        raise ValueError(
+            f"the entries of a batch have the shapes {shapes}; give each the same number "
+            f"of examples along axis {axis}."
+        )
+    check_batch_size(rows.pop()[0], mesh)
 
 
 def _weight(batch: PyTree) -> Float[Array, " batch"]:

@@ -10,15 +10,16 @@ import pytest
 class Mirror:
     """Serves `files`, by the paths of their URLs, and keeps what was asked and sent.
 
-    `cut` says after how many bytes of its body a response breaks off, by path, and
-    `at_cut` is called just before. A mirror that is not `resumable` ignores ranges.
+    By path, `cut` says after how many bytes of its body a response breaks off, and `pause`
+    after how many it waits for a function to return. A mirror that is not `resumable`
+    ignores ranges.
     """
 
     def __init__(self, url: str):
         self.url = url
         self.files: dict[str, bytes] = {}
         self.cut: dict[str, int] = {}
-        self.at_cut: Callable[[], None] = lambda: None
+        self.pause: dict[str, tuple[int, Callable[[], object]]] = {}
         self.resumable = True
         self.requests: list[tuple[str, str | None]] = []  # path and range
         self.sent: list[int] = []  # the bodies' sizes
@@ -38,10 +39,11 @@ class Mirror:
         handler.send_header("Content-Length", str(len(body) - start))
         handler.end_headers()
         part = body[start : start + self.cut.get(path, len(body))]
-        handler.wfile.write(part)
+        before, wait = self.pause.get(path, (0, lambda: None))
+        handler.wfile.write(part[:before])
+        wait()
+        handler.wfile.write(part[before:])
         self.sent.append(len(part))
-        if path in self.cut:
-            self.at_cut()
 
 
 @pytest.fixture

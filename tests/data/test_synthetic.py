@@ -56,7 +56,8 @@ def test_the_seed_decides():
     assert (labels(first) != labels(other)).any()
 
 
-def test_no_image_is_in_both_splits(train, test):
+def test_no_image_is_in_both_splits(train):
+    test = synthetic_fashion("test", size=len(train))
     seen = {image.tobytes() for image in images(train)}
     assert len(seen) == len(train)
     assert not any(image.tobytes() in seen for image in images(test))
@@ -67,6 +68,15 @@ def test_garments_stand_on_black(train):
     assert background.min() > 0.1
     assert background.max() < 0.95
     assert images(train).max() == 255
+
+
+def test_garments_hang_and_shoes_lie(train):
+    def widths_by_heights(kind: int) -> np.ndarray:
+        drawn = images(train)[labels(train) == kind] > 0
+        return drawn.any(axis=1).sum(axis=1) / drawn.any(axis=2).sum(axis=1)
+
+    assert (widths_by_heights(1) < 1).all()  # trousers
+    assert (widths_by_heights(7) > 1).all()  # sneakers
 
 
 def test_garments_that_hang_have_alike_sides(train):
