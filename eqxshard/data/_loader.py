@@ -29,8 +29,8 @@ Remainder = Literal["pad", "drop", "error"]
 
 #: Handing something from one thread to another costs as much as gathering a batch of
 #: small images, so batches are gathered and handed over together while they are small.
-_TOGETHER_BYTES = 2**20
-_TOGETHER_BATCHES = 8
+_TOGETHER_BYTES = 2**21
+_TOGETHER_BATCHES = 16
 
 
 class _HostBatch(NamedTuple):
@@ -70,7 +70,7 @@ class Loader:
         one with as many rows, which is not to change afterwards. It runs in the loader's
         thread.
     - `prefetch`: how many batches to gather ahead. Without a `transform`, batches of up
-        to half a mebibyte are gathered some at a time, so that a few more may be. With
+        to one mebibyte are gathered some at a time, so that a few more may be. With
         0, each is gathered when it is asked for, without a thread.
 
     **Raises:**

@@ -349,13 +349,13 @@ def test_without_prefetch_there_is_no_thread_and_nothing_is_gathered_early():
 @pytest.mark.parametrize(
     ("row_bytes", "prefetch", "calls"),
     [
-        # Batches of 1 MiB, one in each call.
-        (2**17, 1, 1 + 1),
-        (2**17, 2, 1 + 2),
-        (2**17, 5, 1 + 5),
-        # Batches of 128 KiB: after the first, 8 in each call.
+        # Batches of 2 MiB, one in each call.
+        (2**18, 1, 1 + 1),
+        (2**18, 2, 1 + 2),
+        (2**18, 5, 1 + 5),
+        # Batches of 128 KiB: after the first, 16 in each call.
         (2**14, 2, 1 + 2),
-        (2**14, 40, 1 + 5),
+        (2**14, 80, 1 + 5),
     ],
 )
 def test_so_much_is_gathered_while_the_caller_computes(row_bytes, prefetch, calls):
