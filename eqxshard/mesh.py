@@ -101,10 +101,14 @@ def batch_sharding(mesh: Mesh, *, stacked: bool = False) -> NamedSharding:
 def check_batch_size(batch_size: int, mesh: Mesh) -> None:
     """Raise `ValueError` unless `batch_size` rows divide over the mesh's batch axes."""
     parts = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    if batch_size < 1 or batch_size % parts:
+    if batch_size < 1:
+        raise ValueError(
+            f"batch size {batch_size} is not a size; use a multiple of {parts}."
+        )
+    if batch_size % parts:
         sizes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in BATCH_AXES)
         below, above = batch_size // parts * parts, -(-batch_size // parts) * parts
-        near = f"{below} or {above}" if 0 < below < above else f"{max(parts, above)}"
+        near = f"{below} or {above}" if below else f"{above}"
         raise ValueError(
             f"batch size {batch_size} does not divide over {sizes} = {parts} devices; "
             f"use a multiple of {parts}, such as {near}."

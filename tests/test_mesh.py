@@ -59,6 +59,8 @@ def test_batch_size_errors_show_the_arithmetic():
     ):
         check_batch_size(20, mesh)
     with pytest.raises(ValueError, match="such as 8"):
+        check_batch_size(5, mesh)
+    with pytest.raises(ValueError, match="batch size 0 is not a size"):
         check_batch_size(0, mesh)
 
 

@@ -499,8 +499,8 @@ def test_what_is_not_a_source_is_refused(source, unannotated):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"batch_size": 0}, "batch size 0 does not divide"),
-        ({"batch_size": -8}, "batch size -8 does not divide"),
+        ({"batch_size": 0}, "batch size 0 is not a size"),
+        ({"batch_size": -8}, "batch size -8 is not a size"),
         (
             {"batch_size": 12, "mesh": MESHES[3]},
             "batch size 12 does not divide over data=8",

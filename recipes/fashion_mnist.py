@@ -1,0 +1,310 @@
+"""Train a small classifier on Fashion-MNIST, on whatever devices there are."""
+
+import difflib
+import json
+import math
+import os
+import statistics
+import sys
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+import tyro
+from equinox import nn
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.panel import Panel
+
+import eqxshard
+from eqxshard import data, trackers
+from eqxshard.mesh import AXES, describe
+
+
+def convnet(conv1, conv2, kernel2, hidden, *, key):
+    """Two convolutions, each with an average pool, and two linear layers."""
+    keys = jax.random.split(key, 4)
+    side = (13 - kernel2 + 1) // 2
+    return nn.Sequential(
+        [
+            nn.Conv2d(1, conv1, 3, key=keys[0]),
+            nn.AvgPool2d(2, 2),
+            nn.Lambda(jax.nn.relu),
+            nn.Conv2d(conv1, conv2, kernel2, key=keys[1]),
+            nn.AvgPool2d(2, 2),
+            nn.Lambda(jax.nn.relu),
+            nn.Lambda(jnp.ravel),
+            nn.Linear(conv2 * side**2, hidden, key=keys[2]),
+            nn.Lambda(jax.nn.relu),
+            nn.Linear(hidden, 10, key=keys[3]),
+        ]
+    )
+
+
+def mlp(*, key):
+    """Two hidden layers."""
+    keys = jax.random.split(key, 3)
+    return nn.Sequential(
+        [
+            nn.Lambda(jnp.ravel),
+            nn.Linear(784, 256, key=keys[0]),
+            nn.Lambda(jax.nn.relu),
+            nn.Linear(256, 128, key=keys[1]),
+            nn.Lambda(jax.nn.relu),
+            nn.Linear(128, 10, key=keys[2]),
+        ]
+    )
+
+
+def predict(model, batch):
+    """The logits. Images stay bytes until they are on the devices."""
+    pixels = (batch["image"][:, None] / 255 - 0.2860) / 0.3530
+    return jax.vmap(model)(pixels)
+
+
+def loss_fn(model, batch, key):
+    logits = predict(model, batch)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+
+
+def metric_fn(model, batch):
+    correct = jnp.argmax(predict(model, batch), axis=-1) == batch["label"]
+    return {"accuracy": correct, "loss": loss_fn(model, batch, None)}
+
+
+def train(args: "Args") -> str:
+    """Train, evaluate and write the results; return the last line to print."""
+    make_model, name, epochs = choose("model", args.model, MODELS)
+    epochs = epochs if args.epochs is None else at_least_1("epochs", args.epochs)
+    train_data, test_data, dataset = load(args)
+
+    mesh = make_mesh(args)
+    rule = choose("rule", args.rule, RULES)
+    loader = eqxshard.Loader(
+        train_data, batch_size=args.batch_size, mesh=mesh, seed=args.seed
+    )
+    test = eqxshard.Loader(test_data, batch_size=args.batch_size, mesh=mesh, shuffle=False)
+    optim = make_optimizer(args, steps=epochs * len(loader))
+    title = f"{name} on {describe(mesh)}" + " | synthetic data" * (dataset == "synthetic")
+    output = Path(args.output or f"runs/fashion_mnist-{args.model}")
+    watch = [
+        trackers.JSONLines(output / "metrics.jsonl", extra={"data": dataset}),
+        trackers.Curves(output / "curves.png", title=title),
+        trackers.ProgressBar(epochs * len(loader), title=title),
+    ]
+
+    key = jax.random.key(args.seed)
+    state = eqxshard.init_state(make_model, optim, key=key, mesh=mesh, rule=rule)
+    train_step = eqxshard.make_train_step(loss_fn, optim, mesh=mesh, rule=rule)
+    eval_step = eqxshard.make_eval_step(metric_fn, mesh=mesh, rule=rule)
+    state = eqxshard.fit(
+        state,
+        train_step,
+        loader,
+        epochs=epochs,
+        evaluate=lambda model: eqxshard.evaluate(model, eval_step, test),
+        trackers=watch,
+    )
+
+    summary = summarize(output / "metrics.jsonl", len(train_data)) | {
+        "data": dataset,
+        "devices": describe(mesh),
+        "parameters": sum(
+            map(jnp.size, jax.tree.leaves(eqx.filter(state.model, eqx.is_array)))
+        ),
+        "settings": asdict(args) | {"epochs": epochs},
+        "versions": {
+            module.__name__: module.__version__ for module in (eqxshard, jax, optax)
+        },
+    }
+    (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    print(f"numbers and curves are in {output}")
+    speed = f"{summary['images_per_second']:,.0f}".replace(",", " ")
+    return (
+        f"test accuracy {summary['test_accuracy']:.4f} | "
+        f"{summary['seconds_per_epoch']:.1f} s/epoch | {speed} images/s | {title}"
+    )
+
+
+MODELS = {
+    "lenet": (lambda key: convnet(20, 50, 5, 128, key=key), "LeNet", 10),
+    "cnn": (lambda key: convnet(32, 64, 3, 256, key=key), "CNN", 5),
+    "mlp": (lambda key: mlp(key=key), "MLP", 10),
+}
+RULES = {
+    "replicate": eqxshard.replicate(),
+    # The least size that is fsdp's own default is for models worth splitting.
+    "fsdp": eqxshard.fsdp(min_size=2**10),
+}
+OPTIMIZERS = {
+    "adamw": (partial(optax.adamw, b2=0.98, weight_decay=0.01), 5e-3),
+    "adam": (partial(optax.adam, b2=0.98), 5e-3),
+    "sgd": (partial(optax.sgd, momentum=0.9, nesterov=True), 0.05),
+}
+DATA = ("auto", "fashion_mnist", "synthetic")
+
+
+def one_of(names: Collection[str]) -> Any:
+    return tyro.conf.arg(metavar="{" + ",".join(names) + "}")
+
+
+def by_default(metavar: str, default: str) -> Any:
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
+
+
+@dataclass(frozen=True)
+class Args:
+    """Train a small classifier on Fashion-MNIST, split over the devices of a mesh.
+
+    Without options: LeNet for 10 epochs, on all accelerators or, without any, on as many
+    simulated CPU devices as the machine has cores. The data are downloaded if need be.
+    """
+
+    model: Annotated[str, one_of(MODELS)] = "lenet"
+    """The model; all are plain equinox.nn."""
+    epochs: Annotated[int | None, by_default("INT", "10; cnn: 5")] = None
+    """How often to go through the data."""
+    batch_size: int = 256
+    """Examples per step, over all devices."""
+    optimizer: Annotated[str, one_of(OPTIMIZERS)] = "adamw"
+    """Its learning rate rises over a twentieth of the steps, then falls to a hundredth."""
+    learning_rate: Annotated[float | None, by_default("FLOAT", "0.005; sgd: 0.05")] = None
+    """The highest learning rate."""
+    devices: Annotated[int | None, by_default("INT", "all; CPU: one per core")] = None
+    """How many devices to use. CPU devices are simulated."""
+    mesh: Annotated[str | None, by_default("AXIS=SIZE,...", "the rule's axis")] = None
+    """Sizes of mesh axes, such as data=4,fsdp=2; -1 takes what is left."""
+    rule: Annotated[str, one_of(RULES)] = "replicate"
+    """Where parameters are: whole on each device, or split over the fsdp axis."""
+    seed: int = 0
+    """Decides the initial parameters and the order of the data."""
+    data: Annotated[str, one_of(DATA)] = "auto"
+    """auto is fashion_mnist or, where that cannot be had, the generated stand-in."""
+    data_dir: Annotated[
+        str | None, by_default("DIR", "$EQXSHARD_DATA_DIR, or the user's cache")
+    ] = None
+    """Where the folder fashion_mnist is, or is to be put."""
+    output: Annotated[str | None, by_default("DIR", "runs/fashion_mnist-MODEL")] = None
+    """For metrics.jsonl, summary.json and curves.png, replacing an earlier run's."""
+
+
+def choose(kind: str, name: str, among: Any) -> Any:
+    if name in among:
+        return among[name] if isinstance(among, dict) else name
+    near = difflib.get_close_matches(name, among, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ValueError(f"unknown {kind} {name!r}; {hint}use one of {', '.join(among)}.")
+
+
+def at_least_1(name: str, value: int) -> int:
+    if value < 1:
+        raise ValueError(f"--{name} {value} is too few; use 1 or more.")
+    return value
+
+
+def load(args: Args) -> tuple[data.ArraySource, data.ArraySource, str]:
+    """What to train and to test on, and which dataset that is."""
+    if choose("dataset", args.data, DATA) != "synthetic":
+        try:
+            train_data = data.fashion_mnist("train", data_dir=args.data_dir)
+            test_data = data.fashion_mnist("test", data_dir=args.data_dir)
+            return train_data, test_data, "fashion_mnist"
+        except FileNotFoundError as error:
+            if args.data == "fashion_mnist":
+                raise
+            reason = str(error)
+    else:
+        reason = "As asked for with --data synthetic."
+    Console(stderr=True).print(
+        Panel(
+            "Training on generated images, NOT on Fashion-MNIST: accuracies say nothing "
+            f"about the real data.\n\n{reason}",
+            title="SYNTHETIC DATA",
+            style="bold yellow",
+        )
+    )
+    return data.synthetic_fashion("train"), data.synthetic_fashion("test"), "synthetic"
+
+
+def make_mesh(args: Args) -> Mesh:
+    sizes = parse_mesh(args.mesh or ("fsdp=-1" if args.rule == "fsdp" else "data=-1"))
+    sizes.setdefault("data", 1 if -1 in sizes.values() else -1)
+    fixed = math.prod(size for size in sizes.values() if size > 0)
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    counts = range(fixed, cores + 1, fixed) if -1 in sizes.values() else ()
+    simulated = max((n for n in counts if args.batch_size % n == 0), default=fixed)
+    if args.devices is not None:
+        simulated = at_least_1("devices", args.devices)
+    # Comes before JAX looks for devices, and makes no difference to accelerators.
+    jax.config.update("jax_num_cpu_devices", simulated)
+    found = jax.devices()
+    if args.devices is not None and args.devices > len(found):
+        raise ValueError(
+            f"--devices {args.devices} is more than there are: {len(found)} x "
+            f"{found[0].platform}; use {len(found)} or fewer."
+        )
+    return eqxshard.make_mesh(**sizes, devices=found[: args.devices])
+
+
+def parse_mesh(text: str) -> dict[str, Any]:
+    sizes = {}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        choose("mesh axis", axis, AXES)
+        try:
+            sizes[axis] = int(size)
+        except ValueError:
+            raise ValueError(
+                f"--mesh {text} gives no size in {part!r}; write it like {axis}=2."
+            ) from None
+    return sizes
+
+
+def make_optimizer(args: Args, *, steps: int) -> optax.GradientTransformation:
+    make, rate = choose("optimizer", args.optimizer, OPTIMIZERS)
+    rate = rate if args.learning_rate is None else args.learning_rate
+    if not 0 < rate < math.inf:
+        raise ValueError(f"--learning-rate {rate} is no rate; use a number above 0.")
+    rise = optax.linear_schedule(0.0, rate, steps // 20)
+    fall = optax.linear_schedule(rate, rate / 100, steps - steps // 20)
+    return make(optax.join_schedules([rise, fall], [steps // 20]))
+
+
+def summarize(log: Path, examples: int) -> dict[str, Any]:
+    """Accuracy and speed, from what was logged."""
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    accuracies = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
+    seconds = [0.0] * len(accuracies)
+    for line in lines:
+        seconds[math.ceil(line["epoch"]) - 1] += line.get("train/seconds", 0.0)
+    typical = statistics.median(seconds)
+    return {
+        "test_accuracy": accuracies[-1],
+        "test_accuracy_by_epoch": accuracies,
+        "seconds_per_epoch": typical,
+        "images_per_second": examples / typical,
+    }
+
+
+def main() -> int:
+    args = tyro.cli(Args)
+    try:
+        last = train(args)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; what was logged until now is kept.", file=sys.stderr)
+        return 130
+    print(last)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
