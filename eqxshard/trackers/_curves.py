@@ -51,7 +51,7 @@ class Curves:
         self._title = title
         # By metric, then by train or eval: where, and how much.
         self._series: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
-        self._x_label = "epoch"
+        self._x_label, self._x_last = "epoch", 0.0
         with writing(self._path):
             if self._path.is_dir():
                 raise IsADirectoryError(0, "it is a folder")
@@ -62,9 +62,11 @@ class Curves:
         """Take the values; draw them if they are an evaluation's."""
         if "epoch" not in values:
             self._x_label = "step"
+        x = float(values.get("epoch", step))
+        self._x_last = max(self._x_last, x)
         for kind, name, value in metrics(values):
             xs, ys = self._series.setdefault(name, {}).setdefault(kind, ([], []))
-            xs.append(float(values.get("epoch", step)))
+            xs.append(x)
             ys.append(float(value))
         if is_evaluation(values):
             self._write()
@@ -94,6 +96,7 @@ class Curves:
         for panel, (name, series) in zip(panels, self._series.items()):
             _draw_metric(panel, name, series)
             panel.set_xlabel(self._x_label)
+            panel.set_xlim(0, 1.03 * self._x_last or 1)
         for panel in list(panels)[len(self._series) :]:
             panel.set_axis_off()
         return figure
