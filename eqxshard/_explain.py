@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 from rich.console import Console, ConsoleOptions
 from rich.table import Table
+from rich.text import Text
 
 from .mesh import describe
 from .sharding import Rule, decide, is_array, leaf_path
@@ -71,7 +72,7 @@ class Explanation:
         table.add_column("bytes/device", justify="right")
         table.add_column("rule", overflow="fold")
         for leaf in self.leaves:
-            table.add_row(
+            cells = (
                 leaf.path,
                 " x ".join(map(str, leaf.shape)) or "scalar",
                 leaf.dtype,
@@ -79,6 +80,9 @@ class Explanation:
                 _size(leaf.bytes_per_device),
                 f"{leaf.rule}: {leaf.note}" if leaf.note else leaf.rule,
             )
+            # As `Text`, because rich reads brackets in a `str`, as in by_path('[a-z]'),
+            # as markup.
+            table.add_row(*map(Text, cells))
         yield table
 
     def __str__(self) -> str:
@@ -142,11 +146,12 @@ def _spec(spec: PartitionSpec) -> str:
     return f"P({', '.join(entries)})"
 
 
-def _size(count: float) -> str:
+def _size(count: int) -> str:
     if count < 1000:
-        return f"{count:.0f} B"
+        return f"{count} B"
+    size = float(count)
     for unit in ("kB", "MB", "GB"):
-        count /= 1000
-        if count < 1000:
-            return f"{count:.3g} {unit}" if count < 100 else f"{count:.0f} {unit}"
-    return f"{count / 1000:.3g} TB"
+        size /= 1000
+        if size < 1000:
+            return f"{size:.3g} {unit}" if size < 100 else f"{size:.0f} {unit}"
+    return f"{size / 1000:.3g} TB"

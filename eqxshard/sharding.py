@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
 from .mesh import BATCH_AXES
@@ -180,7 +180,8 @@ def shardings(tree: PyTree, mesh: Mesh, rule: Rule) -> PyTree[NamedSharding | No
     **Raises:**
 
     `ValueError` if a spec does not fit its leaf: an axis that the mesh does not have or
-    that is used twice, more dims than the leaf has, or a dim that does not divide.
+    that is used twice, more dims than the leaf has, or a dim that does not divide;
+    `TypeError` if a rule answers with something else than a spec.
     """
 
     def place(path: str, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
@@ -194,6 +195,12 @@ def decide(rule: Rule, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Dec
     decision = _ask(rule, path, leaf, mesh)
     if decision is None:
         return Decision(PartitionSpec(), "no rule", "claimed by no rule: replicated")
+    if not isinstance(decision.spec, PartitionSpec):
+        raise TypeError(
+            f"the rule {decision.rule} answers {decision.spec!r} for "
+            f"{path or 'the array'}; answer with a jax.P, or None for a leaf that is not "
+            "the rule's."
+        )
     _check_spec(path, leaf.shape, decision.spec, mesh)
     return decision
 
@@ -218,8 +225,9 @@ def filter_shard(tree: PyTree, shardings: PyTree[Sharding | None]) -> PyTree:
 
     **Raises:**
 
-    `ValueError` if an array does not divide as its sharding asks. (JAX itself, inside
-    jit, would quietly replicate it.)
+    `ValueError` if an array does not divide as its sharding asks (JAX itself, inside
+    jit, would quietly replicate it), or `shardings` is not a prefix of `tree`;
+    `TypeError` if it holds something else.
 
     !!! Example
 
@@ -227,14 +235,18 @@ def filter_shard(tree: PyTree, shardings: PyTree[Sharding | None]) -> PyTree:
         model = eqxshard.filter_shard(model, eqxshard.shardings(model, mesh, rule))
         ```
     """
-    arrays, static = eqx.partition(tree, eqx.is_array)
+    arrays, static = eqx.partition(tree, is_array)
     paths = [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(arrays)]
     leaves, treedef = jax.tree.flatten(arrays)
     places = spread(shardings, tree)
     for path, leaf, place in zip(paths, leaves, places, strict=True):
         if isinstance(place, NamedSharding):
             _check_spec(path, leaf.shape, place.spec, place.mesh)
-    chosen = [i for i, place in enumerate(places) if place is not None]
+    chosen = [
+        i
+        for i, (leaf, place) in enumerate(zip(leaves, places))
+        if place is not None and eqx.is_array(leaf)
+    ]
     inside = any(isinstance(leaf, Tracer) for leaf in leaves)
     move = jax.lax.with_sharding_constraint if inside else jax.device_put
     moved = move([leaves[i] for i in chosen], [places[i] for i in chosen])
@@ -247,7 +259,12 @@ def spread(shardings: PyTree[Sharding | None], tree: PyTree) -> list[Sharding | 
     """One entry for each array of `tree`, in order, from a prefix of it."""
     entries: list[Sharding | None] = []
 
-    def over(sharding: Sharding | None, part: PyTree) -> None:
+    def over(sharding: Any, part: PyTree) -> None:
+        if not isinstance(sharding, Sharding | None):
+            raise TypeError(
+                f"{sharding!r} is a {type(sharding).__name__}, not a sharding; write "
+                "jax.NamedSharding(mesh, spec), or None to leave arrays where they are."
+            )
         entries.extend([sharding] * sum(map(is_array, jax.tree.leaves(part))))
 
     jax.tree.map(
@@ -260,13 +277,15 @@ def constrain(x: PyTree, spec: PartitionSpec) -> PyTree:
     """Say where an activation lies, inside a model.
 
     A model that runs inside a step of [`eqxshard.make_train_step`][] is constrained on
-    that step's mesh. Anywhere else, this does nothing: the model needs no mesh.
+    that step's mesh. Where there is no mesh, and in the per-device code of
+    [`jax.shard_map`][], this does nothing: the model needs no mesh.
 
     **Arguments:**
 
     - `x`: a PyTree of arrays.
-    - `spec`: the mesh axes along their first dims. Under `jax.vmap` the dims are those
-        of one example.
+    - `spec`: the mesh axes along their first dims; the other dims are whole, except
+        those that are `P.UNCONSTRAINED`. Under `jax.vmap` the dims are those of one
+        example.
 
     **Returns:**
 
@@ -274,7 +293,7 @@ def constrain(x: PyTree, spec: PartitionSpec) -> PyTree:
 
     **Raises:**
 
-    `ValueError` if an array does not divide as asked.
+    `ValueError` if the spec does not fit an array, as for [`eqxshard.shardings`][].
 
     !!! Example
 
@@ -283,11 +302,11 @@ def constrain(x: PyTree, spec: PartitionSpec) -> PyTree:
         ```
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    if AxisType.Auto not in mesh.axis_types:
         return x
 
     def one(path: str, leaf: jax.ShapeDtypeStruct) -> None:
-        _check_spec(path or "x", leaf.shape, spec, mesh)
+        _check_spec(path, leaf.shape, spec, mesh)
 
     _map_arrays(one, x)
     return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, spec), x)
@@ -354,7 +373,7 @@ def _check_spec(
     spec: PartitionSpec,
     mesh: Mesh | jax.sharding.AbstractMesh,
 ) -> None:
-    where = f"{path} {shape}: {spec}"
+    where = f"{path or 'the array'} {shape}: {spec}"
     if len(spec) > len(shape):
         raise ValueError(
             f"{where} has {len(spec)} entries and the array {len(shape)} dims; give at "
@@ -362,7 +381,9 @@ def _check_spec(
         )
     seen: set[str] = set()
     for dim, entry in enumerate(spec):
-        axes = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+        if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+            continue
+        axes = entry if isinstance(entry, tuple) else (entry,)
         for axis in axes:
             _check_axis(axis, mesh, where)
             if axis in seen:
