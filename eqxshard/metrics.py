@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, ArrayLike, Float, Int
 
 
 class Metrics(eqx.Module):
@@ -28,7 +28,9 @@ class Metrics(eqx.Module):
 
     def __getitem__(self, name: str) -> Float[Array | np.ndarray, "*steps"]:
         """The mean over examples of one metric, of each step, without waiting for it."""
-        return self.totals[name] / self.weight
+        # NumPy, unlike JAX, would warn of the nan where no example counted.
+        with np.errstate(invalid="ignore"):
+            return self.totals[name] / self.weight
 
     def compute(self) -> dict[str, float]:
         """Wait for the values, and read the means over all examples and steps.
@@ -58,7 +60,17 @@ class Metrics(eqx.Module):
         **Arguments:**
 
         - `parts`: metrics with the same names, at least one.
+
+        **Returns:**
+
+        An [`eqxshard.Metrics`][] of NumPy arrays, with one entry per step.
+
+        **Raises:**
+
+        `ValueError` if there is nothing to stack, or the names differ.
         """
+        if not parts:
+            raise ValueError("there are no metrics to stack; take at least one step.")
         host = jax.device_get(list(parts))
         return jax.tree.map(
             lambda *leaves: np.concatenate([np.ravel(x) for x in leaves]), *host
@@ -66,10 +78,12 @@ class Metrics(eqx.Module):
 
 
 def weighted_sums(
-    values: Mapping[str, Float[Array, ""] | Float[Array, " batch"]],
-    weight: Float[Array, " batch"],
+    values: Mapping[str, ArrayLike], weight: Float[Array, " batch"]
 ) -> dict[str, Float[Array, ""]]:
-    """Sum values over a batch; a scalar counts as the mean that it is."""
+    """Sum values over a batch; a scalar counts as the mean that it is.
+
+    What has weight 0 does not count, whatever it is: padding may well be nan.
+    """
     sums = {}
     for name, value in values.items():
         value = jnp.asarray(value, jnp.float32)
@@ -78,5 +92,5 @@ def weighted_sums(
                 f"{name} has shape {value.shape} for a batch of {weight.shape[0]}; return "
                 f"one value per example, of shape {weight.shape}, or a scalar."
             )
-        sums[name] = jnp.sum(value * weight)
+        sums[name] = jnp.sum(jnp.where(weight == 0, 0, value * weight))
     return sums

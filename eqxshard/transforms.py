@@ -3,7 +3,7 @@
 import functools as ft
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import jax
 from jax.sharding import Sharding
@@ -50,6 +50,8 @@ class Skeleton:
             and self._hash == other._hash
             and self.treedef == other.treedef
             and self.static == other.static
+            # 1 == 1.0 == True, and each is a different program.
+            and [*map(type, self.static)] == [*map(type, other.static)]
         )
 
     def merge(self, arrays: Sequence[Any]) -> PyTree:
@@ -59,8 +61,8 @@ class Skeleton:
         return jax.tree.unflatten(self.treedef, leaves)
 
 
-def split(tree: PyTree) -> tuple[list[Any], Skeleton]:
-    """Take a PyTree apart into its arrays and the rest.
+def split(tree: PyTree, name: str = "") -> tuple[list[Any], Skeleton]:
+    """Take a PyTree apart into its arrays and the rest; errors begin paths with its name.
 
     `jax.jit` over the flat list costs a quarter of what it costs over the modules.
     """
@@ -70,7 +72,14 @@ def split(tree: PyTree) -> tuple[list[Any], Skeleton]:
     try:
         return arrays, Skeleton(treedef, static)
     except TypeError:
-        raise TypeError(_unhashable(tree)) from None
+        raise TypeError(_unhashable(tree, name)) from None
+
+
+class _Call(NamedTuple):
+    """The arguments of one call; its field names begin the paths in errors."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
 
 @jax.tree_util.register_pytree_node_class
@@ -99,11 +108,18 @@ class _FilterJit:
         out_shardings: PyTree[Sharding | None],
     ):
         ft.update_wrapper(self, fn, updated=())
+        # The name that profiles and compiled modules show.
+        self._name = getattr(fn, "__name__", type(fn).__name__)
         self._signature = inspect.signature(fn)
+        self._by_either = {
+            name
+            for name, parameter in self._signature.parameters.items()
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        }
         # The arrays of a callable module, or of one that a method is bound to, are
         # arguments like others: as constants they would be compiled in.
-        self._fn_arrays, self._fn_skeleton = split(fn)
-        self._donates = _donation(donate)
+        self._fn_arrays, self._fn_skeleton = split(fn, "fn")
+        self._donates = _donation(donate, self._signature)
         self._in_shardings = in_shardings
         self._out_shardings = out_shardings
         self._jitted: dict[Skeleton, Any] = {}
@@ -130,8 +146,11 @@ class _FilterJit:
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         if kwargs:
             bound = self._signature.bind(*args, **kwargs)
+            if not self._by_either.isdisjoint(bound.kwargs):
+                # Some before it were left out, so that it has no position yet.
+                bound.apply_defaults()
             args, kwargs = bound.args, bound.kwargs
-        arrays, skeleton = split((args, kwargs))
+        arrays, skeleton = split(_Call(args, kwargs))
         jitted = self._jitted.get(skeleton)
         if jitted is None:
             jitted = self._jitted[skeleton] = self._jit(args, kwargs, skeleton)
@@ -148,15 +167,14 @@ class _FilterJit:
             out = fn_skeleton.merge(arrays[count:])(*args, **kwargs)
             if out_shardings is not None:
                 out = filter_shard(out, out_shardings)
-            arrays_out, static_out = split(out)
+            arrays_out, static_out = split(out, "result")
             return arrays_out, _Static(static_out)
 
-        # The name that profiles and compiled modules show.
-        flat.__name__ = flat.__qualname__ = getattr(self, "__name__", type(self).__name__)
+        flat.__name__ = flat.__qualname__ = self._name
         donated, placed = [], []
         per_argument = _per_argument(self._in_shardings, len(args))
         for index, (argument, sharding) in enumerate(
-            zip((*args, kwargs), (*per_argument, None), strict=True)
+            zip((*args, kwargs), per_argument, strict=True)
         ):
             here = spread(sharding, argument)
             if self._donates(index if index < len(args) else None):
@@ -210,7 +228,8 @@ def filter_jit(
         itself are never donated.
     - `in_shardings`: where the arguments lie: one sharding for all, or a tuple with one
         entry per positional argument, each a sharding, a PyTree of them that is a prefix
-        of the argument, or `None` for as it comes.
+        of the argument, or `None` for as it comes. Arrays that are on no particular
+        device, such as NumPy's, are moved there.
     - `out_shardings`: where the results lie: a sharding, or a PyTree of them that is a
         prefix of the result.
 
@@ -223,7 +242,7 @@ def filter_jit(
 
     `ValueError` if `donate` is none of these; when called, `TypeError` naming an
     argument that is neither an array nor hashable, and `ValueError` if an array does not
-    divide as its sharding asks.
+    divide as its sharding asks, or an argument was placed elsewhere.
 
     !!! Example
 
@@ -242,7 +261,7 @@ def filter_jit(
     return _FilterJit(fn, donate, in_shardings, out_shardings)
 
 
-def _donation(donate: Donate) -> Callable[[int | None], bool]:
+def _donation(donate: Donate, signature: inspect.Signature) -> Callable[[int | None], bool]:
     """Whether the argument at a position (`None`: one by keyword only) is donated."""
     if donate == "none":
         return lambda index: False
@@ -250,38 +269,52 @@ def _donation(donate: Donate) -> Callable[[int | None], bool]:
         return lambda index: True
     if donate == "all-except-first":
         return lambda index: index != 0
-    positions = (donate,) if isinstance(donate, int) else donate
-    if isinstance(positions, str) or not all(
-        isinstance(i, int) and i >= 0 for i in positions
-    ):
+    positions = tuple(donate) if isinstance(donate, Sequence) else (donate,)
+    # `type`, because donate=False would be the position 0.
+    if not all(type(i) is int and i >= 0 for i in positions):
         raise ValueError(
             f"donate={donate!r} is not 'none', 'all', 'all-except-first', or one or more "
             "positions of arguments, counted from 0."
+        )
+    parameters = signature.parameters.values()
+    count = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    unlimited = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if not unlimited and max(positions, default=-1) >= count:
+        raise ValueError(
+            f"donate={donate!r} names a position that the function does not have: it "
+            f"takes {count} positional arguments, counted from 0."
         )
     return lambda index: index in positions
 
 
 def _per_argument(shardings: Shardings, count: int) -> tuple[PyTree[Sharding | None], ...]:
+    """One entry for each positional argument, and one for all others together."""
     if not isinstance(shardings, tuple):
-        return (shardings,) * count
+        return (shardings,) * (count + 1)
     if len(shardings) != count:
         raise ValueError(
             f"in_shardings has {len(shardings)} entries for {count} positional arguments; "
             "give one for each (None for as it comes)."
         )
-    return shardings
+    return (*shardings, None)
 
 
-def _unhashable(tree: PyTree) -> str:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if not is_array(leaf):
-            try:
-                hash(leaf)
-            except TypeError:
-                return (
-                    f"{leaf_path(path)} is a {type(leaf).__name__}, neither an array nor "
-                    "hashable; make it an array, or something hashable such as a tuple."
-                )
-    return (
-        "a static field of a module is not hashable; make it a tuple or a field of arrays."
+def _unhashable(tree: PyTree, name: str) -> str:
+    path, leaf = next(
+        (path, leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if not (is_array(leaf) or _is_hashable(leaf))
     )
+    return (
+        f"{'.'.join(filter(None, (name, leaf_path(path))))} is a {type(leaf).__name__}, "
+        "neither an array nor hashable; make it an array, or something hashable such as a "
+        "tuple."
+    )
+
+
+def _is_hashable(leaf: Any) -> bool:
+    try:
+        hash(leaf)
+    except TypeError:
+        return False
+    return True
