@@ -67,10 +67,9 @@ class Explanation:
             caption=f"{_size(self.bytes_per_device)} on each device, of "
             f"{_size(self.bytes_whole)}",
         )
-        for column in ("path", "shape", "dtype", "spec"):
-            table.add_column(column, overflow="fold")
-        table.add_column("bytes/device", justify="right")
-        table.add_column("rule", overflow="fold")
+        for column in ("path", "shape", "dtype", "spec", "bytes/device", "rule"):
+            justify = "right" if column == "bytes/device" else "left"
+            table.add_column(column, justify=justify, overflow="fold")
         for leaf in self.leaves:
             cells = (
                 leaf.path,
