@@ -331,15 +331,15 @@ class _InFlight:
 
 def _check_batch(batch: PyTree, mesh: Mesh, stacked: bool = False) -> None:
     axis = 1 if stacked else 0
-    rows = {getattr(x, "shape", ())[axis : axis + 1] for x in jax.tree.leaves(batch)}
+    shapes: list[tuple[int, ...]] = [
+        getattr(x, "shape", ()) for x in jax.tree.leaves(batch)
+    ]
+    rows = {shape[axis : axis + 1] for shape in shapes}
     if len(rows) != 1 or () in rows:
-        shapes = {
-            leaf_path(path): jnp.shape(leaf)
-            for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
-        }
+        paths = [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
         raise ValueError(
-            f"the entries of a batch have the shapes {shapes}; give each the same number "
-            f"of examples along axis {axis}."
+            f"the entries of a batch have the shapes {dict(zip(paths, shapes))}; give each "
+            f"the same number of examples along axis {axis}."
         )
     check_batch_size(rows.pop()[0], mesh)
 

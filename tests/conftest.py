@@ -5,6 +5,8 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
+import jaxtyping
+import pytest
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -12,3 +14,9 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 install_import_hook("eqxshard", "beartype.beartype")
+
+
+@pytest.fixture
+def unannotated(monkeypatch):
+    """As outside of tests, where annotations refuse nothing."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)

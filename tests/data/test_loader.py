@@ -10,7 +10,6 @@ from contextlib import closing
 from pathlib import Path
 
 import jax
-import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -434,12 +433,6 @@ except KeyboardInterrupt:
 
 
 # Errors
-
-
-@pytest.fixture
-def unannotated(monkeypatch):
-    """As outside of tests, where annotations refuse nothing."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 def test_what_the_source_raises_reaches_the_caller():

@@ -1,0 +1,127 @@
+"""What several test files train: tiny models, made-up batches, strict-proof optimizers."""
+
+import contextlib
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import eqxshard
+
+#: By name: sizes of mesh axes and the number of devices they need.
+MESHES: dict[str, tuple[dict[str, Any], int]] = {
+    "data=1": ({"data": 1}, 1),
+    "data=2": ({"data": 2}, 2),
+    "data=4": ({"data": 4}, 4),
+    "data=8": ({"data": 8}, 8),
+    "fsdp=2": ({"data": 1, "fsdp": 2}, 2),
+    "fsdp=8": ({"data": 1, "fsdp": 8}, 8),
+    "data=2,fsdp=2": ({"data": 2, "fsdp": 2}, 4),
+    "data=2,fsdp=4": ({"data": 2, "fsdp": 4}, 8),
+}
+RULES = {"replicate": eqxshard.replicate(), "fsdp": eqxshard.fsdp(min_size=1)}
+
+
+def make_mesh(name="data=8"):
+    sizes, count = MESHES[name]
+    return eqxshard.make_mesh(**sizes, devices=jax.devices()[:count])
+
+
+def lenient(optim):
+    """Optax itself mixes dtypes, which our tests forbid everybody else."""
+
+    def init(params):
+        with jax.numpy_dtype_promotion("standard"):
+            return optim.init(params)
+
+    def update(updates, state, params=None):
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return optim.update(updates, state, params)
+
+    return optax.GradientTransformation(init, update)
+
+
+class Model(eqx.Module):
+    """A little of everything: weights, biases, dropout, an integer array, a function."""
+
+    first: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+    last: eqx.nn.Linear
+    permutation: jax.Array
+
+    def __init__(self, key, width=32):
+        k1, k2 = jax.random.split(key)
+        self.first = eqx.nn.Linear(8, width, key=k1)
+        self.dropout = eqx.nn.Dropout(0.1)
+        self.last = eqx.nn.Linear(width, 4, key=k2)
+        self.permutation = jnp.arange(8)[::-1]
+
+    def __call__(self, x, key=None):
+        hidden = jax.nn.gelu(self.first(x[self.permutation]))
+        return self.last(self.dropout(hidden, key=key))
+
+
+def squared_errors(model, batch, key):
+    """Losses, one per example, with a dropout mask each."""
+    keys = jax.random.split(key, batch["x"].shape[0])
+    return jnp.sum((jax.vmap(model)(batch["x"], keys) - batch["y"]) ** 2, axis=-1)
+
+
+def make_batch(rows=32, seed=0, weight=None):
+    rng = np.random.default_rng(seed)
+    batch = {
+        "x": rng.normal(size=(rows, 8)).astype(np.float32),
+        "y": rng.normal(size=(rows, 4)).astype(np.float32),
+    }
+    return batch if weight is None else {**batch, "weight": np.float32(weight)}
+
+
+def stack(batches):
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
+
+
+def arrays(tree):
+    """The arrays of a PyTree on the host, by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(tree, eqx.is_array))
+    return {jax.tree_util.keystr(path): host(leaf) for path, leaf in leaves}
+
+
+def host(leaf):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf)
+
+
+def assert_equal(tree, other):
+    """Bit for bit."""
+    ours, theirs = arrays(tree), arrays(other)
+    assert ours.keys() == theirs.keys()
+    for path, array in ours.items():
+        np.testing.assert_array_equal(array, theirs[path], err_msg=path)
+
+
+def assert_close(tree, other, rtol=2e-5, atol=2e-6):
+    """To rounding in float32."""
+    ours, theirs = arrays(tree), arrays(other)
+    assert ours.keys() == theirs.keys()
+    for path, array in ours.items():
+        np.testing.assert_allclose(array, theirs[path], rtol, atol, err_msg=path)
+
+
+@contextlib.contextmanager
+def compiles(name):
+    """Collects what JAX traces and compiles of functions with this name."""
+    events = []
+
+    def listen(event: str, duration_secs: float, **what: str | int) -> None:
+        if what.get("fun_name") in (name, f"jit({name})"):
+            events.append(event.rsplit("/", 1)[-1])
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield events
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
