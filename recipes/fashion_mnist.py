@@ -34,11 +34,11 @@ def convnet(conv1, conv2, kernel2, hidden, *, key):
     return nn.Sequential(
         [
             nn.Conv2d(1, conv1, 3, key=keys[0]),
-            nn.AvgPool2d(2, 2),
             nn.Lambda(jax.nn.relu),
+            nn.AvgPool2d(2, 2),
             nn.Conv2d(conv1, conv2, kernel2, key=keys[1]),
-            nn.AvgPool2d(2, 2),
             nn.Lambda(jax.nn.relu),
+            nn.AvgPool2d(2, 2),
             nn.Lambda(jnp.ravel),
             nn.Linear(conv2 * side**2, hidden, key=keys[2]),
             nn.Lambda(jax.nn.relu),
