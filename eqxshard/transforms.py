@@ -3,7 +3,7 @@
 import functools as ft
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 from jax.sharding import Sharding
@@ -11,7 +11,8 @@ from jaxtyping import Array, PyTree
 
 from .sharding import filter_shard, is_array, leaf_path, spread
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 Donate = Literal["none", "all", "all-except-first"] | int | Sequence[int]
 #: One sharding for all arguments, or a tuple with an entry for each.
@@ -97,12 +98,12 @@ class _Static:
         return cls(skeleton)
 
 
-class _FilterJit:
+class _FilterJit(Generic[_P, _T]):
     """What [`eqxshard.filter_jit`][] returns."""
 
     def __init__(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[_P, _T],
         donate: Donate,
         in_shardings: Shardings,
         out_shardings: PyTree[Sharding | None],
@@ -124,7 +125,7 @@ class _FilterJit:
         self._out_shardings = out_shardings
         self._jitted: dict[Skeleton, Any] = {}
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         jitted, arrays = self._prepare(args, kwargs)
         out, static = jitted(*arrays)
         return static.skeleton.merge(out)
@@ -140,7 +141,13 @@ class _FilterJit:
         jitted, arrays = self._prepare(args, kwargs)
         return jitted.lower(*arrays)
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    @overload
+    def __get__(self, instance: None, owner: type) -> "_FilterJit[_P, _T]": ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> Callable[..., _T]: ...
+
+    def __get__(self, instance: Any, owner: type) -> Any:
         return self if instance is None else ft.partial(self, instance)
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -186,12 +193,12 @@ class _FilterJit:
 
 @overload
 def filter_jit(
-    fn: _F,
+    fn: Callable[_P, _T],
     *,
     donate: Donate = "none",
     in_shardings: Shardings = None,
     out_shardings: PyTree[Sharding | None] = None,
-) -> _F: ...
+) -> _FilterJit[_P, _T]: ...
 
 
 @overload
@@ -200,7 +207,7 @@ def filter_jit(
     donate: Donate = "none",
     in_shardings: Shardings = None,
     out_shardings: PyTree[Sharding | None] = None,
-) -> Callable[[_F], _F]: ...
+) -> Callable[[Callable[_P, _T]], _FilterJit[_P, _T]]: ...
 
 
 def filter_jit(

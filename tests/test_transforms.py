@@ -1,0 +1,457 @@
+import functools as ft
+import warnings
+from collections.abc import Callable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import eqxshard
+
+MESH = eqxshard.make_mesh(data=2, fsdp=4)
+WHOLE = NamedSharding(MESH, P())
+SPLIT = NamedSharding(MESH, P("fsdp"))
+X = np.arange(8, dtype=np.float32)
+
+
+class Scale(eqx.Module):
+    """Arrays, a static leaf, a static field, and methods compiled in two ways."""
+
+    weight: jax.Array
+    activation: Callable
+    power: int = eqx.field(static=True)
+
+    def __init__(self, weight=2.0, activation=jnp.tanh, power=1):
+        self.weight = jnp.full(8, weight)
+        self.activation = activation
+        self.power = power
+
+    def __call__(self, x):
+        return self.activation(self.weight * x) ** self.power
+
+    def plus(self, x, *, bias):
+        return self(x) + bias
+
+    @eqxshard.filter_jit
+    def compiled(self, x):
+        return self(x)
+
+    @eqxshard.filter_jit(donate="all-except-first")
+    def donating(self, x):
+        return self(x)
+
+
+def traced(fn):
+    """The function, and a list that grows by one each time that it is traced."""
+    traces = []
+
+    @ft.wraps(fn)
+    def counted(*args, **kwargs):
+        traces.append(None)
+        return fn(*args, **kwargs)
+
+    return counted, traces
+
+
+# Filtering
+
+
+def apply(model, x, *more, scale=1.0, activation=None, **rest):
+    y = scale * model(x)
+    for other in more:
+        y = y + other
+    for name in sorted(rest):
+        y = y * rest[name]
+    return y if activation is None else activation(y)
+
+
+CALLS = {
+    "module": (apply, (Scale(), X), {}),
+    "static leaf in a module": (apply, (Scale(activation=jnp.sin), X), {}),
+    "static argument": (apply, (Scale(), X), {"scale": 3.0, "activation": jnp.cos}),
+    "positional": (lambda x, n, f: f(x) * n, (X, 2, jnp.sin), {}),
+    "arrays by keyword": (apply, (), {"model": Scale(), "x": X}),
+    "variable arguments": (apply, (Scale(), X, X, X), {"a": X, "b": 0.5}),
+    "trees": (
+        lambda t: {"out": [t["a"][0] + t["b"], t["c"]]},
+        ({"a": (X,), "b": X, "c": 1},),
+        {},
+    ),
+    "closure": ((lambda w: lambda x: w * x)(jnp.full(8, 3.0)), (X,), {}),
+    "callable module": (Scale(), (X,), {}),
+    "bound method": (Scale().plus, (X,), {"bias": jnp.ones(8)}),
+    "method of a plain object": ({"x": 2}.get, ("x",), {}),
+    "partial": (ft.partial(apply, Scale(), scale=2.0), (X,), {}),
+    "equinox partial": (eqx.Partial(apply, Scale(), scale=2.0), (X,), {}),
+    "nothing": (lambda: None, (), {}),
+    "NumPy scalar": (lambda x, n: x * n, (X, np.float32(3)), {}),
+    "results that are modules": (
+        lambda m, x: (
+            eqx.tree_at(lambda m: m.weight, m, m.weight + x),
+            "name",
+            3,
+            None,
+            jnp.sin,
+        ),
+        (Scale(power=3), X),
+        {},
+    ),
+    "key": (
+        lambda key, shape: jax.random.normal(key, shape),
+        (jax.random.key(0), (3, 2)),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_it_computes_what_equinox_does(call):
+    fn, args, kwargs = CALLS[call]
+    ours = eqxshard.filter_jit(fn)(*args, **kwargs)
+    theirs = eqx.filter_jit(fn)(*args, **kwargs)
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    assert eqx.tree_equal(ours, theirs)
+
+
+def test_a_result_has_its_static_parts():
+    model, name = eqxshard.filter_jit(lambda m: (m, "name"))(
+        Scale(activation=jnp.cos, power=2)
+    )
+    assert isinstance(model, Scale)
+    assert (model.activation, model.power, name) == (jnp.cos, 2, "name")
+
+
+def test_it_is_a_decorator_with_and_without_parentheses():
+    def double(x):
+        """Twice."""
+        return 2 * x
+
+    for jitted in (
+        eqxshard.filter_jit(double),
+        eqxshard.filter_jit()(double),
+        eqxshard.filter_jit(donate="none")(double),
+    ):
+        assert getattr(jitted, "__name__") == "double"  # noqa: B009
+        assert jitted.__doc__ == "Twice."
+        np.testing.assert_array_equal(jitted(X), 2 * X)
+
+
+def test_methods():
+    model = Scale()
+    for method in (model.compiled, model.donating):
+        np.testing.assert_allclose(method(jnp.asarray(X)), model(X), rtol=1e-6)
+    np.testing.assert_allclose(Scale.compiled(model, X), model(X), rtol=1e-6)
+
+
+def test_it_composes_with_other_transforms():
+    square = eqxshard.filter_jit(lambda model, x: jnp.sum(model.weight * x**2))
+    model = Scale(weight=3.0)
+    np.testing.assert_allclose(jax.grad(square, argnums=1)(model, jnp.asarray(X)), 6 * X)
+    np.testing.assert_allclose(eqx.filter_grad(square)(model, X).weight, X**2)
+    rows = jax.vmap(square, in_axes=(None, 0))(model, np.stack([X, 2 * X]))
+    np.testing.assert_allclose(rows[1], 4 * rows[0])
+    np.testing.assert_allclose(jax.jit(lambda x: square(model, x))(X), rows[0])
+
+
+# One trace for each program
+
+
+def test_arrays_trace_once_and_static_values_anew():
+    fn, traces = traced(lambda x, n, f: f(x) * n)
+    jitted = eqxshard.filter_jit(fn)
+    for x, n, f, count in [
+        (X, 2, jnp.sin, 1),
+        (X + 1, 2, jnp.sin, 1),
+        (X, 3, jnp.sin, 2),
+        (X, 2, jnp.cos, 3),
+        (X, 2, jnp.sin, 3),
+        (X[:4], 2, jnp.sin, 4),
+    ]:
+        np.testing.assert_allclose(jitted(x, n, f), f(x) * n, rtol=1e-6)
+        assert len(traces) == count
+
+
+def test_equal_values_of_other_types_are_other_programs():
+    jitted = eqxshard.filter_jit(lambda n: jnp.asarray(n))
+    for value in (1, 1.0, True, 1):
+        assert jitted(value).dtype == jnp.asarray(value).dtype
+
+
+def test_modules_of_equal_structure_share_a_program():
+    fn, traces = traced(lambda model, x: model(x))
+    jitted = eqxshard.filter_jit(fn)
+    x = jnp.asarray(X)
+    for seed in range(3):
+        model = eqx.nn.MLP(8, 2, 4, 1, key=jax.random.key(seed))
+        np.testing.assert_allclose(jitted(model, x), model(x), rtol=1e-5)
+    assert len(traces) == 1
+    jitted(eqx.nn.MLP(8, 2, 4, 1, jnp.sin, key=jax.random.key(0)), X)
+    assert len(traces) == 2
+    jitted(Scale(power=1), X)
+    jitted(Scale(power=2), X)
+    assert len(traces) == 4
+
+
+def test_by_keyword_and_by_position_are_one_program():
+    fn, traces = traced(lambda x, n: x * n)
+    jitted = eqxshard.filter_jit(fn)
+    for args, kwargs in [((X, 2), {}), ((X,), {"n": 2}), ((), {"n": 2, "x": X})]:
+        np.testing.assert_array_equal(jitted(*args, **kwargs), 2 * X)
+    assert len(traces) == 1
+
+
+def test_arrays_of_the_function_are_arguments_and_not_constants():
+    model = Scale()
+    text = eqxshard.filter_jit(model).lower(X).as_text()
+    assert "jit_Scale" in text
+    assert "%arg1: tensor<8xf32>" in text
+
+
+# Donation
+
+
+def add_one(x):
+    return x + 1
+
+
+def donate(how):
+    """Which of the arguments of a call are deleted."""
+    args = [jnp.full(8, float(i)) for i in range(3)]
+    jitted = eqxshard.filter_jit(lambda *args: jax.tree.map(add_one, args), donate=how)
+    for i, x in enumerate(jitted(*args)):
+        np.testing.assert_array_equal(x, np.full(8, i + 1.0))
+    return [i for i, x in enumerate(args) if x.is_deleted()]
+
+
+@pytest.mark.parametrize(
+    "how, deleted",
+    [
+        ("none", []),
+        ("all", [0, 1, 2]),
+        ("all-except-first", [1, 2]),
+        (0, [0]),
+        (2, [2]),
+        ((), []),
+        ((0, 2), [0, 2]),
+        ([1], [1]),
+    ],
+)
+def test_donation_deletes_what_was_named(how, deleted):
+    assert donate(how) == deleted
+
+
+def test_nothing_is_donated_by_default():
+    x = jnp.ones(8)
+    eqxshard.filter_jit(lambda x: x + 1)(x)
+    assert not x.is_deleted()
+
+
+def test_donation_of_modules_and_keywords():
+    def step(model, x, scale=1.0, state=None, *, extra):
+        return jax.tree.map(lambda x: x * scale, (model.weight, x, state, extra))
+
+    def deleted(how):
+        model, x, state, extra = Scale(), jnp.ones(8), jnp.ones(8), jnp.ones(8)
+        # `scale` is left out, and the state has its position all the same.
+        eqxshard.filter_jit(step, donate=how)(model, x, extra=extra, state=state)
+        return [leaf.is_deleted() for leaf in (model.weight, x, state, extra)]
+
+    assert deleted(0) == [True, False, False, False]
+    assert deleted(3) == [False, False, True, False]
+    assert deleted((1, 3)) == [False, True, True, False]
+    assert deleted("all") == [True] * 4
+    assert deleted("all-except-first") == [False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda m: m, lambda m: m.__call__], ids=["module", "method"]
+)
+def test_arrays_of_the_function_are_never_donated(make):
+    model, x = Scale(), jnp.ones(8)
+    eqxshard.filter_jit(make(model), donate="all")(x)
+    assert x.is_deleted()
+    assert not model.weight.is_deleted()
+
+
+def test_self_is_the_first_argument_of_a_method():
+    model, x = Scale(), jnp.ones(8)
+    model.donating(x)
+    assert x.is_deleted()
+    assert not model.weight.is_deleted()
+
+
+def test_a_donation_in_vain_is_not_hidden():
+    jitted = eqxshard.filter_jit(lambda x: jnp.sum(x), donate=0)
+    with pytest.warns(UserWarning, match="donated buffers were not usable"):
+        jitted(jnp.ones(8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jitted(jnp.ones(8))  # compiled already
+
+
+@pytest.mark.parametrize("how", ["first", None, -1, True, False, 1.0, (0, "all"), [0, -1]])
+def test_donate_is_checked(how, monkeypatch):
+    # Without our type checks, which users do not have.
+    monkeypatch.setattr("jaxtyping.config.jaxtyping_disable", True)
+    with pytest.raises(
+        ValueError, match="is not 'none', 'all', 'all-except-first', or one"
+    ):
+        eqxshard.filter_jit(lambda x, y: x, donate=how)
+
+
+def test_a_position_to_donate_must_exist():
+    message = "donate=2 names a position that the function does not have: it takes 2"
+    with pytest.raises(ValueError, match=message):
+        eqxshard.filter_jit(lambda x, y, *, z: x, donate=2)
+    with pytest.raises(ValueError, match=message):
+        eqxshard.filter_jit(lambda x, y, **rest: x, donate=2)
+
+
+# Shardings
+
+
+def specs(tree):
+    return [leaf.sharding.spec for leaf in jax.tree.leaves(tree)]
+
+
+def test_one_in_sharding_for_all_arguments():
+    jitted = eqxshard.filter_jit(
+        lambda x, name, *, y: (x + 1, y["y"] + 1), in_shardings=SPLIT
+    )
+    assert specs(jitted(X, "x", y={"y": X})) == [P("fsdp")] * 2
+
+
+def test_in_shardings_are_prefixes_of_each_argument():
+    def fn(model, batch, name):
+        return model.weight + 1, batch["x"] + 1, [y + 1 for y in batch["y"]]
+
+    data = NamedSharding(MESH, P("data"))
+    jitted = eqxshard.filter_jit(fn, in_shardings=(SPLIT, {"x": None, "y": data}, None))
+    placed = jax.device_put(X, SPLIT)
+    out = jitted(Scale(), {"x": placed, "y": [X, X]}, "name")
+    assert specs(out) == [P("fsdp"), P("fsdp"), P("data"), P("data")]
+    out = jitted(Scale(), {"x": jax.device_put(X, data), "y": [X, X]}, name="name")
+    assert specs(out) == [P("fsdp"), P("data"), P("data"), P("data")]
+
+
+def test_shardings_of_a_module_as_a_rule_decides():
+    model = Scale()
+    places = eqxshard.shardings(model, MESH, eqxshard.fsdp(min_size=1))
+    jitted = eqxshard.filter_jit(
+        lambda model: eqx.tree_at(lambda m: m.weight, model, model.weight + 1),
+        donate="all",
+        in_shardings=(places,),
+        out_shardings=places,
+    )
+    once = jitted(model)
+    twice = jitted(once)
+    assert once.weight.is_deleted()
+    assert twice.weight.sharding == SPLIT
+    assert twice.activation is jnp.tanh
+    np.testing.assert_array_equal(twice.weight, np.full(8, 4.0))
+
+
+def test_out_shardings_are_a_prefix_of_the_result():
+    def fn(x):
+        return {"a": [x + 1, "name"], "b": x + 2, "c": x + 3}
+
+    x = jax.device_put(X, WHOLE)
+    out = eqxshard.filter_jit(fn, out_shardings=SPLIT)(x)
+    assert [out[name].sharding.spec for name in "bc"] == [P("fsdp")] * 2
+    assert out["a"][1] == "name"
+    places = {"a": SPLIT, "b": None, "c": WHOLE}
+    out = eqxshard.filter_jit(fn, out_shardings=places)(x)
+    assert [out["a"][0].sharding.spec, out["c"].sharding.spec] == [P("fsdp"), P()]
+    # From one device to the mesh.
+    assert eqxshard.filter_jit(lambda x: x, out_shardings=SPLIT)(X).sharding == SPLIT
+
+
+def test_shardings_that_do_not_fit_are_errors():
+    with pytest.raises(ValueError, match="in_shardings has 1 entries for 2 positional"):
+        eqxshard.filter_jit(lambda x, y: x, in_shardings=(None,))(X, X)
+    with pytest.raises(ValueError, match=r"\(6,\)"):
+        eqxshard.filter_jit(lambda x: x, in_shardings=SPLIT)(X[:6])
+    with pytest.raises(ValueError, match=r"a\.0 \(6,\).* over fsdp=4, which does not"):
+        eqxshard.filter_jit(lambda x: {"a": [x]}, out_shardings=SPLIT)(X[:6])
+    # What was placed stays where it is.
+    elsewhere = jax.device_put(X, NamedSharding(MESH, P("data")))
+    with pytest.raises(ValueError, match="does not match the sharding"):
+        eqxshard.filter_jit(lambda x: x, in_shardings=SPLIT)(elsewhere)
+
+
+# lower
+
+
+def test_lower_takes_shapes_and_static_values():
+    jitted = eqxshard.filter_jit(
+        lambda model, x, n: model(x) * n, in_shardings=(None, SPLIT, None), donate=1
+    )
+    shapes = eqx.filter_eval_shape(Scale)
+    x = jax.ShapeDtypeStruct((8,), jnp.float32)
+    lowered = jitted.lower(shapes, x, n=2)
+    assert isinstance(lowered, jax.stages.Lowered)
+    compiled = lowered.compile()
+    assert compiled.input_shardings[0][1].is_equivalent_to(SPLIT, 1)
+    assert "f32[2]" in (compiled.as_text() or "")
+    # Static values that change are not those of the first time.
+    texts = {
+        jitted.lower(model, x, n).as_text()
+        for model, n in [
+            (shapes, 2),
+            (shapes, 3),
+            (eqx.tree_at(lambda m: m.activation, shapes, jnp.sin), 2),
+        ]
+    }
+    assert len(texts) == 3
+
+
+def test_lower_and_call_share_a_trace():
+    fn, traces = traced(lambda x, n: x * n)
+    jitted = eqxshard.filter_jit(fn)
+    jitted.lower(jax.ShapeDtypeStruct((8,), jnp.float32), 2)
+    jitted(jnp.asarray(X), 2)
+    assert len(traces) == 1
+
+
+def test_the_compiled_program_has_the_name_of_the_function():
+    def train(x):
+        return x
+
+    assert "jit_train" in eqxshard.filter_jit(train).lower(X).as_text()
+
+
+# What is neither an array nor hashable
+
+
+class Unhashable:
+    def __call__(self, x):
+        return x
+
+    def __eq__(self, other):
+        return self is other
+
+
+def test_what_is_not_hashable_is_named():
+    jitted = eqxshard.filter_jit(lambda x, *, options=None: (x, options))
+    advice = "neither an array nor hashable; make it an array, or something hashable"
+    for fn, path in [
+        (lambda: jitted([X, {"a": {1, 2}}]), r"args\.0\.1\.a is a set"),
+        (lambda: jitted(X, options=bytearray()), r"kwargs\.options is a bytearray"),
+        (lambda: eqxshard.filter_jit(lambda x: (x, {1}))(X), r"result\.1 is a set"),
+        (lambda: eqxshard.filter_jit(Unhashable()), r"fn is a Unhashable"),
+    ]:
+        with pytest.raises(TypeError, match=f"^{path}, {advice}"):
+            fn()
+
+
+def test_arguments_that_the_function_does_not_take():
+    for args, kwargs, message in [
+        ((X,), {"z": 1}, "unexpected keyword argument 'z'"),
+        ((X, X), {}, "positional argument"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            eqxshard.filter_jit(lambda x: x)(*args, **kwargs)
