@@ -335,9 +335,7 @@ def test_an_indivisible_dim_is_an_error_in_jit_and_out(transform):
         transform(lambda x: eqxshard.filter_shard({"a": [x]}, split))(jnp.zeros(6))
 
 
-def test_what_is_not_a_sharding_is_named(monkeypatch):
-    # Without our type checks, which users do not have.
-    monkeypatch.setattr("jaxtyping.config.jaxtyping_disable", True)
+def test_what_is_not_a_sharding_is_named(unannotated):
     message = r"P\('fsdp',\) is a P.*, not a sharding; write jax\.NamedSharding"
     for bad in (P("fsdp"), {"a": P("fsdp")}):
         with pytest.raises(TypeError, match=message):

@@ -298,9 +298,7 @@ def test_a_donation_in_vain_is_not_hidden():
 
 
 @pytest.mark.parametrize("how", ["first", None, -1, True, False, 1.0, (0, "all"), [0, -1]])
-def test_donate_is_checked(how, monkeypatch):
-    # Without our type checks, which users do not have.
-    monkeypatch.setattr("jaxtyping.config.jaxtyping_disable", True)
+def test_donate_is_checked(how, unannotated):
     with pytest.raises(
         ValueError, match="is not 'none', 'all', 'all-except-first', or one"
     ):
