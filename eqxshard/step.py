@@ -7,6 +7,7 @@ from typing import Any, Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PyTree
@@ -54,8 +55,9 @@ def make_train_step(
         weights; each part gets a key of its own.
     - `nonfinite`: what to do if the loss or a gradient is not finite. `"skip"` leaves
         parameters and optimizer state exactly as they were, and counts the step in
-        `Metrics.nonfinite` and in no mean; `"raise"` does the same and raises, for which
-        it waits for every step; `"ignore"` does not look.
+        `Metrics.nonfinite` and in no mean; `"raise"` waits for every step, and ends the
+        run there (the state was donated: go on from what was saved of it); `"ignore"`
+        does not look.
 
     **Returns:**
 
@@ -165,12 +167,12 @@ class TrainStep:
             jitted = self._jitted[skeleton, stacked] = self._jit(state, skeleton, stacked)
         arrays, metrics = jitted(arrays, batch)
         state = unflatten_state(arrays, skeleton)
-        if self._nonfinite == "raise" and metrics.nonfinite.any():
+        if self._nonfinite == "raise" and np.asarray(metrics.nonfinite).any():
             raise FloatingPointError(
-                f"the loss or a gradient was not finite in step {int(state.step)}; nothing "
-                "was updated. Look at that batch, or use nonfinite='skip' to go on."
+                f"the loss or a gradient was not finite in step {int(state.step)}; look "
+                "at its batch, or use nonfinite='skip' to go on without it."
             )
-        self._in_flight.add(metrics.weight)
+        self._in_flight.add(metrics.totals["loss"])
         return state, metrics
 
     def _jit(self, state: TrainState, skeleton: Skeleton, stacked: bool) -> Any:
