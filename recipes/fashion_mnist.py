@@ -1,12 +1,15 @@
 """Train a small classifier on Fashion-MNIST, on whatever devices there are."""
 
 import difflib
+import io
 import json
 import math
 import os
+import re
 import statistics
 import sys
 from collections.abc import Collection
+from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +24,7 @@ from equinox import nn
 from jax.sharding import Mesh
 from rich.console import Console
 from rich.panel import Panel
+from rich.text import Text
 
 import eqxshard
 from eqxshard import data, trackers
@@ -82,10 +86,15 @@ def train(args: "Args") -> str:
     """Train, evaluate and write the results; return the last line to print."""
     make_model, name, epochs = choose("model", args.model, MODELS)
     epochs = epochs if args.epochs is None else at_least_1("epochs", args.epochs)
-    train_data, test_data, dataset = load(args)
-
-    mesh = make_mesh(args)
     rule = choose("rule", args.rule, RULES)
+    mesh = make_mesh(args)
+
+    train_data, test_data, dataset = load(args)
+    if args.batch_size > len(train_data):
+        raise ValueError(
+            f"--batch-size {args.batch_size} is more than the {len(train_data)} examples; "
+            "use fewer."
+        )
     loader = eqxshard.Loader(
         train_data, batch_size=args.batch_size, mesh=mesh, seed=args.seed
     )
@@ -94,10 +103,13 @@ def train(args: "Args") -> str:
     title = f"{name} on {describe(mesh)}" + " | synthetic data" * (dataset == "synthetic")
     output = Path(args.output or f"runs/fashion_mnist-{args.model}")
     watch = [
-        trackers.JSONLines(output / "metrics.jsonl", extra={"data": dataset}),
         trackers.Curves(output / "curves.png", title=title),
+        # Empties its file, so it comes after what could still be refused.
+        trackers.JSONLines(output / "metrics.jsonl", extra={"data": dataset}),
         trackers.ProgressBar(epochs * len(loader), title=title),
     ]
+    # An earlier run's, which would contradict the metrics if this one is stopped.
+    (output / "summary.json").unlink(missing_ok=True)
 
     key = jax.random.key(args.seed)
     state = eqxshard.init_state(make_model, optim, key=key, mesh=mesh, rule=rule)
@@ -241,6 +253,11 @@ def make_mesh(args: Args) -> Mesh:
     simulated = max((n for n in counts if args.batch_size % n == 0), default=fixed)
     if args.devices is not None:
         simulated = at_least_1("devices", args.devices)
+    if simulated > at_least_1("batch-size", args.batch_size):
+        raise ValueError(
+            f"{simulated} devices are more than the {args.batch_size} examples of a batch; "
+            "use fewer, or a larger --batch-size."
+        )
     # Comes before JAX looks for devices, and makes no difference to accelerators.
     jax.config.update("jax_num_cpu_devices", simulated)
     found = jax.devices()
@@ -255,8 +272,10 @@ def make_mesh(args: Args) -> Mesh:
 def parse_mesh(text: str) -> dict[str, Any]:
     sizes = {}
     for part in text.split(","):
-        axis, _, size = part.partition("=")
+        axis, _, size = part.strip().partition("=")
         choose("mesh axis", axis, AXES)
+        if axis in sizes:
+            raise ValueError(f"--mesh {text} gives {axis} twice; give it one size.")
         try:
             sizes[axis] = int(size)
         except ValueError:
@@ -292,16 +311,32 @@ def summarize(log: Path, examples: int) -> dict[str, Any]:
     }
 
 
-def main() -> int:
-    args = tyro.cli(Args)
+def parse_args() -> Args:
+    """The command line. Of the box that tyro draws around a mistake, only the sentence."""
+    box = io.StringIO()
     try:
-        last = train(args)
+        with redirect_stderr(box):
+            return tyro.cli(Args, config=(tyro.conf.DisallowNone,))
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+    # A title, a rule, the sentence, a rule, advice; the frame is of blanks where the
+    # terminal has no better.
+    parts = re.split("[─-]{4,}", Text.from_ansi(box.getvalue()).plain)
+    sentence = " ".join(re.sub("[│╮]", " ", parts[:2][-1]).split())
+    raise ValueError(f"{sentence.rstrip('.')}; see --help.")
+
+
+def main() -> int:
+    try:
+        last = train(parse_args())
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("stopped; what was logged until now is kept.", file=sys.stderr)
-        return 130
+        print("stopped; what was logged until now is kept.", file=sys.stderr, flush=True)
+        # Not sys.exit: JAX 0.10 crashes at exit if a compilation was interrupted.
+        os._exit(130)
     print(last)
     return 0
 

@@ -1,0 +1,517 @@
+"""The recipe, as users run it: what it prints, what it writes, what it refuses.
+
+Where a process of its own is not the point, its `main` is called here, on small data.
+"""
+
+import gzip
+import importlib.util
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+
+import eqxshard.data
+
+SCRIPT = Path(__file__).parents[2] / "recipes" / "fashion_mnist.py"
+NAMES = (
+    "train-images-idx3-ubyte.gz",
+    "train-labels-idx1-ubyte.gz",
+    "t10k-images-idx3-ubyte.gz",
+    "t10k-labels-idx1-ubyte.gz",
+)
+IMAGES_HEADER = bytes.fromhex("00000803 0000ea60 0000001c 0000001c")
+#: Nothing listens there, so that nothing is downloaded.
+NO_MIRROR = "http://127.0.0.1:9/"
+LAST_LINE = re.compile(
+    r"test accuracy 0\.\d{4} \| \d+\.\d s/epoch \| \d{1,3}( \d{3})* images/s"
+    r" \| MLP on \d+ x cpu \(data=\d+\)( \| synthetic data)?"
+)
+PNG = b"\x89PNG\r\n\x1a\n"
+synthetic_fashion = eqxshard.data.synthetic_fashion
+
+# Read before `places` hides it.
+REAL = os.environ.get("EQXSHARD_DATA_DIR")
+needs_real_data = pytest.mark.skipif(
+    not REAL, reason="$EQXSHARD_DATA_DIR does not say where Fashion-MNIST is"
+)
+
+
+@pytest.fixture(autouse=True)
+def places(monkeypatch, tmp_path):
+    """Keep tests away from the user's own data and folders, and from the internet."""
+    monkeypatch.delenv("EQXSHARD_DATA_DIR", raising=False)
+    monkeypatch.setenv("EQXSHARD_FASHION_MNIST_URL", NO_MIRROR)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def recipe(monkeypatch):
+    """The recipe as a module, on the devices that are there already."""
+    spec = importlib.util.spec_from_file_location("fashion_mnist_recipe", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(jax.config, "update", lambda name, value: None)
+    # Optax itself mixes dtypes, which our tests forbid everybody else.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield module
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Both datasets, with a thousand generated examples."""
+
+    def draw(split, *, data_dir=None):
+        return synthetic_fashion(split, size={"train": 1024, "test": 200}[split])
+
+    monkeypatch.setattr(eqxshard.data, "synthetic_fashion", draw)
+    monkeypatch.setattr(eqxshard.data, "fashion_mnist", draw)
+
+
+@pytest.fixture
+def main(recipe, monkeypatch, capsys):
+    """Runs the recipe with some options; returns (status, stdout, stderr)."""
+
+    def run(*options):
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, options)])
+        try:
+            status = recipe.main()
+        except SystemExit as stop:
+            status = stop.code
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def environment(**settings):
+    kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "COLUMNS")}
+    return {**kept, "JAX_PLATFORMS": "cpu", **settings}
+
+
+def start(*options, **settings):
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), *map(str, options)],
+        env=environment(**settings),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(*options, **settings):
+    """Like `main`, in a process of its own."""
+    process = start(*options, **settings)
+    out, err = process.communicate()
+    return process.returncode, out, err
+
+
+def read_lines(output):
+    return [
+        json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()
+    ]
+
+
+@pytest.fixture
+def earlier(tmp_path):
+    """What an earlier run left."""
+    output = tmp_path / "earlier"
+    output.mkdir()
+    contents = {
+        "metrics.jsonl": b'{"step": 50}\n',
+        "summary.json": b"{}\n",
+        "curves.png": PNG,
+    }
+    for name, content in contents.items():
+        (output / name).write_bytes(content)
+    yield output
+    assert {path.name: path.read_bytes() for path in output.iterdir()} == contents
+
+
+def assert_refused(result, sentence):
+    status, out, err = result
+    assert (status, out) == (2, "")
+    assert err.startswith("error: ") and err.endswith("\n") and err.count("\n") == 1, err
+    assert sentence in err
+    assert re.search(r"; (did|use|choose|give|write|put|delete|set|see|make) ", err), err
+
+
+# What is refused, and that nothing is lost by it
+
+
+MISTAKES = [
+    ("--batch-size 255", "batch size 255 does not divide over data=8 x fsdp=1"),
+    ("--batch-size 1032", "--batch-size 1032 is more than the 1024 examples"),
+    ("--batch-size 0", "--batch-size 0 is too few"),
+    ("--batch-size 2.5", "--batch-size: invalid literal for int() with base 10: '2.5'"),
+    ("--mesh data=3", "mesh sizes data=3 = 3 do not use exactly the 8 devices"),
+    ("--mesh fsdp=3", "mesh sizes fsdp=3 = 3 do not divide the 8 devices"),
+    ("--mesh data=2,fsdp=2", "data=2 x fsdp=2 = 4 do not use exactly the 8 devices"),
+    ("--mesh data=-1,fsdp=-1", "data and fsdp are both -1"),
+    ("--mesh data=0", "axis data=0 is not a size"),
+    ("--mesh data=-2", "axis data=-2 is not a size"),
+    ("--mesh data", "--mesh data gives no size in 'data'; write it like data=2"),
+    ("--mesh data=two", "gives no size in 'data=two'; write it like data=2"),
+    ("--mesh data=2,", "unknown mesh axis ''; use one of stage, data"),
+    ("--mesh data=2,data=4", "--mesh data=2,data=4 gives data twice"),
+    ("--mesh dta=2", "unknown mesh axis 'dta'; did you mean 'data'?"),
+    ("--mesh 4", "unknown mesh axis '4'; use one of stage, data"),
+    ("--mesh tensor=3", "mesh sizes tensor=3 = 3 do not divide the 8 devices"),
+    ("--devices 0", "--devices 0 is too few; use 1 or more"),
+    ("--devices -1", "--devices -1 is too few; use 1 or more"),
+    ("--devices 9", "--devices 9 is more than there are: 8 x cpu"),
+    ("--model lent", "unknown model 'lent'; did you mean 'lenet'?"),
+    ("--rule fsdb", "unknown rule 'fsdb'; did you mean 'fsdp'?"),
+    ("--optimizer adm", "unknown optimizer 'adm'; did you mean 'adam'?"),
+    ("--data fashion", "unknown dataset 'fashion'; did you mean 'fashion_mnist'?"),
+    ("--epochs 0", "--epochs 0 is too few; use 1 or more"),
+    ("--epochs -3", "--epochs -3 is too few; use 1 or more"),
+    ("--epochs ten", "--epochs: no type matching INT"),
+    ("--learning-rate 0", "--learning-rate 0.0 is no rate"),
+    ("--learning-rate -0.1", "--learning-rate -0.1 is no rate"),
+    ("--learning-rate nan", "--learning-rate nan is no rate"),
+    ("--learning-rate inf", "--learning-rate inf is no rate"),
+    ("--learning-rate fast", "could not convert string to float: 'fast'"),
+    ("--seed -1", "seed=-1 is not a seed"),
+    ("--modle mlp", "Unrecognized options: --modle, mlp; see --help."),
+    ("--mesh", "Missing value for argument '--mesh'"),
+]
+
+
+@pytest.mark.parametrize("options, sentence", MISTAKES, ids=[m[0] for m in MISTAKES])
+def test_a_mistake_is_one_line_and_costs_nothing(main, small, earlier, options, sentence):
+    given = ["--data", "fashion_mnist", "--devices", "8", "--output", earlier]
+    assert_refused(main(*given, *options.split(" ")), sentence)
+
+
+@pytest.mark.parametrize("option", ["--mesh=data=999999999", "--devices=999999999"])
+def test_no_end_of_devices_is_refused_before_they_are_made(main, small, earlier, option):
+    sentence = "999999999 devices are more than the 256 examples of a batch"
+    assert_refused(main(option, "--output", earlier), sentence)
+
+
+def test_a_mistake_is_one_line_in_a_process_too(earlier):
+    options = ["--data", "synthetic", "--model", "lent", "--output", earlier]
+    assert_refused(run(*options), "unknown model 'lent'; did you mean 'lenet'?")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ("--batch-size 255 --devices 2", "batch size 255 does not divide over data=2"),
+        ("--mesh data=3 --devices 2", "data=3 = 3 do not use exactly the 2 devices"),
+        ("--mesh data=999999999", "999999999 devices are more than the 256 examples"),
+        ("--epochs ten", "--epochs: no type matching INT"),
+        ("--devices 0", "--devices 0 is too few; use 1 or more"),
+    ],
+)
+def test_mistakes_of_numbers_in_a_process(earlier, options, sentence):
+    status, out, err = run("--data", "synthetic", "--output", earlier, *options.split())
+    *box, error = err.splitlines(keepends=True)
+    assert not box or "SYNTHETIC DATA" in box[0]
+    assert_refused((status, out, error), sentence)
+
+
+def idx(body):
+    return gzip.compress(body, compresslevel=1, mtime=0)
+
+
+DAMAGES = {
+    "empty": (b"", "it is empty"),
+    "not gzip": (b"<!DOCTYPE html>", "it is not a gzip file"),
+    "truncated": (idx(IMAGES_HEADER + bytes(9999))[:-30], "its gzip data break off"),
+    "wrong magic": (idx(b"\x00\x00\x08\x01" + bytes(99)), "number is 0x00000801"),
+    "wrong length": (idx(IMAGES_HEADER + bytes(99)), "99 bytes of data where"),
+    "wrong sum": (idx(IMAGES_HEADER + bytes(60_000 * 784)), "its SHA-256 is"),
+}
+
+
+@pytest.mark.parametrize("data", ["fashion_mnist", "auto"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_data_are_named_and_left_alone(main, earlier, tmp_path, damage, data):
+    """`auto` is for data that are not there: damage is never passed over."""
+    content, sentence = DAMAGES[damage]
+    path = tmp_path / "data" / "fashion_mnist" / NAMES[0]
+    path.parent.mkdir(parents=True)
+    path.write_bytes(content)
+    options = ["--data", data, "--data-dir", tmp_path / "data", "--output", earlier]
+    result = main(*options)
+    assert_refused(result, sentence)
+    assert f"error: {path} is damaged: " in result[2]
+    assert path.read_bytes() == content
+
+
+def test_missing_data_are_one_line_in_a_process_too(earlier, tmp_path):
+    options = ["--data", "fashion_mnist", "--output", earlier]
+    result = run(*options, EQXSHARD_DATA_DIR=str(tmp_path / "data"))
+    where = tmp_path / "data"
+    assert_refused(result, f"{NAMES[0]} is neither in {where}/fashion_mnist nor in {where}")
+    assert f"{NO_MIRROR}{NAMES[0]}: " in result[2]
+
+
+def test_the_data_dir_is_the_flag_then_the_variable_then_the_cache(
+    main, earlier, tmp_path, monkeypatch
+):
+    options = ["--data", "fashion_mnist", "--output", earlier]
+    assert_refused(main(*options), f"nor in {tmp_path / 'cache' / 'eqxshard'}, and")
+    monkeypatch.setenv("EQXSHARD_DATA_DIR", str(tmp_path / "variable"))
+    assert_refused(main(*options), f"nor in {tmp_path / 'variable'}, and")
+    flag = tmp_path / "flag"
+    assert_refused(main(*options, "--data-dir", flag), f"nor in {flag}, and")
+
+
+@pytest.mark.parametrize("below", [".", "below"])
+def test_an_output_folder_that_is_a_file(main, small, tmp_path, below):
+    (tmp_path / "file").write_text("kept")
+    output = tmp_path / "file" / below
+    assert_refused(main("--devices", "8", "--output", output), "cannot write ")
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "curves.png"])
+def test_an_output_that_is_a_folder(main, small, tmp_path, name):
+    others = {"metrics.jsonl", "curves.png", "summary.json"} - {name}
+    for other in others:
+        (tmp_path / other).write_text("kept")
+    (tmp_path / name).mkdir()
+    result = main("--devices", "8", "--output", tmp_path)
+    assert_refused(result, f"cannot write '{tmp_path / name}': ")
+    assert {(tmp_path / other).read_text() for other in others} == {"kept"}
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_an_output_folder_that_is_read_only(main, small, earlier):
+    earlier.chmod(0o500)
+    try:
+        result = main("--devices", "8", "--output", earlier)
+    finally:
+        earlier.chmod(0o700)
+    assert_refused(result, "Permission denied")
+
+
+# What a run gives
+
+
+def assert_a_whole_run(result, output, *, data, synthetic):
+    status, out, err = result
+    assert status == 0, err
+    *_, last = out.splitlines()
+    match = LAST_LINE.fullmatch(last)
+    assert match, last
+    lines = read_lines(output)
+    assert all(line["data"] == data for line in lines)
+    assert all(math.isfinite(line["train/loss"]) for line in lines[:-1])
+    assert lines[-1]["epoch"] == 1
+    summary = json.loads((output / "summary.json").read_text())
+    assert summary["data"] == data
+    assert summary["test_accuracy"] == lines[-1]["eval/accuracy"]
+    assert f"test accuracy {summary['test_accuracy']:.4f} " in last
+    assert (output / "curves.png").read_bytes().startswith(PNG)
+    title = last[last.index("MLP") :]
+    assert title in err.splitlines()
+    # Wherever numbers are, so is what they were measured on.
+    said = ["SYNTHETIC DATA" in err, match[2] is not None, "ynthetic" in out + err]
+    assert said == [synthetic] * 3
+    return summary
+
+
+def test_a_run_on_synthetic_data(tmp_path):
+    output = tmp_path / "new" / "output"
+    output.mkdir(parents=True)
+    (output / "metrics.jsonl").write_text("an earlier run's\n" * 99)
+    options = ["--data", "synthetic", "--model", "mlp", "--epochs", "1"]
+    result = run(*options, "--output", output)
+    summary = assert_a_whole_run(result, output, data="synthetic", synthetic=True)
+    assert len(summary["test_accuracy_by_epoch"]) == 1
+    assert summary["test_accuracy"] > 0.6
+    assert summary["settings"]["epochs"] == 1
+    assert summary["images_per_second"] == 60_000 / summary["seconds_per_epoch"]
+    assert summary["parameters"] == 784 * 256 + 256 + 256 * 128 + 128 + 128 * 10 + 10
+    assert "As asked for with --data synthetic." in result[2]
+
+
+@needs_real_data
+def test_a_run_on_the_real_data(tmp_path):
+    result = run("--model", "mlp", "--epochs", "1", EQXSHARD_DATA_DIR=REAL)
+    output = tmp_path / "runs" / "fashion_mnist-mlp"
+    summary = assert_a_whole_run(result, output, data="fashion_mnist", synthetic=False)
+    assert summary["test_accuracy"] > 0.8
+
+
+def test_auto_without_the_data_says_so_everywhere(main, monkeypatch, recipe, tmp_path):
+    def draw(split):
+        return synthetic_fashion(split, size=512)
+
+    titles = []
+
+    class Curves(eqxshard.trackers.Curves):
+        def __init__(self, path, *, title):
+            titles.append(title)
+            super().__init__(path, title=title)
+
+    monkeypatch.setattr(eqxshard.data, "synthetic_fashion", draw)
+    monkeypatch.setattr(recipe.trackers, "Curves", Curves)
+    options = ["--model", "mlp", "--epochs", "1", "--devices", "2", "--batch-size", "64"]
+    result = main(*options, "--output", tmp_path)
+    assert_a_whole_run(result, tmp_path, data="synthetic", synthetic=True)
+    assert titles == ["MLP on 2 x cpu (data=2) | synthetic data"]
+    box = " ".join(result[2].replace("│", " ").split())
+    assert "NOT on Fashion-MNIST" in box
+    assert f"{NAMES[0]} is neither in " in box and "could not be downloaded" in box
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model, optimizer",
+    [("lenet", "adamw"), ("cnn", "adam"), ("cnn", "sgd"), ("mlp", "sgd")],
+)
+def test_every_model_and_optimizer_learns(main, small, tmp_path, model, optimizer):
+    options = ["--model", model, "--optimizer", optimizer, "--epochs", "3"]
+    speed = ["--batch-size", "64", "--devices", "2", "--output", tmp_path]
+    status, _, err = main(*options, *speed)
+    assert status == 0, err
+    losses = [line["train/loss"] for line in read_lines(tmp_path) if "train/loss" in line]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def numbers(output):
+    """What a run measured but times, by line."""
+    return [
+        [value for name, value in line.items() if re.search("loss|accuracy", name)]
+        for line in read_lines(output)
+    ]
+
+
+SPLIT = ["--devices", "4", "--mesh", "data=2,fsdp=2", "--rule", "fsdp"]
+
+
+def test_a_split_run_gives_the_same_numbers(main, small, tmp_path):
+    options = ["--model", "mlp", "--epochs", "1", "--batch-size", "64"]
+    one, four = tmp_path / "one", tmp_path / "four"
+    assert main(*options, "--devices", "1", "--output", one)[0] == 0
+    status, out, _ = main(*options, *SPLIT, "--output", four)
+    assert status == 0
+    assert " | MLP on 4 x cpu (data=2, fsdp=2)" in out
+    for ours, theirs in zip(numbers(four), numbers(one), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_split_run_gives_the_same_numbers_in_a_process(tmp_path):
+    options = ["--data", "synthetic", "--model", "mlp", "--epochs", "1"]
+    one, four = tmp_path / "one", tmp_path / "four"
+    assert run(*options, "--devices", "1", "--output", one)[0] == 0
+    assert run(*options, *SPLIT, "--output", four)[0] == 0
+    assert numbers(four)[0] == pytest.approx(numbers(one)[0], rel=1e-5)
+    assert numbers(four)[-1] == pytest.approx(numbers(one)[-1], rel=2e-2)
+
+
+@pytest.mark.parametrize(
+    "cores, options, count",
+    [
+        (1, "", 1),
+        (8, "", 8),
+        (6, "", 4),  # 256 does not divide by 5 or 6
+        (6, "--batch-size 255", 5),
+        (6, "--rule fsdp", 4),
+        (7, "--mesh fsdp=2 --batch-size 60", 6),
+        (2, "--mesh data=2,fsdp=2", 4),
+        (1, "--mesh fsdp=4", 4),
+        (8, "--devices 2", 2),
+    ],
+)
+def test_cpu_devices_are_as_many_as_cores_where_the_batch_divides(
+    recipe, monkeypatch, cores, options, count
+):
+    devices = jax.devices()
+    simulated = {}
+    monkeypatch.setattr(jax.config, "update", simulated.__setitem__)
+    monkeypatch.setattr(jax, "devices", lambda: devices[: simulated["jax_num_cpu_devices"]])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(sys, "argv", ["fashion_mnist.py", *options.split()])
+    mesh = recipe.make_mesh(recipe.parse_args())
+    assert simulated == {"jax_num_cpu_devices": count}
+    assert mesh.size == count
+
+
+def test_help_names_every_flag(main, recipe):
+    status, out, err = main("--help")
+    assert (status, err) == (0, "")
+    flags = {f"--{name.replace('_', '-')}" for name in recipe.Args.__annotations__}
+    assert len(flags) == 12
+    assert set(re.findall(r"(?m)^[│ ] (--[a-z-]+)", out)) == flags
+
+
+# Ctrl-C
+
+
+def interrupt(process):
+    """Press Ctrl-C until it ends; return (status, stdout, stderr).
+
+    Python loses an interrupt that comes in a destructor, and says so on stderr: then
+    users press again.
+    """
+    for _ in range(4):
+        process.send_signal(signal.SIGINT)
+        try:
+            out, err = process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            continue
+        return (
+            process.returncode,
+            out,
+            re.sub(r"(?s)Exception ignored .*?Interrupt: ?\n", "", err),
+        )
+    process.kill()
+    raise AssertionError(f"Ctrl-C does not end it: {process.communicate()[1]}")
+
+
+def assert_stopped(result):
+    status, out, err = result
+    assert (status, out) == (130, ""), err
+    assert err.splitlines()[-1] == "stopped; what was logged until now is kept."
+    assert "Traceback" not in err
+
+
+LONG = ["--data", "synthetic", "--model", "mlp", "--epochs", "1000"]
+
+
+def test_stopped_in_training_what_was_logged_is_kept(tmp_path):
+    output = tmp_path / "output"
+    output.mkdir()
+    (output / "summary.json").write_text('{"of": "an earlier run"}')
+    log = output / "metrics.jsonl"
+    process = start(*LONG, "--output", output)
+    while process.poll() is None and not (log.exists() and log.read_text()):
+        time.sleep(0.05)
+    assert_stopped(interrupt(process))
+    lines = read_lines(output)
+    assert lines[0]["step"] == 50
+    assert all(line["data"] == "synthetic" for line in lines)
+    assert (output / "curves.png").read_bytes().startswith(PNG)
+    # Nothing that is of another run than the lines.
+    assert {path.name for path in output.iterdir()} == {"metrics.jsonl", "curves.png"}
+
+
+def test_stopped_before_the_first_step(tmp_path):
+    """JAX compiles then, which it cannot always be stopped in cleanly."""
+    output = tmp_path / "output"
+    process = start(*LONG, "--output", output)
+    assert process.stderr is not None
+    while (line := process.stderr.readline()) and not line.startswith("MLP on "):
+        pass
+    time.sleep(0.5)
+    assert_stopped(interrupt(process))
+    assert not (output / "summary.json").exists()
