@@ -239,6 +239,11 @@ class TrainStep:
         with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
             out = self._loss_fn(model, batch, key)
         losses, metrics = out if isinstance(out, tuple) else (out, {})
+        if "loss" in metrics:
+            raise ValueError(
+                "a metric is named 'loss', which is the name of the loss itself; leave it "
+                "out, or give it another name."
+            )
         return _sums({**metrics, "loss": losses}, batch, self._mesh)
 
 
@@ -357,10 +362,13 @@ def _nonzero(total: Float[Array, ""]) -> Float[Array, ""]:
 
 
 def _sums(values: Mapping[str, Any], batch: PyTree, mesh: Mesh) -> dict[str, Array]:
-    def split_like_rows(value: Any) -> Any:
-        return filter_shard(value, batch_sharding(mesh)) if jnp.ndim(value) else value
+    weight = _weight(batch)
 
-    return weighted_sums(jax.tree.map(split_like_rows, dict(values)), _weight(batch))
+    def split_like_rows(value: Any) -> Any:
+        rows = batch_sharding(mesh)
+        return filter_shard(value, rows) if jnp.shape(value) == weight.shape else value
+
+    return weighted_sums(jax.tree.map(split_like_rows, dict(values)), weight)
 
 
 def _gather(params: PyTree, storage: PyTree[NamedSharding]) -> PyTree:

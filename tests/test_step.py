@@ -110,6 +110,16 @@ def test_losses_of_another_shape_are_refused():
         train_step(state, make_batch())
 
 
+def test_a_metric_may_not_take_the_name_of_the_loss():
+    def loss_fn(model, batch, key):
+        losses = squared_errors(model, batch, key)
+        return losses, {"loss": losses}
+
+    state, train_step = setup(loss_fn=loss_fn)
+    with pytest.raises(ValueError, match="a metric is named 'loss'"):
+        train_step(state, make_batch())
+
+
 def test_batches_may_be_any_pytree():
     def loss_fn(model, batch, key):
         return squared_errors(model, {"x": batch[0], "y": batch[1]}, key)
