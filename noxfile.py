@@ -13,7 +13,15 @@ nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.error_on_missing_interpreters = False
 nox.options.download_python = "never"
 # The quickest first; the whole quick test suite last, so that its summary is at the end.
-nox.options.sessions = ["lint", "typecheck", "recipes", "tests_lowest", "slow", "tests"]
+nox.options.sessions = [
+    "lint",
+    "docs",
+    "typecheck",
+    "recipes",
+    "tests_lowest",
+    "slow",
+    "tests",
+]
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 PYTHONS = ["3.11", "3.12", "3.13"]
@@ -41,6 +49,14 @@ def typecheck(session: nox.Session) -> None:
     """Static types."""
     session.install(*PACKAGE, *group("tests"), *group("lint"))
     session.run("pyright")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """The pages, into build/docs: every link in them leads somewhere."""
+    session.install(*group("docs"))
+    # The theme would print a notice about MkDocs' future.
+    session.run("mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 @nox.session
