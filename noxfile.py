@@ -56,7 +56,8 @@ def docs(session: nox.Session) -> None:
     """The pages, into build/docs: every link in them leads somewhere."""
     session.install(*group("docs"))
     # The theme would print a notice about MkDocs' future.
-    session.run("mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
+    quiet = {"NO_MKDOCS_2_WARNING": "1"}
+    session.run("mkdocs", "build", "--strict", "-f", "docs/mkdocs.yml", env=quiet)
 
 
 @nox.session

@@ -127,6 +127,12 @@ def state_shardings(
     """Where each array of a state lies, in the order of `flatten_state`."""
     whole = NamedSharding(mesh, PartitionSpec())
     params = eqx.filter(state.model, is_param)
+    fresh = eqx.filter_eval_shape(optim.init, params)
+    if jax.tree.structure(fresh) != jax.tree.structure(state.opt_state):
+        raise ValueError(
+            "the optimizer's state in this TrainState is not that of this optimizer and "
+            "model; use the optimizer that the state was made with."
+        )
 
     def follow(leaf: Any, param: Any, place: NamedSharding) -> Any:
         # Factored states (Adafactor's) have other shapes than their parameters.
@@ -172,6 +178,10 @@ def is_param(leaf: Any) -> bool:
 def flatten_state(state: TrainState) -> tuple[list[Array], Skeleton]:
     """A state's arrays and the rest of it: at no cost if it came from a step."""
     flat = getattr(state, "_flat", None)
+    if flat is None and not isinstance(state, TrainState):
+        raise TypeError(
+            f"a {type(state).__name__} is not a TrainState; make one with init_state."
+        )
     return split(state) if flat is None else flat
 
 

@@ -1,7 +1,7 @@
 """The steps: a batch goes in, a new state or a measurement comes out."""
 
 import collections
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import equinox as eqx
@@ -9,12 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from .mesh import batch_sharding, check_batch_size
+from .mesh import batch_sharding, check_batch_size, describe
 from .metrics import Metrics, weighted_sums
-from .sharding import Rule, compute_sharding, filter_shard, leaf_path, shardings
+from .sharding import (
+    Rule,
+    compute_sharding,
+    filter_shard,
+    is_array,
+    leaf_path,
+    shardings,
+)
 from .state import TrainState, flatten_state, is_param, state_shardings, unflatten_state
 from .transforms import Skeleton, filter_jit, split
 
@@ -129,8 +136,9 @@ class TrainStep:
 
         **Raises:**
 
-        `ValueError` if the batch does not divide over the mesh; `FloatingPointError`
-        under `nonfinite="raise"`.
+        `ValueError` if the batch does not divide over the mesh, or the state was donated
+        before, or is of another mesh, rule or optimizer; `FloatingPointError` under
+        `nonfinite="raise"`.
         """
         return self._run(state, batch, stacked=False)
 
@@ -162,6 +170,12 @@ class TrainStep:
     ) -> tuple[TrainState, Metrics]:
         _check_batch(batch, self._mesh, stacked)
         arrays, skeleton = flatten_state(state)
+        # JAX 0.10 crashes where this is not looked at. They are donated together.
+        if arrays[0].is_deleted():
+            raise ValueError(
+                "this state was donated to an earlier step; go on with the one that the "
+                "step returned."
+            )
         jitted = self._jitted.get((skeleton, stacked))
         if jitted is None:
             jitted = self._jitted[skeleton, stacked] = self._jit(state, skeleton, stacked)
@@ -177,6 +191,7 @@ class TrainStep:
 
     def _jit(self, state: TrainState, skeleton: Skeleton, stacked: bool) -> Any:
         places = state_shardings(state, self._optim, self._mesh, self._rule)
+        _check_places(state, places)
         whole = NamedSharding(self._mesh, PartitionSpec())
 
         def train_step(arrays: list[Array], batch: PyTree) -> tuple[list[Array], Metrics]:
@@ -239,6 +254,7 @@ class TrainStep:
         with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
             out = self._loss_fn(model, batch, key)
         losses, metrics = out if isinstance(out, tuple) else (out, {})
+        _check_dict("the loss function's metrics are", metrics)
         if "loss" in metrics:
             raise ValueError(
                 "a metric is named 'loss', which is the name of the loss itself; leave it "
@@ -291,6 +307,7 @@ class EvalStep:
             model = eqx.nn.inference_mode(eqx.combine(params, rest))
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
                 values = metric_fn(model, batch)
+            _check_dict("metric_fn returned", values)
             sums = _sums(values, batch, mesh)
             return Metrics(sums, jnp.sum(_weight(batch)), jnp.zeros((), jnp.int32))
 
@@ -319,6 +336,11 @@ class EvalStep:
         `ValueError` if the batch does not divide over the mesh.
         """
         _check_batch(batch, self._mesh)
+        if any(x.is_deleted() for x in jax.tree.leaves(model) if isinstance(x, jax.Array)):
+            raise ValueError(
+                "this model was donated to a step, as part of its state; evaluate the one "
+                "in the state that the step returned."
+            )
         metrics = self._jitted(model, batch)
         self._in_flight.add(metrics.weight)
         return metrics
@@ -334,6 +356,33 @@ class _InFlight:
         self._results.append(result)
         if len(self._results) > IN_FLIGHT:
             self._results.popleft().block_until_ready()
+
+
+def _check_places(state: TrainState, places: Sequence[NamedSharding]) -> None:
+    """Refuse a state of another mesh or rule, which JAX would in words of its own."""
+    leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(state, is_array))
+    for (path, leaf), place in zip(leaves, places, strict=True):
+        if not isinstance(leaf, jax.Array) or not leaf.committed:
+            continue
+        if not leaf.sharding.is_equivalent_to(place, leaf.ndim):
+            raise ValueError(
+                f"{leaf_path(path)} lies as {_in_words(leaf.sharding)}, and the step has it "
+                f"as {_in_words(place)}; make the state and the step with the same mesh and "
+                "rule, or move the state with filter_shard."
+            )
+
+
+def _in_words(sharding: Sharding) -> str:
+    if not isinstance(sharding, NamedSharding):
+        return str(sharding)
+    return f"{sharding.spec} on {describe(sharding.mesh)}"
+
+
+def _check_dict(what: str, values: Any) -> None:
+    if not isinstance(values, Mapping):
+        raise TypeError(
+            f"{what} a {type(values).__name__}; return a dict of metrics by name."
+        )
 
 
 def _check_batch(batch: PyTree, mesh: Mesh, stacked: bool = False) -> None:
@@ -406,7 +455,12 @@ def _split_rows(batch: PyTree, parts: int, mesh: Mesh) -> PyTree:
                 f"batch size {rows} does not divide in accumulate={parts} parts; choose a "
                 f"multiple of {parts}."
             )
-        check_batch_size(rows // parts, mesh)
+        try:
+            check_batch_size(rows // parts, mesh)
+        except ValueError as error:
+            raise ValueError(
+                f"in accumulate={parts} parts of {rows} rows, {error}"
+            ) from None
         return jnp.swapaxes(leaf.reshape(rows // parts, parts, *leaf.shape[1:]), 0, 1)
 
     return filter_shard(jax.tree.map(one, batch), batch_sharding(mesh, stacked=True))

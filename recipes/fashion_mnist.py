@@ -1,15 +1,12 @@
 """Train a small classifier on Fashion-MNIST, on whatever devices there are."""
 
 import difflib
-import io
 import json
 import math
 import os
-import re
 import statistics
 import sys
 from collections.abc import Collection
-from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +21,6 @@ from equinox import nn
 from jax.sharding import Mesh
 from rich.console import Console
 from rich.panel import Panel
-from rich.text import Text
 
 import eqxshard
 from eqxshard import data, trackers
@@ -311,25 +307,10 @@ def summarize(log: Path, examples: int) -> dict[str, Any]:
     }
 
 
-def parse_args() -> Args:
-    """The command line. Of the box that tyro draws around a mistake, only the sentence."""
-    box = io.StringIO()
-    try:
-        with redirect_stderr(box):
-            return tyro.cli(Args, config=(tyro.conf.DisallowNone,))
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-    # A title, a rule, the sentence, a rule, advice; the frame is of blanks where the
-    # terminal has no better.
-    parts = re.split("[─-]{4,}", Text.from_ansi(box.getvalue()).plain)
-    sentence = " ".join(re.sub("[│╮]", " ", parts[:2][-1]).split())
-    raise ValueError(f"{sentence.rstrip('.')}; see --help.")
-
-
 def main() -> int:
+    args = tyro.cli(Args, config=(tyro.conf.DisallowNone,))
     try:
-        last = train(parse_args())
+        last = train(args)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

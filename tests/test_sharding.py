@@ -444,3 +444,10 @@ def test_in_per_device_code_constrain_does_nothing():
         out_specs=P("fsdp"),
     )
     np.testing.assert_array_equal(jax.jit(per_device)(x), 2 * x)
+
+
+def test_what_makes_a_rule_is_not_one():
+    with pytest.raises(
+        TypeError, match=r"fsdp makes a rule and is not one; call it, as fsdp\(\)"
+    ):
+        eqxshard.shardings({"w": np.ones(8)}, eqxshard.make_mesh(), eqxshard.fsdp)  # pyright: ignore

@@ -170,7 +170,9 @@ def test_accumulation_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match="32 does not divide in accumulate=3 parts"):
         train_step(state, make_batch())
     state, train_step = setup(accumulate=8)
-    with pytest.raises(ValueError, match="batch size 4 does not divide over data=8"):
+    with pytest.raises(
+        ValueError, match="accumulate=8 parts of 32 rows, batch size 4 does not"
+    ):
         train_step(state, make_batch())
 
 
@@ -442,6 +444,59 @@ def test_batches_that_do_not_fit_are_refused_and_the_state_is_kept(shape):
             call()
     state, _ = train_step(state, make_batch())
     assert int(state.step) == 1
+
+
+def test_a_state_that_was_donated_is_refused():
+    """JAX 0.10 would crash."""
+    state, train_step = setup()
+    eval_step = eqxshard.make_eval_step(
+        mean_of_x, mesh=make_mesh(), rule=RULES["replicate"]
+    )
+    model = state.model
+    train_step(state, make_batch())
+    with pytest.raises(ValueError, match="this state was donated to an earlier step"):
+        train_step(state, make_batch())
+    with pytest.raises(ValueError, match="this model was donated to a step"):
+        eval_step(model, make_batch())
+
+
+def test_a_state_of_another_mesh_rule_or_optimizer_is_refused():
+    state, _ = setup("data=2,fsdp=4", "fsdp")
+    lies = r"lies as P.* on 8 x cpu \(data=2, fsdp=4\), and the step has it as P.* on "
+    for mesh, rule in [("data=2,fsdp=4", "replicate"), ("data=4", "fsdp")]:
+        with pytest.raises(ValueError, match=lies):
+            make(mesh, rule)[1](state, make_batch())
+    other = make("data=2,fsdp=4", "fsdp", optim=lenient(optax.sgd(0.1)))[1]
+    with pytest.raises(ValueError, match="use the optimizer that the state was made with"):
+        other(state, make_batch())
+    with pytest.raises(
+        TypeError, match="a Model is not a TrainState; make one with init_state"
+    ):
+        other(state.model, make_batch())
+
+
+def test_a_state_may_be_moved_to_another_mesh():
+    state, step = setup("data=2,fsdp=4", "fsdp")
+    other, other_step = setup("data=4")
+    state, _ = step(state, make_batch())
+    other, _ = other_step(other, make_batch())
+    moved = eqxshard.filter_shard(state, other.step.sharding)
+    assert_close(
+        other_step(moved, make_batch(seed=1))[0], other_step(other, make_batch(seed=1))[0]
+    )
+
+
+def test_metrics_that_are_no_dict_are_refused():
+    state, train_step = setup(loss_fn=lambda m, b, key: (squared_errors(m, b, key), 3.0))
+    with pytest.raises(TypeError, match="metrics are a float; return a dict"):
+        train_step(state, make_batch())
+    eval_step = eqxshard.make_eval_step(
+        lambda model, batch: batch["x"], mesh=make_mesh(), rule=RULES["replicate"]
+    )
+    with pytest.raises(
+        TypeError, match=r"metric_fn returned a .*; return a dict of metrics"
+    ):
+        eval_step(state.model, make_batch())
 
 
 def train(mesh, rule):

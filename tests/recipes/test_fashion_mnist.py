@@ -153,7 +153,6 @@ MISTAKES = [
     ("--batch-size 255", "batch size 255 does not divide over data=8 x fsdp=1"),
     ("--batch-size 1032", "--batch-size 1032 is more than the 1024 examples"),
     ("--batch-size 0", "--batch-size 0 is too few"),
-    ("--batch-size 2.5", "--batch-size: invalid literal for int() with base 10: '2.5'"),
     ("--mesh data=3", "mesh sizes data=3 = 3 do not use exactly the 8 devices"),
     ("--mesh fsdp=3", "mesh sizes fsdp=3 = 3 do not divide the 8 devices"),
     ("--mesh data=2,fsdp=2", "data=2 x fsdp=2 = 4 do not use exactly the 8 devices"),
@@ -176,15 +175,11 @@ MISTAKES = [
     ("--data fashion", "unknown dataset 'fashion'; did you mean 'fashion_mnist'?"),
     ("--epochs 0", "--epochs 0 is too few; use 1 or more"),
     ("--epochs -3", "--epochs -3 is too few; use 1 or more"),
-    ("--epochs ten", "--epochs: no type matching INT"),
     ("--learning-rate 0", "--learning-rate 0.0 is no rate"),
     ("--learning-rate -0.1", "--learning-rate -0.1 is no rate"),
     ("--learning-rate nan", "--learning-rate nan is no rate"),
     ("--learning-rate inf", "--learning-rate inf is no rate"),
-    ("--learning-rate fast", "could not convert string to float: 'fast'"),
     ("--seed -1", "seed=-1 is not a seed"),
-    ("--modle mlp", "Unrecognized options: --modle, mlp; see --help."),
-    ("--mesh", "Missing value for argument '--mesh'"),
 ]
 
 
@@ -192,6 +187,16 @@ MISTAKES = [
 def test_a_mistake_is_one_line_and_costs_nothing(main, small, earlier, options, sentence):
     given = ["--data", "fashion_mnist", "--devices", "8", "--output", earlier]
     assert_refused(main(*given, *options.split(" ")), sentence)
+
+
+@pytest.mark.parametrize(
+    "options",
+    ["--batch-size 2.5", "--epochs ten", "--learning-rate x", "--modle mlp", "--mesh"],
+)
+def test_what_is_no_option_is_refused_by_tyro_and_costs_nothing(main, earlier, options):
+    status, out, err = main("--output", earlier, *options.split(" "))
+    assert (status, out) == (2, "")
+    assert options.split(" ")[0] in err
 
 
 @pytest.mark.parametrize("option", ["--mesh=data=999999999", "--devices=999999999"])
@@ -212,7 +217,6 @@ def test_a_mistake_is_one_line_in_a_process_too(earlier):
         ("--batch-size 255 --devices 2", "batch size 255 does not divide over data=2"),
         ("--mesh data=3 --devices 2", "data=3 = 3 do not use exactly the 2 devices"),
         ("--mesh data=999999999", "999999999 devices are more than the 256 examples"),
-        ("--epochs ten", "--epochs: no type matching INT"),
         ("--devices 0", "--devices 0 is too few; use 1 or more"),
     ],
 )
@@ -290,10 +294,12 @@ def test_an_output_that_is_a_folder(main, small, tmp_path, name):
     assert {(tmp_path / other).read_text() for other in others} == {"kept"}
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_an_output_folder_that_is_read_only(main, small, earlier):
+    (earlier / "metrics.jsonl").chmod(0o400)
     earlier.chmod(0o500)
     try:
+        if os.access(earlier, os.W_OK):
+            pytest.skip("root may write everywhere")
         result = main("--devices", "8", "--output", earlier)
     finally:
         earlier.chmod(0o700)
@@ -440,8 +446,8 @@ def test_cpu_devices_are_as_many_as_cores_where_the_batch_divides(
     monkeypatch.setattr(jax, "devices", lambda: devices[: simulated["jax_num_cpu_devices"]])
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    monkeypatch.setattr(sys, "argv", ["fashion_mnist.py", *options.split()])
-    mesh = recipe.make_mesh(recipe.parse_args())
+    args = recipe.tyro.cli(recipe.Args, args=options.split())
+    mesh = recipe.make_mesh(args)
     assert simulated == {"jax_num_cpu_devices": count}
     assert mesh.size == count
 
