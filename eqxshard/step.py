@@ -366,14 +366,14 @@ def _check_places(state: TrainState, places: Sequence[NamedSharding]) -> None:
             continue
         if not leaf.sharding.is_equivalent_to(place, leaf.ndim):
             raise ValueError(
-                f"{leaf_path(path)} lies as {_in_words(leaf.sharding)}, and the step has it "
-                f"as {_in_words(place)}; make the state and the step with the same mesh and "
-                "rule, or move the state with filter_shard."
+                f"{leaf_path(path)} lies as {_in_words(leaf.sharding)}, and the step has "
+                f"it as {_in_words(place)}; make the state and the step with the same mesh "
+                "and rule, or move the state with filter_shard."
             )
 
 
 def _in_words(sharding: Sharding) -> str:
-    if not isinstance(sharding, NamedSharding):
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return str(sharding)
     return f"{sharding.spec} on {describe(sharding.mesh)}"
 

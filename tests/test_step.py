@@ -460,7 +460,7 @@ def test_a_state_that_was_donated_is_refused():
         eval_step(model, make_batch())
 
 
-def test_a_state_of_another_mesh_rule_or_optimizer_is_refused():
+def test_a_state_of_another_mesh_rule_or_optimizer_is_refused(unannotated):
     state, _ = setup("data=2,fsdp=4", "fsdp")
     lies = r"lies as P.* on 8 x cpu \(data=2, fsdp=4\), and the step has it as P.* on "
     for mesh, rule in [("data=2,fsdp=4", "replicate"), ("data=4", "fsdp")]:
