@@ -10,6 +10,7 @@ Three kinds of number:
 
 import itertools
 import math
+import operator
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
@@ -75,11 +76,12 @@ class Loader:
 
     **Raises:**
 
-    `TypeError` if `source` is not a source; `ValueError` if it is empty, if `batch_size`
-    does not divide over the mesh or (see `remainder`) does not suit the source, or if
-    another number is not one that makes sense. While iterating, `ValueError` if the
-    source or the transform returns another number of rows than it should, `TypeError` if
-    it returns what no device can hold, and whatever they raise themselves.
+    `TypeError` if `source` is not a source, or `batch_size` or `seed` is not an integer;
+    `ValueError` if the source is empty, if `batch_size` does not divide over the mesh or
+    (see `remainder`) does not suit the source, or if another number is not one that makes
+    sense. While iterating, `ValueError` if the source or the transform returns another
+    number of rows than it should, or integers that need 64 bits where JAX has 32,
+    `TypeError` if it returns what no device can hold, and whatever they raise themselves.
 
     !!! Example
 
@@ -104,6 +106,8 @@ class Loader:
         prefetch: int = 2,
     ):
         _check_source(source)
+        # Python's integers, also where NumPy's came: state() is for JSON.
+        batch_size, seed = operator.index(batch_size), operator.index(seed)
         check_batch_size(batch_size, mesh)
         _check_remainder(remainder, len(source), batch_size)
         if not 0 <= seed < 2**32:
@@ -183,10 +187,14 @@ class Loader:
         `ValueError` if it is that of a loader whose batches are others: of another
         source's length, batch size, seed, `shuffle` or `remainder`.
         """
-        if set(state) != {"step", "fingerprint"}:
+        if (
+            not isinstance(state, Mapping)
+            or set(state) != {"step", "fingerprint"}
+            or not isinstance(state["step"], int)
+            or not isinstance(state["fingerprint"], Mapping)
+        ):
             raise ValueError(
-                f"{dict(state)} is not the state of a loader; give what Loader.state() "
-                "returned."
+                f"{state} is not the state of a loader; give what Loader.state() returned."
             )
         here, there = self._fingerprint(), state["fingerprint"]
         differ = [name for name in here if there.get(name) != here[name]]
@@ -210,6 +218,8 @@ class Loader:
     def _batches(self, first: int) -> Generator[dict[str, Array], None, None]:
         with closing(self._host_batches(first)) as host_batches:
             for step, (arrays, examples) in enumerate(host_batches, start=first):
+                # Here, as jax.enable_x64 may hold for this thread and not for the other.
+                _check_range(arrays)
                 batch = {name: self._place(array) for name, array in arrays.items()}
                 if self._remainder == "pad" and "weight" not in batch:
                     batch["weight"] = self._weight(examples)
@@ -261,7 +271,8 @@ class Loader:
             _check_rows("the transform", arrays, size)
         arrays = {name: np.asarray(array) for name, array in arrays.items()}
         for name, array in arrays.items():
-            if array.dtype.kind in "OSUMm":
+            # Records are np.void; bfloat16, whose kind is the same, is not.
+            if array.dtype.kind in "OSUMm" or issubclass(array.dtype.type, np.void):
                 raise TypeError(
                     f"{name!r} is of type {array.dtype}, which has no place on devices; "
                     "use a transform that makes numbers of it, or leaves it out."
@@ -340,3 +351,16 @@ def _check_rows(who: str, arrays: Any, count: int) -> None:
                 f"{who} returned {name!r} of shape {np.shape(array)} for {count} rows; "
                 "return that many rows in each entry."
             )
+
+
+def _check_range(arrays: Mapping[str, np.ndarray]) -> None:
+    """Raise `ValueError` where JAX, which has 32 bits by default, would wrap integers."""
+    for name, array in arrays.items():
+        dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+        if array.dtype.kind in "iu" and dtype != array.dtype:
+            low, high = int(array.min(initial=0)), int(array.max(initial=0))
+            if low < np.iinfo(dtype).min or high > np.iinfo(dtype).max:
+                raise ValueError(
+                    f"{name!r} has integers from {low} to {high}, which do not fit JAX's "
+                    f"{dtype}; use a transform that makes them fit, or jax_enable_x64."
+                )

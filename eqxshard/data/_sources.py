@@ -5,6 +5,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
+from numpy.typing import ArrayLike
 
 
 @runtime_checkable
@@ -52,12 +53,13 @@ class ArraySource:
 
     **Arguments:**
 
-    - `arrays`: arrays by name, of equal length. They are not copied.
+    - `arrays`: arrays by name, of equal length. Those of NumPy are not copied; others,
+        and lists, are made into NumPy's.
 
     **Raises:**
 
-    `ValueError` if there is no array, or one without examples' dim, or if their lengths
-    differ.
+    `TypeError` if they are not given by name. `ValueError` if there is no array, or one
+    without examples' dim, or if their lengths differ.
 
     !!! Example
 
@@ -66,22 +68,27 @@ class ArraySource:
         ```
     """
 
-    def __init__(self, arrays: Mapping[str, np.ndarray]):
+    def __init__(self, arrays: Mapping[str, ArrayLike]):
+        if not isinstance(arrays, Mapping):
+            raise TypeError(
+                f"ArraySource got a {type(arrays).__name__}; give a dict of arrays by "
+                "name, such as {'x': x, 'y': y}."
+            )
         if not arrays:
             raise ValueError("ArraySource got no arrays; give at least one, by name.")
-        for name, array in arrays.items():
-            if np.ndim(array) == 0:
+        self.arrays = {name: np.asarray(array) for name, array in arrays.items()}
+        for name, array in self.arrays.items():
+            if array.ndim == 0:
                 raise ValueError(
                     f"{name!r} is a scalar, and has no examples; give an array whose first "
                     "dim counts them."
                 )
-        lengths = {name: len(array) for name, array in arrays.items()}
+        lengths = {name: len(array) for name, array in self.arrays.items()}
         if len(set(lengths.values())) > 1:
             sizes = ", ".join(f"{name!r} has {n:,}" for name, n in lengths.items())
             raise ValueError(
                 f"the arrays differ in length: {sizes}; give as many rows in each."
             )
-        self.arrays = dict(arrays)
 
     def __len__(self) -> int:
         return len(next(iter(self.arrays.values())))

@@ -23,13 +23,13 @@ class Curves:
 
     **Arguments:**
 
-    - `path`: the file to write, usually `*.png`. Its folder is made where it is missing.
+    - `path`: the file to write, `*.png`. Its folder is made where it is missing.
     - `title`: stands above the panels.
 
     **Raises:**
 
-    `ImportError` if Matplotlib is not installed. `ValueError` if the file cannot be
-    written.
+    `ImportError` if Matplotlib is not installed. `ValueError` if the file is named as
+    another kind of picture, or cannot be written.
 
     !!! Example
 
@@ -48,6 +48,11 @@ class Curves:
             ) from error
         self._new_figure = matplotlib.figure.Figure
         self._path = Path(path)
+        if self._path.suffix.lower() not in (".png", ""):
+            raise ValueError(
+                f"Curves writes a PNG, and {os.fspath(path)!r} is not named as one; use "
+                f"{self._path.with_suffix('.png').name!r}."
+            )
         self._title = title
         # By metric, then by train or eval: where, and how much.
         self._series: dict[str, dict[str, tuple[list[float], list[float]]]] = {}

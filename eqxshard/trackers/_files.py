@@ -13,7 +13,10 @@ def writing(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
+        # For these the system says that a file exists, or the wrong name.
+        files = [os.fspath(folder) for folder in path.parents if os.path.isfile(folder)]
+        why = f"{files[0]!r} is a file and not a folder" if files else error.strerror
         raise ValueError(
-            f"cannot write {os.fspath(path)!r}: {error.strerror}; give the path of a file "
+            f"cannot write {os.fspath(path)!r}: {why}; give the path of a file "
             "in a folder that can be written to."
         ) from error

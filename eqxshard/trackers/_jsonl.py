@@ -19,7 +19,8 @@ class JSONLines:
     - `path`: the file to write. Its folder is made where it is missing.
     - `append`: go on at the end of the file, as a resumed run does, instead of emptying
         it first.
-    - `extra`: what to add to every line, such as `{"data": "synthetic"}`.
+    - `extra`: what to add to every line, such as `{"data": "synthetic"}`, except where
+        a value of that name is logged.
 
     **Raises:**
 
@@ -64,7 +65,9 @@ class JSONLines:
                 "JSONLines(..., append=True)."
             )
         finite = {name: _or_null(float(value)) for name, value in values.items()}
-        line = json.dumps({"step": step, **finite, **self._extra}, allow_nan=False)
+        logged = {"step": step, **finite}
+        # Twice: extra comes last, and replaces nothing.
+        line = json.dumps(logged | self._extra | logged, allow_nan=False)
         self._file.write(line + "\n")
         self._file.flush()
 

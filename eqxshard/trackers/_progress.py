@@ -58,7 +58,7 @@ class ProgressBar:
             self._move(step, None if evaluation else values)
             due = evaluation
         else:
-            whole_epoch = values.get("epoch", 0.5).is_integer()
+            whole_epoch = float(values.get("epoch", 0.5)).is_integer()
             due = evaluation or whole_epoch or step == self._total
         if due:
             where = f"{_epoch(values)}step {step}/{self._total}"

@@ -8,8 +8,10 @@ import threading
 import time
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -282,6 +284,24 @@ def test_the_state_of_another_source_or_of_something_else_is_refused():
         loader_of(numbers(64)).restore({"next_index": 3})
 
 
+@pytest.mark.parametrize(
+    "state",
+    [None, [], {"step": 1, "fingerprint": None}, {"step": None, "fingerprint": {}}],
+)
+def test_what_is_not_a_state_is_refused(state, unannotated):
+    with pytest.raises(ValueError, match="is not the state of a loader; give"):
+        loader_of(numbers(64)).restore(state)
+
+
+def test_numbers_of_numpy_are_in_the_state_as_json_has_them(unannotated):
+    options: dict[str, Any] = {"batch_size": np.int64(8), "seed": np.int64(3)}
+    loader = loader_of(numbers(64), **options)
+    state = json.loads(json.dumps(loader.state()))
+    other = loader_of(numbers(64), seed=3)
+    other.restore(state)
+    assert read(other, 1) == read(loader, 1)
+
+
 def test_iterators_do_not_disturb_each_other_and_the_last_to_advance_has_the_position():
     loader = loader_of(numbers(64), shuffle=False)
     with closing(iter(loader)) as a, closing(iter(loader)) as b:
@@ -309,6 +329,8 @@ def test_an_ended_loader_gives_no_more_until_it_is_sent_back():
 
 
 def test_a_loader_has_no_thread_before_its_first_batch_and_after_its_last():
+    # Those of earlier tests may take a moment.
+    assert_threads_end()
     loader = loader_of(numbers(64), epochs=1)
     batches = iter(loader)
     assert not grain_threads()
@@ -483,6 +505,35 @@ def test_entries_that_jax_cannot_hold_are_named():
         list(loader_of(source))
 
 
+def test_records_are_named_and_bfloat16_is_none():
+    records = np.zeros(8, [("a", np.int32), ("b", np.float32)])
+    with pytest.raises(TypeError, match="'record' is of type"):
+        list(loader_of(eqxshard.data.ArraySource({"record": records})))
+    x = np.arange(8).astype(jnp.bfloat16)
+    (batch,) = loader_of(eqxshard.data.ArraySource({"x": x}), shuffle=False, epochs=1)
+    assert batch["x"].dtype == jnp.bfloat16
+    assert rows(batch) == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "low", "high"), [(np.int64, -(2**31), 2**31 - 1), (np.uint64, 0, 2**32 - 1)]
+)
+def test_integers_that_32_bits_cannot_hold_are_named(dtype, low, high):
+    def first(value):
+        x = np.array([value] + [0] * 7, dtype)
+        source = eqxshard.data.ArraySource({"x": x, "none": np.zeros((8, 0), dtype)})
+        with closing(iter(loader_of(source, shuffle=False))) as batches:
+            return rows(next(batches))[0]
+
+    beyond = [value for value in (low - 1, high + 1) if value >= np.iinfo(dtype).min]
+    assert [first(low), first(high)] == [low, high]
+    for value in beyond:
+        with pytest.raises(ValueError, match=f"'x' has integers from .*{abs(value)}"):
+            first(value)
+    with jax.enable_x64(True):
+        assert [first(value) for value in beyond] == beyond
+
+
 @pytest.mark.parametrize("source", [[1, 2, 3], {"x": np.zeros(3)}, iter(range(3)), None])
 def test_what_is_not_a_source_is_refused(source, unannotated):
     with pytest.raises(TypeError, match=f"a {type(source).__name__} is not a source; give"):
@@ -508,6 +559,12 @@ def test_what_is_not_a_source_is_refused(source, unannotated):
 )
 def test_options_that_make_no_sense_are_refused(options, says):
     with pytest.raises(ValueError, match=says):
+        loader_of(numbers(10), **options)
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 16.0}, {"seed": 1.5}])
+def test_integers_are_not_floats(options, unannotated):
+    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an int"):
         loader_of(numbers(10), **options)
 
 

@@ -1,5 +1,6 @@
 import tracemalloc
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -52,3 +53,19 @@ def test_arrays_must_have_examples():
         eqxshard.data.ArraySource({"x": np.array(3.0)})
     with pytest.raises(ValueError, match="no arrays"):
         eqxshard.data.ArraySource({})
+
+
+def test_lists_and_arrays_of_jax_are_arrays_too():
+    source = eqxshard.data.ArraySource(
+        {"x": [[1, 2], [3, 4]], "y": jnp.array([5, 6], jnp.bfloat16)}
+    )
+    batch = source.gather(np.array([1]))
+    assert repr(source) == "ArraySource(2 x {x: int64[2], y: bfloat16})"
+    assert batch["x"].tolist() == [[3, 4]]
+    assert batch["y"].tolist() == [6]
+
+
+@pytest.mark.parametrize("arrays", [np.zeros(3), [np.zeros(3)]])
+def test_arrays_must_have_names(arrays, unannotated):
+    with pytest.raises(TypeError, match=f"got a {type(arrays).__name__}; give a dict"):
+        eqxshard.data.ArraySource(arrays)

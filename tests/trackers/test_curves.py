@@ -95,6 +95,13 @@ def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path):
             Curves(path)
 
 
+def test_a_file_named_as_another_kind_of_picture_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"e\.pdf' is not named as one; use 'e\.png'"):
+        Curves(tmp_path / "e.pdf")
+    Curves(tmp_path / "E.PNG").close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def run(code, cwd):
     return subprocess.run(
         [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True

@@ -65,6 +65,15 @@ def test_extra_is_in_every_line(tmp_path):
     ]
 
 
+def test_extra_replaces_nothing_that_is_logged(tmp_path):
+    tracker = JSONLines(tmp_path / "m.jsonl", extra={"train/loss": "x", "seed": 0})
+    tracker.log(1, {"train/loss": 1.0, "lr": 0.5})
+    tracker.close()
+    (line,) = lines(tmp_path / "m.jsonl")
+    expected = {"step": 1, "train/loss": 1.0, "lr": 0.5, "seed": 0}
+    assert list(line.items()) == list(expected.items())
+
+
 @pytest.mark.parametrize("append, steps", [(False, [3]), (True, [1, 3])])
 def test_append_keeps_what_was_there(tmp_path, append, steps):
     for step, keep in [(1, False), (3, append)]:
@@ -101,4 +110,11 @@ def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path):
     (tmp_path / "file").touch()
     for path in (tmp_path, tmp_path / "file" / "metrics.jsonl"):
         with pytest.raises(ValueError, match=f"cannot write '{path}': .*; give the path"):
+            JSONLines(path)
+
+
+def test_a_file_in_place_of_a_folder_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file" / "m.jsonl", tmp_path / "file" / "new" / "m.jsonl"):
+        with pytest.raises(ValueError, match="/file' is a file and not a folder; give"):
             JSONLines(path)

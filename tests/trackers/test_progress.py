@@ -40,6 +40,12 @@ def test_not_on_a_terminal_each_epoch_and_evaluation_is_a_plain_line():
     ]
 
 
+def test_an_epoch_may_be_an_int(unannotated):
+    out = console(terminal=False)
+    ProgressBar(7, console=out).log(1, {"epoch": 1, "train/loss": 1.0})
+    assert written(out) == "epoch 1  step 1/7  train loss 1.000\n"
+
+
 def test_not_on_a_terminal_the_last_step_is_a_line_in_mid_epoch_too():
     out = console(terminal=False)
     ProgressBar(7, console=out).log(7, {"epoch": 0.7, "train/loss": 1.0})
