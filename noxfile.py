@@ -1,4 +1,4 @@
-"""Every check of the project: `pip install 'nox[uv]' && nox` runs the default ones.
+"""Every check of the project: `pip install nox && nox` runs the default ones.
 
 The default ones run on the Python that runs Nox. `nox -s matrix` runs the tests on every
 Python that the project supports and that is on this machine, each with the newest JAX

@@ -82,10 +82,10 @@ def train(args: "Args") -> str:
     """Train, evaluate and write the results; return the last line to print."""
     make_model, name, epochs = choose("model", args.model, MODELS)
     epochs = epochs if args.epochs is None else at_least_1("epochs", args.epochs)
-    rule = choose("rule", args.rule, RULES)
     mesh = make_mesh(args)
+    rule = choose("rule", args.rule, RULES)
 
-    train_data, test_data, dataset = load(args)
+    train_data, test_data, why_synthetic = load(args)
     if args.batch_size > len(train_data):
         raise ValueError(
             f"--batch-size {args.batch_size} is more than the {len(train_data)} examples; "
@@ -96,28 +96,33 @@ def train(args: "Args") -> str:
     )
     test = eqxshard.Loader(test_data, batch_size=args.batch_size, mesh=mesh, shuffle=False)
     optim = make_optimizer(args, steps=epochs * len(loader))
-    title = f"{name} on {describe(mesh)}" + " | synthetic data" * (dataset == "synthetic")
-    output = Path(args.output or f"runs/fashion_mnist-{args.model}")
-    watch = [
-        trackers.Curves(output / "curves.png", title=title),
-        # Empties its file, so it comes after what could still be refused.
-        trackers.JSONLines(output / "metrics.jsonl", extra={"data": dataset}),
-        trackers.ProgressBar(epochs * len(loader), title=title),
-    ]
-    # An earlier run's, which would contradict the metrics if this one is stopped.
-    (output / "summary.json").unlink(missing_ok=True)
 
     key = jax.random.key(args.seed)
     state = eqxshard.init_state(make_model, optim, key=key, mesh=mesh, rule=rule)
     train_step = eqxshard.make_train_step(loss_fn, optim, mesh=mesh, rule=rule)
     eval_step = eqxshard.make_eval_step(metric_fn, mesh=mesh, rule=rule)
+
+    dataset = "synthetic" if why_synthetic else "fashion_mnist"
+    title = f"{name} on {describe(mesh)}"
+    if why_synthetic:
+        title += " | synthetic data"
+    output = output_folder(args)
+    curves = trackers.Curves(output / "curves.png", title=title)
+    # Empties its file, so it comes after what could still be refused.
+    lines = trackers.JSONLines(output / "metrics.jsonl", extra={"data": dataset})
+    # An earlier run's, which would contradict the metrics if this one is stopped.
+    (output / "summary.json").unlink(missing_ok=True)
+    if why_synthetic:
+        warn_synthetic(why_synthetic)
+    progress = trackers.ProgressBar(epochs * len(loader), title=title)
+
     state = eqxshard.fit(
         state,
         train_step,
         loader,
         epochs=epochs,
         evaluate=lambda model: eqxshard.evaluate(model, eval_step, test),
-        trackers=watch,
+        trackers=[curves, lines, progress],
     )
 
     summary = summarize(output / "metrics.jsonl", len(train_data)) | {
@@ -217,31 +222,42 @@ def at_least_1(name: str, value: int) -> int:
 
 
 def load(args: Args) -> tuple[data.ArraySource, data.ArraySource, str]:
-    """What to train and to test on, and which dataset that is."""
+    """What to train and to test on; and why that is synthetic, if it is."""
+    why_synthetic = "As asked for with --data synthetic."
     if choose("dataset", args.data, DATA) != "synthetic":
         try:
             train_data = data.fashion_mnist("train", data_dir=args.data_dir)
             test_data = data.fashion_mnist("test", data_dir=args.data_dir)
-            return train_data, test_data, "fashion_mnist"
+            return train_data, test_data, ""
         except FileNotFoundError as error:
             if args.data == "fashion_mnist":
                 raise
-            reason = str(error)
-    else:
-        reason = "As asked for with --data synthetic."
+            why_synthetic = str(error)
+    return data.synthetic_fashion("train"), data.synthetic_fashion("test"), why_synthetic
+
+
+def warn_synthetic(why: str) -> None:
     Console(stderr=True).print(
         Panel(
             "Training on generated images, NOT on Fashion-MNIST: accuracies say nothing "
-            f"about the real data.\n\n{reason}",
+            f"about the real data.\n\n{why}",
             title="SYNTHETIC DATA",
             style="bold yellow",
         )
     )
-    return data.synthetic_fashion("train"), data.synthetic_fashion("test"), "synthetic"
+
+
+def output_folder(args: Args) -> Path:
+    if args.output is None:
+        return Path(f"runs/fashion_mnist-{args.model}")
+    if not args.output:
+        raise ValueError("--output is empty; give a folder, or leave the option out.")
+    return Path(args.output)
 
 
 def make_mesh(args: Args) -> Mesh:
-    sizes = parse_mesh(args.mesh or ("fsdp=-1" if args.rule == "fsdp" else "data=-1"))
+    by_rule = "fsdp=-1" if args.rule == "fsdp" else "data=-1"
+    sizes = parse_mesh(by_rule if args.mesh is None else args.mesh)
     sizes.setdefault("data", 1 if -1 in sizes.values() else -1)
     fixed = math.prod(size for size in sizes.values() if size > 0)
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
@@ -256,13 +272,28 @@ def make_mesh(args: Args) -> Mesh:
         )
     # Comes before JAX looks for devices, and makes no difference to accelerators.
     jax.config.update("jax_num_cpu_devices", simulated)
-    found = jax.devices()
+    found = find_devices()
     if args.devices is not None and args.devices > len(found):
         raise ValueError(
             f"--devices {args.devices} is more than there are: {len(found)} x "
             f"{found[0].platform}; use {len(found)} or fewer."
         )
     return eqxshard.make_mesh(**sizes, devices=found[: args.devices])
+
+
+def find_devices() -> list[Any]:
+    try:
+        return jax.devices()
+    # JAX asserts that there is a CUDA plugin, and says nothing where there is none.
+    except (AssertionError, RuntimeError) as error:
+        platforms = os.environ.get("JAX_PLATFORMS", "")
+        reason = (
+            " ".join(str(error).split()) or "the plugin that finds them is not installed"
+        )
+        raise ValueError(
+            f"no devices for JAX_PLATFORMS={platforms}: {reason}; give another or unset "
+            "it, or install JAX for the accelerator, as with '.[recipes,cuda12]'."
+        ) from error
 
 
 def parse_mesh(text: str) -> dict[str, Any]:
@@ -286,6 +317,8 @@ def make_optimizer(args: Args, *, steps: int) -> optax.GradientTransformation:
     rate = rate if args.learning_rate is None else args.learning_rate
     if not 0 < rate < math.inf:
         raise ValueError(f"--learning-rate {rate} is no rate; use a number above 0.")
+    if steps >= 2**31:
+        raise ValueError(f"--epochs {args.epochs} is {steps} steps, too many; use fewer.")
     rise = optax.linear_schedule(0.0, rate, steps // 20)
     fall = optax.linear_schedule(rate, rate / 100, steps - steps // 20)
     return make(optax.join_schedules([rise, fall], [steps // 20]))

@@ -81,14 +81,29 @@ def per_page(pages):
     )
 
 
+def check_names(code):
+    """Refuse a dotted name of ours that leads to nothing."""
+    for node in ast.walk(ast.parse(code)):
+        if not isinstance(node, ast.Attribute):
+            continue
+        # Not the attributes of what a call returns: only names and dots.
+        name = ast.unparse(node)
+        if re.fullmatch(r"eqxshard(\.\w+)+", name):
+            target = eqxshard
+            for part in name.split(".")[1:]:
+                assert hasattr(target, part), f"line {node.lineno}: {name}"
+                target = getattr(target, part)
+
+
 @per_page(PAGES)
 def test_the_names_that_a_page_uses_are_ours(page):
-    for node in ast.walk(ast.parse(program(page, runs_only=False), page.name)):
-        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("eqxshard."):
-            target = eqxshard
-            for part in ast.unparse(node).split(".")[1:]:
-                assert hasattr(target, part), f"{page.name}:{node.lineno}: {part}"
-                target = getattr(target, part)
+    check_names(program(page, runs_only=False))
+
+
+def test_a_misspelt_name_is_noticed():
+    check_names("eqxshard.Metrics.stack(history).compute()")
+    with pytest.raises(AssertionError, match=r"line 1: eqxshard\.Metrics\.stak"):
+        check_names("eqxshard.Metrics.stak(history).compute()")
 
 
 @pytest.mark.slow

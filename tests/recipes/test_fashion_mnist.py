@@ -180,12 +180,19 @@ MISTAKES = [
     ("--learning-rate nan", "--learning-rate nan is no rate"),
     ("--learning-rate inf", "--learning-rate inf is no rate"),
     ("--seed -1", "seed=-1 is not a seed"),
+    ("--epochs 99999999999999999999", "399999999999999999996 steps, too many"),
+    ("--mesh ", "unknown mesh axis ''; use one of stage, data"),
+    ("--output ", "--output is empty; give a folder"),
 ]
 
 
+@pytest.mark.parametrize("data", ["fashion_mnist", "synthetic"])
 @pytest.mark.parametrize("options, sentence", MISTAKES, ids=[m[0] for m in MISTAKES])
-def test_a_mistake_is_one_line_and_costs_nothing(main, small, earlier, options, sentence):
-    given = ["--data", "fashion_mnist", "--devices", "8", "--output", earlier]
+def test_a_mistake_is_one_line_and_costs_nothing(
+    main, small, earlier, data, options, sentence
+):
+    """Whatever the data are: what is said of synthetic ones is said of accepted runs."""
+    given = ["--data", data, "--devices", "8", "--output", earlier]
     assert_refused(main(*given, *options.split(" ")), sentence)
 
 
@@ -221,10 +228,15 @@ def test_a_mistake_is_one_line_in_a_process_too(earlier):
     ],
 )
 def test_mistakes_of_numbers_in_a_process(earlier, options, sentence):
-    status, out, err = run("--data", "synthetic", "--output", earlier, *options.split())
-    *box, error = err.splitlines(keepends=True)
-    assert not box or "SYNTHETIC DATA" in box[0]
-    assert_refused((status, out, error), sentence)
+    result = run("--data", "synthetic", "--output", earlier, *options.split())
+    assert_refused(result, sentence)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "nonsense"])
+def test_devices_that_are_not_there_in_a_process(earlier, platform):
+    result = run("--data", "synthetic", "--output", earlier, JAX_PLATFORMS=platform)
+    assert_refused(result, f"no devices for JAX_PLATFORMS={platform}: ")
+    assert "unset it, or install" in result[2]
 
 
 def idx(body):
@@ -275,11 +287,13 @@ def test_the_data_dir_is_the_flag_then_the_variable_then_the_cache(
     assert_refused(main(*options, "--data-dir", flag), f"nor in {flag}, and")
 
 
+@pytest.mark.parametrize("data", ["fashion_mnist", "synthetic"])
 @pytest.mark.parametrize("below", [".", "below"])
-def test_an_output_folder_that_is_a_file(main, small, tmp_path, below):
+def test_an_output_folder_that_is_a_file(main, small, tmp_path, below, data):
     (tmp_path / "file").write_text("kept")
     output = tmp_path / "file" / below
-    assert_refused(main("--devices", "8", "--output", output), "cannot write ")
+    result = main("--data", data, "--devices", "8", "--output", output)
+    assert_refused(result, "cannot write ")
     assert (tmp_path / "file").read_text() == "kept"
 
 
@@ -289,7 +303,7 @@ def test_an_output_that_is_a_folder(main, small, tmp_path, name):
     for other in others:
         (tmp_path / other).write_text("kept")
     (tmp_path / name).mkdir()
-    result = main("--devices", "8", "--output", tmp_path)
+    result = main("--data", "synthetic", "--devices", "8", "--output", tmp_path)
     assert_refused(result, f"cannot write '{tmp_path / name}': ")
     assert {(tmp_path / other).read_text() for other in others} == {"kept"}
 
