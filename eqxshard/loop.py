@@ -93,20 +93,17 @@ def fit(
         )
         ```
     """
-    if (steps is None) == (epochs is None):
-        raise ValueError("fit needs one of steps= and epochs=; give exactly one.")
-    for name, value in (("steps", steps), ("epochs", epochs), ("log_every", log_every)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value} is not a number of {name}; use 1 or more.")
-    length = len(loader)
-    stop = steps if steps is not None else (epochs or 0) * length
-    first = int(state.step)
-    loader.seek(first)
     with ExitStack() as stack:
         for tracker in trackers:
             stack.enter_context(closing(tracker))
+        length = len(loader)
+        stop = _last_step(steps, epochs, log_every, length)
+        first = int(state.step)
+        loader.seek(first)
         batches = stack.enter_context(closing(iter(loader)))
         report = _Report(trackers, length)
+        # If a step fails, what is due of those before it is reported all the same.
+        stack.callback(report.flush)
         for step in range(first + 1, stop + 1):
             batch = next(batches, None)
             if batch is None:
@@ -127,6 +124,15 @@ def fit(
     return state
 
 
+def _last_step(steps: int | None, epochs: int | None, log_every: int, length: int) -> int:
+    if (steps is None) == (epochs is None):
+        raise ValueError("fit needs one of steps= and epochs=; give exactly one.")
+    for name, value in (("steps", steps), ("epochs", epochs), ("log_every", log_every)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} is not a number of {name}; use 1 or more.")
+    return steps if steps is not None else (epochs or 0) * length
+
+
 def evaluate(
     model: PyTree, eval_step: Callable[[PyTree, PyTree], Metrics], loader: Batches
 ) -> dict[str, float]:
@@ -136,7 +142,8 @@ def evaluate(
 
     - `model`: not donated.
     - `eval_step`: from [`eqxshard.make_eval_step`][].
-    - `loader`: an [`eqxshard.Loader`][], of which one epoch is read from its start.
+    - `loader`: an [`eqxshard.Loader`][], of which one epoch is read from its start (so
+        give another than the one that training reads).
 
     **Returns:**
 
@@ -181,6 +188,10 @@ class _Report:
         self._parts, self._due, self._since = [], None, now
 
     def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+        if not isinstance(values, Mapping):
+            raise TypeError(
+                f"evaluate returned a {type(values).__name__}; return a dict of metrics."
+            )
         self._log(step, "eval", values)
         # Training time is measured without the evaluation.
         self._since = time.perf_counter()

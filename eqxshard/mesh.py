@@ -60,6 +60,8 @@ def make_mesh(
         ```
     """
     devices = list(jax.devices() if devices is None else devices)
+    if not devices:
+        raise ValueError("devices is empty; give at least one, or leave it out for all.")
     asked = dict(
         stage=stage, data=data, fsdp=fsdp, context=context, expert=expert, tensor=tensor
     )
@@ -98,9 +100,19 @@ def batch_sharding(mesh: Mesh, *, stacked: bool = False) -> NamedSharding:
     return NamedSharding(mesh, rows)
 
 
-def check_batch_size(batch_size: int, mesh: Mesh) -> None:
-    """Raise `ValueError` unless `batch_size` rows divide over the mesh's batch axes."""
-    parts = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+def check_mesh(mesh: Mesh) -> None:
+    """Raise `ValueError` unless the mesh is one of ours."""
+    if mesh.axis_names != AXES or set(mesh.axis_types) != {AxisType.Auto}:
+        raise ValueError(
+            f"the mesh has the axes {mesh.axis_names} of types {mesh.axis_types}; make it "
+            "with eqxshard.make_mesh."
+        )
+
+
+def check_batch_size(batch_size: int, mesh: Mesh, *, accumulate: int = 1) -> None:
+    """Raise `ValueError` unless a batch divides over the mesh's batch axes, in parts."""
+    devices = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    parts = devices * accumulate
     if batch_size < 1:
         raise ValueError(
             f"batch size {batch_size} is not a size; use a multiple of {parts}."
@@ -109,9 +121,10 @@ def check_batch_size(batch_size: int, mesh: Mesh) -> None:
         sizes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in BATCH_AXES)
         below, above = batch_size // parts * parts, -(-batch_size // parts) * parts
         near = f"{below} or {above}" if below else f"{above}"
+        each = f", each with accumulate={accumulate} parts" if accumulate > 1 else ""
         raise ValueError(
-            f"batch size {batch_size} does not divide over {sizes} = {parts} devices; "
-            f"use a multiple of {parts}, such as {near}."
+            f"batch size {batch_size} does not divide over {sizes} = {devices} devices"
+            f"{each}; use a multiple of {parts}, such as {near}."
         )
 
 

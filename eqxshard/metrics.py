@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Int
+from jaxtyping import Array, Float, Int
 
 
 class Metrics(eqx.Module):
@@ -75,22 +74,3 @@ class Metrics(eqx.Module):
         return jax.tree.map(
             lambda *leaves: np.concatenate([np.ravel(x) for x in leaves]), *host
         )
-
-
-def weighted_sums(
-    values: Mapping[str, ArrayLike], weight: Float[Array, " batch"]
-) -> dict[str, Float[Array, ""]]:
-    """Sum values over a batch; a scalar counts as the mean that it is.
-
-    What has weight 0 does not count, whatever it is: padding may well be nan.
-    """
-    sums = {}
-    for name, value in values.items():
-        value = jnp.asarray(value, jnp.float32)
-        if value.shape not in ((), weight.shape):
-            raise ValueError(
-                f"{name} has shape {value.shape} for a batch of {weight.shape[0]}; return "
-                f"one value per example, of shape {weight.shape}, or a scalar."
-            )
-        sums[name] = jnp.sum(jnp.where(weight == 0, 0, value * weight))
-    return sums

@@ -349,7 +349,7 @@ def _map_arrays(fn: Callable[[str, jax.ShapeDtypeStruct], Any], tree: PyTree) ->
 def _ask(rule: Rule, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision | None:
     if isinstance(rule, _Rule):
         return rule.decide(path, leaf, mesh)
-    if rule in (replicate, fsdp, by_path, first_match):
+    if any(rule is maker for maker in (replicate, fsdp, by_path, first_match)):
         raise TypeError(
             f"{_name(rule)} makes a rule and is not one; call it, as {_name(rule)}()."
         )

@@ -10,6 +10,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Key, PyTree, UInt32
 
+from .mesh import check_mesh
 from .sharding import Rule, is_array, leaf_path, shardings, spread
 from .transforms import Skeleton, split
 
@@ -75,7 +76,7 @@ def init_state(
 
     - `make_model`: a function from a random key to a model. An array that stands in two
         places of it must be tied with `equinox.nn.Shared`.
-    - `optim`: an optax optimizer, for the model's floating-point arrays.
+    - `optim`: an optax optimizer, for the model's floating-point (and complex) arrays.
     - `key`: a random key: `make_model` gets it as it is, and the run's own key is
         derived from it.
     - `mesh`: from [`eqxshard.make_mesh`][].
@@ -87,7 +88,8 @@ def init_state(
 
     **Raises:**
 
-    `ValueError` as [`eqxshard.shardings`][] does, and if one array stands in two places of
+    `TypeError` if `key` is not one; `ValueError` as [`eqxshard.shardings`][] does, and if
+    one array stands in two places of
     the model: they would drift apart.
 
     !!! Example
@@ -102,6 +104,9 @@ def init_state(
         )
         ```
     """
+    check_mesh(mesh)
+    if not isinstance(key, jax.Array):
+        raise TypeError(f"key={key!r} is not a random key; use jax.random.key(0).")
 
     def make(key: Array) -> TrainState:
         model = make_model(key)
@@ -118,7 +123,7 @@ def init_state(
     shapes = eqx.filter_eval_shape(make, key)
     places = state_shardings(shapes, optim, mesh, rule)
     arrays = jax.jit(lambda key: split(make(key))[0], out_shardings=places)(key)
-    return unflatten_state(arrays, split(shapes)[1])
+    return unflatten_state(arrays, split(shapes)[1].shaped(arrays))
 
 
 def state_shardings(
@@ -171,18 +176,30 @@ def _check_not_shared(model: PyTree) -> None:
 
 
 def is_param(leaf: Any) -> bool:
-    """Whether a leaf is trained: a floating-point array."""
+    """Whether a leaf is trained: a floating-point (or complex) array."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def flatten_state(state: TrainState) -> tuple[list[Array], Skeleton]:
+def flatten_state(state: TrainState) -> tuple[list[Any], Skeleton]:
     """A state's arrays and the rest of it: at no cost if it came from a step."""
-    flat = getattr(state, "_flat", None)
-    if flat is None and not isinstance(state, TrainState):
+    if came_from_step(state):
+        return state._flat  # pyright: ignore
+    if not isinstance(state, TrainState):
         raise TypeError(
             f"a {type(state).__name__} is not a TrainState; make one with init_state."
         )
-    return split(state) if flat is None else flat
+    if not is_array(state.step) or not is_array(state.key):
+        raise TypeError(
+            "the step or the key of this TrainState is no array; write jnp.int32(0), and "
+            "jax.random.key(0)."
+        )
+    arrays, skeleton = split(state)
+    return arrays, skeleton.shaped(arrays)
+
+
+def came_from_step(state: TrainState) -> bool:
+    """Whether a state is as a step or `init_state` returned it, with all of it placed."""
+    return hasattr(state, "_flat")
 
 
 def unflatten_state(arrays: list[Array], skeleton: Skeleton) -> TrainState:

@@ -10,19 +10,34 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, PyTree
 
-from .mesh import batch_sharding, check_batch_size, describe
-from .metrics import Metrics, weighted_sums
+from ._update import (
+    add_up,
+    all_finite,
+    gather,
+    split_rows,
+    sum_over_batch,
+    update_if,
+    weights,
+)
+from .mesh import batch_sharding, check_batch_size, check_mesh, describe
+from .metrics import Metrics
 from .sharding import (
     Rule,
-    compute_sharding,
     filter_shard,
     is_array,
     leaf_path,
     shardings,
 )
-from .state import TrainState, flatten_state, is_param, state_shardings, unflatten_state
+from .state import (
+    TrainState,
+    came_from_step,
+    flatten_state,
+    is_param,
+    state_shardings,
+    unflatten_state,
+)
 from .transforms import Skeleton, filter_jit, split
 
 #: Steps that may be dispatched and not yet done. Two keep a device busy while the host
@@ -54,7 +69,8 @@ def make_train_step(
     - `loss_fn`: `loss_fn(model, batch, key)` returns `losses` or `(losses, metrics)`.
         `losses` has one entry per example of the batch, or is a scalar, their mean;
         `metrics` is a dict of the same. The step minimises the mean over examples,
-        weighted by `batch["weight"]` where the batch is a dict that has it.
+        weighted by `batch["weight"]` where the batch is a dict that has it. (What rows
+        of weight 0 hold does not matter, as long as their gradients are finite.)
     - `optim`: an optax optimizer, the one the state was made with.
     - `mesh`, `rule`: those the state was made with.
     - `accumulate`: take the gradient in this many parts of the batch, one after the
@@ -87,6 +103,7 @@ def make_train_step(
             state, metrics = train_step(state, batch)
         ```
     """
+    check_mesh(mesh)
     if accumulate < 1:
         raise ValueError(
             f"accumulate={accumulate} is not a number of parts; use 1 or more."
@@ -113,12 +130,13 @@ class TrainStep:
         nonfinite: Nonfinite,
     ):
         self._loss_fn = loss_fn
-        self._optim = optim
+        # Some optimizers want the value of the loss, too.
+        self._optim = optax.with_extra_args_support(optim)
         self._mesh = mesh
         self._rule = rule
         self._accumulate = accumulate
         self._nonfinite = nonfinite
-        self._jitted: dict[tuple[Skeleton, bool], Any] = {}
+        self._compiled: dict[tuple[Skeleton, bool], tuple[Any, list[Any]]] = {}
         self._in_flight = _InFlight()
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
@@ -163,33 +181,44 @@ class TrainStep:
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Lower a single step: for its text, its cost and its compiled memory."""
         arrays, skeleton = flatten_state(state)
-        return self._jit(state, skeleton, stacked=False).lower(arrays, batch)
+        return self._jit(state, skeleton, stacked=False)[0].lower(arrays, batch)
 
     def _run(
         self, state: TrainState, batch: PyTree, stacked: bool
     ) -> tuple[TrainState, Metrics]:
-        _check_batch(batch, self._mesh, stacked)
+        _check_batch(batch, self._mesh, stacked, self._accumulate)
         arrays, skeleton = flatten_state(state)
-        # JAX 0.10 crashes where this is not looked at. They are donated together.
-        if arrays[0].is_deleted():
-            raise ValueError(
-                "this state was donated to an earlier step; go on with the one that the "
-                "step returned."
+        compiled = self._compiled.get((skeleton, stacked))
+        if compiled is None:
+            compiled = self._compiled[skeleton, stacked] = self._jit(
+                state, skeleton, stacked
             )
-        jitted = self._jitted.get((skeleton, stacked))
-        if jitted is None:
-            jitted = self._jitted[skeleton, stacked] = self._jit(state, skeleton, stacked)
-        arrays, metrics = jitted(arrays, batch)
+        jitted, places = compiled
+        if not came_from_step(state):
+            _check_places(state, places)
+            arrays = filter_shard(arrays, places)
+        # JAX 0.10 crashes where this is not looked at. They are donated together.
+        elif arrays[0].is_deleted():
+            raise ValueError(_DONATED)
+        try:
+            arrays, metrics = jitted(arrays, batch)
+        except ValueError:
+            _check_batch_places(batch, batch_sharding(self._mesh, stacked=stacked))
+            raise
         state = unflatten_state(arrays, skeleton)
-        if self._nonfinite == "raise" and np.asarray(metrics.nonfinite).any():
+        if self._nonfinite == "raise" and np.any(metrics.nonfinite):
+            steps = np.ravel(metrics.nonfinite)
+            number = int(state.step) - len(steps) + 1 + int(np.argmax(steps))
             raise FloatingPointError(
-                f"the loss or a gradient was not finite in step {int(state.step)}; look "
-                "at its batch, or use nonfinite='skip' to go on without it."
+                f"the loss or a gradient was not finite in step {number}; look at its "
+                "batch, or use nonfinite='skip' to go on without it."
             )
         self._in_flight.add(metrics.totals["loss"])
         return state, metrics
 
-    def _jit(self, state: TrainState, skeleton: Skeleton, stacked: bool) -> Any:
+    def _jit(
+        self, state: TrainState, skeleton: Skeleton, stacked: bool
+    ) -> tuple[Any, list[Any]]:
         places = state_shardings(state, self._optim, self._mesh, self._rule)
         _check_places(state, places)
         whole = NamedSharding(self._mesh, PartitionSpec())
@@ -203,47 +232,51 @@ class TrainStep:
         ) -> tuple[list[Array], Metrics]:
             return jax.lax.scan(train_step, arrays, batches)
 
-        return jax.jit(
+        jitted = jax.jit(
             train_steps if stacked else train_step,
             donate_argnums=0,
             in_shardings=(places, batch_sharding(self._mesh, stacked=stacked)),
             out_shardings=(places, whole),
         )
+        return jitted, places
 
     def _update(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
         """The step as a pure function: what the compiled call computes."""
         params, rest = eqx.partition(state.model, is_param)
         storage = shardings(params, self._mesh, self._rule)
-        total = jnp.sum(_weight(batch))
+        total = jnp.sum(weights(batch))
+        whole = jnp.where(total == 0, 1.0, total)
 
         def objective(params: PyTree, part: PyTree, key: Array) -> tuple[Array, Any]:
-            model = eqx.combine(_gather(params, storage), rest)
+            model = eqx.combine(gather(params, storage), rest)
             sums = self._measure(model, part, key)
             # By the weight of the whole batch, so that its parts add up to its mean.
-            return sums["loss"] / _nonzero(total), sums
+            return sums["loss"] / whole.astype(sums["loss"].dtype), sums
 
         gradient = jax.grad(objective, has_aux=True)
         key = jax.random.fold_in(state.key, state.step)
         if self._accumulate == 1:
-            grads, sums = gradient(
-                params, filter_shard(batch, batch_sharding(self._mesh)), key
-            )
+            rows = filter_shard(batch, batch_sharding(self._mesh))
+            grads, sums = gradient(params, rows, key)
         else:
-            parts = _split_rows(batch, self._accumulate, self._mesh)
-            grads, sums = _accumulate(gradient, params, parts, key)
+            parts = split_rows(batch, self._accumulate, self._mesh)
+            grads, sums = add_up(gradient, params, parts, key)
 
         def update() -> tuple[PyTree, PyTree]:
-            updates, opt_state = self._optim.update(grads, state.opt_state, params)
-            return eqx.apply_updates(params, updates), opt_state
+            loss = sums["loss"] / whole.astype(sums["loss"].dtype)
+            updates, opt_state = self._optim.update(
+                grads, state.opt_state, params, value=loss
+            )
+            # Optax's own, which leaves parameters of the type that they are of.
+            return optax.apply_updates(params, updates), opt_state
 
         nonfinite = jnp.zeros((), jnp.int32)
         if self._nonfinite == "ignore":
             params, opt_state = update()
         else:
-            finite = _all_finite(grads, storage, self._mesh) & jnp.isfinite(sums["loss"])
-            params, opt_state = _update_if(
-                finite, update, (params, state.opt_state), self._mesh
-            )
+            finite = all_finite(grads, storage, self._mesh) & jnp.isfinite(sums["loss"])
+            old = (params, state.opt_state)
+            params, opt_state = update_if(finite, update, old, self._mesh)
             nonfinite = 1 - finite.astype(jnp.int32)
         model = eqx.combine(params, rest)
         state = TrainState(state.step + 1, model, opt_state, state.key)
@@ -254,13 +287,8 @@ class TrainStep:
         with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
             out = self._loss_fn(model, batch, key)
         losses, metrics = out if isinstance(out, tuple) else (out, {})
-        _check_dict("the loss function's metrics are", metrics)
-        if "loss" in metrics:
-            raise ValueError(
-                "a metric is named 'loss', which is the name of the loss itself; leave it "
-                "out, or give it another name."
-            )
-        return _sums({**metrics, "loss": losses}, batch, self._mesh)
+        _check_names("the loss function's metrics", metrics, "loss", "nonfinite")
+        return sum_over_batch({**metrics, "loss": losses}, batch, self._mesh)
 
 
 def make_eval_step(
@@ -292,6 +320,7 @@ def make_eval_step(
         eval_step = eqxshard.make_eval_step(metric_fn, mesh=mesh, rule=rule)
         ```
     """
+    check_mesh(mesh)
     return EvalStep(metric_fn, mesh, rule)
 
 
@@ -303,13 +332,13 @@ class EvalStep:
     ):
         def eval_step(model: PyTree, batch: PyTree) -> Metrics:
             params, rest = eqx.partition(model, is_param)
-            params = _gather(params, shardings(params, mesh, rule))
+            params = gather(params, shardings(params, mesh, rule))
             model = eqx.nn.inference_mode(eqx.combine(params, rest))
             with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
                 values = metric_fn(model, batch)
-            _check_dict("metric_fn returned", values)
-            sums = _sums(values, batch, mesh)
-            return Metrics(sums, jnp.sum(_weight(batch)), jnp.zeros((), jnp.int32))
+            _check_names("what metric_fn returned", values, "nonfinite")
+            sums = sum_over_batch(values, batch, mesh)
+            return Metrics(sums, jnp.sum(weights(batch)), jnp.zeros((), jnp.int32))
 
         self._mesh = mesh
         self._jitted = filter_jit(
@@ -336,11 +365,10 @@ class EvalStep:
         `ValueError` if the batch does not divide over the mesh.
         """
         _check_batch(batch, self._mesh)
+        if isinstance(model, TrainState):
+            raise TypeError("an eval step takes a model; give it state.model.")
         if any(x.is_deleted() for x in jax.tree.leaves(model) if isinstance(x, jax.Array)):
-            raise ValueError(
-                "this model was donated to a step, as part of its state; evaluate the one "
-                "in the state that the step returned."
-            )
+            raise ValueError(_DONATED)
         metrics = self._jitted(model, batch)
         self._in_flight.add(metrics.weight)
         return metrics
@@ -358,17 +386,36 @@ class _InFlight:
             self._results.popleft().block_until_ready()
 
 
+_DONATED = (
+    "this state was donated to an earlier step, and its model with it; go on with the "
+    "state that the step returned."
+)
+
+
 def _check_places(state: TrainState, places: Sequence[NamedSharding]) -> None:
-    """Refuse a state of another mesh or rule, which JAX would in words of its own."""
+    """Refuse a state of another mesh or rule; what is on no device yet may go anywhere."""
     leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(state, is_array))
     for (path, leaf), place in zip(leaves, places, strict=True):
-        if not isinstance(leaf, jax.Array) or not leaf.committed:
+        if not isinstance(leaf, jax.Array):
             continue
-        if not leaf.sharding.is_equivalent_to(place, leaf.ndim):
+        if leaf.is_deleted():
+            raise ValueError(_DONATED)
+        if leaf.committed and not leaf.sharding.is_equivalent_to(place, leaf.ndim):
             raise ValueError(
                 f"{leaf_path(path)} lies as {_in_words(leaf.sharding)}, and the step has "
                 f"it as {_in_words(place)}; make the state and the step with the same mesh "
                 "and rule, or move the state with filter_shard."
+            )
+
+
+def _check_batch_places(batch: PyTree, place: NamedSharding) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if not isinstance(leaf, jax.Array) or not leaf.committed:
+            continue
+        if not leaf.sharding.is_equivalent_to(place, leaf.ndim):
+            raise ValueError(
+                f"batch entry {leaf_path(path)} lies as {_in_words(leaf.sharding)}; place "
+                "it with filter_shard(batch, batch_sharding(mesh))."
             )
 
 
@@ -378,154 +425,30 @@ def _in_words(sharding: Sharding) -> str:
     return f"{sharding.spec} on {describe(sharding.mesh)}"
 
 
-def _check_dict(what: str, values: Any) -> None:
+def _check_names(what: str, values: Any, *taken: str) -> None:
     if not isinstance(values, Mapping):
-        raise TypeError(
-            f"{what} a {type(values).__name__}; return a dict of metrics by name."
-        )
+        kind = "an array" if isinstance(values, jax.Array) else f"a {type(values).__name__}"
+        raise TypeError(f"{what} is {kind}; return a dict of metrics by name.")
+    for name in taken:
+        if name in values:
+            raise ValueError(
+                f"a metric is named {name!r}, which the step says itself; give it another "
+                "name, or leave it out."
+            )
 
 
-def _check_batch(batch: PyTree, mesh: Mesh, stacked: bool = False) -> None:
-    axis = 1 if stacked else 0
-    shapes: list[tuple[int, ...]] = [
-        getattr(x, "shape", ()) for x in jax.tree.leaves(batch)
-    ]
-    rows = {shape[axis : axis + 1] for shape in shapes}
-    if len(rows) != 1 or () in rows:
+def _check_batch(
+    batch: PyTree, mesh: Mesh, stacked: bool = False, accumulate: int = 1
+) -> None:
+    leading = 2 if stacked else 1
+    leaves = jax.tree.leaves(batch)
+    shapes: list[tuple[int, ...]] = [getattr(leaf, "shape", ()) for leaf in leaves]
+    sizes = {shape[:leading] for shape in shapes}
+    if len(sizes) != 1 or len(shapes[0]) < leading:
         paths = [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
+        axes = "axes of steps and examples" if stacked else "axis of examples"
         raise ValueError(
             f"the entries of a batch have the shapes {dict(zip(paths, shapes))}; give each "
-            f"the same number of examples along axis {axis}."
+            f"the same leading {axes}."
         )
-    check_batch_size(rows.pop()[0], mesh)
-
-
-def _weight(batch: PyTree) -> Float[Array, " batch"]:
-    if isinstance(batch, Mapping) and "weight" in batch:
-        return batch["weight"].astype(jnp.float32)
-    return jnp.ones(jax.tree.leaves(batch)[0].shape[0], jnp.float32)
-
-
-def _nonzero(total: Float[Array, ""]) -> Float[Array, ""]:
-    return jnp.where(total == 0, 1.0, total)
-
-
-def _sums(values: Mapping[str, Any], batch: PyTree, mesh: Mesh) -> dict[str, Array]:
-    weight = _weight(batch)
-
-    def split_like_rows(value: Any) -> Any:
-        rows = batch_sharding(mesh)
-        return filter_shard(value, rows) if jnp.shape(value) == weight.shape else value
-
-    return weighted_sums(jax.tree.map(split_like_rows, dict(values)), weight)
-
-
-def _gather(params: PyTree, storage: PyTree[NamedSharding]) -> PyTree:
-    """Bring each parameter from where it is stored to where it is used.
-
-    Its gradient takes the same way back in one go: summed over the batch's axes and
-    left where the parameter is stored, which is a reduce-scatter.
-    """
-
-    def one(param: Array, place: NamedSharding) -> Array:
-        @jax.custom_vjp
-        def gather(param: Array) -> Array:
-            return jax.lax.with_sharding_constraint(param, compute_sharding(place))
-
-        def back(_: None, grad: Array) -> tuple[Array]:
-            return (jax.lax.with_sharding_constraint(grad, place),)
-
-        gather.defvjp(lambda param: (gather(param), None), back)
-        return gather(param)
-
-    return jax.tree.map(one, params, storage)
-
-
-def _split_rows(batch: PyTree, parts: int, mesh: Mesh) -> PyTree:
-    """Give a batch a leading axis of parts, each device keeping the rows that it has.
-
-    Part `i` is every `parts`-th row from row `i`: consecutive rows would all be on a few
-    of the devices.
-    """
-
-    def one(leaf: Array) -> Array:
-        rows = leaf.shape[0]
-        if rows % parts:
-            raise ValueError(
-                f"batch size {rows} does not divide in accumulate={parts} parts; choose a "
-                f"multiple of {parts}."
-            )
-        try:
-            check_batch_size(rows // parts, mesh)
-        except ValueError as error:
-            raise ValueError(
-                f"in accumulate={parts} parts of {rows} rows, {error}"
-            ) from None
-        return jnp.swapaxes(leaf.reshape(rows // parts, parts, *leaf.shape[1:]), 0, 1)
-
-    return filter_shard(jax.tree.map(one, batch), batch_sharding(mesh, stacked=True))
-
-
-def _accumulate(
-    gradient: Callable[..., tuple[PyTree, PyTree]],
-    params: PyTree,
-    parts: PyTree,
-    key: Array,
-) -> tuple[PyTree, PyTree]:
-    """Add up gradients and sums over the parts of a batch."""
-
-    def body(total: PyTree, numbered: tuple[Array, PyTree]) -> tuple[PyTree, None]:
-        index, part = numbered
-        new = gradient(params, part, jax.random.fold_in(key, index))
-        return jax.tree.map(jnp.add, total, new), None
-
-    first = jax.tree.map(lambda leaf: leaf[0], parts)
-    shapes = jax.eval_shape(gradient, params, first, key)
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    count = jax.tree.leaves(parts)[0].shape[0]
-    return jax.lax.scan(body, zeros, (jnp.arange(count), parts))[0]
-
-
-def _all_finite(
-    tree: PyTree, storage: PyTree[NamedSharding], mesh: Mesh
-) -> Bool[Array, ""]:
-    """Whether no element is infinite or nan: each device looks at what it stores."""
-    leaves = jax.tree.leaves(tree)
-    specs = [place.spec for place in jax.tree.leaves(storage)]
-    axes = tuple({axis for spec in specs for axis in jax.tree.leaves(tuple(spec))})
-
-    def local(leaves: list[Array]) -> Int[Array, ""]:
-        # Small leaves all at once: with a reduction for each, a small model would wait
-        # longer than for its optimizer.
-        small: dict[Any, list[Array]] = {}
-        for leaf in leaves:
-            if leaf.size < 2**16:
-                small.setdefault(leaf.dtype, []).append(leaf.ravel())
-        parts = [leaf for leaf in leaves if leaf.size >= 2**16]
-        parts += [jnp.concatenate(group) for group in small.values()]
-        finite = jnp.stack([jnp.all(jnp.isfinite(part)) for part in parts])
-        bad = jnp.sum(~finite, dtype=jnp.int32)
-        return jax.lax.psum(bad, axes) if axes else bad
-
-    count = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=PartitionSpec())
-    return count(leaves) == 0
-
-
-def _update_if(
-    condition: Bool[Array, ""], update: Callable[[], PyTree], old: PyTree, mesh: Mesh
-) -> PyTree:
-    """Update, or keep what is old exactly as it is."""
-    if mesh.devices.flat[0].platform == "cpu":
-        # A select would have XLA:CPU copy the optimizer's state, for lack of a kernel
-        # that writes several results at once.
-        arrays, static = eqx.partition(old, eqx.is_array)
-        new = jax.lax.cond(
-            condition, lambda: eqx.filter(update(), eqx.is_array), lambda: arrays
-        )
-        return eqx.combine(new, static)
-    # A branch would have a GPU wait for the host to decide.
-    return jax.tree.map(
-        lambda new, old: jnp.where(condition, new, old) if eqx.is_array(new) else old,
-        update(),
-        old,
-    )
+    check_batch_size(shapes[0][leading - 1], mesh, accumulate=accumulate)

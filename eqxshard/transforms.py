@@ -35,12 +35,13 @@ class Skeleton:
     Two PyTrees with equal skeletons can share one compiled function.
     """
 
-    __slots__ = ("_hash", "static", "treedef")
+    __slots__ = ("_hash", "shapes", "static", "treedef")
 
-    def __init__(self, treedef: Any, static: tuple[Any, ...]):
+    def __init__(self, treedef: Any, static: tuple[Any, ...], shapes: tuple[Any, ...] = ()):
         self.treedef = treedef
         self.static = static
-        self._hash = hash((treedef, static))
+        self.shapes = shapes
+        self._hash = hash((treedef, static, shapes))
 
     def __hash__(self) -> int:
         return self._hash
@@ -51,9 +52,15 @@ class Skeleton:
             and self._hash == other._hash
             and self.treedef == other.treedef
             and self.static == other.static
+            and self.shapes == other.shapes
             # 1 == 1.0 == True, and each is a different program.
             and [*map(type, self.static)] == [*map(type, other.static)]
         )
+
+    def shaped(self, arrays: Sequence[Any]) -> "Skeleton":
+        """The same with the shapes and types of its arrays, for what depends on them."""
+        shapes = tuple((array.shape, array.dtype) for array in arrays)
+        return Skeleton(self.treedef, self.static, shapes)
 
     def merge(self, arrays: Sequence[Any]) -> PyTree:
         """The PyTree again, with `arrays` where its arrays were."""

@@ -1,9 +1,19 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import RULES, Model, assert_equal, lenient, make_mesh, squared_errors
+from helpers import (
+    RULES,
+    Model,
+    assert_close,
+    assert_equal,
+    lenient,
+    make_mesh,
+    squared_errors,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -99,6 +109,39 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(train_step, stop):
     part = eqxshard.fit(new_state(), train_step, make_loader(), steps=stop)
     assert int(part.step) == stop
     assert_equal(eqxshard.fit(part, train_step, make_loader(), steps=12), whole)
+
+
+def test_a_run_goes_on_on_another_mesh():
+    mesh, rule = make_mesh("data=2,fsdp=2"), RULES["fsdp"]
+    step = eqxshard.make_train_step(squared_errors, OPTIM, mesh=mesh, rule=rule)
+    key = jax.random.key(0)
+    state = eqxshard.init_state(Model, OPTIM, key=key, mesh=mesh, rule=rule)
+    state = eqxshard.fit(state, step, make_loader(mesh=mesh), steps=6)
+    mesh = make_mesh()
+    step = eqxshard.make_train_step(squared_errors, OPTIM, mesh=mesh, rule=RULE)
+    state = eqxshard.filter_shard(state, jax.NamedSharding(mesh, jax.P()))
+    state = eqxshard.fit(state, step, make_loader(), steps=12)
+    assert_close(state, eqxshard.fit(new_state(), step, make_loader(), steps=12))
+
+
+def test_what_was_due_is_reported_when_a_step_fails(train_step):
+    recorder = Recorder()
+
+    def fails_third(state, batch):
+        if int(state.step) == 2:
+            raise FloatingPointError
+        return train_step(state, batch)
+
+    with pytest.raises(FloatingPointError):
+        eqxshard.fit(
+            new_state(),
+            fails_third,
+            make_loader(),
+            steps=4,
+            trackers=[recorder],
+            log_every=2,
+        )
+    assert recorder.steps("train/loss") == [2] and recorder.closed == 1
 
 
 def test_a_run_that_is_done_stays_as_it_is(train_step):
@@ -220,8 +263,16 @@ def test_trackers_and_batches_are_closed_when_something_fails(train_step):
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(train_step, options, message):
+    recorder = Recorder()
     with pytest.raises(ValueError, match=message):
-        eqxshard.fit(new_state(), train_step, make_loader(), **options)
+        eqxshard.fit(new_state(), train_step, make_loader(), trackers=[recorder], **options)
+    assert recorder.closed == 1
+
+
+def test_an_evaluation_that_returns_nothing_is_refused(train_step, unannotated):
+    forgets: Any = lambda model: None  # noqa: E731
+    with pytest.raises(TypeError, match="evaluate returned a NoneType; return a dict"):
+        eqxshard.fit(new_state(), train_step, make_loader(), epochs=1, evaluate=forgets)
 
 
 def test_a_loader_that_ends_too_early_is_named(train_step):

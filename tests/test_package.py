@@ -24,7 +24,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     {"mesh"},
     {"metrics", "sharding"},
-    {"_explain", "transforms"},
+    {"_explain", "_update", "transforms"},
     {"state"},
     {"step"},
     {"loop"},
