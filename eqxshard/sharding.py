@@ -267,9 +267,15 @@ def spread(shardings: PyTree[Sharding | None], tree: PyTree) -> list[Sharding | 
             )
         entries.extend([sharding] * sum(map(is_array, jax.tree.leaves(part))))
 
-    jax.tree.map(
-        over, shardings, tree, is_leaf=lambda x: x is None or isinstance(x, Sharding)
-    )
+    try:
+        jax.tree.map(
+            over, shardings, tree, is_leaf=lambda x: x is None or isinstance(x, Sharding)
+        )
+    except ValueError as error:
+        raise ValueError(
+            "the shardings are not a prefix of the PyTree that they are for; give one for "
+            f"all of it, or what eqxshard.shardings made of it. ({error})"
+        ) from None
     return entries
 
 

@@ -344,7 +344,7 @@ def test_what_is_not_a_sharding_is_named(unannotated):
 
 def test_shardings_of_another_tree_are_an_error():
     place = NamedSharding(make_mesh(), P())
-    with pytest.raises(ValueError, match="prefix"):
+    with pytest.raises(ValueError, match="not a prefix of the PyTree"):
         eqxshard.filter_shard({"a": jnp.zeros(8)}, {"b": place})
 
 
