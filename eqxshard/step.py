@@ -23,13 +23,7 @@ from ._update import (
 )
 from .mesh import batch_sharding, check_batch_size, check_mesh, describe
 from .metrics import Metrics
-from .sharding import (
-    Rule,
-    filter_shard,
-    is_array,
-    leaf_path,
-    shardings,
-)
+from .sharding import Rule, filter_shard, is_array, leaf_path, shardings
 from .state import (
     TrainState,
     came_from_step,
@@ -203,6 +197,7 @@ class TrainStep:
         try:
             arrays, metrics = jitted(arrays, batch)
         except ValueError:
+            _check_places(state, places)
             _check_batch_places(batch, batch_sharding(self._mesh, stacked=stacked))
             raise
         state = unflatten_state(arrays, skeleton)
@@ -245,13 +240,15 @@ class TrainStep:
         params, rest = eqx.partition(state.model, is_param)
         storage = shardings(params, self._mesh, self._rule)
         total = jnp.sum(weights(batch))
-        whole = jnp.where(total == 0, 1.0, total)
+
+        def mean_loss(sums: dict[str, Array]) -> Array:
+            # By the weight of the whole batch, so that its parts add up to its mean.
+            return sums["loss"] / jnp.where(total == 0, 1, total).astype(sums["loss"].dtype)
 
         def objective(params: PyTree, part: PyTree, key: Array) -> tuple[Array, Any]:
             model = eqx.combine(gather(params, storage), rest)
             sums = self._measure(model, part, key)
-            # By the weight of the whole batch, so that its parts add up to its mean.
-            return sums["loss"] / whole.astype(sums["loss"].dtype), sums
+            return mean_loss(sums), sums
 
         gradient = jax.grad(objective, has_aux=True)
         key = jax.random.fold_in(state.key, state.step)
@@ -263,9 +260,8 @@ class TrainStep:
             grads, sums = add_up(gradient, params, parts, key)
 
         def update() -> tuple[PyTree, PyTree]:
-            loss = sums["loss"] / whole.astype(sums["loss"].dtype)
             updates, opt_state = self._optim.update(
-                grads, state.opt_state, params, value=loss
+                grads, state.opt_state, params, value=mean_loss(sums)
             )
             # Optax's own, which leaves parameters of the type that they are of.
             return optax.apply_updates(params, updates), opt_state

@@ -463,8 +463,12 @@ def test_a_state_of_another_mesh_rule_or_optimizer_is_refused(unannotated):
     state, _ = setup("data=2,fsdp=4", "fsdp")
     lies = r"lies as P.* on 8 x cpu \(data=2, fsdp=4\), and the step has it as P.* on "
     for mesh, rule in [("data=2,fsdp=4", "replicate"), ("data=4", "fsdp")]:
+        own, step = make(mesh, rule)
         with pytest.raises(ValueError, match=lies):
-            make(mesh, rule)[1](state, make_batch())
+            step(state, make_batch())
+        step(own, make_batch())
+        with pytest.raises(ValueError, match=lies):
+            step(state, make_batch())
     other = make("data=2,fsdp=4", "fsdp", optim=lenient(optax.sgd(0.1)))[1]
     with pytest.raises(ValueError, match="use the optimizer that the state was made with"):
         other(state, make_batch())
