@@ -235,24 +235,22 @@ def filter_shard(tree: PyTree, shardings: PyTree[Sharding | None]) -> PyTree:
         model = eqxshard.filter_shard(model, eqxshard.shardings(model, mesh, rule))
         ```
     """
-    arrays, static = eqx.partition(tree, is_array)
-    paths = [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(arrays)]
-    leaves, treedef = jax.tree.flatten(arrays)
-    places = spread(shardings, tree)
-    for path, leaf, place in zip(paths, leaves, places, strict=True):
+    flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = [leaf for _, leaf in flat]
+    arrays = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+    chosen: dict[int, Sharding] = {}
+    for i, place in zip(arrays, spread(shardings, tree), strict=True):
+        path, leaf = flat[i]
         if isinstance(place, NamedSharding):
-            _check_spec(path, leaf.shape, place.spec, place.mesh)
-    chosen = [
-        i
-        for i, (leaf, place) in enumerate(zip(leaves, places))
-        if place is not None and eqx.is_array(leaf)
-    ]
+            _check_spec(leaf_path(path), leaf.shape, place.spec, place.mesh)
+        if place is not None and eqx.is_array(leaf):
+            chosen[i] = place
     inside = any(isinstance(leaf, Tracer) for leaf in leaves)
     move = jax.lax.with_sharding_constraint if inside else jax.device_put
-    moved = move([leaves[i] for i in chosen], [places[i] for i in chosen])
+    moved = move([leaves[i] for i in chosen], [*chosen.values()])
     for i, leaf in zip(chosen, moved, strict=True):
         leaves[i] = leaf
-    return eqx.combine(jax.tree.unflatten(treedef, leaves), static)
+    return jax.tree.unflatten(treedef, leaves)
 
 
 def spread(shardings: PyTree[Sharding | None], tree: PyTree) -> list[Sharding | None]:

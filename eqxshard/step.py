@@ -214,6 +214,7 @@ class TrainStep:
     def _jit(
         self, state: TrainState, skeleton: Skeleton, stacked: bool
     ) -> tuple[Any, list[Any]]:
+        _check_optimizer(state, self._optim)
         places = state_shardings(state, self._optim, self._mesh, self._rule)
         _check_places(state, places)
         whole = NamedSharding(self._mesh, PartitionSpec())
@@ -388,15 +389,22 @@ _DONATED = (
 )
 
 
+def _check_optimizer(state: TrainState, optim: optax.GradientTransformation) -> None:
+    fresh = eqx.filter_eval_shape(optim.init, eqx.filter(state.model, is_param))
+    if jax.tree.structure(fresh) != jax.tree.structure(state.opt_state):
+        raise ValueError(
+            "the optimizer's state in this TrainState is not that of this optimizer and "
+            "model; use the optimizer that the state was made with."
+        )
+
+
 def _check_places(state: TrainState, places: Sequence[NamedSharding]) -> None:
     """Refuse a state of another mesh or rule; what is on no device yet may go anywhere."""
     leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(state, is_array))
     for (path, leaf), place in zip(leaves, places, strict=True):
-        if not isinstance(leaf, jax.Array):
-            continue
-        if leaf.is_deleted():
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
             raise ValueError(_DONATED)
-        if leaf.committed and not leaf.sharding.is_equivalent_to(place, leaf.ndim):
+        if _lies_elsewhere(leaf, place):
             raise ValueError(
                 f"{leaf_path(path)} lies as {_in_words(leaf.sharding)}, and the step has "
                 f"it as {_in_words(place)}; make the state and the step with the same mesh "
@@ -406,13 +414,17 @@ def _check_places(state: TrainState, places: Sequence[NamedSharding]) -> None:
 
 def _check_batch_places(batch: PyTree, place: NamedSharding) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        if not isinstance(leaf, jax.Array) or not leaf.committed:
-            continue
-        if not leaf.sharding.is_equivalent_to(place, leaf.ndim):
+        if _lies_elsewhere(leaf, place):
             raise ValueError(
                 f"batch entry {leaf_path(path)} lies as {_in_words(leaf.sharding)}; place "
                 "it with filter_shard(batch, batch_sharding(mesh))."
             )
+
+
+def _lies_elsewhere(leaf: Any, place: NamedSharding) -> bool:
+    if not isinstance(leaf, jax.Array) or not leaf.committed:
+        return False
+    return not leaf.sharding.is_equivalent_to(place, leaf.ndim)
 
 
 def _in_words(sharding: Sharding) -> str:
