@@ -1,6 +1,7 @@
 """What several test files train: tiny models, made-up batches, strict-proof optimizers."""
 
 import contextlib
+import os
 from typing import Any
 
 import equinox as eqx
@@ -8,8 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import eqxshard
+
+#: Where the real Fashion-MNIST is; read before tests on made-up files hide it.
+REAL = os.environ.get("EQXSHARD_DATA_DIR")
+needs_real_data = pytest.mark.skipif(
+    not REAL, reason="$EQXSHARD_DATA_DIR does not say where Fashion-MNIST is"
+)
 
 #: By name: sizes of mesh axes and the number of devices they need.
 MESHES: dict[str, tuple[dict[str, Any], int]] = {

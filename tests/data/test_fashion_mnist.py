@@ -1,20 +1,14 @@
 import gzip
 import hashlib
-import os
 import re
 from pathlib import Path
 
 import numpy as np
 import platformdirs
 import pytest
+from helpers import REAL, needs_real_data
 
 from eqxshard.data import _fashion_mnist, fashion_mnist
-
-# Read before `places` hides it from the tests on made-up files.
-REAL = os.environ.get("EQXSHARD_DATA_DIR")
-needs_real_data = pytest.mark.skipif(
-    not REAL, reason="$EQXSHARD_DATA_DIR does not say where Fashion-MNIST is"
-)
 
 IMAGES, LABELS = "train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz"
 IMAGE = np.random.default_rng(0).integers(0, 256, (6, 28, 28), np.uint8)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from helpers import REAL, needs_real_data
 
 import eqxshard.data
 
@@ -36,12 +37,6 @@ LAST_LINE = re.compile(
 )
 PNG = b"\x89PNG\r\n\x1a\n"
 synthetic_fashion = eqxshard.data.synthetic_fashion
-
-# Read before `places` hides it.
-REAL = os.environ.get("EQXSHARD_DATA_DIR")
-needs_real_data = pytest.mark.skipif(
-    not REAL, reason="$EQXSHARD_DATA_DIR does not say where Fashion-MNIST is"
-)
 
 
 @pytest.fixture(autouse=True)
