@@ -23,14 +23,20 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 #: A module imports only from lines above its own; a folder counts as one module.
 LAYERS = [
     {"mesh"},
-    {"metrics", "sharding"},
+    {"_dims", "metrics"},
+    {"sharding"},
     {"_explain", "_update", "transforms"},
     {"state"},
     {"step"},
     {"loop"},
+    {"testing"},
 ]
-#: These know nothing of models, states and steps.
-ASIDE = {"data": {"mesh"}, "trackers": set()}
+#: These know nothing of states and steps.
+ASIDE = {
+    "data": {"mesh"},
+    "parallel": {"mesh", "sharding", "transforms"},
+    "trackers": set(),
+}
 
 
 def module_of(file):

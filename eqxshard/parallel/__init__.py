@@ -1,0 +1,1 @@
+"""Explicit per-device code, for where computation should not just follow the data."""
