@@ -5,6 +5,7 @@ step. A mesh and a rule say where arrays live; computation follows the data.
 """
 
 from . import data as data
+from . import parallel as parallel
 from . import trackers as trackers
 from ._explain import Explanation as Explanation
 from ._explain import Leaf as Leaf
@@ -16,13 +17,16 @@ from .loop import fit as fit
 from .mesh import batch_sharding as batch_sharding
 from .mesh import make_mesh as make_mesh
 from .metrics import Metrics as Metrics
-from .sharding import Rule as Rule
-from .sharding import by_path as by_path
+from .rules import Rule as Rule
+from .rules import by_dim as by_dim
+from .rules import by_path as by_path
+from .rules import combine as combine
+from .rules import first_match as first_match
+from .rules import fsdp as fsdp
+from .rules import replicate as replicate
+from .rules import zero1 as zero1
 from .sharding import constrain as constrain
 from .sharding import filter_shard as filter_shard
-from .sharding import first_match as first_match
-from .sharding import fsdp as fsdp
-from .sharding import replicate as replicate
 from .sharding import shardings as shardings
 from .state import TrainState as TrainState
 from .state import init_state as init_state
@@ -31,5 +35,6 @@ from .step import TrainStep as TrainStep
 from .step import make_eval_step as make_eval_step
 from .step import make_train_step as make_train_step
 from .transforms import filter_jit as filter_jit
+from .transforms import filter_shard_map as filter_shard_map
 
 __version__ = "0.1.0"

@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 from rich.console import Console, ConsoleOptions
@@ -13,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from .mesh import describe
-from .sharding import Rule, decide, is_array, leaf_path
+from .rules import Rule, decide
+from .sharding import named_leaves
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,9 @@ def explain(tree: PyTree, mesh: Mesh, rule: Rule) -> Explanation:
         ```
     """
     rows = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if is_array(leaf):
-            name = leaf_path(path)
-            struct = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-            decision = decide(rule, name, struct, mesh)
+    for name, leaf in named_leaves(tree):
+        if leaf is not None:
+            decision = decide(rule, name, leaf, mesh)
             part = NamedSharding(mesh, decision.spec).shard_shape(leaf.shape)
             itemsize = leaf.dtype.itemsize
             rows.append(

@@ -1,11 +1,7 @@
-"""Rules: from a leaf of a PyTree to the part of the mesh that holds it."""
+"""Where the arrays of PyTrees lie: as rules say, or as they are told."""
 
-import difflib
-import math
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -13,153 +9,9 @@ from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
+from ._dims import logical_dims
 from .mesh import BATCH_AXES
-
-#: A rule maps `(path, leaf, mesh)` to a `PartitionSpec`, or to `None`: "not mine".
-Rule = Callable[[str, jax.ShapeDtypeStruct, Mesh], PartitionSpec | None]
-
-
-class Decision(NamedTuple):
-    """What a rule said of a leaf: its spec, which rule it was, and why."""
-
-    spec: PartitionSpec
-    rule: str
-    note: str = ""
-
-
-@dataclass(frozen=True)
-class _Rule:
-    """One of our own rules: called like any other, and able to say why."""
-
-    name: str
-    decide: Callable[[str, jax.ShapeDtypeStruct, Mesh], Decision | None]
-
-    def __call__(
-        self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh
-    ) -> PartitionSpec | None:
-        decision = self.decide(path, leaf, mesh)
-        return None if decision is None else decision.spec
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-def replicate() -> Rule:
-    """Every device holds the whole leaf: plain data parallelism.
-
-    **Returns:**
-
-    A rule that claims every leaf with `P()`.
-    """
-    return _Rule("replicate()", lambda *_: Decision(PartitionSpec(), "replicate()"))
-
-
-def fsdp(min_size: int = 2**18, axis: str = "fsdp") -> Rule:
-    """Split each large leaf over one mesh axis: fully sharded data parallelism.
-
-    The largest dim that divides by the size of the axis is split, the first of equals.
-    A leaf with no such dim stays whole, and [`eqxshard.explain`][] says so. Between
-    steps each device holds its part of parameters, gradients and optimizer state (ZeRO
-    stage 3, Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054); the step gathers
-    the parameters for the computation.
-
-    **Arguments:**
-
-    - `min_size`: leaves of fewer elements than this stay whole: gathering them would
-        cost more than they take.
-    - `axis`: the mesh axis to split over.
-
-    **Returns:**
-
-    A rule that claims every leaf.
-    """
-    name = f"fsdp({axis!r})" if axis != "fsdp" else "fsdp()"
-
-    def decide(path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision:
-        _check_axis(axis, mesh, name)
-        size = mesh.shape[axis]
-        count = math.prod(leaf.shape)
-        if count < min_size:
-            return Decision(
-                PartitionSpec(), name, f"{count:,} elements, below min_size={min_size:,}"
-            )
-        dims = [d for d, n in enumerate(leaf.shape) if n and n % size == 0]
-        if not dims:
-            return Decision(
-                PartitionSpec(),
-                name,
-                f"whole: no dim of {leaf.shape} divides by {axis}={size}",
-            )
-        dim = max(dims, key=lambda d: leaf.shape[d])
-        return Decision(PartitionSpec(*[None] * dim, axis), name)
-
-    return _Rule(name, decide)
-
-
-def by_path(specs: Mapping[str, PartitionSpec]) -> Rule:
-    r"""Name leaves by their path, such as `layers.0.weight`.
-
-    **Arguments:**
-
-    - `specs`: a mapping from regular expressions, searched in the path (anchor them with
-        `^` and `$` where that matters), to the `PartitionSpec` of the leaves that match.
-        The first match decides.
-
-    **Returns:**
-
-    A rule that claims the leaves that match.
-
-    **Raises:**
-
-    `ValueError` if an expression is not valid.
-
-    !!! Example
-
-        ```python
-        rule = eqxshard.by_path({r"attention.*weight$": P("tensor", None)})
-        ```
-    """
-    for pattern in specs:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(
-                f"by_path: {pattern!r} is not a regular expression ({error}); escape its "
-                "special characters with a backslash."
-            ) from None
-
-    def decide(path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision | None:
-        for pattern, spec in specs.items():
-            if re.search(pattern, path):
-                return Decision(spec, f"by_path({pattern!r})")
-        return None
-
-    return _Rule(f"by_path({', '.join(map(repr, specs))})", decide)
-
-
-def first_match(*rules: Rule) -> Rule:
-    """Ask rules in turn; the first that claims a leaf decides.
-
-    **Arguments:**
-
-    - `rules`: the rules, most particular first.
-
-    **Returns:**
-
-    A rule that claims what any of them claims.
-
-    !!! Example
-
-        ```python
-        rule = eqxshard.first_match(eqxshard.by_path({"embed": P()}), eqxshard.fsdp())
-        ```
-    """
-
-    def decide(path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision | None:
-        decisions = (_ask(rule, path, leaf, mesh) for rule in rules)
-        return next((d for d in decisions if d is not None), None)
-
-    return _Rule(f"first_match({', '.join(map(_name, rules))})", decide)
+from .rules import NamedLeaf, Rule, axes_of, check_rule, check_spec, decide
 
 
 def shardings(tree: PyTree, mesh: Mesh, rule: Rule) -> PyTree[NamedSharding | None]:
@@ -180,29 +32,29 @@ def shardings(tree: PyTree, mesh: Mesh, rule: Rule) -> PyTree[NamedSharding | No
     **Raises:**
 
     `ValueError` if a spec does not fit its leaf: an axis that the mesh does not have or
-    that is used twice, more dims than the leaf has, or a dim that does not divide;
-    `TypeError` if a rule answers with something else than a spec.
+    that is used twice, more dims than the leaf has, or a dim that does not divide; and
+    if a rule names paths or dims that no leaf has. `TypeError` if a rule answers with
+    something else than a spec.
     """
+    leaves = named_leaves(tree)
+    check_rule(rule, {path: leaf for path, leaf in leaves if leaf is not None}, mesh)
+    places = [
+        None if leaf is None else NamedSharding(mesh, decide(rule, path, leaf, mesh).spec)
+        for path, leaf in leaves
+    ]
+    return jax.tree.unflatten(jax.tree.structure(tree), places)
 
-    def place(path: str, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        return NamedSharding(mesh, decide(rule, path, leaf, mesh).spec)
 
-    return _map_arrays(place, tree)
+def named_leaves(tree: PyTree) -> list[tuple[str, NamedLeaf | None]]:
+    """The path of each leaf, and what a rule is told of it: nothing, if it is no array."""
 
+    def describe(path: tuple[Any, ...], leaf: Any) -> NamedLeaf | None:
+        if not is_array(leaf):
+            return None
+        return NamedLeaf(leaf.shape, leaf.dtype, partial(logical_dims, tree, path))
 
-def decide(rule: Rule, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision:
-    """Ask a rule for a leaf, and check that the answer fits the leaf and the mesh."""
-    decision = _ask(rule, path, leaf, mesh)
-    if decision is None:
-        return Decision(PartitionSpec(), "no rule", "claimed by no rule: replicated")
-    if not isinstance(decision.spec, PartitionSpec):
-        raise TypeError(
-            f"the rule {decision.rule} answers {decision.spec!r} for "
-            f"{path or 'the array'}; answer with a jax.P, or None for a leaf that is not "
-            "the rule's."
-        )
-    _check_spec(path, leaf.shape, decision.spec, mesh)
-    return decision
+    flat = jax.tree_util.tree_leaves_with_path(tree)
+    return [(leaf_path(path), describe(path, leaf)) for path, leaf in flat]
 
 
 def filter_shard(tree: PyTree, shardings: PyTree[Sharding | None]) -> PyTree:
@@ -242,7 +94,7 @@ def filter_shard(tree: PyTree, shardings: PyTree[Sharding | None]) -> PyTree:
     for i, place in zip(arrays, spread(shardings, tree), strict=True):
         path, leaf = flat[i]
         if isinstance(place, NamedSharding):
-            _check_spec(leaf_path(path), leaf.shape, place.spec, place.mesh)
+            check_spec(leaf_path(path), leaf.shape, place.spec, place.mesh)
         if place is not None and eqx.is_array(leaf):
             chosen[i] = place
     inside = any(isinstance(leaf, Tracer) for leaf in leaves)
@@ -308,11 +160,9 @@ def constrain(x: PyTree, spec: PartitionSpec) -> PyTree:
     mesh = jax.sharding.get_abstract_mesh()
     if AxisType.Auto not in mesh.axis_types:
         return x
-
-    def one(path: str, leaf: jax.ShapeDtypeStruct) -> None:
-        _check_spec(path, leaf.shape, spec, mesh)
-
-    _map_arrays(one, x)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(x):
+        if is_array(leaf):
+            check_spec(leaf_path(path), leaf.shape, spec, mesh)
     return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, spec), x)
 
 
@@ -323,10 +173,8 @@ def compute_sharding(storage: NamedSharding) -> NamedSharding:
     rows meet it; left to itself the compiler may split features instead of rows.
     """
 
-    def used(axes: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
-        if isinstance(axes, tuple):
-            return tuple(axis for axis in axes if axis not in BATCH_AXES) or None
-        return None if axes in BATCH_AXES else axes
+    def used(entry: Any) -> tuple[str, ...] | None:
+        return tuple(axis for axis in axes_of(entry) if axis not in BATCH_AXES) or None
 
     return NamedSharding(storage.mesh, PartitionSpec(*map(used, storage.spec)))
 
@@ -339,71 +187,3 @@ def is_array(leaf: Any) -> bool:
 def leaf_path(path: tuple[Any, ...]) -> str:
     """The path of a leaf as rules and errors write it: `layers.0.weight`."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
-
-
-def _map_arrays(fn: Callable[[str, jax.ShapeDtypeStruct], Any], tree: PyTree) -> PyTree:
-    def one(path: tuple[Any, ...], leaf: Any) -> Any:
-        if not is_array(leaf):
-            return None
-        return fn(leaf_path(path), jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-
-    return jax.tree_util.tree_map_with_path(one, tree)
-
-
-def _ask(rule: Rule, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision | None:
-    if isinstance(rule, _Rule):
-        return rule.decide(path, leaf, mesh)
-    if any(rule is maker for maker in (replicate, fsdp, by_path, first_match)):
-        raise TypeError(
-            f"{_name(rule)} makes a rule and is not one; call it, as {_name(rule)}()."
-        )
-    spec = rule(path, leaf, mesh)
-    return None if spec is None else Decision(spec, _name(rule))
-
-
-def _name(rule: Rule) -> str:
-    return getattr(rule, "__name__", repr(rule))
-
-
-def _check_axis(axis: str, mesh: Mesh | jax.sharding.AbstractMesh, where: str) -> None:
-    if axis not in mesh.shape:
-        near = difflib.get_close_matches(axis, mesh.axis_names, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(
-            f"{where} names the axis {axis!r}, which the mesh does not have; {hint}"
-            f"its axes are {', '.join(map(str, mesh.axis_names))}."
-        )
-
-
-def _check_spec(
-    path: str,
-    shape: tuple[int, ...],
-    spec: PartitionSpec,
-    mesh: Mesh | jax.sharding.AbstractMesh,
-) -> None:
-    where = f"{path or 'the array'} {shape}: {spec}"
-    if len(spec) > len(shape):
-        raise ValueError(
-            f"{where} has {len(spec)} entries and the array {len(shape)} dims; give at "
-            "most one entry per dim."
-        )
-    seen: set[str] = set()
-    for dim, entry in enumerate(spec):
-        if entry is None or entry is PartitionSpec.UNCONSTRAINED:
-            continue
-        axes = entry if isinstance(entry, tuple) else (entry,)
-        for axis in axes:
-            _check_axis(axis, mesh, where)
-            if axis in seen:
-                raise ValueError(
-                    f"{where} uses the axis {axis!r} twice; an axis can split one dim only."
-                )
-            seen.add(axis)
-        parts = math.prod(mesh.shape[axis] for axis in axes)
-        if shape[dim] % parts:
-            sizes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in axes)
-            raise ValueError(
-                f"{where} splits dim {dim} of size {shape[dim]} over {sizes}, which does "
-                f"not divide it; choose a dim that is a multiple of {parts}, or leave this "
-                "one whole."
-            )

@@ -11,7 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Key, PyTree, UInt32
 
 from .mesh import check_mesh
-from .sharding import Rule, is_array, leaf_path, shardings, spread
+from .rules import Rule
+from .sharding import is_array, leaf_path, shardings, spread
 from .transforms import Skeleton, split
 
 

@@ -23,7 +23,8 @@ from ._update import (
 )
 from .mesh import batch_sharding, check_batch_size, check_mesh, describe
 from .metrics import Metrics
-from .sharding import Rule, filter_shard, is_array, leaf_path, shardings
+from .rules import Rule
+from .sharding import filter_shard, is_array, leaf_path, shardings
 from .state import (
     TrainState,
     came_from_step,

@@ -23,7 +23,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 #: A module imports only from lines above its own; a folder counts as one module.
 LAYERS = [
     {"mesh"},
-    {"_dims", "metrics"},
+    {"_dims", "metrics", "rules"},
     {"sharding"},
     {"_explain", "_update", "transforms"},
     {"state"},
@@ -34,7 +34,7 @@ LAYERS = [
 #: These know nothing of states and steps.
 ASIDE = {
     "data": {"mesh"},
-    "parallel": {"mesh", "sharding", "transforms"},
+    "parallel": {"mesh", "rules", "sharding", "transforms"},
     "trackers": set(),
 }
 
