@@ -336,11 +336,11 @@ class _FilterShardMap:
         for path, leaf, spec in spread_specs(self.in_specs, args, "in_specs", "args"):
             check_spec(path, leaf.shape, spec, mesh)
             self._check_per_device(spec, path)
+        _check_all_specs(self.out_specs, "out_specs")
         for spec in jax.tree.leaves(self.out_specs):
-            if isinstance(spec, PartitionSpec):
-                for axis in spec_axes(spec):
-                    check_axis(axis, mesh, f"out_specs: {spec}")
-                self._check_per_device(spec, "out_specs")
+            for axis in spec_axes(spec):
+                check_axis(axis, mesh, f"out_specs: {spec}")
+            self._check_per_device(spec, "out_specs")
 
     def _check_per_device(self, spec: PartitionSpec, where: str) -> None:
         for axis in spec_axes(spec):
@@ -417,11 +417,12 @@ def filter_shard_map(
 
 def spread_specs(
     specs: PyTree, tree: PyTree, name: str, root: str = ""
-) -> list[tuple[str, Array, PartitionSpec]]:
+) -> list[tuple[str, Any, PartitionSpec]]:
     """For each array of `tree`: its path, itself, and its spec from a prefix of `tree`.
 
     Errors call the specs by their name, and begin paths with the root.
     """
+    _check_all_specs(specs, name)
     parts: list[tuple[tuple[Any, ...], Any, PyTree]] = []
     try:
         jax.tree_util.tree_map_with_path(
@@ -432,24 +433,29 @@ def spread_specs(
             f"{name} is not a prefix of {root or 'the PyTree'}; give one PartitionSpec for "
             f"all of it, or a PyTree like it. ({error})"
         ) from None
-    found: list[tuple[str, Array, PartitionSpec]] = []
+    found: list[tuple[str, Any, PartitionSpec]] = []
     for above, spec, part in parts:
-        if not isinstance(spec, PartitionSpec | None):
-            raise TypeError(
-                f"{_join(name, above)} is a {type(spec).__name__}, not a PartitionSpec; "
-                "write jax.P(...) with the mesh axis of each dim, or the .spec of a "
-                "NamedSharding."
-            )
         for path, leaf in jax.tree_util.tree_leaves_with_path(part):
+            if not is_array(leaf):
+                continue
             where = _join(root, (*above, *path))
-            if is_array(leaf) and spec is None:
+            if spec is None:
                 raise ValueError(
                     f"{name} has None for the array {where} {leaf.shape}; write P() for an "
                     "array that every device has whole."
                 )
-            if is_array(leaf):
-                found.append((where, leaf, spec))
+            found.append((where, leaf, spec))
     return found
+
+
+def _check_all_specs(specs: PyTree, name: str) -> None:
+    for path, spec in jax.tree_util.tree_leaves_with_path(specs):
+        if not isinstance(spec, PartitionSpec):
+            raise TypeError(
+                f"{_join(name, path)} is a {type(spec).__name__}, not a PartitionSpec; "
+                "write jax.P(...) with the mesh axis of each dim, or the .spec of a "
+                "NamedSharding."
+            )
 
 
 def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
