@@ -7,9 +7,12 @@ step. A mesh and a rule say where arrays live; computation follows the data.
 from . import data as data
 from . import parallel as parallel
 from . import trackers as trackers
+from ._ema import ema_model as ema_model
+from ._ema import ema_weights as ema_weights
 from ._explain import Explanation as Explanation
 from ._explain import Leaf as Leaf
 from ._explain import explain as explain
+from ._gather import scan_layers as scan_layers
 from .data import Loader as Loader
 from .loop import Tracker as Tracker
 from .loop import evaluate as evaluate
@@ -17,6 +20,7 @@ from .loop import fit as fit
 from .mesh import batch_sharding as batch_sharding
 from .mesh import make_mesh as make_mesh
 from .metrics import Metrics as Metrics
+from .precision import Precision as Precision
 from .rules import Rule as Rule
 from .rules import by_dim as by_dim
 from .rules import by_path as by_path

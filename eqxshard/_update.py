@@ -1,22 +1,174 @@
-"""What a compiled step is made of: pure functions, on PyTrees that lie on a mesh."""
+"""What a step computes: pure functions, on PyTrees that lie on a mesh."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from ._gather import gathered
 from .mesh import batch_sharding
-from .sharding import compute_sharding, filter_shard
+from .metrics import Metrics
+from .precision import Precision, cast
+from .rules import Rule, optimizer_rule
+from .sharding import filter_shard, place
+from .state import TrainState, split_model, with_state
+
+Nonfinite = Literal["skip", "raise", "ignore"]
+
+
+@dataclass(frozen=True)
+class Update:
+    """One step as a pure function: `state, metrics = update(state, batch)`."""
+
+    loss_fn: Callable[[Any, Any, Any], Any]
+    optim: optax.GradientTransformationExtraArgs
+    mesh: Mesh
+    rule: Rule
+    trainable: PyTree
+    accumulate: int
+    precision: Precision | None
+    nonfinite: Nonfinite
+
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        params, frozen = split_model(state.model, self.trainable)
+        # Where gradients and optimizer state lie: elsewhere than the parameters, if the
+        # rule says so.
+        there = place(params, self.mesh, optimizer_rule(self.rule))
+        total = jnp.sum(weights(batch))
+
+        def mean_loss(sums: dict[str, Array]) -> Array:
+            # By the weight of the whole batch, so that its parts add up to its mean.
+            return sums["loss"] / jnp.where(total == 0, 1, total).astype(sums["loss"].dtype)
+
+        def objective(
+            params: PyTree, part: PyTree, model_state: PyTree, key: Array
+        ) -> tuple[Array, Any]:
+            model = eqx.combine(params, frozen)
+            sums, model_state = self._measure(model, model_state, part, key, there)
+            loss = mean_loss(sums)
+            if state.loss_scale is not None:
+                loss = loss * state.loss_scale.scale
+            return loss, (sums, model_state)
+
+        def gradient(part: PyTree, model_state: PyTree, key: Array) -> tuple[Any, PyTree]:
+            grads, (sums, model_state) = jax.grad(objective, has_aux=True)(
+                params, part, model_state, key
+            )
+            return (grads, sums), model_state
+
+        key = jax.random.fold_in(state.key, state.step)
+        if self.accumulate == 1:
+            rows = filter_shard(batch, batch_sharding(self.mesh))
+            (grads, sums), model_state = gradient(rows, state.model_state, key)
+        else:
+            parts = split_rows(batch, self.accumulate, self.mesh)
+            (grads, sums), model_state = add_up(gradient, parts, state.model_state, key)
+        if state.loss_scale is not None:
+            scale = state.loss_scale.scale
+            grads = jax.tree.map(lambda grad: grad / scale.astype(grad.dtype), grads)
+
+        old = filter_shard(params, there), state.opt_state, state.model_state
+
+        def update() -> tuple[PyTree, PyTree, PyTree]:
+            params, opt_state, _ = old
+            updates, opt_state = self.optim.update(
+                grads, opt_state, params, value=mean_loss(sums)
+            )
+            # Optax's own, which leaves parameters of the type that they are of.
+            return optax.apply_updates(params, updates), opt_state, model_state
+
+        nonfinite, loss_scale = jnp.zeros((), jnp.int32), state.loss_scale
+        if self.nonfinite == "ignore":
+            params, opt_state, model_state = update()
+        else:
+            finite = all_finite(grads, there, self.mesh) & jnp.isfinite(sums["loss"])
+            params, opt_state, model_state = update_if(finite, update, old, self.mesh)
+            nonfinite = 1 - finite.astype(jnp.int32)
+            if loss_scale is not None and self.precision is not None:
+                loss_scale = loss_scale.after(finite, self.precision)
+        state = TrainState(
+            step=state.step + 1,
+            model=eqx.combine(params, frozen),
+            opt_state=opt_state,
+            key=state.key,
+            model_state=model_state,
+            loss_scale=loss_scale,
+        )
+        return state, Metrics(sums, total, nonfinite)
+
+    def _measure(
+        self, model: PyTree, model_state: PyTree, batch: PyTree, key: Array, there: PyTree
+    ) -> tuple[dict[str, Array], PyTree]:
+        """Call the user's loss, on the mesh, and sum what it returns over the batch."""
+        storage = place(model, self.mesh, self.rule)
+        with on_mesh(model, storage, there, batch, self.mesh, self.precision) as (model, x):
+            out = self.loss_fn(with_state(model, model_state), x, key)
+        values = [*out] if isinstance(out, tuple) else [out]
+        if model_state is not None:
+            model_state = values.pop()
+            if not isinstance(model_state, eqx.nn.State):
+                raise TypeError(
+                    f"the last that the loss function returned is a "
+                    f"{type(model_state).__name__}; for a model with state, return "
+                    "(losses, state) or (losses, metrics, state)."
+                )
+        losses, metrics = values if len(values) == 2 else (*values, {})
+        check_names("the loss function's metrics", metrics, "loss", "nonfinite")
+        sums = sum_over_batch({**metrics, "loss": losses}, batch, self.mesh)
+        return sums, model_state
+
+
+@contextlib.contextmanager
+def on_mesh(
+    model: PyTree,
+    storage: PyTree[NamedSharding | None],
+    update: PyTree[NamedSharding | None],
+    batch: PyTree,
+    mesh: Mesh,
+    precision: Precision | None,
+) -> Iterator[tuple[PyTree, PyTree]]:
+    """A model and a batch as user code gets them, which knows the mesh meanwhile."""
+    dtype = None if precision is None else precision.compute
+    if dtype is not None:
+        # Weights are added up.
+        kept = {"weight": batch["weight"]} if has_weight(batch) else {}
+        batch = {**cast(batch, dtype), **kept} if kept else cast(batch, dtype)
+    with (
+        gathered(model, storage, update, dtype) as model,
+        jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+    ):
+        yield model, batch
+
+
+def check_names(what: str, values: Any, *taken: str) -> None:
+    """Raise unless values are metrics by name, none of them one of the step's own."""
+    if not isinstance(values, Mapping):
+        kind = "an array" if isinstance(values, jax.Array) else f"a {type(values).__name__}"
+        raise TypeError(f"{what} is {kind}; return a dict of metrics by name.")
+    for name in taken:
+        if name in values:
+            raise ValueError(
+                f"a metric is named {name!r}, which the step says itself; give it another "
+                "name, or leave it out."
+            )
+
+
+def has_weight(batch: PyTree) -> bool:
+    """Whether a batch says how much each of its examples counts."""
+    return isinstance(batch, Mapping) and "weight" in batch
 
 
 def weights(batch: PyTree) -> Float[Array, " batch"]:
     """How much each example of a batch counts: once, unless the batch says otherwise."""
     rows = jax.tree.leaves(batch)[0].shape[0]
-    if not isinstance(batch, Mapping) or "weight" not in batch:
+    if not has_weight(batch):
         return jnp.ones(rows, jnp.float32)
     if batch["weight"].shape != (rows,):
         raise ValueError(
@@ -56,27 +208,6 @@ def sum_over_batch(
     return sums
 
 
-def gather(params: PyTree, storage: PyTree[NamedSharding]) -> PyTree:
-    """Bring each parameter from where it is stored to where it is used.
-
-    Its gradient takes the same way back in one go: summed over the batch's axes and
-    left where the parameter is stored, which is a reduce-scatter.
-    """
-
-    def one(param: Array, place: NamedSharding) -> Array:
-        @jax.custom_vjp
-        def gather(param: Array) -> Array:
-            return jax.lax.with_sharding_constraint(param, compute_sharding(place))
-
-        def back(_: None, grad: Array) -> tuple[Array]:
-            return (jax.lax.with_sharding_constraint(grad, place),)
-
-        gather.defvjp(lambda param: (gather(param), None), back)
-        return gather(param)
-
-    return jax.tree.map(one, params, storage)
-
-
 def split_rows(batch: PyTree, parts: int, mesh: Mesh) -> PyTree:
     """Give a batch a leading axis of parts, each device keeping the rows that it has.
 
@@ -92,22 +223,28 @@ def split_rows(batch: PyTree, parts: int, mesh: Mesh) -> PyTree:
 
 def add_up(
     gradient: Callable[..., tuple[PyTree, PyTree]],
-    params: PyTree,
     parts: PyTree,
+    model_state: PyTree,
     key: Array,
 ) -> tuple[PyTree, PyTree]:
-    """Add up gradients and sums over the parts of a batch."""
+    """Add up gradients and sums over the parts of a batch; hand the model's state on.
 
-    def body(total: PyTree, numbered: tuple[Array, PyTree]) -> tuple[PyTree, None]:
+    `gradient(part, model_state, key)` returns `(what to add up, the new model's state)`.
+    """
+
+    def body(
+        carry: tuple[PyTree, PyTree], numbered: tuple[Array, PyTree]
+    ) -> tuple[tuple[PyTree, PyTree], None]:
+        total, model_state = carry
         index, part = numbered
-        new = gradient(params, part, jax.random.fold_in(key, index))
-        return jax.tree.map(jnp.add, total, new), None
+        new, model_state = gradient(part, model_state, jax.random.fold_in(key, index))
+        return (jax.tree.map(jnp.add, total, new), model_state), None
 
     first = jax.tree.map(lambda leaf: leaf[0], parts)
-    shapes = jax.eval_shape(gradient, params, first, key)
+    shapes, _ = jax.eval_shape(gradient, first, model_state, key)
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     count = jax.tree.leaves(parts)[0].shape[0]
-    return jax.lax.scan(body, zeros, (jnp.arange(count), parts))[0]
+    return jax.lax.scan(body, (zeros, model_state), (jnp.arange(count), parts))[0]
 
 
 def all_finite(tree: PyTree, storage: PyTree[NamedSharding], mesh: Mesh) -> Bool[Array, ""]:

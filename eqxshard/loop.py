@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 from jaxtyping import PyTree
 
 from .metrics import Metrics
-from .state import TrainState
+from .state import TrainState, with_state
 
 
 @runtime_checkable
@@ -66,7 +66,8 @@ def fit(
     - `loader`: an [`eqxshard.Loader`][].
     - `steps`, `epochs`: where to stop, counted from step 0 (not from `state.step`).
         Give one of the two.
-    - `evaluate`: called with the model after each epoch and at the end; returns metrics.
+    - `evaluate`: called with the model after each epoch and at the end (with the pair
+        `(model, state)` if the model has state); returns metrics.
     - `trackers`: get `train/...` metrics, means over the examples since the last report,
         and `eval/...` metrics. They are closed at the end, whatever happens.
     - `log_every`: report every so many steps, and at the end of each epoch.
@@ -120,7 +121,8 @@ def fit(
             if ends:
                 report.flush()
                 if evaluate is not None:
-                    report.evaluation(step, evaluate(state.model))
+                    model = with_state(state.model, state.model_state)
+                    report.evaluation(step, evaluate(model))
     return state
 
 

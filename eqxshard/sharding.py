@@ -38,9 +38,14 @@ def shardings(tree: PyTree, mesh: Mesh, rule: Rule) -> PyTree[NamedSharding | No
     """
     leaves = named_leaves(tree)
     check_rule(rule, {path: leaf for path, leaf in leaves if leaf is not None}, mesh)
+    return place(tree, mesh, rule)
+
+
+def place(tree: PyTree, mesh: Mesh, rule: Rule) -> PyTree[NamedSharding | None]:
+    """As `shardings`, for what may be a part of the PyTree that the rule is for."""
     places = [
         None if leaf is None else NamedSharding(mesh, decide(rule, path, leaf, mesh).spec)
-        for path, leaf in leaves
+        for path, leaf in named_leaves(tree)
     ]
     return jax.tree.unflatten(jax.tree.structure(tree), places)
 

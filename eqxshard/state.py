@@ -11,8 +11,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Key, PyTree, UInt32
 
 from .mesh import check_mesh
-from .rules import Rule
-from .sharding import is_array, leaf_path, shardings, spread
+from .precision import LossScale, Precision, cast
+from .rules import Rule, optimizer_rule
+from .sharding import is_array, leaf_path, place, shardings, spread
 from .transforms import Skeleton, split
 
 
@@ -24,12 +25,19 @@ class TrainState(eqx.Module):
     - `opt_state`: the optimizer's state, each part of it where its parameter is.
     - `key`: the run's random key. It stays the same: each step folds its number in, so
         that a resumed run draws what the uninterrupted one would have drawn.
+    - `model_state`: the `equinox.nn.State` of a model that has one, such as the running
+        statistics of `BatchNorm`; otherwise `None`.
+    - `loss_scale`: what the loss is multiplied by, for float16; otherwise `None`.
     """
 
     step: Int[Array, ""]
     model: PyTree
     opt_state: PyTree
     key: Key[Array, ""] | UInt32[Array, "2"]
+    # By factories: a plain default would be found on the class, before the fields that
+    # are not built yet.
+    model_state: eqx.nn.State | None = eqx.field(default_factory=lambda: None)
+    loss_scale: LossScale | None = eqx.field(default_factory=lambda: None)
 
     # A step hands on its arrays as the flat list that the next step wants, and the
     # modules around them are built when somebody first looks. Building them costs more
@@ -67,6 +75,8 @@ def init_state(
     key: Key[Array, ""] | UInt32[Array, "2"],
     mesh: Mesh,
     rule: Rule,
+    trainable: PyTree = True,
+    precision: Precision | None = None,
 ) -> TrainState:
     """Make a model and its optimizer state, each array born where it will lie.
 
@@ -75,13 +85,20 @@ def init_state(
 
     **Arguments:**
 
-    - `make_model`: a function from a random key to a model. An array that stands in two
+    - `make_model`: a function from a random key to a model, or to the pair of a model and
+        its state that `equinox.nn.make_with_state` makes. An array that stands in two
         places of it must be tied with `equinox.nn.Shared`.
     - `optim`: an optax optimizer, for the model's floating-point (and complex) arrays.
     - `key`: a random key: `make_model` gets it as it is, and the run's own key is
         derived from it.
     - `mesh`: from [`eqxshard.make_mesh`][].
     - `rule`: where each array of the model lies; the optimizer's state follows.
+    - `trainable`: which of the model's floating-point (and complex) arrays are trained:
+        a filter spec as for [`equinox.partition`][], that is `True`, or a PyTree of
+        booleans and of functions from leaves to booleans that is a prefix of the model.
+        The others are frozen: they have no gradient and no optimizer state.
+    - `precision`: the types of parameters and of computation; by default those that
+        `make_model` gives them.
 
     **Returns:**
 
@@ -108,52 +125,92 @@ def init_state(
     if not isinstance(key, jax.Array):
         raise TypeError(f"key={key!r} is not a random key; use jax.random.key(0).")
 
-    def make(key: Array) -> TrainState:
-        model = make_model(key)
+    def make(key: Array) -> tuple[TrainState, PyTree]:
+        model, model_state = without_state(make_model(key))
         _check_not_shared(model)
-        return TrainState(
+        if precision is not None:
+            model = cast(model, precision.params)
+        params, _ = split_model(model, trainable)
+        loss_scale = None
+        if precision is not None and precision.scales_loss:
+            loss_scale = LossScale.init(precision)
+        state = TrainState(
             step=jnp.zeros((), jnp.int32),
             model=model,
-            opt_state=optim.init(eqx.filter(model, is_param)),
+            opt_state=optim.init(params),
             # Any number will do that `make_model` does not fold in itself.
             key=jax.random.fold_in(key, 2**32 - 1),
+            model_state=model_state,
+            loss_scale=loss_scale,
         )
+        return state, params
 
     key = jax.device_put(key, NamedSharding(mesh, PartitionSpec()))
-    shapes = eqx.filter_eval_shape(make, key)
-    places = state_shardings(shapes, optim, mesh, rule)
-    arrays = jax.jit(lambda key: split(make(key))[0], out_shardings=places)(key)
+    shapes, params = eqx.filter_eval_shape(make, key)
+    # Whether the rule fits all of the model: later it is asked about parts.
+    shardings(shapes.model, mesh, rule)
+    places = state_shardings(shapes, params, optim, mesh, rule)
+    arrays = jax.jit(lambda key: split(make(key)[0])[0], out_shardings=places)(key)
     return unflatten_state(arrays, split(shapes)[1].shaped(arrays))
 
 
 def state_shardings(
-    state: TrainState, optim: optax.GradientTransformation, mesh: Mesh, rule: Rule
+    state: TrainState,
+    params: PyTree,
+    optim: optax.GradientTransformation,
+    mesh: Mesh,
+    rule: Rule,
 ) -> list[Any]:
     """Where each array of a state lies, in the order of `flatten_state`."""
     whole = NamedSharding(mesh, PartitionSpec())
-    params = eqx.filter(state.model, is_param)
 
-    def follow(leaf: Any, param: Any, place: NamedSharding) -> Any:
+    def follow(leaf: Any, param: Any, there: NamedSharding) -> Any:
         # Factored states (Adafactor's) have other shapes than their parameters.
         if isinstance(leaf, optax.MaskedNode):
             return leaf
-        return place if leaf.shape == param.shape else whole
+        return there if leaf.shape == param.shape else whole
 
     opt_state = optax.tree_utils.tree_map_params(
         optim,
         follow,
         state.opt_state,
         params,
-        shardings(params, mesh, rule),
+        place(params, mesh, optimizer_rule(rule)),
         transform_non_params=lambda leaf: whole if is_array(leaf) else None,
         is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
     )
+    rest = (state.key, state.model_state, state.loss_scale)
     return [
         whole,
-        *spread(shardings(state.model, mesh, rule), state.model),
+        *spread(place(state.model, mesh, rule), state.model),
         *jax.tree.leaves(opt_state),
-        whole,
+        *[whole for leaf in jax.tree.leaves(rest) if is_array(leaf)],
     ]
+
+
+def split_model(model: PyTree, trainable: PyTree) -> tuple[PyTree, PyTree]:
+    """A model's trained arrays, and the rest of it."""
+    try:
+        chosen, rest = eqx.partition(model, trainable)
+    except ValueError as error:
+        raise ValueError(
+            "trainable is not a prefix of the model; make it from the model, such as with "
+            f"jax.tree.map(lambda _: False, model) and equinox.tree_at. ({error})"
+        ) from None
+    params, other = eqx.partition(chosen, is_param)
+    return params, eqx.combine(other, rest)
+
+
+def with_state(model: PyTree, model_state: eqx.nn.State | None) -> PyTree:
+    """A model as user code gets it: with its state, if it has one."""
+    return model if model_state is None else (model, model_state)
+
+
+def without_state(made: PyTree) -> tuple[PyTree, eqx.nn.State | None]:
+    """The reverse of `with_state`."""
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], eqx.nn.State):
+        return made
+    return made, None
 
 
 def _check_not_shared(model: PyTree) -> None:

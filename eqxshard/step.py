@@ -2,7 +2,7 @@
 
 import collections
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -13,25 +13,27 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, PyTree
 
 from ._update import (
-    add_up,
-    all_finite,
-    gather,
-    split_rows,
+    Nonfinite,
+    Update,
+    check_names,
+    on_mesh,
     sum_over_batch,
-    update_if,
     weights,
 )
 from .mesh import batch_sharding, check_batch_size, check_mesh, describe
 from .metrics import Metrics
+from .precision import Precision
 from .rules import Rule
-from .sharding import filter_shard, is_array, leaf_path, shardings
+from .sharding import filter_shard, is_array, leaf_path, place
 from .state import (
     TrainState,
     came_from_step,
     flatten_state,
-    is_param,
+    split_model,
     state_shardings,
     unflatten_state,
+    with_state,
+    without_state,
 )
 from .transforms import Skeleton, filter_jit, split
 
@@ -40,8 +42,6 @@ from .transforms import Skeleton, filter_jit, split
 #: wait for each other in one pool of threads, deadlock after some hundreds.
 IN_FLIGHT = 2
 
-Nonfinite = Literal["skip", "raise", "ignore"]
-
 
 def make_train_step(
     loss_fn: Callable[[Any, Any, Any], Any],
@@ -49,7 +49,9 @@ def make_train_step(
     *,
     mesh: Mesh,
     rule: Rule,
+    trainable: PyTree = True,
     accumulate: int = 1,
+    precision: Precision | None = None,
     nonfinite: Nonfinite = "skip",
 ) -> "TrainStep":
     """Make the compiled step: gradients, optimizer, new state, in one donated call.
@@ -65,12 +67,15 @@ def make_train_step(
         `losses` has one entry per example of the batch, or is a scalar, their mean;
         `metrics` is a dict of the same. The step minimises the mean over examples,
         weighted by `batch["weight"]` where the batch is a dict that has it. (What rows
-        of weight 0 hold does not matter, as long as their gradients are finite.)
+        of weight 0 hold does not matter, as long as their gradients are finite.) For a
+        model with state, `model` is the pair `(model, state)`, and the new state comes
+        last in what is returned: `(losses, state)` or `(losses, metrics, state)`.
     - `optim`: an optax optimizer, the one the state was made with.
-    - `mesh`, `rule`: those the state was made with.
+    - `mesh`, `rule`, `trainable`, `precision`: those the state was made with.
     - `accumulate`: take the gradient in this many parts of the batch, one after the
         other, to save memory. The result is that of the whole batch, whatever the
-        weights; each part gets a key of its own.
+        weights; each part gets a key of its own, and a model's state goes from one to
+        the next.
     - `nonfinite`: what to do if the loss or a gradient is not finite. `"skip"` leaves
         parameters and optimizer state exactly as they were, and counts the step in
         `Metrics.nonfinite` and in no mean; `"raise"` waits for every step, and ends the
@@ -83,7 +88,8 @@ def make_train_step(
 
     **Raises:**
 
-    `ValueError` if `accumulate` or `nonfinite` is none of these.
+    `ValueError` if `accumulate` or `nonfinite` is none of these, or float16 is to go on
+    after what is not finite in another way than `"skip"`.
 
     !!! Example
 
@@ -105,7 +111,16 @@ def make_train_step(
         )
     if nonfinite not in ("skip", "raise", "ignore"):
         raise ValueError(f"nonfinite={nonfinite!r} is not 'skip', 'raise' or 'ignore'.")
-    return TrainStep(loss_fn, optim, mesh, rule, accumulate, nonfinite)
+    if precision is not None and precision.scales_loss and nonfinite != "skip":
+        raise ValueError(
+            f"float16 looks for the scale of its loss by steps that are not finite, and "
+            f"nonfinite={nonfinite!r} does not skip them; use 'skip', or bfloat16."
+        )
+    # Some optimizers want the value of the loss, too.
+    extended = optax.with_extra_args_support(optim)
+    return TrainStep(
+        Update(loss_fn, extended, mesh, rule, trainable, accumulate, precision, nonfinite)
+    )
 
 
 class TrainStep:
@@ -115,22 +130,9 @@ class TrainStep:
     for nothing else.
     """
 
-    def __init__(
-        self,
-        loss_fn: Callable[[Any, Any, Any], Any],
-        optim: optax.GradientTransformation,
-        mesh: Mesh,
-        rule: Rule,
-        accumulate: int,
-        nonfinite: Nonfinite,
-    ):
-        self._loss_fn = loss_fn
-        # Some optimizers want the value of the loss, too.
-        self._optim = optax.with_extra_args_support(optim)
-        self._mesh = mesh
-        self._rule = rule
-        self._accumulate = accumulate
-        self._nonfinite = nonfinite
+    def __init__(self, update: Update):
+        self._update = update
+        self._mesh = update.mesh
         self._compiled: dict[tuple[Skeleton, bool], tuple[Any, list[Any]]] = {}
         self._in_flight = _InFlight()
 
@@ -181,7 +183,7 @@ class TrainStep:
     def _run(
         self, state: TrainState, batch: PyTree, stacked: bool
     ) -> tuple[TrainState, Metrics]:
-        _check_batch(batch, self._mesh, stacked, self._accumulate)
+        _check_batch(batch, self._mesh, stacked, self._update.accumulate)
         arrays, skeleton = flatten_state(state)
         compiled = self._compiled.get((skeleton, stacked))
         if compiled is None:
@@ -202,7 +204,7 @@ class TrainStep:
             _check_batch_places(batch, batch_sharding(self._mesh, stacked=stacked))
             raise
         state = unflatten_state(arrays, skeleton)
-        if self._nonfinite == "raise" and np.any(metrics.nonfinite):
+        if self._update.nonfinite == "raise" and np.any(metrics.nonfinite):
             steps = np.ravel(metrics.nonfinite)
             number = int(state.step) - len(steps) + 1 + int(np.argmax(steps))
             raise FloatingPointError(
@@ -215,13 +217,15 @@ class TrainStep:
     def _jit(
         self, state: TrainState, skeleton: Skeleton, stacked: bool
     ) -> tuple[Any, list[Any]]:
-        _check_optimizer(state, self._optim)
-        places = state_shardings(state, self._optim, self._mesh, self._rule)
+        update = self._update
+        params, _ = split_model(state.model, update.trainable)
+        _check_state(state, params, update)
+        places = state_shardings(state, params, update.optim, update.mesh, update.rule)
         _check_places(state, places)
         whole = NamedSharding(self._mesh, PartitionSpec())
 
         def train_step(arrays: list[Array], batch: PyTree) -> tuple[list[Array], Metrics]:
-            state, metrics = self._update(skeleton.merge(arrays), batch)
+            state, metrics = update(skeleton.merge(arrays), batch)
             return filter_shard(split(state)[0], places), metrics
 
         def train_steps(
@@ -237,60 +241,13 @@ class TrainStep:
         )
         return jitted, places
 
-    def _update(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        """The step as a pure function: what the compiled call computes."""
-        params, rest = eqx.partition(state.model, is_param)
-        storage = shardings(params, self._mesh, self._rule)
-        total = jnp.sum(weights(batch))
-
-        def mean_loss(sums: dict[str, Array]) -> Array:
-            # By the weight of the whole batch, so that its parts add up to its mean.
-            return sums["loss"] / jnp.where(total == 0, 1, total).astype(sums["loss"].dtype)
-
-        def objective(params: PyTree, part: PyTree, key: Array) -> tuple[Array, Any]:
-            model = eqx.combine(gather(params, storage), rest)
-            sums = self._measure(model, part, key)
-            return mean_loss(sums), sums
-
-        gradient = jax.grad(objective, has_aux=True)
-        key = jax.random.fold_in(state.key, state.step)
-        if self._accumulate == 1:
-            rows = filter_shard(batch, batch_sharding(self._mesh))
-            grads, sums = gradient(params, rows, key)
-        else:
-            parts = split_rows(batch, self._accumulate, self._mesh)
-            grads, sums = add_up(gradient, params, parts, key)
-
-        def update() -> tuple[PyTree, PyTree]:
-            updates, opt_state = self._optim.update(
-                grads, state.opt_state, params, value=mean_loss(sums)
-            )
-            # Optax's own, which leaves parameters of the type that they are of.
-            return optax.apply_updates(params, updates), opt_state
-
-        nonfinite = jnp.zeros((), jnp.int32)
-        if self._nonfinite == "ignore":
-            params, opt_state = update()
-        else:
-            finite = all_finite(grads, storage, self._mesh) & jnp.isfinite(sums["loss"])
-            old = (params, state.opt_state)
-            params, opt_state = update_if(finite, update, old, self._mesh)
-            nonfinite = 1 - finite.astype(jnp.int32)
-        model = eqx.combine(params, rest)
-        state = TrainState(state.step + 1, model, opt_state, state.key)
-        return state, Metrics(sums, total, nonfinite)
-
-    def _measure(self, model: PyTree, batch: PyTree, key: Array) -> dict[str, Array]:
-        """Call the user's loss, on the mesh, and sum what it returns over the batch."""
-        with jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh):
-            out = self._loss_fn(model, batch, key)
-        losses, metrics = out if isinstance(out, tuple) else (out, {})
-        _check_names("the loss function's metrics", metrics, "loss", "nonfinite")
-        return sum_over_batch({**metrics, "loss": losses}, batch, self._mesh)
-
 
 def make_eval_step(
-    metric_fn: Callable[[Any, Any], Mapping[str, Any]], *, mesh: Mesh, rule: Rule
+    metric_fn: Callable[[Any, Any], Mapping[str, Any]],
+    *,
+    mesh: Mesh,
+    rule: Rule,
+    precision: Precision | None = None,
 ) -> "EvalStep":
     """Make the compiled step that measures a model on a batch.
 
@@ -300,8 +257,10 @@ def make_eval_step(
     **Arguments:**
 
     - `metric_fn`: `metric_fn(model, batch)` returns a dict of metrics: each with one
-        entry per example, or a scalar, their mean.
+        entry per example, or a scalar, their mean. For a model with state, `model` is
+        the pair `(model, state)`.
     - `mesh`, `rule`: those the model's state was made with.
+    - `precision`: as for [`eqxshard.make_train_step`][].
 
     **Returns:**
 
@@ -319,22 +278,26 @@ def make_eval_step(
         ```
     """
     check_mesh(mesh)
-    return EvalStep(metric_fn, mesh, rule)
+    return EvalStep(metric_fn, mesh, rule, precision)
 
 
 class EvalStep:
     """What [`eqxshard.make_eval_step`][] returns: call it with a model and a batch."""
 
     def __init__(
-        self, metric_fn: Callable[[Any, Any], Mapping[str, Any]], mesh: Mesh, rule: Rule
+        self,
+        metric_fn: Callable[[Any, Any], Mapping[str, Any]],
+        mesh: Mesh,
+        rule: Rule,
+        precision: Precision | None,
     ):
         def eval_step(model: PyTree, batch: PyTree) -> Metrics:
-            params, rest = eqx.partition(model, is_param)
-            params = gather(params, shardings(params, mesh, rule))
-            model = eqx.nn.inference_mode(eqx.combine(params, rest))
-            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-                values = metric_fn(model, batch)
-            _check_names("what metric_fn returned", values, "nonfinite")
+            model, model_state = without_state(model)
+            storage = place(model, mesh, rule)
+            with on_mesh(model, storage, storage, batch, mesh, precision) as (model, x):
+                model = eqx.nn.inference_mode(model)
+                values = metric_fn(with_state(model, model_state), x)
+            check_names("what metric_fn returned", values, "nonfinite")
             sums = sum_over_batch(values, batch, mesh)
             return Metrics(sums, jnp.sum(weights(batch)), jnp.zeros((), jnp.int32))
 
@@ -351,7 +314,8 @@ class EvalStep:
 
         **Arguments:**
 
-        - `model`: not donated.
+        - `model`: not donated. With its state, if it has one: the pair
+            `(state.model, state.model_state)`.
         - `batch`: a PyTree of arrays of leading size batch, on the devices or not.
 
         **Returns:**
@@ -370,6 +334,10 @@ class EvalStep:
         metrics = self._jitted(model, batch)
         self._in_flight.add(metrics.weight)
         return metrics
+
+    def lower(self, model: PyTree, batch: PyTree) -> jax.stages.Lowered:
+        """Lower the step: for its text, its cost and its compiled memory."""
+        return self._jitted.lower(model, batch)
 
 
 class _InFlight:
@@ -390,60 +358,55 @@ _DONATED = (
 )
 
 
-def _check_optimizer(state: TrainState, optim: optax.GradientTransformation) -> None:
-    fresh = eqx.filter_eval_shape(optim.init, eqx.filter(state.model, is_param))
+def _check_state(state: TrainState, params: PyTree, update: Update) -> None:
+    """Refuse a state of another optimizer, filter spec or precision."""
+    fresh = eqx.filter_eval_shape(update.optim.init, params)
     if jax.tree.structure(fresh) != jax.tree.structure(state.opt_state):
         raise ValueError(
             "the optimizer's state in this TrainState is not that of this optimizer and "
-            "model; use the optimizer that the state was made with."
+            "model; use the optimizer, and trainable=, that the state was made with."
+        )
+    scales = update.precision is not None and update.precision.scales_loss
+    if scales != (state.loss_scale is not None):
+        raise ValueError(
+            "this TrainState and this step do not agree on a scale of the loss; make both "
+            "with the same precision=."
         )
 
 
 def _check_places(state: TrainState, places: Sequence[NamedSharding]) -> None:
     """Refuse a state of another mesh or rule; what is on no device yet may go anywhere."""
     leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(state, is_array))
-    for (path, leaf), place in zip(leaves, places, strict=True):
+    for (path, leaf), there in zip(leaves, places, strict=True):
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             raise ValueError(_DONATED)
-        if _lies_elsewhere(leaf, place):
+        if _lies_elsewhere(leaf, there):
             raise ValueError(
                 f"{leaf_path(path)} lies as {_in_words(leaf.sharding)}, and the step has "
-                f"it as {_in_words(place)}; make the state and the step with the same mesh "
+                f"it as {_in_words(there)}; make the state and the step with the same mesh "
                 "and rule, or move the state with filter_shard."
             )
 
 
-def _check_batch_places(batch: PyTree, place: NamedSharding) -> None:
+def _check_batch_places(batch: PyTree, there: NamedSharding) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        if _lies_elsewhere(leaf, place):
+        if _lies_elsewhere(leaf, there):
             raise ValueError(
                 f"batch entry {leaf_path(path)} lies as {_in_words(leaf.sharding)}; place "
                 "it with filter_shard(batch, batch_sharding(mesh))."
             )
 
 
-def _lies_elsewhere(leaf: Any, place: NamedSharding) -> bool:
+def _lies_elsewhere(leaf: Any, there: NamedSharding) -> bool:
     if not isinstance(leaf, jax.Array) or not leaf.committed:
         return False
-    return not leaf.sharding.is_equivalent_to(place, leaf.ndim)
+    return not leaf.sharding.is_equivalent_to(there, leaf.ndim)
 
 
 def _in_words(sharding: Sharding) -> str:
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return str(sharding)
     return f"{sharding.spec} on {describe(sharding.mesh)}"
-
-
-def _check_names(what: str, values: Any, *taken: str) -> None:
-    if not isinstance(values, Mapping):
-        kind = "an array" if isinstance(values, jax.Array) else f"a {type(values).__name__}"
-        raise TypeError(f"{what} is {kind}; return a dict of metrics by name.")
-    for name in taken:
-        if name in values:
-            raise ValueError(
-                f"a metric is named {name!r}, which the step says itself; give it another "
-                "name, or leave it out."
-            )
 
 
 def _check_batch(

@@ -1,0 +1,90 @@
+"""An average of the weights over the steps, to evaluate and to keep."""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import optax
+from jaxtyping import PyTree
+
+from .state import TrainState
+
+
+class EmaState(NamedTuple):
+    """The averaged weights, each where its parameter is updated."""
+
+    ema: PyTree
+
+
+def ema_weights(decay: float) -> optax.GradientTransformation:
+    """Keep an exponential moving average of the weights beside them.
+
+    An optax transformation, to come last in a chain: it looks at the weights as the step
+    will leave them. The average starts at the initial weights, so that it needs no
+    correction. (Polyak and Juditsky 1992, https://doi.org/10.1137/0330046, in the form
+    of Tarvainen and Valpola 2017, https://arxiv.org/abs/1703.01780.)
+
+    **Arguments:**
+
+    - `decay`: how much of the average is kept in a step, such as 0.999.
+
+    **Returns:**
+
+    An `optax.GradientTransformation` that leaves the updates as they are.
+
+    **Raises:**
+
+    `ValueError` if `decay` is not between 0 and 1.
+
+    !!! Example
+
+        ```python
+        optim = optax.chain(optax.adamw(1e-3), eqxshard.ema_weights(0.999))
+        ...
+        averaged = eqxshard.ema_model(state)
+        ```
+    """
+    if not 0 <= decay < 1:
+        raise ValueError(
+            f"decay={decay} keeps no average; use a number from 0 to below 1, as 0.999."
+        )
+
+    def init(params: Any) -> EmaState:
+        return EmaState(jax.tree.map(lambda param: param, params))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, EmaState]:
+        new = optax.apply_updates(params, updates)
+        ema = jax.tree.map(
+            lambda ema, new: (ema + (1 - decay) * (new - ema)).astype(ema.dtype),
+            state.ema,
+            new,
+        )
+        return updates, EmaState(ema)
+
+    return optax.GradientTransformation(init, update)
+
+
+def ema_model(state: TrainState) -> PyTree:
+    """The model with the averaged weights that [`eqxshard.ema_weights`][] keeps.
+
+    **Arguments:**
+
+    - `state`: made with an optimizer that has `ema_weights` in it.
+
+    **Returns:**
+
+    A model like `state.model`; what is not trained is as it is there. It is valid as long
+    as the state is: until that is donated to the next step.
+
+    **Raises:**
+
+    `ValueError` if the optimizer keeps no average.
+    """
+    is_ema = lambda node: isinstance(node, EmaState)  # noqa: E731
+    found = [x for x in jax.tree.leaves(state.opt_state, is_leaf=is_ema) if is_ema(x)]
+    if not found:
+        raise ValueError(
+            "the optimizer of this state keeps no average of the weights; make it as "
+            "optax.chain(..., eqxshard.ema_weights(0.999))."
+        )
+    return eqx.combine(found[-1].ema, state.model)
