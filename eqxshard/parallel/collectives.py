@@ -1,0 +1,370 @@
+"""What devices say to each other in per-device code, in the words of data parallelism.
+
+This is the vocabulary of the UvA tutorials on training models at scale (Phillip Lippe,
+https://uvadlc-notebooks.readthedocs.io), for plain PyTrees inside of
+[`eqxshard.filter_shard_map`][]. There the code of one device computes the loss of *its
+own* rows, and its gradient; these functions make of it the gradient of the mean over all
+rows. So the loss must not be averaged over devices before it is differentiated.
+
+They are right whether or not `check_vma` is on. (With it, JAX by itself adds up the
+gradients of an array that several devices share; [`sync_gradients`][
+eqxshard.parallel.collectives.sync_gradients] sees from the gradient's type that it did.)
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Key, PyTree, Shaped, UInt32
+
+from ..rules import axes_of, check_axis, check_spec
+from ..sharding import is_array
+from ..transforms import spec_axes, spread_specs
+
+
+def all_gather_mean_grad(
+    x: Shaped[Array, "..."], axis: str | tuple[str, ...], dim: int = 0
+) -> Shaped[Array, "..."]:
+    """Put together the parts that devices have; the gradient goes back as a mean.
+
+    An all-gather, whose gradient is a reduce-scatter that takes the mean where the
+    gradient of [`jax.lax.all_gather`][] takes the sum: each device gets its own part of
+    the mean of all devices' gradients. (`gather_array_with_mean_grads` in the UvA
+    tutorial on fully sharded data parallelism.)
+
+    **Arguments:**
+
+    - `x`: this device's part.
+    - `axis`: the mesh axis, or several, first the slowest, along which the parts lie.
+    - `dim`: the dim of `x` that is split.
+
+    **Returns:**
+
+    The whole: `dim` is as many times as long as there are devices along the axis.
+
+    **Raises:**
+
+    `ValueError` if the code is not per device along the axis, or `x` has no such dim.
+    """
+    axes = _check_bound(axis, "all_gather_mean_grad")
+    dim = _check_dim(x, dim, "all_gather_mean_grad")
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        x = _scale_gradient(x, 1 / jax.lax.axis_size(axes))
+    return jax.lax.all_gather(x, axes, axis=dim, tiled=True)
+
+
+def psum_scatter(
+    x: Shaped[Array, "..."], axis: str | tuple[str, ...], dim: int = 0
+) -> Shaped[Array, "..."]:
+    """Add up what devices have; each keeps its own part of the sum: a reduce-scatter.
+
+    **Arguments:**
+
+    - `x`: an array of the same shape on every device.
+    - `axis`: the mesh axis, or several, to sum over.
+    - `dim`: the dim along which the sum is split.
+
+    **Returns:**
+
+    This device's part: `dim` is as many times shorter as there are devices along the
+    axis.
+
+    **Raises:**
+
+    `ValueError` if `dim` does not divide by the size of the axis, and as for
+    [`eqxshard.parallel.collectives.all_gather_mean_grad`][].
+    """
+    axes = _check_bound(axis, "psum_scatter")
+    dim = _check_dim(x, dim, "psum_scatter")
+    if x.shape[dim] % jax.lax.axis_size(axes):
+        sizes = " x ".join(f"{axis}={jax.lax.axis_size(axis)}" for axis in axes)
+        raise ValueError(
+            f"psum_scatter of an array {x.shape}: dim {dim} of size {x.shape[dim]} does "
+            f"not divide over {sizes}; choose a dim that is a multiple of "
+            f"{jax.lax.axis_size(axes)}."
+        )
+    return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+
+
+def pmean_scatter(
+    x: Shaped[Array, "..."], axis: str | tuple[str, ...], dim: int = 0
+) -> Shaped[Array, "..."]:
+    """As [`eqxshard.parallel.collectives.psum_scatter`][], of the mean.
+
+    **Arguments:**
+
+    - `x`, `axis`, `dim`: as there.
+
+    **Returns:**
+
+    This device's part of the mean.
+    """
+    total = psum_scatter(x, axis, dim)
+    return total / jax.lax.axis_size(axis)
+
+
+def shift(x: PyTree[Array], axis: str, by: int = 1, *, wrap: bool = True) -> PyTree[Array]:
+    """Hand arrays on to the neighbours along an axis: a ring, or a line.
+
+    **Arguments:**
+
+    - `x`: a PyTree of arrays.
+    - `axis`: the mesh axis.
+    - `by`: how far: device `i` gets what device `i - by` has.
+    - `wrap`: whether the last device hands on to the first, as in ring attention. If not,
+        as in a pipeline, devices that have nobody to get from get zeros.
+
+    **Returns:**
+
+    A PyTree like `x`: what the neighbour had.
+
+    **Raises:**
+
+    `ValueError` if the code is not per device along the axis.
+    """
+    _check_bound(axis, "shift")
+    size = jax.lax.axis_size(axis)
+    ring = [(i, (i + by) % size) for i in range(size)]
+    line = [(i, i + by) for i in range(size) if 0 <= i + by < size]
+    return jax.lax.ppermute(x, axis, ring if wrap else line)
+
+
+def fold_in_axes(
+    key: Key[Array, ""] | UInt32[Array, "2"], axes: str | tuple[str, ...]
+) -> Key[Array, ""] | UInt32[Array, "2"]:
+    """Make of one random key another for each device along some axes.
+
+    Devices that differ along other axes only, and must agree, get the same: for dropout
+    fold in the axes that the batch is split over, and not `tensor`. What a device gets
+    depends on its number along the axes together: it is the same on 8 devices
+    as `data=8` and as `data=2, fsdp=4`. (`fold_rng_over_axis` in the UvA tutorials.)
+
+    **Arguments:**
+
+    - `key`: a random key, the same on all devices.
+    - `axes`: the mesh axis, or several, first the slowest.
+
+    **Returns:**
+
+    A key like `key`.
+
+    **Raises:**
+
+    `ValueError` if the code is not per device along an axis.
+    """
+    axes = _check_bound(axes, "fold_in_axes")
+    return jax.random.fold_in(key, jax.lax.axis_index(axes))
+
+
+def shard_params(params: PyTree, specs: PyTree[PartitionSpec | None]) -> PyTree:
+    """Cut from whole arrays the part that is this device's.
+
+    For parameters made in per-device code, where each device has all of them at first.
+    ([`eqxshard.init_state`][] makes them without that.)
+
+    **Arguments:**
+
+    - `params`: any PyTree; what is not an array passes through.
+    - `specs`: a PyTree of `PartitionSpec`s that is a prefix of it, such as the `.spec`s
+        of what [`eqxshard.shardings`][] returns.
+
+    **Returns:**
+
+    A PyTree like `params`.
+
+    **Raises:**
+
+    `ValueError` if a spec does not fit its array as for [`eqxshard.shardings`][], or the
+    code is not per device along one of its axes.
+    """
+
+    def one(path: str, leaf: Array, spec: PartitionSpec) -> Array:
+        axes = _check_bound(spec_axes(spec), f"shard_params of {path}")
+        if axes:
+            check_spec(path, leaf.shape, spec, jax.sharding.get_abstract_mesh())
+        for dim, entry in enumerate(spec):
+            if axes := axes_of(entry):
+                size = leaf.shape[dim] // jax.lax.axis_size(axes)
+                start = jax.lax.axis_index(axes) * size
+                leaf = jax.lax.dynamic_slice_in_dim(leaf, start, size, dim)
+        return leaf
+
+    return _map_arrays(one, params, specs, "params")
+
+
+def gather_params(
+    params: PyTree, specs: PyTree[PartitionSpec | None], axes: str | tuple[str, ...]
+) -> PyTree:
+    """Put together parameters for their use, each from the parts that devices store.
+
+    Their gradients go back as reduce-scatters: each device gets its own part of the mean
+    over the axes that a parameter is split over. The means over the other axes are for
+    [`eqxshard.parallel.collectives.sync_gradients`][] to take, once there are gradients
+    of all rows. (ZeRO stage 3, Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054;
+    `gather_params` in the UvA tutorial on fully sharded data parallelism.)
+
+    **Arguments:**
+
+    - `params`: any PyTree; what is not an array passes through.
+    - `specs`: how they are stored: a PyTree of `PartitionSpec`s that is a prefix of
+        `params`, such as the `.spec`s of what [`eqxshard.shardings`][] returns.
+    - `axes`: the mesh axis, or several, that the batch is split over. Dims that are split
+        over others, such as `tensor`, stay split.
+
+    **Returns:**
+
+    A PyTree like `params`.
+
+    **Raises:**
+
+    `ValueError` if the code is not per device along an axis, or a spec does not fit its
+    array.
+
+    !!! Example
+
+        ```python
+        axes = ("data", "fsdp")
+        places = eqxshard.shardings(params, mesh, eqxshard.fsdp())
+        specs = jax.tree.map(lambda place: place.spec, places)
+
+        def per_device(params, batch):
+            def loss(params):
+                return loss_fn(gather_params(params, specs, axes), batch)
+
+            grads = sync_gradients(jax.grad(loss)(params), specs, axes)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+        step = eqxshard.filter_shard_map(per_device, mesh, (specs, P(axes)), specs)
+        ```
+    """
+    axes = _check_bound(axes, "gather_params")
+
+    def one(path: str, leaf: Array, spec: PartitionSpec) -> Array:
+        _check_stored(path, leaf, spec)
+        # What JAX adds up over the other axes, it should add up part by part.
+        leaf = _vary(leaf, axes)
+        for dim, entry in enumerate(spec):
+            gathered = tuple(axis for axis in axes_of(entry) if axis in axes)
+            if not gathered:
+                continue
+            if axes_of(entry)[-len(gathered) :] != gathered:
+                raise ValueError(
+                    f"{path}: {spec} splits dim {dim} over {entry}, and gathering it over "
+                    f"{', '.join(gathered)} alone would put its rows in another order; "
+                    "name the axes to gather over last."
+                )
+            leaf = all_gather_mean_grad(leaf, gathered, dim)
+        return leaf
+
+    return _map_arrays(one, params, specs, "params")
+
+
+def sync_gradients(
+    grads: PyTree, specs: PyTree[PartitionSpec | None], axes: str | tuple[str, ...]
+) -> PyTree:
+    """Take the mean of gradients over devices, where that was not done yet.
+
+    The mean over an axis that a parameter is split over was taken when its gradient was
+    scattered ([`eqxshard.parallel.collectives.gather_params`][]), and is not again.
+
+    **Arguments:**
+
+    - `grads`: the gradients of each device's own loss, as its own code computed them.
+    - `specs`: how their parameters are stored: a PyTree of `PartitionSpec`s that is a
+        prefix of `grads`; `P()` for parameters that every device has whole.
+    - `axes`: the mesh axis, or several, that the batch is split over.
+
+    **Returns:**
+
+    A PyTree like `grads`: the gradients of the mean of all devices' losses.
+
+    **Raises:**
+
+    `ValueError` if the code is not per device along an axis, or a spec does not fit.
+    """
+    axes = _check_bound(axes, "sync_gradients")
+
+    def one(path: str, grad: Array, spec: PartitionSpec) -> Array:
+        _check_stored(path, grad, spec)
+        left = tuple(axis for axis in axes if axis not in spec_axes(spec))
+        summed = tuple(a for a in left if _is_checked(a) and a not in _varying(grad))
+        apart = tuple(axis for axis in left if axis not in summed)
+        if apart:
+            grad = jax.lax.pmean(grad, apart)
+        return grad / jax.lax.axis_size(summed) if summed else grad
+
+    return _map_arrays(one, grads, specs, "grads")
+
+
+def _scale_gradient(x: Array, factor: float) -> Array:
+    @jax.custom_vjp
+    def identity(x: Array) -> Array:
+        return x
+
+    identity.defvjp(lambda x: (x, None), lambda _, grad: (grad * factor,))
+    return identity(x)
+
+
+def _varying(x: Array) -> frozenset[str]:
+    """The axes along which devices may have different values of `x`, as far as JAX knows.
+
+    None where it does not check.
+    """
+    return jax.typeof(x).mat.varying
+
+
+def _is_checked(axis: str) -> bool:
+    """Whether this code runs with `check_vma`."""
+    return axis in _varying(jax.lax.axis_index(axis))
+
+
+def _vary(x: Array, axes: tuple[str, ...]) -> Array:
+    """Tell JAX that devices have each their own `x`, so that its gradients are too."""
+    shared = tuple(axis for axis in axes if axis not in _varying(x))
+    return jax.lax.pcast(x, shared, to="varying") if shared else x
+
+
+def _map_arrays(
+    fn: Callable[[str, Any, PartitionSpec], Any], tree: PyTree, specs: PyTree, root: str
+) -> PyTree:
+    found = iter(spread_specs(specs, tree, "specs", root))
+    return jax.tree.map(lambda leaf: fn(*next(found)) if is_array(leaf) else leaf, tree)
+
+
+def _check_bound(axes: str | tuple[str, ...], where: str) -> tuple[str, ...]:
+    """The axes as a tuple, if this code is per device along each of them."""
+    axes = (axes,) if isinstance(axes, str) else axes
+    for axis in axes:
+        try:
+            jax.lax.axis_size(axis)
+        except NameError:
+            mesh = jax.sharding.get_abstract_mesh()
+            if not mesh.empty:
+                check_axis(axis, mesh, where)
+            raise ValueError(
+                f"{where} names the axis {axis!r}, and this code is not per device along "
+                "it; call it inside of eqxshard.filter_shard_map."
+            ) from None
+    return axes
+
+
+def _check_dim(x: Array, dim: int, where: str) -> int:
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(
+            f"{where} of an array {x.shape}, which has no dim {dim}; choose one below "
+            f"{x.ndim}."
+        )
+    return dim % x.ndim
+
+
+def _check_stored(path: str, part: Array, spec: PartitionSpec) -> None:
+    """Raise `ValueError` unless a spec fits the array that this is a part of."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty:
+        split = [math.prod(mesh.shape.get(a, 1) for a in axes_of(e)) for e in spec]
+        split += [1] * part.ndim
+        whole = tuple(size * n for size, n in zip(part.shape, split))
+        check_spec(path, whole, spec, mesh)
