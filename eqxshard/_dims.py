@@ -10,10 +10,11 @@ Glossary: a *hint* is a type expression, the annotation of a field or a part of 
 """
 
 import inspect
+import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache, reduce
 from typing import Annotated, Any, ClassVar, Final, NamedTuple, TypeVar, Union
 
@@ -84,7 +85,7 @@ def _walk(node: Any, hints: list[_Hint], path: tuple[Any, ...], leaf: Any) -> Di
             return dims
     known = _LAYERS[layer](node)
     text = known.get(jax.tree_util.keystr(path, simple=True, separator="."))
-    text = known.get(name or "") if text is None else text
+    text = known.get(f"{name}.*") if text is None else text
     if text is None:
         return _walk(_child(node, path[0]), below, rest, leaf)
     names = _renamed(layer, known, hints)
@@ -101,25 +102,30 @@ def _walk(node: Any, hints: list[_Hint], path: tuple[Any, ...], leaf: Any) -> Di
 def _hints_below(node: Any, hints: list[_Hint], key: Any) -> list[_Hint]:
     """What is said of the child of a node at `key`."""
     if isinstance(key, GetAttrKey):
-        return _hints_of_field(node, hints, key.name)
-    below = []
-    for hint in hints:
-        kind = typing.get_origin(hint.type)
-        args = typing.get_args(hint.type)
-        if typing.is_typeddict(kind or hint.type) and isinstance(key, DictKey):
-            below += _substituted(kind or hint.type, hint.type, key.key)
-        elif _is_pytree(hint.type):
-            below.append(hint)
-        elif kind is tuple and isinstance(key, SequenceKey):
-            if args[1:] == (...,):
-                below.append(hint._replace(type=args[0]))
-            elif len(args) == len(node):
-                below.append(hint._replace(type=args[key.idx]))
-        elif isinstance(kind, type) and issubclass(kind, Mapping):
-            below += [hint._replace(type=arg) for arg in args[1:2]]
-        elif isinstance(kind, type) and issubclass(kind, Iterable) and len(args) == 1:
-            below.append(hint._replace(type=args[0]))
+        below = _hints_of_field(node, hints, key.name)
+    elif isinstance(key, SequenceKey | DictKey):
+        below = [h for hint in hints for h in _hints_of_item(node, hint, key)]
+    else:
+        below = []
     return below or [_Hint(Any, "")]
+
+
+def _hints_of_item(node: Any, hint: _Hint, key: Any) -> list[_Hint]:
+    kind, args = typing.get_origin(hint.type) or hint.type, typing.get_args(hint.type)
+    if isinstance(kind, TypeVar) or _is_pytree(kind):
+        return [hint]
+    if isinstance(key, DictKey) and typing.is_typeddict(kind):
+        return _substituted(kind, hint.type, key.key)
+    if isinstance(key, SequenceKey) and kind is tuple and args[1:] != (...,):
+        return [_Hint(arg, hint.field) for arg in args[key.idx :][: len(args) == len(node)]]
+    known = isinstance(kind, type) and kind.__module__ in _CONTAINERS
+    if known and issubclass(kind, Mapping) == isinstance(key, DictKey):
+        item = args[:1] if isinstance(key, SequenceKey) else args[1:]
+        return [_Hint(arg, hint.field) for arg in item]
+    return []
+
+
+_CONTAINERS = ("builtins", "collections", "collections.abc")
 
 
 def _hints_of_field(node: Any, hints: list[_Hint], name: str) -> list[_Hint]:
@@ -130,13 +136,11 @@ def _hints_of_field(node: Any, hints: list[_Hint], name: str) -> list[_Hint]:
         # These have no names of their own.
         return [words._replace(type=type(node.layer))]
     below = [h for hint in mine for h in _substituted(cls, hint.type, name)]
-    return below or _substituted(cls, Any, name) or [_Hint(Any, "")]
+    return below or _substituted(cls, Any, name)
 
 
 def _dims_of_array(hints: list[_Hint], leaf: Any) -> Dims | None:
     """Of the hints for an array, those that fit it best, which must agree."""
-    leaves = (h._replace(type=h.type.leaftype) if _is_pytree(h.type) else h for h in hints)
-    hints = [plain for hint in leaves for plain in _plain(hint)]
     named = [hint for hint in hints if _is_jaxtyping(hint.type)]
     if not named:
         for hint in hints:
@@ -232,6 +236,9 @@ def _plain(hint: _Hint) -> Iterator[_Hint]:
     elif isinstance(kind, TypeVar):
         yield hint
         yield from _plain(hint._replace(type=_fallback(kind)))
+    elif _is_pytree(kind):
+        yield hint
+        yield from _plain(_Hint(kind.leaftype, hint.field))
     elif hasattr(alias, "__value__") and not isinstance(alias, type):
         arguments = dict(zip(alias.__type_params__, args))
         yield from _plain(hint._replace(type=_substitute(alias.__value__, arguments)))
@@ -292,12 +299,13 @@ def _substitute(hint: Any, arguments: Mapping[Any, Any]) -> Any:
     if isinstance(hint, TypeVar):
         return arguments.get(hint, hint)
     if _is_pytree(hint):
-        of: Any = PyTree
-        return of[_substitute(hint.leaftype, arguments)]
-    params = () if isinstance(hint, type) else getattr(hint, "__parameters__", ())
+        return typing.cast(Any, PyTree)[_substitute(hint.leaftype, arguments)]
+    params = getattr(hint, "__parameters__", ())
+    if isinstance(hint, type) or not params:
+        return hint
     if not all(isinstance(var, TypeVar) for var in params):
         return Any
-    return hint[tuple(arguments.get(var, var) for var in params)] if params else hint
+    return hint[tuple(arguments.get(var, var) for var in params)]
 
 
 def _fallback(var: Any) -> Any:
@@ -356,13 +364,16 @@ def _is_pytree(hint: Any) -> bool:
 
 def _is_silent(hint: Any) -> bool:
     """Whether a hint allows arrays of any dims."""
-    return not (_is_jaxtyping(hint) or isinstance(hint, TypeVar) or hint is types.NoneType)
+    speaks = _is_jaxtyping(hint) or _is_pytree(hint) or isinstance(hint, TypeVar)
+    return not speaks and hint is not types.NoneType
 
 
 def _text(hint: Any) -> str:
     """A hint as one would write it."""
-    text = hint if isinstance(hint, str) else inspect.formatannotation(hint)
-    return text.replace("jaxtyping.", "").replace("~", "").replace("'", '"')
+    if isinstance(hint, str):
+        return hint
+    text = re.sub(r"~|\b(\w+\.)+(?=\w)", "", inspect.formatannotation(hint))
+    return text.replace("'", '"')
 
 
 def _shape(leaf: Any) -> str:
@@ -440,7 +451,7 @@ def _mlp(layer: nn.MLP) -> dict[str, str]:
     weights = {f"layers.{i}.weight": f"{out} {in_}" for i, (out, in_) in enumerate(names)}
     biases = {f"layers.{i}.bias": out for i, (out, _) in enumerate(names)}
     # If learnt, one activation for each layer and neuron, which takes no turns either.
-    return weights | biases | {"activation": "...", "final_activation": "..."}
+    return weights | biases | {"activation.*": "...", "final_activation.*": "..."}
 
 
 def _recurrent(layer: nn.GRUCell | nn.LSTMCell) -> dict[str, str]:
