@@ -163,22 +163,7 @@ def state_shardings(
 ) -> list[Any]:
     """Where each array of a state lies, in the order of `flatten_state`."""
     whole = NamedSharding(mesh, PartitionSpec())
-
-    def follow(leaf: Any, param: Any, there: NamedSharding) -> Any:
-        # Factored states (Adafactor's) have other shapes than their parameters.
-        if isinstance(leaf, optax.MaskedNode):
-            return leaf
-        return there if leaf.shape == param.shape else whole
-
-    opt_state = optax.tree_utils.tree_map_params(
-        optim,
-        follow,
-        state.opt_state,
-        params,
-        place(params, mesh, optimizer_rule(rule)),
-        transform_non_params=lambda leaf: whole if is_array(leaf) else None,
-        is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
-    )
+    opt_state = opt_state_shardings(state.opt_state, params, optim, mesh, rule)
     rest = (state.key, state.model_state, state.loss_scale)
     return [
         whole,
@@ -186,6 +171,33 @@ def state_shardings(
         *jax.tree.leaves(opt_state),
         *[whole for leaf in jax.tree.leaves(rest) if is_array(leaf)],
     ]
+
+
+def opt_state_shardings(
+    opt_state: PyTree,
+    params: PyTree,
+    optim: optax.GradientTransformation,
+    mesh: Mesh,
+    rule: Rule,
+) -> PyTree[NamedSharding | None]:
+    """Where each array of an optimizer's state lies: where its parameter is updated."""
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def follow(leaf: Any, param: Any, there: NamedSharding) -> Any:
+        # Factored states (Adafactor's) have other shapes than their parameters.
+        if isinstance(leaf, optax.MaskedNode):
+            return leaf
+        return there if leaf.shape == param.shape else whole
+
+    return optax.tree_utils.tree_map_params(
+        optim,
+        follow,
+        opt_state,
+        params,
+        place(params, mesh, optimizer_rule(rule)),
+        transform_non_params=lambda leaf: whole if is_array(leaf) else None,
+        is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
+    )
 
 
 def split_model(model: PyTree, trainable: PyTree) -> tuple[PyTree, PyTree]:

@@ -25,7 +25,7 @@ LAYERS = [
     {"mesh"},
     {"_dims", "metrics", "rules"},
     {"sharding"},
-    {"_gather", "precision", "transforms"},
+    {"_draw", "_gather", "precision", "transforms"},
     {"state"},
     {"_ema", "_explain", "_update"},
     {"step"},
