@@ -1,0 +1,367 @@
+import functools as ft
+import math
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import eqxshard
+from eqxshard.parallel import ring_attention
+
+#: How query, key, value and output lie.
+SPLIT = P(("data", "fsdp"), "context", "tensor")
+
+
+def make_mesh(data=1, **sizes):
+    sizes = {"data": data, **sizes}
+    return eqxshard.make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
+
+
+def on(mesh, fn):
+    """As a model in a step: the mesh is the context's while the function runs."""
+
+    def call(*args):
+        if mesh is None:
+            return fn(*args)
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return fn(*args)
+
+    return call
+
+
+def with_gradients(fn):
+    """The output, and the gradients of its product with one array more."""
+
+    def call(q, k, v, g):
+        out, back = jax.vjp(fn, q, k, v)
+        return (out, *back(g))
+
+    return call
+
+
+@ft.cache
+def random(shape, dtype=jnp.float32):
+    arrays = np.random.default_rng(0).normal(size=(4, *shape))
+    return [np.asarray(x, dtype) for x in arrays]
+
+
+@ft.cache
+def full_attention(shape, causal, scale=None, dtype=jnp.float32):
+    """By hand, in float64: the output and the gradients."""
+    q, k, v, g = (np.asarray(x, np.float64) for x in random(shape, dtype))
+    scale = shape[-1] ** -0.5 if scale is None else scale
+    scores = scale * np.einsum("bqhd,bkhd->bhqk", q, k)
+    if causal:
+        scores = np.where(np.tri(shape[1], dtype=bool), scores, -np.inf)
+    p = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    p /= p.sum(axis=-1, keepdims=True)
+    dp = np.einsum("bqhd,bkhd->bhqk", g, v)
+    ds = scale * p * (dp - (dp * p).sum(axis=-1, keepdims=True))
+    return (
+        np.einsum("bhqk,bkhd->bqhd", p, v),
+        np.einsum("bhqk,bkhd->bqhd", ds, k),
+        np.einsum("bhqk,bqhd->bkhd", ds, q),
+        np.einsum("bhqk,bqhd->bkhd", p, g),
+    )
+
+
+def compiled(mesh, shape, fn=None, dtype=jnp.float32, **kwargs):
+    """The output and the gradients of ring attention, compiled for a shape on a mesh."""
+    fn = ft.partial(ring_attention, **kwargs) if fn is None else fn
+    place = None if mesh is None else NamedSharding(mesh, SPLIT)
+    like = jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+    # The mesh is the context's in the forward pass only, as in a step.
+    return jax.jit(with_gradients(on(mesh, fn))).lower(*[like] * 4).compile()
+
+
+def run(program, arrays, mesh):
+    if mesh is not None:
+        arrays = jax.device_put(arrays, NamedSharding(mesh, SPLIT))
+    return program(*arrays)
+
+
+def assert_close(results, expected, atol=5e-6):
+    for name, result, array in zip(("out", "dq", "dk", "dv"), results, expected):
+        np.testing.assert_allclose(
+            np.asarray(result, np.float64), array, 0, atol, err_msg=name
+        )
+
+
+def temporary_bytes(program):
+    return program.memory_analysis().temp_size_in_bytes
+
+
+def largest(program):
+    """The number of elements of the largest array on a device."""
+    shapes = re.findall(r"\b[a-z]+\d*\[([\d,]+)\]", program.as_text() or "")
+    return max(math.prod(map(int, shape.split(","))) for shape in shapes)
+
+
+def sent(program):
+    """How many times each kind of collective runs, loops counted."""
+    text = program.as_text() or ""
+    bodies = re.findall(r"^(ENTRY )?%(\S+) \(.*?\{$(.*?)^\}", text, re.M | re.S)
+    by_name = {name: body for _, name, body in bodies}
+
+    def count(body):
+        total = dict.fromkeys(("collective-permute", "all-gather", "all-reduce"), 0)
+        total |= {"all-to-all": 0, "reduce-scatter": 0, "collective-broadcast": 0}
+        for line in body.splitlines():
+            for kind in total:
+                total[kind] += bool(re.search(rf" {kind}(-start)?\(", line))
+            times = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
+            for called in re.findall(
+                r"(?:body|calls|to_apply|computation)=%([\w.-]+)", line
+            ):
+                for kind, number in count(by_name[called]).items():
+                    # Only a loop that runs no collectives may run any number of times.
+                    assert " while(" not in line or times or not number
+                    total[kind] += number * int(times[1] if times else 1)
+        return total
+
+    (entry,) = [body for is_entry, _, body in bodies if is_entry]
+    return {kind: number for kind, number in count(entry).items() if number}
+
+
+def assert_sent_around(program, n):
+    """Keys and values n - 1 times, and again for the gradient; their gradients n times."""
+    counts = sent(program)
+    # On two devices there is no loop, and the compiler may see that keys and values are
+    # sent the same way twice.
+    once = 2 if n == 2 and counts != {"collective-permute": 8} else 4
+    assert counts == {"collective-permute": once * (n - 1) + 2 * n}
+
+
+# The same as full attention
+
+
+# Blocks of three chunks, of two, and of one; some chunks are not full.
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("size, length", [(None, 1030), (2, 1050), (4, 60), (8, 64)])
+def test_it_is_full_attention(size, length, causal):
+    shape = (1, length, 2, 4)
+    mesh = None if size is None else make_mesh(context=size)
+    program = compiled(mesh, shape, causal=causal)
+    results = run(program, random(shape), mesh)
+    assert_close(results, full_attention(shape, causal))
+    if size is not None:
+        assert_sent_around(program, size)
+        return
+    peer = ft.partial(jax.nn.dot_product_attention, is_causal=causal)
+    assert_close(results, jax.jit(with_gradients(peer))(*random(shape)))
+
+
+def test_forward_alone_sends_keys_and_values_only():
+    mesh = make_mesh(context=4)
+    like = jax.ShapeDtypeStruct(
+        (1, 16, 2, 4), jnp.float32, sharding=NamedSharding(mesh, SPLIT)
+    )
+    program = jax.jit(on(mesh, ring_attention)).lower(like, like, like).compile()
+    assert sent(program) == {"collective-permute": 2 * 3}
+
+
+@pytest.mark.parametrize(
+    "sizes, vmapped",
+    [
+        ({"data": 2, "context": 4}, True),
+        ({"context": 4, "tensor": 2}, False),
+        ({"fsdp": 2, "context": 2, "tensor": 2}, True),
+    ],
+)
+def test_batch_and_heads_stay_split(sizes, vmapped):
+    mesh, (batch, length, heads, dim) = make_mesh(**sizes), (shape := (4, 32, 6, 8))
+    attend = ft.partial(ring_attention, causal=True)
+    program = compiled(mesh, shape, eqx.filter_vmap(attend) if vmapped else attend)
+    results = run(program, random(shape), mesh)
+    assert_close(results, full_attention(shape, True))
+    for result in results:
+        assert result.sharding.is_equivalent_to(NamedSharding(mesh, SPLIT), 4)
+    # A device's scores of its own rows and heads, and nothing larger.
+    n = mesh.shape["context"]
+    scores = batch * heads * length**2 // n**2 // (mesh.size // n)
+    local = batch * length * heads * dim // mesh.size
+    assert largest(program) <= max(scores, local)
+    assert_sent_around(program, n)
+
+
+def test_one_example_under_vmap_without_a_mesh():
+    shape = (3, 10, 2, 4)
+    program = compiled(None, shape, jax.vmap(ft.partial(ring_attention, causal=True)))
+    assert_close(run(program, random(shape), None), full_attention(shape, True))
+
+
+def test_a_context_of_one_device_sends_nothing():
+    shape, mesh = (2, 12, 2, 4), make_mesh(data=2)
+    program = compiled(mesh, shape, causal=True)
+    assert_close(run(program, random(shape), mesh), full_attention(shape, True))
+    assert sent(program) == {}
+
+
+@pytest.mark.parametrize("manual", [{"context"}, {"stage"}])
+def test_inside_per_device_code(manual):
+    # Over `context` it gets parts and goes on from there; else it splits them itself.
+    mesh, shape = make_mesh(stage=2, context=4), (2, 24, 2, 4)
+    spec = P(None, "context") if "context" in manual else P("stage")
+    per_device = jax.shard_map(
+        ft.partial(ring_attention, causal=True),
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+        axis_names=manual,
+    )
+    program = compiled(mesh, shape, per_device)
+    assert_close(run(program, random(shape), mesh), full_attention(shape, True))
+    assert_sent_around(program, 4)
+
+
+def test_scale_and_large_scores():
+    # Without the maximum taken off, exp would overflow.
+    shape = (1, 16, 2, 4)
+    program = compiled(None, shape, scale=50.0)
+    expected = full_attention(shape, False, scale=50.0)
+    results = run(program, random(shape), None)
+    assert_close(results, expected, atol=1e-3)
+    assert np.abs(expected[0]).max() > 1
+
+
+def test_bfloat16_is_summed_up_in_float32():
+    # Sums of a thousand weights would not get past 256 in bfloat16.
+    shape, mesh = (1, 1200, 1, 4), make_mesh(context=2)
+    place = NamedSharding(mesh, SPLIT)
+    like = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place)
+    lowered = jax.jit(with_gradients(on(mesh, ring_attention))).lower(*[like] * 4)
+    results = run(lowered.compile(), random(shape, jnp.bfloat16), mesh)
+    assert {result.dtype for result in results} == {jnp.dtype(jnp.bfloat16)}
+    expected = full_attention(shape, False, dtype=jnp.bfloat16)
+    for result, array in zip(results, expected):
+        error = np.abs(np.asarray(result, np.float64) - array).max()
+        assert error < 2**-7 * np.abs(array).max()
+    # Keys and values travel as they are, twice; their gradients as they are summed up.
+    moved = re.findall(r"collective_permute.*tensor<\S+x(\w+)>\n", lowered.as_text())
+    assert sorted(moved) == ["bf16"] * 4 + ["f32"] * 4
+
+
+# Memory
+
+
+def test_memory_grows_with_the_length_of_a_block_and_not_with_its_square():
+    mesh, heads = make_mesh(context=4), 2
+
+    def program(length):
+        return compiled(mesh, (1, length, heads, 16), causal=True)
+
+    short, long = program(4096), program(8192)
+    less, more = (temporary_bytes(p) for p in (short, long))
+    assert more <= 2 * less
+    # Some copies of a device's part of the queries are added, and nothing else.
+    assert more - less <= 12 * (8192 - 4096) // 4 * heads * 16 * 4
+    # Of the scores, those of two chunks.
+    for p in (short, long, compiled(None, (1, 2048, heads, 16), causal=True)):
+        assert largest(p) <= heads * 512**2
+
+
+def test_the_gradient_keeps_no_scores():
+    def residuals(q, k, v):
+        return jax.vjp(ring_attention, q, k, v)[1]
+
+    like = jax.ShapeDtypeStruct((3, 40, 2, 4), jnp.float32)
+    kept = jax.tree.leaves(jax.eval_shape(residuals, like, like, like))
+    # The query, key, value, and output; the logarithm of the sum of the weights.
+    assert sorted(leaf.shape for leaf in kept) == [(3, 40, 2)] + [(3, 40, 2, 4)] * 4
+
+
+# In a train step
+
+
+class Layer(eqx.Module):
+    qkv: jax.Array
+    out: jax.Array
+
+    def __call__(self, x):
+        x = eqxshard.constrain(x, P("context"))
+        query, key, value = (jnp.einsum("se,ehd->shd", x, part) for part in self.qkv)
+        attended = ring_attention(query, key, value, causal=True)
+        return x + jnp.einsum("shd,hde->se", attended, self.out)
+
+
+def loss_fn(layers, batch, key):
+    @jax.checkpoint
+    def layer(x, layer):
+        return layer(x), None
+
+    def one(x, y):
+        return jnp.mean((jax.lax.scan(layer, x, layers)[0] - y) ** 2)
+
+    return jax.vmap(one)(batch["x"], batch["y"])
+
+
+def losses_of_three_steps(mesh):
+    """And the step's text, before the compiler changes it."""
+    optim, rule = optax.sgd(0.1), eqxshard.replicate()
+
+    def make_model(key):
+        # Two layers, stacked.
+        qkv, out = random((2, 3, 8, 2, 4))[0], random((2, 2, 4, 8))[0]
+        return Layer(jnp.asarray(qkv / 8**0.5), jnp.asarray(out / 8**0.5))
+
+    key = jax.random.key(0)
+    state = eqxshard.init_state(make_model, optim, key=key, mesh=mesh, rule=rule)
+    step = eqxshard.make_train_step(loss_fn, optim, mesh=mesh, rule=rule)
+    x, y, *_ = random((4, 16, 8))
+    text, losses = step.lower(state, {"x": x, "y": y}).as_text(), []
+    for _ in range(3):
+        state, metrics = step(state, {"x": x, "y": y})
+        losses.append(float(metrics["loss"]))
+    return losses, text
+
+
+def test_training_is_the_same_on_a_ring():
+    expected, _ = losses_of_three_steps(make_mesh())
+    losses, text = losses_of_three_steps(make_mesh(data=2, context=4))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert losses[2] < 0.99 * losses[0]
+    assert "collective_permute" in text
+
+
+# Mistakes
+
+
+def error(mesh, *shapes, **kwargs):
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    with pytest.raises(ValueError) as info:
+        jax.eval_shape(on(mesh, ft.partial(ring_attention, **kwargs)), *arrays)
+    return str(info.value)
+
+
+def test_a_length_that_does_not_divide_is_an_error_with_its_arithmetic():
+    mesh = make_mesh(context=4)
+    message = error(mesh, *[(2, 30, 2, 4)] * 3)
+    assert "a sequence of length 30 does not divide over context=4" in message
+    assert "use a multiple of 4, such as 28 or 32" in message
+    assert "such as 4." in error(mesh, *[(3, 2, 4)] * 3)
+
+
+def test_an_axis_that_the_mesh_does_not_have_is_named():
+    message = error(make_mesh(context=2), *[(2, 30, 2, 4)] * 3, axis="contxt")
+    assert "the mesh has no axis 'contxt'; name one of its axes, stage, data" in message
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ((8, 2, 4), (8, 1, 4), (8, 1, 4)),
+        ((8, 2, 4), (16, 2, 4), (16, 2, 4)),
+        ((2, 4), (2, 4), (2, 4)),
+        ((0, 2, 4), (0, 2, 4), (0, 2, 4)),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(shapes, unannotated):
+    message = error(None, *shapes)
+    assert "query, key and value have the shapes {}, {} and {};".format(*shapes) in message
+    assert "give all three the same, (*batch, seq, heads, dim)" in message
