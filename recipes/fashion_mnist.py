@@ -27,39 +27,46 @@ from eqxshard import data, trackers
 from eqxshard.mesh import AXES, describe
 
 
-def convnet(conv1, conv2, kernel2, hidden, *, key):
+class ConvNet(eqx.Module):
     """Two convolutions, each with an average pool, and two linear layers."""
-    keys = jax.random.split(key, 4)
-    side = (13 - kernel2 + 1) // 2
-    return nn.Sequential(
-        [
-            nn.Conv2d(1, conv1, 3, key=keys[0]),
-            nn.Lambda(jax.nn.relu),
-            nn.AvgPool2d(2, 2),
-            nn.Conv2d(conv1, conv2, kernel2, key=keys[1]),
-            nn.Lambda(jax.nn.relu),
-            nn.AvgPool2d(2, 2),
-            nn.Lambda(jnp.ravel),
-            nn.Linear(conv2 * side**2, hidden, key=keys[2]),
-            nn.Lambda(jax.nn.relu),
-            nn.Linear(hidden, 10, key=keys[3]),
-        ]
-    )
+
+    conv1: nn.Conv2d
+    conv2: nn.Conv2d
+    # The types name the dims, for rules such as tensor parallelism's.
+    hidden: Annotated[nn.Linear, "mlp features"]
+    logits: Annotated[nn.Linear, "classes mlp"]
+
+    def __init__(self, conv1, conv2, kernel2, hidden, *, key):
+        keys = jax.random.split(key, 4)
+        side = (13 - kernel2 + 1) // 2
+        self.conv1 = nn.Conv2d(1, conv1, 3, key=keys[0])
+        self.conv2 = nn.Conv2d(conv1, conv2, kernel2, key=keys[1])
+        self.hidden = nn.Linear(conv2 * side**2, hidden, key=keys[2])
+        self.logits = nn.Linear(hidden, 10, key=keys[3])
+
+    def __call__(self, x):
+        pool = nn.AvgPool2d(2, 2)
+        x = pool(jax.nn.relu(self.conv1(x)))
+        x = pool(jax.nn.relu(self.conv2(x)))
+        return self.logits(jax.nn.relu(self.hidden(jnp.ravel(x))))
 
 
-def mlp(*, key):
+class MLP(eqx.Module):
     """Two hidden layers."""
-    keys = jax.random.split(key, 3)
-    return nn.Sequential(
-        [
-            nn.Lambda(jnp.ravel),
-            nn.Linear(784, 256, key=keys[0]),
-            nn.Lambda(jax.nn.relu),
-            nn.Linear(256, 128, key=keys[1]),
-            nn.Lambda(jax.nn.relu),
-            nn.Linear(128, 10, key=keys[2]),
-        ]
-    )
+
+    hidden1: Annotated[nn.Linear, "mlp pixels"]
+    hidden2: Annotated[nn.Linear, "features mlp"]
+    logits: Annotated[nn.Linear, "classes features"]
+
+    def __init__(self, *, key):
+        keys = jax.random.split(key, 3)
+        self.hidden1 = nn.Linear(784, 256, key=keys[0])
+        self.hidden2 = nn.Linear(256, 128, key=keys[1])
+        self.logits = nn.Linear(128, 10, key=keys[2])
+
+    def __call__(self, x):
+        x = jax.nn.relu(self.hidden1(jnp.ravel(x)))
+        return self.logits(jax.nn.relu(self.hidden2(x)))
 
 
 def predict(model, batch):
@@ -82,8 +89,8 @@ def train(args: "Args") -> str:
     """Train, evaluate and write the results; return the last line to print."""
     make_model, name, epochs = choose("model", args.model, MODELS)
     epochs = epochs if args.epochs is None else at_least_1("epochs", args.epochs)
-    mesh = make_mesh(args)
     rule = choose("rule", args.rule, RULES)
+    mesh = make_mesh(args)
 
     train_data, test_data, why_synthetic = load(args)
     if args.batch_size > len(train_data):
@@ -146,14 +153,15 @@ def train(args: "Args") -> str:
 
 
 MODELS = {
-    "lenet": (lambda key: convnet(20, 50, 5, 128, key=key), "LeNet", 10),
-    "cnn": (lambda key: convnet(32, 64, 3, 256, key=key), "CNN", 5),
-    "mlp": (lambda key: mlp(key=key), "MLP", 10),
+    "lenet": (lambda key: ConvNet(20, 50, 5, 128, key=key), "LeNet", 10),
+    "cnn": (lambda key: ConvNet(32, 64, 3, 256, key=key), "CNN", 5),
+    "mlp": (lambda key: MLP(key=key), "MLP", 10),
 }
 RULES = {
     "replicate": eqxshard.replicate(),
     # The least size that is fsdp's own default is for models worth splitting.
     "fsdp": eqxshard.fsdp(min_size=2**10),
+    "tensor": eqxshard.by_dim({"mlp": "tensor"}),
 }
 OPTIMIZERS = {
     "adamw": (partial(optax.adamw, b2=0.98, weight_decay=0.01), 5e-3),
@@ -194,7 +202,7 @@ class Args:
     mesh: Annotated[str | None, by_default("AXIS=SIZE,...", "the rule's axis")] = None
     """Sizes of mesh axes, such as data=4,fsdp=2; -1 takes what is left."""
     rule: Annotated[str, one_of(RULES)] = "replicate"
-    """Where parameters are: whole on each device, or split over the fsdp axis."""
+    """Where parameters are: whole on each device, or split over the fsdp or tensor axis."""
     seed: int = 0
     """Decides the initial parameters and the order of the data."""
     data: Annotated[str, one_of(DATA)] = "auto"
@@ -256,8 +264,8 @@ def output_folder(args: Args) -> Path:
 
 
 def make_mesh(args: Args) -> Mesh:
-    by_rule = "fsdp=-1" if args.rule == "fsdp" else "data=-1"
-    sizes = parse_mesh(by_rule if args.mesh is None else args.mesh)
+    by_rule = {"replicate": "data=-1", "fsdp": "fsdp=-1", "tensor": "tensor=-1"}
+    sizes = parse_mesh(by_rule[args.rule] if args.mesh is None else args.mesh)
     sizes.setdefault("data", 1 if -1 in sizes.values() else -1)
     fixed = math.prod(size for size in sizes.values() if size > 0)
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

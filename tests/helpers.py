@@ -103,6 +103,12 @@ def host(leaf):
     return np.asarray(leaf)
 
 
+def part(array):
+    """The shape of each device's part, if that is the same on all of them."""
+    (shape,) = {shard.data.shape for shard in array.addressable_shards}
+    return shape
+
+
 def assert_equal(tree, other):
     """Bit for bit."""
     ours, theirs = arrays(tree), arrays(other)

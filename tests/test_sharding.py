@@ -1,239 +1,21 @@
-import math
-import re
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from helpers import part
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import eqxshard
-
-SIZES = (1, 2, 4, 8)
 
 
 def make_mesh(fsdp=4, tensor=1):
     return eqxshard.make_mesh(fsdp=fsdp, tensor=tensor)
 
 
-def struct(*shape, dtype=jnp.float32):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def spec_of(rule, *shape, mesh=None, path="w"):
-    return eqxshard.shardings({path: struct(*shape)}, mesh or make_mesh(), rule)[path].spec
-
-
-def fsdp(min_size=1, axis="fsdp"):
-    return eqxshard.fsdp(min_size=min_size, axis=axis)
-
-
-def error(rule, *shape, path="w", mesh=None):
-    with pytest.raises(ValueError) as info:
-        eqxshard.shardings({path: struct(*shape)}, mesh or make_mesh(), rule)
-    return str(info.value)
-
-
-def part(array):
-    """The shape of each device's part, if that is the same on all of them."""
-    (shape,) = {shard.data.shape for shard in array.addressable_shards}
-    return shape
-
-
-# Rules
-
-
-def test_replicate_leaves_every_leaf_whole():
-    assert spec_of(eqxshard.replicate(), 8, 8) == P()
-    assert spec_of(eqxshard.replicate()) == P()
-
-
-@pytest.mark.parametrize(
-    "shape, spec",
-    [
-        ((8, 16), P(None, "fsdp")),
-        ((16, 8), P("fsdp")),
-        ((8, 8), P("fsdp")),  # the first of equals
-        ((30, 8, 9), P(None, "fsdp")),  # 30 is larger, and does not divide
-        ((3, 5, 8), P(None, None, "fsdp")),
-        ((3, 5), P()),
-        ((2,), P()),
-        ((0, 4), P(None, "fsdp")),
-        ((), P()),
-    ],
-)
-def test_fsdp_splits_the_largest_dim_that_divides(shape, spec):
-    assert spec_of(fsdp(min_size=0), *shape) == spec
-
-
-def test_fsdp_leaves_small_leaves_whole():
-    assert spec_of(fsdp(min_size=65), 8, 8) == P()
-    assert spec_of(fsdp(min_size=64), 8, 8) == P("fsdp")
-    assert spec_of(eqxshard.fsdp(), 2**9, 2**9) == P("fsdp")
-    assert spec_of(eqxshard.fsdp(), 2**9, 2**9 - 4) == P()
-
-
-def test_fsdp_over_another_axis():
-    mesh = make_mesh(fsdp=1)
-    assert spec_of(fsdp(axis="data"), 4, 8, mesh=mesh) == P(None, "data")
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_rule_holds_on_every_mesh(size):
-    mesh = make_mesh(fsdp=size)
-    placed = eqxshard.filter_shard(
-        np.zeros((16, 3)), eqxshard.shardings(np.zeros((16, 3)), mesh, fsdp())
-    )
-    assert part(placed) == (16 // size, 3)
-
-
-def test_by_path_searches_and_the_first_match_decides():
-    rule = eqxshard.by_path(
-        {r"attention.*weight$": P("tensor"), r"^layers\.1\.": P("fsdp"), "weight": P()}
-    )
-    tree = {
-        "layers": [
-            {"attention": {"q": {"weight": struct(8, 8), "bias": struct(8)}}},
-            {"weight": struct(8, 8), "bias": struct(8)},
-        ],
-        "deep": {"layers": [struct(8), struct(8)]},
-    }
-    places = eqxshard.shardings(tree, make_mesh(), rule)
-    assert places["layers"][0]["attention"]["q"]["weight"].spec == P("tensor")
-    assert places["layers"][0]["attention"]["q"]["bias"].spec == P()
-    assert places["layers"][1]["weight"].spec == P("fsdp")
-    assert places["layers"][1]["bias"].spec == P("fsdp")
-    assert places["deep"]["layers"][1].spec == P()  # `^` anchors
-    assert rule("layers.0.attention.q.bias", struct(8), make_mesh()) is None
-
-
-def test_by_path_refuses_what_is_no_expression():
-    with pytest.raises(ValueError, match=r"'w\(' is not a regular expression .*escape"):
-        eqxshard.by_path({"w": P(), "w(": P()})
-
-
-def test_first_match_asks_in_order():
-    calls = []
-
-    def mine(path, leaf, mesh):
-        calls.append(path)
-        return P("tensor") if leaf.ndim == 1 else None
-
-    rule = eqxshard.first_match(eqxshard.by_path({"a": P()}), mine, fsdp())
-    mesh = make_mesh()
-    tree = {"a": struct(8), "b": struct(8), "c": struct(8, 8)}
-    places = eqxshard.shardings(tree, mesh, rule)
-    assert [places[name].spec for name in "abc"] == [P(), P("tensor"), P("fsdp")]
-    assert calls == ["b", "c"]
-    nested = eqxshard.first_match(eqxshard.first_match(mine), fsdp())
-    assert spec_of(nested, 8, mesh=mesh) == P("tensor")
-    assert eqxshard.first_match(mine)("c", struct(8, 8), mesh) is None
-
-
-def test_a_rule_is_any_function():
-    seen = []
-
-    def rule(path, leaf, mesh):
-        seen.append((path, leaf.shape, leaf.dtype, mesh))
-
-    mesh = make_mesh()
-    linear = eqx.nn.Linear(3, 2, key=jax.random.key(0))
-    places = eqxshard.shardings([linear], mesh, rule)
-    assert seen == [
-        ("0.weight", (2, 3), jnp.float32, mesh),
-        ("0.bias", (2,), jnp.float32, mesh),
-    ]
-    assert places[0].weight == NamedSharding(mesh, P())  # claimed by no rule
-
-
-def test_rules_say_what_they_are():
-    rule = eqxshard.first_match(eqxshard.by_path({"a": P(), "b": P()}), fsdp(axis="data"))
-    assert repr(rule) == "first_match(by_path('a', 'b'), fsdp('data'))"
-    assert repr(eqxshard.fsdp()) == "fsdp()"
-    assert repr(eqxshard.replicate()) == "replicate()"
-
-
-# Specs that do not fit
-
-
-def test_an_unknown_axis_is_named_with_its_neighbour():
-    message = error(eqxshard.by_path({"w": P("tensr")}), 8)
-    assert "w (8,): P('tensr',) names the axis 'tensr'" in message
-    assert "did you mean 'tensor'? its axes are stage, data, fsdp" in message
-    assert "did you mean" not in error(eqxshard.by_path({"w": P("qqq")}), 8)
-    message = error(fsdp(axis="fdsp"), 8)
-    assert "fsdp('fdsp') names the axis 'fdsp'" in message
-    assert "did you mean 'fsdp'?" in message
-
-
-@pytest.mark.parametrize(
-    "spec", [P("fsdp", "fsdp"), P(("fsdp", "fsdp")), P(("fsdp",), "fsdp")]
-)
-def test_an_axis_splits_one_dim_only(spec):
-    assert "uses the axis 'fsdp' twice" in error(eqxshard.by_path({"w": spec}), 16, 16)
-
-
-def test_no_more_entries_than_dims():
-    message = error(eqxshard.by_path({"w": P(None, None, "fsdp")}), 8, 8)
-    assert "has 3 entries and the array 2 dims; give at most one entry per dim" in message
-    assert "has 1 entries and the array 0 dims" in error(lambda *_: P("fsdp"))
-
-
-def test_a_dim_that_does_not_divide_is_an_error_with_its_arithmetic():
-    mesh = make_mesh(fsdp=2, tensor=2)
-    rule = eqxshard.by_path({"w": P(None, ("fsdp", "tensor"))})
-    assert spec_of(rule, 3, 8, mesh=mesh) == P(None, ("fsdp", "tensor"))
-    message = error(rule, 3, 6, mesh=mesh)
-    assert "w (3, 6): P(None, ('fsdp', 'tensor')) splits dim 1 of size 6" in message
-    assert "over fsdp=2 x tensor=2, which does not divide it" in message
-    assert "choose a dim that is a multiple of 4, or leave this one whole" in message
-
-
-def test_a_lone_array_has_a_name_in_errors():
-    with pytest.raises(ValueError, match=r"^the array \(3,\): P\('fsdp',\) splits dim 0"):
-        eqxshard.shardings(struct(3), make_mesh(), lambda *_: P("fsdp"))
-
-
-@pytest.mark.parametrize("answer", ["fsdp", ("fsdp", None), True])
-def test_an_answer_that_is_no_spec_is_named(answer):
-    def rule(path, leaf, mesh):
-        return answer
-
-    message = rf"rule rule answers {re.escape(repr(answer))} for w; answer with a jax\.P"
-    with pytest.raises(TypeError, match=message):
-        eqxshard.shardings({"w": struct(8, 8)}, make_mesh(), rule)
-
-
-@settings(deadline=None, max_examples=150)
-@given(
-    shapes=st.lists(st.lists(st.integers(0, 24), max_size=3).map(tuple), max_size=4),
-    size=st.sampled_from(SIZES),
-    min_size=st.integers(0, 200),
-    axis=st.sampled_from(["fsdp", "tensor"]),
-)
-def test_fsdp_divides_exactly_or_leaves_whole(shapes, size, min_size, axis):
-    mesh = eqxshard.make_mesh(**{axis: size})
-    tree = {f"leaf{i}": np.zeros(shape, np.float16) for i, shape in enumerate(shapes)}
-    rule = fsdp(min_size, axis)
-    places = eqxshard.shardings(tree, mesh, rule)
-    placed = eqxshard.filter_shard(tree, places)
-    explained = {leaf.path: leaf for leaf in eqxshard.explain(tree, mesh, rule).leaves}
-    for name, whole in tree.items():
-        parts = [shard.data.nbytes for shard in placed[name].addressable_shards]
-        divides = any(n and n % size == 0 for n in whole.shape)
-        split = divides and math.prod(whole.shape) >= min_size
-        assert parts == [whole.nbytes // (size if split else 1)] * 8
-        assert explained[name].bytes_per_device == parts[0]
-        assert explained[name].bytes_whole == whole.nbytes
-        assert sum(entry is not None for entry in places[name].spec) == split
-
-
-# shardings and filter_shard
+FSDP = eqxshard.fsdp(min_size=1)
 
 
 class Model(eqx.Module):
@@ -252,7 +34,7 @@ class Model(eqx.Module):
 
 def test_shardings_are_like_the_tree():
     model = Model()
-    places = eqxshard.shardings(model, make_mesh(), fsdp())
+    places = eqxshard.shardings(model, make_mesh(), FSDP)
     assert isinstance(places, Model)
     split = NamedSharding(make_mesh(), P("fsdp"))
     assert [places.linear.weight, places.linear.bias, places.table] == [split] * 3
@@ -262,9 +44,9 @@ def test_shardings_are_like_the_tree():
 def test_shapes_do_instead_of_arrays():
     mesh = make_mesh()
     shapes = eqx.filter_eval_shape(Model)
-    places = eqxshard.shardings(shapes, mesh, fsdp())
+    places = eqxshard.shardings(shapes, mesh, FSDP)
     assert jax.tree.leaves(places) == jax.tree.leaves(
-        eqxshard.shardings(Model(), mesh, fsdp())
+        eqxshard.shardings(Model(), mesh, FSDP)
     )
     # There is nothing to move, and so they come back as they are.
     assert eqx.tree_equal(eqxshard.filter_shard(shapes, places), shapes)
@@ -272,7 +54,7 @@ def test_shapes_do_instead_of_arrays():
 
 def test_filter_shard_moves_arrays_and_leaves_the_rest_alone():
     model, mesh = Model(), make_mesh()
-    placed = eqxshard.filter_shard(model, eqxshard.shardings(model, mesh, fsdp()))
+    placed = eqxshard.filter_shard(model, eqxshard.shardings(model, mesh, FSDP))
     assert part(placed.linear.weight) == (2, 4)
     assert placed.linear.weight.sharding == NamedSharding(mesh, P("fsdp"))
     assert isinstance(placed.table, jax.Array)
@@ -444,10 +226,3 @@ def test_in_per_device_code_constrain_does_nothing():
         out_specs=P("fsdp"),
     )
     np.testing.assert_array_equal(jax.jit(per_device)(x), 2 * x)
-
-
-def test_what_makes_a_rule_is_not_one():
-    with pytest.raises(
-        TypeError, match=r"fsdp makes a rule and is not one; call it, as fsdp\(\)"
-    ):
-        eqxshard.shardings({"w": np.ones(8)}, eqxshard.make_mesh(), eqxshard.fsdp)  # pyright: ignore

@@ -405,18 +405,19 @@ def numbers(output):
     ]
 
 
-SPLIT = ["--devices", "4", "--mesh", "data=2,fsdp=2", "--rule", "fsdp"]
+SPLIT = ["--mesh", "data=2,fsdp=2", "--rule", "fsdp"]
 
 
 def test_a_split_run_gives_the_same_numbers(main, small, tmp_path):
     options = ["--model", "mlp", "--epochs", "1", "--batch-size", "64"]
     one, four = tmp_path / "one", tmp_path / "four"
     assert main(*options, "--devices", "1", "--output", one)[0] == 0
-    status, out, _ = main(*options, *SPLIT, "--output", four)
-    assert status == 0
-    assert " | MLP on 4 x cpu (data=2, fsdp=2)" in out
-    for ours, theirs in zip(numbers(four), numbers(one), strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-4)
+    for split, mesh in ((SPLIT, "data=2, fsdp=2"), (["--rule", "tensor"], "tensor=4")):
+        status, out, _ = main(*options, "--devices", "4", *split, "--output", four)
+        assert status == 0
+        assert f" | MLP on 4 x cpu ({mesh})" in out
+        for ours, theirs in zip(numbers(four), numbers(one), strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-4)
 
 
 @pytest.mark.slow
@@ -424,7 +425,7 @@ def test_a_split_run_gives_the_same_numbers_in_a_process(tmp_path):
     options = ["--data", "synthetic", "--model", "mlp", "--epochs", "1"]
     one, four = tmp_path / "one", tmp_path / "four"
     assert run(*options, "--devices", "1", "--output", one)[0] == 0
-    assert run(*options, *SPLIT, "--output", four)[0] == 0
+    assert run(*options, "--devices", "4", *SPLIT, "--output", four)[0] == 0
     assert numbers(four)[0] == pytest.approx(numbers(one)[0], rel=1e-5)
     assert numbers(four)[-1] == pytest.approx(numbers(one)[-1], rel=2e-2)
 
@@ -437,6 +438,7 @@ def test_a_split_run_gives_the_same_numbers_in_a_process(tmp_path):
         (6, "", 4),  # 256 does not divide by 5 or 6
         (6, "--batch-size 255", 5),
         (6, "--rule fsdp", 4),
+        (6, "--rule tensor", 4),
         (7, "--mesh fsdp=2 --batch-size 60", 6),
         (2, "--mesh data=2,fsdp=2", 4),
         (1, "--mesh fsdp=4", 4),
