@@ -70,33 +70,24 @@ def _walk(node: Any, hints: list[_Hint], path: tuple[Any, ...], leaf: Any) -> Di
     hints = [plain for hint in hints for plain in _plain(hint)]
     if not path:
         return _dims_of_array(hints, leaf)
-    name, rest = getattr(path[0], "name", None), path[1:]
+    name = getattr(path[0], "name", None)
     if isinstance(node, nn.WeightNorm) and name == "g":
         return _dims_of_norm(node, hints, leaf)
+    below = (_child(node, path[0]), _hints_below(node, hints, path[0]), path[1:], leaf)
     layer = next((cls for cls in type(node).__mro__ if cls in _LAYERS), None)
-    below = _hints_below(node, hints, path[0])
     if layer is None:
-        return _walk(_child(node, path[0]), below, rest, leaf)
+        return _walk(*below)
     # What a subclass says of a field goes before what we know of its base.
     annotated = _annotation(type(node), name)
     if annotated and annotated[0] is not layer and issubclass(annotated[0], layer):
-        dims = _walk(_child(node, path[0]), below, rest, leaf)
+        dims = _walk(*below)
         if dims is not None:
             return dims
     known = _LAYERS[layer](node)
-    text = known.get(jax.tree_util.keystr(path, simple=True, separator="."))
-    text = known.get(f"{name}.*") if text is None else text
-    if text is None:
-        return _walk(_child(node, path[0]), below, rest, leaf)
-    names = _renamed(layer, known, hints)
-    parsed = [dim._replace(name=names.get(dim.name, dim.name)) for dim in _parse(text)]
-    dims = _fit(parsed, len(leaf.shape))
-    if dims is None:
-        raise ValueError(
-            f"{layer.__name__}.{name} has the dims {text!r}, and the array there is "
-            f"{_shape(leaf)}; keep such an array in an annotated field of your own."
-        )
-    return dims
+    for inside in (jax.tree_util.keystr(path, simple=True, separator="."), f"{name}.*"):
+        if inside in known:
+            return _dims_in_layer(layer, known, inside, hints, leaf)
+    return _walk(*below)
 
 
 def _hints_below(node: Any, hints: list[_Hint], key: Any) -> list[_Hint]:
@@ -116,13 +107,13 @@ def _hints_of_item(node: Any, hint: _Hint, key: Any) -> list[_Hint]:
         return [hint]
     if isinstance(key, DictKey) and typing.is_typeddict(kind):
         return _substituted(kind, hint.type, key.key)
-    if isinstance(key, SequenceKey) and kind is tuple and args[1:] != (...,):
-        return [_Hint(arg, hint.field) for arg in args[key.idx :][: len(args) == len(node)]]
-    known = isinstance(kind, type) and kind.__module__ in _CONTAINERS
-    if known and issubclass(kind, Mapping) == isinstance(key, DictKey):
-        item = args[:1] if isinstance(key, SequenceKey) else args[1:]
-        return [_Hint(arg, hint.field) for arg in item]
-    return []
+    if not isinstance(kind, type) or kind.__module__ not in _CONTAINERS or not args:
+        return []
+    if issubclass(kind, Mapping) != isinstance(key, DictKey):
+        return []
+    if kind is not tuple or args[1:] == (...,):
+        return [_Hint(args[isinstance(key, DictKey)], hint.field)]
+    return [_Hint(args[key.idx], hint.field)] if len(args) == len(node) else []
 
 
 _CONTAINERS = ("builtins", "collections", "collections.abc")
@@ -130,12 +121,14 @@ _CONTAINERS = ("builtins", "collections", "collections.abc")
 
 def _hints_of_field(node: Any, hints: list[_Hint], name: str) -> list[_Hint]:
     cls = type(node)
-    mine = [h for h in hints if (typing.get_origin(h.type) or h.type) in cls.__mro__]
-    words = next((hint for hint in mine if hint.words is not None), None)
-    if words and name == "layer" and isinstance(node, nn.WeightNorm | nn.SpectralNorm):
-        # These have no names of their own.
-        return [words._replace(type=type(node.layer))]
-    below = [h for hint in mine for h in _substituted(cls, hint.type, name)]
+    below: list[_Hint] = []
+    for hint in hints:
+        kind = typing.get_origin(hint.type) or hint.type
+        if kind in (nn.WeightNorm, nn.SpectralNorm) and name == "layer" and hint.words:
+            # These have no names of their own.
+            return [hint._replace(type=type(node.layer))]
+        if kind in cls.__mro__:
+            below += _substituted(cls, hint.type, name)
     return below or _substituted(cls, Any, name)
 
 
@@ -383,13 +376,28 @@ def _shape(leaf: Any) -> str:
 # The layers of equinox.nn, whose own annotations say `Array`
 
 
+def _dims_in_layer(
+    layer: type, known: Mapping[str, str], inside: str, hints: list[_Hint], leaf: Any
+) -> Dims | None:
+    """The dims at a path inside of a layer, as the field that holds it calls them."""
+    names = _renamed(layer, known, hints)
+    parsed = [_Dim(names.get(dim, dim), rest) for dim, rest in _parse(known[inside])]
+    dims = _fit(parsed, len(leaf.shape))
+    if dims is None:
+        raise ValueError(
+            f"{layer.__name__}.{inside} has the dims {known[inside]!r}, and the array "
+            f"there is {_shape(leaf)}; keep it in an annotated field of your own."
+        )
+    return dims
+
+
 def _renamed(
     layer: type, known: Mapping[str, str], hints: list[_Hint]
 ) -> dict[str | None, str | None]:
     """What a field calls the dims of its layer: `Annotated[nn.Linear, "mlp embed"]`."""
     for hint in hints:
-        cls = typing.get_origin(hint.type) or hint.type
-        if hint.words is None or not (isinstance(cls, type) and issubclass(cls, layer)):
+        kind = typing.get_origin(hint.type) or hint.type
+        if hint.words is None or not (isinstance(kind, type) and issubclass(kind, layer)):
             continue
         dims = (dim.name for text in known.values() for dim in _parse(text))
         own = [*dict.fromkeys(name for name in dims if name)]

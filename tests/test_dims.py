@@ -54,8 +54,8 @@ def dims(tree):
     seen = {}
 
     def rule(path, leaf, mesh):
-        seen[path] = leaf.dims
-        assert leaf.dims is None or len(leaf.dims) == len(leaf.shape), path
+        seen[path] = found = leaf.dims
+        assert found is None or len(found) == len(leaf.shape), path
 
     mesh = eqxshard.make_mesh(devices=jax.devices()[:1])
     eqxshard.shardings(tree, mesh, rule)
@@ -892,6 +892,7 @@ def test_running_statistics_have_no_names_outside_of_the_model():
         (Annotated[nn.Sequential, "any text at all"], lambda: nn.Sequential([linear()]),
          {"layers.0.weight": "out in", "layers.0.bias": "out"}),
         (Annotated[PyTree[nn.Linear], "any text at all"], linear, LINEAR),
+        (Annotated[eqx.Module, "any text at all"], weight_norm, INSIDE | {"g": "out _"}),
         (Annotated[nn.Dropout, "any text at all"], nn.Dropout, {}),
     ],
 )  # fmt: skip
