@@ -95,15 +95,21 @@ def test_static_results_need_not_be_hashable():
     assert isinstance(out[0], Unhashable)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_each_device_has_its_own_part(check_vma):
+def test_each_device_has_its_own_part():
     def fn(x):
-        index = jax.lax.axis_index(("data", "fsdp"))
-        return x + index.astype(x.dtype)
+        return x + jax.lax.axis_index(("data", "fsdp")).astype(x.dtype)
 
-    mapped = eqxshard.filter_jit(shard_map(fn, ROWS, ROWS, check_vma=check_vma))
     expected = X + np.repeat(np.arange(8, dtype=np.float32), 2)[:, None]
-    np.testing.assert_array_equal(mapped(X), expected)
+    np.testing.assert_array_equal(jax.jit(shard_map(fn, ROWS, ROWS))(X), expected)
+
+
+def test_jax_checks_that_results_agree_unless_told_not_to():
+    def fn(x):
+        return jax.lax.all_gather(x, ("data", "fsdp"), tiled=True)
+
+    with pytest.raises(ValueError, match="require replication"):
+        jax.jit(shard_map(fn, ROWS))(X)
+    np.testing.assert_array_equal(jax.jit(shard_map(fn, ROWS, check_vma=False))(X), X)
 
 
 def test_the_mesh_of_the_context():
@@ -139,6 +145,7 @@ def test_the_mesh_of_the_step_inside_a_step():
 def test_some_axes_can_stay_automatic():
     def fn(x):
         assert x.shape == (8, 4)  # split over data, and whole along fsdp
+        assert jax.sharding.get_abstract_mesh().manual_axes == ("data",)
         return x * jax.lax.axis_size("data")
 
     placed = jax.device_put(X, NamedSharding(MESH, ROWS))

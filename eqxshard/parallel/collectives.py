@@ -7,8 +7,8 @@ own* rows, and its gradient; these functions make of it the gradient of the mean
 rows. So the loss must not be averaged over devices before it is differentiated.
 
 They are right whether or not `check_vma` is on. (With it, JAX by itself adds up the
-gradients of an array that several devices share; [`sync_gradients`][
-eqxshard.parallel.collectives.sync_gradients] sees from the gradient's type that it did.)
+gradients of an array that several devices share; `sync_gradients` sees from a gradient's
+type that it did, and only divides.)
 """
 
 import math
