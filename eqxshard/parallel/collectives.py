@@ -4,7 +4,9 @@ This is the vocabulary of the UvA tutorials on training models at scale (Phillip
 https://uvadlc-notebooks.readthedocs.io), for plain PyTrees inside of
 [`eqxshard.filter_shard_map`][]. There the code of one device computes the loss of *its
 own* rows, and its gradient; these functions make of it the gradient of the mean over all
-rows. So the loss must not be averaged over devices before it is differentiated.
+rows. So the loss must not be averaged over devices before it is differentiated: the
+gradient would be too small by their number. (Such a loss needs none of this: with
+`check_vma` on, JAX derives its gradient from `jax.lax.pmean` and `jax.lax.all_gather`.)
 
 They are right whether or not `check_vma` is on. (With it, JAX by itself adds up the
 gradients of an array that several devices share; `sync_gradients` sees from a gradient's
