@@ -6,6 +6,7 @@ step. A mesh and a rule say where arrays live; computation follows the data.
 
 from . import data as data
 from . import parallel as parallel
+from . import testing as testing
 from . import trackers as trackers
 from ._ema import ema_model as ema_model
 from ._ema import ema_weights as ema_weights
