@@ -76,7 +76,7 @@ def test_the_rest_is_trained_as_if_the_frozen_part_were_a_constant():
 
 
 def test_functions_of_leaves_say_what_is_trained():
-    matrices = lambda leaf: leaf.ndim == 2  # noqa: E731
+    matrices = lambda leaf: eqx.is_array(leaf) and leaf.ndim == 2  # noqa: E731
     _, state, _ = train(Model, squared_errors, "data=1", "replicate", trainable=matrices)
     fresh = Model(KEY)
     assert_equal(state.model.first.bias, fresh.first.bias)
@@ -154,9 +154,7 @@ def test_batch_norm_takes_its_statistics_over_the_whole_batch(normed):
     _, state, _ = train(make_normed, normed_errors, "data=8", "replicate", steps=1)
     _, mean, variance = jax.tree.leaves(state.model_state)
     np.testing.assert_allclose(mean, 0.01 * hidden.mean(0), rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(
-        variance, 0.99 + 0.01 * hidden.var(0) * 32 / 31, rtol=1e-4, atol=1e-6
-    )
+    np.testing.assert_allclose(variance, 0.99 + 0.01 * hidden.var(0), rtol=1e-4, atol=1e-6)
 
 
 def test_evaluation_uses_the_running_statistics(normed):
@@ -176,7 +174,8 @@ def test_evaluation_uses_the_running_statistics(normed):
     host = jax.tree.map(lambda x: np.asarray(x) if eqx.is_array(x) else x, pair)
     inference = eqx.nn.inference_mode(host[0])
     out = jax.vmap(lambda x: inference(x, host[1])[0], axis_name="batch")(batch["x"])
-    assert found == pytest.approx(np.mean(np.sum((out - batch["y"]) ** 2, -1)), rel=1e-4)
+    expected = float(np.mean(np.sum((np.asarray(out) - batch["y"]) ** 2, axis=-1)))
+    assert found == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_state_goes_through_the_parts_of_a_batch_in_turn():
@@ -251,8 +250,8 @@ def test_zero1_trains_as_one_device_does():
     moments = state.opt_state[0]
     assert part(moments.mu.first.weight) == part(moments.nu.first.weight) == (4, 8)
     text = train_step.lower(state, make_batch()).compile().as_text()
-    # The updated parts of four parameters are gathered, and nothing else.
-    assert sum(text.count(f" {name}(") for name in ("all-gather", "all-gather-start")) == 4
+    # The updated parts are gathered, and nothing else; the last bias has but 4 elements.
+    assert sum(text.count(f" {name}(") for name in ("all-gather", "all-gather-start")) == 3
 
 
 @pytest.mark.parametrize(
@@ -270,4 +269,4 @@ def test_the_norm_that_clips_is_that_of_the_whole_gradient(rule):
         lambda new, old: np.asarray(new) - np.asarray(old),
         *(eqx.filter(model, eqx.is_inexact_array) for model in (state.model, Model(KEY))),
     )
-    assert float(optax.global_norm(change)) == pytest.approx(0.05, rel=1e-4)
+    assert float(optax.tree.norm(change)) == pytest.approx(0.05, rel=1e-4)

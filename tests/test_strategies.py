@@ -1,0 +1,229 @@
+"""Every strategy, on 2, 4 and 8 devices, for 20 steps: the same as one device.
+
+`pytest -m slow -s tests/test_strategies.py` prints the largest relative differences.
+"""
+
+import functools
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import arrays, lenient
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+from rich.table import Table
+from transformer import Transformer, make_tokens, next_token_losses
+
+import eqxshard
+from eqxshard.parallel import (
+    mixture_of_experts,
+    pipeline,
+    pipeline_loss,
+    ring_attention,
+)
+
+STEPS, ROWS, SEQ, WIDTH = 20, 16, 16, 16
+FSDP, ZERO1 = eqxshard.fsdp(min_size=64), eqxshard.zero1(min_size=64)
+TENSOR = eqxshard.by_dim({"heads": "tensor", "mlp": "tensor", "vocab": "tensor"})
+
+
+def dense(key, *shape):
+    return jax.random.normal(key, shape) / shape[-1] ** 0.5
+
+
+class Attention(eqx.Module):
+    """Its sequence may be split; heads and width are whole."""
+
+    qkv: jax.Array
+    out: jax.Array
+    dropout: eqx.nn.Dropout
+
+    def __init__(self, key):
+        k1, k2 = jax.random.split(key)
+        self.qkv, self.out = dense(k1, 3, WIDTH, WIDTH), dense(k2, WIDTH, WIDTH)
+        self.dropout = eqx.nn.Dropout(0.1)
+
+    def __call__(self, x, key):
+        x = eqxshard.constrain(x, P("context"))
+        q, k, v = jnp.einsum("nde,se->nsd", self.qkv, x).reshape(3, -1, 2, WIDTH // 2)
+        y = ring_attention(q, k, v, causal=True).reshape(x.shape) @ self.out.T
+        return eqxshard.constrain(x + self.dropout(y, key=key), P("context"))
+
+
+class Layer(eqx.Module):
+    weight: jax.Array
+    dropout: eqx.nn.Dropout
+
+    def __init__(self, key):
+        self.weight, self.dropout = dense(key, WIDTH, WIDTH), eqx.nn.Dropout(0.1)
+
+    def __call__(self, x, key):
+        return x + self.dropout(jnp.tanh(self.weight @ x), key=key)
+
+
+class Stages(eqx.Module):
+    layers: Layer
+    head: jax.Array
+
+    def __init__(self, key):
+        self.layers = eqx.filter_vmap(Layer)(jax.random.split(key, 8))
+        self.head = dense(key, WIDTH, WIDTH)
+
+
+class Experts(eqx.Module):
+    router: jax.Array
+    experts: eqx.nn.MLP
+    dropout: eqx.nn.Dropout
+
+    def __init__(self, key):
+        k1, k2 = jax.random.split(key)
+        self.router = dense(k1, 16, WIDTH)
+        self.experts = eqx.filter_vmap(lambda k: eqx.nn.MLP(WIDTH, WIDTH, 8, 1, key=k))(
+            jax.random.split(k2, 16)
+        )
+        self.dropout = eqx.nn.Dropout(0.1)
+
+    def __call__(self, x, key):
+        mixed = mixture_of_experts(self.experts, x, x @ self.router.T, k=2, capacity=1.5)
+        return x + self.dropout(mixed.output, key=key)
+
+
+def sequence_losses(model, batch, key):
+    out = jax.vmap(model)(batch["x"], jax.random.split(key, ROWS))
+    return jnp.mean((out - batch["y"]) ** 2, axis=(1, 2))
+
+
+def gpipe_losses(model, batch, key):
+    h = pipeline(model.layers, batch["x"][:, 0], microbatches=4, key=key)
+    return jnp.mean((h @ model.head.T - batch["y"][:, 0]) ** 2, axis=-1)
+
+
+def loss_of_1f1b(model, batch, key):
+    def loss_fn(head, h, target, key):
+        return jnp.mean((head @ h - target) ** 2)
+
+    x, y = batch["x"][:, 0], batch["y"][:, 0]
+    return pipeline_loss(loss_fn, model.layers, model.head, x, y, microbatches=4, key=key)
+
+
+def make_batch(seed):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(ROWS, SEQ, WIDTH)).astype(np.float32)
+    return {"x": x, "y": np.sin(2 * x[:, ::-1])}
+
+
+def tokens(seed):
+    return make_tokens(ROWS, seed=seed)
+
+
+STAGED = eqxshard.by_path({"^layers": P("stage")})
+SPREAD = eqxshard.by_path({"^experts": P("expert")})
+TRANSFORMER = (Transformer, next_token_losses, tokens)
+ATTENTION = (Attention, sequence_losses, make_batch)
+GPIPE = (Stages, gpipe_losses, make_batch)
+ONE_F_ONE_B = (Stages, loss_of_1f1b, make_batch)
+EXPERTS = (Experts, sequence_losses, make_batch)
+
+
+def both(rule, other):
+    return eqxshard.combine(rule, other)
+
+
+#: By name: what is trained, the rule, and the axes, of which the first takes the devices
+#: that the others leave.
+STRATEGIES = {
+    "data": (TRANSFORMER, eqxshard.replicate(), {"data": 0}),
+    "ZeRO-1": (TRANSFORMER, ZERO1, {"data": 0}),
+    "FSDP": (TRANSFORMER, FSDP, {"fsdp": 0}),
+    "hybrid": (TRANSFORMER, FSDP, {"fsdp": 0, "data": 2}),
+    "tensor": (TRANSFORMER, TENSOR, {"tensor": 0}),
+    "data x tensor": (TRANSFORMER, TENSOR, {"data": 0, "tensor": 2}),
+    "ZeRO-1 x tensor": (TRANSFORMER, both(TENSOR, ZERO1), {"data": 0, "tensor": 2}),
+    "FSDP x tensor": (TRANSFORMER, both(TENSOR, FSDP), {"fsdp": 0, "tensor": 2}),
+    "data x FSDP x tensor": (
+        TRANSFORMER,
+        both(TENSOR, FSDP),
+        {"fsdp": 0, "data": 2, "tensor": 2},
+    ),
+    "context": (ATTENTION, eqxshard.replicate(), {"context": 0}),
+    "FSDP x context": (ATTENTION, FSDP, {"context": 0, "fsdp": 2}),
+    "stage (GPipe)": (GPIPE, STAGED, {"stage": 0}),
+    "data x stage (GPipe)": (GPIPE, STAGED, {"stage": 0, "data": 2}),
+    "stage (1F1B)": (ONE_F_ONE_B, STAGED, {"stage": 0}),
+    "data x stage (1F1B)": (ONE_F_ONE_B, STAGED, {"stage": 0, "data": 2}),
+    "expert": (EXPERTS, SPREAD, {"expert": 0}),
+    "data x expert": (EXPERTS, SPREAD, {"expert": 0, "data": 2}),
+}
+CASES = [
+    (name, count)
+    for name, (*_, axes) in STRATEGIES.items()
+    for count in (1, 2, 4, 8)
+    if count == 1 or count >= 2 ** len(axes)
+]
+TABLE: dict[str, dict[int, tuple[float, float]]] = {name: {} for name in STRATEGIES}
+
+
+def train(kind, rule, sizes):
+    make_model, loss_fn, batch = kind
+    sizes = {"data": 1, **sizes}
+    devices = jax.devices()[: math.prod(sizes.values())]
+    placed = dict(mesh=eqxshard.make_mesh(**sizes, devices=devices), rule=rule)
+    # Adam would make whole steps of the rounding of gradients that are zero.
+    optim = lenient(optax.adam(1e-2, eps=1e-2))
+    state = eqxshard.init_state(make_model, optim, key=jax.random.key(0), **placed)
+    initial = arrays(state.model)
+    train_step = eqxshard.make_train_step(loss_fn, optim, **placed)
+    losses = []
+    for seed in range(STEPS):
+        state, metrics = train_step(state, batch(seed))
+        losses.append(float(metrics["loss"]))
+    return initial, np.array(losses), arrays(state.model)
+
+
+@functools.cache
+def alone(kind):
+    """On one device, by a mesh and a rule that split nothing."""
+    return train(kind, eqxshard.replicate(), {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, count", CASES)
+def test_a_strategy_is_the_same_as_one_device(name, count):
+    kind, rule, axes = STRATEGIES[name]
+    rest = max(1, count // math.prod(size or 1 for size in axes.values()))
+    # On one device all axes have size 1, and the rule is there all the same.
+    sizes = {axis: 1 if count == 1 else size or rest for axis, size in axes.items()}
+    initial, losses, model = train(kind, rule, sizes)
+    expected = alone(kind)
+    for path, array in expected[0].items():
+        np.testing.assert_array_equal(initial[path], array, err_msg=path)
+    assert losses[-1] < 0.99 * losses[0]
+    by_loss = np.max(np.abs(losses - expected[1]) / expected[1])
+    by_leaf = {
+        path: np.max(np.abs(model[path] - array)) / np.max(np.abs(array))
+        for path, array in expected[2].items()
+    }
+    worst = max(by_leaf, key=by_leaf.__getitem__)
+    TABLE[name][count] = by_loss, by_leaf[worst]
+    assert by_loss < 1e-5
+    assert by_leaf[worst] < 1e-5, worst
+
+
+@pytest.mark.slow
+def test_the_table_is_full(capsys):
+    """After all others: what they found, to look at."""
+    table = Table(title=f"largest relative difference in {STEPS} steps: loss, parameters")
+    for head in ("strategy", "1", "2", "4", "8"):
+        table.add_column(head)
+    for name, row in TABLE.items():
+        cells = (
+            f"{row[n][0]:.0e}, {row[n][1]:.0e}" if n in row else "" for n in (1, 2, 4, 8)
+        )
+        table.add_row(name, *cells)
+    with capsys.disabled():
+        Console(width=100).print("\n", table)
+    assert sum(map(len, TABLE.values())) in (0, len(CASES))
