@@ -112,7 +112,7 @@ def _hints_of_item(node: Any, hint: _Hint, key: Any) -> list[_Hint]:
     if issubclass(kind, Mapping) != isinstance(key, DictKey):
         return []
     if kind is not tuple or args[1:] == (...,):
-        return [_Hint(args[isinstance(key, DictKey)], hint.field)]
+        return [_Hint(args[-1 if isinstance(key, DictKey) else 0], hint.field)]
     return [_Hint(args[key.idx], hint.field)] if len(args) == len(node) else []
 
 
@@ -232,9 +232,13 @@ def _plain(hint: _Hint) -> Iterator[_Hint]:
     elif _is_pytree(kind):
         yield hint
         yield from _plain(_Hint(kind.leaftype, hint.field))
-    elif hasattr(alias, "__value__") and not isinstance(alias, type):
-        arguments = dict(zip(alias.__type_params__, args))
-        yield from _plain(hint._replace(type=_substitute(alias.__value__, arguments)))
+    elif type(alias).__name__ == "TypeAliasType":  # of typing, or its extensions
+        try:
+            value = alias.__value__
+        except Exception as error:
+            raise _unresolved(str(hint), alias.__module__, error) from None
+        value = _substitute(value, dict(zip(alias.__type_params__, args)))
+        yield from _plain(hint._replace(type=value))
     else:
         yield hint
 
@@ -254,14 +258,10 @@ def _substituted(cls: type, hint: Any, name: str) -> list[_Hint]:
 def _arguments(cls: type, hint: Any) -> dict[Any, Any]:
     """The arguments of a class, from a hint that names it or a base of it."""
     base, args = typing.get_origin(hint) or hint, typing.get_args(hint)
-    arguments: dict[Any, Any] = {}
-    if base in cls.__mro__:
-        arguments = _bind(cls, ())
-        for var, arg in zip(_inherited(cls)[base].values(), args):
-            if isinstance(var, TypeVar):
-                arguments[var] = arg
-        return arguments
-    return {var: _fallback(var) for var in getattr(cls, "__parameters__", ())}
+    if base not in cls.__mro__:
+        return {var: _fallback(var) for var in getattr(cls, "__parameters__", ())}
+    given = zip(_inherited(cls)[base].values(), args)
+    return _bind(cls, ()) | {var: arg for var, arg in given if isinstance(var, TypeVar)}
 
 
 @lru_cache(maxsize=1024)
@@ -330,10 +330,14 @@ def _resolve(owner: type, annotation: Any, where: str) -> Any:
     try:
         return typing.get_type_hints(lone, inner, outer, include_extras=True)["field"]
     except Exception as error:
-        raise ValueError(
-            f"{where} cannot be resolved ({error}); import or define what it names at the "
-            f"top of {owner.__module__}, and not for type checkers alone."
-        ) from None
+        raise _unresolved(where, owner.__module__, error) from None
+
+
+def _unresolved(where: str, module: str, error: Exception) -> ValueError:
+    return ValueError(
+        f"{where} cannot be resolved ({error}); import or define what it names at the top "
+        f"of {module}, and not for type checkers alone."
+    )
 
 
 def _child(node: Any, key: Any) -> Any:

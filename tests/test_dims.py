@@ -16,6 +16,7 @@ from typing import (
     Optional,
     TypedDict,
     TypeVar,
+    TypeVarTuple,
     Union,
 )
 
@@ -40,12 +41,14 @@ from jaxtyping import (
     Scalar,
     Shaped,
 )
+from typing_extensions import TypeAliasType
 
 import eqxshard
 
 KEY = jax.random.key(0)
 T = TypeVar("T")
 S = TypeVar("S")
+Ts = TypeVarTuple("Ts")
 Up = Float[Array, "mlp embed"]
 
 
@@ -145,6 +148,11 @@ def test_where_nothing_is_said_there_are_no_names(annotation):
     assert dims_of(annotation, zeros(4, 2)) == {"": None}
 
 
+def test_nothing_is_said_where_other_arrays_are_allowed():
+    for annotation in (Up | Array, Optional[Up | Any], PyTree[Up] | Array):  # noqa: UP045
+        assert dims_of(annotation, zeros(3)) == {"": None}
+
+
 def test_arrays_of_no_module_have_no_names():
     assert dims(zeros(4)) == {"": None}
     assert dims({"a": [zeros(4)], "b": (zeros(),)}) == {"a.0": None, "b.0": None}
@@ -218,6 +226,7 @@ def test_an_annotation_is_found_in_what_stands_around_it(annotation):
         (Float[Array, "a b"] | Float[Array, "c"], zeros(5, 3, 2), None),
         (Float[Array, "a b c"] | Float[Array, "c"], zeros(3, 2), "layers c"),
         (Float[Array, "*a"] | Float[Array, "c"], zeros(3, 2), "_ _"),
+        (Float[Array, "a b"] | Array, zeros(3, 2), "a b"),
         # The dtype that fits.
         (Float[Array, "a b"] | Int[Array, "c d"], zeros(3, 2), "a b"),
         (Float[Array, "a b"] | Int[Array, "c d"], zeros(3, 2, dtype=jnp.int8), "c d"),
@@ -359,11 +368,16 @@ class Tree(Box[PyTree[T]], Generic[T]):
 
 
 Later = Float[Array, "later"]
+OldAlias = TypeAliasType("OldAlias", list[T], type_params=(T,))
 Bounded = TypeVar("Bounded", bound=Float[Array, " bounded"])
 
 
 class Bound(eqx.Module, Generic[Bounded]):
     value: Bounded
+
+
+class Many(eqx.Module, Generic[*Ts]):
+    items: tuple[*Ts]
 
 
 class Mixin(eqx.Module):
@@ -402,7 +416,14 @@ ONE = zeros(3)
         (Deep, Renamed(ONE, UP), {"value": "renamed", "own": "mlp embed"}),
         (Any, Forward(ONE), {"value": "later"}),
         (Nested[Up], Nested([UP]), {"value.0": "mlp embed"}),
+        (OldAlias[Up], [UP], {"0": "mlp embed"}),
+        (OldAlias[Box[Up]] | None, [Box(UP)], {"0.value": "mlp embed"}),
         (Tree[Up], Tree({"a": UP}), {"value.a": "mlp embed"}),
+        # Several at once say nothing.
+        (Many[Up, Later], Many((UP, ONE)), {"items.0": None, "items.1": None}),
+        # Equinox's own are seldom given arguments.
+        (nn.StateIndex, nn.StateIndex(ONE), {"init": None}),
+        (nn.StateIndex[Up], nn.StateIndex(UP), {"init": "mlp embed"}),
         (Bound, Bound(ONE), {"value": "bounded"}),
         (Any, Bound(ONE), {"value": "bounded"}),
         (Mixin, Concrete(ONE), {"value": "concrete"}),
@@ -559,6 +580,12 @@ def test_type_parameters_and_type_statements(execute):
     assert [found[f"sub.{path}"] for path in ("value", "either", "own.0")] == [("sub",)] * 3
     assert found["bound.value"] == ("bound",)
     assert found["layer.bias"] == ("mlp",)
+    wrong = execute(
+        "type Up = Flaot\nimport equinox\nclass Model(equinox.Module):\n    x: Up"
+    )
+    message = r"^Model\.x: Up cannot be resolved \(name 'Flaot' .* at the top of made_up"
+    with pytest.raises(ValueError, match=message):
+        dims(wrong.Model(UP))
 
 
 @pytest.mark.skipif(sys.version_info < (3, 13), reason="new syntax of Python 3.13")
@@ -1023,6 +1050,16 @@ def test_mistakes_are_named(annotation, value, message):
 def test_a_base_without_its_argument_is_named():
     with pytest.raises(ValueError, match=r"^Box\.value: T names no dims.* a base or in"):
         dims(module(Box)(zeros(4)))
+
+
+def test_a_base_that_cannot_be_resolved_is_named():
+    class Lost(Box["Nowhere"]):  # pyright: ignore
+        pass
+
+    with pytest.raises(
+        ValueError, match=r"^class Lost cannot be resolved \(name 'Nowhere'"
+    ):
+        dims(Lost(ONE))
 
 
 def test_an_error_names_the_class_that_has_the_annotation():
