@@ -114,79 +114,24 @@ def test_training_is_that_of_one_device(mesh_name, options):
 # Communication
 
 
-def collectives(run):
-    """How often a step sends what: `all-reduce tensor f32[4,16,32]` -> times.
-
-    The shapes are those of the results on each device: their dims in order of size, for
-    the compiler transposes, and without those of size 1.
-    """
-    bodies, entry, lines = {}, "", []
-    for line in run.compiled.as_text().splitlines():
-        if header := re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line):
-            lines = bodies.setdefault(header[2], [])
-            entry = header[2] if header[1] else entry
-        else:
-            lines.append(line)
-    found = collections.Counter()
-
-    def count(body, times):
-        for line in bodies[body]:
-            if op := re.search(
-                r" = (\S.*?) (all-[a-z-]+|reduce-scatter|collective-[a-z-]+)\(", line
-            ):
-                axes = ",".join(_axes(line, run.mesh))
-                for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", op[1]):
-                    sizes = map(int, filter(None, shape.split(",")))
-                    found[f"{op[2]} {axes} {_array(dtype, sizes)}"] += times
-            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
-            for callee in re.findall(r"%([\w.-]+)", line.partition(" = ")[2]):
-                if callee in bodies:
-                    count(callee, times * int(trips[1]) if trips else times)
-
-    count(entry, 1)
-    return found
-
-
-def _array(dtype, shape):
+def array(dtype, shape):
+    """An array in words. In order of size: the compiler transposes, and drops ones."""
     return f"{dtype}[{','.join(str(n) for n in sorted(shape) if n != 1)}]"
 
 
-def _axes(line, mesh):
-    """The axes that a collective goes along, from the groups of devices in its line."""
-    coordinates = np.stack(np.unravel_index(_groups(line), mesh.devices.shape))
-    spread = (coordinates != coordinates[..., :1]).any(axis=(1, 2))
-    return [axis for axis, along in zip(mesh.axis_names, spread) if along]
-
-
-def _groups(line):
-    """In any of three notations, with the groups as rows."""
-
-    def numbers(text):
-        return [int(number) for number in re.findall(r"\d+", text or "")]
-
-    def iota(shape, permutation):
-        ids = np.arange(math.prod(shape)).reshape(shape)
-        return ids.transpose(permutation) if permutation else ids
-
-    order = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
-    if explicit := re.search(r"(?:groups|pairs)=\{\{([\d,{}]*)\}\}", line):
-        return np.array([numbers(group) for group in explicit[1].split("},{")])
-    if found := re.search(rf"groups=\[([\d,]+)\]<={order}", line):
-        return iota(numbers(found[2]), numbers(found[3])).reshape(numbers(found[1]))
-    found = re.search(
-        rf"groups=mesh\[(.*?)\](?:, device_ids=\({order}\))? \{{(.*?)\}}", line
-    )
-    assert found, line
-    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
-    ids = iota(numbers(found[2]) or [*sizes.values()], numbers(found[3]))
-    along = [[*sizes].index(name) for name in re.findall(r"'(\w+)'", found[4])]
-    last = range(-len(along), 0)
-    ids = np.moveaxis(ids.reshape([*sizes.values()]), along, last)
-    return ids.reshape(-1, math.prod(ids.shape[i] for i in last))
+def sent(run):
+    """What a step sends: `all-reduce f32[4,16,32]` -> how often."""
+    found = collections.Counter()
+    for op in eqxshard.testing.collectives(run.compiled).ops:
+        assert op.times is not None
+        for shape in op.shapes:
+            dtype, *sizes = re.findall(r"\w+", shape)
+            found[f"{op.kind} {array(dtype, map(int, sizes))}"] += op.times
+    return found
 
 
 def theory(run, remat=True, tied=True):
-    """What a step has to send, counted as `collectives` counts.
+    """What a step has to send.
 
     Over `tensor`, after Megatron-LM (Shoeybi et al. 2019,
     https://arxiv.org/abs/1909.08053): activations, twice in each layer forward and twice
@@ -197,13 +142,12 @@ def theory(run, remat=True, tied=True):
     Over `fsdp` weights, and over all axes of the batch gradients (ZeRO, Rajbhandari et
     al. 2020, https://arxiv.org/abs/1910.02054).
     """
-    sent = collections.Counter()
+    found = collections.Counter()
     sizes = run.mesh.shape
 
     def send(op, axes, shape, times=1, dtype="f32"):
-        axes = ",".join(axis for axis in sizes if axis in axes and sizes[axis] > 1)
-        if axes:
-            sent[f"{op} {axes} {_array(dtype, shape)}"] += times
+        if math.prod(sizes[axis] for axis in axes) > 1:
+            found[f"{op} {array(dtype, shape)}"] += times
 
     def part(shape, spec, *axes):
         sized = [math.prod(sizes[a] for a in entry if a in axes) for entry in spec]
@@ -217,33 +161,33 @@ def theory(run, remat=True, tied=True):
     for path, leaf in run.model.items():
         shape = leaf.shape
         spec = [(e,) if isinstance(e, str) else e or () for e in run.specs[path]]
-        times = passes = 1
+        gathers = sums = 1
         if ".blocks" in path:
-            shape, spec, times, passes = shape[1:], spec[1:], LAYERS, 2 if remat else 1
+            shape, spec = shape[1:], spec[1:]
+            gathers, sums = LAYERS * (2 if remat else 1), LAYERS
         elif path == ".embedding" and tied:
-            # Added up for the lookup and for the logits, and then added.
-            times = 2
+            sums = 2  # over devices for the lookup and for the logits, and then of the two
         used, stored = part(shape, spec, "tensor"), part(shape, spec, "tensor", "fsdp")
         if stored == used:
-            send("all-reduce", {"data", "fsdp"}, used, times)
+            send("all-reduce", {"data", "fsdp"}, used, sums)
             continue
-        send("all-gather", {"fsdp"}, used, times * passes if "blocks" in path else 1)
+        send("all-gather", {"fsdp"}, used, gathers)
         if ("fsdp",) in spec:
             # A reduce-scatter where there is one: on CPUs an all-reduce and a slice.
-            send("all-reduce", {"fsdp"}, used, times)
-            send("all-reduce", {"data"}, stored, times)
+            send("all-reduce", {"fsdp"}, used, sums)
+            send("all-reduce", {"data"}, stored, sums)
         else:
-            send("all-reduce", {"data", "fsdp"}, used, times)
+            send("all-reduce", {"data", "fsdp"}, used, sums)
     send("all-reduce", {"data", "fsdp"}, ())  # the loss
     split = {axis for spec in run.specs.values() for axis in jax.tree.leaves(tuple(spec))}
     send("all-reduce", split, (), dtype="s32")  # whether all gradients are finite
-    return sent
+    return found
 
 
 @on_meshes
 def test_the_compiler_sends_what_theory_asks_for(mesh_name, options):
     run = train(mesh_name, **options)
-    assert collectives(run) == theory(run, **options)
+    assert sent(run) == theory(run, **options)
 
 
 @pytest.mark.slow
@@ -251,8 +195,8 @@ def test_a_wrong_split_costs_more_and_changes_nothing_else():
     swapped = {r"mlp\.up$": P(None, None, "tensor"), r"mlp\.down$": P(None, "tensor")}
     run = train("tensor=4", eqxshard.first_match(eqxshard.by_path(swapped), RULE))
     assert_trained_alike(run, train("one device"))
-    more = collectives(run) - theory(run)
-    assert any(sent.startswith("all-gather tensor") for sent in more)
+    more = sent(run) - theory(run)
+    assert any(what.startswith("all-gather") for what in more)
 
 
 # Memory
