@@ -516,12 +516,23 @@ def tree_on(mesh):
 
 
 def test_what_is_not_donated_is_named():
-    double = eqxshard.filter_jit(lambda tree, by: jax.tree.map(lambda x: by * x, tree))
+    # What is handed on as it is shares its memory, and is not donated either.
+    scale = lambda tree, by: {"a": by * tree["a"], "b": tree["b"]}  # noqa: E731
     with pytest.raises(AssertionError) as error:
-        testing.assert_donated(double, tree_on("data=8"), 2.0)
+        testing.assert_donated(scale, tree_on("data=8"), 2.0)
     assert "2 of 2 arrays of the state are not used again" in str(error.value)
     assert "\n  a: float32[8,4]\n  b.0: float32[16]\n" in str(error.value)
     assert "JAX warned" not in str(error.value)
+
+
+def test_what_is_deleted_and_not_used_again_is_named():
+    def delete(tree):
+        new = {"a": 2 * tree["a"], "b": 2 * tree["b"][0]}
+        tree["b"][0].delete()
+        return new
+
+    with pytest.raises(AssertionError, match=r"\n  b.0: float32\[16\]\n"):
+        testing.assert_donated(delete, tree_on("data=8"))
 
 
 @pytest.mark.parametrize("mesh", ["data=1", "data=8"])
