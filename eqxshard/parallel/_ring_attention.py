@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
+from ..rules import check_axis
+
 #: The most queries, and keys, to compare at once.
 CHUNK = 512
 
@@ -100,11 +102,7 @@ def ring_attention(
     mesh = jax.sharding.get_abstract_mesh()
     length, size, split = query.shape[-3], 1, None
     if not mesh.empty:
-        if axis not in mesh.shape:
-            raise ValueError(
-                f"ring_attention: the mesh has no axis {axis!r}; name one of its axes, "
-                f"{', '.join(mesh.axis_names)}."
-            )
+        check_axis(axis, mesh, "ring_attention")
         size = mesh.shape[axis]
         split = None if size == 1 or axis in mesh.manual_axes else mesh
     if split is not None:
@@ -148,7 +146,6 @@ def _on_blocks(ring: _Ring, fn: Callable[..., Any], *args: Array) -> Any:
     if ring.mesh is None:
         return fn(*args)
     spec = PartitionSpec(*[None] * (args[0].ndim - 3), ring.axis)
-    # Not the context's mesh: there may be none where the gradient is traced.
     return jax.shard_map(
         fn, mesh=ring.mesh, in_specs=spec, out_specs=spec, axis_names={ring.axis}
     )(*args)
