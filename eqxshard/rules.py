@@ -162,7 +162,7 @@ def _split_largest(
             return Decision(PartitionSpec(), name)
         if count < min_size:
             return Decision(
-                PartitionSpec(), name, f"{count:,} elements, below min_size={min_size:,}"
+                PartitionSpec(), name, f"size {count:,}, below min_size={min_size:,}"
             )
         part = leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape
         dims = [d for d, n in enumerate(part) if n and n % size == 0]

@@ -178,19 +178,14 @@ class TrainStep:
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Lower a single step: for its text, its cost and its compiled memory."""
         arrays, skeleton = flatten_state(state)
-        return self._jit(state, skeleton, stacked=False)[0].lower(arrays, batch)
+        return self._prepare(state, skeleton, stacked=False)[0].lower(arrays, batch)
 
     def _run(
         self, state: TrainState, batch: PyTree, stacked: bool
     ) -> tuple[TrainState, Metrics]:
         _check_batch(batch, self._mesh, stacked, self._update.accumulate)
         arrays, skeleton = flatten_state(state)
-        compiled = self._compiled.get((skeleton, stacked))
-        if compiled is None:
-            compiled = self._compiled[skeleton, stacked] = self._jit(
-                state, skeleton, stacked
-            )
-        jitted, places = compiled
+        jitted, places = self._prepare(state, skeleton, stacked)
         if not came_from_step(state):
             _check_places(state, places)
             arrays = filter_shard(arrays, places)
@@ -213,6 +208,16 @@ class TrainStep:
             )
         self._in_flight.add(metrics.totals["loss"])
         return state, metrics
+
+    def _prepare(
+        self, state: TrainState, skeleton: Skeleton, stacked: bool
+    ) -> tuple[Any, list[Any]]:
+        """The jitted step for states like this one, and where their arrays lie."""
+        prepared = self._compiled.get((skeleton, stacked))
+        if prepared is None:
+            prepared = self._jit(state, skeleton, stacked)
+            self._compiled[skeleton, stacked] = prepared
+        return prepared
 
     def _jit(
         self, state: TrainState, skeleton: Skeleton, stacked: bool

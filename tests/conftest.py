@@ -3,6 +3,9 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Most of the time of these tests is compilation, and what XLA:CPU does not optimize it
+# compiles in half of it. Partitioning, and so what devices send each other, is the same.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax
 import jaxtyping

@@ -92,7 +92,7 @@ def test_notes_say_why_a_leaf_is_whole():
     notes = {
         leaf.path: leaf.note for leaf in eqxshard.explain(Model(), make_mesh(), RULE).leaves
     }
-    assert notes["key"] == "1 elements, below min_size=2"
+    assert notes["key"] == "size 1, below min_size=2"
     assert notes["table"] == "whole: no dim of (9,) divides by fsdp=4"
     assert notes["layers.0.weight"] == ""
 
@@ -275,7 +275,7 @@ def test_where_updates_lie_is_shown_if_it_is_elsewhere():
     # Where all lie with their parameters there is nothing to show.
     small = eqxshard.explain(Model(), mesh, eqxshard.zero1())
     assert "update spec" not in str(small)
-    assert small.leaves[0].note == "48 elements, below min_size=262,144"
+    assert small.leaves[0].note == "size 48, below min_size=262,144"
 
 
 def test_paths_are_broken_at_their_dots():

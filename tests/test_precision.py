@@ -78,7 +78,7 @@ def test_a_step_in_bfloat16_is_what_one_would_write_by_hand(mesh, rule):
     ):
         # The update itself, to the 8 bits that bfloat16 has.
         scale = float(jnp.max(jnp.abs(grad)))
-        np.testing.assert_allclose((old - new) / 0.1, grad, atol=1e-2 * scale)
+        np.testing.assert_allclose((old - new) / 0.1, grad, atol=3e-2 * scale)
 
 
 def test_means_are_taken_in_float32():

@@ -324,7 +324,7 @@ def test_a_dim_that_does_not_divide_is_an_error_of_by_dim():
     tree = Block()
     tree = eqx.tree_at(lambda block: block.bias, tree, jnp.zeros(6))
     message = rule_error(eqxshard.by_dim({"mlp": "tensor"}), make_mesh(1, 4), tree)
-    assert "bias (6,): P('tensor') splits dim 0 of size 6 over tensor=4" in message
+    assert "bias (6,): P('tensor',) splits dim 0 of size 6 over tensor=4" in message
 
 
 def test_a_path_that_no_leaf_has_is_an_error_with_its_neighbour():
@@ -365,7 +365,7 @@ def test_combine_says_who_decided_and_why_not():
     }
     assert rows["up"].rule == "by_dim(mlp: tensor) + fsdp()" and not rows["up"].note
     assert rows["bias"].rule == "by_dim(mlp: tensor)"
-    assert rows["bias"].note == "fsdp() 32 elements, below min_size=200"
+    assert rows["bias"].note == "fsdp() size 32, below min_size=200"
     assert rows["table"].rule == "fsdp()"
 
 
