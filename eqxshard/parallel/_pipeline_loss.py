@@ -127,7 +127,8 @@ _one_f_one_b = eqx.filter_custom_vjp(_loss)
 class _Held(NamedTuple):
     """What a stage holds from tick to tick."""
 
-    message: Array  # Activations on their way forward, or their gradient on its way back.
+    h: Array  # From the stage before: activations.
+    dh: Array  # From the stage behind: their gradient.
     inputs: Array  # Of each layer, for each microbatch that is to come back.
     loss: Array
     grads: tuple[PyTree, PyTree]  # Of the layers and of the head.
@@ -145,9 +146,10 @@ def _(
 ) -> tuple[Array, PyTree]:
     """The loss, and the gradients with it.
 
-    Stage `i` takes microbatch `m` forward in tick `2 m + i`, and backward in tick
-    `2 m + 2 stages - 1 - i`. So two neighbours never go the same way in a tick, and what
-    one of them sends, the other needs in the next: they swap.
+    Stage `i` takes microbatch `m` forward in tick `m + i`, and backward in tick
+    `m + 2 (stages - 1) - i`; the last stage does both in one tick. All stages do the same
+    in a tick, if only in vain: what a layer asks of the compiler or of other devices may
+    not depend on the stage.
     """
     layers, head, x = params
     numbers, rows = jnp.arange(depth(layers)), jnp.arange(len(x))
@@ -159,65 +161,67 @@ def _(
     ) -> tuple[Array, PyTree]:
         stage, (key, head_key) = jax.lax.axis_index("stage"), keys
         x, target, share, rows = cut(batch, microbatches)
+        last, slots = stages - 1, 2 * stages - 1
 
-        def go_forward(number: Array, held: _Held) -> _Held:
-            h = jnp.where(stage == 0, x[number], held.message)
+        def go_forward(held: _Held, time: Array) -> tuple[_Held, Array]:
+            number = time - stage
+            h = jnp.where(stage == 0, x[number], held.h)
             h, inputs = forward(layers, numbers, h, rows[number], key)
-            inputs = held.inputs.at[number % stages].set(inputs)
-            held = held._replace(message=h, inputs=inputs)
-            return _if(stage == stages - 1, ft.partial(turn_back, number), held)
+            inputs = held.inputs.at[number % slots].set(inputs)
+            onward = [(i, i + 1) for i in range(last)]
+            received = jax.lax.ppermute(h, "stage", onward)
+            return held._replace(h=received, inputs=inputs), h
 
-        def turn_back(number: Array, held: _Held) -> _Held:
+        def turn_back(held: _Held, h: Array, number: Array) -> _Held:
             its_target = jax.tree.map(lambda leaf: leaf[number], target)
             loss, (grads, dh) = eqx.filter_value_and_grad(_sum_losses)(
-                (head, held.message),
-                loss_fn,
-                its_target,
-                share[number],
-                rows[number],
-                head_key,
+                (head, h), loss_fn, its_target, share[number], rows[number], head_key
             )
-            grads = held.grads[0], jax.tree.map(jnp.add, held.grads[1], grads)
-            return held._replace(message=dh, loss=held.loss + loss, grads=grads)
-
-        def go_backward(number: Array, held: _Held) -> _Held:
             of_layers, of_head = held.grads
-            inputs = held.inputs[number % stages]
-            dh, of_layers = _backward(
-                layers, numbers, inputs, held.message, rows[number], key, of_layers
+            of_head = _add_if(stage == last, of_head, grads)
+            return held._replace(
+                dh=jnp.where(stage == last, dh, held.dh),
+                loss=_add_if(stage == last, held.loss, loss),
+                grads=(of_layers, of_head),
             )
-            return held._replace(message=dh, grads=(of_layers, of_head))
 
-        def tick(parity: int, time: Array, held: _Held) -> tuple[_Held, Array]:
-            is_forward = stage % 2 == parity
-            first = jnp.where(is_forward, stage, 2 * stages - 1 - stage)
-            number = (time - first) // 2
+        def go_backward(held: _Held, time: Array) -> tuple[_Held, Array]:
+            number = time - 2 * last + stage
             busy = (number >= 0) & (number < microbatches)
-            held = _if(busy & is_forward, ft.partial(go_forward, number), held)
-            held = _if(busy & ~is_forward, ft.partial(go_backward, number), held)
-            message = _swap(held.message, parity, stages)
-            return held._replace(message=message), held.message
+            of_layers, of_head = held.grads
+            inputs = held.inputs[number % slots]
+            dh, of_layers = _backward(
+                layers, numbers, inputs, held.dh, rows[number], key, of_layers, busy
+            )
+            back = [(i + 1, i) for i in range(last)]
+            received = jax.lax.ppermute(dh, "stage", back)
+            return held._replace(dh=received, grads=(of_layers, of_head)), dh
 
-        def two_ticks(held: _Held, time: Array) -> tuple[_Held, Array]:
-            held, _ = tick(0, time, held)
-            return tick(1, time + 1, held)
+        def both(held: _Held, time: Array) -> tuple[_Held, Array]:
+            held, h = go_forward(held, time)
+            return go_backward(turn_back(held, h, time - last), time)
 
         held = _Held(
-            message=jnp.zeros_like(x[0]),
-            inputs=jnp.zeros_like(x, shape=(stages, len(numbers), *x.shape[1:])),
+            h=jnp.zeros_like(x[0]),
+            dh=jnp.zeros_like(x[0]),
+            inputs=jnp.zeros_like(x, shape=(slots, len(numbers), *x.shape[1:])),
             loss=jnp.zeros((), share.dtype),
             grads=jax.tree.map(
                 jnp.zeros_like, eqx.filter((layers, head), eqx.is_inexact_array)
             ),
         )
-        times = 2 * jnp.arange(microbatches + stages - 1)
-        held, sent = jax.lax.scan(two_ticks, held, times)
-        # The first stage goes backward in the odd ticks, and is the last to begin with it.
-        dx = jnp.where(stage == 0, join(sent[stages - 1 :]), 0)
+        # The first microbatch reaches the last stage, all turn back, the last one returns.
+        times = jnp.arange(microbatches + 2 * last)
+        there, turns, back = jnp.split(times, (last, last + microbatches))
+        held, _ = jax.lax.scan(lambda *now: (go_forward(*now)[0], None), held, there)
+        held, early = jax.lax.scan(both, held, turns)
+        held, late = jax.lax.scan(go_backward, held, back)
+        dx = join(jnp.concatenate([early, late])[last:])
         everywhere = ("stage", *batch_axes)
         loss, of_head = jax.lax.psum((held.loss, held.grads[1]), everywhere)
         of_layers = jax.lax.psum(held.grads[0], batch_axes)
-        return loss, (of_layers, of_head, jax.lax.psum(dx, "stage"))
+        dx = jax.lax.psum(jnp.where(stage == 0, dx, 0), "stage")
+        return loss, (of_layers, of_head, dx)
 
     split, batch, whole = PartitionSpec("stage"), PartitionSpec(batch_axes), PartitionSpec()
     in_specs = (split, split, whole, batch, whole)
@@ -239,6 +243,7 @@ def _backward(
     rows: Array,
     key: PRNGKeyArray | None,
     grads: PyTree,
+    busy: Array,
 ) -> tuple[Array, PyTree]:
     """The way back of `forward`: the gradient of its input; those of the layers added."""
     arrays, static = eqx.partition(layers, eqx.is_array)
@@ -252,7 +257,9 @@ def _backward(
             lambda layer, h: apply(layer, number, h, rows, key), layer, h
         )
         grad, dh = vjp(dh)
-        grads = jax.tree.map(lambda total, new: total.at[index].add(new), grads, grad)
+        here = jax.tree.map(lambda total: total[index], grads)
+        here = _add_if(busy, here, grad)
+        grads = jax.tree.map(lambda total, new: total.at[index].set(new), grads, here)
         return (dh, grads), None
 
     each = (jnp.arange(len(numbers)), arrays, numbers, inputs)
@@ -278,17 +285,8 @@ def _sum_losses(
     return jnp.sum(jnp.where(share == 0, 0, losses.astype(share.dtype) * share))
 
 
-def _if(condition: Array, fn: Callable[[_Held], _Held], held: _Held) -> _Held:
-    """As `jax.lax.cond`, which would copy all that a branch does not change."""
-    once = condition.astype(jnp.int32)
-    return jax.lax.fori_loop(0, once, lambda _, held: fn(held), held)
-
-
-def _swap(message: Array, parity: int, stages: int) -> Array:
-    """Exchange messages between stages that went forward and the next, that went back."""
-    left = range(parity, stages - 1, 2)
-    pairs = [(i, i + 1) for i in left] + [(i + 1, i) for i in left]
-    if (stages - 1) % 2 == parity:
-        # The last stage went forward, and turned back.
-        pairs.append((stages - 1, stages - 1))
-    return jax.lax.ppermute(message, "stage", pairs)
+def _add_if(condition: Array, total: PyTree, new: PyTree) -> PyTree:
+    """Add, or not: what was computed in vain may be nan."""
+    return jax.tree.map(
+        lambda total, new: total + jnp.where(condition, new, 0), total, new
+    )

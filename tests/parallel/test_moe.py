@@ -1,0 +1,520 @@
+"""A mixture of experts equals a loop over tokens and experts, on every mesh."""
+
+import collections
+import functools as ft
+import math
+import re
+from typing import Any
+
+import equinox as eqx
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import lenient
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import eqxshard
+from eqxshard.parallel import mixture_of_experts
+
+MESHES: dict[str, tuple[dict[str, Any], int]] = {
+    "1": (dict(data=1), 1),
+    "expert=2": (dict(data=1, expert=2), 2),
+    "expert=4": (dict(data=1, expert=4), 4),
+    "expert=8": (dict(data=1, expert=8), 8),
+    "data=2,expert=4": (dict(data=2, expert=4), 8),
+}
+#: By name: k and the capacity factor. The exchange takes up to four rounds and three.
+CASES = {"dropless": (2, None), "capacity": (3, 1.0)}
+#: On each mesh the case that compiles faster or says more; the other is slow.
+FAST = dict(zip(MESHES, ["dropless", "capacity", "capacity", "dropless", "capacity"]))
+ON_MESHES = [
+    pytest.param(mesh, case, marks=[pytest.mark.slow] * (case != FAST[mesh]))
+    for mesh in MESHES
+    for case in CASES
+]
+BATCH, TOKENS, EXPERTS, EMBED = 4, 16, 16, 4
+ROWS, EXPERTS_SPLIT = P(("data", "fsdp")), P("expert")
+
+
+def make_mesh(name):
+    sizes, count = MESHES[name]
+    return eqxshard.make_mesh(**sizes, devices=jax.devices()[:count])
+
+
+def make_experts(key, count):
+    def make_expert(key):
+        return eqx.nn.MLP(EMBED, EMBED, 8, 1, key=key)
+
+    return eqx.filter_vmap(make_expert)(jax.random.split(key, count))
+
+
+@ft.cache
+def make_arrays(experts=EXPERTS):
+    """The arrays of some experts; the rest of them is always `STATIC`."""
+    return eqx.filter(make_experts(jax.random.key(0), experts), eqx.is_array)
+
+
+STATIC = eqx.filter(
+    eqx.filter_eval_shape(make_experts, jax.random.key(0), 1),
+    lambda leaf: not isinstance(leaf, jax.ShapeDtypeStruct),
+)
+
+
+def make_inputs(experts=EXPERTS, scale=1.0, seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(BATCH, TOKENS, EMBED)).astype(np.float32)
+    logits = scale * rng.normal(size=(BATCH, TOKENS, experts)).astype(np.float32)
+    return x, logits
+
+
+# The reference: routes by a loop, and every expert on every token.
+
+
+def routes(logits, k, capacity):
+    """Of one example: which experts each token chooses, and which of them keep it."""
+    tokens, experts = logits.shape
+    choices = [sorted(range(experts), key=lambda e: (-row[e], e))[:k] for row in logits]
+    most = tokens if capacity is None else math.ceil(capacity * k * tokens / experts)
+    taken = collections.Counter()
+    chosen, kept = np.zeros((2, tokens, experts), bool)
+    for order in range(k):
+        for token in range(tokens):
+            expert = choices[token][order]
+            chosen[token, expert] = True
+            kept[token, expert] = taken[expert] < most
+            taken[expert] += 1
+    return chosen, kept
+
+
+@ft.partial(jax.jit, static_argnames="normalise")
+def on_masks(args, chosen, kept, normalise):
+    """The mixtures of a batch, by masks, and the gradients of their `scalar`."""
+
+    def loss(args):
+        experts, x, logits = args
+        probs = jax.nn.softmax(logits)
+        gates = jnp.where(chosen, probs, 0)
+        if normalise:
+            gates = gates / jnp.sum(gates, axis=2, keepdims=True)
+        on_all = eqx.filter_vmap(lambda expert: jax.vmap(jax.vmap(expert))(x), out_axes=2)(
+            eqx.combine(experts, STATIC)
+        )
+        output = jnp.sum(jnp.where(kept, gates, 0)[..., None] * on_all, axis=2)
+        shares = jnp.mean(chosen, axis=1, dtype=jnp.float32)
+        shares = shares / jnp.sum(shares, axis=1, keepdims=True)
+        balance_loss = probs.shape[2] * jnp.sum(shares * jnp.mean(probs, axis=1), axis=1)
+        return scalar(output, balance_loss), (output, balance_loss)
+
+    return jax.value_and_grad(loss, has_aux=True)(args)
+
+
+def scalar(output, balance_loss):
+    """Something with a gradient of every element."""
+    return jnp.sum(jnp.sin(output.astype(jnp.float32))) + jnp.sum(balance_loss)
+
+
+def reference(experts, x, logits, k, capacity):
+    """What `backward` returns."""
+    masks = [routes(np.asarray(rows), k, capacity) for rows in logits]
+    chosen, kept = (np.stack(mask) for mask in zip(*masks))
+    (_, out), grads = on_masks((experts, x, logits), chosen, kept, k > 1)
+    dropped = 1 - np.sum(kept, axis=(1, 2)) / (k * TOKENS)
+    return (*out, dropped), grads
+
+
+# Ours
+
+
+def on_mesh(mesh, fn, *args, split=(EXPERTS_SPLIT, ROWS, ROWS)):
+    """A function of experts, tokens and logits, compiled on a mesh."""
+
+    def run(*args):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return fn(*args)
+
+    shardings = tuple(NamedSharding(mesh, spec) for spec in split)
+    jitted = jax.jit(run, in_shardings=shardings)
+    compiled = jitted.lower(*args).compile()
+
+    def place(*args):
+        return compiled(*jax.device_put(args, shardings))
+
+    return place, compiled.as_text() or ""
+
+
+def forward(experts, x, logits, k, capacity):
+    experts = eqx.combine(experts, STATIC)
+
+    def one(x, logits):
+        return mixture_of_experts(experts, x, logits, k=k, capacity=capacity)
+
+    return jax.vmap(one)(x, logits)
+
+
+def backward(*args, k, capacity):
+    def loss(args):
+        out = forward(*args, k=k, capacity=capacity)
+        return scalar(out.output, out.balance_loss), tuple(out)
+
+    (_, out), grads = jax.value_and_grad(loss, has_aux=True)(args)
+    return out, grads
+
+
+@ft.cache
+def compiled(mesh, k, capacity, experts=EXPERTS, fn=backward):
+    """Compiled once for all tests: the function, and its text."""
+    args = (make_arrays(experts), *make_inputs(experts))
+    return on_mesh(make_mesh(mesh), ft.partial(fn, k=k, capacity=capacity), *args)
+
+
+def assert_close(ours, theirs, tolerance=1e-6):
+    """Relative to the largest element of an array, or to 1."""
+    ours, theirs = jax.tree.leaves(ours), jax.tree.leaves(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+        scale = max(1, np.max(np.abs(other)))
+        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("mesh, case", ON_MESHES)
+def test_outputs_and_gradients_are_those_of_a_loop(mesh, case):
+    k, capacity = CASES[case]
+    args = (make_arrays(), *make_inputs(scale=3.0))
+    out, grads = compiled(mesh, k, capacity)[0](*args)
+    expected, expected_grads = reference(*args, k, capacity)
+    assert_close(out, expected)
+    assert_close(grads, expected_grads)
+    assert np.all((np.asarray(out[2]) > 0) == (capacity is not None))
+
+
+favourites = hnp.arrays(np.int32, (BATCH, TOKENS), elements=st.integers(0, EXPERTS - 1))
+
+
+@pytest.mark.parametrize("mesh, case", ON_MESHES)
+@settings(deadline=None, max_examples=20)
+@given(first=favourites, second=favourites)
+def test_whatever_tokens_prefer(mesh, case, first, second):
+    # The experts that are nobody's favourites are equals, and the first are taken.
+    logits = 4.0 * np.eye(EXPERTS, dtype=np.float32)[first]
+    logits += 2 * np.eye(EXPERTS, dtype=np.float32)[second]
+    args = (make_arrays(), make_inputs()[0], logits)
+    k, capacity = CASES[case]
+    out, grads = compiled(mesh, k, capacity)[0](*args)
+    expected, expected_grads = reference(*args, k, capacity)
+    assert_close(out, expected)
+    assert_close(grads, expected_grads)
+
+
+@pytest.mark.parametrize("mesh, case", ON_MESHES)
+def test_all_tokens_to_the_same_experts(mesh, case):
+    x, logits = make_inputs()
+    logits[..., [3, 5, 11]] += np.array([300, 200, 100], np.float32)
+    args = (make_arrays(), x, logits)
+    k, capacity = CASES[case]
+    out, grads = compiled(mesh, k, capacity)[0](*args)
+    expected, expected_grads = reference(*args, k, capacity)
+    assert_close(out, expected)
+    assert_close(grads, expected_grads)
+    # Each of the three takes three tokens of 16.
+    np.testing.assert_allclose(out[2], 0 if capacity is None else 13 / 16)
+    takers = np.any(np.asarray(out[0]) != 0, axis=2).sum(axis=1)
+    np.testing.assert_array_equal(takers, TOKENS if capacity is None else 3)
+
+
+def test_a_single_choice_is_weighted_by_its_probability():
+    args = (make_arrays(), *make_inputs(scale=2.0))
+    out, grads = compiled("expert=2", 1, 0.6)[0](*args)
+    expected, expected_grads = reference(*args, 1, 0.6)
+    assert_close(out, expected)
+    assert_close(grads, expected_grads)
+    assert np.any(np.abs(grads[2]) > 0.01)
+
+
+def test_an_even_load_has_the_least_balance_loss():
+    x, _ = make_inputs()
+    index = np.arange(TOKENS)
+    even = 50 * np.eye(EXPERTS)[index] + 25 * np.eye(EXPERTS)[(index + 1) % EXPERTS]
+    even = np.stack([even] * BATCH).astype(np.float32)
+    run, _ = compiled("1", 2, None)
+    np.testing.assert_allclose(run(make_arrays(), x, even)[0][1], 1, rtol=1e-6)
+    # All prefer one expert, which gets half of the choices.
+    same = np.repeat(even[:, :1], TOKENS, axis=1)
+    out = run(make_arrays(), x, same)[0]
+    np.testing.assert_allclose(out[1], EXPERTS / 2, rtol=1e-6)
+
+
+def test_in_bfloat16():
+    args = (make_arrays(), *make_inputs(scale=3.0))
+    half = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), args)
+    mesh, fn = make_mesh("data=2,expert=4"), ft.partial(backward, k=2, capacity=0.5)
+    out, grads = on_mesh(mesh, fn, *half)[0](*half)
+    assert {leaf.dtype for leaf in jax.tree.leaves((out[0], grads))} == {half[1].dtype}
+    assert out[1].dtype == out[2].dtype == jnp.float32
+    # The routes are exact, whatever the type in which the experts compute.
+    exact = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), half)
+    expected, expected_grads = reference(*exact, k=2, capacity=0.5)
+    assert_close(out[1:], expected[1:])
+    assert_close((out, grads), (expected, expected_grads), 2e-2)
+
+
+def test_leading_dims_are_a_batch():
+    experts, x, logits = make_arrays(), *make_inputs(scale=3.0)
+    pairs = (x.reshape(2, 2, TOKENS, EMBED), logits.reshape(2, 2, TOKENS, EXPERTS))
+
+    def fn(experts, *pairs):
+        return tuple(mixture_of_experts(eqx.combine(experts, STATIC), *pairs))
+
+    run, text = on_mesh(make_mesh("data=2,expert=4"), fn, experts, *pairs)
+    out = run(experts, *pairs)
+    assert out[1].shape == out[2].shape == (2, 2)
+    expected, _ = reference(experts, x, logits, 2, None)
+    assert_close([leaf.reshape(BATCH, *leaf.shape[2:]) for leaf in out], expected)
+    assert collectives(text)[1] == {"f32[1,1,2,4,1,4]"}
+
+
+def test_one_example_needs_no_batch():
+    experts, x, logits = make_arrays(), *make_inputs(scale=3.0)
+
+    def fn(experts, *one):
+        return tuple(mixture_of_experts(eqx.combine(experts, STATIC), *one))
+
+    args = (experts, x[0], logits[0])
+    split = (P("expert"), P(), P())
+    out = on_mesh(make_mesh("data=2,expert=4"), fn, *args, split=split)[0](*args)
+    expected, _ = reference(experts, x, logits, k=2, capacity=None)
+    assert_close([leaf[None] for leaf in out], [leaf[:1] for leaf in expected])
+
+
+def test_per_device_code_has_its_own_parts():
+    args = (make_arrays(), *make_inputs(scale=3.0))
+    fn = jax.shard_map(
+        lambda *args: tuple(forward(*args, k=2, capacity=1.0)),
+        mesh=make_mesh("data=2,expert=4"),
+        in_specs=(P("expert"), P("data", "expert"), P("data", "expert")),
+        out_specs=(P("data", "expert"), P("data"), P("data")),
+    )
+    assert_close(jax.jit(fn)(*args), reference(*args, 2, 1.0)[0])
+
+
+class Direction(eqx.Module):
+    """An expert that is not defined at zero, and makes a vector of another size."""
+
+    weight: jax.Array
+
+    def __call__(self, x):
+        return self.weight @ (x / jnp.linalg.norm(x))
+
+
+def test_an_expert_need_not_be_defined_at_zero():
+    x, logits = map(jnp.asarray, make_inputs())
+
+    @jax.jit
+    @jax.grad
+    def gradient(weight):
+        out = mixture_of_experts(Direction(weight), x, logits)
+        assert out.output.shape == (BATCH, TOKENS, 3)
+        return jnp.sum(out.output)
+
+    assert np.all(np.isfinite(gradient(jnp.ones((EXPERTS, 3, EMBED)))))
+
+
+# What it costs
+
+
+def collectives(text):
+    """How many there are in a compiled text, and what is sent all to all."""
+    names = "ragged-all-to-all|all-to-all|all-gather|reduce-scatter|collective-permute"
+    found = re.findall(rf"= \(?(\w+\[[\d,]*\]).*? ({names})(?:-start)?\(", text)
+    return (
+        dict(collections.Counter(name for _, name in found)),
+        {shape for shape, name in found if name == "all-to-all"},
+    )
+
+
+@pytest.mark.parametrize(
+    "k, capacity, experts, fn, count, shape",
+    [
+        # One round takes all that there may be: there and back, and again for gradients.
+        (2, None, 4, forward, 2, "f32[1,2,1,4,4]"),
+        (2, None, 4, backward, 4, "f32[1,2,1,4,4]"),
+        # In further rounds two; for their gradients two again, and two more.
+        (3, 1.0, 16, backward, 4 + 2 + 4, "f32[1,2,4,2,4]"),
+    ],
+)
+def test_tokens_travel_all_to_all_and_nothing_is_gathered(
+    k, capacity, experts, fn, count, shape
+):
+    _, text = compiled("data=2,expert=4", k, capacity, experts, fn)
+    found, shapes = collectives(text)
+    assert found == {"all-to-all": count}
+    # To each device: the batch's rows that are here, experts that are there, places.
+    assert shapes == {shape}
+
+
+def test_without_a_mesh_there_is_no_communication():
+    args = (make_arrays(), *make_inputs())
+    run = jax.jit(lambda *args: tuple(forward(*args, k=2, capacity=None)))
+    for text in (run.lower(*args).compile().as_text() or "", compiled("1", 2, None)[1]):
+        assert collectives(text)[0] == {}
+        assert "all-reduce" not in text
+
+
+def test_rounds_that_no_example_needs_are_not_computed():
+    calls = []
+
+    class Counted(eqx.Module):
+        scale: jax.Array
+
+        def __call__(self, x):
+            jax.debug.callback(lambda: calls.append("a round"))
+            return self.scale * x
+
+    @jax.jit
+    def run(x, logits):
+        return mixture_of_experts(Counted(jnp.ones(EXPERTS)), x, logits).output
+
+    x, _ = make_inputs()
+    index = np.arange(TOKENS)
+    logits = np.eye(EXPERTS)[index] + 0.5 * np.eye(EXPERTS)[(index + 1) % EXPERTS]
+    logits = np.stack([logits] * BATCH).astype(np.float32)
+    # A round has twice the places that an even load of two choices takes.
+    for rounds, favoured in (1, 0), (2, 5), (4, TOKENS):
+        calls.clear()
+        logits[-1, :favoured, 3] = 10
+        run(x, logits).block_until_ready()
+        jax.effects_barrier()
+        assert len(calls) == rounds
+
+
+# In training
+
+
+class Layer(eqx.Module):
+    router: eqx.nn.Linear
+    experts: eqx.nn.MLP
+
+    def __init__(self, key):
+        k1, k2 = jax.random.split(key)
+        self.router = eqx.nn.Linear(EMBED, 8, use_bias=False, key=k1)
+        self.experts = make_experts(k2, 8)
+
+    def __call__(self, x):
+        out = mixture_of_experts(self.experts, x, jax.vmap(self.router)(x), capacity=1.25)
+        return x + out.output, out
+
+
+def loss_fn(layers, batch, key):
+    """Two layers, one after the other, each computed again for its gradient."""
+    arrays, static = eqx.partition(layers, eqx.is_array)
+
+    def one(x, y):
+        @jax.checkpoint
+        def body(x, layer):
+            x, out = eqx.combine(layer, static)(x)
+            return x, (out.balance_loss, out.dropped)
+
+        x, (balance_loss, dropped) = jax.lax.scan(body, x, arrays)
+        return (
+            jnp.mean((x - y) ** 2) + 0.01 * jnp.sum(balance_loss),
+            jnp.mean(dropped),
+        )
+
+    losses, dropped = jax.vmap(one)(batch["x"], batch["y"])
+    return losses, {"dropped": dropped}
+
+
+def make_training(mesh):
+    """A state, a step and a batch."""
+    optim = lenient(optax.adam(1e-2))
+    rule = eqxshard.by_path({"experts": P(None, "expert")})
+    state = eqxshard.init_state(
+        lambda key: eqx.filter_vmap(Layer)(jax.random.split(key, 2)),
+        optim,
+        key=jax.random.key(0),
+        mesh=mesh,
+        rule=rule,
+    )
+    x, _ = make_inputs()
+    batch = {"x": x, "y": np.roll(x, 1, axis=2)}
+    return state, eqxshard.make_train_step(loss_fn, optim, mesh=mesh, rule=rule), batch
+
+
+def train(mesh):
+    """The losses of some steps, with the shares dropped, and the model after them."""
+    state, train_step, batch = make_training(mesh)
+    losses = []
+    for _ in range(20):
+        state, metrics = train_step(state, batch)
+        losses.append([float(metrics["loss"]), float(metrics["dropped"])])
+    return np.array(losses), state.model
+
+
+def test_training_is_the_same_on_a_mesh():
+    losses, model = train(make_mesh("1"))
+    assert losses[-1, 0] < 0.8 * losses[0, 0]
+    assert np.all(losses[:, 1] > 0)
+    ours, our_model = train(make_mesh("data=2,expert=4"))
+    np.testing.assert_allclose(ours, losses, rtol=1e-5)
+    helpers.assert_close(our_model, model, rtol=1e-5, atol=1e-6)
+    weight = our_model.experts.layers[0].weight
+    assert {part.data.shape for part in weight.addressable_shards} == {(2, 2, 8, EMBED)}
+
+
+@pytest.mark.slow
+def test_a_train_step_gathers_nothing():
+    state, train_step, batch = make_training(make_mesh("data=2,expert=4"))
+    text = train_step.lower(state, batch).compile().as_text() or ""
+    # As above, and two more: a layer is computed again for its gradient.
+    assert collectives(text)[0] == {"all-to-all": 12}
+
+
+# What does not fit
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"k": 0}, "k=0 is not from 1 to the 16 experts"),
+        ({"k": 17}, "k=17 is not from 1 to the 16 experts"),
+        ({"capacity": 0.0}, r"capacity=0\.0 is not a positive factor; .* None"),
+        ({"capacity": -1.0}, r"capacity=-1\.0 is not a positive factor"),
+        ({"capacity": math.inf}, "capacity=inf is not a positive factor"),
+        ({"x": jnp.zeros((15, 4))}, r"x has shape \(15, 4\) and router_logits \(16, 16\)"),
+        ({"x": jnp.zeros(16)}, r"x has shape \(16,\) .* \(tokens, embed\)"),
+        (
+            {"router_logits": jnp.zeros((16, 8))},
+            r"experts\.layers\.0\.weight has shape \(16, 8, 4\), .* for 8 experts; give",
+        ),
+        ({"experts": jnp.zeros(())}, r"experts has shape \(\), .* a leading dim of 16"),
+        (
+            {"x": jnp.zeros((18, 4)), "router_logits": jnp.zeros((18, 16))},
+            r"18 tokens do not divide over expert=4; use a multiple of 4, such as 20",
+        ),
+        (
+            {"experts": lambda x: x, "router_logits": jnp.zeros((16, 6))},
+            r"6 experts do not divide over expert=4; use a multiple of 4, such as 8",
+        ),
+        (
+            {"experts": lambda x: x[0]},
+            r"an expert makes an array of shape \(\) of a token of shape \(4,\)",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(unannotated, changes, message):
+    args = {
+        "experts": make_experts(jax.random.key(0), EXPERTS),
+        "x": jnp.zeros((16, 4)),
+        "router_logits": jnp.zeros((16, 16)),
+    }
+    with (
+        pytest.raises(ValueError, match=message),
+        jax.sharding.use_abstract_mesh(make_mesh("expert=4").abstract_mesh),
+    ):
+        eqx.filter_eval_shape(mixture_of_experts, **(args | changes))
