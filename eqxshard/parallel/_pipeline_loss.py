@@ -1,6 +1,6 @@
 """Pipeline parallelism in less memory: a microbatch turns back as soon as it has its loss.
 
-The words are those of `_pipeline.py`; but here a tick takes a microbatch one way only.
+The words are those of `_pipeline.py`.
 """
 
 import functools as ft
@@ -46,9 +46,10 @@ def pipeline_loss(
     The same as [`eqxshard.parallel.pipeline`][] and a loss behind it, in less memory. The
     schedule is 1F1B, also called PipeDream-Flush (Narayanan et al. 2021,
     https://arxiv.org/abs/2006.09503 and https://arxiv.org/abs/2104.04473): a microbatch
-    turns back as soon as the last stage has its loss, and each stage takes one forward
-    and one backward in turn. It idles as long as under GPipe, but stage `i`, counted from
-    0, holds the activations of at most `stages - i` microbatches, however many there are.
+    turns back as soon as the last stage has its loss, and from then on each stage takes
+    one forward and one backward in every tick. It idles as long as under GPipe, but
+    stage `i`, counted from 0, holds the activations of at most `2 (stages - i) - 1`
+    microbatches, however many there are.
 
     The gradients with respect to `layers`, `head` and `x` are computed along with the
     loss, where it is differentiated (in reverse mode, and once). Those of `target` and
@@ -147,9 +148,9 @@ def _(
     """The loss, and the gradients with it.
 
     Stage `i` takes microbatch `m` forward in tick `m + i`, and backward in tick
-    `m + 2 (stages - 1) - i`; the last stage does both in one tick. All stages do the same
-    in a tick, if only in vain: what a layer asks of the compiler or of other devices may
-    not depend on the stage.
+    `m + 2 (stages - 1) - i`. All stages do the same in a tick, if only in vain: were they
+    to take turns, half as many microbatches would be under way at a time, but what a
+    layer sends along other axes would meet what another stage's sends.
     """
     layers, head, x = params
     numbers, rows = jnp.arange(depth(layers)), jnp.arange(len(x))
@@ -287,6 +288,4 @@ def _sum_losses(
 
 def _add_if(condition: Array, total: PyTree, new: PyTree) -> PyTree:
     """Add, or not: what was computed in vain may be nan."""
-    return jax.tree.map(
-        lambda total, new: total + jnp.where(condition, new, 0), total, new
-    )
+    return jax.tree.map(lambda total, new: total + jnp.where(condition, new, 0), total, new)

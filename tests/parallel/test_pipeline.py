@@ -209,12 +209,17 @@ def collectives(text, kind):
 
 
 def relative(tree, other):
-    """The largest difference in a PyTree, relative to the largest value of its leaf."""
-    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
-    return max(
-        np.max(np.abs(np.asarray(ours) - np.asarray(theirs))) / np.max(np.abs(theirs))
-        for ours, theirs in pairs
-    )
+    """The largest difference in a PyTree, relative to the largest value of its leaf.
+
+    On every device: replicas could differ from each other.
+    """
+    worst = 0.0
+    for ours, theirs in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
+        theirs = np.asarray(theirs)
+        for part in jnp.asarray(ours).addressable_shards:
+            difference = np.abs(np.asarray(part.data) - theirs[part.index])
+            worst = max(worst, np.max(difference) / np.max(np.abs(theirs)))
+    return worst
 
 
 # The same on every mesh
@@ -303,11 +308,42 @@ def test_the_rest_of_the_mesh_is_the_compilers():
     model, batch, key = make_model(), make_batch(), jax.random.key(1)
     _, run = compile_grad("1f1b", mesh, 4, model=model, batch=batch, key=key, rule=rule)
     loss, grads = run()
-    for _ in range(10):
-        # Stages do different things at a time, each with sums over `tensor`.
-        jax.block_until_ready(run())
     assert relative((loss, grads), expected()) < 1e-6
     assert grads.layers.linear.weight.sharding.spec[:2] == ("stage", "tensor")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_layers_may_send_along_other_axes(schedule):
+    # Stages that do not do the same at a time would mix up what each other's layers send.
+    def ring(h):
+        size = jax.lax.axis_size("context")
+        ahead = [(i, (i + 1) % size) for i in range(size)]
+        return jax.lax.ppermute(h, "context", ahead)
+
+    def on_ring(scale, h):
+        spec = P("context")
+        send = jax.shard_map(ring, in_specs=spec, out_specs=spec, axis_names={"context"})
+        return jnp.sin(scale * h + send(h))
+
+    def rolled(scale, h):
+        return jnp.sin(scale * h + jnp.roll(h, 2))
+
+    def grad(fn, mesh):
+        def loss(scales, x):
+            layers = Apply(scales, fn)
+            if schedule == "gpipe":
+                return jnp.mean(pipeline(layers, x, microbatches=4) ** 2)
+            loss_fn = lambda head, h, target: jnp.mean(h**2)  # noqa: E731
+            return pipeline_loss(loss_fn, layers, None, x, None, microbatches=4)
+
+        scales, x = jnp.linspace(1, 2, 4), jax.random.normal(KEY, (8, 8))
+        if mesh is not None:
+            scales = jax.device_put(scales, NamedSharding(mesh, P("stage")))
+            x = jax.device_put(x, eqxshard.batch_sharding(mesh))
+        return jax.jit(jax.value_and_grad(on(mesh, loss), (0, 1)))(scales, x)
+
+    mesh = make_mesh(stage=2, context=4)
+    assert relative(grad(on_ring, mesh), grad(rolled, None)) < 1e-6
 
 
 def train(schedule, mesh, steps=20):
@@ -393,23 +429,30 @@ def test_activations_of_half_precision(schedule):
 @pytest.mark.parametrize("schedule, microbatches, sizes", FAST)
 def test_what_devices_send_each_other(schedule, microbatches, sizes):
     text, _ = pipelined(schedule, microbatches, **sizes)
-    stages, data = sizes["stage"], sizes.get("data", 1)
+    stages, data = sizes["stage"], sizes["data"]
+    # The activations of a microbatch, once for each tick there and once for each back.
     sent = collectives(text, "collective-permute")
-    # One of a microbatch of activations per tick: GPipe's forward and backward loops
-    # have one each, and 1F1B's loop has two ticks.
-    assert len(sent) == 2
     for _, line in sent:
         assert f"f32[{ROWS // data // microbatches},{WIDTH}]" in line
-    ticks = microbatches + stages - 1
-    loops = collectives(text, "while")
-    bodies = {name for name, _ in sent}
-    counted = [line for _, line in loops for name in bodies if f"body={name}" in line]
-    assert len(counted) == len(bodies) == (2 if schedule == "gpipe" else 1)
-    assert all(f'"known_trip_count":{{"n":"{ticks}"}}' in line for line in counted)
+    ticks = [trip_count(text, name) for name, _ in sent]
+    if schedule == "gpipe":
+        assert ticks == [microbatches + stages - 1] * 2
+    else:
+        assert sorted(ticks) == sorted([stages - 1] * 2 + [microbatches] * 2)
     # Weights stay where they are. Activations and gradients are summed once, at the end.
     for kind in ("all-gather", "all-to-all", "reduce-scatter"):
         assert not collectives(text, kind)
     assert all(name == "ENTRY" for name, _ in collectives(text, "all-reduce"))
+
+
+def trip_count(text, body):
+    """How often a loop with this body turns."""
+    ((_, line),) = [
+        loop for loop in collectives(text, "while") if f"body={body}" in loop[1]
+    ]
+    found = re.search(r'"known_trip_count":{"n":"(\d+)"', line)
+    assert found is not None
+    return int(found[1])
 
 
 def temporaries(schedule, rows, microbatches, width=64, layers=16):
@@ -453,9 +496,9 @@ def test_what_devices_hold():
         return (many - few) / 12 / microbatch
 
     # GPipe holds an input of each of a stage's 4 layers, what comes in and out of the
-    # stages, and the gradient of that; 1F1B only the gradient of what came in.
+    # stages, and the gradient of that; 1F1B at most the gradient of what came in.
     assert 5 <= growth("gpipe") < 8
-    assert growth("1f1b") < 1.5
+    assert growth("1f1b") <= 1
 
 
 # Mistakes
