@@ -29,6 +29,7 @@ from equinox import nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 from jaxtyping import (
     Array,
     ArrayLike,
@@ -283,6 +284,15 @@ class Keyless:
         return cls(*children)
 
 
+@jax.tree_util.register_pytree_with_keys_class
+class Keyed(Keyless):
+    """Keys that say nothing of how to get at the children."""
+
+    def tree_flatten_with_keys(self):
+        keys = (SequenceKey(0), DictKey("b"), GetAttrKey("c"))
+        return tuple(zip(keys, self.children)), None
+
+
 UP, DOWN = zeros(4, 2), zeros(2, 4)
 
 
@@ -318,6 +328,9 @@ UP, DOWN = zeros(4, 2), zeros(2, 4)
         (list, [Plain(UP, DOWN)], {"0.up": "mlp embed", "0.down": "embed mlp"}),
         (Keyless, Keyless(UP, Plain(UP, DOWN)),
          {"0": None, "1.up": "mlp embed", "1.down": "embed mlp"}),
+        (Keyed, Keyed(*[Plain(UP, DOWN)] * 3),
+         {f"{key}.up": "mlp embed" for key in ("0", "b", "c")}
+         | {f"{key}.down": "embed mlp" for key in ("0", "b", "c")}),
     ],
 )  # fmt: skip
 def test_containers_are_looked_into(annotation, value, expected):
@@ -348,6 +361,10 @@ class Sub(Box[Float[Array, "sub"]]):
 
 
 class Deep(Sub):
+    pass
+
+
+class Both(Sub, Box):
     pass
 
 
@@ -398,6 +415,7 @@ ONE = zeros(3)
         (Box["Up"], Box(UP), {"value": "mlp embed"}),
         (Box[Box[Up]], Box(Box(UP)), {"value.value": "mlp embed"}),
         (Box[list[Up] | None], Box([UP]), {"value.0": "mlp embed"}),
+        (Box[Up], [UP], {"0": None}),  # a wrong annotation says nothing
         (list[Box[Up]] | Box[Later], [Box(UP)], {"0.value": "mlp embed"}),
         (Box[Up] | Sub, Box(UP), {"value": "mlp embed"}),
         (Box[Up] | Box[Later], Box(ONE), {"value": "later"}),
@@ -413,6 +431,7 @@ ONE = zeros(3)
         (Any, Sub(ONE, UP), {"value": "sub", "own": "mlp embed"}),
         (Box[Any], Sub(ONE, UP), {"value": "sub", "own": "mlp embed"}),
         (eqx.Module, Deep(ONE, UP), {"value": "sub", "own": "mlp embed"}),
+        (Any, Both(ONE, UP), {"value": "sub", "own": "mlp embed"}),
         (Deep, Renamed(ONE, UP), {"value": "renamed", "own": "mlp embed"}),
         (Any, Forward(ONE), {"value": "later"}),
         (Nested[Up], Nested([UP]), {"value.0": "mlp embed"}),
@@ -529,6 +548,12 @@ def test_postponed_annotations_are_read_one_by_one(execute):
         assert "at the top of made_up, and not for type checkers alone" in message
 
 
+def test_a_default_does_not_hide_a_type_of_its_name(execute):
+    field = "class Other(eqx.Module):\n    Up: Up = None\n"
+    made = execute(FUTURE + 'Up = Float[Array, "mlp embed"]\n' + field)
+    assert dims(made.Other(UP)) == {"Up": ("mlp", "embed")}
+
+
 PEP695 = """
 import equinox as eqx
 from jaxtyping import Array, Float
@@ -604,6 +629,10 @@ def test_a_type_parameter_may_have_a_default(execute):
 
 SIZES = {"in": 3, "out": 4, "mlp": 6, "embed": 6, "heads": 10, "vocab": 7, "channels": 8}
 SIZES |= {"hidden": 5, "u_size": 4, "v_size": 3}
+
+
+class Learnt(eqx.Module):
+    slope: Float[Array, ""]
 
 
 def shapes(make):
@@ -816,6 +845,11 @@ def check_sizes(layer, expected):
             {"layers.0.weight": "mlp in", "layers.1.weight": "out mlp"}
             | {"activation.negative_slope": "_ _", "final_activation.negative_slope": "_"},
         ),
+        (
+            lambda: unbiased_mlp(1, activation=Learnt(jnp.ones(()))),
+            {"layers.0.weight": "mlp in", "layers.1.weight": "out mlp"}
+            | {"activation.slope": "_ _"},
+        ),
     ],
 )  # fmt: skip
 def test_layers_with_options_have_named_dims(make, expected):
@@ -871,6 +905,8 @@ def test_running_statistics_have_no_names_outside_of_the_model():
         ('Annotated[nn.Linear, "a b"]', linear, {"weight": "a b", "bias": "a"}),
         (Annotated[nn.Linear, 3, "a b"], linear, {"weight": "a b", "bias": "a"}),
         (Annotated[nn.Linear | None, "a b"], linear, {"weight": "a b", "bias": "a"}),
+        (Annotated[Annotated[nn.Linear, 3] | int, "a b"], linear,
+         {"weight": "a b", "bias": "a"}),
         (Optional[Annotated[nn.Linear, "a b"]], linear,  # noqa: UP045
          {"weight": "a b", "bias": "a"}),
         (list[Annotated[nn.Linear, "a b"]], lambda: [linear()],
@@ -996,6 +1032,7 @@ def test_a_module_in_place_of_a_weight_says_its_own_dims():
         (Up | None, zeros(), 'Block.x: Float[Array, "mlp embed"] names more dims'),
         (Float[Array, "a *b c"], zeros(4), "names more dims than the array has"),
         (Box[Up], Box(zeros(4)), 'Box.value: Float[Array, "mlp embed"] names more dims'),
+        (Box[Up] | int, Box(zeros(4)), 'Box.value: Float[Array, "mlp embed"] names more'),
         (
             Up | Float[Array, "embed mlp"],
             zeros(4, 2),
