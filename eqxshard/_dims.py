@@ -296,8 +296,6 @@ def _substitute(hint: Any, arguments: Mapping[Any, Any]) -> Any:
     params = getattr(hint, "__parameters__", ())
     if isinstance(hint, type) or not params:
         return hint
-    if not all(isinstance(var, TypeVar) for var in params):
-        return Any
     return hint[tuple(arguments.get(var, var) for var in params)]
 
 

@@ -54,7 +54,7 @@ def loss_fn(model, batch, key):
 # What each needs at least, where -1 takes what is left: sizes of mesh axes, and a rule.
 TENSOR = eqxshard.by_dim({"mlp": "tensor"})
 FSDP = eqxshard.fsdp(min_size=2**10)
-STRATEGIES: dict[str, tuple[dict[str, int], eqxshard.Rule]] = {
+STRATEGIES: dict[str, tuple[dict[str, Any], eqxshard.Rule]] = {
     "data parallel": ({"data": -1}, eqxshard.replicate()),
     "ZeRO-1": ({"data": -1}, eqxshard.zero1(min_size=2**10)),
     "FSDP (ZeRO-3)": ({"data": 1, "fsdp": -1}, FSDP),
@@ -125,7 +125,7 @@ def show_collectives(mesh: Mesh, console: Console) -> None:
     console.print(table)
 
 
-def train(sizes: dict[str, int], rule: eqxshard.Rule, batches: Any, args: Args) -> Any:
+def train(sizes: dict[str, Any], rule: eqxshard.Rule, batches: Any, args: Args) -> Any:
     """Train the classifier: the losses, the state after them, and the mesh."""
     count = args.devices if -1 in sizes.values() else math.prod(sizes.values())
     mesh = eqxshard.make_mesh(**sizes, devices=jax.devices()[:count])
@@ -231,7 +231,8 @@ def show_models_of_their_own(args: Args, console: Console) -> float:
         ),
     ]
     for name, axis, fn, arguments, specs in examples:
-        mesh = eqxshard.make_mesh(data=1, **{axis: n}, devices=jax.devices()[:n])
+        sizes: dict[str, Any] = {"data": 1, axis: n}
+        mesh = eqxshard.make_mesh(**sizes, devices=jax.devices()[:n])
 
         def gradient(arguments, fn=fn):
             return eqx.filter_grad(lambda args: jnp.sum(fn(*args) ** 2))(arguments)

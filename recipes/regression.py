@@ -66,7 +66,7 @@ def train(args: Args) -> str:
     train_step = eqxshard.make_train_step(loss_fn, optim, mesh=mesh, rule=rule)
     eval_step = eqxshard.make_eval_step(metric_fn, mesh=mesh, rule=rule)
 
-    batches = dict(batch_size=args.batch_size, mesh=mesh)
+    batches: dict = dict(batch_size=args.batch_size, mesh=mesh)
     loader = eqxshard.Loader(sine(4096, args.seed), seed=args.seed, **batches)
     test = eqxshard.Loader(sine(1024, args.seed + 1), shuffle=False, **batches)
 

@@ -439,6 +439,7 @@ ONE = zeros(3)
         (OldAlias[Box[Up]] | None, [Box(UP)], {"0.value": "mlp embed"}),
         (Tree[Up], Tree({"a": UP}), {"value.a": "mlp embed"}),
         # Several at once say nothing.
+        (Many[Up], Many((UP,)), {"items.0": None}),
         (Many[Up, Later], Many((UP, ONE)), {"items.0": None, "items.1": None}),
         # Equinox's own are seldom given arguments.
         (nn.StateIndex, nn.StateIndex(ONE), {"init": None}),

@@ -14,7 +14,7 @@ KEY = jax.random.key(0)
 def run():
     """Three steps under FSDP: the state, and the weights after each step."""
     optim = lenient(optax.chain(optax.sgd(0.1), eqxshard.ema_weights(0.75)))
-    placed = dict(mesh=make_mesh("data=2,fsdp=4"), rule=RULES["fsdp"])
+    placed: dict = dict(mesh=make_mesh("data=2,fsdp=4"), rule=RULES["fsdp"])
     state = eqxshard.init_state(Model, optim, key=KEY, **placed)
     train_step = eqxshard.make_train_step(squared_errors, optim, **placed)
     weights = [arrays(state.model)]
@@ -60,7 +60,7 @@ def test_it_can_be_evaluated(run):
 
 
 def test_a_state_without_an_average_says_how_to_have_one():
-    placed = dict(mesh=make_mesh("data=1"), rule=RULES["replicate"])
+    placed: dict = dict(mesh=make_mesh("data=1"), rule=RULES["replicate"])
     state = eqxshard.init_state(Model, lenient(optax.sgd(0.1)), key=KEY, **placed)
     with pytest.raises(ValueError, match=r"make it as optax\.chain\(\.\.\., eqxshard\.ema"):
         eqxshard.ema_model(state)

@@ -1,6 +1,7 @@
 """Layers gathered one at a time, and run by one scan."""
 
 import re
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -80,7 +81,7 @@ def test_layers_that_are_not_stacked_are_refused(layers):
 
 class Deep(eqx.Module):
     layers: Layer
-    call: object = eqx.field(static=True)
+    call: Any = eqx.field(static=True)
 
     def __call__(self, x, key=None):
         return self.call(self.layers, x, key=key)
@@ -107,12 +108,12 @@ def plain_scan(layers, x, *, key):
 
 
 def make(call, loss_fn=losses, sizes=None, **options):
-    sizes = {"data": 1, "fsdp": 8} if sizes is None else sizes
+    sizes: Any = {"data": 1, "fsdp": 8} if sizes is None else sizes
     devices = jax.devices()[: int(np.prod([*sizes.values()]))]
     mesh = eqxshard.make_mesh(**sizes, devices=devices)
     # Not over the layers' own dim, though biases would divide there too.
     rule = eqxshard.by_path({r"up\.": P(None, "fsdp")})
-    placed = dict(mesh=mesh, rule=eqxshard.first_match(rule, eqxshard.replicate()))
+    placed: dict = dict(mesh=mesh, rule=eqxshard.first_match(rule, eqxshard.replicate()))
     init = {k: v for k, v in options.items() if k == "precision"}
     state = eqxshard.init_state(
         lambda key: Deep(stacked(key), call), OPTIM, key=KEY, **placed, **init
@@ -145,12 +146,12 @@ def test_under_fsdp_one_layer_at_a_time_is_gathered(loss_fn):
     assert all(shape.startswith((f"f32[1,{WIDTH}", f"f32[{WIDTH}")) for shape in found)
     whole, plain_step = make(plain_scan, loss_fn)
     assert all(shape.startswith(f"f32[{DEPTH}") for shape in gathers(plain_step, whole))
-    ours, theirs = (
-        step.lower(s, BATCH).compile().memory_analysis().temp_size_in_bytes
+    memory: Any = [
+        step.lower(s, BATCH).compile().memory_analysis()
         for step, s in ((train_step, state), (plain_step, whole))
-    )
-    layer = 4 * WIDTH * (WIDTH + 1)
-    assert ours < theirs - (DEPTH - 2) * layer
+    ]
+    ours, theirs = (each.temp_size_in_bytes for each in memory)
+    assert ours < theirs - (DEPTH - 2) * 4 * WIDTH * (WIDTH + 1)
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}])

@@ -14,7 +14,7 @@ BF16 = eqxshard.Precision(jnp.bfloat16)
 
 
 def make(loss_fn, precision, mesh="data=1", rule="replicate", optim=OPTIM, **options):
-    placed = dict(mesh=make_mesh(mesh), rule=RULES[rule], precision=precision)
+    placed: dict = dict(mesh=make_mesh(mesh), rule=RULES[rule], precision=precision)
     state = eqxshard.init_state(Model, optim, key=KEY, **placed)
     return state, eqxshard.make_train_step(loss_fn, optim, **placed, **options)
 
@@ -156,6 +156,7 @@ def test_the_scale_falls_until_a_step_is_finite_and_rises_after_some_that_were()
         before = state.model
         kept = jax.tree.map(np.asarray, eqx.filter(before, eqx.is_array))
         state, metrics = train_step(state, batch)
+        assert state.loss_scale is not None
         scales.append(float(state.loss_scale.scale))
         skipped.append(bool(metrics.nonfinite))
         if skipped[-1]:

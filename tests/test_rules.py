@@ -1,5 +1,6 @@
 import math
 import re
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -251,13 +252,13 @@ class Block(eqx.Module):
 BLOCK = Block()
 
 
-def specs(rule, mesh=None, tree=BLOCK):
+def specs(rule, mesh=None, tree: Any = BLOCK):
     places = eqxshard.shardings(tree, mesh or make_mesh(2, 2), rule)
     leaves = jax.tree_util.tree_leaves_with_path(places)
     return {jax.tree_util.keystr(p, simple=True, separator="."): x.spec for p, x in leaves}
 
 
-def rule_error(rule, mesh=None, tree=BLOCK):
+def rule_error(rule, mesh=None, tree: Any = BLOCK):
     with pytest.raises(ValueError) as info:
         eqxshard.shardings(tree, mesh or make_mesh(2, 2), rule)
     return str(info.value)

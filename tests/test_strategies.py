@@ -171,7 +171,7 @@ def train(kind, rule, sizes):
     make_model, loss_fn, batch = kind
     sizes = {"data": 1, **sizes}
     devices = jax.devices()[: math.prod(sizes.values())]
-    placed = dict(mesh=eqxshard.make_mesh(**sizes, devices=devices), rule=rule)
+    placed: dict = dict(mesh=eqxshard.make_mesh(**sizes, devices=devices), rule=rule)
     # Adam would make whole steps of the rounding of gradients that are zero.
     optim = lenient(optax.adam(1e-2, eps=1e-2))
     state = eqxshard.init_state(make_model, optim, key=jax.random.key(0), **placed)

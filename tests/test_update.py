@@ -1,5 +1,7 @@
 """What a step computes beyond a plain model: frozen parts, state, ZeRO, clipping."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -197,7 +199,7 @@ def test_the_state_goes_through_the_parts_of_a_batch_in_turn():
 
 
 def test_a_skipped_step_keeps_the_state_too():
-    placed = dict(mesh=make_mesh("data=2"), rule=RULES["replicate"])
+    placed: dict = dict(mesh=make_mesh("data=2"), rule=RULES["replicate"])
     state = eqxshard.init_state(make_normed, OPTIM, key=KEY, **placed)
     train_step = eqxshard.make_train_step(normed_errors, OPTIM, **placed)
     before = arrays((state.model, state.opt_state, state.model_state))
@@ -221,7 +223,7 @@ def test_a_loss_function_that_forgets_the_state_is_told():
 
 
 def test_fit_hands_the_pair_to_the_evaluation():
-    placed = dict(mesh=make_mesh("data=1"), rule=RULES["replicate"])
+    placed: dict = dict(mesh=make_mesh("data=1"), rule=RULES["replicate"])
     state = eqxshard.init_state(make_normed, OPTIM, key=KEY, **placed)
     train_step = eqxshard.make_train_step(normed_errors, OPTIM, **placed)
     source = eqxshard.data.ArraySource(make_batch(64))
@@ -249,7 +251,7 @@ def test_zero1_trains_as_one_device_does():
     assert state.model.first.weight.sharding.spec == P()
     moments = state.opt_state[0]
     assert part(moments.mu.first.weight) == part(moments.nu.first.weight) == (4, 8)
-    text = train_step.lower(state, make_batch()).compile().as_text()
+    text: Any = train_step.lower(state, make_batch()).compile().as_text()
     # The updated parts are gathered, and nothing else; the last bias has but 4 elements.
     assert sum(text.count(f" {name}(") for name in ("all-gather", "all-gather-start")) == 3
 

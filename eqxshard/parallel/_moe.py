@@ -75,9 +75,9 @@ def mixture_of_experts(
     sends every expert at most twice the average, `2 * k * tokens / experts / devices`
     tokens. While no expert is chosen by more of a device's tokens than that, one round is
     all, and buffers and computation are twice those of an even load. Further rounds run
-    only when one of the batch needs them, up to `experts / (2 * k)` in all, when every
-    token wants the same expert. They need no further memory: the backward pass computes
-    them again. A capacity bounds the number of rounds as well.
+    only when an example of the batch needs them: up to `experts / (2 * k)` in all, when
+    all tokens want the same expert. Together they take the memory of one, for the backward
+    pass computes each again. A capacity bounds their number, too.
 
     **Arguments:**
 

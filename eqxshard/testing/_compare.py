@@ -135,15 +135,20 @@ def difference(
 
 
 def _unsure(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """How much of an update the rounding of each element's gradient can turn around.
+    """How much of an update the rounding of a gradient can turn around, for each element.
 
-    At most all of it, and back: twice. An update divided by the root of its square, such
-    as Adam's, is out by as much as its gradient; four times that is generous.
+    At most all of it, and back: twice. An update that is divided by the gradient's size,
+    such as Adam's by each element's or LAMB's by a norm, is out by as much as they are;
+    four times that is generous.
     """
-    a, b = _wide(a), _wide(b)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratio = np.where(a == b, 0.0, np.abs(a - b) / np.abs(b))
-    return np.minimum(4 * ratio, 2.0)
+
+    def over(apart: Any, size: Any) -> np.ndarray:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(apart == 0, 0.0, np.divide(apart, size))
+
+    apart, size = np.abs(_wide(a) - _wide(b)), np.abs(_wide(b))
+    of_all = over(np.max(apart, initial=0.0), np.max(size, initial=0.0))
+    return np.minimum(4 * np.maximum(over(apart, size), of_all), 2.0)
 
 
 def _of_same_array(
