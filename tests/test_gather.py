@@ -107,8 +107,8 @@ def plain_scan(layers, x, *, key):
     return jax.lax.scan(body, x, (arrays, jax.random.split(key, DEPTH)))[0]
 
 
-def make(call, loss_fn=losses, sizes=None, **options):
-    sizes: Any = {"data": 1, "fsdp": 8} if sizes is None else sizes
+def make(call, loss_fn=losses, sizes: Any = None, **options):
+    sizes = {"data": 1, "fsdp": 8} if sizes is None else sizes
     devices = jax.devices()[: int(np.prod([*sizes.values()]))]
     mesh = eqxshard.make_mesh(**sizes, devices=devices)
     # Not over the layers' own dim, though biases would divide there too.
