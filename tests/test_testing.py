@@ -35,7 +35,7 @@ class Affine(eqx.Module):
         self.shift = jnp.zeros(8)
 
     def __call__(self, x):
-        return self.weight @ x + self.bias + self.shift @ x
+        return self.weight @ x + self.bias + jnp.sum(self.shift)
 
 
 def likelihoods(model, batch, key):
@@ -117,6 +117,29 @@ def test_the_default_meshes_have_two_to_eight_devices():
     assert [row.devices for row in report.rows] == [2, 2, 4, 4, 8, 8, 8, 8, 8, 8]
     assert max(row.split for row in report.rows) == 5
     assert max(row.loss for row in report.rows) < 1e-6
+
+
+class Attending(eqx.Module):
+    """Softmax does not see the bias of the keys, and its gradient is rounding, too."""
+
+    attention: eqx.nn.MultiheadAttention
+
+    def __init__(self, key):
+        self.attention = eqx.nn.MultiheadAttention(2, 8, use_key_bias=True, key=key)
+
+    def __call__(self, x):
+        return self.attention(x, x, x)
+
+
+@pytest.mark.slow
+def test_optimizers_that_divide_by_the_size_of_a_gradient_may_divide_by_rounding():
+    def loss_fn(model, batch, key):
+        return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2, axis=(1, 2))
+
+    rng = np.random.default_rng(0)
+    batch = {name: rng.normal(size=(32, 8, 8)).astype(np.float32) for name in "xy"}
+    report = check(make_model=Attending, loss_fn=loss_fn, batch=batch, optim=LAMB, steps=4)
+    assert report.rows[0].gradients < 2e-6
 
 
 @pytest.mark.slow
