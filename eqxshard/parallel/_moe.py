@@ -96,7 +96,8 @@ def mixture_of_experts(
     A named tuple of `output`, `balance_loss` and `dropped`. The balance loss is
     $E \sum_e f_e P_e$ over the $E$ experts (Switch, equation 4, without its factor), with
     $f_e$ the share of all `k` choices of a group that wants an expert, whether or not it
-    is dropped, and $P_e$ the expert's mean probability.
+    is dropped, and $P_e$ the expert's mean probability. (Over several devices there are
+    reverse-mode derivatives, and no forward-mode ones.)
 
     **Raises:**
 
