@@ -2,8 +2,8 @@
 
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
+import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
@@ -11,7 +11,7 @@ from .state import TrainState
 
 
 class EmaState(NamedTuple):
-    """The averaged weights, each where its parameter is updated."""
+    """The averaged weights, in float32 at least, each where its parameter is updated."""
 
     ema: PyTree
 
@@ -19,10 +19,11 @@ class EmaState(NamedTuple):
 def ema_weights(decay: float) -> optax.GradientTransformation:
     """Keep an exponential moving average of the weights beside them.
 
-    An optax transformation, to come last in a chain: it looks at the weights as the step
-    will leave them. The average starts at the initial weights, so that it needs no
-    correction. (Polyak and Juditsky 1992, https://doi.org/10.1137/0330046, in the form
-    of Tarvainen and Valpola 2017, https://arxiv.org/abs/1703.01780.)
+    An optax transformation, to come last in a chain, outside of `optax.masked` and its
+    like: it looks at the weights as the step will leave them. The average is kept in
+    float32, and starts at the initial weights, so that it needs no correction. (Polyak and
+    Juditsky 1992, https://doi.org/10.1137/0330046, in the form of Tarvainen and Valpola
+    2017, https://arxiv.org/abs/1703.01780.)
 
     **Arguments:**
 
@@ -50,14 +51,12 @@ def ema_weights(decay: float) -> optax.GradientTransformation:
         )
 
     def init(params: Any) -> EmaState:
-        return EmaState(jax.tree.map(lambda param: param, params))
+        return EmaState(jax.tree.map(_wide, params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, EmaState]:
         new = optax.apply_updates(params, updates)
         ema = jax.tree.map(
-            lambda ema, new: (ema + (1 - decay) * (new - ema)).astype(ema.dtype),
-            state.ema,
-            new,
+            lambda ema, new: ema + (1 - decay) * (_wide(new) - ema), state.ema, new
         )
         return updates, EmaState(ema)
 
@@ -74,7 +73,8 @@ def ema_model(state: TrainState) -> PyTree:
     **Returns:**
 
     A model like `state.model`; what is not trained is as it is there. It is valid as long
-    as the state is: until that is donated to the next step.
+    as the state is: until that is donated to the next step. Give it to an eval step (with
+    `state.model_state`, if there is one): `fit` itself evaluates the weights.
 
     **Raises:**
 
@@ -87,4 +87,20 @@ def ema_model(state: TrainState) -> PyTree:
             "the optimizer of this state keeps no average of the weights; make it as "
             "optax.chain(..., eqxshard.ema_weights(0.999))."
         )
-    return eqx.combine(found[-1].ema, state.model)
+    ema = found[-1].ema
+    is_masked = lambda leaf: isinstance(leaf, optax.MaskedNode)  # noqa: E731
+    if any(map(is_masked, jax.tree.leaves(ema, is_leaf=is_masked))):
+        raise ValueError(
+            "the average is only of what an optax.masked lets through; put ema_weights "
+            "outside of it, last in the chain."
+        )
+
+    def one(ema: Any, leaf: Any) -> Any:
+        return leaf if ema is None else ema.astype(leaf.dtype)
+
+    return jax.tree.map(one, ema, state.model, is_leaf=lambda x: x is None)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    """In a type whose rounding is smaller than what a step adds to the average."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -99,7 +99,9 @@ def scan_layers(
 
     Under FSDP the parameters of one layer at a time are gathered, and let go of before
     the next; in the backward pass they are gathered again. (Without this, all layers are
-    gathered at the beginning of a step and kept to its end.)
+    gathered at the beginning of a step and kept to its end.) That holds for the arrays of
+    the step's model as the loss function gets them, if their dim of layers is not split;
+    others are gathered all at once.
 
     **Arguments:**
 

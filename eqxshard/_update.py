@@ -71,8 +71,7 @@ class Update:
             parts = split_rows(batch, self.accumulate, self.mesh)
             (grads, sums), model_state = add_up(gradient, parts, state.model_state, key)
         if state.loss_scale is not None:
-            scale = state.loss_scale.scale
-            grads = jax.tree.map(lambda grad: grad / scale.astype(grad.dtype), grads)
+            grads = unscale(grads, state.loss_scale.scale)
 
         old = filter_shard(params, there), state.opt_state, state.model_state
 
@@ -119,6 +118,11 @@ class Update:
                     f"{type(model_state).__name__}; for a model with state, return "
                     "(losses, state) or (losses, metrics, state)."
                 )
+        if len(values) not in (1, 2):
+            raise TypeError(
+                f"the loss function returned {len(values)} things besides a model's state; "
+                "return losses, or losses and a dict of metrics."
+            )
         losses, metrics = values if len(values) == 2 else (*values, {})
         check_names("the loss function's metrics", metrics, "loss", "nonfinite")
         sums = sum_over_batch({**metrics, "loss": losses}, batch, self.mesh)
@@ -245,6 +249,16 @@ def add_up(
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     count = jax.tree.leaves(parts)[0].shape[0]
     return jax.lax.scan(body, (zeros, model_state), (jnp.arange(count), parts))[0]
+
+
+def unscale(grads: PyTree, scale: Float[Array, ""]) -> PyTree:
+    """Divide by the scale of the loss, which may be too large for the gradients' type."""
+
+    def one(grad: Array) -> Array:
+        wide = jnp.promote_types(grad.dtype, jnp.float32)
+        return (grad.astype(wide) / scale.astype(wide)).astype(grad.dtype)
+
+    return jax.tree.map(one, grads)
 
 
 def all_finite(tree: PyTree, storage: PyTree[NamedSharding], mesh: Mesh) -> Bool[Array, ""]:

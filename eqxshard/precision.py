@@ -19,7 +19,8 @@ class Precision:
     The step casts the model and the batch before the loss function sees them, and the
     gradients back before anything is done with them: gradients over several parts of a
     batch are added up, clipped and given to the optimizer in the type of the parameters.
-    Means of losses and metrics are taken in float32. (Micikevicius et al. 2018,
+    Means of losses and metrics are taken in float32, so that there is no type of outputs to
+    choose. (Micikevicius et al. 2018,
     https://arxiv.org/abs/1710.03740.)
 
     With `compute=jnp.float16` the loss is scaled so that gradients do not vanish: the

@@ -139,11 +139,27 @@ def zero1(min_size: int = 2**18, axis: Axes = "data") -> Rule:
 
     A rule that claims every leaf: with `P()`, and its optimizer state as
     [`eqxshard.fsdp`][] does.
+
+    **Raises:**
+
+    When it is used, `ValueError` if the mesh does not have the axis.
+
+    !!! Example
+
+        ```python
+        rule = eqxshard.combine(eqxshard.by_dim({"mlp": "tensor"}), eqxshard.zero1())
+        ```
     """
     name = "zero1()" if axis == "data" else f"zero1({axis!r})"
+
+    def check(leaves: Leaves, mesh: Mesh) -> None:
+        for each in axes_of(axis):
+            check_axis(each, mesh, name)
+
     return _Rule(
         name,
         lambda *_: Decision(PartitionSpec(), name),
+        check,
         optimizer=_Rule(name, _split_largest(name, min_size, axis)),
     )
 
@@ -475,6 +491,11 @@ def _check_decision(
             f"the rule {decision.rule} answers {decision.spec!r} for "
             f"{path or 'the array'}; answer with a jax.P, or None for a leaf that is not "
             "the rule's."
+        )
+    if PartitionSpec.UNCONSTRAINED in tuple(decision.spec):
+        raise ValueError(
+            f"the rule {decision.rule} leaves a dim of {path or 'the array'} "
+            "UNCONSTRAINED; only activations can be that: write None, or an axis."
         )
     check_spec(path, leaf.shape, decision.spec, mesh)
 

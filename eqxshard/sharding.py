@@ -1,6 +1,6 @@
 """Where the arrays of PyTrees lie: as rules say, or as they are told."""
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import equinox as eqx
@@ -52,14 +52,15 @@ def place(tree: PyTree, mesh: Mesh, rule: Rule) -> PyTree[NamedSharding | None]:
 
 def named_leaves(tree: PyTree) -> list[tuple[str, NamedLeaf | None]]:
     """The path of each leaf, and what a rule is told of it: nothing, if it is no array."""
-
-    def describe(path: tuple[Any, ...], leaf: Any) -> NamedLeaf | None:
-        if not is_array(leaf):
-            return None
-        return NamedLeaf(leaf.shape, leaf.dtype, partial(logical_dims, tree, path))
-
-    flat = jax.tree_util.tree_leaves_with_path(tree)
-    return [(leaf_path(path), describe(path, leaf)) for path, leaf in flat]
+    named: list[tuple[str, NamedLeaf | None]] = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        described = None
+        if is_array(leaf):
+            # Several rules may ask for the dims, and several times.
+            read_dims = cache(partial(logical_dims, tree, path))
+            described = NamedLeaf(leaf.shape, leaf.dtype, read_dims)
+        named.append((leaf_path(path), described))
+    return named
 
 
 def filter_shard(tree: PyTree, shardings: PyTree[Sharding | None]) -> PyTree:
@@ -168,7 +169,9 @@ def constrain(x: PyTree, spec: PartitionSpec) -> PyTree:
     for path, leaf in jax.tree_util.tree_leaves_with_path(x):
         if is_array(leaf):
             check_spec(leaf_path(path), leaf.shape, spec, mesh)
-    return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, spec), x)
+    return jax.tree.map(
+        lambda x: jax.lax.with_sharding_constraint(x, spec) if is_array(x) else x, x
+    )
 
 
 def compute_sharding(storage: NamedSharding) -> NamedSharding:

@@ -65,11 +65,11 @@ def make_train_step(
 
     - `loss_fn`: `loss_fn(model, batch, key)` returns `losses` or `(losses, metrics)`.
         `losses` has one entry per example of the batch, or is a scalar, their mean;
-        `metrics` is a dict of the same. The step minimises the mean over examples,
-        weighted by `batch["weight"]` where the batch is a dict that has it. (What rows
-        of weight 0 hold does not matter, as long as their gradients are finite.) For a
-        model with state, `model` is the pair `(model, state)`, and the new state comes
-        last in what is returned: `(losses, state)` or `(losses, metrics, state)`.
+        `metrics` is a dict of the same, under other names than `loss` and `nonfinite`.
+        The step minimises the mean over examples, weighted by `batch["weight"]` where the
+        batch is a dict that has it. (What rows of weight 0 hold does not matter, as long
+        as their gradients are finite.) For a model with state, `model` is the pair
+        `(model, state)`, and the new state comes last in what is returned: `(losses, state)` or `(losses, metrics, state)`.
     - `optim`: an optax optimizer, the one the state was made with.
     - `mesh`, `rule`, `trainable`, `precision`: those the state was made with.
     - `accumulate`: take the gradient in this many parts of the batch, one after the
@@ -176,7 +176,17 @@ class TrainStep:
         return self._run(state, batches, stacked=True)
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
-        """Lower a single step: for its text, its cost and its compiled memory."""
+        """Lower a single step: for its text, its cost and its compiled memory.
+
+        **Arguments:**
+
+        - `state`, `batch`: as for a call; not donated.
+
+        **Returns:**
+
+        A `jax.stages.Lowered`.
+        """
+        _check_batch(batch, self._mesh, accumulate=self._update.accumulate)
         arrays, skeleton = flatten_state(state)
         return self._prepare(state, skeleton, stacked=False)[0].lower(arrays, batch)
 
@@ -341,7 +351,17 @@ class EvalStep:
         return metrics
 
     def lower(self, model: PyTree, batch: PyTree) -> jax.stages.Lowered:
-        """Lower the step: for its text, its cost and its compiled memory."""
+        """Lower the step: for its text, its cost and its compiled memory.
+
+        **Arguments:**
+
+        - `model`, `batch`: as for a call.
+
+        **Returns:**
+
+        A `jax.stages.Lowered`.
+        """
+        _check_batch(batch, self._mesh)
         return self._jitted.lower(model, batch)
 
 
@@ -364,7 +384,7 @@ _DONATED = (
 
 
 def _check_state(state: TrainState, params: PyTree, update: Update) -> None:
-    """Refuse a state of another optimizer, filter spec or precision."""
+    """Refuse a state of another optimizer or filter spec, or with another loss scale."""
     fresh = eqx.filter_eval_shape(update.optim.init, params)
     if jax.tree.structure(fresh) != jax.tree.structure(state.opt_state):
         raise ValueError(

@@ -115,7 +115,7 @@ def show_collectives(mesh: Mesh, console: Console) -> None:
         }
 
     mapped = eqxshard.filter_shard_map(per_device, mesh, (P("data"), P("data")), P("data"))
-    table = Table(title=f"collectives: device i has {'i'} and row i of 0..{n * n - 1}")
+    table = Table(title=f"collectives: device i has i, and row i of 0..{n * n - 1}")
     for head in ("collective", "device 0", f"device {n - 1}"):
         table.add_column(head)
     for name, out in eqxshard.filter_jit(mapped)(column, rows).items():
@@ -199,10 +199,10 @@ def show_models_of_their_own(args: Args, console: Console) -> float:
     """Sequences, layers and experts have axes that the classifier has no use for."""
     n = args.devices
     key = jax.random.key(args.seed)
-    x = jax.random.normal(key, (n, 64, n, 16))
+    x = jax.random.normal(key, (4, 64, n, 16))
     make_layer = lambda key: nn.Linear(64, 64, key=key)  # noqa: E731
     layers = eqx.filter_vmap(make_layer)(jax.random.split(key, 2 * n))
-    tokens, logits = x[..., 0, :], jax.random.normal(key, (n, 64, 2 * n))
+    tokens, logits = x[..., 0, :], jax.random.normal(key, (4, 64, 2 * n))
     make_expert = lambda key: nn.MLP(16, 16, 32, 1, key=key)  # noqa: E731
     experts = eqx.filter_vmap(make_expert)(jax.random.split(key, 2 * n))
 
@@ -258,10 +258,14 @@ def tour(args: Args) -> str:
             f"--devices {args.devices} --steps {args.steps} is too few; use 1 or more."
         )
     jax.config.update("jax_num_cpu_devices", args.devices)
-    if args.devices > len(jax.devices()):
+    try:
+        count = len(jax.devices())
+    # JAX asserts that there is a CUDA plugin, and says nothing where there is none.
+    except (AssertionError, RuntimeError) as error:
+        raise ValueError(f"JAX finds no devices ({error}); unset JAX_PLATFORMS.") from None
+    if args.devices > count:
         raise ValueError(
-            f"--devices {args.devices} is more than the {len(jax.devices())} that there "
-            "are; use fewer."
+            f"--devices {args.devices} is more than the {count} that there are; use fewer."
         )
     console = Console()
     show_collectives(

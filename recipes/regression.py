@@ -56,7 +56,11 @@ def train(args: Args) -> str:
     if args.devices < 1:
         raise ValueError(f"--devices {args.devices} is too few; use 1 or more.")
     jax.config.update("jax_num_cpu_devices", args.devices)
-    mesh = eqxshard.make_mesh()
+    try:
+        mesh = eqxshard.make_mesh()
+    # JAX asserts that there is a CUDA plugin, and says nothing where there is none.
+    except (AssertionError, RuntimeError) as error:
+        raise ValueError(f"JAX finds no devices ({error}); unset JAX_PLATFORMS.") from None
     rule = eqxshard.replicate()
     optim = optax.adam(args.learning_rate)
 

@@ -1,5 +1,6 @@
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -70,3 +71,31 @@ def test_a_state_without_an_average_says_how_to_have_one():
 def test_a_decay_that_keeps_no_average_is_refused(decay):
     with pytest.raises(ValueError, match="use a number from 0 to below 1"):
         eqxshard.ema_weights(decay)
+
+
+def test_the_average_of_half_precision_moves():
+    """In bfloat16 a thousandth of a change would be lost to rounding."""
+    optim = lenient(optax.chain(optax.sgd(0.1), eqxshard.ema_weights(0.999)))
+    placed: dict = dict(mesh=make_mesh("data=2"), rule=eqxshard.zero1(min_size=1))
+    precision = eqxshard.Precision(params=jnp.bfloat16)
+    state = eqxshard.init_state(Model, optim, key=KEY, precision=precision, **placed)
+    train_step = eqxshard.make_train_step(
+        squared_errors, optim, precision=precision, **placed
+    )
+    before = np.asarray(state.opt_state[1].ema.first.bias)
+    state, _ = train_step(state, make_batch())
+    after = state.opt_state[1].ema.first.bias
+    assert after.dtype == jnp.float32 and np.all(np.asarray(after) != before)
+    assert eqxshard.ema_model(state).first.bias.dtype == jnp.bfloat16
+
+
+def test_an_average_of_a_part_is_refused():
+    masked = optax.masked(
+        eqxshard.ema_weights(0.9),
+        lambda params: jax.tree.map(lambda x: x.ndim == 2, params),
+    )
+    optim = lenient(optax.chain(optax.sgd(0.1), masked))
+    placed: dict = dict(mesh=make_mesh("data=1"), rule=RULES["replicate"])
+    state = eqxshard.init_state(Model, optim, key=KEY, **placed)
+    with pytest.raises(ValueError, match=r"put ema_weights outside of it, last in the ch"):
+        eqxshard.ema_model(state)

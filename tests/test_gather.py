@@ -111,7 +111,7 @@ def make(call, loss_fn=losses, sizes: Any = None, **options):
     sizes = {"data": 1, "fsdp": 8} if sizes is None else sizes
     devices = jax.devices()[: int(np.prod([*sizes.values()]))]
     mesh = eqxshard.make_mesh(**sizes, devices=devices)
-    # Not over the layers' own dim, though biases would divide there too.
+    # Not over the layers' own dim.
     rule = eqxshard.by_path({r"up\.": P(None, "fsdp")})
     placed: dict = dict(mesh=mesh, rule=eqxshard.first_match(rule, eqxshard.replicate()))
     init = {k: v for k, v in options.items() if k == "precision"}

@@ -338,6 +338,16 @@ def test_a_path_that_no_leaf_has_is_an_error_with_its_neighbour():
     assert eqxshard.shardings({"a": None}, make_mesh(), rule) == {"a": None}
 
 
+def test_a_parameter_cannot_be_unconstrained():
+    message = rule_error(eqxshard.by_path({"up": P(P.UNCONSTRAINED)}))
+    assert "by_path('up') leaves a dim of up UNCONSTRAINED" in message
+
+
+def test_zero1_names_an_axis_that_the_mesh_does_not_have():
+    message = rule_error(eqxshard.zero1(axis="dta"))
+    assert "names the axis 'dta'" in message and "did you mean 'data'" in message
+
+
 # Rules combined
 
 

@@ -242,10 +242,12 @@ def test_fit_hands_the_pair_to_the_evaluation():
 # Gradients and optimizer state elsewhere than the parameters
 
 
-def test_zero1_trains_as_one_device_does():
-    one, state_one, _ = train(Model, squared_errors, "data=1", "replicate", steps=5)
+@pytest.mark.parametrize("options", [{}, {"accumulate": 4}])
+def test_zero1_trains_as_one_device_does(options):
+    given: dict = dict(steps=5, **options)
+    one, state_one, _ = train(Model, squared_errors, "data=1", "replicate", **given)
     rule = eqxshard.zero1(min_size=1)
-    many, state, train_step = train(Model, squared_errors, "data=8", rule, steps=5)
+    many, state, train_step = train(Model, squared_errors, "data=8", rule, **given)
     np.testing.assert_allclose(many, one, rtol=1e-5)
     assert_close(state.model, state_one.model)
     assert state.model.first.weight.sharding.spec == P()
@@ -254,6 +256,27 @@ def test_zero1_trains_as_one_device_does():
     text: Any = train_step.lower(state, make_batch()).compile().as_text()
     # The updated parts are gathered, and nothing else; the last bias has but 4 elements.
     assert sum(text.count(f" {name}(") for name in ("all-gather", "all-gather-start")) == 3
+
+
+def test_zero1_keeps_what_was_where_a_step_is_skipped():
+    rule = eqxshard.zero1(min_size=1)
+    _, state, train_step = train(Model, squared_errors, "data=8", rule, steps=1)
+    before = arrays((state.model, state.opt_state))
+    batch = make_batch()
+    batch["x"][3, 3] = np.inf
+    state, metrics = train_step(state, batch)
+    assert int(metrics.nonfinite) == 1
+    for path, array in arrays((state.model, state.opt_state)).items():
+        np.testing.assert_array_equal(array, before[path], err_msg=path)
+
+
+@pytest.mark.parametrize("returned", [3, 0])
+def test_a_loss_function_that_returns_too_much_or_little_is_told(returned):
+    def loss_fn(model, batch, key):
+        return (squared_errors(model, batch, key),) * returned
+
+    with pytest.raises(TypeError, match=f"returned {returned} things besides a model's st"):
+        train(Model, loss_fn, "data=1", "replicate", steps=1)
 
 
 @pytest.mark.parametrize(
