@@ -69,7 +69,8 @@ def make_train_step(
         The step minimises the mean over examples, weighted by `batch["weight"]` where the
         batch is a dict that has it. (What rows of weight 0 hold does not matter, as long
         as their gradients are finite.) For a model with state, `model` is the pair
-        `(model, state)`, and the new state comes last in what is returned: `(losses, state)` or `(losses, metrics, state)`.
+        `(model, state)`, and the new state comes last in what is returned:
+        `(losses, state)` or `(losses, metrics, state)`.
     - `optim`: an optax optimizer, the one the state was made with.
     - `mesh`, `rule`, `trainable`, `precision`: those the state was made with.
     - `accumulate`: take the gradient in this many parts of the batch, one after the
