@@ -21,11 +21,18 @@ _SMALL = 0.1
 
 
 class Result(NamedTuple):
-    """One step's: its loss, whether it was skipped, and the state after it."""
+    """One step's.
+
+    - `loss`, `nonfinite`: as its metrics have them.
+    - `arrays`: the state after it.
+    - `uneven`: the names of those that are not the same on all devices that should have
+        the same.
+    """
 
     loss: float
     nonfinite: int
     arrays: Arrays
+    uneven: list[str]
 
 
 class Difference(NamedTuple):
@@ -52,6 +59,20 @@ def read(state: PyTree) -> Arrays:
             # Copied, because the array itself is donated to the next step.
             found[_name(path)] = np.array(jax.random.key_data(leaf) if is_key else leaf)
     return dict(sorted(found.items(), key=lambda item: _rank(item[0])))
+
+
+def uneven(state: PyTree) -> list[str]:
+    """The names of arrays of which devices that should have the same part have not."""
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if is_array(leaf) and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            parts: dict[str, set[bytes]] = {}
+            for shard in leaf.addressable_shards:
+                part = np.asarray(shard.data).tobytes()
+                parts.setdefault(str(shard.index), set()).add(part)
+            if any(len(different) > 1 for different in parts.values()):
+                found.append(_name(path))
+    return sorted(found, key=_rank)
 
 
 def load(state: PyTree, arrays: Arrays) -> PyTree:

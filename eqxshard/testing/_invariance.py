@@ -30,6 +30,7 @@ from ._compare import (
     kind_of,
     load,
     read,
+    uneven,
 )
 from ._report import MeshComparison, MeshReport
 
@@ -55,13 +56,11 @@ _HINTS = {
     "code (shard_map) that takes no psum or pmean, or uses one key on every device; values "
     "from outside that change between calls.",
     "gradients": "The loss is the same, so look at the way back: derivatives of your own, "
-    "or per-device code (shard_map) that does not sum a gradient over the devices.",
+    "and per-device code (shard_map) that sums a gradient over too few devices, or twice.",
     "model": "The gradients are the same, so look at the optimizer: an update that depends "
     "on anything but its arguments, or that magnifies rounding (optax.sgd does not).",
     "opt_state": "The parameters are the same, so look at what the optimizer keeps: it may "
     "depend on its arguments alone.",
-    "model_state": "Look at the state that the model returns: a mean over a batch must be "
-    "one over the whole batch.",
 }
 
 
@@ -87,6 +86,7 @@ def assert_mesh_invariant(
     - the new state, bit for bit;
     - each step, from the state that one device had before it, so that a difference is
         that step's own: loss, gradients, parameters, optimizer state, and all else;
+        devices that should have the same must have it, bit for bit;
     - the losses of all steps in a row.
 
     The steps are those of [`eqxshard.make_train_step`][]; a transformation in front of
@@ -196,6 +196,7 @@ def assert_mesh_invariant(
             ours = _run(step, state, 2 * batches, [*starts, initial, *[None] * (steps - 1)])
             found = [*map(differences, ours[:steps], theirs, starts, known)]
             for number, in_step in enumerate(found, 1):
+                _check_even(number, ours[number - 1].uneven)
                 _check_step(number, in_step, rtol)
             in_a_row = [*map(differences, ours[steps:], theirs, starts, known)]
             _check_losses(in_a_row, rtol)
@@ -238,7 +239,7 @@ def _run(
         state, metrics = step(state if start is None else load(state, start), batch)
         host = jax.device_get(metrics)
         loss = float(host.totals["loss"] / host.weight)
-        results.append(Result(loss, int(host.nonfinite), read(state)))
+        results.append(Result(loss, int(host.nonfinite), read(state), uneven(state)))
     return results
 
 
@@ -275,18 +276,29 @@ def _check_initial(ours: Arrays, theirs: Arrays) -> None:
             )
 
 
+def _check_even(number: int, uneven: Sequence[str]) -> None:
+    if uneven:
+        more = f" (and {len(uneven) - 1} more)" if len(uneven) > 1 else ""
+        raise AssertionError(
+            f"step {number}: {_in_words(uneven[0])}{more} is not the same on devices that "
+            "should have the same of it. Look for per-device code (shard_map with "
+            "check_vma=False) that says of a result that all devices have it, and takes no "
+            "psum or pmean."
+        )
+
+
 def _check_step(number: int, found: Sequence[Difference], rtol: float) -> None:
     wrong = [item for item in found if not item.excess <= rtol]
     if not wrong:
         return
-    first, kind = wrong[0], kind_of(wrong[0].name)
-    name = first.name.replace("gradients.", "the gradient of ", 1)
+    first = wrong[0]
     counts = collections.Counter(kind_of(item.name) for item in wrong[1:])
     others = ", ".join(f"{count} in {kind}" for kind, count in counts.items())
+    also = f"So do others: {others}. " if others else ""
     raise AssertionError(
-        f"step {number}: {name} differs from one device's by {_amount(first)}, more than "
-        f"rtol={rtol:.0e}. {f'So do others: {others}. ' if others else ''}"
-        f"{_HINTS.get(kind, '')}{_if_close(first, rtol)}"
+        f"step {number}: {_in_words(first.name)} differs from one device's by "
+        f"{_amount(first)}, more than rtol={rtol:.0e}. {also}"
+        f"{_HINTS.get(kind_of(first.name), '')}{_if_close(first, rtol)}"
     )
 
 
@@ -301,6 +313,10 @@ def _check_losses(found: Sequence[Sequence[Difference]], rtol: float) -> None:
                 "the optimizer magnifies rounding: try a smaller learning rate."
                 f"{_if_close(loss, rtol)}"
             )
+
+
+def _in_words(name: str) -> str:
+    return name.replace("gradients.", "the gradient of ", 1)
 
 
 def _amount(item: Difference) -> str:
