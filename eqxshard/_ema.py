@@ -3,10 +3,10 @@
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
+from .precision import widen
 from .state import TrainState
 
 
@@ -51,12 +51,13 @@ def ema_weights(decay: float) -> optax.GradientTransformation:
         )
 
     def init(params: Any) -> EmaState:
-        return EmaState(jax.tree.map(_wide, params))
+        return EmaState(jax.tree.map(widen, params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, EmaState]:
         new = optax.apply_updates(params, updates)
+        # In less, what a step adds to the average would be lost to rounding.
         ema = jax.tree.map(
-            lambda ema, new: ema + (1 - decay) * (_wide(new) - ema), state.ema, new
+            lambda ema, new: ema + (1 - decay) * (widen(new) - ema), state.ema, new
         )
         return updates, EmaState(ema)
 
@@ -99,8 +100,3 @@ def ema_model(state: TrainState) -> PyTree:
         return leaf if ema is None else ema.astype(leaf.dtype)
 
     return jax.tree.map(one, ema, state.model, is_leaf=lambda x: x is None)
-
-
-def _wide(x: jax.Array) -> jax.Array:
-    """In a type whose rounding is smaller than what a step adds to the average."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 from ._gather import gathered
 from .mesh import batch_sharding
 from .metrics import Metrics
-from .precision import Precision, cast
+from .precision import Precision, cast, widen
 from .rules import Rule, optimizer_rule
 from .sharding import filter_shard, place
 from .state import TrainState, split_model, with_state
@@ -255,8 +255,8 @@ def unscale(grads: PyTree, scale: Float[Array, ""]) -> PyTree:
     """Divide by the scale of the loss, which may be too large for the gradients' type."""
 
     def one(grad: Array) -> Array:
-        wide = jnp.promote_types(grad.dtype, jnp.float32)
-        return (grad.astype(wide) / scale.astype(wide)).astype(grad.dtype)
+        wide = widen(grad)
+        return (wide / scale.astype(wide.dtype)).astype(grad.dtype)
 
     return jax.tree.map(one, grads)
 

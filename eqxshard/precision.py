@@ -90,6 +90,12 @@ class LossScale(eqx.Module):
         return LossScale(scale, jnp.where(doubles, 0, steps))
 
 
+def widen(x: Array) -> Array:
+    """In float32, unless it is as precise already."""
+    narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    return x.astype(jnp.float32) if narrow else x
+
+
 def cast(tree: PyTree, dtype: DTypeLike) -> PyTree:
     """Cast the floating-point arrays of a PyTree."""
 

@@ -94,7 +94,7 @@ def init_state(
     - `mesh`: from [`eqxshard.make_mesh`][].
     - `rule`: where each array of the model lies; the optimizer's state follows.
     - `trainable`: which of the model's floating-point (and complex) arrays are trained:
-        a filter spec as for [`equinox.partition`][], that is `True`, or a PyTree of
+        a filter spec as for `equinox.partition`, that is `True`, or a PyTree of
         booleans and of functions from leaves to booleans that is a prefix of the model.
         The others are frozen: they have no gradient and no optimizer state.
     - `precision`: the types of parameters and of computation; by default those that
