@@ -210,12 +210,13 @@ def test_a_precision_that_is_none_is_refused(options, message):
 
 def test_a_scale_too_large_for_the_parameters_type_divides_all_the_same():
     def loss_fn(model, batch, key):
-        return model.first.bias[0] * jnp.float16(2.0**-8)
+        return model.first.bias[0] * batch["x"][:, 0]
 
     precision = half(params=jnp.float16, initial_scale=2.0**17)
     state, train_step = make(loss_fn, precision)
     before = np.asarray(state.model.first.bias[0], np.float32)
-    state, metrics = train_step(state, make_batch())
+    batch = make_batch() | {"x": np.full((32, 8), 2.0**-8, np.float32)}
+    state, metrics = train_step(state, batch)
     change = before - np.asarray(state.model.first.bias[0], np.float32)
     assert not int(metrics.nonfinite)
     np.testing.assert_allclose(change, 0.1 * 2.0**-8, rtol=0.3)
