@@ -48,6 +48,7 @@ def test_all_strategies_end_at_the_same_loss():
         assert words in done.stdout
 
 
+@pytest.mark.slow
 def test_on_few_devices_what_does_not_fit_is_left_out():
     done = run("parallel_tour.py", "--steps", 1, "--devices", 2)
     assert done.returncode == 0, done.stderr
