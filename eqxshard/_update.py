@@ -107,6 +107,8 @@ class Update:
     ) -> tuple[dict[str, Array], PyTree]:
         """Call the user's loss, on the mesh, and sum what it returns over the batch."""
         storage = place(model, self.mesh, self.rule)
+        # A copy, because Equinox makes what is set invalid, and the step keeps the old.
+        model_state = jax.tree.map(lambda leaf: leaf, model_state)
         with on_mesh(model, storage, there, batch, self.mesh, self.precision) as (model, x):
             out = self.loss_fn(with_state(model, model_state), x, key)
         values = [*out] if isinstance(out, tuple) else [out]

@@ -212,6 +212,28 @@ def test_a_skipped_step_keeps_the_state_too():
         np.testing.assert_array_equal(after[path], array, err_msg=path)
 
 
+class Counter(eqx.Module):
+    seen: eqx.nn.StateIndex
+    last: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.seen = eqx.nn.StateIndex(jnp.zeros(()))
+        self.last = eqx.nn.Linear(8, 4, key=key)
+
+
+def test_state_may_be_set_outside_of_vmap():
+    def loss_fn(pair, batch, key):
+        model, state = pair
+        state = state.set(model.seen, state.get(model.seen) + jnp.sum(batch["x"]))
+        errors = jax.vmap(model.last)(batch["x"]) - batch["y"]
+        return jnp.sum(errors**2, axis=-1), state
+
+    make_model, batch = eqx.nn.make_with_state(Counter), make_batch()
+    _, state, _ = train(make_model, loss_fn, "data=8", "replicate", batch=batch, steps=2)
+    (seen,) = jax.tree.leaves(state.model_state)
+    np.testing.assert_allclose(seen, 2 * batch["x"].sum(), rtol=1e-4)
+
+
 def test_a_loss_function_that_forgets_the_state_is_told():
     def loss_fn(pair, batch, key):
         return normed_errors(pair, batch, key)[0]
