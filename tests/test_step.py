@@ -470,7 +470,7 @@ def test_a_state_of_another_mesh_rule_or_optimizer_is_refused(unannotated):
         with pytest.raises(ValueError, match=lies):
             step(state, make_batch())
     other = make("data=2,fsdp=4", "fsdp", optim=lenient(optax.sgd(0.1)))[1]
-    with pytest.raises(ValueError, match="use the optimizer, and trainable=, that the state was made"):
+    with pytest.raises(ValueError, match="use the optimizer, and trainable="):
         other(state, make_batch())
     with pytest.raises(
         TypeError, match="a Model is not a TrainState; make one with init_state"
