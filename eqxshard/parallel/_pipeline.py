@@ -84,7 +84,7 @@ def pipeline(
 
     def gpipe(layers: PyTree, numbers: Array, x: Array, rows: Array, key: Any) -> Array:
         stage = jax.lax.axis_index("stage")
-        x, rows = cut((x, rows), microbatches)
+        layers, (x, rows) = own(layers), cut((own(x), rows), microbatches)
         # In the last ticks there is nothing new for the first stage.
         new = jnp.concatenate([x, jnp.zeros_like(x, shape=(stages - 1, *x.shape[1:]))])
 
@@ -102,12 +102,19 @@ def pipeline(
         # The last stage has the results, after its idle ticks.
         return jnp.where(stage == stages - 1, join(out[stages - 1 :]), 0)[None]
 
-    split, batch = PartitionSpec("stage"), PartitionSpec(batch_axes)
-    in_specs = (split, split, batch, batch, PartitionSpec())
+    by_stage, by_batch = PartitionSpec("stage"), PartitionSpec(batch_axes)
+    in_specs = (
+        PartitionSpec(batch_axes, "stage"),
+        by_stage,
+        PartitionSpec("stage", batch_axes),
+        by_batch,
+        PartitionSpec(),
+    )
     out_specs = PartitionSpec("stage", batch_axes)
-    out = per_device(gpipe, batch_axes, in_specs, out_specs)(layers, numbers, x, rows, key)
+    run = per_device(gpipe, batch_axes, in_specs, out_specs)
+    layers, x = copy_along(batch_axes, layers), copy_along(("stage",), x)
     # All but the last stage's are zero: the sum brings that to all stages.
-    return jnp.sum(out, axis=0)
+    return add_copies(run(layers, numbers, x, rows, key))
 
 
 def forward(
@@ -184,6 +191,32 @@ def cut(tree: PyTree, microbatches: int) -> PyTree:
 def join(x: Array) -> Array:
     """The reverse of `cut`, for one array."""
     return x.reshape(-1, *x.shape[2:])
+
+
+def copy_along(axes: tuple[str, ...], tree: PyTree) -> PyTree:
+    """Give arrays a leading dim, with a copy for each device along some axes.
+
+    So the sum of gradients over these axes, as that of `add_copies`, is the compiler's
+    and no collective: XLA:CPU crashes where code that is per device along some axes only
+    sums up bfloat16.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    count = math.prod(mesh.shape[axis] for axis in axes)
+
+    def copy(leaf: Any) -> Any:
+        return jnp.broadcast_to(leaf, (count, *leaf.shape)) if eqx.is_array(leaf) else leaf
+
+    return jax.tree.map(copy, tree)
+
+
+def own(tree: PyTree) -> PyTree:
+    """This device's copy."""
+    return jax.tree.map(lambda leaf: leaf[0] if eqx.is_array(leaf) else leaf, tree)
+
+
+def add_copies(tree: PyTree) -> PyTree:
+    """Add up what the devices along some axes return, each with a leading dim of one."""
+    return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), tree)
 
 
 def per_device(

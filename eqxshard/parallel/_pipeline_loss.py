@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree, Shaped
 
 from ..sharding import leaf_path
 from ._pipeline import (
+    add_copies,
     apply,
     cut,
     depth,
@@ -218,17 +219,16 @@ def _(
         held, early = jax.lax.scan(both, held, turns)
         held, late = jax.lax.scan(go_backward, held, back)
         dx = join(jnp.concatenate([early, late])[last:])
-        everywhere = ("stage", *batch_axes)
-        loss, of_head = jax.lax.psum((held.loss, held.grads[1]), everywhere)
-        of_layers = jax.lax.psum(held.grads[0], batch_axes)
-        dx = jax.lax.psum(jnp.where(stage == 0, dx, 0), "stage")
-        return loss, (of_layers, of_head, dx)
+        dx = jnp.where(stage == 0, dx, 0)
+        return jax.tree.map(lambda leaf: leaf[None], (held.loss, (*held.grads, dx)))
 
-    split, batch, whole = PartitionSpec("stage"), PartitionSpec(batch_axes), PartitionSpec()
-    in_specs = (split, split, whole, batch, whole)
-    out_specs = (whole, (split, whole, batch))
+    by_stage, by_batch = PartitionSpec("stage"), PartitionSpec(batch_axes)
+    in_specs = (by_stage, by_stage, PartitionSpec(), by_batch, PartitionSpec())
+    everywhere = PartitionSpec(("stage", *batch_axes))
+    of_layers, of_x = PartitionSpec(batch_axes, "stage"), PartitionSpec("stage", batch_axes)
+    out_specs = (everywhere, (of_layers, everywhere, of_x))
     run = per_device(one_f_one_b, batch_axes, in_specs, out_specs)
-    return run(layers, numbers, head, (x, target, share, rows), keys)
+    return add_copies(run(layers, numbers, head, (x, target, share, rows), keys))
 
 
 @_one_f_one_b.def_bwd
