@@ -144,15 +144,24 @@ def _on_blocks(ring: _Ring, fn: Callable[..., Any], *args: Array) -> Any:
     """Call a function on each device's blocks; all but the ring's axis stays automatic."""
     fn = ft.partial(fn, ring)
     if ring.mesh is None:
-        return fn(*args)
+        rank = jax.lax.axis_index(ring.axis) if ring.size > 1 else None
+        return fn(rank, *args)
     spec = PartitionSpec(*[None] * (args[0].ndim - 3), ring.axis)
+    # Handed in, because JAX 0.10.1 cannot lower an axis_index in per-device code that is
+    # inside of other per-device code.
+    ranks = jnp.arange(ring.size, dtype=jnp.int32)
     return jax.shard_map(
-        fn, mesh=ring.mesh, in_specs=spec, out_specs=spec, axis_names={ring.axis}
-    )(*args)
+        lambda ranks, *args: fn(ranks[0], *args),
+        mesh=ring.mesh,
+        in_specs=(PartitionSpec(ring.axis), *[spec] * len(args)),
+        out_specs=spec,
+        axis_names={ring.axis},
+    )(ranks, *args)
 
 
 def _forward(
     ring: _Ring,
+    rank: Array | None,
     query: Float[Array, "*batch block heads dim"],
     key: Float[Array, "*batch block heads dim"],
     value: Float[Array, "*batch block heads dim"],
@@ -173,13 +182,14 @@ def _forward(
     # No query has met a key yet; all see one in the first chunk, so that it gets finite.
     top = jnp.full_like(total, -jnp.inf)
     sums = (weighted, total, top)
-    (weighted, total, top), _ = _around(ring, meet, (q,), sums, (k, v), ())
+    (weighted, total, top), _ = _around(ring, rank, meet, (q,), sums, (k, v), ())
     out = _outward(ring, weighted / total).astype(query.dtype)
     return out, _outward(ring, top + jnp.log(total))[..., 0]
 
 
 def _backward(
     ring: _Ring,
+    rank: Array | None,
     query: Float[Array, "*batch block heads dim"],
     key: Float[Array, "*batch block heads dim"],
     value: Float[Array, "*batch block heads dim"],
@@ -205,7 +215,7 @@ def _backward(
         return dq, (dk, dv)
 
     their_sums = (_zeros(k), _zeros(v))
-    dq, (dk, dv) = _around(ring, meet, mine, _zeros(mine[0]), theirs, their_sums)
+    dq, (dk, dv) = _around(ring, rank, meet, mine, _zeros(mine[0]), theirs, their_sums)
     return tuple(
         _outward(ring, dx).astype(x.dtype)
         for dx, x in ((dq, query), (dk, key), (dv, value))
@@ -214,6 +224,7 @@ def _backward(
 
 def _around(
     ring: _Ring,
+    rank: Array | None,
     meet: Callable[..., Any],
     mine: PyTree,
     sums: PyTree,
@@ -221,9 +232,8 @@ def _around(
     their_sums: PyTree,
 ) -> tuple[PyTree, PyTree]:
     """Meet the blocks of all devices; what was summed up for a block goes home with it."""
-    if ring.size == 1:
+    if rank is None:
         return _chunked(ring, meet, 0, mine, sums, theirs, their_sums)
-    rank = jax.lax.axis_index(ring.axis)
 
     def pass_on(blocks: PyTree) -> PyTree:
         ahead = [(i, (i + 1) % ring.size) for i in range(ring.size)]
