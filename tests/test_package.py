@@ -22,7 +22,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 #: A module imports only from lines above its own; a folder counts as one module.
 LAYERS = [
-    {"mesh"},
+    {"_hints", "mesh"},
     {"_dims", "metrics", "rules"},
     {"sharding"},
     {"_draw", "_gather", "precision", "transforms"},
