@@ -26,6 +26,8 @@ nox.options.sessions = [
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 PYTHONS = ["3.11", "3.12", "3.13"]
 PACKAGE = ("-e", ".[recipes]")
+# A file's tests stay together: they share what is compiled.
+PYTEST = ("pytest", "-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
 
 #: JAX ends its support of a Python earlier than we do, so that the newest differs.
 PREVIOUS_JAX = {"3.11": "jax==0.10.1", "3.12": "jax==0.11.*", "3.13": "jax==0.11.*"}
@@ -73,7 +75,7 @@ def recipes(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """The tests that take seconds, on the newest of all dependencies."""
     session.install(*PACKAGE, *group("tests"))
-    session.run("pytest", *session.posargs)
+    session.run(*PYTEST, *session.posargs)
 
 
 @nox.session
@@ -82,14 +84,14 @@ def tests_lowest(session: nox.Session) -> None:
     session.install("uv")
     lowest = ["uv", "pip", "install", "--resolution=lowest-direct"]
     session.run(*lowest, *PACKAGE, "--group", "tests", silent=True)
-    session.run("pytest", *session.posargs)
+    session.run(*PYTEST, *session.posargs)
 
 
 @nox.session
 def slow(session: nox.Session) -> None:
     """The tests that take minutes: whole runs, and what the pages show."""
     session.install(*PACKAGE, *group("tests"))
-    session.run("pytest", "-m", "slow", *session.posargs)
+    session.run(*PYTEST, "-m", "slow", *session.posargs)
 
 
 @nox.session(python=PYTHONS, default=False)
@@ -98,7 +100,7 @@ def matrix(session: nox.Session, jax: str) -> None:
     """The tests on one of the supported Pythons."""
     version = [] if jax == "newest" else [PREVIOUS_JAX[str(session.python)]]
     session.install(*PACKAGE, *group("tests"), *version)
-    session.run("pytest", *session.posargs)
+    session.run(*PYTEST, *session.posargs)
 
 
 @nox.session(default=False)
