@@ -14,6 +14,7 @@ from ._explain import Explanation as Explanation
 from ._explain import Leaf as Leaf
 from ._explain import explain as explain
 from ._gather import scan_layers as scan_layers
+from ._shard_map import filter_shard_map as filter_shard_map
 from .data import Loader as Loader
 from .loop import Tracker as Tracker
 from .loop import evaluate as evaluate
@@ -40,6 +41,5 @@ from .step import TrainStep as TrainStep
 from .step import make_eval_step as make_eval_step
 from .step import make_train_step as make_train_step
 from .transforms import filter_jit as filter_jit
-from .transforms import filter_shard_map as filter_shard_map
 
 __version__ = "0.1.0"

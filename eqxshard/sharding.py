@@ -192,6 +192,7 @@ def is_array(leaf: Any) -> bool:
     return eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def leaf_path(path: tuple[Any, ...]) -> str:
-    """The path of a leaf as rules and errors write it: `layers.0.weight`."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+def leaf_path(path: tuple[Any, ...], root: str = "") -> str:
+    """The path of a leaf, below a root, as rules and errors write it: `layers.0.weight`."""
+    below = jax.tree_util.keystr(path, simple=True, separator=".")
+    return ".".join(filter(None, (root, below)))

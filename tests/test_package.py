@@ -25,7 +25,7 @@ LAYERS = [
     {"_hints", "mesh"},
     {"_dims", "metrics", "rules"},
     {"sharding"},
-    {"_draw", "_gather", "precision", "transforms"},
+    {"_draw", "_gather", "_shard_map", "precision", "transforms"},
     {"state"},
     {"_ema", "_explain", "_update"},
     {"step"},
@@ -35,7 +35,7 @@ LAYERS = [
 #: These know nothing of states and steps.
 ASIDE = {
     "data": {"mesh"},
-    "parallel": {"mesh", "rules", "sharding", "transforms"},
+    "parallel": {"_shard_map", "mesh", "rules", "sharding"},
     "trackers": set(),
 }
 

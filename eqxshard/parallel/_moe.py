@@ -13,9 +13,9 @@ from jax.custom_batching import custom_vmap
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
+from .._shard_map import filter_shard_map
 from ..mesh import BATCH_AXES
 from ..sharding import leaf_path
-from ..transforms import filter_shard_map
 
 #: Room in a round of exchange for each device's tokens of each expert, in units of what
 #: falls to it on average. An expert that a device has more tokens for takes further
@@ -370,7 +370,7 @@ def _check(
             )
     for path, leaf in jax.tree_util.tree_leaves_with_path(experts):
         if eqx.is_array(leaf) and leaf.shape[:1] != (count // parts,):
-            name = ".".join(filter(None, ("experts", leaf_path(path))))
+            name = leaf_path(path, "experts")
             raise ValueError(
                 f"{name} has shape {leaf.shape}, and router_logits are for {count} "
                 f"experts; give each array of the experts a leading dim of "

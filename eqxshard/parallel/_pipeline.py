@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
+from .._shard_map import filter_shard_map
 from ..mesh import BATCH_AXES
 from ..sharding import leaf_path
-from ..transforms import filter_shard_map
 
 
 def pipeline(

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Key, PyTree, Shaped, UInt32
 
+from .._shard_map import spec_axes, spread_specs
 from ..rules import axes_of, check_axis, check_spec
 from ..sharding import is_array
-from ..transforms import spec_axes, spread_specs
 
 
 def all_gather_mean_grad(
