@@ -5,6 +5,8 @@
 
 import functools
 import math
+import re
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -14,6 +16,7 @@ import optax
 import pytest
 from helpers import arrays, lenient
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
 from rich.console import Console
 from rich.table import Table
 from transformer import Transformer, make_tokens, next_token_losses
@@ -227,3 +230,94 @@ def test_the_table_is_full(capsys):
     with capsys.disabled():
         Console(width=100).print("\n", table)
     assert sum(map(len, TABLE.values())) in (0, len(CASES))
+
+
+# Where arrays are born
+
+
+class Leaves(eqx.Module):
+    """The same size for all arrays, of which most dims divide by 8."""
+
+    matrix: Float[Array, "mlp embed"]
+    heads: Float[Array, "heads head_dim embed"]
+    vector: Float[Array, " wide"]
+    zeros: Float[Array, " wide"]
+    layers: eqx.nn.Linear
+
+    def __init__(self, key):
+        k1, k2, k3, k4 = jax.random.split(key, 4)
+        self.matrix = jax.random.normal(k1, (64, 64)) / 8
+        self.heads = jax.random.truncated_normal(k2, -2.0, 2.0, (64, 8, 8))
+        self.vector, self.zeros = jax.random.uniform(k3, (64 * 64,)), jnp.zeros(64 * 64)
+        self.layers = eqx.filter_vmap(
+            lambda key: eqx.nn.Linear(8, 64, use_bias=False, key=key)
+        )(jax.random.split(k4, 8))
+
+
+ROWWISE = eqxshard.by_dim(dict.fromkeys(("mlp", "heads", "out", "wide"), "tensor"))
+GRID = eqxshard.by_dim(
+    dict.fromkeys(("mlp", "heads", "out"), "tensor")
+    | dict.fromkeys(("embed", "in"), "fsdp")
+    | {"wide": ("tensor", "fsdp")}
+)
+#: By name: the rule, the axes, and over how many devices it splits parameters; it splits
+#: the optimizer's state over all 8.
+BIRTHS: dict[str, tuple[eqxshard.Rule, dict[str, Any], int]] = {
+    "FSDP over two axes": (
+        eqxshard.fsdp(min_size=1, axis=("data", "fsdp")),
+        {"data": 2, "fsdp": 4},
+        8,
+    ),
+    "tensor": (ROWWISE, {"tensor": 8}, 8),
+    "tensor by two axes": (GRID, {"fsdp": 4, "tensor": 2}, 8),
+    "FSDP x tensor": (
+        both(ROWWISE, eqxshard.fsdp(min_size=1)),
+        {"fsdp": 4, "tensor": 2},
+        8,
+    ),
+    "ZeRO-1": (eqxshard.zero1(min_size=1), {"data": 8}, 1),
+    "ZeRO-1 x tensor": (
+        both(ROWWISE, eqxshard.zero1(min_size=1)),
+        {"data": 4, "tensor": 2},
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BIRTHS)
+def test_no_device_makes_more_of_an_array_than_it_keeps(name, monkeypatch):
+    rule, sizes, parts = BIRTHS[name]
+    compiled = []
+    real_jit = jax.jit
+
+    def jit(fn, **options):
+        def call(*args):
+            compiled.append(real_jit(fn, **options).lower(*args).compile())
+            return compiled[-1](*args)
+
+        return call
+
+    monkeypatch.setattr(jax, "jit", jit)
+    eqxshard.init_state(
+        Leaves,
+        # Its state has a dtype of its own, to be told from the parameters.
+        lenient(optax.sgd(0.1, momentum=0.9, accumulator_dtype=jnp.bfloat16)),
+        key=jax.random.key(0),
+        mesh=eqxshard.make_mesh(**{"data": 1, **sizes}),
+        rule=rule,
+    )
+    monkeypatch.undo()
+    (program,) = compiled
+    found = largest_arrays(program.as_text())
+    assert found.pop("bf16") == 64 * 64 // 8
+    assert {"f32", "u32"} < set(found)
+    assert max(found.values()) == 64 * 64 // parts
+
+
+def largest_arrays(text):
+    """By dtype, the size of the largest array anywhere in a compiled program."""
+    found: dict[str, int] = {}
+    for dtype, dims in re.findall(r"\b(pred|[suf]\d+|bf16)\[([\d,]*)\]", text):
+        size = math.prod(map(int, filter(None, dims.split(","))))
+        found[dtype] = max(found.get(dtype, 0), size)
+    return found
