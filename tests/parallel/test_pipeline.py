@@ -347,10 +347,9 @@ def test_layers_may_send_along_other_axes(schedule):
 
 
 def train(schedule, mesh, steps=20):
-    optim = helpers.lenient(optax.sgd(0.02))
-    state = eqxshard.init_state(
-        lambda key: make_model(), optim, key=KEY, mesh=mesh, rule=RULE
-    )
+    # Made here, and not where it is traced: it is cached.
+    model, optim = make_model(), helpers.lenient(optax.sgd(0.02))
+    state = eqxshard.init_state(lambda key: model, optim, key=KEY, mesh=mesh, rule=RULE)
     train_step = eqxshard.make_train_step(
         ft.partial(SCHEDULES[schedule], microbatches=4), optim, mesh=mesh, rule=RULE
     )
