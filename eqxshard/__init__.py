@@ -15,6 +15,9 @@ from ._explain import Leaf as Leaf
 from ._explain import explain as explain
 from ._gather import scan_layers as scan_layers
 from ._shard_map import filter_shard_map as filter_shard_map
+from ._weights import load_weights as load_weights
+from ._weights import save_weights as save_weights
+from .checkpoint import Checkpointer as Checkpointer
 from .data import Loader as Loader
 from .loop import Tracker as Tracker
 from .loop import evaluate as evaluate
@@ -35,6 +38,7 @@ from .sharding import constrain as constrain
 from .sharding import filter_shard as filter_shard
 from .sharding import shardings as shardings
 from .state import TrainState as TrainState
+from .state import abstract_state as abstract_state
 from .state import init_state as init_state
 from .step import EvalStep as EvalStep
 from .step import TrainStep as TrainStep

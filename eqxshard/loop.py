@@ -4,10 +4,14 @@ import itertools
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from typing import Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 from jaxtyping import PyTree
 
+from ._black_box import write_black_box
+from ._signals import stop_signals
+from ._watchdog import Watchdog
+from .checkpoint import Checkpointer
 from .metrics import Metrics
 from .state import TrainState, with_state
 
@@ -50,14 +54,21 @@ def fit(
     steps: int | None = None,
     epochs: int | None = None,
     evaluate: Callable[[PyTree], Mapping[str, float]] | None = None,
+    checkpointer: Checkpointer | None = None,
     trackers: Sequence[Tracker] = (),
     log_every: int = 50,
+    max_nonfinite: int = 10,
+    stall_seconds: float | None = 300.0,
 ) -> TrainState:
     """Train until a number of steps or epochs is reached.
 
     Each step's batch is a function of the step's number, so that a state from the middle
     of a run goes on as if nothing had happened. At most two steps are in flight, and a
     device value is read only to log it, after the next step is under way.
+
+    With a checkpointer, SIGTERM or SIGINT (Ctrl-C) end the run after the step, or the
+    evaluation, that is under way: the state is saved, and `KeyboardInterrupt`, or
+    `SystemExit` for SIGTERM, is raised. A second signal ends the process at once.
 
     **Arguments:**
 
@@ -68,9 +79,19 @@ def fit(
         Give one of the two.
     - `evaluate`: called with the model after each epoch and at the end (with the pair
         `(model, state)` if the model has state); returns metrics.
+    - `checkpointer`: saves the state when it is due, and at the end. The state that a run
+        goes on from is read by [`eqxshard.Checkpointer.restore`][].
     - `trackers`: get `train/...` metrics, means over the examples since the last report,
         and `eval/...` metrics. They are closed at the end, whatever happens.
-    - `log_every`: report every so many steps, and at the end of each epoch.
+    - `log_every`: report every so many steps, at the end of each epoch, and where a
+        checkpoint is saved.
+    - `max_nonfinite`: give up when so many steps in a row were skipped because their loss
+        or gradients were not finite. The state, the batch and the loss function are then
+        written into a folder `black_box` in the checkpointer's, for
+        `python -m eqxshard.replay`.
+    - `stall_seconds`: log an error, with the stacks of all threads, when the run waits for
+        a batch, a step, an evaluation or a checkpoint for longer than this (compilation
+        counts); `None` for never.
 
     **Returns:**
 
@@ -78,8 +99,10 @@ def fit(
 
     **Raises:**
 
-    `ValueError` if not exactly one of `steps` and `epochs` is given, or one of the
-    numbers is not positive.
+    `ValueError` if not exactly one of `steps` and `epochs` is given, one of the numbers
+    is not positive, or the checkpointer's directory has another run's checkpoints.
+    `FloatingPointError` after `max_nonfinite` skipped steps. `OSError` if the last
+    checkpoint could not be written.
 
     !!! Example
 
@@ -98,38 +121,67 @@ def fit(
         for tracker in trackers:
             stack.enter_context(closing(tracker))
         length = len(loader)
-        stop = _last_step(steps, epochs, log_every, length)
+        stop = _last_step(steps, epochs, log_every, max_nonfinite, length)
         first = int(state.step)
         loader.seek(first)
+        asked = None
+        if checkpointer is not None:
+            checkpointer.check_start(first, loader)
+            asked = stack.enter_context(stop_signals())
         batches = stack.enter_context(closing(iter(loader)))
-        report = _Report(trackers, length)
+        report = _Report(trackers, length, max_nonfinite)
         # If a step fails, what is due of those before it is reported all the same.
         stack.callback(report.flush)
+        watchdog = stack.enter_context(Watchdog(stall_seconds))
         for step in range(first + 1, stop + 1):
+            watchdog.waits_for(f"the batch of step {step}")
             batch = next(batches, None)
             if batch is None:
                 raise ValueError(
                     f"the loader ended after step {step - 1}, before step {stop}; make it "
                     "with epochs=None, and let fit stop."
                 )
+            watchdog.waits_for(f"step {step}")
             state, metrics = train_step(state, batch)
             # Now that this step is under way, the values of the one before can be read
             # without leaving the devices idle.
             report.flush()
             ends = step % length == 0 or step == stop
-            report.add(step, metrics, due=ends or step % log_every == 0)
-            if ends:
+            reports = ends or step % log_every == 0
+            leaves = asked is not None and asked.signal is not None
+            saves = checkpointer is not None and (
+                leaves or step == stop or checkpointer.due(step, reporting=reports)
+            )
+            report.add(step, metrics, due=reports or saves)
+            if ends or saves:
+                report.read()
+            if ends and evaluate is not None:
+                watchdog.waits_for(f"the evaluation after step {step}")
+                model = with_state(state.model, state.model_state)
+                report.evaluation(evaluate(model))
+            if ends or saves:
                 report.flush()
-                if evaluate is not None:
-                    model = with_state(state.model, state.model_state)
-                    report.evaluation(step, evaluate(model))
+            if report.failed:
+                _give_up(state, train_step, loader, report.failed, checkpointer)
+            if saves and checkpointer is not None:
+                watchdog.waits_for(f"the checkpoint of step {step}")
+                checkpointer.save(state, loader=loader, metrics=report.last)
+            if leaves and asked is not None and checkpointer is not None:
+                checkpointer.wait()
+                asked.leave(step)
+        if checkpointer is not None:
+            watchdog.waits_for("the last checkpoint to be written")
+            checkpointer.wait()
     return state
 
 
-def _last_step(steps: int | None, epochs: int | None, log_every: int, length: int) -> int:
+def _last_step(
+    steps: int | None, epochs: int | None, log_every: int, max_nonfinite: int, length: int
+) -> int:
     if (steps is None) == (epochs is None):
         raise ValueError("fit needs one of steps= and epochs=; give exactly one.")
-    for name, value in (("steps", steps), ("epochs", epochs), ("log_every", log_every)):
+    numbers = {"steps": steps, "epochs": epochs, "log_every": log_every}
+    for name, value in (numbers | {"max_nonfinite": max_nonfinite}).items():
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} is not a number of {name}; use 1 or more.")
     return steps if steps is not None else (epochs or 0) * length
@@ -162,43 +214,86 @@ def evaluate(
 class _Report:
     """Collects the metrics of steps on device, and hands their means to the trackers."""
 
-    def __init__(self, trackers: Sequence[Tracker], steps_per_epoch: int):
+    def __init__(
+        self, trackers: Sequence[Tracker], steps_per_epoch: int, max_nonfinite: int
+    ):
         self._trackers = trackers
         self._steps_per_epoch = steps_per_epoch
         self._parts: list[Metrics] = []
         self._due: int | None = None
+        self._values: dict[str, float] = {}
         self._since = time.perf_counter()
+        #: What was reported last.
+        self.last: dict[str, float] = {}
+        #: The steps that were not finite, once there are too many in a row.
+        self.failed: list[int] = []
+        self._max_nonfinite = max_nonfinite
+        self._in_a_row: list[int] = []
 
     def add(self, step: int, metrics: Metrics, *, due: bool) -> None:
         self._parts.append(metrics)
         self._due = step if due else None
 
-    def flush(self) -> None:
-        """Report what is due: wait for it, and start to measure anew."""
-        if self._due is None:
+    def read(self) -> None:
+        """Wait for what is due, and stop to measure the time that it took."""
+        if self._due is None or not self._parts:
             return
         metrics = Metrics.stack(self._parts)
         values = metrics.compute()
-        now = time.perf_counter()
-        seconds = now - self._since
+        seconds = time.perf_counter() - self._since
         examples = float(metrics.weight.sum())
-        self._log(
-            self._due,
-            "train",
-            {**values, "seconds": seconds, "examples_per_second": examples / seconds},
-        )
-        self._parts, self._due, self._since = [], None, now
+        speed = {"seconds": seconds, "examples_per_second": examples / seconds}
+        self._values = _named("train", {**values, **speed})
+        self._parts = []
+        first = self._due - len(metrics.nonfinite) + 1
+        for step, failed in enumerate(metrics.nonfinite, start=first):
+            self._in_a_row = [*self._in_a_row, step] if failed else []
+            if len(self._in_a_row) >= self._max_nonfinite:
+                self.failed = self._in_a_row
 
-    def evaluation(self, step: int, values: Mapping[str, float]) -> None:
+    def evaluation(self, values: Mapping[str, float]) -> None:
         if not isinstance(values, Mapping):
             raise TypeError(
                 f"evaluate returned a {type(values).__name__}; return a dict of metrics."
             )
-        self._log(step, "eval", values)
-        # Training time is measured without the evaluation.
-        self._since = time.perf_counter()
+        self._values |= _named("eval", values)
 
-    def _log(self, step: int, prefix: str, values: Mapping[str, float]) -> None:
-        named = {f"{prefix}/{name}": value for name, value in values.items()}
+    def flush(self) -> None:
+        """Report what is due, and start to measure anew: evaluations are no training."""
+        if self._due is None:
+            return
+        self.read()
+        self.last = {"epoch": self._due / self._steps_per_epoch, **self._values}
         for tracker in self._trackers:
-            tracker.log(step, {"epoch": step / self._steps_per_epoch, **named})
+            tracker.log(self._due, self.last)
+        self._values, self._due, self._since = {}, None, time.perf_counter()
+
+
+def _named(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
+    return {f"{prefix}/{name}": value for name, value in values.items()}
+
+
+def _give_up(
+    state: TrainState,
+    train_step: Any,
+    loader: Batches,
+    failed: Sequence[int],
+    checkpointer: Checkpointer | None,
+) -> NoReturn:
+    says = (
+        f"the loss or a gradient of {len(failed)} steps in a row, from step {failed[0]} "
+        "on, was not finite"
+    )
+    if checkpointer is None:
+        raise FloatingPointError(
+            f"{says}; use a lower learning rate, or give fit a checkpointer to have what "
+            "is needed to look for the cause written down."
+        )
+    loader.seek(failed[0] - 1)
+    with closing(iter(loader)) as batches:
+        batch = next(batches)
+    folder = checkpointer.directory / "black_box"
+    write_black_box(folder, state, failed, batch, train_step, loader)
+    raise FloatingPointError(
+        f"{says}; look for the cause with `python -m eqxshard.replay {folder}`."
+    )

@@ -121,9 +121,77 @@ def init_state(
         )
         ```
     """
+    options = {"trainable": trainable, "precision": precision}
+    like = abstract_state(make_model, optim, key=key, mesh=mesh, rule=rule, **options)
+    leaves, skeleton = split(like)
+    make = _maker(make_model, optim, trainable, precision)
+    arrays = jax.jit(
+        lambda key: split(make(key)[0])[0],
+        out_shardings=[leaf.sharding for leaf in leaves],
+    )(jax.device_put(key, NamedSharding(mesh, PartitionSpec())))
+    return unflatten_state(arrays, skeleton.shaped(arrays))
+
+
+def abstract_state(
+    make_model: Callable[[Any], PyTree],
+    optim: optax.GradientTransformation,
+    *,
+    key: Key[Array, ""] | UInt32[Array, "2"],
+    mesh: Mesh,
+    rule: Rule,
+    trainable: PyTree = True,
+    precision: Precision | None = None,
+) -> TrainState:
+    """What [`eqxshard.init_state`][] would make, without making it.
+
+    For [`eqxshard.Checkpointer.restore`][], which then needs no memory but that of the
+    state itself.
+
+    **Arguments:**
+
+    - `make_model`, `optim`, `key`, `mesh`, `rule`, `trainable`, `precision`: as for
+        [`eqxshard.init_state`][].
+
+    **Returns:**
+
+    An [`eqxshard.TrainState`][] that has a `jax.ShapeDtypeStruct`, with its sharding, in
+    the place of each array.
+
+    **Raises:**
+
+    As [`eqxshard.init_state`][] does.
+
+    !!! Example
+
+        ```python
+        like = eqxshard.abstract_state(make_model, optim, key=key, mesh=mesh, rule=rule)
+        state = checkpointer.restore(like)
+        ```
+    """
     check_mesh(mesh)
     if not isinstance(key, jax.Array):
         raise TypeError(f"key={key!r} is not a random key; use jax.random.key(0).")
+    make = _maker(make_model, optim, trainable, precision)
+    state, params = eqx.filter_eval_shape(make, key)
+    # Whether the rule fits all of the model: later it is asked about parts.
+    shardings(state.model, mesh, rule)
+    places = state_shardings(state, params, optim, mesh, rule)
+    leaves, skeleton = split(state)
+    return skeleton.merge(
+        [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there)
+            for leaf, there in zip(leaves, places, strict=True)
+        ]
+    )
+
+
+def _maker(
+    make_model: Callable[[Any], PyTree],
+    optim: optax.GradientTransformation,
+    trainable: PyTree,
+    precision: Precision | None,
+) -> Callable[[Array], tuple[TrainState, PyTree]]:
+    """A function from a key to a state at step 0, and to what of its model is trained."""
 
     def make(key: Array) -> tuple[TrainState, PyTree]:
         model, model_state = without_state(make_model(key))
@@ -145,13 +213,7 @@ def init_state(
         )
         return state, params
 
-    key = jax.device_put(key, NamedSharding(mesh, PartitionSpec()))
-    shapes, params = eqx.filter_eval_shape(make, key)
-    # Whether the rule fits all of the model: later it is asked about parts.
-    shardings(shapes.model, mesh, rule)
-    places = state_shardings(shapes, params, optim, mesh, rule)
-    arrays = jax.jit(lambda key: split(make(key)[0])[0], out_shardings=places)(key)
-    return unflatten_state(arrays, split(shapes)[1].shaped(arrays))
+    return make
 
 
 def state_shardings(

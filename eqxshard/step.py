@@ -132,7 +132,8 @@ class TrainStep:
     """
 
     def __init__(self, update: Update):
-        self._update = update
+        #: What a step computes, as a pure function.
+        self.update = update
         self._mesh = update.mesh
         self._compiled: dict[tuple[Skeleton, bool], tuple[Any, list[Any]]] = {}
         self._in_flight = _InFlight()
@@ -187,14 +188,14 @@ class TrainStep:
 
         A `jax.stages.Lowered`.
         """
-        _check_batch(batch, self._mesh, accumulate=self._update.accumulate)
+        _check_batch(batch, self._mesh, accumulate=self.update.accumulate)
         arrays, skeleton = flatten_state(state)
         return self._prepare(state, skeleton, stacked=False)[0].lower(arrays, batch)
 
     def _run(
         self, state: TrainState, batch: PyTree, stacked: bool
     ) -> tuple[TrainState, Metrics]:
-        _check_batch(batch, self._mesh, stacked, self._update.accumulate)
+        _check_batch(batch, self._mesh, stacked, self.update.accumulate)
         arrays, skeleton = flatten_state(state)
         jitted, places = self._prepare(state, skeleton, stacked)
         if not came_from_step(state):
@@ -210,7 +211,7 @@ class TrainStep:
             _check_batch_places(batch, batch_sharding(self._mesh, stacked=stacked))
             raise
         state = unflatten_state(arrays, skeleton)
-        if self._update.nonfinite == "raise" and np.any(metrics.nonfinite):
+        if self.update.nonfinite == "raise" and np.any(metrics.nonfinite):
             steps = np.ravel(metrics.nonfinite)
             number = int(state.step) - len(steps) + 1 + int(np.argmax(steps))
             raise FloatingPointError(
@@ -233,7 +234,7 @@ class TrainStep:
     def _jit(
         self, state: TrainState, skeleton: Skeleton, stacked: bool
     ) -> tuple[Any, list[Any]]:
-        update = self._update
+        update = self.update
         params, _ = split_model(state.model, update.trainable)
         _check_state(state, params, update)
         places = state_shardings(state, params, update.optim, update.mesh, update.rule)

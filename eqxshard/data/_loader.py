@@ -163,6 +163,21 @@ class Loader:
             raise ValueError(f"step {step} is before the start; seek to 0 or a later step.")
         self._step = int(step)
 
+    def rows(self, step: int) -> Int[np.ndarray, " n"]:
+        """Which of the source's examples make up the batch of a step.
+
+        **Arguments:**
+
+        - `step`: the step, counted from 0.
+
+        **Returns:**
+
+        Their places in the source, in the order of the batch, without padding.
+        """
+        epoch, batch = divmod(step, self._length)
+        start = batch * self._batch_size
+        return self._order(epoch)[start : start + self._batch_size]
+
     def state(self) -> dict[str, Any]:
         """The position, as what JSON can hold, for [`eqxshard.Loader.restore`][].
 
@@ -249,7 +264,7 @@ class Loader:
 
     def _gather(self, steps: range) -> list[_HostBatch]:
         """The batches of some steps, from one call of the source's gather."""
-        rows = [self._rows(step) for step in steps]
+        rows = [self.rows(step) for step in steps]
         size = self._batch_size
         padded = np.zeros((len(rows), size), np.int64)
         for i, some in enumerate(rows):
@@ -287,11 +302,6 @@ class Loader:
             kept = np.where(np.arange(size) < examples, weight, 0)
             arrays = arrays | {"weight": kept.astype(np.float32)}
         return _HostBatch(arrays, examples)
-
-    def _rows(self, step: int) -> Int[np.ndarray, " n"]:
-        epoch, batch = divmod(step, self._length)
-        start = batch * self._batch_size
-        return self._order(epoch)[start : start + self._batch_size]
 
     def _make_order(self, epoch: int) -> Int[np.ndarray, " n"]:
         if not self._shuffle:

@@ -1,7 +1,7 @@
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from ._files import writing
@@ -17,8 +17,9 @@ class JSONLines:
     **Arguments:**
 
     - `path`: the file to write. Its folder is made where it is missing.
-    - `append`: go on at the end of the file, as a resumed run does, instead of emptying
-        it first.
+    - `keep_until`: keep the lines of an earlier run up to this step, as a resumed run
+        does, and drop those of later steps, which it takes again. By default none is
+        kept.
     - `extra`: what to add to every line, such as `{"data": "synthetic"}`, except where
         a value of that name is logged.
 
@@ -38,7 +39,7 @@ class JSONLines:
         self,
         path: str | os.PathLike[str],
         *,
-        append: bool = False,
+        keep_until: int | None = None,
         extra: Mapping[str, object] = {},
     ):
         for name in ("step", "epoch"):
@@ -55,14 +56,19 @@ class JSONLines:
         self._path = Path(path)
         self._extra = dict(extra)
         with writing(self._path):
-            self._file = self._path.open("a" if append else "w", encoding="utf-8")
+            if keep_until is not None and self._path.exists():
+                part = self._path.with_name(f".{self._path.name}.part")
+                part.write_text("".join(_kept(self._path, keep_until)), encoding="utf-8")
+                os.replace(part, self._path)
+            mode = "w" if keep_until is None else "a"
+            self._file = self._path.open(mode, encoding="utf-8")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write a line."""
         if self._file.closed:
             raise ValueError(
                 f"{os.fspath(self._path)!r} is closed; go on with a new "
-                "JSONLines(..., append=True)."
+                f"JSONLines(..., keep_until={step - 1})."
             )
         finite = {name: _or_null(float(value)) for name, value in values.items()}
         logged = {"step": step, **finite}
@@ -74,6 +80,17 @@ class JSONLines:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _kept(path: Path, until: int) -> Iterator[str]:
+    for line in path.read_text(encoding="utf-8").splitlines():
+        # The last line of a killed run may be cut short.
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, LookupError, TypeError):
+            continue
+        if step <= until:
+            yield line + "\n"
 
 
 def _or_null(value: float) -> float | None:

@@ -10,7 +10,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ._values import is_evaluation, metrics
+from ._values import metrics
 
 
 class ProgressBar:
@@ -52,18 +52,18 @@ class ProgressBar:
             self._print(title)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Move the bar, or print a line."""
-        evaluation = is_evaluation(values)
+        """Move the bar, or print a line; evaluations get a line anyway."""
         if self._console.is_interactive:
-            self._move(step, None if evaluation else values)
-            due = evaluation
+            if _has(values, "train"):
+                self._move(step, values)
+            due = {"eval"}
         else:
             whole_epoch = float(values.get("epoch", 0.5)).is_integer()
-            due = evaluation or whole_epoch or step == self._total
-        if due:
-            where = f"{_epoch(values)}step {step}/{self._total}"
-            kind = "eval" if evaluation else "train"
-            self._print(f"{where}  {kind} {_text(values)}")
+            due = {"train", "eval"} if whole_epoch or step == self._total else {"eval"}
+        for kind in ("train", "eval"):
+            if kind in due and _has(values, kind):
+                where = f"{_epoch(values)}step {step}/{self._total}"
+                self._print(f"{where}  {kind} {_text(values, kind)}")
 
     def close(self) -> None:
         """Take the bar off the terminal's hands, as it stands."""
@@ -74,7 +74,7 @@ class ProgressBar:
     def _print(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    def _move(self, step: int, values: Mapping[str, float] | None) -> None:
+    def _move(self, step: int, values: Mapping[str, float]) -> None:
         if self._live is None:
             progress = Progress(
                 TextColumn("{task.description}", markup=False),
@@ -91,21 +91,29 @@ class ProgressBar:
             progress.start()
             self._live = progress, task
         progress, task = self._live
-        if values is not None:
-            progress.update(
-                task,
-                completed=step,
-                description=_epoch(values).rstrip(),
-                metrics=_text(values),
-            )
+        progress.update(
+            task,
+            completed=step,
+            description=_epoch(values).rstrip(),
+            metrics=_text(values, "train"),
+        )
 
 
 def _epoch(values: Mapping[str, float]) -> str:
     return f"epoch {values['epoch']:.4g}  " if "epoch" in values else ""
 
 
-def _text(values: Mapping[str, float]) -> str:
-    parts = [f"{metric.name} {metric.value:#.4g}" for metric in metrics(values)]
-    if "train/examples_per_second" in values:
+def _has(values: Mapping[str, float], kind: str) -> bool:
+    # What is of no kind is shown with what is of training.
+    return any((metric.kind or "train") == kind for metric in metrics(values))
+
+
+def _text(values: Mapping[str, float], kind: str) -> str:
+    parts = [
+        f"{metric.name} {metric.value:#.4g}"
+        for metric in metrics(values)
+        if (metric.kind or "train") == kind
+    ]
+    if kind == "train" and "train/examples_per_second" in values:
         parts.append(f"{values['train/examples_per_second']:,.0f} examples/s")
     return "  ".join(parts)

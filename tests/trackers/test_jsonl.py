@@ -74,20 +74,31 @@ def test_extra_replaces_nothing_that_is_logged(tmp_path):
     assert list(line.items()) == list(expected.items())
 
 
-@pytest.mark.parametrize("append, steps", [(False, [3]), (True, [1, 3])])
-def test_append_keeps_what_was_there(tmp_path, append, steps):
-    for step, keep in [(1, False), (3, append)]:
-        tracker = JSONLines(tmp_path / "m.jsonl", append=keep)
+@pytest.mark.parametrize("until, steps", [(None, [9]), (2, [1, 2, 9]), (0, [9])])
+def test_a_resumed_run_keeps_what_was_before_it(tmp_path, until, steps):
+    tracker = JSONLines(tmp_path / "m.jsonl")
+    for step in (1, 2, 3):
         tracker.log(step, {"train/loss": 1.0})
-        tracker.close()
+    tracker.close()
+    # As a run leaves it that is killed while it writes.
+    with (tmp_path / "m.jsonl").open("a") as file:
+        file.write('{"step": 2, "train/lo')
+    tracker = JSONLines(tmp_path / "m.jsonl", keep_until=until)
+    tracker.log(9, {"train/loss": 1.0})
+    tracker.close()
     assert [line["step"] for line in lines(tmp_path / "m.jsonl")] == steps
+
+
+def test_there_need_be_nothing_to_keep(tmp_path):
+    JSONLines(tmp_path / "new" / "m.jsonl", keep_until=5).close()
+    assert lines(tmp_path / "new" / "m.jsonl") == []
 
 
 def test_closing_twice_is_harmless_and_logging_after_it_is_not(tmp_path):
     tracker = JSONLines(tmp_path / "m.jsonl")
     tracker.close()
     tracker.close()
-    with pytest.raises(ValueError, match=r"m\.jsonl' is closed; go on with .*append=True"):
+    with pytest.raises(ValueError, match=r"m\.jsonl' is closed; go on with .*keep_until=0"):
         tracker.log(1, {"train/loss": 1.0})
 
 

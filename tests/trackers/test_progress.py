@@ -40,6 +40,15 @@ def test_not_on_a_terminal_each_epoch_and_evaluation_is_a_plain_line():
     ]
 
 
+def test_training_and_evaluation_in_one_report_are_two_lines():
+    out = console(terminal=False)
+    ProgressBar(20, console=out).log(10, {**TRAIN, **EVAL})
+    assert written(out).splitlines() == [
+        "epoch 1  step 10/20  train loss 1.250  accuracy 0.5000  12,346 examples/s",
+        "epoch 1  step 10/20  eval accuracy 0.7500",
+    ]
+
+
 def test_an_epoch_may_be_an_int(unannotated):
     out = console(terminal=False)
     ProgressBar(7, console=out).log(1, {"epoch": 1, "train/loss": 1.0})

@@ -1,0 +1,123 @@
+"""What is needed to look for the cause of a step that was not finite, written down."""
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from ._leaves import describe, paths_of, read, stand_in, write
+from ._sealed import find_damage, is_sealed, seal
+from .state import TrainState, with_state
+from .transforms import split
+
+_DESCRIPTION, _PROGRAM = "description.json", "program.pickle"
+
+
+class _Array:
+    """Stands in a PyTree for the array of a path."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+
+class BlackBox(NamedTuple):
+    """A step that was not finite: all that its loss was computed from."""
+
+    steps: list[int]
+    #: The places in the source of the batch's examples.
+    rows: list[int] | None
+    model: PyTree
+    batch: PyTree
+    key: Any
+    loss_fn: Any
+    precision: Any
+    trainable: PyTree
+
+
+def write_black_box(
+    folder: Any,
+    state: TrainState,
+    steps: Sequence[int],
+    batch: PyTree,
+    train_step: Any,
+    loader: Any,
+) -> None:
+    """Write down the first of several steps that were not finite.
+
+    **Arguments:**
+
+    - `folder`: an `etils.epath.Path`; what is there is replaced.
+    - `state`: the state of the run, whose parameters such steps have left as they were.
+    - `steps`: the numbers of the steps, counted from 1.
+    - `batch`: the batch of the first of them.
+    - `train_step`: an [`eqxshard.TrainStep`][], for its loss function.
+    - `loader`: what made the batch.
+    """
+    # Functions and modules of a script cannot be imported again, so plain pickle refuses
+    # them.
+    import cloudpickle
+
+    key = jax.random.fold_in(state.key, steps[0] - 1)
+    made = {"model": with_state(state.model, state.model_state), "batch": batch, "key": key}
+    arrays, skeleton = split(made)
+    paths = paths_of(made)
+    leaves = dict(zip(paths, arrays))
+    if folder.exists():
+        folder.rmtree()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    write(folder, leaves).result()
+    rows = getattr(loader, "rows", None)
+    described = {
+        "steps": list(steps),
+        "rows": None if rows is None else np.asarray(rows(steps[0] - 1)).tolist(),
+        "leaves": {path: describe(leaf) for path, leaf in leaves.items()},
+    }
+    (folder / _DESCRIPTION).write_text(json.dumps(described, indent=1) + "\n")
+    update = train_step.update
+    program = {
+        "made": skeleton.merge([_Array(path) for path in paths]),
+        "loss_fn": update.loss_fn,
+        "precision": update.precision,
+        "trainable": update.trainable,
+    }
+    (folder / _PROGRAM).write_bytes(cloudpickle.dumps(program))
+    seal(folder)
+
+
+def read_black_box(folder: Any) -> BlackBox:
+    """Read what `write_black_box` wrote, onto one device.
+
+    **Raises:**
+
+    `FileNotFoundError` if it is not there; `ValueError` if it is damaged.
+    """
+    import cloudpickle
+
+    if not is_sealed(folder):
+        raise FileNotFoundError(
+            f"{folder} is no black box; give the folder that the run named."
+        )
+    damage = find_damage(folder)
+    if damage is not None:
+        raise ValueError(f"the black box {folder} is damaged: {damage}.")
+    described = json.loads((folder / _DESCRIPTION).read_text())
+    program = cloudpickle.loads((folder / _PROGRAM).read_bytes())
+    wanted = {path: stand_in(leaf) for path, leaf in described["leaves"].items()}
+    arrays = read(folder, wanted)
+    made = jax.tree.map(
+        lambda leaf: arrays[leaf.path] if isinstance(leaf, _Array) else leaf,
+        program["made"],
+    )
+    return BlackBox(
+        described["steps"],
+        described["rows"],
+        made["model"],
+        made["batch"],
+        made["key"],
+        program["loss_fn"],
+        program["precision"],
+        program["trainable"],
+    )

@@ -1,0 +1,161 @@
+"""Weights as safetensors, which other libraries read and write."""
+
+import os
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+from jaxtyping import PyTree
+
+from ._leaves import check_same, paths_of
+from .sharding import spread
+from .transforms import split
+
+_T = TypeVar("_T")
+
+#: What safetensors calls the types.
+_DTYPES = {
+    "BOOL": "bool",
+    "BF16": "bfloat16",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
+    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+}
+
+
+def save_weights(path: str | os.PathLike[str], model: PyTree) -> None:
+    """Write a model's arrays to a file of safetensors (Hugging Face).
+
+    Each array is named by its path, such as `layers.0.weight`, and written whole,
+    wherever its parts lie.
+
+    **Arguments:**
+
+    - `path`: the file, `*.safetensors`. It is replaced as a whole, once all is written;
+        its folder is made where it is missing.
+    - `model`: any PyTree. What is no array is left out.
+
+    **Raises:**
+
+    `OSError` if the file cannot be written; `ValueError` if two arrays have the same path,
+    or one is of a type that safetensors does not have.
+
+    !!! Example
+
+        ```python
+        eqxshard.save_weights("model.safetensors", state.model)
+        ```
+    """
+    from safetensors.numpy import save_file
+
+    path = Path(path)
+    # Contiguous, because safetensors writes an array's memory as it lies.
+    arrays = {
+        name: np.ascontiguousarray(leaf) if leaf.ndim else np.asarray(leaf)
+        for name, leaf in zip(paths_of(model), split(model)[0])
+    }
+    unknown = [name for name, x in arrays.items() if str(x.dtype) not in _DTYPES.values()]
+    if unknown:
+        raise ValueError(
+            f"{unknown[0]} is of type {arrays[unknown[0]].dtype}, which safetensors does "
+            "not have; cast it, or leave it out with equinox.filter."
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    try:
+        save_file(arrays, part)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def load_weights(
+    path: str | os.PathLike[str],
+    like: _T,
+    shardings: PyTree[Sharding | None] = None,
+) -> _T:
+    """Read a model's arrays from a safetensors file, each device its own part.
+
+    **Arguments:**
+
+    - `path`: a file of [`eqxshard.save_weights`][], or another whose arrays have the
+        same names and shapes.
+    - `like`: a model of arrays or of `jax.ShapeDtypeStruct`s, such as from
+        `equinox.filter_eval_shape`. Floating-point types may be others than in the file.
+    - `shardings`: where the arrays are to be, such as from [`eqxshard.shardings`][]; a
+        prefix of `like`. Where it is `None`, they go where those of `like` are.
+
+    **Returns:**
+
+    A model like `like`, with the arrays of the file.
+
+    **Raises:**
+
+    `FileNotFoundError` if there is no such file; `ValueError` if it is no safetensors
+    file, or `like` has other arrays: it names each that is missing, that is too many, or
+    that has another shape.
+
+    !!! Example
+
+        ```python
+        like = eqx.filter_eval_shape(make_model, key)
+        model = eqxshard.load_weights(
+            "model.safetensors", like, eqxshard.shardings(like, mesh, rule)
+        )
+        ```
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"there is no file {os.fspath(path)!r}; give one that save_weights wrote."
+        )
+    leaves, skeleton = split(like)
+    wanted = dict(zip(paths_of(like), leaves))
+    places = [
+        there
+        for there, leaf in zip(spread(shardings, like), jax.tree.leaves(like))
+        if any(leaf is one for one in leaves)
+    ]
+    try:
+        with safe_open(path, "np") as file:
+            saved = {
+                name: {
+                    "shape": (part := file.get_slice(name)).get_shape(),
+                    "dtype": _DTYPES.get(part.get_dtype(), part.get_dtype()),
+                }
+                for name in file.keys()  # noqa: SIM118
+            }
+            check_same(wanted, saved, os.fspath(path))
+            arrays = [
+                _read(file, name, leaf, there)
+                for (name, leaf), there in zip(wanted.items(), places, strict=True)
+            ]
+    except SafetensorError as error:
+        raise ValueError(
+            f"{os.fspath(path)!r} cannot be read ({error}); it is damaged, or no "
+            "safetensors file."
+        ) from error
+    return skeleton.merge(arrays)
+
+
+def _read(file: Any, name: str, leaf: Any, there: Sharding | None) -> jax.Array:
+    if there is None:
+        there = leaf.sharding
+    if there is None:
+        there = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def part(index: Any) -> np.ndarray:
+        whole = 0 in leaf.shape or not leaf.shape
+        array = file.get_tensor(name) if whole else file.get_slice(name)[index]
+        return array.astype(leaf.dtype)
+
+    return jax.make_array_from_callback(leaf.shape, there, part)

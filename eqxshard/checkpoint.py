@@ -1,0 +1,464 @@
+"""`Checkpointer`: states on disk, that a run goes on from on any mesh."""
+
+import importlib.metadata
+import json
+import logging
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Literal, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, PyTree
+
+from ._leaves import check_same, describe, mesh_sizes, paths_of, read, write
+from ._sealed import find_damage, is_sealed, seal, unseal
+from .state import TrainState, unflatten_state
+from .transforms import split
+
+_T = TypeVar("_T")
+
+_LOG = logging.getLogger(__name__)
+
+#: What a checkpoint says of itself, for people and for `restore`.
+DESCRIPTION = "description.json"
+_PACKAGES = ("jax", "equinox", "optax", "orbax-checkpoint")
+
+
+class Checkpointer:
+    """Keeps the states of a run in a folder, and gives them back on any mesh.
+
+    A checkpoint is the folder `directory/STEP`: the state's arrays as
+    [Orbax](https://orbax.readthedocs.io) writes them, by their paths; a readable
+    `description.json` (paths, shapes, types, mesh, versions, the loader's position, the
+    metrics); and `checksums.txt`, the SHA-256 of every file, which comes last: a folder
+    without it is one whose writing was cut short, and does not count.
+
+    Saving waits for the state's step and for the copy of its arrays from the devices.
+    The rest happens in a thread, while training goes on. If it fails, say because the disk
+    is full, the run goes on, the older checkpoints stay, and the error is logged.
+
+    **Arguments:**
+
+    - `directory`: a folder, which is made if need be, or a path such as `gs://...`, of
+        this run alone.
+    - `keep`: how many checkpoints to keep: the last ones.
+    - `every`: save every so many steps.
+    - `every_seconds`: save at the first report of [`eqxshard.fit`][] after so many
+        seconds, 10 minutes by default; `None` for never.
+    - `best`: the name of a metric that `fit` reports, such as `"eval/accuracy"`: the
+        checkpoint where it was best is kept, too.
+    - `mode`: whether the best is the largest (`"max"`) or the smallest (`"min"`).
+
+    **Raises:**
+
+    `ValueError` if one of the numbers is not positive, or `mode` is not known.
+
+    !!! Example
+
+        ```python
+        checkpointer = eqxshard.Checkpointer("runs/checkpoints", every=1000)
+        if checkpointer.steps():
+            state = checkpointer.restore(like)
+        state = eqxshard.fit(
+            state, train_step, loader, epochs=10, checkpointer=checkpointer
+        )
+        ```
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int = 3,
+        every: int | None = None,
+        every_seconds: float | None = 600.0,
+        best: str | None = None,
+        mode: Literal["max", "min"] = "max",
+    ):
+        for name, value in (
+            ("keep", keep),
+            ("every", every),
+            ("every_seconds", every_seconds),
+        ):
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}={value} keeps nothing; use 1 or more.")
+        if mode not in ("max", "min"):
+            raise ValueError(f"mode={mode!r} is not known; use 'max' or 'min'.")
+        self.directory = _path(directory)
+        self._keep = keep
+        self._every = every
+        self._every_seconds = every_seconds
+        self._best = best
+        self._mode = mode
+        self._last = time.monotonic()
+        self._damaged: set[int] = set()
+        self._cleaned = False
+        # One thread, so that saves follow each other; made when it is first needed.
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None
+        self._error: OSError | None = None
+
+    def steps(self) -> list[int]:
+        """The steps that there are finished checkpoints of, in order."""
+        if not self.directory.exists():
+            return []
+        folders = [path for path in self.directory.iterdir() if _is_step(path.name)]
+        return sorted(int(path.name) for path in folders if is_sealed(path))
+
+    def best_step(self) -> int | None:
+        """The step whose checkpoint has the best value of `best`, if any has one."""
+        if self._best is None:
+            return None
+        sign = 1 if self._mode == "max" else -1
+        values = {}
+        for step in self.steps():
+            # Not all of it is checked here, and damage is no reason to end a run.
+            try:
+                values[step] = sign * self._described(step)["metrics"][self._best]
+            except (ValueError, LookupError, TypeError):
+                continue
+        # The latest of equals.
+        return max(values, key=lambda step: (values[step], step), default=None)
+
+    def description(self, step: int) -> dict[str, Any]:
+        """What the checkpoint of a step says of itself.
+
+        **Arguments:**
+
+        - `step`: one of [`eqxshard.Checkpointer.steps`][].
+
+        **Returns:**
+
+        What `description.json` holds: `step`, `leaves` (shape, type and spec of each, by
+        path), `mesh`, `loader`, `metrics`, `versions`.
+
+        **Raises:**
+
+        `FileNotFoundError` if there is no such checkpoint; `ValueError` if it is damaged.
+        """
+        self._check_there(step)
+        damage = find_damage(self._folder(step))
+        if damage is not None:
+            raise ValueError(
+                f"the checkpoint of step {step} in {self.directory} is damaged: {damage}; "
+                f"use another: {_listed(self.steps(), but=step)}."
+            )
+        return self._described(step)
+
+    def restore(self, like: _T, *, step: int | None = None) -> _T:
+        """Read a state, each array straight to where it will lie.
+
+        Every file is checked first. If the newest checkpoint is damaged, that is logged,
+        and the one before it is used.
+
+        **Arguments:**
+
+        - `like`: a state like the one to read, such as from
+            [`eqxshard.abstract_state`][]: its arrays, or what stands for them, say of
+            which type and where those will be that are read. Mesh, rule and floating-point
+            types may be others than they were. Not donated.
+        - `step`: the step whose checkpoint to read; the newest by default.
+
+        **Returns:**
+
+        A state like `like`, with the values that were saved.
+
+        **Raises:**
+
+        `FileNotFoundError` if there is no checkpoint. `ValueError` if none is undamaged,
+        or `like` has other arrays than the checkpoint: it names each that is missing,
+        that is too many, or that has another shape.
+        """
+        step, described = self._choose(step)
+        leaves, skeleton = split(like)
+        paths = paths_of(like)
+        saved = described["leaves"]
+        check_same(dict(zip(paths, leaves)), saved, self._in_words(step))
+        arrays = read(self._folder(step), dict(zip(paths, leaves)))
+        values = [arrays[path] for path in paths]
+        self._last = time.monotonic()
+        if isinstance(like, TrainState):
+            return unflatten_state(values, skeleton.shaped(values))  # pyright: ignore
+        return skeleton.merge(values)
+
+    def restore_model(
+        self, model: _T, *, step: int | None = None, only: PyTree = True
+    ) -> _T:
+        """Read the model of a state, or a part of it: for evaluation, or fine-tuning.
+
+        **Arguments:**
+
+        - `model`: a model like the one to read, of arrays or of
+            `jax.ShapeDtypeStruct`s, which say where the arrays will lie.
+        - `step`: the step whose checkpoint to read; the newest by default.
+        - `only`: which of the model's arrays to read: a filter spec as for
+            `equinox.partition`. The others stay as they are in `model`, and may be of
+            other shapes than in the checkpoint, such as those of a new last layer.
+
+        **Returns:**
+
+        A model like `model`, with the values that were saved.
+
+        **Raises:**
+
+        As [`eqxshard.Checkpointer.restore`][] does; it is no error if the checkpoint has
+        more arrays.
+
+        !!! Example
+
+            ```python
+            everything = jax.tree.map(lambda _: True, model)
+            body = eqx.tree_at(lambda model: model.head, everything, False)
+            model = checkpointer.restore_model(model, only=body)
+            ```
+        """
+        step, described = self._choose(step)
+        chosen, rest = eqx.partition(model, only)
+        leaves, skeleton = split(chosen)
+        paths = paths_of(chosen, "model")
+        wanted = dict(zip(paths, leaves))
+        saved = {path: described["leaves"].get(path) for path in paths}
+        saved = {path: leaf for path, leaf in saved.items() if leaf is not None}
+        check_same(wanted, saved, self._in_words(step))
+        arrays = read(self._folder(step), wanted)
+        return eqx.combine(skeleton.merge([arrays[path] for path in paths]), rest)
+
+    def check_start(self, step: int, loader: Any) -> None:
+        """Refuse to start a run where its checkpoints would mix with another's.
+
+        **Arguments:**
+
+        - `step`: the step that the run starts from.
+        - `loader`: its [`eqxshard.Loader`][].
+
+        **Raises:**
+
+        `ValueError` if the directory has checkpoints of later steps, or that of this step
+        was made with a loader of other batches.
+        """
+        steps = [there for there in self.steps() if there not in self._damaged]
+        if steps and steps[-1] > step:
+            raise ValueError(
+                f"{self.directory} has a checkpoint of step {steps[-1]}, and the run "
+                f"starts from step {step}; restore that one to go on, or give the run "
+                "another directory."
+            )
+        if step in steps:
+            position = self._described(step)["loader"]
+            if position is not None:
+                loader.restore(position)
+
+    def due(self, step: int, *, reporting: bool) -> bool:
+        """Whether it is time to save: by steps, or by seconds if this is a report."""
+        if self._every is not None and step % self._every == 0:
+            return True
+        elapsed = time.monotonic() - self._last
+        return (
+            reporting and self._every_seconds is not None and elapsed >= self._every_seconds
+        )
+
+    def save(
+        self,
+        state: TrainState,
+        *,
+        loader: Any = None,
+        metrics: Mapping[str, float] = {},
+    ) -> None:
+        """Save a state, and go on before it is written.
+
+        A state that has NaN in it is not saved, nor one that there is a checkpoint of; a
+        save that is still being written is waited for.
+
+        **Arguments:**
+
+        - `state`: not donated; it may be as soon as this returns.
+        - `loader`: the [`eqxshard.Loader`][], for its position.
+        - `metrics`: what was measured of this state, for `best`.
+        """
+        step = int(state.step)
+        self._join()
+        self._last = time.monotonic()
+        if step in self.steps() and step not in self._damaged:
+            return
+        if bool(_has_nan(eqx.filter((state.model, state.opt_state), eqx.is_array))):
+            _LOG.error(
+                "the state of step %d has NaN in it and was not saved; the newest "
+                "checkpoint is: %s.",
+                step,
+                _listed(self.steps()[-1:]),
+            )
+            return
+        self._error = None
+        leaves = dict(zip(paths_of(state), split(state)[0]))
+        described = {
+            "step": step,
+            # JSON has no others.
+            "metrics": {k: float(v) for k, v in metrics.items() if math.isfinite(v)},
+            "loader": None if loader is None else loader.state(),
+            "mesh": mesh_sizes(leaves),
+            "versions": _versions(),
+            "leaves": {path: describe(leaf) for path, leaf in leaves.items()},
+        }
+        folder = self._folder(step)
+        try:
+            self._clean()
+            _remove(folder)
+            response = write(folder, leaves)
+        # Whatever it is that keeps a checkpoint from being written, training goes on.
+        except Exception as error:
+            self._failed(step, error)
+            return
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "eqxshard-checkpoint")
+        self._pending = self._thread.submit(self._finish, response, described)
+
+    def wait(self) -> None:
+        """Wait until all that was saved is written.
+
+        **Raises:**
+
+        `OSError` if the last of it could not be written.
+        """
+        self._join()
+        if self._error is not None:
+            raise self._error
+
+    def _join(self) -> None:
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+
+    def _finish(self, response: Any, described: dict[str, Any]) -> None:
+        step = described["step"]
+        folder = self._folder(step)
+        try:
+            response.result()
+            (folder / DESCRIPTION).write_text(json.dumps(described, indent=1) + "\n")
+            seal(folder)
+            self._damaged.discard(step)
+            self._retire(step)
+        except Exception as error:
+            self._failed(step, error)
+
+    def _failed(self, step: int, error: Exception) -> None:
+        why = " ".join(str(error).split())[:300] or type(error).__name__
+        others = _listed([there for there in self.steps() if there != step][-1:])
+        says = (
+            f"the checkpoint of step {step} could not be written to {self.directory}: "
+            f"{why}; the newest one is: {others}."
+        )
+        self._error = OSError(says)
+        _LOG.error("%s The run goes on.", says)
+        # What there is of it takes space, of which there may be none.
+        try:
+            if step not in self.steps():
+                _remove(self._folder(step))
+            self._clean(again=True)
+        except OSError:
+            pass
+
+    def _retire(self, newest: int) -> None:
+        """Remove what need not be kept, now that there is something newer."""
+        steps = self.steps()
+        good = [step for step in steps if step not in self._damaged]
+        keep = {*good[-self._keep :], newest, self.best_step()}
+        for step in steps:
+            if step not in keep:
+                unseal(self._folder(step))
+                _remove(self._folder(step))
+        self._damaged -= set(steps) - keep
+
+    def _clean(self, again: bool = False) -> None:
+        """Remove what an earlier run was writing when it was killed."""
+        if self._cleaned and not again:
+            return
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for path in self.directory.iterdir():
+            begun = path.name.partition(".orbax-checkpoint-tmp")[0]
+            if _is_step(begun) and not (begun == path.name and is_sealed(path)):
+                _remove(path)
+        self._cleaned = True
+
+    def _choose(self, step: int | None) -> tuple[int, dict[str, Any]]:
+        """The newest checkpoint that is not damaged, or a given one, and what it says."""
+        if step is not None:
+            return step, self.description(step)
+        steps, damages = self.steps(), []
+        for candidate in reversed(steps):
+            damage = find_damage(self._folder(candidate))
+            if damage is None:
+                return candidate, self._described(candidate)
+            self._damaged.add(candidate)
+            damages.append(f"step {candidate}: {damage}")
+            _LOG.warning(
+                "the checkpoint of step %d in %s is damaged (%s); using the one before it.",
+                candidate,
+                self.directory,
+                damage,
+            )
+        if damages:
+            raise ValueError(
+                f"all checkpoints in {self.directory} are damaged ({', '.join(damages)}); "
+                "start anew in another directory."
+            )
+        raise FileNotFoundError(
+            f"there is no checkpoint in {self.directory}; start a run there first."
+        )
+
+    def _check_there(self, step: int) -> None:
+        steps = self.steps()
+        if step not in steps:
+            raise FileNotFoundError(
+                f"there is no checkpoint of step {step} in {self.directory}; there is: "
+                f"{_listed(steps)}."
+            )
+
+    def _described(self, step: int) -> dict[str, Any]:
+        return json.loads((self._folder(step) / DESCRIPTION).read_text())
+
+    def _in_words(self, step: int) -> str:
+        return f"the checkpoint of step {step} in {self.directory}"
+
+    def _folder(self, step: int) -> Any:
+        return self.directory / str(step)
+
+
+def _path(directory: str | os.PathLike[str]) -> Any:
+    # Late: Orbax and its paths take a second to import, and not every run has them.
+    from etils import epath
+
+    path = epath.Path(directory)
+    return path if "://" in os.fspath(path) else path.absolute()
+
+
+def _versions() -> dict[str, str]:
+    # Not by an import, as this module is a part of it.
+    version = sys.modules[__package__].__version__
+    ours = {"python": platform.python_version(), "eqxshard": version}
+    return ours | {name: importlib.metadata.version(name) for name in _PACKAGES}
+
+
+def _is_step(name: str) -> bool:
+    return name.isascii() and name.isdigit()
+
+
+def _remove(folder: Any) -> None:
+    if folder.exists():
+        folder.rmtree(missing_ok=True)
+
+
+@jax.jit
+def _has_nan(tree: PyTree) -> Bool[Array, ""]:
+    leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jnp.any(jnp.stack([jnp.any(jnp.isnan(x)) for x in leaves] or [jnp.array(False)]))
+
+
+def _listed(steps: list[int], but: int | None = None) -> str:
+    return ", ".join(f"step {step}" for step in steps if step != but) or "none"
