@@ -440,7 +440,7 @@ def _path(directory: str | os.PathLike[str]) -> Any:
 
 def _versions() -> dict[str, str]:
     # Not by an import, as this module is a part of it.
-    version = sys.modules[__package__].__version__
+    version = sys.modules["eqxshard"].__version__
     ours = {"python": platform.python_version(), "eqxshard": version}
     return ours | {name: importlib.metadata.version(name) for name in _PACKAGES}
 

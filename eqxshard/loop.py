@@ -166,6 +166,8 @@ def fit(
             if saves and checkpointer is not None:
                 watchdog.waits_for(f"the checkpoint of step {step}")
                 checkpointer.save(state, loader=loader, metrics=report.last)
+                # What this took is no training, as an evaluation is none.
+                report.restart()
             if leaves and asked is not None and checkpointer is not None:
                 checkpointer.wait()
                 asked.leave(step)
@@ -259,14 +261,19 @@ class _Report:
         self._values |= _named("eval", values)
 
     def flush(self) -> None:
-        """Report what is due, and start to measure anew: evaluations are no training."""
+        """Report what is due, and start to measure anew."""
         if self._due is None:
             return
         self.read()
         self.last = {"epoch": self._due / self._steps_per_epoch, **self._values}
         for tracker in self._trackers:
             tracker.log(self._due, self.last)
-        self._values, self._due, self._since = {}, None, time.perf_counter()
+        self._values, self._due = {}, None
+        self.restart()
+
+    def restart(self) -> None:
+        """Start to measure the time anew."""
+        self._since = time.perf_counter()
 
 
 def _named(prefix: str, values: Mapping[str, float]) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """Train a small classifier on Fashion-MNIST, on whatever devices there are."""
 
 import difflib
+import itertools
 import json
 import math
 import os
@@ -104,8 +105,24 @@ def train(args: "Args") -> str:
     test = eqxshard.Loader(test_data, batch_size=args.batch_size, mesh=mesh, shuffle=False)
     optim = make_optimizer(args, steps=epochs * len(loader))
 
+    output = output_folder(args)
+    every = (
+        len(loader)
+        if args.save_every is None
+        else at_least_1("save-every", args.save_every)
+    )
+    checkpointer = eqxshard.Checkpointer(
+        output / "checkpoints", every=every, best="eval/accuracy"
+    )
+    resumes = check_resume(args, output, checkpointer)
     key = jax.random.key(args.seed)
-    state = eqxshard.init_state(make_model, optim, key=key, mesh=mesh, rule=rule)
+    where = {"key": key, "mesh": mesh, "rule": rule}
+    if resumes:
+        like = eqxshard.abstract_state(make_model, optim, **where)
+        state = checkpointer.restore(like)
+    else:
+        state = eqxshard.init_state(make_model, optim, **where)
+    first = int(state.step)
     train_step = eqxshard.make_train_step(loss_fn, optim, mesh=mesh, rule=rule)
     eval_step = eqxshard.make_eval_step(metric_fn, mesh=mesh, rule=rule)
 
@@ -113,15 +130,27 @@ def train(args: "Args") -> str:
     title = f"{name} on {describe(mesh)}"
     if why_synthetic:
         title += " | synthetic data"
-    output = output_folder(args)
+    checkpointer.check_start(first, loader)
     curves = trackers.Curves(output / "curves.png", title=title)
     # Empties its file, so it comes after what could still be refused.
-    lines = trackers.JSONLines(output / "metrics.jsonl", extra={"data": dataset})
+    lines = trackers.JSONLines(
+        output / "metrics.jsonl",
+        extra={"data": dataset},
+        keep_until=first if resumes else None,
+    )
+    for line in read_lines(output / "metrics.jsonl"):
+        curves.log(
+            line["step"], {k: v for k, v in line.items() if k not in ("step", "data")}
+        )
     # An earlier run's, which would contradict the metrics if this one is stopped.
     (output / "summary.json").unlink(missing_ok=True)
     if why_synthetic:
         warn_synthetic(why_synthetic)
     progress = trackers.ProgressBar(epochs * len(loader), title=title)
+    if first >= epochs * len(loader):
+        print(f"training was finished already, at step {first}; nothing is left to do.")
+    elif resumes:
+        print(f"going on from step {first}.")
 
     state = eqxshard.fit(
         state,
@@ -129,10 +158,11 @@ def train(args: "Args") -> str:
         loader,
         epochs=epochs,
         evaluate=lambda model: eqxshard.evaluate(model, eval_step, test),
+        checkpointer=checkpointer,
         trackers=[curves, lines, progress],
     )
 
-    summary = summarize(output / "metrics.jsonl", len(train_data)) | {
+    summary = summarize(read_lines(output / "metrics.jsonl"), len(train_data)) | {
         "data": dataset,
         "devices": describe(mesh),
         "parameters": sum(
@@ -169,6 +199,7 @@ OPTIMIZERS = {
     "sgd": (partial(optax.sgd, momentum=0.9, nesterov=True), 0.05),
 }
 DATA = ("auto", "fashion_mnist", "synthetic")
+RESUME = ("no", "yes", "auto")
 
 
 def one_of(names: Collection[str]) -> Any:
@@ -212,7 +243,11 @@ class Args:
     ] = None
     """Where the folder fashion_mnist is, or is to be put."""
     output: Annotated[str | None, by_default("DIR", "runs/fashion_mnist-MODEL")] = None
-    """For metrics.jsonl, summary.json and curves.png, replacing an earlier run's."""
+    """For metrics.jsonl, summary.json, curves.png and checkpoints."""
+    resume: Annotated[str, one_of(RESUME)] = "no"
+    """Go on from the newest checkpoint in --output; auto: if there is one."""
+    save_every: Annotated[int | None, by_default("INT", "an epoch")] = None
+    """Steps between checkpoints."""
 
 
 def choose(kind: str, name: str, among: Any) -> Any:
@@ -261,6 +296,22 @@ def output_folder(args: Args) -> Path:
     if not args.output:
         raise ValueError("--output is empty; give a folder, or leave the option out.")
     return Path(args.output)
+
+
+def check_resume(args: Args, output: Path, checkpointer: eqxshard.Checkpointer) -> bool:
+    """Whether there is something to go on from; refuse to write over it otherwise."""
+    steps = checkpointer.steps()
+    if choose("way to resume", args.resume, RESUME) == "no" and steps:
+        raise ValueError(
+            f"{output} has the checkpoint of step {steps[-1]} of an earlier run; add "
+            "--resume to go on from it, or give another --output."
+        )
+    if args.resume == "yes" and not output.is_dir():
+        raise ValueError(
+            f"there is no run in {output} to go on with; leave --resume out, or write "
+            "--resume auto."
+        )
+    return bool(steps)
 
 
 def make_mesh(args: Args) -> Mesh:
@@ -332,9 +383,12 @@ def make_optimizer(args: Args, *, steps: int) -> optax.GradientTransformation:
     return make(optax.join_schedules([rise, fall], [steps // 20]))
 
 
-def summarize(log: Path, examples: int) -> dict[str, Any]:
+def read_lines(log: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def summarize(lines: list[dict[str, Any]], examples: int) -> dict[str, Any]:
     """Accuracy and speed, from what was logged."""
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
     accuracies = [line["eval/accuracy"] for line in lines if "eval/accuracy" in line]
     seconds = [0.0] * len(accuracies)
     for line in lines:
@@ -349,14 +403,22 @@ def summarize(log: Path, examples: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    args = tyro.cli(Args, config=(tyro.conf.DisallowNone,))
+    given = [
+        "--resume=yes" if word == "--resume" and following.startswith("-") else word
+        for word, following in itertools.pairwise([*sys.argv[1:], "-"])
+    ]
+    args = tyro.cli(Args, args=given, config=(tyro.conf.DisallowNone,))
     try:
         last = train(args)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("stopped; what was logged until now is kept.", file=sys.stderr, flush=True)
+        print(
+            "stopped; what was logged and saved until now is kept: --resume goes on.",
+            file=sys.stderr,
+            flush=True,
+        )
         # Not sys.exit: JAX 0.10 crashes at exit if a compilation was interrupted.
         os._exit(130)
     print(last)
