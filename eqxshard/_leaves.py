@@ -1,5 +1,6 @@
 """The arrays of a PyTree by their paths, and how Orbax writes and reads them."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ def write(folder: Any, leaves: dict[str, Any]) -> Any:
     """Begin to write arrays; returns once they are copied from their devices."""
     from orbax.checkpoint import v1 as ocp
 
+    logging.getLogger("absl").addFilter(_is_news)
     context = ocp.Context()
     context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
     with context:
@@ -30,6 +32,11 @@ def write(folder: Any, leaves: dict[str, Any]) -> Any:
                 if leaf.size
             },
         )
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    # Each of Orbax's threads logs what it raises, with a traceback; we say it, too.
+    return "_SignalingThread.run() raised" not in record.getMessage()
 
 
 def read(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Array]:

@@ -49,13 +49,16 @@ class Watchdog:
 
     def _watch(self, seconds: float) -> None:
         stalled: tuple[str, float] | None = None
-        while not self._ended.wait(min(seconds / 10, 1.0)):
+        ended = False
+        while not ended:
+            # Looks once more at the end, for what came at last.
+            ended = self._ended.wait(min(seconds / 10, 1.0))
             waits, now = self._waits, time.monotonic()
             if stalled is not None and waits is not stalled:
                 took = waits[1] - stalled[1]
                 _LOG.warning("%s came after %.0f s; the run goes on.", stalled[0], took)
                 stalled = None
-            if stalled is None and now - waits[1] > seconds:
+            if stalled is None and not ended and now - waits[1] > seconds:
                 stalled = waits
                 _LOG.error(
                     "no progress for %.0f s: the run waits for %s. The stacks of its "

@@ -76,7 +76,7 @@ def replay(box: BlackBox) -> str:
 
 def _first_layer(loss: Any, model: PyTree) -> str:
     """Where an operation is the first to return NaN or, if none does, an infinity."""
-    for check, what in ((jax.debug_nans, "NaN"), (jax.debug_infs, "an infinity")):
+    for check, what in ((jax.debug_nans, "NaN"), (jax.debug_infs, "infinity")):
         try:
             with jax.disable_jit(), check(True):
                 jax.block_until_ready(loss(model))
