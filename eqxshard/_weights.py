@@ -1,10 +1,12 @@
 """Weights as safetensors, which other libraries read and write."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 from jaxtyping import PyTree
@@ -24,6 +26,7 @@ _DTYPES = {
     "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2": "float8_e5m2",
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
     **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
     **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
     **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
@@ -45,7 +48,7 @@ def save_weights(path: str | os.PathLike[str], model: PyTree) -> None:
     **Raises:**
 
     `OSError` if the file cannot be written; `ValueError` if two arrays have the same path,
-    or one is of a type that safetensors does not have.
+    or one is of a type that safetensors does not have, such as random keys.
 
     !!! Example
 
@@ -53,25 +56,26 @@ def save_weights(path: str | os.PathLike[str], model: PyTree) -> None:
         eqxshard.save_weights("model.safetensors", state.model)
         ```
     """
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     path = Path(path)
-    # Contiguous, because safetensors writes an array's memory as it lies.
-    arrays = {
-        name: np.ascontiguousarray(leaf) if leaf.ndim else np.asarray(leaf)
-        for name, leaf in zip(paths_of(model), split(model)[0])
-    }
-    unknown = [name for name, x in arrays.items() if str(x.dtype) not in _DTYPES.values()]
+    leaves = dict(zip(paths_of(model), split(model)[0]))
+    unknown = [name for name, x in leaves.items() if str(x.dtype) not in _DTYPES.values()]
     if unknown:
         raise ValueError(
-            f"{unknown[0]} is of type {arrays[unknown[0]].dtype}, which safetensors does "
+            f"{unknown[0]} is of type {leaves[unknown[0]].dtype}, which safetensors does "
             "not have; cast it, or leave it out with equinox.filter."
         )
+    # safetensors writes an array's memory as it lies.
+    arrays = {name: np.asarray(leaf, order="C") for name, leaf in leaves.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     try:
         save_file(arrays, part)
         os.replace(part, path)
+    except SafetensorError as error:
+        raise OSError(f"{os.fspath(path)!r} could not be written: {error}.") from error
     finally:
         part.unlink(missing_ok=True)
 
@@ -120,42 +124,54 @@ def load_weights(
         )
     leaves, skeleton = split(like)
     wanted = dict(zip(paths_of(like), leaves))
-    places = [
-        there
-        for there, leaf in zip(spread(shardings, like), jax.tree.leaves(like))
-        if any(leaf is one for one in leaves)
-    ]
     try:
-        with safe_open(path, "np") as file:
-            saved = {
-                name: {
-                    "shape": (part := file.get_slice(name)).get_shape(),
-                    "dtype": _DTYPES.get(part.get_dtype(), part.get_dtype()),
-                }
-                for name in file.keys()  # noqa: SIM118
-            }
-            check_same(wanted, saved, os.fspath(path))
-            arrays = [
-                _read(file, name, leaf, there)
-                for (name, leaf), there in zip(wanted.items(), places, strict=True)
-            ]
+        # It checks all that a header can have wrong.
+        with safe_open(path, "np"):
+            pass
     except SafetensorError as error:
         raise ValueError(
             f"{os.fspath(path)!r} cannot be read ({error}); it is damaged, or no "
             "safetensors file."
         ) from error
+    # But it does not read 8-bit floats into NumPy: a memory map does, and only parts of it.
+    header, data = _map(path)
+    unknown = [name for name, entry in header.items() if entry["dtype"] not in _DTYPES]
+    if unknown:
+        raise ValueError(
+            f"{unknown[0]} in {os.fspath(path)!r} is of type "
+            f"{header[unknown[0]]['dtype']}, which JAX does not have; convert the file."
+        )
+    saved = {
+        name: {"shape": entry["shape"], "dtype": _DTYPES[entry["dtype"]]}
+        for name, entry in header.items()
+    }
+    check_same(wanted, saved, os.fspath(path))
+    arrays = []
+    for (name, leaf), there in zip(wanted.items(), spread(shardings, like), strict=True):
+        start, stop = header[name]["data_offsets"]
+        whole = data[start:stop].view(jnp.dtype(saved[name]["dtype"]))
+        arrays.append(_place(whole.reshape(leaf.shape), leaf, there))
     return skeleton.merge(arrays)
 
 
-def _read(file: Any, name: str, leaf: Any, there: Sharding | None) -> jax.Array:
+def _map(path: Path) -> tuple[dict[str, Any], np.ndarray]:
+    """What the header of a file says of each array, and the bytes after it."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    # Files may end there, and what is empty cannot be mapped.
+    return header, np.memmap(path, np.uint8, "r")[8 + length :]
+
+
+def _place(whole: np.ndarray, leaf: Any, there: Sharding | None) -> jax.Array:
     if there is None:
         there = leaf.sharding
     if there is None:
         there = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
     def part(index: Any) -> np.ndarray:
-        whole = 0 in leaf.shape or not leaf.shape
-        array = file.get_tensor(name) if whole else file.get_slice(name)[index]
-        return array.astype(leaf.dtype)
+        # A copy, as the file may change.
+        return np.array(whole[index], leaf.dtype)
 
     return jax.make_array_from_callback(leaf.shape, there, part)

@@ -14,16 +14,17 @@ import operator
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
-from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import grain
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from absl import flags
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int
 
 from ..mesh import batch_sharding, check_batch_size
+from ._host import Chunks, HostBatch, HostBatches
 from ._sources import Source
 
 Remainder = Literal["pad", "drop", "error"]
@@ -32,11 +33,6 @@ Remainder = Literal["pad", "drop", "error"]
 #: small images, so batches are gathered and handed over together while they are small.
 _TOGETHER_BYTES = 2**21
 _TOGETHER_BATCHES = 16
-
-
-class _HostBatch(NamedTuple):
-    arrays: dict[str, np.ndarray]
-    examples: int  # the rows before the padding
 
 
 class Loader:
@@ -67,12 +63,16 @@ class Loader:
         weight 0, and gives every batch an entry `"weight"`, of float32 (where there is
         one already, it is multiplied); `"drop"` leaves the examples out in this epoch;
         `"error"` raises at once.
-    - `transform`: called with a dict of NumPy arrays, a whole batch at once, returns
-        one with as many rows, which is not to change afterwards. It runs in the loader's
-        thread.
+    - `transform`: called with a dict of NumPy arrays, all the rows of a batch that this
+        process holds, returns one with as many rows, which is not to change afterwards.
+        It runs in the loader's thread, or in its workers.
     - `prefetch`: how many batches to gather ahead. Without a `transform`, batches of up
         to one mebibyte are gathered some at a time, so that a few more may be. With
         0, each is gathered when it is asked for, without a thread.
+    - `workers`: how many processes of their own to gather and transform batches in: for
+        sources and transforms whose work is done in Python, which one process does in one
+        thread at a time. The source and the transform are sent to them (so a script that
+        makes a loader keeps its work below `if __name__ == "__main__":`).
 
     **Raises:**
 
@@ -104,6 +104,7 @@ class Loader:
         remainder: Remainder = "pad",
         transform: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
         prefetch: int = 2,
+        workers: int = 0,
     ):
         _check_source(source)
         # Python's integers, also where NumPy's came: state() is for JSON.
@@ -117,30 +118,36 @@ class Loader:
                 f"epochs={epochs} is not a number of epochs; use 1 or more, or None for no "
                 "end."
             )
-        if prefetch < 0:
-            raise ValueError(
-                f"prefetch={prefetch} is not a number of batches; use 0 or more."
-            )
-        self._source = source
+        for name, value, of in (
+            ("prefetch", prefetch, "batches"),
+            ("workers", workers, "processes"),
+        ):
+            if value < 0:
+                raise ValueError(f"{name}={value} is not a number of {of}; use 0 or more.")
         self._batch_size = batch_size
         self._seed = seed
         self._shuffle = shuffle
         self._remainder = remainder
-        self._transform = transform
+        self._transforms = transform is not None
         self._prefetch = prefetch
-        self._length = len(source) // batch_size
-        if remainder == "pad":
-            self._length = -(-len(source) // batch_size)
-        self._stop = sys.maxsize if epochs is None else epochs * self._length
-        self._step = 0
+        self._workers = workers
         self._sharding = batch_sharding(mesh)
+        self._host = HostBatches(
+            source,
+            batch_size=batch_size,
+            seed=seed,
+            shuffle=shuffle,
+            pads=remainder == "pad",
+            transform=transform,
+            places=_places(self._sharding, batch_size),
+        )
+        self._stop = sys.maxsize if epochs is None else epochs * len(self)
+        self._step = 0
         self._ones: Array | None = None
-        # Kept for an epoch; a cache of this loader's own, which ends with it.
-        self._order = lru_cache(maxsize=1)(self._make_order)
 
     def __len__(self) -> int:
         """The number of batches in an epoch."""
-        return self._length
+        return self._host.length
 
     def __iter__(self) -> Generator[dict[str, Array], None, None]:
         """The batches from here on; close it to end its thread early."""
@@ -174,9 +181,7 @@ class Loader:
 
         Their places in the source, in the order of the batch, without padding.
         """
-        epoch, batch = divmod(step, self._length)
-        start = batch * self._batch_size
-        return self._order(epoch)[start : start + self._batch_size]
+        return self._host.rows(step)
 
     def state(self) -> dict[str, Any]:
         """The position, as what JSON can hold, for [`eqxshard.Loader.restore`][].
@@ -223,7 +228,7 @@ class Loader:
 
     def _fingerprint(self) -> dict[str, Any]:
         return {
-            "length": len(self._source),
+            "length": len(self._host.source),
             "batch_size": self._batch_size,
             "seed": self._seed,
             "shuffle": self._shuffle,
@@ -232,94 +237,76 @@ class Loader:
 
     def _batches(self, first: int) -> Generator[dict[str, Array], None, None]:
         with closing(self._host_batches(first)) as host_batches:
-            for step, (arrays, examples) in enumerate(host_batches, start=first):
+            for step, (arrays, real) in enumerate(host_batches, start=first):
                 # Here, as jax.enable_x64 may hold for this thread and not for the other.
                 _check_range(arrays)
                 batch = {name: self._place(array) for name, array in arrays.items()}
                 if self._remainder == "pad" and "weight" not in batch:
-                    batch["weight"] = self._weight(examples)
+                    batch["weight"] = self._weight(real)
                 self._step = step + 1
                 yield batch
 
-    def _host_batches(self, first: int) -> Generator[_HostBatch, None, None]:
+    def _host_batches(self, first: int) -> Generator[HostBatch, None, None]:
         if first >= self._stop:
             return
-        (batch,) = self._gather(range(first, first + 1))
+        (batch,) = self._host.gather(range(first, first + 1))
         threads, together, ahead = min(self._prefetch, 1), 1, self._prefetch
         nbytes = sum(array.nbytes for array in batch.arrays.values())
-        if self._prefetch and self._transform is None and 2 * nbytes <= _TOGETHER_BYTES:
+        small = 2 * nbytes <= _TOGETHER_BYTES
+        if self._prefetch and small and not (self._transforms or self._workers):
             together = min(_TOGETHER_BYTES // max(nbytes, 1), _TOGETHER_BATCHES)
             # Two at least: with one, the thread would wait for us as often as we for it.
             ahead = max(math.ceil(self._prefetch / together), 2)
-
-        def gather(start: int) -> list[_HostBatch]:
-            return self._gather(range(start, min(start + together, self._stop)))
-
-        chunks = grain.MapDataset.range(first + 1, self._stop, together).map(gather)
-        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=ahead)
-        with closing(iter(chunks.to_iter_dataset(options))) as gathered:
+        chunks = grain.MapDataset.range(first + 1, self._stop, together).map(
+            Chunks(self._host, together, self._stop)
+        )
+        if self._workers:
+            # Grain asks absl for flags, which only programs of absl's have parsed.
+            if not flags.FLAGS.is_parsed():
+                flags.FLAGS.mark_as_parsed()
+            dataset = chunks.to_iter_dataset(grain.ReadOptions(num_threads=0)).mp_prefetch(
+                grain.MultiprocessingOptions(
+                    num_workers=self._workers,
+                    per_worker_buffer_size=max(math.ceil(ahead / self._workers), 1),
+                )
+            )
+        else:
+            dataset = chunks.to_iter_dataset(
+                grain.ReadOptions(num_threads=threads, prefetch_buffer_size=ahead)
+            )
+        with closing(iter(dataset)) as gathered:
             gathered.start_prefetch()
             yield batch
             yield from itertools.chain.from_iterable(gathered)
 
-    def _gather(self, steps: range) -> list[_HostBatch]:
-        """The batches of some steps, from one call of the source's gather."""
-        rows = [self.rows(step) for step in steps]
-        size = self._batch_size
-        padded = np.zeros((len(rows), size), np.int64)
-        for i, some in enumerate(rows):
-            padded[i, : len(some)] = some
-        arrays = self._source.gather(padded.reshape(-1))
-        _check_rows("the source's gather", arrays, padded.size)
-        return [
-            self._host_batch(
-                {name: array[i * size : (i + 1) * size] for name, array in arrays.items()},
-                len(some),
-            )
-            for i, some in enumerate(rows)
-        ]
-
-    def _host_batch(self, arrays: dict[str, np.ndarray], examples: int) -> _HostBatch:
-        size = self._batch_size
-        if self._transform is not None:
-            arrays = self._transform(arrays)
-            _check_rows("the transform", arrays, size)
-        arrays = {name: np.asarray(array) for name, array in arrays.items()}
-        for name, array in arrays.items():
-            # Records are np.void; bfloat16, whose kind is the same, is not.
-            if array.dtype.kind in "OSUMm" or issubclass(array.dtype.type, np.void):
-                raise TypeError(
-                    f"{name!r} is of type {array.dtype}, which has no place on devices; "
-                    "use a transform that makes numbers of it, or leaves it out."
-                )
-        if self._remainder == "pad" and "weight" in arrays:
-            weight = arrays["weight"]
-            if weight.shape != (size,):
-                raise ValueError(
-                    f"'weight' has shape {weight.shape} for {size} examples; give one "
-                    "number for each, or use another name."
-                )
-            kept = np.where(np.arange(size) < examples, weight, 0)
-            arrays = arrays | {"weight": kept.astype(np.float32)}
-        return _HostBatch(arrays, examples)
-
-    def _make_order(self, epoch: int) -> Int[np.ndarray, " n"]:
-        if not self._shuffle:
-            return np.arange(len(self._source))
-        # Of NumPy's generators, this is the one whose stream never changes.
-        return np.random.RandomState([self._seed, epoch]).permutation(len(self._source))
-
     def _place(self, array: np.ndarray) -> Array:
-        # Gives each device its rows. (device_put takes twice as long.)
-        return jax.make_array_from_callback(array.shape, self._sharding, array.__getitem__)
+        # Gives each device its rows, of which this process holds those of its own.
+        # (device_put takes twice as long.)
+        shape = (self._batch_size, *array.shape[1:])
+        if len(array) == self._batch_size:
+            return jax.make_array_from_callback(shape, self._sharding, array.__getitem__)
+        places = self._host.places
 
-    def _weight(self, examples: int) -> Array:
-        if examples < self._batch_size:
-            return self._place((np.arange(self._batch_size) < examples).astype(np.float32))
+        def part(index: Any) -> np.ndarray:
+            start, stop, _ = index[0].indices(self._batch_size)
+            return array[slice(*np.searchsorted(places, (start, stop)))]
+
+        return jax.make_array_from_callback(shape, self._sharding, part)
+
+    def _weight(self, real: np.ndarray) -> Array:
+        if not real.all():
+            return self._place(real.astype(np.float32))
         # Shared by all full batches, until somebody donates one.
         if self._ones is None or self._ones.is_deleted():
-            self._ones = self._place(np.ones(self._batch_size, np.float32))
+            self._ones = self._place(real.astype(np.float32))
         return self._ones
+
+
+def _places(sharding: NamedSharding, batch_size: int) -> np.ndarray:
+    """Which rows of a batch lie on devices of this process, in order."""
+    indices = sharding.addressable_devices_indices_map((batch_size,)).values()
+    rows = [range(batch_size)[index[0]] for index in indices if index is not None]
+    return np.unique(np.concatenate(rows))
 
 
 def _check_source(source: Any) -> None:
@@ -348,19 +335,6 @@ def _check_remainder(remainder: str, length: int, batch_size: int) -> None:
             f"the source has {length} examples, less than one batch of {batch_size}, and "
             "remainder='drop' leaves nothing; use a smaller batch size or remainder='pad'."
         )
-
-
-def _check_rows(who: str, arrays: Any, count: int) -> None:
-    if not isinstance(arrays, Mapping):
-        raise TypeError(
-            f"{who} returned a {type(arrays).__name__}; return a dict of arrays by name."
-        )
-    for name, array in arrays.items():
-        if np.shape(array)[:1] != (count,):
-            raise ValueError(
-                f"{who} returned {name!r} of shape {np.shape(array)} for {count} rows; "
-                "return that many rows in each entry."
-            )
 
 
 def _check_range(arrays: Mapping[str, np.ndarray]) -> None:

@@ -1,7 +1,8 @@
 """Sources: where examples come from, many at a time."""
 
-from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
@@ -109,3 +110,114 @@ def _gather(array: np.ndarray, indices: Int[np.ndarray, " n"]) -> np.ndarray:
     # np.take costs two thirds of indexing, but copies all of an array that is not
     # contiguous.
     return np.take(array, indices, axis=0) if array.flags.c_contiguous else array[indices]
+
+
+@runtime_checkable
+class Records(Protocol):
+    """Examples that are read one by one, such as `grain.sources.ArrayRecordDataSource`."""
+
+    def __len__(self) -> int:
+        """The number of examples."""
+        ...
+
+    def __getitem__(self, index: int, /) -> Any:
+        """One example."""
+        ...
+
+
+class RecordSource:
+    """Examples that are read one by one, such as files, or records of an ArrayRecord.
+
+    A batch's examples are read in threads. Where reading them is work in Python, rather
+    than waiting for a disk, more is gained by the `workers` of [`eqxshard.Loader`][].
+
+    **Arguments:**
+
+    - `records`: what gives an example for an index: a source of Grain or of PyTorch, or
+        any other with `__len__` and `__getitem__`.
+    - `decode`: called with what `records` gives, returns a dict of arrays and numbers;
+        by default it is one already.
+    - `threads`: how many examples to read at a time.
+
+    **Raises:**
+
+    `TypeError` if `records` has no length or no indices; `ValueError` if `threads` is not
+    positive. While reading, `TypeError` if an example is not a dict, and `ValueError` if
+    examples have other names or shapes than those beside them.
+
+    !!! Example
+
+        ```python
+        def decode(record):
+            image, label = json.loads(record)
+            return {"image": np.uint8(image), "label": label}
+
+
+        files = grain.sources.ArrayRecordDataSource(sorted(glob("train-*.arrayrecord")))
+        source = eqxshard.data.RecordSource(files, decode)
+        ```
+    """
+
+    def __init__(
+        self,
+        records: Records,
+        decode: Callable[[Any], Mapping[str, Any]] | None = None,
+        *,
+        threads: int = 16,
+    ):
+        if not isinstance(records, Records):
+            raise TypeError(
+                f"a {type(records).__name__} cannot be read by index; give something with "
+                "__len__() and __getitem__(index)."
+            )
+        if threads < 1:
+            raise ValueError(f"threads={threads} read nothing; use 1 or more.")
+        self._records = records
+        self._decode = decode
+        self._threads = threads
+        self._pool: ThreadPoolExecutor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_pool": None}
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def gather(self, indices: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
+        """The examples at some indices, in their order, which may repeat."""
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._threads, "eqxshard-records")
+        examples = list(self._pool.map(self._read, indices.tolist()))
+        names = examples[0].keys()
+        for index, example in zip(indices, examples):
+            if example.keys() != names:
+                raise ValueError(
+                    f"example {index} has the entries {sorted(example)}, and another has "
+                    f"{sorted(names)}; give all the same."
+                )
+        return {name: _stack(name, indices, examples) for name in names}
+
+    def _read(self, index: int) -> Mapping[str, Any]:
+        example = self._records[index]
+        if self._decode is not None:
+            example = self._decode(example)
+        if not isinstance(example, Mapping):
+            raise TypeError(
+                f"example {index} is a {type(example).__name__}; use decode= to make a "
+                "dict of arrays of it."
+            )
+        return example
+
+
+def _stack(
+    name: str, indices: Int[np.ndarray, " n"], examples: list[Mapping[str, Any]]
+) -> np.ndarray:
+    arrays = [np.asarray(example[name]) for example in examples]
+    for index, array in zip(indices, arrays):
+        if array.shape != arrays[0].shape:
+            raise ValueError(
+                f"{name!r} is of shape {array.shape} in example {index}, and of shape "
+                f"{arrays[0].shape} in example {indices[0]}; use decode= to make all the "
+                "same, by padding or cropping."
+            )
+    return np.stack(arrays)

@@ -581,3 +581,47 @@ def test_an_empty_source_is_refused():
 def test_there_is_no_step_before_the_first():
     with pytest.raises(ValueError, match="step -1 is before the start"):
         loader_of(numbers(10)).seek(-1)
+
+
+# Worker processes
+
+
+class Slow:
+    """A record source that is sent to other processes."""
+
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, index):
+        return {"x": np.int32(index)}
+
+
+def with_process(batch):
+    return {**batch, "process": np.full(len(batch["x"]), os.getpid(), np.int32)}
+
+
+@pytest.mark.parametrize("remainder", ["pad", "drop"])
+def test_workers_change_nothing_but_where_batches_are_made(remainder):
+    options = {"remainder": remainder, "seed": 3, "epochs": 2}
+    source = eqxshard.data.RecordSource(Slow())
+    here = read(loader_of(source, **options))
+    loader = loader_of(source, **options, workers=2, transform=with_process)
+    there, processes = [], set()
+    for batch in loader:
+        there.append(rows(batch))
+        processes |= set(np.asarray(batch["process"]).tolist())
+    assert there == here
+    # The first batch is made here, so that nobody waits for a process to start.
+    assert len(processes) == 3 and os.getpid() in processes
+    # From the middle of an epoch: the position is what was had, not what was prefetched.
+    other = loader_of(source, **options, workers=2)
+    other.seek(2)
+    assert read(other, 3) == here[2:5]
+    again = loader_of(source, **options)
+    again.restore(other.state())
+    assert read(again) == here[5:]
+
+
+def test_a_negative_number_of_workers_is_refused():
+    with pytest.raises(ValueError, match="workers=-1 is not a number of processes; use 0"):
+        loader_of(numbers(16), workers=-1)

@@ -1,10 +1,14 @@
+import pickle
+import time
 import tracemalloc
 
+import grain
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import eqxshard
+from eqxshard.data import RecordSource
 
 
 def test_gather_gives_the_rows_asked_for_in_their_order():
@@ -69,3 +73,83 @@ def test_lists_and_arrays_of_jax_are_arrays_too():
 def test_arrays_must_have_names(arrays, unannotated):
     with pytest.raises(TypeError, match=f"got a {type(arrays).__name__}; give a dict"):
         eqxshard.data.ArraySource(arrays)
+
+
+# Examples that are read one by one
+
+
+class Squares:
+    """Knows what was asked of it, and by how many threads at a time."""
+
+    def __init__(self, length=20, seconds=0.0):
+        self.length, self.seconds = length, seconds
+        self.asked, self.now, self.most = [], 0, 0
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        self.asked.append(index)
+        self.now += 1
+        self.most = max(self.most, self.now)
+        time.sleep(self.seconds)
+        self.now -= 1
+        return {"x": index, "xx": np.float32([index, index**2])}
+
+
+def test_records_are_read_in_order_and_may_repeat():
+    source = RecordSource(Squares())
+    assert len(source) == 20
+    batch = source.gather(np.array([3, 1, 3]))
+    np.testing.assert_array_equal(batch["x"], [3, 1, 3])
+    np.testing.assert_array_equal(batch["xx"], np.float32([[3, 9], [1, 1], [3, 9]]))
+
+
+def test_records_are_read_in_threads():
+    records = Squares(seconds=0.05)
+    RecordSource(records, threads=4).gather(np.arange(8))
+    assert records.most == 4
+    assert sorted(records.asked) == list(range(8))
+
+
+def test_records_may_be_of_another_kind_and_a_source_can_be_sent():
+    source = pickle.loads(pickle.dumps(RecordSource(["a", "bbb", "cc"], count)))
+    assert source.gather(np.array([1, 2]))["length"].tolist() == [3, 2]
+
+
+def count(text):
+    return {"length": len(text)}
+
+
+def test_grains_own_sources_are_records():
+    grain_source = grain.sources.RangeDataSource(0, 10, 1)
+    source = RecordSource(grain_source, lambda x: {"x": x})
+    assert source.gather(np.array([4, 2]))["x"].tolist() == [4, 2]
+
+
+@pytest.mark.parametrize(
+    "records, decode, says",
+    [
+        ([1, 2], None, "example 0 is a int; use decode= to make a dict"),
+        (
+            [1, 2],
+            lambda x: {"a": 1, f"b{x}": 1},
+            r"example 1 has the entries \['a', 'b2'\]",
+        ),
+        (
+            [1, 2],
+            lambda x: {"a": np.ones(x)},
+            r"'a' is of shape \(2,\) in example 1, and of",
+        ),
+    ],
+)
+def test_records_that_make_no_batch_are_named(records, decode, says):
+    with pytest.raises((TypeError, ValueError), match=says):
+        RecordSource(records, decode).gather(np.arange(2))
+
+
+def test_what_gives_no_records_is_refused(unannotated):
+    with pytest.raises(TypeError, match="a generator cannot be read by index; give someth"):
+        RecordSource(x for x in [1])  # pyright: ignore
+    with pytest.raises(ValueError, match="threads=0 read nothing"):
+        RecordSource([{"x": 1}], threads=0)
