@@ -43,12 +43,12 @@ def placed(mesh="data=8", rule="replicate") -> dict[str, Any]:
     return {"mesh": make_mesh(mesh), "rule": RULES[rule]}
 
 
-def new_state(make_model=Model, optim=OPTIM, seed=0, **where):
+def new_state(make_model: Any = Model, optim=OPTIM, seed=0, **where):
     where = where or placed()
     return eqxshard.init_state(make_model, optim, key=jax.random.key(seed), **where)
 
 
-def like(make_model=Model, optim=OPTIM, **where):
+def like(make_model: Any = Model, optim=OPTIM, **where):
     where = where or placed()
     return eqxshard.abstract_state(make_model, optim, key=jax.random.key(1), **where)
 

@@ -62,7 +62,7 @@ def loss_fn(model, batch, key):
     return jax.vmap(model)(batch["x"]) ** 2
 
 
-def run(folder, loader, make_model=Layers, loss_fn=loss_fn, **options):
+def run(folder, loader, make_model: Any = Layers, loss_fn: Any = loss_fn, **options):
     where = {"mesh": make_mesh(), "rule": eqxshard.replicate()}
     state = eqxshard.init_state(make_model, OPTIM, key=jax.random.key(0), **where)
     step = eqxshard.make_train_step(loss_fn, OPTIM, **where)
@@ -113,7 +113,7 @@ def test_without_a_checkpointer_it_ends_too():
         )
 
 
-def box_of(tmp_path, make_model=Layers, loss_fn=loss_fn):
+def box_of(tmp_path, make_model: Any = Layers, loss_fn: Any = loss_fn):
     with pytest.raises(FloatingPointError):
         run(tmp_path, make_loader(), make_model, loss_fn, epochs=1, max_nonfinite=1)
     return read_black_box(eqxshard.Checkpointer(tmp_path / "black_box").directory)
