@@ -10,6 +10,7 @@ import pytest
 from helpers import Model, assert_equal, make_mesh, part
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental.layout import Format, Layout
 from safetensors.numpy import load_file, save_file
 
 import eqxshard
@@ -83,12 +84,11 @@ def test_every_type_comes_back_whatever_its_shape(tmp_path, name):
 
 
 def test_arrays_that_lie_otherwise_in_memory_are_written_in_order(tmp_path):
-    with jax.enable_x64(False):
-        columns = np.asfortranarray(np.arange(12, dtype=np.float32).reshape(3, 4))
-        # On CPUs, such an array is the NumPy one itself.
-        array = jax.device_put(columns)
-        eqxshard.save_weights(tmp_path / "x.safetensors", {"x": array})
-    np.testing.assert_array_equal(load_file(tmp_path / "x.safetensors")["x"], columns)
+    rows = jnp.arange(12.0).reshape(3, 4)
+    columns = jax.device_put(rows, Format(Layout((1, 0)), rows.sharding))
+    assert not np.asarray(columns).flags.c_contiguous
+    eqxshard.save_weights(tmp_path / "x.safetensors", {"x": columns})
+    np.testing.assert_array_equal(load_file(tmp_path / "x.safetensors")["x"], rows)
 
 
 def test_floating_point_types_may_be_others(mlp, file):
@@ -298,7 +298,7 @@ def test_a_damaged_file_is_refused_or_is_no_other_model(mlp, file, tmp_path_fact
 # Saving that fails
 
 
-def test_the_file_is_replaced_only_by_a_whole_one(mlp, file, tmp_path):
+def test_a_full_disk_is_an_error_in_words(mlp, file, tmp_path):
     folder = tmp_path / "new" / "folder"
     path = folder / "x.safetensors"
     eqxshard.save_weights(path, mlp)
@@ -314,3 +314,21 @@ def test_the_file_is_replaced_only_by_a_whole_one(mlp, file, tmp_path):
     assert [x.name for x in folder.iterdir()] == ["x.safetensors"]
     eqxshard.save_weights(path, Model(jax.random.key(0)))
     assert path.read_bytes() != file.read_bytes()
+
+
+@pytest.mark.parametrize("error", [OSError("no space"), KeyboardInterrupt()])
+def test_an_interrupted_save_leaves_the_file_that_was_there(
+    mlp, file, tmp_path, monkeypatch, error
+):
+    def write_a_part(arrays, path):
+        with open(path, "wb") as stream:
+            stream.write(b"a part")
+        raise error
+
+    path = tmp_path / "x.safetensors"
+    eqxshard.save_weights(path, mlp)
+    monkeypatch.setattr("safetensors.numpy.save_file", write_a_part)
+    with pytest.raises(type(error)):
+        eqxshard.save_weights(path, mlp)
+    assert path.read_bytes() == file.read_bytes()
+    assert [x.name for x in tmp_path.iterdir()] == ["x.safetensors"]
