@@ -139,9 +139,9 @@ def train(args: "Args") -> str:
         keep_until=first if resumes else None,
     )
     for line in read_lines(output / "metrics.jsonl"):
-        curves.log(
-            line["step"], {k: v for k, v in line.items() if k not in ("step", "data")}
-        )
+        # Not the name of the data, nor the null of what was not finite.
+        numbers = {k: v for k, v in line.items() if isinstance(v, int | float)}
+        curves.log(numbers.pop("step"), numbers)
     # An earlier run's, which would contradict the metrics if this one is stopped.
     (output / "summary.json").unlink(missing_ok=True)
     if why_synthetic:
@@ -410,7 +410,7 @@ def main() -> int:
     args = tyro.cli(Args, args=given, config=(tyro.conf.DisallowNone,))
     try:
         last = train(args)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -9,15 +9,17 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import equinox as eqx
 import jax
 import pytest
-from helpers import REAL, needs_real_data
+from helpers import REAL, assert_equal, needs_real_data
 
 import eqxshard.data
 
@@ -49,8 +51,7 @@ def places(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.fixture
-def recipe(monkeypatch):
+def load(monkeypatch):
     """The recipe as a module, on the devices that are there already."""
     spec = importlib.util.spec_from_file_location("fashion_mnist_recipe", SCRIPT)
     assert spec is not None and spec.loader is not None
@@ -58,14 +59,18 @@ def recipe(monkeypatch):
     monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
     monkeypatch.setattr(jax.config, "update", lambda name, value: None)
-    # Optax itself mixes dtypes, which our tests forbid everybody else.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield module
+    return module
 
 
 @pytest.fixture
-def small(monkeypatch):
-    """Both datasets, with a thousand generated examples."""
+def recipe(monkeypatch):
+    # Optax itself mixes dtypes, which our tests forbid everybody else.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield load(monkeypatch)
+
+
+def draw_few(monkeypatch):
+    """Make both datasets a thousand generated examples."""
 
     def draw(split, *, data_dir=None):
         return synthetic_fashion(split, size={"train": 1024, "test": 200}[split])
@@ -75,15 +80,24 @@ def small(monkeypatch):
 
 
 @pytest.fixture
+def small(monkeypatch):
+    draw_few(monkeypatch)
+
+
+def call(recipe, monkeypatch, *options):
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, options)])
+    try:
+        return recipe.main()
+    except SystemExit as stop:
+        return stop.code
+
+
+@pytest.fixture
 def main(recipe, monkeypatch, capsys):
     """Runs the recipe with some options; returns (status, stdout, stderr)."""
 
     def run(*options):
-        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, options)])
-        try:
-            status = recipe.main()
-        except SystemExit as stop:
-            status = stop.code
+        status = call(recipe, monkeypatch, *options)
         return status, *capsys.readouterr()
 
     return run
@@ -133,12 +147,15 @@ def earlier(tmp_path):
     assert {path.name: path.read_bytes() for path in output.iterdir()} == contents
 
 
+ADVICE = "did|use|choose|give|write|put|delete|set|see|make|add|leave|look"
+
+
 def assert_refused(result, sentence):
     status, out, err = result
     assert (status, out) == (2, "")
     assert err.startswith("error: ") and err.endswith("\n") and err.count("\n") == 1, err
     assert sentence in err
-    assert re.search(r"; (did|use|choose|give|write|put|delete|set|see|make) ", err), err
+    assert re.search(f"(?i)[;.] ({ADVICE}) ", err), err
 
 
 # What is refused, and that nothing is lost by it
@@ -178,6 +195,8 @@ MISTAKES = [
     ("--epochs 99999999999999999999", "399999999999999999996 steps, too many"),
     ("--mesh ", "unknown mesh axis ''; use one of stage, data"),
     ("--output ", "--output is empty; give a folder"),
+    ("--save-every 0", "--save-every 0 is too few; use 1 or more"),
+    ("--resume maybe", "unknown way to resume 'maybe'; use one of no, yes, auto"),
 ]
 
 
@@ -410,9 +429,10 @@ SPLIT = ["--mesh", "data=2,fsdp=2", "--rule", "fsdp"]
 
 def test_a_split_run_gives_the_same_numbers(main, small, tmp_path):
     options = ["--model", "mlp", "--epochs", "1", "--batch-size", "64"]
-    one, four = tmp_path / "one", tmp_path / "four"
+    one = tmp_path / "one"
     assert main(*options, "--devices", "1", "--output", one)[0] == 0
     for split, mesh in ((SPLIT, "data=2, fsdp=2"), (["--rule", "tensor"], "tensor=4")):
+        four = tmp_path / mesh
         status, out, _ = main(*options, "--devices", "4", *split, "--output", four)
         assert status == 0
         assert f" | MLP on 4 x cpu ({mesh})" in out
@@ -464,8 +484,198 @@ def test_help_names_every_flag(main, recipe):
     status, out, err = main("--help")
     assert (status, err) == (0, "")
     flags = {f"--{name.replace('_', '-')}" for name in recipe.Args.__annotations__}
-    assert len(flags) == 12
+    assert len(flags) == 14
     assert set(re.findall(r"(?m)^[│ ] (--[a-z-]+)", out)) == flags
+
+
+# Going on
+
+
+RESUMABLE = ["--model", "mlp", "--batch-size", "64", "--devices", "2", "--save-every", "7"]
+STEPS = 32  # of two epochs
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """What a run of two epochs wrote that was never stopped."""
+    output = tmp_path_factory.mktemp("finished")
+    with (
+        pytest.MonkeyPatch.context() as monkeypatch,
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
+        draw_few(monkeypatch)
+        options = [*RESUMABLE, "--epochs", 2, "--output", output]
+        assert call(load(monkeypatch), monkeypatch, *options) == 0
+    return output
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    return Path(shutil.copytree(finished, tmp_path / "copy"))
+
+
+def files(folder):
+    """The contents of all files, by path."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def measured(output):
+    """What was logged, but for the times that it took."""
+    return [
+        {k: v for k, v in line.items() if not re.search("seconds|per_second", k)}
+        for line in read_lines(output)
+    ]
+
+
+def saved_steps(output):
+    return eqxshard.Checkpointer(output / "checkpoints").steps()
+
+
+def assert_ended_as(output, whole, recipe):
+    """The same numbers, each step's once, and the same weights, bit for bit."""
+    steps = [line["step"] for line in measured(output)]
+    assert steps == sorted(set(steps))
+    assert measured(output) == measured(whole)
+    make_model, *_ = recipe.MODELS["mlp"]
+    like = eqx.filter_eval_shape(make_model, jax.random.key(0))
+    ours, theirs = (
+        eqxshard.Checkpointer(folder / "checkpoints") for folder in (output, whole)
+    )
+    assert ours.steps()[-1] == theirs.steps()[-1]
+    assert_equal(ours.restore_model(like), theirs.restore_model(like))
+    assert (output / "summary.json").exists()
+    assert (output / "curves.png").read_bytes().startswith(PNG)
+
+
+class Killed(BaseException):
+    """As sudden as SIGKILL, to a test in this process."""
+
+
+def test_a_run_that_died_goes_on_as_if_it_had_not(
+    main, recipe, small, finished, monkeypatch, tmp_path
+):
+    class Dies(eqxshard.trackers.ProgressBar):
+        def log(self, step, values):
+            if step == 28:
+                raise Killed
+
+    options = [*RESUMABLE, "--epochs", "2", "--output", tmp_path]
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(recipe.trackers, "ProgressBar", Dies)
+        main(*options)
+    # Logged, and not saved.
+    assert read_lines(tmp_path)[-1]["step"] == 28 and saved_steps(tmp_path)[-1] == 21
+    status, out, err = main(*options, "--resume")
+    assert status == 0, err
+    assert "going on from step 21." in out.splitlines()
+    assert_ended_as(tmp_path, finished, recipe)
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_as_if_it_had_not(recipe, tmp_path):
+    options = ["--data", "synthetic", "--model", "mlp", "--epochs", "1", "--devices", "2"]
+    options += ["--save-every", "20"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert run(*options, "--output", whole)[0] == 0
+    process = start(*options, "--output", killed)
+    while process.poll() is None and len(saved_steps(killed)) < 3:
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    at = saved_steps(killed)[-1]
+    assert 60 <= at < 235
+    status, out, err = run(*options, "--output", killed, "--resume")
+    assert status == 0, err
+    assert f"going on from step {at}." in out.splitlines()
+    assert_ended_as(killed, whole, recipe)
+
+
+def test_a_finished_run_is_left_as_it_is(main, recipe, small, copy, finished):
+    checkpoints = files(copy / "checkpoints")
+    status, out, err = main(*RESUMABLE, "--epochs", "2", "--output", copy, "--resume")
+    assert status == 0, err
+    first, *_, last = out.splitlines()
+    assert (
+        first == f"training was finished already, at step {STEPS}; nothing is left to do."
+    )
+    assert LAST_LINE.fullmatch(last), last
+    assert files(copy / "checkpoints") == checkpoints
+    assert_ended_as(copy, finished, recipe)
+    ours, theirs = (json.loads((f / "summary.json").read_text()) for f in (copy, finished))
+    settings = ours.pop("settings") | {"output": "", "resume": ""}
+    assert settings == theirs.pop("settings") | {"output": "", "resume": ""}
+    assert ours == theirs
+
+
+def test_a_damaged_checkpoint_is_passed_over(main, recipe, small, copy, finished, caplog):
+    damaged = copy / "checkpoints" / str(STEPS)
+    (damaged / "description.json").write_text("{")
+    options = [*RESUMABLE, "--epochs", "2", "--output", copy, "--resume"]
+    status, out, err = main(*options)
+    assert status == 0, err
+    assert f"the checkpoint of step {STEPS} in" in caplog.text
+    assert "going on from step 28." in out.splitlines()
+    assert_ended_as(copy, finished, recipe)
+
+
+def test_resume_auto_starts_anew_where_nothing_is(main, recipe, small, finished, tmp_path):
+    output = tmp_path / "new"
+    options = [*RESUMABLE, "--epochs", "2", "--output", output, "--resume", "auto"]
+    status, out, err = main(*options)
+    assert status == 0, err
+    assert "going on" not in out
+    assert_ended_as(output, finished, recipe)
+
+
+def test_resuming_after_steps_that_were_not_finite(main, small, copy):
+    """The log has a null for what was not finite."""
+    lines = read_lines(copy)
+    lines[0]["train/loss"] = None
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (copy / "metrics.jsonl").write_text(text)
+    options = [*RESUMABLE, "--epochs", "2", "--output", copy, "--resume", "auto"]
+    status, _, err = main(*options)
+    assert status == 0, err
+    assert read_lines(copy) == lines
+
+
+def test_going_on_where_no_run_is_is_refused(main, small, tmp_path):
+    output = tmp_path / "none"
+    for resume in (["--resume"], ["--resume", "yes"], ["--resume=yes"]):
+        result = main(*RESUMABLE, "--output", output, *resume)
+        assert_refused(result, f"there is no run in {output} to go on with; leave --resume")
+        assert not output.exists()
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ("", "has the checkpoint of step 32 of an earlier run; add --resume to go on"),
+        ("--resume --batch-size 32", "batch_size was 64 and is 32"),
+        ("--resume --seed 1", "seed was 0 and is 1"),
+        ("--resume --model cnn", "model.conv1.weight float32[32, 1, 3, 3] is not in it"),
+        ("--resume --optimizer sgd", "opt_state.0.mu.hidden1.bias float32[256] is only in"),
+        ("--resume --save-every 0", "--save-every 0 is too few"),
+    ],
+)
+def test_another_run_among_the_checkpoints_is_refused(main, small, copy, options, sentence):
+    before = files(copy)
+    given = [*RESUMABLE, "--epochs", "2", "--output", copy]
+    assert_refused(main(*given, *options.split()), sentence)
+    assert files(copy) == before
+
+
+def test_a_run_that_is_lost_says_where_to_look(main, small, tmp_path):
+    options = ["--learning-rate", "1e30", "--output", tmp_path, "--save-every", "99"]
+    result = main(*RESUMABLE, "--epochs", "2", *options)
+    box = tmp_path / "checkpoints" / "black_box"
+    assert (box / "checksums.txt").exists()
+    assert result[0] == 2 and "Traceback" not in result[2]
+    last = result[2].splitlines()[-1]
+    assert last.startswith("error: the loss or a gradient of ")
+    assert last.endswith(f"; look for the cause with `python -m eqxshard.replay {box}`.")
 
 
 # Ctrl-C
@@ -495,7 +705,8 @@ def interrupt(process):
 def assert_stopped(result):
     status, out, err = result
     assert (status, out) == (130, ""), err
-    assert err.splitlines()[-1] == "stopped; what was logged until now is kept."
+    says = "stopped; what was logged and saved until now is kept: --resume goes on."
+    assert err.splitlines()[-1] == says
     assert "Traceback" not in err
 
 
@@ -516,7 +727,11 @@ def test_stopped_in_training_what_was_logged_is_kept(tmp_path):
     assert all(line["data"] == "synthetic" for line in lines)
     assert (output / "curves.png").read_bytes().startswith(PNG)
     # Nothing that is of another run than the lines.
-    assert {path.name for path in output.iterdir()} == {"metrics.jsonl", "curves.png"}
+    names = {path.name for path in output.iterdir()}
+    assert names == {"metrics.jsonl", "curves.png", "checkpoints"}
+    # It stopped after a step, of which everything is kept.
+    (step,) = eqxshard.Checkpointer(output / "checkpoints").steps()
+    assert lines[-1]["step"] == step
 
 
 def test_stopped_before_the_first_step(tmp_path):
