@@ -140,8 +140,8 @@ def train(args: "Args") -> str:
     )
     for line in read_lines(output / "metrics.jsonl"):
         # Not the name of the data, nor the null of what was not finite.
-        numbers = {k: v for k, v in line.items() if isinstance(v, int | float)}
-        curves.log(numbers.pop("step"), numbers)
+        step = line.pop("step")
+        curves.log(step, {k: v for k, v in line.items() if isinstance(v, int | float)})
     # An earlier run's, which would contradict the metrics if this one is stopped.
     (output / "summary.json").unlink(missing_ok=True)
     if why_synthetic:
