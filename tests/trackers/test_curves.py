@@ -74,6 +74,21 @@ def test_the_curve_goes_where_the_values_go(tmp_path, kind, direction):
     assert direction * slope(tmp_path / "c.png") > 0.6
 
 
+def test_a_report_of_both_kinds_is_drawn_as_two_reports_are(tmp_path):
+    pictures = []
+    for apart in (False, True):
+        tracker = Curves(tmp_path / "c.png")
+        for step in (10, 20):
+            ours = train(step, loss=1 / step, seconds=1.0)
+            theirs = {"epoch": step / 10, "eval/loss": 0.1 + 1 / step, "eval/f1": 0.5}
+            for report in [ours, theirs] if apart else [ours | theirs]:
+                tracker.log(step, report)
+            # Drawn by now, as it is an evaluation, too.
+            pictures.append((tmp_path / "c.png").read_bytes())
+    assert pictures[:2] == pictures[2:]
+    assert pictures[0] != pictures[1]
+
+
 def test_values_that_are_not_finite_leave_gaps(tmp_path):
     tracker = Curves(tmp_path / "c.png")
     for step, loss in enumerate([1.0, float("nan"), float("inf"), 2.0]):
