@@ -19,6 +19,7 @@ from ._weights import load_weights as load_weights
 from ._weights import save_weights as save_weights
 from .checkpoint import Checkpointer as Checkpointer
 from .data import Loader as Loader
+from .distributed import initialize as initialize
 from .loop import Tracker as Tracker
 from .loop import evaluate as evaluate
 from .loop import fit as fit

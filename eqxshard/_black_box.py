@@ -10,6 +10,7 @@ from jaxtyping import PyTree
 
 from ._leaves import describe, paths_of, read, stand_in, write
 from ._sealed import find_damage, is_sealed, seal
+from .distributed import barrier, is_first
 from .state import TrainState, with_state
 from .transforms import split
 
@@ -65,10 +66,14 @@ def write_black_box(
     arrays, skeleton = split(made)
     paths = paths_of(made)
     leaves = dict(zip(paths, arrays))
-    if folder.exists():
-        folder.rmtree()
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    if is_first():
+        if folder.exists():
+            folder.rmtree()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    barrier("black box")
     write(folder, leaves).result()
+    if not is_first():
+        return
     rows = getattr(loader, "rows", None)
     described = {
         "steps": list(steps),

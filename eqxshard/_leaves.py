@@ -1,18 +1,24 @@
 """The arrays of a PyTree by their paths, and how Orbax writes and reads them."""
 
+import functools as ft
+import itertools
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+import numpy as np
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jaxtyping import Array, PyTree
 
 from .sharding import is_array, leaf_path
 
-#: Large arrays are read in parts, so that a shard does not cost a whole array.
-_CHUNK_BYTES = 2**24
+#: Arrays are written in chunks of at most so many bytes, and read so many chunks at a
+#: time: this is what reading takes, besides the part of an array that is read.
+_CHUNK_BYTES = 2**23
+_CHUNKS_AT_A_TIME = 4
 
 
 def write(folder: Any, leaves: dict[str, Any]) -> Any:
@@ -22,6 +28,8 @@ def write(folder: Any, leaves: dict[str, Any]) -> Any:
     logging.getLogger("absl").addFilter(_is_news)
     context = ocp.Context()
     context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
+    # It takes longer than a disk does, and numbers that are trained hardly get smaller.
+    context.array.saving.use_compression = False
     with context:
         return ocp.save_async(
             folder,
@@ -41,25 +49,79 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 def read(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Array]:
     """Read arrays by their paths, each to where its leaf is or is to be."""
-    from orbax.checkpoint import v1 as ocp
+    # Not by Orbax, which reads all chunks of several parts at once, in parts that lie
+    # across chunks even all of the array: several times the memory of what is read.
+    import tensorstore as ts
 
-    targets = {path: _target(leaf) for path, leaf in wanted.items()}
-    context = ocp.Context()
-    context.pytree.loading.partial_load = True
-    full = {path: target for path, target in targets.items() if 0 not in target.shape}
-    # Of what is read, besides what was read: no more than the largest part.
-    largest = max((_shard_bytes(target) for target in full.values()), default=0)
-    context.memory.read_concurrent_bytes = largest + 2**20
-    with context:
-        arrays = ocp.load(folder, full) if full else {}
+    (manifest,) = folder.glob("*/manifest.ocdbt")
+    base = f"{os.fspath(manifest.parent)}/"
+    base = base if "://" in base else {"driver": "file", "path": base}
+    arrays = {}
     for path, leaf in wanted.items():
-        if path not in full:
-            empty = jnp.zeros(targets[path].shape, targets[path].dtype)
-            arrays[path] = jax.device_put(empty, targets[path].sharding)
+        target = _target(leaf)
+        assert target.sharding is not None
+        if leaf.size:
+            where = {"driver": "ocdbt", "base": base, "path": f"{path}/"}
+            spec = {"driver": "zarr3", "kvstore": where}
+            array = _read_array(ts.open(spec, open=True, read=True).result(), target)
+        else:
+            empty = jnp.zeros(target.shape, target.dtype)
+            array = jax.device_put(empty, target.sharding)
         if _is_key(leaf):
-            keys = jax.random.wrap_key_data(arrays[path], impl=leaf.dtype)
-            arrays[path] = jax.device_put(keys, targets[path].sharding)
+            keys = jax.random.wrap_key_data(array, impl=leaf.dtype)
+            array = jax.device_put(keys, target.sharding)
+        arrays[path] = array
     return arrays
+
+
+def _read_array(store: Any, target: jax.ShapeDtypeStruct) -> Array:
+    """Read one part after the other, each once, to the devices that it is for."""
+    there = target.sharding
+    assert there is not None
+    devices: dict[tuple[range, ...], list[Any]] = {}
+    for device, index in there.addressable_devices_indices_map(target.shape).items():
+        part = tuple(range(n)[at] for n, at in zip(target.shape, index or ()))
+        devices.setdefault(part, []).append(
+            SingleDeviceSharding(device, memory_kind=there.memory_kind)
+        )
+    shards = []
+    for part, places in devices.items():
+        on_host = _read_part(store, part, target.dtype)
+        # A copy, as a step cannot donate NumPy's memory; waited for, so that it goes.
+        copies = [jax.device_put(on_host, place, may_alias=False) for place in places]
+        shards += jax.block_until_ready(copies)
+    return jax.make_array_from_single_device_arrays(target.shape, there, shards)
+
+
+def _read_part(store: Any, part: tuple[range, ...], dtype: Any) -> np.ndarray:
+    """Read what of an array lies in a range of each dim, a few chunks at a time."""
+    import tensorstore as ts
+
+    out = np.empty([len(dim) for dim in part], dtype)
+    into = (
+        ts.array(out).translate_to[tuple(dim.start for dim in part)]
+        if part
+        else ts.array(out)
+    )
+    store = store if store.dtype == into.dtype else ts.cast(store, into.dtype)
+    lengths = store.chunk_layout.read_chunk.shape or ()
+    # Chunks begin at multiples of their lengths; the first one may have begun before.
+    begins = [
+        range(dim.start - dim.start % length, dim.stop, length)
+        for dim, length in zip(part, lengths)
+    ]
+    chunks = itertools.product(*begins)
+    while few := list(itertools.islice(chunks, _CHUNKS_AT_A_TIME)):
+        writes = []
+        for chunk in few:
+            box = tuple(
+                slice(max(begin, dim.start), min(begin + length, dim.stop))
+                for begin, length, dim in zip(chunk, lengths, part)
+            )
+            writes.append(into[box].write(store[box]))
+        for write in writes:
+            write.result()
+    return out
 
 
 def paths_of(tree: PyTree, root: str = "") -> list[str]:
@@ -109,19 +171,9 @@ def _target(leaf: Any) -> jax.ShapeDtypeStruct:
     """What Orbax is to read for a leaf, and where to."""
     where = leaf.sharding
     if where is None:
-        where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        where = SingleDeviceSharding(jax.devices()[0])
     data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=where)
-
-
-def _shard_bytes(target: jax.ShapeDtypeStruct) -> int:
-    assert target.sharding is not None
-    shape = target.sharding.shard_shape(target.shape)
-    copies = len(target.sharding.addressable_devices)
-    size = 1
-    for length in shape:
-        size *= length
-    return size * target.dtype.itemsize * copies
 
 
 def check_same(

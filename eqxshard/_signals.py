@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import jax
+
+from .distributed import is_first
+
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SAYS = (
     b"\nstopping after this step, to save a checkpoint; a second signal stops at once.\n"
@@ -15,14 +19,23 @@ _SAYS = (
 
 
 class Stop:
-    """Whether this process was asked to stop, and by which signal."""
+    """Whether this run was asked to stop, and by which signal."""
 
     def __init__(self):
         self.signal: int | None = None
 
+    def asked(self, step: int) -> bool:
+        """Whether to end the run after this step: in all processes after the same."""
+        if jax.process_count() == 1:
+            return self.signal is not None
+        from jax.experimental.multihost_utils import reached_preemption_sync_point
+
+        return reached_preemption_sync_point(step)
+
     def leave(self, step: int) -> NoReturn:
         """End the run as the signal would have, but by an exception."""
-        print(f"stopped; the checkpoint of step {step} is saved.", file=sys.stderr)
+        if is_first():
+            print(f"stopped; the checkpoint of step {step} is saved.", file=sys.stderr)
         if self.signal == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + signal.SIGTERM)
@@ -33,10 +46,22 @@ def stop_signals() -> Iterator[Stop]:
     """Take note of the first signal; leave the second to the system, which kills.
 
     Python lets only the main thread say what happens; elsewhere, signals do what they did.
+    Where there are several processes, JAX takes note of SIGTERM to any of them, and tells
+    the others.
     """
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
+        return
+
+    if jax.process_count() > 1:
+        before = signal.signal(
+            signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+        )
+        try:
+            yield stop
+        finally:
+            signal.signal(signal.SIGINT, before)
         return
 
     def handle(number: int, frame: Any) -> None:

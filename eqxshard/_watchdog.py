@@ -7,6 +7,8 @@ import time
 import traceback
 from types import TracebackType
 
+import jax
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -61,12 +63,18 @@ class Watchdog:
             if stalled is None and not ended and now - waits[1] > seconds:
                 stalled = waits
                 _LOG.error(
-                    "no progress for %.0f s: the run waits for %s. The stacks of its "
+                    "%sno progress for %.0f s: the run waits for %s. The stacks of its "
                     "threads:\n%s",
+                    _who(),
                     now - waits[1],
                     waits[0],
                     _stacks(),
                 )
+
+
+def _who() -> str:
+    count = jax.process_count()
+    return f"process {jax.process_index()} of {count}: " if count > 1 else ""
 
 
 def _stacks() -> str:

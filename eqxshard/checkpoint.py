@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from ._leaves import check_same, describe, mesh_sizes, paths_of, read, write
 from ._sealed import find_damage, is_sealed, seal, unseal
+from .distributed import agree, barrier, from_first, gather, is_first
 from .state import TrainState, unflatten_state
 from .transforms import split
 
@@ -143,7 +144,12 @@ class Checkpointer:
 
         `FileNotFoundError` if there is no such checkpoint; `ValueError` if it is damaged.
         """
-        self._check_there(step)
+        steps = self.steps()
+        if step not in steps:
+            raise FileNotFoundError(
+                f"there is no checkpoint of step {step} in {self.directory}; there is: "
+                f"{_listed(steps)}."
+            )
         damage = find_damage(self._folder(step))
         if damage is not None:
             raise ValueError(
@@ -243,6 +249,7 @@ class Checkpointer:
         `ValueError` if the directory has checkpoints of later steps, or that of this step
         was made with a loader of other batches.
         """
+        agree("run", {"directory": str(self.directory), "first step": step})
         steps = [there for there in self.steps() if there not in self._damaged]
         if steps and steps[-1] > step:
             raise ValueError(
@@ -259,10 +266,10 @@ class Checkpointer:
         """Whether it is time to save: by steps, or by seconds if this is a report."""
         if self._every is not None and step % self._every == 0:
             return True
-        elapsed = time.monotonic() - self._last
-        return (
-            reporting and self._every_seconds is not None and elapsed >= self._every_seconds
-        )
+        if not reporting or self._every_seconds is None:
+            return False
+        # Clocks differ, and all processes must save alike.
+        return from_first(time.monotonic() - self._last >= self._every_seconds)
 
     def save(
         self,
@@ -285,7 +292,7 @@ class Checkpointer:
         step = int(state.step)
         self._join()
         self._last = time.monotonic()
-        if step in self.steps() and step not in self._damaged:
+        if from_first(step in self.steps() and step not in self._damaged):
             return
         if bool(_has_nan(eqx.filter((state.model, state.opt_state), eqx.is_array))):
             _LOG.error(
@@ -308,8 +315,10 @@ class Checkpointer:
         }
         folder = self._folder(step)
         try:
-            self._clean()
-            _remove(folder)
+            if is_first():
+                self._clean()
+                _remove(folder)
+            barrier(f"save {step}")
             response = write(folder, leaves)
         # Whatever it is that keeps a checkpoint from being written, training goes on.
         except Exception as error:
@@ -327,8 +336,9 @@ class Checkpointer:
         `OSError` if the last of it could not be written.
         """
         self._join()
-        if self._error is not None:
-            raise self._error
+        errors = [error for error in gather(str(self._error or "")) if error]
+        if errors:
+            raise OSError(errors[0])
 
     def _join(self) -> None:
         if self._pending is not None:
@@ -340,6 +350,8 @@ class Checkpointer:
         folder = self._folder(step)
         try:
             response.result()
+            if not is_first():
+                return
             (folder / DESCRIPTION).write_text(json.dumps(described, indent=1) + "\n")
             seal(folder)
             self._damaged.discard(step)
@@ -356,6 +368,8 @@ class Checkpointer:
         )
         self._error = OSError(says)
         _LOG.error("%s The run goes on.", says)
+        if not is_first():
+            return
         # What there is of it takes space, of which there may be none.
         try:
             if step not in self.steps():
@@ -388,14 +402,28 @@ class Checkpointer:
 
     def _choose(self, step: int | None) -> tuple[int, dict[str, Any]]:
         """The newest checkpoint that is not damaged, or a given one, and what it says."""
+        found = from_first(self._find(step) if is_first() else None)
+        self._damaged.update(found["damaged"])
+        if found["error"] is not None:
+            kind = FileNotFoundError if found["missing"] else ValueError
+            raise kind(found["error"])
+        return found["step"], found["described"]
+
+    def _find(self, step: int | None) -> dict[str, Any]:
+        """As `_choose`, in words that processes can send each other."""
+        found: dict[str, Any] = {"damaged": [], "error": None, "missing": False}
         if step is not None:
-            return step, self.description(step)
-        steps, damages = self.steps(), []
-        for candidate in reversed(steps):
+            try:
+                return found | {"step": step, "described": self.description(step)}
+            except (FileNotFoundError, ValueError) as error:
+                missing = isinstance(error, FileNotFoundError)
+                return found | {"error": str(error), "missing": missing}
+        damages = []
+        for candidate in reversed(self.steps()):
             damage = find_damage(self._folder(candidate))
             if damage is None:
-                return candidate, self._described(candidate)
-            self._damaged.add(candidate)
+                return found | {"step": candidate, "described": self._described(candidate)}
+            found["damaged"].append(candidate)
             damages.append(f"step {candidate}: {damage}")
             _LOG.warning(
                 "the checkpoint of step %d in %s is damaged (%s); using the one before it.",
@@ -404,21 +432,13 @@ class Checkpointer:
                 damage,
             )
         if damages:
-            raise ValueError(
+            error = (
                 f"all checkpoints in {self.directory} are damaged ({', '.join(damages)}); "
                 "start anew in another directory."
             )
-        raise FileNotFoundError(
-            f"there is no checkpoint in {self.directory}; start a run there first."
-        )
-
-    def _check_there(self, step: int) -> None:
-        steps = self.steps()
-        if step not in steps:
-            raise FileNotFoundError(
-                f"there is no checkpoint of step {step} in {self.directory}; there is: "
-                f"{_listed(steps)}."
-            )
+            return found | {"error": error}
+        error = f"there is no checkpoint in {self.directory}; start a run there first."
+        return found | {"error": error, "missing": True}
 
     def _described(self, step: int) -> dict[str, Any]:
         return json.loads((self._folder(step) / DESCRIPTION).read_text())

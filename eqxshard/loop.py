@@ -12,6 +12,7 @@ from ._black_box import write_black_box
 from ._signals import stop_signals
 from ._watchdog import Watchdog
 from .checkpoint import Checkpointer
+from .distributed import agree, is_first
 from .metrics import Metrics
 from .state import TrainState, with_state
 
@@ -123,13 +124,15 @@ def fit(
         length = len(loader)
         stop = _last_step(steps, epochs, log_every, max_nonfinite, length)
         first = int(state.step)
+        agree("fit", {"step": first, "stop": stop, "log_every": log_every})
         loader.seek(first)
         asked = None
         if checkpointer is not None:
             checkpointer.check_start(first, loader)
             asked = stack.enter_context(stop_signals())
         batches = stack.enter_context(closing(iter(loader)))
-        report = _Report(trackers, length, max_nonfinite)
+        # What is written once is written by one process.
+        report = _Report(trackers if is_first() else (), length, max_nonfinite)
         # If a step fails, what is due of those before it is reported all the same.
         stack.callback(report.flush)
         watchdog = stack.enter_context(Watchdog(stall_seconds))
@@ -148,7 +151,7 @@ def fit(
             report.flush()
             ends = step % length == 0 or step == stop
             reports = ends or step % log_every == 0
-            leaves = asked is not None and asked.signal is not None
+            leaves = asked is not None and asked.asked(step)
             saves = checkpointer is not None and (
                 leaves or step == stop or checkpointer.due(step, reporting=reports)
             )

@@ -6,10 +6,12 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, Key, PyTree, UInt32
 
+from .distributed import agree, is_shared
 from .mesh import check_mesh
 from .precision import LossScale, Precision, cast
 from .rules import Rule, optimizer_rule
@@ -80,8 +82,11 @@ def init_state(
 ) -> TrainState:
     """Make a model and its optimizer state, each array born where it will lie.
 
-    `make_model` runs under jit with output shardings: no array is ever whole on one
-    device or on the host, unless the rule says so. The values do not depend on the mesh.
+    `make_model` runs under jit with output shardings: what comes out is never whole on
+    one device or on the host, unless the rule says so, and what JAX's usual initialisers
+    draw is drawn in parts. (Some cannot be, and are whole for a moment: QR in
+    `orthogonal`, `jax.random.permutation`, keys of `rbg`.) What is drawn does not depend
+    on the mesh; sums over what is split may round otherwise.
 
     **Arguments:**
 
@@ -125,10 +130,17 @@ def init_state(
     like = abstract_state(make_model, optim, key=key, mesh=mesh, rule=rule, **options)
     leaves, skeleton = split(like)
     make = _maker(make_model, optim, trainable, precision)
-    arrays = jax.jit(
-        lambda key: split(make(key)[0])[0],
-        out_shardings=[leaf.sharding for leaf in leaves],
-    )(jax.device_put(key, NamedSharding(mesh, PartitionSpec())))
+
+    def born(numbers: Array) -> list[Array]:
+        typed = (
+            jax.random.wrap_key_data(numbers, impl=key.dtype) if _is_typed(key) else numbers
+        )
+        return split(make(typed)[0])[0]
+
+    # From the key's numbers on the host, which all processes have.
+    whole = NamedSharding(mesh, PartitionSpec())
+    places = [leaf.sharding for leaf in leaves]
+    arrays = jax.jit(born, in_shardings=whole, out_shardings=places)(_numbers(key))
     return unflatten_state(arrays, skeleton.shaped(arrays))
 
 
@@ -171,6 +183,8 @@ def abstract_state(
     check_mesh(mesh)
     if not isinstance(key, jax.Array):
         raise TypeError(f"key={key!r} is not a random key; use jax.random.key(0).")
+    if is_shared(mesh):
+        agree("state", {"key": _numbers(key).tolist()})
     make = _maker(make_model, optim, trainable, precision)
     state, params = eqx.filter_eval_shape(make, key)
     # Whether the rule fits all of the model: later it is asked about parts.
@@ -183,6 +197,14 @@ def abstract_state(
             for leaf, there in zip(leaves, places, strict=True)
         ]
     )
+
+
+def _is_typed(key: Array) -> bool:
+    return jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+
+
+def _numbers(key: Array) -> np.ndarray:
+    return np.asarray(jax.random.key_data(key) if _is_typed(key) else key)
 
 
 def _maker(

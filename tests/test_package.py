@@ -22,7 +22,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 #: A module imports only from lines above its own; a folder counts as one module.
 LAYERS = [
-    {"_hints", "_sealed", "_signals", "_watchdog", "mesh"},
+    {"_hints", "_sealed", "_watchdog", "distributed"},
+    {"_signals", "mesh"},
     {"_dims", "metrics", "rules"},
     {"sharding"},
     {"_draw", "_gather", "_shard_map", "precision", "transforms"},
@@ -30,12 +31,12 @@ LAYERS = [
     {"_black_box", "_weights", "checkpoint"},
     {"_ema", "_explain", "_update"},
     {"step"},
-    {"loop", "replay"},
+    {"launch", "loop", "replay"},
     {"testing"},
 ]
 #: These know nothing of states and steps.
 ASIDE = {
-    "data": {"mesh"},
+    "data": {"distributed", "mesh"},
     "parallel": {"_shard_map", "mesh", "rules", "sharding"},
     "trackers": set(),
 }

@@ -23,6 +23,7 @@ from absl import flags
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Int
 
+from ..distributed import agree, is_shared
 from ..mesh import batch_sharding, check_batch_size
 from ._host import Chunks, HostBatch, HostBatches
 from ._sources import Source
@@ -109,7 +110,15 @@ class Loader:
         _check_source(source)
         # Python's integers, also where NumPy's came: state() is for JSON.
         batch_size, seed = operator.index(batch_size), operator.index(seed)
+        self._batch_size = batch_size
+        self._seed = seed
+        self._shuffle = shuffle
+        self._remainder = remainder
+        if is_shared(mesh):
+            agree("loader", self._fingerprint(len(source)))
         check_batch_size(batch_size, mesh)
+        if len(source) == 0:
+            raise ValueError("the source is empty; give one with at least one example.")
         _check_remainder(remainder, len(source), batch_size)
         if not 0 <= seed < 2**32:
             raise ValueError(f"seed={seed} is not a seed; use 0 to 2**32 - 1.")
@@ -124,10 +133,6 @@ class Loader:
         ):
             if value < 0:
                 raise ValueError(f"{name}={value} is not a number of {of}; use 0 or more.")
-        self._batch_size = batch_size
-        self._seed = seed
-        self._shuffle = shuffle
-        self._remainder = remainder
         self._transforms = transform is not None
         self._prefetch = prefetch
         self._workers = workers
@@ -191,7 +196,10 @@ class Loader:
         The step of the next batch that the caller has not had yet (however many are
         prefetched), and a fingerprint of what decides which batch that is.
         """
-        return {"step": self._step, "fingerprint": self._fingerprint()}
+        return {
+            "step": self._step,
+            "fingerprint": self._fingerprint(len(self._host.source)),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go to where [`eqxshard.Loader.state`][] was called, in this run or another.
@@ -216,7 +224,8 @@ class Loader:
             raise ValueError(
                 f"{state} is not the state of a loader; give what Loader.state() returned."
             )
-        here, there = self._fingerprint(), state["fingerprint"]
+        here = self._fingerprint(len(self._host.source))
+        there = state["fingerprint"]
         differ = [name for name in here if there.get(name) != here[name]]
         if differ:
             says = ", ".join(f"{n} was {there.get(n)!r} and is {here[n]!r}" for n in differ)
@@ -226,9 +235,9 @@ class Loader:
             )
         self.seek(state["step"])
 
-    def _fingerprint(self) -> dict[str, Any]:
+    def _fingerprint(self, length: int) -> dict[str, Any]:
         return {
-            "length": len(self._host.source),
+            "length": length,
             "batch_size": self._batch_size,
             "seed": self._seed,
             "shuffle": self._shuffle,
@@ -315,8 +324,6 @@ def _check_source(source: Any) -> None:
             f"a {type(source).__name__} is not a source; give something with __len__() and "
             "gather(indices), such as eqxshard.data.ArraySource({'x': x, 'y': y})."
         )
-    if len(source) == 0:
-        raise ValueError("the source is empty; give one with at least one example.")
 
 
 def _check_remainder(remainder: str, length: int, batch_size: int) -> None:
