@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 from .distributed import ADDRESS, PROCESS, PROCESSES
 
@@ -50,14 +50,15 @@ class _Worker:
         )
         self._reader.start()
 
-    def _read(self, output: IO[str]) -> None:
-        for line in output:
-            if line.startswith("[Gloo] Rank "):
-                continue  # JAX's, for every group of devices, and never of interest.
-            self.last.append(line.rstrip("\n"))
-            # One write for a line, so that lines of processes do not mix.
-            sys.stdout.write(f"[{self.number}] {line.rstrip()}\n")
-            sys.stdout.flush()
+    def _read(self, output: Any) -> None:
+        with output:
+            for line in output:
+                if line.startswith("[Gloo] Rank "):
+                    continue  # JAX's, for every group of devices, and never of interest.
+                self.last.append(line.rstrip("\n"))
+                # One write for a line, so that lines of processes do not mix.
+                sys.stdout.write(f"[{self.number}] {line.rstrip()}\n")
+                sys.stdout.flush()
 
     def _wait(self) -> None:
         self.process.wait()

@@ -123,7 +123,9 @@ def state_of(folder: Path) -> str:
 
 def lines_of(folder: Path) -> list[dict[str, float]]:
     """What was logged, but for the times that it took."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    lines = [
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     return [{k: v for k, v in line.items() if k not in TIMES} for line in lines]
 
 

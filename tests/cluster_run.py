@@ -1,0 +1,127 @@
+"""What the tests of several processes run in each: a small training run that resumes."""
+
+import argparse
+import itertools
+import os
+import time
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import eqxshard
+
+RULES = {
+    "data": eqxshard.replicate(),
+    "fsdp": eqxshard.fsdp(min_size=8),
+    "tensor": eqxshard.by_path(
+        {
+            r"layers\.0\.weight": jax.P("tensor"),
+            r"layers\.0\.bias": jax.P("tensor"),
+            r"layers\.1\.weight": jax.P(None, "tensor"),
+        }
+    ),
+}
+
+
+def loss_fn(model, batch, key):
+    """Squared errors of noisy inputs, and which examples they were."""
+    noise = 0.1 * jax.random.normal(key, batch["x"].shape)
+    errors = (jax.vmap(model)(batch["x"] + noise) - batch["y"]) ** 2
+    return errors.mean(-1), {"index": batch["index"]}
+
+
+def metric_fn(model, batch):
+    """How many examples there are, and which."""
+    return {"ones": jnp.ones(batch["index"].shape), "index": batch["index"]}
+
+
+def main() -> None:
+    """Train, from the newest checkpoint if there is one."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder")
+    parser.add_argument("--mesh", default="data=-1")
+    parser.add_argument("--rule", default="data")
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--every", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--seconds-per-step", type=float, default=0.0)
+    parser.add_argument("--stall-process", type=int, help="which stalls in step 8")
+    parser.add_argument("--stall-seconds", type=float, default=300.0)
+    parser.add_argument("--heartbeat-seconds", type=int, default=30)
+    parser.add_argument("--address")
+    parser.add_argument("--process", type=int)
+    parser.add_argument("--processes", type=int)
+    args = parser.parse_args()
+    eqxshard.initialize(
+        args.address,
+        args.processes,
+        args.process,
+        heartbeat_seconds=args.heartbeat_seconds,
+    )
+    # A mistake: what is not the same everywhere.
+    if os.environ.get("DIFFER") in ("seed", "batch_size", "mesh"):
+        first = jax.process_index() == 0
+        args.seed += 0 if first or os.environ["DIFFER"] != "seed" else 1
+        args.batch_size *= 1 if first or os.environ["DIFFER"] != "batch_size" else 2
+        args.mesh = (
+            args.mesh if first or os.environ["DIFFER"] != "mesh" else "fsdp=-1,data=1"
+        )
+    pairs = (pair.split("=") for pair in args.mesh.split(","))
+    sizes: dict[str, Any] = {axis: int(size) for axis, size in pairs}
+    mesh = eqxshard.make_mesh(**sizes)
+    where = {"mesh": mesh, "rule": RULES[args.rule]}
+    x = np.random.default_rng(0).normal(size=(100, 8)).astype(np.float32)
+    arrays = {"x": x, "y": np.sin(x[:, :4]), "index": np.arange(100)}
+    source = eqxshard.data.ArraySource(arrays)
+
+    def slowly(batch):
+        time.sleep(args.seconds_per_step)
+        if args.stall_process == jax.process_index() and next(calls) == 8:
+            time.sleep(3600)
+        return batch
+
+    calls = itertools.count(1)
+    loader = eqxshard.Loader(
+        source, batch_size=args.batch_size, mesh=mesh, transform=slowly, prefetch=0
+    )
+    test = eqxshard.Loader(source, batch_size=args.batch_size, mesh=mesh, shuffle=False)
+    optim, key = optax.adam(1e-2), jax.random.key(args.seed)
+
+    def make_model(key):
+        return eqx.nn.MLP(8, 4, 32, 1, key=key)
+
+    checkpointer = eqxshard.Checkpointer(f"{args.folder}/checkpoints", every=args.every)
+    if checkpointer.steps():
+        like = eqxshard.abstract_state(make_model, optim, key=key, **where)
+        state = checkpointer.restore(like)
+    else:
+        state = eqxshard.init_state(make_model, optim, key=key, **where)
+    first = int(state.step)
+    trackers = []
+    if jax.process_index() == 0:
+        path = f"{args.folder}/metrics.jsonl"
+        trackers = [eqxshard.trackers.JSONLines(path, keep_until=first)]
+    train_step = eqxshard.make_train_step(loss_fn, optim, **where)
+    eval_step = eqxshard.make_eval_step(metric_fn, **where)
+    print(f"going on from step {first} in {jax.process_count()} processes")
+    state = eqxshard.fit(
+        state,
+        train_step,
+        loader,
+        steps=args.steps,
+        log_every=1,
+        evaluate=lambda model: eqxshard.evaluate(model, eval_step, test),
+        checkpointer=checkpointer,
+        trackers=trackers,
+        stall_seconds=args.stall_seconds,
+    )
+    print(f"finished at step {int(state.step)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,311 @@
+"""Runs of several processes over loopback: what they compute, and how they end."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import eqxshard
+
+SCRIPT = Path(__file__).parent / "cluster_run.py"
+SETTINGS = {
+    name: value for name, value in os.environ.items() if not name.startswith("XLA_FLAGS")
+} | {"JAX_PLATFORMS": "cpu"}
+
+
+def start(folder, *options, processes, devices, launch=(), **settings):
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "eqxshard.launch", f"--processes={processes}"),
+            *(f"--devices-per-process={devices}", *launch, str(SCRIPT), str(folder)),
+            *options,
+        ],
+        env=SETTINGS | settings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run(folder, *options, **how):
+    folder.mkdir(exist_ok=True)
+    process = start(folder, *options, **how)
+    out, _ = process.communicate(timeout=240)
+    return process.returncode, out
+
+
+def lines_of(folder):
+    lines = [
+        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
+    times = ("train/seconds", "train/examples_per_second")
+    return [{k: v for k, v in line.items() if k not in times} for line in lines]
+
+
+def arrays_of(folder, step=15):
+    """What a checkpoint holds, by path, as one process reads it."""
+    from orbax.checkpoint import v1 as ocp
+
+    loaded = ocp.load(eqxshard.Checkpointer(folder / "checkpoints").directory / str(step))
+    return {path: np.asarray(array) for path, array in loaded.items()}
+
+
+def assert_same(folder, other, rtol=0.0):
+    ours, theirs = lines_of(folder), lines_of(other)
+    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
+    for line, expected in zip(ours, theirs):
+        assert line.keys() == expected.keys()
+        for name, value in line.items():
+            exact = rtol == 0 or "index" in name or "ones" in name
+            assert value == pytest.approx(expected[name], rel=0 if exact else rtol, abs=0)
+    ours, theirs = arrays_of(folder), arrays_of(other)
+    assert ours.keys() == theirs.keys()
+    for path, array in ours.items():
+        np.testing.assert_allclose(array, theirs[path], rtol, rtol, err_msg=path)
+
+
+def wait_for_step(folder, step):
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        path = folder / "metrics.jsonl"
+        if path.exists() and len(path.read_text().splitlines()) >= step:
+            return
+        time.sleep(0.02)
+    raise AssertionError("the run does not get there")
+
+
+def workers_of(process):
+    """The processes of a launcher, in the order of their numbers."""
+    children = subprocess.check_output(["pgrep", "-P", str(process.pid)], text=True)
+    return sorted(int(child) for child in children.split())
+
+
+def test_two_processes_are_one_run(tmp_path):
+    status, out = run(tmp_path / "run", processes=2, devices=1)
+    assert status == 0, out
+    assert sorted(out.splitlines()) == [
+        *("[0] finished at step 15", "[0] going on from step 0 in 2 processes"),
+        *("[1] finished at step 15", "[1] going on from step 0 in 2 processes"),
+    ]
+    lines = lines_of(tmp_path / "run")
+    assert [line["step"] for line in lines] == list(range(1, 16))
+    assert lines[-1]["eval/ones"] == 1.0 and lines[-1]["eval/index"] == 49.5
+    assert eqxshard.Checkpointer(tmp_path / "run" / "checkpoints").steps() == [5, 10, 15]
+
+
+STRATEGIES = {
+    "data": ("--mesh=data=8", "--rule=data"),
+    "fsdp": ("--mesh=data=2,fsdp=4", "--rule=fsdp"),
+    "tensor": ("--mesh=data=4,tensor=2", "--rule=tensor"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_number_of_processes_changes_nothing(tmp_path, strategy):
+    for processes, devices in ((1, 8), (2, 4), (4, 2)):
+        folder = tmp_path / str(processes)
+        how = {"processes": processes, "devices": devices}
+        status, out = run(folder, *STRATEGIES[strategy], **how)
+        assert status == 0, out
+    assert_same(tmp_path / "2", tmp_path / "1", rtol=2e-6)
+    assert_same(tmp_path / "4", tmp_path / "1", rtol=2e-6)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run of four processes that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("whole")
+    status, out = run(folder, processes=4, devices=1)
+    assert status == 0, out
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which, step", [(0, 3), (1, 7), (3, 12)])
+def test_when_one_is_killed_the_others_end_soon(tmp_path, which, step):
+    process = start(tmp_path, "--seconds-per-step=0.2", processes=4, devices=1)
+    wait_for_step(tmp_path, step)
+    os.kill(workers_of(process)[which], signal.SIGKILL)
+    began = time.monotonic()
+    out, _ = process.communicate(timeout=60)
+    assert time.monotonic() - began < 15
+    assert process.returncode == 137
+    assert f"process {which} of 4 was killed by SIGKILL; the others were ended" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("elastic", [False, True])
+def test_a_restarted_run_ends_as_the_whole_one(tmp_path, whole, elastic):
+    launch = ["--restarts=2", *(["--elastic"] if elastic else [])]
+    process = start(
+        tmp_path, "--seconds-per-step=0.2", processes=4, devices=1, launch=launch
+    )
+    wait_for_step(tmp_path, 8)
+    os.kill(workers_of(process)[2], signal.SIGKILL)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, out
+    count = 2 if elastic else 4
+    assert f"starting again with {count} processes" in out
+    assert re.search(rf"going on from step (5|10) in {count} processes", out)
+    assert_same(tmp_path, whole, rtol=2e-6 if elastic else 0.0)
+
+
+@pytest.mark.slow
+def test_a_notice_to_one_process_saves_all_at_the_same_step(tmp_path, whole):
+    process = start(tmp_path, "--seconds-per-step=0.2", processes=4, devices=1)
+    wait_for_step(tmp_path, 7)
+    os.kill(workers_of(process)[2], signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, out
+    step = eqxshard.Checkpointer(tmp_path / "checkpoints").steps()[-1]
+    assert 7 < step < 15
+    assert f"stopped; the checkpoint of step {step} is saved." in out
+    assert [line["step"] for line in lines_of(tmp_path)] == list(range(1, step + 1))
+    status, out = run(tmp_path, processes=4, devices=1)
+    assert status == 0 and f"going on from step {step} " in out
+    assert_same(tmp_path, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "what, says",
+    [
+        ("seed", r"differ in state key: \[0, 0\] in process 0; \[0, 1\] in process 1"),
+        ("batch_size", r"differ in loader batch_size: 16 in process 0; 32 in process 1"),
+        ("mesh", r"differ in mesh data: -1 in process 0; 1 in process 1"),
+    ],
+)
+def test_processes_that_differ_do_not_start(tmp_path, what, says):
+    status, out = run(tmp_path, processes=2, devices=1, DIFFER=what)
+    assert status != 0
+    assert re.search(says, out), out
+
+
+@pytest.mark.slow
+def test_processes_of_other_code_do_not_start(tmp_path):
+    other = tmp_path / "other.py"
+    other.write_text(SCRIPT.read_text() + "# another line\n")
+    address = ["--address=127.0.0.1:29417", "--processes=2"]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, script, tmp_path, *address, f"--process={number}"],
+            env=SETTINGS,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number, script in enumerate((SCRIPT, other))
+    ]
+    for process in processes:
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 1
+        assert "processes of this run differ in process script's code: " in err
+
+
+@pytest.mark.slow
+def test_a_process_that_stalls_is_named(tmp_path):
+    process = start(
+        tmp_path, "--stall-process=1", "--stall-seconds=3", processes=2, devices=1
+    )
+    wait_for_step(tmp_path, 6)
+    began, out = time.monotonic(), ""
+    assert process.stdout is not None
+    while "the run waits for the batch of step 8" not in out:
+        out += process.stdout.readline()
+        assert time.monotonic() - began < 30, out
+    (line,) = [line for line in out.splitlines() if "waits for the batch" in line]
+    assert "process 1 of 2: no progress for 3 s" in line
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    process.kill()
+    process.communicate()
+    subprocess.run(["pkill", "-9", "-f", str(tmp_path)], check=False)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_frozen_is_named(tmp_path):
+    options = ("--seconds-per-step=0.2", "--heartbeat-seconds=5")
+    process = start(tmp_path, *options, processes=3, devices=1)
+    wait_for_step(tmp_path, 5)
+    os.kill(workers_of(process)[1], signal.SIGSTOP)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "because process 1 gave no sign of life" in out, out
+
+
+# Two hosts
+
+
+@pytest.fixture
+def hosts():
+    """Two network namespaces with a link between them."""
+    if subprocess.run(["ip", "netns", "list"], capture_output=True, check=False).returncode:
+        pytest.skip("only root may make network namespaces, with iproute2")
+    names, links = ("eqx-a", "eqx-b"), ("eqx-va", "eqx-vb")
+
+    def ip(*words):
+        subprocess.run(["ip", *words], check=True, capture_output=True)
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])
+        for number, (name, link) in enumerate(zip(names, links)):
+            ip("link", "set", link, "netns", name)
+            ip("-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", link)
+            ip("-n", name, "link", "set", link, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+    except (subprocess.CalledProcessError, FileNotFoundError) as error:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+        pytest.skip(f"network namespaces cannot be made here: {error}")
+    yield names, links
+    for name in names:
+        subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+def start_on(hosts, folder, *options):
+    return [
+        subprocess.Popen(
+            [
+                *("ip", "netns", "exec", host, sys.executable, str(SCRIPT), str(folder)),
+                *("--address=10.77.0.1:29500", "--processes=2", f"--process={number}"),
+                *options,
+            ],
+            env=SETTINGS | {"JAX_NUM_CPU_DEVICES": "2"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number, host in enumerate(hosts[0])
+    ]
+
+
+@pytest.mark.slow
+def test_two_hosts_are_one_run(hosts, tmp_path):
+    for process in start_on(hosts, tmp_path):
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode == 0 and "finished at step 15" in out, out
+    assert lines_of(tmp_path)[-1]["eval/index"] == 49.5
+
+
+@pytest.mark.slow
+def test_when_the_link_is_cut_both_end_in_bounded_time(hosts, tmp_path):
+    options = ("--seconds-per-step=0.2", "--heartbeat-seconds=10", "--steps=500")
+    processes = start_on(hosts, tmp_path, *options)
+    wait_for_step(tmp_path, 5)
+    name, link = hosts[0][1], hosts[1][1]
+    subprocess.run(["ip", "-n", name, "link", "set", link, "down"], check=True)
+    began = time.monotonic()
+    for process in processes:
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode != 0
+        assert re.search(r"heartbeat|Connection|timed out|unavailable", out, re.I), out
+    assert time.monotonic() - began < 60

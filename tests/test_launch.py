@@ -1,0 +1,200 @@
+"""The launcher, on scripts without JAX, which start at once."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import eqxshard.launch
+from eqxshard.launch import launch
+
+PRELUDE = """
+import os, signal, sys, time
+number, count = int(os.environ["EQXSHARD_PROCESS"]), int(os.environ["EQXSHARD_PROCESSES"])
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(body):
+        (tmp_path / "script.py").write_text(PRELUDE + body)
+        return str(tmp_path / "script.py")
+
+    return write
+
+
+def test_all_run_and_their_lines_are_marked(script, capsys):
+    body = """
+print("hello", sys.argv[1:], os.environ["JAX_NUM_CPU_DEVICES"])
+print("oops", file=sys.stderr)
+assert os.environ["EQXSHARD_ADDRESS"].startswith("127.0.0.1:")
+"""
+    command = [script(body), "--flag", "x"]
+    assert launch(command, processes=3, devices_per_process=2) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sorted(lines) == sorted(
+        line for n in range(3) for line in (f"[{n}] hello ['--flag', 'x'] 2", f"[{n}] oops")
+    )
+
+
+def test_lines_do_not_mix(script, capsys):
+    body = """
+for i in range(200):
+    print(f"{number}-{i}-" + "x" * 300)
+"""
+    assert launch([script(body)], processes=4) == 0
+    lines = capsys.readouterr().out.splitlines()
+    expected = [f"[{n}] {n}-{i}-" + "x" * 300 for n in range(4) for i in range(200)]
+    assert sorted(lines) == sorted(expected)
+
+
+DIES = """
+print("working", flush=True)
+if number == 2:
+    time.sleep(0.3)
+    print("the last words")
+    {how}
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    "how, status, says",
+    [
+        ("sys.exit(3)", 3, "process 2 of 4 ended with status 3; the others were ended."),
+        (
+            "os.kill(os.getpid(), 9)",
+            137,
+            "process 2 of 4 was killed by SIGKILL; the others",
+        ),
+        ("raise ValueError('what')", 1, "process 2 of 4 ended with status 1"),
+    ],
+)
+def test_when_one_dies_all_end_and_it_is_named(script, capsys, how, status, says):
+    began = time.monotonic()
+    assert launch([script(DIES.format(how=how))], processes=4) == status
+    assert time.monotonic() - began < 10
+    err = capsys.readouterr().err
+    assert says in err and "  the last words" in err
+
+
+def test_those_that_do_not_listen_are_killed(script, capsys, monkeypatch):
+    monkeypatch.setattr(eqxshard.launch, "_GRACE_SECONDS", 0.5)
+    body = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if number == 1:
+    time.sleep(0.5)
+    sys.exit(1)
+time.sleep(60)
+"""
+    began = time.monotonic()
+    assert launch([script(body)], processes=2) == 1
+    assert time.monotonic() - began < 10
+
+
+def test_it_starts_again_as_often_as_asked(script, tmp_path, capsys):
+    body = f"""
+print("count", count)
+with open({str(tmp_path / "starts")!r}, "a") as file:
+    file.write("x")
+if number == 0:
+    time.sleep(0.5)
+    sys.exit(1 if os.path.getsize({str(tmp_path / "starts")!r}) < 9 else 0)
+"""
+    command = [script(body)]
+    assert launch(command, processes=4, restarts=5, elastic=True) == 0
+    captured = capsys.readouterr()
+    counts = [line.split()[-1] for line in captured.out.splitlines()]
+    assert counts == ["4"] * 4 + ["2"] * 2 + ["1"] * 3
+    assert "starting again with 2 processes; 4 restarts are left." in captured.err
+
+
+def test_it_gives_up_when_no_restart_is_left(script, capsys):
+    assert launch([script("sys.exit(7)")], processes=1, restarts=2) == 7
+    assert capsys.readouterr().err.count("starting again") == 2
+
+
+def start(command, *options):
+    return subprocess.Popen(
+        [sys.executable, "-m", "eqxshard.launch", *options, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for(process, line):
+    assert process.stdout is not None
+    while (found := process.stdout.readline()).rstrip() != line:
+        assert found, process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_is_passed_on_and_ends_it_without_a_restart(script, number):
+    body = """
+def handle(*_):
+    print("asked to stop", flush=True)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, handle)
+print("ready", flush=True)
+time.sleep(60)
+"""
+    process = start([script(body)], "--processes=1", "--restarts=3")
+    wait_for(process, "[0] ready")
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 143
+    assert out == "[0] asked to stop\n" and err == ""
+
+
+def test_a_second_signal_kills(script):
+    body = """
+signal.signal(signal.SIGTERM, lambda *_: print("busy", flush=True))
+print("ready", flush=True)
+while True:
+    time.sleep(1)
+"""
+    process = start([script(body)], "--processes=1")
+    wait_for(process, "[0] ready")
+    process.send_signal(signal.SIGTERM)
+    wait_for(process, "[0] busy")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == 137
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ("--processes 0 x.py", "--processes 0 is too few; use 1 or more"),
+        ("--processes 1 --restarts -1 x.py", "--restarts -1 is too few"),
+        (
+            "--processes 2 --devices-per-process 0 x.py",
+            "--devices-per-process 0 is too few",
+        ),
+        ("--processes 2", "there is no script; give one"),
+        ("--processes 2 nowhere.py", "there is no script 'nowhere.py'"),
+    ],
+)
+def test_mistakes_are_named(monkeypatch, capsys, options, says):
+    monkeypatch.setattr(sys, "argv", ["launch", *options.split()])
+    with pytest.raises(SystemExit) as error:
+        eqxshard.launch.main()
+    assert error.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_each_process_has_a_gpu_of_its_own(script, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    command = [script("print(os.environ['CUDA_VISIBLE_DEVICES'])")]
+    assert launch(command, processes=2) == 0
+    assert sorted(capsys.readouterr().out.splitlines()) == ["[0] 3", "[1] 5"]
+    with pytest.raises(ValueError, match="3 processes are more than the 2 GPUs; use fewer"):
+        launch(command, processes=3)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert launch(command, processes=3) == 0
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "3,5"
