@@ -1,9 +1,13 @@
 """What is needed to look for the cause of a step that was not finite, written down."""
 
+import dataclasses
+import inspect
+import io
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import numpy as np
 from jaxtyping import PyTree
@@ -57,10 +61,6 @@ def write_black_box(
     - `train_step`: an [`eqxshard.TrainStep`][], for its loss function.
     - `loader`: what made the batch.
     """
-    # Functions and modules of a script cannot be imported again, so plain pickle refuses
-    # them.
-    import cloudpickle
-
     key = jax.random.fold_in(state.key, steps[0] - 1)
     made = {"model": with_state(state.model, state.model_state), "batch": batch, "key": key}
     arrays, skeleton = split(made)
@@ -88,7 +88,7 @@ def write_black_box(
         "precision": update.precision,
         "trainable": update.trainable,
     }
-    (folder / _PROGRAM).write_bytes(cloudpickle.dumps(program))
+    (folder / _PROGRAM).write_bytes(_dumps(program))
     seal(folder)
 
 
@@ -126,3 +126,40 @@ def read_black_box(folder: Any) -> BlackBox:
         program["precision"],
         program["trainable"],
     )
+
+
+def _dumps(program: Any) -> bytes:
+    # Functions and modules of a script cannot be imported again, so plain pickle refuses
+    # them.
+    import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:  # pyright: ignore
+            reduced = super().reducer_override(obj)
+            is_module = isinstance(obj, type) and issubclass(obj, eqx.Module)
+            if reduced is NotImplemented or not is_module:
+                return reduced
+            make, arguments, *rest = reduced
+            own = inspect.get_annotations(obj)
+            fields = [field for field in dataclasses.fields(obj) if field.name in own]
+            static = {field.name: field.metadata.get("static", False) for field in fields}
+            return _make_module_class, (make, arguments, static), *rest
+
+    file = io.BytesIO()
+    Pickler(file).dump(program)
+    return file.getvalue()
+
+
+def _make_module_class(make: Any, arguments: Any, static: dict[str, bool]) -> type:
+    """Make the class of a module as cloudpickle does, but with its fields from the start.
+
+    Equinox makes a PyTree of it there and then; cloudpickle sets annotations afterwards.
+    """
+    metaclass, name, bases, namespace, *rest = arguments
+    fields = {
+        # With a default, which may follow others that have one.
+        field: eqx.field(static=is_static, default_factory=lambda: None)
+        for field, is_static in static.items()
+    }
+    namespace = namespace | {"__annotations__": dict.fromkeys(fields, Any)} | fields
+    return make(metaclass, name, bases, namespace, *rest)

@@ -223,6 +223,62 @@ def test_the_command_names_it_and_refuses_what_is_no_black_box(
     assert "is no black box; give the folder" in capsys.readouterr().err
 
 
+LOST = """
+import equinox as eqx, jax, jax.numpy as jnp, numpy as np, optax
+import eqxshard
+
+class Base(eqx.Module):
+    scale: float = eqx.field(static=True, default=1.0)
+
+class Root(Base):
+    inner: eqx.nn.Linear
+    depth: int = eqx.field(static=True)
+
+    def __init__(self, key):
+        super().__init__(scale=2.0)
+        self.inner = eqx.nn.Linear(4, 1, key=key)
+        self.depth = 3
+
+    def __call__(self, x):
+        return jnp.sqrt(-self.depth - self.scale * jnp.square(self.inner(x)))
+
+class Model(eqx.Module):
+    roots: list[Root]
+
+    def __call__(self, x):
+        return self.roots[1](x)
+
+def make_model(key):
+    return Model([Root(key) for key in jax.random.split(key)])
+
+where = {"mesh": eqxshard.make_mesh(), "rule": eqxshard.replicate()}
+source = eqxshard.data.ArraySource({"x": np.ones((64, 4), np.float32)})
+loader = eqxshard.Loader(source, batch_size=8, mesh=where["mesh"])
+optim = optax.sgd(1.0)
+state = eqxshard.init_state(make_model, optim, key=jax.random.key(0), **where)
+step = eqxshard.make_train_step(
+    lambda model, batch, key: jax.vmap(model)(batch["x"])[:, 0], optim, **where
+)
+checkpointer = eqxshard.Checkpointer("run")
+eqxshard.fit(state, step, loader, steps=3, checkpointer=checkpointer, max_nonfinite=3)
+"""
+
+
+def test_a_scripts_own_modules_are_replayed_in_another_process(tmp_path):
+    (tmp_path / "train.py").write_text(LOST)
+    in_place = {"cwd": tmp_path, "capture_output": True, "text": True}
+    lost = subprocess.run([sys.executable, "train.py"], **in_place)
+    command = lost.stderr.splitlines()[-1].split("`")[1]
+    assert command == f"python -m eqxshard.replay {tmp_path}/run/black_box"
+    replayed = subprocess.run([sys.executable, *command.split()[1:]], **in_place)
+    assert replayed.returncode == 0, replayed.stderr
+    line = 1 + LOST.splitlines().index(
+        "        return jnp.sqrt(-self.depth - self.scale * jnp.square(self.inner(x)))"
+    )
+    says = f"the first NaN is made in roots.1 (Root), {tmp_path}/train.py:{line}; the loss"
+    assert replayed.stdout.splitlines()[1].startswith(says), replayed.stdout
+
+
 # Stalls
 
 
