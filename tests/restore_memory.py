@@ -1,0 +1,152 @@
+"""Measures the host memory that restoring a checkpoint takes at its peak.
+
+`python tests/restore_memory.py --gigabytes 2` saves a state that is split over 8 simulated
+CPU devices, restores it in other processes, split in the same and in another way, and
+prints what it took. It fails if that is more than the state and the largest of its shards,
+and 5 %. On CPUs, the memory of the devices is the host's, so that the state counts, too.
+"""
+
+import argparse
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+
+import eqxshard
+
+#: How a state is restored: the axis that all devices are on, and what it splits.
+SPLITS = {
+    "as it was saved": ("fsdp", jax.P("fsdp")),
+    "along the other dim": ("data", jax.P(None, "data")),
+}
+#: Sizes of the arrays, as a part of the state, and how many there are.
+PARTS = {4: 1, 8: 2, 16: 4, 64: 16}
+OPTIM = optax.sgd(1.0)
+
+
+class Restored(NamedTuple):
+    """In bytes: the state, its largest shard, and the most that was in memory."""
+
+    state: int
+    shard: int
+    peak: int
+    seconds: float
+
+    @property
+    def allowed(self) -> int:
+        return int(1.05 * (self.state + self.shard))
+
+
+def make_model(key: jax.Array, size: int) -> list[jax.Array]:
+    rows = [
+        size // part // 4 // 1024 for part, count in PARTS.items() for _ in range(count)
+    ]
+    keys = jax.random.split(key, len(rows))
+    return [jax.random.normal(key, (n, 1024)) for key, n in zip(keys, rows)]
+
+
+def place(axis: str, spec: jax.P) -> dict[str, Any]:
+    sizes: dict[str, Any] = {"data": 1, axis: 8}
+    rule = eqxshard.by_path({r".*\d": spec})
+    return {
+        "mesh": eqxshard.make_mesh(**sizes),
+        "rule": eqxshard.first_match(rule, eqxshard.replicate()),
+    }
+
+
+def save(folder: str, size: int) -> None:
+    jax.config.update("jax_num_cpu_devices", 8)
+    state = eqxshard.init_state(
+        lambda key: make_model(key, size),
+        OPTIM,
+        key=jax.random.key(0),
+        **place("fsdp", jax.P("fsdp")),
+    )
+    checkpointer = eqxshard.Checkpointer(folder)
+    checkpointer.save(state)
+    checkpointer.wait()
+
+
+def restore(folder: str, size: int, split: str) -> Restored:
+    jax.config.update("jax_num_cpu_devices", 8)
+    like = eqxshard.abstract_state(
+        lambda key: make_model(key, size),
+        OPTIM,
+        key=jax.random.key(0),
+        **place(*SPLITS[split]),
+    )
+    # It is not what is read that makes the rest of the process grow.
+    from orbax.checkpoint import v1  # noqa: F401
+
+    checkpointer = eqxshard.Checkpointer(folder)
+    before = memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    began = time.monotonic()
+    state = jax.block_until_ready(checkpointer.restore(like))
+    seconds = time.monotonic() - began
+    peak = memory("VmHWM") - before
+    arrays = jax.tree.leaves(eqx.filter(state.model, eqx.is_array))
+    shards = [shard.data for array in arrays for shard in array.addressable_shards]
+    # And it is what was saved.
+    expected = jax.jit(lambda key: make_model(key, size)[-1])(jax.random.key(0))
+    np.testing.assert_array_equal(arrays[-1], expected)
+    sizes = [shard.nbytes for shard in shards]
+    return Restored(sum(sizes), max(sizes), peak, seconds)
+
+
+def memory(name: str) -> int:
+    """In bytes, of this process: what it has, or the most that it had."""
+    status = Path("/proc/self/status").read_text()
+    found = re.search(rf"^{name}:\s*(\d+) kB", status, re.MULTILINE)
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+def measure(size: int) -> dict[str, Restored]:
+    """What restoring a state of so many bytes took, by how it is split."""
+    with tempfile.TemporaryDirectory(prefix="restore-memory-") as folder:
+        in_child(save, folder, size)
+        return {split: in_child(restore, folder, size, split) for split in SPLITS}
+
+
+def in_child(function: Callable[..., Any], *args: Any) -> Any:
+    """In a process of its own, where nothing was freed before that can be used again."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        return pool.submit(function, *args).result()
+
+
+def main() -> int:
+    """Measure, print, and say whether it is too much."""
+    parser = argparse.ArgumentParser(description="Memory that restoring takes.")
+    parser.add_argument("--gigabytes", type=float, default=2.0)
+    args = parser.parse_args()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # A multiple of what makes all arrays whole rows, of which each device has some.
+    whole = 64 * 4 * 1024 * 8
+    results = measure(int(args.gigabytes * 2**30) // whole * whole)
+    for split, result in results.items():
+        state, shard, peak, allowed = (
+            f"{size / 2**20:,.0f} MiB"
+            for size in (result.state, result.shard, result.peak, result.allowed)
+        )
+        print(
+            f"{split}: a state of {state}, whose largest shard has {shard}, took ", end=""
+        )
+        print(f"{peak} at most ({allowed} allowed), and {result.seconds:.1f} s.")
+    return int(any(result.peak > result.allowed for result in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
