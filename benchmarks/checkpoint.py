@@ -75,9 +75,9 @@ def by_orbax(state: Any, like: Any, folder: Path) -> Times:
         return {str(number): leaf for number, leaf in enumerate(leaves)}
 
     start = time.perf_counter()
-    ocp.save(folder / "state", named(state))
+    ocp.save(os.fspath(folder / "state"), named(state))
     saved = time.perf_counter()
-    jax.block_until_ready(ocp.load(folder / "state", named(like)))
+    jax.block_until_ready(ocp.load(os.fspath(folder / "state"), named(like)))
     restored = time.perf_counter()
     return {
         "held up": saved - start,
