@@ -294,14 +294,6 @@ class Checkpointer:
         self._last = time.monotonic()
         if from_first(step in self.steps() and step not in self._damaged):
             return
-        if bool(_has_nan(eqx.filter((state.model, state.opt_state), eqx.is_array))):
-            _LOG.error(
-                "the state of step %d has NaN in it and was not saved; the newest "
-                "checkpoint is: %s.",
-                step,
-                _listed(self.steps()[-1:]),
-            )
-            return
         self._error = None
         leaves = dict(zip(paths_of(state), split(state)[0]))
         described = {
@@ -314,6 +306,8 @@ class Checkpointer:
             "leaves": {path: describe(leaf) for path, leaf in leaves.items()},
         }
         folder = self._folder(step)
+        # Read when all is written: who asks now waits for the step.
+        lost = _has_nan(eqx.filter((state.model, state.opt_state), eqx.is_array))
         try:
             if is_first():
                 self._clean()
@@ -326,7 +320,7 @@ class Checkpointer:
             return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "eqxshard-checkpoint")
-        self._pending = self._thread.submit(self._finish, response, described)
+        self._pending = self._thread.submit(self._finish, response, described, lost)
 
     def wait(self) -> None:
         """Wait until all that was saved is written.
@@ -345,12 +339,21 @@ class Checkpointer:
             self._pending.result()
             self._pending = None
 
-    def _finish(self, response: Any, described: dict[str, Any]) -> None:
+    def _finish(self, response: Any, described: dict[str, Any], lost: Array) -> None:
         step = described["step"]
         folder = self._folder(step)
         try:
             response.result()
             if not is_first():
+                return
+            if bool(lost):
+                _remove(folder)
+                _LOG.error(
+                    "the state of step %d has NaN in it and was not saved; the newest "
+                    "checkpoint is: %s.",
+                    step,
+                    _listed(self.steps()[-1:]),
+                )
                 return
             (folder / DESCRIPTION).write_text(json.dumps(described, indent=1) + "\n")
             seal(folder)

@@ -21,7 +21,8 @@ from .distributed import ADDRESS, PROCESS, PROCESSES
 
 #: How long the others may take to end once one has died, before they are killed.
 _GRACE_SECONDS = 3.0
-_LAST_LINES = 15
+#: Of what a process printed: how many lines to show, and to look for reasons in.
+_LAST_LINES, _KEPT_LINES = 15, 50
 
 
 class _Worker:
@@ -29,7 +30,7 @@ class _Worker:
 
     def __init__(self, number: int, command: list[str], environment: dict[str, str]):
         self.number = number
-        self.last: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
+        self.last: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
         self.ended: float | None = None
         self.process = subprocess.Popen(
             command,
@@ -55,7 +56,9 @@ class _Worker:
             for line in output:
                 if line.startswith("[Gloo] Rank "):
                     continue  # JAX's, for every group of devices, and never of interest.
-                self.last.append(line.rstrip("\n"))
+                # Not of a stack in C++, which would hide what was said before it.
+                if not line.startswith("    @ "):
+                    self.last.append(line.rstrip("\n"))
                 # One write for a line, so that lines of processes do not mix.
                 sys.stdout.write(f"[{self.number}] {line.rstrip()}\n")
                 sys.stdout.flush()
@@ -201,11 +204,11 @@ def _obituary(worker: _Worker, processes: int) -> str:
     says = f"process {worker.number} of {processes} {how}"
     text = "\n".join(worker.last)
     # JAX ends processes that miss the heartbeats of another, and says of which.
-    silent = re.search(r"/task:(\d+)[^\n]*heartbeat", text)
-    if silent and int(silent[1]) != worker.number:
-        says += f", because process {silent[1]} gave no sign of life"
+    silent = re.search(r"stopped sending heartbeats\):\s*(\d[\d, ]*)", text)
+    if silent:
+        says += f", because process {silent[1].strip()} gave no sign of life"
     return f"{says}; the others were ended. Its last lines:\n" + "\n".join(
-        f"  {line}" for line in worker.last
+        f"  {line}" for line in [*worker.last][-_LAST_LINES:]
     )
 
 

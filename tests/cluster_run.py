@@ -27,6 +27,11 @@ RULES = {
 }
 
 
+def make_model(key):
+    """A small MLP."""
+    return eqx.nn.MLP(8, 4, 32, 1, key=key)
+
+
 def loss_fn(model, batch, key):
     """Squared errors of noisy inputs, and which examples they were."""
     noise = 0.1 * jax.random.normal(key, batch["x"].shape)
@@ -91,10 +96,6 @@ def main() -> None:
     )
     test = eqxshard.Loader(source, batch_size=args.batch_size, mesh=mesh, shuffle=False)
     optim, key = optax.adam(1e-2), jax.random.key(args.seed)
-
-    def make_model(key):
-        return eqx.nn.MLP(8, 4, 32, 1, key=key)
-
     checkpointer = eqxshard.Checkpointer(f"{args.folder}/checkpoints", every=args.every)
     if checkpointer.steps():
         like = eqxshard.abstract_state(make_model, optim, key=key, **where)

@@ -4,13 +4,18 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
+import optax
 import pytest
+from cluster_run import make_model
+from helpers import arrays, lenient
 
 import eqxshard
 
@@ -51,10 +56,16 @@ def lines_of(folder):
 
 def arrays_of(folder, step=15):
     """What a checkpoint holds, by path, as one process reads it."""
-    from orbax.checkpoint import v1 as ocp
-
-    loaded = ocp.load(eqxshard.Checkpointer(folder / "checkpoints").directory / str(step))
-    return {path: np.asarray(array) for path, array in loaded.items()}
+    mesh = eqxshard.make_mesh(devices=jax.devices()[:1])
+    like = eqxshard.abstract_state(
+        make_model,
+        lenient(optax.adam(1e-2)),
+        key=jax.random.key(0),
+        mesh=mesh,
+        rule=eqxshard.replicate(),
+    )
+    checkpointer = eqxshard.Checkpointer(folder / "checkpoints")
+    return arrays(checkpointer.restore(like, step=step))
 
 
 def assert_same(folder, other, rtol=0.0):
@@ -232,7 +243,7 @@ def test_a_process_that_stalls_is_named(tmp_path):
 @pytest.mark.slow
 def test_a_process_that_is_frozen_is_named(tmp_path):
     options = ("--seconds-per-step=0.2", "--heartbeat-seconds=5")
-    process = start(tmp_path, *options, processes=3, devices=1)
+    process = start(tmp_path, *options, processes=4, devices=1)
     wait_for_step(tmp_path, 5)
     os.kill(workers_of(process)[1], signal.SIGSTOP)
     out, _ = process.communicate(timeout=60)
@@ -249,6 +260,8 @@ def hosts():
     if subprocess.run(["ip", "netns", "list"], capture_output=True, check=False).returncode:
         pytest.skip("only root may make network namespaces, with iproute2")
     names, links = ("eqx-a", "eqx-b"), ("eqx-va", "eqx-vb")
+    for name in names:
+        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
     def ip(*words):
         subprocess.run(["ip", *words], check=True, capture_output=True)
@@ -262,6 +275,11 @@ def hosts():
             ip("-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", link)
             ip("-n", name, "link", "set", link, "up")
             ip("-n", name, "link", "set", "lo", "up")
+            # Gloo listens where the host's own name leads to.
+            folder = Path("/etc/netns") / name
+            folder.mkdir(parents=True, exist_ok=True)
+            own = f"10.77.0.{number + 1} {socket.gethostname()}"
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{own}\n")
     except (subprocess.CalledProcessError, FileNotFoundError) as error:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
