@@ -1,7 +1,7 @@
 """`Checkpointer`: states on disk, that a run goes on from on any mesh."""
 
+import contextlib
 import importlib.metadata
-import json
 import logging
 import math
 import os
@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree
 
+from ._checkpoint_folder import CheckpointFolder, listed
 from ._leaves import check_same, describe, mesh_sizes, paths_of, read, write
-from ._sealed import find_damage, is_sealed, seal, unseal
 from .distributed import agree, barrier, from_first, gather, is_first
 from .state import TrainState, unflatten_state
 from .transforms import split
@@ -27,8 +27,6 @@ _T = TypeVar("_T")
 
 _LOG = logging.getLogger(__name__)
 
-#: What a checkpoint says of itself, for people and for `restore`.
-DESCRIPTION = "description.json"
 _PACKAGES = ("jax", "equinox", "optax", "orbax-checkpoint")
 
 
@@ -92,14 +90,14 @@ class Checkpointer:
                 raise ValueError(f"{name}={value} keeps nothing; use 1 or more.")
         if mode not in ("max", "min"):
             raise ValueError(f"mode={mode!r} is not known; use 'max' or 'min'.")
-        self.directory = _path(directory)
+        self._folder = CheckpointFolder(directory)
+        self.directory = self._folder.path
         self._keep = keep
         self._every = every
         self._every_seconds = every_seconds
         self._best = best
         self._mode = mode
         self._last = time.monotonic()
-        self._damaged: set[int] = set()
         self._cleaned = False
         # One thread, so that saves follow each other; made when it is first needed.
         self._thread: ThreadPoolExecutor | None = None
@@ -108,10 +106,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """The steps that there are finished checkpoints of, in order."""
-        if not self.directory.exists():
-            return []
-        folders = [path for path in self.directory.iterdir() if _is_step(path.name)]
-        return sorted(int(path.name) for path in folders if is_sealed(path))
+        return self._folder.steps()
 
     def best_step(self) -> int | None:
         """The step whose checkpoint has the best value of `best`, if any has one."""
@@ -119,10 +114,10 @@ class Checkpointer:
             return None
         sign = 1 if self._mode == "max" else -1
         values = {}
-        for step in self.steps():
+        for step in self._folder.good_steps():
             # Not all of it is checked here, and damage is no reason to end a run.
             try:
-                values[step] = sign * self._described(step)["metrics"][self._best]
+                values[step] = sign * self._folder.described(step)["metrics"][self._best]
             except (ValueError, LookupError, TypeError):
                 continue
         # The latest of equals.
@@ -144,19 +139,7 @@ class Checkpointer:
 
         `FileNotFoundError` if there is no such checkpoint; `ValueError` if it is damaged.
         """
-        steps = self.steps()
-        if step not in steps:
-            raise FileNotFoundError(
-                f"there is no checkpoint of step {step} in {self.directory}; there is: "
-                f"{_listed(steps)}."
-            )
-        damage = find_damage(self._folder(step))
-        if damage is not None:
-            raise ValueError(
-                f"the checkpoint of step {step} in {self.directory} is damaged: {damage}; "
-                f"use another: {_listed(self.steps(), but=step)}."
-            )
-        return self._described(step)
+        return self._folder.check(step)
 
     def restore(self, like: _T, *, step: int | None = None) -> _T:
         """Read a state, each array straight to where it will lie.
@@ -182,12 +165,12 @@ class Checkpointer:
         or `like` has other arrays than the checkpoint: it names each that is missing,
         that is too many, or that has another shape.
         """
-        step, described = self._choose(step)
+        step, described = self._folder.choose(step)
         leaves, skeleton = split(like)
         paths = paths_of(like)
         saved = described["leaves"]
-        check_same(dict(zip(paths, leaves)), saved, self._in_words(step))
-        arrays = read(self._folder(step), dict(zip(paths, leaves)))
+        check_same(dict(zip(paths, leaves)), saved, self._folder.in_words(step))
+        arrays = read(self._folder.at(step), dict(zip(paths, leaves)))
         values = [arrays[path] for path in paths]
         self._last = time.monotonic()
         if isinstance(like, TrainState):
@@ -225,15 +208,15 @@ class Checkpointer:
             model = checkpointer.restore_model(model, only=body)
             ```
         """
-        step, described = self._choose(step)
+        step, described = self._folder.choose(step)
         chosen, rest = eqx.partition(model, only)
         leaves, skeleton = split(chosen)
         paths = paths_of(chosen, "model")
         wanted = dict(zip(paths, leaves))
         saved = {path: described["leaves"].get(path) for path in paths}
         saved = {path: leaf for path, leaf in saved.items() if leaf is not None}
-        check_same(wanted, saved, self._in_words(step))
-        arrays = read(self._folder(step), wanted)
+        check_same(wanted, saved, self._folder.in_words(step))
+        arrays = read(self._folder.at(step), wanted)
         return eqx.combine(skeleton.merge([arrays[path] for path in paths]), rest)
 
     def check_start(self, step: int, loader: Any) -> None:
@@ -250,7 +233,7 @@ class Checkpointer:
         was made with a loader of other batches.
         """
         agree("run", {"directory": str(self.directory), "first step": step})
-        steps = [there for there in self.steps() if there not in self._damaged]
+        steps = self._folder.good_steps()
         if steps and steps[-1] > step:
             raise ValueError(
                 f"{self.directory} has a checkpoint of step {steps[-1]}, and the run "
@@ -258,7 +241,7 @@ class Checkpointer:
                 "another directory."
             )
         if step in steps:
-            position = self._described(step)["loader"]
+            position = self._folder.described(step)["loader"]
             if position is not None:
                 loader.restore(position)
 
@@ -292,7 +275,7 @@ class Checkpointer:
         step = int(state.step)
         self._join()
         self._last = time.monotonic()
-        if from_first(step in self.steps() and step not in self._damaged):
+        if from_first(step in self._folder.good_steps()):
             return
         self._error = None
         leaves = dict(zip(paths_of(state), split(state)[0]))
@@ -305,15 +288,16 @@ class Checkpointer:
             "versions": _versions(),
             "leaves": {path: describe(leaf) for path, leaf in leaves.items()},
         }
-        folder = self._folder(step)
         # Read when all is written: who asks now waits for the step.
         lost = _has_nan(eqx.filter((state.model, state.opt_state), eqx.is_array))
         try:
             if is_first():
-                self._clean()
-                _remove(folder)
+                if not self._cleaned:
+                    self._folder.clean()
+                    self._cleaned = True
+                self._folder.remove(step)
             barrier(f"save {step}")
-            response = write(folder, leaves)
+            response = write(self._folder.at(step), leaves)
         # Whatever it is that keeps a checkpoint from being written, training goes on.
         except Exception as error:
             self._failed(step, error)
@@ -341,30 +325,28 @@ class Checkpointer:
 
     def _finish(self, response: Any, described: dict[str, Any], lost: Array) -> None:
         step = described["step"]
-        folder = self._folder(step)
         try:
             response.result()
             if not is_first():
                 return
             if bool(lost):
-                _remove(folder)
+                self._folder.remove(step)
                 _LOG.error(
                     "the state of step %d has NaN in it and was not saved; the newest "
                     "checkpoint is: %s.",
                     step,
-                    _listed(self.steps()[-1:]),
+                    listed(self.steps()[-1:]),
                 )
                 return
-            (folder / DESCRIPTION).write_text(json.dumps(described, indent=1) + "\n")
-            seal(folder)
-            self._damaged.discard(step)
-            self._retire(step)
+            self._folder.finish(described)
+            good = self._folder.good_steps()
+            self._folder.keep_only({*good[-self._keep :], step, self.best_step()})
         except Exception as error:
             self._failed(step, error)
 
     def _failed(self, step: int, error: Exception) -> None:
         why = " ".join(str(error).split())[:300] or type(error).__name__
-        others = _listed([there for there in self.steps() if there != step][-1:])
+        others = listed([there for there in self.steps() if there != step][-1:])
         says = (
             f"the checkpoint of step {step} could not be written to {self.directory}: "
             f"{why}; the newest one is: {others}."
@@ -374,91 +356,8 @@ class Checkpointer:
         if not is_first():
             return
         # What there is of it takes space, of which there may be none.
-        try:
-            if step not in self.steps():
-                _remove(self._folder(step))
-            self._clean(again=True)
-        except OSError:
-            pass
-
-    def _retire(self, newest: int) -> None:
-        """Remove what need not be kept, now that there is something newer."""
-        steps = self.steps()
-        good = [step for step in steps if step not in self._damaged]
-        keep = {*good[-self._keep :], newest, self.best_step()}
-        for step in steps:
-            if step not in keep:
-                unseal(self._folder(step))
-                _remove(self._folder(step))
-        self._damaged -= set(steps) - keep
-
-    def _clean(self, again: bool = False) -> None:
-        """Remove what an earlier run was writing when it was killed."""
-        if self._cleaned and not again:
-            return
-        self.directory.mkdir(parents=True, exist_ok=True)
-        for path in self.directory.iterdir():
-            begun = path.name.partition(".orbax-checkpoint-tmp")[0]
-            if _is_step(begun) and not (begun == path.name and is_sealed(path)):
-                _remove(path)
-        self._cleaned = True
-
-    def _choose(self, step: int | None) -> tuple[int, dict[str, Any]]:
-        """The newest checkpoint that is not damaged, or a given one, and what it says."""
-        found = from_first(self._find(step) if is_first() else None)
-        self._damaged.update(found["damaged"])
-        if found["error"] is not None:
-            kind = FileNotFoundError if found["missing"] else ValueError
-            raise kind(found["error"])
-        return found["step"], found["described"]
-
-    def _find(self, step: int | None) -> dict[str, Any]:
-        """As `_choose`, in words that processes can send each other."""
-        found: dict[str, Any] = {"damaged": [], "error": None, "missing": False}
-        if step is not None:
-            try:
-                return found | {"step": step, "described": self.description(step)}
-            except (FileNotFoundError, ValueError) as error:
-                missing = isinstance(error, FileNotFoundError)
-                return found | {"error": str(error), "missing": missing}
-        damages = []
-        for candidate in reversed(self.steps()):
-            damage = find_damage(self._folder(candidate))
-            if damage is None:
-                return found | {"step": candidate, "described": self._described(candidate)}
-            found["damaged"].append(candidate)
-            damages.append(f"step {candidate}: {damage}")
-            _LOG.warning(
-                "the checkpoint of step %d in %s is damaged (%s); using the one before it.",
-                candidate,
-                self.directory,
-                damage,
-            )
-        if damages:
-            error = (
-                f"all checkpoints in {self.directory} are damaged ({', '.join(damages)}); "
-                "start anew in another directory."
-            )
-            return found | {"error": error}
-        error = f"there is no checkpoint in {self.directory}; start a run there first."
-        return found | {"error": error, "missing": True}
-
-    def _described(self, step: int) -> dict[str, Any]:
-        return json.loads((self._folder(step) / DESCRIPTION).read_text())
-
-    def _in_words(self, step: int) -> str:
-        return f"the checkpoint of step {step} in {self.directory}"
-
-    def _folder(self, step: int) -> Any:
-        return self.directory / str(step)
-
-
-def _path(directory: str | os.PathLike[str]) -> Any:
-    # Late: Orbax and its paths take a second to import, and not every run has them.
-    from etils import epath
-
-    path = epath.Path(directory)
-    return path if "://" in os.fspath(path) else path.absolute()
+        with contextlib.suppress(OSError):
+            self._folder.clean()
 
 
 def _versions() -> dict[str, str]:
@@ -468,20 +367,7 @@ def _versions() -> dict[str, str]:
     return ours | {name: importlib.metadata.version(name) for name in _PACKAGES}
 
 
-def _is_step(name: str) -> bool:
-    return name.isascii() and name.isdigit()
-
-
-def _remove(folder: Any) -> None:
-    if folder.exists():
-        folder.rmtree(missing_ok=True)
-
-
 @jax.jit
 def _has_nan(tree: PyTree) -> Bool[Array, ""]:
     leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
     return jnp.any(jnp.stack([jnp.any(jnp.isnan(x)) for x in leaves] or [jnp.array(False)]))
-
-
-def _listed(steps: list[int], but: int | None = None) -> str:
-    return ", ".join(f"step {step}" for step in steps if step != but) or "none"

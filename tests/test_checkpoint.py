@@ -482,3 +482,59 @@ def test_what_a_killed_run_was_writing_does_not_count_and_goes(checkpoints, tmp_
     checkpointer.save(eqx.tree_at(lambda s: s.step, state, state.step + 1))
     checkpointer.wait()
     assert sorted(os.listdir(folder)) == ["4", "5", "notes"]
+
+
+# Other meshes
+
+
+def splits_layers():
+    return eqxshard.by_path(
+        {r"first\.weight": jax.P("tensor"), r"last\.weight": jax.P(None, "tensor")}
+    )
+
+
+@pytest.mark.slow
+def test_a_run_on_eight_devices_goes_on_on_any(tmp_path):
+    """FSDP over 8; then data parallel on 8, 4, 2 and 1, and tensor x data."""
+    fsdp = placed("fsdp=8", "fsdp")
+    reports = []
+
+    class Tracker:
+        def log(self, step, values):
+            reports.append((step, values["train/loss"], values["train/index"]))
+
+        def close(self):
+            pass
+
+    def loss_fn(model, batch, key):
+        return squared_errors(model, batch, key), {"index": batch["index"]}
+
+    def go_on(where, state, steps, checkpointer=None):
+        reports.clear()
+        step = eqxshard.make_train_step(loss_fn, OPTIM, **where)
+        state = eqxshard.fit(
+            state,
+            step,
+            make_loader(mesh=where["mesh"]),
+            steps=steps,
+            log_every=1,
+            trackers=[Tracker()],
+            checkpointer=checkpointer,
+        )
+        return state, list(reports)
+
+    checkpointer = eqxshard.Checkpointer(tmp_path, every=6, keep=9)
+    state, whole = go_on(fsdp, new_state(**fsdp), 30, checkpointer)
+    tensor_mesh = eqxshard.make_mesh(data=4, tensor=2)
+    targets = [placed(f"data={n}", "replicate") for n in (8, 4, 2, 1)]
+    targets.append({"mesh": tensor_mesh, "rule": splits_layers()})
+    for where in targets:
+        # In the middle of an epoch of four batches, whose last is padded.
+        resumed = eqxshard.Checkpointer(tmp_path).restore(like(**where), step=6)
+        resumed, rest = go_on(where, resumed, 30)
+        assert [(step, index) for step, _, index in rest] == [
+            (step, index) for step, _, index in whole[6:]
+        ]
+        ours, theirs = ([loss for _, loss, _ in run] for run in (rest, whole[6:]))
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+        assert_close(resumed, state)

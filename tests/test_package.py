@@ -23,7 +23,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 #: A module imports only from lines above its own; a folder counts as one module.
 LAYERS = [
     {"_hints", "_sealed", "_watchdog", "distributed"},
-    {"_signals", "mesh"},
+    {"_checkpoint_folder", "_signals", "mesh"},
     {"_dims", "metrics", "rules"},
     {"sharding"},
     {"_draw", "_gather", "_shard_map", "precision", "transforms"},
