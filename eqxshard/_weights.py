@@ -12,6 +12,7 @@ from jax.sharding import Sharding
 from jaxtyping import PyTree
 
 from ._leaves import check_same, paths_of
+from .distributed import is_first, on_host
 from .sharding import spread
 from .transforms import split
 
@@ -37,7 +38,7 @@ def save_weights(path: str | os.PathLike[str], model: PyTree) -> None:
     """Write a model's arrays to a file of safetensors (Hugging Face).
 
     Each array is named by its path, such as `layers.0.weight`, and written whole,
-    wherever its parts lie.
+    wherever its parts lie. Of several processes, all must call it, and the first writes.
 
     **Arguments:**
 
@@ -68,7 +69,9 @@ def save_weights(path: str | os.PathLike[str], model: PyTree) -> None:
             "not have; cast it, or leave it out with equinox.filter."
         )
     # safetensors writes an array's memory as it lies.
-    arrays = {name: np.asarray(leaf, order="C") for name, leaf in leaves.items()}
+    arrays = {name: np.asarray(on_host(x), order="C") for name, x in leaves.items()}
+    if not is_first():
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     try:

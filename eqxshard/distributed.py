@@ -137,6 +137,15 @@ def from_first(value: Any) -> Any:
     return gather(value)[0]
 
 
+def on_host(array: jax.Array) -> np.ndarray:
+    """All of an array, wherever its parts lie: all processes must ask for it."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    from jax.experimental.multihost_utils import process_allgather
+
+    return np.asarray(process_allgather(array, tiled=True))
+
+
 def barrier(name: str) -> None:
     """Wait until all processes are here."""
     agree("place", {"name": name})
