@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.panel import Panel
 
 import eqxshard
-from eqxshard import data, trackers
+from eqxshard import data, distributed, trackers
 from eqxshard.mesh import AXES, describe
 
 
@@ -86,14 +86,20 @@ def metric_fn(model, batch):
     return {"accuracy": correct, "loss": loss_fn(model, batch, None)}
 
 
-def train(args: "Args") -> str:
-    """Train, evaluate and write the results; return the last line to print."""
+def train(args: "Args") -> str | None:
+    """Train, evaluate and write the results; return the last line to print.
+
+    Of several processes, the first alone writes and prints.
+    """
     make_model, name, epochs = choose("model", args.model, MODELS)
     epochs = epochs if args.epochs is None else at_least_1("epochs", args.epochs)
     rule = choose("rule", args.rule, RULES)
     mesh = make_mesh(args)
 
     train_data, test_data, why_synthetic = load(args)
+    dataset = "synthetic" if why_synthetic else "fashion_mnist"
+    # Hosts may differ in what can be had there.
+    distributed.agree("data", {"name": dataset})
     if args.batch_size > len(train_data):
         raise ValueError(
             f"--batch-size {args.batch_size} is more than the {len(train_data)} examples; "
@@ -126,31 +132,33 @@ def train(args: "Args") -> str:
     train_step = eqxshard.make_train_step(loss_fn, optim, mesh=mesh, rule=rule)
     eval_step = eqxshard.make_eval_step(metric_fn, mesh=mesh, rule=rule)
 
-    dataset = "synthetic" if why_synthetic else "fashion_mnist"
     title = f"{name} on {describe(mesh)}"
     if why_synthetic:
         title += " | synthetic data"
     checkpointer.check_start(first, loader)
-    curves = trackers.Curves(output / "curves.png", title=title)
-    # Empties its file, so it comes after what could still be refused.
-    lines = trackers.JSONLines(
-        output / "metrics.jsonl",
-        extra={"data": dataset},
-        keep_until=first if resumes else None,
-    )
-    for line in read_lines(output / "metrics.jsonl"):
-        # Not the name of the data, nor the null of what was not finite.
-        step = line.pop("step")
-        curves.log(step, {k: v for k, v in line.items() if isinstance(v, int | float)})
-    # An earlier run's, which would contradict the metrics if this one is stopped.
-    (output / "summary.json").unlink(missing_ok=True)
-    if why_synthetic:
-        warn_synthetic(why_synthetic)
-    progress = trackers.ProgressBar(epochs * len(loader), title=title)
-    if first >= epochs * len(loader):
-        print(f"training was finished already, at step {first}; nothing is left to do.")
-    elif resumes:
-        print(f"going on from step {first}.")
+    reports = []
+    if jax.process_index() == 0:
+        curves = trackers.Curves(output / "curves.png", title=title)
+        # Empties its file, so it comes after what could still be refused.
+        lines = trackers.JSONLines(
+            output / "metrics.jsonl",
+            extra={"data": dataset},
+            keep_until=first if resumes else None,
+        )
+        for line in read_lines(output / "metrics.jsonl"):
+            # Not the name of the data, nor the null of what was not finite.
+            step = line.pop("step")
+            curves.log(step, {k: v for k, v in line.items() if isinstance(v, int | float)})
+        # An earlier run's, which would contradict the metrics if this one is stopped.
+        (output / "summary.json").unlink(missing_ok=True)
+        if why_synthetic:
+            warn_synthetic(why_synthetic)
+        progress = trackers.ProgressBar(epochs * len(loader), title=title)
+        if first >= epochs * len(loader):
+            print(f"training was finished already, at step {first}; nothing is left to do.")
+        elif resumes:
+            print(f"going on from step {first}.")
+        reports = [curves, lines, progress]
 
     state = eqxshard.fit(
         state,
@@ -159,8 +167,10 @@ def train(args: "Args") -> str:
         epochs=epochs,
         evaluate=lambda model: eqxshard.evaluate(model, eval_step, test),
         checkpointer=checkpointer,
-        trackers=[curves, lines, progress],
+        trackers=reports,
     )
+    if jax.process_index() > 0:
+        return None
 
     summary = summarize(read_lines(output / "metrics.jsonl"), len(train_data)) | {
         "data": dataset,
@@ -300,13 +310,14 @@ def output_folder(args: Args) -> Path:
 
 def check_resume(args: Args, output: Path, checkpointer: eqxshard.Checkpointer) -> bool:
     """Whether there is something to go on from; refuse to write over it otherwise."""
-    steps = checkpointer.steps()
+    # As the first process sees it, before it makes the folder: all must do the same.
+    steps, is_there = distributed.from_first([checkpointer.steps(), output.is_dir()])
     if choose("way to resume", args.resume, RESUME) == "no" and steps:
         raise ValueError(
             f"{output} has the checkpoint of step {steps[-1]} of an earlier run; add "
             "--resume to go on from it, or give another --output."
         )
-    if args.resume == "yes" and not output.is_dir():
+    if args.resume == "yes" and not is_there:
         raise ValueError(
             f"there is no run in {output} to go on with; leave --resume out, or write "
             "--resume auto."
@@ -318,26 +329,41 @@ def make_mesh(args: Args) -> Mesh:
     by_rule = {"replicate": "data=-1", "fsdp": "fsdp=-1", "tensor": "tensor=-1"}
     sizes = parse_mesh(by_rule[args.rule] if args.mesh is None else args.mesh)
     sizes.setdefault("data", 1 if -1 in sizes.values() else -1)
-    fixed = math.prod(size for size in sizes.values() if size > 0)
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    counts = range(fixed, cores + 1, fixed) if -1 in sizes.values() else ()
-    simulated = max((n for n in counts if args.batch_size % n == 0), default=fixed)
+    at_least_1("batch-size", args.batch_size)
     if args.devices is not None:
-        simulated = at_least_1("devices", args.devices)
-    if simulated > at_least_1("batch-size", args.batch_size):
-        raise ValueError(
-            f"{simulated} devices are more than the {args.batch_size} examples of a batch; "
-            "use fewer, or a larger --batch-size."
-        )
-    # Comes before JAX looks for devices, and makes no difference to accelerators.
-    jax.config.update("jax_num_cpu_devices", simulated)
+        at_least_1("devices", args.devices)
+    # How many there are of each process is for who starts several to say.
+    if "JAX_NUM_CPU_DEVICES" not in os.environ and not jax.distributed.is_initialized():
+        simulate_devices(args, sizes)
     found = find_devices()
     if args.devices is not None and args.devices > len(found):
         raise ValueError(
             f"--devices {args.devices} is more than there are: {len(found)} x "
             f"{found[0].platform}; use {len(found)} or fewer."
         )
+    if jax.process_count() > 1 and args.devices not in (None, len(found)):
+        raise ValueError(
+            f"--devices {args.devices} is not all of the {len(found)} devices of "
+            f"{jax.process_count()} processes; leave it out, or start fewer processes."
+        )
     return eqxshard.make_mesh(**sizes, devices=found[: args.devices])
+
+
+def simulate_devices(args: Args, sizes: dict[str, int]) -> None:
+    """Say how many CPU devices to make: it makes no difference to accelerators."""
+    fixed = math.prod(size for size in sizes.values() if size > 0)
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    counts = range(fixed, cores + 1, fixed) if -1 in sizes.values() else ()
+    simulated = max((n for n in counts if args.batch_size % n == 0), default=fixed)
+    if args.devices is not None:
+        simulated = args.devices
+    if simulated > args.batch_size:
+        raise ValueError(
+            f"{simulated} devices are more than the {args.batch_size} examples of a batch; "
+            "use fewer, or a larger --batch-size."
+        )
+    # Comes before JAX looks for devices.
+    jax.config.update("jax_num_cpu_devices", simulated)
 
 
 def find_devices() -> list[Any]:
@@ -409,6 +435,7 @@ def main() -> int:
     ]
     args = tyro.cli(Args, args=given, config=(tyro.conf.DisallowNone,))
     try:
+        eqxshard.initialize()
         last = train(args)
     except (ValueError, OSError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -421,7 +448,8 @@ def main() -> int:
         )
         # Not sys.exit: JAX 0.10 crashes at exit if a compilation was interrupted.
         os._exit(130)
-    print(last)
+    if last is not None:
+        print(last)
     return 0
 
 
