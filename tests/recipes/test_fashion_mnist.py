@@ -678,6 +678,88 @@ def test_a_run_that_is_lost_says_where_to_look(main, small, tmp_path):
     assert last.endswith(f"; look for the cause with `python -m eqxshard.replay {box}`.")
 
 
+# Several processes
+
+
+def launch(output, *options, restarts=0):
+    """Start the recipe in two processes with a device each."""
+    how = ["--processes=2", "--devices-per-process=1", f"--restarts={restarts}"]
+    # JAX warns of proxies, in every process.
+    settings = {k: v for k, v in environment().items() if "proxy" not in k.lower()}
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "eqxshard.launch", *how, str(SCRIPT), "--output"),
+            *(str(output), "--data", "synthetic", "--model", "mlp", "--save-every", "20"),
+            *options,
+        ],
+        env=settings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def workers_of(process):
+    children = subprocess.check_output(["pgrep", "-P", str(process.pid)], text=True)
+    return sorted(int(child) for child in children.split())
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """The folder of a run of two processes, and what they printed."""
+    output = tmp_path_factory.mktemp("two") / "run"
+    process = launch(output, "--epochs=1")
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out
+    return output, out
+
+
+@pytest.mark.slow
+def test_two_processes_are_one_run(two, tmp_path):
+    output, out = two
+    options = ["--data", "synthetic", "--model", "mlp", "--epochs", 1, "--save-every", 20]
+    one = tmp_path / "one"
+    assert run(*options, "--devices", 2, "--output", one)[0] == 0
+    ours, theirs = measured(output), measured(one)
+    for line, expected in zip(ours, theirs, strict=True):
+        assert line.pop("data") == expected.pop("data") == "synthetic"
+        assert line == pytest.approx(expected, rel=2e-5)
+    assert ours[-1]["eval/accuracy"] == theirs[-1]["eval/accuracy"]
+    ours, theirs = ({p.name for p in f.iterdir()} for f in (output, one))
+    assert ours == theirs
+    assert saved_steps(output) == saved_steps(one)
+    # The first process alone prints, and what one process prints.
+    lines = out.splitlines()
+    assert [line for line in lines if not line.startswith("[0] ")] == []
+    assert sum("SYNTHETIC DATA" in line for line in lines) == 1
+    assert LAST_LINE.fullmatch(lines[-1].removeprefix("[0] ")), lines[-1]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_when_one_of_its_processes_is_killed(recipe, two, tmp_path):
+    output = tmp_path / "killed"
+    process = launch(output, "--epochs=1", "--resume=auto", restarts=1)
+    while process.poll() is None and len(saved_steps(output)) < 3:
+        time.sleep(0.01)
+    os.kill(workers_of(process)[1], signal.SIGKILL)
+    out, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, out
+    assert "process 1 of 2 was killed by SIGKILL" in out
+    assert re.search(r"(?m)^\[0\] going on from step (60|80|1\d0|2\d0)\.$", out), out
+    assert_ended_as(output, two[0], recipe)
+
+
+@pytest.mark.slow
+def test_a_mistake_is_one_line_from_each_process(earlier):
+    process = launch(earlier, "--devices=1")
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 2
+    says = "error: --devices 1 is not all of the 2 devices of 2 processes; leave it out,"
+    printed = [line for line in out.splitlines() if line.startswith("[")]
+    assert len(printed) == 2
+    assert {line[: 4 + len(says)] for line in printed} == {f"[0] {says}", f"[1] {says}"}
+
+
 # Ctrl-C
 
 
