@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import json
 import os
 import time
 from typing import Any
@@ -49,6 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder")
     parser.add_argument("--mesh", default="data=-1")
+    parser.add_argument("--dcn", help="JSON")
     parser.add_argument("--rule", default="data")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--every", type=int, default=5)
@@ -69,20 +71,22 @@ def main() -> None:
         heartbeat_seconds=args.heartbeat_seconds,
     )
     # A mistake: what is not the same everywhere.
-    if os.environ.get("DIFFER") in ("seed", "batch_size", "mesh"):
-        first = jax.process_index() == 0
-        args.seed += 0 if first or os.environ["DIFFER"] != "seed" else 1
-        args.batch_size *= 1 if first or os.environ["DIFFER"] != "batch_size" else 2
-        args.mesh = (
-            args.mesh if first or os.environ["DIFFER"] != "mesh" else "fsdp=-1,data=1"
-        )
+    differ = os.environ.get("DIFFER")
+    first = jax.process_index() == 0
+    if differ is not None and not first:
+        args.seed += differ == "seed"
+        args.batch_size *= 2 if differ == "batch_size" else 1
+        args.mesh = "fsdp=-1,data=1" if differ == "mesh" else args.mesh
+    examples = 0 if differ == "length" and not first else 100
     pairs = (pair.split("=") for pair in args.mesh.split(","))
     sizes: dict[str, Any] = {axis: int(size) for axis, size in pairs}
+    if args.dcn:
+        sizes["dcn"] = json.loads(args.dcn)
     mesh = eqxshard.make_mesh(**sizes)
     where = {"mesh": mesh, "rule": RULES[args.rule]}
     x = np.random.default_rng(0).normal(size=(100, 8)).astype(np.float32)
     arrays = {"x": x, "y": np.sin(x[:, :4]), "index": np.arange(100)}
-    source = eqxshard.data.ArraySource(arrays)
+    source = eqxshard.data.ArraySource({k: v[:examples] for k, v in arrays.items()})
 
     def slowly(batch):
         time.sleep(args.seconds_per_step)

@@ -191,6 +191,7 @@ def test_a_notice_to_one_process_saves_all_at_the_same_step(tmp_path, whole):
     [
         ("seed", r"differ in state key: \[0, 0\] in process 0; \[0, 1\] in process 1"),
         ("batch_size", r"differ in loader batch_size: 16 in process 0; 32 in process 1"),
+        ("length", r"differ in loader length: 100 in process 0; 0 in process 1"),
         ("mesh", r"differ in mesh data: -1 in process 0; 1 in process 1"),
     ],
 )
@@ -218,6 +219,35 @@ def test_processes_of_other_code_do_not_start(tmp_path):
         _, err = process.communicate(timeout=120)
         assert process.returncode == 1
         assert "processes of this run differ in process script's code: " in err
+
+
+@pytest.mark.slow
+def test_processes_with_other_numbers_of_devices_do_not_start(tmp_path):
+    options = [tmp_path, "--address=127.0.0.1:29418", "--processes=2"]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, SCRIPT, *options, f"--process={number}"],
+            env=SETTINGS | {"JAX_NUM_CPU_DEVICES": str(1 + number)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in (0, 1)
+    ]
+    for process in processes:
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 1
+        assert "of devices (process 0 has 1, process 1 has 2); start all of them" in err
+
+
+@pytest.mark.slow
+def test_hosts_are_the_outer_part_of_an_axis(tmp_path):
+    options = ["--mesh=data=2,fsdp=2", "--rule=fsdp"]
+    how = {"processes": 2, "devices": 2}
+    status, out = run(tmp_path / "plain", *options, **how)
+    assert status == 0, out
+    status, out = run(tmp_path / "hybrid", *options, '--dcn={"data": 2}', **how)
+    assert status == 0, out
+    assert_same(tmp_path / "hybrid", tmp_path / "plain", rtol=2e-6)
 
 
 @pytest.mark.slow
