@@ -1,0 +1,330 @@
+"""The job files: what they ask for, and what they run, with schedulers that are faked."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "recipes" / "cluster"
+SLURM, JOBSET, SSH = (FOLDER / name for name in ("slurm.sbatch", "jobset.yaml", "ssh.sh"))
+CLUSTER_RUN = ROOT / "tests" / "cluster_run.py"
+#: Of `man sbatch`.
+SBATCH_OPTIONS = {
+    *("account", "cpus-per-task", "gpus-per-node", "job-name", "mem", "nodes"),
+    *("ntasks-per-node", "open-mode", "output", "partition", "requeue", "signal", "time"),
+}
+
+
+@pytest.mark.parametrize("script", [SLURM, SSH], ids=lambda script: script.name)
+def test_bash_can_read_it(script):
+    subprocess.run(["bash", "-n", script], check=True)
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """Puts a program on the path; returns what gives the arguments of its calls."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+
+    def make(name, body):
+        prelude = f"""
+            #!{sys.executable}
+            import json, os, subprocess, sys
+            with open({str(tmp_path / name)!r}, "a") as file:
+                file.write(json.dumps(sys.argv[1:]) + "\\n")
+        """
+        text = textwrap.dedent(prelude).lstrip() + textwrap.dedent(body)
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+
+        def calls():
+            path = tmp_path / name
+            text = path.read_text() if path.exists() else ""
+            return [json.loads(line) for line in text.splitlines()]
+
+        return calls
+
+    return make
+
+
+# SLURM
+
+
+def test_what_it_asks_slurm_for_is_known_and_consistent():
+    lines = re.findall(r"(?m)^#SBATCH --([\w-]+)(?:=(\S+))?$", SLURM.read_text())
+    assert len(lines) == SLURM.read_text().count("#SBATCH")
+    asked = dict(lines)
+    assert set(asked) <= SBATCH_OPTIONS and len(asked) == len(lines)
+    # A task for each GPU; the recipe saves before the time is over, and goes on later.
+    assert asked["ntasks-per-node"] == asked["gpus-per-node"]
+    assert re.fullmatch(r"TERM@\d+", asked["signal"])
+    assert "requeue" in asked and asked["open-mode"] == "append"
+    # All options stand before the first command, else SLURM does not read them.
+    body = re.sub(r"(?m)^(#.*)?\n", "", SLURM.read_text())
+    assert "#SBATCH" not in body
+
+
+def sbatch(tmp_path, *options, **settings):
+    """Run the job file as SLURM does, in the folder that it was sent from."""
+    slurm = {
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_JOB_NAME": "eqxshard",
+        "SLURM_JOB_ID": "1234",
+        "SLURM_CPUS_PER_TASK": "8",
+    }
+    return subprocess.run(
+        ["bash", SLURM, *options],
+        cwd=ROOT,
+        env=os.environ | slurm | settings,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("status, requeues", [(0, False), (1, False), (143, True)])
+def test_slurm_runs_the_recipe_and_requeues_what_was_stopped(
+    fake, tmp_path, status, requeues
+):
+    srun = fake("srun", f"sys.exit({status})")
+    scontrol = fake("scontrol", "")
+    done = sbatch(tmp_path, "--model", "a b")
+    assert done.returncode == status, done.stderr
+    assert scontrol() == ([["requeue", "1234"]] if requeues else [])
+    (words,) = srun()
+    command = words[words.index("python") :]
+    assert words[: -len(command)] == ["--kill-on-bad-exit=1", "--cpus-per-task=8"]
+    assert (ROOT / command[1]).is_file()
+    run = f"{tmp_path}/runs/eqxshard-1234"
+    assert command[2:] == ["--output", run, "--resume", "auto", "--model", "a b"]
+
+
+#: Starts two tasks as srun does, and returns the highest status.
+SRUN = """
+command = sys.argv[sys.argv.index("python"):]
+tasks = [
+    subprocess.Popen(
+        [sys.executable, *command[1:]],
+        env=os.environ | {
+            "SLURM_STEP_NODELIST": "localhost",
+            "SLURM_NTASKS": "2",
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_PROCID": str(number),
+            "SLURM_LOCALID": str(number),
+        },
+    )
+    for number in range(2)
+]
+sys.exit(max(task.wait() for task in tasks))
+"""
+
+
+@pytest.mark.slow
+def test_the_tasks_of_slurm_find_each_other(fake, tmp_path):
+    fake("srun", SRUN)
+    options = ["--model", "mlp", "--epochs", "1", "--data", "synthetic"]
+    done = sbatch(tmp_path, *options, RUN=str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("test accuracy") == 1
+    assert " | MLP on 2 x cpu (data=2) | " in done.stdout
+    assert (tmp_path / "run" / "checkpoints" / "235" / "checksums.txt").exists()
+
+
+@pytest.mark.slow
+def test_the_processes_of_open_mpi_find_each_other(tmp_path, fake):
+    processes = [
+        subprocess.Popen(
+            [sys.executable, CLUSTER_RUN, tmp_path],
+            env=os.environ
+            | {
+                "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://127.0.0.1:34911",
+                "OMPI_COMM_WORLD_SIZE": "2",
+                "OMPI_COMM_WORLD_RANK": str(number),
+                "OMPI_COMM_WORLD_LOCAL_RANK": str(number),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    for process in processes:
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, out
+        assert "going on from step 0 in 2 processes" in out
+
+
+# Kubernetes
+
+
+def test_the_jobset_is_one_run():
+    jobset = yaml.safe_load(JOBSET.read_text())
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert jobset["spec"]["failurePolicy"]["maxRestarts"] > 0
+    (job,) = jobset["spec"]["replicatedJobs"]
+    assert job["replicas"] == 1
+    spec = job["template"]["spec"]
+    # Pods have numbers, and one that fails is not replaced by itself.
+    assert spec["completionMode"] == "Indexed" and spec["backoffLimit"] == 0
+    pod = spec["template"]["spec"]
+    assert pod["restartPolicy"] == "Never"
+    assert pod["terminationGracePeriodSeconds"] >= 60
+    (container,) = pod["containers"]
+    env = {entry["name"]: entry for entry in container["env"]}
+    assert set(env) == {"EQXSHARD_ADDRESS", "EQXSHARD_PROCESSES", "EQXSHARD_PROCESS"}
+    # The environment takes strings only.
+    count = env["EQXSHARD_PROCESSES"]["value"]
+    assert count == str(spec["completions"]) == str(spec["parallelism"])
+    name = jobset["metadata"]["name"]
+    host = f"{name}-{job['name']}-0-0.{name}"
+    assert re.fullmatch(re.escape(host) + r":\d+", env["EQXSHARD_ADDRESS"]["value"])
+    number = env["EQXSHARD_PROCESS"]["valueFrom"]["fieldRef"]["fieldPath"]
+    assert number == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 1}
+    python, script, *options = container["command"]
+    assert python == "python" and (ROOT / script).is_file() and "--resume=auto" in options
+    # The run is in the volume that all share.
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert set(mounts) == {volume["name"] for volume in pod["volumes"]}
+    assert any(option.startswith(f"--output={mounts['runs']}/") for option in options)
+
+
+# ssh
+
+
+@pytest.fixture
+def hosts(tmp_path, fake):
+    """A file of two hosts, both of which are this one."""
+    path = tmp_path / "hosts.txt"
+    path.write_text("localhost\n# another\n\nme@localhost")
+    fake("ssh", 'os.execvp("sh", ["sh", "-c", sys.argv[-1]])')
+    return path
+
+
+def ssh(*words, **how):
+    return subprocess.Popen(
+        [SSH, *map(str, words)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **how,
+    )
+
+
+def finish(process):
+    out, err = process.communicate(timeout=60)
+    return process.returncode, sorted(out.splitlines()), err
+
+
+def test_a_dry_run_prints_the_commands(tmp_path):
+    path = tmp_path / "hosts.txt"
+    path.write_text("me@node-a\nnode-b\n")
+    options = ["--dry-run", "--per-host", 2, "--port", 1234, "--directory", "/a b"]
+    status, lines, err = finish(ssh(*options, path, "python", "x.py", "it's"))
+    assert (status, err) == (0, "") and len(lines) == 4
+    lines.sort(key=lambda line: re.findall(r"EQXSHARD_PROCESS=(\d)", line))
+    for number, line in enumerate(lines):
+        *first, host, text = shlex.split(line)
+        assert first[0] == "ssh" and "BatchMode=yes" in first
+        assert host == ["me@node-a", "node-b"][number // 2]
+        assert text.startswith("cd '/a b' && ")
+        settings = shlex.split(text.partition("env ")[2].partition(" </dev/null")[0])
+        assert settings == [
+            *("EQXSHARD_ADDRESS=node-a:1234", "EQXSHARD_PROCESSES=4"),
+            *(f"EQXSHARD_PROCESS={number}", f"CUDA_VISIBLE_DEVICES={number % 2}"),
+            *("python", "x.py", "it's"),
+        ]
+
+
+def test_each_host_runs_the_command(hosts, tmp_path):
+    code = "import os, sys; print(os.environ['EQXSHARD_ADDRESS'], sys.argv[1], os.getcwd())"
+    process = ssh("--directory", tmp_path, hosts, sys.executable, "-c", code, "a 'b'")
+    says = f"localhost:29400 a 'b' {tmp_path}"
+    assert finish(process) == (0, [f"[0] {says}", f"[1] {says}"], "")
+
+
+SCRIPT = """
+import os, signal, sys, time
+def stop(*_):
+    print("told to stop", flush=True)
+    time.sleep(0.5)
+    print("saved", flush=True)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, stop)
+print("ready", flush=True)
+if os.environ["EQXSHARD_PROCESS"] == sys.argv[1]:
+    sys.exit(3)
+time.sleep(60)
+"""
+
+
+def test_when_one_fails_the_other_is_told_to_stop(hosts):
+    began = time.monotonic()
+    status, lines, err = finish(ssh(hosts, sys.executable, "-c", SCRIPT, "1"))
+    assert time.monotonic() - began < 20
+    assert status == 3
+    assert lines == ["[0] ready", "[0] saved", "[0] told to stop", "[1] ready"]
+    says = "process 1 on me@localhost ended with status 3; the others are told to stop.\n"
+    assert err == says
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_when_it_is_stopped_all_are(hosts, number):
+    process = ssh(hosts, sys.executable, "-c", SCRIPT, "none")
+    assert process.stdout is not None
+    ready = {process.stdout.readline(), process.stdout.readline()}
+    assert ready == {"[0] ready\n", "[1] ready\n"}
+    process.send_signal(number)
+    status, lines, _ = finish(process)
+    assert status == (143 if number != signal.SIGKILL else -signal.SIGKILL)
+    assert lines == ["[0] saved", "[0] told to stop", "[1] saved", "[1] told to stop"]
+
+
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        ([], "give a file of hosts and a command"),
+        (["HOSTS"], "give a file of hosts and a command"),
+        (["nowhere.txt", "true"], "there is no file nowhere.txt"),
+        (["/dev/null", "true"], "there are no hosts in the file"),
+        (["--per-host", "0", "HOSTS", "true"], "--per-host 0 is no number"),
+        (["--port", "x", "HOSTS", "true"], "--port x is no number"),
+        (["--port"], "--port has no value"),
+        (["--dry", "HOSTS", "true"], "unknown option --dry"),
+    ],
+)
+def test_mistakes_are_named(hosts, words, says):
+    words = [hosts if word == "HOSTS" else word for word in words]
+    status, lines, err = finish(ssh(*words))
+    assert (status, lines) == (2, [])
+    assert err == f"error: {says}; see the head of {SSH}.\n"
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.mark.slow
+def test_two_hosts_are_one_run(hosts, tmp_path):
+    folder = tmp_path / "run"
+    words = [sys.executable, CLUSTER_RUN, folder, "--steps=5"]
+    status, lines, err = finish(ssh("--port", free_port(), hosts, *words))
+    assert status == 0, (lines, err)
+    assert "[0] going on from step 0 in 2 processes" in lines
+    assert "[1] finished at step 5" in lines
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 5
