@@ -27,9 +27,8 @@ class CheckpointFolder:
         # Late: Orbax's paths take a while to import, and not every run has them.
         from etils import epath
 
-        self.path = epath.Path(path)
-        if "://" not in os.fspath(path):
-            self.path = self.path.absolute()
+        remote = "://" in os.fspath(path)
+        self.path = epath.Path(path if remote else os.path.abspath(path))
         #: The steps whose checkpoints were found damaged.
         self._damaged: set[int] = set()
 

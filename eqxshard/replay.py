@@ -5,6 +5,7 @@ device, an operation at a time: the batch, the parameters, the loss, the gradien
 """
 
 import argparse
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -153,7 +154,7 @@ def main() -> int:
     from etils import epath
 
     try:
-        box = read_black_box(epath.Path(folder).absolute())
+        box = read_black_box(epath.Path(os.path.abspath(folder)))
     except (FileNotFoundError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
