@@ -170,11 +170,12 @@ RUNS = [command for command in COMMANDS if any(map(is_recipe, command[1]))]
 @pytest.mark.parametrize("where, words", RUNS, ids=[where for where, _ in RUNS])
 def test_a_recipe_runs_as_the_page_says(where, words, tmp_path):
     """Variables, flags and values are the page's; `SHORT` is added."""
-    index = next(index for index, word in enumerate(words) if is_recipe(word))
-    settings = dict(word.split("=", 1) for word in words[: index - 1])
-    short = SHORT[words[index]].format(tmp_path).split()
+    index = words.index("python")
+    settings = dict(word.split("=", 1) for word in words[:index])
+    recipe = next(word for word in words if is_recipe(word))
+    short = SHORT[recipe].format(tmp_path).split()
     run = subprocess.run(
-        [sys.executable, *words[index:], *short],
+        [sys.executable, *words[index + 1 :], *short],
         cwd=ROOT,
         env={**os.environ, **settings},
         capture_output=True,
