@@ -45,6 +45,7 @@ synthetic_fashion = eqxshard.data.synthetic_fashion
 def places(monkeypatch, tmp_path):
     """Keep tests away from the user's own data and folders, and from the internet."""
     monkeypatch.delenv("EQXSHARD_DATA_DIR", raising=False)
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
     monkeypatch.setenv("EQXSHARD_FASHION_MNIST_URL", NO_MIRROR)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -480,6 +481,15 @@ def test_cpu_devices_are_as_many_as_cores_where_the_batch_divides(
     assert mesh.size == count
 
 
+def test_cpu_devices_that_the_environment_asks_for_are_used(recipe, monkeypatch):
+    changed = {}
+    monkeypatch.setattr(jax.config, "update", changed.__setitem__)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
+    mesh = recipe.make_mesh(recipe.tyro.cli(recipe.Args, args=[]))
+    assert changed == {} and mesh.size == 8
+
+
 def test_help_names_every_flag(main, recipe):
     status, out, err = main("--help")
     assert (status, err) == (0, "")
@@ -681,16 +691,15 @@ def test_a_run_that_is_lost_says_where_to_look(main, small, tmp_path):
 # Several processes
 
 
-def launch(output, *options, restarts=0):
+def launch(output, *options, restarts=0, script=SCRIPT):
     """Start the recipe in two processes with a device each."""
     how = ["--processes=2", "--devices-per-process=1", f"--restarts={restarts}"]
     # JAX warns of proxies, in every process.
     settings = {k: v for k, v in environment().items() if "proxy" not in k.lower()}
     return subprocess.Popen(
         [
-            *(sys.executable, "-m", "eqxshard.launch", *how, str(SCRIPT), "--output"),
-            *(str(output), "--data", "synthetic", "--model", "mlp", "--save-every", "20"),
-            *options,
+            *(sys.executable, "-m", "eqxshard.launch", *how, str(script), "--output"),
+            *(str(output), "--model", "mlp", "--save-every", "20", *options),
         ],
         env=settings,
         stdout=subprocess.PIPE,
@@ -708,7 +717,7 @@ def workers_of(process):
 def two(tmp_path_factory):
     """The folder of a run of two processes, and what they printed."""
     output = tmp_path_factory.mktemp("two") / "run"
-    process = launch(output, "--epochs=1")
+    process = launch(output, "--data=synthetic", "--epochs=1")
     out, _ = process.communicate(timeout=300)
     assert process.returncode == 0, out
     return output, out
@@ -738,7 +747,8 @@ def test_two_processes_are_one_run(two, tmp_path):
 @pytest.mark.slow
 def test_a_run_goes_on_when_one_of_its_processes_is_killed(recipe, two, tmp_path):
     output = tmp_path / "killed"
-    process = launch(output, "--epochs=1", "--resume=auto", restarts=1)
+    options = ["--data=synthetic", "--epochs=1", "--resume=auto"]
+    process = launch(output, *options, restarts=1)
     while process.poll() is None and len(saved_steps(output)) < 3:
         time.sleep(0.01)
     os.kill(workers_of(process)[1], signal.SIGKILL)
@@ -758,6 +768,32 @@ def test_a_mistake_is_one_line_from_each_process(earlier):
     printed = [line for line in out.splitlines() if line.startswith("[")]
     assert len(printed) == 2
     assert {line[: 4 + len(says)] for line in printed} == {f"[0] {says}", f"[1] {says}"}
+
+
+ONE_HAS_DATA = f"""
+import os, runpy
+from eqxshard import data
+if os.environ["EQXSHARD_PROCESS"] == "0":
+    data.fashion_mnist = lambda split, data_dir: data.synthetic_fashion(split)
+runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_hosts_that_have_other_data_do_not_start(earlier, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(ONE_HAS_DATA)
+    process = launch(earlier, "--data=auto", script=script)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 2
+    says = (
+        '"fashion_mnist" in process 0; "synthetic" in process 1. Start all of them alike.'
+    )
+    for number in range(2):
+        assert (
+            f"[{number}] error: the processes of this run differ in data name: {says}"
+            in out
+        )
 
 
 # Ctrl-C
