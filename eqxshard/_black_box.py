@@ -4,12 +4,14 @@ import dataclasses
 import inspect
 import io
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ._leaves import describe, paths_of, read, stand_in, write
@@ -77,6 +79,8 @@ def write_black_box(
     rows = getattr(loader, "rows", None)
     described = {
         "steps": list(steps),
+        # Where the modules are that the loss function is from.
+        "path": sys.path,
         "rows": None if rows is None else np.asarray(rows(steps[0] - 1)).tolist(),
         "leaves": {path: describe(leaf) for path, leaf in leaves.items()},
     }
@@ -109,6 +113,7 @@ def read_black_box(folder: Any) -> BlackBox:
     if damage is not None:
         raise ValueError(f"the black box {folder} is damaged: {damage}.")
     described = json.loads((folder / _DESCRIPTION).read_text())
+    sys.path += [path for path in described["path"] if path not in sys.path]
     program = cloudpickle.loads((folder / _PROGRAM).read_bytes())
     wanted = {path: stand_in(leaf) for path, leaf in described["leaves"].items()}
     arrays = read(folder, wanted)
@@ -135,6 +140,8 @@ def _dumps(program: Any) -> bytes:
 
     class Pickler(cloudpickle.Pickler):
         def reducer_override(self, obj: Any) -> Any:  # pyright: ignore
+            if isinstance(obj, Mesh):
+                return _one_device, (obj.axis_names,)
             reduced = super().reducer_override(obj)
             is_module = isinstance(obj, type) and issubclass(obj, eqx.Module)
             if reduced is NotImplemented or not is_module:
@@ -148,6 +155,11 @@ def _dumps(program: Any) -> bytes:
     file = io.BytesIO()
     Pickler(file).dump(program)
     return file.getvalue()
+
+
+def _one_device(axis_names: tuple[str, ...]) -> Mesh:
+    """A mesh with the axes of another: a step is replayed on one device."""
+    return Mesh(np.array(jax.devices()[:1]).reshape([1] * len(axis_names)), axis_names)
 
 
 def _make_module_class(make: Any, arguments: Any, static: dict[str, bool]) -> type:

@@ -13,6 +13,12 @@ _LOG = logging.getLogger(__name__)
 
 #: What a checkpoint says of itself, for people and for whoever reads it.
 _DESCRIPTION = "description.json"
+_KEYS = {"step", "leaves", "loader", "metrics"}
+#: What says that the numbered folders beside it are ours.
+_MARK = "eqxshard.txt"
+_MARK_SAYS = (
+    "The numbered folders here are checkpoints of eqxshard, which removes old ones.\n"
+)
 
 
 class CheckpointFolder:
@@ -28,7 +34,13 @@ class CheckpointFolder:
         from etils import epath
 
         remote = "://" in os.fspath(path)
-        self.path = epath.Path(path if remote else os.path.abspath(path))
+        try:
+            self.path = epath.Path(path if remote else os.path.abspath(path))
+        except (ImportError, KeyError) as error:
+            raise ValueError(
+                f"{os.fspath(path)!r} is on no file system that is known here ({error}); "
+                "use a local folder, or install what reaches it, such as gcsfs for gs://."
+            ) from error
         #: The steps whose checkpoints were found damaged.
         self._damaged: set[int] = set()
 
@@ -44,6 +56,10 @@ class CheckpointFolder:
         """The steps that there are finished checkpoints of, in order."""
         if not self.path.exists():
             return []
+        if not self.path.is_dir():
+            raise ValueError(
+                f"{self.path} is a file and not a folder; give the checkpoints a folder."
+            )
         folders = [path for path in self.path.iterdir() if _is_step(path.name)]
         return sorted(int(path.name) for path in folders if is_sealed(path))
 
@@ -51,8 +67,8 @@ class CheckpointFolder:
         """Those of them that were not found damaged."""
         return [step for step in self.steps() if step not in self._damaged]
 
-    def described(self, step: int) -> dict[str, Any]:
-        """What the checkpoint of a step says of itself, if it is whole."""
+    def described(self, step: int) -> Any:
+        """What the checkpoint of a step says of itself: a dict, if it is ours."""
         return json.loads((self.at(step) / _DESCRIPTION).read_text())
 
     def check(self, step: int) -> dict[str, Any]:
@@ -63,7 +79,7 @@ class CheckpointFolder:
                 f"there is no checkpoint of step {step} in {self.path}; there is: "
                 f"{listed(steps)}."
             )
-        damage = find_damage(self.at(step))
+        damage = self._damage(step)
         if damage is not None:
             others = [other for other in steps if other != step]
             raise ValueError(
@@ -71,6 +87,16 @@ class CheckpointFolder:
                 f"{listed(others)}."
             )
         return self.described(step)
+
+    def _damage(self, step: int) -> str | None:
+        damage = find_damage(self.at(step))
+        if damage is not None:
+            return damage
+        try:
+            ours = all(key in self.described(step) for key in _KEYS)
+        except (OSError, ValueError):
+            ours = False
+        return None if ours else f"{_DESCRIPTION} is not of eqxshard"
 
     def choose(self, step: int | None) -> tuple[int, dict[str, Any]]:
         """The newest checkpoint that is whole, or that of a step, and what it says.
@@ -90,12 +116,13 @@ class CheckpointFolder:
         if step is not None:
             try:
                 return found | {"step": step, "described": self.check(step)}
-            except (FileNotFoundError, ValueError) as error:
-                missing = isinstance(error, FileNotFoundError)
-                return found | {"error": str(error), "missing": missing}
+            except FileNotFoundError as error:
+                return found | {"error": str(error), "missing": True}
+            except ValueError as error:
+                return found | {"error": str(error), "damaged": [step]}
         damages = []
         for candidate in reversed(self.steps()):
-            damage = find_damage(self.at(candidate))
+            damage = self._damage(candidate)
             if damage is None:
                 return found | {"step": candidate, "described": self.described(candidate)}
             found["damaged"].append(candidate)
@@ -128,16 +155,43 @@ class CheckpointFolder:
             self.remove(step)
             self._damaged.discard(step)
 
+    def claim(self) -> str | None:
+        """Make the folder ours; why that cannot be, in words, or `None`.
+
+        What is in it with a number for a name is removed one day, and must not be others'.
+        """
+        try:
+            numbered = []
+            if self.path.exists():
+                numbered = [
+                    path.name for path in self.path.iterdir() if _is_ours(path.name)
+                ]
+            ours = self.steps() or (self.path / _MARK).exists()
+            if numbered and not ours:
+                return (
+                    f"{self.path} has {min(numbered)!r}, which is no checkpoint of "
+                    "eqxshard; give the run a folder of its own."
+                )
+            self.path.mkdir(parents=True, exist_ok=True)
+            if not (self.path / _MARK).exists():
+                (self.path / _MARK).write_text(_MARK_SAYS)
+        except ValueError as error:
+            return str(error)
+        except OSError as error:
+            return (
+                f"checkpoints cannot be written to {self.path}: {error.strerror or error}; "
+                "give a folder that can be written to."
+            )
+        return None
+
     def remove(self, step: int) -> None:
         """Remove what there is of a step."""
         _remove(self.at(step))
 
     def clean(self) -> None:
-        """Make the folder; remove what was being written when a run was killed."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        """Remove what was being written when a run was killed."""
         for path in self.path.iterdir():
-            begun = path.name.partition(".orbax-checkpoint-tmp")[0]
-            if _is_step(begun) and not (begun == path.name and is_sealed(path)):
+            if _is_ours(path.name) and not (_is_step(path.name) and is_sealed(path)):
                 _remove(path)
 
 
@@ -147,7 +201,12 @@ def listed(steps: list[int]) -> str:
 
 
 def _is_step(name: str) -> bool:
-    return name.isascii() and name.isdigit()
+    return name.isascii() and name.isdigit() and str(int(name)) == name
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a folder is a step's, or one that Orbax is making for it."""
+    return _is_step(name.partition(".orbax-checkpoint-tmp")[0])
 
 
 def _remove(folder: Any) -> None:

@@ -56,7 +56,13 @@ def read(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Array]:
     # across chunks even all of the array: several times the memory of what is read.
     import tensorstore as ts
 
-    (manifest,) = folder.glob("*/manifest.ocdbt")
+    manifests = list(folder.glob("*/manifest.ocdbt"))
+    if not manifests:
+        raise FileNotFoundError(
+            f"{folder} cannot be seen by this process; use a directory that all hosts "
+            "share."
+        )
+    (manifest,) = manifests
     base = f"{os.fspath(manifest.parent)}/"
     base = base if "://" in base else {"driver": "file", "path": base}
     arrays = {}
@@ -170,7 +176,7 @@ def mesh_sizes(leaves: Mapping[str, Array]) -> dict[str, int]:
 
 
 def _target(leaf: Any) -> jax.ShapeDtypeStruct:
-    """What Orbax is to read for a leaf, and where to."""
+    """What is to be read for a leaf, and where to."""
     where = leaf.sharding
     if where is None:
         where = SingleDeviceSharding(jax.devices()[0])

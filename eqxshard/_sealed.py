@@ -42,9 +42,12 @@ def find_damage(folder: Any) -> str | None:
         lines = (folder / CHECKSUMS).read_text().splitlines()
         digests = (line.split("  ", 1) for line in lines)
         there = {name: digest for digest, name in digests}
-    except (UnicodeDecodeError, ValueError):
+    except (OSError, ValueError):
         return f"{CHECKSUMS} cannot be read"
-    found = _digests(folder)
+    try:
+        found = _digests(folder)
+    except OSError as error:
+        return f"{error.filename or 'a file'} cannot be read: {error.strerror or error}"
     for name in sorted(there.keys() | found.keys()):
         if name not in found:
             return f"{name} is missing"

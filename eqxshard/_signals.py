@@ -32,10 +32,13 @@ class Stop:
 
         return reached_preemption_sync_point(step)
 
-    def leave(self, step: int) -> NoReturn:
+    def leave(self, step: int, saved: list[int] | None) -> NoReturn:
         """End the run as the signal would have, but by an exception."""
         if is_first():
-            print(f"stopped; the checkpoint of step {step} is saved.", file=sys.stderr)
+            what = "nothing was saved"
+            if saved:
+                what = f"the checkpoint of step {saved[0]} is saved"
+            print(f"stopped after step {step}; {what}.", file=sys.stderr)
         if self.signal == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + signal.SIGTERM)
@@ -66,14 +69,17 @@ def stop_signals() -> Iterator[Stop]:
 
     def handle(number: int, frame: Any) -> None:
         stop.signal = number
-        for each in _SIGNALS:
+        for each in heeded:
             signal.signal(each, signal.SIG_DFL)
         # Not print, which a signal can find in the middle of itself.
         os.write(2, _SAYS)
 
-    before = {number: signal.signal(number, handle) for number in _SIGNALS}
+    # What a shell has its background jobs ignore stays ignored.
+    heeded = [n for n in _SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in heeded}
     try:
         yield stop
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            # One that was not Python's cannot be set again.
+            signal.signal(number, handler or signal.SIG_DFL)

@@ -4,6 +4,7 @@ import contextlib
 import importlib.metadata
 import logging
 import math
+import operator
 import os
 import platform
 import sys
@@ -19,7 +20,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from ._checkpoint_folder import CheckpointFolder, listed
 from ._leaves import check_same, describe, mesh_sizes, paths_of, read, write
-from .distributed import agree, barrier, from_first, gather, is_first
+from .distributed import agree, from_first, gather, is_first
 from .state import TrainState, unflatten_state
 from .transforms import split
 
@@ -81,19 +82,16 @@ class Checkpointer:
         best: str | None = None,
         mode: Literal["max", "min"] = "max",
     ):
-        for name, value in (
-            ("keep", keep),
-            ("every", every),
-            ("every_seconds", every_seconds),
-        ):
+        numbers = {"keep": keep, "every": every, "every_seconds": every_seconds}
+        for name, value in numbers.items():
             if value is not None and not value > 0:
-                raise ValueError(f"{name}={value} keeps nothing; use 1 or more.")
+                raise ValueError(f"{name}={value} is too few; use 1 or more.")
         if mode not in ("max", "min"):
             raise ValueError(f"mode={mode!r} is not known; use 'max' or 'min'.")
         self._folder = CheckpointFolder(directory)
         self.directory = self._folder.path
-        self._keep = keep
-        self._every = every
+        self._keep = operator.index(keep)
+        self._every = None if every is None else operator.index(every)
         self._every_seconds = every_seconds
         self._best = best
         self._mode = mode
@@ -229,10 +227,18 @@ class Checkpointer:
 
         **Raises:**
 
-        `ValueError` if the directory has checkpoints of later steps, or that of this step
-        was made with a loader of other batches.
+        `ValueError` if the directory cannot be written to, has checkpoints of later steps
+        or other things with numbers for names, or that of this step was made with a
+        loader of other batches.
         """
-        agree("run", {"directory": str(self.directory), "first step": step})
+        alike = {"directory": str(self.directory), "first step": step}
+        alike |= {"every": self._every, "best": self._best}
+        agree("run", alike | {"timed": self._every_seconds is not None})
+        fault = from_first(self._folder.claim() if is_first() else None)
+        if fault is not None:
+            raise ValueError(fault)
+        # A folder that the hosts do not share looks different to each.
+        agree("run", {"checkpoints": self.steps()})
         steps = self._folder.good_steps()
         if steps and steps[-1] > step:
             raise ValueError(
@@ -242,7 +248,8 @@ class Checkpointer:
             )
         if step in steps:
             position = self._folder.described(step)["loader"]
-            if position is not None:
+            # Other loaders than ours may have no position but the step.
+            if position is not None and hasattr(loader, "restore"):
                 loader.restore(position)
 
     def due(self, step: int, *, reporting: bool) -> bool:
@@ -264,7 +271,8 @@ class Checkpointer:
         """Save a state, and go on before it is written.
 
         A state that has NaN in it is not saved, nor one that there is a checkpoint of; a
-        save that is still being written is waited for.
+        save that is still being written is waited for. Call
+        [`eqxshard.Checkpointer.wait`][] before the program ends.
 
         **Arguments:**
 
@@ -275,28 +283,28 @@ class Checkpointer:
         step = int(state.step)
         self._join()
         self._last = time.monotonic()
+        self._error = None
         if from_first(step in self._folder.good_steps()):
             return
-        self._error = None
         leaves = dict(zip(paths_of(state), split(state)[0]))
         described = {
             "step": step,
             # JSON has no others.
             "metrics": {k: float(v) for k, v in metrics.items() if math.isfinite(v)},
-            "loader": None if loader is None else loader.state(),
+            # The step's, whatever else the loader has been used for.
+            "loader": {**loader.state(), "step": step}
+            if hasattr(loader, "state")
+            else None,
             "mesh": mesh_sizes(leaves),
             "versions": _versions(),
             "leaves": {path: describe(leaf) for path, leaf in leaves.items()},
         }
         # Read when all is written: who asks now waits for the step.
-        lost = _has_nan(eqx.filter((state.model, state.opt_state), eqx.is_array))
+        lost = _has_nan(eqx.filter(state, eqx.is_array))
+        fault = from_first(self._make_room(step) if is_first() else None)
         try:
-            if is_first():
-                if not self._cleaned:
-                    self._folder.clean()
-                    self._cleaned = True
-                self._folder.remove(step)
-            barrier(f"save {step}")
+            if fault is not None:
+                raise OSError(fault)
             response = write(self._folder.at(step), leaves)
         # Whatever it is that keeps a checkpoint from being written, training goes on.
         except Exception as error:
@@ -305,6 +313,24 @@ class Checkpointer:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "eqxshard-checkpoint")
         self._pending = self._thread.submit(self._finish, response, described, lost)
+
+    def _make_room(self, step: int) -> str | None:
+        """Make sure that nothing is where a step is to be saved; why that failed, if so."""
+        fault = self._folder.claim()
+        if fault is not None:
+            return fault
+        try:
+            if not self._cleaned:
+                self._folder.clean()
+                self._cleaned = True
+            self._folder.remove(step)
+        except OSError as error:
+            return error.strerror or str(error)
+        return None
+
+    def close(self) -> None:
+        """Wait until all that was saved is written, whether or not it could be."""
+        self._join()
 
     def wait(self) -> None:
         """Wait until all that was saved is written.
@@ -353,7 +379,8 @@ class Checkpointer:
         )
         self._error = OSError(says)
         _LOG.error("%s The run goes on.", says)
-        if not is_first():
+        # In a folder that could not be made ours, nothing is to be removed.
+        if not self._cleaned:
             return
         # What there is of it takes space, of which there may be none.
         with contextlib.suppress(OSError):

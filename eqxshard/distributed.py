@@ -7,7 +7,7 @@ import platform
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -22,8 +22,8 @@ def initialize(
     processes: int | None = None,
     process: int | None = None,
     *,
-    start_seconds: int = 300,
-    heartbeat_seconds: int = 30,
+    start_seconds: int | None = None,
+    heartbeat_seconds: int | None = None,
 ) -> None:
     """Join the other processes of this run, if there are any.
 
@@ -43,8 +43,10 @@ def initialize(
     - `process`: which of them this is, from 0. Where the three are not given, they are
         taken from `$EQXSHARD_ADDRESS`, `$EQXSHARD_PROCESSES` and `$EQXSHARD_PROCESS`, as
         set by `python -m eqxshard.launch`, or else from the cluster.
-    - `start_seconds`: how long to wait for the others.
+    - `start_seconds`: how long to wait for the others: 300, or
+        `$EQXSHARD_START_SECONDS`.
     - `heartbeat_seconds`: for how long a process may give no sign of life; then all end.
+        30, or `$EQXSHARD_HEARTBEAT_SECONDS`.
 
     **Raises:**
 
@@ -64,6 +66,8 @@ def initialize(
     address = os.environ.get(ADDRESS) if address is None else address
     given = {"address": address, "processes": number, "process": which}
     missing = [name for name, value in given.items() if value is None]
+    if number is not None and _number("processes", number) == 1:
+        return
     if 0 < len(missing) < 3:
         known = [name for name in given if name not in missing]
         raise ValueError(
@@ -72,14 +76,16 @@ def initialize(
         )
     if missing and not _in_cluster():
         return
-    if number is not None and int(number) == 1:
-        return
+    # An exception ends the process: JAX's own way out waits for the others, which wait.
+    sys.excepthook = _leave
     jax.distributed.initialize(
         address,
-        None if number is None else int(number),
-        None if which is None else int(which),
-        initialization_timeout=start_seconds,
-        heartbeat_timeout_seconds=heartbeat_seconds,
+        None if number is None else _number("processes", number),
+        None if which is None else _number("process", which),
+        # JAX looks at the cluster for more than is missing: a GPU of SLURM's, say.
+        cluster_detection_method=None if missing else "deactivate",
+        initialization_timeout=_seconds("start_seconds", start_seconds, 300),
+        heartbeat_timeout_seconds=_seconds("heartbeat_seconds", heartbeat_seconds, 30),
     )
     counts = Counter(device.process_index for device in jax.devices())
     if len(set(counts.values())) > 1:
@@ -89,6 +95,37 @@ def initialize(
             "with as many."
         )
     agree("process", _versions())
+
+
+def _number(name: str, value: int | str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"{name}={value!r} is not a number; give one.") from None
+
+
+def _seconds(name: str, given: int | None, default: int) -> int:
+    value = os.environ.get(f"EQXSHARD_{name.upper()}", default) if given is None else given
+    return _number(name, value)
+
+
+def _leave(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    sys.__excepthook__(kind, error, trace)
+    leave(1)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process: after a mistake without waiting for the others, who wait for it.
+
+    **Arguments:**
+
+    - `status`: the exit status, 0 if all went well.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status and jax.distributed.is_initialized():
+        os._exit(status)
+    sys.exit(status)
 
 
 def is_first() -> bool:

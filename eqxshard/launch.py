@@ -93,7 +93,8 @@ def launch(
     - `processes`: how many.
     - `devices_per_process`: how many simulated CPU devices each has. Without it, each has
         one of the machine's GPUs or, without any, what JAX gives it.
-    - `restarts`: how often to start all again after one has died. The script must go on
+    - `restarts`: how often to start all again after one has died (other than with status
+        2, a mistake in the command). The script must go on
         from its newest checkpoint by itself, such as by `--resume auto`.
     - `elastic`: start again with fewer processes: the next number that divides the first.
 
@@ -104,7 +105,8 @@ def launch(
     first = processes
     while True:
         status, stopped = _run(command, processes, devices_per_process)
-        if status == 0 or stopped or restarts == 0:
+        # Status 2 is a mistake in the command, and would be one again.
+        if status in (0, 2) or stopped or restarts == 0:
             return status
         restarts -= 1
         if elastic and processes > 1:
@@ -122,21 +124,21 @@ def _run(command: list[str], processes: int, devices: int | None) -> tuple[int, 
             f"{processes} processes are more than the {len(gpus)} GPUs; use fewer, or "
             "--devices-per-process with JAX_PLATFORMS=cpu."
         )
-    workers = []
-    for number in range(processes):
-        environment = os.environ | {
-            ADDRESS: address,
-            PROCESSES: str(processes),
-            PROCESS: str(number),
-            "PYTHONUNBUFFERED": "1",
-        }
-        if devices is not None:
-            environment["JAX_NUM_CPU_DEVICES"] = str(devices)
-        elif gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = gpus[number]
-        workers.append(_Worker(number, [sys.executable, *command], environment))
+    workers: list[_Worker] = []
     signals = _Signals(workers)
     try:
+        for number in range(processes):
+            environment = os.environ | {
+                ADDRESS: address,
+                PROCESSES: str(processes),
+                PROCESS: str(number),
+                "PYTHONUNBUFFERED": "1",
+            }
+            if devices is not None:
+                environment["JAX_NUM_CPU_DEVICES"] = str(devices)
+            elif gpus:
+                environment["CUDA_VISIBLE_DEVICES"] = gpus[number]
+            workers.append(_Worker(number, [sys.executable, *command], environment))
         while not any(_failed(worker) for worker in workers):
             if all(worker.ended is not None for worker in workers):
                 break
@@ -162,12 +164,13 @@ def _run(command: list[str], processes: int, devices: int | None) -> tuple[int, 
 
 
 class _Signals:
-    """Passes a first SIGINT or SIGTERM on, as SIGTERM; kills at the second."""
+    """Passes a first signal to stop on, as SIGTERM; kills at the second."""
 
     def __init__(self, workers: list[_Worker]):
         self.seen = 0
         self._workers = workers
-        numbers = (signal.SIGINT, signal.SIGTERM)
+        # SIGHUP is what a terminal sends that is closed.
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         self._before = {number: signal.signal(number, self._pass_on) for number in numbers}
 
     def _pass_on(self, number: int, frame: object) -> None:

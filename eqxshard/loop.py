@@ -1,11 +1,13 @@
 """The loop: batches in order, a bounded number of steps in flight, logs in between."""
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
+import jax
 from jaxtyping import PyTree
 
 from ._black_box import write_black_box
@@ -15,6 +17,8 @@ from .checkpoint import Checkpointer
 from .distributed import agree, is_first
 from .metrics import Metrics
 from .state import TrainState, with_state
+
+_LOG = logging.getLogger(__name__)
 
 
 @runtime_checkable
@@ -69,7 +73,9 @@ def fit(
 
     With a checkpointer, SIGTERM or SIGINT (Ctrl-C) end the run after the step, or the
     evaluation, that is under way: the state is saved, and `KeyboardInterrupt`, or
-    `SystemExit` for SIGTERM, is raised. A second signal ends the process at once.
+    `SystemExit` for SIGTERM, is raised. A second signal ends the process at once. (Of
+    several processes, a signal to one ends all after the same step; a second one is for
+    who started them.)
 
     **Arguments:**
 
@@ -120,22 +126,31 @@ def fit(
     """
     with ExitStack() as stack:
         for tracker in trackers:
-            stack.enter_context(closing(tracker))
+            stack.callback(_tell, tracker.close)
+        if stall_seconds is not None and not stall_seconds > 0:
+            raise ValueError(
+                f"stall_seconds={stall_seconds} is no time; use more than 0, or None."
+            )
         length = len(loader)
         stop = _last_step(steps, epochs, log_every, max_nonfinite, length)
         first = int(state.step)
-        agree("fit", {"step": first, "stop": stop, "log_every": log_every})
-        loader.seek(first)
+        alike = {"step": first, "stop": stop, "log_every": log_every}
+        alike |= {"max_nonfinite": max_nonfinite, "evaluates": evaluate is not None}
+        watchdog = stack.enter_context(Watchdog(stall_seconds))
+        agree("fit", alike | {"saves": checkpointer is not None})
         asked = None
         if checkpointer is not None:
             checkpointer.check_start(first, loader)
+            # Whatever ends the run, what was being saved is written first.
+            stack.callback(checkpointer.close)
+        if checkpointer is not None or jax.process_count() > 1:
             asked = stack.enter_context(stop_signals())
+        loader.seek(first)
         batches = stack.enter_context(closing(iter(loader)))
         # What is written once is written by one process.
         report = _Report(trackers if is_first() else (), length, max_nonfinite)
         # If a step fails, what is due of those before it is reported all the same.
         stack.callback(report.flush)
-        watchdog = stack.enter_context(Watchdog(stall_seconds))
         for step in range(first + 1, stop + 1):
             watchdog.waits_for(f"the batch of step {step}")
             batch = next(batches, None)
@@ -171,9 +186,12 @@ def fit(
                 checkpointer.save(state, loader=loader, metrics=report.last)
                 # What this took is no training, as an evaluation is none.
                 report.restart()
-            if leaves and asked is not None and checkpointer is not None:
-                checkpointer.wait()
-                asked.leave(step)
+            if leaves and asked is not None:
+                saved = None
+                if checkpointer is not None:
+                    checkpointer.wait()
+                    saved = checkpointer.steps()[-1:]
+                asked.leave(step, saved)
         if checkpointer is not None:
             watchdog.waits_for("the last checkpoint to be written")
             checkpointer.wait()
@@ -270,13 +288,21 @@ class _Report:
         self.read()
         self.last = {"epoch": self._due / self._steps_per_epoch, **self._values}
         for tracker in self._trackers:
-            tracker.log(self._due, self.last)
+            _tell(tracker.log, self._due, self.last)
         self._values, self._due = {}, None
         self.restart()
 
     def restart(self) -> None:
         """Start to measure the time anew."""
         self._since = time.perf_counter()
+
+
+def _tell(method: Callable[..., None], *args: Any) -> None:
+    """Call a tracker: a full disk, or another fault of a file, does not end a run."""
+    try:
+        method(*args)
+    except OSError as error:
+        _LOG.error("a tracker failed: %s. The run goes on.", error)
 
 
 def _named(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
@@ -303,7 +329,13 @@ def _give_up(
     with closing(iter(loader)) as batches:
         batch = next(batches)
     folder = checkpointer.directory / "black_box"
-    write_black_box(folder, state, failed, batch, train_step, loader)
+    try:
+        write_black_box(folder, state, failed, batch, train_step, loader)
+    # Such as a full disk, or a loss function with something in it that cannot be written.
+    except Exception as error:
+        raise FloatingPointError(
+            f"{says}; what is needed to look for the cause could not be written: {error}"
+        ) from error
     raise FloatingPointError(
         f"{says}; look for the cause with `python -m eqxshard.replay {folder}`."
     )

@@ -155,7 +155,7 @@ def main() -> int:
 
     try:
         box = read_black_box(epath.Path(os.path.abspath(folder)))
-    except (FileNotFoundError, ValueError) as error:
+    except (FileNotFoundError, ValueError, ImportError, AttributeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"steps {box.steps[0]} to {box.steps[-1]} were not finite; step {box.steps[0]}:")

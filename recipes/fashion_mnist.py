@@ -454,4 +454,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    eqxshard.distributed.leave(main())

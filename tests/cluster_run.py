@@ -90,6 +90,8 @@ def main() -> None:
 
     def slowly(batch):
         time.sleep(args.seconds_per_step)
+        if differ == "exception" and not first and next(calls) == 8:
+            raise RuntimeError("a bad file")
         if args.stall_process == jax.process_index() and next(calls) == 8:
             time.sleep(3600)
         return batch
@@ -106,14 +108,14 @@ def main() -> None:
         state = checkpointer.restore(like)
     else:
         state = eqxshard.init_state(make_model, optim, key=key, **where)
-    first = int(state.step)
+    begin = int(state.step)
     trackers = []
     if jax.process_index() == 0:
         path = f"{args.folder}/metrics.jsonl"
-        trackers = [eqxshard.trackers.JSONLines(path, keep_until=first)]
+        trackers = [eqxshard.trackers.JSONLines(path, keep_until=begin)]
     train_step = eqxshard.make_train_step(loss_fn, optim, **where)
     eval_step = eqxshard.make_eval_step(metric_fn, **where)
-    print(f"going on from step {first} in {jax.process_count()} processes")
+    print(f"going on from step {begin} in {jax.process_count()} processes")
     state = eqxshard.fit(
         state,
         train_step,
@@ -121,7 +123,7 @@ def main() -> None:
         steps=args.steps,
         log_every=1,
         evaluate=lambda model: eqxshard.evaluate(model, eval_step, test),
-        checkpointer=checkpointer,
+        checkpointer=None if differ == "checkpointer" and not first else checkpointer,
         trackers=trackers,
         stall_seconds=args.stall_seconds,
     )

@@ -1,6 +1,7 @@
 import json
 import logging
 import os
+import re
 import shutil
 from typing import Any
 
@@ -24,6 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import eqxshard
+from eqxshard._sealed import seal
 
 OPTIM = lenient(optax.adam(1e-2))
 
@@ -331,6 +333,109 @@ def test_a_run_does_not_go_on_with_other_batches(checkpoints, train_step, tmp_pa
         )
 
 
+def test_what_is_not_a_checkpoint_is_left_alone(tmp_path, train_step):
+    (tmp_path / "2024" / "thesis").mkdir(parents=True)
+    checkpointer = eqxshard.Checkpointer(tmp_path)
+    says = f"{tmp_path} has '2024', which is no checkpoint of eqxshard; give the run a"
+    with pytest.raises(ValueError, match=re.escape(says)):
+        eqxshard.fit(
+            new_state(), train_step, make_loader(), steps=2, checkpointer=checkpointer
+        )
+    checkpointer.save(new_state())
+    with pytest.raises(OSError, match="which is no checkpoint of eqxshard"):
+        checkpointer.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["2024"]
+
+
+def test_a_folder_that_cannot_be_is_named_before_the_run(tmp_path, train_step):
+    (tmp_path / "file").touch()
+    for folder in ("file", "file/below"):
+        says = f"checkpoints cannot be written to {tmp_path / folder}: "
+        with pytest.raises(ValueError, match=says):
+            eqxshard.fit(
+                new_state(),
+                train_step,
+                make_loader(),
+                steps=2,
+                checkpointer=eqxshard.Checkpointer(tmp_path / folder),
+            )
+    with pytest.raises(ValueError, match=r"'nowhere://x' is on no file system that is kn"):
+        eqxshard.Checkpointer("nowhere://x")
+
+
+def test_the_loader_may_be_used_for_something_else_meanwhile(tmp_path, train_step):
+    def run(steps, state):
+        loader = make_loader()
+        seen = []
+
+        def noting(state, batch):
+            seen.append(np.asarray(batch["index"]).tolist())
+            return train_step(state, batch)
+
+        def evaluate(model):
+            loader.seek(1)
+            return {"first": float(next(iter(loader))["index"][0])}
+
+        eqxshard.fit(
+            state,
+            noting,
+            loader,
+            steps=steps,
+            evaluate=evaluate,
+            checkpointer=eqxshard.Checkpointer(tmp_path, every=4),
+        )
+        return seen
+
+    first = run(8, new_state())
+    rest = run(12, eqxshard.Checkpointer(tmp_path).restore(like()))
+    shutil.rmtree(tmp_path)
+    assert first + rest == run(12, new_state())
+
+
+def test_a_loader_without_a_position_will_do(tmp_path, train_step):
+    loader = make_loader()
+
+    class Plain:
+        def __len__(self):
+            return len(loader)
+
+        def __iter__(self):
+            return iter(loader)
+
+        def seek(self, step):
+            loader.seek(step)
+
+    checkpointer = eqxshard.Checkpointer(tmp_path, every=2)
+    eqxshard.fit(new_state(), train_step, Plain(), steps=3, checkpointer=checkpointer)
+    state = checkpointer.restore(like(), step=2)
+    assert checkpointer.description(3)["loader"] is None
+    with pytest.raises(ValueError, match="of step 3, and the run starts from step 2"):
+        eqxshard.fit(state, train_step, Plain(), steps=3, checkpointer=checkpointer)
+
+
+def test_what_was_being_saved_is_written_when_a_run_fails(tmp_path, train_step):
+    class Fails:
+        def log(self, step, values):
+            if step == 6:
+                raise RuntimeError
+
+        def close(self):
+            pass
+
+    checkpointer = eqxshard.Checkpointer(tmp_path, every=5)
+    with pytest.raises(RuntimeError):
+        eqxshard.fit(
+            new_state(),
+            train_step,
+            make_loader(),
+            steps=9,
+            log_every=1,
+            trackers=[Fails()],
+            checkpointer=checkpointer,
+        )
+    assert int(eqxshard.Checkpointer(tmp_path).restore(like()).step) == 5
+
+
 def test_every_leaf_that_differs_is_named(checkpoints):
     class Other(eqx.Module):
         first: eqx.nn.Linear
@@ -463,6 +568,27 @@ def test_damage_is_reported_and_written_over(checkpoints, tmp_path, train_step, 
     assert_equal(eqxshard.Checkpointer(folder).restore(like(), step=10), checkpoints[1])
 
 
+@pytest.mark.parametrize("how", ["folder", "nothing", "other"])
+def test_what_is_sealed_and_no_checkpoint_is_damaged(checkpoints, tmp_path, how):
+    folder = copied(checkpoints, tmp_path)
+    shutil.rmtree(folder / "10")
+    (folder / "10").mkdir()
+    if how == "folder":
+        (folder / "10" / "checksums.txt").mkdir()
+    if how == "nothing":
+        (folder / "10" / "checksums.txt").touch()
+    if how == "other":
+        (folder / "10" / "description.json").write_text("[]")
+        seal(folder / "10")
+    checkpointer = eqxshard.Checkpointer(folder)
+    with pytest.raises(ValueError, match=r"of step 10 in .* is damaged: .*; use another"):
+        checkpointer.restore(like(), step=10)
+    # Once it was found damaged, it is in nobody's way.
+    state = checkpointer.restore(like(), step=8)
+    checkpointer.check_start(8, make_loader())
+    assert_equal(eqxshard.Checkpointer(folder).restore(like()), state)
+
+
 def test_where_all_are_damaged_there_is_nothing_to_restore(checkpoints, tmp_path):
     folder = copied(checkpoints, tmp_path)
     for step in (4, 8, 10):
@@ -481,7 +607,7 @@ def test_what_a_killed_run_was_writing_does_not_count_and_goes(checkpoints, tmp_
     state = checkpointer.restore(like())
     checkpointer.save(eqx.tree_at(lambda s: s.step, state, state.step + 1))
     checkpointer.wait()
-    assert sorted(os.listdir(folder)) == ["4", "5", "notes"]
+    assert sorted(os.listdir(folder)) == ["4", "5", "eqxshard.txt", "notes"]
 
 
 # Other meshes

@@ -178,7 +178,7 @@ def test_a_notice_to_one_process_saves_all_at_the_same_step(tmp_path, whole):
     assert process.returncode == 143, out
     step = eqxshard.Checkpointer(tmp_path / "checkpoints").steps()[-1]
     assert 7 < step < 15
-    assert f"stopped; the checkpoint of step {step} is saved." in out
+    assert f"the checkpoint of step {step} is saved." in out
     assert [line["step"] for line in lines_of(tmp_path)] == list(range(1, step + 1))
     status, out = run(tmp_path, processes=4, devices=1)
     assert status == 0 and f"going on from step {step} " in out
@@ -251,6 +251,28 @@ def test_hosts_are_the_outer_part_of_an_axis(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("what", ["exception", "checkpointer"])
+def test_an_exception_in_one_process_ends_all(tmp_path, what):
+    began = time.monotonic()
+    status, out = run(tmp_path, processes=2, devices=1, DIFFER=what)
+    assert time.monotonic() - began < 45
+    assert status == 1, out
+    if what == "exception":
+        assert "process 1 of 2 ended with status 1; the others were ended" in out
+    assert {
+        "exception": "RuntimeError: a bad file",
+        "checkpointer": "differ in fit saves: true in process 0; false in process 1",
+    }[what] in out
+
+
+@pytest.mark.slow
+def test_a_folder_that_cannot_be_written_to_ends_all(tmp_path):
+    (tmp_path / "checkpoints").touch()
+    status, out = run(tmp_path, processes=2, devices=1)
+    assert status == 1 and "is a file and not a folder" in out, out
+
+
+@pytest.mark.slow
 def test_a_process_that_stalls_is_named(tmp_path):
     process = start(
         tmp_path, "--stall-process=1", "--stall-seconds=3", processes=2, devices=1
@@ -263,11 +285,11 @@ def test_a_process_that_stalls_is_named(tmp_path):
         assert time.monotonic() - began < 30, out
     (line,) = [line for line in out.splitlines() if "waits for the batch" in line]
     assert "process 1 of 2: no progress for 3 s" in line
-    process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGTERM)
+    workers = workers_of(process)
     process.kill()
+    for worker in workers:
+        os.kill(worker, signal.SIGKILL)
     process.communicate()
-    subprocess.run(["pkill", "-9", "-f", str(tmp_path)], check=False)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,28 @@ def test_a_state_in_half_precision_is_replayed(tmp_path):
     assert replay(box).startswith("the first NaN is made in the loss function")
 
 
+def test_a_loss_that_knows_a_mesh_is_replayed(tmp_path):
+    mesh = make_mesh()
+
+    def loss_on_mesh(model, batch, key):
+        x = jax.lax.with_sharding_constraint(batch["x"], jax.NamedSharding(mesh, jax.P()))
+        return jnp.log(-1 - jax.vmap(model)(x) ** 2)
+
+    says = replay(box_of(tmp_path, loss_fn=loss_on_mesh))
+    assert says.startswith("the first NaN is made in the loss function")
+
+
+def test_a_loss_that_cannot_be_written_does_not_hide_why_the_run_ended(tmp_path):
+    lock = threading.Lock()
+
+    def loss_with_lock(model, batch, key):
+        with lock:
+            return jnp.log(-1 - jax.vmap(model)(batch["x"]) ** 2)
+
+    with pytest.raises(FloatingPointError, match="not finite; what is needed to look for"):
+        run(tmp_path, make_loader(), Layers, loss_with_lock, epochs=1, max_nonfinite=1)
+
+
 def test_the_command_names_it_and_refuses_what_is_no_black_box(
     tmp_path, monkeypatch, capsys
 ):
@@ -318,6 +341,11 @@ def test_a_stalled_step_is_reported(caplog):
     assert re.search(r"the run waits for step \d\. The stacks of its", caplog.text)
 
 
+def test_no_time_at_all_is_refused():
+    with pytest.raises(ValueError, match=r"stall_seconds=0\.0 is no time; use more than 0"):
+        run(None, make_loader(), epochs=1, stall_seconds=0.0)
+
+
 def test_a_run_that_does_not_stall_is_not_reported(caplog):
     run(None, make_loader(), epochs=1, stall_seconds=60.0)
     assert caplog.text == ""
@@ -362,7 +390,7 @@ def test_a_signal_saves_and_ends_the_run(tmp_path, number):
     (step,) = eqxshard.Checkpointer(tmp_path / "run").steps()
     assert out.splitlines()[-2:] == [f"step {step}", "closed"]
     assert "stopping after this step, to save a checkpoint; a second signal" in err
-    assert f"stopped; the checkpoint of step {step} is saved." in err
+    assert f"stopped after step {step}; the checkpoint of step {step} is saved." in err
     if number == signal.SIGTERM:
         assert process.returncode == 128 + signal.SIGTERM
         assert "Traceback" not in err
@@ -417,6 +445,14 @@ def small_disk(tmp_path):
         pytest.skip("only root may mount a small disk")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_logs_on_a_full_disk_are_told_of_and_the_run_goes_on(small_disk, caplog):
+    tracker = eqxshard.trackers.JSONLines(small_disk / "metrics.jsonl")
+    free = os.statvfs(small_disk)
+    (small_disk / "filler").write_bytes(b"x" * (free.f_bavail * free.f_frsize))
+    run(None, make_loader(), epochs=3, log_every=1, trackers=[tracker])
+    assert "a tracker failed: [Errno 28] No space left on device. The run" in caplog.text
 
 
 # Orbax leaves a coroutine behind that never ran.

@@ -115,6 +115,8 @@ if number == 0:
 def test_it_gives_up_when_no_restart_is_left(script, capsys):
     assert launch([script("sys.exit(7)")], processes=1, restarts=2) == 7
     assert capsys.readouterr().err.count("starting again") == 2
+    assert launch([script("sys.exit(2)")], processes=1, restarts=2) == 2
+    assert "starting again" not in capsys.readouterr().err
 
 
 def start(command, *options):

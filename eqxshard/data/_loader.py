@@ -315,6 +315,11 @@ def _places(sharding: NamedSharding, batch_size: int) -> np.ndarray:
     """Which rows of a batch lie on devices of this process, in order."""
     indices = sharding.addressable_devices_indices_map((batch_size,)).values()
     rows = [range(batch_size)[index[0]] for index in indices if index is not None]
+    if not rows:
+        raise ValueError(
+            "this process has no device of the mesh, and so no part of a batch; make the "
+            "mesh of devices of all processes."
+        )
     return np.unique(np.concatenate(rows))
 
 

@@ -83,14 +83,13 @@ class JSONLines:
 
 
 def _kept(path: Path, until: int) -> Iterator[str]:
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         # The last line of a killed run may be cut short.
         try:
-            step = json.loads(line)["step"]
+            if json.loads(line)["step"] <= until:
+                yield line + "\n"
         except (ValueError, LookupError, TypeError):
             continue
-        if step <= until:
-            yield line + "\n"
 
 
 def _or_null(value: float) -> float | None:
