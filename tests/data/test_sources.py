@@ -94,7 +94,7 @@ class Squares:
         self.most = max(self.most, self.now)
         time.sleep(self.seconds)
         self.now -= 1
-        return {"x": index, "xx": np.float32([index, index**2])}
+        return {"x": index, "xx": np.array([index, index**2], np.float32)}
 
 
 def test_records_are_read_in_order_and_may_repeat():
@@ -102,7 +102,9 @@ def test_records_are_read_in_order_and_may_repeat():
     assert len(source) == 20
     batch = source.gather(np.array([3, 1, 3]))
     np.testing.assert_array_equal(batch["x"], [3, 1, 3])
-    np.testing.assert_array_equal(batch["xx"], np.float32([[3, 9], [1, 1], [3, 9]]))
+    np.testing.assert_array_equal(
+        batch["xx"], np.array([[3, 9], [1, 1], [3, 9]], np.float32)
+    )
 
 
 def test_records_are_read_in_threads():
