@@ -305,7 +305,7 @@ def test_an_output_folder_that_is_a_file(main, small, tmp_path, below, data):
     (tmp_path / "file").write_text("kept")
     output = tmp_path / "file" / below
     result = main("--data", data, "--devices", "8", "--output", output)
-    assert_refused(result, "cannot write ")
+    assert_refused(result, "checkpoints cannot be written to ")
     assert (tmp_path / "file").read_text() == "kept"
 
 
