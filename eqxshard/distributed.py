@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,6 +13,8 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 from jax.sharding import Mesh
+
+_FAREWELL_SECONDS = 2.0
 
 #: How `eqxshard.launch`, or a job file, says what `initialize` is not told.
 ADDRESS, PROCESSES, PROCESS = "EQXSHARD_ADDRESS", "EQXSHARD_PROCESSES", "EQXSHARD_PROCESS"
@@ -124,6 +127,8 @@ def leave(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     if status and jax.distributed.is_initialized():
+        # The others may be about to say the same, and are cut off when one is gone.
+        time.sleep(_FAREWELL_SECONDS)
         os._exit(status)
     sys.exit(status)
 

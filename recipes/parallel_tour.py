@@ -267,7 +267,8 @@ def tour(args: Args) -> str:
         raise ValueError(
             f"--devices {args.devices} is more than the {count} that there are; use fewer."
         )
-    console = Console()
+    # A file is as wide as need be.
+    console = Console(width=None if sys.stdout.isatty() else 120)
     show_collectives(
         eqxshard.make_mesh(data=args.devices, devices=jax.devices()[: args.devices]),
         console,
