@@ -27,7 +27,17 @@ PYPROJECT = nox.project.load_toml("pyproject.toml")
 PYTHONS = ["3.11", "3.12", "3.13"]
 PACKAGE = ("-e", ".[recipes]")
 # A file's tests stay together: they share what is compiled.
-PYTEST = ("pytest", "-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
+PYTEST = (
+    "pytest",
+    "-n",
+    "auto",
+    "--maxprocesses",
+    "4",
+    "--dist",
+    "loadfile",
+    "--max-worker-restart",
+    "0",
+)
 
 #: JAX ends its support of a Python earlier than we do, so that the newest differs.
 PREVIOUS_JAX = {"3.11": "jax==0.10.1", "3.12": "jax==0.11.*", "3.13": "jax==0.11.*"}
