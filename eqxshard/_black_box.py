@@ -14,11 +14,10 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from ._leaves import describe, paths_of, read, stand_in, write
+from ._leaves import describe, read, split_by_path, stand_in, write
 from ._sealed import find_damage, is_sealed, seal
 from .distributed import barrier, is_first
 from .state import TrainState, with_state
-from .transforms import split
 
 _DESCRIPTION, _PROGRAM = "description.json", "program.pickle"
 
@@ -65,9 +64,7 @@ def write_black_box(
     """
     key = jax.random.fold_in(state.key, steps[0] - 1)
     made = {"model": with_state(state.model, state.model_state), "batch": batch, "key": key}
-    arrays, skeleton = split(made)
-    paths = paths_of(made)
-    leaves = dict(zip(paths, arrays))
+    leaves, skeleton = split_by_path(made)
     if is_first():
         if folder.exists():
             folder.rmtree()
@@ -87,7 +84,7 @@ def write_black_box(
     (folder / _DESCRIPTION).write_text(json.dumps(described, indent=1) + "\n")
     update = train_step.update
     program = {
-        "made": skeleton.merge([_Array(path) for path in paths]),
+        "made": skeleton.merge([_Array(path) for path in leaves]),
         "loss_fn": update.loss_fn,
         "precision": update.precision,
         "trainable": update.trainable,

@@ -30,17 +30,7 @@ class CheckpointFolder:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        # Late: Orbax's paths take a while to import, and not every run has them.
-        from etils import epath
-
-        remote = "://" in os.fspath(path)
-        try:
-            self.path = epath.Path(path if remote else os.path.abspath(path))
-        except (ImportError, KeyError) as error:
-            raise ValueError(
-                f"{os.fspath(path)!r} is on no file system that is known here ({error}); "
-                "use a local folder, or install what reaches it, such as gcsfs for gs://."
-            ) from error
+        self.path = folder_path(path)
         #: The steps whose checkpoints were found damaged.
         self._damaged: set[int] = set()
 
@@ -79,24 +69,26 @@ class CheckpointFolder:
                 f"there is no checkpoint of step {step} in {self.path}; there is: "
                 f"{listed(steps)}."
             )
-        damage = self._damage(step)
+        damage, described = self._inspect(step)
         if damage is not None:
             others = [other for other in steps if other != step]
             raise ValueError(
                 f"{self.in_words(step)} is damaged: {damage}; use another: "
                 f"{listed(others)}."
             )
-        return self.described(step)
+        return described
 
-    def _damage(self, step: int) -> str | None:
+    def _inspect(self, step: int) -> tuple[str | None, Any]:
+        """What is wrong with a checkpoint, if anything, and what it says of itself."""
         damage = find_damage(self.at(step))
         if damage is not None:
-            return damage
+            return damage, None
         try:
-            ours = all(key in self.described(step) for key in _KEYS)
+            described = self.described(step)
         except (OSError, ValueError):
-            ours = False
-        return None if ours else f"{_DESCRIPTION} is not of eqxshard"
+            described = ()
+        ours = all(key in described for key in _KEYS)
+        return None if ours else f"{_DESCRIPTION} is not of eqxshard", described
 
     def choose(self, step: int | None) -> tuple[int, dict[str, Any]]:
         """The newest checkpoint that is whole, or that of a step, and what it says.
@@ -122,9 +114,9 @@ class CheckpointFolder:
                 return found | {"error": str(error), "damaged": [step]}
         damages = []
         for candidate in reversed(self.steps()):
-            damage = self._damage(candidate)
+            damage, described = self._inspect(candidate)
             if damage is None:
-                return found | {"step": candidate, "described": self.described(candidate)}
+                return found | {"step": candidate, "described": described}
             found["damaged"].append(candidate)
             damages.append(f"step {candidate}: {damage}")
             _LOG.warning(
@@ -161,20 +153,17 @@ class CheckpointFolder:
         What is in it with a number for a name is removed one day, and must not be others'.
         """
         try:
-            numbered = []
-            if self.path.exists():
-                numbered = [
-                    path.name for path in self.path.iterdir() if _is_ours(path.name)
-                ]
-            ours = self.steps() or (self.path / _MARK).exists()
-            if numbered and not ours:
+            if (self.path / _MARK).exists():
+                return None
+            there = self.path.iterdir() if self.path.exists() else ()
+            numbered = [path.name for path in there if _is_ours(path.name)]
+            if numbered and not self.steps():
                 return (
                     f"{self.path} has {min(numbered)!r}, which is no checkpoint of "
                     "eqxshard; give the run a folder of its own."
                 )
             self.path.mkdir(parents=True, exist_ok=True)
-            if not (self.path / _MARK).exists():
-                (self.path / _MARK).write_text(_MARK_SAYS)
+            (self.path / _MARK).write_text(_MARK_SAYS)
         except ValueError as error:
             return str(error)
         except OSError as error:
@@ -193,6 +182,21 @@ class CheckpointFolder:
         for path in self.path.iterdir():
             if _is_ours(path.name) and not (_is_step(path.name) and is_sealed(path)):
                 _remove(path)
+
+
+def folder_path(path: str | os.PathLike[str]) -> Any:
+    """A folder, local or not, as an `etils.epath.Path`."""
+    # Late: Orbax's paths take a while to import, and not every run has them.
+    from etils import epath
+
+    remote = "://" in os.fspath(path)
+    try:
+        return epath.Path(path if remote else os.path.abspath(path))
+    except (ImportError, KeyError) as error:
+        raise ValueError(
+            f"{os.fspath(path)!r} is on no file system that is known here ({error}); use a "
+            "local folder, or install what reaches it, such as gcsfs for gs://."
+        ) from error
 
 
 def listed(steps: list[int]) -> str:

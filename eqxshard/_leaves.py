@@ -1,4 +1,4 @@
-"""The arrays of a PyTree by their paths, and how Orbax writes and reads them."""
+"""The arrays of a PyTree by their paths, written by Orbax and read by tensorstore."""
 
 import functools as ft
 import itertools
@@ -10,10 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jaxtyping import Array, PyTree
 
-from .sharding import is_array, leaf_path
+from .sharding import is_array, is_key, leaf_path
+from .transforms import Skeleton, split
 
 #: Arrays are written in chunks of at most so many bytes, and read so many chunks at a
 #: time: this is what reading takes, besides the part of an array that is read.
@@ -37,7 +38,7 @@ def write(folder: Any, leaves: dict[str, Any]) -> Any:
         return ocp.save_async(
             folder,
             {
-                path: jax.random.key_data(leaf) if _is_key(leaf) else leaf
+                path: jax.random.key_data(leaf) if is_key(leaf) else leaf
                 for path, leaf in leaves.items()
                 # Orbax refuses them, and there is nothing to save.
                 if leaf.size
@@ -51,7 +52,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def read(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Array]:
-    """Read arrays by their paths, each to where its leaf is or is to be."""
+    """Read arrays by their paths, in order, each to where its leaf is or is to be."""
     # Not by Orbax, which reads all chunks of several parts at once, in parts that lie
     # across chunks even all of the array: several times the memory of what is read.
     import tensorstore as ts
@@ -77,7 +78,7 @@ def read(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Array]:
             empty = np.zeros(target.shape, target.dtype)
             there = target.sharding
             array = jax.make_array_from_callback(empty.shape, there, empty.__getitem__)
-        if _is_key(leaf):
+        if is_key(leaf):
             wrap = ft.partial(jax.random.wrap_key_data, impl=leaf.dtype)
             array = jax.jit(wrap, out_shardings=target.sharding)(array)
         arrays[path] = array
@@ -132,8 +133,9 @@ def _read_part(store: Any, part: tuple[range, ...], dtype: Any) -> np.ndarray:
     return out
 
 
-def paths_of(tree: PyTree, root: str = "") -> list[str]:
-    """The paths of a PyTree's arrays, in the order of `split`."""
+def split_by_path(tree: PyTree, root: str = "") -> tuple[dict[str, Any], Skeleton]:
+    """As `split`, with the arrays by their paths."""
+    arrays, skeleton = split(tree)
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     paths = [leaf_path(path, root) for path, leaf in leaves if is_array(leaf)]
     twice = sorted({path for path in paths if paths.count(path) > 1})
@@ -141,11 +143,7 @@ def paths_of(tree: PyTree, root: str = "") -> list[str]:
         raise ValueError(
             f"two arrays have the path {twice[0]}; use names without dots in dicts."
         )
-    return paths
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return dict(zip(paths, arrays, strict=True)), skeleton
 
 
 def describe(leaf: Array) -> dict[str, Any]:
@@ -156,7 +154,7 @@ def describe(leaf: Array) -> dict[str, Any]:
         "dtype": str(leaf.dtype),
         "spec": [list(axes) if isinstance(axes, tuple) else axes for axes in spec],
     }
-    return described | ({"impl": str(jax.random.key_impl(leaf))} if _is_key(leaf) else {})
+    return described | ({"impl": str(jax.random.key_impl(leaf))} if is_key(leaf) else {})
 
 
 def stand_in(described: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
@@ -175,13 +173,15 @@ def mesh_sizes(leaves: Mapping[str, Array]) -> dict[str, int]:
     return {}
 
 
+def place_of(leaf: Any) -> Sharding:
+    """Where an array is, or is to be: without a word of it, on the first device."""
+    return leaf.sharding or SingleDeviceSharding(jax.devices()[0])
+
+
 def _target(leaf: Any) -> jax.ShapeDtypeStruct:
     """What is to be read for a leaf, and where to."""
-    where = leaf.sharding
-    if where is None:
-        where = SingleDeviceSharding(jax.devices()[0])
-    data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
-    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=where)
+    data = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=place_of(leaf))
 
 
 def check_same(
@@ -211,7 +211,7 @@ def _converts(saved: str, leaf: Any) -> bool:
     """Whether a saved type is the leaf's, or both are floating-point (or complex)."""
     if saved == str(leaf.dtype):
         return True
-    if saved.startswith("key<") or _is_key(leaf):
+    if saved.startswith("key<") or is_key(leaf):
         return False
     old, new = jnp.dtype(saved), leaf.dtype
     return any(

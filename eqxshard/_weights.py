@@ -11,10 +11,9 @@ import numpy as np
 from jax.sharding import Sharding
 from jaxtyping import PyTree
 
-from ._leaves import check_same, paths_of
+from ._leaves import check_same, place_of, split_by_path
 from .distributed import is_first, on_host
 from .sharding import spread
-from .transforms import split
 
 _T = TypeVar("_T")
 
@@ -61,7 +60,7 @@ def save_weights(path: str | os.PathLike[str], model: PyTree) -> None:
     from safetensors.numpy import save_file
 
     path = Path(path)
-    leaves = dict(zip(paths_of(model), split(model)[0]))
+    leaves, _ = split_by_path(model)
     unknown = [name for name, x in leaves.items() if str(x.dtype) not in _DTYPES.values()]
     if unknown:
         raise ValueError(
@@ -125,8 +124,7 @@ def load_weights(
         raise FileNotFoundError(
             f"there is no file {os.fspath(path)!r}; give one that save_weights wrote."
         )
-    leaves, skeleton = split(like)
-    wanted = dict(zip(paths_of(like), leaves))
+    wanted, skeleton = split_by_path(like)
     try:
         # It checks all that a header can have wrong.
         with safe_open(path, "np"):
@@ -168,13 +166,8 @@ def _map(path: Path) -> tuple[dict[str, Any], np.ndarray]:
 
 
 def _place(whole: np.ndarray, leaf: Any, there: Sharding | None) -> jax.Array:
-    if there is None:
-        there = leaf.sharding
-    if there is None:
-        there = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-
     def part(index: Any) -> np.ndarray:
         # A copy, as the file may change.
         return np.array(whole[index], leaf.dtype)
 
-    return jax.make_array_from_callback(leaf.shape, there, part)
+    return jax.make_array_from_callback(leaf.shape, there or place_of(leaf), part)

@@ -19,10 +19,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, PyTree
 
 from ._checkpoint_folder import CheckpointFolder, listed
-from ._leaves import check_same, describe, mesh_sizes, paths_of, read, write
+from ._leaves import check_same, describe, mesh_sizes, read, split_by_path, write
 from .distributed import agree, from_first, gather, is_first
 from .state import TrainState, unflatten_state
-from .transforms import split
 
 _T = TypeVar("_T")
 
@@ -164,12 +163,9 @@ class Checkpointer:
         that is too many, or that has another shape.
         """
         step, described = self._folder.choose(step)
-        leaves, skeleton = split(like)
-        paths = paths_of(like)
-        saved = described["leaves"]
-        check_same(dict(zip(paths, leaves)), saved, self._folder.in_words(step))
-        arrays = read(self._folder.at(step), dict(zip(paths, leaves)))
-        values = [arrays[path] for path in paths]
+        wanted, skeleton = split_by_path(like)
+        check_same(wanted, described["leaves"], self._folder.in_words(step))
+        values = list(read(self._folder.at(step), wanted).values())
         self._last = time.monotonic()
         if isinstance(like, TrainState):
             return unflatten_state(values, skeleton.shaped(values))  # pyright: ignore
@@ -208,14 +204,11 @@ class Checkpointer:
         """
         step, described = self._folder.choose(step)
         chosen, rest = eqx.partition(model, only)
-        leaves, skeleton = split(chosen)
-        paths = paths_of(chosen, "model")
-        wanted = dict(zip(paths, leaves))
-        saved = {path: described["leaves"].get(path) for path in paths}
-        saved = {path: leaf for path, leaf in saved.items() if leaf is not None}
+        wanted, skeleton = split_by_path(chosen, "model")
+        saved = {k: leaf for k, leaf in described["leaves"].items() if k in wanted}
         check_same(wanted, saved, self._folder.in_words(step))
         arrays = read(self._folder.at(step), wanted)
-        return eqx.combine(skeleton.merge([arrays[path] for path in paths]), rest)
+        return eqx.combine(skeleton.merge(list(arrays.values())), rest)
 
     def check_start(self, step: int, loader: Any) -> None:
         """Refuse to start a run where its checkpoints would mix with another's.
@@ -281,12 +274,12 @@ class Checkpointer:
         - `metrics`: what was measured of this state, for `best`.
         """
         step = int(state.step)
-        self._join()
+        self.close()
         self._last = time.monotonic()
         self._error = None
         if from_first(step in self._folder.good_steps()):
             return
-        leaves = dict(zip(paths_of(state), split(state)[0]))
+        leaves, _ = split_by_path(state)
         described = {
             "step": step,
             # JSON has no others.
@@ -330,7 +323,9 @@ class Checkpointer:
 
     def close(self) -> None:
         """Wait until all that was saved is written, whether or not it could be."""
-        self._join()
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
 
     def wait(self) -> None:
         """Wait until all that was saved is written.
@@ -339,15 +334,10 @@ class Checkpointer:
 
         `OSError` if the last of it could not be written.
         """
-        self._join()
+        self.close()
         errors = [error for error in gather(str(self._error or "")) if error]
         if errors:
             raise OSError(errors[0])
-
-    def _join(self) -> None:
-        if self._pending is not None:
-            self._pending.result()
-            self._pending = None
 
     def _finish(self, response: Any, described: dict[str, Any], lost: Array) -> None:
         step = described["step"]

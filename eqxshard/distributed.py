@@ -7,12 +7,12 @@ import platform
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 _FAREWELL_SECONDS = 2.0
 
@@ -138,9 +138,9 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def is_shared(mesh: Mesh) -> bool:
-    """Whether a mesh has devices of several processes."""
-    return len({device.process_index for device in mesh.devices.flat}) > 1
+def is_shared(devices: Iterable[Any]) -> bool:
+    """Whether devices, such as a mesh's, are of several processes."""
+    return len({device.process_index for device in devices}) > 1
 
 
 def agree(what: str, facts: dict[str, Any]) -> None:

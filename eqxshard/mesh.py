@@ -7,7 +7,7 @@ import jax
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .distributed import agree
+from .distributed import agree, is_shared
 
 #: Every mesh has all of these, slowest link first, so that a rule written once
 #: holds on every mesh.
@@ -67,7 +67,7 @@ def make_mesh(
     asked = dict(
         stage=stage, data=data, fsdp=fsdp, context=context, expert=expert, tensor=tensor
     )
-    if len({device.process_index for device in devices}) > 1:
+    if is_shared(devices):
         agree("mesh", {**asked, "dcn": dcn and dict(dcn), "devices": len(devices)})
     sizes = _resolve(asked, len(devices))
     shape = tuple(sizes[axis] for axis in AXES)

@@ -5,7 +5,6 @@ device, an operation at a time: the batch, the parameters, the loss, the gradien
 """
 
 import argparse
-import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ._black_box import BlackBox, read_black_box
+from ._checkpoint_folder import folder_path
 from .precision import cast
 from .sharding import leaf_path
 from .state import split_model, with_state, without_state
@@ -151,10 +151,8 @@ def main() -> int:
     )
     parser.add_argument("folder", help="the black_box folder that a run named")
     folder = parser.parse_args().folder
-    from etils import epath
-
     try:
-        box = read_black_box(epath.Path(os.path.abspath(folder)))
+        box = read_black_box(folder_path(folder))
     except (FileNotFoundError, ValueError, ImportError, AttributeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

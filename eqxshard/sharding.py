@@ -5,6 +5,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
@@ -190,6 +191,11 @@ def compute_sharding(storage: NamedSharding) -> NamedSharding:
 def is_array(leaf: Any) -> bool:
     """Whether a leaf is an array or stands for one."""
     return eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether an array, or what stands for one, is of random keys."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def leaf_path(path: tuple[Any, ...], root: str = "") -> str:

@@ -15,7 +15,7 @@ from .distributed import agree, is_shared
 from .mesh import check_mesh
 from .precision import LossScale, Precision, cast
 from .rules import Rule, optimizer_rule
-from .sharding import is_array, leaf_path, place, shardings, spread
+from .sharding import is_array, is_key, leaf_path, place, shardings, spread
 from .transforms import Skeleton, split
 
 
@@ -132,10 +132,9 @@ def init_state(
     make = _maker(make_model, optim, trainable, precision)
 
     def born(numbers: Array) -> list[Array]:
-        typed = (
-            jax.random.wrap_key_data(numbers, impl=key.dtype) if _is_typed(key) else numbers
-        )
-        return split(make(typed)[0])[0]
+        if is_key(key):
+            numbers = jax.random.wrap_key_data(numbers, impl=key.dtype)
+        return split(make(numbers)[0])[0]
 
     # From the key's numbers on the host, which all processes have.
     whole = NamedSharding(mesh, PartitionSpec())
@@ -183,7 +182,7 @@ def abstract_state(
     check_mesh(mesh)
     if not isinstance(key, jax.Array):
         raise TypeError(f"key={key!r} is not a random key; use jax.random.key(0).")
-    if is_shared(mesh):
+    if is_shared(mesh.devices.flat):
         agree("state", {"key": _numbers(key).tolist()})
     make = _maker(make_model, optim, trainable, precision)
     state, params = eqx.filter_eval_shape(make, key)
@@ -199,12 +198,8 @@ def abstract_state(
     )
 
 
-def _is_typed(key: Array) -> bool:
-    return jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-
-
 def _numbers(key: Array) -> np.ndarray:
-    return np.asarray(jax.random.key_data(key) if _is_typed(key) else key)
+    return np.asarray(jax.random.key_data(key) if is_key(key) else key)
 
 
 def _maker(

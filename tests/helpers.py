@@ -78,6 +78,18 @@ def squared_errors(model, batch, key):
     return jnp.sum((jax.vmap(model)(batch["x"], keys) - batch["y"]) ** 2, axis=-1)
 
 
+def source(examples=100):
+    """Examples that know their number; in batches of 32, the last one is ragged."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(examples, 8)).astype(np.float32)
+    y = rng.normal(size=(examples, 4)).astype(np.float32)
+    return eqxshard.data.ArraySource({"x": x, "y": y, "index": np.arange(examples)})
+
+
+def make_loader(**options):
+    return eqxshard.Loader(source(), **{"batch_size": 32, "mesh": make_mesh(), **options})
+
+
 def make_batch(rows=32, seed=0, weight=None):
     rng = np.random.default_rng(seed)
     batch = {
@@ -123,6 +135,23 @@ def assert_close(tree, other, rtol=2e-5, atol=2e-6):
     assert ours.keys() == theirs.keys()
     for path, array in ours.items():
         np.testing.assert_allclose(array, theirs[path], rtol, atol, err_msg=path)
+
+
+@contextlib.contextmanager
+def compiled_by_jit(monkeypatch):
+    """Collects what is compiled of functions that are jitted and called meanwhile."""
+    compiled, real_jit = [], jax.jit
+
+    def jit(fn, **options):
+        def call(*args):
+            compiled.append(real_jit(fn, **options).lower(*args).compile())
+            return compiled[-1](*args)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "jit", jit)
+        yield compiled
 
 
 @contextlib.contextmanager

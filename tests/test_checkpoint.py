@@ -18,6 +18,7 @@ from helpers import (
     assert_close,
     assert_equal,
     lenient,
+    make_loader,
     make_mesh,
     squared_errors,
 )
@@ -28,17 +29,6 @@ import eqxshard
 from eqxshard._sealed import seal
 
 OPTIM = lenient(optax.adam(1e-2))
-
-
-def source(examples=100):
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(examples, 8)).astype(np.float32)
-    y = rng.normal(size=(examples, 4)).astype(np.float32)
-    return eqxshard.data.ArraySource({"x": x, "y": y, "index": np.arange(examples)})
-
-
-def make_loader(**options):
-    return eqxshard.Loader(source(), **{"batch_size": 32, "mesh": make_mesh(), **options})
 
 
 def placed(mesh="data=8", rule="replicate") -> dict[str, Any]:

@@ -46,6 +46,23 @@ def run(folder, *options, **how):
     return process.returncode, out
 
 
+def run_by_hand(port, starts):
+    """Without the launcher: the status of each process, and what it said."""
+    address = [f"--address=127.0.0.1:{port}", f"--processes={len(starts)}"]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *command, *address, f"--process={number}"],
+            env=SETTINGS | settings,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number, (command, settings) in enumerate(starts)
+    ]
+    for process in processes:
+        _, err = process.communicate(timeout=120)
+        yield process.returncode, err
+
+
 def lines_of(folder):
     lines = [
         json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
@@ -205,37 +222,17 @@ def test_processes_that_differ_do_not_start(tmp_path, what, says):
 def test_processes_of_other_code_do_not_start(tmp_path):
     other = tmp_path / "other.py"
     other.write_text(SCRIPT.read_text() + "# another line\n")
-    address = ["--address=127.0.0.1:29417", "--processes=2"]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, script, tmp_path, *address, f"--process={number}"],
-            env=SETTINGS,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number, script in enumerate((SCRIPT, other))
-    ]
-    for process in processes:
-        _, err = process.communicate(timeout=120)
-        assert process.returncode == 1
+    starts = [((script, tmp_path), {}) for script in (SCRIPT, other)]
+    for status, err in run_by_hand(29417, starts):
+        assert status == 1
         assert "processes of this run differ in process script's code: " in err
 
 
 @pytest.mark.slow
 def test_processes_with_other_numbers_of_devices_do_not_start(tmp_path):
-    options = [tmp_path, "--address=127.0.0.1:29418", "--processes=2"]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, SCRIPT, *options, f"--process={number}"],
-            env=SETTINGS | {"JAX_NUM_CPU_DEVICES": str(1 + number)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in (0, 1)
-    ]
-    for process in processes:
-        _, err = process.communicate(timeout=120)
-        assert process.returncode == 1
+    starts = [((SCRIPT, tmp_path), {"JAX_NUM_CPU_DEVICES": n}) for n in ("1", "2")]
+    for status, err in run_by_hand(29418, starts):
+        assert status == 1
         assert "of devices (process 0 has 1, process 1 has 2); start all of them" in err
 
 

@@ -11,7 +11,9 @@ from helpers import (
     assert_close,
     assert_equal,
     lenient,
+    make_loader,
     make_mesh,
+    source,
     squared_errors,
 )
 from hypothesis import given, settings
@@ -21,18 +23,7 @@ import eqxshard
 
 OPTIM = lenient(optax.adam(1e-2))
 RULE = RULES["replicate"]
-EXAMPLES = 100  # in batches of 32: the last one is ragged
-
-
-def source(examples=EXAMPLES):
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(examples, 8)).astype(np.float32)
-    y = rng.normal(size=(examples, 4)).astype(np.float32)
-    return eqxshard.data.ArraySource({"x": x, "y": y, "index": np.arange(examples)})
-
-
-def make_loader(**options):
-    return eqxshard.Loader(source(), **{"batch_size": 32, "mesh": make_mesh(), **options})
+EXAMPLES = len(source())
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from helpers import (
     Model,
     arrays,
     assert_equal,
+    compiled_by_jit,
     lenient,
     make_batch,
     make_mesh,
@@ -111,25 +112,13 @@ def test_optimizer_state_is_placed_explicitly(name):
 
 def test_no_array_is_whole_on_the_way_in(monkeypatch):
     """A device needs its own parts, and room for about one leaf's part besides."""
-    compiled = []
-    real_jit = jax.jit
-
-    def jit(fn, **options):
-        def call(*args):
-            compiled.append(real_jit(fn, **options).lower(*args).compile())
-            return compiled[-1](*args)
-
-        return call
-
-    monkeypatch.setattr(jax, "jit", jit)
-    mesh = make_mesh("fsdp=8")
     side = 1024
-    state = init(
-        mesh,
-        eqxshard.fsdp(),
-        make_model=lambda key: eqx.nn.MLP(side, side, side, 3, key=key),
-    )
-    monkeypatch.undo()
+    with compiled_by_jit(monkeypatch) as compiled:
+        state = init(
+            make_mesh("fsdp=8"),
+            eqxshard.fsdp(),
+            make_model=lambda key: eqx.nn.MLP(side, side, side, 3, key=key),
+        )
     (memory,) = [c.memory_analysis() for c in compiled]
     largest = side * side * 4
     parts = sum(x.addressable_shards[0].data.nbytes for x in plain_arrays(state))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import arrays, lenient
+from helpers import arrays, compiled_by_jit, lenient
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 from rich.console import Console
@@ -287,26 +287,15 @@ BIRTHS: dict[str, tuple[eqxshard.Rule, dict[str, Any], int]] = {
 @pytest.mark.parametrize("name", BIRTHS)
 def test_no_device_makes_more_of_an_array_than_it_keeps(name, monkeypatch):
     rule, sizes, parts = BIRTHS[name]
-    compiled = []
-    real_jit = jax.jit
-
-    def jit(fn, **options):
-        def call(*args):
-            compiled.append(real_jit(fn, **options).lower(*args).compile())
-            return compiled[-1](*args)
-
-        return call
-
-    monkeypatch.setattr(jax, "jit", jit)
-    eqxshard.init_state(
-        Leaves,
-        # Its state has a dtype of its own, to be told from the parameters.
-        lenient(optax.sgd(0.1, momentum=0.9, accumulator_dtype=jnp.bfloat16)),
-        key=jax.random.key(0),
-        mesh=eqxshard.make_mesh(**{"data": 1, **sizes}),
-        rule=rule,
-    )
-    monkeypatch.undo()
+    with compiled_by_jit(monkeypatch) as compiled:
+        eqxshard.init_state(
+            Leaves,
+            # Its state has a dtype of its own, to be told from the parameters.
+            lenient(optax.sgd(0.1, momentum=0.9, accumulator_dtype=jnp.bfloat16)),
+            key=jax.random.key(0),
+            mesh=eqxshard.make_mesh(**{"data": 1, **sizes}),
+            rule=rule,
+        )
     (program,) = compiled
     found = largest_arrays(program.as_text())
     assert found.pop("bf16") == 64 * 64 // 8

@@ -114,7 +114,7 @@ class Loader:
         self._seed = seed
         self._shuffle = shuffle
         self._remainder = remainder
-        if is_shared(mesh):
+        if is_shared(mesh.devices.flat):
             agree("loader", self._fingerprint(len(source)))
         check_batch_size(batch_size, mesh)
         if len(source) == 0:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree, Shaped
 
-from ..sharding import is_array, leaf_path
+from ..sharding import is_array, is_key, leaf_path
 
 #: The arrays of a state on the host, by name: what a step changes first comes first.
 Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
@@ -55,9 +55,9 @@ def read(state: PyTree) -> Arrays:
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         if is_array(leaf):
-            is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            numbers = jax.random.key_data(leaf) if is_key(leaf) else leaf
             # Copied, because the array itself is donated to the next step.
-            found[_name(path)] = np.array(jax.random.key_data(leaf) if is_key else leaf)
+            found[_name(path)] = np.array(numbers)
     return dict(sorted(found.items(), key=lambda item: _rank(item[0])))
 
 
@@ -65,7 +65,7 @@ def uneven(state: PyTree) -> list[str]:
     """The names of arrays of which devices that should have the same part have not."""
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        if is_array(leaf) and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if is_array(leaf) and not is_key(leaf):
             parts: dict[str, set[bytes]] = {}
             for shard in leaf.addressable_shards:
                 part = np.asarray(shard.data).tobytes()
@@ -79,7 +79,7 @@ def load(state: PyTree, arrays: Arrays) -> PyTree:
     """A state like another, with other values; random keys stay as they are."""
 
     def one(path: tuple[Any, ...], leaf: Any) -> Any:
-        if not is_array(leaf) or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if not is_array(leaf) or is_key(leaf):
             return leaf
         return jax.device_put(arrays[_name(path)], leaf.sharding, may_alias=False)
 

@@ -4,10 +4,9 @@ import warnings
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ..sharding import leaf_path
+from ..sharding import is_key, leaf_path
 
 
 def assert_donated(step: Any, state: PyTree, /, *args: Any) -> None:
@@ -78,7 +77,7 @@ def _of_donation(warning: warnings.WarningMessage) -> bool:
 
 def _buffers(leaf: jax.Array) -> set[tuple[jax.Device, int]]:  # pyright: ignore[reportInvalidTypeForm]
     """The memory of an array: on which device, and where."""
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     shards = leaf.addressable_shards
     return {(shard.device, shard.data.unsafe_buffer_pointer()) for shard in shards}
