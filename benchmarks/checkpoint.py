@@ -4,23 +4,18 @@ A state of so many gigabytes, split over 2 simulated devices: how long `Checkpoi
 holds up who calls it, beside a save that is waited for and a plain one of Orbax; how fast
 it is on disk, with all its checksums, and back, beside `numpy.save` and `numpy.load` of
 the same bytes on the same disk. What Orbax writes is on the disk itself when it says so
-(`fsync`), so NumPy is measured with and without; what is read was just written. Contestants
-take turns, round by round, so that whatever else the machine does meets them alike.
+(`fsync`), so NumPy, the measure, is there with and without; what is read was just written.
 
-    python benchmarks/checkpoint.py --gigabytes 1 --json checkpoint.json
+    python benchmarks/checkpoint.py --gigabytes 1 --output build/benchmarks
 """
 
-import argparse
-import importlib.metadata
-import json
 import logging
 import os
-import platform
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +23,7 @@ import equinox as eqx
 import jax
 import numpy as np
 import optax
-from rich.console import Console
-from rich.table import Table
+from _side_by_side import Contest, Report, parser, take_turns
 
 import eqxshard
 
@@ -115,28 +109,21 @@ CONTESTANTS: dict[str, Callable[[Any, Any, Path], Times]] = {
 }
 
 
-def in_turns(state: Any, like: Any, rounds: int, root: Path) -> dict[str, list[Times]]:
-    times: dict[str, list[Times]] = {name: [] for name in CONTESTANTS}
-    for number in range(rounds + 1):
-        for name, run in CONTESTANTS.items():
-            folder = Path(tempfile.mkdtemp(dir=root))
-            measured = run(state, like, folder)
-            shutil.rmtree(folder)
-            os.sync()  # or a turn would write what another left
-            if number:  # the first is to warm up
-                times[name].append(measured)
+def one_turn(
+    run: Callable[[Any, Any, Path], Times], state: Any, like: Any, root: Path
+) -> Times:
+    folder = Path(tempfile.mkdtemp(dir=root))
+    times = run(state, like, folder)
+    shutil.rmtree(folder)
+    os.sync()  # or a turn would write what another left
     return times
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Seconds that saving and restoring a checkpoint take, side by side."
-    )
-    parser.add_argument("--gigabytes", type=float, default=1.0)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--directory", help="on the disk to measure")
-    parser.add_argument("--json", metavar="FILE", help="where to write the figures")
-    args = parser.parse_args()
+    options = parser(__doc__, rounds=5)
+    options.add_argument("--gigabytes", type=float, default=1.0)
+    options.add_argument("--directory", help="on the disk to measure")
+    args = options.parse_args()
     jax.config.update("jax_num_cpu_devices", DEVICES)
     logging.getLogger("absl").setLevel(logging.ERROR)
     size = int(args.gigabytes * 2**30)
@@ -150,41 +137,21 @@ def main() -> None:
     like = eqxshard.abstract_state(lambda key: make_model(key, size), OPTIM, **made)
     size = sum(x.nbytes for x in arrays_of(state))
     with tempfile.TemporaryDirectory(dir=args.directory) as root:
-        times = in_turns(state, like, args.rounds, Path(root))
+        turns = {
+            name: partial(one_turn, run, state, like, Path(root))
+            for name, run in CONTESTANTS.items()
+        }
+        times = take_turns(turns, args.rounds)
 
-    console, results = Console(width=100), []
-    measure = times[next(iter(times))]
-    for what in ("held up", "save", "restore"):
-        table = Table(what, "seconds", "min to max", "MB/s", "of NumPy's MB/s")
-        for name, turns in times.items():
-            seconds = [turn[what] for turn in turns]
-            middle = statistics.median(seconds)
-            bare = [turn[what] for turn in measure]
-            ratio = statistics.median(b / mine for mine, b in zip(seconds, bare))
-            results.append({"what": what, "name": name, "seconds": seconds, "ratio": ratio})
-            rates = what != "held up"
-            table.add_row(
-                name,
-                f"{middle:.3f}",
-                f"{min(seconds):.3f} to {max(seconds):.3f}",
-                f"{size / middle / 1e6:,.0f}" if rates else "",
-                f"{ratio:.2f}" if rates else "",
-            )
-        console.print(table)
-    packages = ("eqxshard", "jax", "equinox", "numpy", "orbax-checkpoint")
-    setting = {
-        "versions": {name: importlib.metadata.version(name) for name in packages},
-        "python": platform.python_version(),
-        "platform": jax.default_backend(),
-        "devices": DEVICES,
-        "cpus": os.cpu_count(),
-        "bytes": size,
-        "rounds": args.rounds,
-    }
-    console.print(json.dumps(setting))
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(setting | {"results": results}, file, indent=2)
+    held_up = {name: [turn["held up"] for turn in of] for name, of in times.items()}
+    contests = [Contest("held up by a save", "seconds", held_up)]
+    for what in ("save", "restore"):
+        rates = {
+            name: [size / turn[what] / 1e6 for turn in of] for name, of in times.items()
+        }
+        contests.append(Contest(what, "MB/s", rates))
+    setting = {"bytes": size, "rounds": args.rounds}
+    Report("checkpoint", contests, setting).show_and_write(args.output)
 
 
 if __name__ == "__main__":

@@ -1,30 +1,28 @@
 """Microseconds per training step of a model so small that only the overhead shows.
 
-The same step (an MLP of width 16, mean squared error, Adam) as `train_step`, with and
-without its guard against values that are not finite; under `equinox.filter_jit`; and
-under a `jax.jit` whose arrays were flattened by hand, which is the measure: there is
-nothing to a call but JAX's own dispatch, and it guards against nothing. Contestants take
-turns, round by round, so that whatever else the machine does meets them alike.
+The same step (an MLP of width 16, mean squared error, Adam) as eqxshard's `train_step`,
+with and without its guard against values that are not finite, and 64 in one dispatch;
+under `equinox.filter_jit`; in Flax NNX under `nnx.jit`, and in the two ways that its guide
+to performance has for small models; and under a `jax.jit` whose arrays were flattened by
+hand, which is the measure: there is nothing to a call but JAX's own dispatch, and it
+guards against nothing. All donate what they replace.
 
-    python benchmarks/step_overhead.py --depths 4 48 --json step_overhead.json
+    python benchmarks/step_overhead.py --output build/benchmarks
 """
 
-import argparse
-import importlib.metadata
-import json
-import os
-import platform
-import statistics
+import importlib
+import importlib.util
+import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from rich.console import Console
-from rich.table import Table
+from _side_by_side import Contest, Report, parser, take_turns
 
 import eqxshard
 
@@ -136,6 +134,75 @@ def by_hand(make_model: Any, batch: Any, mesh: Any) -> Contestant:
     return run
 
 
+def start_nnx(depth: int, mesh: Any) -> tuple[Any, Any]:
+    """The same model and optimizer, in Flax NNX."""
+    nnx = importlib.import_module("flax.nnx")
+
+    class MLP(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = nnx.List(
+                [nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(depth)]
+            )
+
+        def __call__(self, x):
+            for layer in self.layers[:-1]:
+                x = nnx.relu(layer(x))
+            return self.layers[-1](x)
+
+    model = MLP(nnx.Rngs(0))
+    both = model, nnx.Optimizer(model, OPTIM, wrt=nnx.Param)
+    nnx.update(both, jax.device_put(nnx.state(both), jax.NamedSharding(mesh, jax.P())))
+    return both
+
+
+def update_nnx(model: Any, optimizer: Any, batch: Any) -> Any:
+    nnx = importlib.import_module("flax.nnx")
+
+    def mean(model):
+        return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
+    loss, grads = nnx.value_and_grad(mean)(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+def by_nnx(depth: int, batch: Any, mesh: Any, cached: bool = False) -> Contestant:
+    nnx = importlib.import_module("flax.nnx")
+    both = start_nnx(depth, mesh)
+    jitted = nnx.jit(update_nnx, donate_argnums=(0, 1))
+    step = (nnx.cached_partial if cached else partial)(jitted, *both)
+
+    def run(steps: int) -> int:
+        loss = None
+        for _ in range(steps):
+            loss = step(batch)
+        jax.block_until_ready(loss)
+        return steps
+
+    return run
+
+
+def by_split_nnx(depth: int, batch: Any, mesh: Any) -> Contestant:
+    nnx = importlib.import_module("flax.nnx")
+    graphdef, state = nnx.split(start_nnx(depth, mesh))
+
+    def step(graphdef, state, batch):
+        model, optimizer = nnx.merge(graphdef, state)
+        return update_nnx(model, optimizer, batch), nnx.state((model, optimizer))
+
+    jitted = jax.jit(step, donate_argnums=1)
+
+    def run(steps: int) -> int:
+        nonlocal state
+        loss = None
+        for _ in range(steps):
+            loss, state = jitted(graphdef, state, batch)
+        jax.block_until_ready(loss)
+        return steps
+
+    return run
+
+
 def contestants(depth: int, mesh: Any) -> dict[str, Contestant]:
     """By name; the measure first."""
 
@@ -145,22 +212,29 @@ def contestants(depth: int, mesh: Any) -> dict[str, Contestant]:
     x, y = jax.random.normal(jax.random.key(1), (2, BATCH_SIZE, WIDTH))
     batch = eqxshard.filter_shard({"x": x, "y": y}, eqxshard.batch_sharding(mesh))
     given = make_model, batch, mesh
-    return {
+    made = {
         "jax.jit, flattened by hand": by_hand(*given),
-        "train_step, nonfinite='ignore'": by_train_step(*given, "ignore"),
-        "train_step, nonfinite='skip'": by_train_step(*given, "skip"),
-        f"train_step.many({TOGETHER}), nonfinite='ignore'": by_many(*given, "ignore"),
-        f"train_step.many({TOGETHER}), nonfinite='skip'": by_many(*given, "skip"),
+        "eqxshard, nonfinite='ignore'": by_train_step(*given, "ignore"),
+        "eqxshard, nonfinite='skip'": by_train_step(*given, "skip"),
+        f"eqxshard, many({TOGETHER}), nonfinite='ignore'": by_many(*given, "ignore"),
+        f"eqxshard, many({TOGETHER}), nonfinite='skip'": by_many(*given, "skip"),
         "equinox.filter_jit": by_equinox(*given),
     }
+    if importlib.util.find_spec("flax"):
+        same = depth, batch, mesh
+        made["Flax NNX, nnx.jit"] = by_nnx(*same)
+        made["Flax NNX, nnx.cached_partial"] = by_nnx(*same, cached=True)
+        made["Flax NNX, nnx.split and jax.jit"] = by_split_nnx(*same)
+    return made
 
 
-def microseconds(run: Contestant, seconds: float) -> float:
-    """Per step, over about so many seconds."""
+def microseconds(run: Contestant, seconds: float, most: int) -> float:
+    """Per step, over about so many seconds, with at most so many steps in flight."""
     steps = 16
     while True:
-        start = time.perf_counter()
-        taken = run(steps)
+        taken, start = 0, time.perf_counter()
+        while taken < steps:
+            taken += run(min(steps, most))
         elapsed = time.perf_counter() - start
         if elapsed >= seconds:
             return elapsed / taken * 1e6
@@ -168,53 +242,29 @@ def microseconds(run: Contestant, seconds: float) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Microseconds per training step of a tiny model, side by side."
-    )
-    parser.add_argument("--depths", type=int, nargs="+", default=[4, 48], metavar="N")
-    parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--seconds", type=float, default=0.05, help="of each turn")
-    parser.add_argument("--json", metavar="FILE", help="where to write the figures")
-    args = parser.parse_args()
+    options = parser(__doc__, rounds=21)
+    options.add_argument("--depths", type=int, nargs="+", default=[4, 48], metavar="N")
+    options.add_argument("--devices", type=int, default=1)
+    options.add_argument("--seconds", type=float, default=0.05, help="of each turn")
+    args = options.parse_args()
     jax.config.update("jax_num_cpu_devices", args.devices)
     mesh = eqxshard.make_mesh(devices=jax.devices()[: args.devices])
+    if not importlib.util.find_spec("flax"):
+        print("Flax is not installed, and is left out.")
 
-    console, results = Console(width=100), []
+    # Simulated devices, whose collectives wait for each other in one pool of threads,
+    # deadlock where too many steps are in flight.
+    most = sys.maxsize if args.devices == 1 else 16
+    contests = []
     for depth in args.depths:
-        times: dict[str, list[float]] = {}
-        runs = contestants(depth, mesh)
-        for _ in range(args.rounds + 1):
-            for name, run in runs.items():
-                times.setdefault(name, []).append(microseconds(run, args.seconds))
-        times = {name: figures[1:] for name, figures in times.items()}  # without compiling
-        measure = next(iter(times.values()))
-        table = Table("", "us/step", "min to max", "ratio", title=f"depth {depth}")
-        for name, figures in times.items():
-            ratio = statistics.median(mine / bare for mine, bare in zip(figures, measure))
-            results.append({"depth": depth, "name": name, "us": figures, "ratio": ratio})
-            table.add_row(
-                name,
-                f"{statistics.median(figures):.1f}",
-                f"{min(figures):.1f} to {max(figures):.1f}",
-                f"{ratio:.2f}",
-            )
-        console.print(table)
-    packages = ("eqxshard", "jax", "equinox", "optax")
-    setting = {
-        "versions": {name: importlib.metadata.version(name) for name in packages},
-        "python": platform.python_version(),
-        "platform": jax.default_backend(),
-        "devices": args.devices,
-        "cpus": os.cpu_count(),
-        "width": WIDTH,
-        "batch_size": BATCH_SIZE,
-        "rounds": args.rounds,
-    }
-    console.print(json.dumps(setting))
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(setting | {"results": results}, file, indent=2)
+        turns = {
+            name: partial(microseconds, run, args.seconds, most)
+            for name, run in contestants(depth, mesh).items()
+        }
+        values = take_turns(turns, args.rounds)
+        contests.append(Contest(f"depth {depth}", "us/step", values))
+    setting = {"width": WIDTH, "batch_size": BATCH_SIZE, "rounds": args.rounds}
+    Report("step_overhead", contests, setting).show_and_write(args.output)
 
 
 if __name__ == "__main__":

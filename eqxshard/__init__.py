@@ -8,6 +8,8 @@ from . import data as data
 from . import parallel as parallel
 from . import testing as testing
 from . import trackers as trackers
+from ._batches import DeviceBatches as DeviceBatches
+from ._cache import cache_compilations as cache_compilations
 from ._ema import ema_model as ema_model
 from ._ema import ema_weights as ema_weights
 from ._explain import Explanation as Explanation
@@ -33,6 +35,7 @@ from .rules import by_path as by_path
 from .rules import combine as combine
 from .rules import first_match as first_match
 from .rules import fsdp as fsdp
+from .rules import offload as offload
 from .rules import replicate as replicate
 from .rules import zero1 as zero1
 from .sharding import constrain as constrain

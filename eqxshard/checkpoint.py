@@ -90,7 +90,8 @@ class Checkpointer:
         self._folder = CheckpointFolder(directory)
         self.directory = self._folder.path
         self._keep = operator.index(keep)
-        self._every = None if every is None else operator.index(every)
+        #: Save every so many steps, or `None`.
+        self.every = None if every is None else operator.index(every)
         self._every_seconds = every_seconds
         self._best = best
         self._mode = mode
@@ -225,7 +226,7 @@ class Checkpointer:
         loader of other batches.
         """
         alike = {"directory": str(self.directory), "first step": step}
-        alike |= {"every": self._every, "best": self._best}
+        alike |= {"every": self.every, "best": self._best}
         agree("run", alike | {"timed": self._every_seconds is not None})
         fault = from_first(self._folder.claim() if is_first() else None)
         if fault is not None:
@@ -247,7 +248,7 @@ class Checkpointer:
 
     def due(self, step: int, *, reporting: bool) -> bool:
         """Whether it is time to save: by steps, or by seconds if this is a report."""
-        if self._every is not None and step % self._every == 0:
+        if self.every is not None and step % self.every == 0:
             return True
         if not reporting or self._every_seconds is None:
             return False

@@ -5,18 +5,21 @@ import logging
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, NoReturn, Protocol, cast, runtime_checkable
 
 import jax
+import numpy as np
 from jaxtyping import PyTree
 
 from ._black_box import write_black_box
 from ._signals import stop_signals
 from ._watchdog import Watchdog
 from .checkpoint import Checkpointer
+from .data import Loader
 from .distributed import agree, is_first
 from .metrics import Metrics
 from .state import TrainState, with_state
+from .step import EvalStep, TrainStep
 
 _LOG = logging.getLogger(__name__)
 
@@ -69,7 +72,9 @@ def fit(
 
     Each step's batch is a function of the step's number, so that a state from the middle
     of a run goes on as if nothing had happened. At most two steps are in flight, and a
-    device value is read only to log it, after the next step is under way.
+    device value is read only to log it, after the next step is under way. From a loader
+    with `placement="device"`, all the steps up to the next report or checkpoint are taken
+    in one dispatch.
 
     With a checkpointer, SIGTERM or SIGINT (Ctrl-C) end the run after the step, or the
     evaluation, that is under way: the state is saved, and `KeyboardInterrupt`, or
@@ -151,16 +156,26 @@ def fit(
         report = _Report(trackers if is_first() else (), length, max_nonfinite)
         # If a step fails, what is due of those before it is reported all the same.
         stack.callback(report.flush)
-        for step in range(first + 1, stop + 1):
-            watchdog.waits_for(f"the batch of step {step}")
-            batch = next(batches, None)
+        device_loader = _on_device(loader, train_step, TrainStep)
+        every = None if checkpointer is None else checkpointer.every
+        periods = [n for n in (length, log_every, every) if n is not None]
+        step = first
+        while step < stop:
+            watchdog.waits_for(f"the batch of step {step + 1}")
+            if device_loader is not None:
+                count = min(stop - step, *(n - step % n for n in periods))
+                batch = device_loader.stacked(count, room=min(periods))
+                take = cast(TrainStep, train_step).many
+            else:
+                count, batch, take = 1, next(batches, None), train_step
             if batch is None:
                 raise ValueError(
-                    f"the loader ended after step {step - 1}, before step {stop}; make it "
+                    f"the loader ended after step {step}, before step {stop}; make it "
                     "with epochs=None, and let fit stop."
                 )
+            step += count
             watchdog.waits_for(f"step {step}")
-            state, metrics = train_step(state, batch)
+            state, metrics = take(state, batch)
             # Now that this step is under way, the values of the one before can be read
             # without leaving the devices idle.
             report.flush()
@@ -170,7 +185,7 @@ def fit(
             saves = checkpointer is not None and (
                 leaves or step == stop or checkpointer.due(step, reporting=reports)
             )
-            report.add(step, metrics, due=reports or saves)
+            report.add(step, metrics, count, due=reports or saves)
             if ends or saves:
                 report.read()
             if ends and evaluate is not None:
@@ -227,11 +242,22 @@ def evaluate(
     The mean of each metric over all examples.
     """
     loader.seek(0)
+    device_loader = _on_device(loader, eval_step, EvalStep)
+    if device_loader is not None:
+        batches = device_loader.stacked(len(device_loader))
+        return cast(EvalStep, eval_step).many(model, batches).compute()
     with closing(iter(loader)) as batches:
         parts = [
             eval_step(model, batch) for batch in itertools.islice(batches, len(loader))
         ]
     return Metrics.stack(parts).compute()
+
+
+def _on_device(loader: Batches, step: Any, kind: type) -> Loader | None:
+    """The loader, if its examples are on the devices and the step can gather them."""
+    if isinstance(loader, Loader) and loader.placement == "device":
+        return loader if isinstance(step, kind) else None
+    return None
 
 
 class _Report:
@@ -243,6 +269,7 @@ class _Report:
         self._trackers = trackers
         self._steps_per_epoch = steps_per_epoch
         self._parts: list[Metrics] = []
+        self._taken: list[np.ndarray] = []
         self._due: int | None = None
         self._values: dict[str, float] = {}
         self._since = time.perf_counter()
@@ -253,21 +280,24 @@ class _Report:
         self._max_nonfinite = max_nonfinite
         self._in_a_row: list[int] = []
 
-    def add(self, step: int, metrics: Metrics, *, due: bool) -> None:
+    def add(self, step: int, metrics: Metrics, count: int, *, due: bool) -> None:
+        """Take the metrics of as many steps, for which there may be more room in them."""
         self._parts.append(metrics)
+        self._taken.append(np.arange(metrics.weight.size) < count)
         self._due = step if due else None
 
     def read(self) -> None:
         """Wait for what is due, and stop to measure the time that it took."""
         if self._due is None or not self._parts:
             return
-        metrics = Metrics.stack(self._parts)
+        taken = np.concatenate(self._taken)
+        metrics = jax.tree.map(lambda leaf: leaf[taken], Metrics.stack(self._parts))
         values = metrics.compute()
         seconds = time.perf_counter() - self._since
         examples = float(metrics.weight.sum())
         speed = {"seconds": seconds, "examples_per_second": examples / seconds}
         self._values = _named("train", {**values, **speed})
-        self._parts = []
+        self._parts, self._taken = [], []
         first = self._due - len(metrics.nonfinite) + 1
         for step, failed in enumerate(metrics.nonfinite, start=first):
             self._in_a_row = [*self._in_a_row, step] if failed else []

@@ -45,6 +45,9 @@ class NamedLeaf(jax.ShapeDtypeStruct):
 Rule = Callable[[str, jax.ShapeDtypeStruct, Mesh], PartitionSpec | None]
 
 
+#: JAX's name for memory of the host that devices can reach.
+HOST_MEMORY = "pinned_host"
+
 #: The arrays of a PyTree, by their paths.
 Leaves = Mapping[str, jax.ShapeDtypeStruct]
 
@@ -68,12 +71,14 @@ class _Rule:
     - `decide`: the spec, and why it is that.
     - `check`: raises if the rule names what a PyTree or its mesh does not have.
     - `optimizer`: the rule for the optimizer's state, where it is not this one.
+    - `offloads`: whether the optimizer's state lies in the host's memory.
     """
 
     name: str
     decide: Callable[[str, jax.ShapeDtypeStruct, Mesh], Decision | None]
     check: Callable[[Leaves, Mesh], None] = _accept
     optimizer: "_Rule | None" = None
+    offloads: bool = False
 
     def __call__(
         self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh
@@ -161,6 +166,57 @@ def zero1(min_size: int = 2**18, axis: Axes = "data") -> Rule:
         lambda *_: Decision(PartitionSpec(), name),
         check,
         optimizer=_Rule(name, _split_largest(name, min_size, axis)),
+    )
+
+
+def offload(rule: Rule) -> Rule:
+    """Keep the optimizer's state in the host's memory; all else is as another rule says.
+
+    Each device has its part of the state in pinned memory of its own host (JAX's memory
+    kind `pinned_host`), fetches it for the update and sends it back: for Adam, two thirds
+    of what is kept between steps leave the device, for two copies over the bus in each
+    step. (ZeRO-Offload, Ren et al. 2021, https://arxiv.org/abs/2101.06840, which also
+    updates on the host.) Scalars of the state stay on the devices.
+
+    **Arguments:**
+
+    - `rule`: where everything lies, whatever the memory: any rule, with all of
+        [`eqxshard.combine`][] and the like inside.
+
+    **Returns:**
+
+    A rule that claims what the other claims.
+
+    **Raises:**
+
+    When it is used, `ValueError` if the mesh's devices have no such memory.
+
+    !!! Example
+
+        ```python
+        rule = eqxshard.offload(eqxshard.fsdp())
+        ```
+    """
+    name = f"offload({_name(rule)})"
+
+    def check(leaves: Leaves, mesh: Mesh) -> None:
+        for device in mesh.local_devices:
+            kinds = [memory.kind for memory in device.addressable_memories()]
+            if HOST_MEMORY not in kinds:
+                raise ValueError(
+                    f"{name} needs memory of the kind {HOST_MEMORY!r}, and {device} has "
+                    f"{_list(kinds)}; leave offload out."
+                )
+        check_rule(rule, leaves, mesh)
+
+    other = optimizer_rule(rule)
+    assert other is rule or isinstance(other, _Rule)
+    return _Rule(
+        name,
+        lambda path, leaf, mesh: _ask(rule, path, leaf, mesh),
+        check,
+        optimizer=other if isinstance(other, _Rule) and other is not rule else None,
+        offloads=True,
     )
 
 
@@ -391,6 +447,13 @@ def _composed(
     rules: Sequence[Rule],
     decide: Callable[[str, jax.ShapeDtypeStruct, Mesh], Decision | None],
 ) -> Rule:
+    for rule in rules:
+        if offloads(rule):
+            raise ValueError(
+                f"{_name(rule)} is inside {maker.__name__}, and offload goes around all: "
+                f"write offload({maker.__name__}(...))."
+            )
+
     def check(leaves: Leaves, mesh: Mesh) -> None:
         for rule in rules:
             check_rule(rule, leaves, mesh)
@@ -421,6 +484,11 @@ def check_rule(rule: Rule, leaves: Leaves, mesh: Mesh) -> None:
 def optimizer_rule(rule: Rule) -> Rule:
     """The rule for the optimizer's state: the same, unless it says otherwise."""
     return (isinstance(rule, _Rule) and rule.optimizer) or rule
+
+
+def offloads(rule: Rule) -> bool:
+    """Whether the optimizer's state lies in the host's memory."""
+    return isinstance(rule, _Rule) and rule.offloads
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
@@ -474,7 +542,7 @@ def check_spec(
 def _ask(rule: Rule, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision | None:
     if isinstance(rule, _Rule):
         return rule.decide(path, leaf, mesh)
-    makers = (replicate, fsdp, zero1, by_path, by_dim, first_match, combine)
+    makers = (replicate, fsdp, zero1, offload, by_path, by_dim, first_match, combine)
     if any(rule is maker for maker in makers):
         raise TypeError(
             f"{_name(rule)} makes a rule and is not one; call it, as {_name(rule)}()."

@@ -1,6 +1,6 @@
 """`TrainState`: all that a step changes; sharded at birth."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -14,8 +14,8 @@ from jaxtyping import Array, Int, Key, PyTree, UInt32
 from .distributed import agree, is_shared
 from .mesh import check_mesh
 from .precision import LossScale, Precision, cast
-from .rules import Rule, optimizer_rule
-from .sharding import is_array, is_key, leaf_path, place, shardings, spread
+from .rules import HOST_MEMORY, Rule, offloads, optimizer_rule
+from .sharding import filter_shard, is_array, is_key, leaf_path, place, shardings, spread
 from .transforms import Skeleton, split
 
 
@@ -68,6 +68,8 @@ class TrainState(eqx.Module):
 
 # The `__dict__` that Python itself keeps for each instance.
 _FIELDS = eqx.Module.__dict__["__dict__"]
+# By the descriptor, as modules look names up in Python.
+_FLAT = TrainState.__dict__["_flat"]
 
 
 def init_state(
@@ -260,13 +262,14 @@ def opt_state_shardings(
     rule: Rule,
 ) -> PyTree[NamedSharding | None]:
     """Where each array of an optimizer's state lies: where its parameter is updated."""
-    whole = NamedSharding(mesh, PartitionSpec())
+    whole, offloaded = NamedSharding(mesh, PartitionSpec()), offloads(rule)
 
     def follow(leaf: Any, param: Any, there: NamedSharding) -> Any:
         # Factored states (Adafactor's) have other shapes than their parameters.
         if isinstance(leaf, optax.MaskedNode):
             return leaf
-        return there if leaf.shape == param.shape else whole
+        there = there if leaf.shape == param.shape else whole
+        return there.with_memory_kind(HOST_MEMORY) if offloaded and leaf.shape else there
 
     return optax.tree_utils.tree_map_params(
         optim,
@@ -277,6 +280,25 @@ def opt_state_shardings(
         transform_non_params=lambda leaf: whole if is_array(leaf) else None,
         is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
     )
+
+
+def on_device(arrays: Sequence[Array], places: Sequence[NamedSharding]) -> list[Array]:
+    """Fetch the arrays that lie in the host's memory between steps."""
+    return [
+        jax.device_put(array, there.with_memory_kind("device"))
+        if there.memory_kind == HOST_MEMORY
+        else array
+        for array, there in zip(arrays, places, strict=True)
+    ]
+
+
+def on_host(arrays: Sequence[Array], places: Sequence[NamedSharding]) -> list[Array]:
+    """Constrain arrays to where they lie between steps, some in the host's memory."""
+    on_device = [NamedSharding(there.mesh, there.spec) for there in places]
+    return [
+        jax.device_put(array, there) if there.memory_kind == HOST_MEMORY else array
+        for array, there in zip(filter_shard([*arrays], on_device), places, strict=True)
+    ]
 
 
 def split_model(model: PyTree, trainable: PyTree) -> tuple[PyTree, PyTree]:
@@ -324,8 +346,9 @@ def is_param(leaf: Any) -> bool:
 
 def flatten_state(state: TrainState) -> tuple[list[Any], Skeleton]:
     """A state's arrays and the rest of it: at no cost if it came from a step."""
-    if came_from_step(state):
-        return state._flat  # pyright: ignore
+    flat = flat_of(state)
+    if flat is not None:
+        return flat
     if not isinstance(state, TrainState):
         raise TypeError(
             f"a {type(state).__name__} is not a TrainState; make one with init_state."
@@ -339,9 +362,12 @@ def flatten_state(state: TrainState) -> tuple[list[Any], Skeleton]:
     return arrays, skeleton.shaped(arrays)
 
 
-def came_from_step(state: TrainState) -> bool:
-    """Whether a state is as a step or `init_state` returned it, with all of it placed."""
-    return hasattr(state, "_flat")
+def flat_of(state: Any) -> tuple[list[Array], Skeleton] | None:
+    """What `flatten_state` gives for a state that a step or `init_state` returned."""
+    try:
+        return _FLAT.__get__(state)
+    except (AttributeError, TypeError):
+        return None
 
 
 def unflatten_state(arrays: list[Array], skeleton: Skeleton) -> TrainState:

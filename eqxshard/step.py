@@ -1,7 +1,7 @@
 """The steps: a batch goes in, a new state or a measurement comes out."""
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -9,9 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
+from ._batches import Kind, batch_place, kind_of, scan_batches
+from ._check_step import (
+    DONATED,
+    check_batch,
+    check_batch_places,
+    check_places,
+    check_state,
+)
+from ._compile import jit_on
 from ._update import (
     Nonfinite,
     Update,
@@ -20,22 +29,24 @@ from ._update import (
     sum_over_batch,
     weights,
 )
-from .mesh import batch_sharding, check_batch_size, check_mesh, describe
+from .mesh import check_mesh
 from .metrics import Metrics
 from .precision import Precision
 from .rules import Rule
-from .sharding import filter_shard, is_array, leaf_path, place
+from .sharding import filter_shard, place
 from .state import (
     TrainState,
-    came_from_step,
+    flat_of,
     flatten_state,
+    on_device,
+    on_host,
     split_model,
     state_shardings,
     unflatten_state,
     with_state,
     without_state,
 )
-from .transforms import Skeleton, filter_jit, split
+from .transforms import Skeleton, split
 
 #: Steps that may be dispatched and not yet done. Two keep a device busy while the host
 #: prepares the next; more only hold memory, and simulated CPU devices, whose collectives
@@ -135,7 +146,7 @@ class TrainStep:
         #: What a step computes, as a pure function.
         self.update = update
         self._mesh = update.mesh
-        self._compiled: dict[tuple[Skeleton, bool], tuple[Any, list[Any]]] = {}
+        self._compiled: dict[tuple[Skeleton, Kind], _CompiledStep] = {}
         self._in_flight = _InFlight()
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
@@ -157,15 +168,16 @@ class TrainStep:
         before, or is of another mesh, rule or optimizer; `FloatingPointError` under
         `nonfinite="raise"`.
         """
-        return self._run(state, batch, stacked=False)
+        return self._run(state, batch, "one")
 
     def many(self, state: TrainState, batches: PyTree) -> tuple[TrainState, Metrics]:
-        """Take a step for each of several stacked batches, in one dispatch.
+        """Take a step for each of several batches, in one dispatch.
 
         **Arguments:**
 
         - `state`: donated.
-        - `batches`: a PyTree of arrays of leading sizes steps, batch.
+        - `batches`: a PyTree of arrays of leading sizes steps, batch; or, for the step to
+            gather them from a dataset on the devices, [`eqxshard.Loader.stacked`][]'s.
 
         **Returns:**
 
@@ -175,7 +187,7 @@ class TrainStep:
 
         As for a single step.
         """
-        return self._run(state, batches, stacked=True)
+        return self._run(state, batches, kind_of(batches))
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Lower a single step: for its text, its cost and its compiled memory.
@@ -188,75 +200,98 @@ class TrainStep:
 
         A `jax.stages.Lowered`.
         """
-        _check_batch(batch, self._mesh, accumulate=self.update.accumulate)
         arrays, skeleton = flatten_state(state)
-        return self._prepare(state, skeleton, stacked=False)[0].lower(arrays, batch)
+        check_batch(batch, self._mesh, "one", self.update.accumulate)
+        compiled = self._prepare(state, skeleton, "one")
+        return compiled.jitted.lower(arrays, batch)
 
     def _run(
-        self, state: TrainState, batch: PyTree, stacked: bool
+        self, state: TrainState, batch: PyTree, kind: Kind
     ) -> tuple[TrainState, Metrics]:
-        _check_batch(batch, self._mesh, stacked, self.update.accumulate)
-        arrays, skeleton = flatten_state(state)
-        jitted, places = self._prepare(state, skeleton, stacked)
-        if not came_from_step(state):
-            _check_places(state, places)
-            arrays = filter_shard(arrays, places)
+        flat = flat_of(state)
+        arrays, skeleton = flatten_state(state) if flat is None else flat
+        compiled = self._compiled.get((skeleton, kind))
+        if compiled is None:
+            compiled = self._prepare(state, skeleton, kind)
+        if flat is None:
+            check_places(state, compiled.places)
+            arrays = filter_shard(arrays, compiled.places)
         # JAX 0.10 crashes where this is not looked at. They are donated together.
         elif arrays[0].is_deleted():
-            raise ValueError(_DONATED)
+            raise ValueError(DONATED)
         try:
-            arrays, metrics = jitted(arrays, batch)
-        except ValueError:
-            _check_places(state, places)
-            _check_batch_places(batch, batch_sharding(self._mesh, stacked=stacked))
+            arrays, metrics = compiled.jitted(arrays, batch)
+        except Exception:
+            # What is wrong with what was given, in our words. Where nothing is, looking
+            # would take as long as the rest of a call, so that the step itself looks when
+            # it is traced.
+            check_batch(batch, self._mesh, kind, self.update.accumulate)
+            check_places(state, compiled.places)
+            check_batch_places(batch, self._mesh, kind)
             raise
         state = unflatten_state(arrays, skeleton)
         if self.update.nonfinite == "raise" and np.any(metrics.nonfinite):
             steps = np.ravel(metrics.nonfinite)
-            number = int(state.step) - len(steps) + 1 + int(np.argmax(steps))
+            taken = int(batch.count) if kind == "device" else len(steps)
+            number = int(state.step) - taken + 1 + int(np.argmax(steps))
             raise FloatingPointError(
                 f"the loss or a gradient was not finite in step {number}; look at its "
                 "batch, or use nonfinite='skip' to go on without it."
             )
-        self._in_flight.add(metrics.totals["loss"])
+        self._in_flight.add(metrics.weight)
         return state, metrics
 
     def _prepare(
-        self, state: TrainState, skeleton: Skeleton, stacked: bool
-    ) -> tuple[Any, list[Any]]:
-        """The jitted step for states like this one, and where their arrays lie."""
-        prepared = self._compiled.get((skeleton, stacked))
-        if prepared is None:
-            prepared = self._jit(state, skeleton, stacked)
-            self._compiled[skeleton, stacked] = prepared
-        return prepared
+        self, state: TrainState, skeleton: Skeleton, kind: Kind
+    ) -> "_CompiledStep":
+        """Compile the step for states like this one, if that was not done before."""
+        compiled = self._compiled.get((skeleton, kind))
+        if compiled is None:
+            params, _ = split_model(state.model, self.update.trainable)
+            check_state(state, params, self.update)
+            compiled = _CompiledStep(self.update, state, params, skeleton, kind)
+            check_places(state, compiled.places)
+            self._compiled[skeleton, kind] = compiled
+        return compiled
 
-    def _jit(
-        self, state: TrainState, skeleton: Skeleton, stacked: bool
-    ) -> tuple[Any, list[Any]]:
-        update = self.update
-        params, _ = split_model(state.model, update.trainable)
-        _check_state(state, params, update)
-        places = state_shardings(state, params, update.optim, update.mesh, update.rule)
-        _check_places(state, places)
-        whole = NamedSharding(self._mesh, PartitionSpec())
+
+class _CompiledStep:
+    """A step for states of one structure and batches of one kind, over flat arrays."""
+
+    def __init__(
+        self,
+        update: Update,
+        state: TrainState,
+        params: PyTree,
+        skeleton: Skeleton,
+        kind: Kind,
+    ):
+        mesh = update.mesh
+        #: Where each array of a state lies.
+        self.places = state_shardings(state, params, update.optim, mesh, update.rule)
+
+        def one(arrays: list[Array], batch: PyTree) -> tuple[list[Array], Metrics]:
+            state, metrics = update(skeleton.merge(on_device(arrays, self.places)), batch)
+            return on_host(split(state)[0], self.places), metrics
 
         def train_step(arrays: list[Array], batch: PyTree) -> tuple[list[Array], Metrics]:
-            state, metrics = update(skeleton.merge(arrays), batch)
-            return filter_shard(split(state)[0], places), metrics
+            check_batch(batch, mesh, kind, update.accumulate)
+            return one(arrays, batch)
 
         def train_steps(
             arrays: list[Array], batches: PyTree
         ) -> tuple[list[Array], Metrics]:
-            return jax.lax.scan(train_step, arrays, batches)
+            check_batch(batches, mesh, kind, update.accumulate)
+            return scan_batches(one, arrays, batches, mesh)
 
-        jitted = jax.jit(
-            train_steps if stacked else train_step,
+        #: What `jax.jit` made of it: from arrays and a batch to arrays and metrics.
+        self.jitted = jit_on(
+            mesh,
+            train_step if kind == "one" else train_steps,
             donate_argnums=0,
-            in_shardings=(places, batch_sharding(self._mesh, stacked=stacked)),
-            out_shardings=(places, whole),
+            in_shardings=(self.places, batch_place(mesh, kind)),
+            out_shardings=(self.places, NamedSharding(mesh, PartitionSpec())),
         )
-        return jitted, places
 
 
 def make_eval_step(
@@ -318,12 +353,9 @@ class EvalStep:
             sums = sum_over_batch(values, batch, mesh)
             return Metrics(sums, jnp.sum(weights(batch)), jnp.zeros((), jnp.int32))
 
+        self._eval_step = eval_step
         self._mesh = mesh
-        self._jitted = filter_jit(
-            eval_step,
-            in_shardings=(None, batch_sharding(mesh)),
-            out_shardings=NamedSharding(mesh, PartitionSpec()),
-        )
+        self._compiled: dict[tuple[Skeleton, Kind], Any] = {}
         self._in_flight = _InFlight()
 
     def __call__(self, model: PyTree, batch: PyTree) -> Metrics:
@@ -343,14 +375,25 @@ class EvalStep:
 
         `ValueError` if the batch does not divide over the mesh.
         """
-        _check_batch(batch, self._mesh)
-        if isinstance(model, TrainState):
-            raise TypeError("an eval step takes a model; give it state.model.")
-        if any(x.is_deleted() for x in jax.tree.leaves(model) if isinstance(x, jax.Array)):
-            raise ValueError(_DONATED)
-        metrics = self._jitted(model, batch)
-        self._in_flight.add(metrics.weight)
-        return metrics
+        return self._run(model, batch, "one")
+
+    def many(self, model: PyTree, batches: PyTree) -> Metrics:
+        """Measure a model on several batches, in one dispatch.
+
+        **Arguments:**
+
+        - `model`: not donated.
+        - `batches`: as for [`eqxshard.TrainStep.many`][].
+
+        **Returns:**
+
+        The metrics, with one entry per batch.
+
+        **Raises:**
+
+        As for a single batch.
+        """
+        return self._run(model, batches, kind_of(batches))
 
     def lower(self, model: PyTree, batch: PyTree) -> jax.stages.Lowered:
         """Lower the step: for its text, its cost and its compiled memory.
@@ -363,8 +406,44 @@ class EvalStep:
 
         A `jax.stages.Lowered`.
         """
-        _check_batch(batch, self._mesh)
-        return self._jitted.lower(model, batch)
+        check_batch(batch, self._mesh, "one")
+        arrays, skeleton = split(model, "model")
+        return self._prepare(skeleton, "one").lower(arrays, batch)
+
+    def _run(self, model: PyTree, batch: PyTree, kind: Kind) -> Metrics:
+        check_batch(batch, self._mesh, kind)
+        if isinstance(model, TrainState):
+            raise TypeError("an eval step takes a model; give it state.model.")
+        arrays, skeleton = split(model, "model")
+        if any(x.is_deleted() for x in arrays if isinstance(x, jax.Array)):
+            raise ValueError(DONATED)
+        metrics = self._prepare(skeleton, kind)(arrays, batch)
+        self._in_flight.add(metrics.weight)
+        return metrics
+
+    def _prepare(self, skeleton: Skeleton, kind: Kind) -> Any:
+        """The jitted step for models like this one."""
+        jitted = self._compiled.get((skeleton, kind))
+        if jitted is None:
+            jitted = self._compiled[skeleton, kind] = self._jit(skeleton, kind)
+        return jitted
+
+    def _jit(self, skeleton: Skeleton, kind: Kind) -> Any:
+        def eval_step(arrays: list[Array], batch: PyTree) -> Metrics:
+            return self._eval_step(skeleton.merge(arrays), batch)
+
+        def eval_steps(arrays: list[Array], batches: PyTree) -> Metrics:
+            def step(carry: None, batch: PyTree) -> tuple[None, Metrics]:
+                return None, eval_step(arrays, batch)
+
+            return scan_batches(step, None, batches, self._mesh)[1]
+
+        return jit_on(
+            self._mesh,
+            eval_step if kind == "one" else eval_steps,
+            in_shardings=(None, batch_place(self._mesh, kind)),
+            out_shardings=NamedSharding(self._mesh, PartitionSpec()),
+        )
 
 
 class _InFlight:
@@ -377,77 +456,3 @@ class _InFlight:
         self._results.append(result)
         if len(self._results) > IN_FLIGHT:
             self._results.popleft().block_until_ready()
-
-
-_DONATED = (
-    "this state was donated to an earlier step, and its model with it; go on with the "
-    "state that the step returned."
-)
-
-
-def _check_state(state: TrainState, params: PyTree, update: Update) -> None:
-    """Refuse a state of another optimizer or filter spec, or with another loss scale."""
-    fresh = eqx.filter_eval_shape(update.optim.init, params)
-    if jax.tree.structure(fresh) != jax.tree.structure(state.opt_state):
-        raise ValueError(
-            "the optimizer's state in this TrainState is not that of this optimizer and "
-            "model; use the optimizer, and trainable=, that the state was made with."
-        )
-    scales = update.precision is not None and update.precision.scales_loss
-    if scales != (state.loss_scale is not None):
-        raise ValueError(
-            "this TrainState and this step do not agree on a scale of the loss; make both "
-            "with the same precision=."
-        )
-
-
-def _check_places(state: TrainState, places: Sequence[NamedSharding]) -> None:
-    """Refuse a state of another mesh or rule; what is on no device yet may go anywhere."""
-    leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(state, is_array))
-    for (path, leaf), there in zip(leaves, places, strict=True):
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            raise ValueError(_DONATED)
-        if _lies_elsewhere(leaf, there):
-            raise ValueError(
-                f"{leaf_path(path)} lies as {_in_words(leaf.sharding)}, and the step has "
-                f"it as {_in_words(there)}; make the state and the step with the same mesh "
-                "and rule, or move the state with filter_shard."
-            )
-
-
-def _check_batch_places(batch: PyTree, there: NamedSharding) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        if _lies_elsewhere(leaf, there):
-            raise ValueError(
-                f"batch entry {leaf_path(path)} lies as {_in_words(leaf.sharding)}; place "
-                "it with filter_shard(batch, batch_sharding(mesh))."
-            )
-
-
-def _lies_elsewhere(leaf: Any, there: NamedSharding) -> bool:
-    if not isinstance(leaf, jax.Array) or not leaf.committed:
-        return False
-    return not leaf.sharding.is_equivalent_to(there, leaf.ndim)
-
-
-def _in_words(sharding: Sharding) -> str:
-    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
-        return str(sharding)
-    return f"{sharding.spec} on {describe(sharding.mesh)}"
-
-
-def _check_batch(
-    batch: PyTree, mesh: Mesh, stacked: bool = False, accumulate: int = 1
-) -> None:
-    leading = 2 if stacked else 1
-    leaves = jax.tree.leaves(batch)
-    shapes: list[tuple[int, ...]] = [getattr(leaf, "shape", ()) for leaf in leaves]
-    sizes = {shape[:leading] for shape in shapes}
-    if len(sizes) != 1 or len(shapes[0]) < leading:
-        paths = [leaf_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
-        axes = "axes of steps and examples" if stacked else "axis of examples"
-        raise ValueError(
-            f"the entries of a batch have the shapes {dict(zip(paths, shapes))}; give each "
-            f"the same leading {axes}."
-        )
-    check_batch_size(shapes[0][leading - 1], mesh, accumulate=accumulate)

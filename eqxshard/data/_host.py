@@ -64,15 +64,22 @@ class HostBatches:
         start = batch * self.batch_size
         return self._order_of(epoch)[start : start + self.batch_size]
 
+    def padded(
+        self, steps: range, places: Int[np.ndarray, " places"]
+    ) -> tuple[Int[np.ndarray, "steps places"], Bool[np.ndarray, "steps places"]]:
+        """The rows at some places of the batches of some steps, and which are real."""
+        real = np.zeros((len(steps), len(places)), bool)
+        padded = np.zeros((len(steps), len(places)), np.int64)
+        for i, step in enumerate(steps):
+            rows = self.rows(step)
+            real[i] = places < len(rows)
+            padded[i, real[i]] = rows[places[real[i]]]
+        return padded, real
+
     def gather(self, steps: range) -> list[HostBatch]:
         """The batches of some steps, from one call of the source's gather."""
         size = len(self.places)
-        real = np.zeros((len(steps), size), bool)
-        padded = np.zeros((len(steps), size), np.int64)
-        for i, step in enumerate(steps):
-            rows = self.rows(step)
-            real[i] = self.places < len(rows)
-            padded[i, real[i]] = rows[self.places[real[i]]]
+        padded, real = self.padded(steps, self.places)
         arrays = self.source.gather(padded.reshape(-1))
         _check_rows("the source's gather", arrays, padded.size)
         return [
@@ -82,6 +89,13 @@ class HostBatches:
             )
             for i in range(len(steps))
         ]
+
+    def everything(self) -> dict[str, np.ndarray]:
+        """All the examples of the source, in its order."""
+        count = len(self.source)
+        arrays = self.source.gather(np.arange(count))
+        _check_rows("the source's gather", arrays, count)
+        return self._batch(arrays, np.ones(count, bool)).arrays
 
     def _batch(
         self, arrays: dict[str, np.ndarray], real: Bool[np.ndarray, " rows"]

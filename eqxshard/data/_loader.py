@@ -20,15 +20,17 @@ import grain
 import jax
 import numpy as np
 from absl import flags
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
+from .._batches import DeviceBatches
 from ..distributed import agree, is_shared
 from ..mesh import batch_sharding, check_batch_size
 from ._host import Chunks, HostBatch, HostBatches
 from ._sources import Source
 
 Remainder = Literal["pad", "drop", "error"]
+Placement = Literal["host", "device"]
 
 #: Handing something from one thread to another costs as much as gathering a batch of
 #: small images, so batches are gathered and handed over together while they are small.
@@ -74,15 +76,23 @@ class Loader:
         sources and transforms whose work is done in Python, which one process does in one
         thread at a time. The source and the transform are sent to them (so a script that
         makes a loader keeps its work below `if __name__ == "__main__":`).
+    - `placement`: where the examples wait for their step. On the `"host"`; or, for a
+        dataset that fits, all of them on every `"device"`, put there once. Batches are
+        then the same, but are gathered on the devices, and [`eqxshard.fit`][] and
+        [`eqxshard.evaluate`][] take many steps in one dispatch
+        ([`eqxshard.Loader.stacked`][]). There is nothing to transform, to prefetch or to
+        work on then.
 
     **Raises:**
 
     `TypeError` if `source` is not a source, or `batch_size` or `seed` is not an integer;
     `ValueError` if the source is empty, if `batch_size` does not divide over the mesh or
-    (see `remainder`) does not suit the source, or if another number is not one that makes
-    sense. While iterating, `ValueError` if the source or the transform returns another
-    number of rows than it should, or integers that need 64 bits where JAX has 32,
-    `TypeError` if it returns what no device can hold, and whatever they raise themselves.
+    (see `remainder`) does not suit the source, if another number is not one that makes
+    sense, or if `placement="device"` is asked for and the source does not fit there or is
+    to be transformed on the host. While iterating (or, with `placement="device"`, at
+    once), `ValueError` if the source or the transform returns another number of rows than
+    it should, or integers that need 64 bits where JAX has 32, `TypeError` if it returns
+    what no device can hold, and whatever they raise themselves.
 
     !!! Example
 
@@ -106,6 +116,7 @@ class Loader:
         transform: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
         prefetch: int = 2,
         workers: int = 0,
+        placement: Placement = "host",
     ):
         _check_source(source)
         # Python's integers, also where NumPy's came: state() is for JSON.
@@ -133,6 +144,15 @@ class Loader:
         ):
             if value < 0:
                 raise ValueError(f"{name}={value} is not a number of {of}; use 0 or more.")
+        if placement not in ("host", "device"):
+            raise ValueError(f"placement={placement!r} is not 'host' or 'device'.")
+        if placement == "device" and (transform is not None or workers):
+            raise ValueError(
+                "placement='device' has no host to run transform= or workers= on; do what "
+                "they do in the loss function or in the source, or use placement='host'."
+            )
+        #: Where the examples are: `"host"` or `"device"`.
+        self.placement = placement
         self._transforms = transform is not None
         self._prefetch = prefetch
         self._workers = workers
@@ -149,6 +169,13 @@ class Loader:
         self._stop = sys.maxsize if epochs is None else epochs * len(self)
         self._step = 0
         self._ones: Array | None = None
+        if placement == "device":
+            self._examples = self._put_examples()
+
+            def one(batches: DeviceBatches) -> dict[str, Array]:
+                return batches.batch(jax.numpy.int32(0), mesh)
+
+            self._gather = jax.jit(one, out_shardings=self._sharding)
 
     def __len__(self) -> int:
         """The number of batches in an epoch."""
@@ -156,6 +183,8 @@ class Loader:
 
     def __iter__(self) -> Generator[dict[str, Array], None, None]:
         """The batches from here on; close it to end its thread early."""
+        if self.placement == "device":
+            return self._device_batches(self._step)
         return self._batches(self._step)
 
     def seek(self, step: int) -> None:
@@ -174,6 +203,46 @@ class Loader:
         if step < 0:
             raise ValueError(f"step {step} is before the start; seek to 0 or a later step.")
         self._step = int(step)
+
+    def stacked(self, count: int, *, room: int | None = None) -> DeviceBatches:
+        """The next batches, for `train_step.many` or `eval_step.many` to gather itself.
+
+        Only for `placement="device"`: what is sent there is which rows each step takes.
+
+        **Arguments:**
+
+        - `count`: how many batches, of those left of `epochs`.
+        - `room`: how many there is room for. Steps compile once for each room, whatever
+            the count; by default it is the count. Metrics have an entry for each there is
+            room for, with a weight of 0 where no step was taken.
+
+        **Returns:**
+
+        The batches, as [`eqxshard.TrainStep.many`][] takes them.
+
+        **Raises:**
+
+        `ValueError` if the examples are on the host, if so many are not left, or if there
+        is no room for them.
+        """
+        room = count if room is None else room
+        if self.placement != "device":
+            raise ValueError(
+                "this loader's examples are on the host; make it with placement='device'."
+            )
+        if not 1 <= count <= room:
+            raise ValueError(
+                f"{count} batches cannot be stacked with room for {room}; give a count of "
+                "1 or more, and no less room."
+            )
+        if count > self._stop - self._step:
+            raise ValueError(
+                f"{self._stop - self._step} batches are left, and {count} were asked for; "
+                "ask for fewer, or make the loader with more epochs."
+            )
+        batches = self._indexed(range(self._step, self._step + count), room)
+        self._step += count
+        return batches
 
     def rows(self, step: int) -> Int[np.ndarray, " n"]:
         """Which of the source's examples make up the batch of a step.
@@ -254,6 +323,40 @@ class Loader:
                     batch["weight"] = self._weight(real)
                 self._step = step + 1
                 yield batch
+
+    def _device_batches(self, first: int) -> Generator[dict[str, Array], None, None]:
+        for step in range(first, self._stop):
+            batch = self._gather(self._indexed(range(step, step + 1), 1))
+            self._step = step + 1
+            yield batch
+
+    def _indexed(self, steps: range, room: int) -> DeviceBatches:
+        padded, real = self._host.padded(steps, np.arange(self._batch_size))
+        sharding = NamedSharding(
+            self._sharding.mesh, PartitionSpec(None, *self._sharding.spec)
+        )
+
+        def put(array: np.ndarray, dtype: Any) -> Array:
+            filled = np.zeros((room, self._batch_size), dtype)
+            filled[: len(array)] = array
+            return jax.make_array_from_callback(filled.shape, sharding, filled.__getitem__)
+
+        weight = put(real, np.float32) if self._remainder == "pad" else None
+        rows = put(padded, np.int32)
+        return DeviceBatches(self._examples, rows, weight, np.array(len(steps), np.int32))
+
+    def _put_examples(self) -> dict[str, Array]:
+        arrays = self._host.everything()
+        _check_range(arrays)
+        mesh = self._sharding.mesh
+        nbytes = sum(array.nbytes for array in arrays.values())
+        for device in mesh.local_devices or ():
+            _check_room(nbytes, device.memory_stats() or {})
+        whole = NamedSharding(mesh, PartitionSpec())
+        return {
+            name: jax.make_array_from_callback(array.shape, whole, array.__getitem__)
+            for name, array in arrays.items()
+        }
 
     def _host_batches(self, first: int) -> Generator[HostBatch, None, None]:
         if first >= self._stop:
@@ -346,6 +449,16 @@ def _check_remainder(remainder: str, length: int, batch_size: int) -> None:
         raise ValueError(
             f"the source has {length} examples, less than one batch of {batch_size}, and "
             "remainder='drop' leaves nothing; use a smaller batch size or remainder='pad'."
+        )
+
+
+def _check_room(nbytes: int, memory: Mapping[str, int]) -> None:
+    """Raise `ValueError` if a device (CPUs do not say) has no room for the examples."""
+    free = memory.get("bytes_limit", sys.maxsize) - memory.get("bytes_in_use", 0)
+    if nbytes > free:
+        raise ValueError(
+            f"the source's {nbytes / 2**30:.1f} GiB do not fit on a device that has "
+            f"{free / 2**30:.1f} GiB free; use placement='host'."
         )
 
 

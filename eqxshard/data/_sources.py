@@ -1,5 +1,6 @@
 """Sources: where examples come from, many at a time."""
 
+import itertools
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, runtime_checkable
@@ -128,8 +129,10 @@ class Records(Protocol):
 class RecordSource:
     """Examples that are read one by one, such as files, or records of an ArrayRecord.
 
-    A batch's examples are read in threads. Where reading them is work in Python, rather
-    than waiting for a disk, more is gained by the `workers` of [`eqxshard.Loader`][].
+    A batch's examples are read in threads, each its part of them: at once where `records`
+    has the method `__getitems__(indices)`, as those of Grain and of PyTorch may. Where
+    reading them is work in Python, rather than waiting for a disk, more is gained by the
+    `workers` of [`eqxshard.Loader`][].
 
     **Arguments:**
 
@@ -187,7 +190,8 @@ class RecordSource:
         """The examples at some indices, in their order, which may repeat."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads, "eqxshard-records")
-        examples = list(self._pool.map(self._read, indices.tolist()))
+        parts = np.array_split(indices, min(self._threads, len(indices)))
+        examples = list(itertools.chain.from_iterable(self._pool.map(self._read, parts)))
         names = examples[0].keys()
         for index, example in zip(indices, examples):
             if example.keys() != names:
@@ -197,8 +201,16 @@ class RecordSource:
                 )
         return {name: _stack(name, indices, examples) for name in names}
 
-    def _read(self, index: int) -> Mapping[str, Any]:
-        example = self._records[index]
+    def _read(self, part: Int[np.ndarray, " n"]) -> list[Mapping[str, Any]]:
+        indices = part.tolist()
+        together = getattr(self._records, "__getitems__", None)
+        if together is not None:
+            records = together(indices)
+        else:
+            records = [self._records[index] for index in indices]
+        return [self._example(i, record) for i, record in zip(indices, records)]
+
+    def _example(self, index: int, example: Any) -> Mapping[str, Any]:
         if self._decode is not None:
             example = self._decode(example)
         if not isinstance(example, Mapping):

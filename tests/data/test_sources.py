@@ -155,3 +155,22 @@ def test_what_gives_no_records_is_refused(unannotated):
         RecordSource(x for x in [1])  # pyright: ignore
     with pytest.raises(ValueError, match="threads=0 read nothing"):
         RecordSource([{"x": 1}], threads=0)
+
+
+def test_records_that_can_be_read_together_are():
+    class Together(Squares):
+        def __getitem__(self, index):
+            raise AssertionError("one by one")
+
+        def __getitems__(self, indices):
+            calls.append(len(indices))
+            return [Squares.__getitem__(self, index) for index in indices]
+
+    calls: list[int] = []
+    indices = np.array([3, 1, 3, 7, 9, 0])
+    batch = RecordSource(Together(), threads=2).gather(indices)
+    alone = RecordSource(Squares(), threads=2).gather(indices)
+    assert calls == [3, 3]
+    assert batch.keys() == alone.keys()
+    for name in alone:
+        np.testing.assert_array_equal(batch[name], alone[name])

@@ -1,0 +1,349 @@
+"""Batches per second that data loaders deliver, from memory and from files.
+
+Batches of 256 images of 28 x 28 bytes, shuffled: of 60,000 of them, the size of
+Fashion-MNIST, where what a loader costs shows. Each task has bare NumPy as its measure,
+which is what it all comes down to, and which leaves the batch on the host; so do Grain and
+PyTorch, while eqxshard's batches, and those of `jax.device_put`, are on the devices.
+
+- from memory, that of the host or, with `placement="device"`, that of the devices;
+- with a transform, which makes floats of the bytes, normalises them and mirrors every
+  other image, by chance: of whole batches where the loader gives them, else per record;
+- from a memory-mapped file, written here. It was just written, so that a machine with more
+  memory than `--mapped-gigabytes` reads it from memory (the page cache), and no disk is
+  measured: give more than there is to measure one;
+- from the records of ArrayRecord files, read at random. The measure is their own way of
+  reading many at once, with nothing around it.
+
+Workers are processes. The start of a loader, and of its workers, is not measured.
+
+    python benchmarks/data.py --devices 1 2 --output build/benchmarks
+"""
+
+import importlib
+import importlib.util
+import itertools
+import multiprocessing
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+from _side_by_side import Contest, Report, parser, take_turns
+from absl import flags
+
+import eqxshard
+
+IMAGES, SHAPE, BATCH_SIZE = 60_000, (28, 28), 256
+#: Batches that are not measured: what was made ahead while the workers started.
+START = 8
+FILES = 4
+MEAN, STD = np.float32(127.5), np.float32(73.6)
+RANDOM = np.random.default_rng(0)
+
+#: Whatever has `close`, and gives batches without end.
+Batches = Any
+#: By name; the measure first. Each makes its batches anew for each turn.
+Contestants = dict[str, Callable[[], Batches]]
+
+
+def augment(images: np.ndarray) -> np.ndarray:
+    """What all transforms do, to a whole batch."""
+    mirrored = RANDOM.random(len(images)) < 0.5
+    images = np.where(mirrored[:, None, None], images[:, :, ::-1], images)
+    return (images - MEAN) / STD
+
+
+def augment_one(image: np.ndarray, mirrored: bool) -> np.ndarray:
+    return ((image[:, ::-1] if mirrored else image) - MEAN) / STD
+
+
+def decode(record: bytes) -> np.ndarray:
+    return np.frombuffer(record, np.uint8).reshape(SHAPE)
+
+
+def shuffled(length: int) -> Iterator[np.ndarray]:
+    """The rows of each batch."""
+    for epoch in itertools.count():
+        order = np.random.RandomState([0, epoch]).permutation(length)
+        for start in range(0, length - BATCH_SIZE, BATCH_SIZE):
+            yield order[start : start + BATCH_SIZE]
+
+
+def with_numpy(images: np.ndarray) -> Batches:
+    return (np.take(images, rows, axis=0) for rows in shuffled(len(images)))
+
+
+def with_numpy_and_transform(images: np.ndarray) -> Batches:
+    return (augment(batch) for batch in with_numpy(images))
+
+
+def on_device(make: Callable[[], Batches]) -> Batches:
+    return (jax.device_put(batch) for batch in make())
+
+
+def with_eqxshard(source: Any, devices: int = 1, **options: Any) -> Batches:
+    mesh = eqxshard.make_mesh(devices=jax.devices()[:devices])
+    return iter(eqxshard.Loader(source, batch_size=BATCH_SIZE, mesh=mesh, **options))
+
+
+def with_grain(
+    source: Any,
+    prepare: Callable[[grain.MapDataset], grain.MapDataset] = lambda records: records,
+    workers: int = 0,
+) -> Batches:
+    records = prepare(grain.MapDataset.source(source).seed(0).shuffle())
+    dataset = records.repeat().batch(BATCH_SIZE).to_iter_dataset()
+    if workers:
+        dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
+    return iter(dataset)
+
+
+class TorchRecords:
+    """A dataset as PyTorch asks for them: an example for an index."""
+
+    def __init__(self, images: np.ndarray, transform: Callable[[Any], Any]):
+        self.images = images
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return self.transform(self.images[index])
+
+
+def with_torch(dataset: Any, workers: int = 0, **options: Any) -> Batches:
+    data = importlib.import_module("torch.utils.data")
+    if workers:
+        # Not forked from here, which JAX's threads would not survive.
+        options |= {"multiprocessing_context": "forkserver", "persistent_workers": True}
+    loader = data.DataLoader(
+        dataset, BATCH_SIZE, shuffle=True, drop_last=True, num_workers=workers, **options
+    )
+    while True:
+        yield from loader
+
+
+def with_torch_in_bulk(dataset: Any) -> Batches:
+    data = importlib.import_module("torch.utils.data")
+    rows = data.BatchSampler(data.RandomSampler(dataset), BATCH_SIZE, drop_last=True)
+    loader = data.DataLoader(dataset, sampler=rows, batch_size=None)
+    while True:
+        yield from loader
+
+
+def augment_by_chance(image: np.ndarray) -> np.ndarray:
+    # Of Python's generators, which PyTorch seeds in each worker.
+    return augment_one(image, random.random() < 0.5)
+
+
+def stack(records: Sequence[bytes]) -> np.ndarray:
+    return np.stack([decode(record) for record in records])
+
+
+def stack_for_torch(records: Sequence[bytes]) -> Any:
+    return importlib.import_module("torch").from_numpy(stack(records))
+
+
+def from_memory(images: np.ndarray, devices: Sequence[int], workers: int) -> Contestants:
+    source = eqxshard.data.ArraySource({"image": images})
+    bare = partial(with_numpy, images)
+    made: Contestants = {"NumPy": bare, "NumPy, jax.device_put": partial(on_device, bare)}
+    for count in devices:
+        for prefetch in (2, 0):
+            name = f"eqxshard, prefetch={prefetch}, {count} device(s)"
+            made[name] = partial(with_eqxshard, source, count, prefetch=prefetch)
+        name = f"eqxshard, placement='device', {count} device(s)"
+        made[name] = partial(with_eqxshard, source, count, placement="device")
+    made["Grain, per record"] = partial(with_grain, list(images))
+    if importlib.util.find_spec("torch"):
+        tensor = importlib.import_module("torch").from_numpy(images)
+        dataset = importlib.import_module("torch.utils.data").TensorDataset(tensor)
+        made["PyTorch"] = partial(with_torch, dataset)
+        made[f"PyTorch, {workers} worker(s)"] = partial(with_torch, dataset, workers)
+        made["PyTorch, whole batches"] = partial(with_torch_in_bulk, dataset)
+    return made
+
+
+def with_transform(images: np.ndarray, workers: int) -> Contestants:
+    source = eqxshard.data.ArraySource({"image": images})
+    bare = partial(with_numpy_and_transform, images)
+
+    def transform(batch: Mapping[str, Any]) -> dict[str, Any]:
+        return {"image": augment(batch["image"])}
+
+    def prepare(records: grain.MapDataset) -> grain.MapDataset:
+        return records.random_map(lambda image, rng: augment_one(image, rng.random() < 0.5))
+
+    made: Contestants = {"NumPy": bare, "NumPy, jax.device_put": partial(on_device, bare)}
+    for prefetch in (2, 0):
+        made[f"eqxshard, prefetch={prefetch}"] = partial(
+            with_eqxshard, source, transform=transform, prefetch=prefetch
+        )
+    made["Grain, per record"] = partial(with_grain, list(images), prepare)
+    if importlib.util.find_spec("torch"):
+        dataset = TorchRecords(images, augment_by_chance)
+        made["PyTorch"] = partial(with_torch, dataset)
+        made[f"PyTorch, {workers} worker(s)"] = partial(with_torch, dataset, workers)
+    return made
+
+
+def from_mapped_file(images: np.ndarray) -> Contestants:
+    source = eqxshard.data.ArraySource({"image": images})
+    bare = partial(with_numpy, images)
+    made: Contestants = {
+        "NumPy": bare,
+        "NumPy, jax.device_put": partial(on_device, bare),
+        "eqxshard": partial(with_eqxshard, source),
+        "Grain, per record": partial(with_grain, images),
+    }
+    if importlib.util.find_spec("torch"):
+        # A copy, as what is mapped cannot be written to, which a tensor promises.
+        made["PyTorch"] = partial(with_torch, TorchRecords(images, np.copy))
+    return made
+
+
+def from_records(paths: Sequence[str], workers: int) -> Contestants:
+    # Anew for each turn, so that none finds what another has opened.
+    def open_files() -> Any:
+        return grain.sources.ArrayRecordDataSource(paths)
+
+    def bare() -> Batches:
+        files = open_files()
+        return (stack(files.__getitems__(rows.tolist())) for rows in shuffled(len(files)))
+
+    def with_ours(**options: Any) -> Batches:
+        source = eqxshard.data.RecordSource(
+            open_files(), lambda record: {"image": decode(record)}
+        )
+        return with_eqxshard(source, **options)
+
+    def with_grains(**options: Any) -> Batches:
+        return with_grain(open_files(), lambda records: records.map(decode), **options)
+
+    def with_torchs(**options: Any) -> Batches:
+        return with_torch(open_files(), collate_fn=stack_for_torch, **options)
+
+    made: Contestants = {
+        "ArrayRecord and NumPy": bare,
+        "eqxshard, threads": with_ours,
+        f"eqxshard, {workers} worker(s)": partial(with_ours, workers=workers),
+        "Grain, threads": with_grains,
+        f"Grain, {workers} worker(s)": partial(with_grains, workers=workers),
+    }
+    if importlib.util.find_spec("torch"):
+        made["PyTorch"] = with_torchs
+        made[f"PyTorch, {workers} worker(s)"] = partial(with_torchs, workers=workers)
+    return made
+
+
+def write_array(path: Path, gigabytes: float) -> None:
+    rows = max(int(gigabytes * 2**30) // 784, BATCH_SIZE)
+    array = np.lib.format.open_memmap(path, "w+", np.uint8, (rows, *SHAPE))
+    drawn = RANDOM.integers(0, 256, (IMAGES, *SHAPE), np.uint8)
+    for start in range(0, rows, IMAGES):
+        array[start : start + IMAGES] = drawn[: rows - start]
+    array.flush()  # or the turns would be held up by its writing
+
+
+def write_records(folder: Path, images: np.ndarray) -> list[str]:
+    writer = importlib.import_module("array_record.python.array_record_module")
+    paths = []
+    for number, part in enumerate(np.array_split(images, FILES)):
+        path = str(folder / f"images-{number:05}-of-{FILES:05}.arrayrecord")
+        # Groups of one, which is what Grain asks for to read at random.
+        file = writer.ArrayRecordWriter(path, "group_size:1")
+        for image in part:
+            file.write(image.tobytes())
+        file.close()
+        paths.append(path)
+    return paths
+
+
+def batches_per_second(make: Callable[[], Batches], seconds: float) -> float:
+    batches = make()
+    batch: Any = None
+    for _ in range(START):
+        batch = next(batches)
+    count, start = 0, time.perf_counter()
+    while time.perf_counter() - start < seconds:
+        batch = next(batches)
+        count += 1
+    jax.block_until_ready(batch)
+    elapsed = time.perf_counter() - start
+    batches.close()
+    del batches
+    wait_until_quiet()
+    return count / elapsed
+
+
+def wait_until_quiet() -> None:
+    """Let what a contestant started end, or it would take its part of others' turns."""
+    while multiprocessing.active_children():
+        time.sleep(0.01)
+    quiet = False
+    # Not until the threads have ended: some of Grain's stay, and do nothing.
+    while not quiet:
+        start, used = time.perf_counter(), time.process_time()
+        time.sleep(0.02)
+        quiet = time.process_time() - used < 0.1 * (time.perf_counter() - start)
+
+
+def main() -> None:
+    options = parser(__doc__, rounds=7)
+    options.add_argument("--devices", type=int, nargs="+", default=[1], metavar="N")
+    options.add_argument("--seconds", type=float, default=0.5, help="of each turn")
+    options.add_argument(
+        "--mapped-gigabytes", type=float, default=2.0, help="size of the memory-mapped file"
+    )
+    options.add_argument(
+        "--workers", type=int, default=2, help="processes, where a contestant has some"
+    )
+    args = options.parse_args()
+    jax.config.update("jax_num_cpu_devices", max(args.devices))
+    # Grain's workers ask absl for flags, which only programs of absl's have parsed.
+    flags.FLAGS.mark_as_parsed()
+    images = RANDOM.integers(0, 256, (IMAGES, *SHAPE), np.uint8)
+    if importlib.util.find_spec("torch"):
+        # Imported once for all of its workers, which start in no time then.
+        multiprocessing.set_forkserver_preload(["__main__", "torch"])
+    else:
+        print("PyTorch is not installed, and is left out.")
+
+    contests = []
+
+    def hold(title: str, contestants: Contestants) -> None:
+        turns = {
+            name: partial(batches_per_second, make, args.seconds)
+            for name, make in contestants.items()
+        }
+        contests.append(Contest(title, "batches/s", take_turns(turns, args.rounds)))
+
+    hold("from memory", from_memory(images, args.devices, args.workers))
+    hold("from memory, with a transform", with_transform(images, args.workers))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "images.npy")
+        write_array(path, args.mapped_gigabytes)
+        # A plain array of the same memory, whose rows take less time to make.
+        mapped = np.asarray(np.load(path, mmap_mode="r"))
+        title = f"from a memory-mapped file of {args.mapped_gigabytes:g} GB"
+        hold(title, from_mapped_file(mapped))
+        del mapped
+        path.unlink()
+        if importlib.util.find_spec("array_record"):
+            paths = write_records(Path(folder), images)
+            hold("from ArrayRecord files", from_records(paths, args.workers))
+        else:
+            print("array_record is not installed; ArrayRecord files are left out.")
+    setting = {"images": IMAGES, "batch_size": BATCH_SIZE, "rounds": args.rounds}
+    Report("data", contests, setting).show_and_write(args.output)
+
+
+if __name__ == "__main__":
+    main()

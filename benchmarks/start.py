@@ -1,0 +1,124 @@
+"""Seconds from the start of a process, side by side: to have imported, and to a first step.
+
+The step is LeNet's, of 256 made-up images, with everything before it: import, parameters,
+optimizer, loader, compilation, and the wait for its result. Hand-written JAX that caches no
+compilation is the measure. eqxshard is measured without JAX's persistent compilation cache,
+with an empty one (a first start, which writes it) and with what that left there (a second
+start). Its model is that of `recipes/fashion_mnist.py`, whose imports count. Each turn is a
+process of its own, and the files that it imports have been read before.
+
+    python benchmarks/start.py --output build/benchmarks
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import _processes
+import jax
+import numpy as np
+from _peers._task import Task
+from _side_by_side import Contest, Report, Turn, parser, take_turns
+
+NO_CACHE = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+
+
+def has(package: str) -> bool:
+    found = importlib.util.find_spec(package) is not None
+    if not found:
+        print(f"{package} is not installed, and left out.")
+    return found
+
+
+def seconds_to_import(statement: str) -> Turn:
+    def turn() -> float:
+        start = time.perf_counter()
+        command = [sys.executable, "-c", f"{statement}; print(flush=True)"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            return time.perf_counter() - start
+
+    return turn
+
+
+def seconds_to_step(module: str, task: Task, env: Mapping[str, str]) -> Turn:
+    def turn() -> float:
+        start = time.perf_counter()
+        with _processes.Contestant(module, task, env=env) as process:
+            process.ready()
+            process.ask("train")
+            return time.perf_counter() - start
+
+    return _processes.or_nan(turn)
+
+
+def to_empty_cache(task: Task) -> Turn:
+    def turn() -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            return seconds_to_step("with_eqxshard", task, cache(folder))()
+
+    return turn
+
+
+def cache(folder: str) -> dict[str, str]:
+    """JAX's persistent cache in a folder, for every compilation."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": folder,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
+def main() -> None:
+    args = parser(__doc__, rounds=5).parse_args()
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    gpu = jax.devices()[0].platform == "gpu"
+    statements = ["import jax", "import equinox", "import eqxshard"]
+    flax, torch = has("flax"), has("torch")
+    statements += ["from flax import nnx"] * flax + ["import torch"] * torch
+    imports = {statement: seconds_to_import(statement) for statement in statements}
+
+    with tempfile.TemporaryDirectory() as folder:
+        data, by_hand, ours = (str(Path(folder, name)) for name in ("data", "hand", "ours"))
+        rng = np.random.default_rng(0)
+        arrays: dict[str, Any] = {
+            f"{split}_{name}": array
+            for split in ("train", "test")
+            for name, array in (
+                ("image", rng.integers(0, 256, (256, 28, 28), np.uint8)),
+                ("label", rng.integers(0, 10, 256, np.int32)),
+            )
+        }
+        np.savez(data + ".npz", **arrays)
+        task = Task(model="lenet", data=data + ".npz", gpu=gpu)
+        steps = {
+            "JAX by hand, no cache": seconds_to_step("with_jax", task, NO_CACHE),
+            "JAX by hand, second start": seconds_to_step("with_jax", task, cache(by_hand)),
+            "eqxshard, no cache": seconds_to_step("with_eqxshard", task, NO_CACHE),
+            "eqxshard, first start": to_empty_cache(task),
+            "eqxshard, second start": seconds_to_step("with_eqxshard", task, cache(ours)),
+            "Equinox's own page, no cache": seconds_to_step("with_equinox", task, NO_CACHE),
+        }
+        if flax:
+            steps["Flax NNX + Grain, no cache"] = seconds_to_step(
+                "with_flax", task, NO_CACHE
+            )
+        if torch:
+            steps["PyTorch"] = seconds_to_step("with_torch", task, {})
+        taken = _processes.without_failed(take_turns(steps, args.rounds))
+        contests = [
+            Contest("import", "s", take_turns(imports, args.rounds)),
+            Contest("start to first step of LeNet", "s", taken),
+        ]
+    Report("start", contests, {"rounds": args.rounds}).show_and_write(args.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""The cache of compiled programs: a second start compiles nothing."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import eqxshard
+
+PROGRAM = """if True:
+    import sys
+    import jax, equinox as eqx, jax.numpy as jnp, numpy as np, optax, eqxshard
+
+    print(eqxshard.cache_compilations(*sys.argv[1:]))
+    events = []
+    jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
+    mesh, optim = eqxshard.make_mesh(), optax.adam(1e-3)
+    where = {"mesh": mesh, "rule": eqxshard.replicate()}
+    key = jax.random.key(0)
+    make = lambda key: eqx.nn.MLP(4, 4, 8, 2, key=key)
+    state = eqxshard.init_state(make, optim, key=key, **where)
+    def loss_fn(model, batch, key):
+        return jnp.sum(jax.vmap(model)(batch["x"]) ** 2, -1)
+    step = eqxshard.make_train_step(loss_fn, optim, **where)
+    state, metrics = step(state, {"x": np.ones((8, 4), np.float32)})
+    print(metrics.compute())
+    hits, misses = (
+        events.count(f"/jax/compilation_cache/cache_{what}") for what in ("hits", "misses")
+    )
+    print(hits, misses)
+"""
+
+
+def start(*arguments, **environment):
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *map(str, arguments)],
+        env={**os.environ, "XLA_FLAGS": "", **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    folder, loss, counts = run.stdout.splitlines()
+    hits, misses = map(int, counts.split())
+    return folder, loss, hits, misses
+
+
+def test_a_second_start_compiles_nothing(tmp_path):
+    folder = tmp_path / "compiled"
+    first = start(folder)
+    assert first[0] == str(folder) and first[2] == 0 and first[3] > 0
+    second = start(folder)
+    assert second == (first[0], first[1], first[3], 0)
+
+
+def test_what_jax_was_told_is_kept(tmp_path):
+    folder = tmp_path / "elsewhere"
+    assert start(JAX_COMPILATION_CACHE_DIR=str(folder))[0] == str(folder)
+    assert any(folder.iterdir())
+
+
+def test_the_default_is_in_the_users_cache(tmp_path):
+    environment = {"XDG_CACHE_HOME": str(tmp_path), "JAX_COMPILATION_CACHE_DIR": ""}
+    folder, *_ = start(**environment)
+    if sys.platform == "linux":
+        assert folder.startswith(str(tmp_path / "eqxshard" / "compiled"))
+    assert os.path.isdir(folder)
+
+
+def test_a_damaged_entry_is_compiled_again(tmp_path):
+    _, loss, _, misses = start(tmp_path)
+    for file in tmp_path.glob("*-cache"):
+        file.write_bytes(file.read_bytes()[:100])
+    again = start(tmp_path)
+    assert again[1] == loss and again[2] < misses
+
+
+@pytest.fixture
+def settings():
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    )
+    before = {name: getattr(jax.config, name) for name in names}
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_a_folder_that_is_given_comes_before_what_jax_was_told(tmp_path, settings):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "told"))
+    assert eqxshard.cache_compilations(tmp_path / "given") == tmp_path / "given"
+    assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "given")
