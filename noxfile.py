@@ -113,9 +113,17 @@ def matrix(session: nox.Session, jax: str) -> None:
     session.run(*PYTEST, *session.posargs)
 
 
-@nox.session(default=False)
+# By pip, which alone finds a build of PyTorch for CPUs where it is told of one.
+@nox.session(default=False, venv_backend="virtualenv")
 def bench(session: nox.Session) -> None:
-    """The benchmarks; `nox -s bench -- torch` installs a peer to measure beside."""
-    session.install(*PACKAGE, *session.posargs)
-    for script in sorted(Path("benchmarks").glob("*.py")):
-        session.run("python", str(script))
+    """The benchmarks, beside their peers: `nox -s bench`, or `-- data epoch` for some.
+
+    Figures and plots are written into build/benchmarks.
+    """
+    session.install(*PACKAGE, *group("bench"))
+    names = session.posargs or sorted(
+        path.stem for path in Path("benchmarks").glob("*.py") if path.stem[0] != "_"
+    )
+    for name in names:
+        output = ("--output", "build/benchmarks")
+        session.run("python", f"benchmarks/{name}.py", *output)

@@ -435,6 +435,7 @@ def main() -> int:
     ]
     args = tyro.cli(Args, args=given, config=(tyro.conf.DisallowNone,))
     try:
+        eqxshard.cache_compilations()
         eqxshard.initialize()
         last = train(args)
     except (ValueError, OSError, FloatingPointError) as error:

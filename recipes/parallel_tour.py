@@ -283,6 +283,7 @@ def tour(args: Args) -> str:
 
 def main() -> int:
     args = tyro.cli(Args)
+    eqxshard.cache_compilations()
     try:
         print(tour(args))
     except ValueError as error:

@@ -85,6 +85,7 @@ def train(args: Args) -> str:
 
 def main() -> int:
     args = tyro.cli(Args)
+    eqxshard.cache_compilations()
     try:
         print(train(args))
     except ValueError as error:

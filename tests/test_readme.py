@@ -5,6 +5,7 @@ with the flags of `SHORT` added. A block under `<!-- not run -->` is only read.
 """
 
 import ast
+import importlib.util
 import os
 import re
 import shlex
@@ -185,3 +186,12 @@ def test_a_recipe_runs_as_the_page_says(where, words, tmp_path):
     )
     assert run.returncode == 0, run.stderr
     assert any(tmp_path.iterdir())
+
+
+def test_the_table_of_the_readme_is_what_was_measured():
+    spec = importlib.util.spec_from_file_location("_readme", ROOT / "benchmarks/_readme.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    readme = (ROOT / "README.md").read_text()
+    assert module.updated(readme) == readme, "run python benchmarks/_readme.py"

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -87,6 +88,8 @@ def small(monkeypatch):
 
 def call(recipe, monkeypatch, *options):
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, options)])
+    # It is for all of the process, and so for other tests.
+    monkeypatch.setattr(eqxshard, "cache_compilations", lambda: None)
     try:
         return recipe.main()
     except SystemExit as stop:
@@ -104,8 +107,13 @@ def main(recipe, monkeypatch, capsys):
     return run
 
 
+#: A process that is killed may leave half an entry, which is not for the user's cache.
+COMPILED = tempfile.TemporaryDirectory(prefix="eqxshard-compiled-")
+
+
 def environment(**settings):
     kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "COLUMNS")}
+    kept["JAX_COMPILATION_CACHE_DIR"] = COMPILED.name
     return {**kept, "JAX_PLATFORMS": "cpu", **settings}
 
 
@@ -862,3 +870,19 @@ def test_stopped_before_the_first_step(tmp_path):
     time.sleep(0.5)
     assert_stopped(interrupt(process))
     assert not (output / "summary.json").exists()
+
+
+@pytest.mark.slow
+def test_a_second_start_compiles_nothing(tmp_path):
+    compiled = tmp_path / "compiled"
+    options = ["--model", "mlp", "--epochs", 1, "--data", "synthetic"]
+    settings = {"JAX_COMPILATION_CACHE_DIR": str(compiled)}
+
+    def entries(number):
+        status, _, err = run(*options, "--output", tmp_path / number, **settings)
+        assert status == 0, err
+        return {entry.name for entry in compiled.glob("*-cache")}
+
+    first = entries("first")
+    assert any(name.startswith("jit_train_step-") for name in first)
+    assert entries("second") == first
