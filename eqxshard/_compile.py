@@ -60,10 +60,11 @@ def _in_order(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _rewrite(part: Any) -> Any:
     """Rewrite what may be a jaxpr, of an equation's parameters."""
-    if isinstance(part, core.ClosedJaxpr):
-        return part.replace(jaxpr=_rewrite(part.jaxpr))
+    # In this order: JAX 0.11 has one type for both.
     if isinstance(part, core.Jaxpr):
         return part.replace(eqns=[_rewrite_equation(eqn) for eqn in part.eqns])
+    if isinstance(part, core.ClosedJaxpr):
+        return part.replace(jaxpr=_rewrite(part.jaxpr))
     if isinstance(part, tuple):  # the branches of a condition
         return tuple(map(_rewrite, part)) if part and _is_jaxpr(part[0]) else part
     return part

@@ -189,7 +189,8 @@ def offload(rule: Rule) -> Rule:
 
     **Raises:**
 
-    When it is used, `ValueError` if the mesh's devices have no such memory.
+    When it is used, `ValueError` if the mesh's devices have no such memory, or JAX is
+    older than 0.10.2, which cannot split what lies there.
 
     !!! Example
 
@@ -200,7 +201,12 @@ def offload(rule: Rule) -> Rule:
     name = f"offload({_name(rule)})"
 
     def check(leaves: Leaves, mesh: Mesh) -> None:
-        for device in mesh.local_devices:
+        if jax.__version_info__ < (0, 10, 2):
+            raise ValueError(
+                f"{name} needs JAX 0.10.2 or newer, and this is {jax.__version__}; install "
+                "it, or leave offload out."
+            )
+        for device in mesh.local_devices or ():
             kinds = [memory.kind for memory in device.addressable_memories()]
             if HOST_MEMORY not in kinds:
                 raise ValueError(

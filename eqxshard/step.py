@@ -221,7 +221,8 @@ class TrainStep:
             raise ValueError(DONATED)
         try:
             arrays, metrics = compiled.jitted(arrays, batch)
-        except Exception:
+        # Not those of running it, after which the state is donated.
+        except (TypeError, ValueError):
             # What is wrong with what was given, in our words. Where nothing is, looking
             # would take as long as the rest of a call, so that the step itself looks when
             # it is traced.
@@ -269,6 +270,7 @@ class _CompiledStep:
         mesh = update.mesh
         #: Where each array of a state lies.
         self.places = state_shardings(state, params, update.optim, mesh, update.rule)
+        whole = NamedSharding(mesh, PartitionSpec())
 
         def one(arrays: list[Array], batch: PyTree) -> tuple[list[Array], Metrics]:
             state, metrics = update(skeleton.merge(on_device(arrays, self.places)), batch)
@@ -290,7 +292,7 @@ class _CompiledStep:
             train_step if kind == "one" else train_steps,
             donate_argnums=0,
             in_shardings=(self.places, batch_place(mesh, kind)),
-            out_shardings=(self.places, NamedSharding(mesh, PartitionSpec())),
+            out_shardings=(self.places, whole),
         )
 
 

@@ -17,6 +17,9 @@ from helpers import (
 
 import eqxshard
 
+#: One release of JAX that we support cannot do it.
+OLD = jax.__version_info__ < (0, 10, 2)
+new_jax = pytest.mark.skipif(OLD, reason="offload needs JAX 0.10.2 or newer")
 OPTIM = lenient(optax.adamw(1e-2))
 KEY = jax.random.key(0)
 INNER = {
@@ -46,6 +49,7 @@ def kinds(tree):
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.shape}
 
 
+@new_jax
 @pytest.mark.parametrize("inner", INNER)
 def test_steps_are_the_same_bit_for_bit(inner):
     state = run(eqxshard.offload(INNER[inner]))
@@ -54,12 +58,14 @@ def test_steps_are_the_same_bit_for_bit(inner):
     assert kinds(eqx.filter(state.model, eqx.is_array)) == {"device"}
 
 
+@new_jax
 @pytest.mark.parametrize("options", [{"many": True}, {"accumulate": 2}])
 def test_in_loops_too(options):
     rule = INNER["fsdp"]
     assert_equal(run(eqxshard.offload(rule), **options), run(rule, **options))
 
 
+@new_jax
 def test_the_state_is_born_there_and_split_as_before():
     mesh, rule = make_mesh(MESH), INNER["fsdp"]
     there = eqxshard.init_state(
@@ -72,6 +78,7 @@ def test_the_state_is_born_there_and_split_as_before():
         np.testing.assert_array_equal(ours, theirs)
 
 
+@new_jax
 def test_checkpoints_come_back_to_where_they_were(tmp_path):
     rule = eqxshard.offload(INNER["fsdp"])
     state = run(rule)
@@ -84,6 +91,7 @@ def test_checkpoints_come_back_to_where_they_were(tmp_path):
     assert_equal(restored, state)
 
 
+@new_jax
 def test_donated_memory_of_the_host_is_used_again():
     mesh, rule = make_mesh(MESH), eqxshard.offload(INNER["fsdp"])
     state = eqxshard.init_state(Model, OPTIM, key=KEY, mesh=mesh, rule=rule)
@@ -93,6 +101,7 @@ def test_donated_memory_of_the_host_is_used_again():
     assert all(leaf.is_deleted() for leaf in old)
 
 
+@new_jax
 def test_a_state_of_another_memory_is_refused():
     mesh, rule = make_mesh(MESH), INNER["fsdp"]
     state = eqxshard.init_state(Model, OPTIM, key=KEY, mesh=mesh, rule=rule)
@@ -109,6 +118,7 @@ def test_it_goes_around_all_rules(maker):
         maker(eqxshard.offload(eqxshard.fsdp()), eqxshard.replicate())
 
 
+@new_jax
 def test_devices_without_such_memory_are_refused(monkeypatch):
     class Device:
         def addressable_memories(self):
@@ -124,9 +134,17 @@ def test_devices_without_such_memory_are_refused(monkeypatch):
         eqxshard.shardings(tree, make_mesh(MESH), rule)
 
 
+@new_jax
 def test_it_is_explained_by_its_name():
     explained = eqxshard.explain(
         {"x": jax.numpy.ones(4)}, make_mesh(MESH), eqxshard.offload(eqxshard.replicate())
     )
     assert "replicate()" in str(explained)
     assert repr(eqxshard.offload(eqxshard.fsdp())) == "offload(fsdp())"
+
+
+def test_an_older_jax_is_refused(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 1))
+    tree, rule = {"x": jax.numpy.ones(4)}, eqxshard.offload(eqxshard.replicate())
+    with pytest.raises(ValueError, match="needs JAX"):
+        eqxshard.shardings(tree, make_mesh(MESH), rule)

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,11 @@ RECIPES = Path(__file__).parent.parent.parent / "recipes"
 
 def run(recipe, *options):
     command = [sys.executable, RECIPES / recipe, *map(str, options)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+    # JAX 0.10.1 says something on stderr of each program that it has from its cache.
+    environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=600, env=environment
+    )
 
 
 def test_the_sine_is_learned():
