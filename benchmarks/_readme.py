@@ -64,7 +64,7 @@ def _rows(says: str, contest: dict[str, Any]) -> list[str]:
             f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
             for value in (min(values), statistics.median(values), max(values))
         )
-        ratio = f"{contest['ratios'][name]:.2f}"
+        ratio = f"{contest['ratios'][name]:.3g}"
         ours = f"**{name}**" if "eqxshard" in name else name
         rows.append(
             f"| {says} | {ours} | {middle} {contest['unit']} | {low} to {high} | {ratio} |"
