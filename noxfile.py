@@ -1,10 +1,12 @@
-"""Every check of the project: `pip install nox && nox` runs the default ones.
+"""Every check of the project.
 
-The default ones run on the Python that runs Nox. `nox -s matrix` runs the tests on every
-Python that the project supports and that is on this machine, each with the newest JAX
-it can have and with the release before.
+`pip install nox && nox` runs what a newcomer needs: lint, types, docs and the quick tests,
+on the Python that runs Nox. Continuous integration runs the other sessions, too
+(`.ci/run`): `nox --list` shows them.
 """
 
+import platform
+import sys
 from pathlib import Path
 
 import nox
@@ -12,21 +14,13 @@ import nox
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.error_on_missing_interpreters = False
 nox.options.download_python = "never"
-# The quickest first; the whole quick test suite last, so that its summary is at the end.
-nox.options.sessions = [
-    "lint",
-    "docs",
-    "typecheck",
-    "recipes",
-    "tests_lowest",
-    "slow",
-    "tests",
-]
+# The quickest first; the tests last, so that their summary is at the end.
+nox.options.sessions = ["lint", "docs", "typecheck", "tests"]
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 PYTHONS = ["3.11", "3.12", "3.13"]
 PACKAGE = ("-e", ".[recipes]")
-# A file's tests stay together: they share what is compiled.
+# The tests of a file share what they compile, so they stay together.
 PYTEST = (
     "pytest",
     "-n",
@@ -39,13 +33,19 @@ PYTEST = (
     "0",
 )
 
-#: JAX ends its support of a Python earlier than we do, so that the newest differs.
+#: The release before the newest JAX that a Python can install.
 PREVIOUS_JAX = {"3.11": "jax==0.10.1", "3.12": "jax==0.11.*", "3.13": "jax==0.11.*"}
 
 
 def group(name: str) -> tuple[str, ...]:
     """The requirements of a dependency group of pyproject.toml."""
     return nox.project.dependency_groups(PYPROJECT, name)
+
+
+def newest_python() -> str:
+    """The newest supported Python on this machine, apart from the one that runs Nox."""
+    running = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return next((p for p in reversed(PYTHONS) if p != running), running)
 
 
 @nox.session
@@ -65,55 +65,84 @@ def typecheck(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """The pages, into build/docs: every link in them leads somewhere."""
+    """The pages, into build/docs: every link in them must lead somewhere."""
     session.install(*group("docs"))
-    # The theme would print a notice about MkDocs' future.
+    # Keeps the theme from printing a notice about MkDocs' future.
     quiet = {"NO_MKDOCS_2_WARNING": "1"}
     session.run("mkdocs", "build", "--strict", "-f", "docs/mkdocs.yml", env=quiet)
 
 
 @nox.session
+def tests(session: nox.Session) -> None:
+    """The quick tests, on the newest versions of all dependencies."""
+    session.install(*PACKAGE, *group("tests"))
+    session.run(*PYTEST, *session.posargs)
+
+
+@nox.session(default=False)
 def recipes(session: nox.Session) -> None:
-    """The README's recipe, shortened: one epoch of the smallest model on made-up data."""
+    """The README's recipe, shortened: one epoch of the smallest model on generated data."""
     session.install(*PACKAGE)
     options = ["--model", "mlp", "--epochs", "1", "--data", "synthetic"]
     output = session.create_tmp()
     session.run("python", "recipes/fashion_mnist.py", *options, "--output", output)
 
 
-@nox.session
-def tests(session: nox.Session) -> None:
-    """The tests that take seconds, on the newest of all dependencies."""
+@nox.session(default=False)
+def slow(session: nox.Session) -> None:
+    """The tests that take minutes: whole runs, and the code on the pages."""
     session.install(*PACKAGE, *group("tests"))
-    session.run(*PYTEST, *session.posargs)
+    session.run(*PYTEST, "-m", "slow", *session.posargs)
 
 
-@nox.session
+@nox.session(default=False)
 def tests_lowest(session: nox.Session) -> None:
-    """The same on the oldest dependencies that pyproject.toml allows."""
+    """The quick tests on the oldest dependencies that pyproject.toml allows."""
     session.install("uv")
     lowest = ["uv", "pip", "install", "--resolution=lowest-direct"]
     session.run(*lowest, *PACKAGE, "--group", "tests", silent=True)
     session.run(*PYTEST, *session.posargs)
 
 
-@nox.session
-def slow(session: nox.Session) -> None:
-    """The tests that take minutes: whole runs, and what the pages show."""
+@nox.session(default=False, python=newest_python())
+def tests_newest(session: nox.Session) -> None:
+    """The quick tests on the newest Python here, which has the newest JAX."""
     session.install(*PACKAGE, *group("tests"))
-    session.run(*PYTEST, "-m", "slow", *session.posargs)
+    session.run(*PYTEST, *session.posargs)
 
 
-@nox.session(python=PYTHONS, default=False)
+@nox.session(default=False)
+def gpu_compile(session: nox.Session) -> None:
+    """Compile steps for GPUs that are not there: the tests marked `gpu`.
+
+    Needs JAX's GPU compiler, a wheel for Linux, in a folder of its own: installed beside
+    JAX, it would make every start look for a GPU.
+    """
+    if platform.system() != "Linux":
+        session.skip("JAX's GPU compiler is a wheel for Linux only")
+    session.install(*PACKAGE, *group("tests"))
+    version = session.run("python", "-c", "import jax; print(jax.__version__)", silent=True)
+    folder = Path(session.create_tmp()).resolve() / "pjrt"
+    wheel = f"jax-cuda12-pjrt=={str(version).strip()}"
+    target = ("--no-deps", "--target", str(folder))
+    session.run("uv", "pip", "install", *target, wheel, external=True, silent=True)
+    # Without the flags for CPUs that the tests set by default.
+    environment = {"PYTHONPATH": str(folder), "XLA_FLAGS": ""}
+    # They share little, so any worker may take any of them.
+    options = ("--dist", "load", "-m", "gpu")
+    session.run(*PYTEST, *options, *session.posargs, env=environment)
+
+
+@nox.session(default=False, python=PYTHONS)
 @nox.parametrize("jax", ["newest", "previous"])
 def matrix(session: nox.Session, jax: str) -> None:
-    """The tests on one of the supported Pythons."""
+    """The quick tests on each supported Python, with two releases of JAX."""
     version = [] if jax == "newest" else [PREVIOUS_JAX[str(session.python)]]
     session.install(*PACKAGE, *group("tests"), *version)
     session.run(*PYTEST, *session.posargs)
 
 
-# By pip, which alone finds a build of PyTorch for CPUs where it is told of one.
+# With pip, because only pip finds the build of PyTorch for CPUs where it is told of one.
 @nox.session(default=False, venv_backend="virtualenv")
 def bench(session: nox.Session) -> None:
     """The benchmarks, beside their peers: `nox -s bench`, or `-- data epoch` for some.

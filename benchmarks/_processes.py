@@ -1,4 +1,4 @@
-"""Contestants that are processes: started, asked to do their work once, and ended."""
+"""Contestants that run in processes of their own: start, command and stop them."""
 
 import contextlib
 import dataclasses
@@ -18,15 +18,15 @@ from _side_by_side import Turn
 _PEERS = Path(__file__).parent / "_peers"
 
 
-class Ended(Exception):
-    """A process that was to work is no more."""
+class ProcessEnded(Exception):
+    """A contestant's process has ended."""
 
 
 class Contestant:
-    """A module of `_peers` in a process, or in several that work together.
+    """A module of `_peers` in one process, or in several that train together.
 
-    Each stands still, without any work of its own, until it is asked. (So that each has
-    the devices and the threads that it would have alone.)
+    The processes are idle between commands, so each contestant has the devices and cores
+    to itself while it works.
     """
 
     def __init__(
@@ -37,42 +37,42 @@ class Contestant:
         processes: int = 1,
         env: Mapping[str, str] | None = None,
     ):
-        together = {
+        group = {
             "WORLD_SIZE": str(processes),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(_free_port()),
         }
         self._name = module
-        self._all = [
+        self._processes = [
             subprocess.Popen(
                 [sys.executable, str(_PEERS), module, json.dumps(dataclasses.asdict(task))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                env={**os.environ, **(env or {}), **together, "RANK": str(rank)},
+                env={**os.environ, **(env or {}), **group, "RANK": str(rank)},
             )
             for rank in range(processes)
         ]
 
     def ready(self) -> None:
-        """Wait until everything is built."""
+        """Wait until the contestant is built."""
         self._answers()
 
-    def ask(self, order: str) -> dict[str, float]:
-        """Have it work, and wait: what the slowest process took, what the first found."""
-        for process in self._all:
+    def ask(self, command: str) -> dict[str, float]:
+        """Run a command; return the first process's results and the slowest one's time."""
+        for process in self._processes:
             assert process.stdin is not None
-            # One that has ended is found out when it does not answer.
+            # A process that has ended is reported below, when it does not answer.
             with contextlib.suppress(BrokenPipeError):
-                process.stdin.write(order + "\n")
+                process.stdin.write(command + "\n")
                 process.stdin.flush()
         answers = self._answers()
         return answers[0] | {"seconds": max(answer["seconds"] for answer in answers)}
 
     def close(self) -> None:
-        for process in self._all:
+        for process in self._processes:
             process.kill()
-            # It is not told anything any more.
+            # communicate() flushes stdin, but the process is gone.
             with contextlib.suppress(BrokenPipeError):
                 process.communicate()
 
@@ -89,33 +89,35 @@ class Contestant:
 
     def _answers(self) -> list[dict[str, float]]:
         lines = []
-        for process in self._all:
+        for process in self._processes:
             assert process.stdout is not None
             line = process.stdout.readline()
             if not line:
-                raise Ended(f"{self._name} ended; what it wrote says why.")
+                raise ProcessEnded(
+                    f"The process of {self._name} has ended; see its output above."
+                )
             lines.append(json.loads(line))
         return lines
 
 
 def or_nan(turn: Turn) -> Turn:
-    """So that one that ends does not end the others."""
+    """Wrap a turn to return NaN if its process ends, so that the others can go on."""
 
-    def tried() -> float:
+    def guarded() -> float:
         try:
             return turn()
-        except Ended as error:
+        except ProcessEnded as error:
             print(error, file=sys.stderr)
             return math.nan
 
-    return tried
+    return guarded
 
 
 def without_failed(values: Mapping[str, Sequence[float]]) -> dict[str, Sequence[float]]:
-    """The figures of those that went on to the end; of the others, it is said."""
+    """Drop the contestants that failed in any round, with a message for each."""
     failed = [name for name, figures in values.items() if math.isnan(sum(figures))]
     for name in failed:
-        print(f"{name} FAILED, and is left out.")
+        print(f"{name} FAILED and is left out of the results.")
     return {name: figures for name, figures in values.items() if name not in failed}
 
 

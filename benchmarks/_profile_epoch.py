@@ -1,9 +1,9 @@
-"""Where the time of one epoch of LeNet goes: a table of a profile by JAX.
+"""Profile one epoch of LeNet with JAX's profiler, and print where the time goes.
 
-One epoch of eqxshard, its data on the device, and an evaluation, as in `epoch.py`, traced
-after a first one that compiles. The device's time is summed by operation and by kind, each
-without the operations within it, and set against the time on the clock: what is left over
-is the host's, while the device waits.
+The epoch is that of eqxshard in `epoch.py`, with the data on the device, followed by an
+evaluation. It is traced after a first epoch that compiles. The device's time is summed by
+operation and by kind of operation; time inside nested operations counts for those only.
+Wall time minus the time that the device is busy is time that it waits for the host.
 
     python benchmarks/_profile_epoch.py --output build/benchmarks
 """
@@ -31,7 +31,7 @@ sys.path.append(str(Path(__file__).parent / "_peers"))
 
 
 class Event(NamedTuple):
-    """One operation on one line of a device: a stream of a GPU, a thread of a CPU."""
+    """One operation on one line of a device: a GPU's stream or a CPU's thread."""
 
     start: float
     end: float
@@ -40,16 +40,16 @@ class Event(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The same for `convolution.12` and `convolution.7`."""
+        """The name without its number: `convolution` for `convolution.12`."""
         return re.sub(r"(\.\d+|\.clone|\.remat)+$", "", self.name)
 
 
 def device_lines(path: Path) -> Iterator[list[Event]]:
-    """The operations of each line, in order, in nanoseconds."""
+    """The operations of each line, sorted by start, with times in nanoseconds."""
     for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
         on_gpu = plane.name.startswith("/device:GPU")
         for line in plane.lines:
-            # A GPU's other lines are made of those of its streams.
+            # A GPU's other lines repeat the operations of its streams.
             if on_gpu and "Stream" not in (line.name or ""):
                 continue
             events = []
@@ -67,24 +67,24 @@ def device_lines(path: Path) -> Iterator[list[Event]]:
 def summed(
     lines: list[list[Event]], key: Callable[[Event], str]
 ) -> dict[str, dict[str, float]]:
-    """Seconds and number of the operations of a key, without those within them."""
-    found = collections.defaultdict(lambda: {"seconds": 0.0, "count": 0.0})
+    """Seconds and number of operations by key, without the time of nested operations."""
+    totals = collections.defaultdict(lambda: {"seconds": 0.0, "count": 0.0})
     for events in lines:
-        around: list[Event] = []
+        enclosing: list[Event] = []
         for event in events:
             seconds = (event.end - event.start) / 1e9
-            while around and around[-1].end <= event.start:
-                around.pop()
-            if around:
-                found[key(around[-1])]["seconds"] -= seconds
-            found[key(event)]["seconds"] += seconds
-            found[key(event)]["count"] += 1
-            around.append(event)
-    return dict(sorted(found.items(), key=lambda item: -item[1]["seconds"]))
+            while enclosing and enclosing[-1].end <= event.start:
+                enclosing.pop()
+            if enclosing:
+                totals[key(enclosing[-1])]["seconds"] -= seconds
+            totals[key(event)]["seconds"] += seconds
+            totals[key(event)]["count"] += 1
+            enclosing.append(event)
+    return dict(sorted(totals.items(), key=lambda item: -item[1]["seconds"]))
 
 
 def busy_and_gaps(lines: list[list[Event]]) -> tuple[float, list[float]]:
-    """Seconds in which any operation ran, and of each gap between them."""
+    """Seconds during which any operation ran, and the seconds of each gap."""
     busy, gaps, end = 0.0, [], None
     for event in sorted(event for events in lines for event in events):
         if end is None or event.start > end:
@@ -135,32 +135,34 @@ def main() -> None:
     )
     parser.add_argument("--examples", type=int, default=60_000)
     parser.add_argument("--top", type=int, default=20, help="rows to show")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="where to write it")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="write profile.json here"
+    )
     args = parser.parse_args()
-    found = machine() | profile(args.examples)
+    results = machine() | profile(args.examples)
 
     console = Console(width=110)
-    table = Table("one epoch of LeNet", "s", "of all")
-    for name, seconds in found["seconds"].items():
-        share = seconds / found["seconds"]["total"]
+    table = Table("one epoch of LeNet", "s", "share")
+    for name, seconds in results["seconds"].items():
+        share = seconds / results["seconds"]["total"]
         table.add_row(name, f"{seconds:.4f}", f"{share:.1%}")
     console.print(table)
-    everything = sum(kind["seconds"] for kind in found["kinds"].values())
+    all_operations = sum(kind["seconds"] for kind in results["kinds"].values())
     for title in ("kinds", "operations"):
-        table = Table(title, "s", "of all operations", "number", "us each")
-        for name, kind in [*found[title].items()][: args.top]:
+        table = Table(title, "s", "share of operations", "count", "us each")
+        for name, kind in [*results[title].items()][: args.top]:
             seconds, count = kind["seconds"], kind["count"]
             table.add_row(
                 name,
                 f"{seconds:.4f}",
-                f"{seconds / everything:.1%}",
+                f"{seconds / all_operations:.1%}",
                 f"{count:.0f}",
                 f"{seconds / count * 1e6:.1f}",
             )
         console.print(table)
     if args.output is not None:
         args.output.mkdir(parents=True, exist_ok=True)
-        (args.output / "profile.json").write_text(json.dumps(found, indent=1) + "\n")
+        (args.output / "profile.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,85 +1,182 @@
-"""Writes the table of the README from the figures in benchmarks/results."""
+"""Write the tables of the README and of docs/pages/performance.md.
+
+A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`; its figures are
+those in benchmarks/results.
+
+    python benchmarks/_readme.py
+"""
 
 import json
+import re
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-BEGIN, END = "<!-- benchmarks -->", "<!-- end of benchmarks -->"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "pages" / "performance.md")
 
-#: Which contests of which benchmarks, in order, and what they are called there.
-SHOWN = {
-    "step_overhead": {
-        "depth 4": "A training step of a tiny MLP of 4 layers",
-        "depth 48": "The same of 48 layers",
-    },
-    "epoch": {
-        "lenet": "An epoch of Fashion-MNIST, LeNet, with evaluation",
-        "cnn": "The same, a larger CNN",
-    },
-    "data": {
-        "from memory": "Batches of 256 shuffled images, from memory",
-        "from ArrayRecord": "The same from ArrayRecord files",
-    },
-    "start": {"start to first step of LeNet": "From process start to the first step"},
-    "memory": {"one device": "Memory of a compiled step"},
+COLUMNS = ("eqxshard", "JAX by hand", "Equinox", "Flax NNX, Grain", "PyTorch")
+
+#: The rows of the table `summary`: what is measured, the benchmark, the start of the
+#: contest's title, and the contestant of each column.
+SUMMARY: dict[str, tuple[str, str, Sequence[str | None]]] = {
+    "training step, MLP of 4 layers": (
+        "step_overhead",
+        "depth 4",
+        (
+            "eqxshard, nonfinite='skip'",
+            "jax.jit, flattened by hand",
+            "equinox.filter_jit",
+            "Flax NNX, nnx.split and jax.jit",
+            None,
+        ),
+    ),
+    "training step, MLP of 48 layers": (
+        "step_overhead",
+        "depth 48",
+        (
+            "eqxshard, nonfinite='skip'",
+            "jax.jit, flattened by hand",
+            "equinox.filter_jit",
+            "Flax NNX, nnx.split and jax.jit",
+            None,
+        ),
+    ),
+    "LeNet on Fashion-MNIST, 1 device": (
+        "epoch",
+        "lenet",
+        (
+            "eqxshard, 1 device",
+            "JAX by hand, NumPy batches",
+            "Equinox's own page, 1 device",
+            "Flax NNX + Grain",
+            "PyTorch",
+        ),
+    ),
+    "LeNet on Fashion-MNIST, 2 devices": (
+        "epoch",
+        "lenet",
+        (
+            "eqxshard, 2 devices",
+            None,
+            "Equinox's own page, 2 devices",
+            None,
+            "PyTorch DDP, 2 processes",
+        ),
+    ),
+    "shuffled images from memory": (
+        "data",
+        "from memory",
+        (
+            "eqxshard, prefetch=2, 1 device(s)",
+            "NumPy, jax.device_put",
+            None,
+            "Grain, per record",
+            "PyTorch, whole batches",
+        ),
+    ),
+    "shuffled images from ArrayRecord files": (
+        "data",
+        "from ArrayRecord",
+        (
+            "eqxshard, threads",
+            "ArrayRecord and NumPy",
+            None,
+            "Grain, 2 worker(s)",
+            "PyTorch",
+        ),
+    ),
+    "process start to first step": (
+        "start",
+        "start to first step",
+        (
+            "eqxshard, no cache",
+            "JAX by hand, no cache",
+            "Equinox's own page, no cache",
+            "Flax NNX + Grain, no cache",
+            "PyTorch",
+        ),
+    ),
+    "memory of a step": (
+        "memory",
+        "one device",
+        ("eqxshard, nonfinite='skip'", "hand-written jax.jit", None, None, None),
+    ),
 }
 
 
-def table(results: Path = RESULTS) -> str:
-    """The lines between the marks of the README."""
-    rows, last = [], {}
-    for name, titles in SHOWN.items():
-        if not (results / f"{name}.json").exists():
-            continue
-        last = json.loads((results / f"{name}.json").read_text())
-        contests = {contest["title"]: contest for contest in last["contests"]}
-        for title, says in titles.items():
-            found = [full for full in contests if full.startswith(title)]
-            if found:
-                rows += _rows(says, contests[found[0]])
-    versions = ", ".join(
-        f"{package} {last['versions'][package]}"
-        for package in ("jax", "equinox", "flax", "torch")
-    )
-    where = f"{last['date']}, {last['cores']} cores of an {last['cpu']}, no accelerator"
-    return "\n".join(
-        [
-            f"{where}; Python {last['versions']['python']}, {versions}.",
-            "Medians; a ratio is of a figure by the first contestant's in the same round.",
-            "",
-            "| | | median | min to max | ratio |",
-            "|---|---|--:|--:|--:|",
-            *rows,
+def read(name: str) -> dict[str, Any]:
+    """What a benchmark found."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def summary() -> str:
+    """The README's table: a row for each of `SUMMARY`, a column for each contestant."""
+    rows, found = [], {name: read(name) for name, _, _ in SUMMARY.values()}
+    for says, (name, title, contestants) in SUMMARY.items():
+        contests = found[name]["contests"]
+        contest = next(c for c in contests if c["title"].startswith(title))
+        values = [contest["values"].get(each) for each in contestants]
+        cells = [
+            "" if each is None else _digits(statistics.median(each)) for each in values
         ]
+        cells[0] = f"**{cells[0]}**"
+        rows.append(f"| {says} | {contest['unit']} | {' | '.join(cells)} |")
+    head = ["| | |" + "".join(f" {column} |" for column in COLUMNS)]
+    head += [f"|---|---|{'--:|' * len(COLUMNS)}"]
+    return "\n".join([*head, *rows, "", _where(next(iter(found.values())))])
+
+
+def table(name: str) -> str:
+    """Every figure of a benchmark, and where it was measured."""
+    found, rows = read(name), []
+    for contest in found["contests"]:
+        says = f"{contest['title']}, {contest['unit']}"
+        for contestant, values in contest["values"].items():
+            low, high = _digits(min(values)), _digits(max(values))
+            cells = [
+                says,
+                f"**{contestant}**" if "eqxshard" in contestant else contestant,
+                _digits(statistics.median(values)),
+                "" if low == high else f"{low} to {high}",
+                f"{contest['ratios'][contestant]:.3g}",
+            ]
+            rows.append(f"| {' | '.join(cells)} |")
+            says = ""
+    head = ["| | | median | min to max | ratio |", "|---|---|--:|--:|--:|"]
+    return "\n".join([*head, *rows, "", _where(found)])
+
+
+def updated(page: str) -> str:
+    """A page with the tables of now."""
+
+    def write(match: re.Match[str]) -> str:
+        text = summary() if match[2] == "summary" else table(match[2])
+        return f"{match[1]}\n{text}\n{match[3]}"
+
+    marks = r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)"
+    return re.sub(marks, write, page, flags=re.DOTALL)
+
+
+def _where(found: dict[str, Any]) -> str:
+    versions = ", ".join(
+        f"{package} {found['versions'][package]}"
+        for package in ("jax", "equinox", "flax", "torch", "grain")
+        if package in found["versions"]
     )
+    device = f"{found['cores']} cores of an {found['cpu']}"
+    if found["platform"] != "cpu":
+        device = f"{found['devices']} x {found['device']}"
+    python = found["versions"]["python"]
+    return f"Measured {found['date']} on {device}; Python {python}, {versions}."
 
 
-def _rows(says: str, contest: dict[str, Any]) -> list[str]:
-    rows = []
-    for name, values in contest["values"].items():
-        low, middle, high = (
-            f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
-            for value in (min(values), statistics.median(values), max(values))
-        )
-        ratio = f"{contest['ratios'][name]:.3g}"
-        ours = f"**{name}**" if "eqxshard" in name else name
-        rows.append(
-            f"| {says} | {ours} | {middle} {contest['unit']} | {low} to {high} | {ratio} |"
-        )
-        says = ""
-    return rows
-
-
-def updated(readme: str) -> str:
-    """The README with the table of now."""
-    before, _, rest = readme.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 if __name__ == "__main__":
-    page = ROOT / "README.md"
-    page.write_text(updated(page.read_text()))
+    for page in PAGES:
+        page.write_text(updated(page.read_text()))

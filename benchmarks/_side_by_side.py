@@ -1,4 +1,4 @@
-"""What the benchmarks share: contestants take turns, and what they took is written down."""
+"""Shared by all benchmarks: contestants take turns, and their figures are reported."""
 
 import argparse
 import importlib.metadata
@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+import jax
 import matplotlib
 from rich.console import Console
 from rich.table import Table
@@ -19,10 +20,10 @@ from rich.table import Table
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-#: One turn of a contestant: does its work once, and returns what is measured.
+#: One turn of a contestant: does its work once and returns the measured figure.
 Turn = Callable[[], float]
 
-_Found = TypeVar("_Found")
+_Figures = TypeVar("_Figures")
 
 _PACKAGES = (
     "eqxshard",
@@ -40,11 +41,11 @@ _PACKAGES = (
 
 @dataclass(frozen=True)
 class Contest:
-    """The figures of several contestants at the same task, the measure first.
+    """The figures of several contestants at the same task, the baseline first.
 
-    - `title`: what the task is, such as `depth 4`.
-    - `unit`: of the figures.
-    - `values`: for each contestant one figure for each round.
+    - `title`: the task, such as `depth 4`.
+    - `unit`: the unit of the figures.
+    - `values`: one figure per round for each contestant.
     """
 
     title: str
@@ -52,18 +53,18 @@ class Contest:
     values: Mapping[str, Sequence[float]]
 
     def ratio(self, name: str) -> float:
-        """The median over rounds of a contestant's figure by the measure's."""
-        measure = next(iter(self.values.values()))
-        return statistics.median(a / b for a, b in zip(self.values[name], measure))
+        """The median over rounds of a contestant's figure divided by the baseline's."""
+        baseline = next(iter(self.values.values()))
+        return statistics.median(a / b for a, b in zip(self.values[name], baseline))
 
 
 @dataclass(frozen=True)
 class Report:
-    """All that one benchmark found, and where.
+    """All results of one benchmark.
 
-    - `name`: the benchmark's, and that of its files.
-    - `contests`: what was measured.
-    - `setting`: whatever else decides the figures.
+    - `name`: the name of the benchmark and of its files.
+    - `contests`: the measurements.
+    - `setting`: options of the benchmark that affect the figures.
     """
 
     name: str
@@ -71,7 +72,7 @@ class Report:
     setting: Mapping[str, Any] = field(default_factory=dict)
 
     def show_and_write(self, output: Path | None) -> None:
-        """Print the tables, and write NAME.json and NAME.png into a folder."""
+        """Print the tables, and write NAME.json and NAME.png to a folder, if given."""
         console = Console(width=110)
         for contest in self.contests:
             table = Table(
@@ -84,16 +85,16 @@ class Report:
                 ratio = f"{contest.ratio(name):.3g}"
                 table.add_row(name, middle, f"{low} to {high}", ratio)
             console.print(table)
-        found = {"name": self.name, **machine(), **self.setting}
-        console.print(", ".join(f"{key}: {value}" for key, value in found.items()))
+        results = {"name": self.name, **machine(), **self.setting}
+        console.print(", ".join(f"{key}: {value}" for key, value in results.items()))
         if output is not None:
             output.mkdir(parents=True, exist_ok=True)
-            found["contests"] = [
+            results["contests"] = [
                 asdict(contest)
                 | {"ratios": {name: contest.ratio(name) for name in contest.values}}
                 for contest in self.contests
             ]
-            (output / f"{self.name}.json").write_text(json.dumps(found, indent=1) + "\n")
+            (output / f"{self.name}.json").write_text(json.dumps(results, indent=1) + "\n")
             self._plot(output / f"{self.name}.png")
 
     def _plot(self, path: Path) -> None:
@@ -125,17 +126,15 @@ class Report:
 
 
 def take_turns(
-    turns: Mapping[str, Callable[[], _Found]], rounds: int
-) -> dict[str, list[_Found]]:
-    """Let contestants take turns, round by round, and return their figures.
+    turns: Mapping[str, Callable[[], _Figures]], rounds: int
+) -> dict[str, list[_Figures]]:
+    """Let contestants take turns, round by round, and return the results of each.
 
-    A turn that measures several things at once may return them all.
-
-    Whatever else the machine does meets them alike. A first round warms up and is not
-    counted; each round begins with another contestant, as each leaves the caches, and the
-    clock of the processor, to the next.
+    Taking turns spreads other load on the machine evenly over the contestants. The first
+    round is a warm-up and is not counted. Each round starts with a different contestant,
+    because each one affects the CPU's caches and clock speed for the next.
     """
-    values: dict[str, list[_Found]] = {name: [] for name in turns}
+    values: dict[str, list[_Figures]] = {name: [] for name in turns}
     for turn in turns.values():
         turn()
     for number in range(rounds):
@@ -147,10 +146,7 @@ def take_turns(
 
 
 def machine() -> dict[str, Any]:
-    """When and where this is."""
-    # Not at the top: a benchmark says how many devices there are before JAX looks.
-    import jax
-
+    """The date, the machine and the versions of packages."""
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
@@ -170,15 +166,15 @@ def machine() -> dict[str, Any]:
 
 
 def parser(description: str | None, *, rounds: int) -> argparse.ArgumentParser:
-    """The options that all benchmarks have."""
-    made = argparse.ArgumentParser(
+    """A parser with the options common to all benchmarks."""
+    options = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--rounds", type=int, default=rounds)
-    made.add_argument(
-        "--output", type=Path, metavar="DIR", help="where to write the figures and the plot"
+    options.add_argument("--rounds", type=int, default=rounds)
+    options.add_argument(
+        "--output", type=Path, metavar="DIR", help="write the figures and the plot here"
     )
-    return made
+    return options
 
 
 def _cpu() -> str:

@@ -1,10 +1,11 @@
-"""Seconds that a training loop waits for checkpoints, and how fast they are on disk.
+"""Seconds that a checkpoint blocks the training loop, and the speed of save and restore.
 
-A state of so many gigabytes, split over 2 simulated devices: how long `Checkpointer.save`
-holds up who calls it, beside a save that is waited for and a plain one of Orbax; how fast
-it is on disk, with all its checksums, and back, beside `numpy.save` and `numpy.load` of
-the same bytes on the same disk. What Orbax writes is on the disk itself when it says so
-(`fsync`), so NumPy, the measure, is there with and without; what is read was just written.
+The state has `--gigabytes` of parameters, split over 2 simulated devices. Three things are
+measured: how long `Checkpointer.save` blocks its caller, compared with a save that waits
+and with a plain Orbax save; how fast the state is written to disk, with all checksums; and
+how fast it is restored. The baseline is `numpy.save` and `numpy.load` of the same bytes on
+the same disk. Orbax flushes its files to the disk (`fsync`), so NumPy takes part with and
+without that. Files are read right after they are written, usually from the page cache.
 
     python benchmarks/checkpoint.py --gigabytes 1 --output build/benchmarks
 """
@@ -30,7 +31,7 @@ import eqxshard
 DEVICES, ARRAYS = 2, 16
 OPTIM = optax.sgd(1.0)
 
-#: Seconds by what was measured.
+#: Seconds by phase.
 Times = dict[str, float]
 
 
@@ -49,13 +50,13 @@ def by_eqxshard(state: Any, like: Any, folder: Path, wait: bool = False) -> Time
     checkpointer.save(state)
     if wait:
         checkpointer.wait()
-    held_up = time.perf_counter()
+    blocked = time.perf_counter()
     checkpointer.wait()
     saved = time.perf_counter()
     jax.block_until_ready(arrays_of(checkpointer.restore(like)))
     restored = time.perf_counter()
     return {
-        "held up": held_up - start,
+        "blocked": blocked - start,
         "save": saved - start,
         "restore": restored - saved,
     }
@@ -74,14 +75,14 @@ def by_orbax(state: Any, like: Any, folder: Path) -> Times:
     jax.block_until_ready(ocp.load(os.fspath(folder / "state"), named(like)))
     restored = time.perf_counter()
     return {
-        "held up": saved - start,
+        "blocked": saved - start,
         "save": saved - start,
         "restore": restored - saved,
     }
 
 
 def by_numpy(state: Any, like: Any, folder: Path, sync: bool = True) -> Times:
-    arrays = [np.asarray(x) for x in arrays_of(state)]  # gathered, which is not measured
+    arrays = [np.asarray(x) for x in arrays_of(state)]  # gathering is not measured
     start = time.perf_counter()
     for number, array in enumerate(arrays):
         with (folder / f"{number}.npy").open("wb") as file:
@@ -93,18 +94,18 @@ def by_numpy(state: Any, like: Any, folder: Path, sync: bool = True) -> Times:
         np.load(folder / f"{number}.npy")
     restored = time.perf_counter()
     return {
-        "held up": saved - start,
+        "blocked": saved - start,
         "save": saved - start,
         "restore": restored - saved,
     }
 
 
-#: NumPy, the measure, first.
+#: The baseline first.
 CONTESTANTS: dict[str, Callable[[Any, Any, Path], Times]] = {
     "NumPy": by_numpy,
-    "NumPy, without fsync": lambda *given: by_numpy(*given, sync=False),
+    "NumPy, without fsync": lambda *args: by_numpy(*args, sync=False),
     "eqxshard.Checkpointer": by_eqxshard,
-    "eqxshard.Checkpointer, waited for": lambda *given: by_eqxshard(*given, wait=True),
+    "eqxshard.Checkpointer, waited for": lambda *args: by_eqxshard(*args, wait=True),
     "Orbax, blocking": by_orbax,
 }
 
@@ -115,26 +116,28 @@ def one_turn(
     folder = Path(tempfile.mkdtemp(dir=root))
     times = run(state, like, folder)
     shutil.rmtree(folder)
-    os.sync()  # or a turn would write what another left
+    os.sync()  # so that no turn pays for another's dirty pages
     return times
 
 
 def main() -> None:
     options = parser(__doc__, rounds=5)
-    options.add_argument("--gigabytes", type=float, default=1.0)
-    options.add_argument("--directory", help="on the disk to measure")
+    options.add_argument(
+        "--gigabytes", type=float, default=1.0, help="size of the parameters"
+    )
+    options.add_argument("--directory", help="a folder on the disk to measure")
     args = options.parse_args()
     jax.config.update("jax_num_cpu_devices", DEVICES)
     logging.getLogger("absl").setLevel(logging.ERROR)
     size = int(args.gigabytes * 2**30)
     mesh = eqxshard.make_mesh(data=1, fsdp=DEVICES)
-    made: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "key": jax.random.key(0),
         "mesh": mesh,
         "rule": eqxshard.fsdp(min_size=2),
     }
-    state = eqxshard.init_state(lambda key: make_model(key, size), OPTIM, **made)
-    like = eqxshard.abstract_state(lambda key: make_model(key, size), OPTIM, **made)
+    state = eqxshard.init_state(lambda key: make_model(key, size), OPTIM, **settings)
+    like = eqxshard.abstract_state(lambda key: make_model(key, size), OPTIM, **settings)
     size = sum(x.nbytes for x in arrays_of(state))
     with tempfile.TemporaryDirectory(dir=args.directory) as root:
         turns = {
@@ -143,13 +146,14 @@ def main() -> None:
         }
         times = take_turns(turns, args.rounds)
 
-    held_up = {name: [turn["held up"] for turn in of] for name, of in times.items()}
-    contests = [Contest("held up by a save", "seconds", held_up)]
-    for what in ("save", "restore"):
+    blocked = {name: [turn["blocked"] for turn in rounds] for name, rounds in times.items()}
+    contests = [Contest("held up by a save", "seconds", blocked)]
+    for phase in ("save", "restore"):
         rates = {
-            name: [size / turn[what] / 1e6 for turn in of] for name, of in times.items()
+            name: [size / turn[phase] / 1e6 for turn in rounds]
+            for name, rounds in times.items()
         }
-        contests.append(Contest(what, "MB/s", rates))
+        contests.append(Contest(phase, "MB/s", rates))
     setting = {"bytes": size, "rounds": args.rounds}
     Report("checkpoint", contests, setting).show_and_write(args.output)
 

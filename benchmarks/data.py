@@ -1,20 +1,20 @@
 """Batches per second that data loaders deliver, from memory and from files.
 
-Batches of 256 images of 28 x 28 bytes, shuffled: of 60,000 of them, the size of
-Fashion-MNIST, where what a loader costs shows. Each task has bare NumPy as its measure,
-which is what it all comes down to, and which leaves the batch on the host; so do Grain and
-PyTorch, while eqxshard's batches, and those of `jax.device_put`, are on the devices.
+Batches have 256 images of 28 x 28 bytes, drawn in random order from 60,000 as in
+Fashion-MNIST: small enough that the loader's own overhead shows. The baseline of each task
+is bare NumPy, which leaves batches on the host. So do Grain and PyTorch; the batches of
+eqxshard and of `jax.device_put` are on the devices. The tasks:
 
-- from memory, that of the host or, with `placement="device"`, that of the devices;
-- with a transform, which makes floats of the bytes, normalises them and mirrors every
-  other image, by chance: of whole batches where the loader gives them, else per record;
-- from a memory-mapped file, written here. It was just written, so that a machine with more
-  memory than `--mapped-gigabytes` reads it from memory (the page cache), and no disk is
-  measured: give more than there is to measure one;
-- from the records of ArrayRecord files, read at random. The measure is their own way of
-  reading many at once, with nothing around it.
+- from memory: the host's or, with `placement="device"`, the devices';
+- with a transform that converts bytes to floats, normalises them and mirrors images with
+  probability 1/2. It gets whole batches where the loader supports that, else one record;
+- from a memory-mapped file, which this script writes first. If it fits in memory, it is
+  read from the page cache; to measure the disk, make `--mapped-gigabytes` larger than the
+  machine's memory;
+- from ArrayRecord files, read in random order. The baseline is ArrayRecord's own call that
+  reads many records at once.
 
-Workers are processes. The start of a loader, and of its workers, is not measured.
+Workers are processes. Starting a loader and its workers is not measured.
 
     python benchmarks/data.py --devices 1 2 --output build/benchmarks
 """
@@ -40,20 +40,20 @@ from absl import flags
 import eqxshard
 
 IMAGES, SHAPE, BATCH_SIZE = 60_000, (28, 28), 256
-#: Batches that are not measured: what was made ahead while the workers started.
-START = 8
+#: Batches that are not measured, because they were prefetched during startup.
+WARMUP_BATCHES = 8
 FILES = 4
 MEAN, STD = np.float32(127.5), np.float32(73.6)
 RANDOM = np.random.default_rng(0)
 
-#: Whatever has `close`, and gives batches without end.
+#: An endless iterator of batches with a `close` method.
 Batches = Any
-#: By name; the measure first. Each makes its batches anew for each turn.
+#: Functions by name, the baseline first. Each turn makes a new iterator of batches.
 Contestants = dict[str, Callable[[], Batches]]
 
 
 def augment(images: np.ndarray) -> np.ndarray:
-    """What all transforms do, to a whole batch."""
+    """The transform, applied to a whole batch."""
     mirrored = RANDOM.random(len(images)) < 0.5
     images = np.where(mirrored[:, None, None], images[:, :, ::-1], images)
     return (images - MEAN) / STD
@@ -68,7 +68,7 @@ def decode(record: bytes) -> np.ndarray:
 
 
 def shuffled(length: int) -> Iterator[np.ndarray]:
-    """The rows of each batch."""
+    """The row numbers of each batch."""
     for epoch in itertools.count():
         order = np.random.RandomState([0, epoch]).permutation(length)
         for start in range(0, length - BATCH_SIZE, BATCH_SIZE):
@@ -105,7 +105,7 @@ def with_grain(
 
 
 class TorchRecords:
-    """A dataset as PyTorch asks for them: an example for an index."""
+    """A map-style PyTorch dataset: one example per index."""
 
     def __init__(self, images: np.ndarray, transform: Callable[[Any], Any]):
         self.images = images
@@ -121,7 +121,7 @@ class TorchRecords:
 def with_torch(dataset: Any, workers: int = 0, **options: Any) -> Batches:
     data = importlib.import_module("torch.utils.data")
     if workers:
-        # Not forked from here, which JAX's threads would not survive.
+        # Not forked from this process, because JAX has threads.
         options |= {"multiprocessing_context": "forkserver", "persistent_workers": True}
     loader = data.DataLoader(
         dataset, BATCH_SIZE, shuffle=True, drop_last=True, num_workers=workers, **options
@@ -139,7 +139,7 @@ def with_torch_in_bulk(dataset: Any) -> Batches:
 
 
 def augment_by_chance(image: np.ndarray) -> np.ndarray:
-    # Of Python's generators, which PyTorch seeds in each worker.
+    # Python's generator, because PyTorch seeds it in each worker.
     return augment_one(image, random.random() < 0.5)
 
 
@@ -153,27 +153,30 @@ def stack_for_torch(records: Sequence[bytes]) -> Any:
 
 def from_memory(images: np.ndarray, devices: Sequence[int], workers: int) -> Contestants:
     source = eqxshard.data.ArraySource({"image": images})
-    bare = partial(with_numpy, images)
-    made: Contestants = {"NumPy": bare, "NumPy, jax.device_put": partial(on_device, bare)}
+    baseline = partial(with_numpy, images)
+    contestants: Contestants = {
+        "NumPy": baseline,
+        "NumPy, jax.device_put": partial(on_device, baseline),
+    }
     for count in devices:
         for prefetch in (2, 0):
             name = f"eqxshard, prefetch={prefetch}, {count} device(s)"
-            made[name] = partial(with_eqxshard, source, count, prefetch=prefetch)
+            contestants[name] = partial(with_eqxshard, source, count, prefetch=prefetch)
         name = f"eqxshard, placement='device', {count} device(s)"
-        made[name] = partial(with_eqxshard, source, count, placement="device")
-    made["Grain, per record"] = partial(with_grain, list(images))
+        contestants[name] = partial(with_eqxshard, source, count, placement="device")
+    contestants["Grain, per record"] = partial(with_grain, list(images))
     if importlib.util.find_spec("torch"):
         tensor = importlib.import_module("torch").from_numpy(images)
         dataset = importlib.import_module("torch.utils.data").TensorDataset(tensor)
-        made["PyTorch"] = partial(with_torch, dataset)
-        made[f"PyTorch, {workers} worker(s)"] = partial(with_torch, dataset, workers)
-        made["PyTorch, whole batches"] = partial(with_torch_in_bulk, dataset)
-    return made
+        contestants["PyTorch"] = partial(with_torch, dataset)
+        contestants[f"PyTorch, {workers} worker(s)"] = partial(with_torch, dataset, workers)
+        contestants["PyTorch, whole batches"] = partial(with_torch_in_bulk, dataset)
+    return contestants
 
 
 def with_transform(images: np.ndarray, workers: int) -> Contestants:
     source = eqxshard.data.ArraySource({"image": images})
-    bare = partial(with_numpy_and_transform, images)
+    baseline = partial(with_numpy_and_transform, images)
 
     def transform(batch: Mapping[str, Any]) -> dict[str, Any]:
         return {"image": augment(batch["image"])}
@@ -181,40 +184,43 @@ def with_transform(images: np.ndarray, workers: int) -> Contestants:
     def prepare(records: grain.MapDataset) -> grain.MapDataset:
         return records.random_map(lambda image, rng: augment_one(image, rng.random() < 0.5))
 
-    made: Contestants = {"NumPy": bare, "NumPy, jax.device_put": partial(on_device, bare)}
+    contestants: Contestants = {
+        "NumPy": baseline,
+        "NumPy, jax.device_put": partial(on_device, baseline),
+    }
     for prefetch in (2, 0):
-        made[f"eqxshard, prefetch={prefetch}"] = partial(
+        contestants[f"eqxshard, prefetch={prefetch}"] = partial(
             with_eqxshard, source, transform=transform, prefetch=prefetch
         )
-    made["Grain, per record"] = partial(with_grain, list(images), prepare)
+    contestants["Grain, per record"] = partial(with_grain, list(images), prepare)
     if importlib.util.find_spec("torch"):
         dataset = TorchRecords(images, augment_by_chance)
-        made["PyTorch"] = partial(with_torch, dataset)
-        made[f"PyTorch, {workers} worker(s)"] = partial(with_torch, dataset, workers)
-    return made
+        contestants["PyTorch"] = partial(with_torch, dataset)
+        contestants[f"PyTorch, {workers} worker(s)"] = partial(with_torch, dataset, workers)
+    return contestants
 
 
 def from_mapped_file(images: np.ndarray) -> Contestants:
     source = eqxshard.data.ArraySource({"image": images})
-    bare = partial(with_numpy, images)
-    made: Contestants = {
-        "NumPy": bare,
-        "NumPy, jax.device_put": partial(on_device, bare),
+    baseline = partial(with_numpy, images)
+    contestants: Contestants = {
+        "NumPy": baseline,
+        "NumPy, jax.device_put": partial(on_device, baseline),
         "eqxshard": partial(with_eqxshard, source),
         "Grain, per record": partial(with_grain, images),
     }
     if importlib.util.find_spec("torch"):
-        # A copy, as what is mapped cannot be written to, which a tensor promises.
-        made["PyTorch"] = partial(with_torch, TorchRecords(images, np.copy))
-    return made
+        # Copied, because tensors are writable and the mapped file is not.
+        contestants["PyTorch"] = partial(with_torch, TorchRecords(images, np.copy))
+    return contestants
 
 
 def from_records(paths: Sequence[str], workers: int) -> Contestants:
-    # Anew for each turn, so that none finds what another has opened.
+    # Opened in each turn, so that contestants share no open files.
     def open_files() -> Any:
         return grain.sources.ArrayRecordDataSource(paths)
 
-    def bare() -> Batches:
+    def baseline() -> Batches:
         files = open_files()
         return (stack(files.__getitems__(rows.tolist())) for rows in shuffled(len(files)))
 
@@ -230,26 +236,26 @@ def from_records(paths: Sequence[str], workers: int) -> Contestants:
     def with_torchs(**options: Any) -> Batches:
         return with_torch(open_files(), collate_fn=stack_for_torch, **options)
 
-    made: Contestants = {
-        "ArrayRecord and NumPy": bare,
+    contestants: Contestants = {
+        "ArrayRecord and NumPy": baseline,
         "eqxshard, threads": with_ours,
         f"eqxshard, {workers} worker(s)": partial(with_ours, workers=workers),
         "Grain, threads": with_grains,
         f"Grain, {workers} worker(s)": partial(with_grains, workers=workers),
     }
     if importlib.util.find_spec("torch"):
-        made["PyTorch"] = with_torchs
-        made[f"PyTorch, {workers} worker(s)"] = partial(with_torchs, workers=workers)
-    return made
+        contestants["PyTorch"] = with_torchs
+        contestants[f"PyTorch, {workers} worker(s)"] = partial(with_torchs, workers=workers)
+    return contestants
 
 
 def write_array(path: Path, gigabytes: float) -> None:
     rows = max(int(gigabytes * 2**30) // 784, BATCH_SIZE)
     array = np.lib.format.open_memmap(path, "w+", np.uint8, (rows, *SHAPE))
-    drawn = RANDOM.integers(0, 256, (IMAGES, *SHAPE), np.uint8)
+    images = RANDOM.integers(0, 256, (IMAGES, *SHAPE), np.uint8)
     for start in range(0, rows, IMAGES):
-        array[start : start + IMAGES] = drawn[: rows - start]
-    array.flush()  # or the turns would be held up by its writing
+        array[start : start + IMAGES] = images[: rows - start]
+    array.flush()  # so that no turn waits for these writes
 
 
 def write_records(folder: Path, images: np.ndarray) -> list[str]:
@@ -257,7 +263,7 @@ def write_records(folder: Path, images: np.ndarray) -> list[str]:
     paths = []
     for number, part in enumerate(np.array_split(images, FILES)):
         path = str(folder / f"images-{number:05}-of-{FILES:05}.arrayrecord")
-        # Groups of one, which is what Grain asks for to read at random.
+        # Groups of one, as Grain requires for random access.
         file = writer.ArrayRecordWriter(path, "group_size:1")
         for image in part:
             file.write(image.tobytes())
@@ -269,7 +275,7 @@ def write_records(folder: Path, images: np.ndarray) -> list[str]:
 def batches_per_second(make: Callable[[], Batches], seconds: float) -> float:
     batches = make()
     batch: Any = None
-    for _ in range(START):
+    for _ in range(WARMUP_BATCHES):
         batch = next(batches)
     count, start = 0, time.perf_counter()
     while time.perf_counter() - start < seconds:
@@ -284,11 +290,11 @@ def batches_per_second(make: Callable[[], Batches], seconds: float) -> float:
 
 
 def wait_until_quiet() -> None:
-    """Let what a contestant started end, or it would take its part of others' turns."""
+    """Wait until the contestant's workers and threads are idle, before the next turn."""
     while multiprocessing.active_children():
         time.sleep(0.01)
     quiet = False
-    # Not until the threads have ended: some of Grain's stay, and do nothing.
+    # Not until all threads have ended: some of Grain's stay alive, idle.
     while not quiet:
         start, used = time.perf_counter(), time.process_time()
         time.sleep(0.02)
@@ -298,47 +304,47 @@ def wait_until_quiet() -> None:
 def main() -> None:
     options = parser(__doc__, rounds=7)
     options.add_argument("--devices", type=int, nargs="+", default=[1], metavar="N")
-    options.add_argument("--seconds", type=float, default=0.5, help="of each turn")
+    options.add_argument("--seconds", type=float, default=0.5, help="length of each turn")
     options.add_argument(
         "--mapped-gigabytes", type=float, default=2.0, help="size of the memory-mapped file"
     )
     options.add_argument(
-        "--workers", type=int, default=2, help="processes, where a contestant has some"
+        "--workers", type=int, default=2, help="worker processes of a loader"
     )
     args = options.parse_args()
     jax.config.update("jax_num_cpu_devices", max(args.devices))
-    # Grain's workers ask absl for flags, which only programs of absl's have parsed.
+    # Grain's workers read absl flags, which must have been parsed.
     flags.FLAGS.mark_as_parsed()
     images = RANDOM.integers(0, 256, (IMAGES, *SHAPE), np.uint8)
     if importlib.util.find_spec("torch"):
-        # Imported once for all of its workers, which start in no time then.
+        # Imported once by the fork server, so that workers start quickly.
         multiprocessing.set_forkserver_preload(["__main__", "torch"])
     else:
-        print("PyTorch is not installed, and is left out.")
+        print("PyTorch is not installed; it is left out.")
 
     contests = []
 
-    def hold(title: str, contestants: Contestants) -> None:
+    def compare(title: str, contestants: Contestants) -> None:
         turns = {
             name: partial(batches_per_second, make, args.seconds)
             for name, make in contestants.items()
         }
         contests.append(Contest(title, "batches/s", take_turns(turns, args.rounds)))
 
-    hold("from memory", from_memory(images, args.devices, args.workers))
-    hold("from memory, with a transform", with_transform(images, args.workers))
+    compare("from memory", from_memory(images, args.devices, args.workers))
+    compare("from memory, with a transform", with_transform(images, args.workers))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "images.npy")
         write_array(path, args.mapped_gigabytes)
-        # A plain array of the same memory, whose rows take less time to make.
+        # As a plain array: np.memmap takes longer to index.
         mapped = np.asarray(np.load(path, mmap_mode="r"))
         title = f"from a memory-mapped file of {args.mapped_gigabytes:g} GB"
-        hold(title, from_mapped_file(mapped))
+        compare(title, from_mapped_file(mapped))
         del mapped
         path.unlink()
         if importlib.util.find_spec("array_record"):
             paths = write_records(Path(folder), images)
-            hold("from ArrayRecord files", from_records(paths, args.workers))
+            compare("from ArrayRecord files", from_records(paths, args.workers))
         else:
             print("array_record is not installed; ArrayRecord files are left out.")
     setting = {"images": IMAGES, "batch_size": BATCH_SIZE, "rounds": args.rounds}

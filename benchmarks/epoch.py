@@ -1,18 +1,18 @@
 """Seconds per epoch of Fashion-MNIST, end to end, side by side.
 
-An epoch is 60,000 images in batches of 256, in a random order, and an evaluation on the
-10,000 test images after it; the models are LeNet and the CNN of `recipes/fashion_mnist.py`,
-with AdamW at a constant rate, in float32, from bytes that are normalised on the device.
-Hand-written JAX with batches of NumPy, on one device, is the measure. The others are
-eqxshard as the recipe uses it, and with its data on the devices; Equinox and Flax NNX as
-their own pages write it; and PyTorch with its DataLoader, in one process and in several.
-The last batch of an epoch has 96 images: eqxshard fills it up with rows of weight 0, for
-all others it is smaller.
+An epoch trains on 60,000 images, shuffled, in batches of 256, and then evaluates on the
+10,000 test images. The models are LeNet and the CNN of `recipes/fashion_mnist.py`, trained
+in float32 with AdamW at a constant learning rate; images are normalised on the device. The
+baseline is hand-written JAX with NumPy batches on one device. The others are eqxshard as
+the recipe uses it, and with its data on the devices; Equinox and Flax NNX as in their own
+documentation; and PyTorch with its DataLoader, in one process and in several. The last
+batch of an epoch has only 96 images: eqxshard pads it with rows of weight 0, the others
+run a smaller batch.
 
-Each contestant is a process, which builds everything and then waits for its turn, so that
-none meets the threads or the devices of another. Its first epoch, which compiles, is not
-counted. CPU devices are simulated; where JAX finds a GPU, one of them is used, and PyTorch
-is compiled.
+Each contestant runs in a process of its own, which builds everything and then waits for
+its turn, so that contestants do not share threads or devices. The first epoch compiles and
+is not counted. On CPUs, several devices are simulated. If JAX finds GPUs, one is used, and
+the PyTorch model is compiled.
 
     python benchmarks/epoch.py --output build/benchmarks
 """
@@ -34,14 +34,15 @@ from _side_by_side import Contest, Report, Turn, parser, take_turns
 
 import eqxshard
 
-#: What is left over of so many divides over up to 16 devices, as do a sixth of them.
+#: With multiples of this, the last batches of training and of evaluation (on a sixth of
+#: the number of examples) divide over up to 16 devices.
 MULTIPLE = 96
 
 
 def contestants(task: Task, devices: int) -> dict[str, tuple[str, Task]]:
-    """The module of each, and its task; the measure first."""
+    """The module and the task of each contestant, the baseline first."""
     several = replace(task, devices=devices)
-    made = {
+    contestants = {
         "JAX by hand, NumPy batches": ("with_jax", task),
         "eqxshard, 1 device": ("with_eqxshard", task),
         "eqxshard, data on 1 device": ("with_eqxshard", replace(task, variant="device")),
@@ -50,9 +51,12 @@ def contestants(task: Task, devices: int) -> dict[str, tuple[str, Task]]:
         "PyTorch": ("with_torch", task),
     }
     if task.gpu:
-        made["PyTorch, data on device"] = ("with_torch", replace(task, variant="resident"))
+        contestants["PyTorch, data on device"] = (
+            "with_torch",
+            replace(task, variant="resident"),
+        )
     if devices > 1:
-        made |= {
+        contestants |= {
             f"eqxshard, {devices} devices": ("with_eqxshard", several),
             f"eqxshard, data on {devices} devices": (
                 "with_eqxshard",
@@ -66,56 +70,64 @@ def contestants(task: Task, devices: int) -> dict[str, tuple[str, Task]]:
         }
     for module, package in (("with_flax", "flax"), ("with_torch", "torch")):
         if importlib.util.find_spec(package) is None:
-            print(f"{package} is not installed, and left out.")
-            made = {name: value for name, value in made.items() if value[0] != module}
-    return made
+            print(f"{package} is not installed; it is left out.")
+            contestants = {
+                name: value for name, value in contestants.items() if value[0] != module
+            }
+    return contestants
 
 
 def write_data(path: Path, examples: int) -> str:
-    """Write the images for all contestants, and return which they are."""
-    kind, load = "fashion_mnist", eqxshard.data.fashion_mnist
-    try:
-        load("test")
-    except FileNotFoundError:
-        kind, load = "synthetic", eqxshard.data.synthetic_fashion
+    """Write the images for all contestants, and return the name of the dataset."""
+    train, test = eqxshard.data.load_fashion_mnist()
     arrays: dict[str, Any] = {}
-    for split, count in (("train", examples), ("test", examples // 6)):
-        for name, array in load(split).gather(np.arange(count)).items():
+    for split, source, count in (
+        ("train", train, examples),
+        ("test", test, examples // 6),
+    ):
+        for name, array in source.gather(np.arange(count)).items():
             arrays[f"{split}_{name}"] = array
     np.savez(path, **arrays)
-    return kind
+    return train.name
 
 
-def epochs(name: str, process: Any, found: list[dict[str, float]]) -> Turn:
+def epochs(name: str, process: Any, results: list[dict[str, float]]) -> Turn:
     def turn() -> float:
-        if not found:
+        if not results:
             process.ready()
-        answer = process.ask("epoch")
-        found.append(answer)
+        result = process.ask("epoch")
+        results.append(result)
         print(
-            f"{name}, epoch {len(found)}: {answer['seconds']:.2f} s, test accuracy "
-            f"{answer['accuracy']:.4f}, loss {answer['loss']:.4f}",
+            f"{name}, epoch {len(results)}: {result['seconds']:.2f} s, test accuracy "
+            f"{result['accuracy']:.4f}, loss {result['loss']:.4f}",
             file=sys.stderr,
         )
-        return answer["seconds"]
+        return result["seconds"]
 
     return turn
 
 
 def main() -> None:
-    made = parser(__doc__, rounds=3)
-    made.add_argument("--models", nargs="+", choices=SIZES, default=[*SIZES])
-    made.add_argument("--devices", type=int, help="1, 2, 4, 8 or 16; CPU: one per core")
-    made.add_argument(
+    options = parser(__doc__, rounds=3)
+    options.add_argument("--models", nargs="+", choices=SIZES, default=[*SIZES])
+    options.add_argument(
+        "--devices", type=int, help="1, 2, 4, 8 or 16; default: 1 GPU, or one per CPU core"
+    )
+    options.add_argument(
         "--examples", type=int, default=60_000, help=f"a multiple of {MULTIPLE}"
     )
-    made.add_argument("--device", choices=["auto", "cpu"], default="auto")
-    args = made.parse_args()
+    options.add_argument("--device", choices=["auto", "cpu"], default="auto")
+    args = options.parse_args()
     if args.examples < Task.batch_size or args.examples % MULTIPLE:
-        made.error(f"--examples {args.examples} is no multiple of {MULTIPLE} above a batch")
+        options.error(
+            f"--examples {args.examples} must be a multiple of {MULTIPLE}, and at least "
+            f"{Task.batch_size}."
+        )
     if args.device == "cpu":
+        # For this process, which has already read the variable, and for the contestants.
+        jax.config.update("jax_platforms", "cpu")
         os.environ["JAX_PLATFORMS"] = "cpu"
-    # Several processes share the device.
+    # All contestants share the GPU.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     gpu = jax.devices()[0].platform == "gpu"
     cores = len(os.sched_getaffinity(0))
@@ -126,26 +138,28 @@ def main() -> None:
         data = Path(folder) / "data.npz"
         kind = write_data(data, args.examples)
         for model in args.models:
-            found: dict[str, list[dict[str, float]]] = {}
+            results: dict[str, list[dict[str, float]]] = {}
             turns = {}
             with ExitStack() as stack:
                 task = Task(model=model, data=str(data), gpu=gpu)
                 processes = {
                     name: stack.enter_context(
                         _processes.Contestant(
-                            module, of, processes=of.devices if of.variant == "ddp" else 1
+                            module,
+                            each,
+                            processes=each.devices if each.variant == "ddp" else 1,
                         )
                     )
-                    for name, (module, of) in contestants(task, devices).items()
+                    for name, (module, each) in contestants(task, devices).items()
                 }
                 for name, process in processes.items():
-                    found[name] = []
-                    turn = epochs(f"{model}, {name}", process, found[name])
+                    results[name] = []
+                    turn = epochs(f"{model}, {name}", process, results[name])
                     turns[name] = _processes.or_nan(turn)
                 values = _processes.without_failed(take_turns(turns, args.rounds))
             contests.append(Contest(model, "s/epoch", values))
-            accuracy[model] = {name: found[name][-1]["accuracy"] for name in values}
-            loss[model] = {name: found[name][0]["loss"] for name in values}
+            accuracy[model] = {name: results[name][-1]["accuracy"] for name in values}
+            loss[model] = {name: results[name][0]["loss"] for name in values}
     Report(
         "epoch",
         contests,

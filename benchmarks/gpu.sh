@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # The benchmarks that matter on a GPU, and a profile of one epoch, in less than 8 minutes.
 #
-#   benchmarks/gpu.sh [FOLDER]            figures, plots and logs; build/benchmarks-gpu
-#   REHEARSE=1 benchmarks/gpu.sh [FOLDER] the same, tiny and on the CPU: does it all run?
+#   benchmarks/gpu.sh [FOLDER]              write figures, plots and logs to FOLDER
+#                                           (default: build/benchmarks-gpu)
+#   REHEARSE=1 benchmarks/gpu.sh [FOLDER]   the same, tiny and on the CPU, as a test
 #
-# Runs $PYTHON, else python. A part that fails, or takes longer than it may, is cut off, and
-# the others run all the same; the summary says so, and the exit code.
+# Uses $PYTHON, or else python. If a part fails or exceeds its time limit, the others still
+# run, the summary reports it, and the exit code is 1.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 output=${1:-build/benchmarks-gpu}
@@ -21,7 +22,7 @@ part() {
         2>&1 | tee "$output/$name.log" || status=$?
     case $status in
         0) summary+=("$(printf '%-14s %4d s  done' "$name" $((SECONDS - start)))") ;;
-        124 | 137) summary+=("$(printf '%-14s %4d s  cut off' "$name" $((SECONDS - start)))") ;;
+        124 | 137) summary+=("$(printf '%-14s %4d s  timed out' "$name" $((SECONDS - start)))") ;;
         *) summary+=("$(printf '%-14s %4d s  failed: %d' "$name" $((SECONDS - start)) "$status")") ;;
     esac
     ((status == 0)) || failed=1
@@ -35,7 +36,7 @@ if [[ -n ${REHEARSE:-} ]]; then
     part epoch 300 benchmarks/epoch.py --rounds 1 --examples 960 --models lenet --devices 1
     part start 300 benchmarks/start.py --rounds 1
 else
-    # What counts most comes first, in case that the machine is taken back. Together: 475 s.
+    # The most important first, in case time runs out. The limits add up to 475 s.
     part epoch 170 benchmarks/epoch.py --rounds 3
     part profile 35 benchmarks/_profile_epoch.py
     part step_overhead 45 benchmarks/step_overhead.py --rounds 5 --seconds 0.03
@@ -43,6 +44,6 @@ else
     part start 150 benchmarks/start.py --rounds 1
 fi
 
-echo "== all, in $output"
+echo "== summary (results are in $output)"
 printf '%s\n' "${summary[@]}"
 exit $failed

@@ -1,17 +1,16 @@
-"""What happens as things grow: devices, depth, the dataset.
+"""How speed scales with the number of devices, the depth and the size of the dataset.
 
-- Steps per second of an MLP against the number of simulated CPU devices, at the same number
-  of examples for each of them. The measure is the same whole batch on one device. The cores
-  are as many as before, so that a step of 8 devices has 4 times the work of one of 2: it is
-  ideal if it takes 4 times as long, that is if the ratio to the measure is 1 (or more: one
-  device does not keep all cores busy in all that it does).
-- Seconds to compile a step, and microseconds for each step, against the number of layers:
-  `eqxshard.scan_layers`, which compiles one layer, beside a Python loop, the measure. By
-  default it computes the inside of each layer again in the backward pass; the loop, and
-  `remat=False`, do not.
-- Batches per second of `eqxshard.Loader` against the number of (tiny) examples, beside what
-  NumPy gathers and leaves on the host, the measure, and what it gathers and JAX puts on
-  the device.
+- Steps per second of an MLP against the number of simulated CPU devices, with a fixed
+  number of examples per device. The baseline is the same global batch on one device. The
+  simulated devices share the machine's cores, so a step on 8 devices has 4 times the work
+  of one on 2, and ideally takes 4 times as long: a ratio to the baseline of 1. (More than 1
+  is possible, because one device does not always keep all cores busy.)
+- Seconds to compile a step, and microseconds per step, against the number of layers. The
+  baseline is a Python loop over the layers, compared with `eqxshard.scan_layers`, which
+  compiles one layer. By default `scan_layers` recomputes each layer in the backward pass
+  (remat); the loop and `remat=False` do not.
+- Batches per second of `eqxshard.Loader` against the number of (tiny) examples. The
+  baseline is NumPy, which leaves batches on the host; it also runs with `jax.device_put`.
 
     python benchmarks/growth.py --output build/benchmarks
 """
@@ -67,12 +66,12 @@ class Block(eqx.Module):
         self.linear = eqx.nn.Linear(WIDTH, WIDTH, key=key)
 
     def __call__(self, x):
-        """The input of the next."""
+        """The input of the next layer."""
         return x + jax.nn.gelu(self.linear(self.norm(x)))
 
 
 def looped(depth: int) -> tuple[Any, Any]:
-    """How to make layers, and how to apply them: one after the other."""
+    """Functions that make a list of layers, and apply them in a Python loop."""
 
     def apply(blocks, x):
         for block in blocks:
@@ -83,7 +82,7 @@ def looped(depth: int) -> tuple[Any, Any]:
 
 
 def scanned(depth: int, remat: bool) -> tuple[Any, Any]:
-    """How to make stacked layers, and how to apply them."""
+    """Functions that make stacked layers, and apply them in a scan."""
 
     def apply(blocks, x):
         return eqxshard.scan_layers(blocks, x, remat=remat)
@@ -115,17 +114,17 @@ def against_depth(depths: list[int], rounds: int) -> list[Contest]:
 
             compiles[name] = compile_seconds(make_step, state, batch)
             steps[name] = step_microseconds(make_step(), state, batch)
-        taken = take_turns(compiles, rounds)
-        contests.append(Contest(f"depth {depth}, to compile", "s", taken))
-        taken = take_turns(steps, rounds)
-        contests.append(Contest(f"depth {depth}, to run", "us/step", taken))
+        seconds = take_turns(compiles, rounds)
+        contests.append(Contest(f"depth {depth}, to compile", "s", seconds))
+        microseconds = take_turns(steps, rounds)
+        contests.append(Contest(f"depth {depth}, to run", "us/step", microseconds))
     return contests
 
 
 def compile_seconds(make_step: Callable[[], Any], state: Any, batch: Any) -> Turn:
     def turn() -> float:
         start = time.perf_counter()
-        # A new step each time: nothing is kept of the one before.
+        # A new step each time, because a step caches what it compiled.
         make_step().lower(state, batch).compile()
         return time.perf_counter() - start
 
@@ -157,7 +156,9 @@ def against_examples(sizes: list[int], rounds: int, seconds: float) -> list[Cont
             "NumPy, and jax.device_put": batches_per_second(
                 lambda x=x: (jax.device_put(batch) for batch in with_numpy(x)), seconds
             ),
-            "eqxshard.Loader": batches_per_second(lambda each=loader: iter(each), seconds),
+            "eqxshard.Loader": batches_per_second(
+                lambda loader=loader: iter(loader), seconds
+            ),
         }
         title = f"{size:,} examples of 16 bytes, batches of {BATCH_SIZE}"
         contests.append(Contest(title, "batches/s", take_turns(turns, rounds)))
@@ -178,14 +179,14 @@ def batches_per_second(
     def turn() -> float:
         threads = threading.active_count()
         with contextlib.closing(make()) as batches:
-            batch = next(batches)  # the start, and the first epoch's order, do not count
+            batch = next(batches)  # startup and the first shuffle do not count
             count, start = 0, time.perf_counter()
             while time.perf_counter() - start < seconds:
                 batch = next(batches)
                 count += 1
             jax.block_until_ready(batch)
             rate = count / (time.perf_counter() - start)
-        while threading.active_count() > threads:  # or it would run in others' turns
+        while threading.active_count() > threads:  # which would slow the next turn
             time.sleep(0.001)
         return rate
 
@@ -193,14 +194,18 @@ def batches_per_second(
 
 
 def main() -> None:
-    made = parser(__doc__, rounds=5)
-    made.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N")
-    made.add_argument("--depths", type=int, nargs="+", default=[4, 16, 64], metavar="N")
-    made.add_argument(
+    options = parser(__doc__, rounds=5)
+    options.add_argument(
+        "--devices", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N"
+    )
+    options.add_argument("--depths", type=int, nargs="+", default=[4, 16, 64], metavar="N")
+    options.add_argument(
         "--examples", type=int, nargs="+", default=[60_000, 600_000, 6_000_000], metavar="N"
     )
-    made.add_argument("--seconds", type=float, default=0.5, help="of a loader's turn")
-    args = made.parse_args()
+    options.add_argument(
+        "--seconds", type=float, default=0.5, help="length of a loader's turn"
+    )
+    args = options.parse_args()
     contests = [
         *against_devices(args.devices, args.rounds),
         *against_depth(args.depths, args.rounds),

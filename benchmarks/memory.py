@@ -1,11 +1,11 @@
-"""Bytes on a device that a compiled step needs, beside what one counts by hand.
+"""Bytes of device memory that a compiled step needs, compared with a count by hand.
 
-The model is a stack of square layers without biases, the optimizer Adam, so that all can
-be counted: parameters, their two moments, the batch, and of what comes and goes the most
-that lives at one time, which is when the gradient of layer i is made: the outputs of the
-layers up to it, the gradients of those after it, and the gradient of the activation that
-goes in and comes out. What a compiled step needs is what XLA says of it: arguments,
-temporaries, and results that are not in donated arguments' place. Nothing runs.
+The model is a stack of square layers without biases, and the optimizer is Adam, so the
+memory can be counted: parameters, Adam's two moments, the batch, and the peak of temporary
+arrays. That peak is reached in the backward pass of some layer i: the outputs of the layers
+up to i, the parameter gradients of the layers after it, and the gradients of its input and
+output. The figures for compiled steps come from XLA's memory analysis: arguments,
+temporaries, and results that do not reuse donated arguments. Nothing is run.
 
     python benchmarks/memory.py --output build/benchmarks
 """
@@ -40,7 +40,7 @@ class Layer(eqx.Module):
 
 
 class Plain(eqx.Module):
-    """Layers one after the other."""
+    """Layers in a Python loop."""
 
     layers: list[Layer]
 
@@ -54,7 +54,7 @@ class Plain(eqx.Module):
 
 
 class Scanned(eqx.Module):
-    """The same in a scan: what goes between layers is kept, the rest computed twice."""
+    """The same layers in a scan, with remat: only the inputs of layers are saved."""
 
     layers: Layer
 
@@ -68,7 +68,7 @@ class Scanned(eqx.Module):
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is counted, in bytes on one device."""
+    """The count by hand, in bytes on one device."""
 
     depth: int
     layer: int
@@ -76,7 +76,7 @@ class Sizes:
 
     @property
     def state(self) -> int:
-        """Parameters, and Adam's two moments."""
+        """Parameters and Adam's two moments."""
         return 3 * self.depth * self.layer
 
     @property
@@ -84,14 +84,14 @@ class Sizes:
         """Inputs and targets."""
         return 2 * self.activation
 
-    def backward(self, parts: int = 1) -> int:
-        """The most that lives at one time while gradients are made, in parts of a batch."""
-        activation = self.activation // parts
-        most = max(
+    def backward(self, microbatches: int = 1) -> int:
+        """The peak of temporary arrays while gradients are computed."""
+        activation = self.activation // microbatches
+        peak = max(
             i * activation + (self.depth - i) * self.layer for i in range(self.depth + 1)
         )
-        sums = self.depth * self.layer if parts > 1 else 0
-        return most + 2 * activation + sums
+        accumulated = self.depth * self.layer if microbatches > 1 else 0
+        return peak + 2 * activation + accumulated
 
 
 def losses(model: Any, batch: Any, key: Any) -> Any:
@@ -99,7 +99,7 @@ def losses(model: Any, batch: Any, key: Any) -> Any:
 
 
 def peak(compiled: Any) -> int:
-    """Bytes on a device: results that lie in the place of arguments count once."""
+    """Bytes on a device; results that reuse donated arguments count once."""
     stats = compiled.memory_analysis()
     return (
         stats.argument_size_in_bytes
@@ -118,8 +118,8 @@ def by_eqxshard(
     return peak(step.lower(state, batch).compile())
 
 
-def kept(make: Callable[[Any], Any], mesh: Any, rule: Any) -> int:
-    """Bytes of a state in a device's own memory, between steps."""
+def state_bytes(make: Callable[[Any], Any], mesh: Any, rule: Any) -> int:
+    """Bytes of a state in a device's own memory between steps."""
     key = jax.random.key(0)
     state = eqxshard.abstract_state(make, OPTIM, key=key, mesh=mesh, rule=rule)
     arrays = jax.tree.leaves((state.model, state.opt_state))
@@ -172,59 +172,63 @@ def main() -> None:
     def mesh(count: int, **axes: Any) -> Any:
         return eqxshard.make_mesh(devices=jax.devices()[:count], **axes)
 
-    one, whole, fsdp = mesh(1), eqxshard.replicate(), eqxshard.fsdp(min_size=1)
-    here, split = sizes(), sizes(8)
-    bare = here.state + here.batch
-    # What a scan's gradients are written into is there from its start.
-    stacked = depth * (here.layer + here.activation) + 3 * here.activation
+    one, replicate, fsdp = mesh(1), eqxshard.replicate(), eqxshard.fsdp(min_size=1)
+    single, of_8 = sizes(), sizes(8)
+    arguments = single.state + single.batch
+    # A scan allocates the stacked gradients of all layers at its start.
+    stacked = depth * (single.layer + single.activation) + 3 * single.activation
     cases: dict[str, tuple[int, dict[str, Callable[[], int]]]] = {
         "one device": (
-            bare + here.backward(),
+            arguments + single.backward(),
             {
                 "hand-written jax.jit": lambda: by_jax(plain, batch, True),
                 "eqxshard, nonfinite='ignore'": lambda: by_eqxshard(
-                    plain, batch, one, whole, nonfinite="ignore"
+                    plain, batch, one, replicate, nonfinite="ignore"
                 ),
-                "eqxshard, nonfinite='skip'": lambda: by_eqxshard(plain, batch, one, whole),
+                "eqxshard, nonfinite='skip'": lambda: by_eqxshard(
+                    plain, batch, one, replicate
+                ),
             },
         ),
         "one device, nothing donated": (
-            bare + here.state + here.backward(),
+            arguments + single.state + single.backward(),
             {"hand-written jax.jit": lambda: by_jax(plain, batch, False)},
         ),
         "one device, the batch in 4 parts": (
-            bare + here.backward(parts=4),
-            {"eqxshard": lambda: by_eqxshard(plain, batch, one, whole, accumulate=4)},
+            arguments + single.backward(microbatches=4),
+            {"eqxshard": lambda: by_eqxshard(plain, batch, one, replicate, accumulate=4)},
         ),
         "one device, scan_layers, which computes again": (
-            bare + stacked,
-            {"eqxshard": lambda: by_eqxshard(scanned, batch, one, whole)},
+            arguments + stacked,
+            {"eqxshard": lambda: by_eqxshard(scanned, batch, one, replicate)},
         ),
         "each of 8 devices, data=8": (
-            here.state + split.batch + split.backward(),
-            {"eqxshard": lambda: by_eqxshard(plain, batch, mesh(8), whole)},
+            single.state + of_8.batch + of_8.backward(),
+            {"eqxshard": lambda: by_eqxshard(plain, batch, mesh(8), replicate)},
         ),
         "each of 8 devices, fsdp=8": (
-            here.state // 8 + split.batch + split.backward(),
+            single.state // 8 + of_8.batch + of_8.backward(),
             {"eqxshard": lambda: by_eqxshard(plain, batch, mesh(8, data=1, fsdp=8), fsdp)},
         ),
         "one device, between steps": (
-            here.state,
-            {"eqxshard": lambda: kept(plain, one, whole)},
+            single.state,
+            {"eqxshard": lambda: state_bytes(plain, one, replicate)},
         ),
         "one device, between steps, with the optimizer's state on the host": (
-            here.state // 3,
+            single.state // 3,
             {
-                "eqxshard, offload(replicate())": lambda: kept(
-                    plain, one, eqxshard.offload(whole)
+                "eqxshard, offload(replicate())": lambda: state_bytes(
+                    plain, one, eqxshard.offload(replicate)
                 )
             },
         ),
     }
     contests = []
-    for title, (count, figures) in cases.items():
-        values = {"counted by hand": [count / MIB] * args.rounds}
-        values |= {name: [find() / MIB] * args.rounds for name, find in figures.items()}
+    for title, (counted, contestants) in cases.items():
+        values = {"counted by hand": [counted / MIB] * args.rounds}
+        values |= {
+            name: [measure() / MIB] * args.rounds for name, measure in contestants.items()
+        }
         contests.append(Contest(title, "MiB", values))
     setting = {"depth": depth, "width": width, "batch_size": rows}
     Report("memory", contests, setting).show_and_write(args.output)

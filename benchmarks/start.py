@@ -1,11 +1,11 @@
-"""Seconds from the start of a process, side by side: to have imported, and to a first step.
+"""Seconds from the start of a process to the end of imports, and to the first step.
 
-The step is LeNet's, of 256 made-up images, with everything before it: import, parameters,
-optimizer, loader, compilation, and the wait for its result. Hand-written JAX that caches no
-compilation is the measure. eqxshard is measured without JAX's persistent compilation cache,
-with an empty one (a first start, which writes it) and with what that left there (a second
-start). Its model is that of `recipes/fashion_mnist.py`, whose imports count. Each turn is a
-process of its own, and the files that it imports have been read before.
+The step trains LeNet on 256 random images. The time includes imports, parameters,
+optimizer, loader, compilation and waiting for the result. The baseline is hand-written JAX
+without a compilation cache. eqxshard is measured without JAX's persistent compilation
+cache, with an empty one (a first start, which fills it) and with a filled one (a second
+start). Its model comes from `recipes/fashion_mnist.py`, whose imports count too. Each turn
+starts a new process; the files that it imports are in the page cache.
 
     python benchmarks/start.py --output build/benchmarks
 """
@@ -30,10 +30,10 @@ NO_CACHE = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
 
 
 def has(package: str) -> bool:
-    found = importlib.util.find_spec(package) is not None
-    if not found:
-        print(f"{package} is not installed, and left out.")
-    return found
+    installed = importlib.util.find_spec(package) is not None
+    if not installed:
+        print(f"{package} is not installed; it is left out.")
+    return installed
 
 
 def seconds_to_import(statement: str) -> Turn:
@@ -59,7 +59,7 @@ def seconds_to_step(module: str, task: Task, env: Mapping[str, str]) -> Turn:
     return _processes.or_nan(turn)
 
 
-def to_empty_cache(task: Task) -> Turn:
+def seconds_with_empty_cache(task: Task) -> Turn:
     def turn() -> float:
         with tempfile.TemporaryDirectory() as folder:
             return seconds_to_step("with_eqxshard", task, cache(folder))()
@@ -68,7 +68,7 @@ def to_empty_cache(task: Task) -> Turn:
 
 
 def cache(folder: str) -> dict[str, str]:
-    """JAX's persistent cache in a folder, for every compilation."""
+    """Environment variables that make JAX cache every compilation in a folder."""
     return {
         "JAX_COMPILATION_CACHE_DIR": folder,
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -86,7 +86,9 @@ def main() -> None:
     imports = {statement: seconds_to_import(statement) for statement in statements}
 
     with tempfile.TemporaryDirectory() as folder:
-        data, by_hand, ours = (str(Path(folder, name)) for name in ("data", "hand", "ours"))
+        data, jax_cache, our_cache = (
+            str(Path(folder, name)) for name in ("data.npz", "jax", "eqxshard")
+        )
         rng = np.random.default_rng(0)
         arrays: dict[str, Any] = {
             f"{split}_{name}": array
@@ -96,14 +98,18 @@ def main() -> None:
                 ("label", rng.integers(0, 10, 256, np.int32)),
             )
         }
-        np.savez(data + ".npz", **arrays)
-        task = Task(model="lenet", data=data + ".npz", gpu=gpu)
+        np.savez(data, **arrays)
+        task = Task(model="lenet", data=data, gpu=gpu)
         steps = {
             "JAX by hand, no cache": seconds_to_step("with_jax", task, NO_CACHE),
-            "JAX by hand, second start": seconds_to_step("with_jax", task, cache(by_hand)),
+            "JAX by hand, second start": seconds_to_step(
+                "with_jax", task, cache(jax_cache)
+            ),
             "eqxshard, no cache": seconds_to_step("with_eqxshard", task, NO_CACHE),
-            "eqxshard, first start": to_empty_cache(task),
-            "eqxshard, second start": seconds_to_step("with_eqxshard", task, cache(ours)),
+            "eqxshard, first start": seconds_with_empty_cache(task),
+            "eqxshard, second start": seconds_to_step(
+                "with_eqxshard", task, cache(our_cache)
+            ),
             "Equinox's own page, no cache": seconds_to_step("with_equinox", task, NO_CACHE),
         }
         if flax:
@@ -112,10 +118,10 @@ def main() -> None:
             )
         if torch:
             steps["PyTorch"] = seconds_to_step("with_torch", task, {})
-        taken = _processes.without_failed(take_turns(steps, args.rounds))
+        seconds = _processes.without_failed(take_turns(steps, args.rounds))
         contests = [
             Contest("import", "s", take_turns(imports, args.rounds)),
-            Contest("start to first step of LeNet", "s", taken),
+            Contest("start to first step of LeNet", "s", seconds),
         ]
     Report("start", contests, {"rounds": args.rounds}).show_and_write(args.output)
 

@@ -1,35 +1,42 @@
 """Microseconds per training step of a model so small that only the overhead shows.
 
 The same step (an MLP of width 16, mean squared error, Adam) as eqxshard's `train_step`,
-with and without its guard against values that are not finite, and 64 in one dispatch;
-under `equinox.filter_jit`; in Flax NNX under `nnx.jit`, and in the two ways that its guide
-to performance has for small models; and under a `jax.jit` whose arrays were flattened by
-hand, which is the measure: there is nothing to a call but JAX's own dispatch, and it
-guards against nothing. All donate what they replace.
+with and without its guard against non-finite values, and 64 in one dispatch; under
+`equinox.filter_jit`; in Flax NNX under `nnx.jit`, and in the two ways that its performance
+guide recommends for small models; and under a `jax.jit` whose arrays are flattened by hand.
+That last one is the baseline: a call costs nothing but JAX's own dispatch, and there is no
+guard. All donate what they replace.
 
     python benchmarks/step_overhead.py --output build/benchmarks
+
+With `--against DIR`, another checkout of eqxshard takes part instead of the peers. Each
+checkout runs in processes of its own, and they take turns.
 """
 
+import argparse
 import importlib
 import importlib.util
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from _side_by_side import Contest, Report, parser, take_turns
+from _side_by_side import Contest, Report, Turn, parser, take_turns
 
 import eqxshard
 
-WIDTH, BATCH_SIZE, TOGETHER = 16, 32, 64
+WIDTH, BATCH_SIZE, STACKED = 16, 32, 64
 OPTIM = optax.adam(1e-3)
 
-#: Takes at least so many steps, waits for the last, and returns how many it took.
+#: Takes at least a number of steps, waits for the last one, and returns how many it took.
 Contestant = Callable[[int], int]
 
 
@@ -65,16 +72,16 @@ def by_train_step(make_model: Any, batch: Any, mesh: Any, nonfinite: Any) -> Con
 
 def by_many(make_model: Any, batch: Any, mesh: Any, nonfinite: Any) -> Contestant:
     state, train_step = start(make_model, mesh, nonfinite)
-    batches = jax.tree.map(lambda x: jnp.stack([x] * TOGETHER), batch)
+    batches = jax.tree.map(lambda x: jnp.stack([x] * STACKED), batch)
     batches = eqxshard.filter_shard(batches, eqxshard.batch_sharding(mesh, stacked=True))
 
     def run(steps: int) -> int:
         nonlocal state
-        metrics, dispatches = None, -(-steps // TOGETHER)
+        metrics, dispatches = None, -(-steps // STACKED)
         for _ in range(dispatches):
             state, metrics = train_step.many(state, batches)
         jax.block_until_ready(metrics)
-        return dispatches * TOGETHER
+        return dispatches * STACKED
 
     return run
 
@@ -135,7 +142,7 @@ def by_hand(make_model: Any, batch: Any, mesh: Any) -> Contestant:
 
 
 def start_nnx(depth: int, mesh: Any) -> tuple[Any, Any]:
-    """The same model and optimizer, in Flax NNX."""
+    """The same model and optimizer in Flax NNX."""
     nnx = importlib.import_module("flax.nnx")
 
     class MLP(nnx.Module):
@@ -150,9 +157,9 @@ def start_nnx(depth: int, mesh: Any) -> tuple[Any, Any]:
             return self.layers[-1](x)
 
     model = MLP(nnx.Rngs(0))
-    both = model, nnx.Optimizer(model, OPTIM, wrt=nnx.Param)
-    nnx.update(both, jax.device_put(nnx.state(both), jax.NamedSharding(mesh, jax.P())))
-    return both
+    nodes = model, nnx.Optimizer(model, OPTIM, wrt=nnx.Param)
+    nnx.update(nodes, jax.device_put(nnx.state(nodes), jax.NamedSharding(mesh, jax.P())))
+    return nodes
 
 
 def update_nnx(model: Any, optimizer: Any, batch: Any) -> Any:
@@ -168,9 +175,9 @@ def update_nnx(model: Any, optimizer: Any, batch: Any) -> Any:
 
 def by_nnx(depth: int, batch: Any, mesh: Any, cached: bool = False) -> Contestant:
     nnx = importlib.import_module("flax.nnx")
-    both = start_nnx(depth, mesh)
+    nodes = start_nnx(depth, mesh)
     jitted = nnx.jit(update_nnx, donate_argnums=(0, 1))
-    step = (nnx.cached_partial if cached else partial)(jitted, *both)
+    step = (nnx.cached_partial if cached else partial)(jitted, *nodes)
 
     def run(steps: int) -> int:
         loss = None
@@ -203,41 +210,116 @@ def by_split_nnx(depth: int, batch: Any, mesh: Any) -> Contestant:
     return run
 
 
-def contestants(depth: int, mesh: Any) -> dict[str, Contestant]:
-    """By name; the measure first."""
+def model_and_batch(depth: int, mesh: Any) -> tuple[Any, Any]:
+    """A function that makes the model, and a batch on the mesh."""
 
     def make_model(key):
         return eqx.nn.MLP(WIDTH, WIDTH, WIDTH, depth - 1, key=key)
 
     x, y = jax.random.normal(jax.random.key(1), (2, BATCH_SIZE, WIDTH))
     batch = eqxshard.filter_shard({"x": x, "y": y}, eqxshard.batch_sharding(mesh))
-    given = make_model, batch, mesh
-    made = {
-        "jax.jit, flattened by hand": by_hand(*given),
-        "eqxshard, nonfinite='ignore'": by_train_step(*given, "ignore"),
-        "eqxshard, nonfinite='skip'": by_train_step(*given, "skip"),
-        f"eqxshard, many({TOGETHER}), nonfinite='ignore'": by_many(*given, "ignore"),
-        f"eqxshard, many({TOGETHER}), nonfinite='skip'": by_many(*given, "skip"),
-        "equinox.filter_jit": by_equinox(*given),
+    return make_model, batch
+
+
+def contestants(depth: int, mesh: Any) -> dict[str, Contestant]:
+    """Contestants by name, the baseline first."""
+    make_model, batch = model_and_batch(depth, mesh)
+    args = make_model, batch, mesh
+    contestants = {
+        "jax.jit, flattened by hand": by_hand(*args),
+        "eqxshard, nonfinite='ignore'": by_train_step(*args, "ignore"),
+        "eqxshard, nonfinite='skip'": by_train_step(*args, "skip"),
+        f"eqxshard, many({STACKED}), nonfinite='ignore'": by_many(*args, "ignore"),
+        f"eqxshard, many({STACKED}), nonfinite='skip'": by_many(*args, "skip"),
+        "equinox.filter_jit": by_equinox(*args),
     }
     if importlib.util.find_spec("flax"):
-        same = depth, batch, mesh
-        made["Flax NNX, nnx.jit"] = by_nnx(*same)
-        made["Flax NNX, nnx.cached_partial"] = by_nnx(*same, cached=True)
-        made["Flax NNX, nnx.split and jax.jit"] = by_split_nnx(*same)
-    return made
+        args = depth, batch, mesh
+        contestants["Flax NNX, nnx.jit"] = by_nnx(*args)
+        contestants["Flax NNX, nnx.cached_partial"] = by_nnx(*args, cached=True)
+        contestants["Flax NNX, nnx.split and jax.jit"] = by_split_nnx(*args)
+    return contestants
 
 
-def microseconds(run: Contestant, seconds: float, most: int) -> float:
-    """Per step, over about so many seconds, with at most so many steps in flight."""
+def compare_checkouts(other: Path, args: argparse.Namespace) -> list[Contest]:
+    """Compare another checkout's `train_step`, the baseline, with this one's."""
+    checkouts = {
+        other.resolve().name: other.resolve(),
+        "this checkout": Path(__file__).parents[1],
+    }
+    contests = []
+    for depth in args.depths:
+        for nonfinite in ("ignore", "skip"):
+            options = {
+                "--serve": nonfinite,
+                "--depths": depth,
+                "--devices": args.devices,
+                "--seconds": args.seconds,
+            }
+            words = [str(word) for option in options.items() for word in option]
+            turns = {name: in_process(root, words) for name, root in checkouts.items()}
+            title = f"depth {depth}, nonfinite={nonfinite!r}"
+            contests.append(Contest(title, "us/step", take_turns(turns, args.rounds)))
+    return contests
+
+
+def compare_peers(args: argparse.Namespace, mesh: Any, max_in_flight: int) -> list[Contest]:
+    """Compare all contestants in this process."""
+    if not importlib.util.find_spec("flax"):
+        print("Flax is not installed; it is left out.")
+    contests = []
+    for depth in args.depths:
+        turns = {
+            name: partial(microseconds, run, args.seconds, max_in_flight)
+            for name, run in contestants(depth, mesh).items()
+        }
+        values = take_turns(turns, args.rounds)
+        contests.append(Contest(f"depth {depth}", "us/step", values))
+    return contests
+
+
+def in_process(root: Path, options: list[str]) -> Turn:
+    """Start this file with a checkout's eqxshard; each turn asks it for one figure."""
+    process = subprocess.Popen(
+        [sys.executable, __file__, *options],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    stdin, stdout = process.stdin, process.stdout
+    assert stdin is not None and stdout is not None
+    imported = Path(stdout.readline().strip())
+    if root not in imported.parents:
+        raise SystemExit(f"{root} has no eqxshard that works: see the output above.")
+
+    def turn() -> float:
+        print(file=stdin, flush=True)
+        answer = stdout.readline()
+        if not answer:
+            raise SystemExit(f"the eqxshard of {root} failed: see the output above.")
+        return float(answer)
+
+    return turn
+
+
+def serve(turn: Turn) -> None:
+    """Answer each line of stdin with a figure, until stdin closes."""
+    print(eqxshard.__file__, flush=True)
+    for _ in sys.stdin:
+        print(turn(), flush=True)
+
+
+def microseconds(run: Contestant, seconds: float, max_in_flight: int) -> float:
+    """Time one step, over `seconds` or more, with at most `max_in_flight` in flight."""
     steps = 16
     while True:
-        taken, start = 0, time.perf_counter()
-        while taken < steps:
-            taken += run(min(steps, most))
+        done, start = 0, time.perf_counter()
+        while done < steps:
+            done += run(min(steps, max_in_flight))
         elapsed = time.perf_counter() - start
         if elapsed >= seconds:
-            return elapsed / taken * 1e6
+            return elapsed / done * 1e6
         steps *= 2
 
 
@@ -245,24 +327,25 @@ def main() -> None:
     options = parser(__doc__, rounds=21)
     options.add_argument("--depths", type=int, nargs="+", default=[4, 48], metavar="N")
     options.add_argument("--devices", type=int, default=1)
-    options.add_argument("--seconds", type=float, default=0.05, help="of each turn")
+    options.add_argument("--seconds", type=float, default=0.05, help="length of each turn")
+    options.add_argument(
+        "--against", type=Path, metavar="DIR", help="another checkout, instead of the peers"
+    )
+    options.add_argument("--serve", choices=["ignore", "skip"], help=argparse.SUPPRESS)
     args = options.parse_args()
     jax.config.update("jax_num_cpu_devices", args.devices)
     mesh = eqxshard.make_mesh(devices=jax.devices()[: args.devices])
-    if not importlib.util.find_spec("flax"):
-        print("Flax is not installed, and is left out.")
 
-    # Simulated devices, whose collectives wait for each other in one pool of threads,
-    # deadlock where too many steps are in flight.
-    most = sys.maxsize if args.devices == 1 else 16
-    contests = []
-    for depth in args.depths:
-        turns = {
-            name: partial(microseconds, run, args.seconds, most)
-            for name, run in contestants(depth, mesh).items()
-        }
-        values = take_turns(turns, args.rounds)
-        contests.append(Contest(f"depth {depth}", "us/step", values))
+    # Collectives of simulated devices share one pool of threads: they deadlock when too
+    # many steps are in flight.
+    max_in_flight = sys.maxsize if args.devices == 1 else 16
+    if args.serve:
+        run = by_train_step(*model_and_batch(args.depths[0], mesh), mesh, args.serve)
+        return serve(partial(microseconds, run, args.seconds, max_in_flight))
+    if args.against is not None:
+        contests = compare_checkouts(args.against, args)
+    else:
+        contests = compare_peers(args, mesh, max_in_flight)
     setting = {"width": WIDTH, "batch_size": BATCH_SIZE, "rounds": args.rounds}
     Report("step_overhead", contests, setting).show_and_write(args.output)
 

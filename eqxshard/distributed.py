@@ -1,4 +1,7 @@
-"""Several processes that run one script: how they find each other, and that they agree."""
+"""Several processes that run one script: joining, and checking that they agree.
+
+Knows processes and JSON; used by every room, uses none.
+"""
 
 import hashlib
 import json
@@ -14,47 +17,49 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-_FAREWELL_SECONDS = 2.0
+#: Processes that fail together need a moment each to print why.
+_LAST_WORDS_SECONDS = 2.0
 
-#: How `eqxshard.launch`, or a job file, says what `initialize` is not told.
+#: The environment variables of the launcher and of job files, read by `initialize`.
 ADDRESS, PROCESSES, PROCESS = "EQXSHARD_ADDRESS", "EQXSHARD_PROCESSES", "EQXSHARD_PROCESS"
 
 
 def initialize(
-    address: str | None = None,
-    processes: int | None = None,
-    process: int | None = None,
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
     *,
     start_seconds: int | None = None,
     heartbeat_seconds: int | None = None,
 ) -> None:
     """Join the other processes of this run, if there are any.
 
-    Call it first, before JAX has looked for devices. Where there is one process, it does
-    nothing, so that a script runs unchanged on a laptop and on a cluster. It uses
-    [`jax.distributed`][jax.distributed.initialize], which finds the others by itself under
-    SLURM and Open MPI.
+    Call it first, before JAX has looked for devices. With a single process it does
+    nothing, so a script runs unchanged on a laptop and on a cluster. It uses
+    [`jax.distributed`][jax.distributed.initialize], which finds the other processes by
+    itself under SLURM and Open MPI.
 
-    All processes must run the same code on the same versions of Python and JAX, with as
-    many devices each: this is checked here. That they also have the same mesh, seeds and
-    batches is checked where these are made.
+    All processes must run the same code on the same versions of Python and JAX, with the
+    same number of devices each: this is checked here. That they also have the same mesh,
+    seeds and batches is checked where these are made.
 
     **Arguments:**
 
-    - `address`: `HOST:PORT` of process 0, at which it listens for the others.
-    - `processes`: how many there are.
-    - `process`: which of them this is, from 0. Where the three are not given, they are
-        taken from `$EQXSHARD_ADDRESS`, `$EQXSHARD_PROCESSES` and `$EQXSHARD_PROCESS`, as
-        set by `python -m eqxshard.launch`, or else from the cluster.
+    - `coordinator_address`: `HOST:PORT` of process 0, which listens there.
+    - `num_processes`: the number of processes.
+    - `process_id`: the number of this process, from 0. If none of the three is given,
+        they are read from `$EQXSHARD_ADDRESS`, `$EQXSHARD_PROCESSES` and
+        `$EQXSHARD_PROCESS`, which `python -m eqxshard.launch` sets, or else from the
+        cluster.
     - `start_seconds`: how long to wait for the others: 300, or
         `$EQXSHARD_START_SECONDS`.
-    - `heartbeat_seconds`: for how long a process may give no sign of life; then all end.
-        30, or `$EQXSHARD_HEARTBEAT_SECONDS`.
+    - `heartbeat_seconds`: how long a process may be silent before all are ended: 30, or
+        `$EQXSHARD_HEARTBEAT_SECONDS`.
 
     **Raises:**
 
     `ValueError` if only some of the three are known, or the processes differ.
-    `RuntimeError` if the others do not come.
+    `RuntimeError` if the others do not join in time.
 
     !!! Example
 
@@ -64,28 +69,30 @@ def initialize(
             mesh = eqxshard.make_mesh()
         ```
     """
-    number = os.environ.get(PROCESSES) if processes is None else processes
-    which = os.environ.get(PROCESS) if process is None else process
-    address = os.environ.get(ADDRESS) if address is None else address
-    given = {"address": address, "processes": number, "process": which}
-    missing = [name for name, value in given.items() if value is None]
-    if number is not None and _number("processes", number) == 1:
+    given = {
+        "coordinator_address": _or_environment(coordinator_address, ADDRESS),
+        "num_processes": _or_environment(num_processes, PROCESSES),
+        "process_id": _or_environment(process_id, PROCESS),
+    }
+    count, number = given["num_processes"], given["process_id"]
+    if count is not None and _integer("num_processes", count) == 1:
         return
+    missing = [name for name, value in given.items() if value is None]
     if 0 < len(missing) < 3:
         known = [name for name in given if name not in missing]
         raise ValueError(
-            f"initialize knows {' and '.join(known)}, and not {' and '.join(missing)}; "
-            f"give all three, as arguments or as ${ADDRESS}, ${PROCESSES} and ${PROCESS}."
+            f"initialize has {' and '.join(known)} but not {' and '.join(missing)}; give "
+            f"all three, as arguments or as ${ADDRESS}, ${PROCESSES} and ${PROCESS}."
         )
     if missing and not _in_cluster():
         return
-    # An exception ends the process: JAX's own way out waits for the others, which wait.
-    sys.excepthook = _leave
+    # An exception must end the process: JAX's own exit waits for the others, which wait.
+    sys.excepthook = _exit_on_error
     jax.distributed.initialize(
-        address,
-        None if number is None else _number("processes", number),
-        None if which is None else _number("process", which),
-        # JAX looks at the cluster for more than is missing: a GPU of SLURM's, say.
+        given["coordinator_address"],
+        None if count is None else _integer("num_processes", count),
+        None if number is None else _integer("process_id", number),
+        # JAX would ask the cluster for more than is missing, such as SLURM's GPUs.
         cluster_detection_method=None if missing else "deactivate",
         initialization_timeout=_seconds("start_seconds", start_seconds, 300),
         heartbeat_timeout_seconds=_seconds("heartbeat_seconds", heartbeat_seconds, 30),
@@ -95,61 +102,45 @@ def initialize(
         says = ", ".join(f"process {p} has {n}" for p, n in sorted(counts.items()))
         raise ValueError(
             f"the processes have different numbers of devices ({says}); start all of them "
-            "with as many."
+            "with the same number."
         )
-    agree("process", _versions())
+    assert_same_on_all_processes("process", _versions())
 
 
-def _number(name: str, value: int | str) -> int:
-    try:
-        return int(value)
-    except ValueError:
-        raise ValueError(f"{name}={value!r} is not a number; give one.") from None
-
-
-def _seconds(name: str, given: int | None, default: int) -> int:
-    value = os.environ.get(f"EQXSHARD_{name.upper()}", default) if given is None else given
-    return _number(name, value)
-
-
-def _leave(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    sys.__excepthook__(kind, error, trace)
-    leave(1)
-
-
-def leave(status: int) -> NoReturn:
-    """End this process: after a mistake without waiting for the others, who wait for it.
+def exit_process(status: int) -> NoReturn:
+    """End this process; after an error, without waiting for the others.
 
     **Arguments:**
 
-    - `status`: the exit status, 0 if all went well.
+    - `status`: the exit status, 0 for success.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     if status and jax.distributed.is_initialized():
-        # The others may be about to say the same, and are cut off when one is gone.
-        time.sleep(_FAREWELL_SECONDS)
+        # The others may be about to print the same error, and are killed once one is gone.
+        time.sleep(_LAST_WORDS_SECONDS)
         os._exit(status)
     sys.exit(status)
 
 
-def is_first() -> bool:
-    """Whether this is the process that writes what is written once."""
+def is_main_process() -> bool:
+    """Whether this is process 0, which writes what is written once."""
     return jax.process_index() == 0
 
 
-def is_shared(devices: Iterable[Any]) -> bool:
-    """Whether devices, such as a mesh's, are of several processes."""
+def spans_processes(devices: Iterable[Any]) -> bool:
+    """Whether devices, such as a mesh's, belong to several processes."""
     return len({device.process_index for device in devices}) > 1
 
 
-def agree(what: str, facts: dict[str, Any]) -> None:
-    """Raise in every process unless all of them say the same.
+def assert_same_on_all_processes(what: str, facts: dict[str, Any]) -> None:
+    """Raise in every process unless all have the same facts.
 
     **Arguments:**
 
-    - `what`: what the facts are about. All processes must ask about the same.
-    - `facts`: what JSON can hold, by name.
+    - `what`: the subject of the facts, such as `"loader"`. All processes must call this
+        for the same subjects in the same order.
+    - `facts`: JSON values by name.
 
     **Raises:**
 
@@ -157,16 +148,18 @@ def agree(what: str, facts: dict[str, Any]) -> None:
     """
     if jax.process_count() == 1:
         return
-    told = [{"step": what} | theirs for theirs in gather({"step": what} | facts)]
-    names = dict.fromkeys(name for theirs in told for name in theirs)
+    everyone = [
+        {"step": what} | theirs for theirs in allgather_json({"step": what} | facts)
+    ]
+    names = dict.fromkeys(name for theirs in everyone for name in theirs)
     for name in names:
         values: dict[str, list[int]] = {}
-        for process, theirs in enumerate(told):
+        for process, theirs in enumerate(everyone):
             values.setdefault(json.dumps(theirs.get(name)), []).append(process)
         if len(values) > 1:
             says = "; ".join(
-                f"{value} in process {', '.join(map(str, where))}"
-                for value, where in values.items()
+                f"{value} in process {', '.join(map(str, processes))}"
+                for value, processes in values.items()
             )
             raise ValueError(
                 f"the processes of this run differ in {what} {name}: {says}. Start all of "
@@ -174,27 +167,13 @@ def agree(what: str, facts: dict[str, Any]) -> None:
             )
 
 
-def from_first(value: Any) -> Any:
-    """What the first process has, in all of them: what JSON can hold."""
-    return gather(value)[0]
+def broadcast_from_first(value: Any) -> Any:
+    """Process 0's value, in every process. It must be JSON."""
+    return allgather_json(value)[0]
 
 
-def on_host(array: jax.Array) -> np.ndarray:
-    """All of an array, wherever its parts lie: all processes must ask for it."""
-    if array.is_fully_addressable or array.is_fully_replicated:
-        return np.asarray(array)
-    from jax.experimental.multihost_utils import process_allgather
-
-    return np.asarray(process_allgather(array, tiled=True))
-
-
-def barrier(name: str) -> None:
-    """Wait until all processes are here."""
-    agree("place", {"name": name})
-
-
-def gather(value: Any) -> list[Any]:
-    """What each process has, in all of them: what JSON can hold."""
+def allgather_json(value: Any) -> list[Any]:
+    """Every process's value, in every process. It must be JSON."""
     if jax.process_count() == 1:
         return [value]
     from jax.experimental.multihost_utils import process_allgather
@@ -205,6 +184,41 @@ def gather(value: Any) -> list[Any]:
     padded[: len(data)] = data
     rows = np.asarray(process_allgather(padded)).reshape(len(sizes), -1)
     return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes)]
+
+
+def barrier(name: str) -> None:
+    """Wait until every process is here."""
+    assert_same_on_all_processes("place", {"name": name})
+
+
+def fetch_whole(array: jax.Array) -> np.ndarray:
+    """All of an array, on the host. Every process that has a part must call this."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    from jax.experimental.multihost_utils import process_allgather
+
+    return np.asarray(process_allgather(array, tiled=True))
+
+
+def _or_environment(value: Any, variable: str) -> Any:
+    return os.environ.get(variable) if value is None else value
+
+
+def _integer(name: str, value: int | str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"{name}={value!r} is not a number; give one.") from None
+
+
+def _seconds(name: str, given: int | None, default: int) -> int:
+    value = os.environ.get(f"EQXSHARD_{name.upper()}", default) if given is None else given
+    return _integer(name, value)
+
+
+def _exit_on_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    sys.__excepthook__(kind, error, trace)
+    exit_process(1)
 
 
 def _in_cluster() -> bool:

@@ -1,11 +1,12 @@
 """`python -m eqxshard.launch --processes 4 script.py ...`: a cluster on one machine.
 
 Starts the script in several processes, which [`eqxshard.initialize`][] joins, each with
-its own GPUs or simulated CPU devices; merges what they print; ends all when one dies.
+its own GPU or simulated CPU devices; merges their output; stops all when one dies.
 """
 
 import argparse
 import collections
+import math
 import os
 import re
 import signal
@@ -19,62 +20,10 @@ from typing import Any
 
 from .distributed import ADDRESS, PROCESS, PROCESSES
 
-#: How long the others may take to end once one has died, before they are killed.
+#: How long the others may take to stop once one has died, before they are killed.
 _GRACE_SECONDS = 3.0
-#: Of what a process printed: how many lines to show, and to look for reasons in.
+#: The number of last lines of a process to show, and to search for the cause.
 _LAST_LINES, _KEPT_LINES = 15, 50
-
-
-class _Worker:
-    """One process, and what it printed last."""
-
-    def __init__(self, number: int, command: list[str], environment: dict[str, str]):
-        self.number = number
-        self.last: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
-        self.ended: float | None = None
-        self.process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            # Apart from the terminal, whose Ctrl-C we pass on ourselves.
-            start_new_session=True,
-        )
-        assert self.process.stdout is not None
-        # The output may stay open, by a child of its own, when the process has ended.
-        threading.Thread(target=self._wait, daemon=True).start()
-        self._reader = threading.Thread(
-            target=self._read, args=(self.process.stdout,), daemon=True
-        )
-        self._reader.start()
-
-    def _read(self, output: Any) -> None:
-        with output:
-            for line in output:
-                if line.startswith("[Gloo] Rank "):
-                    continue  # JAX's, for every group of devices, and never of interest.
-                # Not of a stack in C++, which would hide what was said before it.
-                if not line.startswith("    @ "):
-                    self.last.append(line.rstrip("\n"))
-                # One write for a line, so that lines of processes do not mix.
-                sys.stdout.write(f"[{self.number}] {line.rstrip()}\n")
-                sys.stdout.flush()
-
-    def _wait(self) -> None:
-        self.process.wait()
-        self.ended = time.monotonic()
-
-    def finish(self) -> None:
-        """Wait until all that it printed is passed on."""
-        self._reader.join(timeout=1.0)
-
-    def send(self, number: int) -> None:
-        """Send a signal, if it still runs."""
-        if self.process.poll() is None:
-            self.process.send_signal(number)
 
 
 def launch(
@@ -90,12 +39,12 @@ def launch(
     **Arguments:**
 
     - `command`: the script and its arguments, or `-m`, a module, and its arguments.
-    - `processes`: how many.
-    - `devices_per_process`: how many simulated CPU devices each has. Without it, each has
-        one of the machine's GPUs or, without any, what JAX gives it.
-    - `restarts`: how often to start all again after one has died (other than with status
-        2, a mistake in the command). The script must go on
-        from its newest checkpoint by itself, such as by `--resume auto`.
+    - `processes`: the number of processes.
+    - `devices_per_process`: the number of simulated CPU devices of each. By default, each
+        has one of the machine's GPUs, or if there are none, JAX's default devices.
+    - `restarts`: how often to start all again after one has died. The script must resume
+        from its newest checkpoint by itself, such as with `--resume auto`. Exit status 2,
+        a mistake in the command, is final.
     - `elastic`: start again with fewer processes: the next number that divides the first.
 
     **Returns:**
@@ -105,71 +54,79 @@ def launch(
     first = processes
     while True:
         status, stopped = _run(command, processes, devices_per_process)
-        # Status 2 is a mistake in the command, and would be one again.
         if status in (0, 2) or stopped or restarts == 0:
             return status
         restarts -= 1
         if elastic and processes > 1:
             smaller = range(processes - 1, 0, -1)
             processes = next(n for n in smaller if first % n == 0)
-        _say(f"starting again with {processes} processes; {restarts} restarts are left.")
+        _print(f"starting again with {processes} processes; {restarts} restarts are left.")
 
 
-def _run(command: list[str], processes: int, devices: int | None) -> tuple[int, bool]:
-    """Run all processes once; return the status, and whether a signal asked to stop."""
-    address = f"127.0.0.1:{_free_port()}"
-    gpus = _gpus() if devices is None else []
-    if gpus and len(gpus) < processes:
-        raise ValueError(
-            f"{processes} processes are more than the {len(gpus)} GPUs; use fewer, or "
-            "--devices-per-process with JAX_PLATFORMS=cpu."
+class _Worker:
+    """One process, and its last lines of output."""
+
+    def __init__(self, number: int, command: list[str], environment: dict[str, str]):
+        self.number = number
+        self.last_lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
+        self.ended: float | None = None
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            # Apart from the terminal, whose Ctrl-C we pass on ourselves.
+            start_new_session=True,
         )
-    workers: list[_Worker] = []
-    signals = _Signals(workers)
-    try:
-        for number in range(processes):
-            environment = os.environ | {
-                ADDRESS: address,
-                PROCESSES: str(processes),
-                PROCESS: str(number),
-                "PYTHONUNBUFFERED": "1",
-            }
-            if devices is not None:
-                environment["JAX_NUM_CPU_DEVICES"] = str(devices)
-            elif gpus:
-                environment["CUDA_VISIBLE_DEVICES"] = gpus[number]
-            workers.append(_Worker(number, [sys.executable, *command], environment))
-        while not any(_failed(worker) for worker in workers):
-            if all(worker.ended is not None for worker in workers):
-                break
-            time.sleep(0.05)
-        else:
-            # Those that fail because of it do so a moment later.
-            dead = min((w for w in workers if _failed(w)), key=lambda w: w.ended or 0.0)
-            if not signals.seen:
-                time.sleep(0.2)
-                _end(workers)
-                dead.finish()
-                _say(_obituary(dead, processes))
-    finally:
-        _end(workers)
-        signals.restore()
-    for worker in workers:
-        worker.finish()
-    failed = [w for w in workers if w.process.returncode]
-    if not failed:
-        return 0, bool(signals.seen)
-    code = min(failed, key=lambda w: w.ended or 0.0).process.returncode
-    return (code if code > 0 else 128 - code), bool(signals.seen)
+        assert self.process.stdout is not None
+        # A thread of its own, as a child may keep the output open after the process ends.
+        threading.Thread(target=self._wait, daemon=True).start()
+        self._reader = threading.Thread(
+            target=self._read, args=(self.process.stdout,), daemon=True
+        )
+        self._reader.start()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended with an error."""
+        return self.ended is not None and self.process.returncode != 0
+
+    def drain(self) -> None:
+        """Wait until all its output is printed."""
+        self._reader.join(timeout=1.0)
+
+    def send(self, number: int) -> None:
+        """Send a signal, if it still runs."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+
+    def _wait(self) -> None:
+        self.process.wait()
+        self.ended = time.monotonic()
+
+    def _read(self, output: Any) -> None:
+        with output:
+            for line in output:
+                if line.startswith("[Gloo] Rank "):
+                    continue  # JAX logs one for every group of devices.
+                # A stack trace in C++ would push the message before it out.
+                if not line.startswith("    @ "):
+                    self.last_lines.append(line.rstrip("\n"))
+                # One write per line, so that lines of processes do not mix.
+                sys.stdout.write(f"[{self.number}] {line.rstrip()}\n")
+                sys.stdout.flush()
 
 
 class _Signals:
-    """Passes a first signal to stop on, as SIGTERM; kills at the second."""
+    """Passes the first signal to stop on, as SIGTERM; kills at the second."""
 
     def __init__(self, workers: list[_Worker]):
         self.seen = 0
         self._workers = workers
-        # SIGHUP is what a terminal sends that is closed.
+        # A terminal sends SIGHUP when it is closed.
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         self._before = {number: signal.signal(number, self._pass_on) for number in numbers}
 
@@ -179,15 +136,67 @@ class _Signals:
             worker.send(signal.SIGTERM if self.seen == 1 else signal.SIGKILL)
 
     def restore(self) -> None:
+        """Put the earlier handlers back."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
 
-def _failed(worker: _Worker) -> bool:
-    return worker.ended is not None and worker.process.returncode != 0
+def _run(command: list[str], processes: int, devices: int | None) -> tuple[int, bool]:
+    """Run all processes once; return the status, and whether a signal asked to stop."""
+    environments = _environments(processes, devices)
+    workers: list[_Worker] = []
+    signals = _Signals(workers)
+    try:
+        for number, environment in enumerate(environments):
+            workers.append(_Worker(number, [sys.executable, *command], environment))
+        while not all(worker.ended is not None for worker in workers):
+            if any(worker.failed for worker in workers):
+                break
+            time.sleep(0.05)
+        failed = _first_failed(workers)
+        if failed is not None and not signals.seen:
+            # Processes that fail because of this one do so a moment later.
+            time.sleep(0.2)
+            _stop(workers)
+            failed.drain()
+            _print(_describe_failure(failed, processes))
+    finally:
+        _stop(workers)
+        signals.restore()
+    for worker in workers:
+        worker.drain()
+    failed = _first_failed(workers)
+    code = 0 if failed is None else failed.process.returncode
+    return (code if code >= 0 else 128 - code), bool(signals.seen)
 
 
-def _end(workers: list[_Worker]) -> None:
+def _environments(processes: int, devices: int | None) -> list[dict[str, str]]:
+    """The environment of each process."""
+    gpus = _gpus() if devices is None else []
+    if gpus and len(gpus) < processes:
+        raise ValueError(
+            f"{processes} processes are more than the {len(gpus)} GPUs; use fewer, or "
+            "--devices-per-process with JAX_PLATFORMS=cpu."
+        )
+    shared = os.environ | {
+        ADDRESS: f"127.0.0.1:{_free_port()}",
+        PROCESSES: str(processes),
+        "PYTHONUNBUFFERED": "1",
+    }
+    if devices is not None:
+        shared["JAX_NUM_CPU_DEVICES"] = str(devices)
+    own = [{PROCESS: str(number)} for number in range(processes)]
+    for settings, gpu in zip(own, gpus):
+        settings["CUDA_VISIBLE_DEVICES"] = gpu
+    return [shared | settings for settings in own]
+
+
+def _first_failed(workers: list[_Worker]) -> _Worker | None:
+    failed = [worker for worker in workers if worker.process.returncode]
+    return min(failed, key=lambda worker: worker.ended or math.inf, default=None)
+
+
+def _stop(workers: list[_Worker]) -> None:
     for worker in workers:
         worker.send(signal.SIGTERM)
     until = time.monotonic() + _GRACE_SECONDS
@@ -198,24 +207,23 @@ def _end(workers: list[_Worker]) -> None:
         worker.process.wait()
 
 
-def _obituary(worker: _Worker, processes: int) -> str:
-    """Which process died, how, and what it said last."""
+def _describe_failure(worker: _Worker, processes: int) -> str:
+    """Which process died, how, and its last lines."""
     code = worker.process.returncode
     how = f"ended with status {code}"
     if code < 0:
         how = f"was killed by {signal.Signals(-code).name}"
     says = f"process {worker.number} of {processes} {how}"
-    text = "\n".join(worker.last)
-    # JAX ends processes that miss the heartbeats of another, and says of which.
+    # JAX ends processes that miss the heartbeats of another, and logs which.
+    text = "\n".join(worker.last_lines)
     silent = re.search(r"stopped sending heartbeats\):\s*(\d[\d, ]*)", text)
     if silent:
-        says += f", because process {silent[1].strip()} gave no sign of life"
-    return f"{says}; the others were ended. Its last lines:\n" + "\n".join(
-        f"  {line}" for line in [*worker.last][-_LAST_LINES:]
-    )
+        says += f", because process {silent[1].strip()} stopped responding"
+    lines = [f"  {line}" for line in worker.last_lines][-_LAST_LINES:]
+    return "\n".join([f"{says}; the others were stopped. Its last lines:", *lines])
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"eqxshard.launch: {text}", file=sys.stderr, flush=True)
 
 
@@ -242,11 +250,13 @@ def main() -> int:
         prog="python -m eqxshard.launch",
         description="Run a script in several processes on this machine.",
     )
-    parser.add_argument("--processes", type=int, required=True, help="how many")
+    parser.add_argument(
+        "--processes", type=int, required=True, help="the number of processes"
+    )
     parser.add_argument(
         "--devices-per-process",
         type=int,
-        help="simulated CPU devices of each (without: a GPU each, where there are GPUs)",
+        help="simulated CPU devices of each (default: a GPU each, if there are GPUs)",
     )
     parser.add_argument(
         "--restarts",

@@ -1,4 +1,4 @@
-"""What the tests of several processes run in each: a small training run that resumes."""
+"""A small training run that resumes, for the tests of several processes."""
 
 import argparse
 import itertools
@@ -18,12 +18,15 @@ import eqxshard
 RULES = {
     "data": eqxshard.replicate(),
     "fsdp": eqxshard.fsdp(min_size=8),
-    "tensor": eqxshard.by_path(
-        {
-            r"layers\.0\.weight": jax.P("tensor"),
-            r"layers\.0\.bias": jax.P("tensor"),
-            r"layers\.1\.weight": jax.P(None, "tensor"),
-        }
+    "tensor": eqxshard.first_match(
+        eqxshard.by_path(
+            {
+                r"layers\.0\.weight": jax.P("tensor"),
+                r"layers\.0\.bias": jax.P("tensor"),
+                r"layers\.1\.weight": jax.P(None, "tensor"),
+            }
+        ),
+        eqxshard.replicate(),
     ),
 }
 
@@ -41,7 +44,7 @@ def loss_fn(model, batch, key):
 
 
 def metric_fn(model, batch):
-    """How many examples there are, and which."""
+    """The number of examples, and which they are."""
     return {"ones": jnp.ones(batch["index"].shape), "index": batch["index"]}
 
 
@@ -70,7 +73,7 @@ def main() -> None:
         args.process,
         heartbeat_seconds=args.heartbeat_seconds,
     )
-    # A mistake: what is not the same everywhere.
+    # Mistakes: something that is not the same in all processes.
     differ = os.environ.get("DIFFER")
     first = jax.process_index() == 0
     if differ is not None and not first:
@@ -102,7 +105,9 @@ def main() -> None:
     )
     test = eqxshard.Loader(source, batch_size=args.batch_size, mesh=mesh, shuffle=False)
     optim, key = optax.adam(1e-2), jax.random.key(args.seed)
-    checkpointer = eqxshard.Checkpointer(f"{args.folder}/checkpoints", every=args.every)
+    checkpointer = eqxshard.Checkpointer(
+        f"{args.folder}/checkpoints", save_interval_steps=args.every
+    )
     if checkpointer.steps():
         like = eqxshard.abstract_state(make_model, optim, key=key, **where)
         state = checkpointer.restore(like)
@@ -115,7 +120,7 @@ def main() -> None:
         trackers = [eqxshard.trackers.JSONLines(path, keep_until=begin)]
     train_step = eqxshard.make_train_step(loss_fn, optim, **where)
     eval_step = eqxshard.make_eval_step(metric_fn, **where)
-    print(f"going on from step {begin} in {jax.process_count()} processes")
+    print(f"resuming from step {begin} in {jax.process_count()} processes")
     state = eqxshard.fit(
         state,
         train_step,

@@ -1,10 +1,13 @@
 """Every test runs on 8 simulated CPU devices, under strict types and warnings."""
 
 import os
+import subprocess
+import tempfile
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Most of the time of these tests is compilation, and what XLA:CPU does not optimize it
-# compiles in half of it. Partitioning, and so what devices send each other, is the same.
+# Most of the time of these tests is compilation, which takes half as long without XLA's
+# optimizations for CPUs. Partitioning, and so communication, is the same.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax
@@ -23,3 +26,19 @@ install_import_hook("eqxshard", "beartype.beartype")
 def unannotated(monkeypatch):
     """As outside of tests, where annotations refuse nothing."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+@pytest.fixture
+def small_disk():
+    """A file system of less than half a mebibyte."""
+    # Outside of pytest's folders: if the tests are killed, these could not be removed.
+    with tempfile.TemporaryDirectory(
+        prefix="eqxshard-disk-", ignore_cleanup_errors=True
+    ) as folder:
+        mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", folder]
+        if subprocess.run(mount, capture_output=True, check=False).returncode:
+            pytest.skip("only root may mount a small disk")
+        try:
+            yield Path(folder)
+        finally:
+            subprocess.run(["umount", "--lazy", folder], check=True)

@@ -54,7 +54,9 @@ def train(folder: Path) -> None:
     where = {"mesh": mesh, "rule": rule}
     train_step = eqxshard.make_train_step(loss_fn, optim, **where)
     eval_step = eqxshard.make_eval_step(metric_fn, **where)
-    checkpointer = eqxshard.Checkpointer(folder / "checkpoints", every=EVERY, keep=2)
+    checkpointer = eqxshard.Checkpointer(
+        folder / "checkpoints", save_interval_steps=EVERY, max_to_keep=2
+    )
     key = jax.random.key(0)
     resumes = bool(checkpointer.steps())
     if resumes:

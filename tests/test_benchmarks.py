@@ -1,4 +1,4 @@
-"""Each benchmark runs, and writes what it found; how fast anything is, no test says."""
+"""Each benchmark runs and writes its results; no test checks how fast anything is."""
 
 import json
 import subprocess
@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(
-    path
-    for path in Path(__file__).parents[1].joinpath("benchmarks").glob("*.py")
-    if not path.name.startswith("_")
+    path for path in (ROOT / "benchmarks").glob("*.py") if not path.name.startswith("_")
 )
 
-#: What makes each of them short.
-SMALL = {
+#: Options that make each benchmark short.
+SHORT = {
     "checkpoint": "--gigabytes 0.01",
     "data": "--seconds 0.05 --mapped-gigabytes 0.05 --workers 1",
     "epoch": "--models lenet --devices 1 --examples 960 --device cpu",
@@ -25,27 +24,44 @@ SMALL = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS, ids=[path.stem for path in SCRIPTS])
-def test_benchmark_writes_what_it_found(script, tmp_path):
-    assert script.stem in SMALL, f"say in SMALL what makes {script.name} short"
-    options = [*SMALL[script.stem].split(), "--rounds", "1", "--output", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, str(script), *options],
+def run(script, output, *options):
+    """Run a benchmark for one round, and read its results."""
+    options = [*SHORT[script.stem].split(), *options, "--rounds", "1"]
+    process = subprocess.run(
+        [sys.executable, str(script), *options, "--output", str(output)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=600,
     )
-    assert done.returncode == 0, done.stdout
+    assert process.returncode == 0, process.stdout
+    return json.loads((output / f"{script.stem}.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", SCRIPTS, ids=[path.stem for path in SCRIPTS])
+def test_a_benchmark_writes_its_results(script, tmp_path):
+    assert script.stem in SHORT, f"add options to SHORT that make {script.name} short"
+    results = run(script, tmp_path)
 
     assert (tmp_path / f"{script.stem}.png").read_bytes().startswith(b"\x89PNG")
-    found = json.loads((tmp_path / f"{script.stem}.json").read_text())
-    assert found["name"] == script.stem and found["versions"]["eqxshard"]
-    assert found["contests"]
-    for contest in found["contests"]:
+    assert results["name"] == script.stem and results["versions"]["eqxshard"]
+    assert results["contests"]
+    for contest in results["contests"]:
         values, ratios = contest["values"], contest["ratios"]
         assert values.keys() == ratios.keys()
         for name, figures in values.items():
             assert len(figures) == 1 and figures[0] > 0, (contest["title"], name, figures)
         assert ratios[next(iter(values))] == 1
+
+
+@pytest.mark.slow
+def test_step_overhead_compares_two_checkouts(tmp_path):
+    script = ROOT / "benchmarks" / "step_overhead.py"
+    results = run(script, tmp_path, "--against", str(ROOT))
+
+    contests = {contest["title"]: contest["values"] for contest in results["contests"]}
+    assert contests.keys() == {"depth 2, nonfinite='ignore'", "depth 2, nonfinite='skip'"}
+    for values in contests.values():
+        assert values.keys() == {ROOT.name, "this checkout"}
+        assert all(len(figures) == 1 and figures[0] > 0 for figures in values.values())

@@ -1,5 +1,6 @@
-"""Runs of several processes over loopback: what they compute, and how they end."""
+"""Runs of several processes over loopback: their results, and how they end."""
 
+import contextlib
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import optax
 import pytest
 from cluster_run import make_model
 from helpers import arrays, lenient
+from process_helpers import read_until, started
 
 import eqxshard
 
@@ -26,41 +28,33 @@ SETTINGS = {
 
 
 def start(folder, *options, processes, devices, launch=(), **settings):
-    return subprocess.Popen(
-        [
-            *(sys.executable, "-m", "eqxshard.launch", f"--processes={processes}"),
-            *(f"--devices-per-process={devices}", *launch, str(SCRIPT), str(folder)),
-            *options,
-        ],
-        env=SETTINGS | settings,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    """A launcher of several processes; stderr is in its stdout."""
+    command = [
+        *(sys.executable, "-m", "eqxshard.launch", f"--processes={processes}"),
+        *(f"--devices-per-process={devices}", *launch, SCRIPT, folder, *options),
+    ]
+    return started(command, env=SETTINGS | settings, stderr=subprocess.STDOUT)
 
 
 def run(folder, *options, **how):
+    """The status of a launcher, and everything that was printed."""
     folder.mkdir(exist_ok=True)
-    process = start(folder, *options, **how)
-    out, _ = process.communicate(timeout=240)
+    with start(folder, *options, **how) as process:
+        out, _ = process.communicate(timeout=240)
     return process.returncode, out
 
 
 def run_by_hand(port, starts):
-    """Without the launcher: the status of each process, and what it said."""
+    """Without the launcher: the status of each process, and its stderr."""
     address = [f"--address=127.0.0.1:{port}", f"--processes={len(starts)}"]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *command, *address, f"--process={number}"],
-            env=SETTINGS | settings,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number, (command, settings) in enumerate(starts)
-    ]
-    for process in processes:
-        _, err = process.communicate(timeout=120)
-        yield process.returncode, err
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for number, (command, settings) in enumerate(starts):
+            words = [sys.executable, *command, *address, f"--process={number}"]
+            processes.append(stack.enter_context(started(words, env=SETTINGS | settings)))
+        for process in processes:
+            _, err = process.communicate(timeout=120)
+            yield process.returncode, err
 
 
 def lines_of(folder):
@@ -72,7 +66,7 @@ def lines_of(folder):
 
 
 def arrays_of(folder, step=15):
-    """What a checkpoint holds, by path, as one process reads it."""
+    """The arrays of a checkpoint by path, as one process reads them."""
     mesh = eqxshard.make_mesh(devices=jax.devices()[:1])
     like = eqxshard.abstract_state(
         make_model,
@@ -106,7 +100,7 @@ def wait_for_step(folder, step):
         if path.exists() and len(path.read_text().splitlines()) >= step:
             return
         time.sleep(0.02)
-    raise AssertionError("the run does not get there")
+    raise AssertionError(f"the run does not reach step {step}")
 
 
 def workers_of(process):
@@ -119,8 +113,8 @@ def test_two_processes_are_one_run(tmp_path):
     status, out = run(tmp_path / "run", processes=2, devices=1)
     assert status == 0, out
     assert sorted(out.splitlines()) == [
-        *("[0] finished at step 15", "[0] going on from step 0 in 2 processes"),
-        *("[1] finished at step 15", "[1] going on from step 0 in 2 processes"),
+        *("[0] finished at step 15", "[0] resuming from step 0 in 2 processes"),
+        *("[1] finished at step 15", "[1] resuming from step 0 in 2 processes"),
     ]
     lines = lines_of(tmp_path / "run")
     assert [line["step"] for line in lines] == list(range(1, 16))
@@ -137,7 +131,7 @@ STRATEGIES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_number_of_processes_changes_nothing(tmp_path, strategy):
+def test_the_number_of_processes_does_not_change_the_results(tmp_path, strategy):
     for processes, devices in ((1, 8), (2, 4), (4, 2)):
         folder = tmp_path / str(processes)
         how = {"processes": processes, "devices": devices}
@@ -149,7 +143,7 @@ def test_the_number_of_processes_changes_nothing(tmp_path, strategy):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run of four processes that nobody disturbs."""
+    """A run of four processes without disturbance."""
     folder = tmp_path_factory.mktemp("whole")
     status, out = run(folder, processes=4, devices=1)
     assert status == 0, out
@@ -159,46 +153,45 @@ def whole(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("which, step", [(0, 3), (1, 7), (3, 12)])
 def test_when_one_is_killed_the_others_end_soon(tmp_path, which, step):
-    process = start(tmp_path, "--seconds-per-step=0.2", processes=4, devices=1)
-    wait_for_step(tmp_path, step)
-    os.kill(workers_of(process)[which], signal.SIGKILL)
-    began = time.monotonic()
-    out, _ = process.communicate(timeout=60)
-    assert time.monotonic() - began < 15
+    with start(tmp_path, "--seconds-per-step=0.2", processes=4, devices=1) as process:
+        wait_for_step(tmp_path, step)
+        os.kill(workers_of(process)[which], signal.SIGKILL)
+        began = time.monotonic()
+        out, _ = process.communicate(timeout=60)
+        assert time.monotonic() - began < 15
     assert process.returncode == 137
-    assert f"process {which} of 4 was killed by SIGKILL; the others were ended" in out
+    assert f"process {which} of 4 was killed by SIGKILL; the others were stopped" in out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("elastic", [False, True])
 def test_a_restarted_run_ends_as_the_whole_one(tmp_path, whole, elastic):
     launch = ["--restarts=2", *(["--elastic"] if elastic else [])]
-    process = start(
-        tmp_path, "--seconds-per-step=0.2", processes=4, devices=1, launch=launch
-    )
-    wait_for_step(tmp_path, 8)
-    os.kill(workers_of(process)[2], signal.SIGKILL)
-    out, _ = process.communicate(timeout=120)
+    how = {"processes": 4, "devices": 1, "launch": launch}
+    with start(tmp_path, "--seconds-per-step=0.2", **how) as process:
+        wait_for_step(tmp_path, 8)
+        os.kill(workers_of(process)[2], signal.SIGKILL)
+        out, _ = process.communicate(timeout=120)
     assert process.returncode == 0, out
     count = 2 if elastic else 4
     assert f"starting again with {count} processes" in out
-    assert re.search(rf"going on from step (5|10) in {count} processes", out)
+    assert re.search(rf"resuming from step (5|10) in {count} processes", out)
     assert_same(tmp_path, whole, rtol=2e-6 if elastic else 0.0)
 
 
 @pytest.mark.slow
 def test_a_notice_to_one_process_saves_all_at_the_same_step(tmp_path, whole):
-    process = start(tmp_path, "--seconds-per-step=0.2", processes=4, devices=1)
-    wait_for_step(tmp_path, 7)
-    os.kill(workers_of(process)[2], signal.SIGTERM)
-    out, _ = process.communicate(timeout=60)
+    with start(tmp_path, "--seconds-per-step=0.2", processes=4, devices=1) as process:
+        wait_for_step(tmp_path, 7)
+        os.kill(workers_of(process)[2], signal.SIGTERM)
+        out, _ = process.communicate(timeout=60)
     assert process.returncode == 143, out
     step = eqxshard.Checkpointer(tmp_path / "checkpoints").steps()[-1]
     assert 7 < step < 15
     assert f"the checkpoint of step {step} is saved." in out
     assert [line["step"] for line in lines_of(tmp_path)] == list(range(1, step + 1))
     status, out = run(tmp_path, processes=4, devices=1)
-    assert status == 0 and f"going on from step {step} " in out
+    assert status == 0 and f"resuming from step {step} " in out
     assert_same(tmp_path, whole)
 
 
@@ -255,7 +248,7 @@ def test_an_exception_in_one_process_ends_all(tmp_path, what):
     assert time.monotonic() - began < 45
     assert status == 1, out
     if what == "exception":
-        assert "process 1 of 2 ended with status 1; the others were ended" in out
+        assert "process 1 of 2 ended with status 1; the others were stopped" in out
     assert {
         "exception": "RuntimeError: a bad file",
         "checkpointer": "differ in fit saves: true in process 0; false in process 1",
@@ -266,38 +259,31 @@ def test_an_exception_in_one_process_ends_all(tmp_path, what):
 def test_a_folder_that_cannot_be_written_to_ends_all(tmp_path):
     (tmp_path / "checkpoints").touch()
     status, out = run(tmp_path, processes=2, devices=1)
-    assert status == 1 and "is a file and not a folder" in out, out
+    assert status == 1 and "is a file, not a folder; give the checkpoints" in out, out
 
 
 @pytest.mark.slow
 def test_a_process_that_stalls_is_named(tmp_path):
-    process = start(
-        tmp_path, "--stall-process=1", "--stall-seconds=3", processes=2, devices=1
-    )
-    wait_for_step(tmp_path, 6)
-    began, out = time.monotonic(), ""
-    assert process.stdout is not None
-    while "the run waits for the batch of step 8" not in out:
-        out += process.stdout.readline()
-        assert time.monotonic() - began < 30, out
-    (line,) = [line for line in out.splitlines() if "waits for the batch" in line]
-    assert "process 1 of 2: no progress for 3 s" in line
-    workers = workers_of(process)
-    process.kill()
-    for worker in workers:
-        os.kill(worker, signal.SIGKILL)
-    process.communicate()
+    options = ("--stall-process=1", "--stall-seconds=3")
+    with start(tmp_path, *options, processes=2, devices=1) as process:
+        wait_for_step(tmp_path, 6)
+        says = "process 1 of 2: no progress for 3 s: waiting for the batch of step 8"
+        try:
+            read_until(process, process.stdout, says, seconds=30)
+        finally:
+            for worker in workers_of(process):
+                os.kill(worker, signal.SIGKILL)
 
 
 @pytest.mark.slow
 def test_a_process_that_is_frozen_is_named(tmp_path):
     options = ("--seconds-per-step=0.2", "--heartbeat-seconds=5")
-    process = start(tmp_path, *options, processes=4, devices=1)
-    wait_for_step(tmp_path, 5)
-    os.kill(workers_of(process)[1], signal.SIGSTOP)
-    out, _ = process.communicate(timeout=60)
+    with start(tmp_path, *options, processes=4, devices=1) as process:
+        wait_for_step(tmp_path, 5)
+        os.kill(workers_of(process)[1], signal.SIGSTOP)
+        out, _ = process.communicate(timeout=60)
     assert process.returncode != 0
-    assert "because process 1 gave no sign of life" in out, out
+    assert "because process 1 stopped responding" in out, out
 
 
 # Two hosts
@@ -338,41 +324,42 @@ def hosts():
         subprocess.run(["ip", "netns", "del", name], check=False)
 
 
+@contextlib.contextmanager
 def start_on(hosts, folder, *options):
-    return [
-        subprocess.Popen(
-            [
-                *("ip", "netns", "exec", host, sys.executable, str(SCRIPT), str(folder)),
+    """A process on each host."""
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for number, host in enumerate(hosts[0]):
+            command = [
+                *("ip", "netns", "exec", host, sys.executable, SCRIPT, folder),
                 *("--address=10.77.0.1:29500", "--processes=2", f"--process={number}"),
                 *options,
-            ],
-            env=SETTINGS | {"JAX_NUM_CPU_DEVICES": "2"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for number, host in enumerate(hosts[0])
-    ]
+            ]
+            how = {"env": SETTINGS | {"JAX_NUM_CPU_DEVICES": "2"}}
+            child = started(command, stderr=subprocess.STDOUT, **how)
+            processes.append(stack.enter_context(child))
+        yield processes
 
 
 @pytest.mark.slow
 def test_two_hosts_are_one_run(hosts, tmp_path):
-    for process in start_on(hosts, tmp_path):
-        out, _ = process.communicate(timeout=120)
-        assert process.returncode == 0 and "finished at step 15" in out, out
+    with start_on(hosts, tmp_path) as processes:
+        for process in processes:
+            out, _ = process.communicate(timeout=120)
+            assert process.returncode == 0 and "finished at step 15" in out, out
     assert lines_of(tmp_path)[-1]["eval/index"] == 49.5
 
 
 @pytest.mark.slow
 def test_when_the_link_is_cut_both_end_in_bounded_time(hosts, tmp_path):
     options = ("--seconds-per-step=0.2", "--heartbeat-seconds=10", "--steps=500")
-    processes = start_on(hosts, tmp_path, *options)
-    wait_for_step(tmp_path, 5)
-    name, link = hosts[0][1], hosts[1][1]
-    subprocess.run(["ip", "-n", name, "link", "set", link, "down"], check=True)
-    began = time.monotonic()
-    for process in processes:
-        out, _ = process.communicate(timeout=120)
-        assert process.returncode != 0
-        assert re.search(r"heartbeat|Connection|timed out|unavailable", out, re.I), out
-    assert time.monotonic() - began < 60
+    with start_on(hosts, tmp_path, *options) as processes:
+        wait_for_step(tmp_path, 5)
+        name, link = hosts[0][1], hosts[1][1]
+        subprocess.run(["ip", "-n", name, "link", "set", link, "down"], check=True)
+        began = time.monotonic()
+        for process in processes:
+            out, _ = process.communicate(timeout=120)
+            assert process.returncode != 0
+            assert re.search(r"heartbeat|Connection|timed out|unavailable", out, re.I), out
+        assert time.monotonic() - began < 60

@@ -1,12 +1,12 @@
-"""The launcher, on scripts without JAX, which start at once."""
+"""The launcher, with scripts without JAX, which start at once."""
 
 import os
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
+from process_helpers import read_until, started
 
 import eqxshard.launch
 from eqxshard.launch import launch
@@ -64,7 +64,7 @@ time.sleep(60)
 @pytest.mark.parametrize(
     "how, status, says",
     [
-        ("sys.exit(3)", 3, "process 2 of 4 ended with status 3; the others were ended."),
+        ("sys.exit(3)", 3, "process 2 of 4 ended with status 3; the others were stopped."),
         (
             "os.kill(os.getpid(), 9)",
             137,
@@ -81,7 +81,7 @@ def test_when_one_dies_all_end_and_it_is_named(script, capsys, how, status, says
     assert says in err and "  the last words" in err
 
 
-def test_those_that_do_not_listen_are_killed(script, capsys, monkeypatch):
+def test_processes_that_ignore_sigterm_are_killed(script, capsys, monkeypatch):
     monkeypatch.setattr(eqxshard.launch, "_GRACE_SECONDS", 0.5)
     body = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -120,18 +120,7 @@ def test_it_gives_up_when_no_restart_is_left(script, capsys):
 
 
 def start(command, *options):
-    return subprocess.Popen(
-        [sys.executable, "-m", "eqxshard.launch", *options, *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def wait_for(process, line):
-    assert process.stdout is not None
-    while (found := process.stdout.readline()).rstrip() != line:
-        assert found, process.communicate()
+    return started([sys.executable, "-m", "eqxshard.launch", *options, *command])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -141,13 +130,14 @@ def handle(*_):
     print("asked to stop", flush=True)
     sys.exit(143)
 signal.signal(signal.SIGTERM, handle)
+time.sleep(0.5)  # The launcher may still be starting its threads.
 print("ready", flush=True)
 time.sleep(60)
 """
-    process = start([script(body)], "--processes=1", "--restarts=3")
-    wait_for(process, "[0] ready")
-    process.send_signal(number)
-    out, err = process.communicate(timeout=30)
+    with start([script(body)], "--processes=1", "--restarts=3") as process:
+        read_until(process, process.stdout, "[0] ready")
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
     assert process.returncode == 143
     assert out == "[0] asked to stop\n" and err == ""
 
@@ -155,16 +145,17 @@ time.sleep(60)
 def test_a_second_signal_kills(script):
     body = """
 signal.signal(signal.SIGTERM, lambda *_: print("busy", flush=True))
+time.sleep(0.5)  # The launcher may still be starting its threads.
 print("ready", flush=True)
 while True:
     time.sleep(1)
 """
-    process = start([script(body)], "--processes=1")
-    wait_for(process, "[0] ready")
-    process.send_signal(signal.SIGTERM)
-    wait_for(process, "[0] busy")
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
+    with start([script(body)], "--processes=1") as process:
+        read_until(process, process.stdout, "[0] ready")
+        process.send_signal(signal.SIGTERM)
+        read_until(process, process.stdout, "[0] busy")
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=30)
     assert process.returncode == 137
 
 

@@ -1,10 +1,14 @@
-"""What the README and the guide show runs as it is shown.
+"""The README and the pages are true: names, commands, programs and their output.
 
-The Python blocks of a page are one program, in order. The commands are run shortened:
-with the flags of `SHORT` added. A block under `<!-- not run -->` is only read.
+The Python blocks of a page are one program, in order. A `text` block right after one is
+its output, in which `...` stands for anything and `/runs` for the working folder. A Python
+block with a title is a file of its own; a page with files has commands that run them, all
+in one folder. Recipes run shortened, with the flags of `SHORT`. A block under
+`<!-- not run -->` is only read.
 """
 
 import ast
+import doctest
 import importlib.util
 import os
 import re
@@ -23,23 +27,28 @@ import eqxshard
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-#: What makes a recipe take seconds: (its flags, in which `{}` is a folder to write to).
+#: Flags that make a recipe take seconds; `{}` is a folder to write to.
 SHORT = {
     "recipes/fashion_mnist.py": "--model mlp --epochs 1 --data synthetic --output {}",
 }
 
+#: Printed after each block of a program.
+_MARK = "\0"
 _BLOCK = re.compile(
-    r"(?P<off><!-- not run -->\s*)?^(?P<indent> *)```(?P<language>\w+)[^\n]*\n"
-    r"(?P<text>.*?)^(?P=indent)```$",
+    r"(?P<off><!-- not run -->\s*)?^(?P<indent> *)```(?P<language>\w+)"
+    r'(?: title="(?P<title>[\w.]+)")?[^\n]*\n(?P<text>.*?)^(?P=indent)```$',
     re.MULTILINE | re.DOTALL,
 )
+_OUTPUT = re.compile(r"\s*^ *```text\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 
 class Block(NamedTuple):
     page: Path
     language: str
+    title: str | None
     line: int  # of its first line of text
     text: str
+    output: str | None
     runs: bool
 
 
@@ -49,36 +58,80 @@ def blocks(page, *languages):
         if match["language"] in languages:
             line = text.count("\n", 0, match.start("text")) + 1
             code = textwrap.dedent(match["text"])
-            yield Block(page, match["language"], line, code, match["off"] is None)
+            output = _OUTPUT.match(text, match.end())
+            yield Block(
+                page,
+                match["language"],
+                match["title"],
+                line,
+                code,
+                output and textwrap.dedent(output[1]),
+                match["off"] is None,
+            )
 
 
-def program(page, *, runs_only):
-    """The Python of a page, each line at the line where the page has it."""
+def program_blocks(page):
+    """The blocks of a page's program."""
+    return [b for b in blocks(page, "python") if b.runs and b.title is None]
+
+
+def program(parts, *, mark=""):
+    """The text of some blocks, each line at the line where the page has it."""
     lines: list[str] = []
-    for block in blocks(page, "python"):
-        if block.runs or not runs_only:
-            lines += [""] * (block.line - 1 - len(lines)) + block.text.splitlines()
+    for block in parts:
+        lines += [""] * (block.line - 1 - len(lines)) + block.text.splitlines()
+        lines += [mark] if mark else []
     return "\n".join(lines)
 
 
-def commands():
-    """The shell commands of all pages, as (page:line, words)."""
-    for page in PAGES:
-        for block in blocks(page, "bash", "sh", "console"):
-            whole = block.text.replace("\\\n", " ")
-            for offset, line in enumerate(whole.splitlines()):
-                for part in line.removeprefix("$ ").split("&&"):
-                    words = shlex.split(part, comments=True)
-                    if words:
-                        yield f"{page.name}:{block.line + offset}", words
+def files(page):
+    """The files that a page shows, by name."""
+    return {b.title: b.text for b in blocks(page, "python") if b.title is not None}
 
 
-COMMANDS = list(commands())
+class Command(NamedTuple):
+    page: Path
+    line: int
+    words: list[str]
+
+    def __str__(self):
+        return f"{self.page.name}:{self.line}"
 
 
-def per_page(pages):
-    return pytest.mark.parametrize(
-        "page", pages, ids=lambda page: str(page.relative_to(ROOT))
+def commands(page):
+    """The shell commands of a page."""
+    for block in blocks(page, "bash", "sh", "console"):
+        whole = block.text.replace("\\\n", " ")
+        for offset, line in enumerate(whole.splitlines()):
+            for part in line.removeprefix("$ ").split("&&"):
+                words = shlex.split(part, comments=True)
+                if words:
+                    yield Command(page, block.line + offset, words)
+
+
+COMMANDS = [command for page in PAGES for command in commands(page)]
+
+
+def each(parameter, values):
+    def name(value):
+        return str(value.relative_to(ROOT)) if isinstance(value, Path) else str(value)
+
+    return pytest.mark.parametrize(parameter, values, ids=name)
+
+
+def environment(**settings):
+    """As on a reader's machine, with 8 simulated devices, where lock files are written."""
+    rest = {name: value for name, value in os.environ.items() if name != "CI"}
+    return {**rest, "JAX_PLATFORMS": "cpu", **settings}
+
+
+def run(command, folder, **settings):
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env=environment(**settings),
+        capture_output=True,
+        text=True,
     )
 
 
@@ -87,7 +140,7 @@ def check_names(code):
     for node in ast.walk(ast.parse(code)):
         if not isinstance(node, ast.Attribute):
             continue
-        # Not the attributes of what a call returns: only names and dots.
+        # Not the attributes of a call's result: only names and dots.
         name = ast.unparse(node)
         if re.fullmatch(r"eqxshard(\.\w+)+", name):
             target = eqxshard
@@ -96,9 +149,10 @@ def check_names(code):
                 target = getattr(target, part)
 
 
-@per_page(PAGES)
+@each("page", PAGES)
 def test_the_names_that_a_page_uses_are_ours(page):
-    check_names(program(page, runs_only=False))
+    for block in blocks(page, "python"):
+        check_names(block.text)
 
 
 def test_a_misspelt_name_is_noticed():
@@ -107,21 +161,33 @@ def test_a_misspelt_name_is_noticed():
         check_names("eqxshard.Metrics.stak(history).compute()")
 
 
+def prints(block, printed):
+    """Whether a block may print this."""
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    check = doctest.OutputChecker().check_output
+    return block.output is None or check(block.output, printed, flags)
+
+
 @pytest.mark.slow
-@per_page([page for page in PAGES if program(page, runs_only=True)])
-def test_the_python_of_a_page_runs(page, tmp_path):
-    code = f"exec(compile({program(page, runs_only=True)!r}, {str(page)!r}, 'exec'))"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
-    # As on a reader's machine, where lock files are written.
-    environment.pop("CI", None)
-    run = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
+@each("page", [page for page in PAGES if program_blocks(page)])
+def test_the_python_of_a_page_runs_and_prints_what_it_shows(page, tmp_path):
+    parts = program_blocks(page)
+    text = program(parts, mark=f"print({_MARK!r}, end='')")
+    # With what Python logs, but not what C++ does.
+    code = "import sys; sys.stderr = sys.stdout\n"
+    code += f"exec(compile({text!r}, {str(page)!r}, 'exec'))"
+    done = run(["-c", code], tmp_path, JAX_NUM_CPU_DEVICES="8")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for block, printed in zip(parts, done.stdout.split(_MARK)):
+        printed = printed.replace(str(tmp_path), "/runs")
+        assert prints(block, printed), f"{page.name}:{block.line} prints\n{printed}"
+
+
+def test_a_wrong_output_is_noticed(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```python\nprint('a cat')\n```\n\n```text\na ...t\n```\n")
+    (block,) = program_blocks(page)
+    assert prints(block, "a cat\n") and not prints(block, "a dog\n")
 
 
 def sessions():
@@ -134,7 +200,7 @@ def sessions():
 
 
 def check_command(words):
-    """Refuse a command that names a session, an extra or a file that is not there."""
+    """Refuse a command that names a session, an extra or a file that does not exist."""
     if words[0] == "nox" and "-s" in words:
         after = words[words.index("-s") + 1 :]
         names = after[: after.index("--")] if "--" in after else after
@@ -148,9 +214,9 @@ def check_command(words):
             assert (ROOT / word).exists()
 
 
-@pytest.mark.parametrize("where, words", COMMANDS, ids=[where for where, _ in COMMANDS])
-def test_a_command_names_what_is_there(where, words):
-    check_command(words)
+@each("command", COMMANDS)
+def test_a_command_names_what_is_there(command):
+    check_command(command.words)
 
 
 @pytest.mark.parametrize(
@@ -166,32 +232,51 @@ def is_recipe(word):
     return word.startswith("recipes/") and word.endswith(".py")
 
 
-RUNS = [command for command in COMMANDS if any(map(is_recipe, command[1]))]
+def split_command(words):
+    """The settings of environment variables before `python`, and the words after it."""
+    index = words.index("python")
+    return dict(word.split("=", 1) for word in words[:index]), words[index + 1 :]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where, words", RUNS, ids=[where for where, _ in RUNS])
-def test_a_recipe_runs_as_the_page_says(where, words, tmp_path):
-    """Variables, flags and values are the page's; `SHORT` is added."""
-    index = words.index("python")
-    settings = dict(word.split("=", 1) for word in words[:index])
+@each("command", [c for c in COMMANDS if any(map(is_recipe, c.words))])
+def test_a_recipe_runs_as_the_page_says(command, tmp_path):
+    settings, words = split_command(command.words)
     recipe = next(word for word in words if is_recipe(word))
     short = SHORT[recipe].format(tmp_path).split()
-    run = subprocess.run(
-        [sys.executable, *words[index + 1 :], *short],
-        cwd=ROOT,
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
+    done = run([*words, *short], ROOT, **settings)
+    assert done.returncode == 0, done.stderr
     assert any(tmp_path.iterdir())
 
 
-def test_the_table_of_the_readme_is_what_was_measured():
+PAGES_WITH_FILES = [page for page in PAGES if files(page)]
+
+
+@pytest.mark.slow
+@each("page", PAGES_WITH_FILES)
+def test_the_files_of_a_page_run_as_it_says(page, tmp_path):
+    for name, text in files(page).items():
+        (tmp_path / name).write_text(text)
+    ran = set()
+    for command in commands(page):
+        if used := files(page).keys() & set(command.words):
+            settings, words = split_command(command.words)
+            done = run(words, tmp_path, **settings)
+            assert done.returncode == 0, f"{command}: {done.stderr}"
+            ran |= used
+    assert ran == files(page).keys()
+
+
+def test_the_recipe_of_the_guide_has_60_lines_at_most():
+    (text,) = files(ROOT / "docs" / "pages" / "guide" / "recipe.md").values()
+    assert len(text.splitlines()) <= 60
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/pages/performance.md"])
+def test_the_tables_of_a_page_are_what_was_measured(name):
     spec = importlib.util.spec_from_file_location("_readme", ROOT / "benchmarks/_readme.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    readme = (ROOT / "README.md").read_text()
-    assert module.updated(readme) == readme, "run python benchmarks/_readme.py"
+    page = (ROOT / name).read_text()
+    assert module.updated(page) == page, "run python benchmarks/_readme.py"

@@ -1,4 +1,4 @@
-"""Every strategy, on 2, 4 and 8 devices, for 20 steps: the same as one device.
+"""Every strategy trains as one device does, for 20 steps on 2, 4 and 8 devices.
 
 `pytest -m slow -s tests/test_strategies.py` prints the largest relative differences.
 """
@@ -31,7 +31,8 @@ from eqxshard.parallel import (
 
 STEPS, ROWS, SEQ, WIDTH = 20, 16, 16, 16
 FSDP, ZERO1 = eqxshard.fsdp(min_size=64), eqxshard.zero1(min_size=64)
-TENSOR = eqxshard.by_dim({"heads": "tensor", "mlp": "tensor", "vocab": "tensor"})
+SPLIT = eqxshard.by_dim({"heads": "tensor", "mlp": "tensor", "vocab": "tensor"})
+TENSOR = eqxshard.combine(SPLIT, eqxshard.replicate())
 
 
 def dense(key, *shape):
@@ -123,8 +124,12 @@ def tokens(seed):
     return make_tokens(ROWS, seed=seed)
 
 
-STAGED = eqxshard.by_path({"^layers": P("stage")})
-SPREAD = eqxshard.by_path({"^experts": P("expert")})
+STAGED = eqxshard.first_match(
+    eqxshard.by_path({"^layers": P("stage")}), eqxshard.replicate()
+)
+SPREAD = eqxshard.first_match(
+    eqxshard.by_path({"^experts": P("expert")}), eqxshard.replicate()
+)
 TRANSFORMER = (Transformer, next_token_losses, tokens)
 ATTENTION = (Attention, sequence_losses, make_batch)
 GPIPE = (Stages, gpipe_losses, make_batch)
@@ -132,12 +137,7 @@ ONE_F_ONE_B = (Stages, loss_of_1f1b, make_batch)
 EXPERTS = (Experts, sequence_losses, make_batch)
 
 
-def both(rule, other):
-    return eqxshard.combine(rule, other)
-
-
-#: By name: what is trained, the rule, and the axes, of which the first takes the devices
-#: that the others leave.
+#: By name: what is trained, the rule, and the axes. The first takes the remaining devices.
 STRATEGIES = {
     "data": (TRANSFORMER, eqxshard.replicate(), {"data": 0}),
     "ZeRO-1": (TRANSFORMER, ZERO1, {"data": 0}),
@@ -145,11 +145,15 @@ STRATEGIES = {
     "hybrid": (TRANSFORMER, FSDP, {"fsdp": 0, "data": 2}),
     "tensor": (TRANSFORMER, TENSOR, {"tensor": 0}),
     "data x tensor": (TRANSFORMER, TENSOR, {"data": 0, "tensor": 2}),
-    "ZeRO-1 x tensor": (TRANSFORMER, both(TENSOR, ZERO1), {"data": 0, "tensor": 2}),
-    "FSDP x tensor": (TRANSFORMER, both(TENSOR, FSDP), {"fsdp": 0, "tensor": 2}),
+    "ZeRO-1 x tensor": (
+        TRANSFORMER,
+        eqxshard.combine(SPLIT, ZERO1),
+        {"data": 0, "tensor": 2},
+    ),
+    "FSDP x tensor": (TRANSFORMER, eqxshard.combine(SPLIT, FSDP), {"fsdp": 0, "tensor": 2}),
     "data x FSDP x tensor": (
         TRANSFORMER,
-        both(TENSOR, FSDP),
+        eqxshard.combine(SPLIT, FSDP),
         {"fsdp": 0, "data": 2, "tensor": 2},
     ),
     "context": (ATTENTION, eqxshard.replicate(), {"context": 0}),
@@ -167,7 +171,6 @@ CASES = [
     for count in (1, 2, 4, 8)
     if count == 1 or count >= 2 ** len(axes)
 ]
-TABLE: dict[str, dict[int, tuple[float, float]]] = {name: {} for name in STRATEGIES}
 
 
 def train(kind, rule, sizes):
@@ -189,16 +192,32 @@ def train(kind, rule, sizes):
 
 @functools.cache
 def alone(kind):
-    """On one device, by a mesh and a rule that split nothing."""
+    """On one device, with a mesh and a rule that split nothing."""
     return train(kind, eqxshard.replicate(), {})
+
+
+@pytest.fixture(scope="module")
+def differences():
+    """By strategy and number of devices: the differences that tests found, to print."""
+    found: dict[str, dict[int, tuple[float, float]]] = {}
+    yield found
+    table = Table(title=f"largest relative difference in {STEPS} steps: loss, parameters")
+    for head in ("strategy", "1", "2", "4", "8"):
+        table.add_column(head)
+    for name, row in found.items():
+        cells = (
+            f"{row[n][0]:.0e}, {row[n][1]:.0e}" if n in row else "" for n in (1, 2, 4, 8)
+        )
+        table.add_row(name, *cells)
+    Console(width=100).print("\n", table)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, count", CASES)
-def test_a_strategy_is_the_same_as_one_device(name, count):
+def test_a_strategy_is_the_same_as_one_device(name, count, differences):
     kind, rule, axes = STRATEGIES[name]
     rest = max(1, count // math.prod(size or 1 for size in axes.values()))
-    # On one device all axes have size 1, and the rule is there all the same.
+    # On one device all axes have size 1, with the same rule.
     sizes = {axis: 1 if count == 1 else size or rest for axis, size in axes.items()}
     initial, losses, model = train(kind, rule, sizes)
     expected = alone(kind)
@@ -211,32 +230,16 @@ def test_a_strategy_is_the_same_as_one_device(name, count):
         for path, array in expected[2].items()
     }
     worst = max(by_leaf, key=by_leaf.__getitem__)
-    TABLE[name][count] = by_loss, by_leaf[worst]
+    differences.setdefault(name, {})[count] = by_loss, by_leaf[worst]
     assert by_loss < 1e-5
     assert by_leaf[worst] < 1e-5, worst
 
 
-@pytest.mark.slow
-def test_the_table_is_full(capsys):
-    """After all others: what they found, to look at."""
-    table = Table(title=f"largest relative difference in {STEPS} steps: loss, parameters")
-    for head in ("strategy", "1", "2", "4", "8"):
-        table.add_column(head)
-    for name, row in TABLE.items():
-        cells = (
-            f"{row[n][0]:.0e}, {row[n][1]:.0e}" if n in row else "" for n in (1, 2, 4, 8)
-        )
-        table.add_row(name, *cells)
-    with capsys.disabled():
-        Console(width=100).print("\n", table)
-    assert sum(map(len, TABLE.values())) in (0, len(CASES))
-
-
-# Where arrays are born
+# Initialisation
 
 
 class Leaves(eqx.Module):
-    """The same size for all arrays, of which most dims divide by 8."""
+    """Arrays of one size, most of whose dims divide by 8."""
 
     matrix: Float[Array, "mlp embed"]
     heads: Float[Array, "heads head_dim embed"]
@@ -260,9 +263,9 @@ GRID = eqxshard.by_dim(
     | dict.fromkeys(("embed", "in"), "fsdp")
     | {"wide": ("tensor", "fsdp")}
 )
-#: By name: the rule, the axes, and over how many devices it splits parameters; it splits
-#: the optimizer's state over all 8.
-BIRTHS: dict[str, tuple[eqxshard.Rule, dict[str, Any], int]] = {
+#: By name: the rule, the axes, and the number of devices that it splits parameters over. It
+#: splits the optimizer's state over all 8.
+SPLITS: dict[str, tuple[eqxshard.Rule, dict[str, Any], int]] = {
     "FSDP over two axes": (
         eqxshard.fsdp(min_size=1, axis=("data", "fsdp")),
         {"data": 2, "fsdp": 4},
@@ -271,22 +274,22 @@ BIRTHS: dict[str, tuple[eqxshard.Rule, dict[str, Any], int]] = {
     "tensor": (ROWWISE, {"tensor": 8}, 8),
     "tensor by two axes": (GRID, {"fsdp": 4, "tensor": 2}, 8),
     "FSDP x tensor": (
-        both(ROWWISE, eqxshard.fsdp(min_size=1)),
+        eqxshard.combine(ROWWISE, eqxshard.fsdp(min_size=1)),
         {"fsdp": 4, "tensor": 2},
         8,
     ),
     "ZeRO-1": (eqxshard.zero1(min_size=1), {"data": 8}, 1),
     "ZeRO-1 x tensor": (
-        both(ROWWISE, eqxshard.zero1(min_size=1)),
+        eqxshard.combine(ROWWISE, eqxshard.zero1(min_size=1)),
         {"data": 4, "tensor": 2},
         2,
     ),
 }
 
 
-@pytest.mark.parametrize("name", BIRTHS)
+@pytest.mark.parametrize("name", SPLITS)
 def test_no_device_makes_more_of_an_array_than_it_keeps(name, monkeypatch):
-    rule, sizes, parts = BIRTHS[name]
+    rule, sizes, parts = SPLITS[name]
     with compiled_by_jit(monkeypatch) as compiled:
         eqxshard.init_state(
             Leaves,

@@ -1,4 +1,4 @@
-"""What all contestants of `epoch.py` are given, and what is asked of them."""
+"""The task that each contestant gets, the functions that it provides, and constants."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,20 +7,20 @@ from typing import NamedTuple
 import numpy as np
 
 LEARNING_RATE, B2, WEIGHT_DECAY = 1e-3, 0.98, 0.01
-#: That `mlp_steps.py` takes at once.
+#: The number of steps that `mlp_steps.py` takes per command.
 MLP_STEPS = 20
 MEAN, DEVIATION = 0.2860, 0.3530  # of the pixels
-#: Channels of the two convolutions, side of the second's kernel, width of the hidden layer.
+#: Channels of both convolutions, kernel size of the second, width of the hidden layer.
 SIZES = {"lenet": (20, 50, 5, 128), "cnn": (32, 64, 3, 256)}
 
 
 def features(conv2: int, kernel2: int) -> int:
-    """How many numbers the second pool hands on: of 28 pixels, 13 are left by the first."""
+    """The size of the second pool's output; the first leaves 13 x 13 of 28 x 28 pixels."""
     return conv2 * ((13 - kernel2 + 1) // 2) ** 2
 
 
 class Contestant(NamedTuple):
-    """An epoch of training, and the accuracy and the loss on the test images after it."""
+    """Functions that train for an epoch, and that return test accuracy and test loss."""
 
     train: Callable[[], None]
     evaluate: Callable[[], tuple[float, float]]
@@ -28,14 +28,14 @@ class Contestant(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """One contestant's task.
+    """The task of one contestant.
 
-    - `model`: a name in `SIZES`.
-    - `data`: the file of the images and labels, as bytes and int32.
-    - `devices`: over how many devices, or processes, batches are split.
-    - `variant`: which of a module's contestants it is.
-    - `batch_size`: of a step, over all devices.
-    - `gpu`: whether there is one to use.
+    - `model`: a key of `SIZES`.
+    - `data`: the path of a `.npz` file of images (uint8) and labels (int32).
+    - `devices`: the number of devices, or processes, that a batch is split over.
+    - `variant`: a variant of the module, such as `device` of `with_eqxshard`.
+    - `batch_size`: the rows of a batch, over all devices.
+    - `gpu`: whether to run on a GPU.
     """
 
     model: str
@@ -51,7 +51,7 @@ class Task:
 
 
 def batches(image: np.ndarray, label: np.ndarray, size: int, order: np.ndarray):
-    """Plain NumPy: batches in an order, of which the last is smaller."""
+    """NumPy batches in a given order; the last one may be smaller."""
     for start in range(0, len(order), size):
         rows = order[start : start + size]
         yield image[rows], label[rows]

@@ -1,6 +1,6 @@
-"""For `growth.py`: some steps of an MLP, its batch split over simulated devices.
+"""For `growth.py`: training steps of an MLP, its batch split over simulated devices.
 
-The batch lies on the devices, so that the steps alone are measured.
+The batch is kept on the devices, so that only the steps are measured.
 """
 
 import equinox as eqx
@@ -47,6 +47,6 @@ def make(task: Task) -> Contestant:
         jax.block_until_ready(metrics)
 
     def evaluate() -> tuple[float, float]:
-        raise NotImplementedError("there is nothing to evaluate on")
+        raise NotImplementedError("mlp_steps only trains: use the command train.")
 
     return Contestant(train, evaluate)

@@ -1,7 +1,7 @@
-"""Equinox as its own page on parallelism writes it, with NumPy batches.
+"""Equinox as in its own example of parallelism, with NumPy batches.
 
 https://docs.kidger.site/equinox/examples/parallelism: `filter_jit` with donation, and
-`filter_shard` within it and around it. The last batch of an epoch is smaller.
+`filter_shard` inside and outside of it. The last batch of an epoch is smaller.
 """
 
 import equinox as eqx
@@ -24,7 +24,7 @@ from _task import (
 
 
 class ConvNet(eqx.Module):
-    """That of `recipes/fashion_mnist.py`."""
+    """The model of `recipes/fashion_mnist.py`."""
 
     conv1: eqx.nn.Conv2d
     conv2: eqx.nn.Conv2d

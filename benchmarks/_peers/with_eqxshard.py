@@ -1,7 +1,8 @@
-"""eqxshard as `recipes/fashion_mnist.py` uses it, and with that recipe's model and loss.
+"""eqxshard, with the model and the loss of `recipes/fashion_mnist.py`.
 
-The last batch of an epoch is padded with rows of weight 0, and not compiled anew. With the
-variant `device` the images lie on the devices, and batches are gathered there.
+The last batch of an epoch is padded with rows of weight 0, so the step is compiled once.
+With the variant `device`, the images are kept on the devices and batches are gathered
+there.
 """
 
 import importlib
@@ -45,8 +46,8 @@ def make(task: Task) -> Contestant:
         state = eqxshard.fit(state, train_step, loader, epochs=epochs)
 
     def evaluate() -> tuple[float, float]:
-        found = eqxshard.evaluate(state.model, eval_step, test)
-        return found["accuracy"], found["loss"]
+        metrics = eqxshard.evaluate(state.model, eval_step, test)
+        return metrics["accuracy"], metrics["loss"]
 
     return Contestant(train, evaluate)
 

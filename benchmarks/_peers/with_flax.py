@@ -1,8 +1,8 @@
-"""Flax NNX as its MNIST tutorial writes it, with batches of Grain, example by example.
+"""Flax NNX as in its MNIST tutorial, with Grain, which reads single examples.
 
-https://flax.readthedocs.io/en/latest/mnist_tutorial.html; the step keeps what it knows of
-the model, as the page on performance considerations has it (`nnx.cached_partial`). The last
-batch of an epoch is smaller, so the step is compiled twice.
+https://flax.readthedocs.io/en/latest/mnist_tutorial.html. The step caches the graph of the
+model with `nnx.cached_partial`, as Flax's page on performance recommends. The last batch of
+an epoch is smaller, so the step is compiled twice.
 """
 
 import importlib
@@ -28,16 +28,16 @@ nnx: Any = importlib.import_module("flax.nnx")
 
 
 class ConvNet(nnx.Module):
-    """That of `recipes/fashion_mnist.py`, with channels last."""
+    """The model of `recipes/fashion_mnist.py`, with channels last."""
 
     def __init__(self, conv1, conv2, kernel2, hidden, *, rngs):
-        # What the others begin with: else it would learn at another pace.
+        # The same initialisation as the other contestants, for comparable losses.
         init = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
-        given = {"kernel_init": init, "rngs": rngs}
-        self.conv1 = nnx.Conv(1, conv1, (3, 3), padding="VALID", **given)
-        self.conv2 = nnx.Conv(conv1, conv2, (kernel2, kernel2), padding="VALID", **given)
-        self.hidden = nnx.Linear(features(conv2, kernel2), hidden, **given)
-        self.logits = nnx.Linear(hidden, 10, **given)
+        options = {"kernel_init": init, "rngs": rngs}
+        self.conv1 = nnx.Conv(1, conv1, (3, 3), padding="VALID", **options)
+        self.conv2 = nnx.Conv(conv1, conv2, (kernel2, kernel2), padding="VALID", **options)
+        self.hidden = nnx.Linear(features(conv2, kernel2), hidden, **options)
+        self.logits = nnx.Linear(hidden, 10, **options)
 
     def __call__(self, x):
         """The logits of a batch of images."""
@@ -53,7 +53,7 @@ def loss_fn(model, batch):
 
 
 class Examples:
-    """What Grain reads examples from."""
+    """A data source for Grain."""
 
     def __init__(self, task: Task, split: str):
         self.image, self.label = task.load(split)
@@ -105,8 +105,8 @@ def make(task: Task) -> Contestant:
             grain.MapDataset.source(test_data).batch(task.batch_size).to_iter_dataset()
         ):
             cached_eval_step(batch)
-        found = jax.device_get(metrics.compute())
+        results = jax.device_get(metrics.compute())
         metrics.reset()
-        return float(found["accuracy"]), float(found["loss"])
+        return float(results["accuracy"]), float(results["loss"])
 
     return Contestant(train, evaluate)

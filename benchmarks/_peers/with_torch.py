@@ -1,9 +1,9 @@
-"""PyTorch as its tutorials write it: eager on the CPU, compiled on a GPU.
+"""PyTorch as in its tutorials: eager on the CPU, compiled on a GPU.
 
-The batches are those of a `DataLoader` over a `TensorDataset`; with the variant `resident`
-the images lie on the GPU and are picked there by a random order; with `ddp` each of several
-processes, of one thread, has its part of each batch (`DistributedDataParallel` over gloo,
-`DistributedSampler`). The last batch of an epoch is smaller.
+Batches come from a `DataLoader` over a `TensorDataset`. With the variant `resident`, the
+images are kept on the GPU and batches are gathered there. With `ddp`, each of several
+single-threaded processes computes its part of each batch (`DistributedDataParallel` over
+gloo, `DistributedSampler`). The last batch of an epoch is smaller.
 """
 
 import importlib
@@ -54,9 +54,9 @@ def make(task: Task) -> Contestant:
         dist.init_process_group("gloo")
         model = nn.parallel.DistributedDataParallel(model)
     if task.gpu:
-        # As JAX does by default, and PyTorch in convolutions.
+        # TF32, JAX's default, and PyTorch's for convolutions.
         torch.set_float32_matmul_precision("high")
-        # For each size of batch: what is compiled for any size is slower.
+        # Compiled once per batch size, because code for any size is slower.
         model = torch.compile(model, dynamic=False)
     optimizer = torch.optim.AdamW(
         model.parameters(), LEARNING_RATE, (0.9, B2), weight_decay=WEIGHT_DECAY
@@ -65,7 +65,7 @@ def make(task: Task) -> Contestant:
     test_batches = batches(task, "test", shuffle=False)
     epochs = 0
 
-    def logits_of(image: Any) -> Any:
+    def predict(image: Any) -> Any:
         return model((image.to(device)[:, None].float() / 255 - MEAN) / DEVIATION)
 
     def train() -> None:
@@ -76,7 +76,7 @@ def make(task: Task) -> Contestant:
         model.train()
         total = torch.zeros((), device=device)
         for image, label in train_batches:
-            loss = cross_entropy(logits_of(image), label.to(device))
+            loss = cross_entropy(predict(image), label.to(device))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -86,18 +86,18 @@ def make(task: Task) -> Contestant:
     @torch.no_grad()
     def evaluate() -> tuple[float, float]:
         model.eval()
-        found = torch.zeros(3, device=device)
+        totals = torch.zeros(3, device=device)
         for image, label in test_batches:
             label = label.to(device)
-            logits = logits_of(image)
+            logits = predict(image)
             loss = cross_entropy(logits, label, reduction="sum")
-            right = (logits.argmax(1) == label).sum()
+            correct = (logits.argmax(1) == label).sum()
             count = torch.full_like(loss, len(label))
-            found += torch.stack([right, loss, count])
+            totals += torch.stack([correct, loss, count])
         if is_ddp:
-            dist.all_reduce(found)
-        right, loss, count = found.tolist()
-        return right / count, loss / count
+            dist.all_reduce(totals)
+        correct, loss, count = totals.tolist()
+        return correct / count, loss / count
 
     return Contestant(train, evaluate)
 
@@ -115,7 +115,7 @@ def batches(task: Task, split: str, *, shuffle: bool) -> Any:
 
 
 class Resident:
-    """Batches of tensors that are on the device already."""
+    """Batches of tensors that are already on the device."""
 
     def __init__(self, arrays: Any, batch_size: int, shuffle: bool):
         self.arrays, self.batch_size, self.shuffle = arrays, batch_size, shuffle

@@ -1,9 +1,13 @@
-"""Sources of examples, and the loader that makes sharded batches of them."""
+"""Sources of examples, and the loader that makes sharded batches of them.
 
-from ._fashion_mnist import fashion_mnist as fashion_mnist
+May use `sharding`; knows nothing of models or steps.
+"""
+
+from ._fashion_mnist._choose import load_fashion_mnist as load_fashion_mnist
+from ._fashion_mnist._load import fashion_mnist as fashion_mnist
+from ._fashion_mnist._synthetic import synthetic_fashion as synthetic_fashion
 from ._loader import Loader as Loader
 from ._sources import ArraySource as ArraySource
 from ._sources import Records as Records
 from ._sources import RecordSource as RecordSource
 from ._sources import Source as Source
-from ._synthetic import synthetic_fashion as synthetic_fashion

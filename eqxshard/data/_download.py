@@ -1,4 +1,8 @@
-"""Downloads: checked, resumable, and in place only when complete."""
+"""Downloads that try several mirrors, resume, and check the result.
+
+Written here because pooch and fsspec start again from zero after an interrupted transfer,
+and do not try other mirrors.
+"""
 
 import contextlib
 import hashlib
@@ -21,35 +25,37 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-_TIMEOUT = 10.0  # seconds, to connect and for each read
-_CHUNK = 1 << 16
+#: Seconds to wait for a connection, and for each read.
+_TIMEOUT = 10.0
+#: Bytes to read at once.
+_CHUNK = 2**16
 
 
 class _MirrorError(Exception):
-    """One mirror did not deliver; another may."""
+    """One mirror failed; another may not."""
 
 
 def download(path: Path, urls: Sequence[str], *, sha256: str) -> None:
-    """Put a file at `path`, from the first of `urls` that delivers it.
+    """Download a file to `path`, from the first mirror that has it.
 
-    What an interrupted download leaves is in `<path>.part`, and the next one goes on
-    from there, whichever mirror it uses. `path` itself appears only when complete.
+    An interrupted download leaves its data in `<path>.part`, and the next one resumes from
+    there, with any mirror. `path` itself appears only once it is complete.
 
     **Arguments:**
 
-    - `path`: where the file goes; its folder is made if need be.
+    - `path`: the file to write. Its folder is created if necessary.
     - `urls`: its mirrors, in the order to try them.
-    - `sha256`: what the file's SHA-256 must be, in hexadecimal.
+    - `sha256`: the SHA-256 of the file, in hexadecimal.
 
     **Raises:**
 
-    `ConnectionError` if no mirror delivers the file, with what each of them said; any
-    other `OSError` if it cannot be written.
+    `ConnectionError` if no mirror has the file, with the error of each; any other
+    `OSError` if the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     left_over = path.with_name(f"{path.name}.part")
-    # Two processes may download at once, so each writes to a file of its own. Renaming is
-    # atomic: a left-over part goes to one of them.
+    # Two processes may download at once, so each writes to its own file. Renaming is
+    # atomic, so only one of them takes over a left-over part.
     part = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}.part")
     with contextlib.suppress(FileNotFoundError):
         left_over.replace(part)
@@ -78,13 +84,13 @@ def _fetch_checked(url: str, part: Path, sha256: str) -> None:
         return
     part.unlink()
     if not resuming:
-        raise _MirrorError(f"what it sent has SHA-256 {found}, not {sha256}")
-    # What was left over may be at fault rather than this mirror.
+        raise _MirrorError(f"the file has SHA-256 {found}, not {sha256}")
+    # The left-over part may be to blame, not this mirror.
     _fetch_checked(url, part, sha256)
 
 
 def _fetch(url: str, part: Path) -> None:
-    """Append what `part` lacks, or write all of it where the server cannot resume."""
+    """Append the rest of a file to `part`, or all of it if the server cannot resume."""
     start = part.stat().st_size if part.exists() else 0
     headers = {"Range": f"bytes={start}-"} if start else {}
     request = urllib.request.Request(url, headers=headers)
@@ -128,7 +134,7 @@ def _chunks(response: HTTPResponse) -> Iterator[bytes]:
 
 
 def _progress(url: str) -> Progress:
-    """A bar on a terminal; elsewhere one line, for logs."""
+    """A bar on a terminal; otherwise one line, for logs."""
     console = Console(stderr=True)
     if not console.is_terminal:
         print(f"downloading {url}", file=sys.stderr)

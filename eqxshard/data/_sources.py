@@ -1,4 +1,4 @@
-"""Sources: where examples come from, many at a time."""
+"""Sources: datasets that return many examples at a time."""
 
 import itertools
 from collections.abc import Callable, Mapping
@@ -12,10 +12,10 @@ from numpy.typing import ArrayLike
 
 @runtime_checkable
 class Source(Protocol):
-    """A dataset that gives many examples in one call.
+    """A dataset that returns many examples in one call.
 
-    One call per example would cost more than the example: reading 256 small images
-    takes about 20 microseconds in one call, and some milliseconds in 256 of them.
+    One call per example would cost more than the example: reading 256 small images takes
+    about 20 microseconds in one call, and several milliseconds in 256 calls.
 
     !!! Example
 
@@ -34,18 +34,18 @@ class Source(Protocol):
         ...
 
     def gather(self, indices: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
-        """The examples at some indices, in their order, which may repeat.
+        """The examples at some indices, in that order; indices may repeat.
 
-        It may be called from another thread than the one that made the source. Arrays
-        that it returned are not to change afterwards.
+        It may be called from a thread other than the one that made the source. The arrays
+        that it returns must not change afterwards.
 
         **Arguments:**
 
-        - `indices`: each from 0 to below the length.
+        - `indices`: each at least 0 and less than the length.
 
         **Returns:**
 
-        Arrays by name, whose first dim has the size of `indices`.
+        Arrays by name, with one row for each index.
         """
         ...
 
@@ -55,13 +55,16 @@ class ArraySource:
 
     **Arguments:**
 
-    - `arrays`: arrays by name, of equal length. Those of NumPy are not copied; others,
-        and lists, are made into NumPy's.
+    - `arrays`: arrays by name, of equal length. NumPy arrays are not copied; others, and
+        lists, are converted.
+    - `name`: the name of the data in the logs and summaries of [`eqxshard.train`][].
+    - `unit`: their name for examples, such as `images`.
+    - `warning`: a warning that they show, such as that the data are synthetic.
 
     **Raises:**
 
-    `TypeError` if they are not given by name. `ValueError` if there is no array, or one
-    without examples' dim, or if their lengths differ.
+    `TypeError` if the arrays have no names. `ValueError` if there are none, one is a
+    scalar, or their lengths differ.
 
     !!! Example
 
@@ -70,7 +73,17 @@ class ArraySource:
         ```
     """
 
-    def __init__(self, arrays: Mapping[str, ArrayLike]):
+    def __init__(
+        self,
+        arrays: Mapping[str, ArrayLike],
+        *,
+        name: str = "",
+        unit: str = "examples",
+        warning: str = "",
+    ):
+        self.name = name
+        self.unit = unit
+        self.warning = warning
         if not isinstance(arrays, Mapping):
             raise TypeError(
                 f"ArraySource got a {type(arrays).__name__}; give a dict of arrays by "
@@ -78,25 +91,24 @@ class ArraySource:
             )
         if not arrays:
             raise ValueError("ArraySource got no arrays; give at least one, by name.")
-        self.arrays = {name: np.asarray(array) for name, array in arrays.items()}
-        for name, array in self.arrays.items():
+        self.arrays = {key: np.asarray(array) for key, array in arrays.items()}
+        for key, array in self.arrays.items():
             if array.ndim == 0:
                 raise ValueError(
-                    f"{name!r} is a scalar, and has no examples; give an array whose first "
-                    "dim counts them."
+                    f"{key!r} is a scalar; give an array whose first dim counts examples."
                 )
         lengths = {name: len(array) for name, array in self.arrays.items()}
         if len(set(lengths.values())) > 1:
             sizes = ", ".join(f"{name!r} has {n:,}" for name, n in lengths.items())
             raise ValueError(
-                f"the arrays differ in length: {sizes}; give as many rows in each."
+                f"the arrays differ in length: {sizes}; give each the same number of rows."
             )
 
     def __len__(self) -> int:
         return len(next(iter(self.arrays.values())))
 
     def gather(self, indices: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
-        """The examples at some indices, in their order, which may repeat."""
+        """The examples at some indices, in that order; indices may repeat."""
         return {name: _gather(array, indices) for name, array in self.arrays.items()}
 
     def __repr__(self) -> str:
@@ -108,8 +120,8 @@ class ArraySource:
 
 
 def _gather(array: np.ndarray, indices: Int[np.ndarray, " n"]) -> np.ndarray:
-    # np.take costs two thirds of indexing, but copies all of an array that is not
-    # contiguous.
+    # np.take takes two thirds of the time of indexing, but would copy the whole of an
+    # array that is not contiguous.
     return np.take(array, indices, axis=0) if array.flags.c_contiguous else array[indices]
 
 
@@ -129,24 +141,24 @@ class Records(Protocol):
 class RecordSource:
     """Examples that are read one by one, such as files, or records of an ArrayRecord.
 
-    A batch's examples are read in threads, each its part of them: at once where `records`
-    has the method `__getitems__(indices)`, as those of Grain and of PyTorch may. Where
-    reading them is work in Python, rather than waiting for a disk, more is gained by the
-    `workers` of [`eqxshard.Loader`][].
+    The examples of a batch are divided among threads. A thread reads its share in one call
+    if `records` has a method `__getitems__(indices)`, as sources of Grain and PyTorch may.
+    If reading is work in Python rather than waiting for a disk, the `workers` of
+    [`eqxshard.Loader`][] help more.
 
     **Arguments:**
 
-    - `records`: what gives an example for an index: a source of Grain or of PyTorch, or
-        any other with `__len__` and `__getitem__`.
-    - `decode`: called with what `records` gives, returns a dict of arrays and numbers;
-        by default it is one already.
-    - `threads`: how many examples to read at a time.
+    - `records`: a source of Grain or PyTorch, or any other object with `__len__` and
+        `__getitem__`.
+    - `decode`: called with a record, returns a dict of arrays and numbers; by default,
+        records must be such dicts.
+    - `threads`: the number of examples to read at a time.
 
     **Raises:**
 
     `TypeError` if `records` has no length or no indices; `ValueError` if `threads` is not
     positive. While reading, `TypeError` if an example is not a dict, and `ValueError` if
-    examples have other names or shapes than those beside them.
+    the examples of a batch differ in their names or shapes.
 
     !!! Example
 
@@ -170,11 +182,11 @@ class RecordSource:
     ):
         if not isinstance(records, Records):
             raise TypeError(
-                f"a {type(records).__name__} cannot be read by index; give something with "
+                f"a {type(records).__name__} cannot be read by index; give an object with "
                 "__len__() and __getitem__(index)."
             )
         if threads < 1:
-            raise ValueError(f"threads={threads} read nothing; use 1 or more.")
+            raise ValueError(f"threads={threads} must be at least 1.")
         self._records = records
         self._decode = decode
         self._threads = threads
@@ -187,7 +199,7 @@ class RecordSource:
         return len(self._records)
 
     def gather(self, indices: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
-        """The examples at some indices, in their order, which may repeat."""
+        """The examples at some indices, in that order; indices may repeat."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads, "eqxshard-records")
         parts = np.array_split(indices, min(self._threads, len(indices)))
@@ -197,15 +209,15 @@ class RecordSource:
             if example.keys() != names:
                 raise ValueError(
                     f"example {index} has the entries {sorted(example)}, and another has "
-                    f"{sorted(names)}; give all the same."
+                    f"{sorted(names)}; give all examples the same entries."
                 )
         return {name: _stack(name, indices, examples) for name in names}
 
     def _read(self, part: Int[np.ndarray, " n"]) -> list[Mapping[str, Any]]:
         indices = part.tolist()
-        together = getattr(self._records, "__getitems__", None)
-        if together is not None:
-            records = together(indices)
+        get_many = getattr(self._records, "__getitems__", None)
+        if get_many is not None:
+            records = get_many(indices)
         else:
             records = [self._records[index] for index in indices]
         return [self._example(i, record) for i, record in zip(indices, records)]
@@ -215,8 +227,8 @@ class RecordSource:
             example = self._decode(example)
         if not isinstance(example, Mapping):
             raise TypeError(
-                f"example {index} is a {type(example).__name__}; use decode= to make a "
-                "dict of arrays of it."
+                f"example {index} is a {type(example).__name__}; use decode= to turn it "
+                "into a dict of arrays."
             )
         return example
 
@@ -228,8 +240,8 @@ def _stack(
     for index, array in zip(indices, arrays):
         if array.shape != arrays[0].shape:
             raise ValueError(
-                f"{name!r} is of shape {array.shape} in example {index}, and of shape "
-                f"{arrays[0].shape} in example {indices[0]}; use decode= to make all the "
-                "same, by padding or cropping."
+                f"{name!r} has shape {array.shape} in example {index}, and "
+                f"{arrays[0].shape} in example {indices[0]}; use decode= to give all "
+                "examples the same shape, by padding or cropping."
             )
     return np.stack(arrays)

@@ -1,4 +1,8 @@
-"""Explicit per-device code, for where computation should not just follow the data."""
+"""Explicit per-device code, for computation that should not simply follow the data.
+
+Ring attention, pipelines and mixtures of experts for use inside a model, and the
+collectives to write your own. May use `sharding` and `transforms`.
+"""
 
 from . import collectives as collectives
 from ._moe import Mixture as Mixture

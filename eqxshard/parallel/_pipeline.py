@@ -1,9 +1,12 @@
 """Pipeline parallelism: a stack of layers split over `stage`, a batch in microbatches.
 
-What is counted here: *stages*, the devices along the mesh axis `stage`, each with an
-equal part of the *layers*; *microbatches*, equal parts of each device's *rows*, which
-are examples by their number in the whole batch; and *ticks*, in each of which a stage
-works on at most one microbatch and then sends the result to a neighbour.
+Glossary:
+
+- a *stage* is one device along the mesh axis `stage`, with an equal share of the layers;
+- a *layer* is numbered within the whole stack, a *row* (one example) within the batch;
+- a *microbatch* is one of several equal parts of a device's rows;
+- in a *tick* each stage works on at most one microbatch, and then sends the result to a
+  neighbour.
 """
 
 import functools as ft
@@ -17,9 +20,10 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from .._shard_map import filter_shard_map
-from ..mesh import BATCH_AXES
-from ..sharding import leaf_path
+from ..sharding._leaves import format_array, stacked_depth
+from ..sharding._mesh import BATCH_AXES
+from ..sharding._spec import format_sizes
+from ..transforms._shard_map import filter_shard_map
 
 
 def pipeline(
@@ -31,33 +35,33 @@ def pipeline(
 ) -> Float[Array, "batch ..."]:
     r"""Apply a stack of layers, split over the mesh axis `stage`, to a batch.
 
-    The batch goes through the stages in microbatches: while a stage works on one, the
+    The batch passes through the stages in microbatches: while a stage works on one, the
     stage before it works on the next. This is GPipe (Huang et al. 2019,
-    https://arxiv.org/abs/1811.06965): all microbatches go forward, then all go backward,
-    each way in `microbatches + stages - 1` ticks, of which every stage idles
-    `stages - 1`. A layer is computed again in the backward pass, so that only its inputs
-    are kept: those of all microbatches. [`eqxshard.parallel.pipeline_loss`][] keeps
+    https://arxiv.org/abs/1811.06965): all microbatches go forward, then all go backward.
+    Each direction takes `microbatches + stages - 1` ticks, and each stage is idle in
+    `stages - 1` of them. Layers are recomputed in the backward pass, so only their inputs
+    are kept, but those of all microbatches. [`eqxshard.parallel.pipeline_loss`][] keeps
     fewer.
 
-    The mesh is that of the step, as for [`eqxshard.constrain`][]. (Outside of a step, call
-    this under `jax.jit`.) Without a mesh, or with `stage=1`, the layers are applied one
-    after the other to the whole batch. The result is the same everywhere.
+    It runs on the mesh of the step, like [`eqxshard.constrain`][]. (Outside a step, call
+    it under `jax.jit`.) Without a mesh, or with `stage=1`, the layers are applied to the
+    whole batch, one after the other. The result is the same either way.
 
     **Arguments:**
 
-    - `layers`: one module whose arrays have a leading dim of layers, as
-        `eqx.filter_vmap(make_layer)(keys)` makes it. A layer takes the activations of
-        one example, and returns activations of the same shape and dtype. The rule should
-        store it with `P("stage")`.
+    - `layers`: one module whose arrays have a leading dim of layers, as from
+        `eqx.filter_vmap(make_layer)(keys)`. A layer takes the activations of one example
+        and returns activations of the same shape and dtype. The rule should store it with
+        `P("stage")`.
     - `x`: the activations of a batch, its rows split over `data` and `fsdp`.
-    - `microbatches`: how many parts to cut each device's rows into. Several times the
-        number of stages keeps the stages busy.
+    - `microbatches`: the number of parts to split each device's rows into. Use several
+        times the number of stages to keep the stages busy.
     - `key`: a random key. If given, a layer is called as `layer(h, key=...)`, with a key
-        for each layer and example that depends on nothing else; if not, as `layer(h)`.
+        for each layer and example that depends on nothing else; otherwise as `layer(h)`.
 
     **Returns:**
 
-    The activations after the last layer, of the shape of `x`.
+    The activations after the last layer, in the shape of `x`.
 
     **Raises:**
 
@@ -68,7 +72,9 @@ def pipeline(
     !!! Example
 
         ```python
-        rule = eqxshard.by_path({r"^layers\.": P("stage")})
+        rule = eqxshard.first_match(
+            eqxshard.by_path({r"^layers\.": P("stage")}), eqxshard.replicate()
+        )
 
 
         def loss_fn(model, batch, key):
@@ -77,30 +83,32 @@ def pipeline(
             return optax.squared_error(jax.vmap(model.head)(h), batch["y"])
         ```
     """
-    numbers, rows = jnp.arange(depth(layers)), jnp.arange(len(x))
-    stages, batch_axes = divide(len(numbers), len(x), microbatches)
+    layer_ids, rows = jnp.arange(stacked_depth(layers)), jnp.arange(len(x))
+    stages, batch_axes = stages_and_batch_axes(len(layer_ids), len(x), microbatches)
     if stages == 1:
-        return forward(layers, numbers, x, rows, key)[0]
+        return apply_layers(layers, layer_ids, x, rows, key)[0]
 
-    def gpipe(layers: PyTree, numbers: Array, x: Array, rows: Array, key: Any) -> Array:
+    def gpipe(layers: PyTree, layer_ids: Array, x: Array, rows: Array, key: Any) -> Array:
         stage = jax.lax.axis_index("stage")
-        layers, (x, rows) = own(layers), cut((own(x), rows), microbatches)
-        # In the last ticks there is nothing new for the first stage.
-        new = jnp.concatenate([x, jnp.zeros_like(x, shape=(stages - 1, *x.shape[1:]))])
+        layers = local_copy(layers)
+        x, rows = to_microbatches((local_copy(x), rows), microbatches)
+        # The first stage has no more input in the last ticks.
+        inputs = jnp.concatenate([x, jnp.zeros_like(x, shape=(stages - 1, *x.shape[1:]))])
 
         def tick(received: Array, now: tuple[Array, Array]) -> tuple[Array, Array]:
             time, new = now
-            number = time - stage
-            busy = (number >= 0) & (number < microbatches)
+            microbatch = time - stage
+            busy = (microbatch >= 0) & (microbatch < microbatches)
             h = jnp.where(stage == 0, new, received)
-            h, _ = forward(layers, numbers, h, rows[number], key, busy)
-            onward = [(i, i + 1) for i in range(stages - 1)]
-            return jax.lax.ppermute(h, "stage", onward), h
+            h, _ = apply_layers(layers, layer_ids, h, rows[microbatch], key, busy)
+            to_next = [(i, i + 1) for i in range(stages - 1)]
+            return jax.lax.ppermute(h, "stage", to_next), h
 
         times = jnp.arange(microbatches + stages - 1)
-        _, out = jax.lax.scan(tick, jnp.zeros_like(x[0]), (times, new))
-        # The last stage has the results, after its idle ticks.
-        return jnp.where(stage == stages - 1, join(out[stages - 1 :]), 0)[None]
+        _, out = jax.lax.scan(tick, jnp.zeros_like(x[0]), (times, inputs))
+        # The results are those of the last stage, after its idle ticks.
+        out = from_microbatches(out[stages - 1 :])
+        return jnp.where(stage == stages - 1, out, 0)[None]
 
     by_stage, by_batch = PartitionSpec("stage"), PartitionSpec(batch_axes)
     in_specs = (
@@ -113,92 +121,94 @@ def pipeline(
     out_specs = PartitionSpec("stage", batch_axes)
     run = per_device(gpipe, batch_axes, in_specs, out_specs)
     layers, x = copy_along(batch_axes, layers), copy_along(("stage",), x)
-    # All but the last stage's are zero: the sum brings that to all stages.
-    return add_copies(run(layers, numbers, x, rows, key))
+    # Only the last stage's result is not zero, so the sum sends it to all stages.
+    return sum_copies(run(layers, layer_ids, x, rows, key))
 
 
-def forward(
+def apply_layers(
     layers: PyTree,
-    numbers: Array,
+    layer_ids: Array,
     h: Array,
     rows: Array,
     key: PRNGKeyArray | None,
     busy: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Apply layers in turn; return what comes out, and what went into each.
+    """Apply layers in turn; return the output of the last, and the input of each.
 
-    A stage that is not busy computes too, on what may give nan; no gradient comes of it.
+    A stage that is not busy computes too, on values that may lead to nan, so its weights
+    get no gradient from that.
     """
     arrays, static = eqx.partition(layers, eqx.is_array)
 
-    # The scan keeps XLA from undoing it.
+    # The scan already keeps XLA from merging the recomputation with the forward pass.
     @ft.partial(jax.checkpoint, prevent_cse=False)
     def one(h: Array, numbered: tuple[PyTree, Array]) -> tuple[Array, Array]:
-        arrays, number = numbered
+        arrays, layer_id = numbered
         if busy is not None:
-            arrays = jax.tree.map(ft.partial(_trained_if, busy), arrays)
-        return apply(eqx.combine(arrays, static), number, h, rows, key), h
+            arrays = jax.tree.map(ft.partial(_stop_gradient_unless, busy), arrays)
+        return apply_layer(eqx.combine(arrays, static), layer_id, h, rows, key), h
 
-    return jax.lax.scan(one, h, (arrays, numbers))
+    return jax.lax.scan(one, h, (arrays, layer_ids))
 
 
-def _trained_if(busy: Array, leaf: Array) -> Array:
+def _stop_gradient_unless(condition: Array, leaf: Array) -> Array:
     if not eqx.is_inexact_array(leaf):
         return leaf
-    return jnp.where(busy, leaf, jax.lax.stop_gradient(leaf))
+    return jnp.where(condition, leaf, jax.lax.stop_gradient(leaf))
 
 
-def apply(
-    layer: PyTree, number: Array, h: Array, rows: Array, key: PRNGKeyArray | None
+def apply_layer(
+    layer: PyTree, layer_id: Array, h: Array, rows: Array, key: PRNGKeyArray | None
 ) -> Array:
     """Apply one layer to each example of a microbatch."""
-    out = map_rows(layer, rows, fold_in(key, number), h)
-    if in_words(out) != in_words(h):
+    out = map_examples(layer, rows, fold_in_if_given(key, layer_id), h)
+    if format_example(out) != format_example(h):
         raise ValueError(
-            f"a layer takes {in_words(h)} of each example and returns {in_words(out)}; "
-            "have it return what the next one takes, of the same shape and dtype."
+            f"a layer takes {format_example(h)} for each example and returns "
+            f"{format_example(out)}; have it return the same shape and dtype, for the next "
+            "layer to take."
         )
     return out
 
 
-def map_rows(
+def map_examples(
     fn: Callable[..., Any], rows: Array, key: PRNGKeyArray | None, *args: PyTree
 ) -> Any:
-    """Call a function for each example: if there is a key, with one by its number."""
+    """Call a function for each example; if there is a key, with one for each row."""
     if key is None:
         return jax.vmap(fn)(*args)
     keys = jax.vmap(ft.partial(jax.random.fold_in, key))(rows)
     return jax.vmap(lambda key, *args: fn(*args, key=key))(keys, *args)
 
 
-def fold_in(key: PRNGKeyArray | None, number: Any) -> PRNGKeyArray | None:
-    """As `jax.random.fold_in`, where there is a key."""
-    return None if key is None else jax.random.fold_in(key, number)
+def fold_in_if_given(key: PRNGKeyArray | None, data: Any) -> PRNGKeyArray | None:
+    """As `jax.random.fold_in`, if there is a key."""
+    return None if key is None else jax.random.fold_in(key, data)
 
 
-def in_words(mapped: PyTree) -> str:
-    """What there is for each example, such as `float32[16]`."""
-    if not isinstance(mapped, jax.Array):
-        return f"a {type(mapped).__name__}"
-    return f"{mapped.dtype}{list(mapped.shape[1:])}"
+def format_example(batch: PyTree) -> str:
+    """The dtype and shape of one example of a batch: `float32[16]`."""
+    if not isinstance(batch, jax.Array):
+        return f"a {type(batch).__name__}"
+    return format_array(jax.ShapeDtypeStruct(batch.shape[1:], batch.dtype))
 
 
-def cut(tree: PyTree, microbatches: int) -> PyTree:
+def to_microbatches(tree: PyTree, microbatches: int) -> PyTree:
     """Give this device's rows a leading dim of microbatches."""
     return jax.tree.map(lambda leaf: leaf.reshape(microbatches, -1, *leaf.shape[1:]), tree)
 
 
-def join(x: Array) -> Array:
-    """The reverse of `cut`, for one array."""
+def from_microbatches(x: Array) -> Array:
+    """The inverse of `to_microbatches`, for one array."""
     return x.reshape(-1, *x.shape[2:])
 
 
 def copy_along(axes: tuple[str, ...], tree: PyTree) -> PyTree:
     """Give arrays a leading dim, with a copy for each device along some axes.
 
-    So the sum of gradients over these axes, as that of `add_copies`, is the compiler's
-    and no collective: XLA:CPU crashes where code that is per device along some axes only
-    sums up bfloat16.
+    The sum of gradients over these axes, like that of `sum_copies`, is then left to the
+    compiler: XLA:CPU crashes if code that is per device along some of the axes only sums
+    bfloat16 with a collective.
     """
     mesh = jax.sharding.get_abstract_mesh()
     count = math.prod(mesh.shape[axis] for axis in axes)
@@ -209,55 +219,39 @@ def copy_along(axes: tuple[str, ...], tree: PyTree) -> PyTree:
     return jax.tree.map(copy, tree)
 
 
-def own(tree: PyTree) -> PyTree:
-    """This device's copy."""
+def local_copy(tree: PyTree) -> PyTree:
+    """This device's copy, of those that `copy_along` makes."""
     return jax.tree.map(lambda leaf: leaf[0] if eqx.is_array(leaf) else leaf, tree)
 
 
-def add_copies(tree: PyTree) -> PyTree:
-    """Add up what the devices along some axes return, each with a leading dim of one."""
+def sum_copies(tree: PyTree) -> PyTree:
+    """Sum the results of devices along some axes, each with a leading dim of one."""
     return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), tree)
 
 
 def per_device(
     fn: Callable[..., Any], batch_axes: tuple[str, ...], in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """Map a function over the stages and the rows; the compiler sees to all other axes."""
+    """Map a function over the stages and the rows; other axes are left to the compiler."""
     return filter_shard_map(
         fn,
         None,
         in_specs,
         out_specs,
         # If the rows were left to the compiler, it would sum the gradients of the layers
-        # over the batch's axes for each microbatch, rather than once.
+        # over the batch's axes once for each microbatch.
         axis_names={"stage", *batch_axes},
-        # The check would refuse layers with a scan of their own that begins with zeros.
+        # The check would refuse layers with a scan of their own that starts from zeros.
         check_vma=False,
     )
 
 
-def depth(layers: PyTree) -> int:
-    """How many layers are stacked in a module."""
-    shapes = {
-        leaf_path(path): leaf.shape
-        for path, leaf in jax.tree_util.tree_leaves_with_path(layers)
-        if eqx.is_array(leaf)
-    }
-    depths = {shape[:1] for shape in shapes.values()}
-    if len(depths) != 1 or () in depths:
-        raise ValueError(
-            f"the arrays of the layers have the shapes {shapes}, not all with the same "
-            "leading dim; stack the layers with eqx.filter_vmap(make_layer)(keys)."
-        )
-    return depths.pop()[0]
-
-
-def divide(layers: int, batch: int, microbatches: int) -> tuple[int, tuple[str, ...]]:
-    """The number of stages, and the axes that split the batch; check that all divides."""
+def stages_and_batch_axes(
+    layers: int, batch: int, microbatches: int
+) -> tuple[int, tuple[str, ...]]:
+    """The number of stages and the axes of the batch; raise unless everything divides."""
     if microbatches < 1:
-        raise ValueError(
-            f"microbatches={microbatches} is not a number of parts; use 1 or more."
-        )
+        raise ValueError(f"microbatches={microbatches} must be at least 1.")
     mesh = jax.sharding.get_abstract_mesh()
     auto = [a for a, kind in zip(mesh.axis_names, mesh.axis_types) if kind is AxisType.Auto]
     stages = mesh.shape["stage"] if "stage" in auto else 1
@@ -269,13 +263,13 @@ def divide(layers: int, batch: int, microbatches: int) -> tuple[int, tuple[str, 
             f"{layers} layers do not divide over stage={stages}; use a multiple of "
             f"{stages} layers, or a number of stages that divides {layers}."
         )
-    devices = math.prod(mesh.shape[axis] for axis in batch_axes)
+    sizes = {axis: mesh.shape[axis] for axis in batch_axes}
+    devices = math.prod(sizes.values())
     parts = devices * microbatches
     if batch % parts:
-        sizes = " x ".join(f"{axis}={mesh.shape[axis]}" for axis in batch_axes)
         raise ValueError(
-            f"a batch of {batch} does not divide over {sizes} = {devices} devices, each "
-            f"with microbatches={microbatches}; use a multiple of {parts} examples, or "
-            "fewer microbatches."
+            f"a batch of {batch} does not divide over {format_sizes(sizes)} = {devices} "
+            f"devices, each with microbatches={microbatches}; use a multiple of {parts} "
+            "examples, or fewer microbatches."
         )
     return stages, batch_axes

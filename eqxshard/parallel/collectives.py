@@ -1,16 +1,17 @@
-"""What devices say to each other in per-device code, in the words of data parallelism.
+"""Collectives for per-device code, in terms of data parallelism.
 
 This is the vocabulary of the UvA tutorials on training models at scale (Phillip Lippe,
-https://uvadlc-notebooks.readthedocs.io), for plain PyTrees inside of
+https://uvadlc-notebooks.readthedocs.io), for plain PyTrees inside
 [`eqxshard.filter_shard_map`][]. There the code of one device computes the loss of *its
-own* rows, and its gradient; these functions make of it the gradient of the mean over all
-rows. So the loss must not be averaged over devices before it is differentiated: the
-gradient would be too small by their number. (Such a loss needs none of this: with
-`check_vma` on, JAX derives its gradient from `jax.lax.pmean` and `jax.lax.all_gather`.)
+own* rows, and the gradient of that; these functions turn it into the gradient of the mean
+over all rows. So do not average the loss over devices before differentiating it: the
+gradient would be too small by their number. (With `check_vma` on, a loss that is averaged
+needs none of this: JAX derives its gradient from `jax.lax.pmean` and
+`jax.lax.all_gather`.)
 
-They are right whether or not `check_vma` is on. (With it, JAX by itself adds up the
-gradients of an array that several devices share; `sync_gradients` sees from a gradient's
-type that it did, and only divides.)
+They are correct whether or not `check_vma` is on. (With it, JAX itself sums the gradients
+of an array that several devices share; `sync_gradients` reads from a gradient's type that
+this was done, and only divides.)
 """
 
 import math
@@ -22,30 +23,31 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Key, PyTree, Shaped, UInt32
 
-from .._shard_map import spec_axes, spread_specs
-from ..rules import axes_of, check_axis, check_spec
-from ..sharding import is_array
+from ..sharding._leaves import is_array
+from ..sharding._spec import axes_of, check_axis, check_spec, format_sizes, spec_axes
+from ..sharding._text import comma_list
+from ..transforms._shard_map import broadcast_specs
 
 
 def all_gather_mean_grad(
     x: Shaped[Array, "..."], axis: str | tuple[str, ...], dim: int = 0
 ) -> Shaped[Array, "..."]:
-    """Put together the parts that devices have; the gradient goes back as a mean.
+    """Gather the parts of all devices; the gradient is their mean, scattered.
 
-    An all-gather, whose gradient is a reduce-scatter that takes the mean where the
-    gradient of [`jax.lax.all_gather`][] takes the sum: each device gets its own part of
-    the mean of all devices' gradients. (`gather_array_with_mean_grads` in the UvA
-    tutorial on fully sharded data parallelism.)
+    An all-gather whose gradient is a reduce-scatter of the mean, where the gradient of
+    [`jax.lax.all_gather`][] takes the sum: each device gets its own part of the mean of
+    all devices' gradients. (`gather_array_with_mean_grads` in the UvA tutorial on fully
+    sharded data parallelism.)
 
     **Arguments:**
 
     - `x`: this device's part.
-    - `axis`: the mesh axis, or several, first the slowest, along which the parts lie.
+    - `axis`: the mesh axis, or several, slowest first, that the array is split over.
     - `dim`: the dim of `x` that is split.
 
     **Returns:**
 
-    The whole: `dim` is as many times as long as there are devices along the axis.
+    The whole array: the size of `dim` times the number of devices along the axis.
 
     **Raises:**
 
@@ -61,7 +63,7 @@ def all_gather_mean_grad(
 def psum_scatter(
     x: Shaped[Array, "..."], axis: str | tuple[str, ...], dim: int = 0
 ) -> Shaped[Array, "..."]:
-    """Add up what devices have; each keeps its own part of the sum: a reduce-scatter.
+    """Sum over devices, and keep this device's part of the sum: a reduce-scatter.
 
     **Arguments:**
 
@@ -71,8 +73,7 @@ def psum_scatter(
 
     **Returns:**
 
-    This device's part: `dim` is as many times shorter as there are devices along the
-    axis.
+    This device's part: the size of `dim` divided by the number of devices along the axis.
 
     **Raises:**
 
@@ -82,7 +83,7 @@ def psum_scatter(
     axes = _check_bound(axis, "psum_scatter")
     dim = _check_dim(x, dim, "psum_scatter")
     if x.shape[dim] % jax.lax.axis_size(axes):
-        sizes = " x ".join(f"{axis}={jax.lax.axis_size(axis)}" for axis in axes)
+        sizes = format_sizes({axis: jax.lax.axis_size(axis) for axis in axes})
         raise ValueError(
             f"psum_scatter of an array {x.shape}: dim {dim} of size {x.shape[dim]} does "
             f"not divide over {sizes}; choose a dim that is a multiple of "
@@ -94,11 +95,11 @@ def psum_scatter(
 def pmean_scatter(
     x: Shaped[Array, "..."], axis: str | tuple[str, ...], dim: int = 0
 ) -> Shaped[Array, "..."]:
-    """As [`eqxshard.parallel.collectives.psum_scatter`][], of the mean.
+    """As [`eqxshard.parallel.collectives.psum_scatter`][], for the mean.
 
     **Arguments:**
 
-    - `x`, `axis`, `dim`: as there.
+    - `x`, `axis`, `dim`: as for the sum.
 
     **Returns:**
 
@@ -109,19 +110,19 @@ def pmean_scatter(
 
 
 def shift(x: PyTree[Array], axis: str, by: int = 1, *, wrap: bool = True) -> PyTree[Array]:
-    """Hand arrays on to the neighbours along an axis: a ring, or a line.
+    """Send arrays to neighbours along an axis, in a ring or in a line.
 
     **Arguments:**
 
     - `x`: a PyTree of arrays.
     - `axis`: the mesh axis.
-    - `by`: how far: device `i` gets what device `i - by` has.
-    - `wrap`: whether the last device hands on to the first, as in ring attention. If not,
-        as in a pipeline, devices that have nobody to get from get zeros.
+    - `by`: how far: device `i` gets the arrays of device `i - by`.
+    - `wrap`: whether the last device sends to the first, as in ring attention. Otherwise,
+        as in a pipeline, devices without a sender get zeros.
 
     **Returns:**
 
-    A PyTree like `x`: what the neighbour had.
+    A PyTree like `x`, with the neighbour's arrays.
 
     **Raises:**
 
@@ -137,17 +138,18 @@ def shift(x: PyTree[Array], axis: str, by: int = 1, *, wrap: bool = True) -> PyT
 def fold_in_axes(
     key: Key[Array, ""] | UInt32[Array, "2"], axes: str | tuple[str, ...]
 ) -> Key[Array, ""] | UInt32[Array, "2"]:
-    """Make of one random key another for each device along some axes.
+    """Make one random key into another for each device along some axes.
 
-    Devices that differ along other axes only, and must agree, get the same: for dropout
-    fold in the axes that the batch is split over, and not `tensor`. What a device gets
-    depends on its number along the axes together: it is the same on 8 devices
-    as `data=8` and as `data=2, fsdp=4`. (`fold_rng_over_axis` in the UvA tutorials.)
+    Devices that differ along other axes only get the same key: for dropout, fold in the
+    axes that the batch is split over, but not `tensor`, whose devices must agree. The key
+    of a device depends on its index along all the axes together, so it is the same on 8
+    devices with `data=8` as with `data=2, fsdp=4`. (`fold_rng_over_axis` in the UvA
+    tutorials.)
 
     **Arguments:**
 
     - `key`: a random key, the same on all devices.
-    - `axes`: the mesh axis, or several, first the slowest.
+    - `axes`: the mesh axis, or several, slowest first.
 
     **Returns:**
 
@@ -162,16 +164,16 @@ def fold_in_axes(
 
 
 def shard_params(params: PyTree, specs: PyTree[PartitionSpec | None]) -> PyTree:
-    """Cut from whole arrays the part that is this device's.
+    """Slice this device's part out of whole arrays.
 
-    For parameters made in per-device code, where each device has all of them at first.
-    ([`eqxshard.init_state`][] makes them without that.)
+    For parameters made in per-device code, where each device first has all of them.
+    ([`eqxshard.init_state`][] never has them whole.)
 
     **Arguments:**
 
-    - `params`: any PyTree; what is not an array passes through.
-    - `specs`: a PyTree of `PartitionSpec`s that is a prefix of it, such as the `.spec`s
-        of what [`eqxshard.shardings`][] returns.
+    - `params`: any PyTree; leaves that are not arrays pass through.
+    - `specs`: a PyTree of `PartitionSpec`s that is a prefix of `params`, such as the
+        `.spec` of each sharding that [`eqxshard.shardings`][] returns.
 
     **Returns:**
 
@@ -183,7 +185,7 @@ def shard_params(params: PyTree, specs: PyTree[PartitionSpec | None]) -> PyTree:
     code is not per device along one of its axes.
     """
 
-    def one(path: str, leaf: Array, spec: PartitionSpec) -> Array:
+    def slice_leaf(path: str, leaf: Array, spec: PartitionSpec) -> Array:
         axes = _check_bound(spec_axes(spec), f"shard_params of {path}")
         if axes:
             check_spec(path, leaf.shape, spec, jax.sharding.get_abstract_mesh())
@@ -194,27 +196,28 @@ def shard_params(params: PyTree, specs: PyTree[PartitionSpec | None]) -> PyTree:
                 leaf = jax.lax.dynamic_slice_in_dim(leaf, start, size, dim)
         return leaf
 
-    return _map_arrays(one, params, specs, "params")
+    return _map_arrays(slice_leaf, params, specs, "params")
 
 
 def gather_params(
     params: PyTree, specs: PyTree[PartitionSpec | None], axes: str | tuple[str, ...]
 ) -> PyTree:
-    """Put together parameters for their use, each from the parts that devices store.
+    """Gather parameters for use, each from the parts that devices store.
 
-    Their gradients go back as reduce-scatters: each device gets its own part of the mean
-    over the axes that a parameter is split over. The means over the other axes are for
-    [`eqxshard.parallel.collectives.sync_gradients`][] to take, once there are gradients
-    of all rows. (ZeRO stage 3, Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054;
-    `gather_params` in the UvA tutorial on fully sharded data parallelism.)
+    Their gradients are reduce-scattered: each device gets its own part of the mean over
+    the axes that a parameter is split over. The means over the other axes are left to
+    [`eqxshard.parallel.collectives.sync_gradients`][]. (ZeRO stage 3, Rajbhandari et al.
+    2020, https://arxiv.org/abs/1910.02054; `gather_params` in the UvA tutorial on fully
+    sharded data parallelism.)
 
     **Arguments:**
 
-    - `params`: any PyTree; what is not an array passes through.
+    - `params`: any PyTree; leaves that are not arrays pass through.
     - `specs`: how they are stored: a PyTree of `PartitionSpec`s that is a prefix of
-        `params`, such as the `.spec`s of what [`eqxshard.shardings`][] returns.
+        `params`, such as the `.spec` of each sharding that [`eqxshard.shardings`][]
+        returns.
     - `axes`: the mesh axis, or several, that the batch is split over. Dims that are split
-        over others, such as `tensor`, stay split.
+        over other axes, such as `tensor`, stay split.
 
     **Returns:**
 
@@ -229,8 +232,8 @@ def gather_params(
 
         ```python
         axes = ("data", "fsdp")
-        places = eqxshard.shardings(params, mesh, eqxshard.fsdp())
-        specs = jax.tree.map(lambda place: place.spec, places)
+        shardings = eqxshard.shardings(params, mesh, eqxshard.fsdp())
+        specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
 
         def per_device(params, batch):
             def loss(params):
@@ -244,9 +247,9 @@ def gather_params(
     """
     axes = _check_bound(axes, "gather_params")
 
-    def one(path: str, leaf: Array, spec: PartitionSpec) -> Array:
+    def gather_leaf(path: str, leaf: Array, spec: PartitionSpec) -> Array:
         _check_stored(path, leaf, spec)
-        # What JAX adds up over the other axes, it should add up part by part.
+        # So that JAX scatters gradients before it sums them over the other axes.
         leaf = _vary(leaf, axes)
         for dim, entry in enumerate(spec):
             gathered = tuple(axis for axis in axes_of(entry) if axis in axes)
@@ -255,28 +258,28 @@ def gather_params(
             if axes_of(entry)[-len(gathered) :] != gathered:
                 raise ValueError(
                     f"{path}: {spec} splits dim {dim} over {entry}, and gathering it over "
-                    f"{', '.join(gathered)} alone would put its rows in another order; "
-                    "name the axes to gather over last."
+                    f"{comma_list(gathered)} alone would reorder its rows; name the axes "
+                    "to gather over last."
                 )
             leaf = all_gather_mean_grad(leaf, gathered, dim)
         return leaf
 
-    return _map_arrays(one, params, specs, "params")
+    return _map_arrays(gather_leaf, params, specs, "params")
 
 
 def sync_gradients(
     grads: PyTree, specs: PyTree[PartitionSpec | None], axes: str | tuple[str, ...]
 ) -> PyTree:
-    """Take the mean of gradients over devices, where that was not done yet.
+    """Average gradients over devices, along the axes where that is still to be done.
 
-    The mean over an axis that a parameter is split over was taken when its gradient was
-    scattered ([`eqxshard.parallel.collectives.gather_params`][]), and is not again.
+    Along an axis that a parameter is split over, the mean was taken when its gradient was
+    scattered ([`eqxshard.parallel.collectives.gather_params`][]).
 
     **Arguments:**
 
-    - `grads`: the gradients of each device's own loss, as its own code computed them.
-    - `specs`: how their parameters are stored: a PyTree of `PartitionSpec`s that is a
-        prefix of `grads`; `P()` for parameters that every device has whole.
+    - `grads`: the gradients of each device's own loss.
+    - `specs`: how the parameters are stored: a PyTree of `PartitionSpec`s that is a prefix
+        of `grads`; `P()` for parameters that every device has whole.
     - `axes`: the mesh axis, or several, that the batch is split over.
 
     **Returns:**
@@ -289,16 +292,16 @@ def sync_gradients(
     """
     axes = _check_bound(axes, "sync_gradients")
 
-    def one(path: str, grad: Array, spec: PartitionSpec) -> Array:
+    def average(path: str, grad: Array, spec: PartitionSpec) -> Array:
         _check_stored(path, grad, spec)
         left = tuple(axis for axis in axes if axis not in spec_axes(spec))
         summed = tuple(a for a in left if _is_checked(a) and a not in _varying(grad))
-        apart = tuple(axis for axis in left if axis not in summed)
-        if apart:
-            grad = jax.lax.pmean(grad, apart)
+        unsummed = tuple(axis for axis in left if axis not in summed)
+        if unsummed:
+            grad = jax.lax.pmean(grad, unsummed)
         return grad / jax.lax.axis_size(summed) if summed else grad
 
-    return _map_arrays(one, grads, specs, "grads")
+    return _map_arrays(average, grads, specs, "grads")
 
 
 def _scale_gradient(x: Array, factor: float) -> Array:
@@ -311,10 +314,7 @@ def _scale_gradient(x: Array, factor: float) -> Array:
 
 
 def _varying(x: Array) -> frozenset[str]:
-    """The axes along which devices may have different values of `x`, as far as JAX knows.
-
-    None where it does not check.
-    """
+    """The axes that JAX takes `x` to vary along; none of those it does not check."""
     return jax.typeof(x).mat.varying
 
 
@@ -324,7 +324,7 @@ def _is_checked(axis: str) -> bool:
 
 
 def _vary(x: Array, axes: tuple[str, ...]) -> Array:
-    """Tell JAX that devices have each their own `x`, so that its gradients are too."""
+    """Tell JAX that `x` varies over devices, so that its gradient does too."""
     shared = tuple(axis for axis in axes if axis not in _varying(x))
     return jax.lax.pcast(x, shared, to="varying") if shared else x
 
@@ -332,12 +332,12 @@ def _vary(x: Array, axes: tuple[str, ...]) -> Array:
 def _map_arrays(
     fn: Callable[[str, Any, PartitionSpec], Any], tree: PyTree, specs: PyTree, root: str
 ) -> PyTree:
-    found = iter(spread_specs(specs, tree, "specs", root))
-    return jax.tree.map(lambda leaf: fn(*next(found)) if is_array(leaf) else leaf, tree)
+    leaves = iter(broadcast_specs(specs, tree, "specs", root))
+    return jax.tree.map(lambda leaf: fn(*next(leaves)) if is_array(leaf) else leaf, tree)
 
 
 def _check_bound(axes: str | tuple[str, ...], where: str) -> tuple[str, ...]:
-    """The axes as a tuple, if this code is per device along each of them."""
+    """The axes as a tuple; raise unless this code is per device along each of them."""
     axes = (axes,) if isinstance(axes, str) else axes
     for axis in axes:
         try:
@@ -347,8 +347,8 @@ def _check_bound(axes: str | tuple[str, ...], where: str) -> tuple[str, ...]:
             if not mesh.empty:
                 check_axis(axis, mesh, where)
             raise ValueError(
-                f"{where} names the axis {axis!r}, and this code is not per device along "
-                "it; call it inside of eqxshard.filter_shard_map."
+                f"{where} names the axis {axis!r}, but this code is not per device along "
+                "it; call it inside eqxshard.filter_shard_map."
             ) from None
     return axes
 
@@ -356,14 +356,14 @@ def _check_bound(axes: str | tuple[str, ...], where: str) -> tuple[str, ...]:
 def _check_dim(x: Array, dim: int, where: str) -> int:
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(
-            f"{where} of an array {x.shape}, which has no dim {dim}; choose one below "
+            f"{where} of an array {x.shape}, which has no dim {dim}; choose a dim below "
             f"{x.ndim}."
         )
     return dim % x.ndim
 
 
 def _check_stored(path: str, part: Array, spec: PartitionSpec) -> None:
-    """Raise `ValueError` unless a spec fits the array that this is a part of."""
+    """Raise `ValueError` unless a spec fits the whole array that `part` belongs to."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:
         split = [math.prod(mesh.shape.get(a, 1) for a in axes_of(e)) for e in spec]

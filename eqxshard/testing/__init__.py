@@ -1,8 +1,9 @@
-"""Checks for your own models and your own CI, on simulated devices.
+"""Checks for your own models in your own CI, on simulated devices.
 
 Simulate eight devices in a `conftest.py`, before anything else touches JAX:
-`jax.config.update("jax_num_cpu_devices", 8)`. Each check raises `AssertionError` with
-what differs, where, and what to look at.
+`jax.config.update("jax_num_cpu_devices", 8)`. Each check raises an `AssertionError` that
+says what differs, where, and where to look for the cause. May use everything up to
+`training`, and `inspect`.
 """
 
 from ._collectives import Collective as Collective

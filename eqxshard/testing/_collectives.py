@@ -1,38 +1,15 @@
-"""What a compiled step sends between devices."""
+"""Collectives: the communication of a compiled step."""
 
-import functools
-import math
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from rich.table import Table
 
-from ._table import rendered
-
-KINDS = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
-
-# An instruction: `%name = type kind(operands), attributes`. Of an asynchronous one the
-# `-done` half counts, whose type is that of the result.
-_INSTRUCTION = re.compile(
-    rf'\s+(?:ROOT )?%?\S+ = ([^%"]*?) ({"|".join(KINDS)})(?:-done)?\('
-)
-_COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(]+) .*\{$")
-_CALLED = re.compile(
-    r"(body|condition|to_apply|calls|\w+_computations?)=(?:%([\w.-]+)|\{(%[^}]*)\})"
-)
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_SHAPE = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
+from ..inspect._hlo import KINDS, find_collectives
+from ..inspect._tables import render
+from ..sharding._text import comma_list, did_you_mean
 
 
 @dataclass(frozen=True)
@@ -40,11 +17,11 @@ class Collective:
     """One collective operation of a compiled function.
 
     - `kind`: such as `all-gather`.
-    - `shapes`: of its results on each device, such as `f32[64,64]`: several if the
-        compiler combined several operations in one.
+    - `shapes`: of its results on each device, such as `f32[64,64]`; several if the
+        compiler combined several operations.
     - `bytes`: of these results.
-    - `times`: how often it runs in a call: more than once in the body of a loop, `None`
-        if the compiled text does not say how often the loop does.
+    - `times`: how often a call runs it: more than once in the body of a loop, `None` if
+        the compiled text does not give the loop's trip count.
     """
 
     kind: str
@@ -58,24 +35,24 @@ class Collectives:
     """The collective operations of a compiled function: `print` it.
 
     - `ops`: one [`eqxshard.testing.Collective`][] for each operation in the compiled
-        text; one in the body of a loop is there once.
+        text; an operation in the body of a loop is listed once.
     """
 
     ops: tuple[Collective, ...]
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many operations there are, by kind."""
+        """The number of operations in the compiled text, by kind."""
         return {kind: len(ops) for kind, ops in self._by_kind().items()}
 
     @property
     def bytes(self) -> dict[str, int]:
-        """The bytes of their results on each device, by kind, each operation once."""
+        """The bytes of their results on each device, by kind; loops count once."""
         return {kind: sum(op.bytes for op in ops) for kind, ops in self._by_kind().items()}
 
     @property
     def times(self) -> dict[str, int | None]:
-        """How many operations a call runs, by kind; `None` if a loop hides it."""
+        """The number of operations that a call runs, by kind; `None` if not known."""
         known = {
             kind: [op.times for op in ops if op.times is not None]
             for kind, ops in self._by_kind().items()
@@ -101,28 +78,28 @@ class Collectives:
             times = "?" if op.times is None else str(count * op.times)
             size = f"{count * op.bytes:,}"
             table.add_row(op.kind, str(count), times, size, " ".join(op.shapes))
-        return rendered(table)
+        return render(table)
 
 
 def collectives(step: Any, /, *args: Any) -> Collectives:
-    """Count what a compiled function sends between devices.
+    """The collectives of a compiled function.
 
-    The platform matters: XLA on CPU, for one, has all-reduces where a GPU has
-    reduce-scatters.
+    They depend on the platform: on CPUs, for example, XLA uses all-reduces where it uses
+    reduce-scatters on GPUs.
 
     **Arguments:**
 
-    - `step`: a train step, a function of [`eqxshard.filter_jit`][] or `jax.jit`, or
+    - `step`: a train step, a function from [`eqxshard.filter_jit`][] or `jax.jit`, or
         anything else with a method `lower`; or a `jax.stages.Compiled`, to compile once
         for several checks.
-    - `args`: what to lower it for; nothing for what is compiled.
+    - `args`: the arguments to lower it for; none if it is compiled already.
 
     **Returns:**
 
     An [`eqxshard.testing.Collectives`][], which prints as a table. An asynchronous pair
     (`all-gather-start`, `all-gather-done`) is one operation, and so is a combined one
-    with several results. An operation in the body of a loop is counted once in
-    `counts` and `bytes`, and as often as the loop runs in `times`.
+    with several results. An operation in the body of a loop counts once in `counts` and
+    `bytes`, and once per iteration in `times`.
 
     !!! Example
 
@@ -132,7 +109,8 @@ def collectives(step: Any, /, *args: Any) -> Collectives:
     """
     if not isinstance(step, jax.stages.Compiled):
         step = step.lower(*args).compile()
-    return Collectives(tuple(_parse(step.as_text() or "")))
+    found = find_collectives(step.as_text() or "")
+    return Collectives(tuple(Collective(*operation) for operation in found))
 
 
 def assert_collectives(
@@ -142,18 +120,18 @@ def assert_collectives(
     at_most: Mapping[str, int] | None = None,
     exactly: Mapping[str, int] | None = None,
 ) -> Collectives:
-    """Check that a compiled function sends what theory asks for, and nothing else.
+    """Check that a compiled function has the expected collectives, and no others.
 
-    A kind that is named neither in `at_most` nor in `exactly` may not occur.
+    A kind that is named neither in `at_most` nor in `exactly` must not occur.
 
     **Arguments:**
 
     - `step`, `args`: as for [`eqxshard.testing.collectives`][].
     - `at_most`: for each kind (`"all-gather"`, `"all-reduce"`, `"reduce-scatter"`,
         `"all-to-all"`, `"ragged-all-to-all"`, `"collective-permute"`,
-        `"collective-broadcast"`) the number of operations in the compiled text that are
-        allowed. One in the body of a loop counts once.
-    - `exactly`: for each kind the number that there must be.
+        `"collective-broadcast"`) the largest number of operations in the compiled text.
+        An operation in the body of a loop counts once.
+    - `exactly`: for each kind the exact number.
 
     **Returns:**
 
@@ -162,7 +140,7 @@ def assert_collectives(
     **Raises:**
 
     `AssertionError` with the whole inventory (kinds, counts, bytes, shapes) if there are
-    more, or not exactly so many; `ValueError` if a kind is none of these.
+    too many, or not the exact number; `ValueError` if a kind is not one of these.
 
     !!! Example
 
@@ -176,79 +154,30 @@ def assert_collectives(
     at_most, exactly = at_most or {}, exactly or {}
     for kind in (*at_most, *exactly):
         if kind not in KINDS:
-            raise ValueError(f"{kind!r} is no collective; use one of {', '.join(KINDS)}.")
+            raise ValueError(
+                f"{kind!r} is not a kind of collective; {did_you_mean(kind, KINDS)}use one "
+                f"of {comma_list(KINDS)}."
+            )
     found = collectives(step, *args)
     wrong = []
     for kind in KINDS:
         count = found.counts.get(kind, 0)
         if kind in exactly and count != exactly[kind]:
-            wrong.append(f"{plural(count, kind)} where there must be {exactly[kind]}")
+            wrong.append(f"{plural(count, kind)} instead of exactly {exactly[kind]}")
         elif kind not in exactly and count > at_most.get(kind, 0):
-            allowed = at_most.get(kind, 0)
-            limit = f"at most {allowed} may be" if allowed else "none may be"
-            wrong.append(f"{plural(count, kind)} where {limit}")
+            limit = at_most.get(kind, 0)
+            allowed = f"at most {limit}" if limit else "none"
+            wrong.append(f"{plural(count, kind)} instead of {allowed}")
     if wrong:
         raise AssertionError(
             f"the compiled function has {'; '.join(wrong)}. Its collectives:\n{found}\n"
-            "Look at the shapes: those of a weight mean that it is gathered more often "
-            "than once, or that its gradient is; those with the batch's rows mean that "
-            "activations move, which eqxshard.constrain can keep in place."
+            "Look at the shapes: the shape of a weight means that it, or its gradient, is "
+            "gathered more than once; a shape with the batch's rows means that activations "
+            "are sent, which eqxshard.constrain can prevent."
         )
     return found
 
 
 def plural(count: int, kind: str) -> str:
-    """Such as `1 all-gather`, `2 all-gathers`."""
+    """A count and its kind: `1 all-gather`, `2 all-gathers`."""
     return f"{count:,} {kind}" + ("" if abs(count) == 1 else "s")
-
-
-def _parse(text: str) -> Iterator[Collective]:
-    """The collectives of a compiled module, from its text."""
-    entry, here = "", ""
-    found: list[tuple[str, str, str]] = []
-    # Each computation's callers, and how often one run of the caller runs it.
-    callers: dict[str, list[tuple[str, int | None]]] = {}
-    for line in text.splitlines():
-        header = _COMPUTATION.match(line)
-        if header:
-            here = header[2]
-            entry = here if header[1] else entry
-            continue
-        if instruction := _INSTRUCTION.match(line):
-            found.append((here, instruction[2], instruction[1]))
-        for attribute, one, several in _CALLED.findall(line):
-            factor: int | None = 1
-            if attribute in ("body", "condition"):
-                trips = _TRIPS.search(line)
-                factor = int(trips[1]) if trips else None
-            for name in [one] if one else re.findall(r"%([\w.-]+)", several):
-                callers.setdefault(name, []).append((here, factor))
-
-    @functools.cache
-    def runs(computation: str) -> int | None:
-        if computation == entry:
-            return 1
-        total = 0
-        for caller, factor in callers.get(computation, []):
-            outer = runs(caller)
-            if outer is None or factor is None:
-                return None
-            total += outer * factor
-        return total
-
-    for computation, kind, result in found:
-        shapes = _SHAPE.findall(result)
-        yield Collective(
-            kind=kind,
-            shapes=tuple(f"{dtype}[{dims}]" for dtype, dims in shapes),
-            bytes=sum(_size(dtype, dims) for dtype, dims in shapes),
-            times=runs(computation),
-        )
-
-
-def _size(dtype: str, dims: str) -> int:
-    bits = re.search(r"\d+", dtype)
-    count = math.prod(int(n) for n in re.findall(r"\d+", dims))
-    # `pred` has a byte for each, and `token` has no elements.
-    each = int(bits[0]) if bits else 8 * (dtype == "pred")
-    return -(-count * each // 8)

@@ -1,4 +1,4 @@
-"""How much two results of a step differ, array by array."""
+"""How much the results of a step differ between a mesh and one device, array by array."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -8,40 +8,40 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree, Shaped
 
-from ..sharding import is_array, is_key, leaf_path
+from ..sharding._leaves import array_leaves, is_array, is_key, leaf_path
 
-#: The arrays of a state on the host, by name: what a step changes first comes first.
+#: The arrays of a state on the host, by name, in the order in which a step computes them.
 Arrays = Mapping[str, Shaped[np.ndarray, "..."]]
 
 _KINDS = ("gradients", "model", "opt_state")
 
-#: A gradient is seen relative to the model's largest, where its own largest entry is less
-#: than this part of that: it may be zero but for rounding.
+#: A gradient whose largest entry is below this fraction of the model's largest is compared
+#: relative to that fraction: it may be zero but for rounding.
 _SMALL = 0.1
 
 
 class Result(NamedTuple):
-    """One step's.
+    """The result of one step.
 
-    - `loss`, `nonfinite`: as its metrics have them.
+    - `loss`, `nonfinite`: from its metrics.
     - `arrays`: the state after it.
-    - `uneven`: the names of those that are not the same on all devices that should have
-        the same.
+    - `diverged`: the names of arrays whose replicas differ between devices.
     """
 
     loss: float
     nonfinite: int
     arrays: Arrays
-    uneven: list[str]
+    diverged: list[str]
 
 
 class Difference(NamedTuple):
-    """How much one thing differs from one device's.
+    """How much one value differs from one device's.
 
     - `name`: such as `gradients.layers.0.weight`.
     - `absolute`: max |a - b|.
     - `relative`: max |a - b| / max |b|.
-    - `excess`: the same of what neither the gradients' rounding nor the precision explains.
+    - `excess`: the part of `relative` that neither the rounding of gradients nor the
+        precision explains.
     """
 
     name: str
@@ -50,153 +50,168 @@ class Difference(NamedTuple):
     excess: float
 
 
-def read(state: PyTree) -> Arrays:
+def to_host(state: PyTree) -> Arrays:
     """The arrays of a state whose optimizer records gradients, copied to the host."""
     found = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        if is_array(leaf):
-            numbers = jax.random.key_data(leaf) if is_key(leaf) else leaf
-            # Copied, because the array itself is donated to the next step.
-            found[_name(path)] = np.array(numbers)
-    return dict(sorted(found.items(), key=lambda item: _rank(item[0])))
+    for path, leaf in array_leaves(state):
+        numbers = jax.random.key_data(leaf) if is_key(leaf) else leaf
+        # Copied, because the array itself is donated to the next step.
+        found[_name(path)] = np.array(numbers)
+    return dict(sorted(found.items(), key=lambda item: _order(item[0])))
 
 
-def uneven(state: PyTree) -> list[str]:
-    """The names of arrays of which devices that should have the same part have not."""
+def diverged_replicas(state: PyTree) -> list[str]:
+    """The names of arrays whose copies on different devices differ."""
     found = []
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        if is_array(leaf) and not is_key(leaf):
-            parts: dict[str, set[bytes]] = {}
+    for path, leaf in array_leaves(state):
+        if not is_key(leaf):
+            copies: dict[str, set[bytes]] = {}
             for shard in leaf.addressable_shards:
-                part = np.asarray(shard.data).tobytes()
-                parts.setdefault(str(shard.index), set()).add(part)
-            if any(len(different) > 1 for different in parts.values()):
+                copy = np.asarray(shard.data).tobytes()
+                copies.setdefault(str(shard.index), set()).add(copy)
+            if any(len(different) > 1 for different in copies.values()):
                 found.append(_name(path))
-    return sorted(found, key=_rank)
+    return sorted(found, key=_order)
 
 
-def load(state: PyTree, arrays: Arrays) -> PyTree:
+def with_arrays(state: PyTree, arrays: Arrays) -> PyTree:
     """A state like another, with other values; random keys stay as they are."""
 
-    def one(path: tuple[Any, ...], leaf: Any) -> Any:
+    def replace(path: tuple[Any, ...], leaf: Any) -> Any:
         if not is_array(leaf) or is_key(leaf):
             return leaf
-        return jax.device_put(arrays[_name(path)], leaf.sharding, may_alias=False)
+        array = arrays[_name(leaf_path(path))]
+        return jax.device_put(array, leaf.sharding, may_alias=False)
 
-    return jax.tree_util.tree_map_with_path(one, state)
+    return jax.tree_util.tree_map_with_path(replace, state)
 
 
-def differences(
-    ours: Result, theirs: Result, before: Arrays, costs: Mapping[str, float]
+def compare_results(
+    result: Result, reference: Result, before: Arrays, precision_errors: Mapping[str, float]
 ) -> list[Difference]:
-    """Everything in a step's result, compared with one device's.
+    """Compare everything in a step's result with one device's.
 
     **Arguments:**
 
-    - `ours`, `theirs`: on a mesh, and on one device.
+    - `result`, `reference`: on a mesh, and on one device.
     - `before`: the state before the step, of both.
-    - `costs`: the absolute difference that the precision itself makes to a gradient.
+    - `precision_errors`: the absolute error of each gradient that the precision itself
+        causes.
     """
     gradients = {
-        name: (a, theirs.arrays[name])
-        for name, a in ours.arrays.items()
+        name: (a, reference.arrays[name])
+        for name, a in result.arrays.items()
         if kind_of(name) == "gradients"
     }
-    largest = max((_top(b) for _, b in gradients.values()), default=0.0)
-    unsure = {name.removeprefix("gradients"): _unsure(*g) for name, g in gradients.items()}
+    largest = max((_max_difference(b) for _, b in gradients.values()), default=0.0)
+    uncertainty = {
+        name.removeprefix("gradients"): _update_uncertainty(*pair)
+        for name, pair in gradients.items()
+    }
     found = [
-        difference("nonfinite", np.asarray(ours.nonfinite), np.asarray(theirs.nonfinite)),
-        difference("loss", np.asarray(ours.loss), np.asarray(theirs.loss)),
+        compare("nonfinite", np.asarray(result.nonfinite), np.asarray(reference.nonfinite)),
+        compare("loss", np.asarray(result.loss), np.asarray(reference.loss)),
     ]
-    for name, a in ours.arrays.items():
-        b, slack, scale = theirs.arrays[name], 0.0, 0.0
+    for name, a in result.arrays.items():
+        b, allowed, scale = reference.arrays[name], 0.0, 0.0
         if name in gradients:
-            slack, scale = 2 * costs.get(name, 0.0), _SMALL * largest
+            allowed, scale = 2 * precision_errors.get(name, 0.0), _SMALL * largest
         elif jnp.issubdtype(b.dtype, jnp.inexact):
-            reach = max(_top(a), _top(b))
+            size = max(_max_difference(a), _max_difference(b))
             if kind_of(name) == "model":
-                reach = max(_top(a, before[name]), _top(b, before[name]))
-            slack = reach * _of_same_array(name, b.shape, unsure)
-        found.append(difference(name, a, b, slack, scale))
+                old = before[name]
+                size = max(_max_difference(a, old), _max_difference(b, old))
+            allowed = size * _of_parameter(name, b.shape, uncertainty)
+        found.append(compare(name, a, b, allowed, scale))
     return found
 
 
-def costs(exact: Result, ours: Result) -> dict[str, float]:
-    """The absolute difference of each gradient from the exact one."""
+def gradient_errors(exact: Result, result: Result) -> dict[str, float]:
+    """The largest absolute error of each gradient."""
     return {
-        name: _top(a, exact.arrays[name])
-        for name, a in ours.arrays.items()
+        name: _max_difference(a, exact.arrays[name])
+        for name, a in result.arrays.items()
         if kind_of(name) == "gradients"
     }
 
 
 def kind_of(name: str) -> str:
-    """What an array is part of: `gradients`, `model`, `opt_state`, ..."""
+    """The part of the result that an array belongs to: `gradients`, `model`, ..."""
     return name.partition(".")[0]
 
 
-def difference(
-    name: str, a: np.ndarray, b: np.ndarray, slack: Any = 0.0, scale: float = 0.0
+def compare(
+    name: str, a: np.ndarray, b: np.ndarray, allowed: Any = 0.0, scale: float = 0.0
 ) -> Difference:
-    """Compare two arrays, allowing for `slack`, relative to `scale` if that is larger."""
+    """Compare two arrays.
+
+    **Arguments:**
+
+    - `name`: of the difference.
+    - `a`, `b`: the arrays.
+    - `allowed`: the absolute difference that `excess` does not count.
+    - `scale`: the reference of relative differences, if it is larger than max |b|.
+    """
     with np.errstate(invalid="ignore"):
-        apart = np.abs(_wide(a) - _wide(b))
-    # Two infinities are alike; nan is like nothing.
-    apart = np.where(a == b, 0.0, np.nan_to_num(apart, nan=np.inf))
-    scale = max(scale, _top(b))
+        absolute = np.abs(_to_double(a) - _to_double(b))
+    # Equal infinities do not differ; a nan differs from everything.
+    absolute = np.where(a == b, 0.0, np.nan_to_num(absolute, nan=np.inf))
+    scale = max(scale, _max_difference(b))
 
-    def over(top: float) -> float:
-        # What is no number, such as a count, is equal or is not.
+    def relative(largest: float) -> float:
+        # Integers, such as counts, are equal or not.
         exact = not jnp.issubdtype(b.dtype, jnp.inexact) or not scale
-        return 0.0 if top <= 0 else float("inf") if exact else top / scale
+        return 0.0 if largest <= 0 else float("inf") if exact else largest / scale
 
-    top = float(np.max(apart, initial=0.0))
-    beyond = float(np.max(apart - slack, initial=0.0))
-    return Difference(name, top, over(top), over(beyond))
+    largest = float(np.max(absolute, initial=0.0))
+    excess = float(np.max(absolute - allowed, initial=0.0))
+    return Difference(name, largest, relative(largest), relative(excess))
 
 
-def _unsure(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """How much of an update the rounding of a gradient can turn around, for each element.
+def _update_uncertainty(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The fraction of an update that rounding of a gradient can change, per element.
 
-    At most all of it, and back: twice. An update that is divided by the gradient's size,
-    such as Adam's by each element's or LAMB's by a norm, is out by as much as they are;
-    four times that is generous.
+    At most 2: rounding can turn an update around. An update that is divided by the size of
+    the gradient (of each element in Adam, of its norm in LAMB) has the relative error of
+    the gradient; four times that is generous.
     """
 
-    def over(apart: Any, size: Any) -> np.ndarray:
+    def divide(absolute: Any, size: Any) -> np.ndarray:
         with np.errstate(divide="ignore", invalid="ignore"):
-            return np.where(apart == 0, 0.0, np.divide(apart, size))
+            return np.where(absolute == 0, 0.0, np.divide(absolute, size))
 
-    apart, size = np.abs(_wide(a) - _wide(b)), np.abs(_wide(b))
-    of_all = over(np.max(apart, initial=0.0), np.max(size, initial=0.0))
-    return np.minimum(4 * np.maximum(over(apart, size), of_all), 2.0)
+    absolute, size = np.abs(_to_double(a) - _to_double(b)), np.abs(_to_double(b))
+    of_norm = divide(np.max(absolute, initial=0.0), np.max(size, initial=0.0))
+    return np.minimum(4 * np.maximum(divide(absolute, size), of_norm), 2.0)
 
 
-def _of_same_array(
-    name: str, shape: tuple[int, ...], unsure: Mapping[str, np.ndarray]
+def _of_parameter(
+    name: str, shape: tuple[int, ...], by_parameter: Mapping[str, np.ndarray]
 ) -> np.ndarray | float:
-    """The entry for the parameter that an array is, or is the optimizer's state for."""
-    same = [path for path, x in unsure.items() if name.endswith(path) and x.shape == shape]
-    return unsure[max(same, key=len)] if same else 0.0
+    """The entry for a parameter, or for the parameter that an optimizer state is of."""
+    paths = [
+        path for path, x in by_parameter.items() if name.endswith(path) and x.shape == shape
+    ]
+    return by_parameter[max(paths, key=len)] if paths else 0.0
 
 
-def _top(a: np.ndarray, b: np.ndarray | float = 0.0) -> float:
+def _max_difference(a: np.ndarray, b: np.ndarray | float = 0.0) -> float:
     """The largest |a - b|."""
-    return float(np.max(np.abs(_wide(a) - _wide(b)), initial=0.0))
+    return float(np.max(np.abs(_to_double(a) - _to_double(b)), initial=0.0))
 
 
-def _wide(a: Any) -> np.ndarray:
+def _to_double(a: Any) -> np.ndarray:
     a = np.asarray(a)
     return a.astype(np.complex128 if np.iscomplexobj(a) else np.float64)
 
 
-def _name(path: tuple[Any, ...]) -> str:
-    name = leaf_path(path)
+def _name(path: str) -> str:
+    """The name of an array of a state: its path, or `gradients.` and a parameter's."""
     for start, kind in (("opt_state.0", "gradients"), ("opt_state.1", "opt_state")):
-        if name.startswith(start):
-            return kind + name.removeprefix(start)
-    return name
+        if path.startswith(start):
+            return kind + path.removeprefix(start)
+    return path
 
 
-def _rank(name: str) -> int:
+def _order(name: str) -> int:
     return _KINDS.index(kind_of(name)) if kind_of(name) in _KINDS else len(_KINDS)

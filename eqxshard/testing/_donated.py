@@ -1,4 +1,4 @@
-"""Whether a step really uses the memory of the state that it is given again."""
+"""Whether a step reuses the memory of the state that it is given."""
 
 import warnings
 from typing import Any
@@ -6,25 +6,25 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from ..sharding import is_key, leaf_path
+from ..sharding._leaves import array_leaves, format_array, is_key
 
 
 def assert_donated(step: Any, state: PyTree, /, *args: Any) -> None:
     """Check that a step reuses every buffer of the state that it is given.
 
-    The step is called once, on copies: what was given can be used afterwards. Where the
-    results lie in memory is then compared to where the state lay, device by device.
+    The step is called once, on copies, so the arguments can be used afterwards. The
+    addresses of the results are then compared with those of the state, on each device.
 
     **Arguments:**
 
     - `step`: a train step, or any compiled function that donates its first argument.
     - `state`: its first argument: a PyTree of arrays on their devices.
-    - `args`: the others, such as a batch.
+    - `args`: the other arguments, such as a batch.
 
     **Raises:**
 
-    `AssertionError` with the path, type and shape of each array of the state whose memory
-    is used for no result, and with what JAX warned of.
+    `AssertionError` with the path, dtype and shape of each array of the state whose memory
+    no result uses, and with JAX's warnings.
 
     !!! Example
 
@@ -32,18 +32,18 @@ def assert_donated(step: Any, state: PyTree, /, *args: Any) -> None:
         eqxshard.testing.assert_donated(train_step, state, batch)
         ```
     """
-    state, args = _copied(state), _copied(args)
+    state, args = _copy(state), _copy(args)
     arrays = [
-        (leaf_path(path), leaf, _buffers(leaf))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+        (path, leaf, _buffers(leaf))
+        for path, leaf in array_leaves(state)
         if isinstance(leaf, jax.Array) and leaf.size
     ]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         out = step(state, *args)
-    vain = [str(warning.message) for warning in caught if _of_donation(warning)]
+    unused = [str(warning.message) for warning in caught if _is_about_donation(warning)]
     for warning in caught:
-        if not _of_donation(warning):
+        if not _is_about_donation(warning):
             warnings.warn_explicit(
                 warning.message, warning.category, warning.filename, warning.lineno
             )
@@ -54,29 +54,29 @@ def assert_donated(step: Any, state: PyTree, /, *args: Any) -> None:
         for buffer in _buffers(leaf)
     }
     lost = [
-        f"  {path or 'the array'}: {leaf.dtype}[{','.join(map(str, leaf.shape))}]\n"
+        f"  {path or 'the array'}: {format_array(leaf)}\n"
         for path, leaf, buffers in arrays
         if not leaf.is_deleted() or not buffers <= used
     ]
-    if lost or vain:
-        warned = "".join(f"\nJAX warned: {message}" for message in vain)
+    if lost or unused:
+        warned = "".join(f"\nJAX warned: {message}" for message in unused)
         raise AssertionError(
-            f"{len(lost)} of {len(arrays)} arrays of the state are not used again:\n"
-            f"{''.join(lost)}Donate the state, and return each array of it with the shape, "
-            f"the type and the sharding that it came with.{warned}"
+            f"the memory of {len(lost)} of {len(arrays)} arrays of the state is not "
+            f"reused:\n{''.join(lost)}Donate the state, and return each of its arrays with "
+            f"the same shape, dtype and sharding.{warned}"
         )
 
 
-def _copied(tree: PyTree) -> PyTree:
+def _copy(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, tree)
 
 
-def _of_donation(warning: warnings.WarningMessage) -> bool:
+def _is_about_donation(warning: warnings.WarningMessage) -> bool:
     return "donated" in str(warning.message)
 
 
 def _buffers(leaf: jax.Array) -> set[tuple[jax.Device, int]]:  # pyright: ignore[reportInvalidTypeForm]
-    """The memory of an array: on which device, and where."""
+    """The device and the address of each part of an array."""
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
     shards = leaf.addressable_shards

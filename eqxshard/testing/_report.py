@@ -1,28 +1,29 @@
-"""What a comparison between meshes measured."""
+"""The report of a comparison between meshes."""
 
 from dataclasses import dataclass
 
 from rich.table import Table
 
-from ._table import rendered
+from ..inspect._tables import render
 
 
 @dataclass(frozen=True)
 class MeshComparison:
-    """How far training on one mesh under one rule is from training on one device.
+    """How much training on one mesh under one rule differs from training on one device.
 
     The relative difference of two arrays is `max |a - b| / max |b|`, where `b` is one
     device's.
 
     - `mesh`, `rule`: their names.
     - `devices`: the number of devices.
-    - `split`, `arrays`: how many of the model's arrays the rule splits, of how many.
-    - `loss`: the largest relative difference of the loss of any step.
-    - `gradients`: the largest of the gradient of any array in any step, where each step
-        starts from the state that one device had. Gradients of which `max |b|` is less
-        than a tenth of the model's largest are seen relative to that tenth.
-    - `parameters`: the largest of any array of the model after the last step of several
-        in a row.
+    - `split`, `arrays`: the number of the model's arrays that the rule splits, and of all
+        its arrays.
+    - `loss`: the largest relative difference of the loss in any step.
+    - `gradients`: the largest relative difference of any gradient in any step, where each
+        step starts from the state that one device had. A gradient whose `max |b|` is less
+        than a tenth of the model's largest is compared relative to that tenth.
+    - `parameters`: the largest relative difference of any array of the model after all
+        steps in a row.
     """
 
     mesh: str
@@ -37,11 +38,11 @@ class MeshComparison:
 
 @dataclass(frozen=True)
 class MeshReport:
-    """What [`eqxshard.testing.assert_mesh_invariant`][] measured: `print` it.
+    """The measurements of [`eqxshard.testing.assert_mesh_invariant`][]: `print` it.
 
     - `rows`: one [`eqxshard.testing.MeshComparison`][] for each mesh and rule.
-    - `steps`: how many steps each took.
-    - `rtol`: the relative difference that was allowed.
+    - `steps`: the number of steps on each.
+    - `rtol`: the relative difference that was accepted.
     """
 
     rows: tuple[MeshComparison, ...]
@@ -51,7 +52,7 @@ class MeshReport:
     def __str__(self) -> str:
         table = Table(
             title=f"Relative difference from one device in {self.steps} steps",
-            caption=f"max |a - b| / max |b|; allowed is {self.rtol:.0e}",
+            caption=f"max |a - b| / max |b|; accepted up to {self.rtol:.0e}",
         )
         table.add_column("mesh")
         table.add_column("rule", overflow="fold")
@@ -65,4 +66,4 @@ class MeshReport:
                 f"{row.split} of {row.arrays}",
                 *(f"{x:.1e}" for x in (row.loss, row.gradients, row.parameters)),
             )
-        return rendered(table)
+        return render(table)

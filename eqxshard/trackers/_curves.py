@@ -1,3 +1,5 @@
+"""Plots of the metrics."""
+
 import math
 import os
 from collections.abc import Mapping
@@ -15,21 +17,21 @@ _COLOURS = {"train": "#7a9cc6", "eval": "#c8442f"}
 
 
 class Curves:
-    """Draws the metrics against the epochs, as a PNG.
+    """Plots the metrics over the epochs, as a PNG.
 
-    There is a panel for each metric, with its values in training and in evaluation. The
-    picture is drawn anew after each evaluation and at the end, and replaced as a whole:
-    whoever looks at it meanwhile sees the one before.
+    Each metric has a panel, with its values in training and in evaluation. The plot is
+    redrawn after each evaluation and at the end, and replaced atomically, so it can be
+    viewed at any time.
 
     **Arguments:**
 
-    - `path`: the file to write, `*.png`. Its folder is made where it is missing.
-    - `title`: stands above the panels.
+    - `path`: the file to write, `*.png`. Its folder is created if necessary.
+    - `title`: a title above the panels.
 
     **Raises:**
 
-    `ImportError` if Matplotlib is not installed. `ValueError` if the file is named as
-    another kind of picture, or cannot be written.
+    `ImportError` if Matplotlib is not installed. `ValueError` if the file has another
+    extension, or cannot be written.
 
     !!! Example
 
@@ -50,11 +52,11 @@ class Curves:
         self._path = Path(path)
         if self._path.suffix.lower() not in (".png", ""):
             raise ValueError(
-                f"Curves writes a PNG, and {os.fspath(path)!r} is not named as one; use "
+                f"Curves writes a PNG, but {os.fspath(path)!r} has another extension; use "
                 f"{self._path.with_suffix('.png').name!r}."
             )
         self._title = title
-        # By metric, then by train or eval: where, and how much.
+        # The x and y values, by metric, then by train or eval.
         self._series: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
         self._x_label, self._x_last = "epoch", 0.0
         with writing(self._path):
@@ -64,7 +66,7 @@ class Curves:
             self._part.unlink()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the values; draw them if they are an evaluation's."""
+        """Add the values; redraw the plot if they are an evaluation's."""
         if "epoch" not in values:
             self._x_label = "step"
         x = float(values.get("epoch", step))
@@ -77,7 +79,7 @@ class Curves:
             self._write()
 
     def close(self) -> None:
-        """Draw what there is."""
+        """Draw the final plot, if there are any values."""
         if self._series:
             self._write()
 
@@ -116,7 +118,7 @@ def _draw_metric(
             ys,
             color=_COLOURS.get(kind, "#555555"),
             linewidth=1.2 if kind == "train" else 1.8,
-            # Lines of many points are clearer without; a single one is nothing without.
+            # A long line is clearer without markers; a single point needs one.
             marker="o" if kind == "eval" or len(xs) == 1 else "",
             markersize=4,
             label=f"{kind or name} {ys[-1]:#.4g}",

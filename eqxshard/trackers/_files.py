@@ -1,4 +1,4 @@
-"""Paths that trackers write to, checked before the run and not at its end."""
+"""Paths that trackers write to, checked before the run."""
 
 import contextlib
 import os
@@ -8,15 +8,15 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Make the folder of `path`; turn the system's refusals into a sentence."""
+    """Create the folder of a path; raise `ValueError` if the path cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield
     except OSError as error:
-        # For these the system says that a file exists, or the wrong name.
+        # The system's own message would be that a file exists, or give another path.
         files = [os.fspath(folder) for folder in path.parents if os.path.isfile(folder)]
         why = f"{files[0]!r} is a file and not a folder" if files else error.strerror
         raise ValueError(
-            f"cannot write {os.fspath(path)!r}: {why}; give the path of a file "
-            "in a folder that can be written to."
+            f"cannot write {os.fspath(path)!r}: {why}; use a path in a folder that can be "
+            "written to."
         ) from error

@@ -1,32 +1,35 @@
+"""Metrics as lines of JSON."""
+
 import json
 import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from ._files import writing
 
 
 class JSONLines:
-    """Writes each report as one line of JSON, readable while the run goes on.
+    """Writes each report as one line of JSON, readable during the run.
 
     A line is `{"step": 50, "epoch": 0.21, "train/loss": 0.83, ...}`. It is in the file
-    when `log` returns, so that the file of a killed run is whole. Values that are not
-    finite are `null`: JSON has no others.
+    when `log` returns, so the file of a killed run is complete. Values that are not
+    finite are `null`, because JSON has no nan or infinity.
 
     **Arguments:**
 
-    - `path`: the file to write. Its folder is made where it is missing.
-    - `keep_until`: keep the lines of an earlier run up to this step, as a resumed run
-        does, and drop those of later steps, which it takes again. By default none is
+    - `path`: the file to write. Its folder is created if necessary.
+    - `keep_until`: keep the lines of an earlier run up to this step, and drop the later
+        ones, as a resumed run does, which takes those steps again. By default, no line is
         kept.
-    - `extra`: what to add to every line, such as `{"data": "synthetic"}`, except where
-        a value of that name is logged.
+    - `extra`: entries to add to every line, such as `{"data": "synthetic"}`. Values that
+        are logged under the same name take precedence.
 
     **Raises:**
 
-    `ValueError` if the file cannot be written, or `extra` is not JSON or names `step` or
-    `epoch`; from `log`, if it is closed.
+    `ValueError` if the file cannot be written, or `extra` is not JSON or contains `step`
+    or `epoch`; from `log`, if it is closed.
 
     !!! Example
 
@@ -45,7 +48,7 @@ class JSONLines:
         for name in ("step", "epoch"):
             if name in extra:
                 raise ValueError(
-                    f"extra names {name!r}, which every line has already; use another name."
+                    f"extra contains {name!r}, which every line has; use another name."
                 )
         try:
             json.dumps(dict(extra), allow_nan=False)
@@ -67,12 +70,12 @@ class JSONLines:
         """Write a line."""
         if self._file.closed:
             raise ValueError(
-                f"{os.fspath(self._path)!r} is closed; go on with a new "
+                f"{os.fspath(self._path)!r} is closed; continue with a new "
                 f"JSONLines(..., keep_until={step - 1})."
             )
         finite = {name: _or_null(float(value)) for name, value in values.items()}
         logged = {"step": step, **finite}
-        # Twice: extra comes last, and replaces nothing.
+        # Merged twice, so that extra comes last but replaces nothing.
         line = json.dumps(logged | self._extra | logged, allow_nan=False)
         self._file.write(line + "\n")
         self._file.flush()
@@ -82,9 +85,17 @@ class JSONLines:
         self._file.close()
 
 
+def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The lines of a file of JSON lines; an empty list if there is no file."""
+    path = Path(path)
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def _kept(path: Path, until: int) -> Iterator[str]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        # The last line of a killed run may be cut short.
+        # The last line of a killed run may be incomplete.
         try:
             if json.loads(line)["step"] <= until:
                 yield line + "\n"

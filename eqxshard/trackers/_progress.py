@@ -1,3 +1,5 @@
+"""A progress bar, or plain lines for logs."""
+
 from collections.abc import Mapping
 
 from rich.console import Console
@@ -14,7 +16,7 @@ from ._values import metrics
 
 
 class ProgressBar:
-    """Shows how far a run is, on stderr.
+    """Shows the progress of a run, on stderr.
 
     On a terminal this is a bar with the step, the epoch, the training metrics, the speed
     and the time left, and above it a line for each evaluation. Elsewhere (a file, a job's
@@ -23,8 +25,8 @@ class ProgressBar:
     **Arguments:**
 
     - `total_steps`: the number of steps at the end of the run, counted from step 0.
-    - `title`: printed first, to say what runs.
-    - `console`: where to print, if not on stderr.
+    - `title`: printed first, to identify the run.
+    - `console`: where to print, instead of stderr.
 
     **Raises:**
 
@@ -42,17 +44,17 @@ class ProgressBar:
         self, total_steps: int, *, title: str = "", console: Console | None = None
     ):
         if total_steps < 1:
-            raise ValueError(f"total_steps={total_steps} is no run; use 1 or more.")
+            raise ValueError(f"total_steps={total_steps} must be at least 1.")
         self._total = total_steps
         self._console = Console(stderr=True) if console is None else console
-        # Only once there is something to show: a run that fails before its first step
-        # leaves the terminal as it was.
+        # Started with the first values, so that a run that fails before its first step
+        # leaves the terminal alone.
         self._live: tuple[Progress, TaskID] | None = None
         if title:
             self._print(title)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Move the bar, or print a line; evaluations get a line anyway."""
+        """Move the bar, or print a line; evaluations always get a line."""
         if self._console.is_interactive:
             if _has(values, "train"):
                 self._move(step, values)
@@ -66,7 +68,7 @@ class ProgressBar:
                 self._print(f"{where}  {kind} {_text(values, kind)}")
 
     def close(self) -> None:
-        """Take the bar off the terminal's hands, as it stands."""
+        """Stop the bar, and leave it on the terminal."""
         if self._live is not None:
             self._live[0].stop()
             self._live = None
@@ -84,7 +86,7 @@ class ProgressBar:
                 TimeRemainingColumn(compact=True, elapsed_when_finished=True),
                 console=self._console,
                 expand=True,
-                # Reports can be minutes apart, and the time left is taken from them.
+                # The time left is estimated from reports, which can be minutes apart.
                 speed_estimate_period=600,
             )
             task = progress.add_task("", total=self._total, completed=step, metrics="")
@@ -104,7 +106,7 @@ def _epoch(values: Mapping[str, float]) -> str:
 
 
 def _has(values: Mapping[str, float], kind: str) -> bool:
-    # What is of no kind is shown with what is of training.
+    # Values without a kind are shown with those of training.
     return any((metric.kind or "train") == kind for metric in metrics(values))
 
 

@@ -1,14 +1,14 @@
-"""How trackers read the names of values: `train/loss` is the loss in training."""
+"""The names of logged values: `train/loss` is the loss in training."""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-#: Of the run and not of the model.
+#: Values that describe the run, not the model.
 SPEEDS = ("seconds", "examples_per_second")
 
 
 class Metric(NamedTuple):
-    """A value, taken apart: `kind` is `train`, `eval`, or nothing."""
+    """A value with its name split: `kind` is `train`, `eval`, or empty."""
 
     kind: str
     name: str
@@ -16,7 +16,7 @@ class Metric(NamedTuple):
 
 
 def metrics(values: Mapping[str, float]) -> Iterator[Metric]:
-    """The values that say how good the model is, in order."""
+    """The values that describe the model, in order."""
     for key, value in values.items():
         kind, slash, name = key.partition("/")
         metric = Metric(kind, name, value) if slash else Metric("", key, value)

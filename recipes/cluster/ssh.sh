@@ -1,25 +1,26 @@
 #!/bin/bash
-# Train on several hosts that one can log into by ssh without a password:
+# Train on several hosts that ssh can log into without a password:
 #
 #     recipes/cluster/ssh.sh [options] HOSTS COMMAND...
 #     recipes/cluster/ssh.sh hosts.txt python recipes/fashion_mnist.py --resume auto
 #
-# HOSTS is a file with a host in each line. All hosts must have the checkout, and the folder
-# of the run, at the same path. The first host listens for the others, so they must reach it
-# by this name; and each host's own name must lead to an address that the others reach.
+# HOSTS is a file with one host per line. All hosts must have the checkout, and the folder
+# of the run, at the same path. The first host listens for the others, which must be able to
+# reach it by this name; and each host's own name must resolve to an address that the others
+# can reach.
 #
 # Options:
-#     --per-host N     processes on each host, each with one GPU; without: one, with all
+#     --per-host N     processes on each host, each with one GPU (default: one, with all)
 #     --port PORT      where the first process listens (29400)
 #     --directory DIR  where to run (this directory)
 #     --dry-run        print the commands and do nothing
 #
-# When one process fails, or this script is stopped, the others are told to stop (SIGTERM,
-# so that they save if they can), and killed after a minute.
+# When a process fails, or this script is stopped, the others get SIGTERM, so that they can
+# save, and are killed after a minute.
 set -u
 
 usage() {
-    echo "error: $1; see the head of $0." >&2
+    echo "error: $1; see the comment at the top of $0." >&2
     exit 2
 }
 
@@ -39,8 +40,8 @@ while [[ ${1-} == -* ]]; do
         *) usage "unknown option $1" ;;
     esac
 done
-[[ -z $per_host || $per_host =~ ^[1-9][0-9]*$ ]] || usage "--per-host $per_host is no number"
-[[ $port =~ ^[1-9][0-9]*$ ]] || usage "--port $port is no number"
+[[ -z $per_host || $per_host =~ ^[1-9][0-9]*$ ]] || usage "--per-host $per_host is not a positive number"
+[[ $port =~ ^[1-9][0-9]*$ ]] || usage "--port $port is not a positive number"
 [[ $# -ge 2 ]] || usage "give a file of hosts and a command"
 [[ -r $1 ]] || usage "there is no file $1"
 
@@ -52,7 +53,7 @@ shift
 [[ ${#hosts[@]} -gt 0 ]] || usage "there are no hosts in the file"
 count=$((${#hosts[@]} * ${per_host:-1}))
 
-# Words as any shell reads them.
+# Quote words for any shell.
 quoted() { # WORD...
     local word quote="'\\''"
     for word; do
@@ -64,8 +65,8 @@ quoted() { # WORD...
     done
 }
 
-# What the shell on a host does. It runs the command until that ends, or until its standard
-# input does, which is when this script ends, whatever the reason: ssh passes no signals on.
+# The command for the shell of a host. It runs until the command ends, or its standard input
+# does, as it does when this script ends for any reason: ssh does not pass signals on.
 remote() { # NUMBER LOCAL_NUMBER COMMAND...
     local settings number=$1 gpu=$2
     shift 2
@@ -89,7 +90,7 @@ fi
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-# The standard input of all, 8, which ends when 9 is closed.
+# File 8 is the standard input of all processes; closing 9 ends it.
 mkfifo "$work/input"
 exec 9<> "$work/input" 8< "$work/input"
 stop() { exec 9>&-; }
@@ -118,7 +119,7 @@ while true; do
         elif [[ $status == 0 && -z $stopped && $(< "$work/$n.status") != 0 ]]; then
             status=$(< "$work/$n.status")
             echo "process $n on ${hosts[n / ${per_host:-1}]} ended with status $status;" \
-                "the others are told to stop." >&2
+                "the others will stop." >&2
             stop
         fi
     done

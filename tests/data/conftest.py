@@ -8,10 +8,10 @@ import pytest
 
 
 class Mirror:
-    """Serves `files`, by the paths of their URLs, and keeps what was asked and sent.
+    """Serves `files`, by the paths of their URLs, and records requests and responses.
 
-    By path, `cut` says after how many bytes of its body a response breaks off, and `pause`
-    after how many it waits for a function to return. A mirror that is not `resumable`
+    By path, `cut` is the number of bytes after which a response breaks off, and `pause` the
+    number after which it waits for a function to return. A mirror that is not `resumable`
     ignores ranges.
     """
 
@@ -22,7 +22,7 @@ class Mirror:
         self.pause: dict[str, tuple[int, Callable[[], object]]] = {}
         self.resumable = True
         self.requests: list[tuple[str, str | None]] = []  # path and range
-        self.sent: list[int] = []  # the bodies' sizes
+        self.sent: list[int] = []  # sizes of bodies
 
     def respond(self, handler: BaseHTTPRequestHandler) -> None:
         path, asked = handler.path, handler.headers["Range"]
@@ -68,7 +68,7 @@ def mirror(monkeypatch):
 
 @pytest.fixture
 def dead_mirror() -> str:
-    """The URL of a server that is not there."""
+    """The URL of a server that does not exist."""
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         port = server.server_port
     return f"http://127.0.0.1:{port}"

@@ -10,7 +10,7 @@ import pytest
 from eqxshard.data import _download
 from eqxshard.data._download import download
 
-# Several times what is read at once, and not a multiple of it.
+# Several times the size of a read, and not a multiple of it.
 CONTENT = np.random.default_rng(0).bytes(400_000)
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
 HALF = 3 * 2**16
@@ -32,27 +32,27 @@ def names(path):
 
 
 def wait_for_part(path, size):
-    """Wait until that much of a running download is on the disk."""
+    """Wait until this much of a running download is on disk."""
     for _ in range(1000):
         if sum(part.stat().st_size for part in path.parent.glob("*.part")) >= size:
             return
         time.sleep(0.01)
 
 
-def test_complete(mirror, url, path):
+def test_a_complete_download(mirror, url, path):
     download(path, [url], sha256=SHA256)
     assert path.read_bytes() == CONTENT
     assert names(path) == ["garments.gz"]
     assert mirror.requests == [("/garments.gz", None)]
 
 
-def test_says_so_in_one_line_where_there_is_no_terminal(url, path, capsys):
+def test_prints_one_line_without_a_terminal(url, path, capsys):
     download(path, [url], sha256=SHA256)
     assert capsys.readouterr() == ("", f"downloading {url}\n")
 
 
 def test_shows_a_bar_on_a_terminal(url, path, capsys, monkeypatch):
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes it for a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich assume a terminal
     monkeypatch.setenv("TERM", "xterm")
     download(path, [url], sha256=SHA256)
     shown = capsys.readouterr()
@@ -62,12 +62,12 @@ def test_shows_a_bar_on_a_terminal(url, path, capsys, monkeypatch):
     assert url not in shown.err
 
 
-def test_the_next_mirror_where_the_first_is_dead(mirror, url, dead_mirror, path):
+def test_the_next_mirror_is_tried_if_the_first_is_dead(mirror, url, dead_mirror, path):
     download(path, [f"{dead_mirror}/garments.gz", url], sha256=SHA256)
     assert path.read_bytes() == CONTENT
 
 
-def test_every_mirror_says_what_was_wrong(mirror, url, dead_mirror, path):
+def test_the_error_has_the_reason_of_every_mirror(mirror, url, dead_mirror, path):
     dead, missing = f"{dead_mirror}/garments.gz", f"{mirror.url}/elsewhere.gz"
     with pytest.raises(ConnectionError) as caught:
         download(path, [dead, missing], sha256=SHA256)
@@ -78,7 +78,7 @@ def test_every_mirror_says_what_was_wrong(mirror, url, dead_mirror, path):
     assert names(path) == []
 
 
-def test_a_silent_mirror_does_not_hold_it_up(mirror, url, path, monkeypatch):
+def test_a_silent_mirror_times_out(mirror, url, path, monkeypatch):
     monkeypatch.setattr(_download, "_TIMEOUT", 0.1)
     done = threading.Event()
     mirror.files["/silent.gz"] = CONTENT
@@ -92,7 +92,7 @@ def test_a_silent_mirror_does_not_hold_it_up(mirror, url, path, monkeypatch):
     assert path.read_bytes() == CONTENT
 
 
-def test_goes_on_where_it_stopped(mirror, url, path):
+def test_resumes_where_it_stopped(mirror, url, path):
     mirror.cut["/garments.gz"] = 150_000
     with pytest.raises(ConnectionError, match="closed after 150,000 of 400,000 bytes"):
         download(path, [url], sha256=SHA256)
@@ -105,7 +105,7 @@ def test_goes_on_where_it_stopped(mirror, url, path):
     assert mirror.sent == [150_000, 250_000]
 
 
-def test_goes_on_from_another_mirror(mirror, url, path):
+def test_resumes_from_another_mirror(mirror, url, path):
     mirror.files["/breaks.gz"] = CONTENT
     mirror.cut["/breaks.gz"] = 150_000
     download(path, [f"{mirror.url}/breaks.gz", url], sha256=SHA256)
@@ -113,7 +113,7 @@ def test_goes_on_from_another_mirror(mirror, url, path):
     assert mirror.sent == [150_000, 250_000]
 
 
-def test_starts_again_where_the_server_cannot_resume(mirror, url, path):
+def test_starts_again_if_the_server_cannot_resume(mirror, url, path):
     mirror.resumable = False
     mirror.cut["/garments.gz"] = 150_000
     with pytest.raises(ConnectionError):
@@ -125,7 +125,7 @@ def test_starts_again_where_the_server_cannot_resume(mirror, url, path):
 
 
 @pytest.mark.parametrize("size", [1_000, len(CONTENT), 500_000])
-def test_starts_again_where_the_part_is_not_of_this_file(mirror, url, path, size):
+def test_starts_again_if_the_part_belongs_to_another_file(mirror, url, path, size):
     path.parent.mkdir()
     path.with_name("garments.gz.part").write_bytes(b"x" * size)
     download(path, [url], sha256=SHA256)
@@ -133,7 +133,7 @@ def test_starts_again_where_the_part_is_not_of_this_file(mirror, url, path, size
     assert names(path) == ["garments.gz"]
 
 
-def test_wrong_content_is_not_kept(mirror, url, path):
+def test_wrong_content_is_deleted(mirror, url, path):
     mirror.files["/garments.gz"] = b"<html>Sign in to this network</html>"
     with pytest.raises(ConnectionError, match=f"SHA-256 [0-9a-f]{{64}}, not {SHA256}"):
         download(path, [url], sha256=SHA256)
@@ -142,7 +142,7 @@ def test_wrong_content_is_not_kept(mirror, url, path):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot signal a thread")
-def test_interrupted_from_the_keyboard(mirror, url, path):
+def test_a_keyboard_interrupt_keeps_the_part(mirror, url, path):
     def interrupt():
         wait_for_part(path, HALF)
         seen.extend(names(path))
@@ -162,7 +162,7 @@ def test_interrupted_from_the_keyboard(mirror, url, path):
     assert mirror.requests[1] == ("/garments.gz", f"bytes={HALF}-")
 
 
-def test_two_at_once(mirror, url, path):
+def test_two_downloads_at_once(mirror, url, path):
     def download_too():
         wait_for_part(path, HALF)
         download(path, [url], sha256=SHA256)
@@ -177,7 +177,7 @@ def test_two_at_once(mirror, url, path):
     assert names(path) == ["garments.gz"]
 
 
-def test_a_folder_that_cannot_be_made(url, tmp_path):
+def test_a_folder_that_cannot_be_created(url, tmp_path):
     (tmp_path / "folder").write_text("a file")
     with pytest.raises(OSError, match="folder"):
         download(tmp_path / "folder" / "garments.gz", [url], sha256=SHA256)

@@ -11,7 +11,7 @@ import eqxshard
 from eqxshard.data import RecordSource
 
 
-def test_gather_gives_the_rows_asked_for_in_their_order():
+def test_gather_returns_rows_in_the_order_of_the_indices():
     image = np.arange(24, dtype=np.uint8).reshape(6, 2, 2)
     label = np.arange(6, dtype=np.int32) * 10
     source = eqxshard.data.ArraySource({"image": image, "label": label})
@@ -23,7 +23,7 @@ def test_gather_gives_the_rows_asked_for_in_their_order():
 
 
 @pytest.mark.parametrize("view", [lambda x: x.swapaxes(1, 2), lambda x: x[::2]])
-def test_gather_of_a_view_does_not_copy_the_whole_of_it(view):
+def test_gather_from_a_view_does_not_copy_all_of_it(view):
     image = view(np.arange(2**20, dtype=np.int32).reshape(2**12, 16, 16))
     source = eqxshard.data.ArraySource({"image": image})
     tracemalloc.start()
@@ -34,21 +34,33 @@ def test_gather_of_a_view_does_not_copy_the_whole_of_it(view):
     assert peak < image.nbytes / 10
 
 
-def test_gather_refuses_a_row_that_is_not_there():
+def test_gather_beyond_the_last_row_is_an_error():
     source = eqxshard.data.ArraySource({"x": np.zeros(3)})
     with pytest.raises(IndexError):
         source.gather(np.array([3]))
 
 
-def test_repr_shows_length_names_types_and_shapes():
+def test_repr_has_length_names_dtypes_and_shapes():
     source = eqxshard.data.ArraySource(
         {"image": np.zeros((1500, 28, 28), np.uint8), "label": np.zeros(1500, np.int32)}
     )
     assert repr(source) == "ArraySource(1,500 x {image: uint8[28, 28], label: int32})"
 
 
-def test_arrays_must_have_one_length():
-    with pytest.raises(ValueError, match="'x' has 3, 'y' has 4; give as many"):
+def test_name_unit_and_warning():
+    source = eqxshard.data.ArraySource({"x": np.zeros(3)})
+    assert (source.name, source.unit, source.warning) == ("", "examples", "")
+    options = {"name": "cats", "unit": "images", "warning": "These are dogs."}
+    source = eqxshard.data.ArraySource({"x": np.zeros(3)}, **options)
+    assert {name: getattr(source, name) for name in options} == options
+    # Arrays may have the names of attributes.
+    source = eqxshard.data.ArraySource({"name": np.arange(3)}, name="cats")
+    assert source.name == "cats"
+    assert source.gather(np.array([2]))["name"].tolist() == [2]
+
+
+def test_arrays_must_have_equal_lengths():
+    with pytest.raises(ValueError, match="'x' has 3, 'y' has 4; give each the same"):
         eqxshard.data.ArraySource({"x": np.zeros(3), "y": np.zeros(4)})
 
 
@@ -59,7 +71,7 @@ def test_arrays_must_have_examples():
         eqxshard.data.ArraySource({})
 
 
-def test_lists_and_arrays_of_jax_are_arrays_too():
+def test_lists_and_jax_arrays_are_converted():
     source = eqxshard.data.ArraySource(
         {"x": [[1, 2], [3, 4]], "y": jnp.array([5, 6], jnp.bfloat16)}
     )
@@ -79,7 +91,7 @@ def test_arrays_must_have_names(arrays, unannotated):
 
 
 class Squares:
-    """Knows what was asked of it, and by how many threads at a time."""
+    """Records the indices that are read, and the number of threads at a time."""
 
     def __init__(self, length=20, seconds=0.0):
         self.length, self.seconds = length, seconds
@@ -114,16 +126,16 @@ def test_records_are_read_in_threads():
     assert sorted(records.asked) == list(range(8))
 
 
-def test_records_may_be_of_another_kind_and_a_source_can_be_sent():
-    source = pickle.loads(pickle.dumps(RecordSource(["a", "bbb", "cc"], count)))
+def test_records_may_be_decoded_and_a_source_pickled():
+    source = pickle.loads(pickle.dumps(RecordSource(["a", "bbb", "cc"], decode_length)))
     assert source.gather(np.array([1, 2]))["length"].tolist() == [3, 2]
 
 
-def count(text):
+def decode_length(text):
     return {"length": len(text)}
 
 
-def test_grains_own_sources_are_records():
+def test_sources_of_grain_are_records():
     grain_source = grain.sources.RangeDataSource(0, 10, 1)
     source = RecordSource(grain_source, lambda x: {"x": x})
     assert source.gather(np.array([4, 2]))["x"].tolist() == [4, 2]
@@ -132,7 +144,7 @@ def test_grains_own_sources_are_records():
 @pytest.mark.parametrize(
     "records, decode, says",
     [
-        ([1, 2], None, "example 0 is a int; use decode= to make a dict"),
+        ([1, 2], None, "example 0 is a int; use decode= to turn it into a dict"),
         (
             [1, 2],
             lambda x: {"a": 1, f"b{x}": 1},
@@ -141,23 +153,23 @@ def test_grains_own_sources_are_records():
         (
             [1, 2],
             lambda x: {"a": np.ones(x)},
-            r"'a' is of shape \(2,\) in example 1, and of",
+            r"'a' has shape \(2,\) in example 1, and \(1,\) in example 0; use decode=",
         ),
     ],
 )
-def test_records_that_make_no_batch_are_named(records, decode, says):
+def test_records_that_cannot_be_stacked_are_errors(records, decode, says):
     with pytest.raises((TypeError, ValueError), match=says):
         RecordSource(records, decode).gather(np.arange(2))
 
 
-def test_what_gives_no_records_is_refused(unannotated):
-    with pytest.raises(TypeError, match="a generator cannot be read by index; give someth"):
+def test_invalid_records_and_threads_are_errors(unannotated):
+    with pytest.raises(TypeError, match="a generator cannot be read by index; give an obj"):
         RecordSource(x for x in [1])  # pyright: ignore
-    with pytest.raises(ValueError, match="threads=0 read nothing"):
+    with pytest.raises(ValueError, match="threads=0 must be at least 1"):
         RecordSource([{"x": 1}], threads=0)
 
 
-def test_records_that_can_be_read_together_are():
+def test_records_are_read_together_if_possible():
     class Together(Squares):
         def __getitem__(self, index):
             raise AssertionError("one by one")

@@ -26,10 +26,10 @@ def per_device(
 
 
 def place(tree, mesh, min_size=1):
-    """A PyTree placed as fsdp() says, and the specs of that."""
-    places = eqxshard.shardings(tree, mesh, eqxshard.fsdp(min_size=min_size))
-    specs = jax.tree.map(lambda place: place.spec, places)
-    return eqxshard.filter_shard(tree, places), specs
+    """A PyTree placed by fsdp(), and its specs."""
+    shardings = eqxshard.shardings(tree, mesh, eqxshard.fsdp(min_size=min_size))
+    specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
+    return eqxshard.filter_shard(tree, shardings), specs
 
 
 def normal(*shape, seed=0):
@@ -45,7 +45,7 @@ def arrays_and_dims(draw):
     return normal(*shape), dim
 
 
-def number_from_1(axis):
+def one_based_index(axis):
     return (1 + jax.lax.axis_index(axis)).astype(jnp.float32)
 
 
@@ -61,15 +61,15 @@ few = settings(deadline=None, max_examples=6)
     axis=st.sampled_from(["data", "fsdp", ROWS, ROWS[::-1]]),
     from_the_end=st.booleans(),
 )
-def test_gathering_undoes_splitting(case, axis, from_the_end):
+def test_gathering_and_scattering_are_inverse(case, axis, from_the_end):
     whole, dim = case
     split = P(*[None] * dim, axis)
 
     def fn(part):
         at = dim - whole.ndim if from_the_end else dim
-        again = collectives.all_gather_mean_grad(part, axis, at)
-        parts = collectives.pmean_scatter(again, axis, at)
-        return again[None], parts
+        gathered = collectives.all_gather_mean_grad(part, axis, at)
+        parts = collectives.pmean_scatter(gathered, axis, at)
+        return gathered[None], parts
 
     stacked, parts = per_device(fn, split, (P(axis), split))(whole)
     for gathered in stacked:
@@ -79,7 +79,7 @@ def test_gathering_undoes_splitting(case, axis, from_the_end):
 
 @few
 @given(case=arrays_and_dims(), axis=st.sampled_from(["data", "fsdp", ROWS, ROWS[::-1]]))
-def test_scattered_sums(case, axis):
+def test_scattered_sums_and_means(case, axis):
     whole, dim = case
     size = MESH.shape.get(axis, 8)
     stacked = np.stack([(i + 1) * whole for i in range(size)])
@@ -111,7 +111,7 @@ def test_the_gradient_of_gathering_is_the_mean(axis, check_vma):
     assert_close(grads(whole, weights[:size]), expected)
 
 
-def test_other_dtypes_are_gathered_too():
+def test_integers_and_bfloat16_are_gathered_too():
     def fn(tree):
         gather = ft.partial(collectives.all_gather_mean_grad, axis="fsdp")
 
@@ -123,8 +123,8 @@ def test_other_dtypes_are_gathered_too():
 
     tree = {"index": np.arange(8)[::-1], "weight": jnp.arange(8, dtype=jnp.bfloat16)}
     mapped = per_device(fn, P("fsdp"), (P(), P("fsdp")), check_vma=False)
-    again, grad = mapped(tree)
-    assert_equal(again, tree)
+    gathered, grad = mapped(tree)
+    assert_equal(gathered, tree)
     assert grad.dtype == jnp.bfloat16
     np.testing.assert_array_equal(grad.astype(np.float32), np.ones(8))
 
@@ -144,16 +144,16 @@ def test_a_shift_is_a_roll_over_devices(by, axis, wrap):
     def expected(leaf):
         blocks = leaf.reshape(size, -1)
         moved = np.roll(blocks, by, axis=0)
-        got = np.arange(size) - by
-        alone = (got < 0) | (got >= size)
-        return np.where(alone[:, None] & (not wrap), 0, moved).reshape(leaf.shape)
+        sender = np.arange(size) - by
+        missing = (sender < 0) | (sender >= size)
+        return np.where(missing[:, None] & (not wrap), 0, moved).reshape(leaf.shape)
 
     assert_equal(out, jax.tree.map(expected, x))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("wrap", [True, False])
-def test_the_gradient_of_a_shift_goes_back(wrap, check_vma):
+def test_the_gradient_of_a_shift_is_shifted_back(wrap, check_vma):
     weights = normal(4)
 
     def fn(x, weight):
@@ -168,7 +168,7 @@ def test_the_gradient_of_a_shift_goes_back(wrap, check_vma):
     np.testing.assert_array_equal(grads, expected)
 
 
-def test_a_shift_by_default_is_to_the_next_in_a_ring():
+def test_shift_defaults_to_the_next_device_in_a_ring():
     out = per_device(lambda x: collectives.shift(x, "fsdp"), P("fsdp"), P("fsdp"))
     np.testing.assert_array_equal(out(np.arange(4)), [3, 0, 1, 2])
 
@@ -176,18 +176,18 @@ def test_a_shift_by_default_is_to_the_next_in_a_ring():
 # Keys
 
 
-def raw(key):
+def key_data(key):
     return (
         jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
     )
 
 
 @pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
-def test_keys_differ_along_the_axes_named_and_agree_along_others(make_key):
+def test_keys_differ_along_the_given_axes_only(make_key):
     keys = {}
     for axes in ("data", "fsdp", ROWS):
         mapped = per_device(
-            lambda key, axes=axes: raw(collectives.fold_in_axes(key, axes))[None],
+            lambda key, axes=axes: key_data(collectives.fold_in_axes(key, axes))[None],
             P(),
             P(ROWS),
             check_vma=False,
@@ -198,7 +198,7 @@ def test_keys_differ_along_the_axes_named_and_agree_along_others(make_key):
     np.testing.assert_array_equal(keys["fsdp"][0], keys["fsdp"][1])
     assert len({tuple(key) for key in keys["data"].reshape(8, 2).tolist()}) == 2
     np.testing.assert_array_equal(keys["data"][:, 0], keys["data"][:, 3])
-    expected = [raw(jax.random.fold_in(make_key(3), i)) for i in range(8)]
+    expected = [key_data(jax.random.fold_in(make_key(3), i)) for i in range(8)]
     np.testing.assert_array_equal(keys[ROWS].reshape(8, 2), expected)
 
 
@@ -206,7 +206,7 @@ def test_keys_differ_along_the_axes_named_and_agree_along_others(make_key):
 
 
 class Model(eqx.Module):
-    """Parameters that are split along either dim, or not; and what is no parameter."""
+    """Parameters that are split along either dim, or not; and other leaves."""
 
     up: eqx.nn.Linear
     down: eqx.nn.Linear
@@ -228,12 +228,12 @@ class Model(eqx.Module):
 
 
 def loss_of(model, x, y, key):
-    """Of some rows, with noise that is drawn for them together."""
+    """The loss of some rows, with noise that is drawn for them together."""
     noise = jax.random.uniform(key, (x.shape[0], 16))
     return jnp.mean((jax.vmap(model)(x, noise) - y) ** 2)
 
 
-#: Devices, and how many of them along data and fsdp.
+#: By number of devices: the sizes of data and fsdp.
 DEVICES = {1: (1, 1), 2: (1, 2), 4: (4, 1), 8: (2, 4)}
 
 
@@ -252,7 +252,7 @@ def descend(model, grads):
 
 
 def explicit_fsdp(specs):
-    """A step of one device: gather, differentiate, reduce, update what is stored here."""
+    """A step of one device: gather, differentiate, reduce, update the local part."""
 
     def step(model, x, y, key):
         params, static = eqx.partition(model, eqx.is_inexact_array)
@@ -271,7 +271,7 @@ def explicit_fsdp(specs):
 
 @ft.cache
 def descent_on_one_device(count):
-    """The models and losses of 20 steps of one device that plays all of them."""
+    """The models and losses of 20 steps of one device that takes the part of all."""
 
     @eqx.filter_jit
     def step(model, key):
@@ -294,7 +294,7 @@ def descent_on_one_device(count):
 @pytest.mark.parametrize(
     "count, check_vma", [(1, True), (2, True), (4, True), (8, True), (8, False)]
 )
-def test_explicit_fsdp_is_gradient_descent_on_one_device(count, check_vma):
+def test_explicit_fsdp_equals_gradient_descent_on_one_device(count, check_vma):
     mesh = make_mesh(count)
     model, specs = place(Model(jax.random.key(0)), mesh, min_size=8)
     if count in (2, 8):
@@ -315,21 +315,21 @@ def test_explicit_fsdp_is_gradient_descent_on_one_device(count, check_vma):
     assert model.up.weight.addressable_shards[0].data.shape == (16 // DEVICES[count][1], 8)
 
 
-def test_shards_are_what_the_mesh_would_hold():
+def test_shard_params_matches_placement_on_the_mesh():
     model, specs = place(Model(jax.random.key(0)), MESH)
 
-    def fn(key):
+    def shard(key):
         return collectives.shard_params(Model(key), specs)
 
-    def back(model):
+    def gather(model):
         return collectives.gather_params(model, specs, ROWS)
 
-    sharded = per_device(fn, P(), specs)(jax.random.key(0))
+    sharded = per_device(shard, P(), specs)(jax.random.key(0))
     assert_equal(sharded, model)
     for ours, theirs in zip(*map(jax.tree.leaves, (sharded, model))):
         if eqx.is_array(ours):
             assert ours.sharding.is_equivalent_to(theirs.sharding, ours.ndim)
-    whole = per_device(back, (specs,), P(), check_vma=False)(sharded)
+    whole = per_device(gather, (specs,), P(), check_vma=False)(sharded)
     assert_equal(whole, model)
     assert whole.activation is jnp.tanh
 
@@ -342,13 +342,13 @@ def test_any_specs_can_be_sharded_and_gathered(entries, joint):
 
     def fn(x):
         part = collectives.shard_params({"x": x}, {"x": spec})
-        again = collectives.gather_params(part, spec, ROWS)
-        return part["x"], again["x"][None]
+        gathered = collectives.gather_params(part, spec, ROWS)
+        return part["x"], gathered["x"][None]
 
-    part, again = per_device(fn, P(), (spec, P(ROWS)))(x)
+    part, gathered = per_device(fn, P(), (spec, P(ROWS)))(x)
     np.testing.assert_array_equal(part, x)
-    for each in again:
-        np.testing.assert_array_equal(each, x)
+    for copy in gathered:
+        np.testing.assert_array_equal(copy, x)
 
 
 def test_dims_split_over_other_axes_stay_split():
@@ -361,7 +361,7 @@ def test_dims_split_over_other_axes_stay_split():
         whole = collectives.gather_params(params, specs, ROWS)
         grads = jax.grad(
             lambda params: sum(
-                jnp.sum(leaf**2) * number_from_1("fsdp")
+                jnp.sum(leaf**2) * one_based_index("fsdp")
                 for leaf in collectives.gather_params(params, specs, ROWS).values()
             )
         )(params)
@@ -375,8 +375,8 @@ def test_dims_split_over_other_axes_stay_split():
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_gradients_of_what_was_not_gathered_are_means_too(check_vma):
-    """Plain data parallelism: nothing is gathered, and sync_gradients does it all."""
+def test_gradients_of_ungathered_params_are_averaged_too(check_vma):
+    """Plain data parallelism: nothing is gathered, so sync_gradients takes all means."""
     model = Model(jax.random.key(0))
 
     def fn(model, x, y):
@@ -391,11 +391,10 @@ def test_gradients_of_what_was_not_gathered_are_means_too(check_vma):
     assert_close(grads, eqx.filter_jit(eqx.filter_grad(expected))(model))
 
 
-def test_means_of_what_devices_have():
-    """Along axes that are named, and that the spec does not name."""
+def test_sync_gradients_averages_over_the_given_axes_that_a_spec_does_not_name():
 
     def fn(x):
-        x = x * number_from_1(ROWS)
+        x = x * one_based_index(ROWS)
         return collectives.sync_gradients(
             {"a": x, "b": x, "c": None}, {"a": P(), "b": P("fsdp"), "c": None}, ROWS
         ), collectives.sync_gradients(x, P(), "data")
@@ -407,8 +406,8 @@ def test_means_of_what_devices_have():
     np.testing.assert_array_equal(along_data, [3, 4, 5, 6])
 
 
-def test_shards_are_reduced_before_devices_that_have_the_same_add_them_up():
-    """What crosses the slow axis, data, is a quarter of the weight."""
+def test_gradients_are_scattered_over_fsdp_before_they_are_summed_over_data():
+    """Only a quarter of the weight crosses data, the slow axis."""
     specs = {"w": P("fsdp")}
 
     def fn(params, x):
@@ -442,12 +441,10 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_outside_of_per_device_code_they_say_so(name):
+def test_outside_per_device_code_is_an_error(name):
     call, x = CALLS[name], jnp.zeros(8)
-    message = f"^{name} names the axis 'fsdp', and this code is not per device along it"
-    with pytest.raises(
-        ValueError, match=f"{message}; call it inside of eqxshard.filter_sh"
-    ):
+    message = f"^{name} names the axis 'fsdp', but this code is not per device along it"
+    with pytest.raises(ValueError, match=f"{message}; call it inside eqxshard.filter_sh"):
         call(x, "fsdp")
     with jax.set_mesh(MESH), pytest.raises(ValueError, match=message):
         jax.jit(lambda x: call(x, "fsdp"))(x)
@@ -470,8 +467,8 @@ PART = np.zeros((8, 6), np.float32)
     [
         (
             lambda x: collectives.all_gather_mean_grad(x, "fsdp", 2),
-            r"^all_gather_mean_grad of an array \(2, 6\), which has no dim 2; choose one "
-            "below 2",
+            r"^all_gather_mean_grad of an array \(2, 6\), which has no dim 2; choose a "
+            "dim below 2",
         ),
         (
             lambda x: collectives.psum_scatter(x, "fsdp", -3),
@@ -501,7 +498,7 @@ PART = np.zeros((8, 6), np.float32)
         (
             lambda x: collectives.gather_params(x, P(("fsdp", "tensor")), ROWS),
             r"^params: P\(\('fsdp', 'tensor'\),\) splits dim 0 over \('fsdp', 'tensor'\), "
-            "and gathering it over fsdp alone would .* name the axes to gather over last",
+            "and gathering it over fsdp alone would reorder its rows; name the axes to",
         ),
         (
             lambda x: collectives.sync_gradients({"x": x}, P("fdsp"), ROWS),
@@ -509,6 +506,6 @@ PART = np.zeros((8, 6), np.float32)
         ),
     ],
 )
-def test_what_does_not_fit_is_named(fn, message):
+def test_mismatches_are_errors(fn, message):
     with pytest.raises(ValueError, match=message):
         eqxshard.filter_shard_map(fn, MESH, P("fsdp"), P("fsdp"))(PART)

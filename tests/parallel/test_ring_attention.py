@@ -12,9 +12,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import eqxshard
+from eqxshard import testing
 from eqxshard.parallel import ring_attention
 
-#: How query, key, value and output lie.
+#: The spec of query, key, value and output.
 SPLIT = P(("data", "fsdp"), "context", "tensor")
 
 
@@ -24,7 +25,7 @@ def make_mesh(data=1, **sizes):
 
 
 def on(mesh, fn):
-    """As a model in a step: the mesh is the context's while the function runs."""
+    """Call a function like a model in a step, with the mesh in context."""
 
     def call(*args):
         if mesh is None:
@@ -36,7 +37,7 @@ def on(mesh, fn):
 
 
 def with_gradients(fn):
-    """The output, and the gradients of its product with one array more."""
+    """The output, and the gradients of its product with another array."""
 
     def call(q, k, v, g):
         out, back = jax.vjp(fn, q, k, v)
@@ -53,7 +54,7 @@ def random(shape, dtype=jnp.float32):
 
 @ft.cache
 def full_attention(shape, causal, scale=None, dtype=jnp.float32):
-    """By hand, in float64: the output and the gradients."""
+    """The output and the gradients in float64, by hand."""
     q, k, v, g = (np.asarray(x, np.float64) for x in random(shape, dtype))
     scale = shape[-1] ** -0.5 if scale is None else scale
     scores = scale * np.einsum("bqhd,bkhd->bhqk", q, k)
@@ -74,9 +75,9 @@ def full_attention(shape, causal, scale=None, dtype=jnp.float32):
 def compiled(mesh, shape, fn=None, dtype=jnp.float32, **kwargs):
     """The output and the gradients of ring attention, compiled for a shape on a mesh."""
     fn = ft.partial(ring_attention, **kwargs) if fn is None else fn
-    place = None if mesh is None else NamedSharding(mesh, SPLIT)
-    like = jax.ShapeDtypeStruct(shape, dtype, sharding=place)
-    # The mesh is the context's in the forward pass only, as in a step.
+    sharding = None if mesh is None else NamedSharding(mesh, SPLIT)
+    like = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    # The mesh is in context in the forward pass only, as in a step.
     return jax.jit(with_gradients(on(mesh, fn))).lower(*[like] * 4).compile()
 
 
@@ -104,36 +105,15 @@ def largest(program):
 
 
 def sent(program):
-    """How many times each kind of collective runs, loops counted."""
-    text = program.as_text() or ""
-    bodies = re.findall(r"^(ENTRY )?%(\S+) \(.*?\{$(.*?)^\}", text, re.M | re.S)
-    by_name = {name: body for _, name, body in bodies}
-
-    def count(body):
-        total = dict.fromkeys(("collective-permute", "all-gather", "all-reduce"), 0)
-        total |= {"all-to-all": 0, "reduce-scatter": 0, "collective-broadcast": 0}
-        for line in body.splitlines():
-            for kind in total:
-                total[kind] += bool(re.search(rf" {kind}(-start)?\(", line))
-            times = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
-            for called in re.findall(
-                r"(?:body|calls|to_apply|computation)=%([\w.-]+)", line
-            ):
-                for kind, number in count(by_name[called]).items():
-                    # Only a loop that runs no collectives may run any number of times.
-                    assert " while(" not in line or times or not number
-                    total[kind] += number * int(times[1] if times else 1)
-        return total
-
-    (entry,) = [body for is_entry, _, body in bodies if is_entry]
-    return {kind: number for kind, number in count(entry).items() if number}
+    """How many times each kind of collective runs."""
+    return testing.collectives(program).times
 
 
 def assert_sent_around(program, n):
     """Keys and values n - 1 times, and again for the gradient; their gradients n times."""
     counts = sent(program)
-    # On two devices there is no loop, and the compiler may see that keys and values are
-    # sent the same way twice.
+    # On two devices there is no loop, and the compiler may merge the two times that keys
+    # and values are sent.
     once = 2 if n == 2 and counts != {"collective-permute": 8} else 4
     assert counts == {"collective-permute": once * (n - 1) + 2 * n}
 
@@ -141,10 +121,10 @@ def assert_sent_around(program, n):
 # The same as full attention
 
 
-# Blocks of three chunks, of two, and of one; some chunks are not full.
+# Blocks of three chunks, two and one; some chunks are not full.
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("size, length", [(None, 1030), (2, 1050), (4, 60), (8, 64)])
-def test_it_is_full_attention(size, length, causal):
+def test_equals_full_attention(size, length, causal):
     shape = (1, length, 2, 4)
     mesh = None if size is None else make_mesh(context=size)
     program = compiled(mesh, shape, causal=causal)
@@ -157,7 +137,7 @@ def test_it_is_full_attention(size, length, causal):
     assert_close(results, jax.jit(with_gradients(peer))(*random(shape)))
 
 
-def test_forward_alone_sends_keys_and_values_only():
+def test_forward_alone_sends_only_keys_and_values():
     mesh = make_mesh(context=4)
     like = jax.ShapeDtypeStruct(
         (1, 16, 2, 4), jnp.float32, sharding=NamedSharding(mesh, SPLIT)
@@ -182,7 +162,7 @@ def test_batch_and_heads_stay_split(sizes, vmapped):
     assert_close(results, full_attention(shape, True))
     for result in results:
         assert result.sharding.is_equivalent_to(NamedSharding(mesh, SPLIT), 4)
-    # A device's scores of its own rows and heads, and nothing larger.
+    # Nothing is larger than a device's scores of its own rows and heads.
     n = mesh.shape["context"]
     scores = batch * heads * length**2 // n**2 // (mesh.size // n)
     local = batch * length * heads * dim // mesh.size
@@ -205,7 +185,7 @@ def test_a_context_of_one_device_sends_nothing():
 
 @pytest.mark.parametrize("manual", [{"context"}, {"stage"}])
 def test_inside_per_device_code(manual):
-    # Over `context` it gets parts and goes on from there; else it splits them itself.
+    # Per device over `context` it gets parts; otherwise it splits the arrays itself.
     mesh, shape = make_mesh(stage=2, context=4), (2, 24, 2, 4)
     spec = P(None, "context") if "context" in manual else P("stage")
     per_device = jax.shard_map(
@@ -221,7 +201,7 @@ def test_inside_per_device_code(manual):
 
 
 def test_scale_and_large_scores():
-    # Without the maximum taken off, exp would overflow.
+    # Without subtracting the maximum, exp would overflow.
     shape = (1, 16, 2, 4)
     program = compiled(None, shape, scale=50.0)
     expected = full_attention(shape, False, scale=50.0)
@@ -230,11 +210,11 @@ def test_scale_and_large_scores():
     assert np.abs(expected[0]).max() > 1
 
 
-def test_bfloat16_is_summed_up_in_float32():
-    # Sums of a thousand weights would not get past 256 in bfloat16.
+def test_bfloat16_is_summed_in_float32():
+    # In bfloat16, sums of a thousand weights would stop at 256.
     shape, mesh = (1, 1200, 1, 4), make_mesh(context=2)
-    place = NamedSharding(mesh, SPLIT)
-    like = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=place)
+    sharding = NamedSharding(mesh, SPLIT)
+    like = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding)
     lowered = jax.jit(with_gradients(on(mesh, ring_attention))).lower(*[like] * 4)
     results = run(lowered.compile(), random(shape, jnp.bfloat16), mesh)
     assert {result.dtype for result in results} == {jnp.dtype(jnp.bfloat16)}
@@ -242,7 +222,7 @@ def test_bfloat16_is_summed_up_in_float32():
     for result, array in zip(results, expected):
         error = np.abs(np.asarray(result, np.float64) - array).max()
         assert error < 2**-7 * np.abs(array).max()
-    # Keys and values travel as they are, twice; their gradients as they are summed up.
+    # Keys and values are sent in bfloat16, twice; their gradients in float32.
     moved = re.findall(r"collective_permute.*tensor<\S+x(\w+)>\n", lowered.as_text())
     assert sorted(moved) == ["bf16"] * 4 + ["f32"] * 4
 
@@ -250,7 +230,7 @@ def test_bfloat16_is_summed_up_in_float32():
 # Memory
 
 
-def test_memory_grows_with_the_length_of_a_block_and_not_with_its_square():
+def test_memory_grows_with_the_length_of_a_block_not_with_its_square():
     mesh, heads = make_mesh(context=4), 2
 
     def program(length):
@@ -259,9 +239,9 @@ def test_memory_grows_with_the_length_of_a_block_and_not_with_its_square():
     short, long = program(4096), program(8192)
     less, more = (temporary_bytes(p) for p in (short, long))
     assert more <= 2 * less
-    # Some copies of a device's part of the queries are added, and nothing else.
+    # The increase is a few copies of a device's part of the queries.
     assert more - less <= 12 * (8192 - 4096) // 4 * heads * 16 * 4
-    # Of the scores, those of two chunks.
+    # Only the scores between two chunks exist at a time.
     for p in (short, long, compiled(None, (1, 2048, heads, 16), causal=True)):
         assert largest(p) <= heads * 512**2
 
@@ -272,7 +252,7 @@ def test_the_gradient_keeps_no_scores():
 
     like = jax.ShapeDtypeStruct((3, 40, 2, 4), jnp.float32)
     kept = jax.tree.leaves(jax.eval_shape(residuals, like, like, like))
-    # The query, key, value, and output; the logarithm of the sum of the weights.
+    # Query, key, value, output, and logsumexp.
     assert sorted(leaf.shape for leaf in kept) == [(3, 40, 2)] + [(3, 40, 2, 4)] * 4
 
 
@@ -302,7 +282,7 @@ def loss_fn(layers, batch, key):
 
 
 def losses_of_three_steps(mesh):
-    """And the step's text, before the compiler changes it."""
+    """The losses, and the lowered step's text."""
     optim, rule = optax.sgd(0.1), eqxshard.replicate()
 
     def make_model(key):
@@ -321,7 +301,7 @@ def losses_of_three_steps(mesh):
     return losses, text
 
 
-def test_training_is_the_same_on_a_ring():
+def test_training_on_a_ring_equals_one_device():
     expected, _ = losses_of_three_steps(make_mesh())
     losses, text = losses_of_three_steps(make_mesh(data=2, context=4))
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
@@ -339,7 +319,7 @@ def error(mesh, *shapes, **kwargs):
     return str(info.value)
 
 
-def test_a_length_that_does_not_divide_is_an_error_with_its_arithmetic():
+def test_a_length_that_does_not_divide_is_an_error():
     mesh = make_mesh(context=4)
     message = error(mesh, *[(2, 30, 2, 4)] * 3)
     assert "a sequence of length 30 does not divide over context=4" in message
@@ -347,7 +327,7 @@ def test_a_length_that_does_not_divide_is_an_error_with_its_arithmetic():
     assert "such as 4." in error(mesh, *[(3, 2, 4)] * 3)
 
 
-def test_an_axis_that_the_mesh_does_not_have_is_named():
+def test_an_unknown_axis_is_an_error():
     message = error(make_mesh(context=2), *[(2, 30, 2, 4)] * 3, axis="contxt")
     assert "ring_attention names the axis 'contxt'" in message
     assert "did you mean 'context'?" in message
@@ -362,7 +342,7 @@ def test_an_axis_that_the_mesh_does_not_have_is_named():
         ((0, 2, 4), (0, 2, 4), (0, 2, 4)),
     ],
 )
-def test_shapes_that_do_not_fit_are_named(shapes, unannotated):
+def test_different_shapes_are_an_error(shapes, unannotated):
     message = error(None, *shapes)
     assert "query, key and value have the shapes {}, {} and {};".format(*shapes) in message
-    assert "give all three the same, (*batch, seq, heads, dim)" in message
+    assert "give all three the same shape (*batch, seq, heads, dim)" in message

@@ -1,4 +1,4 @@
-"""The job files: what they ask for, and what they run, with schedulers that are faked."""
+"""The job files: what they request and run, with fake schedulers."""
 
 import json
 import os
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from process_helpers import finished, read_until, started
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "recipes" / "cluster"
@@ -64,12 +65,12 @@ def fake(tmp_path, monkeypatch):
 # SLURM
 
 
-def test_what_it_asks_slurm_for_is_known_and_consistent():
+def test_the_options_of_slurm_exist_and_agree():
     lines = re.findall(r"(?m)^#SBATCH --([\w-]+)(?:=(\S+))?$", SLURM.read_text())
     assert len(lines) == SLURM.read_text().count("#SBATCH")
     asked = dict(lines)
     assert set(asked) <= SBATCH_OPTIONS and len(asked) == len(lines)
-    # A task for each GPU; the recipe saves before the time is over, and goes on later.
+    # A task for each GPU; the recipe saves before the time is over, and resumes later.
     assert asked["ntasks-per-node"] == asked["gpus-per-node"]
     assert re.fullmatch(r"TERM@\d+", asked["signal"])
     assert "requeue" in asked and asked["open-mode"] == "append"
@@ -96,7 +97,7 @@ def sbatch(tmp_path, *options, **settings):
 
 
 @pytest.mark.parametrize("status, requeues", [(0, False), (1, False), (143, True)])
-def test_slurm_runs_the_recipe_and_requeues_what_was_stopped(
+def test_slurm_runs_the_recipe_and_requeues_it_if_it_was_stopped(
     fake, tmp_path, status, requeues
 ):
     srun = fake("srun", f"sys.exit({status})")
@@ -145,26 +146,24 @@ def test_the_tasks_of_slurm_find_each_other(fake, tmp_path):
 
 @pytest.mark.slow
 def test_the_processes_of_open_mpi_find_each_other(tmp_path, fake):
-    processes = [
-        subprocess.Popen(
-            [sys.executable, CLUSTER_RUN, tmp_path],
-            env=os.environ
-            | {
-                "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://127.0.0.1:34911",
-                "OMPI_COMM_WORLD_SIZE": "2",
-                "OMPI_COMM_WORLD_RANK": str(number),
-                "OMPI_COMM_WORLD_LOCAL_RANK": str(number),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for number in range(2)
-    ]
-    for process in processes:
-        out, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, out
-        assert "going on from step 0 in 2 processes" in out
+    def settings(number):
+        return os.environ | {
+            "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://127.0.0.1:34911",
+            "OMPI_COMM_WORLD_SIZE": "2",
+            "OMPI_COMM_WORLD_RANK": str(number),
+            "OMPI_COMM_WORLD_LOCAL_RANK": str(number),
+        }
+
+    command = [sys.executable, CLUSTER_RUN, tmp_path]
+    merged = {"stderr": subprocess.STDOUT}
+    with (
+        started(command, env=settings(0), **merged) as first,
+        started(command, env=settings(1), **merged) as second,
+    ):
+        for process in (first, second):
+            out, _ = process.communicate(timeout=120)
+            assert process.returncode == 0, out
+            assert "resuming from step 0 in 2 processes" in out
 
 
 # Kubernetes
@@ -214,26 +213,17 @@ def hosts(tmp_path, fake):
     return path
 
 
-def ssh(*words, **how):
-    return subprocess.Popen(
-        [SSH, *map(str, words)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        **how,
-    )
-
-
-def finish(process):
-    out, err = process.communicate(timeout=60)
-    return process.returncode, sorted(out.splitlines()), err
+def ssh(*words):
+    """The status, the sorted lines of stdout, and stderr."""
+    status, out, err = finished([SSH, *words], seconds=60)
+    return status, sorted(out.splitlines()), err
 
 
 def test_a_dry_run_prints_the_commands(tmp_path):
     path = tmp_path / "hosts.txt"
     path.write_text("me@node-a\nnode-b\n")
     options = ["--dry-run", "--per-host", 2, "--port", 1234, "--directory", "/a b"]
-    status, lines, err = finish(ssh(*options, path, "python", "x.py", "it's"))
+    status, lines, err = ssh(*options, path, "python", "x.py", "it's")
     assert (status, err) == (0, "") and len(lines) == 4
     lines.sort(key=lambda line: re.findall(r"EQXSHARD_PROCESS=(\d)", line))
     for number, line in enumerate(lines):
@@ -251,9 +241,9 @@ def test_a_dry_run_prints_the_commands(tmp_path):
 
 def test_each_host_runs_the_command(hosts, tmp_path):
     code = "import os, sys; print(os.environ['EQXSHARD_ADDRESS'], sys.argv[1], os.getcwd())"
-    process = ssh("--directory", tmp_path, hosts, sys.executable, "-c", code, "a 'b'")
+    found = ssh("--directory", tmp_path, hosts, sys.executable, "-c", code, "a 'b'")
     says = f"localhost:29400 a 'b' {tmp_path}"
-    assert finish(process) == (0, [f"[0] {says}", f"[1] {says}"], "")
+    assert found == (0, [f"[0] {says}", f"[1] {says}"], "")
 
 
 SCRIPT = """
@@ -273,24 +263,26 @@ time.sleep(60)
 
 def test_when_one_fails_the_other_is_told_to_stop(hosts):
     began = time.monotonic()
-    status, lines, err = finish(ssh(hosts, sys.executable, "-c", SCRIPT, "1"))
+    status, lines, err = ssh(hosts, sys.executable, "-c", SCRIPT, "1")
     assert time.monotonic() - began < 20
     assert status == 3
     assert lines == ["[0] ready", "[0] saved", "[0] told to stop", "[1] ready"]
-    says = "process 1 on me@localhost ended with status 3; the others are told to stop.\n"
+    says = "process 1 on me@localhost ended with status 3; the others will stop.\n"
     assert err == says
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_when_it_is_stopped_all_are(hosts, number):
-    process = ssh(hosts, sys.executable, "-c", SCRIPT, "none")
-    assert process.stdout is not None
-    ready = {process.stdout.readline(), process.stdout.readline()}
-    assert ready == {"[0] ready\n", "[1] ready\n"}
-    process.send_signal(number)
-    status, lines, _ = finish(process)
-    assert status == (143 if number != signal.SIGKILL else -signal.SIGKILL)
-    assert lines == ["[0] saved", "[0] told to stop", "[1] saved", "[1] told to stop"]
+    with started([SSH, hosts, sys.executable, "-c", SCRIPT, "none"]) as process:
+        ready = read_until(process, process.stdout, "ready")
+        ready += read_until(process, process.stdout, "ready")
+        assert sorted(ready) == ["[0] ready\n", "[1] ready\n"]
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == (143 if number != signal.SIGKILL else -signal.SIGKILL)
+    assert sorted(out.splitlines()) == [
+        *("[0] saved", "[0] told to stop", "[1] saved", "[1] told to stop"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -300,17 +292,17 @@ def test_when_it_is_stopped_all_are(hosts, number):
         (["HOSTS"], "give a file of hosts and a command"),
         (["nowhere.txt", "true"], "there is no file nowhere.txt"),
         (["/dev/null", "true"], "there are no hosts in the file"),
-        (["--per-host", "0", "HOSTS", "true"], "--per-host 0 is no number"),
-        (["--port", "x", "HOSTS", "true"], "--port x is no number"),
+        (["--per-host", "0", "HOSTS", "true"], "--per-host 0 is not a positive number"),
+        (["--port", "x", "HOSTS", "true"], "--port x is not a positive number"),
         (["--port"], "--port has no value"),
         (["--dry", "HOSTS", "true"], "unknown option --dry"),
     ],
 )
 def test_mistakes_are_named(hosts, words, says):
     words = [hosts if word == "HOSTS" else word for word in words]
-    status, lines, err = finish(ssh(*words))
+    status, lines, err = ssh(*words)
     assert (status, lines) == (2, [])
-    assert err == f"error: {says}; see the head of {SSH}.\n"
+    assert err == f"error: {says}; see the comment at the top of {SSH}.\n"
 
 
 def free_port():
@@ -323,8 +315,8 @@ def free_port():
 def test_two_hosts_are_one_run(hosts, tmp_path):
     folder = tmp_path / "run"
     words = [sys.executable, CLUSTER_RUN, folder, "--steps=5"]
-    status, lines, err = finish(ssh("--port", free_port(), hosts, *words))
+    status, lines, err = ssh("--port", free_port(), hosts, *words)
     assert status == 0, (lines, err)
-    assert "[0] going on from step 0 in 2 processes" in lines
+    assert "[0] resuming from step 0 in 2 processes" in lines
     assert "[1] finished at step 5" in lines
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 5

@@ -1,60 +1,71 @@
-import os
-import subprocess
+"""The smaller recipes."""
+
+import json
+import re
 import sys
-from pathlib import Path
 
 import pytest
+from process_helpers import finished
+from run_helpers import ROOT, assert_refused, call, environment, read_lines
 
-RECIPES = Path(__file__).parent.parent.parent / "recipes"
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
 
 
 def run(recipe, *options):
-    command = [sys.executable, RECIPES / recipe, *map(str, options)]
-    # JAX 0.10.1 says something on stderr of each program that it has from its cache.
-    environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false"}
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=600, env=environment
+    """The status of a recipe in a process of its own, its stdout and its stderr."""
+    # JAX 0.10.1 writes to stderr for each program that it has from its cache.
+    settings = environment(JAX_ENABLE_COMPILATION_CACHE="false")
+    command = [sys.executable, ROOT / "recipes" / recipe, *options]
+    return finished(command, seconds=600, env=settings)
+
+
+def test_the_sine_is_learned(tmp_path):
+    options = ["--steps", 300, "--devices", 2, "--log-every", 10]
+    status, out, err = run("regression.py", *options)
+    assert status == 0, err
+    line = (
+        r"test loss (0\.\d+) \| .* s/epoch \| .* examples/s \| sine on 2 x cpu \(data=2\)"
     )
-
-
-def test_the_sine_is_learned():
-    done = run("regression.py", "--steps", 300)
-    assert done.returncode == 0, done.stderr
-    words = done.stdout.split()
-    before, after = float(words[2]), float(words[4])
-    assert words[-4:] == ["2", "x", "cpu", "(data=2)"]
-    assert 0.3 < before < 2 and after < before / 5
+    match = re.fullmatch(line, out.splitlines()[-1])
+    assert match, out
+    folder = tmp_path / "runs" / "regression-sine"
+    first, *_, last = (x["train/loss"] for x in read_lines(folder) if "train/loss" in x)
+    assert 0.3 < first < 2 and last < first / 5
+    assert float(match[1]) < first / 5
+    summary = json.loads((folder / "summary.json").read_text())
+    assert f"{summary['test_loss']:.4f}" == match[1]
 
 
 @pytest.mark.parametrize(
     "recipe, options, sentence",
     [
         ("regression.py", ["--batch-size", 3], "batch size 3 does not divide"),
-        ("regression.py", ["--steps", 0], "steps=0 is not a number of steps"),
-        ("parallel_tour.py", ["--devices", 0], "--devices 0 --steps 20 is too few"),
+        ("regression.py", ["--steps", 0], "--steps 0 is too small; use 1 or more"),
+        ("parallel_tour.py", ["--devices", 0], "0 devices are too few; use 1 or more"),
     ],
 )
-def test_a_mistake_is_one_line(recipe, options, sentence):
-    done = run(recipe, *options)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    assert sentence in done.stderr
+def test_a_mistake_is_one_line(capsys, monkeypatch, recipe, options, sentence):
+    result = call(capsys, monkeypatch, ROOT / "recipes" / recipe, *options)
+    assert_refused(result, sentence)
 
 
 @pytest.mark.slow
 def test_all_strategies_end_at_the_same_loss():
-    done = run("parallel_tour.py", "--steps", 4)
-    assert done.returncode == 0, done.stderr
-    last = done.stdout.splitlines()[-1]
+    status, out, err = run("parallel_tour.py", "--steps", 4)
+    assert status == 0, err
+    last = out.splitlines()[-1]
     assert last.startswith("all strategies end at the same loss: within ")
     within = [float(word) for word in last.replace("|", "").split() if "e-" in word]
     assert len(within) == 2 and within[0] < 5e-3 and within[1] < 1e-5
     for words in ("tensor + hybrid", "('tensor', 'fsdp')", "context=8", "psum_scatter"):
-        assert words in done.stdout
+        assert words in out
 
 
 @pytest.mark.slow
-def test_on_few_devices_what_does_not_fit_is_left_out():
-    done = run("parallel_tour.py", "--steps", 1, "--devices", 2)
-    assert done.returncode == 0, done.stderr
-    assert "needs a multiple of 4 devices" in done.stdout
+def test_strategies_that_do_not_fit_few_devices_are_left_out():
+    status, out, err = run("parallel_tour.py", "--steps", 1, "--devices", 2)
+    assert status == 0, err
+    assert "needs a multiple of 4 devices" in out

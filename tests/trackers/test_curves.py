@@ -13,29 +13,29 @@ def train(step, **metrics):
     return {"epoch": step / 10, **{f"train/{k}": v for k, v in metrics.items()}}
 
 
-def test_a_picture_after_each_evaluation_and_at_the_end(tmp_path):
+def test_the_plot_is_drawn_after_each_evaluation_and_at_the_end(tmp_path):
     path = tmp_path / "new" / "curves.png"
     tracker = Curves(path, title="LeNet, synthetic")
     assert isinstance(tracker, eqxshard.Tracker)
-    pictures = []
+    plots = []
 
-    def look():
-        pictures.append(path.read_bytes() if path.exists() else None)
+    def read():
+        plots.append(path.read_bytes() if path.exists() else None)
 
     tracker.log(5, train(5, loss=2.0, seconds=1.0))
-    look()
+    read()
     tracker.log(10, {"epoch": 1.0, "eval/loss": 1.5})
-    look()
+    read()
     tracker.log(15, train(15, loss=1.0))
-    look()
+    read()
     tracker.close()
-    look()
+    read()
     tracker.close()
-    look()
-    assert pictures[0] is None
-    assert pictures[1] == pictures[2] != pictures[3]
-    assert pictures[3] == pictures[4]
-    # No half-written files are left.
+    read()
+    assert plots[0] is None
+    assert plots[1] == plots[2] != plots[3]
+    assert plots[3] == plots[4]
+    # No partial files are left.
     assert list(path.parent.iterdir()) == [path]
 
 
@@ -44,7 +44,7 @@ def size(path):
     return width, height
 
 
-def test_a_panel_for_each_metric_and_none_for_speed(tmp_path):
+def test_each_metric_has_a_panel_but_speed_has_none(tmp_path):
     sizes = {}
     for names in (["loss"], ["loss", "f1"], ["loss", "f1", "a/b"], ["a", "b", "c", "d"]):
         tracker = Curves(tmp_path / "c.png")
@@ -58,7 +58,7 @@ def test_a_panel_for_each_metric_and_none_for_speed(tmp_path):
 
 
 def slope(path):
-    """How much the coloured pixels rise from left to right: -1 to 1."""
+    """The correlation of the coloured pixels' height with their position, -1 to 1."""
     pixels = image.imread(path)[..., :3]
     rows, columns = np.nonzero(np.ptp(pixels, axis=-1) > 0.2)
     return -np.corrcoef(rows, columns)[0, 1]
@@ -66,7 +66,7 @@ def slope(path):
 
 @pytest.mark.parametrize("kind", ["train", "eval"])
 @pytest.mark.parametrize("direction", [1, -1])
-def test_the_curve_goes_where_the_values_go(tmp_path, kind, direction):
+def test_the_curve_follows_the_values(tmp_path, kind, direction):
     tracker = Curves(tmp_path / "c.png")
     for step in range(1, 11):
         tracker.log(step, {"epoch": step / 10, f"{kind}/loss": float(direction * step)})
@@ -74,19 +74,19 @@ def test_the_curve_goes_where_the_values_go(tmp_path, kind, direction):
     assert direction * slope(tmp_path / "c.png") > 0.6
 
 
-def test_a_report_of_both_kinds_is_drawn_as_two_reports_are(tmp_path):
-    pictures = []
-    for apart in (False, True):
+def test_a_report_of_both_kinds_is_drawn_like_two_reports(tmp_path):
+    plots = []
+    for separate in (False, True):
         tracker = Curves(tmp_path / "c.png")
         for step in (10, 20):
-            ours = train(step, loss=1 / step, seconds=1.0)
-            theirs = {"epoch": step / 10, "eval/loss": 0.1 + 1 / step, "eval/f1": 0.5}
-            for report in [ours, theirs] if apart else [ours | theirs]:
+            training = train(step, loss=1 / step, seconds=1.0)
+            test = {"epoch": step / 10, "eval/loss": 0.1 + 1 / step, "eval/f1": 0.5}
+            for report in [training, test] if separate else [training | test]:
                 tracker.log(step, report)
-            # Drawn by now, as it is an evaluation, too.
-            pictures.append((tmp_path / "c.png").read_bytes())
-    assert pictures[:2] == pictures[2:]
-    assert pictures[0] != pictures[1]
+            # Drawn by now, because the report includes an evaluation.
+            plots.append((tmp_path / "c.png").read_bytes())
+    assert plots[:2] == plots[2:]
+    assert plots[0] != plots[1]
 
 
 def test_values_that_are_not_finite_leave_gaps(tmp_path):
@@ -98,20 +98,20 @@ def test_values_that_are_not_finite_leave_gaps(tmp_path):
     assert size(tmp_path / "c.png")[0] > 0
 
 
-def test_no_values_no_picture(tmp_path):
+def test_without_values_there_is_no_plot(tmp_path):
     Curves(tmp_path / "c.png").close()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path):
+def test_a_path_that_cannot_be_written_is_an_error_at_once(tmp_path):
     (tmp_path / "file").touch()
     for path in (tmp_path, tmp_path / "file" / "curves.png"):
-        with pytest.raises(ValueError, match=f"cannot write '{path}': .*; give the path"):
+        with pytest.raises(ValueError, match=f"cannot write '{path}': .*; use a path"):
             Curves(path)
 
 
-def test_a_file_named_as_another_kind_of_picture_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"e\.pdf' is not named as one; use 'e\.png'"):
+def test_another_extension_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match=r"e\.pdf' has another extension; use 'e\.png'"):
         Curves(tmp_path / "e.pdf")
     Curves(tmp_path / "E.PNG").close()
     assert list(tmp_path.iterdir()) == []
@@ -123,7 +123,7 @@ def run(code, cwd):
     )
 
 
-def test_matplotlib_is_imported_late_and_its_global_figures_are_left_alone(tmp_path):
+def test_matplotlib_is_imported_late_and_without_pyplot(tmp_path):
     code = """if True:
         import sys
         from eqxshard.trackers import Curves
@@ -137,11 +137,11 @@ def test_matplotlib_is_imported_late_and_its_global_figures_are_left_alone(tmp_p
     assert (tmp_path / "curves.png").exists()
 
 
-def test_without_matplotlib_the_error_says_what_to_install(tmp_path):
+def test_without_matplotlib_the_error_names_the_package(tmp_path):
     code = """if True:
         import sys
         from eqxshard.trackers import Curves
-        sys.modules["matplotlib"] = None  # As if it were not installed.
+        sys.modules["matplotlib"] = None  # as if it were not installed
         Curves("curves.png")
     """
     assert run(code, tmp_path).stderr.splitlines()[-1] == (

@@ -19,7 +19,7 @@ def lines(path):
     return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
 
 
-def test_each_line_is_there_when_log_returns(tmp_path):
+def test_each_line_is_in_the_file_when_log_returns(tmp_path):
     path = tmp_path / "new" / "folders" / "metrics.jsonl"
     tracker = JSONLines(path)
     assert isinstance(tracker, eqxshard.Tracker)
@@ -35,7 +35,7 @@ names = st.text(min_size=1).filter(lambda name: name != "step")
 
 
 @given(values=st.dictionaries(names, st.floats()))
-def test_what_is_read_is_what_was_logged(values, tmp_path_factory):
+def test_values_round_trip(values, tmp_path_factory):
     path = tmp_path_factory.mktemp("jsonl") / "metrics.jsonl"
     tracker = JSONLines(path)
     tracker.log(7, values)
@@ -44,7 +44,7 @@ def test_what_is_read_is_what_was_logged(values, tmp_path_factory):
     assert lines(path) == [{"step": 7, **expected}]
 
 
-def test_numpy_scalars_are_numbers_too(tmp_path):
+def test_numpy_scalars_are_numbers(tmp_path):
     tracker = JSONLines(tmp_path / "m.jsonl")
     tracker.log(1, {"train/loss": np.float64("nan"), "lr": np.float64(0.5)})
     assert lines(tmp_path / "m.jsonl") == [{"step": 1, "train/loss": None, "lr": 0.5}]
@@ -65,7 +65,7 @@ def test_extra_is_in_every_line(tmp_path):
     ]
 
 
-def test_extra_replaces_nothing_that_is_logged(tmp_path):
+def test_logged_values_take_precedence_over_extra(tmp_path):
     tracker = JSONLines(tmp_path / "m.jsonl", extra={"train/loss": "x", "seed": 0})
     tracker.log(1, {"train/loss": 1.0, "lr": 0.5})
     tracker.close()
@@ -75,12 +75,12 @@ def test_extra_replaces_nothing_that_is_logged(tmp_path):
 
 
 @pytest.mark.parametrize("until, steps", [(None, [9]), (2, [1, 2, 9]), (0, [9])])
-def test_a_resumed_run_keeps_what_was_before_it(tmp_path, until, steps):
+def test_a_resumed_run_keeps_the_lines_before_it(tmp_path, until, steps):
     tracker = JSONLines(tmp_path / "m.jsonl")
     for step in (1, 2, 3):
         tracker.log(step, {"train/loss": 1.0})
     tracker.close()
-    # As a run leaves it that is killed while it writes.
+    # The incomplete last line of a killed run.
     with (tmp_path / "m.jsonl").open("a") as file:
         file.write('{"step": 2, "train/lo')
     tracker = JSONLines(tmp_path / "m.jsonl", keep_until=until)
@@ -89,43 +89,45 @@ def test_a_resumed_run_keeps_what_was_before_it(tmp_path, until, steps):
     assert [line["step"] for line in lines(tmp_path / "m.jsonl")] == steps
 
 
-def test_there_need_be_nothing_to_keep(tmp_path):
+def test_there_may_be_nothing_to_keep(tmp_path):
     JSONLines(tmp_path / "new" / "m.jsonl", keep_until=5).close()
     assert lines(tmp_path / "new" / "m.jsonl") == []
 
 
-def test_closing_twice_is_harmless_and_logging_after_it_is_not(tmp_path):
+def test_closing_twice_is_harmless_but_logging_afterwards_is_an_error(tmp_path):
     tracker = JSONLines(tmp_path / "m.jsonl")
     tracker.close()
     tracker.close()
-    with pytest.raises(ValueError, match=r"m\.jsonl' is closed; go on with .*keep_until=0"):
+    with pytest.raises(
+        ValueError, match=r"m\.jsonl' is closed; continue with .*keep_until=0"
+    ):
         tracker.log(1, {"train/loss": 1.0})
 
 
 @pytest.mark.parametrize(
     "extra, message",
     [
-        ({"step": 1}, "extra names 'step'"),
-        ({"epoch": 1}, "extra names 'epoch'"),
+        ({"step": 1}, "extra contains 'step'"),
+        ({"epoch": 1}, "extra contains 'epoch'"),
         ({"loss": math.inf}, "extra is not JSON"),
         ({"dtype": np.float32}, "extra is not JSON"),
     ],
 )
-def test_bad_extra_is_refused_before_the_file_is_touched(tmp_path, extra, message):
+def test_invalid_extra_is_an_error_before_the_file_is_touched(tmp_path, extra, message):
     with pytest.raises(ValueError, match=message):
         JSONLines(tmp_path / "m.jsonl", extra=extra)
     assert not (tmp_path / "m.jsonl").exists()
 
 
-def test_a_path_that_cannot_be_written_is_refused_at_once(tmp_path):
+def test_a_path_that_cannot_be_written_is_an_error_at_once(tmp_path):
     (tmp_path / "file").touch()
     for path in (tmp_path, tmp_path / "file" / "metrics.jsonl"):
-        with pytest.raises(ValueError, match=f"cannot write '{path}': .*; give the path"):
+        with pytest.raises(ValueError, match=f"cannot write '{path}': .*; use a path"):
             JSONLines(path)
 
 
-def test_a_file_in_place_of_a_folder_is_named(tmp_path):
+def test_a_file_in_place_of_a_folder_is_an_error(tmp_path):
     (tmp_path / "file").touch()
     for path in (tmp_path / "file" / "m.jsonl", tmp_path / "file" / "new" / "m.jsonl"):
-        with pytest.raises(ValueError, match="/file' is a file and not a folder; give"):
+        with pytest.raises(ValueError, match="/file' is a file and not a folder; use"):
             JSONLines(path)

@@ -25,7 +25,7 @@ def written(console):
     return console.file.getvalue()
 
 
-def test_not_on_a_terminal_each_epoch_and_evaluation_is_a_plain_line():
+def test_without_a_terminal_each_epoch_and_evaluation_is_a_plain_line():
     out = console(terminal=False)
     bar = ProgressBar(20, title="[lenet] on 8 x cpu", console=out)
     assert isinstance(bar, eqxshard.Tracker)
@@ -49,19 +49,19 @@ def test_training_and_evaluation_in_one_report_are_two_lines():
     ]
 
 
-def test_an_epoch_may_be_an_int(unannotated):
+def test_an_epoch_may_be_an_integer(unannotated):
     out = console(terminal=False)
     ProgressBar(7, console=out).log(1, {"epoch": 1, "train/loss": 1.0})
     assert written(out) == "epoch 1  step 1/7  train loss 1.000\n"
 
 
-def test_not_on_a_terminal_the_last_step_is_a_line_in_mid_epoch_too():
+def test_without_a_terminal_the_last_step_is_a_line_even_in_mid_epoch():
     out = console(terminal=False)
     ProgressBar(7, console=out).log(7, {"epoch": 0.7, "train/loss": 1.0})
     assert written(out) == "epoch 0.7  step 7/7  train loss 1.000\n"
 
 
-def test_not_on_a_terminal_lines_are_not_wrapped():
+def test_without_a_terminal_lines_are_not_wrapped():
     out = console(terminal=False)
     values = {f"eval/metric_{i}": 0.5 for i in range(50)}
     ProgressBar(7, console=out).log(3, values)
@@ -81,7 +81,7 @@ def test_on_a_terminal_the_bar_moves_and_evaluations_stay():
         bar.close()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", written(out))
     assert text.startswith("LeNet\n")
-    # Only the evaluation has a line of its own; the rest is drawn over the bar.
+    # Only the evaluation has its own line; the rest overwrites the bar.
     assert len(re.findall(r"epoch 1  step 10/20  eval accuracy 0\.7500 *\n", text)) == 1
     assert "train" not in text
     last = text.rstrip().splitlines()[-1]
@@ -90,7 +90,7 @@ def test_on_a_terminal_the_bar_moves_and_evaluations_stay():
     assert "loss 1.250  accuracy 0.5000  12,346 examples/s" in last
 
 
-def test_on_a_terminal_the_cursor_is_given_back_and_closing_twice_is_harmless():
+def test_on_a_terminal_the_cursor_is_restored_and_closing_twice_is_harmless():
     hide, show = "\x1b[?25l", "\x1b[?25h"
     out = console(terminal=True)
     bar = ProgressBar(20, console=out)
@@ -104,7 +104,7 @@ def test_on_a_terminal_the_cursor_is_given_back_and_closing_twice_is_harmless():
     assert written(out) == after
 
 
-def test_a_bar_that_never_logged_closes():
+def test_a_bar_without_values_closes_silently():
     for terminal in (True, False):
         out = console(terminal)
         bar = ProgressBar(1, console=out)
@@ -122,6 +122,6 @@ def test_stderr_is_the_default(capsys):
     assert captured.err == "LeNet\nepoch 1  step 2/2  train loss 1.000\n"
 
 
-def test_no_steps_are_an_error():
-    with pytest.raises(ValueError, match="total_steps=0 is no run"):
+def test_total_steps_must_be_positive():
+    with pytest.raises(ValueError, match="total_steps=0 must be at least 1"):
         ProgressBar(0)

@@ -1,0 +1,322 @@
+"""`Checkpointer`: states on disk, to resume from on any mesh."""
+
+import contextlib
+import dataclasses
+import operator
+import os
+import time
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+import equinox as eqx
+from jaxtyping import PyTree
+
+from ..distributed import (
+    assert_same_on_all_processes,
+    broadcast_from_first,
+    is_main_process,
+)
+from ..training._state import TrainState, flatten_state, unflatten_state
+from ._arrays import check_structure, partition_by_path, read
+from ._description import Description
+from ._folder import CheckpointFolder
+from ._writer import CheckpointWriter
+
+_T = TypeVar("_T")
+
+
+class Checkpointer:
+    """Saves the states of a run in a folder, and restores them onto any mesh.
+
+    A checkpoint is the folder `directory/STEP`: the state's arrays as
+    [Orbax](https://orbax.readthedocs.io) writes them, by path; a readable
+    `description.json` (paths, shapes, dtypes, mesh, versions, the loader's position, the
+    metrics); and `checksums.txt`, the SHA-256 of every other file, which is written last:
+    a folder without it was interrupted, and does not count.
+
+    Saving waits for the state's step and for the copy of its arrays from the devices; a
+    thread does the rest while training continues. If it fails, say because the disk is
+    full, the error is logged, the older checkpoints stay, and training continues.
+
+    **Arguments:**
+
+    - `directory`: a folder for this run alone, created if necessary, or a path such as
+        `gs://...`.
+    - `max_to_keep`: how many checkpoints to keep: the newest ones.
+    - `save_interval_steps`: save every this many steps.
+    - `save_interval_seconds`: save at the first report of [`eqxshard.fit`][] after this
+        many seconds, 10 minutes by default; `None` for never.
+    - `best`: the name of a metric that `fit` reports, such as `"eval/accuracy"`: the
+        checkpoint with its best value is kept, too.
+    - `mode`: whether the best value is the largest (`"max"`) or the smallest (`"min"`).
+
+    **Raises:**
+
+    `ValueError` if one of the numbers is not positive, or `mode` is not known.
+
+    !!! Example
+
+        ```python
+        checkpointer = eqxshard.Checkpointer("runs/checkpoints", save_interval_steps=1000)
+        if checkpointer.steps():
+            state = checkpointer.restore(like)
+        state = eqxshard.fit(
+            state, train_step, loader, epochs=10, checkpointer=checkpointer
+        )
+        ```
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        max_to_keep: int = 3,
+        save_interval_steps: int | None = None,
+        save_interval_seconds: float | None = 600.0,
+        best: str | None = None,
+        mode: Literal["max", "min"] = "max",
+    ):
+        _check_options(max_to_keep, save_interval_steps, save_interval_seconds, mode)
+        self._folder = CheckpointFolder(directory)
+        #: The folder, as an `etils.epath.Path`.
+        self.directory = self._folder.path
+        self._max_to_keep = operator.index(max_to_keep)
+        #: Save every this many steps, if not `None`.
+        self.save_interval_steps = save_interval_steps and operator.index(
+            save_interval_steps
+        )
+        self._save_interval_seconds = save_interval_seconds
+        self._best = best
+        self._mode = mode
+        self._last_save = time.monotonic()
+        self._writer = CheckpointWriter(self._folder, self._steps_to_keep)
+
+    def steps(self) -> list[int]:
+        """The steps with complete checkpoints, in order."""
+        return self._folder.steps()
+
+    def best_step(self) -> int | None:
+        """The step whose checkpoint has the best value of `best`, if one has a value."""
+        if self._best is None:
+            return None
+        sign = 1 if self._mode == "max" else -1
+        values = {}
+        for step in self._folder.good_steps():
+            # Read without verifying: damage must not end a run.
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+                values[step] = sign * self._folder.description(step).metrics[self._best]
+        # Of equals, the latest.
+        return max(values, key=lambda step: (values[step], step), default=None)
+
+    def description(self, step: int) -> dict[str, Any]:
+        """The description of a checkpoint.
+
+        **Arguments:**
+
+        - `step`: one of [`eqxshard.Checkpointer.steps`][].
+
+        **Returns:**
+
+        The contents of `description.json`: `step`, `leaves` (shape, dtype and spec of
+        each, by path), `mesh`, `loader`, `metrics`, `versions`.
+
+        **Raises:**
+
+        `FileNotFoundError` if there is no such checkpoint; `ValueError` if it is damaged.
+        """
+        return dataclasses.asdict(self._folder.check(step))
+
+    def restore(self, like: _T, *, step: int | None = None) -> _T:
+        """Read a state, each array straight into its sharding.
+
+        Every file is verified first. If the newest checkpoint is damaged, that is logged,
+        and the one before it is used.
+
+        **Arguments:**
+
+        - `like`: a state like the one to read, such as from
+            [`eqxshard.abstract_state`][], whose arrays (or `jax.ShapeDtypeStruct`s) give
+            dtypes and shardings. Mesh, rule and floating-point types may differ from
+            those that were saved. Not donated.
+        - `step`: the step whose checkpoint to read; the newest by default.
+
+        **Returns:**
+
+        A state like `like`, with the values that were saved.
+
+        **Raises:**
+
+        `FileNotFoundError` if there is no checkpoint. `ValueError` if all are damaged, or
+        `like` does not have the same arrays: it names each that is missing, superfluous
+        or of another shape.
+        """
+        description = self._folder.choose(step)
+        wanted, static = partition_by_path(like)
+        name = self._folder.name(description.step)
+        check_structure(wanted, description.leaves, name)
+        values = list(read(self._folder.at(description.step), wanted).values())
+        self._last_save = time.monotonic()
+        if isinstance(like, TrainState):
+            _, static = flatten_state(like)
+            return unflatten_state(values, static.with_shapes(values))  # pyright: ignore
+        return static.combine(values)
+
+    def restore_model(
+        self, model: _T, *, step: int | None = None, only: PyTree = True
+    ) -> _T:
+        """Read the model of a state, or a part of it, for evaluation or fine-tuning.
+
+        **Arguments:**
+
+        - `model`: a model like the one to read, of arrays or of
+            `jax.ShapeDtypeStruct`s, which give dtypes and shardings.
+        - `step`: the step whose checkpoint to read; the newest by default.
+        - `only`: which of the model's arrays to read: a filter spec as for
+            `equinox.partition`. The others stay as they are in `model`, and may have
+            other shapes than in the checkpoint, such as those of a new last layer.
+
+        **Returns:**
+
+        A model like `model`, with the values that were saved.
+
+        **Raises:**
+
+        As [`eqxshard.Checkpointer.restore`][] does, but the checkpoint may have more
+        arrays.
+
+        !!! Example
+
+            ```python
+            everything = jax.tree.map(lambda _: True, model)
+            body = eqx.tree_at(lambda model: model.head, everything, False)
+            model = checkpointer.restore_model(model, only=body)
+            ```
+        """
+        description = self._folder.choose(step)
+        chosen, rest = eqx.partition(model, only)
+        wanted, static = partition_by_path(chosen, "model")
+        saved = {k: leaf for k, leaf in description.leaves.items() if k in wanted}
+        check_structure(wanted, saved, self._folder.name(description.step))
+        arrays = read(self._folder.at(description.step), wanted)
+        return eqx.combine(static.combine(list(arrays.values())), rest)
+
+    def claim_run(self, step: int, loader: Any) -> None:
+        """Claim the directory for a run, unless its checkpoints would mix with another's.
+
+        The directory is created and marked as ours. If it has a checkpoint of this step,
+        the loader is moved to where it was then. [`eqxshard.fit`][] calls this.
+
+        **Arguments:**
+
+        - `step`: the step that the run starts from.
+        - `loader`: its [`eqxshard.Loader`][].
+
+        **Raises:**
+
+        `ValueError` if the directory is not writable, has checkpoints of later steps or
+        other things with numbers for names, or its checkpoint of this step belongs to a
+        loader with other batches.
+        """
+        facts = {
+            "directory": str(self.directory),
+            "first step": step,
+            "save_interval_steps": self.save_interval_steps,
+            "timed": self._save_interval_seconds is not None,
+            "best": self._best,
+        }
+        assert_same_on_all_processes("run", facts)
+        fault = broadcast_from_first(self._folder.claim() if is_main_process() else None)
+        if fault is not None:
+            raise ValueError(fault)
+        # If hosts do not share the folder, each sees different checkpoints.
+        assert_same_on_all_processes("run", {"checkpoints": self.steps()})
+        steps = self._folder.good_steps()
+        if steps and steps[-1] > step:
+            raise ValueError(
+                f"{self.directory} has a checkpoint of step {steps[-1]}, and the run "
+                f"starts from step {step}; restore that one to go on, or give the run "
+                "another directory."
+            )
+        if step in steps:
+            position = self._folder.description(step).loader
+            # A loader of the user's own may have no position but the step.
+            if position is not None and hasattr(loader, "restore"):
+                loader.restore(position)
+
+    def should_save(self, step: int, *, reporting: bool) -> bool:
+        """Whether it is time to save.
+
+        **Arguments:**
+
+        - `step`: the number of steps taken.
+        - `reporting`: whether `save_interval_seconds` applies at this step. (All
+            processes must ask at the same steps, so `fit` asks when it reports.)
+        """
+        if self.save_interval_steps and step % self.save_interval_steps == 0:
+            return True
+        interval = self._save_interval_seconds
+        if not reporting or interval is None:
+            return False
+        # Clocks differ, and all processes must save together.
+        return broadcast_from_first(time.monotonic() - self._last_save >= interval)
+
+    def save(
+        self,
+        state: TrainState,
+        *,
+        loader: Any = None,
+        metrics: Mapping[str, float] = {},
+    ) -> None:
+        """Save a state; return before it is written.
+
+        A state that contains NaN is not saved, nor one whose step has a checkpoint
+        already. If the last save is still being written, wait for it first. Call
+        [`eqxshard.Checkpointer.wait`][] before the program ends.
+
+        **Arguments:**
+
+        - `state`: not donated here; it may be donated as soon as this returns.
+        - `loader`: the [`eqxshard.Loader`][], for its position.
+        - `metrics`: the metrics of this state, for `best`.
+        """
+        step = int(state.step)
+        self._writer.close()
+        self._last_save = time.monotonic()
+        if not broadcast_from_first(step in self._folder.good_steps()):
+            leaves, _ = partition_by_path(state)
+            self._writer.start(leaves, Description.of(step, leaves, loader, metrics))
+
+    def close(self) -> None:
+        """Wait for the last save to end, whether or not it succeeds."""
+        self._writer.close()
+
+    def wait(self) -> None:
+        """Wait until everything is written.
+
+        **Raises:**
+
+        `OSError` if the last save failed.
+        """
+        self._writer.wait()
+
+    def _steps_to_keep(self, newest: int) -> set[int | None]:
+        newest_steps = self._folder.good_steps()[-self._max_to_keep :]
+        return {*newest_steps, newest, self.best_step()}
+
+
+def _check_options(
+    max_to_keep: int,
+    save_interval_steps: int | None,
+    save_interval_seconds: float | None,
+    mode: str,
+) -> None:
+    numbers = {
+        "max_to_keep": max_to_keep,
+        "save_interval_steps": save_interval_steps,
+        "save_interval_seconds": save_interval_seconds,
+    }
+    for name, value in numbers.items():
+        if value is not None and not value > 0:
+            raise ValueError(f"{name}={value} must be positive.")
+    if mode not in ("max", "min"):
+        raise ValueError(f"mode={mode!r} is not 'max' or 'min'.")

@@ -1,0 +1,88 @@
+"""The readable description of a checkpoint: written, checked and read here."""
+
+import dataclasses
+import importlib.metadata
+import json
+import math
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import NamedSharding
+from jaxtyping import Array
+
+from ._arrays import array_metadata
+
+#: The file in a checkpoint's folder.
+FILE = "description.json"
+
+_PACKAGES = ("jax", "equinox", "optax", "orbax-checkpoint")
+
+
+@dataclass(frozen=True)
+class Description:
+    """The description that is saved with a checkpoint.
+
+    - `step`: the number of steps taken.
+    - `metrics`: the metrics of this state, finite values only.
+    - `loader`: the loader's position, as [`eqxshard.Loader.state`][] returns it, if there
+        was a loader that has one.
+    - `mesh`: the sizes of the mesh's axes.
+    - `versions`: of Python and of the packages in use.
+    - `leaves`: for each array, by path, its shape, dtype and spec.
+    """
+
+    step: int
+    metrics: Mapping[str, float]
+    loader: Mapping[str, Any] | None
+    mesh: Mapping[str, int]
+    versions: Mapping[str, str]
+    leaves: Mapping[str, Mapping[str, Any]]
+
+    @staticmethod
+    def of(
+        step: int, leaves: Mapping[str, Array], loader: Any, metrics: Mapping[str, float]
+    ) -> "Description":
+        """Describe the state of a step, given its arrays by path."""
+        position = None
+        if hasattr(loader, "state"):
+            # The step's position, whatever else the loader was used for.
+            position = {**loader.state(), "step": step}
+        return Description(
+            step=step,
+            # JSON has no infinity and no nan.
+            metrics={k: float(v) for k, v in metrics.items() if math.isfinite(v)},
+            loader=position,
+            mesh=_mesh_sizes(leaves),
+            versions=_versions(),
+            leaves={path: array_metadata(leaf) for path, leaf in leaves.items()},
+        )
+
+    @staticmethod
+    def from_json(text: str) -> "Description":
+        """Read a description; raise `ValueError` if it is not one."""
+        values = json.loads(text)
+        names = [field.name for field in dataclasses.fields(Description)]
+        if not isinstance(values, dict) or set(values) != set(names):
+            raise ValueError(f"{FILE} was not written by eqxshard")
+        return Description(**values)
+
+    def to_json(self) -> str:
+        """The text of the file."""
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+
+
+def _mesh_sizes(leaves: Mapping[str, Array]) -> dict[str, int]:
+    for leaf in leaves.values():
+        if isinstance(leaf.sharding, NamedSharding):
+            return dict(leaf.sharding.mesh.shape)
+    return {}
+
+
+def _versions() -> dict[str, str]:
+    # Not by an import, as this module is a part of it.
+    version = sys.modules["eqxshard"].__version__
+    ours = {"python": platform.python_version(), "eqxshard": version}
+    return ours | {name: importlib.metadata.version(name) for name in _PACKAGES}

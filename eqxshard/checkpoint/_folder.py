@@ -1,0 +1,211 @@
+"""The folder of a run's checkpoints: listing, choosing, completing and removing them."""
+
+import logging
+import os
+from collections.abc import Collection
+from typing import Any
+
+from ..distributed import broadcast_from_first, is_main_process
+from ._checksums import invalidate, is_complete, verify, write_checksums
+from ._description import FILE, Description
+
+_LOG = logging.getLogger(__name__)
+
+#: The file that marks the numbered folders beside it as ours to remove.
+_MARK = "eqxshard.txt"
+_MARK_TEXT = (
+    "The numbered folders here are checkpoints of eqxshard, which removes old ones.\n"
+)
+
+
+class CheckpointFolder:
+    """A folder with a complete folder for each step that was saved.
+
+    **Arguments:**
+
+    - `path`: the folder, which need not exist yet.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = folder_path(path)
+        #: The steps whose checkpoints were found damaged.
+        self._damaged: set[int] = set()
+
+    def at(self, step: int) -> Any:
+        """The folder of a step."""
+        return self.path / str(step)
+
+    def name(self, step: int) -> str:
+        """How messages call the checkpoint of a step."""
+        return f"the checkpoint of step {step} in {self.path}"
+
+    def steps(self) -> list[int]:
+        """The steps with complete checkpoints, in order."""
+        if not self.path.exists():
+            return []
+        if not self.path.is_dir():
+            raise ValueError(
+                f"{self.path} is a file, not a folder; give the checkpoints a folder."
+            )
+        folders = [path for path in self.path.iterdir() if _is_step(path.name)]
+        return sorted(int(path.name) for path in folders if is_complete(path))
+
+    def good_steps(self) -> list[int]:
+        """The steps whose checkpoints were not found damaged."""
+        return [step for step in self.steps() if step not in self._damaged]
+
+    def description(self, step: int) -> Description:
+        """The description of a checkpoint, unchecked."""
+        return Description.from_json((self.at(step) / FILE).read_text())
+
+    def check(self, step: int) -> Description:
+        """Verify a checkpoint and return its description; raise if missing or damaged."""
+        steps = self.steps()
+        if step not in steps:
+            raise FileNotFoundError(
+                f"there is no checkpoint of step {step} in {self.path}; use one of: "
+                f"{listed(steps)}."
+            )
+        try:
+            return self._verified(step)
+        except ValueError as error:
+            others = [other for other in steps if other != step]
+            raise ValueError(
+                f"{self.name(step)} is damaged: {error}; use another one: {listed(others)}."
+            ) from None
+
+    def _verified(self, step: int) -> Description:
+        damage = verify(self.at(step))
+        if damage is not None:
+            raise ValueError(damage)
+        try:
+            return self.description(step)
+        except OSError as error:
+            raise ValueError(f"{FILE} cannot be read: {error}") from None
+
+    def choose(self, step: int | None) -> Description:
+        """Verify the checkpoint of a step, or find the newest that is not damaged.
+
+        Process 0 looks, for all of them.
+        """
+        found = broadcast_from_first(self._find(step) if is_main_process() else None)
+        self._damaged.update(found["damaged"])
+        if found["error"] is not None:
+            kind = FileNotFoundError if found["missing"] else ValueError
+            raise kind(found["error"])
+        return Description.from_json(found["description"])
+
+    def _find(self, step: int | None) -> dict[str, Any]:
+        """What `choose` found, as JSON."""
+        found: dict[str, Any] = {"damaged": [], "error": None, "missing": False}
+        if step is not None:
+            try:
+                return found | {"description": self.check(step).to_json()}
+            except FileNotFoundError as error:
+                return found | {"error": str(error), "missing": True}
+            except ValueError as error:
+                return found | {"error": str(error), "damaged": [step]}
+        damages = []
+        for candidate in reversed(self.steps()):
+            try:
+                return found | {"description": self._verified(candidate).to_json()}
+            except ValueError as error:
+                found["damaged"].append(candidate)
+                damages.append(f"step {candidate}: {error}")
+                _LOG.warning(
+                    "%s is damaged (%s); using the one before it.",
+                    self.name(candidate),
+                    error,
+                )
+        if damages:
+            error = (
+                f"all checkpoints in {self.path} are damaged ({', '.join(damages)}); start "
+                "again in another directory."
+            )
+            return found | {"error": error}
+        error = f"there is no checkpoint in {self.path}; start a run there first."
+        return found | {"error": error, "missing": True}
+
+    def complete(self, description: Description) -> None:
+        """Complete a checkpoint whose arrays are written."""
+        folder = self.at(description.step)
+        (folder / FILE).write_text(description.to_json())
+        write_checksums(folder)
+        self._damaged.discard(description.step)
+
+    def keep_only(self, steps: Collection[int | None]) -> None:
+        """Remove the checkpoints of all other steps."""
+        for step in set(self.steps()) - set(steps):
+            invalidate(self.at(step))
+            self.remove(step)
+            self._damaged.discard(step)
+
+    def claim(self) -> str | None:
+        """Make the folder ours; return a sentence if that failed, else `None`.
+
+        Folders in it with numbers for names are removed one day, so they must be ours.
+        """
+        try:
+            if (self.path / _MARK).exists():
+                return None
+            there = self.path.iterdir() if self.path.exists() else ()
+            numbered = [path.name for path in there if _is_ours(path.name)]
+            if numbered and not self.steps():
+                return (
+                    f"{self.path} has {min(numbered)!r}, which is not a checkpoint of "
+                    "eqxshard; give the run a folder of its own."
+                )
+            self.path.mkdir(parents=True, exist_ok=True)
+            (self.path / _MARK).write_text(_MARK_TEXT)
+        except ValueError as error:
+            return str(error)
+        except OSError as error:
+            return (
+                f"checkpoints cannot be written to {self.path}: {error.strerror or error}; "
+                "give a folder that can be written to."
+            )
+        return None
+
+    def remove(self, step: int) -> None:
+        """Remove the folder of a step, if there is one."""
+        _remove(self.at(step))
+
+    def clean(self) -> None:
+        """Remove checkpoints whose writing was interrupted."""
+        for path in self.path.iterdir():
+            if _is_ours(path.name) and not (_is_step(path.name) and is_complete(path)):
+                _remove(path)
+
+
+def folder_path(path: str | os.PathLike[str]) -> Any:
+    """A folder, local or not, as an `etils.epath.Path`."""
+    # Later: it takes a while to import, and not every run needs it.
+    from etils import epath
+
+    remote = "://" in os.fspath(path)
+    try:
+        return epath.Path(path if remote else os.path.abspath(path))
+    except (ImportError, KeyError) as error:
+        raise ValueError(
+            f"no installed package reaches {os.fspath(path)!r} ({error}); use a local "
+            "folder, or install one, such as gcsfs for gs://."
+        ) from error
+
+
+def listed(steps: list[int]) -> str:
+    """Steps for a message: `step 100, step 200`."""
+    return ", ".join(f"step {step}" for step in steps) or "none"
+
+
+def _is_step(name: str) -> bool:
+    return name.isascii() and name.isdigit() and str(int(name)) == name
+
+
+def _is_ours(name: str) -> bool:
+    """Whether a folder is a step's, or Orbax's temporary folder for one."""
+    return _is_step(name.partition(".orbax-checkpoint-tmp")[0])
+
+
+def _remove(folder: Any) -> None:
+    if folder.exists():
+        folder.rmtree(missing_ok=True)

@@ -1,0 +1,127 @@
+"""Writes checkpoints in a thread while training continues."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, PyTree
+
+from ..distributed import allgather_json, broadcast_from_first, is_main_process
+from ._arrays import write
+from ._description import Description
+from ._folder import CheckpointFolder, listed
+
+_LOG = logging.getLogger(__name__)
+
+
+class CheckpointWriter:
+    """Writes one checkpoint at a time; a failure is logged, and training continues.
+
+    **Arguments:**
+
+    - `folder`: the run's checkpoints.
+    - `keep`: called with the step of a new checkpoint, returns the steps to keep.
+    """
+
+    def __init__(
+        self, folder: CheckpointFolder, keep: Callable[[int], Collection[int | None]]
+    ):
+        self._folder = folder
+        self._keep = keep
+        self._cleaned = False
+        # One thread, so that checkpoints do not overlap; started when first needed.
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: Future[None] | None = None
+        self._error: str | None = None
+
+    def start(self, leaves: Mapping[str, Array], description: Description) -> None:
+        """Begin to write a checkpoint; return once its arrays are copied."""
+        self.close()
+        self._error = None
+        step = description.step
+        # Read when everything is written: reading it now would wait for the step.
+        has_nan = _has_nan([*leaves.values()])
+        fault = broadcast_from_first(self._make_room(step) if is_main_process() else None)
+        try:
+            if fault is not None:
+                raise OSError(fault)
+            response = write(self._folder.at(step), dict(leaves))
+        # Whatever keeps a checkpoint from being written, training continues.
+        except Exception as error:
+            self._report_failure(step, error)
+            return
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "eqxshard-checkpoint")
+        self._pending = self._thread.submit(self._finish, response, description, has_nan)
+
+    def close(self) -> None:
+        """Wait for the last checkpoint, whether or not it succeeds."""
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+
+    def wait(self) -> None:
+        """Wait for the last checkpoint; raise `OSError` if it failed in any process."""
+        self.close()
+        errors = [error for error in allgather_json(self._error) if error]
+        if errors:
+            raise OSError(errors[0])
+
+    def _make_room(self, step: int) -> str | None:
+        """Clear the folder of a step; return a sentence if that failed, else `None`."""
+        fault = self._folder.claim()
+        if fault is not None:
+            return fault
+        try:
+            if not self._cleaned:
+                self._folder.clean()
+                self._cleaned = True
+            self._folder.remove(step)
+        except OSError as error:
+            return error.strerror or str(error)
+        return None
+
+    def _finish(self, response: Any, description: Description, has_nan: Array) -> None:
+        step = description.step
+        try:
+            response.result()
+            if not is_main_process():
+                return
+            if bool(has_nan):
+                self._folder.remove(step)
+                _LOG.error(
+                    "the state of step %d contains NaN and was not saved; the newest "
+                    "checkpoint: %s.",
+                    step,
+                    listed(self._folder.steps()[-1:]),
+                )
+                return
+            self._folder.complete(description)
+            self._folder.keep_only(self._keep(step))
+        except Exception as error:
+            self._report_failure(step, error)
+
+    def _report_failure(self, step: int, error: Exception) -> None:
+        why = " ".join(str(error).split())[:300] or type(error).__name__
+        others = [other for other in self._folder.steps() if other != step]
+        self._error = (
+            f"the checkpoint of step {step} could not be written to {self._folder.path}: "
+            f"{why}; the newest checkpoint: {listed(others[-1:])}."
+        )
+        _LOG.error("%s Training continues.", self._error)
+        # Nothing may be removed from a folder that could not be claimed.
+        if not self._cleaned:
+            return
+        # Free the space that the part of it takes: the disk may be full.
+        with contextlib.suppress(OSError):
+            self._folder.clean()
+
+
+@jax.jit
+def _has_nan(arrays: PyTree) -> Bool[Array, ""]:
+    floats = [x for x in jax.tree.leaves(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jnp.any(jnp.stack([jnp.any(jnp.isnan(x)) for x in floats] or [jnp.array(False)]))

@@ -1,0 +1,1 @@
+"""Fashion-MNIST, and a generated replacement for tests and demos."""

@@ -1,0 +1,128 @@
+"""Batches gathered on the host, ahead of the steps, and placed on their devices."""
+
+import itertools
+import math
+from collections.abc import Generator
+from contextlib import closing
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jaxtyping import Array
+
+from ._host import Chunks, HostBatch, HostBatches, check_integers
+
+#: Passing something from one thread to another costs as much as gathering a batch of
+#: small images, so small batches are gathered and passed on together.
+_TOGETHER_BYTES = 2**21
+_TOGETHER_BATCHES = 16
+
+
+class HostPipeline:
+    """A Grain pipeline that gathers batches in a thread or in worker processes.
+
+    **Arguments:**
+
+    - `host`: makes the batches.
+    - `sharding`: of a batch on its devices.
+    - `prefetch`, `workers`: as for the loader.
+    """
+
+    def __init__(
+        self, host: HostBatches, sharding: NamedSharding, prefetch: int, workers: int
+    ):
+        self._host = host
+        self._sharding = sharding
+        self._prefetch = prefetch
+        self._workers = workers
+        self._ones: Array | None = None
+
+    def batches(self, steps: range) -> Generator[dict[str, Array], None, None]:
+        """The batches of some steps; close it to end its thread early."""
+        with closing(self._host_batches(steps)) as host_batches:
+            for arrays, real in host_batches:
+                # Here and not ahead, as jax.enable_x64 may hold for this thread only.
+                check_integers(arrays)
+                batch = {name: self._place(array) for name, array in arrays.items()}
+                if self._host.pads and "weight" not in batch:
+                    batch["weight"] = self._weight(real)
+                yield batch
+
+    def _host_batches(self, steps: range) -> Generator[HostBatch, None, None]:
+        if not steps:
+            return
+        # Later: it takes as long to import as JAX itself.
+        import grain
+
+        first, stop = steps.start, steps.stop
+        (batch,) = self._host.gather(range(first, first + 1))
+        threads, together, ahead = min(self._prefetch, 1), 1, self._prefetch
+        nbytes = sum(array.nbytes for array in batch.arrays.values())
+        small = 2 * nbytes <= _TOGETHER_BYTES and self._host.transform is None
+        if self._prefetch and small and not self._workers:
+            together = min(_TOGETHER_BYTES // max(nbytes, 1), _TOGETHER_BATCHES)
+            # At least two: with one, the thread would wait for us as often as we for it.
+            ahead = max(math.ceil(self._prefetch / together), 2)
+        chunks = grain.MapDataset.range(first + 1, stop, together).map(
+            Chunks(self._host, together, stop)
+        )
+        if self._workers:
+            _parse_flags()
+            dataset = chunks.to_iter_dataset(grain.ReadOptions(num_threads=0)).mp_prefetch(
+                grain.MultiprocessingOptions(
+                    num_workers=self._workers,
+                    per_worker_buffer_size=max(math.ceil(ahead / self._workers), 1),
+                )
+            )
+        else:
+            dataset = chunks.to_iter_dataset(
+                grain.ReadOptions(num_threads=threads, prefetch_buffer_size=ahead)
+            )
+        with closing(iter(dataset)) as gathered:
+            gathered.start_prefetch()
+            yield batch
+            yield from itertools.chain.from_iterable(gathered)
+
+    def _place(self, array: np.ndarray) -> Array:
+        # This process holds the rows of its own devices, and each device gets its rows.
+        # (device_put takes twice as long.)
+        size = self._host.batch_size
+        shape = (size, *array.shape[1:])
+        if len(array) == size:
+            return jax.make_array_from_callback(shape, self._sharding, array.__getitem__)
+        positions = self._host.positions
+
+        def part(index: Any) -> np.ndarray:
+            start, stop, _ = index[0].indices(size)
+            return array[slice(*np.searchsorted(positions, (start, stop)))]
+
+        return jax.make_array_from_callback(shape, self._sharding, part)
+
+    def _weight(self, real: np.ndarray) -> Array:
+        if not real.all():
+            return self._place(real.astype(np.float32))
+        # Shared by all full batches, until somebody donates one.
+        if self._ones is None or self._ones.is_deleted():
+            self._ones = self._place(real.astype(np.float32))
+        return self._ones
+
+
+def _parse_flags() -> None:
+    """Grain asks absl for flags, which only programs of absl's have parsed."""
+    from absl import flags
+
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+
+
+def positions_on_this_process(sharding: NamedSharding, batch_size: int) -> np.ndarray:
+    """The positions in a batch whose devices belong to this process, in order."""
+    indices = sharding.addressable_devices_indices_map((batch_size,)).values()
+    rows = [range(batch_size)[index[0]] for index in indices if index is not None]
+    if not rows:
+        raise ValueError(
+            "no device of the mesh belongs to this process, so it has no part of a batch; "
+            "make the mesh of devices of all processes."
+        )
+    return np.unique(np.concatenate(rows))

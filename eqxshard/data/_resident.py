@@ -1,0 +1,108 @@
+"""A dataset that is whole on every device, and batches that steps gather from it."""
+
+import sys
+from collections.abc import Generator, Mapping
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from ..sharding._mesh import batch_sharding
+from ..sharding._placement import filter_shard
+from ._host import HostBatches, check_integers
+
+
+class DeviceBatches(eqx.Module):
+    """Batches that a step gathers for itself, from a dataset that is on its devices.
+
+    [`eqxshard.Loader.stacked`][] makes these for `train_step.many` and `eval_step.many`.
+
+    - `examples`: the dataset, whole on each device.
+    - `rows`: which examples each step takes.
+    - `weight`: if the loader pads, how much each of them counts.
+    - `count`: the number of steps to take; there is room for `len(rows)`.
+    """
+
+    examples: dict[str, Array]
+    rows: Int[Array, "steps batch"]
+    weight: Float[Array, "steps batch"] | None
+    count: Int[np.ndarray | Array, ""]
+
+    def batch(self, step: Int[Array, ""], mesh: Mesh) -> dict[str, Array]:
+        """The batch of one of the steps."""
+        rows = self.rows[step]
+        batch = {name: jnp.take(x, rows, axis=0) for name, x in self.examples.items()}
+        if self.weight is not None:
+            weight = self.weight[step]
+            if "weight" in batch:
+                weight = jnp.where(weight == 0, weight, batch["weight"])
+            batch["weight"] = weight
+        return filter_shard(batch, batch_sharding(mesh))
+
+
+class ResidentDataset:
+    """Puts all examples on every device once; then a batch costs only its row numbers.
+
+    **Arguments:**
+
+    - `host`: decides which examples make up each batch.
+    - `mesh`: the mesh of the devices.
+
+    **Raises:**
+
+    `ValueError` if the examples do not fit on a device.
+    """
+
+    def __init__(self, host: HostBatches, mesh: Mesh):
+        self._host = host
+        self._mesh = mesh
+        self._examples = _put_whole(host.everything(), mesh)
+        self._gather = jax.jit(
+            lambda batches: batches.batch(jnp.int32(0), mesh),
+            out_shardings=batch_sharding(mesh),
+        )
+
+    def batches(self, steps: range) -> Generator[dict[str, Array], None, None]:
+        """The batches of some steps, gathered one at a time."""
+        for step in steps:
+            yield self._gather(self.stacked(range(step, step + 1), room=1))
+
+    def stacked(self, steps: range, *, room: int) -> DeviceBatches:
+        """The batches of some steps, for a step to gather, with room for so many."""
+        size = self._host.batch_size
+        padded, real = self._host.padded(steps, np.arange(size))
+        sharding = batch_sharding(self._mesh, stacked=True)
+
+        def put(array: np.ndarray, dtype: type) -> Array:
+            filled = np.zeros((room, size), dtype)
+            filled[: len(array)] = array
+            return jax.make_array_from_callback(filled.shape, sharding, filled.__getitem__)
+
+        weight = put(real, np.float32) if self._host.pads else None
+        count = np.array(len(steps), np.int32)
+        return DeviceBatches(self._examples, put(padded, np.int32), weight, count)
+
+
+def _put_whole(arrays: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, Array]:
+    check_integers(arrays)
+    nbytes = sum(array.nbytes for array in arrays.values())
+    for device in mesh.local_devices or ():
+        _check_room(nbytes, device.memory_stats() or {})
+    whole = NamedSharding(mesh, PartitionSpec())
+    return {
+        name: jax.make_array_from_callback(array.shape, whole, array.__getitem__)
+        for name, array in arrays.items()
+    }
+
+
+def _check_room(nbytes: int, memory: Mapping[str, int]) -> None:
+    """Raise `ValueError` if the examples do not fit on a device (CPUs do not report it)."""
+    free = memory.get("bytes_limit", sys.maxsize) - memory.get("bytes_in_use", 0)
+    if nbytes > free:
+        raise ValueError(
+            f"the source's {nbytes / 2**30:.1f} GiB do not fit on a device that has "
+            f"{free / 2**30:.1f} GiB free; use placement='host'."
+        )

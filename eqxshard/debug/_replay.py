@@ -1,0 +1,130 @@
+"""Replay a step one operation at a time, to find the first that is not finite."""
+
+import traceback
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from ..sharding._leaves import array_leaves, is_inexact, leaf_path
+from ..training._precision import cast
+from ..training._state import split_model, with_state
+from ._crash_dump import CrashDump
+
+
+def replay(dump: CrashDump) -> str:
+    """Find the first value that was not finite.
+
+    **Arguments:**
+
+    - `dump`: a step's model, batch, key and loss function.
+
+    **Returns:**
+
+    A sentence that names it: an entry of the batch and its rows, a parameter, a layer
+    and the line of code in it, or the parameters whose gradients are not finite.
+    """
+    for path, leaf in _inexact_leaves(dump.batch):
+        bad = _nonfinite_rows(leaf)
+        if bad.size:
+            return f"batch entry {path} is not finite in {_name_rows(bad, dump.rows)}."
+    for path, leaf in _inexact_leaves(dump.model):
+        # A mask of -inf is fine.
+        if bool(jnp.any(jnp.isnan(leaf))):
+            return f"the parameter {path} contains NaN."
+    model, batch = dump.model, dump.batch
+    if dump.precision is not None:
+        model = cast(model, dump.precision.compute)
+        batch = cast(batch, dump.precision.compute)
+
+    def loss(model: PyTree) -> Any:
+        out = dump.loss_fn(with_state(model, dump.model_state), batch, dump.key)
+        return out[0] if isinstance(out, tuple) else out
+
+    losses = np.asarray(loss(model), np.float64)
+    if not np.isfinite(losses).all():
+        rows = _name_rows(_nonfinite_rows(losses), dump.rows)
+        return f"{_first_layer(loss, model)}; the loss is not finite in {rows}."
+    params, frozen = split_model(model, dump.trainable)
+    grads = jax.grad(lambda params: jnp.mean(loss(eqx.combine(params, frozen))))(params)
+    bad = [p for p, leaf in _inexact_leaves(grads) if not bool(jnp.isfinite(leaf).all())]
+    if bad:
+        return (
+            "the loss is finite and its gradient is not; the first parameter whose "
+            f"gradient is not finite is {bad[0]} (of {len(bad)}: {', '.join(bad[:8])})."
+        )
+    return (
+        "nothing: on one device, the loss and its gradients are finite; the cause may have "
+        "been rounding, or a faulty device."
+    )
+
+
+def _first_layer(loss: Any, model: PyTree) -> str:
+    """The first operation that returns NaN or, if none does, infinity."""
+    for check, what in ((jax.debug_nans, "NaN"), (jax.debug_infs, "infinity")):
+        try:
+            with jax.disable_jit(), check(True):
+                jax.block_until_ready(loss(model))
+        except FloatingPointError as error:
+            layer, line = _locate(error.__traceback__, model)
+            return f"the first {what} appears in {layer}, {line}"
+    return "no single operation produces it"
+
+
+def _locate(trace: TracebackType | None, model: PyTree) -> tuple[str, str]:
+    """The innermost module of a model on a stack, by its path, and the line of code."""
+    paths, layer = _module_paths(model), "the loss function"
+    lines: list[str] = []
+    for frame, number in traceback.walk_tb(trace):
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, eqx.Module):
+            name = type(owner).__name__
+            layer = f"{paths[id(owner)]} ({name})" if id(owner) in paths else name
+        module = frame.f_globals.get("__name__", "")
+        if module.split(".")[0] not in ("jax", "equinox", "eqxshard", "contextlib"):
+            lines.append(f"{frame.f_code.co_filename}:{number}")
+    return layer, lines[-1] if lines else "in a library"
+
+
+def _module_paths(model: PyTree) -> dict[int, str]:
+    paths: dict[int, str] = {}
+
+    def walk(path: tuple[Any, ...], node: Any) -> None:
+        if isinstance(node, eqx.Module):
+            paths[id(node)] = leaf_path(path) or "the model"
+        children, _ = jax.tree_util.tree_flatten_with_path(
+            node, is_leaf=lambda x: x is not node
+        )
+        for key, child in children:
+            if child is not node:
+                walk((*path, *key), child)
+
+    walk((), model)
+    return paths
+
+
+def _inexact_leaves(tree: PyTree) -> Iterator[tuple[str, Any]]:
+    return ((path, leaf) for path, leaf in array_leaves(tree) if is_inexact(leaf))
+
+
+def _nonfinite_rows(values: Any) -> np.ndarray:
+    """The rows of an array that are not finite."""
+    finite = np.asarray(jnp.isfinite(values))
+    return np.flatnonzero(~finite.reshape(finite.shape[0] if finite.ndim else 1, -1).all(1))
+
+
+def _name_rows(bad: np.ndarray, rows: list[int] | None) -> str:
+    """Rows of a batch, and their examples in the source."""
+    some = [int(row) for row in bad[:8]]
+    more = f" and {bad.size - 8} more" if bad.size > 8 else ""
+    named = f"rows {some}{more} of the batch"
+    if rows is None:
+        return named
+    # Rows beyond these are padding.
+    examples = [rows[row] for row in some if row < len(rows)]
+    return f"{named} (examples {examples} of the source)"

@@ -1,0 +1,286 @@
+"""`Explanation`: a rule's decisions as a table, a dict and a picture."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..sharding._mesh import describe_mesh
+from ..sharding._spec import axes_of, format_spec
+from ._tables import BreakablePath, render
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: As many arrays as fit a picture; `draw` says how many there are besides.
+_DRAWN = 12
+
+
+class Bytes(NamedTuple):
+    """The size of some arrays: of the whole arrays, and of one device's part of them."""
+
+    whole: int
+    per_device: int
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One row of an [`eqxshard.Explanation`][].
+
+    - `path`: such as `layers.0.weight`.
+    - `shape`, `dtype`: of the whole array.
+    - `spec`: its `PartitionSpec`.
+    - `bytes_whole`, `bytes_per_device`: of the whole array, and of one device's part.
+    - `rule`: the rule that decided.
+    - `note`: why the leaf is whole, if the rule could not split it; and whether it is
+        frozen.
+    - `update_spec`, `update_rule`: the same for its gradient and its part of the
+        optimizer's state, which differ under [`eqxshard.zero1`][]. `None` and empty if
+        the leaf is not trained.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: PartitionSpec
+    bytes_whole: int
+    bytes_per_device: int
+    rule: str
+    note: str
+    update_spec: PartitionSpec | None
+    update_rule: str
+
+    @property
+    def updates_elsewhere(self) -> bool:
+        """Whether its gradient and optimizer state are split unlike itself."""
+        return self.update_spec not in (None, self.spec)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The decision of a rule for each array of a model: `print` it, or `draw` it.
+
+    - `leaves`: one [`eqxshard.Leaf`][] for each array.
+    - `mesh`: the mesh.
+    - `parameters`: the bytes of the floating-point (and complex) arrays: a pair of
+        `whole`, those of the whole arrays, and `per_device`, those of one device's part.
+    - `other`: the bytes of the other arrays.
+    - `gradients`: the bytes of the gradients.
+    - `optimizer_state`: the bytes of the optimizer's state; `None` without an optimizer.
+    """
+
+    leaves: tuple[Leaf, ...]
+    mesh: Mesh
+    parameters: Bytes
+    other: Bytes
+    gradients: Bytes
+    optimizer_state: Bytes | None
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes of the model on each device."""
+        return self.parameters.per_device + self.other.per_device
+
+    @property
+    def bytes_whole(self) -> int:
+        """Bytes of all the model's arrays, whole."""
+        return self.parameters.whole + self.other.whole
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as dicts, lists, strings and numbers, for `json.dump`.
+
+        **Returns:**
+
+        A dict with the entries `mesh` (`axes`, by name; `devices`; `platform`), `leaves`
+        (the fields of each [`eqxshard.Leaf`][]) and `totals` (`bytes_whole` and
+        `bytes_per_device` of the `parameters`, of `other` arrays, of the `gradients`, of
+        the `optimizer_state` and in `total`). A spec is a list with one entry per dim: an
+        axis, a list of axes, or `None`.
+        """
+
+        def plain(size: Bytes) -> dict[str, int]:
+            return {"bytes_whole": size.whole, "bytes_per_device": size.per_device}
+
+        optimizer_state = self.optimizer_state
+        return {
+            "mesh": {
+                "axes": dict(self.mesh.shape),
+                "devices": self.mesh.size,
+                "platform": self.mesh.devices.flat[0].platform,
+            },
+            "leaves": [
+                {
+                    **vars(leaf),
+                    "shape": list(leaf.shape),
+                    "spec": _plain_spec(leaf.spec),
+                    "update_spec": _plain_spec(leaf.update_spec),
+                }
+                for leaf in self.leaves
+            ],
+            "totals": {
+                "parameters": plain(self.parameters),
+                "other": plain(self.other),
+                "gradients": plain(self.gradients),
+                "optimizer_state": optimizer_state and plain(optimizer_state),
+                "total": plain(self._total()),
+            },
+        }
+
+    def draw(self, paths: str | Sequence[str] | None = None) -> "Figure":
+        """Draw which device holds which block of which array.
+
+        Each array is a rectangle, cut into its blocks. Each block shows the numbers of
+        the devices that hold it. For arrays of more than two dims, the dims that are
+        split are drawn. If the gradient and the optimizer's state are split otherwise,
+        they have a picture of their own.
+
+        **Arguments:**
+
+        - `paths`: which arrays: a regular expression that is searched in their paths, as
+            by [`eqxshard.by_path`][], or several. By default the twelve largest.
+
+        **Returns:**
+
+        A `matplotlib.figure.Figure` that belongs to no window: `savefig` it.
+
+        **Raises:**
+
+        `ImportError` if Matplotlib is not installed; `ValueError` if an expression
+        matches no path.
+
+        !!! Example
+
+            ```python
+            eqxshard.explain(model, mesh, rule).draw("layers.0").savefig("layout.png")
+            ```
+        """
+        from ._diagram import draw_panels
+
+        chosen = self._chosen([paths] if isinstance(paths, str) else paths)
+        panels = []
+        for leaf in chosen:
+            panels.append(self._panel(leaf, leaf.path, leaf.spec))
+            if leaf.update_spec is not None and leaf.updates_elsewhere:
+                panels.append(self._panel(leaf, f"{leaf.path} (update)", leaf.update_spec))
+        left_out = len(self.leaves) - len(chosen)
+        footnote = f"{left_out} more arrays are not drawn" if left_out else ""
+        title = f"the devices that hold each block, on {describe_mesh(self.mesh)}"
+        return draw_panels(panels, title, footnote)
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from rich.text import Text
+
+        yield self._table()
+        yield Text()
+        yield self._totals()
+
+    def __str__(self) -> str:
+        return render(self) + "\n"
+
+    def _table(self) -> Any:
+        from rich.table import Table
+        from rich.text import Text
+
+        updates = any(leaf.updates_elsewhere for leaf in self.leaves)
+        table = Table(title=f"on {describe_mesh(self.mesh)}")
+        columns = ["path", "shape", "dtype", "spec", "bytes/device", "rule"]
+        columns[4:4] = ["update spec"] if updates else []
+        for column in columns:
+            justify = "right" if column == "bytes/device" else "left"
+            table.add_column(column, justify=justify, overflow="fold")
+        for leaf in self.leaves:
+            # The update's rule names all rules that had a say, the leaf's maybe not.
+            rule = leaf.update_rule or leaf.rule
+            cells = [
+                format_shape(leaf.shape),
+                leaf.dtype,
+                format_spec(leaf.spec),
+                format_bytes(leaf.bytes_per_device),
+                f"{rule}: {leaf.note}" if leaf.note else rule,
+            ]
+            update = leaf.update_spec if leaf.updates_elsewhere else None
+            cells[3:3] = [format_spec(update) if update else ""] if updates else []
+            # As `Text`: in a `str`, rich would read brackets, as in by_path('[a-z]'), as
+            # markup.
+            table.add_row(BreakablePath(leaf.path), *map(Text, cells))
+        return table
+
+    def _totals(self) -> Any:
+        from rich.table import Table
+
+        kinds = {
+            "parameters": self.parameters,
+            "other arrays": self.other if self.other.whole else None,
+            "gradients": self.gradients,
+            "optimizer state": self.optimizer_state,
+        }
+        table = Table(show_edge=False, show_footer=True)
+        total = "total" if self.optimizer_state else "total without optimizer state"
+        whole, per_device = map(format_bytes, self._total())
+        table.add_column("", total)
+        table.add_column("each device", per_device, justify="right")
+        table.add_column("whole", whole, justify="right")
+        for kind, size in kinds.items():
+            if size is not None:
+                table.add_row(kind, format_bytes(size.per_device), format_bytes(size.whole))
+        return table
+
+    def _total(self) -> Bytes:
+        kinds = (self.parameters, self.other, self.gradients, self.optimizer_state)
+        return Bytes(*map(sum, zip(*filter(None, kinds))))
+
+    def _panel(self, leaf: Leaf, title: str, spec: PartitionSpec) -> Any:
+        from ._diagram import Panel
+
+        subtitle = f"{format_shape(leaf.shape)}, {format_spec(spec)}"
+        return Panel(title, subtitle, leaf.shape, NamedSharding(self.mesh, spec))
+
+    def _chosen(self, patterns: Sequence[str] | None) -> list[Leaf]:
+        """The leaves to draw, in their order."""
+        if patterns is None:
+            largest = sorted(self.leaves, key=lambda leaf: -leaf.bytes_whole)[:_DRAWN]
+            return [leaf for leaf in self.leaves if leaf in largest]
+        for pattern in patterns:
+            if not any(_matches(pattern, leaf) for leaf in self.leaves):
+                some = ", ".join(leaf.path for leaf in self.leaves[:3])
+                raise ValueError(
+                    f"draw: {pattern!r} matches the path of no array; "
+                    + (f"the first paths are {some}." if some else "there are none.")
+                )
+        return [leaf for leaf in self.leaves if any(_matches(p, leaf) for p in patterns)]
+
+
+def format_shape(shape: tuple[int, ...]) -> str:
+    """A shape in a table: `4 x 256 x 64`."""
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def format_bytes(count: int) -> str:
+    """A number of bytes to three digits: `32.8 kB`."""
+    if count < 1000:
+        return f"{count} B"
+    size = float(count)
+    for unit in ("kB", "MB", "GB"):
+        size /= 1000
+        if size < 1000:
+            return f"{size:.3g} {unit}" if size < 100 else f"{size:.0f} {unit}"
+    return f"{size / 1000:.3g} TB"
+
+
+def _matches(pattern: str, leaf: Leaf) -> bool:
+    try:
+        return re.search(pattern, leaf.path) is not None
+    except re.error as error:
+        raise ValueError(
+            f"draw: {pattern!r} is not a regular expression ({error}); escape its special "
+            "characters with a backslash."
+        ) from None
+
+
+def _plain_spec(spec: PartitionSpec | None) -> list[str | list[str] | None] | None:
+    if spec is None:
+        return None
+    entries = [[*axes_of(entry)] for entry in spec]
+    return [axes[0] if len(axes) == 1 else axes or None for axes in entries]

@@ -1,0 +1,73 @@
+"""The steps of a run: one at a time, or many in one dispatch from a resident dataset."""
+
+from collections.abc import Callable, Generator
+from contextlib import closing
+from typing import Any, NamedTuple
+
+from jaxtyping import PyTree
+
+from ..data._loader import Loader
+from ..training._eval_step import EvalStep
+from ..training._metrics import Metrics
+from ..training._state import TrainState
+from ..training._train_step import TrainStep
+from ._protocols import Batches
+from ._schedule import Schedule
+from ._watchdog import Watchdog
+
+
+class Chunk(NamedTuple):
+    """Some steps that are dispatched at once.
+
+    - `last`: the number of the last one.
+    - `steps`: how many there are.
+    - `take`: takes them.
+    """
+
+    last: int
+    steps: int
+    take: Callable[[TrainState], tuple[TrainState, Metrics]]
+
+
+def chunks_of(
+    loader: Batches, train_step: Any, schedule: Schedule, watchdog: Watchdog
+) -> Generator[Chunk, None, None]:
+    """The steps of a run, in order."""
+    loader.seek(schedule.first)
+    if is_resident(loader, train_step):
+        return _resident_chunks(loader, train_step, schedule, watchdog)
+    return _single_steps(loader, train_step, schedule, watchdog)
+
+
+def is_resident(loader: Batches, step: Any) -> bool:
+    """Whether a loader's dataset is on the devices, and the step can gather from it."""
+    steps = isinstance(step, TrainStep | EvalStep)
+    return isinstance(loader, Loader) and loader.placement == "device" and steps
+
+
+def _single_steps(
+    loader: Batches, train_step: Any, schedule: Schedule, watchdog: Watchdog
+) -> Generator[Chunk, None, None]:
+    with closing(iter(loader)) as batches:
+        for step in range(schedule.first + 1, schedule.last + 1):
+            watchdog.waits_for(f"the batch of step {step}")
+            batch = next(batches, None)
+            if batch is None:
+                raise ValueError(
+                    f"the loader ended after step {step - 1}, before step "
+                    f"{schedule.last}; make it with epochs=None, and let fit stop."
+                )
+            watchdog.waits_for(f"step {step}")
+            yield Chunk(step, 1, lambda state, batch=batch: train_step(state, batch))
+
+
+def _resident_chunks(
+    loader: Any, train_step: TrainStep, schedule: Schedule, watchdog: Watchdog
+) -> Generator[Chunk, None, None]:
+    step = schedule.first
+    while step < schedule.last:
+        count = schedule.chunk_after(step)
+        batches: PyTree = loader.stacked(count, room=schedule.longest_chunk)
+        step += count
+        watchdog.waits_for(f"step {step}")
+        yield Chunk(step, count, lambda s, batches=batches: train_step.many(s, batches))

@@ -1,0 +1,43 @@
+"""The end of a run whose steps are not finite any more."""
+
+from collections.abc import Sequence
+from contextlib import closing
+from typing import Any, NoReturn
+
+from ..checkpoint._checkpointer import Checkpointer
+from ..debug._crash_dump import write_crash_dump
+from ..training._state import TrainState
+from ._protocols import Batches
+
+
+def give_up(
+    state: TrainState,
+    train_step: Any,
+    loader: Batches,
+    steps: Sequence[int],
+    checkpointer: Checkpointer | None,
+) -> NoReturn:
+    """Write a crash dump of the first of some steps; raise `FloatingPointError`."""
+    message = (
+        f"the loss or a gradient of {len(steps)} steps in a row, from step {steps[0]} on, "
+        "was not finite"
+    )
+    if checkpointer is None:
+        raise FloatingPointError(
+            f"{message}; use a lower learning rate, or give fit a checkpointer to get a "
+            "crash dump that helps to find the cause."
+        )
+    loader.seek(steps[0] - 1)
+    with closing(iter(loader)) as batches:
+        batch = next(batches)
+    folder = checkpointer.directory / "crash_dump"
+    try:
+        write_crash_dump(folder, state, steps, batch, train_step, loader)
+    # A full disk, say, or a part of the model that cannot be written.
+    except Exception as error:
+        raise FloatingPointError(
+            f"{message}; a crash dump could not be written: {error}"
+        ) from error
+    raise FloatingPointError(
+        f"{message}; find the cause with `python -m eqxshard.replay {folder}`."
+    )

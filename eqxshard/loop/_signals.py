@@ -1,0 +1,101 @@
+"""Stop on SIGTERM and SIGINT, but save first."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import jax
+
+from ..checkpoint._checkpointer import Checkpointer
+from ..distributed import is_main_process
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_NOTICE = (
+    b"\nstopping after this step, to save a checkpoint; a second signal stops at once.\n"
+)
+
+
+class Stop:
+    """Whether a signal asked this run to stop, and which.
+
+    **Arguments:**
+
+    - `listens`: whether the run can be stopped; otherwise signals end the process.
+    """
+
+    def __init__(self, listens: bool):
+        self.signal: int | None = None
+        self._listens = listens
+
+    def requested(self, step: int) -> bool:
+        """Whether to end the run after this step: the same step in all processes."""
+        if not self._listens:
+            return False
+        if jax.process_count() == 1:
+            return self.signal is not None
+        from jax.experimental.multihost_utils import reached_preemption_sync_point
+
+        return reached_preemption_sync_point(step)
+
+    def leave(self, step: int, checkpointer: Checkpointer | None) -> NoReturn:
+        """Raise the exception that ends the run as the signal would have."""
+        saved = None
+        if checkpointer is not None:
+            checkpointer.wait()
+            saved = checkpointer.steps()[-1:]
+        if is_main_process():
+            what = f"the checkpoint of step {saved[0]} is saved" if saved else "not saved"
+            print(f"stopped after step {step}; {what}.", file=sys.stderr)
+        if self.signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + signal.SIGTERM)
+
+
+@contextmanager
+def stop_signals(*, can_save: bool) -> Iterator[Stop]:
+    """Note the first signal; leave the second to the system, which kills the process.
+
+    Python lets only the main thread handle signals; elsewhere they act as before. With
+    several processes, JAX notes a SIGTERM to any of them, and tells the others.
+
+    **Arguments:**
+
+    - `can_save`: whether the run can save its state; otherwise a single process does not
+        handle signals.
+    """
+    listens = can_save or jax.process_count() > 1
+    stop = Stop(listens)
+    if not listens or threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    if jax.process_count() > 1:
+        before = signal.signal(
+            signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+        )
+        try:
+            yield stop
+        finally:
+            signal.signal(signal.SIGINT, before)
+        return
+
+    def handle(number: int, frame: Any) -> None:
+        stop.signal = number
+        for each in handled:
+            signal.signal(each, signal.SIG_DFL)
+        # Not print, which the signal may have interrupted.
+        os.write(2, _NOTICE)
+
+    # A signal that is ignored, as by a shell's background jobs, stays ignored.
+    handled = [n for n in _SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handle) for number in handled}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            # A handler that is not Python's cannot be restored.
+            signal.signal(number, handler or signal.SIG_DFL)

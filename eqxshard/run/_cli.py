@@ -1,0 +1,144 @@
+"""`cli`: run a script's main function with arguments from the command line."""
+
+import contextlib
+import dataclasses
+import io
+import itertools
+import operator
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar, cast
+
+import jax
+import tyro
+
+from ..distributed import exit_process, initialize
+from ._cache import cache_compilations
+from ._config import RunConfig
+
+_Args = TypeVar("_Args")
+
+
+def cli(
+    main: Callable[[_Args], str | None],
+    args_type: type[_Args],
+    *,
+    args: Sequence[str] | None = None,
+) -> NoReturn:
+    """Run a script's main function with arguments from the command line, and exit.
+
+    Arguments are parsed by [tyro](https://brentyi.github.io/tyro/). Then the process
+    joins others, if there are any ([`eqxshard.initialize`][]), and keeps compiled
+    programs ([`eqxshard.cache_compilations`][]).
+
+    A `ValueError` or `FloatingPointError` of this library or of the script itself, and
+    any `OSError`, ends the script with one line on stderr and exit status 2. Other errors
+    show their traceback, with status 1. Ctrl-C ends with status 130, SIGTERM with 143.
+
+    **Arguments:**
+
+    - `main`: called with the parsed arguments; returns the last line to print, if any. Of
+        several processes, the first prints it.
+    - `args_type`: a dataclass of the arguments: its docstring and those of its fields are
+        the help. The options of a nested dataclass, such as [`eqxshard.RunConfig`][], are
+        a group of their own.
+    - `args`: the arguments, those of the command line by default.
+
+    !!! Example
+
+        ```python
+        @dataclass(frozen=True)
+        class Args:
+            \"\"\"Train a classifier.\"\"\"
+
+            run: eqxshard.RunConfig = eqxshard.RunConfig(batch_size=64)
+            learning_rate: float = 1e-3
+
+
+        if __name__ == "__main__":
+            eqxshard.cli(main, Args)
+        ```
+    """
+    try:
+        parsed = _parse(args_type, sys.argv[1:] if args is None else args)
+        cache_compilations()
+        initialize()
+        last_line = main(parsed)
+        if last_line is not None and jax.process_index() == 0:
+            print(last_line)
+    except (ValueError, OSError, FloatingPointError) as error:
+        if not _is_plain(error):
+            traceback.print_exc()
+            exit_process(1)
+        print(f"error: {error}", file=sys.stderr)
+        exit_process(2)
+    except KeyboardInterrupt:
+        print(
+            "stopped; everything logged and saved so far is kept: --resume continues.",
+            file=sys.stderr,
+            flush=True,
+        )
+        # Not sys.exit: JAX 0.10 crashes at exit if a compilation was interrupted.
+        os._exit(130)
+    exit_process(0)
+
+
+def _parse(args_type: type[_Args], args: Sequence[str]) -> _Args:
+    """Parse arguments; raise `ValueError` with one sentence if they are wrong."""
+    # `--resume` alone means yes.
+    given = [
+        "--resume=yes" if word == "--resume" and following.startswith("-") else word
+        for word, following in itertools.pairwise([*args, "-"])
+    ]
+    config = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone)
+    box = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box):
+            parsed = tyro.cli(args_type, args=given, config=config)
+    except SystemExit as stop:
+        if not stop.code:
+            raise  # After --help.
+        raise ValueError(_first_sentence(box.getvalue())) from None
+    for field in dataclasses.fields(cast(Any, parsed)):
+        value = getattr(parsed, field.name)
+        if isinstance(value, RunConfig):
+            value = _one_length(value, field.default)
+            value.check()
+            parsed = dataclasses.replace(cast(Any, parsed), **{field.name: value})
+    return parsed
+
+
+def _one_length(config: RunConfig, default: Any) -> RunConfig:
+    """Let `--steps` replace the script's own number of epochs, and the reverse."""
+    if isinstance(default, RunConfig):
+        if config.steps != default.steps and config.epochs == default.epochs:
+            return dataclasses.replace(config, epochs=None)
+        if config.epochs != default.epochs and config.steps == default.steps:
+            return dataclasses.replace(config, steps=None)
+    return config
+
+
+def _first_sentence(box: str) -> str:
+    """The error in tyro's box, without the borders and the help."""
+    lines = [line.strip("│╭╮╰╯─ ") for line in box.splitlines()[1:]]
+    # Where stdout cannot show these, there are only rules of dashes.
+    lines = ["" if set(line) == {"-"} else line for line in lines]
+    message = itertools.takewhile(bool, itertools.dropwhile(operator.not_, lines))
+    hint = re.search(r"Perhaps you meant:.*?(--[\w-]+)", " ".join(lines))
+    suggestion = f" Did you mean {hint[1]}?" if hint else ""
+    return f"{' '.join(message).rstrip('.')}.{suggestion} See --help."
+
+
+def _is_plain(error: Exception) -> bool:
+    """Whether an error is a mistake in how a script is used, rather than a bug in it."""
+    if isinstance(error, OSError):
+        return True
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    module = frames[-1].f_globals.get("__name__", "")
+    # JAX hides its own frames, and says so.
+    hidden = any("JAX" in note for note in getattr(error, "__notes__", ()))
+    hidden = hidden or type(error.__cause__).__module__.startswith("jax")
+    return not hidden and (module == "__main__" or module.partition(".")[0] == "eqxshard")

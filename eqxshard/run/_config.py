@@ -1,0 +1,86 @@
+"""`RunConfig`: the options that every training script has.
+
+A script gets them by a field `run: RunConfig = RunConfig()` in the dataclass of its
+arguments, where it may set other defaults, and passes them to `train` as `config`.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from ._devices import parse_mesh
+
+Resume = Literal["no", "yes", "auto"]
+
+
+def default(text: str, metavar: str | None = None) -> Any:
+    """Describe the default of an option whose value is `None`, for its help.
+
+    **Arguments:**
+
+    - `text`: the default that the help shows.
+    - `metavar`: the placeholder of the value in the help, such as `DIR`.
+
+    **Returns:**
+
+    An annotation for [tyro](https://brentyi.github.io/tyro/).
+
+    !!! Example
+
+        ```python
+        learning_rate: Annotated[float | None, eqxshard.run.default("0.005")] = None
+        ```
+    """
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {text})")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """How long to run, on which devices, and where to write."""
+
+    epochs: Annotated[int | None, default("the script's", "INT")] = None
+    """How many times to go through the training data."""
+    steps: Annotated[int | None, default("as --epochs says", "INT")] = None
+    """How many steps to train for, instead of --epochs."""
+    batch_size: int = 256
+    """Examples per step, over all devices."""
+    seed: int = 0
+    """Decides the initial parameters and the order of the data."""
+    devices: Annotated[int | None, default("all; CPU: one per core", "INT")] = None
+    """How many devices to use. CPU devices are simulated."""
+    mesh: Annotated[str | None, default("the script's", "AXIS=SIZE,...")] = None
+    """Sizes of mesh axes, such as data=4,fsdp=2; -1 takes the remaining devices."""
+    output: Annotated[str | None, default("runs/SCRIPT-NAME", "DIR")] = None
+    """The folder for checkpoints, metrics, curves and the summary."""
+    resume: Resume = "no"
+    """Continue from the newest checkpoint; auto: if there is one. --resume alone: yes."""
+    save_every: Annotated[int | None, default("an epoch", "INT")] = None
+    """Steps between checkpoints."""
+    log_every: int = 50
+    """Steps between reports."""
+
+    def check(self) -> None:
+        """Raise `ValueError` if an option makes no sense.
+
+        [`eqxshard.cli`][] and [`eqxshard.train`][] call this. (Not `__post_init__`: tyro
+        would report its errors in a box of its own.)
+        """
+        for name in ("epochs", "steps", "batch_size", "devices", "save_every", "log_every"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{flag} {value} is too small; use 1 or more.")
+        if self.epochs is not None and self.steps is not None:
+            raise ValueError(
+                f"--epochs {self.epochs} and --steps {self.steps} contradict each other; "
+                "give one of them."
+            )
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"--seed {self.seed} must be between 0 and 2**32 - 1.")
+        if self.output == "":
+            raise ValueError("--output is empty; give a folder, or leave the option out.")
+        if self.resume not in ("no", "yes", "auto"):
+            raise ValueError(f"--resume {self.resume} is not no, yes or auto.")
+        if self.mesh is not None:
+            parse_mesh(self.mesh)

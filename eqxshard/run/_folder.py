@@ -1,0 +1,121 @@
+"""The folder of a run: checkpoints, metrics, curves, a summary."""
+
+import importlib.util
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint._checkpointer import Checkpointer
+from ..distributed import broadcast_from_first
+from ..loop._protocols import Tracker
+from ..trackers._curves import Curves
+from ..trackers._jsonl import JSONLines, read_jsonl
+from ..trackers._progress import ProgressBar
+from ..trackers._tensorboard import TensorBoard
+from ._config import Resume
+
+
+class RunFolder:
+    """The folder that a run writes to.
+
+    - `path`: the folder.
+    - `checkpoints`: where [`eqxshard.Checkpointer`][] saves.
+    - `metrics`: `metrics.jsonl`, a line for each report.
+    - `curves`: `curves.png`, if Matplotlib is installed.
+    - `summary`: `summary.json`, written at the end.
+
+    **Arguments:**
+
+    - `path`: the folder, which need not exist yet.
+
+    !!! Example
+
+        ```python
+        folder = eqxshard.run.RunFolder("runs/mlp")
+        checkpointer = eqxshard.Checkpointer(folder.checkpoints)
+        if folder.should_resume("auto", checkpointer):
+            state = checkpointer.restore(like)
+        ```
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        self.checkpoints = self.path / "checkpoints"
+        self.metrics = self.path / "metrics.jsonl"
+        self.curves = self.path / "curves.png"
+        self.summary = self.path / "summary.json"
+
+    def should_resume(self, resume: Resume, checkpointer: Checkpointer) -> bool:
+        """Whether to continue an earlier run in this folder.
+
+        **Arguments:**
+
+        - `resume`: `"no"` refuses to overwrite a run; `"yes"` needs one; `"auto"`
+            continues it if there is one.
+        - `checkpointer`: the one that saves in this folder.
+
+        **Raises:**
+
+        `ValueError` if there is a run and there should be none, or the reverse.
+        """
+        # As process 0 sees it, before it creates the folder: all must do the same.
+        found = [checkpointer.steps(), self.path.is_dir()]
+        steps, exists = broadcast_from_first(found)
+        if resume == "no" and steps:
+            raise ValueError(
+                f"{self.path} has a run at step {steps[-1]}; add --resume to continue it, "
+                "or give another --output."
+            )
+        if resume == "yes" and not exists:
+            raise ValueError(
+                f"there is no run in {self.path} to resume; leave --resume out, or use "
+                "--resume auto."
+            )
+        return bool(steps)
+
+    def trackers(
+        self,
+        *,
+        title: str,
+        total_steps: int,
+        first: int = 0,
+        extra: Mapping[str, object] = {},
+    ) -> list[Tracker]:
+        """The trackers that write to this folder, and a progress bar.
+
+        Call this in process 0 only: it empties the files of an earlier run, or drops what
+        that logged after step `first`.
+
+        **Arguments:**
+
+        - `title`: stands above curves and progress.
+        - `total_steps`: the step that the run ends at.
+        - `first`: the step that it starts from.
+        - `extra`: entries to add to every line of `metrics.jsonl`.
+        """
+        # Before the log is emptied: it fails if its file cannot be written.
+        curves = None
+        if importlib.util.find_spec("matplotlib"):
+            curves = Curves(self.curves, title=title)
+        log = JSONLines(self.metrics, extra=extra, keep_until=first or None)
+        trackers: list[Tracker] = [log]
+        if curves is not None:
+            for line in self.history():
+                numbers = {k: v for k, v in line.items() if isinstance(v, int | float)}
+                curves.log(line["step"], {k: v for k, v in numbers.items() if k != "step"})
+            trackers.append(curves)
+        if importlib.util.find_spec("tensorboard"):
+            trackers.append(TensorBoard(self.path / "tensorboard", purge_after=first))
+        # An earlier run's would contradict the metrics if this one is stopped.
+        self.summary.unlink(missing_ok=True)
+        return [*trackers, ProgressBar(total_steps, title=title)]
+
+    def history(self) -> list[dict[str, Any]]:
+        """Every line of `metrics.jsonl`."""
+        return read_jsonl(self.metrics)
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Write `summary.json`."""
+        self.summary.write_text(json.dumps(summary, indent=2) + "\n")

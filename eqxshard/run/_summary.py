@@ -1,0 +1,55 @@
+"""The summary of a run, from its log."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+
+def summarize(history: list[dict[str, Any]], examples: int, unit: str) -> dict[str, Any]:
+    """Metrics and speed of a run.
+
+    **Arguments:**
+
+    - `history`: the lines of its log.
+    - `examples`: the number of examples in an epoch.
+    - `unit`: the name of the examples, such as `images`.
+
+    **Returns:**
+
+    For each evaluated metric its last value, and a list of all; the median seconds of an
+    epoch, and the examples per second.
+    """
+    summary: dict[str, Any] = {}
+    for line in history:
+        for key, value in line.items():
+            kind, _, name = key.partition("/")
+            if kind == "eval":
+                summary[f"test_{name}"] = value
+                summary.setdefault(f"test_{name}_by_epoch", []).append(value)
+    seconds: dict[int, float] = {}
+    epochs: dict[int, float] = {}
+    last = 0.0
+    for line in history:
+        number = math.ceil(line["epoch"])
+        seconds[number] = seconds.get(number, 0.0) + line.get("train/seconds", 0.0)
+        epochs[number] = epochs.get(number, 0.0) + line["epoch"] - last
+        last = line["epoch"]
+    paces = [seconds[n] / epochs[n] for n in seconds if epochs[n] and seconds[n]]
+    pace = statistics.median(paces) if paces else math.nan
+    return summary | {"seconds_per_epoch": pace, f"{unit}_per_second": examples / pace}
+
+
+def flatten_settings(settings: Any) -> dict[str, Any]:
+    """The fields of nested dataclasses, or the entries of a dict, side by side."""
+    if isinstance(settings, Mapping):
+        entries = dict(settings)
+    else:
+        names = [field.name for field in dataclasses.fields(settings)]
+        entries = {name: getattr(settings, name) for name in names}
+    flat: dict[str, Any] = {}
+    for name, value in entries.items():
+        nested = dataclasses.is_dataclass(value) or isinstance(value, Mapping)
+        flat |= flatten_settings(value) if nested else {name: value}
+    return flat

@@ -1,0 +1,343 @@
+"""`train`: everything a training script does around `fit`."""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from ..checkpoint._checkpointer import Checkpointer
+from ..data._loader import Loader
+from ..data._sources import Source
+from ..distributed import (
+    assert_same_on_all_processes,
+    broadcast_from_first,
+    is_main_process,
+)
+from ..loop._evaluate import evaluate
+from ..loop._fit import fit
+from ..loop._protocols import Tracker
+from ..sharding._leaf_rules import replicate
+from ..sharding._leaves import is_array
+from ..sharding._mesh import describe_mesh
+from ..sharding._rule import Rule, rule_name
+from ..training._config import Nonfinite
+from ..training._eval_step import make_eval_step
+from ..training._init import abstract_state, init_state
+from ..training._precision import Precision
+from ..training._state import TrainState
+from ..training._train_step import make_train_step
+from ._config import RunConfig
+from ._devices import mesh_from_text
+from ._folder import RunFolder
+from ._summary import flatten_settings, summarize
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What [`eqxshard.train`][] returns.
+
+    - `state`: the state at the end.
+    - `metrics`: the last evaluation, by metric.
+    - `speed`: time per epoch and throughput: `14.7 s/epoch | 4 072 images/s`.
+    - `title`: its name, devices and mesh: `LeNet on 2 x cpu (data=2)`.
+    - `folder`: the folder of its files.
+    - `summary`: the contents of its `summary.json`.
+    """
+
+    state: TrainState
+    metrics: dict[str, float]
+    speed: str
+    title: str
+    folder: Path
+    summary: dict[str, Any]
+
+
+def train(
+    make_model: Callable[[Any], PyTree],
+    loss_fn: Callable[[Any, Any, Any], Any],
+    metric_fn: Callable[[Any, Any], Mapping[str, Any]] | None,
+    make_optim: Callable[[int], optax.GradientTransformation],
+    train_data: Source,
+    eval_data: Source | None,
+    *,
+    config: RunConfig | None = None,
+    name: str | None = None,
+    epochs: int | None = None,
+    steps: int | None = None,
+    mesh: str | Mesh = "data=-1",
+    rule: Rule | None = None,
+    trainable: PyTree = True,
+    accumulate: int = 1,
+    precision: Precision | None = None,
+    nonfinite: Nonfinite = "skip",
+    best: str | None = None,
+    mode: Literal["max", "min"] = "max",
+    transform: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    workers: int = 0,
+    trackers: tuple[Tracker, ...] = (),
+    settings: Any = None,
+) -> RunResult:
+    """Train and evaluate a model as a script does: devices, folder, resuming, summary.
+
+    Makes the mesh, the state (or reads it from the newest checkpoint), the loaders and
+    the steps, calls [`eqxshard.fit`][] with a progress bar, and writes to the run's
+    folder: checkpoints, `metrics.jsonl`, `curves.png` (with Matplotlib), `tensorboard`
+    (with TensorBoard) and `summary.json`. Everything it does can be written by hand with
+    the public names of this library.
+
+    **Arguments:**
+
+    - `make_model`: as for [`eqxshard.init_state`][].
+    - `loss_fn`: as for [`eqxshard.make_train_step`][].
+    - `metric_fn`: as for [`eqxshard.make_eval_step`][]; `None` to evaluate nothing.
+    - `make_optim`: a function from the number of steps to an optax optimizer, so that a
+        schedule can span the run.
+    - `train_data`, `eval_data`: as for [`eqxshard.Loader`][].
+    - `config`: the user's options, of the script's command line.
+    - `name`: the name of the run, in its title and in its default folder,
+        `runs/SCRIPT-NAME`; by default, that of the script, in `runs/SCRIPT`.
+    - `epochs`, `steps`: how long to train if `config` does not say.
+    - `mesh`: the default mesh as text, for [`eqxshard.run.mesh_from_text`][]; or a mesh,
+        which the options cannot change.
+    - `rule`: as for [`eqxshard.init_state`][]; [`eqxshard.replicate`][] by default.
+    - `trainable`, `accumulate`, `precision`, `nonfinite`: as for
+        [`eqxshard.make_train_step`][].
+    - `best`, `mode`: as for [`eqxshard.Checkpointer`][].
+    - `transform`, `workers`: as for [`eqxshard.Loader`][], of the training data.
+    - `trackers`: more trackers, besides the folder's.
+    - `settings`: more settings to record in `summary.json`: the script's arguments, as a
+        dataclass or a dict.
+
+    **Returns:**
+
+    An [`eqxshard.RunResult`][]. With several processes, every process gets one.
+
+    **Raises:**
+
+    `ValueError` with one clear sentence for each option that does not fit the devices,
+    the data or the run's folder; and as [`eqxshard.fit`][] does.
+
+    !!! Example
+
+        ```python
+        run = eqxshard.train(
+            make_model,
+            loss_fn,
+            metric_fn,
+            lambda steps: optax.adamw(optax.cosine_decay_schedule(1e-3, steps)),
+            train_data,
+            eval_data,
+            name="mlp",
+            epochs=10,
+        )
+        print(run.metrics["accuracy"], run.speed)
+        ```
+    """
+    config = RunConfig() if config is None else config
+    config.check()
+    mesh = _make_mesh(mesh, config)
+    title = f"{name or _script() or 'run'} on {describe_mesh(mesh)}"
+    data_name, warning = _describe_data(train_data)
+    if warning:
+        title += f" | {data_name} data"
+    loader, eval_loader = _make_loaders(
+        train_data, eval_data, mesh, config, transform, workers
+    )
+    last = _last_step(config, epochs, steps, len(loader))
+    optim = make_optim(last)
+
+    folder = RunFolder(config.output or _default_folder(name))
+    checkpointer = Checkpointer(
+        folder.checkpoints,
+        save_interval_steps=config.save_every or len(loader),
+        best=best,
+        mode=mode,
+    )
+    resumes = folder.should_resume(config.resume, checkpointer)
+    placement: Any = {"mesh": mesh, "rule": rule or replicate(), "precision": precision}
+    options = {"key": jax.random.key(config.seed), "trainable": trainable, **placement}
+    if resumes:
+        state = checkpointer.restore(abstract_state(make_model, optim, **options))
+    else:
+        state = init_state(make_model, optim, **options)
+    _check_split(state, mesh, placement["rule"])
+    train_step = make_train_step(
+        loss_fn,
+        optim,
+        trainable=trainable,
+        accumulate=accumulate,
+        nonfinite=nonfinite,
+        **placement,
+    )
+    evaluator = None
+    if metric_fn is not None and eval_loader is not None:
+        eval_step = make_eval_step(metric_fn, **placement)
+        evaluator = lambda model: evaluate(model, eval_step, eval_loader)  # noqa: E731
+
+    first = int(state.step)
+    # Before the trackers, which empty the files of an earlier run.
+    checkpointer.claim_run(first, loader)
+    if is_main_process():
+        _announce(warning, first, last, resumes)
+        extra = {"data": data_name} if data_name else {}
+        own = folder.trackers(title=title, total_steps=last, first=first, extra=extra)
+        trackers = (*trackers, *own)
+    state = fit(
+        state,
+        train_step,
+        loader,
+        steps=last,
+        evaluate=evaluator,
+        checkpointer=checkpointer,
+        trackers=trackers,
+        log_every=config.log_every,
+    )
+    facts = {
+        "data": data_name,
+        "devices": describe_mesh(mesh),
+        "parameters": _count_parameters(state.model),
+        "settings": flatten_settings({"settings": settings or {}, "config": config})
+        | {"epochs": last / len(loader)},
+        "versions": _versions(),
+    }
+    return _finish(folder, state, title, facts, train_data)
+
+
+def _make_mesh(mesh: str | Mesh, config: RunConfig) -> Mesh:
+    if isinstance(mesh, str):
+        return mesh_from_text(
+            config.mesh or mesh, devices=config.devices, batch_size=config.batch_size
+        )
+    if config.mesh is not None or config.devices is not None:
+        raise ValueError(
+            "this script makes its own mesh; leave out --mesh and --devices, or let it "
+            "give train a mesh as text."
+        )
+    return mesh
+
+
+def _describe_data(source: Source) -> tuple[str, str]:
+    """A source's name and its warning; empty if it has none."""
+    name, warning = getattr(source, "name", ""), getattr(source, "warning", "")
+    # Hosts may differ in what they can download.
+    assert_same_on_all_processes("data", {"name": name})
+    return name, warning
+
+
+def _make_loaders(
+    train_data: Source,
+    eval_data: Source | None,
+    mesh: Mesh,
+    config: RunConfig,
+    transform: Any,
+    workers: int,
+) -> tuple[Loader, Loader | None]:
+    if config.batch_size > len(train_data):
+        raise ValueError(
+            f"--batch-size {config.batch_size} is more than the {len(train_data)} "
+            "examples; use fewer."
+        )
+    loader = Loader(
+        train_data,
+        batch_size=config.batch_size,
+        mesh=mesh,
+        seed=config.seed,
+        transform=transform,
+        workers=workers,
+    )
+    if eval_data is None:
+        return loader, None
+    return loader, Loader(eval_data, batch_size=config.batch_size, mesh=mesh, shuffle=False)
+
+
+def _last_step(config: RunConfig, epochs: int | None, steps: int | None, epoch: int) -> int:
+    if config.steps is not None or config.epochs is not None:
+        epochs, steps = config.epochs, config.steps
+    if (epochs is None) == (steps is None):
+        raise ValueError("train needs one of epochs= and steps=; give exactly one.")
+    last = steps if steps is not None else (epochs or 0) * epoch
+    # Optax counts steps in 32 bits.
+    if not 1 <= last < 2**31:
+        raise ValueError(f"{last} steps are not between 1 and 2**31 - 1; use others.")
+    return last
+
+
+def _script() -> str:
+    """The name of the script that runs; empty in an interactive session."""
+    script = Path(sys.argv[0]).stem
+    return "" if script in ("-c", "-m") else script
+
+
+def _default_folder(name: str | None) -> str:
+    words = [_script(), *(name or "").lower().split()]
+    return f"runs/{'-'.join(filter(None, words)) or 'run'}"
+
+
+def _check_split(state: TrainState, mesh: Mesh, rule: Rule) -> None:
+    """Warn if a rule that should split arrays splits none of them on this mesh."""
+    if mesh.size == 1 or rule == replicate() or not is_main_process():
+        return
+    arrays = filter(is_array, jax.tree.leaves((state.model, state.opt_state)))
+    if all(array.sharding.is_fully_replicated for array in arrays):
+        print(
+            f"warning: {rule_name(rule)} splits no array on {describe_mesh(mesh)}, so each "
+            "device holds the whole model; choose another --mesh, such as fsdp=-1, or "
+            "another rule (a smaller min_size).",
+            file=sys.stderr,
+        )
+
+
+def _announce(warning: str, first: int, last: int, resumes: bool) -> None:
+    if warning:
+        from rich.console import Console
+        from rich.panel import Panel
+
+        panel = Panel(warning, title="SYNTHETIC DATA", style="bold yellow")
+        Console(stderr=True).print(panel)
+    if first >= last:
+        print(f"training already finished at step {first}; nothing is left to do.")
+    elif resumes:
+        print(f"resuming from step {first}.")
+
+
+def _count_parameters(model: PyTree) -> int:
+    return sum(map(jnp.size, jax.tree.leaves(eqx.filter(model, eqx.is_array))))
+
+
+def _versions() -> dict[str, str]:
+    # Not by an import, as this module is a part of it.
+    modules = (sys.modules["eqxshard"], jax, optax)
+    return {module.__name__: module.__version__ for module in modules}
+
+
+def _finish(
+    folder: RunFolder,
+    state: TrainState,
+    title: str,
+    facts: dict[str, Any],
+    train_data: Source,
+) -> RunResult:
+    """Write the summary in process 0, and share it."""
+    summary, unit = None, getattr(train_data, "unit", "examples")
+    if is_main_process():
+        summary = summarize(folder.history(), len(train_data), unit) | facts
+        folder.write_summary(summary)
+        print(f"metrics, curves and checkpoints are in {folder.path}")
+    summary = broadcast_from_first(summary)
+    tests = {k: v for k, v in summary.items() if k.startswith("test_")}
+    metrics = {
+        key.removeprefix("test_"): value
+        for key, value in tests.items()
+        if not key.endswith("_by_epoch")
+    }
+    per_second = f"{summary[f'{unit}_per_second']:,.0f}".replace(",", " ")
+    speed = f"{summary['seconds_per_epoch']:.1f} s/epoch | {per_second} {unit}/s"
+    return RunResult(state, metrics, speed, title, folder.path, summary)

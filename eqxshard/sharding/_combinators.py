@@ -1,0 +1,243 @@
+"""Rules made of other rules."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from ._leaf_rules import Zero1
+from ._rule import (
+    AbstractRule,
+    Decision,
+    Leaves,
+    NamedLeaf,
+    Rule,
+    apply_rule,
+    axes_by_dim,
+    check_rule,
+    leaf_dims,
+    rule_name,
+)
+from ._spec import axes_of, make_spec
+from ._text import comma_list
+
+#: JAX's name for host memory that devices can reach.
+HOST_MEMORY = "pinned_host"
+
+
+def first_match(*rules: Rule) -> Rule:
+    """Ask rules in turn; the first that claims a leaf decides.
+
+    **Arguments:**
+
+    - `rules`: the rules, most specific first.
+
+    **Returns:**
+
+    A rule that claims what any of them claims.
+
+    **Raises:**
+
+    `ValueError` if one of them is an [`eqxshard.offload`][], which goes around all.
+
+    !!! Example
+
+        ```python
+        rule = eqxshard.first_match(eqxshard.by_path({"embed": P()}), eqxshard.fsdp())
+        ```
+    """
+    return FirstMatch(rules)
+
+
+@dataclass(frozen=True, repr=False)
+class FirstMatch(AbstractRule):
+    """What [`eqxshard.first_match`][] returns."""
+
+    rules: tuple[Rule, ...]
+
+    def __post_init__(self):
+        _refuse_offload(self.rules, "first_match")
+
+    def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision | None:
+        """The first decision."""
+        decisions = (apply_rule(rule, path, leaf, mesh) for rule in self.rules)
+        return next((d for d in decisions if d is not None), None)
+
+    def check(self, leaves: Leaves, mesh: Mesh) -> None:
+        """Each rule checks itself."""
+        for rule in self.rules:
+            check_rule(rule, leaves, mesh)
+
+    def __repr__(self) -> str:
+        return f"first_match({comma_list(map(rule_name, self.rules))})"
+
+
+def combine(*rules: Rule) -> Rule:
+    """Split each leaf by several rules in turn: tensor, then fsdp on the remaining dims.
+
+    Each rule sees in `leaf.sharding` what those before it have split, and
+    [`eqxshard.fsdp`][] takes that into account. Where two rules split the same dim, the
+    earlier one has the larger blocks.
+
+    **Arguments:**
+
+    - `rules`: the rules, most specific first.
+
+    **Returns:**
+
+    A rule that claims what any of them claims.
+
+    **Raises:**
+
+    `ValueError` if one of them is an [`eqxshard.offload`][], which goes around all; when
+    used, if two rules split a leaf over the same axis.
+
+    !!! Example
+
+        ```python
+        rule = eqxshard.combine(eqxshard.by_dim({"mlp": "tensor"}), eqxshard.fsdp())
+        ```
+    """
+    return Combine(rules)
+
+
+@dataclass(frozen=True, repr=False)
+class Combine(AbstractRule):
+    """What [`eqxshard.combine`][] returns."""
+
+    rules: tuple[Rule, ...]
+
+    def __post_init__(self):
+        _refuse_offload(self.rules, "combine")
+
+    def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision | None:
+        """The union of all decisions."""
+        decisions: list[Decision] = []
+        split_by: dict[str, str] = {}
+        for rule in self.rules:
+            decision = apply_rule(rule, path, leaf, mesh)
+            if decision is None:
+                continue
+            decisions.append(decision)
+            taken = axes_by_dim(leaf)
+            for dim, entry in enumerate(decision.spec):
+                for axis in axes_of(entry):
+                    if axis in split_by:
+                        raise ValueError(
+                            f"{path or 'the array'} {leaf.shape}: both {split_by[axis]} "
+                            f"and {decision.rule} split it over the axis {axis!r}, which "
+                            "can split one dim only; leave it to one of the two."
+                        )
+                    split_by[axis] = decision.rule
+                taken[dim] += axes_of(entry)
+            sharding = NamedSharding(mesh, make_spec(taken))
+            leaf = NamedLeaf(leaf.shape, leaf.dtype, partial(leaf_dims, leaf), sharding)
+        return _union(decisions, leaf) if decisions else None
+
+    def check(self, leaves: Leaves, mesh: Mesh) -> None:
+        """Each rule checks itself."""
+        for rule in self.rules:
+            check_rule(rule, leaves, mesh)
+
+    def __repr__(self) -> str:
+        return f"combine({comma_list(map(rule_name, self.rules))})"
+
+
+def _union(decisions: list[Decision], leaf: jax.ShapeDtypeStruct) -> Decision:
+    """Credit the rules that split the leaf or, if none did, all that claimed it."""
+    split = [d for d in decisions if any(map(axes_of, d.spec))] or decisions
+    notes = [d.note if d in split else f"{d.rule} {d.note}" for d in decisions if d.note]
+    names = dict.fromkeys(d.rule for d in split)
+    return Decision(make_spec(axes_by_dim(leaf)), " + ".join(names), "; ".join(notes))
+
+
+def offload(rule: Rule) -> Rule:
+    """Keep the optimizer's state in host memory; everything else is as another rule says.
+
+    Each device has its part of the state in pinned memory of its own host (JAX's memory
+    kind `pinned_host`), fetches it for the update and sends it back. For Adam, two thirds
+    of what is kept between steps leave the device, for two copies over the bus in each
+    step. (ZeRO-Offload, Ren et al. 2021, https://arxiv.org/abs/2101.06840, which also
+    updates on the host.) Scalars of the state stay on the devices.
+
+    **Arguments:**
+
+    - `rule`: how to split arrays, whatever the memory: any rule, with all of
+        [`eqxshard.combine`][] and the like inside.
+
+    **Returns:**
+
+    A rule that claims what the other claims.
+
+    **Raises:**
+
+    When it is used, `ValueError` if the mesh's devices have no such memory, or JAX is
+    older than 0.10.2, which cannot split arrays there.
+
+    !!! Example
+
+        ```python
+        rule = eqxshard.offload(eqxshard.fsdp())
+        ```
+    """
+    return Offload(rule)
+
+
+@dataclass(frozen=True, repr=False)
+class Offload(AbstractRule):
+    """What [`eqxshard.offload`][] returns."""
+
+    rule: Rule
+
+    def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision | None:
+        """As the rule inside."""
+        return apply_rule(self.rule, path, leaf, mesh)
+
+    def check(self, leaves: Leaves, mesh: Mesh) -> None:
+        """The devices must reach host memory; the rule inside checks itself."""
+        if jax.__version_info__ < (0, 10, 2):
+            raise ValueError(
+                f"{self!r} needs JAX 0.10.2 or newer, and this is {jax.__version__}; "
+                "upgrade it, or leave offload out."
+            )
+        for device in mesh.local_devices or ():
+            kinds = [memory.kind for memory in device.addressable_memories()]
+            if HOST_MEMORY not in kinds:
+                raise ValueError(
+                    f"{self!r} needs memory of the kind {HOST_MEMORY!r}, and {device} has "
+                    f"{comma_list(kinds)}; leave offload out."
+                )
+        check_rule(self.rule, leaves, mesh)
+
+    def __repr__(self) -> str:
+        return f"offload({rule_name(self.rule)})"
+
+
+def _refuse_offload(rules: tuple[Rule, ...], maker: str) -> None:
+    for rule in rules:
+        if offloads(rule):
+            raise ValueError(
+                f"{rule_name(rule)} is inside {maker}, and offload goes around all: write "
+                f"offload({maker}(...))."
+            )
+
+
+def optimizer_rule(rule: Rule) -> Rule:
+    """The rule for gradients and optimizer state: the same, unless it holds a `zero1`."""
+    match rule:
+        case Zero1():
+            return rule.update
+        case FirstMatch():
+            return FirstMatch(tuple(map(optimizer_rule, rule.rules)))
+        case Combine():
+            return Combine(tuple(map(optimizer_rule, rule.rules)))
+        case Offload():
+            return optimizer_rule(rule.rule)
+        case _:
+            return rule
+
+
+def offloads(rule: Rule) -> bool:
+    """Whether a rule keeps the optimizer's state in host memory."""
+    return isinstance(rule, Offload)

@@ -1,0 +1,191 @@
+"""The device mesh: which devices, in what order, along which axes."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ..distributed import assert_same_on_all_processes, spans_processes
+from ._spec import format_sizes
+from ._text import nearest_multiples
+
+#: The axes of every mesh, slowest link first. All exist on every mesh, so a rule written
+#: once is valid on all of them.
+AXES = ("stage", "data", "fsdp", "context", "expert", "tensor")
+
+#: The axes that the rows of a batch are split over.
+BATCH_AXES = ("data", "fsdp")
+
+
+def make_mesh(
+    *,
+    data: int = -1,
+    fsdp: int = 1,
+    tensor: int = 1,
+    context: int = 1,
+    expert: int = 1,
+    stage: int = 1,
+    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
+    dcn: Mapping[str, int] | None = None,
+) -> Mesh:
+    """Arrange devices in a mesh with six named axes.
+
+    All six axes exist on every mesh, with size 1 where they are not used. Neighbours
+    along the last axis, `tensor`, share the fastest links, where the platform knows them.
+
+    **Arguments:**
+
+    - `data`, `fsdp`, `tensor`, `context`, `expert`, `stage`: the number of devices along
+        each axis. At most one of them may be `-1`: it takes the devices that are left.
+    - `devices`: the devices to use, all of [`jax.devices`][] by default.
+    - `dcn`: how much of an axis crosses hosts, such as `{"data": 4}` on four hosts. The
+        axis keeps its full size; all other axes stay inside a host. (A *hybrid mesh*.)
+
+    **Returns:**
+
+    A `jax.sharding.Mesh` whose axes are all `AxisType.Auto`, so that computation follows
+    data and Equinox's layers work unchanged. (They do not on JAX's default, `Explicit`.)
+
+    **Raises:**
+
+    `ValueError` if the sizes do not multiply to the number of devices, or `dcn` names an
+    unknown axis or does not fit.
+
+    !!! Example
+
+        ```python
+        mesh = eqxshard.make_mesh(data=2, fsdp=4)  # 8 devices: hybrid FSDP
+        mesh = eqxshard.make_mesh(tensor=2)  # the rest is data parallel
+        ```
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    if not devices:
+        raise ValueError("devices is empty; give at least one, or leave it out for all.")
+    asked = dict(
+        stage=stage, data=data, fsdp=fsdp, context=context, expert=expert, tensor=tensor
+    )
+    if spans_processes(devices):
+        facts = {**asked, "dcn": dcn and dict(dcn), "devices": len(devices)}
+        assert_same_on_all_processes("mesh", facts)
+    sizes = _resolve(asked, len(devices))
+    shape = tuple(sizes[axis] for axis in AXES)
+    auto = (AxisType.Auto,) * len(AXES)
+    if dcn is None:
+        return jax.make_mesh(shape, AXES, devices=devices, axis_types=auto)
+    across = _across_hosts(sizes, dcn)
+    within = tuple(size // n for size, n in zip(shape, across))
+    hosts = {device.process_index for device in devices}
+    if math.prod(across) != len(hosts):
+        raise ValueError(
+            f"dcn={dict(dcn)} asks for {math.prod(across)} hosts, but the devices belong "
+            f"to {len(hosts)}; make the product of dcn equal to the number of hosts."
+        )
+    grid = mesh_utils.create_hybrid_device_mesh(
+        within, across, devices, process_is_granule=True
+    )
+    return Mesh(grid, AXES, axis_types=auto)
+
+
+def batch_sharding(mesh: Mesh, *, stacked: bool = False) -> NamedSharding:
+    """The sharding of a batch: rows split over the `data` and `fsdp` axes.
+
+    **Arguments:**
+
+    - `mesh`: from [`eqxshard.make_mesh`][].
+    - `stacked`: whether the rows are the second dim, after one of stacked batches.
+
+    **Returns:**
+
+    A `NamedSharding` for arrays of any larger rank.
+    """
+    rows = PartitionSpec(None, BATCH_AXES) if stacked else PartitionSpec(BATCH_AXES)
+    return NamedSharding(mesh, rows)
+
+
+def check_mesh(mesh: Mesh) -> None:
+    """Raise `ValueError` unless the mesh was made by `make_mesh`."""
+    if mesh.axis_names != AXES or set(mesh.axis_types) != {AxisType.Auto}:
+        raise ValueError(
+            f"the mesh has the axes {mesh.axis_names} of types {mesh.axis_types}; make it "
+            "with eqxshard.make_mesh."
+        )
+
+
+def check_batch_size(batch_size: int, mesh: Mesh, *, accumulate: int = 1) -> None:
+    """Raise `ValueError` unless each microbatch divides over the mesh's batch axes."""
+    sizes = {axis: mesh.shape[axis] for axis in BATCH_AXES}
+    devices = math.prod(sizes.values())
+    parts = devices * accumulate
+    if batch_size < 1:
+        raise ValueError(
+            f"batch size {batch_size} is not positive; use a multiple of {parts}."
+        )
+    if batch_size % parts:
+        each = f", each with accumulate={accumulate} parts" if accumulate > 1 else ""
+        raise ValueError(
+            f"batch size {batch_size} does not divide over {format_sizes(sizes)} = "
+            f"{devices} devices{each}; use a multiple of {parts}, such as "
+            f"{nearest_multiples(batch_size, parts)}."
+        )
+
+
+def describe_mesh(mesh: Mesh) -> str:
+    """A mesh in one line: `8 x cpu (data=4, fsdp=2)`.
+
+    **Arguments:**
+
+    - `mesh`: from [`eqxshard.make_mesh`][].
+
+    **Returns:**
+
+    The number of devices, their platform, and the axes that are larger than 1.
+    """
+    used = {axis: size for axis, size in mesh.shape.items() if size > 1}
+    sizes = ", ".join(f"{axis}={size}" for axis, size in (used or {"data": 1}).items())
+    return f"{mesh.size} x {mesh.devices.flat[0].platform} ({sizes})"
+
+
+def _resolve(asked: dict[str, int], count: int) -> dict[str, int]:
+    """Replace -1 by the remaining devices; check that the product is `count`."""
+    for axis, size in asked.items():
+        if size < 1 and size != -1:
+            raise ValueError(
+                f"axis {axis}={size} must be at least 1, or -1 for what is left."
+            )
+    rest = [axis for axis, size in asked.items() if size == -1]
+    if len(rest) > 1:
+        raise ValueError(
+            f"{' and '.join(rest)} are both -1, and only one axis can take what is left; "
+            "give the other a size."
+        )
+    fixed = {axis: size for axis, size in asked.items() if size != -1}
+    product = math.prod(fixed.values())
+    terms = format_sizes({a: n for a, n in fixed.items() if n > 1}) or "1"
+    if rest and count % product == 0:
+        return asked | {rest[0]: count // product}
+    if rest:
+        raise ValueError(
+            f"mesh sizes {terms} = {product} do not divide the {count} devices; choose "
+            f"sizes whose product divides {count}."
+        )
+    if product != count:
+        raise ValueError(
+            f"mesh sizes {terms} = {product} do not use exactly the {count} devices; "
+            f"choose sizes whose product is {count}, set one axis to -1, or pass "
+            "devices=."
+        )
+    return asked
+
+
+def _across_hosts(sizes: Mapping[str, int], dcn: Mapping[str, int]) -> tuple[int, ...]:
+    for axis, n in dcn.items():
+        if axis not in sizes:
+            raise ValueError(f"dcn names no axis {axis!r}; the axes are {', '.join(AXES)}.")
+        if n < 1 or sizes[axis] % n:
+            raise ValueError(
+                f"dcn={{{axis!r}: {n}}} does not divide {axis}={sizes[axis]}; choose a "
+                f"divisor of {sizes[axis]}."
+            )
+    return tuple(dcn.get(axis, 1) for axis in AXES)

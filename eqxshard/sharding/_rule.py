@@ -1,0 +1,154 @@
+"""The protocol of rules, and how one is applied to a leaf."""
+
+import abc
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ._spec import axes_of, check_spec
+
+#: A rule maps `(path, leaf, mesh)` to a `PartitionSpec`, or to `None`: "not mine".
+Rule = Callable[[str, jax.ShapeDtypeStruct, Mesh], PartitionSpec | None]
+
+#: The arrays of a PyTree, by their paths.
+Leaves = Mapping[str, jax.ShapeDtypeStruct]
+
+
+class NamedLeaf(jax.ShapeDtypeStruct):
+    """An array as rules see it: its shape and dtype, and where known
+
+    - `dims`: the names of its dims, from the type annotation of its field;
+    - `sharding`: how the earlier rules of an [`eqxshard.combine`][] split it.
+    """
+
+    __slots__ = ("_read_dims",)
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: Any,
+        read_dims: Callable[[], tuple[str | None, ...] | None],
+        sharding: NamedSharding | None = None,
+    ):
+        super().__init__(shape, dtype, sharding=sharding)
+        self._read_dims = read_dims
+
+    @property
+    def dims(self) -> tuple[str | None, ...] | None:
+        """One name per dim, `None` for a dim without one; `None` if nothing is annotated.
+
+        Read on first use: an annotation that cannot be resolved is an error only for
+        rules that need it.
+        """
+        return self._read_dims()
+
+
+class Decision(NamedTuple):
+    """A rule's answer for one leaf: the spec, the rule that chose it, and why."""
+
+    spec: PartitionSpec
+    rule: str
+    note: str = ""
+
+
+class AbstractRule(abc.ABC):
+    """A rule of this library: called like any other, and able to explain itself."""
+
+    @abc.abstractmethod
+    def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision | None:
+        """The decision for one leaf, or `None`: not mine."""
+
+    @abc.abstractmethod
+    def check(self, leaves: Leaves, mesh: Mesh) -> None:
+        """Raise `ValueError` if the rule names an axis, path or dim that does not exist."""
+
+    def __call__(
+        self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh
+    ) -> PartitionSpec | None:
+        decision = self.decide(path, leaf, mesh)
+        return None if decision is None else decision.spec
+
+
+def apply_rule(
+    rule: Rule, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh
+) -> Decision | None:
+    """Ask any rule about a leaf, and check that the answer is a spec that fits."""
+    if isinstance(rule, AbstractRule):
+        decision = rule.decide(path, leaf, mesh)
+    else:
+        spec = rule(path, leaf, mesh)
+        decision = None if spec is None else Decision(spec, rule_name(rule))
+    if decision is not None:
+        _check_decision(decision, path, leaf, mesh)
+    return decision
+
+
+def check_rule(rule: Rule, leaves: Leaves, mesh: Mesh) -> None:
+    """Raise unless this is a rule, and the model and mesh have all that it names."""
+    if isinstance(rule, AbstractRule):
+        if leaves:
+            rule.check(leaves, mesh)
+        return
+    if isinstance(rule, PartitionSpec):
+        raise TypeError(
+            f"rule={rule} is one PartitionSpec, and a rule decides leaf by leaf; write "
+            f"eqxshard.fsdp(), or eqxshard.by_path({{'.*': {rule}}}) for every leaf."
+        )
+    if not callable(rule):
+        raise TypeError(
+            f"rule={rule!r} is not a rule; give one such as eqxshard.fsdp(), or a function "
+            "of (path, leaf, mesh) that returns a jax.P or None."
+        )
+    try:
+        inspect.signature(rule).bind("path", None, mesh)
+    except TypeError:
+        name = rule_name(rule)
+        makes_rules = str(getattr(rule, "__module__", "")).startswith("eqxshard.")
+        fix = f"call it: {name}()" if makes_rules else "take exactly (path, leaf, mesh)"
+        raise TypeError(
+            f"{name} cannot be called with (path, leaf, mesh), as a rule is; {fix}."
+        ) from None
+    except ValueError:  # A builtin without a signature: calling it will tell.
+        pass
+
+
+def rule_name(rule: Rule) -> str:
+    """How errors and [`eqxshard.explain`][] call a rule."""
+    name = getattr(rule, "__name__", None)
+    if name != "<lambda>":
+        return name or repr(rule)
+    code = rule.__code__  # pyright: ignore[reportFunctionMemberAccess]
+    return f"lambda ({Path(code.co_filename).name}:{code.co_firstlineno})"
+
+
+def leaf_dims(leaf: jax.ShapeDtypeStruct) -> tuple[str | None, ...]:
+    """The names of a leaf's dims; empty if nothing is annotated."""
+    return (leaf.dims or ()) if isinstance(leaf, NamedLeaf) else ()
+
+
+def axes_by_dim(leaf: jax.ShapeDtypeStruct) -> list[tuple[str, ...]]:
+    """For each dim of a leaf, the axes that already split it."""
+    spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else ()
+    entries = [axes_of(entry) for entry in spec]
+    return entries + [()] * (len(leaf.shape) - len(entries))
+
+
+def _check_decision(
+    decision: Decision, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh
+) -> None:
+    if not isinstance(decision.spec, PartitionSpec):
+        raise TypeError(
+            f"the rule {decision.rule} returned {decision.spec!r} for "
+            f"{path or 'the array'}; return a jax.P, or None to leave the leaf to other "
+            "rules."
+        )
+    if PartitionSpec.UNCONSTRAINED in tuple(decision.spec):
+        raise ValueError(
+            f"the rule {decision.rule} leaves a dim of {path or 'the array'} "
+            "UNCONSTRAINED, which only activations can be; write None or an axis."
+        )
+    check_spec(path, leaf.shape, decision.spec, mesh)

@@ -1,0 +1,82 @@
+"""`PartitionSpec`s: the mesh axes in them, and whether one fits an array and a mesh."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from ._text import comma_list, did_you_mean
+
+#: The mesh axis or axes that split one dim, the first over the largest blocks.
+Axes = str | tuple[str, ...]
+
+
+def axes_of(entry: Any) -> tuple[str, ...]:
+    """The mesh axes in one entry of a spec."""
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
+    """The mesh axes that a spec names, in its order."""
+    return tuple(axis for entry in spec for axis in axes_of(entry))
+
+
+def make_spec(entries: Iterable[tuple[str, ...]]) -> PartitionSpec:
+    """The spec with these axes for each dim, in its shortest form."""
+    plain = [axes[0] if len(axes) == 1 else axes or None for axes in entries]
+    while plain and plain[-1] is None:
+        plain.pop()
+    return PartitionSpec(*plain)
+
+
+def format_spec(spec: PartitionSpec) -> str:
+    """A spec as one writes it: `P(('data', 'fsdp'), None, 'tensor')`."""
+    return f"P({', '.join(map(repr, spec))})"
+
+
+def check_axis(axis: str, mesh: Mesh | AbstractMesh, where: str) -> None:
+    """Raise `ValueError` unless the mesh has the axis."""
+    if axis not in mesh.shape:
+        raise ValueError(
+            f"{where} names the axis {axis!r}, which the mesh does not have; "
+            f"{did_you_mean(axis, mesh.axis_names)}its axes are "
+            f"{comma_list(mesh.axis_names)}."
+        )
+
+
+def check_spec(
+    path: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: Mesh | AbstractMesh
+) -> None:
+    """Raise `ValueError` unless a spec fits an array and a mesh."""
+    where = f"{path or 'the array'} {shape}: {spec}"
+    if len(spec) > len(shape):
+        raise ValueError(
+            f"{where} has {len(spec)} entries and the array {len(shape)} dims; give at "
+            "most one entry per dim."
+        )
+    seen: set[str] = set()
+    for dim, entry in enumerate(spec):
+        axes = axes_of(entry)
+        for axis in axes:
+            check_axis(axis, mesh, where)
+            if axis in seen:
+                raise ValueError(
+                    f"{where} uses the axis {axis!r} twice; an axis can split one dim only."
+                )
+            seen.add(axis)
+        parts = math.prod(mesh.shape[axis] for axis in axes)
+        if shape[dim] % parts:
+            sizes = format_sizes({axis: mesh.shape[axis] for axis in axes})
+            raise ValueError(
+                f"{where} splits dim {dim} of size {shape[dim]} over {sizes}, which does "
+                f"not divide it; choose a dim that is a multiple of {parts}, or leave this "
+                "one whole."
+            )
+
+
+def format_sizes(sizes: dict[str, int]) -> str:
+    """Axes and their sizes: `data=2 x fsdp=4`."""
+    return " x ".join(f"{axis}={size}" for axis, size in sizes.items())

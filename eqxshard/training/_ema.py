@@ -1,0 +1,104 @@
+"""An average of the weights over steps, to evaluate and to keep."""
+
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jaxtyping import PyTree
+
+from ..transforms._dtypes import at_least_float32
+from ._state import TrainState
+
+
+class EmaState(NamedTuple):
+    """The averaged weights, in float32 at least, sharded like their updates."""
+
+    ema: PyTree
+
+
+def ema_weights(decay: float) -> optax.GradientTransformation:
+    """Keep an exponential moving average of the weights beside them.
+
+    An optax transformation. Put it last in a chain, outside `optax.masked` and its like,
+    so that it sees the weights as the step will leave them. The average is kept in
+    float32 and starts at the initial weights. (Polyak and Juditsky 1992,
+    https://doi.org/10.1137/0330046, in the form of Tarvainen and Valpola 2017,
+    https://arxiv.org/abs/1703.01780.)
+
+    **Arguments:**
+
+    - `decay`: the share of the average that is kept in each step, such as 0.999.
+
+    **Returns:**
+
+    An `optax.GradientTransformation` that does not change updates.
+
+    **Raises:**
+
+    `ValueError` unless `decay` is at least 0 and below 1.
+
+    !!! Example
+
+        ```python
+        optim = optax.chain(optax.adamw(1e-3), eqxshard.ema_weights(0.999))
+        ...
+        averaged = eqxshard.ema_model(state)
+        ```
+    """
+    if not 0 <= decay < 1:
+        raise ValueError(
+            f"decay={decay} must be at least 0 and below 1; use one such as 0.999."
+        )
+
+    def init(params: Any) -> EmaState:
+        return EmaState(jax.tree.map(at_least_float32, params))
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, EmaState]:
+        new = optax.apply_updates(params, updates)
+        # In lower precision, the change of one step would be lost to rounding.
+        ema = jax.tree.map(
+            lambda ema, new: ema + (1 - decay) * (at_least_float32(new) - ema),
+            state.ema,
+            new,
+        )
+        return updates, EmaState(ema)
+
+    return optax.GradientTransformation(init, update)
+
+
+def ema_model(state: TrainState) -> PyTree:
+    """The model with the averaged weights that [`eqxshard.ema_weights`][] keeps.
+
+    **Arguments:**
+
+    - `state`: made with an optimizer that includes `ema_weights`.
+
+    **Returns:**
+
+    A model like `state.model`, with everything that is not trained unchanged. It is valid
+    as long as the state is: until that is donated to the next step. Give it to an eval
+    step (with `state.model_state`, if there is one); `fit` itself evaluates the weights.
+
+    **Raises:**
+
+    `ValueError` if the optimizer does not keep an average of all weights.
+    """
+    is_ema = lambda node: isinstance(node, EmaState)  # noqa: E731
+    found = [x for x in jax.tree.leaves(state.opt_state, is_leaf=is_ema) if is_ema(x)]
+    if not found:
+        raise ValueError(
+            "the optimizer of this state does not average the weights; make it with "
+            "optax.chain(..., eqxshard.ema_weights(0.999))."
+        )
+    ema = found[-1].ema
+    is_masked = lambda leaf: isinstance(leaf, optax.MaskedNode)  # noqa: E731
+    if any(map(is_masked, jax.tree.leaves(ema, is_leaf=is_masked))):
+        raise ValueError(
+            "the average covers only what an optax.masked lets through; put ema_weights "
+            "outside of it, last in the chain."
+        )
+
+    def one(ema: Any, leaf: Any) -> Any:
+        return leaf if ema is None else ema.astype(leaf.dtype)
+
+    return jax.tree.map(one, ema, state.model, is_leaf=lambda x: x is None)

@@ -1,0 +1,178 @@
+"""The eval step: a model and a batch go in, metrics come out."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree
+
+from ..sharding._mesh import check_mesh
+from ..sharding._placement import assign_shardings
+from ..sharding._rule import Rule
+from ..transforms._partition import Static, partition
+from ._compile import jit_on
+from ._examples import check_metric_names, example_weights, sum_over_examples
+from ._gradients import step_context
+from ._in_flight import InFlight
+from ._inputs import ONE_BATCH, StepInput, several_batches
+from ._metrics import Metrics
+from ._precision import Precision
+from ._state import TrainState, with_state, without_state
+from ._train_step import DONATED
+
+
+def make_eval_step(
+    metric_fn: Callable[[Any, Any], Mapping[str, Any]],
+    *,
+    mesh: Mesh,
+    rule: Rule,
+    precision: Precision | None = None,
+) -> "EvalStep":
+    """Make the compiled step that measures a model on a batch.
+
+    The model is put in inference mode (`equinox.nn.inference_mode`) and is never donated.
+
+    **Arguments:**
+
+    - `metric_fn`: `metric_fn(model, batch)` returns a dict of metrics: each with one
+        entry per example, or a scalar, their mean. For a model with state, `model` is
+        the pair `(model, state)`.
+    - `mesh`, `rule`: those the model's state was made with.
+    - `precision`: as for [`eqxshard.make_train_step`][].
+
+    **Returns:**
+
+    An [`eqxshard.EvalStep`][]: `metrics = eval_step(model, batch)`.
+
+    !!! Example
+
+        ```python
+        def metric_fn(model, batch):
+            logits = jax.vmap(model)(batch["image"])
+            return {"accuracy": jnp.argmax(logits, -1) == batch["label"]}
+
+
+        eval_step = eqxshard.make_eval_step(metric_fn, mesh=mesh, rule=rule)
+        ```
+    """
+    check_mesh(mesh)
+    return EvalStep(metric_fn, mesh, rule, precision)
+
+
+class EvalStep:
+    """What [`eqxshard.make_eval_step`][] returns: call it with a model and a batch."""
+
+    def __init__(
+        self,
+        metric_fn: Callable[[Any, Any], Mapping[str, Any]],
+        mesh: Mesh,
+        rule: Rule,
+        precision: Precision | None,
+    ):
+        self._metric_fn = metric_fn
+        self._mesh = mesh
+        self._rule = rule
+        self._precision = precision
+        self._compiled: dict[tuple[Static, StepInput], Any] = {}
+        self._in_flight = InFlight()
+
+    def __call__(self, model: PyTree, batch: PyTree) -> Metrics:
+        """Measure a model on a batch, without waiting.
+
+        **Arguments:**
+
+        - `model`: not donated. If it has a state, the pair
+            `(state.model, state.model_state)`.
+        - `batch`: a PyTree of arrays of leading size batch, on the devices or not.
+
+        **Returns:**
+
+        The [`eqxshard.Metrics`][] of this batch.
+
+        **Raises:**
+
+        `ValueError` if the batch does not divide over the mesh, or the model was donated.
+        """
+        return self._run(model, batch, ONE_BATCH)
+
+    def many(self, model: PyTree, batches: PyTree) -> Metrics:
+        """Measure a model on several batches, in one dispatch.
+
+        **Arguments:**
+
+        - `model`: not donated.
+        - `batches`: as for [`eqxshard.TrainStep.many`][].
+
+        **Returns:**
+
+        The metrics, with one entry per batch.
+
+        **Raises:**
+
+        As for a single batch.
+        """
+        return self._run(model, batches, several_batches(batches))
+
+    def lower(self, model: PyTree, batch: PyTree) -> jax.stages.Lowered:
+        """Lower the step, for its text, cost and memory.
+
+        **Arguments:**
+
+        - `model`, `batch`: as for a call, of arrays or of `jax.ShapeDtypeStruct`s.
+
+        **Returns:**
+
+        A `jax.stages.Lowered`.
+        """
+        ONE_BATCH.check_shapes(batch, self._mesh, 1)
+        arrays, static = partition(model, "model")
+        return self._compile(static, ONE_BATCH).lower(arrays, batch)
+
+    def _run(self, model: PyTree, batch: PyTree, kind: StepInput) -> Metrics:
+        kind.check_shapes(batch, self._mesh, 1)
+        if isinstance(model, TrainState):
+            raise TypeError("an eval step takes a model; give it state.model.")
+        arrays, static = partition(model, "model")
+        if any(x.is_deleted() for x in arrays if isinstance(x, jax.Array)):
+            raise ValueError(DONATED)
+        metrics = self._compile(static, kind)(arrays, batch)
+        self._in_flight.add(metrics.weight)
+        return metrics
+
+    def _compile(self, static: Static, kind: StepInput) -> Any:
+        jitted = self._compiled.get((static, kind))
+        if jitted is None:
+            jitted = self._compiled[static, kind] = self._jit(static, kind)
+        return jitted
+
+    def _jit(self, static: Static, kind: StepInput) -> Any:
+        def eval_step(arrays: list[Array], batch: PyTree) -> Metrics:
+            def measure(_: None, batch: PyTree) -> tuple[None, Metrics]:
+                return None, self._measure(static.combine(arrays), batch)
+
+            return kind.run(measure, None, batch, self._mesh)[1]
+
+        # The name in profiles and compiled modules.
+        eval_step.__name__ += kind.suffix
+        return jit_on(
+            self._mesh,
+            eval_step,
+            in_shardings=(None, kind.sharding(self._mesh)),
+            out_shardings=NamedSharding(self._mesh, PartitionSpec()),
+        )
+
+    def _measure(self, model: PyTree, batch: PyTree) -> Metrics:
+        model, model_state = without_state(model)
+        storage = assign_shardings(model, self._mesh, self._rule)
+        with step_context(model, storage, storage, batch, self._mesh, self._precision) as (
+            model,
+            batch_for_use,
+        ):
+            model = eqx.nn.inference_mode(model)
+            values = self._metric_fn(with_state(model, model_state), batch_for_use)
+        check_metric_names("the result of metric_fn", values, "nonfinite")
+        sums = sum_over_examples(values, batch, self._mesh)
+        return Metrics(sums, jnp.sum(example_weights(batch)), jnp.zeros((), jnp.int32))

@@ -1,0 +1,101 @@
+"""Parameters on their way from where they are stored to where they are used, and back."""
+
+import contextlib
+import contextvars
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.typing import DTypeLike
+from jaxtyping import Array, PyTree
+
+from ..sharding._placement import compute_sharding
+
+
+class Stored(NamedTuple):
+    """A stored array, and how to gather it for use.
+
+    - `array`: the array as it is stored.
+    - `storage`: its sharding.
+    - `update`: the sharding of its gradient.
+    - `dtype`: the type to compute in, if it is another.
+    """
+
+    array: Array
+    storage: NamedSharding
+    update: NamedSharding
+    dtype: DTypeLike | None
+
+    def gather(self) -> Array:
+        """The array as it is used: cast, and whole along the axes that split the batch.
+
+        Its gradient goes back in one go: cast, summed over the batch's axes and left
+        where the array is updated, which is a reduce-scatter.
+        """
+
+        def for_use(array: Array) -> Array:
+            if self.dtype is not None and jnp.issubdtype(array.dtype, jnp.floating):
+                array = array.astype(self.dtype)
+            return jax.lax.with_sharding_constraint(array, compute_sharding(self.storage))
+
+        if not jnp.issubdtype(self.array.dtype, jnp.inexact):
+            return for_use(self.array)
+
+        def back(_: None, grad: Array) -> tuple[Array]:
+            grad = grad.astype(self.array.dtype)
+            return (jax.lax.with_sharding_constraint(grad, self.update),)
+
+        gather = jax.custom_vjp(for_use)
+        gather.defvjp(lambda array: (for_use(array), None), back)
+        return gather(self.array)
+
+
+#: The arrays of the step's model by `id`: each as it is used (held, so that its id stays
+#: its own) and as it is stored. `None` outside of a step.
+_InUse = Mapping[int, tuple[Array, Stored]]
+_IN_USE: contextvars.ContextVar[_InUse | None] = contextvars.ContextVar(
+    "eqxshard_in_use", default=None
+)
+
+
+@contextlib.contextmanager
+def gathered(
+    model: PyTree,
+    storage: PyTree[NamedSharding | None],
+    update: PyTree[NamedSharding | None],
+    dtype: DTypeLike | None = None,
+) -> Iterator[PyTree]:
+    """A model as it is used: each array gathered along the axes that split the batch.
+
+    Meanwhile [`scan_layers`][eqxshard.scan_layers] gathers the arrays of stacked layers
+    one layer at a time, and the compiler drops the arrays gathered here that are not used.
+    """
+    pairs: list[tuple[Array, Stored]] = []
+
+    def gather(leaf: Any, storage: Any, update: Any) -> Any:
+        if storage is None:
+            return leaf
+        stored = Stored(leaf, storage, update or storage, dtype)
+        pairs.append((stored.gather(), stored))
+        return pairs[-1][0]
+
+    out = jax.tree.map(gather, model, storage, update, is_leaf=lambda leaf: leaf is None)
+    with using(pairs):
+        yield out
+
+
+@contextlib.contextmanager
+def using(pairs: Iterable[tuple[Array, Stored]]) -> Iterator[None]:
+    """Remember how the gathered arrays are stored."""
+    token = _IN_USE.set({id(array): (array, stored) for array, stored in pairs})
+    try:
+        yield
+    finally:
+        _IN_USE.reset(token)
+
+
+def in_use() -> _InUse | None:
+    """The arrays of the step's model, by `id`; `None` outside of a step."""
+    return _IN_USE.get()

@@ -1,0 +1,186 @@
+"""Gradients of the mean loss over a batch: a pure function of a state and a batch."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Float, PyTree
+
+from ..sharding._mesh import batch_sharding
+from ..sharding._placement import filter_shard
+from ..transforms._dtypes import at_least_float32
+from ._config import StepConfig
+from ._examples import check_metric_names, example_weights, has_weight, sum_over_examples
+from ._gather import gathered
+from ._layout import StateLayout
+from ._lookups import reduce_lookups
+from ._precision import Precision, cast
+from ._state import TrainState, split_model, with_state
+
+
+class Gradients(NamedTuple):
+    """The gradients of a batch, its loss and its metrics.
+
+    - `grads`: of the trained arrays, each where it is updated.
+    - `sums`: for the loss and each metric, the weighted sum over the examples.
+    - `weight`: the sum of the examples' weights.
+    - `model_state`: the model's own state after the batch.
+    """
+
+    grads: PyTree
+    sums: dict[str, Float[Array, ""]]
+    weight: Float[Array, ""]
+    model_state: PyTree
+
+    @property
+    def loss(self) -> Float[Array, ""]:
+        """The mean loss."""
+        return _mean(self.sums["loss"], self.weight)
+
+
+def compute_gradients(
+    config: StepConfig, layout: StateLayout, state: TrainState, batch: PyTree
+) -> Gradients:
+    """Differentiate the mean loss over a batch, in `config.accumulate` microbatches."""
+    params, frozen = split_model(state.model, config.trainable)
+    weight = jnp.sum(example_weights(batch))
+    scale = None if state.loss_scale is None else state.loss_scale.scale
+
+    def objective(params: PyTree, microbatch: PyTree, model_state: PyTree, key: Array):
+        model = eqx.combine(params, frozen)
+        sums, model_state = _measure(config, layout, model, model_state, microbatch, key)
+        # By the weight of the whole batch, so that microbatches add up to its mean.
+        loss = _mean(sums["loss"], weight)
+        return loss if scale is None else loss * scale, (sums, model_state)
+
+    def gradient(microbatch: PyTree, model_state: PyTree, key: Array) -> tuple[Any, Any]:
+        return jax.grad(objective, has_aux=True)(params, microbatch, model_state, key)
+
+    gradient = reduce_lookups(gradient, jax.tree.leaves(layout.update))
+    key = jax.random.fold_in(state.key, state.step)
+    if config.accumulate == 1:
+        batch = filter_shard(batch, batch_sharding(config.mesh))
+        grads, (sums, model_state) = gradient(batch, state.model_state, key)
+    else:
+        microbatches = split_microbatches(batch, config.accumulate, config.mesh)
+        grads, (sums, model_state) = accumulate_gradients(
+            gradient, microbatches, state.model_state, key
+        )
+    if scale is not None:
+        grads = unscale(grads, scale)
+    return Gradients(grads, sums, weight, model_state)
+
+
+def _mean(total: Array, weight: Array) -> Array:
+    return total / jnp.where(weight == 0, 1, weight).astype(total.dtype)
+
+
+def _measure(
+    config: StepConfig,
+    layout: StateLayout,
+    model: PyTree,
+    model_state: PyTree,
+    batch: PyTree,
+    key: Array,
+) -> tuple[dict[str, Array], PyTree]:
+    """Call the user's loss function, and sum its results over the batch."""
+    # `State.set` invalidates its input; keep a copy to return if the step is skipped.
+    model_state = jax.tree.map(lambda leaf: leaf, model_state)
+    with step_context(
+        model, layout.model, layout.update, batch, config.mesh, config.precision
+    ) as (model, batch_for_use):
+        out = config.loss_fn(with_state(model, model_state), batch_for_use, key)
+    values = [*out] if isinstance(out, tuple) else [out]
+    if model_state is not None:
+        model_state = values.pop()
+        if not isinstance(model_state, eqx.nn.State):
+            raise TypeError(
+                f"the loss function returned a {type(model_state).__name__} last; for a "
+                "model with state, return (losses, state) or (losses, metrics, state)."
+            )
+    if len(values) not in (1, 2):
+        raise TypeError(
+            f"the loss function returned {len(values)} values besides a model's state; "
+            "return losses, or losses and a dict of metrics."
+        )
+    losses, metrics = values if len(values) == 2 else (*values, {})
+    check_metric_names("the loss function's metrics", metrics, "loss", "nonfinite")
+    sums = sum_over_examples({**metrics, "loss": losses}, batch, config.mesh)
+    return sums, model_state
+
+
+@contextlib.contextmanager
+def step_context(
+    model: PyTree,
+    storage: PyTree[NamedSharding | None],
+    update: PyTree[NamedSharding | None],
+    batch: PyTree,
+    mesh: Mesh,
+    precision: Precision | None,
+) -> Iterator[tuple[PyTree, PyTree]]:
+    """A model and a batch as user code gets them: cast, gathered, on the step's mesh."""
+    dtype = None if precision is None else precision.compute
+    if dtype is not None:
+        # Weights are summed, which needs float32.
+        kept = {"weight": batch["weight"]} if has_weight(batch) else {}
+        batch = {**cast(batch, dtype), **kept} if kept else cast(batch, dtype)
+    with (
+        gathered(model, storage, update, dtype) as model,
+        jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+    ):
+        yield model, batch
+
+
+def split_microbatches(batch: PyTree, count: int, mesh: Mesh) -> PyTree:
+    """Give a batch a leading dim of microbatches; each device keeps its own rows.
+
+    Microbatch `i` is every `count`-th row from row `i`, because consecutive rows would
+    all be on a few of the devices.
+    """
+
+    def split(leaf: Array) -> Array:
+        return jnp.swapaxes(leaf.reshape(-1, count, *leaf.shape[1:]), 0, 1)
+
+    return filter_shard(jax.tree.map(split, batch), batch_sharding(mesh, stacked=True))
+
+
+def accumulate_gradients(
+    gradient: Callable[..., tuple[PyTree, tuple[PyTree, PyTree]]],
+    microbatches: PyTree,
+    model_state: PyTree,
+    key: Array,
+) -> tuple[PyTree, tuple[PyTree, PyTree]]:
+    """Sum gradients and metrics over microbatches; pass the model's state along.
+
+    `gradient(microbatch, model_state, key)` returns `(grads, (sums, model_state))`.
+    """
+
+    def body(carry: Any, numbered: tuple[Array, PyTree]) -> tuple[Any, None]:
+        total, model_state = carry
+        index, microbatch = numbered
+        grads, (sums, model_state) = gradient(
+            microbatch, model_state, jax.random.fold_in(key, index)
+        )
+        return (jax.tree.map(jnp.add, total, (grads, sums)), model_state), None
+
+    first = jax.tree.map(lambda leaf: leaf[0], microbatches)
+    grads, (sums, _) = jax.eval_shape(gradient, first, model_state, key)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, sums))
+    count = jax.tree.leaves(microbatches)[0].shape[0]
+    numbered = jnp.arange(count), microbatches
+    ((grads, sums), model_state), _ = jax.lax.scan(body, (zeros, model_state), numbered)
+    return grads, (sums, model_state)
+
+
+def unscale(grads: PyTree, scale: Float[Array, ""]) -> PyTree:
+    """Divide by the loss scale, which may be too large for the gradients' own type."""
+
+    def divide(grad: Array) -> Array:
+        wide = at_least_float32(grad)
+        return (wide / scale.astype(wide.dtype)).astype(grad.dtype)
+
+    return jax.tree.map(divide, grads)

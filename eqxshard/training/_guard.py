@@ -1,0 +1,64 @@
+"""The guard against steps that are not finite: find them, and keep the old state."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Int, PyTree
+
+from ..sharding._spec import spec_axes
+
+#: Leaves with fewer elements are checked together: with a reduction for each, a small
+#: model would take longer to check than to update.
+_SMALL = 2**16
+
+
+def all_finite(
+    grads: PyTree, shardings: PyTree[NamedSharding | None], mesh: Mesh
+) -> Bool[Array, ""]:
+    """Whether no gradient is infinite or nan. Each device checks its own shards."""
+    leaves = jax.tree.leaves(grads)
+    if not leaves:
+        return jnp.array(True)
+    specs = [sharding.spec for sharding in jax.tree.leaves(shardings)]
+    used = {axis for spec in specs for axis in spec_axes(spec)}
+    # In the mesh's order: a set's would differ from one process to the next.
+    axes = tuple(axis for axis in mesh.axis_names if axis in used)
+
+    def count_bad(leaves: list[Array]) -> Int[Array, ""]:
+        small: dict[Any, list[Array]] = {}
+        for leaf in leaves:
+            if leaf.size < _SMALL:
+                small.setdefault(leaf.dtype, []).append(leaf.ravel())
+        parts = [leaf for leaf in leaves if leaf.size >= _SMALL]
+        parts += [jnp.concatenate(group) for group in small.values()]
+        finite = jnp.stack([jnp.all(jnp.isfinite(part)) for part in parts])
+        bad = jnp.sum(~finite, dtype=jnp.int32)
+        return jax.lax.psum(bad, axes) if axes else bad
+
+    in_specs, whole = (specs,), PartitionSpec()
+    count = jax.shard_map(count_bad, mesh=mesh, in_specs=in_specs, out_specs=whole)
+    return count(leaves) == 0
+
+
+def select_update(
+    condition: Bool[Array, ""], update: Callable[[], PyTree], old: PyTree, mesh: Mesh
+) -> PyTree:
+    """The new values if the condition holds; otherwise the old ones, bit for bit."""
+    if mesh.devices.flat[0].platform == "cpu":
+        # With a select, XLA:CPU would copy the optimizer's state, because it has no
+        # kernel that writes several results at once.
+        arrays, static = eqx.partition(old, eqx.is_array)
+        new = jax.lax.cond(
+            condition, lambda: eqx.filter(update(), eqx.is_array), lambda: arrays
+        )
+        return eqx.combine(new, static)
+    # With a branch, a GPU would wait for the host to decide.
+    return jax.tree.map(
+        lambda new, old: jnp.where(condition, new, old) if eqx.is_array(new) else old,
+        update(),
+        old,
+    )

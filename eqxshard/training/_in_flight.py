@@ -1,0 +1,22 @@
+"""A bound on the number of dispatched steps that have not finished."""
+
+import collections
+from typing import Any
+
+#: Two keep a device busy while the host prepares the next. More only hold memory, and
+#: simulated CPU devices, whose collectives share one pool of threads, deadlock after some
+#: hundreds.
+IN_FLIGHT = 2
+
+
+class InFlight:
+    """Holds one result of each call that may not have finished, and bounds their number."""
+
+    def __init__(self):
+        self._results: collections.deque[Any] = collections.deque()
+
+    def add(self, result: Any) -> None:
+        """Add a result; wait for the oldest if there are too many."""
+        self._results.append(result)
+        if len(self._results) > IN_FLIGHT:
+            self._results.popleft().block_until_ready()

@@ -1,0 +1,194 @@
+"""Make a training state, each array sharded from the start."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Key, PyTree, UInt32
+
+from ..distributed import assert_same_on_all_processes, spans_processes
+from ..sharding._leaves import array_leaves, is_key
+from ..sharding._mesh import check_mesh
+from ..sharding._placement import named_leaves
+from ..sharding._rule import Rule, check_rule
+from ._layout import make_layout
+from ._precision import LossScale, Precision, cast
+from ._state import TrainState, flatten_state, split_model, unflatten_state, without_state
+
+
+def init_state(
+    make_model: Callable[[Any], PyTree],
+    optim: optax.GradientTransformation,
+    *,
+    key: Key[Array, ""] | UInt32[Array, "2"],
+    mesh: Mesh,
+    rule: Rule,
+    trainable: PyTree = True,
+    precision: Precision | None = None,
+) -> TrainState:
+    """Make a model and its optimizer state, each array sharded from the start.
+
+    `make_model` runs under jit with output shardings, so no array is ever whole on one
+    device or on the host unless the rule says so, and JAX's usual initialisers draw in
+    parts. (Some cannot, and are whole for a moment: QR in `orthogonal`,
+    `jax.random.permutation`, keys of `rbg`.) The values drawn do not depend on the mesh;
+    only sums over split arrays may round differently.
+
+    **Arguments:**
+
+    - `make_model`: a function from a random key to a model, or to the pair of a model and
+        its state that `equinox.nn.make_with_state` makes. An array that appears twice in
+        it must be tied with `equinox.nn.Shared`.
+    - `optim`: an optax optimizer, for the model's floating-point (and complex) arrays.
+    - `key`: a random key. `make_model` gets it unchanged; the run's own key is derived
+        from it.
+    - `mesh`: from [`eqxshard.make_mesh`][].
+    - `rule`: how to split each array of the model; the optimizer's state follows.
+    - `trainable`: which of the model's floating-point (and complex) arrays to train: a
+        filter spec as for `equinox.partition`, that is `True`, or a PyTree of booleans
+        and of functions from leaves to booleans that is a prefix of the model. The others
+        are frozen: they have no gradient and no optimizer state.
+    - `precision`: the types of parameters and of computation; by default those that
+        `make_model` chooses.
+
+    **Returns:**
+
+    An [`eqxshard.TrainState`][] at step 0.
+
+    **Raises:**
+
+    `TypeError` if `key` is not a random key, or `make_model` is not a function;
+    `ValueError` as [`eqxshard.shardings`][] does, and if one array appears twice in the
+    model: the two would drift apart.
+
+    !!! Example
+
+        ```python
+        state = eqxshard.init_state(
+            lambda key: eqx.nn.MLP(784, 10, 512, 2, key=key),
+            optax.adamw(1e-3),
+            key=jax.random.key(0),
+            mesh=mesh,
+            rule=eqxshard.fsdp(),
+        )
+        ```
+    """
+    options = {"trainable": trainable, "precision": precision}
+    like = abstract_state(make_model, optim, key=key, mesh=mesh, rule=rule, **options)
+    leaves, static = flatten_state(like)
+    make = make_init_fn(make_model, optim, trainable, precision)
+
+    def init_arrays(key_data: Array) -> list[Array]:
+        if is_key(key):
+            key_data = jax.random.wrap_key_data(key_data, impl=key.dtype)
+        return flatten_state(make(key_data)[0])[0]
+
+    # All processes have the key's numbers on their hosts.
+    whole = NamedSharding(mesh, PartitionSpec())
+    shardings = [leaf.sharding for leaf in leaves]
+    init = jax.jit(init_arrays, in_shardings=whole, out_shardings=shardings)
+    return unflatten_state(init(_key_data(key)), static)
+
+
+def abstract_state(
+    make_model: Callable[[Any], PyTree],
+    optim: optax.GradientTransformation,
+    *,
+    key: Key[Array, ""] | UInt32[Array, "2"],
+    mesh: Mesh,
+    rule: Rule,
+    trainable: PyTree = True,
+    precision: Precision | None = None,
+) -> TrainState:
+    """The shapes, types and shardings of what [`eqxshard.init_state`][] would make.
+
+    Nothing is allocated, so [`eqxshard.Checkpointer.restore`][] into it needs no memory
+    but that of the state itself.
+
+    **Arguments:**
+
+    - `make_model`, `optim`, `key`, `mesh`, `rule`, `trainable`, `precision`: as for
+        [`eqxshard.init_state`][].
+
+    **Returns:**
+
+    An [`eqxshard.TrainState`][] with a `jax.ShapeDtypeStruct`, including its sharding,
+    for each array.
+
+    **Raises:**
+
+    As [`eqxshard.init_state`][] does.
+
+    !!! Example
+
+        ```python
+        like = eqxshard.abstract_state(make_model, optim, key=key, mesh=mesh, rule=rule)
+        state = checkpointer.restore(like)
+        ```
+    """
+    check_mesh(mesh)
+    if not isinstance(key, jax.Array):
+        raise TypeError(f"key={key!r} is not a random key; use jax.random.key(0).")
+    if spans_processes(mesh.devices.flat):
+        assert_same_on_all_processes("state", {"key": _key_data(key).tolist()})
+    make = make_init_fn(make_model, optim, trainable, precision)
+    state, params = eqx.filter_eval_shape(make, key)
+    check_rule(rule, dict(named_leaves(state.model)), mesh)
+    layout = make_layout(state.model, params, state.opt_state, optim, mesh, rule)
+    leaves, static = flatten_state(state)
+    shaped = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        for leaf, sharding in zip(leaves, layout.flat(state), strict=True)
+    ]
+    return TrainState.tree_unflatten(None, static.combine(shaped))
+
+
+def make_init_fn(
+    make_model: Callable[[Any], PyTree],
+    optim: optax.GradientTransformation,
+    trainable: PyTree,
+    precision: Precision | None,
+) -> Callable[[Array], tuple[TrainState, PyTree]]:
+    """A function from a key to a state at step 0 and the trained part of its model."""
+
+    def make(key: Array) -> tuple[TrainState, PyTree]:
+        model, model_state = without_state(make_model(key))
+        _check_not_shared(model)
+        params, frozen = split_model(model, trainable)
+        if precision is not None:
+            params = cast(params, precision.params)
+        loss_scale = None
+        if precision is not None and precision.scales_loss:
+            loss_scale = LossScale.init(precision)
+        state = TrainState(
+            step=jnp.zeros((), jnp.int32),
+            model=eqx.combine(params, frozen),
+            opt_state=optim.init(params),
+            # Any number works that `make_model` does not fold in itself.
+            key=jax.random.fold_in(key, 2**32 - 1),
+            model_state=model_state,
+            loss_scale=loss_scale,
+        )
+        return state, params
+
+    return make
+
+
+def _key_data(key: Array) -> np.ndarray:
+    return np.asarray(jax.random.key_data(key) if is_key(key) else key)
+
+
+def _check_not_shared(model: PyTree) -> None:
+    paths: dict[int, str] = {}
+    for path, leaf in array_leaves(model):
+        first = paths.setdefault(id(leaf), path)
+        if first != path:
+            raise ValueError(
+                f"{first} and {path} are the same array, and would be trained as two; "
+                "tie them with equinox.nn.Shared."
+            )

@@ -1,0 +1,127 @@
+"""The shardings of a training state, computed once from the rule."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree
+
+from ..sharding._combinators import HOST_MEMORY, offloads, optimizer_rule
+from ..sharding._leaves import is_array
+from ..sharding._placement import assign_shardings, filter_shard
+from ..sharding._rule import Rule
+
+
+class StateLayout(NamedTuple):
+    """Where the arrays of a state are stored between steps.
+
+    - `model`: the sharding of each array of the model, `None` for its other leaves.
+    - `update`: for each trained array the sharding of its gradient and its update, which
+        under `zero1` is not that of the parameter.
+    - `opt_state`: the sharding of each array of the optimizer's state.
+    - `whole`: the sharding of everything else.
+    """
+
+    model: PyTree[NamedSharding | None]
+    update: PyTree[NamedSharding | None]
+    opt_state: PyTree[NamedSharding | None]
+    whole: NamedSharding
+
+    def flat(self, state: Any) -> list[NamedSharding]:
+        """The sharding of each array of a state, in the order of `flatten_state`."""
+        rest = (state.key, state.model_state, state.loss_scale)
+        return [
+            self.whole,
+            *jax.tree.leaves(self.model),
+            *jax.tree.leaves(self.opt_state),
+            *[self.whole for leaf in jax.tree.leaves(rest) if is_array(leaf)],
+        ]
+
+
+def make_layout(
+    model: PyTree,
+    params: PyTree,
+    opt_state: PyTree,
+    optim: optax.GradientTransformation,
+    mesh: Mesh,
+    rule: Rule,
+) -> StateLayout:
+    """Ask the rule about every array of a state.
+
+    **Arguments:**
+
+    - `model`, `opt_state`: of the state, or `jax.ShapeDtypeStruct`s for their arrays.
+    - `params`: the trained part of the model, `None` in the place of everything else.
+    - `optim`: the optimizer that made `opt_state`.
+    - `mesh`, `rule`: as for [`eqxshard.init_state`][].
+    """
+    storage = assign_shardings(model, mesh, rule)
+    update_rule = optimizer_rule(rule)
+    if update_rule == rule:
+        update = jax.tree.map(
+            lambda param, sharding: None if param is None else sharding,
+            params,
+            storage,
+            is_leaf=lambda leaf: leaf is None,
+        )
+    else:
+        update = assign_shardings(params, mesh, update_rule)
+    state = opt_state_shardings(opt_state, params, update, optim, mesh, offloads(rule))
+    return StateLayout(storage, update, state, NamedSharding(mesh, PartitionSpec()))
+
+
+def opt_state_shardings(
+    opt_state: PyTree,
+    params: PyTree,
+    update: PyTree[NamedSharding | None],
+    optim: optax.GradientTransformation,
+    mesh: Mesh,
+    offloaded: bool,
+) -> PyTree[NamedSharding | None]:
+    """The sharding of each array of an optimizer's state: its parameter's update's."""
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def follow(leaf: Any, param: Any, sharding: NamedSharding) -> Any:
+        if isinstance(leaf, optax.MaskedNode):
+            return leaf
+        # Factored states, such as Adafactor's, are shaped unlike their parameters.
+        sharding = sharding if leaf.shape == param.shape else whole
+        move = offloaded and leaf.shape
+        return sharding.with_memory_kind(HOST_MEMORY) if move else sharding
+
+    return optax.tree_utils.tree_map_params(
+        optim,
+        follow,
+        opt_state,
+        params,
+        update,
+        transform_non_params=lambda leaf: whole if is_array(leaf) else None,
+        is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
+    )
+
+
+def fetch_offloaded(
+    arrays: Sequence[Array], shardings: Sequence[NamedSharding]
+) -> list[Array]:
+    """Fetch the arrays that are kept in host memory between steps."""
+    return [
+        jax.device_put(array, sharding.with_memory_kind("device"))
+        if sharding.memory_kind == HOST_MEMORY
+        else array
+        for array, sharding in zip(arrays, shardings, strict=True)
+    ]
+
+
+def offload_to_host(
+    arrays: Sequence[Array], shardings: Sequence[NamedSharding]
+) -> list[Array]:
+    """Constrain arrays to their shardings; send those that belong there to host memory."""
+    on_device = [NamedSharding(each.mesh, each.spec) for each in shardings]
+    return [
+        jax.device_put(array, sharding) if sharding.memory_kind == HOST_MEMORY else array
+        for array, sharding in zip(
+            filter_shard([*arrays], on_device), shardings, strict=True
+        )
+    ]

@@ -1,0 +1,100 @@
+"""`Precision`: the types that parameters are stored in and computed with."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from ..sharding._leaves import is_array
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Mixed precision: store parameters in one type, compute with them in another.
+
+    The step casts the model and the batch before the loss function sees them, and casts
+    gradients back before anything uses them: they are accumulated, clipped and given to
+    the optimizer in the type of the parameters. Means of losses and metrics are taken in
+    float32. (Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740.)
+
+    With `compute=jnp.float16` the loss is scaled so that gradients do not underflow: the
+    scale doubles after a number of finite steps in a row, and halves after a step that is
+    not finite, which is skipped.
+
+    - `compute`: the type of the model, and of the batch's floating-point entries other
+        than `"weight"`, inside the loss function.
+    - `params`: the type of trained parameters between steps, and so of gradients and
+        optimizer state. Frozen arrays keep their own.
+    - `initial_scale`, `scale_every`: the initial loss scale of float16, and after how many
+        finite steps it doubles.
+
+    !!! Example
+
+        ```python
+        precision = eqxshard.Precision(compute=jnp.bfloat16)
+        state = eqxshard.init_state(..., precision=precision)
+        train_step = eqxshard.make_train_step(..., precision=precision)
+        ```
+    """
+
+    compute: DTypeLike = jnp.bfloat16
+    params: DTypeLike = jnp.float32
+    initial_scale: float = 2.0**15
+    scale_every: int = 2000
+
+    def __post_init__(self):
+        for name, dtype in (("compute", self.compute), ("params", self.params)):
+            if not jnp.issubdtype(dtype, jnp.floating):
+                raise ValueError(
+                    f"Precision({name}={dtype!r}) is not a floating-point type; use one "
+                    "such as jnp.bfloat16."
+                )
+        if self.initial_scale < 1 or self.scale_every < 1:
+            raise ValueError(
+                f"Precision(initial_scale={self.initial_scale}, scale_every="
+                f"{self.scale_every}) must be at least 1 each."
+            )
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients would underflow without a loss scale."""
+        return jnp.dtype(self.compute) == jnp.float16
+
+
+class LossScale(eqx.Module):
+    """The factor on the loss, and the number of finite steps since it changed."""
+
+    scale: Float[Array, ""]
+    steps: Int[Array, ""]
+
+    @staticmethod
+    def init(precision: Precision) -> "LossScale":
+        """The scale before the first step."""
+        scale = jnp.asarray(precision.initial_scale, jnp.float32)
+        return LossScale(scale, jnp.zeros((), jnp.int32))
+
+    def after(self, finite: Bool[Array, ""], precision: Precision) -> "LossScale":
+        """The scale after a step, given whether it was finite."""
+        steps = jnp.where(finite, self.steps + 1, 0)
+        doubles = steps == precision.scale_every
+        # Bounded below by 1, as steps that no scale can help would bring it to 0, and
+        # above, as infinity never comes down.
+        smaller = jnp.maximum(self.scale / 2, 1)
+        larger = jnp.minimum(self.scale * 2, 2.0**24)
+        scale = jnp.where(finite, jnp.where(doubles, larger, self.scale), smaller)
+        return LossScale(scale, jnp.where(doubles, 0, steps))
+
+
+def cast(tree: PyTree, dtype: DTypeLike) -> PyTree:
+    """Cast the floating-point arrays of a PyTree."""
+
+    def one(leaf: Any) -> Any:
+        if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating):
+            return leaf.astype(dtype)
+        return leaf
+
+    return jax.tree.map(one, tree)

@@ -1,0 +1,132 @@
+"""`scan_layers`: stacked layers, gathered and compiled one at a time."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, PRNGKeyArray, PyTree
+
+from ..sharding._leaves import array_leaves, format_array, stacked_depth
+from ..sharding._spec import axes_of
+from ._gather import Stored, in_use, using
+
+
+def scan_layers(
+    layers: PyTree,
+    x: PyTree,
+    *args: Any,
+    key: PRNGKeyArray | None = None,
+    remat: bool | Callable[..., bool] = True,
+) -> PyTree:
+    """Apply stacked layers in turn: one layer is compiled, whatever the depth.
+
+    Inside a step, under FSDP, the parameters of one layer at a time are gathered, freed
+    before the next layer, and gathered again in the backward pass. (`jax.lax.scan` would
+    gather all layers at the start of the step and keep them to its end.) If the rule
+    splits the dim of layers itself, all are gathered at once.
+
+    **Arguments:**
+
+    - `layers`: a module whose arrays have a leading dim of layers, as made by
+        `eqx.filter_vmap(make_layer)(keys)`. Inside a step these must be the model's own
+        arrays; change them (cast them, say) inside the layer.
+    - `x`: the input of the first layer. Each layer returns the input of the next, of the
+        same shapes and types.
+    - `args`: more arguments, the same for all layers.
+    - `key`: a random key; each layer gets one of its own as `key=`.
+    - `remat`: whether to recompute the inside of each layer in the backward pass instead
+        of keeping it; or a policy of [`jax.checkpoint`][], such as
+        `jax.checkpoint_policies.dots_saveable`, that says what to keep.
+
+    **Returns:**
+
+    The output of the last layer.
+
+    **Raises:**
+
+    `ValueError` if the arrays do not all have the same leading dim; inside a step, if one
+    was computed from the model's arrays, so that all layers would be gathered at once.
+
+    !!! Example
+
+        ```python
+        class Model(eqx.Module):
+            blocks: Block
+
+            def __init__(self, depth, *, key):
+                self.blocks = eqx.filter_vmap(Block)(jax.random.split(key, depth))
+
+            def __call__(self, x, key=None):
+                return eqxshard.scan_layers(self.blocks, x, key=key)
+        ```
+    """
+    depth = stacked_depth(layers)
+    arrays, static = eqx.partition(layers, eqx.is_array)
+    leaves, treedef = jax.tree.flatten(arrays)
+    stored = _find_stored(layers, depth)
+    keys = None if key is None else jax.random.split(key, depth)
+
+    def body(x: PyTree, layer: tuple[list[Array], Array | None]) -> tuple[PyTree, None]:
+        parts, key = layer
+        slices = [
+            None if whole is None else _slice_of(whole, part)
+            for whole, part in zip(stored, parts, strict=True)
+        ]
+        parts = [
+            part if each is None else each.gather()
+            for each, part in zip(slices, parts, strict=True)
+        ]
+        module = eqx.combine(jax.tree.unflatten(treedef, parts), static)
+        # A layer may itself hold stacked layers.
+        pairs = [(part, each) for part, each in zip(parts, slices) if each is not None]
+        with using([*pairs, *(in_use() or {}).values()]):
+            return (module(x, *args) if key is None else module(x, *args, key=key)), None
+
+    if remat:
+        policy = None if remat is True else remat
+        # The scan itself keeps XLA from undoing it.
+        body = jax.checkpoint(body, policy=policy, prevent_cse=False)
+    xs = [leaf if each is None else each.array for leaf, each in zip(leaves, stored)]
+    return jax.lax.scan(body, x, (xs, keys))[0]
+
+
+def _find_stored(layers: PyTree, depth: int) -> list[Stored | None]:
+    """How each array of the layers is stored, if it can be gathered layer by layer."""
+    used = in_use()
+    found: list[Stored | None] = []
+    for path, leaf in array_leaves(layers):
+        _, stored = (used or {}).get(id(leaf), (None, None))
+        if stored is None:
+            _check_not_computed(path, leaf, depth)
+        elif any(axes_of(s.spec[0]) for s in (stored.storage, stored.update) if s.spec):
+            stored = None
+        found.append(stored)
+    return found
+
+
+def _check_not_computed(path: str, leaf: Array, depth: int) -> None:
+    """Refuse an array that looks like one of the model's but is another object."""
+    used = in_use()
+    # In per-device code, arrays are each device's own and nothing is gathered.
+    if used is None or jax.sharding.get_abstract_mesh().manual_axes:
+        return
+    shapes = {array.shape[1:] for array, _ in used.values() if array.ndim}
+    if leaf.ndim > 1 and leaf.shape[1:] in shapes:
+        raise ValueError(
+            f"scan_layers: {path} {format_array(leaf)} is not the model's own array but "
+            f"was computed from one (cast, sliced, or traced again by jit or checkpoint), "
+            f"so all {depth} layers would be gathered at once; pass the model's layers "
+            "unchanged and compute inside the layer, or use jax.lax.scan."
+        )
+
+
+def _slice_of(stored: Stored, part: Array) -> Stored:
+    """One layer of a stacked array."""
+
+    def without_layers(sharding: NamedSharding) -> NamedSharding:
+        return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+
+    storage, update = without_layers(stored.storage), without_layers(stored.update)
+    return Stored(part, storage, update, stored.dtype)

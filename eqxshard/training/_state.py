@@ -1,0 +1,170 @@
+"""`TrainState`: everything that a step changes."""
+
+import collections
+from typing import Any
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, Int, Key, PyTree, UInt32
+
+from ..sharding._leaves import is_array, is_inexact
+from ..transforms._partition import Static, partition
+from ._precision import LossScale
+
+_FIELDS = ("step", "model", "opt_state", "key", "model_state", "loss_scale")
+_KEYS = tuple(jax.tree_util.GetAttrKey(name) for name in _FIELDS)
+#: The fields with their names, for the paths in errors.
+_Fields = collections.namedtuple("_Fields", _FIELDS)
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class TrainState:
+    """Everything that changes from step to step: an immutable PyTree.
+
+    Change a copy of it with `equinox.tree_at`.
+
+    - `step`: the number of steps taken.
+    - `model`: the model, its parameters sharded as the rule says.
+    - `opt_state`: the optimizer's state, each part sharded like its parameter.
+    - `key`: the run's random key. It never changes: each step folds its number in, so a
+        resumed run draws what the uninterrupted one would have drawn.
+    - `model_state`: the `equinox.nn.State` of a model that has one, such as the running
+        statistics of `BatchNorm`; otherwise `None`.
+    - `loss_scale`: the factor on the loss under float16; otherwise `None`.
+    """
+
+    # A step returns its arrays as the flat list that the next step takes. The modules
+    # around them are built when they are first needed, which costs more than the
+    # rest of the dispatch and which a training loop rarely does. `_flat` is
+    # `(arrays, static)` of a state that a step returned; `_values` are the fields, once
+    # they are built. At least one of the two is there.
+    __slots__ = ("_flat", "_values")
+    _flat: tuple[list[Any], Static] | None
+    _values: tuple[Any, ...] | None
+
+    def __init__(
+        self,
+        step: Int[Array, ""],
+        model: PyTree,
+        opt_state: PyTree,
+        key: Key[Array, ""] | UInt32[Array, "2"],
+        model_state: eqx.nn.State | None = None,
+        loss_scale: LossScale | None = None,
+    ):
+        self._flat = None
+        self._values = (step, model, opt_state, key, model_state, loss_scale)
+
+    # Under `jax.tree.map` and the like, the fields may hold anything.
+
+    @property
+    def step(self) -> Any:
+        """The number of steps taken."""
+        # Always the first array: reading it builds nothing.
+        return self._fields()[0] if self._flat is None else self._flat[0][0]
+
+    @property
+    def model(self) -> PyTree:
+        """The model."""
+        return self._fields()[1]
+
+    @property
+    def opt_state(self) -> PyTree:
+        """The optimizer's state."""
+        return self._fields()[2]
+
+    @property
+    def key(self) -> Any:
+        """The run's random key."""
+        return self._fields()[3]
+
+    @property
+    def model_state(self) -> Any:
+        """The model's own state, if it has one."""
+        return self._fields()[4]
+
+    @property
+    def loss_scale(self) -> Any:
+        """The factor on the loss, under float16."""
+        return self._fields()[5]
+
+    def _fields(self) -> tuple[Any, ...]:
+        values = self._values
+        if values is None:
+            assert self._flat is not None
+            arrays, static = self._flat
+            values = self._values = static.combine(arrays)
+        return values
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
+        """The fields, for `jax.tree`."""
+        return self._fields(), None
+
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], None]:
+        """The fields with their names, for `jax.tree_util`."""
+        return tuple(zip(_KEYS, self._fields())), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, fields: tuple[Any, ...]) -> "TrainState":
+        """A state of any fields, for `jax.tree`."""
+        state = object.__new__(cls)
+        state._flat, state._values = None, tuple(fields)
+        return state
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TrainState, self._fields()
+
+    def __repr__(self) -> str:
+        fields = (
+            f"  {name}={eqx.tree_pformat(value).replace(chr(10), chr(10) + '  ')},\n"
+            for name, value in zip(_FIELDS, self._fields())
+        )
+        return f"TrainState(\n{''.join(fields)})"
+
+
+def flatten_state(state: TrainState) -> tuple[list[Any], Static]:
+    """A state's arrays and the rest of it, which is free if a step returned the state."""
+    if not isinstance(state, TrainState):
+        raise TypeError(
+            f"a {type(state).__name__} is not a TrainState; make one with init_state."
+        )
+    if state._flat is not None:
+        return state._flat
+    if not is_array(state.step) or not is_array(state.key):
+        raise TypeError(
+            "the step or the key of this TrainState is not an array; write jnp.int32(0) "
+            "and jax.random.key(0)."
+        )
+    arrays, static = partition(_Fields(*state._fields()))
+    return arrays, static.with_shapes(arrays)
+
+
+def unflatten_state(arrays: list[Any], static: Static) -> TrainState:
+    """The reverse of `flatten_state`, free until its modules are needed."""
+    state = object.__new__(TrainState)
+    state._flat, state._values = (arrays, static), None
+    return state
+
+
+def split_model(model: PyTree, trainable: PyTree) -> tuple[PyTree, PyTree]:
+    """A model's trained arrays, and the rest of it."""
+    try:
+        chosen, rest = eqx.partition(model, trainable)
+    except ValueError as error:
+        raise ValueError(
+            "trainable is not a prefix of the model; make it from the model, such as with "
+            f"jax.tree.map(lambda _: False, model) and equinox.tree_at. ({error})"
+        ) from None
+    params, other = eqx.partition(chosen, is_inexact)
+    return params, eqx.combine(other, rest)
+
+
+def with_state(model: PyTree, model_state: eqx.nn.State | None) -> PyTree:
+    """A model as user code gets it: paired with its state, if it has one."""
+    return model if model_state is None else (model, model_state)
+
+
+def without_state(made: PyTree) -> tuple[PyTree, eqx.nn.State | None]:
+    """The reverse of `with_state`."""
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], eqx.nn.State):
+        return made
+    return made, None

@@ -1,0 +1,294 @@
+"""The train step: a batch goes in, a new state comes out, in one donated compiled call."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree
+
+from ..sharding._leaves import array_leaves
+from ..sharding._mesh import check_mesh
+from ..sharding._placement import filter_shard
+from ..sharding._rule import Rule
+from ..transforms._partition import Static
+from ._compile import jit_on
+from ._config import Nonfinite, StepConfig
+from ._in_flight import InFlight
+from ._inputs import ONE_BATCH, StepInput, format_sharding, is_elsewhere, several_batches
+from ._layout import fetch_offloaded, make_layout, offload_to_host
+from ._metrics import Metrics
+from ._precision import Precision
+from ._state import TrainState, flatten_state, split_model, unflatten_state
+from ._update import update_state
+
+DONATED = (
+    "this state was donated to an earlier step, and its model with it; use the state that "
+    "the step returned."
+)
+
+
+def make_train_step(
+    loss_fn: Callable[[Any, Any, Any], Any],
+    optim: optax.GradientTransformation,
+    *,
+    mesh: Mesh,
+    rule: Rule,
+    trainable: PyTree = True,
+    accumulate: int = 1,
+    precision: Precision | None = None,
+    nonfinite: Nonfinite = "skip",
+) -> "TrainStep":
+    """Make the compiled step: gradients, optimizer, new state, in one donated call.
+
+    The batch is split over the `data` and `fsdp` axes of the mesh, parameters and
+    optimizer state as the rule says. Parameters that the rule splits over an axis of the
+    batch are gathered where they are used, and their gradients are reduced back to where
+    they are stored.
+
+    **Arguments:**
+
+    - `loss_fn`: `loss_fn(model, batch, key)` returns `losses` or `(losses, metrics)`.
+        `losses` has one entry per example of the batch, or is a scalar, their mean;
+        `metrics` is a dict of the same, under names other than `loss` and `nonfinite`.
+        The step minimises the mean over examples, weighted by `batch["weight"]` if the
+        batch is a dict that has it. (Rows of weight 0 may hold anything whose gradient is
+        finite.) For a model with state, `model` is the pair `(model, state)`, and the new
+        state is returned last: `(losses, state)` or `(losses, metrics, state)`.
+    - `optim`: an optax optimizer, the one the state was made with.
+    - `mesh`, `rule`, `trainable`, `precision`: those the state was made with.
+    - `accumulate`: split the batch into this many microbatches and take their gradients
+        in turn, to save memory. The result is that of the whole batch, whatever the
+        weights; each microbatch gets a key of its own, and a model's state passes from
+        one to the next.
+    - `nonfinite`: what to do if the loss or a gradient is not finite. `"skip"` leaves
+        parameters and optimizer state exactly as they were, counts the step in
+        `Metrics.nonfinite` and excludes it from means; `"raise"` waits for every step and
+        raises (the state was donated, so continue from what you saved); `"ignore"` does
+        not check.
+
+    **Returns:**
+
+    An [`eqxshard.TrainStep`][]: `state, metrics = train_step(state, batch)`.
+
+    **Raises:**
+
+    `ValueError` if `accumulate` or `nonfinite` is invalid, or `nonfinite` does not suit
+    float16, which needs `"skip"`.
+
+    !!! Example
+
+        ```python
+        def loss_fn(model, batch, key):
+            logits = jax.vmap(model)(batch["image"])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+
+
+        train_step = eqxshard.make_train_step(loss_fn, optim, mesh=mesh, rule=rule)
+        for batch in loader:
+            state, metrics = train_step(state, batch)
+        ```
+    """
+    check_mesh(mesh)
+    extended = optax.with_extra_args_support(optim)
+    return TrainStep(
+        StepConfig(
+            loss_fn, extended, mesh, rule, trainable, accumulate, precision, nonfinite
+        )
+    )
+
+
+class TrainStep:
+    """What [`eqxshard.make_train_step`][] returns: call it with a state and a batch.
+
+    At most two steps are in flight: a call blocks only until the second-to-last step has
+    finished.
+    """
+
+    def __init__(self, config: StepConfig):
+        #: The settings of the step.
+        self.config = config
+        self._compiled: dict[tuple[Static, StepInput], _CompiledStep] = {}
+        self._in_flight = InFlight()
+
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        """Take one step.
+
+        **Arguments:**
+
+        - `state`: donated: use the one that is returned.
+        - `batch`: a PyTree of arrays of leading size batch, on the devices or not.
+
+        **Returns:**
+
+        The new state, and the [`eqxshard.Metrics`][] of this step, without waiting for
+        either.
+
+        **Raises:**
+
+        `ValueError` if the batch does not divide over the mesh, or the state was donated
+        before, or belongs to another mesh, rule or optimizer; `FloatingPointError` under
+        `nonfinite="raise"`.
+        """
+        return self._run(state, batch, ONE_BATCH)
+
+    def many(self, state: TrainState, batches: PyTree) -> tuple[TrainState, Metrics]:
+        """Take a step for each of several batches, in one dispatch.
+
+        **Arguments:**
+
+        - `state`: donated.
+        - `batches`: a PyTree of arrays of leading sizes steps, batch; or what
+            [`eqxshard.Loader.stacked`][] returns, from which the step itself gathers
+            batches.
+
+        **Returns:**
+
+        The state after the last step, and the metrics, with one entry per step.
+
+        **Raises:**
+
+        As for a single step.
+        """
+        return self._run(state, batches, several_batches(batches))
+
+    def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
+        """Lower a single step, for its text, cost and memory.
+
+        **Arguments:**
+
+        - `state`, `batch`: as for a call, of arrays or of `jax.ShapeDtypeStruct`s; not
+            donated.
+
+        **Returns:**
+
+        A `jax.stages.Lowered`.
+        """
+        arrays, static = flatten_state(state)
+        ONE_BATCH.check_shapes(batch, self.config.mesh, self.config.accumulate)
+        compiled = self._compile(state, static, ONE_BATCH)
+        return compiled.jitted.lower(arrays, batch)
+
+    def _run(
+        self, state: TrainState, batch: PyTree, kind: StepInput
+    ) -> tuple[TrainState, Metrics]:
+        arrays, static = flatten_state(state)
+        compiled = self._compiled.get((static, kind))
+        if compiled is None:
+            compiled = self._compile(state, static, kind)
+        if state._flat is None:
+            # Not from a step, so it may be anywhere.
+            check_shardings(state, compiled.shardings)
+            arrays = filter_shard(arrays, compiled.shardings)
+        elif arrays[0].is_deleted():
+            # JAX 0.10 segfaults on deleted buffers. One check suffices: all are donated
+            # together.
+            raise ValueError(DONATED)
+        try:
+            arrays, metrics = compiled.jitted(arrays, batch)
+        except (TypeError, ValueError):
+            # Blame the inputs if they are at fault. (Checking them before each call would
+            # take as long as the rest of it; errors of a running step are other types.)
+            self._check_inputs(state, batch, kind, compiled)
+            raise
+        state = unflatten_state(arrays, static)
+        if self.config.nonfinite == "raise":
+            _raise_if_nonfinite(state, metrics, kind.count(batch, metrics))
+        self._in_flight.add(metrics.weight)
+        return state, metrics
+
+    def _check_inputs(
+        self, state: TrainState, batch: PyTree, kind: StepInput, compiled: "_CompiledStep"
+    ) -> None:
+        kind.check_shapes(batch, self.config.mesh, self.config.accumulate)
+        check_shardings(state, compiled.shardings)
+        kind.check_placement(batch, self.config.mesh)
+
+    def _compile(
+        self, state: TrainState, static: Static, kind: StepInput
+    ) -> "_CompiledStep":
+        compiled = self._compiled.get((static, kind))
+        if compiled is None:
+            compiled = _CompiledStep(self.config, state, static, kind)
+            check_shardings(state, compiled.shardings)
+            self._compiled[static, kind] = compiled
+        return compiled
+
+
+class _CompiledStep:
+    """The step for states of one structure and one kind of input, over flat arrays."""
+
+    def __init__(
+        self, config: StepConfig, state: TrainState, static: Static, kind: StepInput
+    ):
+        mesh = config.mesh
+        params, _ = split_model(state.model, config.trainable)
+        _check_optimizer(config, state, params)
+        layout = make_layout(
+            state.model, params, state.opt_state, config.optim, mesh, config.rule
+        )
+        #: The sharding of each array of a state.
+        self.shardings = layout.flat(state)
+
+        def one_step(arrays: list[Array], batch: PyTree) -> tuple[list[Array], Metrics]:
+            fields = static.combine(fetch_offloaded(arrays, self.shardings))
+            state, metrics = update_state(config, layout, TrainState(*fields), batch)
+            return offload_to_host(flatten_state(state)[0], self.shardings), metrics
+
+        def train_step(arrays: list[Array], batch: PyTree) -> tuple[list[Array], Metrics]:
+            kind.check_shapes(batch, mesh, config.accumulate)
+            return kind.run(one_step, arrays, batch, mesh)
+
+        # The name in profiles and compiled modules.
+        train_step.__name__ += kind.suffix
+        whole = NamedSharding(mesh, PartitionSpec())
+        #: The compiled function, from arrays and a batch to arrays and metrics.
+        self.jitted = jit_on(
+            mesh,
+            train_step,
+            donate_argnums=0,
+            in_shardings=(self.shardings, kind.sharding(mesh)),
+            out_shardings=(self.shardings, whole),
+        )
+
+
+def check_shardings(state: TrainState, shardings: list[NamedSharding]) -> None:
+    """Refuse a donated state, and one that is sharded by another mesh or rule."""
+    for (path, leaf), wanted in zip(array_leaves(state), shardings, strict=True):
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise ValueError(DONATED)
+        if is_elsewhere(leaf, wanted):
+            raise ValueError(
+                f"{path} is sharded as {format_sharding(leaf.sharding)}, and the step "
+                f"expects {format_sharding(wanted)}; make the state and the step with the "
+                "same mesh and rule, or move the state with filter_shard."
+            )
+
+
+def _check_optimizer(config: StepConfig, state: TrainState, params: PyTree) -> None:
+    """Refuse a state of another optimizer or filter spec, or with another loss scale."""
+    fresh = eqx.filter_eval_shape(config.optim.init, params)
+    if jax.tree.structure(fresh) != jax.tree.structure(state.opt_state):
+        raise ValueError(
+            "the optimizer state in this TrainState does not fit this optimizer and "
+            "model; use the optimizer, and trainable=, that the state was made with."
+        )
+    scales_loss = config.precision is not None and config.precision.scales_loss
+    if scales_loss != (state.loss_scale is not None):
+        raise ValueError(
+            "only one of this TrainState and this step has a loss scale; make both with "
+            "the same precision=."
+        )
+
+
+def _raise_if_nonfinite(state: TrainState, metrics: Metrics, taken: int) -> None:
+    steps = np.ravel(metrics.nonfinite)
+    if steps.any():
+        number = int(state.step) - taken + 1 + int(np.argmax(steps))
+        raise FloatingPointError(
+            f"the loss or a gradient was not finite in step {number}; look at its batch, "
+            "or use nonfinite='skip' to leave such steps out."
+        )

@@ -1,0 +1,76 @@
+"""One update of a state: a pure function, which the train step compiles."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Int, PyTree
+
+from ..sharding._placement import filter_shard
+from ._config import StepConfig
+from ._gradients import Gradients, compute_gradients
+from ._guard import all_finite, select_update
+from ._layout import StateLayout
+from ._metrics import Metrics
+from ._state import TrainState, split_model
+
+
+def update_state(
+    config: StepConfig, layout: StateLayout, state: TrainState, batch: PyTree
+) -> tuple[TrainState, Metrics]:
+    """Take one step.
+
+    **Arguments:**
+
+    - `config`: the loss function, the optimizer and the other settings.
+    - `layout`: the shardings of the state.
+    - `state`, `batch`: as for [`eqxshard.TrainStep`][].
+
+    **Returns:**
+
+    The new state, and the metrics of the batch.
+    """
+    gradients = compute_gradients(config, layout, state, batch)
+    params, frozen = split_model(state.model, config.trainable)
+    old = filter_shard(params, layout.update), state.opt_state, state.model_state
+
+    def update() -> tuple[PyTree, PyTree, PyTree]:
+        return apply_gradients(config.optim, gradients, *old[:2])
+
+    nonfinite: Int[Array, ""] = jnp.zeros((), jnp.int32)
+    loss_scale: Any = state.loss_scale
+    if config.nonfinite == "ignore":
+        params, opt_state, model_state = update()
+    else:
+        finite = all_finite(gradients.grads, layout.update, config.mesh)
+        finite &= jnp.isfinite(gradients.sums["loss"])
+        params, opt_state, model_state = select_update(finite, update, old, config.mesh)
+        nonfinite = 1 - finite.astype(jnp.int32)
+        if loss_scale is not None:
+            loss_scale = loss_scale.after(finite, config.precision)
+    state = TrainState(
+        step=state.step + 1,
+        model=eqx.combine(params, frozen),
+        opt_state=opt_state,
+        key=state.key,
+        model_state=model_state,
+        loss_scale=loss_scale,
+    )
+    return state, Metrics(gradients.sums, gradients.weight, nonfinite)
+
+
+def apply_gradients(
+    optim: optax.GradientTransformationExtraArgs,
+    gradients: Gradients,
+    params: PyTree,
+    opt_state: PyTree,
+) -> tuple[PyTree, PyTree, PyTree]:
+    """The parameters, the optimizer's state and the model's own state after an update."""
+    # Some optimizers use the value of the loss, too.
+    updates, opt_state = optim.update(
+        gradients.grads, opt_state, params, value=gradients.loss
+    )
+    # Unlike Equinox's, optax's own keeps the parameters' types.
+    params = optax.apply_updates(params, updates)
+    return params, opt_state, gradients.model_state

@@ -1,0 +1,246 @@
+"""`filter_jit`: `jax.jit` with Equinox's filtering."""
+
+import functools as ft
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
+
+import jax
+from jax.sharding import Sharding
+from jaxtyping import Array, PyTree
+
+from ..sharding._placement import broadcast_prefix, filter_shard
+from ._partition import Static, partition
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+Donate = Literal["none", "all", "all-except-first"] | int | Sequence[int]
+#: One sharding for all arguments, or a tuple with an entry for each.
+Shardings = Sharding | tuple[PyTree[Sharding | None], ...] | None
+
+
+class _Call(NamedTuple):
+    """The arguments of a call; paths in errors begin with its field names."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@jax.tree_util.register_pytree_node_class
+class _StaticResult:
+    """Carries the static part of a result out of jit: a PyTree without leaves."""
+
+    def __init__(self, static: Static):
+        self.static = static
+
+    def tree_flatten(self) -> tuple[tuple[()], Static]:
+        return (), self.static
+
+    @classmethod
+    def tree_unflatten(cls, static: Static, _: tuple[()]) -> "_StaticResult":
+        return cls(static)
+
+
+class _FilterJit(Generic[_P, _T]):
+    """What [`eqxshard.filter_jit`][] returns."""
+
+    def __init__(
+        self,
+        fn: Callable[_P, _T],
+        donate: Donate,
+        in_shardings: Shardings,
+        out_shardings: PyTree[Sharding | None],
+    ):
+        ft.update_wrapper(self, fn, updated=())
+        # The name in profiles and compiled modules.
+        self._name = getattr(fn, "__name__", type(fn).__name__)
+        self._signature = inspect.signature(fn)
+        self._by_either = {
+            name
+            for name, parameter in self._signature.parameters.items()
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        }
+        # The arrays of a callable module, or of a bound method's module, are passed as
+        # arguments: as constants they would be compiled in.
+        self._fn_arrays, self._fn_static = partition(fn, "fn")
+        self._donates = _donation(donate, self._signature)
+        self._in_shardings = in_shardings
+        self._out_shardings = out_shardings
+        self._jitted: dict[Static, Any] = {}
+
+    def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        jitted, arrays = self._prepare(args, kwargs)
+        out, result = jitted(*arrays)
+        return result.static.combine(out)
+
+    def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """Lower for these arguments, whose arrays may be `jax.ShapeDtypeStruct`s.
+
+        **Returns:**
+
+        JAX's own `Lowered`, over the flat list of arrays, for its text, cost and memory.
+        """
+        jitted, arrays = self._prepare(args, kwargs)
+        return jitted.lower(*arrays)
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> "_FilterJit[_P, _T]": ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> Callable[..., _T]: ...
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        return self if instance is None else ft.partial(self, instance)
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        if kwargs:
+            bound = self._signature.bind(*args, **kwargs)
+            if not self._by_either.isdisjoint(bound.kwargs):
+                # Arguments before it were left out, so it has no position yet.
+                bound.apply_defaults()
+            args, kwargs = bound.args, bound.kwargs
+        arrays, static = partition(_Call(args, kwargs))
+        jitted = self._jitted.get(static)
+        if jitted is None:
+            jitted = self._jitted[static] = self._jit(args, kwargs, static)
+        return jitted, (*arrays, *self._fn_arrays)
+
+    def _jit(self, args: tuple[Any, ...], kwargs: dict[str, Any], static: Static) -> Any:
+        fn_static, out_shardings = self._fn_static, self._out_shardings
+        count = static.array_count
+
+        def flat(*arrays: Array) -> tuple[list[Array], _StaticResult]:
+            args, kwargs = static.combine(arrays[:count])
+            out = fn_static.combine(arrays[count:])(*args, **kwargs)
+            if out_shardings is not None:
+                out = filter_shard(out, out_shardings)
+            arrays_out, static_out = partition(out, "result")
+            return arrays_out, _StaticResult(static_out)
+
+        flat.__name__ = flat.__qualname__ = self._name
+        donated, in_shardings = [], []
+        per_argument = _per_argument(self._in_shardings, len(args))
+        for index, (argument, sharding) in enumerate(
+            zip((*args, kwargs), per_argument, strict=True)
+        ):
+            entries = broadcast_prefix(sharding, argument)
+            if self._donates(index if index < len(args) else None):
+                start = len(in_shardings)
+                donated.extend(range(start, start + len(entries)))
+            in_shardings.extend(entries)
+        in_shardings.extend([None] * len(self._fn_arrays))
+        return jax.jit(flat, donate_argnums=donated, in_shardings=tuple(in_shardings))
+
+
+@overload
+def filter_jit(
+    fn: Callable[_P, _T],
+    *,
+    donate: Donate = "none",
+    in_shardings: Shardings = None,
+    out_shardings: PyTree[Sharding | None] = None,
+) -> _FilterJit[_P, _T]: ...
+
+
+@overload
+def filter_jit(
+    *,
+    donate: Donate = "none",
+    in_shardings: Shardings = None,
+    out_shardings: PyTree[Sharding | None] = None,
+) -> Callable[[Callable[_P, _T]], _FilterJit[_P, _T]]: ...
+
+
+def filter_jit(
+    fn: Any = None,
+    *,
+    donate: Donate = "none",
+    in_shardings: Shardings = None,
+    out_shardings: PyTree[Sharding | None] = None,
+) -> Any:
+    """Compile a function of PyTrees: arrays are traced, everything else is static.
+
+    Like `equinox.filter_jit`, but it returns without waiting for the result, costs less
+    per call (the arrays go to `jax.jit` as a flat list), takes shardings, and donates the
+    arguments that you name. Warnings about unusable donated buffers are shown.
+
+    **Arguments:**
+
+    - `fn`: a pure function. Its arguments and results may be PyTrees of anything; leaves
+        that are not arrays must be hashable, and a new value compiles again. `fn` may
+        itself be a module or a bound method: its arrays are traced too.
+    - `donate`: the arguments to donate, so that their memory is reused for the results
+        and they are deleted: `"none"`, `"all"`, `"all-except-first"`, or one or more
+        positions. Arrays that belong to `fn` itself are never donated.
+    - `in_shardings`: the shardings of the arguments: one for all, or a tuple with one
+        entry per positional argument, each a sharding, a PyTree of them that is a prefix
+        of the argument, or `None` to leave it as it is. Uncommitted arrays, such as
+        NumPy's, are moved there.
+    - `out_shardings`: the shardings of the result: one, or a PyTree of them that is a
+        prefix of the result.
+
+    **Returns:**
+
+    A function like `fn`, with a method `lower` that takes the same arguments and returns
+    a `jax.stages.Lowered`. Without `fn`, a decorator.
+
+    **Raises:**
+
+    `ValueError` if `donate` is none of these; when called, `TypeError` naming a leaf that
+    is neither an array nor hashable, and `ValueError` if an array does not divide as its
+    sharding asks, or is committed to another.
+
+    !!! Example
+
+        ```python
+        @eqxshard.filter_jit(donate="all-except-first")
+        def step(optim, model, opt_state, x): ...
+        ```
+    """
+    if fn is None:
+        return ft.partial(
+            filter_jit,
+            donate=donate,
+            in_shardings=in_shardings,
+            out_shardings=out_shardings,
+        )
+    return _FilterJit(fn, donate, in_shardings, out_shardings)
+
+
+def _donation(donate: Donate, signature: inspect.Signature) -> Callable[[int | None], bool]:
+    """Whether the argument at a position is donated (`None`: a keyword-only argument)."""
+    if donate == "none":
+        return lambda index: False
+    if donate == "all":
+        return lambda index: True
+    if donate == "all-except-first":
+        return lambda index: index != 0
+    positions = tuple(donate) if isinstance(donate, Sequence) else (donate,)
+    # `type`, because donate=False would be the position 0.
+    if not all(type(i) is int and i >= 0 for i in positions):
+        raise ValueError(
+            f"donate={donate!r} is not 'none', 'all', 'all-except-first', or one or more "
+            "positions of arguments, from 0."
+        )
+    parameters = signature.parameters.values()
+    count = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    unlimited = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if not unlimited and max(positions, default=-1) >= count:
+        raise ValueError(
+            f"donate={donate!r} names a position that the function does not have: it "
+            f"takes {count} positional arguments, counted from 0."
+        )
+    return lambda index: index in positions
+
+
+def _per_argument(shardings: Shardings, count: int) -> tuple[PyTree[Sharding | None], ...]:
+    """One entry for each positional argument, and one for the keyword arguments."""
+    if not isinstance(shardings, tuple):
+        return (shardings,) * (count + 1)
+    if len(shardings) != count:
+        raise ValueError(
+            f"in_shardings has {len(shardings)} entries for {count} positional arguments; "
+            "give one for each (None to leave it as it is)."
+        )
+    return (*shardings, None)

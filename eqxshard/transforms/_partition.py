@@ -1,0 +1,107 @@
+"""PyTrees taken apart into arrays and everything else, and put together again."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from ..sharding._leaves import is_array, leaf_path
+
+
+class _ArrayHere:
+    """Marks where an array was taken out of a PyTree."""
+
+    def __repr__(self) -> str:
+        return "*"
+
+
+_HERE = _ArrayHere()
+
+
+class Static:
+    """Everything of a PyTree but its arrays: structure and static leaves, hashable.
+
+    PyTrees with equal static parts can share one compiled function.
+    """
+
+    __slots__ = ("_hash", "leaves", "shapes", "treedef")
+
+    def __init__(self, treedef: Any, leaves: tuple[Any, ...], shapes: tuple[Any, ...] = ()):
+        self.treedef = treedef
+        self.leaves = leaves
+        self.shapes = shapes
+        self._hash = hash((treedef, leaves, shapes))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Static)
+            and self._hash == other._hash
+            and self.treedef == other.treedef
+            and self.leaves == other.leaves
+            and self.shapes == other.shapes
+            # 1 == 1.0 == True, and each is a different program.
+            and [*map(type, self.leaves)] == [*map(type, other.leaves)]
+        )
+
+    @property
+    def array_count(self) -> int:
+        """The number of arrays that were taken out."""
+        return sum(leaf is _HERE for leaf in self.leaves)
+
+    def with_shapes(self, arrays: Sequence[Any]) -> "Static":
+        """The same with the shapes and dtypes of the arrays, for what depends on them."""
+        shapes = tuple((array.shape, array.dtype) for array in arrays)
+        return Static(self.treedef, self.leaves, shapes)
+
+    def combine(self, arrays: Sequence[Any]) -> PyTree:
+        """The PyTree again, with `arrays` in the places of its arrays."""
+        rest = iter(arrays)
+        leaves = [next(rest) if leaf is _HERE else leaf for leaf in self.leaves]
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+def partition(tree: PyTree, name: str = "") -> tuple[list[Any], Static]:
+    """The arrays of a PyTree as a flat list, and the rest of it.
+
+    `jax.jit` over the flat list costs a quarter of the time that it takes over the modules.
+
+    **Arguments:**
+
+    - `tree`: any PyTree whose other leaves are hashable.
+    - `name`: what errors call the PyTree.
+
+    **Raises:**
+
+    `TypeError` naming a leaf that is neither an array nor hashable.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    arrays = [leaf for leaf in leaves if is_array(leaf)]
+    static = tuple(_HERE if is_array(leaf) else leaf for leaf in leaves)
+    try:
+        return arrays, Static(treedef, static)
+    except TypeError:
+        raise TypeError(_unhashable(tree, name)) from None
+
+
+def _unhashable(tree: PyTree, name: str) -> str:
+    path, leaf = next(
+        (path, leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if not (is_array(leaf) or _is_hashable(leaf))
+    )
+    return (
+        f"{leaf_path(path, name)} is a {type(leaf).__name__}, neither an array nor "
+        "hashable; make it an array, or something hashable such as a tuple."
+    )
+
+
+def _is_hashable(leaf: Any) -> bool:
+    try:
+        hash(leaf)
+    except TypeError:
+        return False
+    return True

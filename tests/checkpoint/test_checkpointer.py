@@ -1,0 +1,419 @@
+"""Saving, restoring and resuming."""
+
+import shutil
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from checkpoint_helpers import OPTIM, copied, like, new_state, placed
+from helpers import (
+    MESHES,
+    RULES,
+    Model,
+    assert_close,
+    assert_equal,
+    make_loader,
+    squared_errors,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loop_helpers import Recorder
+
+import eqxshard
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_state_is_restored_bit_for_bit_into_any_sharding(checkpoints, mesh, rule):
+    folder, state = checkpoints
+    target = like(**placed(mesh, rule))
+    restored = eqxshard.Checkpointer(folder).restore(target)
+    assert_equal(restored, state)
+    ours, theirs = (jax.tree.leaves(eqx.filter(x, eqx.is_array)) for x in (restored, state))
+    assert len(ours) == len(theirs)
+    wanted = [x.sharding for x in jax.tree.leaves(target) if hasattr(x, "sharding")]
+    for leaf, there in zip(ours, wanted, strict=True):
+        assert leaf.sharding.is_equivalent_to(there, leaf.ndim)
+
+
+class Everything(eqx.Module):
+    """An array of each type that a state may have, and an empty one."""
+
+    arrays: dict[str, jax.Array]
+
+    def __init__(self, key):
+        types = ("bfloat16", "float16", "float32", "int8", "uint32", "bool", "complex64")
+        types += ("float8_e4m3fn", "int4")
+        self.arrays = {
+            name: jax.random.normal(key, (8, 3)).astype(name) for name in types
+        } | {
+            "empty": jnp.zeros((0, 3)),
+            "scalar": jnp.float32(3),
+            "a/b c": jnp.arange(3),
+            "new_key": jax.random.split(key, 3),
+            "old_key": jax.random.PRNGKey(0),
+            "mask": jnp.full((2,), -jnp.inf),
+        }
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_type_of_array_comes_back(tmp_path, rule):
+    where = placed("data=2,fsdp=4", rule)
+    if rule == "fsdp":
+        # Rows of three and scalars cannot be split; the point is those that are.
+        where["rule"] = eqxshard.fsdp(min_size=8)
+    state = new_state(Everything, optax.sgd(1.0), **where)
+    checkpointer = eqxshard.Checkpointer(tmp_path)
+    checkpointer.save(state)
+    checkpointer.wait()
+    assert_equal(checkpointer.restore(like(Everything, optax.sgd(1.0), **where)), state)
+    assert_equal(checkpointer.restore(like(Everything, optax.sgd(1.0))), state)
+
+
+def test_model_state_and_loss_scale_come_back(tmp_path):
+    def make_model(key):
+        return eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, "batch", mode="batch")
+
+    where: dict[str, Any] = {
+        **placed(),
+        "precision": eqxshard.Precision(compute=jnp.float16),
+    }
+    state = new_state(make_model, optax.sgd(1.0), **where)
+    checkpointer = eqxshard.Checkpointer(tmp_path)
+    checkpointer.save(state)
+    checkpointer.wait()
+    restored = checkpointer.restore(like(make_model, optax.sgd(1.0), **where))
+    assert restored.model_state is not None and restored.loss_scale is not None
+    assert_equal(restored, state)
+
+
+def test_floating_point_types_may_change(checkpoints):
+    folder, state = checkpoints
+    half = {**placed(), "precision": eqxshard.Precision(params=jnp.bfloat16)}
+    restored = eqxshard.Checkpointer(folder).restore(like(**half))
+    weight = restored.model.first.weight
+    assert weight.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(weight, state.model.first.weight.astype(jnp.bfloat16))
+
+
+def test_the_state_may_be_donated_as_soon_as_it_is_saved(tmp_path, train_step):
+    state = new_state()
+    expected = jax.tree.map(lambda x: np.asarray(x), eqx.filter(state.model, eqx.is_array))
+    checkpointer = eqxshard.Checkpointer(tmp_path)
+    checkpointer.save(state)
+    for batch in make_loader(epochs=2):
+        state, _ = train_step(state, batch)
+    checkpointer.wait()
+    restored = checkpointer.restore(like(), step=0)
+    assert_equal(
+        eqx.filter(restored.model, eqx.is_array), jax.tree.map(jnp.asarray, expected)
+    )
+
+
+def test_leaves_of_the_model_that_differ_are_named(checkpoints):
+    class Other(eqx.Module):
+        first: eqx.nn.Linear
+        last: eqx.nn.Linear
+        extra: jax.Array
+        permutation: jax.Array
+
+        def __init__(self, key):
+            self.first = eqx.nn.Linear(8, 32, key=key)
+            self.last = eqx.nn.Linear(32, 5, use_bias=False, key=key)
+            self.extra = jnp.zeros(3)
+            self.permutation = jnp.zeros(8)
+
+    folder, _ = checkpoints
+    with pytest.raises(ValueError) as error:
+        eqxshard.Checkpointer(folder).restore(like(Other, optax.sgd(1.0)))
+    says = str(error.value)
+    assert "model.extra float32[3] is missing there" in says
+    assert "model.last.bias float32[4] is only there" in says
+    assert "model.last.weight has shape [4, 32] there, not [5, 32]" in says
+    assert "model.permutation has dtype int32 there, not float32" in says
+    assert "model.first.weight" not in says
+    # Those of the optimizer's state are counted.
+    assert "; and 9 more. Use the model" in says and "opt_state" not in says
+
+
+def test_leaves_of_an_optimizer_that_differ_are_named(checkpoints):
+    folder, _ = checkpoints
+    with pytest.raises(ValueError) as error:
+        eqxshard.Checkpointer(folder).restore(like(Model, optax.sgd(1.0)))
+    assert "opt_state.0.mu.first.weight float32[32,8] is only there" in str(error.value)
+
+
+def test_a_part_of_a_model_is_read_for_fine_tuning(checkpoints):
+    folder, state = checkpoints
+    checkpointer = eqxshard.Checkpointer(folder)
+    fresh = Model(jax.random.key(9))
+    head = eqx.nn.Linear(32, 7, key=jax.random.key(9))
+    fresh = eqx.tree_at(lambda model: model.last, fresh, head)
+    with pytest.raises(ValueError, match=r"model.last.bias has shape \[4\] there, not"):
+        checkpointer.restore_model(fresh)
+    body = eqx.tree_at(lambda m: m.last, jax.tree.map(lambda _: True, fresh), False)
+    tuned = checkpointer.restore_model(fresh, only=body)
+    assert_equal(tuned.first, state.model.first)
+    assert tuned.last.weight is head.weight
+    whole = checkpointer.restore_model(eqx.filter_eval_shape(Model, jax.random.key(0)))
+    assert_equal(whole, state.model)
+
+
+def test_a_missing_checkpoint_is_named(tmp_path, checkpoints):
+    empty = eqxshard.Checkpointer(tmp_path / "none")
+    assert empty.steps() == []
+    with pytest.raises(FileNotFoundError, match=f"no checkpoint in {tmp_path}/none; start"):
+        empty.restore(like())
+    with pytest.raises(FileNotFoundError, match=r"step 5 in .*; use one of: step 4, step"):
+        eqxshard.Checkpointer(checkpoints[0]).restore(like(), step=5)
+
+
+# Runs
+
+
+@settings(max_examples=6, deadline=None)
+@given(stop=st.integers(1, 9), every=st.integers(1, 5))
+def test_a_resumed_run_is_the_run_that_never_stopped(
+    tmp_path_factory, train_step, checkpoints, stop, every
+):
+    _, whole = checkpoints
+    folder = tmp_path_factory.mktemp("run")
+    checkpointer = eqxshard.Checkpointer(folder, save_interval_steps=every)
+    eqxshard.fit(
+        new_state(), train_step, make_loader(), steps=stop, checkpointer=checkpointer
+    )
+    checkpointer = eqxshard.Checkpointer(folder, save_interval_steps=every)
+    state = checkpointer.restore(like())
+    assert int(state.step) == stop
+    resumed = eqxshard.fit(
+        state, train_step, make_loader(), steps=10, checkpointer=checkpointer
+    )
+    assert_equal(resumed, whole)
+
+
+@pytest.mark.parametrize("mesh, rule", [("data=4", "replicate"), ("fsdp=8", "fsdp")])
+def test_a_run_continues_on_another_mesh(checkpoints, tmp_path, mesh, rule):
+    folder, whole = copied(checkpoints, tmp_path), checkpoints[1]
+    where = placed(mesh, rule)
+    step = eqxshard.make_train_step(squared_errors, OPTIM, **where)
+    state = eqxshard.Checkpointer(folder).restore(like(**where), step=4)
+    state = eqxshard.fit(state, step, make_loader(mesh=where["mesh"]), steps=10)
+    assert_close(state, whole)
+
+
+def splits_layers():
+    split = eqxshard.by_path(
+        {r"first\.weight": jax.P("tensor"), r"last\.weight": jax.P(None, "tensor")}
+    )
+    return eqxshard.first_match(split, eqxshard.replicate())
+
+
+@pytest.mark.slow
+def test_a_run_on_eight_devices_continues_on_any(tmp_path):
+    """FSDP over 8; then data parallel on 8, 4, 2 and 1, and tensor x data."""
+    fsdp = placed("fsdp=8", "fsdp")
+    reports = []
+
+    class Tracker:
+        def log(self, step, values):
+            reports.append((step, values["train/loss"], values["train/index"]))
+
+        def close(self):
+            pass
+
+    def loss_fn(model, batch, key):
+        return squared_errors(model, batch, key), {"index": batch["index"]}
+
+    def go_on(where, state, steps, checkpointer=None):
+        reports.clear()
+        step = eqxshard.make_train_step(loss_fn, OPTIM, **where)
+        state = eqxshard.fit(
+            state,
+            step,
+            make_loader(mesh=where["mesh"]),
+            steps=steps,
+            log_every=1,
+            trackers=[Tracker()],
+            checkpointer=checkpointer,
+        )
+        return state, list(reports)
+
+    checkpointer = eqxshard.Checkpointer(tmp_path, save_interval_steps=6, max_to_keep=9)
+    state, whole = go_on(fsdp, new_state(**fsdp), 30, checkpointer)
+    tensor_mesh = eqxshard.make_mesh(data=4, tensor=2)
+    targets = [placed(f"data={n}", "replicate") for n in (8, 4, 2, 1)]
+    targets.append({"mesh": tensor_mesh, "rule": splits_layers()})
+    for where in targets:
+        # In the middle of an epoch of four batches, whose last is padded.
+        resumed = eqxshard.Checkpointer(tmp_path).restore(like(**where), step=6)
+        resumed, rest = go_on(where, resumed, 30)
+        assert [(step, index) for step, _, index in rest] == [
+            (step, index) for step, _, index in whole[6:]
+        ]
+        ours, theirs = ([loss for _, loss, _ in run] for run in (rest, whole[6:]))
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+        assert_close(resumed, state)
+
+
+def test_the_newest_and_the_best_are_kept(tmp_path, train_step):
+    accuracies = iter([0.1, 0.9, 0.9, 0.5, 0.3, 0.2])
+    checkpointer = eqxshard.Checkpointer(
+        tmp_path, max_to_keep=2, save_interval_steps=1, best="eval/accuracy"
+    )
+    assert checkpointer.best_step() is None
+    eqxshard.fit(
+        new_state(),
+        train_step,
+        make_loader(),
+        epochs=6,
+        checkpointer=checkpointer,
+        evaluate=lambda model: {"accuracy": next(accuracies)},
+    )
+    assert checkpointer.steps() == [12, 23, 24]
+    assert checkpointer.best_step() == 12
+    smallest = eqxshard.Checkpointer(tmp_path, best="eval/accuracy", mode="min")
+    assert smallest.best_step() == 24
+
+
+def test_checkpoints_are_saved_by_time_at_reports(tmp_path, train_step, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+
+    def slowly(state, batch):
+        now[0] += 1.0
+        return train_step(state, batch)
+
+    checkpointer = eqxshard.Checkpointer(tmp_path, max_to_keep=9, save_interval_seconds=5.0)
+    eqxshard.fit(
+        new_state(),
+        slowly,
+        make_loader(),
+        steps=24,
+        log_every=3,
+        checkpointer=checkpointer,
+        stall_seconds=None,
+    )
+    # Reports are at 3, 4, 6, 8, 9, 12, ... for epochs end, too.
+    assert checkpointer.steps() == [6, 12, 18, 24]
+
+
+def test_the_last_report_is_saved(tmp_path, train_step):
+    recorder = Recorder()
+    checkpointer = eqxshard.Checkpointer(tmp_path, save_interval_steps=3)
+    eqxshard.fit(
+        new_state(),
+        train_step,
+        make_loader(),
+        steps=7,
+        log_every=50,
+        trackers=[recorder],
+        checkpointer=checkpointer,
+        evaluate=lambda model: {"answer": 42.0},
+    )
+    assert [step for step, _ in recorder.lines] == [3, 4, 6, 7]
+    step, values = recorder.lines[-1]
+    assert checkpointer.description(step)["metrics"] == values
+    assert values["eval/answer"] == 42.0
+
+
+def test_a_finished_run_saves_nothing_more(checkpoints, train_step, tmp_path):
+    folder = copied(checkpoints, tmp_path)
+    checkpointer = eqxshard.Checkpointer(folder)
+    state = checkpointer.restore(like())
+    again = eqxshard.fit(
+        state, train_step, make_loader(), steps=10, checkpointer=checkpointer
+    )
+    assert_equal(again, checkpoints[1])
+    assert checkpointer.steps() == [4, 8, 10]
+
+
+def test_a_run_does_not_start_among_anothers_checkpoints(checkpoints, train_step):
+    folder, _ = checkpoints
+    with pytest.raises(ValueError, match="of step 10, and the run starts from step 0; re"):
+        eqxshard.fit(
+            new_state(),
+            train_step,
+            make_loader(),
+            steps=4,
+            checkpointer=eqxshard.Checkpointer(folder),
+        )
+
+
+def test_a_run_does_not_go_on_with_other_batches(checkpoints, train_step, tmp_path):
+    checkpointer = eqxshard.Checkpointer(copied(checkpoints, tmp_path))
+    with pytest.raises(ValueError, match="seed was 0 and is 1"):
+        eqxshard.fit(
+            checkpointer.restore(like()),
+            train_step,
+            make_loader(seed=1),
+            steps=12,
+            checkpointer=checkpointer,
+        )
+
+
+def test_the_loader_may_be_used_for_something_else_meanwhile(tmp_path, train_step):
+    def run(steps, state):
+        loader = make_loader()
+        seen = []
+
+        def noting(state, batch):
+            seen.append(np.asarray(batch["index"]).tolist())
+            return train_step(state, batch)
+
+        def evaluate(model):
+            loader.seek(1)
+            return {"first": float(next(iter(loader))["index"][0])}
+
+        eqxshard.fit(
+            state,
+            noting,
+            loader,
+            steps=steps,
+            evaluate=evaluate,
+            checkpointer=eqxshard.Checkpointer(tmp_path, save_interval_steps=4),
+        )
+        return seen
+
+    first = run(8, new_state())
+    rest = run(12, eqxshard.Checkpointer(tmp_path).restore(like()))
+    shutil.rmtree(tmp_path)
+    assert first + rest == run(12, new_state())
+
+
+def test_a_loader_without_a_position_is_allowed(tmp_path, train_step):
+    loader = make_loader()
+
+    class Plain:
+        def __len__(self):
+            return len(loader)
+
+        def __iter__(self):
+            return iter(loader)
+
+        def seek(self, step):
+            loader.seek(step)
+
+    checkpointer = eqxshard.Checkpointer(tmp_path, save_interval_steps=2)
+    eqxshard.fit(new_state(), train_step, Plain(), steps=3, checkpointer=checkpointer)
+    state = checkpointer.restore(like(), step=2)
+    assert checkpointer.description(3)["loader"] is None
+    with pytest.raises(ValueError, match="of step 3, and the run starts from step 2"):
+        eqxshard.fit(state, train_step, Plain(), steps=3, checkpointer=checkpointer)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"max_to_keep": 0}, "max_to_keep=0"),
+        ({"save_interval_steps": -1}, "save_interval_steps=-1"),
+        ({"save_interval_seconds": 0.0}, "save_interval_seconds=0.0"),
+        ({"mode": "best"}, "mode='best'"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(tmp_path, unannotated, options, message):
+    with pytest.raises(ValueError, match=message):
+        eqxshard.Checkpointer(tmp_path, **options)

@@ -1,0 +1,52 @@
+import hashlib
+import subprocess
+
+import pytest
+from etils import epath
+
+from eqxshard.checkpoint._checksums import invalidate, is_complete, verify, write_checksums
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A complete folder of two files."""
+    (tmp_path / "below").mkdir()
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "below" / "b.txt").write_text("b")
+    write_checksums(epath.Path(tmp_path))
+    return epath.Path(tmp_path)
+
+
+def test_a_complete_folder_has_a_checksum_of_each_file(folder):
+    assert is_complete(folder) and verify(folder) is None
+    lines = (folder / "checksums.txt").read_text().splitlines()
+    assert lines == [
+        f"{hashlib.sha256(b'a').hexdigest()}  a.txt",
+        f"{hashlib.sha256(b'b').hexdigest()}  below/b.txt",
+    ]
+
+
+def test_sha256sum_can_verify_it(folder):
+    command = ["sha256sum", "--check", "--quiet", "checksums.txt"]
+    assert subprocess.run(command, cwd=folder, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "damage, says",
+    [
+        (lambda f: (f / "a.txt").write_text("x"), "a.txt has changed since it was written"),
+        (lambda f: (f / "below" / "b.txt").unlink(), "below/b.txt is missing"),
+        (lambda f: (f / "c.txt").write_text("c"), "c.txt is not in checksums.txt"),
+        (lambda f: (f / "checksums.txt").unlink(), "checksums.txt cannot be read"),
+        (lambda f: (f / "checksums.txt").write_text("x"), "checksums.txt cannot be read"),
+    ],
+)
+def test_damage_is_named(folder, damage, says):
+    damage(folder)
+    assert verify(folder) == says
+
+
+def test_an_invalidated_folder_does_not_count(folder):
+    invalidate(folder)
+    assert not is_complete(folder)
+    invalidate(folder)

@@ -1,0 +1,50 @@
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+
+import eqxshard
+from eqxshard.checkpoint._description import Description
+
+
+def test_checkpoints_describe_themselves(checkpoints):
+    folder, _ = checkpoints
+    checkpointer = eqxshard.Checkpointer(folder)
+    assert checkpointer.steps() == [4, 8, 10]
+    described = checkpointer.description(10)
+    assert described == json.loads((folder / "10" / "description.json").read_text())
+    assert described["step"] == 10
+    assert described["leaves"]["model.first.weight"] == {
+        "shape": [32, 8],
+        "dtype": "float32",
+        "spec": [],
+    }
+    assert described["mesh"]["data"] == 8
+    assert described["loader"]["step"] == 10
+    assert described["versions"]["jax"] == jax.__version__
+    assert described["metrics"]["train/loss"] > 0
+
+
+def test_a_description_comes_back_from_its_text(checkpoints):
+    folder, _ = checkpoints
+    text = (folder / "10" / "description.json").read_text()
+    description = Description.from_json(text)
+    assert description.to_json() == text
+    assert description.step == 10
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"step": 1}'])
+def test_other_text_is_refused(text):
+    with pytest.raises(ValueError):
+        Description.from_json(text)
+
+
+def test_only_finite_metrics_are_written():
+    metrics = {"loss": 0.5, "nan": math.nan, "infinite": math.inf}
+    leaves = {"x": jax.device_put(np.ones(4, np.float32))}
+    description = Description.of(3, leaves, object(), metrics)
+    assert description.metrics == {"loss": 0.5}
+    assert (description.loader, description.mesh) == (None, {})
+    assert description.leaves == {"x": {"shape": [4], "dtype": "float32", "spec": []}}

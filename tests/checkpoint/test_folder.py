@@ -1,0 +1,154 @@
+"""The folder of checkpoints: what counts, what is damaged, what is removed."""
+
+import logging
+import os
+import re
+import shutil
+
+import equinox as eqx
+import pytest
+from checkpoint_helpers import copied, like, new_state
+from helpers import (
+    assert_equal,
+    make_loader,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import eqxshard
+from eqxshard.checkpoint._checksums import write_checksums
+
+
+def test_other_folders_are_not_touched(tmp_path, train_step):
+    (tmp_path / "2024" / "thesis").mkdir(parents=True)
+    checkpointer = eqxshard.Checkpointer(tmp_path)
+    says = f"{tmp_path} has '2024', which is not a checkpoint of eqxshard; give the run a"
+    with pytest.raises(ValueError, match=re.escape(says)):
+        eqxshard.fit(
+            new_state(), train_step, make_loader(), steps=2, checkpointer=checkpointer
+        )
+    checkpointer.save(new_state())
+    with pytest.raises(OSError, match="which is not a checkpoint of eqxshard"):
+        checkpointer.wait()
+    assert [path.name for path in tmp_path.iterdir()] == ["2024"]
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_the_run(tmp_path, train_step):
+    (tmp_path / "file").touch()
+    for folder in ("file", "file/below"):
+        says = f"checkpoints cannot be written to {tmp_path / folder}: "
+        with pytest.raises(ValueError, match=says):
+            eqxshard.fit(
+                new_state(),
+                train_step,
+                make_loader(),
+                steps=2,
+                checkpointer=eqxshard.Checkpointer(tmp_path / folder),
+            )
+    with pytest.raises(ValueError, match=r"no installed package reaches 'nowhere://x'"):
+        eqxshard.Checkpointer("nowhere://x")
+
+
+def test_unfinished_checkpoints_do_not_count_and_are_removed(checkpoints, tmp_path):
+    folder = copied(checkpoints, tmp_path)
+    os.rename(folder / "8", folder / "8.orbax-checkpoint-tmp")
+    (folder / "10" / "checksums.txt").unlink()
+    (folder / "notes").mkdir()
+    checkpointer = eqxshard.Checkpointer(folder)
+    assert checkpointer.steps() == [4]
+    state = checkpointer.restore(like())
+    checkpointer.save(eqx.tree_at(lambda s: s.step, state, state.step + 1))
+    checkpointer.wait()
+    assert sorted(os.listdir(folder)) == ["4", "5", "eqxshard.txt", "notes"]
+
+
+# Damage
+
+
+def files_of(folder):
+    """The files of a checkpoint, by their paths in it."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    return [path.relative_to(folder) for path in paths]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_damage_is_found_and_the_one_before_is_used(checkpoints, tmp_path_factory, data):
+    folder = copied(checkpoints, tmp_path_factory.mktemp("damaged"))
+    newest = folder / "10"
+    file = newest / data.draw(st.sampled_from(files_of(newest)), label="file")
+    content = bytearray(file.read_bytes())
+    kinds = ["delete", *(["flip", "cut"] if content else ["grow"])]
+    kind = data.draw(st.sampled_from(kinds), label="kind")
+    if kind == "delete":
+        file.unlink()
+    else:
+        where = data.draw(st.integers(0, max(len(content) - 1, 0)), label="where")
+        if kind == "flip":
+            content[where] ^= 1 << data.draw(st.integers(0, 7), label="bit")
+        content = content[:where] if kind == "cut" else content + b"x" * (kind == "grow")
+        file.write_bytes(content)
+    checkpointer = eqxshard.Checkpointer(folder)
+    restored = checkpointer.restore(like())
+    step = int(restored.step)
+    if (newest / "checksums.txt").exists():
+        # The cut may be the end of the last line.
+        assert step == 8 or same_lines(checkpoints[0] / "10", newest)
+    else:
+        assert step == 8 and checkpointer.steps() == [4, 8]
+
+
+def same_lines(one, other):
+    """Whether all files are the same, except for the ends of lines."""
+    return all(
+        (one / file).read_text("latin-1").strip()
+        == (other / file).read_text("latin-1").strip()
+        for file in files_of(one)
+    )
+
+
+def test_a_damaged_checkpoint_is_reported_and_replaced(
+    checkpoints, tmp_path, train_step, caplog
+):
+    folder = copied(checkpoints, tmp_path)
+    (folder / "10" / "description.json").write_text("{")
+    checkpointer = eqxshard.Checkpointer(folder)
+    with caplog.at_level(logging.WARNING):
+        state = checkpointer.restore(like())
+    assert (
+        "step 10 in" in caplog.text
+        and "description.json has changed since it was written" in caplog.text
+    )
+    with pytest.raises(ValueError, match=r"step 10 .* is damaged: description.json"):
+        checkpointer.restore(like(), step=10)
+    eqxshard.fit(state, train_step, make_loader(), steps=10, checkpointer=checkpointer)
+    assert_equal(eqxshard.Checkpointer(folder).restore(like(), step=10), checkpoints[1])
+
+
+@pytest.mark.parametrize("how", ["folder", "nothing", "other"])
+def test_a_complete_folder_without_a_checkpoint_is_damaged(checkpoints, tmp_path, how):
+    folder = copied(checkpoints, tmp_path)
+    shutil.rmtree(folder / "10")
+    (folder / "10").mkdir()
+    if how == "folder":
+        (folder / "10" / "checksums.txt").mkdir()
+    if how == "nothing":
+        (folder / "10" / "checksums.txt").touch()
+    if how == "other":
+        (folder / "10" / "description.json").write_text("[]")
+        write_checksums(folder / "10")
+    checkpointer = eqxshard.Checkpointer(folder)
+    with pytest.raises(ValueError, match=r"of step 10 in .* is damaged: .*; use another"):
+        checkpointer.restore(like(), step=10)
+    # Once it was found damaged, it does not count.
+    state = checkpointer.restore(like(), step=8)
+    checkpointer.claim_run(8, make_loader())
+    assert_equal(eqxshard.Checkpointer(folder).restore(like()), state)
+
+
+def test_if_all_are_damaged_nothing_is_restored(checkpoints, tmp_path):
+    folder = copied(checkpoints, tmp_path)
+    for step in (4, 8, 10):
+        (folder / str(step) / "description.json").unlink()
+    with pytest.raises(ValueError, match=r"all checkpoints in .* are damaged \(step 10: d"):
+        eqxshard.Checkpointer(folder).restore(like())

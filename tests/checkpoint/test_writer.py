@@ -1,0 +1,107 @@
+"""Checkpoints that are written while training continues, and failures of that."""
+
+import os
+
+import equinox as eqx
+import jax.numpy as jnp
+import pytest
+from checkpoint_helpers import like, new_state
+from helpers import (
+    make_loader,
+)
+
+import eqxshard
+
+
+def test_nan_is_never_saved(tmp_path, train_step, caplog):
+    checkpointer = eqxshard.Checkpointer(tmp_path)
+    state = new_state()
+    state = eqx.tree_at(lambda s: s.model.first.bias, state, jnp.full((32,), jnp.nan))
+    checkpointer.save(state)
+    checkpointer.wait()
+    assert checkpointer.steps() == []
+    assert (
+        "the state of step 0 contains NaN and was not saved; the newest checkpoint: none."
+        in caplog.text
+    )
+
+
+def test_a_save_in_progress_is_finished_when_a_run_fails(tmp_path, train_step):
+    class Fails:
+        def log(self, step, values):
+            if step == 6:
+                raise RuntimeError
+
+        def close(self):
+            pass
+
+    checkpointer = eqxshard.Checkpointer(tmp_path, save_interval_steps=5)
+    with pytest.raises(RuntimeError):
+        eqxshard.fit(
+            new_state(),
+            train_step,
+            make_loader(),
+            steps=9,
+            log_every=1,
+            trackers=[Fails()],
+            checkpointer=checkpointer,
+        )
+    assert int(eqxshard.Checkpointer(tmp_path).restore(like()).step) == 5
+
+
+# Orbax leaves a coroutine behind that never ran.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_run_continues_if_the_disk_is_full(small_disk, train_step, caplog):
+    folder, filler = small_disk / "run", small_disk / "filler"
+    steps = []
+
+    class Fills:
+        def log(self, step, values):
+            steps.append(step)
+            if step == 3:
+                free = os.statvfs(small_disk)
+                filler.write_bytes(b"x" * (free.f_bavail * free.f_frsize - 8192))
+
+        def close(self):
+            pass
+
+    message = r"step 6 could not be written to .*; the newest checkpoint: step [123]\."
+    with pytest.raises(OSError, match=message):
+        eqxshard.fit(
+            new_state(),
+            train_step,
+            make_loader(),
+            steps=6,
+            log_every=1,
+            checkpointer=eqxshard.Checkpointer(folder, save_interval_steps=1),
+            trackers=[Fills()],
+        )
+    assert steps == [1, 2, 3, 4, 5, 6]
+    assert "could not be written" in caplog.text and "Training continues." in caplog.text
+    kept = eqxshard.Checkpointer(folder).steps()
+    assert kept and kept[-1] <= 3
+    filler.unlink()
+    assert int(eqxshard.Checkpointer(folder).restore(like()).step) == kept[-1]
+
+
+def test_an_error_of_a_save_is_logged_and_raised_by_wait(tmp_path, monkeypatch, caplog):
+    def fails(*args):
+        raise RuntimeError("a broken\n  cable")
+
+    checkpointer = eqxshard.Checkpointer(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("eqxshard.checkpoint._writer.write", fails)
+        checkpointer.save(new_state())
+    checkpointer.close()
+    says = (
+        f"the checkpoint of step 0 could not be written to {tmp_path}: a broken cable; the "
+        "newest checkpoint: none."
+    )
+    assert f"{says} Training continues." in caplog.text
+    with pytest.raises(OSError) as error:
+        checkpointer.wait()
+    assert str(error.value) == says
+    # The next one may succeed.
+    checkpointer.save(new_state())
+    checkpointer.wait()
+    assert checkpointer.steps() == [0]

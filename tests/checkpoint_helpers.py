@@ -1,0 +1,35 @@
+"""States, and the checkpoints of a run of ten steps."""
+
+import shutil
+from typing import Any
+
+import jax
+import optax
+from helpers import RULES, Model, lenient, make_mesh
+
+import eqxshard
+
+OPTIM = lenient(optax.adam(1e-2))
+
+
+def placed(mesh="data=8", rule="replicate") -> dict[str, Any]:
+    """A mesh and a rule by name."""
+    return {"mesh": make_mesh(mesh), "rule": RULES[rule]}
+
+
+def new_state(make_model: Any = Model, optim=OPTIM, seed=0, **where):
+    """A state at step 0."""
+    where = where or placed()
+    return eqxshard.init_state(make_model, optim, key=jax.random.key(seed), **where)
+
+
+def like(make_model: Any = Model, optim=OPTIM, **where):
+    """The abstract state to restore into."""
+    where = where or placed()
+    return eqxshard.abstract_state(make_model, optim, key=jax.random.key(1), **where)
+
+
+def copied(checkpoints, tmp_path):
+    """A copy of the folder of checkpoints, to change."""
+    folder, _ = checkpoints
+    return shutil.copytree(folder, tmp_path / "copy")

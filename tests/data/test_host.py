@@ -1,0 +1,191 @@
+from contextlib import closing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loader_helpers import MESHES, flat, loader_of, numbers, read, rows
+
+import eqxshard
+
+# The order
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    n=st.integers(1, 70),
+    mesh=st.sampled_from(MESHES),
+    per_device=st.integers(1, 3),
+    epochs=st.integers(1, 3),
+    remainder=st.sampled_from(["pad", "drop"]),
+    shuffle=st.booleans(),
+    prefetch=st.integers(0, 3),
+    seed=st.integers(0, 2**32 - 1),
+    data=st.data(),
+)
+def test_each_example_counts_once_per_epoch_from_any_step(
+    n, mesh, per_device, epochs, remainder, shuffle, prefetch, seed, data
+):
+    batch_size = 8 * per_device
+    if remainder == "drop":
+        n += batch_size
+    loader = loader_of(
+        numbers(n),
+        mesh=mesh,
+        batch_size=batch_size,
+        epochs=epochs,
+        remainder=remainder,
+        shuffle=shuffle,
+        prefetch=prefetch,
+        seed=seed,
+    )
+    length = len(loader)
+    batches = read(loader)
+    assert length == (n // batch_size if remainder == "drop" else -(-n // batch_size))
+    assert len(batches) == epochs * length
+    for epoch in range(epochs):
+        seen = flat(batches[epoch * length : (epoch + 1) * length])
+        assert len(seen) == len(set(seen)) == min(n, length * batch_size)
+        assert set(seen) <= set(range(n))
+        if not shuffle:
+            assert seen == sorted(seen)
+    step = data.draw(st.integers(0, len(batches) + 1))
+    loader.seek(step)
+    assert read(loader) == batches[step:]
+
+
+def test_the_order_is_the_same_on_every_mesh():
+    orders = [
+        read(loader_of(numbers(100), mesh=mesh, batch_size=16, seed=3, epochs=2))
+        for mesh in MESHES
+    ]
+    assert all(order == orders[0] for order in orders)
+
+
+def test_the_order_never_changes():
+    # numpy.random.RandomState([0, epoch]).permutation(10), which is stable.
+    first, second = read(loader_of(numbers(10), batch_size=10, epochs=2))
+    assert first == [3, 7, 6, 4, 1, 0, 2, 8, 5, 9]
+    assert second == [9, 4, 0, 8, 1, 5, 3, 2, 6, 7]
+
+
+def test_each_epoch_and_seed_has_its_own_order():
+    first, second = read(loader_of(numbers(64), batch_size=64, epochs=2))
+    other = read(loader_of(numbers(64), batch_size=64, seed=1), 1)[0]
+    assert len({tuple(first), tuple(second), tuple(other)}) == 3
+
+
+def test_without_shuffle_every_epoch_has_the_order_of_the_source():
+    loader = loader_of(numbers(20), shuffle=False, epochs=2)
+    assert flat(read(loader)) == [*range(20), *range(20)]
+
+
+def test_without_epochs_there_is_no_end():
+    loader = loader_of(numbers(8))
+    loader.seek(10**9)
+    assert [sorted(batch) for batch in read(loader, 30)] == [list(range(8))] * 30
+
+
+# Batches
+
+
+def test_weights_of_the_source_are_kept_and_those_of_padding_are_0():
+    source = eqxshard.data.ArraySource(
+        {"x": np.arange(10, dtype=np.int32), "weight": np.linspace(1, 2, 10)}
+    )
+    loader = loader_of(source, shuffle=False, epochs=1)
+    first, last = (np.asarray(batch["weight"]) for batch in loader)
+    assert first.dtype == last.dtype == np.float32
+    np.testing.assert_allclose(first, np.linspace(1, 2, 10)[:8], rtol=1e-6)
+    np.testing.assert_allclose(last, [17 / 9, 2, 0, 0, 0, 0, 0, 0], rtol=1e-6)
+
+
+def test_padding_has_weight_0_even_if_the_source_has_nan():
+    source = eqxshard.data.ArraySource({"weight": np.array([np.nan] + [1.0] * 8)})
+    last = list(loader_of(source, shuffle=False, epochs=1))[-1]
+    assert np.asarray(last["weight"]).tolist() == [1, 0, 0, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("remainder", ["drop", "error"])
+def test_without_padding_there_are_no_weights(remainder):
+    (batch,) = loader_of(numbers(8), remainder=remainder, epochs=1)
+    assert list(batch) == ["x"]
+
+
+def test_a_transform_gets_whole_batches():
+    def transform(batch):
+        assert batch["x"].shape == (8,)
+        return {"x": batch["x"] * 2, "square": batch["x"] ** 2}
+
+    loader = loader_of(numbers(12), transform=transform, shuffle=False, epochs=1)
+    first, last = loader
+    assert sorted(last) == ["square", "weight", "x"]
+    assert np.asarray(first["square"]).tolist() == [i**2 for i in range(8)]
+    assert rows(last) == [16, 18, 20, 22]
+
+
+# Mistakes
+
+
+def test_the_wrong_number_of_rows_is_an_error():
+    class Short:
+        def __len__(self):
+            return 100
+
+        def gather(self, indices):
+            return {"x": indices, "label": indices[1:]}
+
+    with pytest.raises(ValueError, match=r"gather returned 'label' of shape \(7,\) for 8"):
+        list(loader_of(Short()))
+    with pytest.raises(ValueError, match=r"transform returned 'y' of shape \(2, 4\) for 8"):
+        list(loader_of(numbers(8), transform=lambda b: {"y": b["x"].reshape(2, 4)}))
+    with pytest.raises(ValueError, match=r"transform returned 'y' of shape \(\) for 8"):
+        list(loader_of(numbers(8), transform=lambda b: {"y": b["x"].sum()}))
+
+
+def test_a_transform_that_returns_nothing_is_an_error(unannotated):
+    with pytest.raises(TypeError, match="transform returned a NoneType; return a dict"):
+        list(loader_of(numbers(8), transform=lambda batch: None))
+
+
+def test_weights_must_be_one_number_per_example():
+    source = eqxshard.data.ArraySource({"weight": np.ones((8, 2), np.float32)})
+    with pytest.raises(ValueError, match=r"'weight' has shape \(8, 2\) for 8 examples"):
+        list(loader_of(source))
+
+
+def test_strings_are_an_error():
+    source = eqxshard.data.ArraySource({"file": np.array(["a.png"] * 8)})
+    with pytest.raises(TypeError, match="'file' is of type <U5"):
+        list(loader_of(source))
+
+
+def test_structured_arrays_are_an_error_but_bfloat16_is_not():
+    records = np.zeros(8, [("a", np.int32), ("b", np.float32)])
+    with pytest.raises(TypeError, match="'record' is of type"):
+        list(loader_of(eqxshard.data.ArraySource({"record": records})))
+    x = np.arange(8).astype(jnp.bfloat16)
+    (batch,) = loader_of(eqxshard.data.ArraySource({"x": x}), shuffle=False, epochs=1)
+    assert batch["x"].dtype == jnp.bfloat16
+    assert rows(batch) == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "low", "high"), [(np.int64, -(2**31), 2**31 - 1), (np.uint64, 0, 2**32 - 1)]
+)
+def test_integers_that_do_not_fit_32_bits_are_an_error(dtype, low, high):
+    def first(value):
+        x = np.array([value] + [0] * 7, dtype)
+        source = eqxshard.data.ArraySource({"x": x, "none": np.zeros((8, 0), dtype)})
+        with closing(iter(loader_of(source, shuffle=False))) as batches:
+            return rows(next(batches))[0]
+
+    beyond = [value for value in (low - 1, high + 1) if value >= np.iinfo(dtype).min]
+    assert [first(low), first(high)] == [low, high]
+    for value in beyond:
+        with pytest.raises(ValueError, match=f"'x' has integers from .*{abs(value)}"):
+            first(value)
+    with jax.enable_x64(True):
+        assert [first(value) for value in beyond] == beyond

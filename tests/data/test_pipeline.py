@@ -1,0 +1,241 @@
+import math
+import os
+import subprocess
+import sys
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from loader_helpers import (
+    MESHES,
+    assert_threads_end,
+    grain_threads,
+    loader_of,
+    mesh_of,
+    numbers,
+    read,
+    rows,
+)
+
+import eqxshard
+
+# Batches on devices
+
+
+def test_all_batches_have_the_same_structure_and_weights_count_the_examples():
+    with closing(iter(loader_of(numbers(20), epochs=1))) as batches:
+        parts = list(batches)
+    assert [sorted(part) for part in parts] == [["weight", "x"]] * 3
+    assert {part["x"].shape for part in parts} == {(8,)}
+    assert [float(part["weight"].sum()) for part in parts] == [8, 8, 4]
+    avals = {(part["weight"].aval, part["weight"].sharding) for part in parts}
+    assert len(avals) == 1
+
+
+def test_full_batches_share_their_weights_until_they_are_donated():
+    with closing(iter(loader_of(numbers(64)))) as batches:
+        first, second = next(batches), next(batches)
+        assert first["weight"] is second["weight"]
+        first["weight"].delete()
+        assert float(next(batches)["weight"].sum()) == 8
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_each_device_gets_only_its_own_rows(mesh):
+    image = np.arange(32 * 6, dtype=np.float32).reshape(32, 2, 3)
+    source = eqxshard.data.ArraySource({"x": image})
+    loader = loader_of(source, mesh=mesh, batch_size=16, shuffle=False)
+    with closing(iter(loader)) as batches:
+        batch = next(batches)
+    parts = math.prod(mesh_of(**mesh).shape[axis] for axis in ("data", "fsdp"))
+    for array in batch.values():
+        assert array.committed
+        assert array.sharding == eqxshard.batch_sharding(mesh_of(**mesh))
+        assert {shard.data.shape[0] for shard in array.addressable_shards} == {16 // parts}
+    for shard in batch["x"].addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), image[:16][shard.index])
+
+
+# Threads
+
+
+def test_there_is_no_thread_before_the_first_batch_and_after_the_last():
+    # Threads of earlier tests may take a moment to end.
+    assert_threads_end()
+    loader = loader_of(numbers(64), epochs=1)
+    batches = iter(loader)
+    assert not grain_threads()
+    next(batches)
+    assert grain_threads()
+    list(batches)
+    assert_threads_end()
+
+
+@pytest.mark.parametrize("end", ["close", "drop", "raise"])
+def test_the_thread_ends_with_its_iterator(end):
+    batches = iter(loader_of(numbers(64)))
+    next(batches)
+    assert grain_threads()
+    if end == "close":
+        batches.close()
+    elif end == "raise":
+        with pytest.raises(RuntimeError):
+            batches.throw(RuntimeError())
+    del batches
+    assert_threads_end()
+
+
+def test_without_prefetch_there_is_no_thread_and_nothing_is_gathered_early():
+    gathered = []
+
+    def transform(batch):
+        gathered.append(threading.current_thread())
+        return batch
+
+    with closing(iter(loader_of(numbers(64), transform=transform, prefetch=0))) as batches:
+        for count in range(1, 6):
+            next(batches)
+            assert gathered == [threading.main_thread()] * count
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "prefetch", "calls"),
+    [
+        # Batches of 2 MiB: one per call.
+        (2**18, 1, 1 + 1),
+        (2**18, 2, 1 + 2),
+        (2**18, 5, 1 + 5),
+        # Batches of 128 KiB: after the first, 16 per call.
+        (2**14, 2, 1 + 2),
+        (2**14, 80, 1 + 5),
+    ],
+)
+def test_batches_are_gathered_ahead_while_the_caller_computes(row_bytes, prefetch, calls):
+    gathered = threading.Semaphore(0)
+
+    class Large:
+        def __len__(self):
+            return 512
+
+        def gather(self, indices):
+            gathered.release()
+            return {"x": np.zeros((len(indices), row_bytes), np.uint8)}
+
+    with closing(iter(loader_of(Large(), prefetch=prefetch))) as batches:
+        next(batches)
+        for _ in range(calls):
+            assert gathered.acquire(timeout=10)
+        assert not gathered.acquire(timeout=0.05)
+
+
+def test_errors_of_the_source_reach_the_caller():
+    class Damaged:
+        def __len__(self):
+            return 512
+
+        def gather(self, indices):
+            if 500 in indices:
+                raise KeyError("example 500")
+            return {"x": indices}
+
+    with pytest.raises(KeyError, match="example 500"):
+        list(loader_of(Damaged(), shuffle=False))
+    assert_threads_end()
+
+
+PROGRAM = """
+import os, signal, threading, time
+import jax, numpy as np
+import eqxshard
+
+class Slow:
+    def __len__(self):
+        return 1000
+
+    def gather(self, indices):
+        time.sleep(0.2)
+        return {"x": indices.astype(np.int32)}
+
+loader = eqxshard.Loader(Slow(), batch_size=8, mesh=eqxshard.make_mesh())
+assert threading.enumerate() == [threading.main_thread()]
+"""
+
+
+def run(program):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM + program],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_program_ends_even_if_iterators_are_open():
+    program = """
+batches = iter(loader)
+next(batches)
+for batch in loader:
+    break
+print("end")
+"""
+    assert run(program) == (0, "end\n", "")
+
+
+def test_an_interrupt_ends_the_wait_for_a_batch():
+    program = """
+def interrupt():
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGINT)
+
+threading.Thread(target=interrupt).start()
+try:
+    for batch in loader:
+        pass
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    assert run(program) == (0, "interrupted\n", "")
+
+
+# Worker processes
+
+
+class Slow:
+    """A record source that can be pickled."""
+
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, index):
+        return {"x": np.int32(index)}
+
+
+def with_process(batch):
+    return {**batch, "process": np.full(len(batch["x"]), os.getpid(), np.int32)}
+
+
+@pytest.mark.parametrize("remainder", ["pad", "drop"])
+def test_workers_make_the_same_batches_in_other_processes(remainder):
+    options = {"remainder": remainder, "seed": 3, "epochs": 2}
+    source = eqxshard.data.RecordSource(Slow())
+    expected = read(loader_of(source, **options))
+    loader = loader_of(source, **options, workers=2, transform=with_process)
+    batches, processes = [], set()
+    for batch in loader:
+        batches.append(rows(batch))
+        processes |= set(np.asarray(batch["process"]).tolist())
+    assert batches == expected
+    # The first batch is made in this process, to not wait for a worker to start.
+    assert len(processes) == 3 and os.getpid() in processes
+    # From the middle of an epoch; prefetched batches do not count for the position.
+    stopped = loader_of(source, **options, workers=2)
+    stopped.seek(2)
+    assert read(stopped, 3) == expected[2:5]
+    resumed = loader_of(source, **options)
+    resumed.restore(stopped.state())
+    assert read(resumed) == expected[5:]

@@ -1,0 +1,278 @@
+"""`Loader(placement="device")`: the same batches, gathered on the devices."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from helpers import (
+    RULES,
+    Model,
+    assert_close,
+    assert_equal,
+    lenient,
+    make_batch,
+    make_loader,
+    make_mesh,
+    source,
+    squared_errors,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loader_helpers import take
+
+import eqxshard
+from eqxshard.testing import collectives
+
+OPTIM = lenient(optax.adam(1e-2))
+RULE = RULES["replicate"]
+
+
+@pytest.fixture(scope="module")
+def train_step():
+    return eqxshard.make_train_step(squared_errors, OPTIM, mesh=make_mesh(), rule=RULE)
+
+
+@pytest.fixture(scope="module")
+def eval_step():
+    return eqxshard.make_eval_step(
+        lambda model, batch: {"index": batch["index"].astype("float32")},
+        mesh=make_mesh(),
+        rule=RULE,
+    )
+
+
+def new_state(mesh=None):
+    key = jax.random.key(0)
+    mesh = make_mesh() if mesh is None else mesh
+    return eqxshard.init_state(Model, OPTIM, key=key, mesh=mesh, rule=RULE)
+
+
+def on_device(**options):
+    return make_loader(placement="device", **options)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    examples=st.integers(8, 70),
+    batch_size=st.sampled_from([8, 16]),
+    remainder=st.sampled_from(["pad", "drop"]),
+    shuffle=st.booleans(),
+    first=st.integers(0, 20),
+    mesh=st.sampled_from(["data=1", "data=2,fsdp=4"]),
+)
+def test_batches_equal_those_of_the_host(
+    examples, batch_size, remainder, shuffle, first, mesh
+):
+    if examples < batch_size:
+        return
+    options: dict[str, Any] = {
+        "batch_size": batch_size,
+        "remainder": remainder,
+        "shuffle": shuffle,
+        "mesh": make_mesh(mesh),
+    }
+    host = eqxshard.Loader(source(examples), **options)
+    device = eqxshard.Loader(source(examples), placement="device", **options)
+    for loader in host, device:
+        loader.seek(first)
+    for batch, expected in zip(take(device, 5), take(host, 5), strict=True):
+        assert batch.keys() == expected.keys()
+        for name in expected:
+            assert batch[name].sharding == expected[name].sharding
+            assert batch[name].dtype == expected[name].dtype
+            np.testing.assert_array_equal(batch[name], expected[name])
+    assert device.state() == host.state()
+
+
+def test_weights_of_the_source_are_kept_and_those_of_padding_are_0():
+    weight = np.r_[np.nan, np.arange(1, 10)].astype(np.float32)
+    data = eqxshard.data.ArraySource({"weight": weight})
+    options = {"batch_size": 8, "mesh": make_mesh(), "shuffle": False}
+    host = eqxshard.Loader(data, **options)
+    device = eqxshard.Loader(data, placement="device", **options)
+    for batch, expected in zip(take(device, 2), take(host, 2)):
+        np.testing.assert_array_equal(batch["weight"], expected["weight"])
+
+
+def test_many_on_gathered_batches_equals_single_steps(train_step):
+    state, losses = new_state(), []
+    for batch in take(make_loader(), 6):
+        state, metrics = train_step(state, batch)
+        losses.append(float(metrics["loss"]))
+    many, metrics = train_step.many(new_state(), on_device().stacked(6))
+    np.testing.assert_allclose(metrics["loss"], losses, rtol=1e-5)
+    assert_close(many, state, rtol=1e-4, atol=1e-6)
+
+
+def test_all_counts_with_the_same_room_share_a_program(train_step, caplog):
+    whole, metrics = train_step.many(new_state(), on_device().stacked(7, room=8))
+    assert metrics.weight.shape == (8,)
+    np.testing.assert_array_equal(metrics.weight[7:], 0)
+    loader, parts = on_device(), []
+    state = new_state()
+    with jax.log_compiles():
+        for count in (1, 4, 2):
+            state, part = train_step.many(state, loader.stacked(count, room=8))
+            parts.append(part["loss"][:count])
+    assert "Compiling train_steps" not in caplog.text
+    assert loader.state()["step"] == int(state.step) == 7
+    np.testing.assert_array_equal(np.concatenate(parts), metrics["loss"][:7])
+    assert_equal(state, whole)
+
+
+class Recorder:
+    def __init__(self):
+        self.lines = []
+
+    def log(self, step, values):
+        times = ("seconds", "examples_per_second")
+        kept = {n: v for n, v in values.items() if not n.endswith(times)}
+        self.lines.append((step, kept))
+
+    def close(self):
+        pass
+
+
+def run(train_step, eval_step, loader, tests, **options):
+    recorder = Recorder()
+    state = eqxshard.fit(
+        new_state(),
+        train_step,
+        loader,
+        evaluate=lambda model: eqxshard.evaluate(model, eval_step, tests),
+        trackers=[recorder],
+        **options,
+    )
+    return state, recorder.lines
+
+
+@pytest.mark.parametrize("options", [{"epochs": 3, "log_every": 3}, {"steps": 7}])
+def test_fit_reports_and_returns_the_same(train_step, eval_step, options):
+    host = make_loader(), make_loader(shuffle=False)
+    device = on_device(), on_device(shuffle=False)
+    expected, expected_lines = run(train_step, eval_step, *host, **options)
+    state, lines = run(train_step, eval_step, *device, **options)
+    assert_close(state, expected, rtol=1e-4, atol=1e-6)
+    assert [step for step, _ in lines] == [step for step, _ in expected_lines]
+    for (_, values), (_, expected_values) in zip(lines, expected_lines):
+        assert values == pytest.approx(expected_values, rel=1e-5)
+
+
+def test_fit_dispatches_once_between_reports(train_step, monkeypatch):
+    counts = []
+
+    def many(self, state, batches):
+        counts.append(int(batches.count))
+        return original(self, state, batches)
+
+    original = eqxshard.TrainStep.many
+    monkeypatch.setattr(eqxshard.TrainStep, "many", many)
+    monkeypatch.setattr(eqxshard.TrainStep, "__call__", None)
+    eqxshard.fit(new_state(), train_step, on_device(), steps=11, log_every=3)
+    # An epoch has 4 steps.
+    assert counts == [3, 1, 2, 2, 1, 2]
+
+
+def test_checkpoints_are_saved_in_time_and_can_resume_on_the_host(train_step, tmp_path):
+    checkpointer = eqxshard.Checkpointer(tmp_path, save_interval_steps=3, max_to_keep=9)
+    whole = eqxshard.fit(
+        new_state(), train_step, on_device(), steps=8, checkpointer=checkpointer
+    )
+    assert checkpointer.steps() == [3, 6, 8]
+    like = eqxshard.abstract_state(
+        Model, OPTIM, key=jax.random.key(0), mesh=make_mesh(), rule=RULE
+    )
+    state = checkpointer.restore(like, step=6)
+    resumed = eqxshard.fit(state, train_step, make_loader(), steps=8)
+    assert_close(resumed, whole, rtol=1e-4, atol=1e-6)
+
+
+def test_each_example_counts_once_in_an_evaluation(eval_step):
+    values = eqxshard.evaluate(new_state().model, eval_step, on_device())
+    assert values["index"] == np.arange(100).mean()
+
+
+def test_gathering_needs_no_collectives():
+    loader = on_device()
+    batches = loader.stacked(1)
+    assert all(x.sharding.is_fully_replicated for x in batches.examples.values())
+    compiled = (
+        jax.jit(lambda b: b.batch(jax.numpy.int32(0), make_mesh())).lower(batches).compile()
+    )
+    assert collectives(compiled).counts == {}
+
+
+def test_a_step_that_is_not_finite_is_named_by_its_number(train_step):
+    data = source(64)
+    data.arrays["x"][40] = np.nan
+    loader = eqxshard.Loader(
+        data, batch_size=32, mesh=make_mesh(), shuffle=False, placement="device"
+    )
+    step = eqxshard.make_train_step(
+        squared_errors, OPTIM, mesh=make_mesh(), rule=RULE, nonfinite="raise"
+    )
+    with pytest.raises(FloatingPointError, match="in step 2;"):
+        step.many(new_state(), loader.stacked(2, room=5))
+
+
+@pytest.mark.parametrize("options", [{"transform": dict}, {"workers": 1}])
+def test_transforms_and_workers_need_the_host(options):
+    with pytest.raises(ValueError, match="placement='device' cannot run transform= or wo"):
+        on_device(**options)
+
+
+def test_an_unknown_placement_is_an_error(unannotated):
+    with pytest.raises(ValueError, match="placement='disk' is not 'host' or 'device'"):
+        make_loader(placement="disk")
+
+
+@pytest.mark.parametrize("count, room", [(0, None), (3, 2)])
+def test_invalid_counts_are_errors(count, room):
+    with pytest.raises(ValueError, match=f"{count} batches cannot be stacked"):
+        on_device().stacked(count, room=room)
+
+
+def test_stacking_more_batches_than_are_left_is_an_error():
+    loader = on_device(epochs=1)
+    loader.stacked(3)
+    with pytest.raises(ValueError, match="1 batches are left, and 2 were asked for"):
+        loader.stacked(2)
+
+
+def test_stacking_batches_of_the_host_is_an_error():
+    with pytest.raises(ValueError, match="make it with placement='device'"):
+        make_loader().stacked(2)
+
+
+def test_a_single_step_does_not_take_stacked_batches(train_step):
+    with pytest.raises(TypeError, match="give them to many"):
+        train_step(new_state(), on_device().stacked(2))
+
+
+def test_a_loader_on_another_mesh_is_an_error(train_step):
+    loader = on_device(mesh=make_mesh("data=2"))
+    with pytest.raises(ValueError, match="and the step on 8 x cpu"):
+        train_step.many(new_state(), loader.stacked(2))
+
+
+def test_a_dataset_that_does_not_fit_is_an_error(monkeypatch):
+    class Device:
+        def memory_stats(self):
+            return {"bytes_limit": 2**30, "bytes_in_use": 2**30 - 100}
+
+    # CPU devices have no memory statistics.
+    local_devices = property(lambda mesh: [Device()])
+    monkeypatch.setattr(jax.sharding.Mesh, "local_devices", local_devices)
+    with pytest.raises(ValueError, match=r"do not fit .*; use placement='host'"):
+        on_device()
+
+
+def test_many_of_an_eval_step_equals_single_calls(eval_step):
+    model = new_state().model
+    batches = [{**make_batch(seed=i), "index": np.arange(32)} for i in range(3)]
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
+    many = eval_step.many(model, stacked)
+    singles = eqxshard.Metrics.stack([eval_step(model, batch) for batch in batches])
+    np.testing.assert_array_equal(many["index"], singles["index"])

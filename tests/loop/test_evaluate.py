@@ -1,0 +1,38 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import Model, lenient, make_loader, make_mesh, source
+
+import eqxshard
+
+
+@pytest.fixture(scope="module")
+def model():
+    return eqxshard.init_state(
+        Model,
+        lenient(optax.sgd(0.1)),
+        key=jax.random.key(0),
+        mesh=make_mesh(),
+        rule=eqxshard.replicate(),
+    ).model
+
+
+@pytest.fixture(scope="module")
+def eval_step():
+    def metric_fn(model, batch):
+        ones = jnp.ones(batch["index"].shape, "float32")
+        return {"index": batch["index"], "ones": ones}
+
+    return eqxshard.make_eval_step(metric_fn, mesh=make_mesh(), rule=eqxshard.replicate())
+
+
+@pytest.mark.parametrize("placement", ["host", "device"])
+@pytest.mark.parametrize("batch_size", [8, 32, 96, 104])
+def test_an_evaluation_counts_each_example_once(model, eval_step, batch_size, placement):
+    loader = make_loader(batch_size=batch_size, placement=placement)
+    loader.seek(1)
+    means = eqxshard.evaluate(model, eval_step, loader)
+    mean = np.mean(np.arange(len(source())))
+    assert means == {"index": pytest.approx(mean), "ones": pytest.approx(1.0)}

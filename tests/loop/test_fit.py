@@ -1,0 +1,225 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import (
+    RULES,
+    Model,
+    assert_close,
+    assert_equal,
+    lenient,
+    make_loader,
+    make_mesh,
+    squared_errors,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loop_helpers import Recorder
+
+import eqxshard
+
+OPTIM = lenient(optax.adam(1e-2))
+RULE = RULES["replicate"]
+
+
+@pytest.fixture(scope="module")
+def train_step():
+    return eqxshard.make_train_step(squared_errors, OPTIM, mesh=make_mesh(), rule=RULE)
+
+
+def new_state():
+    return eqxshard.init_state(
+        Model, OPTIM, key=jax.random.key(0), mesh=make_mesh(), rule=RULE
+    )
+
+
+def test_fit_is_the_loop_written_by_hand(train_step):
+    by_hand, loader = new_state(), make_loader(epochs=3)
+    losses = []
+    for batch in loader:
+        by_hand, metrics = train_step(by_hand, batch)
+        losses.append(metrics)
+    recorder = Recorder()
+    fitted = eqxshard.fit(
+        new_state(), train_step, make_loader(), epochs=3, trackers=[recorder], log_every=2
+    )
+    assert_equal(fitted, by_hand)
+    assert int(fitted.step) == 12
+    # Reports at every second step and at the end of each epoch, each of the steps since.
+    assert recorder.steps("train/loss") == [2, 4, 6, 8, 10, 12]
+    for step, values in recorder.lines:
+        since = eqxshard.Metrics.stack(losses[step - 2 : step]).compute()
+        assert values["train/loss"] == pytest.approx(since["loss"], rel=1e-6)
+        assert values["epoch"] == step / 4
+        examples = 64 if step % 4 else 36  # the fourth batch of an epoch has 4 of 32 rows
+        speed = values["train/examples_per_second"]
+        assert speed * values["train/seconds"] == pytest.approx(examples)
+    assert recorder.closed == 1
+
+
+def test_reports_come_at_the_end_of_epochs_too(train_step):
+    recorder = Recorder()
+    eqxshard.fit(
+        new_state(), train_step, make_loader(), steps=10, trackers=[recorder], log_every=3
+    )
+    assert recorder.steps("train/loss") == [3, 4, 6, 8, 9, 10]
+
+
+@settings(max_examples=8, deadline=None)
+@given(stop=st.integers(1, 11))
+def test_a_resumed_run_equals_the_uninterrupted_one(train_step, stop):
+    whole = eqxshard.fit(new_state(), train_step, make_loader(), steps=12)
+    part = eqxshard.fit(new_state(), train_step, make_loader(), steps=stop)
+    assert int(part.step) == stop
+    assert_equal(eqxshard.fit(part, train_step, make_loader(), steps=12), whole)
+
+
+def test_a_run_continues_on_another_mesh():
+    mesh, rule = make_mesh("data=2,fsdp=2"), RULES["fsdp"]
+    step = eqxshard.make_train_step(squared_errors, OPTIM, mesh=mesh, rule=rule)
+    key = jax.random.key(0)
+    state = eqxshard.init_state(Model, OPTIM, key=key, mesh=mesh, rule=rule)
+    state = eqxshard.fit(state, step, make_loader(mesh=mesh), steps=6)
+    mesh = make_mesh()
+    step = eqxshard.make_train_step(squared_errors, OPTIM, mesh=mesh, rule=RULE)
+    state = eqxshard.filter_shard(state, jax.NamedSharding(mesh, jax.P()))
+    state = eqxshard.fit(state, step, make_loader(), steps=12)
+    assert_close(state, eqxshard.fit(new_state(), step, make_loader(), steps=12))
+
+
+def test_what_was_due_is_reported_when_a_step_fails(train_step):
+    recorder = Recorder()
+
+    def fails_third(state, batch):
+        if int(state.step) == 2:
+            raise FloatingPointError
+        return train_step(state, batch)
+
+    with pytest.raises(FloatingPointError):
+        eqxshard.fit(
+            new_state(),
+            fails_third,
+            make_loader(),
+            steps=4,
+            trackers=[recorder],
+            log_every=2,
+        )
+    assert recorder.steps("train/loss") == [2] and recorder.closed == 1
+
+
+def test_a_finished_run_takes_no_more_steps(train_step):
+    state = eqxshard.fit(new_state(), train_step, make_loader(), steps=4)
+    recorder = Recorder()
+    again = eqxshard.fit(
+        jax.tree.map(lambda x: x, state),
+        train_step,
+        make_loader(),
+        epochs=1,
+        trackers=[recorder],
+    )
+    assert_equal(again, state)
+    assert recorder.lines == [] and recorder.closed == 1
+
+
+def test_fit_evaluates_after_each_epoch_and_at_the_end(train_step):
+    seen = []
+
+    def evaluate(model):
+        seen.append(np.asarray(model.last.bias))
+        return {"ones": 1.0}
+
+    recorder = Recorder()
+    state = eqxshard.fit(
+        new_state(),
+        train_step,
+        make_loader(),
+        steps=10,
+        evaluate=evaluate,
+        trackers=[recorder],
+    )
+    assert recorder.steps("eval/ones") == [4, 8, 10]
+    np.testing.assert_array_equal(seen[-1], state.model.last.bias)
+    assert not np.array_equal(seen[0], seen[1])
+
+
+class Fake:
+    """A step and a tracker that record when they are called."""
+
+    def __init__(self):
+        self.events = []
+
+    def train_step(self, state, batch):
+        step = int(state.step) + 1
+        self.events.append(f"step {step}")
+        one, none = np.ones((), np.float32), np.zeros((), np.int32)
+        state = eqxshard.TrainState(jnp.asarray(step), None, None, state.key)
+        return state, eqxshard.Metrics({"loss": one}, one, none)
+
+    def log(self, step, values):
+        self.events.append(f"log {step}")
+
+    def close(self):
+        self.events.append("close")
+
+
+def test_metrics_are_read_while_the_next_step_runs(unannotated):
+    fake = Fake()
+    state = eqxshard.TrainState(jnp.asarray(0), None, None, jax.random.key(0))
+    eqxshard.fit(
+        state, fake.train_step, make_loader(), steps=6, trackers=[fake], log_every=2
+    )
+    assert fake.events == [
+        *["step 1", "step 2", "step 3", "log 2", "step 4", "log 4"],
+        *["step 5", "step 6", "log 6", "close"],
+    ]
+
+
+def test_trackers_and_batches_are_closed_when_something_fails(train_step):
+    loader, recorder = make_loader(), Recorder()
+    closed = []
+
+    class Watched:
+        def __len__(self):
+            return len(loader)
+
+        def seek(self, step):
+            loader.seek(step)
+
+        def __iter__(self):
+            try:
+                yield from loader
+            finally:
+                closed.append(True)
+
+    def fails(model):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        eqxshard.fit(
+            new_state(),
+            train_step,
+            Watched(),
+            epochs=2,
+            evaluate=fails,
+            trackers=[recorder],
+        )
+    assert closed == [True] and recorder.closed == 1
+    assert recorder.steps("train/loss") == [4]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({}, "one of steps= and epochs="),
+        ({"steps": 1, "epochs": 1}, "one of steps= and epochs="),
+        ({"steps": 0}, "steps=0"),
+        ({"epochs": -1}, "epochs=-1"),
+        ({"steps": 1, "log_every": 0}, "log_every=0"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(train_step, options, message):
+    recorder = Recorder()
+    with pytest.raises(ValueError, match=message):
+        eqxshard.fit(new_state(), train_step, make_loader(), trackers=[recorder], **options)
+    assert recorder.closed == 1

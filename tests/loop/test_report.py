@@ -1,0 +1,69 @@
+import os
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from loop_helpers import Recorder, make_loader, run
+
+import eqxshard
+from eqxshard.loop._report import Report
+
+
+def metrics(loss, weight=1.0, nonfinite=0):
+    return eqxshard.Metrics(
+        {"loss": jnp.float32(loss * weight)}, jnp.float32(weight), jnp.int32(nonfinite)
+    )
+
+
+def test_a_report_has_the_means_since_the_last_one():
+    recorder = Recorder()
+    report = Report([recorder], steps_per_epoch=4, max_nonfinite=10)
+    report.add(1, metrics(1.0), 1, due=False)
+    report.flush()
+    assert recorder.lines == []
+    report.add(2, metrics(4.0, weight=3.0), 1, due=True)
+    report.read()
+    report.add_evaluation({"accuracy": 0.5})
+    report.flush()
+    ((step, values),) = recorder.lines
+    assert (step, values["epoch"], values["eval/accuracy"]) == (2, 0.5, 0.5)
+    assert values["train/loss"] == pytest.approx(13 / 4)
+    examples = values["train/examples_per_second"] * values["train/seconds"]
+    assert examples == pytest.approx(4)
+    report.flush()
+    assert len(recorder.lines) == 1 and report.last == values
+
+
+def test_steps_in_a_row_that_are_not_finite_are_counted_across_reports():
+    report = Report([], steps_per_epoch=4, max_nonfinite=3)
+    for step, bad in enumerate([1, 0, 1, 1, 1], start=1):
+        assert report.too_many_nonfinite == []
+        report.add(step, metrics(1.0, nonfinite=bad), 1, due=True)
+        report.flush()
+    assert report.too_many_nonfinite == [3, 4, 5]
+
+
+def test_only_the_steps_that_were_taken_are_read():
+    recorder = Recorder()
+    report = Report([recorder], steps_per_epoch=4, max_nonfinite=10)
+    room = eqxshard.Metrics(
+        {"loss": np.array([1, 2, 99], np.float32)}, np.ones(3, np.float32), np.zeros(3, int)
+    )
+    report.add(2, room, 2, due=True)
+    report.flush()
+    assert recorder.lines[0][1]["train/loss"] == 1.5
+
+
+def test_an_evaluation_must_return_metrics(unannotated):
+    forgets: Any = lambda model: None  # noqa: E731
+    with pytest.raises(TypeError, match="evaluate returned a NoneType; return a dict"):
+        run(None, make_loader(), steps=1, evaluate=forgets)
+
+
+def test_a_run_continues_if_its_logs_cannot_be_written(small_disk, caplog):
+    tracker = eqxshard.trackers.JSONLines(small_disk / "metrics.jsonl")
+    free = os.statvfs(small_disk)
+    (small_disk / "filler").write_bytes(b"x" * (free.f_bavail * free.f_frsize))
+    run(None, make_loader(), epochs=3, log_every=1, trackers=[tracker])
+    assert "a tracker failed: [Errno 28] No space left on device. Tra" in caplog.text

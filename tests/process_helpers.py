@@ -1,0 +1,61 @@
+"""Child processes that start with default signals and leave nothing behind."""
+
+import contextlib
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from typing import IO, Any
+
+
+@contextlib.contextmanager
+def started(command: Sequence[Any], **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A process with pipes for stdout and stderr; at the end it is killed if it runs."""
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with _default_interrupt():
+        process = subprocess.Popen([*map(str, command)], **piped | options)
+    # Closes the pipes.
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@contextlib.contextmanager
+def _default_interrupt() -> Iterator[None]:
+    """A shell's background jobs ignore SIGINT, and their children inherit that."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def finished(command: Sequence[Any], *, seconds: float = 300, **options: Any) -> Any:
+    """The status of a process, its stdout and its stderr."""
+    with started(command, **options) as process:
+        out, err = process.communicate(timeout=seconds)
+    return process.returncode, out, err
+
+
+def read_until(
+    process: subprocess.Popen[str], stream: IO[str] | None, text: str, seconds: float = 120
+) -> list[str]:
+    """The lines of a stream up to one that contains a text."""
+    assert stream is not None
+    lines: list[str] = []
+    timer = threading.Timer(seconds, process.kill)
+    timer.start()
+    try:
+        for line in stream:
+            lines.append(line)
+            if text in line:
+                return lines
+    finally:
+        timer.cancel()
+    out, err = process.communicate()
+    raise AssertionError(f"no line with {text!r}:\n{''.join(lines)}{out or ''}{err or ''}")

@@ -1,0 +1,250 @@
+"""What a script prints, and the status that it ends with."""
+
+import dataclasses
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from process_helpers import finished, read_until, started
+from run_helpers import SCRIPT, assert_refused, environment, read_lines
+
+import eqxshard
+from eqxshard.run._cli import _parse
+
+sys.path.insert(0, str(SCRIPT.parent))
+from run_script import Args
+
+LINE = (
+    r"accuracy 0\.\d{4} \| \d+\.\d s/epoch \| [\d ]+ points/s "
+    r"\| small on 2 x cpu \(data=2\)"
+)
+
+
+def test_the_last_line_is_what_main_returns(script, tmp_path):
+    status, out, err = script("--devices", 2, "--output", tmp_path / "run")
+    assert status == 0, err
+    *_, before, last = out.splitlines()
+    assert re.fullmatch(LINE, last), last
+    assert before == f"metrics, curves and checkpoints are in {tmp_path / 'run'}"
+
+
+def test_help_groups_options_and_shows_defaults(script):
+    status, out, err = script("--help")
+    assert (status, err) == (0, "")
+    own, run = out.split("run options")
+    flags = [
+        set(re.findall(r"(?m)^[│ ] +(--[a-z]+(?:-[a-z]+)*)", part)) for part in (own, run)
+    ]
+    assert flags == [
+        {"--model", "--optimizer", "--learning-rate", "--fail", "--seconds-per-step"},
+        {"--epochs", "--steps", "--batch-size", "--seed", "--devices", "--mesh", "--output"}
+        | {"--resume", "--save-every", "--log-every"},
+    ]
+    text = " ".join(out.replace("│", " ").split())
+    assert text.startswith("usage: ") and "Fit some points." in text
+    for option in (
+        "--model {small,wide} How many neurons. (default: small)",
+        "--learning-rate FLOAT The highest learning rate. (default: 0.01)",
+        "--batch-size INT Examples per step, over all devices. (default: 16)",
+        "(default: the script's)",
+        "(default: runs/SCRIPT-NAME)",
+        "--resume {no,yes,auto} Continue from the newest checkpoint",
+    ):
+        assert option in text, option
+    assert "None" not in text
+
+
+# Mistakes
+
+
+MISTAKES = {
+    "--batch-size 2.5": "Error parsing --batch-size: invalid literal for int()",
+    "--epochs ten": "Error parsing --epochs: no type matching INT",
+    "--learning-rate x": "Error parsing --learning-rate: no type matching FLOAT",
+    "--modle small": "--modle, small. Did you mean --model?",
+    "--model smal": "invalid choice 'smal' for argument '--model'. Expected one of",
+    "--resume maybe": "invalid choice 'maybe' for argument '--resume'. Expected one of",
+    "--mesh": "--mesh",
+    "--epochs 0": "--epochs 0 is too small; use 1 or more",
+    "--mesh dta=2": "names the axis 'dta'; did you mean 'data'?",
+    "--mesh data=3": "mesh sizes data=3 = 3 do not use exactly the 8 devices",
+    "--batch-size 12": "batch size 12 does not divide over data=8",
+}
+
+
+@pytest.mark.parametrize("options", MISTAKES)
+def test_a_mistake_is_one_line_and_writes_nothing(script, tmp_path, options):
+    result = script("--output", tmp_path / "run", *options.split())
+    assert_refused(result, MISTAKES[options])
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "fail, sentence",
+    [
+        ("value", "--fail value is not what you want; use another."),
+        ("file", "[Errno 2] No such file or directory: '/nowhere/at all'"),
+        ("number", "no number is finite; use others."),
+    ],
+)
+def test_errors_of_the_script_and_of_files_are_one_line(script, fail, sentence):
+    assert script("--fail", fail) == (2, "", f"error: {sentence}\n")
+
+
+@pytest.mark.parametrize(
+    "fail, line",
+    [
+        ("jax", "ValueError: Size of label 'i' for operand 1 (3) does not match"),
+        ("equinox", "ValueError: ('Input to `Conv` needs to have rank 3,'"),
+    ],
+)
+def test_a_bug_in_the_model_shows_a_traceback(script, fail, line):
+    status, _, err = script("--fail", fail, "--devices", 2)
+    assert status == 1
+    assert "Traceback (most recent call last):" in err and f"\n{line}" in err
+    # The line of the script that is wrong.
+    assert f'File "{SCRIPT}", line ' in err and f"in {fail}_bug" in err
+    assert not err.startswith("error: ")
+
+
+def test_other_errors_are_left_to_python(monkeypatch):
+    def main(args):
+        raise KeyError("missing")
+
+    monkeypatch.setattr("eqxshard.run._cli.cache_compilations", lambda: None)
+    with pytest.raises(KeyError):
+        eqxshard.cli(main, Args, args=[])
+
+
+def test_an_error_of_a_library_is_not_taken_for_a_mistake(monkeypatch, capsys):
+    def main(args):
+        int("x")
+        return "never"
+
+    monkeypatch.setattr("eqxshard.run._cli.cache_compilations", lambda: None)
+    # As this module is not the script, its errors are bugs.
+    with pytest.raises(SystemExit) as stop:
+        eqxshard.cli(main, Args, args=[])
+    assert stop.value.code == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+# Arguments
+
+
+def test_resume_alone_means_yes():
+    for args in (["--resume"], ["--resume", "--seed", "1"], ["--resume", "yes"]):
+        assert _parse(Args, args).run.resume == "yes"
+    for args, resume in (
+        ([], "no"),
+        (["--resume", "auto"], "auto"),
+        (["--resume=no"], "no"),
+    ):
+        assert _parse(Args, args).run.resume == resume
+    assert _parse(Args, ["--resume", "--seed", "1"]).run.seed == 1
+
+
+def test_a_script_sets_its_own_defaults():
+    args = _parse(Args, ["--model", "wide", "--epochs", "3"])
+    assert (args.model, args.run.epochs, args.run.batch_size) == ("wide", 3, 16)
+    assert args.learning_rate is None
+
+
+def test_steps_replace_the_epochs_of_a_script():
+    @dataclasses.dataclass(frozen=True)
+    class Own:
+        run: eqxshard.RunConfig = eqxshard.RunConfig(epochs=5)
+
+    for args, length in (
+        ([], (5, None)),
+        (["--steps", "3"], (None, 3)),
+        (["--epochs", "2"], (2, None)),
+    ):
+        run = _parse(Own, args).run
+        assert (run.epochs, run.steps) == length
+    with pytest.raises(ValueError, match="--epochs 2 and --steps 3 contradict each other"):
+        _parse(Own, ["--epochs", "2", "--steps", "3"])
+
+
+# Signals
+
+LONG = ["--epochs", 100_000, "--seconds-per-step", 0.02, "--devices", 2]
+STOPPED = "stopped; everything logged and saved so far is kept: --resume continues."
+
+
+def start(folder, *options):
+    command = [sys.executable, SCRIPT, *LONG, "--output", folder, *options]
+    return started(command, env=environment())
+
+
+@pytest.fixture
+def running(tmp_path):
+    """A run that has taken some steps."""
+    with start(tmp_path / "run") as process:
+        read_until(process, process.stderr, "step 6/")
+        yield process
+
+
+def saved(tmp_path):
+    return eqxshard.Checkpointer(tmp_path / "run" / "checkpoints").steps()
+
+
+def test_ctrl_c_saves_and_ends_with_130(running, tmp_path):
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=60)
+    assert (running.returncode, out) == (130, ""), err
+    assert err.splitlines()[-1] == STOPPED and "Traceback" not in err
+    # It stopped after a step, of which everything is kept.
+    assert read_lines(tmp_path / "run")[-1]["step"] == saved(tmp_path)[-1]
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+def test_sigterm_saves_and_ends_with_143(running, tmp_path):
+    running.send_signal(signal.SIGTERM)
+    _, err = running.communicate(timeout=60)
+    assert running.returncode == 143, err
+    step = saved(tmp_path)[-1]
+    assert f"stopped after step {step}; the checkpoint of step {step} is saved." in err
+    assert "Traceback" not in err
+
+
+def interrupt(process):
+    """Press Ctrl-C until it ends.
+
+    Python loses an interrupt in a destructor, and says so on stderr: users press again.
+    """
+    for _ in range(4):
+        process.send_signal(signal.SIGINT)
+        try:
+            _, err = process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:
+            continue
+        return re.sub(r"(?s)Exception ignored .*?Interrupt: ?\n", "", err)
+    raise AssertionError("Ctrl-C does not end it")
+
+
+def test_ctrl_c_while_jax_compiles(tmp_path):
+    with start(tmp_path / "run") as process:
+        # The progress bar shows its title, and then the first step is compiled.
+        read_until(process, process.stderr, "small on 2 x cpu")
+        err = interrupt(process)
+    assert process.returncode == 130, err
+    assert err.splitlines()[-1] == STOPPED and "Traceback" not in err
+
+
+# Several processes
+
+
+def test_two_processes_are_one_run(tmp_path):
+    launcher = ["-m", "eqxshard.launch", "--processes=2", "--devices-per-process=1"]
+    command = [sys.executable, *launcher, SCRIPT, "--output", tmp_path / "run"]
+    status, out, err = finished(command, env=environment())
+    assert status == 0, out + err
+    lines = out.splitlines()
+    # Process 0 alone prints, as one process does.
+    assert [line for line in lines if not line.startswith("[0] ")] == []
+    assert re.fullmatch(LINE, lines[-1].removeprefix("[0] ")), lines[-1]
+    assert saved(tmp_path) == [6, 12]
+    assert [line["step"] for line in read_lines(tmp_path / "run")] == [2, 4, 6, 8, 10, 12]

@@ -1,0 +1,153 @@
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+from run_helpers import environment
+
+from eqxshard import describe_mesh
+from eqxshard.run import find_devices, mesh_from_text, parse_mesh, simulate_devices
+from eqxshard.run._devices import _count_to_simulate
+
+
+@pytest.mark.parametrize(
+    "text, sizes",
+    [
+        ("data=4", {"data": 4}),
+        ("data=4,fsdp=2", {"data": 4, "fsdp": 2}),
+        (" tensor = 2 , stage=-1", {"tensor": 2, "stage": -1}),
+    ],
+)
+def test_a_mesh_is_read_from_text(text, sizes):
+    assert parse_mesh(text) == sizes
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("data", r"the mesh 'data' has no size in 'data'; write data=2"),
+        ("data=two", r"the mesh 'data=two' has no size in 'data=two'; write data=2"),
+        ("data=2,data=4", "the mesh 'data=2,data=4' has data twice; give it one size"),
+        ("dta=2", "names the axis 'dta'; did you mean 'data'? the axes are stage, data,"),
+        ("data=2,", "the mesh 'data=2,' names the axis ''; the axes are stage, data, fsdp"),
+        ("4", "names the axis '4'; the axes are stage, data"),
+        ("", "names the axis ''"),
+    ],
+)
+def test_text_that_is_not_a_mesh_is_refused(text, message):
+    with pytest.raises(ValueError) as error:
+        parse_mesh(text)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text, devices, batch_size, description",
+    [
+        ("data=-1", None, None, "8 x cpu (data=8)"),
+        ("fsdp=2", None, 64, "8 x cpu (data=4, fsdp=2)"),
+        ("fsdp=-1", 4, 64, "4 x cpu (fsdp=4)"),
+        ("data=2,tensor=4", None, None, "8 x cpu (data=2, tensor=4)"),
+    ],
+)
+def test_a_mesh_takes_the_devices_that_there_are(text, devices, batch_size, description):
+    mesh = mesh_from_text(text, devices=devices, batch_size=batch_size)
+    assert describe_mesh(mesh) == description
+
+
+@pytest.mark.parametrize(
+    "text, devices, message",
+    [
+        ("data=3", None, "mesh sizes data=3 = 3 do not use exactly the 8 devices"),
+        ("fsdp=3", None, "mesh sizes fsdp=3 = 3 do not divide the 8 devices"),
+        ("data=2,fsdp=2", None, "data=2 x fsdp=2 = 4 do not use exactly the 8 devices"),
+        ("data=-1,fsdp=-1", None, "data and fsdp are both -1"),
+        ("data=0", None, "axis data=0 must be at least 1"),
+        ("data=-1", 0, "0 devices are too few; use 1 or more"),
+        (
+            "data=-1",
+            9,
+            "9 devices are more than the 8 x cpu that there are; use 8 or f",
+        ),
+        ("data=999999999", None, "999999999 devices are more than the 256 examples of a"),
+        ("data=-1", 999999999, "999999999 devices are more than the 256 examples of a b"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(text, devices, message):
+    with pytest.raises(ValueError) as error:
+        mesh_from_text(text, devices=devices, batch_size=256)
+    assert message in str(error.value)
+
+
+def test_some_or_all_devices_are_found():
+    assert find_devices() == find_devices(8) == jax.devices()
+    assert find_devices(3) == jax.devices()[:3]
+
+
+@pytest.mark.parametrize(
+    "cores, text, devices, batch_size, count",
+    [
+        (1, "data=-1", None, 256, 1),
+        (8, "data=-1", None, 256, 8),
+        (6, "data=-1", None, 256, 4),  # 256 does not divide by 5 or 6
+        (6, "data=-1", None, 255, 5),
+        (6, "data=-1", None, None, 6),
+        (7, "fsdp=2,data=-1", None, 60, 6),
+        (2, "data=2,fsdp=2", None, 256, 4),
+        (1, "fsdp=4", None, 256, 4),
+        (8, "data=-1", 2, 256, 2),
+    ],
+)
+def test_as_many_devices_are_simulated_as_cores_where_the_batch_divides(
+    monkeypatch, cores, text, devices, batch_size, count
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    assert _count_to_simulate(parse_mesh(text), devices, batch_size) == count
+
+
+def test_devices_that_were_found_already_are_not_changed():
+    before = jax.config.values["jax_num_cpu_devices"]
+    jax.devices()
+    simulate_devices(3)
+    assert jax.device_count() == 8
+    assert jax.config.values["jax_num_cpu_devices"] == before
+
+
+def run(code, **settings):
+    """Run code in a process that has not looked for devices."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"from eqxshard.run import *\nimport jax\n{code}"],
+        env=environment(**settings),
+        capture_output=True,
+        text=True,
+    )
+    return done.stdout.strip(), done.stderr
+
+
+def test_devices_are_simulated_before_jax_looks():
+    out, err = run('print(mesh_from_text("data=2,fsdp=3").size, jax.device_count())')
+    assert out == "6 6", err
+
+
+def test_the_number_of_devices_in_the_environment_comes_first():
+    code = """
+try:
+    mesh_from_text("data=3")
+except ValueError as error:
+    print(error)
+"""
+    out, err = run(code, JAX_NUM_CPU_DEVICES="8")
+    says = "mesh sizes data=3 = 3 do not use exactly the 8 devices; choose sizes whose"
+    assert out.startswith(says), err
+
+
+@pytest.mark.parametrize("platform", ["cuda", "nonsense"])
+def test_devices_that_are_not_there_are_named(platform):
+    out, err = run("find_devices()", JAX_PLATFORMS=platform)
+    last = err.splitlines()[-1]
+    says = f"ValueError: JAX finds no devices for JAX_PLATFORMS={platform}: "
+    assert out == "" and last.startswith(says)
+    assert last.endswith(
+        "unset it, or install JAX for the accelerator, such as jax[cuda12]."
+    )

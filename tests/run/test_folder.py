@@ -1,0 +1,118 @@
+import importlib.util
+import json
+
+import pytest
+from run_helpers import PNG
+
+import eqxshard
+from eqxshard.run import RunFolder
+from eqxshard.trackers import Curves, JSONLines, ProgressBar, TensorBoard
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return RunFolder(tmp_path / "run")
+
+
+class Checkpoints:
+    """A checkpointer that has some steps."""
+
+    def __init__(self, *steps):
+        self._steps = list(steps)
+
+    def steps(self):
+        return self._steps
+
+
+@pytest.mark.parametrize("resume", ["no", "auto"])
+def test_a_new_run_starts_from_the_beginning(folder, resume):
+    assert folder.should_resume(resume, eqxshard.Checkpointer(folder.checkpoints)) is False
+    assert not folder.path.exists()
+
+
+def test_a_run_that_must_be_there_is_not(folder):
+    checkpointer = eqxshard.Checkpointer(folder.checkpoints)
+    with pytest.raises(ValueError) as error:
+        folder.should_resume("yes", checkpointer)
+    assert str(error.value) == (
+        f"there is no run in {folder.path} to resume; leave --resume out, or use --resume "
+        "auto."
+    )
+
+
+def test_a_run_that_is_there_is_resumed_only_if_asked(folder, unannotated):
+    folder.path.mkdir()
+    checkpointer = Checkpoints(5, 10)
+    assert folder.should_resume("yes", checkpointer) is True  # pyright: ignore
+    assert folder.should_resume("auto", checkpointer) is True  # pyright: ignore
+    with pytest.raises(ValueError) as error:
+        folder.should_resume("no", checkpointer)  # pyright: ignore
+    assert str(error.value) == (
+        f"{folder.path} has a run at step 10; add --resume to continue it, or give another "
+        "--output."
+    )
+
+
+def test_a_run_that_saved_nothing_starts_again(folder):
+    folder.path.mkdir()
+    checkpointer = eqxshard.Checkpointer(folder.checkpoints)
+    for resume in ("no", "yes", "auto"):
+        assert folder.should_resume(resume, checkpointer) is False
+
+
+def start(folder, first=0):
+    """The trackers of a run, which take the next two steps."""
+    trackers = folder.trackers(
+        title="small", total_steps=4, first=first, extra={"data": "lines"}
+    )
+    for tracker in trackers:
+        for step in (first + 1, first + 2):
+            tracker.log(step, {"epoch": step / 2, "train/loss": 1.0 / step})
+        tracker.close()
+    return trackers
+
+
+def test_trackers_write_what_they_are_named_for(folder):
+    kinds = [JSONLines, Curves, ProgressBar]
+    kinds[2:2] = [TensorBoard] if importlib.util.find_spec("tensorboard") else []
+    assert [*map(type, start(folder))] == kinds
+    assert folder.history() == [
+        {"step": 1, "epoch": 0.5, "train/loss": 1.0, "data": "lines"},
+        {"step": 2, "epoch": 1.0, "train/loss": 0.5, "data": "lines"},
+    ]
+    assert folder.curves.read_bytes().startswith(PNG)
+
+
+def test_a_resumed_run_keeps_the_log_up_to_its_first_step(folder):
+    start(folder)
+    start(folder, first=1)
+    assert [line["step"] for line in folder.history()] == [1, 2, 3]
+    # What was taken again is there once.
+    assert [line["train/loss"] for line in folder.history()] == [1.0, 1 / 2, 1 / 3]
+
+
+def test_a_new_run_empties_the_log_and_removes_the_summary(folder):
+    start(folder)
+    folder.write_summary({"test_accuracy": 0.5})
+    assert json.loads(folder.summary.read_text()) == {"test_accuracy": 0.5}
+    start(folder)
+    assert len(folder.history()) == 2
+    assert not folder.summary.exists()
+
+
+def test_curves_of_a_resumed_run_begin_with_the_earlier_steps(folder, monkeypatch):
+    start(folder)
+    logged = []
+    monkeypatch.setattr(Curves, "log", lambda self, step, values: logged.append(step))
+    folder.trackers(title="small", total_steps=4, first=2)[0].close()
+    assert logged == [1, 2]
+
+
+def test_events_are_those_that_tensorboard_reads(folder):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    start(folder)
+    start(folder, first=1)
+    found = events.EventAccumulator(str(folder.path / "tensorboard"))
+    found.Reload()
+    assert found.Tags()["scalars"] == ["epoch", "train/loss"]
+    assert [event.step for event in found.Scalars("train/loss")] == [1, 2, 3]

@@ -1,0 +1,51 @@
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from eqxshard.run._summary import flatten_settings, summarize
+
+
+def test_evaluations_are_listed_and_the_last_one_is_named():
+    history: list[dict[str, Any]] = [
+        {"epoch": 0.5, "train/loss": 3.0, "train/seconds": 1.0},
+        {"epoch": 1.0, "train/loss": 2.0, "train/seconds": 1.0, "eval/accuracy": 0.25},
+        {"epoch": 2.0, "train/loss": 1.0, "train/seconds": 4.0, "eval/accuracy": 0.5},
+        {"epoch": 3.0, "train/loss": 1.0, "train/seconds": 3.0, "eval/accuracy": 0.75},
+    ]
+    assert summarize(history, 600, "images") == {
+        "test_accuracy": 0.75,
+        "test_accuracy_by_epoch": [0.25, 0.5, 0.75],
+        "seconds_per_epoch": 3.0,  # the median of 2, 4 and 3
+        "images_per_second": 200.0,
+    }
+
+
+def test_a_part_of_an_epoch_counts_as_a_part():
+    history: list[dict[str, Any]] = [{"epoch": 0.25, "train/seconds": 1.0}]
+    found = summarize(history, 100, "examples")
+    assert found == {"seconds_per_epoch": 4.0, "examples_per_second": 25.0}
+
+
+@pytest.mark.parametrize("history", [[], [{"epoch": 1.0, "eval/loss": 2.0}]])
+def test_a_run_without_times_has_no_speed(history):
+    assert math.isnan(summarize(history, 100, "examples")["seconds_per_epoch"])
+
+
+@dataclasses.dataclass
+class Inner:
+    seed: int = 3
+
+
+@dataclasses.dataclass
+class Outer:
+    run: Inner
+    model: str
+
+
+def test_nested_settings_are_side_by_side():
+    flat = {"seed": 3, "model": "x"}
+    assert flatten_settings(Outer(Inner(), "x")) == flat
+    assert flatten_settings({"settings": Outer(Inner(), "x")}) == flat
+    assert flatten_settings({"a": {"b": {"c": 1}}, "d": None}) == {"c": 1, "d": None}

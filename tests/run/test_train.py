@@ -1,0 +1,366 @@
+"""`train` without a command line: what it returns, writes, resumes and refuses."""
+
+import dataclasses
+import importlib.util
+import json
+import shutil
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import optax
+import pytest
+from helpers import assert_equal, lenient
+from run_helpers import PNG, SCRIPT, files, measured, read_lines
+
+import eqxshard
+from eqxshard import RunConfig
+from eqxshard.run._train import _default_folder
+
+sys.path.insert(0, str(SCRIPT.parent))
+from run_script import EXAMPLES, TESTS, Line, loss_fn, make_data, metric_fn
+
+#: Two epochs of six steps, on two devices.
+CONFIG = RunConfig(batch_size=16, devices=2, log_every=2, save_every=4)
+STEPS = 12
+
+
+def make_optim(steps):
+    return lenient(optax.adam(optax.linear_schedule(0.01, 0.001, steps)))
+
+
+def make_sgd(steps):
+    return lenient(optax.sgd(0.01))
+
+
+def train(output, config=CONFIG, **options):
+    """A run of the tiny model; options replace what it is given."""
+    width = options.pop("width", 8)
+    given: dict[str, Any] = {
+        "make_model": partial(Line, width),
+        "loss_fn": loss_fn,
+        "metric_fn": metric_fn,
+        "make_optim": make_optim,
+        "train_data": make_data(EXAMPLES, 0),
+        "eval_data": make_data(TESTS, 1),
+        "config": dataclasses.replace(config, output=str(output)),
+        "name": "Small",
+        "epochs": 2,
+    }
+    return eqxshard.train(**given | options)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of two epochs that was never stopped."""
+    return train(tmp_path_factory.mktemp("finished") / "run")
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    """A copy of its folder."""
+    return Path(shutil.copytree(finished.folder, tmp_path / "copy"))
+
+
+def saved_steps(folder):
+    return eqxshard.Checkpointer(folder / "checkpoints").steps()
+
+
+# What a run gives
+
+
+def test_the_result_says_what_was_reached(finished):
+    last = read_lines(finished.folder)[-1]
+    assert finished.metrics == {
+        "loss": last["eval/loss"],
+        "accuracy": last["eval/accuracy"],
+    }
+    assert int(finished.state.step) == last["step"] == STEPS
+    assert finished.title == "Small on 2 x cpu (data=2)"
+    epoch = f"{finished.summary['seconds_per_epoch']:.1f} s/epoch"
+    assert finished.speed.startswith(f"{epoch} | ")
+    assert finished.speed.endswith(" points/s")
+
+
+def test_the_folder_has_everything(finished):
+    names = {"checkpoints", "metrics.jsonl", "summary.json", "curves.png"}
+    names |= {"tensorboard"} if importlib.util.find_spec("tensorboard") else set()
+    assert {path.name for path in finished.folder.iterdir()} == names
+    lines = read_lines(finished.folder)
+    assert [line["step"] for line in lines] == [2, 4, 6, 8, 10, 12]
+    assert all(line["data"] == "lines" for line in lines)
+    assert (finished.folder / "curves.png").read_bytes().startswith(PNG)
+    assert saved_steps(finished.folder) == [4, 8, 12]
+
+
+def test_the_summary_says_how_it_was_made(finished):
+    summary = json.loads((finished.folder / "summary.json").read_text())
+    assert summary == finished.summary
+    assert summary.keys() == {
+        *("test_accuracy", "test_accuracy_by_epoch", "test_loss", "test_loss_by_epoch"),
+        *("seconds_per_epoch", "points_per_second", "data", "devices", "parameters"),
+        *("settings", "versions"),
+    }
+    assert len(summary["test_loss_by_epoch"]) == 2
+    assert summary["points_per_second"] == EXAMPLES / summary["seconds_per_epoch"]
+    assert (summary["data"], summary["devices"]) == ("lines", "2 x cpu (data=2)")
+    assert summary["parameters"] == 3 * 8 + 8 + 8 * 2 + 2
+    assert summary["versions"].keys() == {"eqxshard", "jax", "optax"}
+    settings = summary["settings"]
+    assert settings.keys() == {field.name for field in dataclasses.fields(RunConfig)}
+    assert (settings["epochs"], settings["batch_size"]) == (2.0, 16)
+
+
+def test_the_scripts_own_settings_are_in_the_summary(tmp_path):
+    config = dataclasses.replace(CONFIG, steps=1)
+    run = train(tmp_path, config, metric_fn=None, settings={"rate": 0.01}, eval_data=None)
+    assert run.summary["settings"]["rate"] == 0.01
+    assert run.summary["settings"]["epochs"] == pytest.approx(1 / 6)
+    assert run.metrics == {}
+
+
+def test_warnings_and_names_of_data_are_shown_everywhere(tmp_path, capsys):
+    data = make_data(EXAMPLES, 0, name="made up")
+    data.warning = "These points say NOTHING."
+    run = train(tmp_path, dataclasses.replace(CONFIG, steps=2), train_data=data)
+    assert run.title.endswith("(data=2) | made up data")
+    err = capsys.readouterr().err
+    assert "SYNTHETIC DATA" in err and "These points say NOTHING." in err
+    assert run.summary["data"] == "made up"
+
+
+def test_the_optimizer_gets_the_number_of_steps(tmp_path):
+    seen = []
+
+    def stops(steps):
+        seen.append(steps)
+        raise KeyError
+
+    for options, steps in [
+        ({}, 12),
+        ({"config": RunConfig(batch_size=16, devices=2, epochs=3)}, 18),
+        ({"config": RunConfig(batch_size=16, devices=2, steps=5)}, 5),
+        ({"epochs": None, "steps": 7}, 7),
+    ]:
+        with pytest.raises(KeyError):
+            train(tmp_path, make_optim=stops, **options)
+        assert seen.pop() == steps
+
+
+def test_a_mesh_and_a_rule_of_the_scripts_own(tmp_path, finished):
+    mesh = eqxshard.make_mesh(data=1, fsdp=2, devices=jax.devices()[:2])
+    config = dataclasses.replace(CONFIG, devices=None)
+    run = train(tmp_path, config, mesh=mesh, rule=eqxshard.fsdp(min_size=1))
+    assert run.title == "Small on 2 x cpu (fsdp=2)"
+    assert run.state.model.hidden.weight.sharding.spec == jax.P("fsdp")
+    for ours, theirs in zip(measured(tmp_path), measured(finished.folder), strict=True):
+        assert ours.pop("data") == theirs.pop("data")
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+def test_a_rule_that_splits_nothing_is_reported(tmp_path, capsys):
+    train(tmp_path, steps=1, epochs=None, rule=eqxshard.fsdp(min_size=1))
+    assert capsys.readouterr().err.startswith(
+        "warning: fsdp() splits no array on 2 x cpu (data=2), so each device holds the "
+    )
+    # ZeRO-1 splits the optimizer's state.
+    train(tmp_path / "zero1", steps=1, epochs=None, rule=eqxshard.zero1(min_size=1))
+    assert "splits no array" not in capsys.readouterr().err
+
+
+# Resuming
+
+
+def assert_ended_as(folder, finished):
+    """The same numbers, each step's once, and the same weights, bit for bit."""
+    assert measured(folder) == measured(finished.folder)
+    like = eqx.filter_eval_shape(partial(Line, 8), jax.random.key(0))
+    checkpointer = eqxshard.Checkpointer(folder / "checkpoints")
+    assert checkpointer.steps()[-1] == STEPS
+    assert_equal(checkpointer.restore_model(like), jax.device_get(finished.state.model))
+    assert (folder / "summary.json").exists()
+    assert (folder / "curves.png").read_bytes().startswith(PNG)
+
+
+class Killed(BaseException):
+    """As sudden as SIGKILL, for a test in this process."""
+
+
+class Dies:
+    def log(self, step, values):
+        if step == 10:
+            raise Killed
+
+    def close(self):
+        pass
+
+
+def resume(how):
+    return dataclasses.replace(CONFIG, resume=how)
+
+
+def test_a_run_that_died_resumes_as_if_it_had_not(finished, tmp_path, capsys):
+    with pytest.raises(Killed):
+        train(tmp_path, trackers=(Dies(),))
+    # Its last steps are not saved.
+    assert saved_steps(tmp_path)[-1] == 8
+    run = train(tmp_path, resume("yes"))
+    assert "resuming from step 8." in capsys.readouterr().out.splitlines()
+    assert_ended_as(tmp_path, finished)
+    assert run.metrics == finished.metrics
+
+
+def test_a_finished_run_is_left_as_it_is(copy, finished, capsys):
+    checkpoints = files(copy / "checkpoints")
+    run = train(copy, resume("yes"))
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert first == f"training already finished at step {STEPS}; nothing is left to do."
+    assert files(copy / "checkpoints") == checkpoints
+    assert_ended_as(copy, finished)
+    unlike = {"settings"}
+    ours, theirs = (
+        {k: v for k, v in each.summary.items() if k not in unlike}
+        for each in (run, finished)
+    )
+    assert ours == theirs
+
+
+def test_a_damaged_checkpoint_is_skipped(copy, finished, caplog, capsys):
+    (copy / "checkpoints" / str(STEPS) / "description.json").write_text("{")
+    train(copy, resume("yes"))
+    assert f"the checkpoint of step {STEPS} in" in caplog.text
+    assert "resuming from step 8." in capsys.readouterr().out.splitlines()
+    assert_ended_as(copy, finished)
+
+
+def test_auto_starts_a_new_run_where_there_is_none(tmp_path, finished, capsys):
+    train(tmp_path / "new", resume("auto"))
+    assert "resuming" not in capsys.readouterr().out
+    assert_ended_as(tmp_path / "new", finished)
+
+
+def test_a_log_with_values_that_were_not_finite_is_continued(copy):
+    """They are null in JSON."""
+    lines = read_lines(copy)
+    lines[0]["train/loss"] = None
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (copy / "metrics.jsonl").write_text(text)
+    train(copy, resume("auto"))
+    assert read_lines(copy) == lines
+
+
+def refusal(*args, **options):
+    with pytest.raises((ValueError, OSError)) as error:
+        train(*args, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_yes_needs_a_run(tmp_path):
+    says = refusal(tmp_path / "none", resume("yes"))
+    assert says.startswith(f"there is no run in {tmp_path / 'none'} to resume; leave")
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    "how, options, message",
+    [
+        (
+            "no",
+            {},
+            "has a run at step 12; add --resume to continue it, or give another",
+        ),
+        ("yes", {"width": 4}, "model.hidden.bias has shape [8] there, not [4]"),
+        ("yes", {"make_optim": make_sgd}, "opt_state.0.mu.hidden.bias float32[8] is only"),
+        ("yes", {"train_data": make_data(EXAMPLES - 1, 0)}, "length was 96 and is 95"),
+        ("auto", {"epochs": 1}, None),
+    ],
+    ids=["second run", "model", "optimizer", "data", "finished"],
+)
+def test_another_run_in_the_same_folder_is_refused(copy, how, options, message):
+    before = files(copy)
+    if message is None:
+        train(copy, resume(how), **options)
+        return
+    assert message in refusal(copy, resume(how), **options)
+    assert files(copy) == before
+
+
+def test_another_seed_or_batch_size_is_refused(copy):
+    before = files(copy)
+    for change, message in (
+        ({"seed": 1}, "seed was 0 and is 1"),
+        ({"batch_size": 32}, "batch_size was 16 and is 32"),
+    ):
+        assert message in refusal(copy, dataclasses.replace(resume("yes"), **change))
+    assert files(copy) == before
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    "change, options, message",
+    [
+        ({"batch_size": 97}, {}, "--batch-size 97 is more than the 96 examples; use fewer"),
+        ({"batch_size": 15}, {}, "batch size 15 does not divide over data=2"),
+        ({"mesh": "data=3", "devices": 8}, {}, "data=3 = 3 do not use exactly the 8 devic"),
+        ({"mesh": "dta=3"}, {}, "did you mean 'data'?"),
+        ({"devices": 9}, {}, "9 devices are more than the 8 x cpu that there are"),
+        ({"epochs": 0}, {}, "--epochs 0 is too small"),
+        ({"steps": 2**31}, {}, "2147483648 steps are not between 1 and 2**31 - 1"),
+        ({}, {"steps": 3}, "train needs one of epochs= and steps=; give exactly one"),
+        ({}, {"epochs": None}, "train needs one of epochs= and steps=; give exactly one"),
+        ({"mesh": "data=2"}, {"mesh": True}, "this script makes its own mesh; leave out -"),
+        ({}, {"mesh": True}, "this script makes its own mesh; leave out --mesh and --devi"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_writes_nothing(tmp_path, change, options, message):
+    if options.get("mesh"):
+        options = {"mesh": eqxshard.make_mesh(devices=jax.devices()[:2])}
+    config = dataclasses.replace(CONFIG, **change)
+    assert message in refusal(tmp_path / "run", config, **options)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("below", [".", "below"])
+def test_a_folder_that_is_a_file_is_refused(tmp_path, below):
+    (tmp_path / "file").write_text("kept")
+    says = refusal(tmp_path / "file" / below)
+    assert "checkpoints cannot be written to " in says or "is a file, not a folder" in says
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "curves.png"])
+def test_a_file_that_is_a_folder_is_refused(tmp_path, name):
+    others = {"metrics.jsonl", "curves.png", "summary.json"} - {name}
+    for other in others:
+        (tmp_path / other).write_text("kept")
+    (tmp_path / name).mkdir()
+    assert f"{tmp_path / name}" in refusal(tmp_path)
+    assert {(tmp_path / other).read_text() for other in others} == {"kept"}
+
+
+def test_a_run_that_diverges_names_the_command_to_look_with(tmp_path):
+    def diverge(steps):
+        return lenient(optax.sgd(1e30))
+
+    config = dataclasses.replace(CONFIG, steps=12, save_every=99)
+    with pytest.raises(FloatingPointError) as error:
+        train(tmp_path, config, make_optim=diverge)
+    dump = tmp_path / "checkpoints" / "crash_dump"
+    assert (dump / "checksums.txt").exists()
+    assert str(error.value).endswith(f"with `python -m eqxshard.replay {dump}`.")
+
+
+def test_the_default_folder_is_named_after_the_script(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/recipes/fashion_mnist.py", "--seed", "1"])
+    assert _default_folder("LeNet 5") == "runs/fashion_mnist-lenet-5"
+    assert _default_folder(None) == "runs/fashion_mnist"
+    for argv in ([""], ["-c"], ["-m"]):
+        monkeypatch.setattr(sys, "argv", argv)
+        assert _default_folder("LeNet") == "runs/lenet"
+        assert _default_folder(None) == "runs/run"

@@ -1,0 +1,184 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from sharding_helpers import (
+    BLOCK,
+    fsdp,
+    make_mesh,
+    opt_specs,
+    rule_error,
+    spec_of,
+    specs,
+    struct,
+)
+
+import eqxshard
+
+
+def test_first_match_asks_in_order():
+    calls = []
+
+    def mine(path, leaf, mesh):
+        calls.append(path)
+        return P("tensor") if leaf.ndim == 1 else None
+
+    rule = eqxshard.first_match(eqxshard.by_path({"a": P()}), mine, fsdp())
+    mesh = make_mesh()
+    tree = {"a": struct(8), "b": struct(8), "c": struct(8, 8)}
+    found = eqxshard.shardings(tree, mesh, rule)
+    assert [found[name].spec for name in "abc"] == [P(), P("tensor"), P("fsdp")]
+    assert calls == ["b", "c"]
+    nested = eqxshard.first_match(eqxshard.first_match(mine), fsdp())
+    assert spec_of(nested, 8, mesh=mesh) == P("tensor")
+    assert eqxshard.first_match(mine)("c", struct(8, 8), mesh) is None
+
+
+def test_combine_gives_fsdp_what_is_left():
+    rule = eqxshard.combine(eqxshard.by_dim({"mlp": "tensor"}), fsdp(min_size=16))
+    assert specs(rule) == {
+        "up": P("tensor", "fsdp"),
+        "down": P("fsdp", "tensor"),
+        "bias": P(("tensor", "fsdp")),
+        "norm.weight": P(),
+        "norm.bias": P(),
+        "table": P(),
+    }
+
+
+def test_combine_keeps_leaves_that_are_split_over_the_axis():
+    rule = eqxshard.combine(eqxshard.by_dim({"embed": "fsdp"}), fsdp())
+    found = specs(rule)
+    assert found["up"] == P(None, "fsdp") and found["bias"] == P("fsdp")
+
+
+def test_combine_says_who_decided_and_why_not():
+    rule = eqxshard.combine(eqxshard.by_dim({"mlp": "tensor"}), fsdp(min_size=200))
+    rows = {
+        leaf.path: leaf for leaf in eqxshard.explain(BLOCK, make_mesh(2, 2), rule).leaves
+    }
+    assert rows["up"].rule == "by_dim(mlp: tensor) + fsdp()" and not rows["up"].note
+    assert rows["bias"].rule == "by_dim(mlp: tensor)"
+    assert rows["bias"].note == "fsdp() size 32, below min_size=200"
+    assert rows["table"].rule == "fsdp()"
+
+
+def test_two_rules_that_split_over_the_same_axis_are_an_error():
+    rule = eqxshard.combine(
+        eqxshard.by_dim({"mlp": "tensor"}), eqxshard.by_path({"up": P(None, "tensor")})
+    )
+    message = rule_error(rule)
+    assert "up (32, 8): both by_dim(mlp: tensor) and by_path('up') split it" in message
+    assert "'tensor', which can split one dim only; leave it to one of the two" in message
+
+
+def test_user_rules_see_what_earlier_rules_split():
+    seen = {}
+
+    def rule(path, leaf, mesh):
+        seen[path] = leaf.sharding.spec if leaf.sharding else None
+        return None
+
+    split = eqxshard.by_dim({"mlp": "tensor"})
+    specs(eqxshard.combine(split, rule, eqxshard.replicate()))
+    assert seen["up"] == P("tensor") and seen["down"] == P(None, "tensor")
+    assert seen["table"] is None
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    shape=st.lists(st.integers(1, 5).map(lambda n: 2**n), max_size=3).map(tuple),
+    split=st.integers(0, 2),
+    min_size=st.integers(0, 100),
+    fsdp_size=st.sampled_from((1, 2, 4)),
+)
+def test_combined_rules_split_as_much_as_each_alone(shape, split, min_size, fsdp_size):
+    mesh = make_mesh(fsdp_size, 2)
+    spec = P(*[None] * split, "tensor") if split < len(shape) else P()
+    tensor = eqxshard.by_path({"w": spec})
+    rule = eqxshard.combine(tensor, fsdp(min_size))
+    whole = np.zeros(shape, np.int8)
+    tree = {"w": whole}
+    place = eqxshard.shardings(tree, mesh, rule)["w"]
+    expected = whole.size // (2 if spec else 1)
+    left = NamedSharding(mesh, spec).shard_shape(shape)
+    if whole.size >= min_size and any(n % fsdp_size == 0 for n in left):
+        expected //= fsdp_size
+    assert math.prod(place.shard_shape(shape)) == expected
+    # What was split over tensor stays split as it was.
+    used = [axes for axes in place.spec if axes]
+    assert all(axes[0] == "tensor" for axes in used if isinstance(axes, tuple))
+
+
+# Rules for the optimizer's state
+
+
+def test_zero1_combines_with_tensor_parallelism():
+    rule = eqxshard.combine(eqxshard.by_dim({"mlp": "tensor"}), eqxshard.zero1(min_size=64))
+    params, moments = opt_specs(rule)
+    assert params == {"up": P("tensor"), "down": P(None, "tensor"), "bias": P("tensor")}
+    assert moments == {
+        "up": P("tensor", "data"),
+        "down": P("data", "tensor"),
+        "bias": P("tensor"),
+    }
+
+
+def test_first_match_asks_the_same_rule_about_the_optimizer_state():
+    rule = eqxshard.first_match(eqxshard.by_dim({"embed": "fsdp"}), eqxshard.zero1(1))
+    params, moments = opt_specs(rule)
+    assert params["up"] == moments["up"] == P(None, "fsdp")
+    assert (params["bias"], moments["bias"]) == (P(), P("data"))
+
+
+# offload
+
+#: One release of JAX that we support cannot do it.
+OLD = jax.__version_info__ < (0, 10, 2)
+new_jax = pytest.mark.skipif(OLD, reason="offload needs JAX 0.10.2 or newer")
+
+
+@pytest.mark.parametrize("maker", [eqxshard.combine, eqxshard.first_match])
+def test_offload_goes_around_all_rules(maker):
+    with pytest.raises(ValueError, match=r"offload goes around all: write offload\("):
+        maker(eqxshard.offload(eqxshard.fsdp()), eqxshard.replicate())
+
+
+@new_jax
+def test_offload_to_devices_without_host_memory_is_refused(monkeypatch):
+    class Device:
+        def addressable_memories(self):
+            return []
+
+        def __str__(self):
+            return "a device"
+
+    local_devices = property(lambda mesh: [Device()])
+    monkeypatch.setattr(jax.sharding.Mesh, "local_devices", local_devices)
+    tree, rule = {"x": jnp.ones(4)}, eqxshard.offload(eqxshard.replicate())
+    with pytest.raises(ValueError, match="needs memory of the kind 'pinned_host'"):
+        eqxshard.shardings(tree, make_mesh(), rule)
+
+
+@new_jax
+def test_offload_is_explained_by_the_rule_inside():
+    explained = eqxshard.explain(
+        {"x": jnp.ones(4)}, make_mesh(), eqxshard.offload(eqxshard.replicate())
+    )
+    assert "replicate()" in str(explained)
+    assert repr(eqxshard.offload(eqxshard.fsdp())) == "offload(fsdp())"
+
+
+def test_offload_on_an_older_jax_is_refused(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 1))
+    tree, rule = {"x": jnp.ones(4)}, eqxshard.offload(eqxshard.replicate())
+    with pytest.raises(
+        ValueError, match=r"offload\(replicate\(\)\) needs JAX 0\.10\.2 or n"
+    ):
+        eqxshard.shardings(tree, make_mesh(), rule)

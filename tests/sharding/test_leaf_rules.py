@@ -1,0 +1,316 @@
+import math
+from typing import Annotated, Generic, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from equinox import nn
+from helpers import part
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+from sharding_helpers import (
+    Block,
+    fsdp,
+    make_mesh,
+    opt_specs,
+    rule_error,
+    shapes,
+    spec_of,
+    specs,
+    struct,
+)
+
+import eqxshard
+
+SIZES = (1, 2, 4, 8)
+
+
+def test_replicate_leaves_every_leaf_whole():
+    assert spec_of(eqxshard.replicate(), 8, 8) == P()
+    assert spec_of(eqxshard.replicate()) == P()
+
+
+# fsdp
+
+
+@pytest.mark.parametrize(
+    "shape, spec",
+    [
+        ((8, 16), P(None, "fsdp")),
+        ((16, 8), P("fsdp")),
+        ((8, 8), P("fsdp")),  # the first of equals
+        ((30, 8, 9), P(None, "fsdp")),  # 30 is larger, and does not divide
+        ((3, 5, 8), P(None, None, "fsdp")),
+        ((3, 5), P()),
+        ((2,), P()),
+        ((0, 4), P(None, "fsdp")),
+        ((), P()),
+    ],
+)
+def test_fsdp_splits_the_largest_dim_that_divides(shape, spec):
+    assert spec_of(fsdp(min_size=0), *shape) == spec
+
+
+def test_fsdp_leaves_small_leaves_whole():
+    assert spec_of(fsdp(min_size=65), 8, 8) == P()
+    assert spec_of(fsdp(min_size=64), 8, 8) == P("fsdp")
+    assert spec_of(eqxshard.fsdp(), 2**9, 2**9) == P("fsdp")
+    assert spec_of(eqxshard.fsdp(), 2**9, 2**9 - 4) == P()
+
+
+def test_fsdp_over_another_axis():
+    mesh = make_mesh(fsdp=1)
+    assert spec_of(fsdp(axis="data"), 4, 8, mesh=mesh) == P(None, "data")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_rule_holds_on_every_mesh(size):
+    mesh = make_mesh(fsdp=size)
+    placed = eqxshard.filter_shard(
+        np.zeros((16, 3)), eqxshard.shardings(np.zeros((16, 3)), mesh, fsdp())
+    )
+    assert part(placed) == (16 // size, 3)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 24), max_size=3).map(tuple), max_size=4),
+    size=st.sampled_from(SIZES),
+    min_size=st.integers(0, 200),
+    axis=st.sampled_from(["fsdp", "tensor"]),
+)
+def test_fsdp_divides_exactly_or_leaves_whole(shapes, size, min_size, axis):
+    mesh = eqxshard.make_mesh(**{axis: size})
+    tree = {f"leaf{i}": np.zeros(shape, np.float16) for i, shape in enumerate(shapes)}
+    rule = fsdp(min_size, axis)
+    found = eqxshard.shardings(tree, mesh, rule)
+    placed = eqxshard.filter_shard(tree, found)
+    explained = {leaf.path: leaf for leaf in eqxshard.explain(tree, mesh, rule).leaves}
+    for name, whole in tree.items():
+        parts = [shard.data.nbytes for shard in placed[name].addressable_shards]
+        divides = any(n and n % size == 0 for n in whole.shape)
+        split = divides and math.prod(whole.shape) >= min_size
+        assert parts == [whole.nbytes // (size if split else 1)] * 8
+        assert explained[name].bytes_per_device == parts[0]
+        assert explained[name].bytes_whole == whole.nbytes
+        assert sum(entry is not None for entry in found[name].spec) == split
+
+
+def test_fsdp_splits_a_vocabulary_last():
+    def make(vocab, embed):
+        return eqx.filter_eval_shape(nn.Embedding, vocab, embed, key=jax.random.key(0))
+
+    def spec(vocab, embed, rule):
+        return specs(rule, make_mesh(4, 2), make(vocab, embed))["weight"]
+
+    assert spec(64, 8, fsdp()) == P(None, "fsdp")
+    # Its features do not divide, or are split already.
+    assert spec(64, 6, fsdp()) == P("fsdp")
+    split = eqxshard.combine(eqxshard.by_dim({"embed": "tensor"}), fsdp())
+    assert spec(64, 8, split) == P("fsdp", "tensor")
+
+
+def test_fsdp_needs_no_annotations():
+    class Lost(eqx.Module):
+        weight: "Nowhere"  # noqa: F821  # pyright: ignore
+
+    assert specs(fsdp(), tree=Lost(jnp.zeros((8, 8))))["weight"] == P("fsdp")
+    message = rule_error(eqxshard.by_dim({"mlp": "tensor"}), tree=Lost(jnp.zeros(8)))
+    assert "Lost.weight: Nowhere cannot be resolved" in message
+
+
+def test_an_axis_in_the_place_of_a_size_is_refused(unannotated):
+    message = (
+        r"fsdp\(min_size='data'\) is not a number of elements; write fsdp\(axis='data'\)"
+    )
+    with pytest.raises(TypeError, match=message):
+        eqxshard.fsdp("data")  # pyright: ignore
+
+
+# by_path
+
+
+def test_by_path_searches_and_the_first_match_decides():
+    rule = eqxshard.by_path(
+        {r"attention.*weight$": P("tensor"), r"^layers\.1\.": P("fsdp"), "weight": P()}
+    )
+    tree = {
+        "layers": [
+            {"attention": {"q": {"weight": struct(8, 8), "bias": struct(8)}}},
+            {"weight": struct(8, 8), "bias": struct(8)},
+        ],
+        "deep": {"layers": [struct(8), struct(8)]},
+    }
+    found = eqxshard.shardings(
+        tree, make_mesh(), eqxshard.first_match(rule, eqxshard.replicate())
+    )
+    assert found["layers"][0]["attention"]["q"]["weight"].spec == P("tensor")
+    assert found["layers"][0]["attention"]["q"]["bias"].spec == P()
+    assert found["layers"][1]["weight"].spec == P("fsdp")
+    assert found["layers"][1]["bias"].spec == P("fsdp")
+    assert found["deep"]["layers"][1].spec == P()  # `^` anchors
+    assert rule("layers.0.attention.q.bias", struct(8), make_mesh()) is None
+
+
+def test_by_path_refuses_invalid_expressions():
+    with pytest.raises(ValueError, match=r"'w\(' is not a regular expression .*escape"):
+        eqxshard.by_path({"w": P(), "w(": P()})
+
+
+def test_a_path_that_no_leaf_has_is_an_error_with_its_neighbour():
+    rule = eqxshard.by_path({"^up$": P("tensor"), r"nrm\.weight": P()})
+    message = rule_error(rule)
+    assert r"by_path: 'nrm\\.weight' matches no leaf; did you mean 'norm', as in" in message
+    message = rule_error(eqxshard.first_match(eqxshard.by_path({"zzz": P()}), fsdp()))
+    assert "'zzz' matches no leaf; the paths are 'up', 'down', 'bias', ..." in message
+    # There is nothing to be misspelt in a PyTree without arrays.
+    assert eqxshard.shardings({"a": None}, make_mesh(), rule) == {"a": None}
+
+
+# by_dim
+
+
+def by_dim(axes):
+    """The leaves that `by_dim` does not claim are whole."""
+    return eqxshard.first_match(eqxshard.by_dim(axes), eqxshard.replicate())
+
+
+def test_by_dim_reads_annotations():
+    assert specs(by_dim({"mlp": "tensor", "embed": "fsdp"})) == {
+        "up": P("tensor", "fsdp"),
+        "down": P("fsdp", "tensor"),
+        "bias": P("tensor"),
+        "norm.weight": P("fsdp"),
+        "norm.bias": P("fsdp"),
+        "table": P(),
+    }
+
+
+def test_by_dim_takes_several_axes_for_a_dim_and_none():
+    found = specs(by_dim({"mlp": ("fsdp", "tensor"), "embed": None}))
+    assert found["up"] == P(("fsdp", "tensor"))
+    assert found["down"] == P(None, ("fsdp", "tensor"))
+    assert found["norm.weight"] == P()
+
+
+def test_by_dim_claims_only_leaves_that_have_one_of_its_dims():
+    rest = eqxshard.by_path({".*": P("fsdp")})
+    found = specs(eqxshard.first_match(eqxshard.by_dim({"mlp": None}), rest))
+    assert found["up"] == found["down"] == found["bias"] == P()
+    assert found["norm.weight"] == found["table"] == P("fsdp")
+
+
+def test_stacked_modules_have_a_dim_of_layers():
+    blocks = eqx.filter_vmap(Block)(jnp.arange(4))
+    found = specs(by_dim({"layers": "fsdp", "mlp": "tensor"}), tree=blocks)
+    assert found["up"] == P("fsdp", "tensor")
+    assert found["down"] == P("fsdp", None, "tensor")
+
+
+def test_a_dim_that_no_leaf_has_is_an_error_if_it_looks_misspelt():
+    general = {"mlp": "tensor", "heads": "tensor", "vocab": "tensor"}
+    assert specs(by_dim(general))["up"] == P("tensor")
+    message = rule_error(eqxshard.by_dim({"mlp": "tensor", "embd": "fsdp"}))
+    assert "no leaf has a dim 'embd'; did you mean 'embed'?" in message
+    message = rule_error(eqxshard.by_dim({"heads": "tensor"}))
+    assert "no leaf has a dim 'heads'; their dims are embed, mlp." in message
+    message = rule_error(eqxshard.by_dim({"mlp": "tensor"}), tree={"w": jnp.zeros(8)})
+    assert "their dims are not annotated" in message
+
+
+def test_an_axis_that_the_mesh_does_not_have_is_an_error_of_by_dim():
+    message = rule_error(eqxshard.by_dim({"mlp": "tensr"}))
+    assert "by_dim names the axis 'tensr'" in message and "did you mean 'tensor'" in message
+    # Even if no leaf has the dim.
+    assert "'tensr'" in rule_error(eqxshard.by_dim({"mlp": "tensor", "heads": "tensr"}))
+
+
+def test_a_dim_that_does_not_divide_is_an_error_of_by_dim():
+    tree = Block()
+    tree = eqx.tree_at(lambda block: block.bias, tree, jnp.zeros(6))
+    message = rule_error(eqxshard.by_dim({"mlp": "tensor"}), make_mesh(1, 4), tree)
+    assert "bias (6,): P('tensor',) splits dim 0 of size 6 over tensor=4" in message
+
+
+T = TypeVar("T")
+
+
+class Attention(eqx.Module):
+    query: Float[Array, "heads head_dim embed"]
+    output: Float[Array, "embed heads head_dim"]
+
+
+class Decoder(eqx.Module, Generic[T]):
+    norm: nn.LayerNorm
+    attention: Attention
+    up: Annotated[nn.Linear, "mlp embed"]
+    down: Annotated[nn.Linear, "embed mlp"]
+    extra: T | None = None
+
+
+class Transformer(eqx.Module):
+    embedding: nn.Embedding
+    blocks: Decoder[Float[Array, " embed"]] | list[Decoder[Float[Array, " embed"]]]
+    head: "Float[Array, 'embed vocab'] | None"
+
+
+def make_block(key):
+    return Decoder(
+        nn.LayerNorm(8),
+        Attention(jnp.ones((4, 2, 8)), jnp.ones((8, 4, 2))),
+        nn.Linear(8, 16, key=key),
+        nn.Linear(16, 8, key=key),
+        jnp.ones(8),
+    )
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_by_dim_splits_a_transformer(stacked):
+    keys = jax.random.split(jax.random.key(0), 4)
+    make_blocks = (
+        eqx.filter_vmap(make_block) if stacked else lambda keys: [make_block(keys[0])]
+    )
+    model = shapes(
+        lambda: Transformer(
+            nn.Embedding(32, 8, key=jax.random.key(0)), make_blocks(keys), jnp.ones((8, 32))
+        )
+    )
+    axes = {"mlp": "tensor", "heads": "tensor", "vocab": ("tensor",), "embed": "fsdp"}
+    mesh = eqxshard.make_mesh(fsdp=2, tensor=2, stage=2)
+    if stacked:
+        axes |= {"layers": "stage"}
+    where = "blocks" if stacked else "blocks.0"
+    lead = ("stage",) if stacked else ()
+    assert specs(eqxshard.by_dim(axes), mesh, model) == {
+        "embedding.weight": P("tensor", "fsdp"),
+        "head": P("fsdp", "tensor"),
+        f"{where}.norm.weight": P(*lead, "fsdp"),
+        f"{where}.norm.bias": P(*lead, "fsdp"),
+        f"{where}.attention.query": P(*lead, "tensor", None, "fsdp"),
+        f"{where}.attention.output": P(*lead, "fsdp", "tensor"),
+        f"{where}.up.weight": P(*lead, "tensor", "fsdp"),
+        f"{where}.up.bias": P(*lead, "tensor"),
+        f"{where}.down.weight": P(*lead, "fsdp", "tensor"),
+        f"{where}.down.bias": P(*lead, "fsdp"),
+        f"{where}.extra": P(*lead, "fsdp"),
+    }
+
+
+# zero1
+
+
+def test_zero1_splits_the_optimizer_state_alone():
+    params, moments = opt_specs(eqxshard.zero1(min_size=64))
+    assert params == {"up": P(), "down": P(), "bias": P()}
+    assert moments == {"up": P("data"), "down": P(None, "data"), "bias": P()}
+    _, moments = opt_specs(eqxshard.zero1(min_size=64, axis=("data", "fsdp")))
+    assert moments["up"] == P(("data", "fsdp"))
+
+
+def test_zero1_names_an_axis_that_the_mesh_does_not_have():
+    message = rule_error(eqxshard.zero1(axis="dta"))
+    assert "names the axis 'dta'" in message and "did you mean 'data'" in message

@@ -1,0 +1,69 @@
+import jax
+import pytest
+from jax.sharding import AxisType
+
+from eqxshard.sharding._mesh import AXES, check_batch_size, describe_mesh, make_mesh
+
+
+def test_all_six_axes_exist_and_are_auto():
+    mesh = make_mesh()
+    assert mesh.axis_names == AXES
+    assert dict(mesh.shape) == dict(stage=1, data=8, fsdp=1, context=1, expert=1, tensor=1)
+    assert set(mesh.axis_types) == {AxisType.Auto}
+
+
+def test_one_axis_takes_what_is_left():
+    mesh = make_mesh(data=2, fsdp=-1, tensor=2)
+    assert (mesh.shape["data"], mesh.shape["fsdp"], mesh.shape["tensor"]) == (2, 2, 2)
+
+
+def test_a_subset_of_devices():
+    mesh = make_mesh(data=1, fsdp=2, devices=jax.devices()[2:4])
+    assert set(mesh.devices.flat) == set(jax.devices()[2:4])
+
+
+def test_tensor_neighbours_are_device_neighbours():
+    mesh = make_mesh(data=4, tensor=2)
+    ids = [[d.id for d in row] for row in mesh.devices.reshape(4, 2)]
+    assert ids == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        (dict(data=3), "data=3 = 3 do not use exactly the 8 devices"),
+        (dict(data=2, fsdp=2), "data=2 x fsdp=2 = 4 do not use exactly the 8 devices"),
+        (dict(fsdp=3), "fsdp=3 = 3 do not divide the 8 devices"),
+        (dict(fsdp=-1), "data and fsdp are both -1"),
+        (dict(tensor=0), "axis tensor=0 must be at least 1, or -1 for what is left"),
+        (dict(tensor=-2), "axis tensor=-2 must be at least 1, or -1 for what is left"),
+        (dict(dcn={"pipeline": 2}), "no axis 'pipeline'"),
+        (dict(dcn={"data": 3}), "does not divide data=8"),
+        (dict(dcn={"data": 2}), "asks for 2 hosts, but the devices belong to 1"),
+    ],
+)
+def test_bad_sizes_are_one_sentence(sizes, message):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        make_mesh(**sizes)
+
+
+def test_dcn_of_one_host_is_the_plain_mesh():
+    assert make_mesh(fsdp=2, dcn={"data": 1}).shape == make_mesh(fsdp=2).shape
+
+
+def test_batch_size_errors_show_the_arithmetic():
+    mesh = make_mesh(data=2, fsdp=4)
+    check_batch_size(16, mesh)
+    with pytest.raises(
+        ValueError, match=r"20 does not divide over data=2 x fsdp=4 = 8 .* 16 or 24"
+    ):
+        check_batch_size(20, mesh)
+    with pytest.raises(ValueError, match="such as 8"):
+        check_batch_size(5, mesh)
+    with pytest.raises(ValueError, match="batch size 0 is not positive; use a mul"):
+        check_batch_size(0, mesh)
+
+
+def test_describe():
+    assert describe_mesh(make_mesh(fsdp=2)) == "8 x cpu (data=4, fsdp=2)"
+    assert describe_mesh(make_mesh(devices=jax.devices()[:1])) == "1 x cpu (data=1)"

@@ -1,0 +1,307 @@
+import itertools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import Model, lenient, make_batch, squared_errors
+from invariance_helpers import Affine, check_invariant, cross_entropies, squares
+from jax.sharding import PartitionSpec as P
+
+import eqxshard
+from eqxshard import testing
+
+#: Like Adam, it divides by each element of a gradient; it also divides by norms.
+LAMB = lenient(optax.lamb(1e-2))
+
+
+# Correct models
+
+
+def test_a_correct_model_passes_and_the_report_has_the_differences():
+    report = check_invariant(
+        loss_fn=cross_entropies,
+        optim=LAMB,
+        batch=[make_batch(seed=seed) for seed in range(2)],
+        rules={"whole": eqxshard.replicate(), "split": eqxshard.fsdp(min_size=8)},
+        meshes=[{"data": 2, "fsdp": 4}],
+        steps=3,
+        accumulate=2,
+    )
+    assert (report.steps, report.rtol) == (3, 2e-5)
+    whole, split = report.rows
+    assert (whole.mesh, whole.rule, whole.devices) == ("data=2, fsdp=4", "whole", 8)
+    assert (whole.split, split.split, split.arrays) == (0, 2, 3)
+    for row in report.rows:
+        assert 0 < row.gradients < 2e-6
+        assert row.loss < 2e-6
+        # The optimizer takes whole steps along a gradient that is only rounding.
+        assert row.parameters > 1e-3
+    table = str(report)
+    assert "data=2, fsdp=4" in table and "2 of 3" in table
+    assert f"{split.gradients:.1e}" in table
+
+
+@pytest.mark.slow
+def test_the_default_meshes_have_two_to_eight_devices():
+    rules = [eqxshard.replicate(), eqxshard.fsdp(min_size=1)]
+    report = testing.assert_mesh_invariant(
+        Model, squared_errors, make_batch(), LAMB, rules=rules
+    )
+    assert [row.devices for row in report.rows] == [2, 2, 4, 4, 8, 8, 8, 8, 8, 8]
+    assert max(row.split for row in report.rows) == 5
+    assert max(row.loss for row in report.rows) < 1e-6
+
+
+# Mistakes in a model, each a function that returns options of `check_invariant`
+
+
+def model_from_numpy_random():
+    rng = np.random.default_rng()
+
+    def make_model(key):
+        weight = rng.normal(size=(4, 8)).astype(np.float32)
+        return eqx.tree_at(lambda m: m.weight, Affine(key), jnp.asarray(weight))
+
+    return {"make_model": make_model}
+
+
+def model_that_grows():
+    # Making a state traces twice, for shapes and for values.
+    calls = itertools.count()
+    return {
+        "make_model": lambda key: Affine(key, width=4 + next(calls) // 2),
+        "loss_fn": lambda model, batch, key: jnp.sum(model.weight) + batch["x"][:, 0],
+    }
+
+
+def optimizer_init_from_a_counter():
+    calls = itertools.count()
+
+    def init(params):
+        return jax.tree.map(lambda x: jnp.full(x.shape, next(calls), x.dtype), params)
+
+    return {"optim": optax.GradientTransformation(init, optax.identity().update)}
+
+
+def loss_times_a_counter():
+    calls = itertools.count(1)
+    return {"loss_fn": lambda m, batch, key: next(calls) * squares(m, batch, key)}
+
+
+def loss_slightly_changed_by_a_counter():
+    calls = itertools.count()
+    factor = lambda: 1 + 1e-4 * next(calls)  # noqa: E731
+    return {"loss_fn": lambda m, batch, key: factor() * squares(m, batch, key)}
+
+
+def per_device(fn, *args):
+    """The result of the first device, as if all had the same: a psum is missing."""
+    specs = (P(), *[P("data")] * (len(args) - 1))
+    return eqxshard.filter_shard_map(fn, None, specs, P(), check_vma=False)(*args)
+
+
+def loss_with_the_mean_of_one_device():
+    """Only in the second batch does one device's mean differ from that of all."""
+
+    def loss_fn(model, batch, key):
+        mean = per_device(lambda model, z: jnp.mean(z), model, batch["z"])
+        return squares(model, batch, key) * (1 + mean)
+
+    first, second = make_batch(), make_batch(seed=1)
+    return {
+        "loss_fn": loss_fn,
+        "batch": [{**first, "z": 0 * first["x"]}, {**second, "z": second["x"]}],
+    }
+
+
+def dropout_with_one_key():
+    def drop(key, x):
+        return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0)
+
+    def loss_fn(model, batch, key):
+        mapped = eqxshard.filter_shard_map(drop, None, (P(), P("data")), P("data"))
+        return squares(model, {**batch, "x": mapped(key, batch["x"])}, key)
+
+    return {"loss_fn": loss_fn}
+
+
+def loss_divided_by_the_weight_of_one_device():
+    """The rows of the first device do not count, so its mean is 0 / 0."""
+
+    def mean(model, mask):
+        return jnp.sum(mask) / jnp.sum(mask)
+
+    def loss_fn(model, batch, key):
+        return squares(model, batch, key) * per_device(mean, model, batch["mask"])
+
+    mask = (np.arange(32) >= 16).astype(np.float32)
+    return {"loss_fn": loss_fn, "batch": {**make_batch(), "mask": mask}}
+
+
+def gradient_that_is_not_summed():
+    @jax.custom_vjp
+    def apply(weight, x):
+        return x @ weight.T
+
+    def backward(saved, grad):
+        weight, x = saved
+        summed = per_device(lambda _, grad, x: grad.T @ x, weight, grad, x)
+        return summed, grad @ weight
+
+    apply.defvjp(lambda weight, x: (apply(weight, x), (weight, x)), backward)
+
+    def loss_fn(model, batch, key):
+        return jnp.sum((apply(model.weight, batch["x"]) - batch["y"]) ** 2, axis=-1)
+
+    return {"loss_fn": loss_fn}
+
+
+def derivative_times_a_counter():
+    calls = itertools.count(1)
+
+    @jax.custom_vjp
+    def identity(x):
+        return x
+
+    identity.defvjp(lambda x: (x, None), lambda _, grad: (next(calls) * grad,))
+    return {"loss_fn": lambda *args: identity(squares(*args))}
+
+
+def learning_rate_from_a_counter():
+    calls = itertools.count(1)
+
+    def update(updates, params):
+        rate = -0.01 * next(calls)
+        return jax.tree.map(lambda x: rate * x, updates)
+
+    return {"optim": optax.stateless(update)}
+
+
+def optimizer_state_from_a_counter():
+    calls = itertools.count(1)
+
+    def update(updates, state, params=None):
+        state = jax.tree.map(lambda x: x + next(calls), state)
+        return jax.tree.map(lambda x: -0.1 * x, updates), state
+
+    def init(params):
+        return jax.tree.map(jnp.zeros_like, params)
+
+    return {"optim": optax.GradientTransformation(init, update)}
+
+
+class Averaging(eqx.Module):
+    affine: Affine
+    mean: eqx.nn.StateIndex
+
+
+def running_mean_of_one_device():
+    def make(key):
+        return Averaging(Affine(key), eqx.nn.StateIndex(jnp.zeros(8)))
+
+    def loss_fn(pair, batch, key):
+        # A copy, because `State.set` invalidates its input.
+        model, state = jax.tree.map(lambda x: x, pair)
+        mean = per_device(lambda _, x: jnp.mean(x, axis=0), model.affine, batch["x"])
+        return squares(model.affine, batch, key), state.set(model.mean, mean)
+
+    return {"make_model": eqx.nn.make_with_state(make), "loss_fn": loss_fn}
+
+
+def loss_that_magnifies_rounding():
+    """Each step is the same to rounding, which the next magnifies by ten thousand."""
+
+    def loss_fn(model, batch, key):
+        return 1 + jnp.sin(1e4 * jax.vmap(model)(batch["x"])[:, 0]) / 2
+
+    return {"loss_fn": loss_fn, "optim": optax.sgd(1e-2)}
+
+
+BY = "differs from one device's by"
+MISTAKES = {
+    model_from_numpy_random: rf"before step 1: model.weight {BY} .* relative, .* equal "
+    r"bit for bit\. make_model .*numpy.random",
+    model_that_grows: r"before step 1: model.weight is float32\[5,8\], and float32\[4,8\]",
+    optimizer_init_from_a_counter: rf"before step 1: opt_state.weight {BY} .* counters",
+    loss_times_a_counter: rf"step 1: loss {BY} 1.0e\+00 relative, .* absolute, more "
+    r"than rtol=2e-05\. So do others: 3 in gradients\. .* that change between calls\.$",
+    loss_slightly_changed_by_a_counter: rf"step 1: loss {BY} 1.0e-04 .* be rounding",
+    loss_with_the_mean_of_one_device: rf"step 2: loss {BY} .*shard_map\) without a psum",
+    dropout_with_one_key: rf"step 1: loss {BY} .* one key on every device",
+    loss_divided_by_the_weight_of_one_device: rf"step 1: nonfinite {BY} .*1.0e\+00 "
+    "absolute.* that may be 0",
+    gradient_that_is_not_summed: r"step 1: the gradient of weight \(and 1 more\) differs "
+    r"between devices that .* no psum or pmean",
+    derivative_times_a_counter: rf"step 1: the gradient of weight {BY} .* derivatives "
+    "of your",
+    learning_rate_from_a_counter: rf"step 1: model.weight {BY} .* look at the optimizer",
+    optimizer_state_from_a_counter: rf"step 1: opt_state.weight {BY} .* look at the "
+    "optimizer's state",
+    running_mean_of_one_device: r"step 1: model_state\S* differs between devices that",
+    loss_that_magnifies_rounding: rf"step 2 of all in a row: the loss {BY} .* magnifies "
+    "rounding",
+}
+
+#: One of each kind of difference is quick.
+SLOW = {
+    loss_times_a_counter,
+    optimizer_state_from_a_counter,
+    model_that_grows,
+    optimizer_init_from_a_counter,
+    derivative_times_a_counter,
+    dropout_with_one_key,
+    loss_divided_by_the_weight_of_one_device,
+    running_mean_of_one_device,
+    loss_slightly_changed_by_a_counter,
+}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [pytest.param(make, marks=[pytest.mark.slow] * (make in SLOW)) for make in MISTAKES],
+    ids=lambda make: make.__name__,
+)
+def test_mistakes_are_located(make):
+    with pytest.raises(AssertionError) as error:
+        check_invariant(**make())
+    assert str(error.value).startswith("on the mesh data=2 under replicate(), ")
+    assert error.match(MISTAKES[make])
+
+
+@pytest.mark.slow
+def test_mistakes_are_found_in_bfloat16_too():
+    precision = eqxshard.Precision(compute=jnp.bfloat16)
+    # The loss differs as well, but no more than bfloat16 explains.
+    with pytest.raises(AssertionError, match=r"step 1: the gradient of weight differs"):
+        check_invariant(**dropout_with_one_key(), precision=precision)
+
+
+def test_a_loss_that_is_not_finite_on_one_device_is_an_error():
+    with pytest.raises(AssertionError, match="step 1: the loss is nan on one device"):
+        check_invariant(loss_fn=lambda *args: squares(*args) * jnp.nan)
+
+
+def test_other_errors_get_a_note_with_the_mesh_and_rule():
+    with pytest.raises(ValueError, match="batch size 3 does not divide") as error:
+        check_invariant(batch=make_batch(rows=3))
+    assert error.value.__notes__ == ["This happened on the mesh data=2 under replicate()."]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"meshes": [{"data": 2, "fsdp": 8}]}, "'jax_num_cpu_devices', 16"),
+        ({"meshes": {"all": {"data": -1}}}, r"mesh \{'data': -1\} has a size below 1"),
+        ({"meshes": {"data": 2}}, r"is one mesh; write \[\{'data': 2\}\]"),
+        ({"meshes": []}, "meshes is empty"),
+        ({"rules": []}, "rules is empty"),
+        ({"steps": 0}, "0 steps on 1 batches"),
+        ({"batch": []}, "2 steps on 0 batches"),
+    ],
+)
+def test_nothing_to_compare_is_an_error(options, message, unannotated):
+    with pytest.raises((ValueError, TypeError), match=message):
+        check_invariant(**options)

@@ -1,0 +1,162 @@
+"""The cost of a step in numbers that do not depend on the machine.
+
+Operations, memory and communication are compared to what JAX makes of the same step
+written by hand.
+"""
+
+import os
+import re
+import sys
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from helpers import lenient, make_mesh
+
+import eqxshard
+from eqxshard.testing import collectives
+
+OPTIM = lenient(optax.adam(1e-3))
+KEY = jax.random.key(0)
+WIDTH, ROWS = 64, 256
+PACKAGE = os.path.dirname(eqxshard.__file__)
+
+
+class MLP(eqx.Module):
+    """Square layers, so that all arrays can be counted."""
+
+    layers: list[eqx.nn.Linear]
+
+    def __init__(self, depth, key):
+        keys = jax.random.split(key, depth)
+        self.layers = [eqx.nn.Linear(WIDTH, WIDTH, key=key) for key in keys]
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return x
+
+
+def losses(model, batch, key):
+    return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2, axis=-1)
+
+
+def batch():
+    x, y = np.random.default_rng(0).normal(size=(2, ROWS, WIDTH)).astype(np.float32)
+    return {"x": x, "y": y}
+
+
+def start(depth, mesh="data=1", rule=None, **options):
+    where: dict[str, Any] = {"mesh": make_mesh(mesh), "rule": rule or eqxshard.replicate()}
+    state = eqxshard.init_state(lambda key: MLP(depth, key), OPTIM, key=KEY, **where)
+    return state, eqxshard.make_train_step(losses, OPTIM, **where, **options)
+
+
+def by_hand(depth):
+    """The step that one would write with `jax.jit`, compiled."""
+    params, static = eqx.partition(MLP(depth, KEY), eqx.is_array)
+
+    def step(params, opt_state, batch):
+        def mean(params):
+            return jnp.mean(losses(eqx.combine(params, static), batch, None))
+
+        loss, grads = jax.value_and_grad(mean)(params)
+        updates, opt_state = OPTIM.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    return jitted.lower(params, OPTIM.init(params), batch()).compile()
+
+
+def peak(compiled):
+    stats = compiled.memory_analysis()
+    kept = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return stats.argument_size_in_bytes + stats.temp_size_in_bytes + kept
+
+
+def flops(compiled):
+    return compiled.cost_analysis()["flops"]
+
+
+def instructions(compiled):
+    """How many operations the compiled entry has that compute or copy something."""
+    entry = compiled.as_text().partition("\nENTRY ")[2]
+    free = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
+    found = re.findall(r"^ +(?:ROOT )?%?[\w.-]+ = .*? ([\w-]+)\(", entry, re.MULTILINE)
+    return sum(operation not in free for operation in found)
+
+
+def our_frames(function):
+    """How many functions of ours a call enters, and how deep they are nested."""
+    entered, depth, deepest = 0, 0, 0
+
+    def count(frame, event, argument):
+        nonlocal entered, depth, deepest
+        if event in ("call", "return") and frame.f_code.co_filename.startswith(PACKAGE):
+            depth += 1 if event == "call" else -1
+            entered += event == "call"
+            deepest = max(deepest, depth)
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return entered, deepest
+
+
+def test_a_call_is_short_and_does_not_grow_with_the_model(unannotated):
+    rows = jax.device_put(batch(), eqxshard.batch_sharding(make_mesh("data=1")))
+    found = []
+    for depth in (2, 12):
+        state, train_step = start(depth)
+        for _ in range(4):
+            state, _ = train_step(state, rows)
+        found.append(our_frames(lambda s=state, t=train_step: t(s, rows)))
+    (entered, deepest), other = found
+    assert (entered, deepest) == other
+    # The call, what runs it, and helpers of that: no more stands in a stack trace.
+    assert entered <= 12 and deepest <= 3
+
+
+def test_a_step_computes_little_besides_the_one_written_by_hand():
+    state, train_step = start(4, nonfinite="ignore")
+    compiled = train_step.lower(state, batch()).compile()
+    # It counts steps and examples.
+    assert instructions(compiled) <= instructions(by_hand(4)) + 4
+
+
+def test_flops_are_those_of_the_step_written_by_hand():
+    state, train_step = start(4)
+    ours = train_step.lower(state, batch()).compile()
+    assert flops(ours) <= 1.02 * flops(by_hand(4))
+
+
+def test_memory_is_that_of_the_state_and_activations():
+    depth, layer, activation = 4, 4 * (WIDTH**2 + WIDTH), 4 * ROWS * WIDTH
+    state, train_step = start(depth)
+    count = 3 * depth * layer + 2 * activation
+    count += max(i * activation + (depth - i) * layer for i in range(depth + 1))
+    count += 2 * activation
+    compiled = train_step.lower(state, batch()).compile()
+    assert peak(compiled) <= 1.05 * count
+    assert peak(compiled) <= 1.02 * peak(by_hand(depth))
+
+
+def test_data_parallel_steps_send_each_gradient_once():
+    state, train_step = start(4, mesh="data=8")
+    found = collectives(train_step.lower(state, batch()).compile())
+    assert set(found.counts) == {"all-reduce"}
+    params = sum(x.nbytes for x in jax.tree.leaves(eqx.filter(state.model, eqx.is_array)))
+    # Besides the gradients, sums of losses and weights.
+    assert params <= found.bytes["all-reduce"] <= params + 64
+
+
+def test_fully_sharded_steps_gather_each_weight_once_each_way():
+    state, train_step = start(4, mesh="fsdp=8", rule=eqxshard.fsdp(min_size=WIDTH**2))
+    found = collectives(train_step.lower(state, batch()).compile())
+    gathers = [op for op in found.ops if op.kind == "all-gather"]
+    assert len(gathers) <= 2 * 4

@@ -1,0 +1,34 @@
+"""What the devices of a step send each other for the layers of Equinox."""
+
+import jax
+import pytest
+from communication_cases import (
+    BY_WORD,
+    MESHES,
+    MODELS,
+    assert_no_activations_of_others,
+    step_collectives,
+)
+
+TABLES = [name for name in MODELS if "Embedding" in name]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("model", MODELS)
+def test_no_device_receives_activations_of_other_examples(model, mesh):
+    ops = step_collectives(model, mesh, jax.devices())
+    assert ops
+    assert_no_activations_of_others(ops, model, mesh)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("model", TABLES)
+def test_nor_if_a_table_is_split_by_word(model, mesh, monkeypatch):
+    ops = step_collectives(model, mesh, jax.devices(), BY_WORD)
+    assert_no_activations_of_others(ops, model, mesh)
+    # XLA by itself gathers the activations of the whole batch.
+    untouched = lambda gradient, shardings: gradient  # noqa: E731
+    monkeypatch.setattr("eqxshard.training._gradients.reduce_lookups", untouched)
+    ops = step_collectives(model, mesh, jax.devices(), BY_WORD)
+    with pytest.raises(AssertionError):
+        assert_no_activations_of_others(ops, model, mesh)

@@ -1,0 +1,101 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import RULES, Model, arrays, lenient, make_batch, make_mesh, squared_errors
+
+import eqxshard
+
+KEY = jax.random.key(0)
+
+
+@pytest.fixture(scope="module")
+def run():
+    """Three steps under FSDP: the state, and the weights after each step."""
+    optim = lenient(optax.chain(optax.sgd(0.1), eqxshard.ema_weights(0.75)))
+    placed: dict = dict(mesh=make_mesh("data=2,fsdp=4"), rule=RULES["fsdp"])
+    state = eqxshard.init_state(Model, optim, key=KEY, **placed)
+    train_step = eqxshard.make_train_step(squared_errors, optim, **placed)
+    weights = [arrays(state.model)]
+    for seed in range(3):
+        state, _ = train_step(state, make_batch(seed=seed))
+        weights.append(arrays(state.model))
+    return state, weights
+
+
+def test_the_average_is_that_of_the_weights_after_each_step(run):
+    state, weights = run
+    averaged = arrays(eqxshard.ema_model(state))
+    for path, found in averaged.items():
+        expected = weights[0][path].astype(np.float64)
+        for later in weights[1:]:
+            expected = 0.75 * expected + 0.25 * later[path]
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+    assert any(np.any(averaged[path] != weights[-1][path]) for path in averaged)
+
+
+def test_it_is_sharded_like_the_weights(run):
+    state, _ = run
+    model = eqxshard.ema_model(state)
+    assert model.first.weight.sharding == state.model.first.weight.sharding
+    assert model.permutation is state.model.permutation
+    assert model.dropout == state.model.dropout
+
+
+def test_it_can_be_evaluated(run):
+    state, _ = run
+    eval_step = eqxshard.make_eval_step(
+        lambda model, batch: {"loss": squared_errors(model, batch, KEY)},
+        mesh=make_mesh("data=2,fsdp=4"),
+        rule=RULES["fsdp"],
+    )
+    batch = make_batch()
+    averaged = eval_step(eqxshard.ema_model(state), batch).compute()["loss"]
+    host = jax.tree.map(
+        lambda x: np.asarray(x) if eqx.is_array(x) else x, eqxshard.ema_model(state)
+    )
+    expected = squared_errors(eqx.nn.inference_mode(host), batch, KEY).mean()
+    assert averaged == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_a_state_without_an_average_is_refused():
+    placed: dict = dict(mesh=make_mesh("data=1"), rule=RULES["replicate"])
+    state = eqxshard.init_state(Model, lenient(optax.sgd(0.1)), key=KEY, **placed)
+    with pytest.raises(ValueError, match=r"make it with optax\.chain\(\.\.\., eqx"):
+        eqxshard.ema_model(state)
+
+
+@pytest.mark.parametrize("decay", [1.0, -0.1, 2.0])
+def test_decays_outside_of_0_to_1_are_refused(decay):
+    with pytest.raises(ValueError, match=f"decay={decay} must be at least 0 and below 1"):
+        eqxshard.ema_weights(decay)
+
+
+def test_the_average_of_half_precision_moves():
+    """In bfloat16 a thousandth of a change would be lost to rounding."""
+    optim = lenient(optax.chain(optax.sgd(0.1), eqxshard.ema_weights(0.999)))
+    placed: dict = dict(mesh=make_mesh("data=2"), rule=eqxshard.zero1(min_size=1))
+    precision = eqxshard.Precision(params=jnp.bfloat16)
+    state = eqxshard.init_state(Model, optim, key=KEY, precision=precision, **placed)
+    train_step = eqxshard.make_train_step(
+        squared_errors, optim, precision=precision, **placed
+    )
+    before = np.asarray(state.opt_state[1].ema.first.bias)
+    state, _ = train_step(state, make_batch())
+    after = state.opt_state[1].ema.first.bias
+    assert after.dtype == jnp.float32 and np.all(np.asarray(after) != before)
+    assert eqxshard.ema_model(state).first.bias.dtype == jnp.bfloat16
+
+
+def test_an_average_of_a_part_is_refused():
+    masked = optax.masked(
+        eqxshard.ema_weights(0.9),
+        lambda params: jax.tree.map(lambda x: x.ndim == 2, params),
+    )
+    optim = lenient(optax.chain(optax.sgd(0.1), masked))
+    placed: dict = dict(mesh=make_mesh("data=1"), rule=RULES["replicate"])
+    state = eqxshard.init_state(Model, optim, key=KEY, **placed)
+    with pytest.raises(ValueError, match=r"put ema_weights outside of it, last in the ch"):
+        eqxshard.ema_model(state)

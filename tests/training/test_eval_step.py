@@ -1,0 +1,63 @@
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+from helpers import RULES, assert_equal, compiles, make_batch, make_mesh, stack
+from step_helpers import SPLITS, WEIGHTS, mean_of_x, setup
+
+import eqxshard
+
+
+@pytest.mark.parametrize("mesh, rule", SPLITS)
+def test_an_eval_step_measures_and_donates_nothing(mesh, rule):
+    state, _ = setup(mesh, rule)
+    eval_step = eqxshard.make_eval_step(mean_of_x, mesh=make_mesh(mesh), rule=RULES[rule])
+    weight = WEIGHTS["uneven"]
+    batch = make_batch(weight=weight)
+    metrics = eval_step(state.model, batch)
+    again = eval_step(state.model, batch)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(state) if eqx.is_array(x))
+    assert_equal(metrics, again)
+    means = metrics.compute()
+    assert means["x"] == pytest.approx(
+        np.average(batch["x"][:, 0], weights=weight), rel=1e-4
+    )
+    assert means["scalar"] == pytest.approx(3)
+    # In inference mode there is no dropout.
+    quiet = eqx.nn.inference_mode(jax.device_put(state.model, jax.devices()[0]))
+    expected = np.average(jax.vmap(quiet)(batch["x"])[:, 0], weights=weight)
+    assert means["out"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_an_eval_step_compiles_once():
+    state, train_step = setup()
+    eval_step = eqxshard.make_eval_step(
+        mean_of_x, mesh=make_mesh(), rule=RULES["replicate"]
+    )
+    with compiles("eval_step") as events:
+        for seed in range(3):
+            eval_step(state.model, make_batch(seed=seed))
+            state, _ = train_step(state, make_batch(seed=seed))
+    assert len(events) == 3
+
+
+def test_many_batches_in_one_dispatch_are_the_same_batches():
+    state, _ = setup()
+    eval_step = eqxshard.make_eval_step(
+        mean_of_x, mesh=make_mesh(), rule=RULES["replicate"]
+    )
+    batches = [make_batch(seed=seed) for seed in range(3)]
+    many = eval_step.many(state.model, stack(batches))
+    one_by_one = [eval_step(state.model, batch) for batch in batches]
+    expected = eqxshard.Metrics.stack(one_by_one).compute()
+    assert many.compute() == pytest.approx(expected, rel=1e-6)
+    assert many.weight.shape == (3,)
+
+
+def test_a_state_in_the_place_of_a_model_is_refused(unannotated):
+    state, _ = setup()
+    eval_step = eqxshard.make_eval_step(
+        mean_of_x, mesh=make_mesh(), rule=RULES["replicate"]
+    )
+    with pytest.raises(TypeError, match=r"eval step takes a model; give it state\.model"):
+        eval_step(state, make_batch())

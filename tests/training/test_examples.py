@@ -1,0 +1,147 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import RULES, assert_close, make_batch, make_mesh, squared_errors
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+from step_helpers import setup
+
+import eqxshard
+
+# Of a train step
+
+
+def test_losses_and_metrics_may_be_scalars_or_one_per_example():
+    def per_example(model, batch, key):
+        losses = squared_errors(model, batch, key)
+        return losses, {"double": 2 * losses, "first": batch["x"][:, 0] > 0}
+
+    def scalars(model, batch, key):
+        losses, metrics = per_example(model, batch, key)
+        return jnp.mean(losses), jax.tree.map(
+            lambda x: jnp.mean(x.astype(jnp.float32)), metrics
+        )
+
+    (one, step_one), (two, step_two) = setup(loss_fn=per_example), setup(loss_fn=scalars)
+    one, metrics_one = step_one(one, make_batch())
+    two, metrics_two = step_two(two, make_batch())
+    assert_close(one, two)
+    assert metrics_one.compute() == pytest.approx(metrics_two.compute(), rel=1e-5)
+    assert metrics_one.compute().keys() == {"loss", "double", "first"}
+    expected = np.mean(make_batch()["x"][:, 0] > 0)
+    assert metrics_one.compute()["first"] == pytest.approx(expected)
+
+
+def test_losses_of_another_shape_are_refused():
+    state, train_step = setup(loss_fn=lambda m, b, key: squared_errors(m, b, key)[:, None])
+    with pytest.raises(ValueError, match=r"loss has shape \(32, 1\) for a batch of 32"):
+        train_step(state, make_batch())
+
+
+def test_losses_must_be_arrays():
+    for value, kind in [(None, "NoneType"), ({"a": 1.0}, "dict")]:
+        state, train_step = setup(loss_fn=lambda m, b, key, value=value: value)
+        with pytest.raises(TypeError, match=f"loss is a {kind}; return an array"):
+            train_step(state, make_batch())
+
+
+def test_metrics_must_be_a_dict():
+    state, train_step = setup(loss_fn=lambda m, b, key: (squared_errors(m, b, key), 3.0))
+    with pytest.raises(
+        TypeError, match="loss function's metrics is a float; return a dict"
+    ):
+        train_step(state, make_batch())
+    eval_step = eqxshard.make_eval_step(
+        lambda model, batch: batch["x"], mesh=make_mesh(), rule=RULES["replicate"]
+    )
+    with pytest.raises(TypeError, match="result of metric_fn is an array; return a dict"):
+        eval_step(state.model, make_batch())
+
+
+def test_a_metric_may_not_take_the_name_of_the_loss():
+    def loss_fn(model, batch, key):
+        losses = squared_errors(model, batch, key)
+        return losses, {"loss": losses}
+
+    state, train_step = setup(loss_fn=loss_fn)
+    with pytest.raises(ValueError, match="a metric is named 'loss'"):
+        train_step(state, make_batch())
+
+
+def test_weights_must_be_one_per_example():
+    state, train_step = setup()
+    with pytest.raises(ValueError, match=r"'weight' has shape \(32, 1\) for 32 examples"):
+        train_step(state, make_batch(weight=np.ones((32, 1))))
+
+
+# Of an eval step
+
+
+def measure(values, rows=8, weight=None):
+    """The means that an eval step takes of the values of a user's function."""
+    mesh = eqxshard.make_mesh(data=2, devices=jax.devices()[:2])
+    step = eqxshard.make_eval_step(
+        lambda model, batch: values, mesh=mesh, rule=eqxshard.replicate()
+    )
+    batch = {"x": np.zeros(rows, np.float32)}
+    return step(None, batch if weight is None else batch | {"weight": weight}).compute()
+
+
+def test_values_of_any_type_and_scalars():
+    values = {
+        "bool": np.arange(8) < 2,
+        "integer": np.arange(8),
+        "half": jnp.ones(8, jnp.bfloat16),
+        "python": 0.5,
+        "scalar": jnp.asarray(3),
+    }
+    means = {"bool": 0.25, "integer": 3.5, "half": 1.0, "python": 0.5, "scalar": 3.0}
+    assert measure(values) == means
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    values=st.lists(st.floats(-100, 100, width=32), min_size=8, max_size=8),
+    weight=st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0]), min_size=8, max_size=8),
+)
+def test_means_are_weighted(values, weight):
+    result = measure(
+        {"value": np.array(values, np.float32), "scalar": 2.0},
+        weight=np.array(weight, np.float32),
+    )
+    if sum(weight):
+        expected = np.average(values, weights=weight)
+        assert result == pytest.approx(
+            {"value": expected, "scalar": 2.0}, rel=1e-4, abs=1e-3
+        )
+    else:
+        assert math.isnan(result["value"])
+
+
+@pytest.mark.parametrize("padding", [math.nan, math.inf])
+def test_examples_of_weight_0_do_not_count_whatever_they_are(padding):
+    values = np.array([1, 2, 3, 4, 5, 6, 7, padding], np.float32)
+    weight = np.array([1, 1, 1, 1, 1, 1, 1, 0], np.float32)
+    assert measure({"value": values}, weight=weight) == {"value": 4.0}
+
+
+@pytest.mark.parametrize("shape", [(4,), (8, 1)])
+def test_values_of_another_shape_are_named(shape):
+    message = rf"accuracy has shape \({shape[0]},.*for a batch of 8; return one value per"
+    with pytest.raises(ValueError, match=message):
+        measure({"accuracy": np.zeros(shape, np.float32)})
+
+
+def test_metrics_of_a_step_are_whole_on_every_device():
+    mesh = eqxshard.make_mesh(data=2, devices=jax.devices()[:2])
+    step = eqxshard.make_eval_step(
+        lambda model, batch: {"x": batch["x"]}, mesh=mesh, rule=eqxshard.replicate()
+    )
+    result = step(None, {"x": np.zeros(8, np.float32)})
+    for leaf in jax.tree.leaves(result):
+        assert leaf.sharding.spec == P()
+        assert leaf.shape == ()

@@ -1,0 +1,230 @@
+"""Gradients of a batch: microbatches, and models with state."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import (
+    RULES,
+    Model,
+    arrays,
+    assert_close,
+    make_batch,
+    make_mesh,
+    squared_errors,
+)
+from step_helpers import KEY, OPTIM, WEIGHTS, setup, train, without_dropout
+
+import eqxshard
+
+MESHES = [("data=1", "replicate"), ("data=2,fsdp=4", "fsdp")]
+
+
+# Microbatches
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("mesh, rule", [("data=8", "replicate"), ("data=2,fsdp=2", "fsdp")])
+def test_accumulation_is_exact_whatever_the_weights(mesh, rule, weight):
+    whole, whole_step = setup(mesh, rule, loss_fn=without_dropout)
+    parts, parts_step = setup(mesh, rule, loss_fn=without_dropout, accumulate=4)
+    for seed in range(3):
+        batch = make_batch(seed=seed, weight=WEIGHTS[weight])
+        whole, whole_metrics = whole_step(whole, batch)
+        parts, parts_metrics = parts_step(parts, batch)
+        assert parts_metrics.compute() == pytest.approx(whole_metrics.compute(), rel=1e-5)
+    assert_close(whole, parts)
+
+
+def test_each_microbatch_has_a_key_of_its_own():
+    def noise(model, batch, key):
+        return squared_errors(model, batch, key), {"noise": jax.random.uniform(key)}
+
+    state, train_step = setup(loss_fn=noise, accumulate=4)
+    seen = set()
+    for seed in range(4):
+        state, metrics = train_step(state, make_batch(seed=seed))
+        seen.add(round(metrics.compute()["noise"], 6))
+    key = jax.random.fold_in(state.key, 0)
+    alone = [float(jax.random.uniform(jax.random.fold_in(key, i))) for i in range(4)]
+    assert len(seen) == 4 and any(
+        x == pytest.approx(np.mean(alone), abs=1e-5) for x in seen
+    )
+
+
+def test_accumulation_that_does_not_divide_is_refused():
+    state, train_step = setup(accumulate=3)
+    with pytest.raises(ValueError, match="accumulate=3 parts; use a multiple of 24"):
+        train_step(state, make_batch())
+    state, train_step = setup(accumulate=8)
+    with pytest.raises(ValueError, match="accumulate=8 parts; use a multiple of 64"):
+        train_step(state, make_batch())
+
+
+# Models with state
+
+
+class Normed(eqx.Module):
+    # What comes before a BatchNorm needs no bias: its gradient would be noise.
+    first: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+    last: eqx.nn.Linear
+
+    def __init__(self, key):
+        k1, k2 = jax.random.split(key)
+        self.first = eqx.nn.Linear(8, 32, use_bias=False, key=k1)
+        self.norm = eqx.nn.BatchNorm(32, "batch", mode="batch")
+        self.last = eqx.nn.Linear(32, 4, key=k2)
+
+    def __call__(self, x, state):
+        x, state = self.norm(self.first(x), state)
+        return self.last(jax.nn.gelu(x)), state
+
+
+make_normed = eqx.nn.make_with_state(Normed)
+
+
+def predict(pair, x):
+    model, state = pair
+    run = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+    return run(x, state)
+
+
+def normed_errors(pair, batch, key):
+    out, state = predict(pair, batch["x"])
+    return jnp.sum((out - batch["y"]) ** 2, axis=-1), state
+
+
+@pytest.fixture(scope="module")
+def normed():
+    runs = {mesh: train(make_normed, normed_errors, mesh, rule) for mesh, rule in MESHES}
+    return {mesh: (losses, state) for mesh, (losses, state, _) in runs.items()}
+
+
+def test_batch_norm_takes_its_statistics_over_the_whole_batch(normed):
+    (one, state_one), (eight, state_eight) = normed.values()
+    np.testing.assert_allclose(one, eight, rtol=1e-5)
+    assert_close(state_one.model_state, state_eight.model_state)
+    assert_close(state_one.model, state_eight.model, rtol=1e-4)
+    # By hand, after the first step.
+    model, _ = make_normed(KEY)
+    hidden = make_batch()["x"] @ np.asarray(model.first.weight).T
+    _, state, _ = train(make_normed, normed_errors, "data=8", "replicate", steps=1)
+    _, mean, variance = jax.tree.leaves(state.model_state)
+    np.testing.assert_allclose(mean, 0.01 * hidden.mean(0), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(variance, 0.99 + 0.01 * hidden.var(0), rtol=1e-4, atol=1e-6)
+
+
+def test_evaluation_uses_the_running_statistics(normed):
+    _, state = normed["data=2,fsdp=4"]
+
+    def metric_fn(pair, batch):
+        return {"loss": jnp.sum((predict(pair, batch["x"])[0] - batch["y"]) ** 2, axis=-1)}
+
+    eval_step = eqxshard.make_eval_step(
+        metric_fn, mesh=make_mesh("data=2,fsdp=4"), rule=RULES["fsdp"]
+    )
+    batch = make_batch(seed=9)
+    # Off centre: with the batch's own statistics the loss would be another.
+    batch["x"] += 3
+    pair = (state.model, state.model_state)
+    found = eval_step(pair, batch).compute()["loss"]
+    host = jax.tree.map(lambda x: np.asarray(x) if eqx.is_array(x) else x, pair)
+    inference = eqx.nn.inference_mode(host[0])
+    out = jax.vmap(lambda x: inference(x, host[1])[0], axis_name="batch")(batch["x"])
+    expected = float(np.mean(np.sum((np.asarray(out) - batch["y"]) ** 2, axis=-1)))
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_state_passes_from_one_microbatch_to_the_next():
+    batch = make_batch()
+    _, state, _ = train(
+        make_normed,
+        normed_errors,
+        "data=2",
+        "replicate",
+        accumulate=2,
+        steps=1,
+        batch=batch,
+    )
+    model, expected = make_normed(KEY)
+    # Microbatch i is every second row from row i, so no row leaves its device.
+    for i in range(2):
+        _, expected = predict((model, expected), batch["x"][i::2])
+    assert_close(state.model_state, expected)
+
+
+def test_a_skipped_step_keeps_the_state_too():
+    placed: dict = dict(mesh=make_mesh("data=2"), rule=RULES["replicate"])
+    state = eqxshard.init_state(make_normed, OPTIM, key=KEY, **placed)
+    train_step = eqxshard.make_train_step(normed_errors, OPTIM, **placed)
+    before = arrays((state.model, state.opt_state, state.model_state))
+    batch = make_batch()
+    batch["x"][3, 3] = np.nan
+    state, metrics = train_step(state, batch)
+    assert int(metrics.nonfinite) == 1
+    after = arrays((state.model, state.opt_state, state.model_state))
+    for path, array in before.items():
+        np.testing.assert_array_equal(after[path], array, err_msg=path)
+
+
+class Counter(eqx.Module):
+    seen: eqx.nn.StateIndex
+    last: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.seen = eqx.nn.StateIndex(jnp.zeros(()))
+        self.last = eqx.nn.Linear(8, 4, key=key)
+
+
+def test_state_may_be_set_outside_of_vmap():
+    def loss_fn(pair, batch, key):
+        model, state = pair
+        state = state.set(model.seen, state.get(model.seen) + jnp.sum(batch["x"]))
+        errors = jax.vmap(model.last)(batch["x"]) - batch["y"]
+        return jnp.sum(errors**2, axis=-1), state
+
+    make_model, batch = eqx.nn.make_with_state(Counter), make_batch()
+    _, state, _ = train(make_model, loss_fn, "data=8", "replicate", batch=batch, steps=2)
+    (seen,) = jax.tree.leaves(state.model_state)
+    np.testing.assert_allclose(seen, 2 * batch["x"].sum(), rtol=1e-4)
+
+
+def test_fit_evaluates_the_pair():
+    placed: dict = dict(mesh=make_mesh("data=1"), rule=RULES["replicate"])
+    state = eqxshard.init_state(make_normed, OPTIM, key=KEY, **placed)
+    train_step = eqxshard.make_train_step(normed_errors, OPTIM, **placed)
+    source = eqxshard.data.ArraySource(make_batch(64))
+    loader = eqxshard.Loader(source, batch_size=32, mesh=placed["mesh"])
+    seen = []
+
+    def evaluate(pair):
+        model, model_state = pair
+        seen.append((type(model), type(model_state)))
+        return {}
+
+    eqxshard.fit(state, train_step, loader, epochs=1, evaluate=evaluate)
+    assert seen == [(Normed, eqx.nn.State)]
+
+
+# What a loss function returns
+
+
+def test_a_loss_function_that_forgets_the_state_is_refused():
+    def loss_fn(pair, batch, key):
+        return normed_errors(pair, batch, key)[0]
+
+    with pytest.raises(
+        TypeError, match=r"return \(losses, state\) or \(losses, metrics, st"
+    ):
+        train(make_normed, loss_fn, "data=1", "replicate")
+
+
+@pytest.mark.parametrize("returned", [3, 0])
+def test_a_loss_function_that_returns_too_many_values_is_refused(returned):
+    def loss_fn(model, batch, key):
+        return (squared_errors(model, batch, key),) * returned
+
+    with pytest.raises(TypeError, match=f"returned {returned} values besides a model's st"):
+        train(Model, loss_fn, "data=1", "replicate", steps=1)

@@ -1,0 +1,159 @@
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import (
+    MESHES,
+    RULES,
+    Model,
+    arrays,
+    assert_equal,
+    compiled_by_jit,
+    lenient,
+    make_batch,
+    make_mesh,
+    squared_errors,
+)
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import eqxshard
+
+KEY = jax.random.key(0)
+
+
+def init(mesh, rule, optim=None, make_model: Any = Model, key: Any = KEY):
+    optim = lenient(optax.adam(1e-3)) if optim is None else optim
+    return eqxshard.init_state(make_model, optim, key=key, mesh=mesh, rule=rule)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_initial_values_do_not_depend_on_mesh_or_rule(mesh, rule):
+    alone = init(make_mesh("data=1"), eqxshard.replicate())
+    assert_equal(init(make_mesh(mesh), RULES[rule]), alone)
+
+
+def test_make_model_gets_the_key_as_it_is():
+    state = init(make_mesh(), eqxshard.replicate())
+    # Compiled and not, the last bit may differ.
+    np.testing.assert_allclose(state.model.first.weight, Model(KEY).first.weight, rtol=1e-6)
+    assert state.key.dtype == KEY.dtype
+    assert not np.array_equal(jax.random.key_data(state.key), jax.random.key_data(KEY))
+
+
+def test_old_style_keys_work():
+    state = init(make_mesh(), eqxshard.replicate(), key=jax.random.PRNGKey(0))
+    assert state.key.shape == (2,)
+
+
+def test_what_is_not_a_key_is_refused(unannotated):
+    with pytest.raises(TypeError, match=r"key=0 is not a random key; use jax\.random\.key"):
+        init(make_mesh(), eqxshard.replicate(), key=0)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=8", "data=2,fsdp=4"])
+def test_every_array_of_the_model_is_sharded_as_the_rule_says(mesh):
+    mesh = make_mesh(mesh)
+    state = init(mesh, RULES["fsdp"])
+    shardings = eqxshard.shardings(state.model, mesh, RULES["fsdp"])
+    leaves = jax.tree.leaves(eqx.filter(state.model, eqx.is_array))
+    assert [leaf.sharding for leaf in leaves] == jax.tree.leaves(shardings)
+    assert state.model.first.weight.sharding.spec == P("fsdp")
+    whole = NamedSharding(mesh, P())
+    assert state.step.sharding == state.key.sharding == whole
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=8", "data=2,fsdp=4"])
+def test_an_abstract_state_has_the_shapes_types_and_shardings(mesh):
+    mesh, rule, optim = make_mesh(mesh), RULES["fsdp"], lenient(optax.adam(1e-3))
+    state = init(mesh, rule, optim)
+    like = eqxshard.abstract_state(Model, optim, key=KEY, mesh=mesh, rule=rule)
+    found = [x for x in jax.tree.leaves(like) if isinstance(x, jax.ShapeDtypeStruct)]
+    expected = jax.tree.leaves(eqx.filter(state, eqx.is_array))
+    for shape, array in zip(found, expected, strict=True):
+        assert (shape.shape, shape.dtype) == (array.shape, array.dtype)
+        assert shape.sharding.is_equivalent_to(array.sharding, array.ndim)
+
+
+def test_no_array_is_whole_on_the_way_in(monkeypatch):
+    """A device needs its own parts, and room for about one more."""
+    side = 1024
+    with compiled_by_jit(monkeypatch) as compiled:
+        state = init(
+            make_mesh("fsdp=8"),
+            eqxshard.fsdp(),
+            make_model=lambda key: eqx.nn.MLP(side, side, side, 3, key=key),
+        )
+    (memory,) = [c.memory_analysis() for c in compiled]
+    largest = side * side * 4
+    parts = sum(x.addressable_shards[0].data.nbytes for x in plain_arrays(state))
+    assert memory.output_size_in_bytes == pytest.approx(parts, rel=0.01)
+    assert memory.temp_size_in_bytes < largest
+    sizes = {x.addressable_shards[0].data.shape for x in plain_arrays(state.model)}
+    assert sizes == {(side // 8, side), (side,)}
+
+
+def plain_arrays(tree):
+    return [
+        leaf
+        for leaf in jax.tree.leaves(eqx.filter(tree, eqx.is_array))
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    ]
+
+
+# Shared arrays
+
+
+def test_an_array_in_two_places_is_refused():
+    def make(key):
+        model = eqx.nn.MLP(8, 8, 8, 2, key=key)
+        return eqx.tree_at(lambda m: m.layers[1].weight, model, model.layers[0].weight)
+
+    with pytest.raises(ValueError, match=r"layers.0.weight and layers.1.weight .*Shared"):
+        init(make_mesh(), eqxshard.replicate(), make_model=make)
+
+
+def test_a_shared_array_is_trained_as_one():
+    class Tied(eqx.Module):
+        shared: eqx.nn.Shared
+
+        def __init__(self, key):
+            pair = (eqx.nn.Linear(8, 8, key=key), eqx.nn.Linear(8, 8, key=key))
+            self.shared = eqx.nn.Shared(pair, lambda p: p[1].weight, lambda p: p[0].weight)
+
+        def __call__(self, x, key):
+            first, second = self.shared()
+            return second(first(x))[:4]
+
+    mesh, rule, optim = make_mesh("fsdp=8"), RULES["fsdp"], lenient(optax.sgd(0.1))
+    state = init(mesh, rule, optim, make_model=Tied)
+    train_step = eqxshard.make_train_step(squared_errors, optim, mesh=mesh, rule=rule)
+    before = arrays(state.model)
+    for seed in range(2):
+        state, _ = train_step(state, make_batch(seed=seed))
+    first, second = state.model.shared()
+    np.testing.assert_array_equal(first.weight, second.weight)
+    assert not np.array_equal(first.weight, next(iter(before.values())))
+
+
+# Rules
+
+
+def test_a_rule_that_does_not_fit_is_refused():
+    split = eqxshard.by_path({"last.weight": P("fsdp")})
+    rule = eqxshard.first_match(split, eqxshard.replicate())
+    with pytest.raises(ValueError, match=r"last.weight \(4, 32\).* fsdp=8.*multiple of 8"):
+        init(make_mesh("fsdp=8"), rule)
+
+
+def test_a_leaf_that_the_rule_does_not_claim_is_refused():
+    rule = eqxshard.by_path({"first": P()})
+    with pytest.raises(
+        ValueError, match=r"not claim last\.weight \(4, 32\) \(nor 2 others"
+    ):
+        init(make_mesh(), rule)

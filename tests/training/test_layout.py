@@ -1,0 +1,160 @@
+"""Shardings of training states: the optimizer's follow the parameters', or the host."""
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import pytest
+from helpers import (
+    RULES,
+    Model,
+    assert_equal,
+    lenient,
+    make_batch,
+    make_mesh,
+    squared_errors,
+    stack,
+)
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import eqxshard
+
+#: One release of JAX that we support cannot do it.
+OLD = jax.__version_info__ < (0, 10, 2)
+new_jax = pytest.mark.skipif(OLD, reason="offload needs JAX 0.10.2 or newer")
+OPTIM = lenient(optax.adamw(1e-2))
+KEY = jax.random.key(0)
+INNER = {
+    "replicate": eqxshard.replicate(),
+    "fsdp": eqxshard.fsdp(min_size=1),
+    "zero1": eqxshard.zero1(min_size=1),
+    "combine": eqxshard.combine(
+        eqxshard.by_path({"last.weight": jax.P("data")}), eqxshard.fsdp(min_size=1)
+    ),
+}
+MESH = "data=2,fsdp=4"
+OPTIMIZERS = {
+    "adam": optax.adam(1e-3),
+    "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "plain": optax.sgd(0.1),
+    "schedule": optax.adam(optax.linear_schedule(0.0, 1e-3, 10)),
+    "masked": optax.masked(
+        optax.adam(1e-3), lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)
+    ),
+    "partitioned": optax.partition(
+        {"a": optax.adam(1e-3), "b": optax.sgd(0.1)},
+        lambda tree: jax.tree.map(lambda x: "a" if x.ndim > 1 else "b", tree),
+    ),
+    "injected": optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
+    "factored": optax.adafactor(1e-3, min_dim_size_to_factor=4),
+    "average": optax.chain(optax.adam(1e-3), optax.ema(0.9)),
+    "lbfgs memory": optax.scale_by_lbfgs(memory_size=3),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_state_is_sharded_explicitly(name):
+    """Arrays shaped like a parameter are sharded like it; the others are whole."""
+    mesh, rule, optim = make_mesh("data=2,fsdp=4"), RULES["fsdp"], lenient(OPTIMIZERS[name])
+    state = eqxshard.init_state(Model, optim, key=KEY, mesh=mesh, rule=rule)
+    params = jax.tree_util.tree_leaves_with_path(
+        eqx.filter(state.model, eqx.is_inexact_array)
+    )
+    before = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state):
+        (sharding,) = [
+            param.sharding
+            for name, param in params
+            if path[-len(name) :] == name and leaf.shape == param.shape
+        ] or [NamedSharding(mesh, P())]
+        assert leaf.sharding == sharding, path
+        before[path] = leaf.sharding
+    train_step = eqxshard.make_train_step(squared_errors, optim, mesh=mesh, rule=rule)
+    state, metrics = train_step(state, make_batch())
+    assert np.isfinite(metrics.compute()["loss"])
+    after = dict(jax.tree_util.tree_leaves_with_path(state.opt_state))
+    assert {path: leaf.sharding for path, leaf in after.items()} == before
+
+
+# Host memory
+
+
+def run(rule, many=False, **options):
+    mesh = make_mesh(MESH)
+    state = eqxshard.init_state(Model, OPTIM, key=KEY, mesh=mesh, rule=rule)
+    step = eqxshard.make_train_step(squared_errors, OPTIM, mesh=mesh, rule=rule, **options)
+    batches = [make_batch(seed=i) for i in range(3)]
+    if many:
+        return step.many(state, stack(batches))[0]
+    for batch in batches:
+        state, _ = step(state, batch)
+    return state
+
+
+def kinds(tree):
+    return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.shape}
+
+
+@new_jax
+@pytest.mark.parametrize("inner", INNER)
+def test_steps_are_the_same_bit_for_bit(inner):
+    state = run(eqxshard.offload(INNER[inner]))
+    assert_equal(state, run(INNER[inner]))
+    assert kinds(state.opt_state) == {"pinned_host"}
+    assert kinds(eqx.filter(state.model, eqx.is_array)) == {"device"}
+
+
+@new_jax
+@pytest.mark.parametrize("options", [{"many": True}, {"accumulate": 2}])
+def test_in_loops_too(options):
+    rule = INNER["fsdp"]
+    assert_equal(run(eqxshard.offload(rule), **options), run(rule, **options))
+
+
+@new_jax
+def test_the_state_is_initialised_there_and_split_as_without():
+    mesh, rule = make_mesh(MESH), INNER["fsdp"]
+    there = eqxshard.init_state(
+        Model, OPTIM, key=KEY, mesh=mesh, rule=eqxshard.offload(rule)
+    )
+    here = eqxshard.init_state(Model, OPTIM, key=KEY, mesh=mesh, rule=rule)
+    assert kinds(there.opt_state) == {"pinned_host"}
+    for ours, theirs in zip(*map(jax.tree.leaves, (there.opt_state, here.opt_state))):
+        assert ours.sharding.spec == theirs.sharding.spec
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@new_jax
+def test_checkpoints_are_restored_to_host_memory(tmp_path):
+    rule = eqxshard.offload(INNER["fsdp"])
+    state = run(rule)
+    checkpointer = eqxshard.Checkpointer(tmp_path)
+    checkpointer.save(state)
+    checkpointer.wait()
+    like = eqxshard.abstract_state(Model, OPTIM, key=KEY, mesh=make_mesh(MESH), rule=rule)
+    restored = checkpointer.restore(like)
+    assert kinds(restored.opt_state) == {"pinned_host"}
+    assert_equal(restored, state)
+
+
+@new_jax
+def test_host_memory_is_donated():
+    mesh, rule = make_mesh(MESH), eqxshard.offload(INNER["fsdp"])
+    state = eqxshard.init_state(Model, OPTIM, key=KEY, mesh=mesh, rule=rule)
+    step = eqxshard.make_train_step(squared_errors, OPTIM, mesh=mesh, rule=rule)
+    old = jax.tree.leaves(state.opt_state)
+    step(state, make_batch())
+    assert all(leaf.is_deleted() for leaf in old)
+
+
+@new_jax
+def test_a_state_of_another_memory_is_refused():
+    mesh, rule = make_mesh(MESH), INNER["fsdp"]
+    state = eqxshard.init_state(Model, OPTIM, key=KEY, mesh=mesh, rule=rule)
+    step = eqxshard.make_train_step(
+        squared_errors, OPTIM, mesh=mesh, rule=eqxshard.offload(rule)
+    )
+    with pytest.raises(ValueError, match=r"opt_state.* is sharded as .*; make the state"):
+        step(state, make_batch())

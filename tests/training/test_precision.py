@@ -1,0 +1,222 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import RULES, Model, assert_equal, lenient, make_batch, make_mesh
+
+import eqxshard
+
+OPTIM = lenient(optax.sgd(0.1))
+KEY = jax.random.key(0)
+BF16 = eqxshard.Precision(jnp.bfloat16)
+
+
+def make(loss_fn, precision, mesh="data=1", rule="replicate", optim=OPTIM, **options):
+    placed: dict = dict(mesh=make_mesh(mesh), rule=RULES[rule], precision=precision)
+    state = eqxshard.init_state(Model, optim, key=KEY, **placed)
+    return state, eqxshard.make_train_step(loss_fn, optim, **placed, **options)
+
+
+def errors(model, batch, key):
+    """Losses without dropout, in the type of the model and the batch."""
+    model = eqx.nn.inference_mode(model)
+    return jnp.sum((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2, axis=-1)
+
+
+def dtypes(tree):
+    leaves = jax.tree.leaves(eqx.filter(tree, eqx.is_inexact_array))
+    return {str(leaf.dtype) for leaf in leaves}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_only_the_loss_function_sees_the_compute_type(accumulate):
+    seen = []
+
+    def loss_fn(model, batch, key):
+        seen.append((dtypes(model), {name: x.dtype.name for name, x in batch.items()}))
+        return errors(model, batch, key)
+
+    optim = lenient(optax.adam(0.1))
+    state, train_step = make(loss_fn, BF16, optim=optim, accumulate=accumulate)
+    batch = make_batch(weight=np.ones(32)) | {"index": np.arange(32)}
+    state, metrics = train_step(state, batch)
+    for model, entries in seen:
+        assert model == {"bfloat16"}
+        assert entries == {
+            "x": "bfloat16",
+            "y": "bfloat16",
+            "weight": "float32",
+            "index": "int32",
+        }
+    assert dtypes(state.model) == dtypes(state.opt_state) == {"float32"}
+    assert metrics["loss"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("mesh, rule", [("data=1", "replicate"), ("data=2,fsdp=4", "fsdp")])
+def test_a_step_in_bfloat16_is_what_one_would_write_by_hand(mesh, rule):
+    state, train_step = make(errors, BF16, mesh, rule)
+    batch = make_batch()
+    params, static = eqx.partition(state.model, eqx.is_inexact_array)
+    params = jax.tree.map(np.asarray, params)
+    static = jax.tree.map(lambda x: np.asarray(x) if eqx.is_array(x) else x, static)
+
+    def mean(params):
+        half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (params, batch))
+        losses = errors(eqx.combine(half[0], static), half[1], None)
+        return jnp.mean(losses.astype(jnp.float32))
+
+    loss, grads = jax.value_and_grad(mean)(jax.tree.map(jnp.asarray, params))
+    assert dtypes(grads) == {"float32"}
+    state, metrics = train_step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=5e-3)
+    for new, old, grad in zip(
+        jax.tree.leaves(eqx.filter(state.model, eqx.is_inexact_array)),
+        jax.tree.leaves(params),
+        jax.tree.leaves(grads),
+    ):
+        # The update itself, to the 8 bits that bfloat16 has.
+        scale = float(jnp.max(jnp.abs(grad)))
+        np.testing.assert_allclose((old - new) / 0.1, grad, atol=3e-2 * scale)
+
+
+def test_means_are_taken_in_float32():
+    def loss_fn(model, batch, key):
+        # In bfloat16 the sum of 32 of these would stop growing at 256.
+        return jnp.full(32, 100.5, jnp.bfloat16) + 0 * errors(model, batch, key)
+
+    state, train_step = make(loss_fn, BF16)
+    _, metrics = train_step(state, make_batch())
+    assert metrics.compute()["loss"] == 100.5
+
+
+def test_gradients_are_accumulated_in_float32():
+    def loss_fn(model, batch, key):
+        # One part's gradient is 256 times that of each other.
+        return model.first.bias[0] * batch["x"][:, 0]
+
+    x = np.ones((32, 8), np.float32)
+    x[::16] = 256
+    state, train_step = make(loss_fn, BF16, accumulate=16)
+    before = np.asarray(state.model.first.bias[0])
+    state, _ = train_step(state, make_batch() | {"x": x})
+    change = (before - np.asarray(state.model.first.bias[0])) / 0.1
+    np.testing.assert_allclose(change, x[:, 0].mean(), rtol=1e-5)
+
+
+def test_parameters_are_kept_in_the_type_that_is_asked_for():
+    state, train_step = make(errors, eqxshard.Precision(params=jnp.bfloat16))
+    assert dtypes(state.model) == {"bfloat16"}
+    state, _ = train_step(state, make_batch())
+    assert dtypes(state.model) == {"bfloat16"}
+    assert state.model.permutation.dtype == jnp.int32
+
+
+def test_evaluation_takes_the_same_precision():
+    seen = []
+
+    def metric_fn(model, batch):
+        seen.append(dtypes(model))
+        return {"loss": errors(model, batch, None)}
+
+    mesh, rule = make_mesh("data=2"), RULES["replicate"]
+    state = eqxshard.init_state(Model, OPTIM, key=KEY, mesh=mesh, rule=rule)
+    eval_step = eqxshard.make_eval_step(metric_fn, mesh=mesh, rule=rule, precision=BF16)
+    metrics = eval_step(state.model, make_batch())
+    assert seen == [{"bfloat16"}] and metrics["loss"].dtype == jnp.float32
+
+
+# float16
+
+
+def half(**options):
+    return eqxshard.Precision(jnp.float16, **options)
+
+
+def test_small_gradients_of_float16_do_not_vanish():
+    def loss_fn(model, batch, key):
+        return (model.first.bias[0] * jnp.float16(2.0**-14)) * jnp.float16(2.0**-12)
+
+    def change(precision):
+        state, train_step = make(loss_fn, precision)
+        before = np.asarray(state.model.first.bias[0])
+        state, _ = train_step(state, make_batch())
+        return before - np.asarray(state.model.first.bias[0])
+
+    optim_change = change(half(initial_scale=2.0**20))
+    np.testing.assert_allclose(optim_change, 0.1 * 2.0**-26, rtol=1)
+    assert change(half(initial_scale=1.0)) == 0
+
+
+def test_the_scale_falls_until_a_step_is_finite_and_rises_after_some_that_were():
+    state, train_step = make(errors, half(initial_scale=2.0**24, scale_every=3))
+    batch, scales, skipped = make_batch(), [], []
+    for _ in range(16):
+        before = state.model
+        kept = jax.tree.map(np.asarray, eqx.filter(before, eqx.is_array))
+        state, metrics = train_step(state, batch)
+        assert state.loss_scale is not None
+        scales.append(float(state.loss_scale.scale))
+        skipped.append(bool(metrics.nonfinite))
+        if skipped[-1]:
+            assert_equal(eqx.filter(state.model, eqx.is_array), kept)
+    falls = skipped.index(False)
+    assert 0 < falls < 12
+    assert scales[:falls] == [2.0 ** (23 - i) for i in range(falls)]
+    # The scale of the first finite step holds for three, and then doubles.
+    assert scales[falls : falls + 3] == [scales[falls - 1]] * 2 + [2 * scales[falls - 1]]
+
+
+def test_the_scale_of_the_loss_is_not_in_what_is_reported_or_learned():
+    batch, results = make_batch(), []
+    for precision in (half(initial_scale=1.0), half(initial_scale=256.0)):
+        state, train_step = make(errors, precision)
+        state, metrics = train_step(state, batch)
+        results.append((metrics["loss"], state.model.last.bias))
+    for one, other in zip(*results):
+        np.testing.assert_allclose(one, other, rtol=2e-3, atol=1e-4)
+
+
+def test_state_and_step_need_the_same_precision():
+    mesh, rule = make_mesh("data=1"), RULES["replicate"]
+    state = eqxshard.init_state(Model, OPTIM, key=KEY, mesh=mesh, rule=rule)
+    train_step = eqxshard.make_train_step(
+        errors, OPTIM, mesh=mesh, rule=rule, precision=half()
+    )
+    with pytest.raises(ValueError, match=r"make both with the same precision="):
+        train_step(state, make_batch())
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            {"compute": jnp.int8},
+            "is not a floating-point type; use one such as jnp.bf",
+        ),
+        ({"params": "int32"}, r"Precision\(params='int32'\) is not a floating-point type"),
+        (
+            {"initial_scale": 0.5},
+            r"initial_scale=0.5, scale_every=2000\) must be at least",
+        ),
+        ({"scale_every": 0}, r"scale_every=0\) must be at least 1 each"),
+    ],
+)
+def test_invalid_types_and_numbers_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        eqxshard.Precision(**options)
+
+
+def test_a_scale_too_large_for_the_type_of_the_parameters():
+    def loss_fn(model, batch, key):
+        return model.first.bias[0] * batch["x"][:, 0]
+
+    precision = half(params=jnp.float16, initial_scale=2.0**17)
+    state, train_step = make(loss_fn, precision)
+    before = np.asarray(state.model.first.bias[0], np.float32)
+    batch = make_batch() | {"x": np.full((32, 8), 2.0**-8, np.float32)}
+    state, metrics = train_step(state, batch)
+    change = before - np.asarray(state.model.first.bias[0], np.float32)
+    assert not int(metrics.nonfinite)
+    np.testing.assert_allclose(change, 0.1 * 2.0**-8, rtol=0.3)

@@ -1,0 +1,227 @@
+"""Layers gathered one at a time, and run by one scan."""
+
+import re
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import lenient
+from jax.sharding import PartitionSpec as P
+
+import eqxshard
+from eqxshard.testing import collectives
+
+KEY = jax.random.key(0)
+WIDTH, DEPTH = 32, 6
+OPTIM = lenient(optax.adam(1e-2))
+
+
+class Layer(eqx.Module):
+    up: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+    count: jax.Array
+
+    def __init__(self, key):
+        self.up = eqx.nn.Linear(WIDTH, WIDTH, key=key)
+        self.dropout = eqx.nn.Dropout(0.2)
+        self.count = jnp.arange(3)
+
+    def __call__(self, x, shift=None, *, key=None):
+        x = x if shift is None else x + shift
+        return x + self.dropout(jax.nn.gelu(self.up(x)), key=key, inference=key is None)
+
+
+def stacked(key=KEY):
+    return eqx.filter_vmap(Layer)(jax.random.split(key, DEPTH))
+
+
+def one_by_one(layers, x, *args, key=None):
+    """The reference: a Python loop over the layers."""
+    keys = [None] * DEPTH if key is None else jax.random.split(key, DEPTH)
+    arrays, static = eqx.partition(layers, eqx.is_array)
+    for i in range(DEPTH):
+        layer = eqx.combine(jax.tree.map(lambda leaf, i=i: leaf[i], arrays), static)
+        x = layer(x, *args, key=keys[i])
+    return x
+
+
+@pytest.mark.parametrize("remat", [True, False, jax.checkpoint_policies.dots_saveable])
+def test_it_is_a_loop_over_the_layers(remat):
+    x, key = jax.random.normal(KEY, (WIDTH,)), jax.random.key(1)
+    layers = stacked()
+
+    @eqx.filter_value_and_grad
+    def ours(layers):
+        return jnp.sum(eqxshard.scan_layers(layers, x, x, key=key, remat=remat) ** 2)
+
+    @eqx.filter_value_and_grad
+    def reference(layers):
+        return jnp.sum(one_by_one(layers, x, x, key=key) ** 2)
+
+    for found, expected in zip(
+        jax.tree.leaves(eqx.filter_jit(ours)(layers)), jax.tree.leaves(reference(layers))
+    ):
+        np.testing.assert_allclose(found, expected, 0, 1e-5 * np.abs(expected).max())
+    without = eqxshard.scan_layers(layers, x)
+    np.testing.assert_allclose(without, one_by_one(layers, x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "layers", [Layer(KEY), eqx.tree_at(lambda s: s.count, stacked(), jnp.zeros(3))]
+)
+def test_layers_that_are_not_stacked_are_refused(layers):
+    with pytest.raises(ValueError, match="without a common leading dim; stack the layers"):
+        eqxshard.scan_layers(layers, jnp.zeros(WIDTH))
+
+
+class Deep(eqx.Module):
+    layers: Layer
+    call: Any = eqx.field(static=True)
+
+    def __call__(self, x, key=None):
+        return self.call(self.layers, x, key=key)
+
+
+def losses(model, batch, key):
+    keys = jax.random.split(key, batch["x"].shape[0])
+    return jnp.mean(jax.vmap(model)(batch["x"], keys) ** 2, axis=-1)
+
+
+def by_filter_vmap(model, batch, key):
+    keys = jax.random.split(key, batch["x"].shape[0])
+    return jnp.mean(eqx.filter_vmap(model)(batch["x"], keys) ** 2, axis=-1)
+
+
+def plain_scan(layers, x, *, key):
+    arrays, static = eqx.partition(layers, eqx.is_array)
+
+    def body(x, layer):
+        arrays, key = layer
+        return eqx.combine(arrays, static)(x, key=key), None
+
+    return jax.lax.scan(body, x, (arrays, jax.random.split(key, DEPTH)))[0]
+
+
+def make(call, loss_fn=losses, sizes: Any = None, **options):
+    sizes = {"data": 1, "fsdp": 8} if sizes is None else sizes
+    devices = jax.devices()[: int(np.prod([*sizes.values()]))]
+    mesh = eqxshard.make_mesh(**sizes, devices=devices)
+    # Not over the layers' own dim.
+    rule = eqxshard.by_path({r"up\.": P(None, "fsdp")})
+    placed: dict = dict(mesh=mesh, rule=eqxshard.first_match(rule, eqxshard.replicate()))
+    init = {k: v for k, v in options.items() if k == "precision"}
+    state = eqxshard.init_state(
+        lambda key: Deep(stacked(key), call), OPTIM, key=KEY, **placed, **init
+    )
+    return state, eqxshard.make_train_step(loss_fn, OPTIM, **placed, **options)
+
+
+BATCH = {"x": np.random.default_rng(0).normal(size=(32, WIDTH)).astype(np.float32)}
+
+
+def run(state, train_step, steps=3):
+    found = []
+    for _ in range(steps):
+        state, metrics = train_step(state, BATCH)
+        found.append(metrics.compute()["loss"])
+    return found, state
+
+
+def gathers(train_step, state):
+    found = collectives(train_step, state, BATCH)
+    return [shape for op in found.ops if op.kind == "all-gather" for shape in op.shapes]
+
+
+@pytest.mark.parametrize("loss_fn", [losses, by_filter_vmap])
+def test_under_fsdp_one_layer_at_a_time_is_gathered(loss_fn):
+    state, train_step = make(eqxshard.scan_layers, loss_fn)
+    found = gathers(train_step, state)
+    # A weight and a bias, forward and again backward; never all layers of one.
+    assert len(found) == 4
+    assert all(shape.startswith((f"f32[1,{WIDTH}", f"f32[{WIDTH}")) for shape in found)
+    whole, plain_step = make(plain_scan, loss_fn)
+    assert all(shape.startswith(f"f32[{DEPTH}") for shape in gathers(plain_step, whole))
+    memory: Any = [
+        step.lower(s, BATCH).compile().memory_analysis()
+        for step, s in ((train_step, state), (plain_step, whole))
+    ]
+    ours, theirs = (each.temp_size_in_bytes for each in memory)
+    assert ours < theirs - (DEPTH - 2) * 4 * WIDTH * (WIDTH + 1)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}])
+def test_it_trains_as_one_device_does(options):
+    one, state_one = run(*make(plain_scan, sizes={"data": 1}, **options))
+    found, state = run(*make(eqxshard.scan_layers, **options))
+    np.testing.assert_allclose(found, one, rtol=1e-5)
+    for new, expected in zip(
+        jax.tree.leaves(state.model.layers.up), jax.tree.leaves(state_one.model.layers.up)
+    ):
+        assert new.sharding.spec == P(None, "fsdp")
+        np.testing.assert_allclose(new, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layers: jax.tree.map(lambda x: x + x if eqx.is_array(x) else x, layers),
+        lambda layers: jax.tree.map(lambda x: x[1:] if eqx.is_array(x) else x, layers),
+    ],
+    ids=["computed", "sliced"],
+)
+def test_layers_that_were_computed_from_the_models_own_are_refused_in_a_step(change):
+    def call(layers, x, *, key):
+        return eqxshard.scan_layers(change(layers), x, key=key)
+
+    state, train_step = make(call)
+    with pytest.raises(ValueError) as info:
+        train_step(state, BATCH)
+    says = str(info.value)
+    assert re.match(
+        rf"scan_layers: up\.weight float32\[\d,{WIDTH},{WIDTH}\] is not the", says
+    )
+    assert "is not the model's own array" in says
+    assert "compute inside the layer, or use jax.lax.scan." in says
+
+
+def test_other_stacked_arrays_are_allowed_in_a_step():
+    """Only arrays that look like the model's could make it gather all layers."""
+
+    def call(layers, x, *, key):
+        constants = {"scale": jnp.ones((DEPTH, 5)), "shift": jnp.zeros(DEPTH)}
+
+        class Shift(eqx.Module):
+            arrays: dict[str, jax.Array]
+
+            def __call__(self, x):
+                return x * self.arrays["scale"][0] + self.arrays["shift"]
+
+        return eqxshard.scan_layers(Shift(constants), plain_scan(layers, x, key=key))
+
+    state, train_step = make(call)
+    found, _ = run(state, train_step)
+    expected, _ = run(*make(plain_scan))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_a_layer_is_cast_before_it_is_gathered():
+    seen = []
+
+    def loss_fn(model, batch, key):
+        out = losses(model, batch, key)
+        seen.append((batch["x"].dtype, out.dtype))
+        return out
+
+    precision = eqxshard.Precision(jnp.bfloat16)
+    state, train_step = make(eqxshard.scan_layers, loss_fn, precision=precision)
+    lowered = train_step.lower(state, BATCH).as_text()
+    assert {(a.name, b.name) for a, b in seen} == {("bfloat16", "bfloat16")}
+    # The constraints that gather a layer are on bfloat16; gradients return as float32.
+    constrained = re.findall(r"sharding_constraint .*?tensor<(\w+)>", lowered)
+    assert f"{WIDTH}x{WIDTH}xbf16" in constrained
+    _, state = run(state, train_step)
+    assert state.model.layers.up.weight.dtype == jnp.float32

@@ -1,0 +1,103 @@
+import copy
+import pickle
+
+import equinox as eqx
+import jax
+import optax
+import pytest
+from helpers import (
+    RULES,
+    Model,
+    assert_equal,
+    lenient,
+    make_batch,
+    make_mesh,
+    squared_errors,
+)
+
+import eqxshard
+from eqxshard.training._state import flatten_state
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A function that returns a state from a step, whose modules are not built yet."""
+    mesh, rule, optim = make_mesh(), RULES["replicate"], lenient(optax.adam(1e-3))
+    train_step = eqxshard.make_train_step(squared_errors, optim, mesh=mesh, rule=rule)
+
+    def make():
+        state = eqxshard.init_state(
+            Model, optim, key=jax.random.key(0), mesh=mesh, rule=rule
+        )
+        return train_step(state, make_batch())[0]
+
+    return make
+
+
+LOOKS = {
+    "map": lambda state: jax.tree.map(lambda x: x, state),
+    "flatten": lambda state: jax.tree.unflatten(
+        jax.tree.structure(state), jax.tree.leaves(state)
+    ),
+    "copy": copy.copy,
+    "tree_at": lambda state: eqx.tree_at(lambda s: s.step, state, state.step),
+    "partition": lambda state: eqx.combine(*eqx.partition(state, eqx.is_array)),
+    "attributes": lambda state: eqxshard.TrainState(
+        state.step, state.model, state.opt_state, state.key
+    ),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_state_from_a_step_is_a_pytree_like_others(trained, look):
+    state = trained()
+    seen = LOOKS[look](state)
+    assert isinstance(seen, eqxshard.TrainState)
+    assert_equal(seen, state)
+    assert jax.tree.structure(seen) == jax.tree.structure(state)
+    assert int(seen.step) == 1
+    assert eqx.tree_equal(seen, state)
+    assert repr(seen).startswith("TrainState(\n  step=i32[],\n  model=Model(")
+
+
+def test_a_state_from_a_step_pickles(trained):
+    state = trained()
+    state = eqx.tree_at(lambda s: s.key, state, jax.random.key_data(state.key))
+    model = eqx.filter(state.model, eqx.is_array)
+    state = eqx.tree_at(lambda s: s.model, state, model)
+    assert_equal(pickle.loads(pickle.dumps(state)), state)
+
+
+def test_a_state_is_immutable(trained):
+    state = trained()
+    with pytest.raises(AttributeError, match="'TrainState' object has no attribute 'par"):
+        _ = state.params
+    for name in ("step", "params"):
+        with pytest.raises(AttributeError):
+            setattr(state, name, 3)
+
+
+def test_reading_the_step_builds_no_modules(trained):
+    state = trained()
+    assert int(state.step) == 1 and state._values is None
+    assert flatten_state(state)[0][0] is state.step
+    assert state.model.last.bias.shape == (4,) and state._values is not None
+
+
+def test_paths_begin_with_the_fields(trained):
+    leaves = jax.tree_util.tree_leaves_with_path(trained())
+    found = {jax.tree_util.keystr(path[:1], simple=True) for path, _ in leaves}
+    assert found == {"step", "model", "opt_state", "key"}
+
+
+def test_errors_name_the_field_of_a_leaf(trained):
+    state = eqx.tree_at(lambda s: s.model.first.bias, trained(), {1, 2})
+    with pytest.raises(TypeError, match=r"^model\.first\.bias is a set, neither an array"):
+        flatten_state(state)
+
+
+def test_a_step_or_key_that_is_not_an_array_is_refused(trained, unannotated):
+    state = trained()
+    broken = eqxshard.TrainState(3, state.model, state.opt_state, state.key)  # pyright: ignore
+    with pytest.raises(TypeError, match=r"write jnp\.int32\(0\) and jax\.random\.key\(0\)"):
+        flatten_state(broken)

@@ -1,0 +1,362 @@
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import (
+    MESHES,
+    RULES,
+    Model,
+    assert_close,
+    assert_equal,
+    compiles,
+    lenient,
+    make_batch,
+    make_mesh,
+    squared_errors,
+    stack,
+)
+from jax.sharding import PartitionSpec as P
+from step_helpers import (
+    KEY,
+    OPTIM,
+    SPLITS,
+    WEIGHTS,
+    Wide,
+    make,
+    mean_of_x,
+    setup,
+)
+
+import eqxshard
+from eqxshard.testing import collectives
+
+TESTS = Path(__file__).parents[1]
+
+
+def by_hand(state, batch, weight):
+    """The same step, written with nothing but JAX on one device."""
+    params, static = eqx.partition(state.model, eqx.is_inexact_array)
+    params, opt_state = jax.device_put((params, state.opt_state), jax.devices()[0])
+    static = jax.device_put(eqx.filter(static, eqx.is_array), jax.devices()[0])
+    static = eqx.combine(static, eqx.partition(state.model, eqx.is_array)[1])
+    key = jax.random.fold_in(jax.device_put(state.key, jax.devices()[0]), int(state.step))
+
+    def mean(params):
+        losses = squared_errors(eqx.combine(params, static), batch, key)
+        return jnp.sum(losses * weight) / jnp.sum(weight)
+
+    loss, grads = jax.value_and_grad(mean)(params)
+    updates, opt_state = OPTIM.update(grads, opt_state, params)
+    return loss, eqx.apply_updates(params, updates), opt_state
+
+
+@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("mesh, rule", SPLITS)
+def test_a_step_equals_one_written_by_hand(mesh, rule, weight):
+    state, train_step = setup(mesh, rule)
+    batch = make_batch(weight=WEIGHTS[weight])
+    given = np.ones(32, np.float32) if WEIGHTS[weight] is None else batch["weight"]
+    loss, params, opt_state = by_hand(state, batch, given)
+    state, metrics = train_step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    np.testing.assert_allclose(metrics.weight, given.sum(), rtol=1e-6)
+    assert_close(eqx.filter(state.model, eqx.is_inexact_array), params)
+    assert_close(state.opt_state, opt_state)
+    assert int(state.step) == 1
+
+
+def test_batches_may_be_any_pytree():
+    def loss_fn(model, batch, key):
+        return squared_errors(model, {"x": batch[0], "y": batch[1]}, key)
+
+    one, step_one = setup()
+    two, step_two = setup(loss_fn=loss_fn)
+    batch = make_batch()
+    one, _ = step_one(one, batch)
+    two, _ = step_two(two, (batch["x"], jnp.asarray(batch["y"])))
+    assert_equal(one, two)
+
+
+@pytest.mark.parametrize("mesh, rule", SPLITS)
+def test_many_steps_in_one_dispatch_are_the_same_steps(mesh, rule):
+    batches = [make_batch(seed=seed) for seed in range(5)]
+    one, train_step = setup(mesh, rule)
+    losses = []
+    for batch in batches:
+        one, metrics = train_step(one, batch)
+        losses.append(float(metrics["loss"]))
+    two, train_step = setup(mesh, rule)
+    two, metrics = train_step.many(two, stack(batches))
+    np.testing.assert_allclose(metrics["loss"], losses, rtol=1e-5)
+    assert metrics.compute()["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
+    assert_close(one, two)
+    assert int(two.step) == 5
+
+
+def train_20(mesh, rule):
+    state, train_step = setup(mesh, rule)
+    losses = []
+    for step in range(20):
+        batch = make_batch(seed=step % 4, weight=WEIGHTS["padded"])
+        state, metrics = train_step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses, state.model
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    losses, model = train_20("data=1", "replicate")
+    assert np.mean(losses[-4:]) < np.mean(losses[:4])
+    return losses, model
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("mesh", [name for name in MESHES if name != "data=1"])
+def test_every_loss_is_that_of_one_device(mesh, rule, one_device):
+    """Meshes and rules change where a step is computed, not what."""
+    losses, model = train_20(mesh, rule)
+    np.testing.assert_allclose(losses, one_device[0], rtol=3e-6)
+    assert_close(model, one_device[1])
+
+
+# Compilation
+
+
+@pytest.mark.parametrize("mesh, rule", SPLITS)
+def test_a_step_traces_and_compiles_once(mesh, rule):
+    state, train_step = make(mesh, rule)
+    sharding = eqxshard.batch_sharding(make_mesh(mesh))
+    with compiles("train_step") as events:
+        for seed in range(6):
+            if seed == 4:  # Neither looking at a state nor changing it compiles anew.
+                state = eqx.tree_at(
+                    lambda s: s.model.last.bias, state, replace_fn=jnp.zeros_like
+                )
+            batch = eqxshard.filter_shard(make_batch(seed=seed), sharding)
+            state, _ = train_step(state, batch)
+    assert sorted(events) == [
+        "backend_compile_duration",
+        "jaxpr_to_mlir_module_duration",
+        "jaxpr_trace_duration",
+    ]
+
+
+def test_one_step_serves_models_of_several_shapes():
+    mesh, rule = make_mesh("data=2,fsdp=4"), eqxshard.fsdp(min_size=200)
+    train_step = eqxshard.make_train_step(squared_errors, OPTIM, mesh=mesh, rule=rule)
+    for width, spec in [(4, P()), (64, P(None, "fsdp")), (4, P())]:
+        state = eqxshard.init_state(
+            lambda key, width=width: Wide(jax.random.normal(key, (8, width))),
+            OPTIM,
+            key=KEY,
+            mesh=mesh,
+            rule=rule,
+        )
+        by_hand = jax.tree.map(lambda x: x.copy(), state)
+        for given in (state, by_hand):
+            state, _ = train_step(given, make_batch())
+            assert (
+                state.model.weight.sharding.spec
+                == state.opt_state[0].mu.weight.sharding.spec
+            )
+            assert state.model.weight.sharding.spec == spec
+
+
+def test_fsdp_gathers_weights_and_splits_the_batch():
+    """Left alone, XLA would rather split the features than gather the weights."""
+    width = 64
+    mesh, rule = make_mesh("fsdp=8"), eqxshard.fsdp(min_size=width * width)
+    optim = lenient(optax.sgd(0.1))
+    state = eqxshard.init_state(
+        lambda key: eqx.nn.MLP(width, width, width, 3, key=key),
+        optim,
+        key=KEY,
+        mesh=mesh,
+        rule=rule,
+    )
+
+    def loss_fn(model, batch, key):
+        return jnp.sum(jax.vmap(model)(batch["x"]) ** 2, axis=-1)
+
+    train_step = eqxshard.make_train_step(loss_fn, optim, mesh=mesh, rule=rule)
+    batch = {"x": np.ones((32, width), np.float32)}
+    lowered = train_step.lower(state, batch)
+    # Four gradients, four old and four new parameters are constrained to be split.
+    split = [line for line in lowered.as_text().splitlines() if '[{"fsdp"}, {}]' in line]
+    assert sum("sharding_constraint" in line for line in split) == 12
+    compiled = lowered.compile()
+    found = collectives(compiled)
+    gathers = [op for op in found.ops if op.kind == "all-gather"]
+    assert [op.shapes for op in gathers] == [(f"f32[{width},{width}]",)] * 4
+    assert set(found.counts) <= {"all-gather", "all-reduce", "reduce-scatter"}
+    dots = [line for line in (compiled.as_text() or "").splitlines() if " dot(" in line]
+    assert dots and all("f32[4,64]" in line or "f32[64,64]" in line for line in dots)
+
+
+def test_the_program_is_the_same_in_every_process():
+    """Or the cache would miss, and processes would disagree on a collective."""
+    program = """
+        import sys
+        sys.path.insert(0, sys.argv[1])
+        import hashlib, jax
+        jax.config.update("jax_num_cpu_devices", 8)
+        import optax, eqxshard
+        from helpers import Model, make_batch, squared_errors
+        from jax.sharding import PartitionSpec as P
+        mesh = eqxshard.make_mesh(data=2, fsdp=2, tensor=2)
+        specs = {"first.weight": P(("fsdp", "tensor"), "data")}
+        rule = eqxshard.first_match(eqxshard.by_path(specs), eqxshard.replicate())
+        optim = optax.adam(1e-3)
+        both = dict(mesh=mesh, rule=rule)
+        state = eqxshard.init_state(Model, optim, key=jax.random.key(0), **both)
+        train_step = eqxshard.make_train_step(squared_errors, optim, **both)
+        text = train_step.lower(state, make_batch()).as_text()
+        print(hashlib.sha256(text.encode()).hexdigest())
+    """
+    texts = set()
+    for seed in range(3):
+        out = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(program), TESTS],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": str(seed)},
+        )
+        assert out.returncode == 0, out.stderr[-2000:]
+        texts.add(out.stdout)
+    assert len(texts) == 1
+
+
+# Donation
+
+
+@pytest.mark.parametrize("mesh, rule", [("data=1", "replicate"), ("data=2,fsdp=4", "fsdp")])
+def test_every_buffer_of_the_state_is_reused(mesh, rule):
+    """Warnings of unused donations are errors here."""
+    state, train_step = setup(mesh, rule)
+    state, _ = train_step(state, make_batch())
+
+    def leaves():
+        return [x for x in jax.tree.leaves(state) if eqx.is_array(x)]
+
+    def pointers():
+        return {
+            shard.data.unsafe_buffer_pointer()
+            for leaf in leaves()
+            if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+            for shard in leaf.addressable_shards
+        }
+
+    old_leaves, old = leaves(), pointers()
+    memory: Any = train_step.lower(state, make_batch()).compile().memory_analysis()
+    per_device = (
+        sum(
+            leaf.addressable_shards[0].data.nbytes
+            for leaf in old_leaves
+            if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        )
+        + jax.random.key_data(state.key).nbytes
+    )
+    assert memory.alias_size_in_bytes == per_device
+    state, _ = train_step(state, make_batch())
+    assert all(leaf.is_deleted() for leaf in old_leaves)
+    assert pointers() == old
+
+
+def test_the_batch_is_not_donated():
+    state, train_step = setup()
+    batch = eqxshard.filter_shard(make_batch(), eqxshard.batch_sharding(make_mesh()))
+    train_step(state, batch)
+    assert not any(leaf.is_deleted() for leaf in batch.values())
+
+
+def test_a_state_that_was_donated_is_refused():
+    """JAX 0.10 would crash."""
+    state, train_step = setup()
+    eval_step = eqxshard.make_eval_step(
+        mean_of_x, mesh=make_mesh(), rule=RULES["replicate"]
+    )
+    model = state.model
+    train_step(state, make_batch())
+    with pytest.raises(ValueError, match="this state was donated to an earlier step"):
+        train_step(state, make_batch())
+    with pytest.raises(ValueError, match="donated to an earlier step, and its model"):
+        eval_step(model, make_batch())
+
+
+# States from elsewhere
+
+
+def test_a_state_of_another_mesh_rule_or_optimizer_is_refused(unannotated):
+    state, _ = setup("data=2,fsdp=4", "fsdp")
+    elsewhere = (
+        r"is sharded as P.* on 8 x cpu \(data=2, fsdp=4\), and the step expects P.* on .*; "
+        "make the state and the step with the same mesh and rule"
+    )
+    for mesh, rule in [("data=2,fsdp=4", "replicate"), ("data=4", "fsdp")]:
+        own, step = make(mesh, rule)
+        with pytest.raises(ValueError, match=elsewhere):
+            step(state, make_batch())
+        step(own, make_batch())
+        with pytest.raises(ValueError, match=elsewhere):
+            step(state, make_batch())
+    other = make("data=2,fsdp=4", "fsdp", optim=lenient(optax.sgd(0.1)))[1]
+    with pytest.raises(ValueError, match="use the optimizer, and trainable="):
+        other(state, make_batch())
+    with pytest.raises(
+        TypeError, match="a Model is not a TrainState; make one with init_state"
+    ):
+        other(state.model, make_batch())
+
+
+def test_a_state_may_be_moved_to_another_mesh():
+    state, step = setup("data=2,fsdp=4", "fsdp")
+    other, other_step = setup("data=4")
+    state, _ = step(state, make_batch())
+    other, _ = other_step(other, make_batch())
+    moved = eqxshard.filter_shard(state, other.step.sharding)
+    assert_close(
+        other_step(moved, make_batch(seed=1))[0], other_step(other, make_batch(seed=1))[0]
+    )
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_state_may_come_from_the_host(rule):
+    state, train_step = setup("fsdp=8", rule)
+    twin, _ = setup("fsdp=8", rule)
+    key = jax.random.key_data(state.key)
+    saved = eqx.filter(
+        jax.device_get(eqx.tree_at(lambda s: s.key, state, key)), eqx.is_array
+    )
+    saved = eqx.tree_at(lambda s: s.key, saved, jax.random.wrap_key_data(saved.key))
+    back = eqx.combine(saved, eqx.filter(state, eqx.is_array, inverse=True))
+    with compiles("train_step") as events:
+        back, _ = train_step(back, make_batch())
+        twin, _ = train_step(twin, make_batch())
+        back, _ = train_step(back, make_batch(seed=1))
+    twin, _ = train_step(twin, make_batch(seed=1))
+    assert_equal(back, twin)
+    assert len(events) <= 3
+
+
+def test_meshes_that_are_not_ours_are_refused():
+    mesh = jax.make_mesh((8,), ("data",))
+    for make_it in (
+        lambda: eqxshard.init_state(Model, OPTIM, key=KEY, mesh=mesh, rule=RULES["fsdp"]),
+        lambda: eqxshard.make_train_step(
+            squared_errors, OPTIM, mesh=mesh, rule=RULES["fsdp"]
+        ),
+        lambda: eqxshard.make_eval_step(mean_of_x, mesh=mesh, rule=RULES["fsdp"]),
+    ):
+        with pytest.raises(
+            ValueError, match=r"has the axes \('data',\).*eqxshard.make_mesh"
+        ):
+            make_it()

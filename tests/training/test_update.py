@@ -1,0 +1,199 @@
+"""Updates: frozen parameters, ZeRO, clipping, types."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import (
+    RULES,
+    Model,
+    arrays,
+    assert_close,
+    assert_equal,
+    compiles,
+    lenient,
+    make_batch,
+    make_mesh,
+    part,
+    squared_errors,
+)
+from jax.sharding import PartitionSpec as P
+from step_helpers import KEY, OPTIM, Wide, train, without_dropout
+
+import eqxshard
+from eqxshard.testing import collectives
+
+MESHES = [("data=1", "replicate"), ("data=2,fsdp=4", "fsdp")]
+
+
+# Frozen parameters
+
+
+def only_last(make_model=Model):
+    """A filter spec: the last layer is trained."""
+    model = eqx.filter_eval_shape(make_model, KEY)
+    frozen = jax.tree.map(lambda _: False, model)
+    return eqx.tree_at(lambda model: model.last, frozen, replace=True)
+
+
+@pytest.mark.parametrize("mesh, rule", MESHES)
+def test_frozen_arrays_do_not_change_and_have_no_optimizer_state(mesh, rule):
+    _, state, _ = train(Model, squared_errors, mesh, rule, trainable=only_last())
+    fresh = Model(KEY)
+    assert_equal(state.model.first, fresh.first)
+    for new, old in zip(jax.tree.leaves(state.model.last), jax.tree.leaves(fresh.last)):
+        assert np.all(np.asarray(new) != np.asarray(old))
+    moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
+    assert sorted(leaf.shape for leaf in moments) == [(4,), (4,), (4, 32), (4, 32)]
+
+
+def test_the_rest_is_trained_as_if_the_frozen_part_were_a_constant():
+    fixed = Model(KEY)
+
+    def loss_fn(last, batch, key):
+        return squared_errors(eqx.tree_at(lambda m: m.last, fixed, last), batch, key)
+
+    losses, state, _ = train(
+        Model, squared_errors, "data=8", "replicate", trainable=only_last()
+    )
+    alone, expected, _ = train(lambda key: Model(key).last, loss_fn, "data=1", "replicate")
+    np.testing.assert_allclose(losses, alone, rtol=1e-5)
+    assert_close(state.model.last, expected.model)
+
+
+def test_functions_of_leaves_choose_what_is_trained():
+    matrices = lambda leaf: eqx.is_array(leaf) and leaf.ndim == 2  # noqa: E731
+    _, state, _ = train(Model, squared_errors, "data=1", "replicate", trainable=matrices)
+    fresh = Model(KEY)
+    assert_equal(state.model.first.bias, fresh.first.bias)
+    assert np.any(np.asarray(state.model.first.weight) != np.asarray(fresh.first.weight))
+
+
+def test_a_spec_for_another_model_is_refused():
+    with pytest.raises(
+        ValueError, match=r"trainable is not a prefix of the model; make it"
+    ):
+        train(Model, squared_errors, "data=1", "replicate", trainable={"last": True})
+
+
+def test_a_step_of_another_spec_is_refused():
+    _, state, _ = train(Model, squared_errors, "data=1", "replicate", steps=1)
+    other = eqxshard.make_train_step(
+        squared_errors,
+        OPTIM,
+        mesh=make_mesh("data=1"),
+        rule=RULES["replicate"],
+        trainable=only_last(),
+    )
+    with pytest.raises(ValueError, match="use the optimizer, and trainable=, that"):
+        other(state, make_batch())
+
+
+# Gradients and optimizer state that are split unlike the parameters
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 4}])
+def test_zero1_trains_as_one_device_does(options):
+    given: dict = dict(steps=5, **options)
+    one, state_one, _ = train(Model, squared_errors, "data=1", "replicate", **given)
+    rule = eqxshard.zero1(min_size=1)
+    many, state, train_step = train(Model, squared_errors, "data=8", rule, **given)
+    np.testing.assert_allclose(many, one, rtol=1e-5)
+    assert_close(state.model, state_one.model)
+    assert state.model.first.weight.sharding.spec == P()
+    moments = state.opt_state[0]
+    assert part(moments.mu.first.weight) == part(moments.nu.first.weight) == (4, 8)
+    # The updated parts are gathered, and nothing else; the last bias has only 4 elements.
+    assert collectives(train_step, state, make_batch()).counts["all-gather"] == 3
+
+
+def test_zero1_keeps_everything_if_a_step_is_skipped():
+    rule = eqxshard.zero1(min_size=1)
+    _, state, train_step = train(Model, squared_errors, "data=8", rule, steps=1)
+    before = arrays((state.model, state.opt_state))
+    batch = make_batch()
+    batch["x"][3, 3] = np.inf
+    state, metrics = train_step(state, batch)
+    assert int(metrics.nonfinite) == 1
+    for path, array in arrays((state.model, state.opt_state)).items():
+        np.testing.assert_array_equal(array, before[path], err_msg=path)
+
+
+@pytest.mark.parametrize(
+    "rule", [RULES["fsdp"], eqxshard.zero1(min_size=1, axis=("data", "fsdp"))]
+)
+def test_clipping_uses_the_norm_of_the_whole_gradient(rule):
+    optim = lenient(optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)))
+    one = train(Model, squared_errors, "data=1", "replicate", optim=optim)
+    many = train(Model, squared_errors, "data=2,fsdp=4", rule, optim=optim)
+    np.testing.assert_allclose(many[0], one[0], rtol=1e-5)
+    assert_close(many[1].model, one[1].model)
+    # It did clip.
+    _, state, _ = train(Model, squared_errors, "data=2,fsdp=4", rule, optim=optim, steps=1)
+    change = jax.tree.map(
+        lambda new, old: np.asarray(new) - np.asarray(old),
+        *(eqx.filter(model, eqx.is_inexact_array) for model in (state.model, Model(KEY))),
+    )
+    assert float(optax.tree.norm(change)) == pytest.approx(0.05, rel=1e-4)
+
+
+# Optimizers
+
+
+def test_parameters_keep_their_type():
+    """Whatever type an optimizer's updates are of."""
+    mesh, rule = make_mesh(), RULES["replicate"]
+    optim = lenient(optax.adam(1e-2, mu_dtype=jnp.float32))
+    for nonfinite in ("skip", "ignore"):
+        state = eqxshard.init_state(
+            lambda key: Wide(jax.random.normal(key, (8, 8), jnp.bfloat16)),
+            optim,
+            key=KEY,
+            mesh=mesh,
+            rule=rule,
+        )
+
+        def loss_fn(model, batch, key):
+            half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), batch)
+            return squared_errors(model, half, key)
+
+        train_step = eqxshard.make_train_step(
+            loss_fn, optim, mesh=mesh, rule=rule, nonfinite=nonfinite
+        )
+        with jax.numpy_dtype_promotion("standard"), compiles("train_step") as events:
+            state, metrics = train_step(state, make_batch())
+            for seed in range(2):
+                state, metrics = train_step(state, make_batch(seed=seed))
+        assert state.model.weight.dtype == jnp.bfloat16
+        assert metrics.totals["loss"].dtype == jnp.float32
+        assert len(events) == 3
+
+
+def test_an_optimizer_may_ask_for_the_loss():
+    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, accumulation_size=1)
+    optim = optax.chain(optax.sgd(0.0), plateau)
+    mesh, rule = make_mesh(), RULES["replicate"]
+    with jax.numpy_dtype_promotion("standard"):
+        state = eqxshard.init_state(Model, optim, key=KEY, mesh=mesh, rule=rule)
+        train_step = eqxshard.make_train_step(without_dropout, optim, mesh=mesh, rule=rule)
+        state, metrics = train_step(state, make_batch())
+        for _ in range(3):
+            state, _ = train_step(state, make_batch())
+    assert state.opt_state[1].best_value == pytest.approx(metrics.compute()["loss"])
+    assert state.opt_state[1].scale < 1
+
+
+def test_a_model_without_parameters_takes_steps():
+    mesh, rule = make_mesh(), RULES["replicate"]
+    state = eqxshard.init_state(
+        lambda key: Wide(jnp.ones((8, 8), jnp.int32)), OPTIM, key=KEY, mesh=mesh, rule=rule
+    )
+
+    def loss_fn(model, batch, key):
+        return jnp.sum(batch["x"] @ model.weight.astype(jnp.float32), axis=-1)
+
+    train_step = eqxshard.make_train_step(loss_fn, OPTIM, mesh=mesh, rule=rule)
+    state, metrics = train_step(state, make_batch())
+    assert int(state.step) == 1 and "nonfinite" not in metrics.compute()

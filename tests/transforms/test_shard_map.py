@@ -1,0 +1,290 @@
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import eqxshard
+
+MESH = eqxshard.make_mesh(data=2, fsdp=4)
+WHOLE = P()
+ROWS = P(("data", "fsdp"))
+X = np.linspace(-1, 1, 64, dtype=np.float32).reshape(16, 4)
+
+
+def make_model():
+    return eqx.nn.MLP(4, 3, 8, 1, key=jax.random.key(0))
+
+
+def identity(*args):
+    return args
+
+
+def shard_map(
+    fn: Any = identity,
+    in_specs: Any = WHOLE,
+    out_specs: Any = WHOLE,
+    mesh: Any = MESH,
+    **kwargs: Any,
+) -> Any:
+    return eqxshard.filter_shard_map(fn, mesh, in_specs, out_specs, **kwargs)
+
+
+# Filtering
+
+
+def test_arrays_are_split_and_the_rest_passes_through():
+    seen = []
+
+    def fn(model, batch, activation, name, nothing):
+        seen.append((batch["x"].shape, batch["scale"], activation, name, nothing))
+        y = batch["scale"] * activation(jax.vmap(model)(batch["x"]))
+        total = jax.lax.psum(jnp.sum(y), ("data", "fsdp"))
+        return {"y": y, "total": total}, model, activation, name, nothing
+
+    model = make_model()
+    batch = {"x": X, "scale": 2}
+    mapped = shard_map(
+        fn, (P(), ROWS, None, P(), P()), ({"y": ROWS, "total": P()}, P(), P(), P(), None)
+    )
+    expected = 2 * jnp.tanh(jax.vmap(model)(jnp.asarray(X)))
+    for call in (mapped, eqxshard.filter_jit(mapped)):
+        out, same_model, *rest = call(model, batch, jnp.tanh, "name", None)
+        np.testing.assert_allclose(out["y"], expected, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(out["total"], jnp.sum(expected), rtol=1e-5)
+        assert eqx.tree_equal(same_model, model)
+        assert rest == [jnp.tanh, "name", None]
+    assert seen == [((2, 4), 2, jnp.tanh, "name", None)] * 2
+
+
+def test_specs_may_be_a_tree_like_the_argument():
+    mesh = eqxshard.make_mesh(data=2, tensor=4)
+
+    def fn(model, x):
+        assert model.layers[0].weight.shape == (2, 4)
+        hidden = jax.nn.relu(model.layers[0].weight @ x + model.layers[0].bias)
+        y = jax.lax.psum(model.layers[1].weight @ hidden, "tensor")
+        return model, y + model.layers[1].bias
+
+    model = make_model()
+    split = eqxshard.by_path({r"0\.": P("tensor"), r"1\.weight": P(None, "tensor")})
+    rule = eqxshard.first_match(split, eqxshard.replicate())
+    specs = jax.tree.map(lambda place: place.spec, eqxshard.shardings(model, mesh, rule))
+    mapped = shard_map(fn, (specs, P()), (specs, P()), mesh)
+    same_model, y = eqxshard.filter_jit(mapped)(model, X[0])
+    np.testing.assert_allclose(y, model(X[0]), rtol=1e-6)
+    assert eqx.tree_equal(same_model, model)
+
+
+def test_results_may_be_numpy_arrays_and_nothing():
+    out, nothing = shard_map(lambda x: (np.arange(3), None), P("data"))(X)
+    np.testing.assert_array_equal(out, np.arange(3))
+    assert nothing is None
+
+
+def test_static_results_need_not_be_hashable():
+    class Unhashable:
+        __hash__ = None  # pyright: ignore
+
+    out = shard_map()(Unhashable(), jnp.asarray(X))
+    assert isinstance(out[0], Unhashable)
+
+
+def test_each_device_has_its_own_part():
+    def fn(x):
+        return x + jax.lax.axis_index(("data", "fsdp")).astype(x.dtype)
+
+    expected = X + np.repeat(np.arange(8, dtype=np.float32), 2)[:, None]
+    np.testing.assert_array_equal(jax.jit(shard_map(fn, ROWS, ROWS))(X), expected)
+
+
+def test_jax_checks_that_results_agree_unless_told_not_to():
+    def fn(x):
+        return jax.lax.all_gather(x, ("data", "fsdp"), tiled=True)
+
+    with pytest.raises(ValueError, match="require replication"):
+        jax.jit(shard_map(fn, ROWS))(X)
+    np.testing.assert_array_equal(jax.jit(shard_map(fn, ROWS, check_vma=False))(X), X)
+
+
+def test_the_mesh_of_the_context():
+    mapped = shard_map(lambda x: x + jax.lax.axis_size("data"), ROWS, ROWS, None)
+    with jax.set_mesh(MESH):
+        np.testing.assert_array_equal(mapped(X), X + 2)
+        np.testing.assert_array_equal(jax.jit(mapped)(X), X + 2)
+
+
+def test_the_mesh_of_the_step_inside_a_step():
+    def squares(model, x):
+        return jnp.sum(jax.vmap(model)(x) ** 2, axis=-1)
+
+    def per_device(model, x):
+        assert x.shape == (2, 4)
+        return squares(model, x)
+
+    def loss_fn(model, batch, key):
+        return shard_map(per_device, (P(), ROWS), ROWS, None)(model, batch["x"])
+
+    rule, optim = eqxshard.fsdp(min_size=1), optax.sgd(0.125)
+    state = eqxshard.init_state(
+        lambda key: make_model(), optim, key=jax.random.key(0), mesh=MESH, rule=rule
+    )
+    train_step = eqxshard.make_train_step(loss_fn, optim, mesh=MESH, rule=rule)
+    state, _ = train_step(state, {"x": X})
+    model = make_model()
+    grads = eqx.filter_grad(lambda model: jnp.mean(squares(model, X)))(model)
+    updates = jax.tree.map(lambda grad: -grad / 8, grads)
+    assert_close(state.model, eqx.apply_updates(model, updates))
+
+
+def test_some_axes_can_stay_automatic():
+    def fn(x):
+        assert x.shape == (8, 4)  # split over data, and whole along fsdp
+        assert jax.sharding.get_abstract_mesh().manual_axes == ("data",)
+        return x * jax.lax.axis_size("data")
+
+    placed = jax.device_put(X, NamedSharding(MESH, ROWS))
+    mapped = shard_map(fn, P("data"), P("data"), axis_names={"data"})
+    np.testing.assert_array_equal(jax.jit(mapped)(placed), 2 * X)
+
+
+# Functions that hold arrays
+
+
+class Rows(eqx.Module):
+    model: eqx.nn.MLP
+
+    def __call__(self, x):
+        return jax.vmap(self.model)(x)
+
+
+def test_a_module_is_a_function_that_every_device_has_whole():
+    def loss(rows, x):
+        return jnp.sum(shard_map(rows, ROWS, ROWS)(x) ** 2)
+
+    def loss_of_method(rows, x):
+        return jnp.sum(shard_map(rows.__call__, ROWS, ROWS)(x) ** 2)
+
+    def expected(rows, x):
+        return jnp.sum(rows(x) ** 2)
+
+    rows = Rows(make_model())
+    grads = eqx.filter_grad(expected)(rows, X)
+    assert_close(eqxshard.filter_jit(eqx.filter_grad(loss))(rows, X), grads)
+    assert_close(eqxshard.filter_jit(eqx.filter_grad(loss_of_method))(rows, X), grads)
+
+
+def test_the_arrays_of_a_module_are_arguments_and_not_constants():
+    mapped = shard_map(Rows(make_model()), ROWS, ROWS)
+    grads = eqx.filter_grad(lambda mapped: jnp.sum(mapped(X)))(mapped)
+    assert_close(grads.fn, eqx.filter_grad(lambda rows: jnp.sum(rows(X)))(mapped.fn))
+
+
+def test_it_keeps_the_name_and_docstring():
+    def fn(x):
+        """Twice."""
+        return 2 * x
+
+    mapped = shard_map(fn)
+    assert (mapped.__name__, mapped.__doc__) == ("fn", "Twice.")
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    "kwargs, args, message",
+    [
+        (
+            {"in_specs": (P(), {"x": ROWS})},
+            (1, {"x": X[:6]}),
+            r"^args\.1\.x \(6, 4\): P\(\('data', 'fsdp'\),\) splits dim 0 of size 6 over "
+            r"data=2 x fsdp=4, which does not divide it; choose .* a multiple of 8",
+        ),
+        (
+            {"in_specs": P("fdsp")},
+            (X,),
+            r"^args\.0 \(16, 4\): P\('fdsp',\) names the axis 'fdsp', which the mesh does "
+            "not have; did you mean 'fsdp'",
+        ),
+        (
+            {"out_specs": ({"x": P("dta")},)},
+            ({"x": X},),
+            r"^out_specs: P\('dta',\) names the axis 'dta', .* did you mean 'data'",
+        ),
+        (
+            {"axis_names": {"dta"}},
+            (X,),
+            r"^axis_names={'dta'} names the axis 'dta', .* did you mean 'data'",
+        ),
+        (
+            {"in_specs": P(None, None, "data")},
+            (X,),
+            "has 3 entries and the array 2 dims",
+        ),
+        (
+            {"in_specs": (P(), P())},
+            (X,),
+            "^in_specs has 2 entries for 1 positional arguments; give one for each",
+        ),
+        (
+            {"in_specs": ({"y": P()},)},
+            ({"x": X},),
+            "^in_specs is not a prefix of args; give one PartitionSpec for all of it",
+        ),
+        (
+            {"out_specs": ({"y": P()},)},
+            ({"x": X},),
+            "^out_specs is not a prefix of result; give one PartitionSpec for all of it",
+        ),
+        (
+            {"in_specs": ({"x": None},)},
+            ({"x": X},),
+            r"^in_specs has None for the array args\.0\.x \(16, 4\); write P\(\)",
+        ),
+        (
+            {"in_specs": P("data"), "out_specs": None},
+            (X,),
+            r"^out_specs has None for the array result\.0 \(8, 4\); write P\(\)",
+        ),
+        (
+            {"in_specs": P("fsdp"), "axis_names": {"data"}},
+            (X,),
+            r"^args\.0: P\('fsdp',\) names the axis 'fsdp', which is not in "
+            "axis_names={'data'}; add it there, or leave it out of the spec",
+        ),
+        (
+            {"out_specs": P("fsdp"), "axis_names": {"data"}},
+            (X,),
+            r"^out_specs: P\('fsdp',\) names the axis 'fsdp', which is not in",
+        ),
+        ({"mesh": None}, (X,), "^filter_shard_map has no mesh; give it one, or call it"),
+    ],
+)
+def test_what_does_not_fit_is_named(kwargs, args, message):
+    with pytest.raises(ValueError, match=message):
+        shard_map(**kwargs)(*args)
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        ({"in_specs": {"x": P()}}, "^in_specs is a dict; give a tuple with an entry"),
+        ({"in_specs": None}, "^in_specs is a NoneType; give a tuple with an entry"),
+        (
+            {"in_specs": ({"x": NamedSharding(MESH, P())},)},
+            r"^in_specs\.0\.x is a NamedSharding, not a PartitionSpec; write .* the \.spec",
+        ),
+        ({"in_specs": ("data",)}, r"^in_specs\.0 is a str, not a PartitionSpec"),
+        ({"out_specs": ({"x": "data"},)}, r"^out_specs\.0\.x is a str, not a Partition"),
+    ],
+)
+def test_what_is_not_a_spec_is_named(kwargs, message, unannotated):
+    with pytest.raises(TypeError, match=message):
+        shard_map(**kwargs)({"x": X})
