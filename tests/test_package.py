@@ -57,7 +57,7 @@ TESTED_ELSEWHERE = {
     "training/_jaxprs.py": "training/test_compile.py and test_lookups.py",
 }
 
-LONGEST_FILE, LONGEST_FUNCTION, LONGEST_CLASS = 400, 80, 280
+LONGEST_FILE, LONGEST_FUNCTION, LONGEST_CLASS = 400, 80, 270
 MOST_ENTRIES = 18
 
 

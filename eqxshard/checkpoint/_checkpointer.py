@@ -1,6 +1,5 @@
 """`Checkpointer`: states on disk, to resume from on any mesh."""
 
-import contextlib
 import dataclasses
 import operator
 import os
@@ -11,13 +10,10 @@ from typing import Any, Literal, TypeVar
 import equinox as eqx
 from jaxtyping import PyTree
 
-from ..distributed import (
-    assert_same_on_all_processes,
-    broadcast_from_first,
-    is_main_process,
-)
+from ..distributed import assert_same_on_all_processes, broadcast_from_first
 from ..training._state import TrainState, flatten_state, unflatten_state
 from ._arrays import check_structure, partition_by_path, read
+from ._best import Best
 from ._description import Description
 from ._folder import CheckpointFolder
 from ._writer import CheckpointWriter
@@ -46,8 +42,8 @@ class Checkpointer:
     - `save_interval_steps`: save every this many steps.
     - `save_interval_seconds`: save at the first report of [`eqxshard.fit`][] after this
         many seconds, 10 minutes by default; `None` for never.
-    - `best`: the name of a metric that `fit` reports, such as `"eval/accuracy"`: the
-        checkpoint with its best value is kept, too.
+    - `best`: the name of a metric that `fit` reports, such as `"eval/accuracy"`: `fit`
+        saves whenever it is better than before, and the best checkpoint is kept, too.
     - `mode`: whether the best value is the largest (`"max"`) or the smallest (`"min"`).
 
     **Raises:**
@@ -86,8 +82,7 @@ class Checkpointer:
             save_interval_steps
         )
         self._save_interval_seconds = save_interval_seconds
-        self._best = best
-        self._mode = mode
+        self._best = Best(self._folder, best, mode)
         self._last_save = time.monotonic()
         self._writer = CheckpointWriter(self._folder, self._steps_to_keep)
 
@@ -97,16 +92,18 @@ class Checkpointer:
 
     def best_step(self) -> int | None:
         """The step whose checkpoint has the best value of `best`, if one has a value."""
-        if self._best is None:
-            return None
-        sign = 1 if self._mode == "max" else -1
-        values = {}
-        for step in self._folder.good_steps():
-            # Read without verifying: damage must not end a run.
-            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-                values[step] = sign * self._folder.description(step).metrics[self._best]
-        # Of equals, the latest.
-        return max(values, key=lambda step: (values[step], step), default=None)
+        return self._best.step()
+
+    def is_best(self, metrics: Mapping[str, float]) -> bool:
+        """Whether metrics are better, by `best`, than those of every checkpoint.
+
+        [`eqxshard.fit`][] asks after each evaluation, to save.
+        """
+        if not self._best.is_beaten_by(metrics):
+            return False
+        # The checkpoint that is being written may be better.
+        self._writer.close()
+        return self._best.is_beaten_by(metrics)
 
     def description(self, step: int) -> dict[str, Any]:
         """The description of a checkpoint.
@@ -222,22 +219,11 @@ class Checkpointer:
             "first step": step,
             "save_interval_steps": self.save_interval_steps,
             "timed": self._save_interval_seconds is not None,
-            "best": self._best,
+            "best": self._best.metric,
         }
         assert_same_on_all_processes("run", facts)
-        fault = broadcast_from_first(self._folder.claim() if is_main_process() else None)
-        if fault is not None:
-            raise ValueError(fault)
-        # If hosts do not share the folder, each sees different checkpoints.
-        assert_same_on_all_processes("run", {"checkpoints": self.steps()})
-        steps = self._folder.good_steps()
-        if steps and steps[-1] > step:
-            raise ValueError(
-                f"{self.directory} has a checkpoint of step {steps[-1]}, and the run "
-                f"starts from step {step}; restore that one to go on, or give the run "
-                "another directory."
-            )
-        if step in steps:
+        self._folder.claim_from(step)
+        if step in self._folder.good_steps():
             position = self._folder.description(step).loader
             # A loader of the user's own may have no position but the step.
             if position is not None and hasattr(loader, "restore"):

@@ -1,11 +1,16 @@
 """The folder of a run's checkpoints: listing, choosing, completing and removing them."""
 
+import contextlib
 import logging
 import os
 from collections.abc import Collection
 from typing import Any
 
-from ..distributed import broadcast_from_first, is_main_process
+from ..distributed import (
+    assert_same_on_all_processes,
+    broadcast_from_first,
+    is_main_process,
+)
 from ._checksums import invalidate, is_complete, verify, write_checksums
 from ._description import FILE, Description
 
@@ -57,6 +62,15 @@ class CheckpointFolder:
     def description(self, step: int) -> Description:
         """The description of a checkpoint, unchecked."""
         return Description.from_json((self.at(step) / FILE).read_text())
+
+    def metric(self, name: str) -> dict[int, float]:
+        """By step, a metric of each good checkpoint that has it."""
+        values: dict[int, float] = {}
+        for step in self.good_steps():
+            # Read without verifying: damage must not end a run.
+            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+                values[step] = self.description(step).metrics[name]
+        return values
 
     def check(self, step: int) -> Description:
         """Verify a checkpoint and return its description; raise if missing or damaged."""
@@ -139,6 +153,21 @@ class CheckpointFolder:
             invalidate(self.at(step))
             self.remove(step)
             self._damaged.discard(step)
+
+    def claim_from(self, step: int) -> None:
+        """Claim the folder for a run that starts from a step, or raise `ValueError`."""
+        fault = broadcast_from_first(self.claim() if is_main_process() else None)
+        if fault is not None:
+            raise ValueError(fault)
+        # If hosts do not share the folder, each sees different checkpoints.
+        assert_same_on_all_processes("run", {"checkpoints": self.steps()})
+        steps = self.good_steps()
+        if steps and steps[-1] > step:
+            raise ValueError(
+                f"{self.path} has a checkpoint of step {steps[-1]}, and the run starts "
+                f"from step {step}; restore that one to go on, or give the run another "
+                "directory."
+            )
 
     def claim(self) -> str | None:
         """Make the folder ours; return a sentence if that failed, else `None`.

@@ -27,6 +27,8 @@ class Schedule:
 
     - `first`, `last`: the step that the run starts from, and the one that it ends at.
     - `epoch`: the number of steps in an epoch.
+    - `evaluate_every`: the number of steps between evaluations, each of which is
+        reported.
     - `log_every`: the number of steps between reports.
     - `checkpointer`: decides when to save, if there is one.
     - `stop`: knows whether a signal asked the run to end.
@@ -37,40 +39,55 @@ class Schedule:
         first: int,
         last: int,
         epoch: int,
+        evaluate_every: int,
         log_every: int,
         checkpointer: Checkpointer | None,
         stop: Any,
     ):
         self.first = first
         self.last = last
-        self._epoch = epoch
-        self._log_every = log_every
+        self._periods = (epoch, evaluate_every, log_every)
+        self._evaluate_every = evaluate_every
         self._checkpointer = checkpointer
         self._stop = stop
 
     def after(self, step: int) -> Due:
         """The actions due after a step. Several processes must ask about the same steps."""
-        ends = step % self._epoch == 0 or step == self.last
-        report = ends or step % self._log_every == 0
+        ends = step == self.last
+        report = ends or any(step % period == 0 for period in self._periods)
         leave = self._stop.requested(step)
         save = self._checkpointer is not None and (
             leave
             or step == self.last
             or self._checkpointer.should_save(step, reporting=report)
         )
-        return Due(report=report or save, evaluate=ends, save=save, leave=leave)
+        evaluate = ends or step % self._evaluate_every == 0
+        return Due(report=report or save, evaluate=evaluate, save=save, leave=leave)
 
     @property
     def longest_chunk(self) -> int:
         """The largest number of steps with nothing due between them."""
-        interval = self._checkpointer and self._checkpointer.save_interval_steps
-        return min(n for n in (self._epoch, self._log_every, interval) if n)
+        return min(self._all_periods())
 
     def chunk_after(self, step: int) -> int:
         """The number of steps to take before anything is due."""
+        return min(self.last - step, *(n - step % n for n in self._all_periods()))
+
+    def _all_periods(self) -> list[int]:
         interval = self._checkpointer and self._checkpointer.save_interval_steps
-        periods = [n for n in (self._epoch, self._log_every, interval) if n]
-        return min(self.last - step, *(n - step % n for n in periods))
+        return [*self._periods, *([interval] if interval else [])]
+
+
+def evaluation_interval(evaluate_every: int | str, epoch: int) -> int:
+    """The number of steps between evaluations."""
+    if evaluate_every == "epoch":
+        return epoch
+    if not isinstance(evaluate_every, int) or evaluate_every < 1:
+        raise ValueError(
+            f"evaluate_every={evaluate_every!r} must be a positive number of steps, or "
+            "'epoch'."
+        )
+    return evaluate_every
 
 
 def last_step(

@@ -223,3 +223,39 @@ def test_numbers_that_make_no_sense_are_refused(train_step, options, message):
     with pytest.raises(ValueError, match=message):
         eqxshard.fit(new_state(), train_step, make_loader(), trackers=[recorder], **options)
     assert recorder.closed == 1
+
+
+@pytest.mark.parametrize("placement", ["host", "device"])
+def test_evaluations_at_any_step(train_step, placement):
+    recorder, seen = Recorder(), []
+
+    def evaluate(model):
+        seen.append(float(jnp.sum(model.first.weight)))
+        return {"sum": seen[-1]}
+
+    loader = make_loader(placement=placement)
+    options: dict = {"evaluate": evaluate, "trackers": [recorder], "log_every": 4}
+    eqxshard.fit(new_state(), train_step, loader, steps=11, evaluate_every=3, **options)
+    assert recorder.steps("eval/sum") == [3, 6, 9, 11]
+    assert recorder.steps("train/loss") == [3, 4, 6, 8, 9, 11]
+    assert [x["eval/sum"] for _, x in recorder.lines if "eval/sum" in x] == seen
+
+
+MISTAKES = {
+    "list": ({"loader": [1, 2]}, "a list is not a loader; make an eqxshard.Loader"),
+    "generator": ({"loader": (x for x in ())}, "a generator is not a loader; make an"),
+    "function": ({"trackers": [print]}, "is not a tracker; give an object with log"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_other_things_than_loaders_and_trackers_are_refused(
+    train_step, mistake, unannotated
+):
+    options, sentence = MISTAKES[mistake]
+    with pytest.raises(TypeError, match=sentence):
+        eqxshard.fit(
+            **{"state": new_state(), "train_step": train_step, "loader": make_loader()}
+            | {"steps": 1}
+            | options
+        )

@@ -3,14 +3,16 @@ from types import SimpleNamespace
 import pytest
 
 from eqxshard import Checkpointer
-from eqxshard.loop._schedule import Due, Schedule, last_step
+from eqxshard.loop._schedule import Due, Schedule, evaluation_interval, last_step
 
 
-def schedule(first=0, last=10, epoch=4, log_every=3, interval=None, stops_at=None):
+def schedule(
+    first=0, last=10, epoch=4, log_every=3, interval=None, stops_at=None, evaluate_every=4
+):
     """What is due in a run that saves every `interval` steps, and is told to stop."""
     checkpointer = interval and Checkpointer("never written", save_interval_steps=interval)
     stop = SimpleNamespace(requested=lambda step: step == stops_at)
-    return Schedule(first, last, epoch, log_every, checkpointer, stop)
+    return Schedule(first, last, epoch, evaluate_every, log_every, checkpointer, stop)
 
 
 def steps(schedule, what, last=10):
@@ -21,6 +23,11 @@ def test_reports_are_due_at_intervals_and_at_the_end_of_epochs():
     assert steps(schedule(), "report") == [3, 4, 6, 8, 9, 10]
     assert steps(schedule(), "evaluate") == [4, 8, 10]
     assert steps(schedule(), "save") == []
+
+
+def test_an_evaluation_needs_a_report():
+    assert steps(schedule(evaluate_every=5), "evaluate") == [5, 10]
+    assert steps(schedule(evaluate_every=5), "report") == [3, 4, 5, 6, 8, 9, 10]
 
 
 def test_a_save_needs_a_report():
@@ -51,8 +58,16 @@ def test_chunks_end_where_something_is_due():
     assert chunks(schedule(first=2)) == [1, 1, 2, 2, 1, 1]
     assert chunks(schedule(log_every=100)) == [4, 4, 2]
     assert chunks(schedule(log_every=100, interval=5)) == [4, 1, 3, 2]
+    assert chunks(schedule(log_every=100, evaluate_every=3)) == [3, 1, 2, 2, 1, 1]
     assert schedule(interval=2).longest_chunk == 2
     assert schedule(log_every=100).longest_chunk == 4
+
+
+@pytest.mark.parametrize("evaluate_every", [0, -1, "epohc"])
+def test_evaluations_are_some_steps_apart(evaluate_every):
+    assert evaluation_interval("epoch", 4) == 4 and evaluation_interval(7, 4) == 7
+    with pytest.raises(ValueError, match="must be a positive number of steps, or 'epoch'"):
+        evaluation_interval(evaluate_every, 4)
 
 
 def test_a_run_ends_at_a_step_or_after_epochs():

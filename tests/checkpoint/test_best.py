@@ -1,0 +1,69 @@
+import pytest
+from loop_helpers import make, make_loader
+
+import eqxshard
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory):
+    """For each mode, the folder of a run whose best evaluation is not its last."""
+
+    def run(mode, sign):
+        scores = iter(sign * x for x in [0.1, 0.9, 0.5, 0.9, float("nan"), 0.3])
+        saved: list[int] = []
+
+        class Recorded(eqxshard.Checkpointer):
+            def save(self, state, **options):
+                saved.append(int(state.step))
+                super().save(state, **options)
+
+        folder = tmp_path_factory.mktemp(mode)
+        state, train_step = make()
+        eqxshard.fit(
+            state,
+            train_step,
+            make_loader(),
+            steps=18,
+            evaluate=lambda model: {"score": next(scores)},
+            evaluate_every=3,
+            checkpointer=Recorded(folder, max_to_keep=1, best="eval/score", mode=mode),
+        )
+        return folder, saved
+
+    return {"max": run("max", 1), "min": run("min", -1)}
+
+
+def checkpointer(scored, mode):
+    return eqxshard.Checkpointer(scored[mode][0], best="eval/score", mode=mode)
+
+
+@pytest.mark.parametrize("mode", ["max", "min"])
+def test_an_evaluation_that_is_the_best_so_far_saves(scored, mode):
+    # The first two are better than those before them; the fourth equals the second.
+    assert scored[mode][1] == [3, 6, 18]
+
+
+@pytest.mark.parametrize("mode, best", [("max", 0.9), ("min", -0.9)])
+def test_the_best_of_all_evaluations_is_kept(scored, mode, best):
+    found = checkpointer(scored, mode)
+    assert found.steps() == [6, 18] and found.best_step() == 6
+    assert found.description(6)["metrics"]["eval/score"] == best
+
+
+@pytest.mark.parametrize("mode, sign", [("max", 1), ("min", -1)])
+def test_metrics_are_best_if_they_are_better_than_all(scored, mode, sign):
+    found = checkpointer(scored, mode)
+    assert found.is_best({"eval/score": sign * 0.91})
+    for value in (sign * 0.9, sign * 0.5, float("nan"), sign * float("inf")):
+        assert not found.is_best({"eval/score": value})
+    assert not found.is_best({}) and not found.is_best({"score": sign * 2.0})
+
+
+def test_without_a_metric_nothing_is_best(scored):
+    found = eqxshard.Checkpointer(scored["max"][0])
+    assert found.best_step() is None and not found.is_best({"eval/score": 2.0})
+
+
+def test_in_an_empty_folder_anything_finite_is_best(tmp_path):
+    found = eqxshard.Checkpointer(tmp_path, best="eval/score")
+    assert found.best_step() is None and found.is_best({"eval/score": -5.0})
