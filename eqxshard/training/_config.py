@@ -14,6 +14,14 @@ from ._precision import Precision
 Nonfinite = Literal["skip", "raise", "ignore"]
 
 
+def check_optim(optim: Any) -> None:
+    """Raise `TypeError` unless this is an optax optimizer."""
+    if not (hasattr(optim, "init") and hasattr(optim, "update")):
+        name = getattr(optim, "__name__", type(optim).__name__)
+        remedy = f"call it, as {name}(1e-3)" if callable(optim) else "use optax.adamw(1e-3)"
+        raise TypeError(f"optim={name} is not an optax optimizer; {remedy}.")
+
+
 @dataclass(frozen=True)
 class StepConfig:
     """The arguments of [`eqxshard.make_train_step`][], checked."""

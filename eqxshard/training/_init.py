@@ -16,6 +16,7 @@ from ..sharding._leaves import array_leaves, is_key
 from ..sharding._mesh import check_mesh
 from ..sharding._placement import named_leaves
 from ..sharding._rule import Rule, check_rule
+from ._config import check_optim
 from ._layout import make_layout
 from ._precision import LossScale, Precision, cast
 from ._state import TrainState, flatten_state, split_model, unflatten_state, without_state
@@ -43,7 +44,8 @@ def init_state(
 
     - `make_model`: a function from a random key to a model, or to the pair of a model and
         its state that `equinox.nn.make_with_state` makes. An array that appears twice in
-        it must be tied with `equinox.nn.Shared`.
+        it must be tied with `equinox.nn.Shared`. For a model that you have already,
+        `lambda key: model`: the state gets copies, because steps donate its arrays.
     - `optim`: an optax optimizer, for the model's floating-point (and complex) arrays.
     - `key`: a random key. `make_model` gets it unchanged; the run's own key is derived
         from it.
@@ -62,9 +64,9 @@ def init_state(
 
     **Raises:**
 
-    `TypeError` if `key` is not a random key, or `make_model` is not a function;
-    `ValueError` as [`eqxshard.shardings`][] does, and if one array appears twice in the
-    model: the two would drift apart.
+    `TypeError` if `key` is not a random key, `make_model` not a function or `optim` not
+    an optimizer; `ValueError` as [`eqxshard.shardings`][] does, and if one array appears
+    twice in the model: the two would drift apart.
 
     !!! Example
 
@@ -132,6 +134,8 @@ def abstract_state(
         ```
     """
     check_mesh(mesh)
+    check_optim(optim)
+    _check_function(make_model)
     if not isinstance(key, jax.Array):
         raise TypeError(f"key={key!r} is not a random key; use jax.random.key(0).")
     if spans_processes(mesh.devices.flat):
@@ -177,6 +181,16 @@ def make_init_fn(
         return state, params
 
     return make
+
+
+def _check_function(make_model: Any) -> None:
+    """Refuse a model in the place of a function that makes one."""
+    is_model = isinstance(make_model, eqx.Module) and array_leaves(make_model)
+    if is_model or not callable(make_model):
+        raise TypeError(
+            f"make_model is a {type(make_model).__name__}, and init_state takes a function "
+            "of a key; for a model that you have already, write lambda key: model."
+        )
 
 
 def _key_data(key: Array) -> np.ndarray:

@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
 from ..data._resident import DeviceBatches
-from ..sharding._leaves import leaf_path
+from ..sharding._leaves import is_array, leaf_path
 from ..sharding._mesh import batch_sharding, check_batch_size, describe_mesh
 from ._metrics import Metrics
 
@@ -81,6 +82,7 @@ class _Batch(StepInput):
     def check_placement(self, batch: PyTree, mesh: Mesh) -> None:
         wanted = self.sharding(mesh)
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+            _check_array(path, leaf)
             if is_elsewhere(leaf, wanted):
                 raise ValueError(
                     f"batch entry {leaf_path(path)} is sharded as "
@@ -150,6 +152,14 @@ RESIDENT_BATCHES = _Resident()
 def several_batches(batches: PyTree) -> StepInput:
     """The kind of several batches."""
     return RESIDENT_BATCHES if isinstance(batches, DeviceBatches) else STACKED_BATCHES
+
+
+def _check_array(path: tuple[Any, ...], leaf: Any) -> None:
+    if not (is_array(leaf) or isinstance(leaf, np.ndarray | np.generic)):
+        raise TypeError(
+            f"batch entry {leaf_path(path)} is a {type(leaf).__module__}."
+            f"{type(leaf).__name__}; convert it with numpy.asarray."
+        )
 
 
 def is_elsewhere(leaf: Any, sharding: NamedSharding) -> bool:

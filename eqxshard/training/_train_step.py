@@ -10,13 +10,13 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from ..sharding._leaves import array_leaves
+from ..sharding._leaves import array_leaves, is_key
 from ..sharding._mesh import check_mesh
 from ..sharding._placement import filter_shard
 from ..sharding._rule import Rule
 from ..transforms._partition import Static
 from ._compile import jit_on
-from ._config import Nonfinite, StepConfig
+from ._config import Nonfinite, StepConfig, check_optim
 from ._in_flight import InFlight
 from ._inputs import ONE_BATCH, StepInput, format_sharding, is_elsewhere, several_batches
 from ._layout import fetch_offloaded, make_layout, offload_to_host
@@ -93,6 +93,7 @@ def make_train_step(
         ```
     """
     check_mesh(mesh)
+    check_optim(optim)
     extended = optax.with_extra_args_support(optim)
     return TrainStep(
         StepConfig(
@@ -182,7 +183,7 @@ class TrainStep:
         if state._flat is None:
             # Not from a step, so it may be anywhere.
             check_shardings(state, compiled.shardings)
-            arrays = filter_shard(arrays, compiled.shardings)
+            arrays = copy_shared(filter_shard(arrays, compiled.shardings))
         elif arrays[0].is_deleted():
             # JAX 0.10 segfaults on deleted buffers. One check suffices: all are donated
             # together.
@@ -266,6 +267,23 @@ def check_shardings(state: TrainState, shardings: list[NamedSharding]) -> None:
                 f"expects {format_sharding(wanted)}; make the state and the step with the "
                 "same mesh and rule, or move the state with filter_shard."
             )
+
+
+def copy_shared(arrays: list[Array]) -> list[Array]:
+    """Copy arrays whose memory another array of the list has, which donates it.
+
+    Such as after `eqx.tree_at(lambda s: s.model.target, state, state.model.online)`.
+    """
+    seen: set[int] = set()
+    out = []
+    for array in arrays:
+        if not is_key(array) and array.size:
+            address = array.addressable_shards[0].data.unsafe_buffer_pointer()
+            if address in seen:
+                array = jax.device_put(array, array.sharding, may_alias=False)
+            seen.add(address)
+        out.append(array)
+    return out
 
 
 def _check_optimizer(config: StepConfig, state: TrainState, params: PyTree) -> None:

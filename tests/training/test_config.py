@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax.numpy as jnp
 import optax
 import pytest
@@ -26,6 +28,14 @@ def make_step(**options):
 def test_options_that_make_no_sense_are_refused(options, message, unannotated):
     with pytest.raises(ValueError, match=message):
         make_step(**options)
+
+
+def test_an_optimizer_that_was_not_called_is_refused(unannotated):
+    options: dict = {"mesh": make_mesh(), "rule": eqxshard.replicate()}
+    optim: Any
+    for optim, remedy in ((optax.sgd, r"call it, as sgd\(1e-3\)"), (3, "use optax.adamw")):
+        with pytest.raises(TypeError, match=f"is not an optax optimizer; {remedy}"):
+            eqxshard.make_train_step(squared_errors, optim, **options)
 
 
 @pytest.mark.parametrize("nonfinite", ["raise", "ignore"])

@@ -54,3 +54,16 @@ def test_stacked_batches_of_a_loader_are_for_many():
         train_step.many(state, other)
     state, metrics = train_step.many(state, batches)
     assert int(state.step) == 2 and metrics.weight.shape == (2,)
+
+
+class Foreign:
+    """An array of another library, such as a tensor of PyTorch."""
+
+    shape = (32, 8)
+
+
+def test_arrays_of_other_libraries_are_refused():
+    state, step = setup("data=8", "replicate")
+    with pytest.raises(TypeError, match=r"batch entry x is a .*\.Foreign; convert it"):
+        step(state, {**make_batch(32), "x": Foreign()})
+    step(state, make_batch(32))

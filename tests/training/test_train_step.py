@@ -360,3 +360,39 @@ def test_meshes_that_are_not_ours_are_refused():
             ValueError, match=r"has the axes \('data',\).*eqxshard.make_mesh"
         ):
             make_it()
+
+
+def test_an_array_that_is_twice_in_a_state_is_copied():
+    # In a process of its own: donating an array twice crashes simulated devices.
+    code = textwrap.dedent("""
+        import jax
+        jax.config.update("jax_num_cpu_devices", 8)
+        import equinox as eqx, numpy as np, optax
+        import eqxshard
+
+        def make_model(key):
+            online, target = (eqx.nn.MLP(8, 8, 8, 1, key=k) for k in jax.random.split(key))
+            return {"online": online, "target": target}
+
+        def loss_fn(model, batch, key):
+            out, aim = (jax.vmap(model[name])(batch) for name in ("online", "target"))
+            return ((out - jax.lax.stop_gradient(aim)) ** 2).mean(axis=-1)
+
+        for sizes in ({"data": 1}, {"data": 2, "fsdp": 4}):
+            count = int(np.prod(list(sizes.values())))
+            mesh = eqxshard.make_mesh(**sizes, devices=jax.devices()[:count])
+            where = {"mesh": mesh, "rule": eqxshard.fsdp(min_size=1)}
+            optim = optax.sgd(0.1)
+            state = eqxshard.init_state(make_model, optim, key=jax.random.key(0), **where)
+            step = eqxshard.make_train_step(loss_fn, optim, **where)
+            batch = np.ones((16, 8), np.float32)
+            for _ in range(3):
+                state, metrics = step(state, batch)
+                online = state.model["online"]
+                state = eqx.tree_at(lambda s: s.model["target"], state, online)
+            print(float(metrics["loss"]))
+    """)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    # From the second step on, both are the same.
+    assert run.stdout.split() == ["0.0", "0.0"]
