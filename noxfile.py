@@ -6,6 +6,8 @@ on the Python that runs Nox. Continuous integration runs the other sessions, too
 """
 
 import platform
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -43,9 +45,17 @@ def group(name: str) -> tuple[str, ...]:
 
 
 def newest_python() -> str:
-    """The newest supported Python on this machine, apart from the one that runs Nox."""
+    """The newest supported Python on this machine."""
+
+    def runs(python: str) -> bool:
+        command = shutil.which(f"python{python}")
+        if command is None:
+            return False
+        # It may be a shim of pyenv, for a version that is not chosen.
+        return subprocess.run([command, "-V"], capture_output=True).returncode == 0
+
     running = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return next((p for p in reversed(PYTHONS) if p != running), running)
+    return next(filter(runs, reversed(PYTHONS)), running)
 
 
 @nox.session

@@ -96,7 +96,7 @@ def explain(
         rows.append(_row(path, leaf, mesh, decision, None, ["whole under every rule"]))
     optimizer_state = None
     if optim is not None:
-        layout = make_layout(model, params, opt_state, optim, mesh, rule)
+        layout = make_layout(model, params, opt_state, mesh, rule)
         arrays = [leaf for _, leaf in array_leaves(opt_state)]
         shardings = jax.tree.leaves(layout.opt_state)
         optimizer_state = _bytes(zip(arrays, shardings, strict=True))

@@ -1,5 +1,6 @@
 """The settings of a train step."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,6 +21,13 @@ def check_optim(optim: Any) -> None:
         name = getattr(optim, "__name__", type(optim).__name__)
         remedy = f"call it, as {name}(1e-3)" if callable(optim) else "use optax.adamw(1e-3)"
         raise TypeError(f"optim={name} is not an optax optimizer; {remedy}.")
+
+
+def takes_value(optim: optax.GradientTransformation) -> bool:
+    """Whether an optimizer's update may be given the value of the loss."""
+    parameters = inspect.signature(optim.update).parameters
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return anything or "value" in parameters
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ def abstract_state(
     make = make_init_fn(make_model, optim, trainable, precision)
     state, params = eqx.filter_eval_shape(make, key)
     check_rule(rule, dict(named_leaves(state.model)), mesh)
-    layout = make_layout(state.model, params, state.opt_state, optim, mesh, rule)
+    layout = make_layout(state.model, params, state.opt_state, mesh, rule)
     leaves, static = flatten_state(state)
     shaped = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

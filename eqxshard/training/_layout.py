@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
@@ -44,7 +43,6 @@ def make_layout(
     model: PyTree,
     params: PyTree,
     opt_state: PyTree,
-    optim: optax.GradientTransformation,
     mesh: Mesh,
     rule: Rule,
 ) -> StateLayout:
@@ -54,7 +52,6 @@ def make_layout(
 
     - `model`, `opt_state`: of the state, or `jax.ShapeDtypeStruct`s for their arrays.
     - `params`: the trained part of the model, `None` in the place of everything else.
-    - `optim`: the optimizer that made `opt_state`.
     - `mesh`, `rule`: as for [`eqxshard.init_state`][].
     """
     storage = assign_shardings(model, mesh, rule)
@@ -68,7 +65,7 @@ def make_layout(
         )
     else:
         update = assign_shardings(params, mesh, update_rule)
-    state = opt_state_shardings(opt_state, params, update, optim, mesh, offloads(rule))
+    state = opt_state_shardings(opt_state, params, update, mesh, offloads(rule))
     return StateLayout(storage, update, state, NamedSharding(mesh, PartitionSpec()))
 
 
@@ -76,30 +73,31 @@ def opt_state_shardings(
     opt_state: PyTree,
     params: PyTree,
     update: PyTree[NamedSharding | None],
-    optim: optax.GradientTransformation,
     mesh: Mesh,
     offloaded: bool,
 ) -> PyTree[NamedSharding | None]:
-    """The sharding of each array of an optimizer's state: its parameter's update's."""
-    whole = NamedSharding(mesh, PartitionSpec())
+    """The sharding of each array of an optimizer's state: its parameter's update's.
 
-    def follow(leaf: Any, param: Any, sharding: NamedSharding) -> Any:
-        if isinstance(leaf, optax.MaskedNode):
-            return leaf
-        # Factored states, such as Adafactor's, are shaped unlike their parameters.
-        sharding = sharding if leaf.shape == param.shape else whole
-        move = offloaded and leaf.shape
+    Such as `0.mu.layers.0.weight`: its path ends like that of its parameter, and it has
+    its shape. Factored states, such as Adafactor's, are shaped unlike their parameters.
+    """
+    whole = NamedSharding(mesh, PartitionSpec())
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    known = {
+        path: (param.shape, sharding)
+        for (path, param), sharding in zip(leaves, jax.tree.leaves(update), strict=True)
+    }
+
+    def follow(path: tuple[Any, ...], leaf: Any) -> NamedSharding | None:
+        if not is_array(leaf):
+            return None
+        ends = (path[start:] for start in range(len(path) + 1))
+        shape, sharding = next((known[end] for end in ends if end in known), (None, whole))
+        sharding = sharding if leaf.shape == shape else whole
+        move = offloaded and shape is not None and leaf.shape
         return sharding.with_memory_kind(HOST_MEMORY) if move else sharding
 
-    return optax.tree_utils.tree_map_params(
-        optim,
-        follow,
-        opt_state,
-        params,
-        update,
-        transform_non_params=lambda leaf: whole if is_array(leaf) else None,
-        is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
-    )
+    return jax.tree_util.tree_map_with_path(follow, opt_state)
 
 
 def fetch_offloaded(

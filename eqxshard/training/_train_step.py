@@ -228,9 +228,7 @@ class _CompiledStep:
         mesh = config.mesh
         params, _ = split_model(state.model, config.trainable)
         _check_optimizer(config, state, params)
-        layout = make_layout(
-            state.model, params, state.opt_state, config.optim, mesh, config.rule
-        )
+        layout = make_layout(state.model, params, state.opt_state, mesh, config.rule)
         #: The sharding of each array of a state.
         self.shardings = layout.flat(state)
 

@@ -8,7 +8,7 @@ import optax
 from jaxtyping import Array, Int, PyTree
 
 from ..sharding._placement import filter_shard
-from ._config import StepConfig
+from ._config import StepConfig, takes_value
 from ._gradients import Gradients, compute_gradients
 from ._guard import all_finite, select_update
 from ._layout import StateLayout
@@ -67,10 +67,17 @@ def apply_gradients(
     opt_state: PyTree,
 ) -> tuple[PyTree, PyTree, PyTree]:
     """The parameters, the optimizer's state and the model's own state after an update."""
-    # Some optimizers use the value of the loss, too.
-    updates, opt_state = optim.update(
-        gradients.grads, opt_state, params, value=gradients.loss
-    )
+    # Some optimizers use the value of the loss, too; a few cannot be given it.
+    extra = {"value": gradients.loss} if takes_value(optim) else {}
+    try:
+        updates, opt_state = optim.update(gradients.grads, opt_state, params, **extra)
+    except TypeError as error:
+        if "required keyword-only argument" not in str(error):
+            raise
+        raise ValueError(
+            f"the optimizer needs more than gradients and the value of the loss ({error}); "
+            "use one without a line search, such as optax.lbfgs(linesearch=None)."
+        ) from error
     # Unlike Equinox's, optax's own keeps the parameters' types.
     params = optax.apply_updates(params, updates)
     return params, opt_state, gradients.model_state

@@ -39,11 +39,12 @@ class Mirror:
         handler.send_header("Content-Length", str(len(body) - start))
         handler.end_headers()
         part = body[start : start + self.cut.get(path, len(body))]
+        # Before the client has read it all, and looks here.
+        self.sent.append(len(part))
         before, wait = self.pause.get(path, (0, lambda: None))
         handler.wfile.write(part[:before])
         wait()
         handler.wfile.write(part[before:])
-        self.sent.append(len(part))
 
 
 @pytest.fixture

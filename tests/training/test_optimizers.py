@@ -1,0 +1,148 @@
+"""Two steps with each optimizer of optax and optax.contrib are those of plain optax."""
+
+import inspect
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close, make_mesh
+from optax import contrib
+
+import eqxshard
+
+KEY = jax.random.key(0)
+
+
+class Net(eqx.Module):
+    first: eqx.nn.Linear
+    last: eqx.nn.Linear
+
+    def __init__(self, key):
+        k1, k2 = jax.random.split(key)
+        self.first = eqx.nn.Linear(8, 16, key=k1)
+        self.last = eqx.nn.Linear(16, 8, key=k2)
+
+    def __call__(self, x):
+        return self.last(jnp.tanh(self.first(x)))
+
+
+def loss_fn(model, batch, key):
+    return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2, axis=-1)
+
+
+def make_batch(seed):
+    x = np.random.default_rng(seed).normal(size=(16, 8)).astype(np.float32)
+    return {"x": x, "y": np.sin(2 * x)}
+
+
+def by_layer(params):
+    """Labels by attribute."""
+    return eqx.tree_at(lambda p: (p.first, p.last), params, ("first", "last"))
+
+
+def matrices(params):
+    return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+RATE = 1e-2
+ALIASES: dict[str, Any] = {
+    name: function
+    for module in (optax, contrib)
+    for name, function in vars(module).items()
+    if inspect.isfunction(function)
+    and "learning_rate" in inspect.signature(function).parameters
+    and not name.startswith(("_", "scale_by", "inject", "apply"))
+}
+#: Why these are left out.
+LEFT_OUT = {
+    "optimistic_adam": "deprecated",
+    "dpsgd": "needs the gradients of single examples",
+    "sophia": "needs the objective itself, and says so",
+    "lbfgs": "with its line search, needs the objective itself",
+}
+WRAPPED: dict[str, optax.GradientTransformation] = {
+    "multi_transform": optax.multi_transform(
+        {"first": optax.adam(RATE), "last": optax.sgd(RATE, momentum=0.9)}, by_layer
+    ),
+    "partition": optax.partition(
+        {"first": optax.adam(RATE), "last": optax.sgd(RATE)}, by_layer
+    ),
+    "masked": optax.masked(optax.adam(RATE), matrices),
+    "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(RATE)),
+    "named_chain": optax.named_chain(("clip", optax.clip(1.0)), ("adam", optax.adam(RATE))),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(learning_rate=RATE),
+    "apply_if_finite": optax.apply_if_finite(optax.adam(RATE), 3),
+    "apply_every": optax.chain(optax.apply_every(2), optax.sgd(RATE)),
+    "flatten": optax.flatten(optax.adam(RATE)),
+    "MultiSteps": optax.MultiSteps(
+        optax.adam(RATE), every_k_schedule=2
+    ).gradient_transformation(),
+    "ema": optax.chain(optax.adam(RATE), optax.ema(0.9)),
+    "trace": optax.chain(optax.trace(0.9), optax.scale(-RATE)),
+    "schedule_free": contrib.schedule_free(optax.sgd(RATE), learning_rate=RATE),
+    "sam": contrib.sam(optax.sgd(RATE), contrib.normalize()),
+    "mechanize": contrib.mechanize(optax.sgd(RATE)),
+    "reduce_on_plateau": optax.chain(optax.sgd(RATE), contrib.reduce_on_plateau()),
+    "prodigy": contrib.prodigy(),
+    "cocob": contrib.cocob(),
+    "noisy_sgd": optax.noisy_sgd(RATE, key=3),
+    "lbfgs without line search": optax.lbfgs(RATE, linesearch=None),
+}
+OPTIMS = {k: v for k, v in ALIASES.items() if k not in LEFT_OUT} | WRAPPED
+QUICK = ("adam", "multi_transform", "sam")
+
+
+def plain(optim, steps):
+    """The same steps, by hand on one device, in a state like ours."""
+    model = Net(KEY)
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    opt_state = optim.init(params)
+    extended = optax.with_extra_args_support(optim)
+    takes = inspect.signature(extended.update).parameters
+    for seed in range(steps):
+
+        def mean(params, batch):
+            return jnp.mean(loss_fn(eqx.combine(params, static), batch, None))
+
+        value, grads = jax.value_and_grad(mean)(params, make_batch(seed))
+        extra = {"value": value} if "value" in takes or "extra_args" in takes else {}
+        updates, opt_state = extended.update(grads, opt_state, params, **extra)
+        params = optax.apply_updates(params, updates)
+    return eqx.combine(params, static)
+
+
+def train(optim, steps):
+    placed: dict[str, Any] = {
+        "mesh": make_mesh("data=2,fsdp=4"),
+        "rule": eqxshard.fsdp(min_size=1),
+    }
+    state = eqxshard.init_state(Net, optim, key=KEY, **placed)
+    train_step = eqxshard.make_train_step(loss_fn, optim, **placed)
+    for seed in range(steps):
+        state, _ = train_step(state, make_batch(seed))
+    return state.model
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in OPTIMS],
+)
+def test_two_steps_are_those_of_plain_optax(name):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        optim = OPTIMS[name]
+        if not isinstance(optim, tuple):
+            optim = optim(learning_rate=RATE)
+        assert_close(train(optim, 2), plain(optim, 2))
+
+
+def test_an_optimizer_that_needs_the_objective_is_refused():
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+        pytest.raises(ValueError, match=r"'grad' and 'value_fn'\); use one without a line"),
+    ):
+        train(optax.lbfgs(), 1)
