@@ -155,8 +155,9 @@ def _run(command: list[str], processes: int, devices: int | None) -> tuple[int, 
             time.sleep(0.05)
         failed = _first_failed(workers)
         if failed is not None and not signals.seen:
-            # Processes that fail because of this one do so a moment later.
-            time.sleep(0.2)
+            # Processes that fail because of this one do so a moment later, and each
+            # process finds a mistake in the command by itself.
+            _wait_for_all(workers, _GRACE_SECONDS if failed.process.returncode == 2 else 0.2)
             _stop(workers)
             failed.drain()
             _print(_describe_failure(failed, processes))
@@ -199,12 +200,16 @@ def _first_failed(workers: list[_Worker]) -> _Worker | None:
 def _stop(workers: list[_Worker]) -> None:
     for worker in workers:
         worker.send(signal.SIGTERM)
-    until = time.monotonic() + _GRACE_SECONDS
-    while time.monotonic() < until and any(w.process.poll() is None for w in workers):
-        time.sleep(0.05)
+    _wait_for_all(workers, _GRACE_SECONDS)
     for worker in workers:
         worker.send(signal.SIGKILL)
         worker.process.wait()
+
+
+def _wait_for_all(workers: list[_Worker], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and any(w.process.poll() is None for w in workers):
+        time.sleep(0.05)
 
 
 def _describe_failure(worker: _Worker, processes: int) -> str:
