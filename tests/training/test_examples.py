@@ -135,7 +135,7 @@ def test_a_scalar_cannot_leave_padding_out():
 
 def test_a_metric_may_be_an_array_per_example():
     values = {"row": np.arange(16.0).reshape(8, 2), "one": np.arange(8.0)}
-    means = measure(values, weight=np.float32([1, 1, 0, 0, 0, 0, 0, 0]))
+    means = measure(values, weight=np.array([1, 1, 0, 0, 0, 0, 0, 0], np.float32))
     np.testing.assert_array_equal(means["row"], [1, 2])
     assert means["one"] == 0.5
 
