@@ -10,7 +10,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from pipeline_helpers import (
+from parallel_helpers import (
     KEY,
     LAYERS,
     ROWS,
@@ -66,7 +66,7 @@ def test_without_a_mesh_layers_are_applied_in_turn():
 FAST: list[tuple] = [
     ("gpipe", 4, None, dict(stage=4, data=2)),
     ("1f1b", 8, None, dict(stage=4, data=2)),
-    ("gpipe", 4, 2, dict(stage=4, data=2)),
+    ("gpipe", 8, 2, dict(stage=4, data=2)),
     ("1f1b", 8, 2, dict(stage=4, data=2)),
 ]
 SLOW = [

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from pipeline_helpers import (
+from parallel_helpers import (
     KEY,
     ROWS,
     SCHEDULES,

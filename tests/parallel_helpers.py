@@ -1,4 +1,4 @@
-"""A model of stacked layers, and its gradients by each schedule of a pipeline."""
+"""Meshes in context, and a model of stacked layers in each schedule of a pipeline."""
 
 import functools as ft
 import math
