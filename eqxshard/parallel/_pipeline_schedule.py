@@ -76,20 +76,23 @@ class Schedule(NamedTuple):
         return h[:, -1].reshape(self.microbatches, *h.shape[3:])
 
 
-def split_chunks(layers: PyTree, chunks: int | None) -> tuple[PyTree, Int[Array, "rows c"]]:
+def split_chunks(
+    layers: PyTree, chunks: int | None
+) -> tuple[PyTree, Int[Array, "size chunks"]]:
     """Layers with a second dim of chunks, which may be one, and the number of each layer.
 
-    The first dim is split over the stages, so the layers are numbered down its columns.
+    The first dim is split over the stages, so that each has a part of every column: the
+    layers are numbered column by column.
     """
     if chunks is None:
         depth, chunks = stacked_depth(layers), 1
         layers = jax.tree.map(lambda x: x[:, None] if is_array(x) else x, layers)
     else:
-        depth = chunks * _rows(layers, chunks)
+        depth = chunks * _column_size(layers, chunks)
     return layers, jnp.arange(depth).reshape(chunks, -1).T
 
 
-def _rows(layers: PyTree, chunks: int) -> int:
+def _column_size(layers: PyTree, chunks: int) -> int:
     if chunks < 1:
         raise ValueError(f"chunks={chunks} must be at least 1.")
     shapes = {path: leaf.shape for path, leaf in array_leaves(layers)}

@@ -147,7 +147,9 @@ def test_each_layer_and_example_has_its_own_key_on_any_mesh():
 @pytest.mark.parametrize("chunks", [None, 2])
 def test_other_mesh_axes_are_left_to_the_compiler(chunks):
     spec = P("stage", "tensor") if chunks is None else P("stage", None, "tensor")
-    weights = eqxshard.by_path({r"^layers.*weight": spec})
+    weights = eqxshard.by_path(
+        {r"^layers.*weight": spec, r"^head.*weight": P(None, "tensor")}
+    )
     rule = eqxshard.first_match(weights, RULE)
     mesh = make_mesh(stage=2, data=2, tensor=2)
     model, batch, key = make_model(chunks), make_batch(), jax.random.key(1)
