@@ -135,8 +135,8 @@ def _rows(loader: Batches) -> list[Int[np.ndarray, " n"]] | None:
     length = loader.state()["fingerprint"]["length"]
     if not np.array_equal(found, np.arange(length)):
         raise ValueError(
-            f"an epoch of this loader has {len(found)} rows, {len(np.unique(found))} of the "
-            f"{length} examples; make one with remainder='pad' and without a sampler."
+            f"an epoch of this loader has {len(np.unique(found))} of {length} examples, in "
+            f"{len(found)} rows; make one with remainder='pad' and without a sampler."
         )
     return rows
 

@@ -18,7 +18,7 @@ class EmaState(NamedTuple):
     - `ema`: the averaged weights, in float32 at least, sharded like their updates.
     """
 
-    count: Int[Array, ""]
+    count: Int[Array, ""]  # pyright: ignore[reportIncompatibleMethodOverride]
     ema: PyTree
 
 
@@ -78,7 +78,7 @@ def ema_weights(decay: float, *, warmup: bool = True) -> optax.GradientTransform
             return ema + share.astype(ema.dtype) * (at_least_float32(new) - ema)
 
         ema = jax.tree.map(average, state.ema, new)
-        return updates, EmaState(optax.safe_increment(state.count), ema)
+        return updates, EmaState(state.count + 1, ema)
 
     return optax.GradientTransformation(init, update)
 

@@ -123,7 +123,7 @@ def test_another_loader_gives_its_rows_in_its_order(state, expected):
 def test_what_cannot_be_predicted_is_refused(state):
     with pytest.raises(TypeError, match=r"give it state\.model"):
         eqxshard.predict(state, outputs, loader_of())
-    with pytest.raises(ValueError, match=r"96 rows, 96 of the 100 examples.*='pad'"):
+    with pytest.raises(ValueError, match=r"has 96 of 100 examples, in 96 rows.*='pad'"):
         eqxshard.predict(state.model, outputs, loader_of(remainder="drop"))
     with pytest.raises(ValueError, match="not on a mesh; place them with filter_shard"):
         eqxshard.predict(Model(KEY), outputs, loader_of())

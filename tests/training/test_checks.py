@@ -181,7 +181,7 @@ def test_training_reports_each_check(train_step):
     state = new_state()
     for _ in range(3):
         state, metrics = step(state, batch_of())
-    assert np.isfinite(metrics.compute()["loss"])
+        assert np.isfinite(metrics.compute()["loss"])
     for number, case in enumerate(CASES):
         with pytest.raises(eqx.EquinoxRuntimeError, match=case.__name__):
             step(new_state(), batch_of(number))
