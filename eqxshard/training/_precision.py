@@ -95,13 +95,11 @@ class LossScale(eqx.Module):
 
 def cast(tree: PyTree, dtype: DTypeLike | None) -> PyTree:
     """Cast the floating-point arrays of a PyTree; `None` leaves them as they are."""
+    if dtype is None:
+        return tree
 
     def one(leaf: Any) -> Any:
-        if (
-            dtype is not None
-            and is_array(leaf)
-            and jnp.issubdtype(leaf.dtype, jnp.floating)
-        ):
+        if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating):
             return leaf.astype(dtype)
         return leaf
 
