@@ -1,3 +1,6 @@
+import os
+import sys
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -5,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import RULES, Model, lenient, make_loader, make_mesh, source
+from process_helpers import finished
 
 import eqxshard
 
@@ -137,3 +141,35 @@ def test_what_cannot_be_predicted_is_refused(state):
     gone.first.weight.delete()
     with pytest.raises(ValueError, match="was donated to an earlier step"):
         eqxshard.predict(gone, outputs, loader_of())
+
+
+SCRIPT = """
+import equinox as eqx, jax, numpy as np, optax
+import eqxshard
+
+eqxshard.initialize()
+mesh, rule = eqxshard.make_mesh(data=2, fsdp=2), eqxshard.fsdp(min_size=1)
+make_model = lambda key: eqx.nn.MLP(4, 8, 16, 1, key=key)
+key = jax.random.key(0)
+state = eqxshard.init_state(make_model, optax.sgd(0.1), key=key, mesh=mesh, rule=rule)
+data = {"x": np.arange(120, dtype=np.float32).reshape(30, 4) / 100, "index": np.arange(30)}
+loader = eqxshard.Loader(eqxshard.data.ArraySource(data), batch_size=8, mesh=mesh)
+
+def fn(model, batch):
+    return jax.vmap(model)(batch["x"]), batch["index"]
+
+out, index = eqxshard.predict(state.model, fn, loader)
+expected = jax.vmap(make_model(key))(data["x"])
+print(index.tolist() == [*range(30)] and np.allclose(out, expected, atol=1e-6))
+"""
+
+
+@pytest.mark.slow
+def test_every_process_gets_all_outputs(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "eqxshard.launch", "--processes=2"]
+    env = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    status, out, err = finished([*command, "--devices-per-process=2", script], env=env)
+    assert status == 0, out + err
+    assert out.count("True") == 2
