@@ -32,7 +32,7 @@ def test_a_report_has_the_means_since_the_last_one():
     examples = values["train/examples_per_second"] * values["train/seconds"]
     assert examples == pytest.approx(4)
     report.flush()
-    assert len(recorder.lines) == 1 and report.last == values
+    assert len(recorder.lines) == 1 and report.values == values
 
 
 def test_steps_in_a_row_that_are_not_finite_are_counted_across_reports():
