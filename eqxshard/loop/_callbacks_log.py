@@ -38,7 +38,7 @@ class EvaluateEMA(Callback):
         ```
     """
 
-    def __init__(self, evaluate: Callable[[PyTree], Mapping[str, float]]):
+    def __init__(self, evaluate: Callable[[PyTree], Mapping[str, Any]]):
         self._evaluate = evaluate
 
     def after_evaluation(self, run: Run) -> None:

@@ -31,7 +31,7 @@ def fit(
     *,
     steps: int | None = None,
     epochs: int | None = None,
-    evaluate: Callable[[PyTree], Mapping[str, float]] | None = None,
+    evaluate: Callable[[PyTree], Mapping[str, Any]] | None = None,
     evaluate_every: int | Literal["epoch"] = "epoch",
     checkpointer: Checkpointer | None = None,
     trackers: Sequence[Tracker] = (),
@@ -95,9 +95,9 @@ def fit(
     `TypeError` if the loader or a tracker lacks a method. `FloatingPointError` after
     `max_nonfinite` skipped steps. `OSError` if the last checkpoint could not be written.
     And any error of the loader, `evaluate`, a callback or a tracker, once the state after
-    the last step is saved. Without a checkpointer, the error has the state as its
-    attribute `state`. (With several processes, such an error ends all at once, and only
-    what was saved before remains.)
+    the last step is saved. If it cannot be saved, or there is no checkpointer, the error
+    has the state as its attribute `state`. (With several processes, an error in one of
+    them ends all, and they cannot save together any more.)
 
     !!! Example
 

@@ -78,8 +78,8 @@ class Report:
             if len(self._nonfinite_steps) >= self._max_nonfinite:
                 self.too_many_nonfinite = self._nonfinite_steps
 
-    def add_evaluation(self, values: Mapping[str, float]) -> None:
-        """Add the result of an evaluation."""
+    def add_evaluation(self, values: Mapping[str, Any]) -> None:
+        """Add the result of an evaluation, of which trackers get the numbers."""
         if not isinstance(values, Mapping):
             raise TypeError(
                 f"evaluate returned a {type(values).__name__}; return a dict of metrics."
@@ -122,7 +122,7 @@ class Report:
 
     def _send(self, step: int, values: Mapping[str, Any]) -> None:
         for tracker in self._trackers:
-            tell(tracker.log, step, values)
+            tell(tracker.log, step, numbers(values))
 
 
 def tell(method: Callable[..., None], *args: Any) -> None:
@@ -131,6 +131,11 @@ def tell(method: Callable[..., None], *args: Any) -> None:
         method(*args)
     except OSError as error:
         _LOG.error("a tracker failed: %s. Training continues.", error)
+
+
+def numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values without arrays, such as confusion matrices, which are for callbacks."""
+    return {name: value for name, value in values.items() if np.ndim(value) == 0}
 
 
 def prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from jaxtyping import PyTree
 from ..checkpoint._checkpointer import Checkpointer
 from ..sharding._leaves import array_leaves
 from ._callbacks import CallbackList
+from ._report import numbers
 from ._run import Run
-from ._signals import announce_stop
 
 _LOG = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ Exit = Callable[
 def save(run: Run, callbacks: CallbackList, checkpointer: Checkpointer) -> None:
     """Save a run's state after its last step."""
     # Those of an earlier step are not this state's.
-    metrics = run.values if run._report.step == run.step else {}
+    metrics = numbers(run.values) if run._report.step == run.step else {}
     checkpointer.save(
         run.state, loader=run.loader, metrics=metrics, callbacks=callbacks.state()
     )
@@ -34,14 +34,13 @@ def save(run: Run, callbacks: CallbackList, checkpointer: Checkpointer) -> None:
 def rescue(run: Run, callbacks: CallbackList, checkpointer: Checkpointer | None) -> Exit:
     """An exit of a `with` block that keeps the state, whatever error ends the run.
 
-    With several processes nothing is saved: an error in one of them ends all, and they
-    cannot save together any more.
+    It is saved. If that is not possible, the error gets it as its attribute `state`.
 
     **Arguments:**
 
     - `run`: its state is the one after the last step.
     - `callbacks`: their states are saved, too.
-    - `checkpointer`: where it is saved; without one, the error gets it as `error.state`.
+    - `checkpointer`: where to save, if there is one.
     """
     first = run.step
 
@@ -50,23 +49,32 @@ def rescue(run: Run, callbacks: CallbackList, checkpointer: Checkpointer | None)
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        if error is None or run.step in (first, run._saved) or _is_donated(run.state):
+        if error is None or run.step == first or _is_donated(run.state):
             return False
-        if checkpointer is None:
+        if checkpointer is not None and _is_saved(run, callbacks, checkpointer):
+            error.add_note(f"The checkpoint of step {run.step} is saved.")
+        else:
             # Any exception may have attributes.
             handed: Any = error
             handed.state = run.state
             error.add_note(f"The state after step {run.step} is the error's `state`.")
-        elif jax.process_count() == 1:
-            try:
-                save(run, callbacks, checkpointer)
-                announce_stop(f"failed after step {run.step}", checkpointer)
-            # The step itself may have failed, and the first error is the one to show.
-            except Exception as another:
-                _LOG.error("the state of step %d is not saved: %s", run.step, another)
         return False
 
     return leave
+
+
+def _is_saved(run: Run, callbacks: CallbackList, checkpointer: Checkpointer) -> bool:
+    """Whether a run's state is saved, or could be now."""
+    try:
+        # With several processes, only this one may have failed, and they save together.
+        if run._saved != run.step and jax.process_count() == 1:
+            save(run, callbacks, checkpointer)
+            checkpointer.wait()
+        return run.step in checkpointer.steps()
+    # The step itself may have failed, and the first error is the one to show.
+    except Exception as error:
+        _LOG.error("the state of step %d could not be saved: %s", run.step, error)
+        return False
 
 
 def _is_donated(state: PyTree) -> bool:

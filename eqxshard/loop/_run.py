@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from ..sharding._leaves import array_leaves, format_array
 from ..training._inputs import format_sharding, is_elsewhere
@@ -67,10 +67,11 @@ class Run:
         return jax.tree.map(lambda leaf: leaf[self._count - 1], self._metrics)
 
     @property
-    def values(self) -> Mapping[str, float | Array]:
+    def values(self) -> Mapping[str, Any]:
         """The values of the last report by name, and what was logged since.
 
-        After an evaluation, this is the report that the evaluation is a part of.
+        After an evaluation, this is the report that the evaluation is a part of, with the
+        arrays that it returned (trackers get numbers only).
         """
         return self._report.values
 

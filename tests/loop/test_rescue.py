@@ -66,13 +66,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_an_error_saves_the_state(tmp_path, case, capfd):
+def test_an_error_saves_the_state(tmp_path, case):
     checkpointer = eqxshard.Checkpointer(tmp_path)
     with pytest.raises(Boom) as caught:
         fit(checkpointer=checkpointer, **CASES[case])
     assert checkpointer.steps() == [3]
-    err = capfd.readouterr().err
-    assert "failed after step 3; the checkpoint of step 3 is saved." in err
+    assert caught.value.__notes__ == ["The checkpoint of step 3 is saved."]
     assert not hasattr(caught.value, "state")
     # The run goes on from there as if nothing had happened.
     state, train_step = fresh()
@@ -144,9 +143,15 @@ def test_a_full_disk_does_not_hide_the_error(tmp_path, monkeypatch, caplog):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("eqxshard.checkpoint._writer.write", full)
-    with pytest.raises(Boom):
-        fit(checkpointer=eqxshard.Checkpointer(tmp_path), callbacks=[Every(3, boom)])
-    assert "the state of step 3 is not saved: the checkpoint of step 3 coul" in caplog.text
+    checkpointer = eqxshard.Checkpointer(tmp_path)
+    with pytest.raises(Boom) as caught:
+        fit(checkpointer=checkpointer, callbacks=[Every(3, boom)])
+    assert "the state of step 3 could not be saved: the checkpoint of" in caplog.text
+    assert_equal(caught.value.state, fit(3))  # pyright: ignore
+    # Nor is the state lost if the last checkpoint is the error.
+    with pytest.raises(OSError, match="No space left on device") as full_disk:
+        fit(3, checkpointer=checkpointer)
+    assert_equal(full_disk.value.state, fit(3))  # pyright: ignore
 
 
 PROCESSES = """
@@ -185,6 +190,10 @@ def test_what_one_process_asks_for_all_do(tmp_path):
     command = [*launch, "--devices-per-process=1", script, tmp_path / "run"]
     status, out, err = finished(command)
     assert status == 0, out + err
-    assert sorted(out.splitlines()) == ["[0] ended at step 6", "[1] ended at step 6"]
-    assert "[0] stopped after step 6: process 1 has had enough; the checkpoint o" in err
+    assert sorted(out.splitlines()) == [
+        "[0] ended at step 6",
+        "[0] stopped after step 6: process 1 has had enough; the checkpoint of step 6 is "
+        "saved.",
+        "[1] ended at step 6",
+    ]
     assert eqxshard.Checkpointer(tmp_path / "run").steps() == [4, 6]
