@@ -142,8 +142,8 @@ def fit(
             first, last, epoch, between, log_every, checkpointer, stop, called
         )
         stack.push(rescue(run, called, checkpointer))
-        # If a step fails, what is due for earlier ones is still reported.
-        stack.callback(report.flush)
+        # If a step fails, the earlier ones are still reported.
+        stack.callback(report.close)
         chunks = chunks_of(loader, train_step, schedule, watchdog)
         for step, count, take in stack.enter_context(closing(chunks)):
             run._advance(step, count, *take(run.state, *run._extra))
