@@ -6,6 +6,7 @@ import subprocess
 import sys
 import zipfile
 from collections import OrderedDict
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,8 +65,12 @@ class Parameter:
         self.tensor = tensor
 
 
-class Pickler(pickle._Pickler):
-    """Python's own, with the names of torch, which is not there."""
+#: Python's own in Python, which pyright does not know.
+PythonPickler: Any = vars(pickle)["_Pickler"]
+
+
+class Pickler(PythonPickler):
+    """With the names of torch, which is not there."""
 
     def __init__(self, file):
         super().__init__(file, protocol=2)
@@ -107,13 +112,13 @@ def torch_save(path, obj, *, root="archive", order=b"little", compress=zipfile.Z
         archive.writestr(f"{root}/version", b"3\n")
 
 
-def values(dtype="float32", shape=(4, 6), seed=0):
+def values(dtype: Any = "float32", shape=(4, 6), seed=0):
     return np.random.default_rng(seed).integers(0, 2, shape).astype(jnp.dtype(dtype))
 
 
 def state_dict():
     """As a module's, which is an OrderedDict with an attribute."""
-    result = OrderedDict()
+    result: Any = OrderedDict()
     result["up.weight"] = Tensor(values())
     result["up.bias"] = Parameter(Tensor(values(shape=(3,), seed=1)))
     result._metadata = OrderedDict({"": {"version": 1}})

@@ -130,8 +130,8 @@ def test_concatenated_matrices_of_layers_are_stacked(file, spec):
 def test_experts_of_layers_are_stacked_twice(file, spec):
     rename = {"^w1$": "moe.*.experts.*.w1"}
     loaded = load(file, {"w1": like((2, 4, 4, 8))}, rename, spec=spec)["w1"]
-    for i in range(2):
-        np.testing.assert_array_equal(loaded[i], stacked(f"moe.{i}.experts.*.w1", 4))
+    expected = [stacked(f"moe.{i}.experts.*.w1", 4) for i in range(2)]
+    np.testing.assert_array_equal(loaded, np.stack(expected))
 
 
 def test_vectors_and_scalars_are_joined(tmp_path):
