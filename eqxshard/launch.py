@@ -157,9 +157,7 @@ def _run(command: list[str], processes: int, devices: int | None) -> tuple[int, 
         if failed is not None and not signals.seen:
             # Processes that fail because of this one do so a moment later, and each
             # process finds a mistake in the command by itself.
-            _wait_for_all(
-                workers, _GRACE_SECONDS if failed.process.returncode == 2 else 0.2
-            )
+            _wait_for_all(workers, _GRACE_SECONDS if failed.process.returncode == 2 else 0.2)
             _stop(workers)
             failed.drain()
             _print(_describe_failure(failed, processes))

@@ -53,25 +53,27 @@ class WeightsReport:
             "\n  ".join([f"{title}:", *lines]) for title, lines in sections.items() if lines
         )
 
-    def faults(self, *, partial: bool) -> list[str]:
-        """What keeps the file from being loaded, most telling first."""
-        faults = [*self.different.values()]
-        if not partial:
-            faults += [
-                f"{path} is missing there" + (f" (as {name})" if name != path else "")
-                for path, name in self.missing.items()
-            ]
-            faults += [f"{name} {what} is only there" for name, what in self.unused.items()]
-        return faults
 
-    def left_out(self) -> list[str]:
-        """What a partial load leaves out."""
-        phrases = []
-        if self.missing:
-            phrases.append(f"the model keeps its own {first_few(list(self.missing))}")
-        if self.unused:
-            phrases.append(f"the file's {first_few(list(self.unused))} are not used")
-        return phrases
+def list_faults(report: WeightsReport, *, partial: bool) -> list[str]:
+    """What keeps a file from being loaded, most telling first."""
+    faults = [*report.different.values()]
+    if not partial:
+        faults += [
+            f"{path} is missing there" + (f" (as {name})" if name != path else "")
+            for path, name in report.missing.items()
+        ]
+        faults += [f"{name} {what} is only there" for name, what in report.unused.items()]
+    return faults
+
+
+def list_left_out(report: WeightsReport) -> list[str]:
+    """What a partial load leaves out."""
+    phrases = []
+    if report.missing:
+        phrases.append(f"the model keeps its own {first_few([*report.missing])}")
+    if report.unused:
+        phrases.append(f"the file's {first_few([*report.unused])} are not used")
+    return phrases
 
 
 def _rows(names: Mapping[str, str]) -> list[str]:

@@ -22,6 +22,8 @@ from ._weight_matching import (
     Transform,
     WeightsReport,
     first_few,
+    list_faults,
+    list_left_out,
     match_weights,
     read_part,
 )
@@ -103,18 +105,18 @@ def load_weights(
         [`eqxshard.abstract_state`][]. Floating-point types may differ from the file's.
     - `shardings`: the shardings of the arrays, such as from [`eqxshard.shardings`][]; a
         prefix of `like`. Where it is `None`, arrays are sharded like those of `like`.
-    - `rename`: from a path in the model, such as `blocks.0.up.weight`, to the name in the
-        file. A function; or a mapping from regular expressions to replacements, each
-        of which is applied to all paths in turn, as by `re.sub`.
-        In a name, `*` stands for the numbers from 0: the arrays `h.*.weight` are stacked
-        along the first dim, as in layers for [`eqxshard.scan_layers`][]. A function may
-        also return a list of names: arrays with one dim less than the model's are
-        stacked, others concatenated along their first dim. `None` instead of a name
-        means that the array is not to be read.
+    - `rename`: leads from the model to the file: from a path, such as
+        `blocks.0.up.weight`, to the name there. A function of the path; or a mapping from
+        regular expressions to replacements, which are applied in turn, as by `re.sub`.
+        `None` instead of a name leaves the array as it is in `like`. A `*` in a name
+        stands for the numbers from 0: the arrays `h.*.up.weight` are stacked along a
+        first dim, as in the layers for [`eqxshard.scan_layers`][]. A function may also
+        return a list of names: arrays with one dim less than the model's are stacked,
+        others are concatenated along their first dim.
     - `transform`: `transform(path, array)` changes an array of the file before it is
         stacked, given the path in the model. The array is a NumPy view of the file, so
         transposing, slicing and splitting read nothing. (Arithmetic reads the array
-        whole into the host's memory.)
+        whole into the host's memory.) It is called once more before, for the shapes.
     - `partial`: let the model, the file, or both have arrays that the other does not have.
         They are named in a warning in the log.
 
@@ -147,13 +149,13 @@ def load_weights(
     wanted, static = partition_by_path(_check_model(like))
     arrays = map_weights(path, like)
     report, makers = match_weights(arrays, wanted, rename, transform)
-    if faults := report.faults(partial=partial):
+    if faults := list_faults(report, partial=partial):
         raise ValueError(
-            f"{os.fspath(path)} does not fit this model: {first_few(faults, '; ')}. See "
-            "compare_weights, and use rename= and transform=, or partial=True for the "
-            "arrays that both have."
+            f"{os.fspath(path)} does not fit this model: {first_few(faults, '; ')}. Find "
+            "the right rename= and transform= with compare_weights; partial=True leaves "
+            "out arrays that only one of them has."
         )
-    if (left_out := report.left_out()) and is_main_process():
+    if (left_out := list_left_out(report)) and is_main_process():
         _log.warning(
             "%s: %d of the model's %d arrays are read; %s.",
             os.fspath(path),
