@@ -126,6 +126,18 @@ def test_an_evaluation_that_was_not_finished_is_not_the_best(tmp_path):
     assert "eval/score" not in checkpointer.description(4)["metrics"]
 
 
+def test_an_evaluation_of_an_earlier_step_is_not_of_this_state(tmp_path):
+    checkpointer = eqxshard.Checkpointer(tmp_path, best="eval/score")
+    with pytest.raises(Boom):
+        fit(
+            checkpointer=checkpointer,
+            evaluate=lambda model: {"score": 0.5},
+            evaluate_every=2,
+            callbacks=[Every(3, boom)],
+        )
+    assert checkpointer.steps() == [2, 3] and checkpointer.best_step() == 2
+
+
 def test_a_state_that_went_with_its_step_is_not_saved(tmp_path):
     _, train_step = fresh()
 
