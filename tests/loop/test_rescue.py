@@ -112,6 +112,21 @@ def test_the_steps_before_an_error_are_reported_to_all_trackers():
     assert recorder.steps("train/loss") == [2]
 
 
+@pytest.mark.parametrize("role", ["trackers", "callbacks"])
+def test_an_error_while_closing_has_the_state(role):
+    class Closes(Callback):
+        def log(self, step, values):
+            pass
+
+        def close(self):
+            boom()
+
+    options: dict = {role: [Closes()]}
+    with pytest.raises(Boom) as caught:
+        fit(**options)
+    assert_equal(caught.value.state, fit())  # pyright: ignore
+
+
 def test_an_evaluation_that_was_not_finished_is_not_the_best(tmp_path):
     checkpointer = eqxshard.Checkpointer(tmp_path, best="eval/score")
     scores = iter([0.5])
