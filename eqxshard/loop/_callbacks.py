@@ -123,8 +123,7 @@ class CallbackList:
     def _call(self, method: str, callbacks: Sequence[Callback]) -> None:
         if not callbacks:
             return
-        words = method.replace("_", " the ").replace("after", "callbacks after")
-        self._watchdog.waits_for(f"the {words} of step {self._run.step}")
+        self._watchdog.waits_for(f"the callbacks ({method}) of step {self._run.step}")
         for each in callbacks:
             getattr(each, method)(self._run)
         if jax.process_count() > 1:

@@ -15,7 +15,7 @@ from ._chunks import chunks_of
 from ._give_up import give_up
 from ._protocols import Batches, Tracker
 from ._report import Report, tell
-from ._rescue import rescue, save
+from ._rescue import Rescue, save
 from ._run import Run
 from ._schedule import Schedule, evaluation_interval, last_step, steps_per_epoch
 from ._signals import announce_stop, stop_signals
@@ -117,8 +117,13 @@ def fit(
     """
     _check_parts(loader, trackers, callbacks)
     with ExitStack() as stack:
-        for part in (*trackers, *callbacks):
-            stack.callback(tell, part.close)
+        # The last to leave: an error of a tracker that closes would lose the state, too.
+        rescue = Rescue(checkpointer)
+        stack.push(rescue.leave)
+        for tracker in trackers:
+            stack.callback(tell, tracker.close)
+        for callback in callbacks:
+            stack.callback(callback.close)
         epoch = steps_per_epoch(loader)
         first = step_of(state)
         last = last_step(steps, epochs, log_every, max_nonfinite, epoch)
@@ -141,7 +146,7 @@ def fit(
         schedule = Schedule(
             first, last, epoch, between, log_every, checkpointer, stop, called
         )
-        stack.push(rescue(run, called, checkpointer))
+        rescue.watch(run, called)
         # If a step fails, the earlier ones are still reported.
         stack.callback(report.close)
         chunks = chunks_of(loader, train_step, schedule, watchdog)

@@ -1,7 +1,6 @@
 """What is left of a run that an error ends: its state, saved or handed back."""
 
 import logging
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -16,10 +15,6 @@ from ._run import Run
 
 _LOG = logging.getLogger(__name__)
 
-Exit = Callable[
-    [type[BaseException] | None, BaseException | None, TracebackType | None], bool
-]
-
 
 def save(run: Run, callbacks: CallbackList, checkpointer: Checkpointer) -> None:
     """Save a run's state after its last step."""
@@ -31,27 +26,37 @@ def save(run: Run, callbacks: CallbackList, checkpointer: Checkpointer) -> None:
     run._saved, run._wants_save = run.step, False
 
 
-def rescue(run: Run, callbacks: CallbackList, checkpointer: Checkpointer | None) -> Exit:
-    """An exit of a `with` block that keeps the state, whatever error ends the run.
+class Rescue:
+    """Keeps the state of a run, whatever error ends it.
 
     It is saved. If that is not possible, the error gets it as its attribute `state`.
 
     **Arguments:**
 
-    - `run`: its state is the one after the last step.
-    - `callbacks`: their states are saved, too.
     - `checkpointer`: where to save, if there is one.
     """
-    first = run.step
+
+    def __init__(self, checkpointer: Checkpointer | None):
+        self._checkpointer = checkpointer
+        self._kept: tuple[Run, CallbackList, int] | None = None
+
+    def watch(self, run: Run, callbacks: CallbackList) -> None:
+        """Keep the state of this run, and those of its callbacks, from now on."""
+        self._kept = run, callbacks, run.step
 
     def leave(
+        self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        if error is None or run.step == first or _is_donated(run.state):
+        """The exit of the `with` block that the run is in."""
+        if error is None or self._kept is None:
             return False
-        if checkpointer is not None and _is_saved(run, callbacks, checkpointer):
+        run, callbacks, first = self._kept
+        if run.step == first or _is_donated(run.state):
+            return False
+        if self._checkpointer and _is_saved(run, callbacks, self._checkpointer):
             # Not a note, which would follow what the error says to do.
             _LOG.warning("the checkpoint of step %d is saved.", run.step)
         else:
@@ -60,8 +65,6 @@ def rescue(run: Run, callbacks: CallbackList, checkpointer: Checkpointer | None)
             handed.state = run.state
             error.add_note(f"The state after step {run.step} is the error's `state`.")
         return False
-
-    return leave
 
 
 def _is_saved(run: Run, callbacks: CallbackList, checkpointer: Checkpointer) -> bool:

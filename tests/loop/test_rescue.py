@@ -112,6 +112,21 @@ def test_the_steps_before_an_error_are_reported_to_all_trackers():
     assert recorder.steps("train/loss") == [2]
 
 
+@pytest.mark.parametrize("role", ["trackers", "callbacks"])
+def test_an_error_while_closing_has_the_state(role):
+    class Closes(Callback):
+        def log(self, step, values):
+            pass
+
+        def close(self):
+            boom()
+
+    options: dict = {role: [Closes()]}
+    with pytest.raises(Boom) as caught:
+        fit(**options)
+    assert_equal(caught.value.state, fit())  # pyright: ignore
+
+
 def test_an_evaluation_that_was_not_finished_is_not_the_best(tmp_path):
     checkpointer = eqxshard.Checkpointer(tmp_path, best="eval/score")
     scores = iter([0.5])
@@ -124,6 +139,18 @@ def test_an_evaluation_that_was_not_finished_is_not_the_best(tmp_path):
     assert checkpointer.steps() == [2, 4]
     assert checkpointer.best_step() == 2
     assert "eval/score" not in checkpointer.description(4)["metrics"]
+
+
+def test_an_evaluation_of_an_earlier_step_is_not_of_this_state(tmp_path):
+    checkpointer = eqxshard.Checkpointer(tmp_path, best="eval/score")
+    with pytest.raises(Boom):
+        fit(
+            checkpointer=checkpointer,
+            evaluate=lambda model: {"score": 0.5},
+            evaluate_every=2,
+            callbacks=[Every(3, boom)],
+        )
+    assert checkpointer.steps() == [2, 3] and checkpointer.best_step() == 2
 
 
 def test_a_state_that_went_with_its_step_is_not_saved(tmp_path):

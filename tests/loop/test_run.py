@@ -93,7 +93,7 @@ def test_what_is_logged_joins_the_report_or_gets_a_line(tmp_path):
         every = 2
 
         def after_step(self, run):
-            run.log({"step": run.step, "array": run.state.model.layers[2].bias[0]})
+            run.log({"step": run.step, "array": run.state.step})
 
         def after_report(self, run):
             assert run.values["train/loss"] > 0
