@@ -20,6 +20,7 @@ from .inspect._explanation import Explanation as Explanation
 from .inspect._explanation import Leaf as Leaf
 from .loop._evaluate import evaluate as evaluate
 from .loop._fit import fit as fit
+from .loop._predict import predict as predict
 from .loop._protocols import Tracker as Tracker
 from .run import RunConfig as RunConfig
 from .run import RunResult as RunResult

@@ -118,7 +118,8 @@ def exit_process(status: int) -> NoReturn:
     sys.stderr.flush()
     if status and jax.distributed.is_initialized():
         # The others may be about to print the same error, and are killed once one is gone.
-        time.sleep(_LAST_WORDS_SECONDS)
+        # Process 0 goes last, because the others log at length that it is gone.
+        time.sleep(_LAST_WORDS_SECONDS * (1.5 if is_main_process() else 1))
         os._exit(status)
     sys.exit(status)
 

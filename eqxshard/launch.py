@@ -155,14 +155,16 @@ def _run(command: list[str], processes: int, devices: int | None) -> tuple[int, 
             time.sleep(0.05)
         failed = _first_failed(workers)
         if failed is not None and not signals.seen:
-            # Processes that fail because of this one do so a moment later, and each
-            # process finds a mistake in the command by itself.
-            _wait_for_all(workers, _GRACE_SECONDS if failed.process.returncode == 2 else 0.2)
-            _stop(workers)
+            mistake = failed.process.returncode == 2
+            if not mistake:
+                # Processes that fail because of this one do so a moment later.
+                time.sleep(0.2)
+            # All have printed the same mistake, and would only log that one is gone.
+            _stop(workers, grace=0 if mistake else _GRACE_SECONDS)
             failed.drain()
             _print(_describe_failure(failed, processes))
     finally:
-        _stop(workers)
+        _stop(workers, grace=_GRACE_SECONDS)
         signals.restore()
     for worker in workers:
         worker.drain()
@@ -197,19 +199,16 @@ def _first_failed(workers: list[_Worker]) -> _Worker | None:
     return min(failed, key=lambda worker: worker.ended or math.inf, default=None)
 
 
-def _stop(workers: list[_Worker]) -> None:
-    for worker in workers:
-        worker.send(signal.SIGTERM)
-    _wait_for_all(workers, _GRACE_SECONDS)
+def _stop(workers: list[_Worker], *, grace: float) -> None:
+    if grace:
+        for worker in workers:
+            worker.send(signal.SIGTERM)
+    until = time.monotonic() + grace
+    while time.monotonic() < until and any(w.process.poll() is None for w in workers):
+        time.sleep(0.05)
     for worker in workers:
         worker.send(signal.SIGKILL)
         worker.process.wait()
-
-
-def _wait_for_all(workers: list[_Worker], seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until and any(w.process.poll() is None for w in workers):
-        time.sleep(0.05)
 
 
 def _describe_failure(worker: _Worker, processes: int) -> str:

@@ -108,10 +108,11 @@ def show_collectives(mesh, console):
 def train(mesh, rule, batches, args):
     """Train with one strategy; return the losses and the state."""
     precision = eqxshard.Precision(compute=jnp.bfloat16)
-    options = {"mesh": mesh, "rule": rule, "precision": precision}
     optim, key = optax.adamw(1e-3), jax.random.key(args.seed)
-    state = eqxshard.init_state(Classifier, optim, key=key, **options)
-    step = eqxshard.make_train_step(loss_fn, optim, accumulate=4, **options)
+    state = eqxshard.init_state(
+        Classifier, optim, key=key, mesh=mesh, rule=rule, precision=precision
+    )
+    step = eqxshard.make_train_step(loss_fn, optim, accumulate=4)
     state, metrics = step.many(state, batches)
     return np.asarray(metrics["loss"]), state
 

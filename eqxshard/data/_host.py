@@ -11,7 +11,12 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int
 
+from ._random import ExampleRandom, RandomTransform, example_keys
+from ._samplers import Sampler, count_repeats, sample
 from ._sources import Source
+
+#: What the loader calls with each batch.
+Transform = Callable[[dict[str, Any]], dict[str, Any]] | RandomTransform
 
 
 class HostBatch(NamedTuple):
@@ -22,48 +27,58 @@ class HostBatch(NamedTuple):
     real: Bool[np.ndarray, " rows"]
 
 
+class Epoch(NamedTuple):
+    """The rows of an epoch, in order."""
+
+    number: int
+    rows: Int[np.ndarray, " n"]
+    #: How often each row came before in this epoch; only known for random transforms.
+    repeats: Int[np.ndarray, " n"] | None
+
+
 class HostBatches:
     """Makes this process's part of the batch of any step.
 
     **Arguments:**
 
-    - `source`, `batch_size`, `seed`, `shuffle`, `transform`: as for the loader.
-    - `pads`: whether to fill up the last batch of an epoch.
+    - `source`, `batch_size`, `seed`, `transform`: as for the loader.
+    - `sampler`: chooses the rows of each epoch.
+    - `fills`: whether to fill up the last batch of an epoch, or to drop it.
     - `positions`: the positions in a batch that this process holds.
     """
 
     def __init__(
         self,
         source: Source,
+        sampler: Sampler,
         *,
         batch_size: int,
         seed: int,
-        shuffle: bool,
-        pads: bool,
-        transform: Callable[[dict[str, Any]], dict[str, Any]] | None,
+        fills: bool,
+        transform: Transform | None,
         positions: Int[np.ndarray, " positions"],
     ):
         self.source = source
         self.batch_size = batch_size
         self.positions = positions
-        self.pads = pads
         self.transform = transform
+        self._sampler = sampler
         self._seed = seed
-        self._shuffle = shuffle
-        full = len(source) // batch_size
+        full, left = divmod(len(sampler), batch_size)
+        #: Whether the last batch of an epoch has rows of padding.
+        self.pads = fills and left > 0
         #: The number of batches in an epoch.
-        self.length = -(-len(source) // batch_size) if pads else full
-        # The last epoch's, because it takes long to make and much memory.
-        self._order: tuple[int, Int[np.ndarray, " n"]] | None = None
+        self.length = full + self.pads
+        # The last one used, because it takes long to make and much memory.
+        self._epoch: Epoch | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_order": None}
+        return self.__dict__ | {"_epoch": None}
 
     def rows(self, step: int) -> Int[np.ndarray, " n"]:
         """The examples of a step's batch, on all processes."""
         epoch, batch = divmod(step, self.length)
-        start = batch * self.batch_size
-        return self._epoch_order(epoch)[start : start + self.batch_size]
+        return self._epoch_of(epoch).rows[self._rows_of(batch)]
 
     def padded(
         self, steps: range, positions: Int[np.ndarray, " positions"]
@@ -87,8 +102,9 @@ class HostBatches:
             self._finish(
                 {name: array[i * size : (i + 1) * size] for name, array in arrays.items()},
                 real[i],
+                self._random(step, padded[i]),
             )
-            for i in range(len(steps))
+            for i, step in enumerate(steps)
         ]
 
     def everything(self) -> dict[str, np.ndarray]:
@@ -99,20 +115,21 @@ class HostBatches:
         return self._finish(arrays, np.ones(count, bool)).arrays
 
     def _finish(
-        self, arrays: dict[str, np.ndarray], real: Bool[np.ndarray, " rows"]
+        self,
+        arrays: dict[str, np.ndarray],
+        real: Bool[np.ndarray, " rows"],
+        random: ExampleRandom | None = None,
     ) -> HostBatch:
         size = len(real)
         if self.transform is not None:
-            arrays = self.transform(arrays)
+            if isinstance(self.transform, RandomTransform):
+                assert random is not None
+                arrays = self.transform.fn(arrays, random)
+            else:
+                arrays = self.transform(arrays)
             _check_rows("the transform", arrays, size)
         arrays = {name: np.asarray(array) for name, array in arrays.items()}
-        for name, array in arrays.items():
-            # Structured arrays are np.void; bfloat16, whose kind is the same, is not.
-            if array.dtype.kind in "OSUMm" or issubclass(array.dtype.type, np.void):
-                raise TypeError(
-                    f"{name!r} is of type {array.dtype}, which devices cannot hold; use a "
-                    "transform that converts it to numbers, or drops it."
-                )
+        check_dtypes(arrays, "use a transform that converts it to numbers, or drops it")
         if self.pads and "weight" in arrays:
             weight = arrays["weight"]
             if weight.shape != (size,):
@@ -123,18 +140,29 @@ class HostBatches:
             arrays = arrays | {"weight": np.where(real, weight, 0).astype(np.float32)}
         return HostBatch(arrays, real)
 
-    def _epoch_order(self, epoch: int) -> Int[np.ndarray, " n"]:
-        order = self._order
-        if order is None or order[0] != epoch:
-            order = epoch, self._make_order(epoch)
-            self._order = order
-        return order[1]
+    def _random(self, step: int, rows: Int[np.ndarray, " rows"]) -> ExampleRandom | None:
+        """What a random transform draws from for this process's rows of a step."""
+        if not isinstance(self.transform, RandomTransform):
+            return None
+        number, batch = divmod(step, self.length)
+        epoch = self._epoch_of(number)
+        assert epoch.repeats is not None
+        found = epoch.repeats[self._rows_of(batch)]
+        repeats = np.pad(found, (0, self.batch_size - len(found)))[self.positions]
+        return ExampleRandom(example_keys(self._seed, number, rows, repeats))
 
-    def _make_order(self, epoch: int) -> Int[np.ndarray, " n"]:
-        if not self._shuffle:
-            return np.arange(len(self.source))
-        # The only generator of NumPy whose stream is guaranteed never to change.
-        return np.random.RandomState([self._seed, epoch]).permutation(len(self.source))
+    def _rows_of(self, batch: int) -> slice:
+        """Where a batch's rows are in its epoch."""
+        return slice(batch * self.batch_size, (batch + 1) * self.batch_size)
+
+    def _epoch_of(self, number: int) -> Epoch:
+        epoch = self._epoch
+        if epoch is None or epoch.number != number:
+            rows = sample(self._sampler, len(self.source), self._seed, number)
+            random = isinstance(self.transform, RandomTransform)
+            epoch = Epoch(number, rows, count_repeats(rows) if random else None)
+            self._epoch = epoch
+        return epoch
 
 
 class Chunks:
@@ -148,6 +176,31 @@ class Chunks:
     def __call__(self, start: int) -> list[HostBatch]:
         """The batches from a step on."""
         return self._batches.gather(range(start, min(start + self._together, self._stop)))
+
+
+def check_dtypes(arrays: Mapping[str, np.ndarray], remedy: str) -> None:
+    """Raise `TypeError` for what devices cannot hold, such as strings."""
+    for name, array in arrays.items():
+        # Structured arrays are np.void; bfloat16, whose kind is the same, is not.
+        if array.dtype.kind in "OSUMm" or issubclass(array.dtype.type, np.void):
+            raise TypeError(
+                f"{name!r} is of type {array.dtype}{_contents(array)}, which devices "
+                f"cannot hold; {remedy}."
+            )
+
+
+def _contents(array: np.ndarray) -> str:
+    """Why an array is one of objects, if that can be told."""
+    if array.dtype.kind != "O":
+        return ""
+    for row, item in enumerate(array):
+        if item is None:
+            return f" (None in row {row})"
+    shapes = [np.shape(item) for item in array if isinstance(item, np.ndarray | list)]
+    for shape in shapes:
+        if shape != shapes[0]:
+            return f" (rows of different shapes, {shapes[0]} and {shape})"
+    return ""
 
 
 def check_integers(arrays: Mapping[str, np.ndarray]) -> None:

@@ -10,7 +10,7 @@ Glossary:
 
 import operator
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -19,9 +19,10 @@ from jaxtyping import Array, Int
 
 from ..distributed import assert_same_on_all_processes, spans_processes
 from ..sharding._mesh import batch_sharding, check_batch_size
-from ._host import HostBatches
+from ._host import HostBatches, Transform
 from ._pipeline import HostPipeline, positions_on_this_process
 from ._resident import DeviceBatches, ResidentDataset
+from ._samplers import InOrder, Sampler, Shuffled, digest, sample
 from ._sources import Source
 
 Remainder = Literal["pad", "drop", "error"]
@@ -38,7 +39,7 @@ class Loader:
 
     The order of the examples is a function of `seed` and the epoch alone, so it is the
     same on any number of devices, and a batch is a function of its step. No batch mixes
-    epochs, and no example comes twice in an epoch.
+    epochs, and without a `sampler` no example comes twice in an epoch.
 
     Several iterators of one loader are independent: each starts at the loader's position
     when it is made, and the loader's position is that of the last one to advance.
@@ -50,14 +51,18 @@ class Loader:
     - `mesh`: from [`eqxshard.make_mesh`][].
     - `seed`: decides the order of each epoch.
     - `shuffle`: whether to shuffle; otherwise every epoch is in the order of the source.
+    - `sampler`: an [`eqxshard.data.Sampler`][], which chooses the examples of each epoch
+        and their order instead. The number of batches in an epoch follows its length.
     - `epochs`: the number of epochs, counted from step 0; endless by default.
     - `remainder`: what to do with the last examples of an epoch if `batch_size` does not
-        divide the length of the source. `"pad"` fills the batch up with rows of weight 0,
-        and gives every batch a float32 entry `"weight"` (if the source has one, padding
-        sets it to 0); `"drop"` leaves the examples out; `"error"` raises at once.
+        divide its length. `"pad"` fills the batch up with rows of weight 0, and gives
+        every batch a float32 entry `"weight"` (if the source has one, padding sets it to
+        0); `"drop"` leaves the examples out; `"error"` raises at once. If it divides, no
+        batch gets a `"weight"`.
     - `transform`: called with a dict of NumPy arrays, the rows of a batch that this
         process holds; returns one with the same number of rows, which must not change
-        afterwards. It runs in the loader's thread, or in its workers.
+        afterwards. It runs in the loader's thread, or in its workers. An
+        [`eqxshard.data.RandomTransform`][] also gets random numbers for each example.
     - `prefetch`: how many batches to gather ahead. Small batches are gathered several at
         a time if there is no `transform`, so a few more may be. With 0, each batch is
         gathered on demand, without a thread.
@@ -73,13 +78,14 @@ class Loader:
 
     **Raises:**
 
-    `TypeError` if `source` is not a source, or `batch_size` or `seed` is not an integer;
-    `ValueError` if the source is empty, `batch_size` does not divide over the mesh or
-    does not suit the source (see `remainder`), another number is out of range, or
-    `placement="device"` is not possible. While iterating (or at once, with
-    `placement="device"`), `ValueError` if the source or the transform returns the wrong
-    number of rows, or integers that need 64 bits where JAX has 32; `TypeError` if it
-    returns what devices cannot hold; and whatever they raise themselves.
+    `TypeError` if `source` or `sampler` lacks a method, or `batch_size` or `seed` is not an
+    integer; `ValueError` if the source is empty, the sampler does not suit it,
+    `batch_size` does not divide over the mesh or does not suit the source (see
+    `remainder`), another number is out of range, or `placement="device"` is not possible.
+    While iterating (or at once, with `placement="device"`), `ValueError` if the source or
+    the transform returns the wrong number of rows, or integers that need 64 bits where
+    JAX has 32; `TypeError` if it returns what devices cannot hold; and whatever they raise
+    themselves.
 
     !!! Example
 
@@ -98,9 +104,10 @@ class Loader:
         mesh: Mesh,
         seed: int = 0,
         shuffle: bool = True,
+        sampler: Sampler | None = None,
         epochs: int | None = None,
         remainder: Remainder = "pad",
-        transform: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        transform: Transform | None = None,
         prefetch: int = 2,
         workers: int = 0,
         placement: Placement = "host",
@@ -108,26 +115,29 @@ class Loader:
         _check_source(source)
         # Python's own integers, also if NumPy's were given: state() must be JSON.
         batch_size, seed = operator.index(batch_size), operator.index(seed)
+        _check_numbers(seed, epochs, prefetch, workers)
         self._fingerprint = {
             "length": len(source),
             "batch_size": batch_size,
             "seed": seed,
             "shuffle": shuffle,
+            "sampler": _digest(sampler, len(source), seed, shuffle),
             "remainder": remainder,
         }
         if spans_processes(mesh.devices.flat):
             assert_same_on_all_processes("loader", self._fingerprint)
         check_batch_size(batch_size, mesh)
-        _check_remainder(remainder, len(source), batch_size)
-        _check_numbers(seed, epochs, prefetch, workers)
+        if sampler is None:
+            sampler = (Shuffled if shuffle else InOrder)(len(source))
+        _check_remainder(remainder, len(sampler), batch_size)
         _check_placement(placement, transform, workers)
         sharding = batch_sharding(mesh)
         self._host = HostBatches(
             source,
+            sampler,
             batch_size=batch_size,
             seed=seed,
-            shuffle=shuffle,
-            pads=remainder == "pad",
+            fills=remainder == "pad",
             transform=transform,
             positions=positions_on_this_process(sharding, batch_size),
         )
@@ -252,7 +262,7 @@ class Loader:
         **Raises:**
 
         `ValueError` if it belongs to a loader with other batches: of another source
-        length, batch size, seed, `shuffle` or `remainder`.
+        length, batch size, seed, `shuffle`, `sampler` or `remainder`.
         """
         if (
             not isinstance(state, Mapping)
@@ -282,6 +292,27 @@ def _check_source(source: Any) -> None:
             f"a {type(source).__name__} is not a source; give something with __len__() and "
             "gather(indices), such as eqxshard.data.ArraySource({'x': x, 'y': y})."
         )
+    if len(source) == 0:
+        raise ValueError("the source is empty; give one with at least one example.")
+
+
+def _digest(sampler: Any, examples: int, seed: int, shuffle: bool) -> str | None:
+    """What tells a user's sampler from others, in the fingerprint: its first epoch."""
+    if sampler is None:
+        return None
+    if not isinstance(sampler, Sampler):
+        raise TypeError(
+            f"a {type(sampler).__name__} is not a sampler; give something with __len__() "
+            "and rows(examples, seed, epoch), such as an eqxshard.data.WeightedSampler."
+        )
+    if not shuffle:
+        raise ValueError(
+            "shuffle=False has no meaning with a sampler, which decides the order; leave "
+            "it out."
+        )
+    if len(sampler) == 0:
+        raise ValueError("the sampler is empty; give one with at least one row.")
+    return digest(sample(sampler, examples, seed, epoch=0))
 
 
 def _check_numbers(seed: int, epochs: int | None, prefetch: int, workers: int) -> None:
@@ -305,8 +336,6 @@ def _check_placement(placement: str, transform: Any, workers: int) -> None:
 
 
 def _check_remainder(remainder: str, length: int, batch_size: int) -> None:
-    if length == 0:
-        raise ValueError("the source is empty; give one with at least one example.")
     if remainder not in ("pad", "drop", "error"):
         raise ValueError(f"remainder={remainder!r} is not 'pad', 'drop' or 'error'.")
     left = length % batch_size
@@ -317,6 +346,6 @@ def _check_remainder(remainder: str, length: int, batch_size: int) -> None:
         )
     if remainder == "drop" and length < batch_size:
         raise ValueError(
-            f"the source has {length} examples, less than one batch of {batch_size}, and "
+            f"an epoch has {length} examples, less than one batch of {batch_size}, and "
             "remainder='drop' drops them all; use a smaller batch size or remainder='pad'."
         )

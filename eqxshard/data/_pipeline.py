@@ -85,19 +85,9 @@ class HostPipeline:
             yield from itertools.chain.from_iterable(gathered)
 
     def _place(self, array: np.ndarray) -> Array:
-        # This process holds the rows of its own devices, and each device gets its rows.
-        # (device_put takes twice as long.)
-        size = self._host.batch_size
-        shape = (size, *array.shape[1:])
-        if len(array) == size:
-            return jax.make_array_from_callback(shape, self._sharding, array.__getitem__)
-        positions = self._host.positions
-
-        def part(index: Any) -> np.ndarray:
-            start, stop, _ = index[0].indices(size)
-            return array[slice(*np.searchsorted(positions, (start, stop)))]
-
-        return jax.make_array_from_callback(shape, self._sharding, part)
+        return place_rows(
+            array, self._sharding, self._host.positions, self._host.batch_size
+        )
 
     def _weight(self, real: np.ndarray) -> Array:
         if not real.all():
@@ -114,6 +104,22 @@ def _parse_flags() -> None:
 
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()
+
+
+def place_rows(
+    array: np.ndarray, sharding: NamedSharding, positions: np.ndarray, batch_size: int
+) -> Array:
+    """A batch's array, of which this process holds the rows at some positions."""
+    # Each device gets its own rows. (device_put takes twice as long.)
+    shape = (batch_size, *array.shape[1:])
+    if len(array) == batch_size:
+        return jax.make_array_from_callback(shape, sharding, array.__getitem__)
+
+    def part(index: Any) -> np.ndarray:
+        start, stop, _ = index[0].indices(batch_size)
+        return array[slice(*np.searchsorted(positions, (start, stop)))]
+
+    return jax.make_array_from_callback(shape, sharding, part)
 
 
 def positions_on_this_process(sharding: NamedSharding, batch_size: int) -> np.ndarray:

@@ -241,7 +241,7 @@ def _stack(
         if array.shape != arrays[0].shape:
             raise ValueError(
                 f"{name!r} has shape {array.shape} in example {index}, and "
-                f"{arrays[0].shape} in example {indices[0]}; use decode= to give all "
-                "examples the same shape, by padding or cropping."
+                f"{arrays[0].shape} in example {indices[0]}; pad or crop them to the same "
+                "shape, in the dataset or with decode=."
             )
     return np.stack(arrays)

@@ -21,7 +21,7 @@ from ..checkpoint._arrays import (
 )
 from ..checkpoint._checksums import is_complete, verify, write_checksums
 from ..distributed import barrier, is_main_process
-from ..training._state import TrainState
+from ..training._state import TrainState, flatten_state
 from ._references import refer_to_script
 from ._structure import Decoder, Encoder
 
@@ -73,7 +73,7 @@ def write_crash_dump(
     `TypeError` naming the part of the model, or of the loss function, that cannot be
     written: lambdas and other functions that cannot be imported.
     """
-    config = train_step.config
+    config = train_step.config.of(state, flatten_state(state)[0])
     model, model_values = _without_state(state.model, state.model_state)
     key = jax.random.fold_in(state.key, steps[0] - 1)
     tree = {"model": model, "state": model_values, "batch": batch, "key": key}

@@ -3,10 +3,12 @@
 Glossary:
 
 - a *stage* is one device along the mesh axis `stage`, with an equal share of the layers;
+- a *chunk* is a run of layers that follow one another: all those of a stage, or one of
+  several equal parts, between which come the chunks of the other stages;
 - a *layer* is numbered within the whole stack, a *row* (one example) within the batch;
 - a *microbatch* is one of several equal parts of a device's rows;
-- in a *tick* each stage works on at most one microbatch, and then sends the result to a
-  neighbour.
+- in a *tick* each stage takes at most one microbatch through one chunk, and then sends the
+  result to a neighbour.
 """
 
 import functools as ft
@@ -17,13 +19,12 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from ..sharding._leaves import format_array, stacked_depth
-from ..sharding._mesh import BATCH_AXES
-from ..sharding._spec import format_sizes
+from ..sharding._leaves import format_array
 from ..transforms._shard_map import filter_shard_map
+from ._pipeline_schedule import make_schedule, split_chunks
 
 
 def pipeline(
@@ -31,6 +32,7 @@ def pipeline(
     x: Float[Array, "batch ..."],
     *,
     microbatches: int,
+    chunks: int | None = None,
     key: PRNGKeyArray | None = None,
 ) -> Float[Array, "batch ..."]:
     r"""Apply a stack of layers, split over the mesh axis `stage`, to a batch.
@@ -43,6 +45,13 @@ def pipeline(
     are kept, but those of all microbatches. [`eqxshard.parallel.pipeline_loss`][] keeps
     fewer.
 
+    With `chunks` the schedule is interleaved (Narayanan et al. 2021,
+    https://arxiv.org/abs/2104.04473; MaxText calls it circular): each stage has that many
+    chunks of layers, and a microbatch goes around the stages once for each. There are
+    `microbatches * chunks + stages - 1` ticks of one chunk each: a stage is idle in as many
+    of them as before, but they are `chunks` times as short. Activations are sent `chunks`
+    times as often.
+
     It runs on the mesh of the step, like [`eqxshard.constrain`][]. (Outside a step, call
     it under `jax.jit`.) Without a mesh, or with `stage=1`, the layers are applied to the
     whole batch, one after the other. The result is the same either way.
@@ -52,10 +61,14 @@ def pipeline(
     - `layers`: one module whose arrays have a leading dim of layers, as from
         `eqx.filter_vmap(make_layer)(keys)`. A layer takes the activations of one example
         and returns activations of the same shape and dtype. The rule should store it with
-        `P("stage")`.
+        `P("stage")`, whatever the `chunks`.
     - `x`: the activations of a batch, its rows split over `data` and `fsdp`.
     - `microbatches`: the number of parts to split each device's rows into. Use several
         times the number of stages to keep the stages busy.
+    - `chunks`: the number of chunks on each stage. If given, the arrays of `layers` have
+        two leading dims, `(layers // chunks, chunks)`, and entry `[i, c]` is layer
+        `c * (layers // chunks) + i`. Each stage then stores just the layers that it
+        applies, and none is sent to another.
     - `key`: a random key. If given, a layer is called as `layer(h, key=...)`, with a key
         for each layer and example that depends on nothing else; otherwise as `layer(h)`.
 
@@ -65,9 +78,10 @@ def pipeline(
 
     **Raises:**
 
-    `ValueError` if the layers do not divide over the stages, or the batch into
-    microbatches; if an array of `layers` has no leading dim of layers; or if a layer
-    changes the shape or dtype of activations.
+    `ValueError` if the layers do not divide over the stages and chunks, the batch into
+    microbatches, or with several chunks the microbatches over the stages; if an array of
+    `layers` does not have the leading dims; or if a layer changes the shape or dtype of
+    activations.
 
     !!! Example
 
@@ -82,33 +96,40 @@ def pipeline(
             h = eqxshard.parallel.pipeline(model.layers, h, microbatches=8, key=key)
             return optax.squared_error(jax.vmap(model.head)(h), batch["y"])
         ```
+
+        Interleaved, with 16 layers in two chunks on each stage:
+
+        ```python
+        keys = jax.random.split(key, (8, 2))
+        layers = eqx.filter_vmap(eqx.filter_vmap(make_layer))(keys)
+        h = eqxshard.parallel.pipeline(layers, h, microbatches=8, chunks=2)
+        ```
     """
-    layer_ids, rows = jnp.arange(stacked_depth(layers)), jnp.arange(len(x))
-    stages, batch_axes = stages_and_batch_axes(len(layer_ids), len(x), microbatches)
-    if stages == 1:
-        return apply_layers(layers, layer_ids, x, rows, key)[0]
+    layers, layer_ids = split_chunks(layers, chunks)
+    rows, chunks = jnp.arange(len(x)), layer_ids.shape[1]
+    schedule, batch_axes = make_schedule(layer_ids.size, len(x), microbatches, chunks)
+    last = schedule.stages - 1
+    if last == 0:
+        for chunk in range(chunks):
+            x, _ = apply_chunk(layers, layer_ids, chunk, x, rows, key)
+        return x
 
     def gpipe(layers: PyTree, layer_ids: Array, x: Array, rows: Array, key: Any) -> Array:
         stage = jax.lax.axis_index("stage")
         layers = local_copy(layers)
         x, rows = to_microbatches((local_copy(x), rows), microbatches)
-        # The first stage has no more input in the last ticks.
-        inputs = jnp.concatenate([x, jnp.zeros_like(x, shape=(stages - 1, *x.shape[1:]))])
 
         def tick(received: Array, now: tuple[Array, Array]) -> tuple[Array, Array]:
             time, new = now
-            microbatch = time - stage
-            busy = (microbatch >= 0) & (microbatch < microbatches)
-            h = jnp.where(stage == 0, new, received)
-            h, _ = apply_layers(layers, layer_ids, h, rows[microbatch], key, busy)
-            to_next = [(i, i + 1) for i in range(stages - 1)]
-            return jax.lax.ppermute(h, "stage", to_next), h
+            microbatch, chunk, busy = schedule.turn(time - stage)
+            h = jnp.where((stage == 0) & (chunk == 0), new, received)
+            h, _ = apply_chunk(layers, layer_ids, chunk, h, rows[microbatch], key, busy)
+            return jax.lax.ppermute(h, "stage", schedule.to_next), h
 
-        times = jnp.arange(microbatches + stages - 1)
-        _, out = jax.lax.scan(tick, jnp.zeros_like(x[0]), (times, inputs))
-        # The results are those of the last stage, after its idle ticks.
-        out = from_microbatches(out[stages - 1 :])
-        return jnp.where(stage == stages - 1, out, 0)[None]
+        now = jnp.arange(schedule.ticks), schedule.inputs(x)
+        _, out = jax.lax.scan(tick, jnp.zeros_like(x[0]), now)
+        out = from_microbatches(schedule.outputs(out))
+        return jnp.where(stage == last, out, 0)[None]
 
     by_stage, by_batch = PartitionSpec("stage"), PartitionSpec(batch_axes)
     in_specs = (
@@ -125,15 +146,16 @@ def pipeline(
     return sum_copies(run(layers, layer_ids, x, rows, key))
 
 
-def apply_layers(
+def apply_chunk(
     layers: PyTree,
     layer_ids: Array,
+    chunk: Any,
     h: Array,
     rows: Array,
     key: PRNGKeyArray | None,
     busy: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Apply layers in turn; return the output of the last, and the input of each.
+    """Apply the layers of a chunk; return the output of the last, and the input of each.
 
     A stage that is not busy computes too, on values that may lead to nan, so its weights
     get no gradient from that.
@@ -142,13 +164,18 @@ def apply_layers(
 
     # The scan already keeps XLA from merging the recomputation with the forward pass.
     @ft.partial(jax.checkpoint, prevent_cse=False)
-    def one(h: Array, numbered: tuple[PyTree, Array]) -> tuple[Array, Array]:
-        arrays, layer_id = numbered
+    def one(h: Array, of_chunks: tuple[PyTree, Array]) -> tuple[Array, Array]:
+        arrays, layer_id = take_chunk(of_chunks, chunk)
         if busy is not None:
             arrays = jax.tree.map(ft.partial(_stop_gradient_unless, busy), arrays)
         return apply_layer(eqx.combine(arrays, static), layer_id, h, rows, key), h
 
     return jax.lax.scan(one, h, (arrays, layer_ids))
+
+
+def take_chunk(of_chunks: PyTree, chunk: Any) -> PyTree:
+    """The entries of one chunk, in arrays with a leading dim of chunks."""
+    return jax.tree.map(lambda leaf: leaf[chunk], of_chunks)
 
 
 def _stop_gradient_unless(condition: Array, leaf: Array) -> Array:
@@ -244,32 +271,3 @@ def per_device(
         # The check would refuse layers with a scan of their own that starts from zeros.
         check_vma=False,
     )
-
-
-def stages_and_batch_axes(
-    layers: int, batch: int, microbatches: int
-) -> tuple[int, tuple[str, ...]]:
-    """The number of stages and the axes of the batch; raise unless everything divides."""
-    if microbatches < 1:
-        raise ValueError(f"microbatches={microbatches} must be at least 1.")
-    mesh = jax.sharding.get_abstract_mesh()
-    auto = [a for a, kind in zip(mesh.axis_names, mesh.axis_types) if kind is AxisType.Auto]
-    stages = mesh.shape["stage"] if "stage" in auto else 1
-    batch_axes = tuple(axis for axis in BATCH_AXES if axis in auto)
-    if stages == 1:
-        return 1, batch_axes
-    if layers % stages:
-        raise ValueError(
-            f"{layers} layers do not divide over stage={stages}; use a multiple of "
-            f"{stages} layers, or a number of stages that divides {layers}."
-        )
-    sizes = {axis: mesh.shape[axis] for axis in batch_axes}
-    devices = math.prod(sizes.values())
-    parts = devices * microbatches
-    if batch % parts:
-        raise ValueError(
-            f"a batch of {batch} does not divide over {format_sizes(sizes)} = {devices} "
-            f"devices, each with microbatches={microbatches}; use a multiple of {parts} "
-            "examples, or fewer microbatches."
-        )
-    return stages, batch_axes

@@ -194,7 +194,8 @@ def _train_on_one_device(
             )
     starts = [initial, *(result.arrays for result in results[:-1])]
     errors: list[dict[str, float]] = [{}] * len(batches)
-    if precision is not None and jnp.finfo(precision.compute).bits < 32:
+    compute = None if precision is None else precision.compute
+    if precision is not None and compute is not None and jnp.finfo(compute).bits < 32:
         exact = dataclasses.replace(precision, compute=jnp.float32)
         exact_results = _run(*set_up(mesh, replicate(), exact), batches, starts)
         errors = [*map(gradient_errors, exact_results, results)]
@@ -280,7 +281,7 @@ def _largest(kind: str, found: Sequence[Sequence[Difference]]) -> float:
 
 def _default_rtol(initial: Arrays, precision: Precision | None) -> float:
     dtypes = [array.dtype for name, array in initial.items() if kind_of(name) == "model"]
-    if precision is not None:
+    if precision is not None and precision.compute is not None:
         dtypes.append(jnp.dtype(precision.compute))
     floats = [jnp.finfo(x).dtype for x in dtypes if jnp.issubdtype(x, jnp.inexact)]
     return max((_RTOL.get(str(x), 2e-2) for x in floats), default=_RTOL["float32"])

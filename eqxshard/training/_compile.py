@@ -1,4 +1,4 @@
-"""`jit_on`: `jax.jit`, with fast convolutions on CPUs.
+"""`jit_on`: `jax.jit`, with checks that raise, and with fast convolutions on CPUs.
 
 The speed of a convolution on CPUs (JAX 0.10 to 0.12) depends on two things that do not
 change its result:
@@ -16,10 +16,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.extend import core
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from ._jaxprs import call_equation, is_jaxpr, map_jaxpr, rewrite_function
+from ._checks import Checks, collect_checks
+from ._jaxprs import call_equation, is_jaxpr, map_jaxpr
 
 #: XLA's default without convolutions.
 _CPU_OPTIONS = {
@@ -29,23 +31,53 @@ _CPU_OPTIONS = {
 }
 
 
-def jit_on(mesh: Mesh, fn: Callable[..., Any], **options: Any) -> Any:
+def jit_on(mesh: Mesh, fn: Callable[..., Any], **options: Any) -> "Jitted":
     """Compile a function of PyTrees of arrays for the devices of a mesh.
 
     **Arguments:**
 
     - `mesh`: the mesh that it runs on.
     - `fn`: a pure function.
-    - `options`: those of `jax.jit`.
+    - `options`: those of `jax.jit`, with `out_shardings`.
 
     **Returns:**
 
-    What `jax.jit` returns.
+    The compiled function, which raises if a check by `equinox.error_if` in it fails.
     """
-    if mesh.devices.flat[0].platform != "cpu":
-        return jax.jit(fn, **options)
-    fn = rewrite_function(fn, _order_convolutions)
-    return jax.jit(fn, compiler_options=_CPU_OPTIONS, **options)
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+
+    @ft.wraps(fn)
+    def checked(*args: Any) -> tuple[Any, Checks | None]:
+        jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
+        if on_cpu:
+            jaxpr = map_jaxpr(_order_convolutions, jaxpr)
+        jaxpr, callbacks = collect_checks(jaxpr)
+        flat = core.jaxpr_as_fun(jaxpr)(*jax.tree.leaves(args))
+        checks = Checks(flat.pop(), callbacks) if callbacks else None
+        return jax.tree.unflatten(jax.tree.structure(out), flat), checks
+
+    whole = NamedSharding(mesh, PartitionSpec())
+    options["out_shardings"] = (options["out_shardings"], whole)
+    if on_cpu:
+        options["compiler_options"] = _CPU_OPTIONS
+    return Jitted(jax.jit(checked, **options))
+
+
+class Jitted:
+    """A compiled function, which waits and raises if it has checks."""
+
+    def __init__(self, jitted: Any):
+        self._jitted = jitted
+
+    def __call__(self, *args: Any) -> Any:
+        out, checks = self._jitted(*args)
+        if checks is not None:
+            checks.raise_failed()
+        return out
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        """As that of `jax.jit`."""
+        return self._jitted.lower(*args)
 
 
 def _order_convolutions(jaxpr: Any) -> Any:

@@ -1,16 +1,18 @@
 """The settings of a train step."""
 
+import dataclasses
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
+from ..sharding._mesh import check_mesh
 from ..sharding._rule import Rule
 from ._precision import Precision
+from ._state import TrainState
 
 Nonfinite = Literal["skip", "raise", "ignore"]
 
@@ -30,20 +32,39 @@ def takes_value(optim: optax.GradientTransformation) -> bool:
     return anything or "value" in parameters
 
 
-@dataclass(frozen=True)
-class StepConfig:
-    """The arguments of [`eqxshard.make_train_step`][], checked."""
+def mesh_of(arrays: Iterable[Any], given: Mesh | None, what: str) -> Mesh:
+    """The mesh that was given, or else the one that arrays are on."""
+    if given is not None:
+        return given
+    for array in arrays:
+        sharding = getattr(array, "sharding", None)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            return sharding.mesh
+    raise ValueError(
+        f"the arrays of this {what} are not on a mesh; give the step mesh= and rule=."
+    )
 
-    loss_fn: Callable[[Any, Any, Any], Any]
+
+@dataclasses.dataclass(frozen=True)
+class StepConfig:
+    """The arguments of [`eqxshard.make_train_step`][], checked.
+
+    `mesh`, `rule`, `trainable` and `precision` are `None` to follow the state.
+    """
+
+    loss_fn: Callable[..., Any]
     optim: optax.GradientTransformationExtraArgs
-    mesh: Mesh
-    rule: Rule
+    mesh: Mesh | None
+    rule: Rule | None
     trainable: PyTree
     accumulate: int
     precision: Precision | None
     nonfinite: Nonfinite
+    grad_norms: bool | Mapping[str, str]
 
     def __post_init__(self):
+        if self.mesh is not None:
+            check_mesh(self.mesh)
         if self.accumulate < 1:
             raise ValueError(f"accumulate={self.accumulate} must be at least 1.")
         if self.nonfinite not in ("skip", "raise", "ignore"):
@@ -57,3 +78,31 @@ class StepConfig:
                 f"nonfinite={self.nonfinite!r} does not skip them; use 'skip', or "
                 "bfloat16."
             )
+
+    def of(self, state: TrainState, arrays: Iterable[Any]) -> "ResolvedConfig":
+        """The settings for a state, whose own stand in for those that were not given."""
+        made, rule, trainable = state.made_with, self.rule, self.trainable
+        if rule is None and made is None:
+            raise ValueError(
+                "this TrainState was not made by init_state; give make_train_step rule=."
+            )
+        if trainable is None:
+            trainable = True if made is None else made.trainable(state.model)
+        given = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
+        }
+        followed = {
+            "mesh": mesh_of(arrays, self.mesh, "TrainState"),
+            "rule": rule or (made and made.rule),
+            "trainable": trainable,
+            "precision": self.precision or (made and made.precision),
+        }
+        return ResolvedConfig(**(given | followed))
+
+
+@dataclasses.dataclass(frozen=True)
+class ResolvedConfig(StepConfig):
+    """The settings of a step for one state: nothing is left open."""
+
+    mesh: Mesh
+    rule: Rule

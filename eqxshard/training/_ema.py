@@ -3,20 +3,26 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
-from jaxtyping import PyTree
+from jaxtyping import Array, Int, PyTree
 
 from ..transforms._dtypes import at_least_float32
 from ._state import TrainState
 
 
 class EmaState(NamedTuple):
-    """The averaged weights, in float32 at least, sharded like their updates."""
+    """The average of the weights.
 
+    - `count`: the number of updates in it.
+    - `ema`: the averaged weights, in float32 at least, sharded like their updates.
+    """
+
+    count: Int[Array, ""]  # pyright: ignore[reportIncompatibleMethodOverride]
     ema: PyTree
 
 
-def ema_weights(decay: float) -> optax.GradientTransformation:
+def ema_weights(decay: float, *, warmup: bool = True) -> optax.GradientTransformation:
     """Keep an exponential moving average of the weights beside them.
 
     An optax transformation. Put it last in a chain, outside `optax.masked` and its like,
@@ -25,9 +31,17 @@ def ema_weights(decay: float) -> optax.GradientTransformation:
     https://doi.org/10.1137/0330046, in the form of Tarvainen and Valpola 2017,
     https://arxiv.org/abs/1703.01780.)
 
+    The initial weights would dominate the average for the first `1 / (1 - decay)` steps.
+    With `warmup`, update number `t`, from 0, uses the decay
+    `min(decay, (1 + t) / (10 + t))` instead, so that the average follows the weights
+    closely at first. (That of TensorFlow's
+    [`ExponentialMovingAverage`](https://www.tensorflow.org/api_docs/python/tf/train/ExponentialMovingAverage)
+    with `num_updates`.)
+
     **Arguments:**
 
     - `decay`: the share of the average that is kept in each step, such as 0.999.
+    - `warmup`: whether to start with a smaller decay.
 
     **Returns:**
 
@@ -51,17 +65,20 @@ def ema_weights(decay: float) -> optax.GradientTransformation:
         )
 
     def init(params: Any) -> EmaState:
-        return EmaState(jax.tree.map(at_least_float32, params))
+        return EmaState(jnp.zeros((), jnp.int32), jax.tree.map(at_least_float32, params))
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, EmaState]:
         new = optax.apply_updates(params, updates)
-        # In lower precision, the change of one step would be lost to rounding.
-        ema = jax.tree.map(
-            lambda ema, new: ema + (1 - decay) * (at_least_float32(new) - ema),
-            state.ema,
-            new,
-        )
-        return updates, EmaState(ema)
+        share = jnp.float32(1 - decay)
+        if warmup:
+            share = jnp.maximum(share, 9 / (10 + state.count.astype(jnp.float32)))
+
+        def average(ema: Array, new: Array) -> Array:
+            # In lower precision, the change of one step would be lost to rounding.
+            return ema + share.astype(ema.dtype) * (at_least_float32(new) - ema)
+
+        ema = jax.tree.map(average, state.ema, new)
+        return updates, EmaState(state.count + 1, ema)
 
     return optax.GradientTransformation(init, update)
 

@@ -14,7 +14,9 @@ from ..sharding._placement import assign_shardings
 from ..sharding._rule import Rule
 from ..transforms._partition import Static, partition
 from ._compile import jit_on
+from ._config import mesh_of
 from ._examples import check_metric_names, example_weights, sum_over_examples
+from ._extra import Extra, stored_shardings
 from ._gradients import step_context
 from ._in_flight import InFlight
 from ._inputs import ONE_BATCH, StepInput, several_batches
@@ -27,8 +29,8 @@ from ._train_step import DONATED
 def make_eval_step(
     metric_fn: Callable[[Any, Any], Mapping[str, Any]],
     *,
-    mesh: Mesh,
-    rule: Rule,
+    mesh: Mesh | None = None,
+    rule: Rule | None = None,
     precision: Precision | None = None,
 ) -> "EvalStep":
     """Make the compiled step that measures a model on a batch.
@@ -38,10 +40,11 @@ def make_eval_step(
     **Arguments:**
 
     - `metric_fn`: `metric_fn(model, batch)` returns a dict of metrics: each with one
-        entry per example, or a scalar, their mean. For a model with state, `model` is
-        the pair `(model, state)`.
-    - `mesh`, `rule`: those the model's state was made with.
-    - `precision`: as for [`eqxshard.make_train_step`][].
+        number or array per example, or a scalar, their mean. For a model with state,
+        `model` is the pair `(model, state)`.
+    - `mesh`, `rule`: by default, arrays are used as the model's are stored.
+    - `precision`: the type to compute in, as for [`eqxshard.make_train_step`][]; by
+        default, that of each array.
 
     **Returns:**
 
@@ -55,10 +58,11 @@ def make_eval_step(
             return {"accuracy": jnp.argmax(logits, -1) == batch["label"]}
 
 
-        eval_step = eqxshard.make_eval_step(metric_fn, mesh=mesh, rule=rule)
+        eval_step = eqxshard.make_eval_step(metric_fn)
         ```
     """
-    check_mesh(mesh)
+    if mesh is not None:
+        check_mesh(mesh)
     return EvalStep(metric_fn, mesh, rule, precision)
 
 
@@ -68,15 +72,15 @@ class EvalStep:
     def __init__(
         self,
         metric_fn: Callable[[Any, Any], Mapping[str, Any]],
-        mesh: Mesh,
-        rule: Rule,
+        mesh: Mesh | None,
+        rule: Rule | None,
         precision: Precision | None,
     ):
         self._metric_fn = metric_fn
         self._mesh = mesh
         self._rule = rule
         self._precision = precision
-        self._compiled: dict[tuple[Static, StepInput], Any] = {}
+        self._compiled: dict[tuple[Extra, StepInput], Any] = {}
         self._in_flight = InFlight()
 
     def __call__(self, model: PyTree, batch: PyTree) -> Metrics:
@@ -127,52 +131,65 @@ class EvalStep:
 
         A `jax.stages.Lowered`.
         """
-        ONE_BATCH.check_shapes(batch, self._mesh, 1)
         arrays, static = partition(model, "model")
-        return self._compile(static, ONE_BATCH).lower(arrays, batch)
+        mesh, jitted = self._compile(arrays, static, ONE_BATCH)
+        ONE_BATCH.check_shapes(batch, mesh, 1)
+        return jitted.lower(arrays, batch)
 
     def _run(self, model: PyTree, batch: PyTree, kind: StepInput) -> Metrics:
-        kind.check_shapes(batch, self._mesh, 1)
         if isinstance(model, TrainState):
             raise TypeError("an eval step takes a model; give it state.model.")
         arrays, static = partition(model, "model")
         if any(x.is_deleted() for x in arrays if isinstance(x, jax.Array)):
             raise ValueError(DONATED)
-        metrics = self._compile(static, kind)(arrays, batch)
+        mesh, jitted = self._compile(arrays, static, kind)
+        kind.check_shapes(batch, mesh, 1)
+        metrics = jitted(arrays, batch)
         self._in_flight.add(metrics.weight)
         return metrics
 
-    def _compile(self, static: Static, kind: StepInput) -> Any:
-        jitted = self._compiled.get((static, kind))
-        if jitted is None:
-            jitted = self._compiled[static, kind] = self._jit(static, kind)
-        return jitted
+    def _compile(
+        self, arrays: list[Any], static: Static, kind: StepInput
+    ) -> tuple[Mesh, Any]:
+        placed = self._rule is None
+        stored = Extra(static, tuple(stored_shardings(arrays)) if placed else ())
+        compiled = self._compiled.get((stored, kind))
+        if compiled is None:
+            mesh = mesh_of(arrays, self._mesh, "model")
+            compiled = self._compiled[stored, kind] = mesh, self._jit(stored, kind, mesh)
+        return compiled
 
-    def _jit(self, static: Static, kind: StepInput) -> Any:
+    def _jit(self, stored: Extra, kind: StepInput, mesh: Mesh) -> Any:
         def eval_step(arrays: list[Array], batch: PyTree) -> Metrics:
-            def measure(_: None, batch: PyTree) -> tuple[None, Metrics]:
-                return None, self._measure(static.combine(arrays), batch)
+            model, model_state = without_state(stored.static.combine(arrays))
+            if self._rule is None:
+                storage, _ = without_state(stored.storage())
+            else:
+                storage = assign_shardings(model, mesh, self._rule)
 
-            return kind.run(measure, None, batch, self._mesh)[1]
+            def measure(_: None, batch: PyTree) -> tuple[None, Metrics]:
+                return None, self._measure(model, model_state, storage, batch, mesh)
+
+            return kind.run(measure, None, batch, mesh)[1]
 
         # The name in profiles and compiled modules.
         eval_step.__name__ += kind.suffix
         return jit_on(
-            self._mesh,
+            mesh,
             eval_step,
-            in_shardings=(None, kind.sharding(self._mesh)),
-            out_shardings=NamedSharding(self._mesh, PartitionSpec()),
+            in_shardings=(None, kind.sharding(mesh)),
+            out_shardings=NamedSharding(mesh, PartitionSpec()),
         )
 
-    def _measure(self, model: PyTree, batch: PyTree) -> Metrics:
-        model, model_state = without_state(model)
-        storage = assign_shardings(model, self._mesh, self._rule)
-        with step_context(model, storage, storage, batch, self._mesh, self._precision) as (
+    def _measure(
+        self, model: PyTree, model_state: Any, storage: PyTree, batch: PyTree, mesh: Mesh
+    ) -> Metrics:
+        with step_context(model, storage, storage, batch, mesh, self._precision) as (
             model,
             batch_for_use,
         ):
             model = eqx.nn.inference_mode(model)
             values = self._metric_fn(with_state(model, model_state), batch_for_use)
         check_metric_names("the result of metric_fn", values, "nonfinite")
-        sums = sum_over_examples(values, batch, self._mesh)
+        sums = sum_over_examples(values, batch, mesh)
         return Metrics(sums, jnp.sum(example_weights(batch)), jnp.zeros((), jnp.int32))

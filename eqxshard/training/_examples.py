@@ -13,54 +13,96 @@ from ..sharding._mesh import batch_sharding
 from ..sharding._placement import filter_shard
 from ..transforms._dtypes import at_least_float32
 
+#: The entries of a batch that weigh its examples: in everything, and in the loss alone.
+WEIGHT, LOSS_WEIGHT = "weight", "loss_weight"
 
-def has_weight(batch: PyTree) -> bool:
-    """Whether a batch says how much each of its examples counts."""
-    return isinstance(batch, Mapping) and "weight" in batch
+
+def has_entry(batch: PyTree, name: str) -> bool:
+    """Whether a batch is a dict with an entry of this name."""
+    return isinstance(batch, Mapping) and name in batch
 
 
 def example_weights(batch: PyTree) -> Float[Array, " batch"]:
     """How much each example of a batch counts: 1, unless the batch says otherwise."""
+    return _read_weights(batch, WEIGHT)
+
+
+def example_loss_weights(batch: PyTree) -> Float[Array, " batch"]:
+    """How much the loss of each example counts."""
+    return example_weights(batch) * _read_weights(batch, LOSS_WEIGHT)
+
+
+def _read_weights(batch: PyTree, name: str) -> Float[Array, " batch"]:
     rows = jax.tree.leaves(batch)[0].shape[0]
-    if not has_weight(batch):
+    if not has_entry(batch, name):
         return jnp.ones(rows, jnp.float32)
-    if batch["weight"].shape != (rows,):
+    if batch[name].shape != (rows,):
         raise ValueError(
-            f"the batch's 'weight' has shape {batch['weight'].shape} for {rows} examples; "
+            f"the batch's {name!r} has shape {batch[name].shape} for {rows} examples; "
             "give one number per example, or use another name."
         )
-    return batch["weight"].astype(jnp.float32)
+    return batch[name].astype(jnp.float32)
+
+
+def sum_losses(losses: Any, batch: PyTree, mesh: Mesh) -> Float[Array, ""]:
+    """Sum losses over a batch by their weights; a scalar is taken for the mean."""
+    rows = jax.tree.leaves(batch)[0].shape[0]
+    if eqx.is_array_like(losses) and jnp.shape(losses) not in ((), (rows,)):
+        raise ValueError(
+            f"loss has shape {jnp.shape(losses)} for a batch of {rows}; return one value "
+            f"per example, of shape {(rows,)}, or a scalar."
+        )
+    if has_entry(batch, LOSS_WEIGHT):
+        _check_per_example("loss", losses, LOSS_WEIGHT, "leave that entry out")
+    return _sum("loss", losses, example_loss_weights(batch), batch, mesh)
 
 
 def sum_over_examples(
     values: Mapping[str, Any], batch: PyTree, mesh: Mesh
-) -> dict[str, Float[Array, ""]]:
+) -> dict[str, Float[Array, " *value"]]:
     """Sum values over a batch by weight; a scalar is taken for the mean.
 
     An example of weight 0 does not count, not even if its value is nan.
     """
-    weight, sums = example_weights(batch), {}
-    for name, value in values.items():
-        if not eqx.is_array_like(value):
-            raise TypeError(
-                f"{name} is a {type(value).__name__}; return an array with one value per "
-                "example, or a scalar."
-            )
-        value = jnp.asarray(value)
-        if value.shape not in ((), weight.shape):
-            raise ValueError(
-                f"{name} has shape {value.shape} for a batch of {weight.shape[0]}; return "
-                f"one value per example, of shape {weight.shape}, or a scalar."
-            )
-        if value.shape:
-            value = filter_shard(value, batch_sharding(mesh))
-        # Sums of many need float32 at least.
-        if not jnp.issubdtype(value.dtype, jnp.floating):
-            value = value.astype(jnp.float32)
-        value = at_least_float32(value)
-        weighted = value * weight.astype(value.dtype)
-        sums[name] = jnp.sum(jnp.where(weight == 0, 0, weighted))
-    return sums
+    weight = example_weights(batch)
+    return {name: _sum(name, each, weight, batch, mesh) for name, each in values.items()}
+
+
+def _sum(
+    name: str, value: Any, weight: Float[Array, " batch"], batch: PyTree, mesh: Mesh
+) -> Float[Array, " *value"]:
+    if not eqx.is_array_like(value):
+        raise TypeError(
+            f"{name} is a {type(value).__name__}; return an array with one value per "
+            "example, or a scalar."
+        )
+    if has_entry(batch, WEIGHT):
+        _check_per_example(name, value, WEIGHT, "make the loader with remainder='drop'")
+    value = jnp.asarray(value)
+    if value.shape and value.shape[0] != weight.shape[0]:
+        raise ValueError(
+            f"{name} has shape {value.shape} for a batch of {weight.shape[0]}; return "
+            "one value per example, in the first dim, or a scalar."
+        )
+    if value.shape:
+        value = filter_shard(value, batch_sharding(mesh))
+        weight = jnp.expand_dims(weight, range(1, value.ndim))
+    # Sums of many need float32 at least.
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        value = value.astype(jnp.float32)
+    value = at_least_float32(value)
+    weighted = value * weight.astype(value.dtype)
+    return jnp.sum(jnp.where(weight == 0, 0, weighted), axis=0)
+
+
+def _check_per_example(name: str, value: Any, entry: str, remedy: str) -> None:
+    # A number of Python's or NumPy's is not computed from the examples.
+    if isinstance(value, jax.Array) and not value.shape:
+        raise ValueError(
+            f"{name} is one number for the whole batch, and the batch weighs its examples "
+            f"({entry!r}, which is 0 for padding); return one value per example, or "
+            f"{remedy}."
+        )
 
 
 def check_metric_names(what: str, values: Any, *reserved: str) -> None:

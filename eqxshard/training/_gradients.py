@@ -13,8 +13,17 @@ from jaxtyping import Array, Float, PyTree
 from ..sharding._mesh import batch_sharding
 from ..sharding._placement import filter_shard
 from ..transforms._dtypes import at_least_float32
-from ._config import StepConfig
-from ._examples import check_metric_names, example_weights, has_weight, sum_over_examples
+from ._config import ResolvedConfig
+from ._examples import (
+    LOSS_WEIGHT,
+    WEIGHT,
+    check_metric_names,
+    example_loss_weights,
+    example_weights,
+    has_entry,
+    sum_losses,
+    sum_over_examples,
+)
 from ._gather import gathered
 from ._layout import StateLayout
 from ._lookups import reduce_lookups
@@ -26,41 +35,52 @@ class Gradients(NamedTuple):
     """The gradients of a batch, its loss and its metrics.
 
     - `grads`: of the trained arrays, each where it is updated.
+    - `loss`: the mean loss.
     - `sums`: for the loss and each metric, the weighted sum over the examples.
     - `weight`: the sum of the examples' weights.
     - `model_state`: the model's own state after the batch.
     """
 
     grads: PyTree
-    sums: dict[str, Float[Array, ""]]
+    loss: Float[Array, ""]
+    sums: dict[str, Float[Array, " *value"]]
     weight: Float[Array, ""]
     model_state: PyTree
 
-    @property
-    def loss(self) -> Float[Array, ""]:
-        """The mean loss."""
-        return _mean(self.sums["loss"], self.weight)
+
+class LossInputs(NamedTuple):
+    """What the loss function gets, besides a state and a batch, and where it is stored.
+
+    - `layout`: the shardings of the state.
+    - `extra`: the step's `extra`, if it has one.
+    - `extra_storage`: the shardings of its arrays.
+    """
+
+    layout: StateLayout
+    extra: tuple[PyTree, ...]
+    extra_storage: tuple[PyTree[NamedSharding | None], ...]
 
 
 def compute_gradients(
-    config: StepConfig, layout: StateLayout, state: TrainState, batch: PyTree
+    config: ResolvedConfig, inputs: LossInputs, state: TrainState, batch: PyTree
 ) -> Gradients:
     """Differentiate the mean loss over a batch, in `config.accumulate` microbatches."""
     params, frozen = split_model(state.model, config.trainable)
     weight = jnp.sum(example_weights(batch))
+    loss_weight = jnp.sum(example_loss_weights(batch))
     scale = None if state.loss_scale is None else state.loss_scale.scale
 
     def objective(params: PyTree, microbatch: PyTree, model_state: PyTree, key: Array):
         model = eqx.combine(params, frozen)
-        sums, model_state = _measure(config, layout, model, model_state, microbatch, key)
+        sums, model_state = _measure(config, inputs, model, model_state, microbatch, key)
         # By the weight of the whole batch, so that microbatches add up to its mean.
-        loss = _mean(sums["loss"], weight)
+        loss = _mean(sums["loss"], loss_weight)
         return loss if scale is None else loss * scale, (sums, model_state)
 
     def gradient(microbatch: PyTree, model_state: PyTree, key: Array) -> tuple[Any, Any]:
         return jax.grad(objective, has_aux=True)(params, microbatch, model_state, key)
 
-    gradient = reduce_lookups(gradient, jax.tree.leaves(layout.update))
+    gradient = reduce_lookups(gradient, jax.tree.leaves(inputs.layout.update))
     key = jax.random.fold_in(state.key, state.step)
     if config.accumulate == 1:
         batch = filter_shard(batch, batch_sharding(config.mesh))
@@ -72,7 +92,11 @@ def compute_gradients(
         )
     if scale is not None:
         grads = unscale(grads, scale)
-    return Gradients(grads, sums, weight, model_state)
+    loss = _mean(sums["loss"], loss_weight)
+    if has_entry(batch, LOSS_WEIGHT):
+        # Steps are added up by the examples in them.
+        sums = {**sums, "loss": loss * weight.astype(loss.dtype)}
+    return Gradients(grads, loss, sums, weight, model_state)
 
 
 def _mean(total: Array, weight: Array) -> Array:
@@ -80,8 +104,8 @@ def _mean(total: Array, weight: Array) -> Array:
 
 
 def _measure(
-    config: StepConfig,
-    layout: StateLayout,
+    config: ResolvedConfig,
+    inputs: LossInputs,
     model: PyTree,
     model_state: PyTree,
     batch: PyTree,
@@ -90,10 +114,21 @@ def _measure(
     """Call the user's loss function, and sum its results over the batch."""
     # `State.set` invalidates its input; keep a copy to return if the step is skipped.
     model_state = jax.tree.map(lambda leaf: leaf, model_state)
+    if model_state is not None and has_entry(batch, WEIGHT):
+        raise ValueError(
+            "the model has state, such as BatchNorm's, which padded rows (the batch has "
+            "'weight') would change; make the loader with remainder='drop', or call "
+            "weights of the loss 'loss_weight'."
+        )
     with step_context(
-        model, layout.model, layout.update, batch, config.mesh, config.precision
-    ) as (model, batch_for_use):
-        out = config.loss_fn(with_state(model, model_state), batch_for_use, key)
+        (model, inputs.extra),
+        (inputs.layout.model, inputs.extra_storage),
+        (inputs.layout.update, inputs.extra_storage),
+        batch,
+        config.mesh,
+        config.precision,
+    ) as ((model, extra), batch_for_use):
+        out = config.loss_fn(with_state(model, model_state), batch_for_use, key, *extra)
     values = [*out] if isinstance(out, tuple) else [out]
     if model_state is not None:
         model_state = values.pop()
@@ -108,9 +143,12 @@ def _measure(
             "return losses, or losses and a dict of metrics."
         )
     losses, metrics = values if len(values) == 2 else (*values, {})
-    check_metric_names("the loss function's metrics", metrics, "loss", "nonfinite")
-    sums = sum_over_examples({**metrics, "loss": losses}, batch, config.mesh)
-    return sums, model_state
+    reserved = ("grad_norm",) if config.grad_norms else ()
+    check_metric_names(
+        "the loss function's metrics", metrics, "loss", "nonfinite", *reserved
+    )
+    sums = sum_over_examples(metrics, batch, config.mesh)
+    return {**sums, "loss": sum_losses(losses, batch, config.mesh)}, model_state
 
 
 @contextlib.contextmanager
@@ -126,7 +164,8 @@ def step_context(
     dtype = None if precision is None else precision.compute
     if dtype is not None:
         # Weights are summed, which needs float32.
-        kept = {"weight": batch["weight"]} if has_weight(batch) else {}
+        names = [name for name in (WEIGHT, LOSS_WEIGHT) if has_entry(batch, name)]
+        kept = {name: batch[name] for name in names}
         batch = {**cast(batch, dtype), **kept} if kept else cast(batch, dtype)
     with (
         gathered(model, storage, update, dtype) as model,

@@ -12,14 +12,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Key, PyTree, UInt32
 
 from ..distributed import assert_same_on_all_processes, spans_processes
-from ..sharding._leaves import array_leaves, is_key
+from ..sharding._leaves import array_leaves, is_array, is_key
 from ..sharding._mesh import check_mesh
 from ..sharding._placement import named_leaves
 from ..sharding._rule import Rule, check_rule
 from ._config import check_optim
 from ._layout import make_layout
 from ._precision import LossScale, Precision, cast
-from ._state import TrainState, flatten_state, split_model, unflatten_state, without_state
+from ._state import (
+    MadeWith,
+    TrainState,
+    flatten_state,
+    split_model,
+    unflatten_state,
+    without_state,
+)
 
 
 def init_state(
@@ -83,7 +90,7 @@ def init_state(
     options = {"trainable": trainable, "precision": precision}
     like = abstract_state(make_model, optim, key=key, mesh=mesh, rule=rule, **options)
     leaves, static = flatten_state(like)
-    make = make_init_fn(make_model, optim, trainable, precision)
+    make = make_init_fn(make_model, optim, rule, trainable, precision)
 
     def init_arrays(key_data: Array) -> list[Array]:
         if is_key(key):
@@ -140,21 +147,24 @@ def abstract_state(
         raise TypeError(f"key={key!r} is not a random key; use jax.random.key(0).")
     if spans_processes(mesh.devices.flat):
         assert_same_on_all_processes("state", {"key": _key_data(key).tolist()})
-    make = make_init_fn(make_model, optim, trainable, precision)
+    make = make_init_fn(make_model, optim, rule, trainable, precision)
     state, params = eqx.filter_eval_shape(make, key)
     check_rule(rule, dict(named_leaves(state.model)), mesh)
     layout = make_layout(state.model, params, state.opt_state, mesh, rule)
-    leaves, static = flatten_state(state)
-    shaped = [
-        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-        for leaf, sharding in zip(leaves, layout.flat(state), strict=True)
-    ]
-    return TrainState.tree_unflatten(None, static.combine(shaped))
+    shardings = iter(layout.flat(state))
+
+    def shaped(leaf: Any) -> Any:
+        if not is_array(leaf):
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=next(shardings))
+
+    return jax.tree.map(shaped, state)
 
 
 def make_init_fn(
     make_model: Callable[[Any], PyTree],
     optim: optax.GradientTransformation,
+    rule: Rule,
     trainable: PyTree,
     precision: Precision | None,
 ) -> Callable[[Array], tuple[TrainState, PyTree]]:
@@ -164,6 +174,7 @@ def make_init_fn(
         model, model_state = without_state(make_model(key))
         _check_not_shared(model)
         params, frozen = split_model(model, trainable)
+        trained = jax.tree.structure(model).flatten_up_to(params)
         if precision is not None:
             params = cast(params, precision.params)
         loss_scale = None
@@ -177,6 +188,9 @@ def make_init_fn(
             key=jax.random.fold_in(key, 2**32 - 1),
             model_state=model_state,
             loss_scale=loss_scale,
+            made_with=MadeWith(
+                rule, tuple(leaf is not None for leaf in trained), precision
+            ),
         )
         return state, params
 

@@ -1,7 +1,7 @@
 """Rewriting jaxprs: the same function, written so that XLA compiles it better."""
 
 import functools as ft
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -51,8 +51,14 @@ def open_jaxpr(part: Any) -> Any:
     return part if isinstance(part, core.Jaxpr) else part.jaxpr
 
 
+def call_function(fn: Callable[..., Any], variables: Sequence[Any]) -> Any:
+    """An equation that calls a function on variables."""
+    avals = [variable.aval for variable in variables]
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    (call,) = jax.make_jaxpr(jax.jit(fn))(*shapes).eqns
+    return call.replace(invars=[*variables])
+
+
 def call_equation(fn: Callable[..., Any], eqn: Any) -> Any:
     """An equation that calls a function instead, on the same inputs."""
-    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
-    (call,) = jax.make_jaxpr(jax.jit(fn))(*shapes).eqns
-    return call.replace(invars=eqn.invars, outvars=eqn.outvars)
+    return call_function(fn, eqn.invars).replace(outvars=eqn.outvars)

@@ -1,9 +1,12 @@
 """`Metrics`: weighted sums that stay on the devices until they are read."""
 
+import functools as ft
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
@@ -15,41 +18,81 @@ class Metrics(eqx.Module):
     examples. Everything stays on the devices until [`eqxshard.Metrics.compute`][] reads
     it.
 
-    - `totals`: for each name the sum over examples of weight times value; one entry per
-        step if several steps are stacked.
+    - `totals`: for each name the sum over examples of weight times value, a number or an
+        array (such as a confusion matrix); one entry per step if several steps are
+        stacked.
     - `weight`: the sum of the weights: the number of examples, padding excluded.
     - `nonfinite`: 1 for a step whose loss or gradients were not finite, else 0.
     """
 
-    totals: Mapping[str, Float[Array | np.ndarray, "*steps"]]
+    totals: Mapping[str, Float[Array | np.ndarray, "*steps_and_value"]]
     weight: Float[Array | np.ndarray, "*steps"]
     nonfinite: Int[Array | np.ndarray, "*steps"]
 
-    def __getitem__(self, name: str) -> Float[Array | np.ndarray, "*steps"]:
+    def __getitem__(self, name: str) -> Float[Array | np.ndarray, "*steps_and_value"]:
         """The mean of one metric over examples, for each step, without waiting for it."""
+        total = self.totals[name]
         # NumPy, unlike JAX, would warn about the nan if no example counts.
         with np.errstate(invalid="ignore"):
-            return self.totals[name] / self.weight
+            return total / self.weight.reshape(_like(total, self.weight))
 
-    def compute(self) -> dict[str, float]:
+    def compute(self) -> dict[str, Any]:
         """Wait for the values, and take their means over all examples and steps.
 
         **Returns:**
 
-        The mean of each metric over the finite steps; `nan` if no example counts. If
-        other steps occurred, `"nonfinite"` is their number.
+        The mean of each metric over the finite steps, a float or an array; `nan` if no
+        example counts. If other steps occurred, `"nonfinite"` is their number.
         """
         host = jax.device_get(self)
         finite = host.nonfinite == 0
+        steps = tuple(range(np.ndim(finite)))
         weight = np.sum(host.weight, where=finite, dtype=np.float64)
-        means = {
-            name: float(np.sum(total, where=finite, dtype=np.float64) / weight)
-            if weight
-            else float("nan")
-            for name, total in host.totals.items()
-        }
+
+        def mean(total: np.ndarray) -> Any:
+            where = np.reshape(finite, _like(total, finite))
+            summed = np.sum(total, axis=steps, where=where, dtype=np.float64)
+            with np.errstate(invalid="ignore"):
+                out = np.where(weight == 0, np.nan, summed) / weight
+            return out if out.shape else float(out)
+
+        means = {name: mean(np.asarray(total)) for name, total in host.totals.items()}
         nonfinite = int(np.sum(host.nonfinite))
         return means | ({"nonfinite": float(nonfinite)} if nonfinite else {})
+
+    @staticmethod
+    def join(**parts: "Metrics") -> "Metrics":
+        """The metrics of several models, stepped on the same batch, as those of one step.
+
+        **Arguments:**
+
+        - `parts`: the metrics of each model, by its name.
+
+        **Returns:**
+
+        An [`eqxshard.Metrics`][] with the names `model/metric`, which is not finite where
+        one of the parts is not.
+
+        !!! Example
+
+            ```python
+            metrics = eqxshard.Metrics.join(generator=g_metrics, critic=c_metrics)
+            metrics["generator/loss"]
+            ```
+        """
+        if not parts:
+            raise ValueError(
+                "there are no metrics to join; give those of one model or more."
+            )
+        weight = next(iter(parts.values())).weight
+        totals = {
+            # Each by the weight of the first, should batches have differed.
+            f"{part}/{name}": metrics[name] * weight.reshape(_like(total, weight))
+            for part, metrics in parts.items()
+            for name, total in metrics.totals.items()
+        }
+        bad = ft.reduce(jnp.maximum, [metrics.nonfinite for metrics in parts.values()])
+        return Metrics(totals, weight, bad)
 
     @staticmethod
     def stack(parts: Sequence["Metrics"]) -> "Metrics":
@@ -70,6 +113,18 @@ class Metrics(eqx.Module):
         if not parts:
             raise ValueError("there are no metrics to stack; take at least one step first.")
         host = jax.device_get(list(parts))
-        return jax.tree.map(
-            lambda *leaves: np.concatenate([np.ravel(x) for x in leaves]), *host
-        )
+        rows = [
+            jax.tree.map(lambda x, m=m: np.reshape(x, (-1, *_value(x, m.weight))), m)
+            for m in host
+        ]
+        return jax.tree.map(lambda *leaves: np.concatenate(leaves), *rows)
+
+
+def _value(total: Any, steps: Any) -> tuple[int, ...]:
+    """The shape of a metric for one step, given an array with an entry for each step."""
+    return np.shape(total)[np.ndim(steps) :]
+
+
+def _like(total: Any, steps: Any) -> tuple[int, ...]:
+    """The shape that broadcasts an array with an entry for each step to a metric's."""
+    return (*np.shape(steps), *(1 for _ in _value(total, steps)))

@@ -26,7 +26,8 @@ class Precision:
     not finite, which is skipped.
 
     - `compute`: the type of the model, and of the batch's floating-point entries other
-        than `"weight"`, inside the loss function.
+        than `"weight"`, inside the loss function; `None` to leave each as it is, such as
+        a frozen base in bfloat16 beside trained parameters in float32.
     - `params`: the type of trained parameters between steps, and so of gradients and
         optimizer state. Frozen arrays keep their own.
     - `initial_scale`, `scale_every`: the initial loss scale of float16, and after how many
@@ -41,14 +42,17 @@ class Precision:
         ```
     """
 
-    compute: DTypeLike = jnp.bfloat16
+    compute: DTypeLike | None = jnp.bfloat16
     params: DTypeLike = jnp.float32
     initial_scale: float = 2.0**15
     scale_every: int = 2000
 
     def __post_init__(self):
         for name, dtype in (("compute", self.compute), ("params", self.params)):
-            if not jnp.issubdtype(dtype, jnp.floating):
+            if name == "compute" and dtype is None:
+                continue
+            # To NumPy, None is float64.
+            if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
                 raise ValueError(
                     f"Precision({name}={dtype!r}) is not a floating-point type; use one "
                     "such as jnp.bfloat16."
@@ -62,7 +66,7 @@ class Precision:
     @property
     def scales_loss(self) -> bool:
         """Whether gradients would underflow without a loss scale."""
-        return jnp.dtype(self.compute) == jnp.float16
+        return self.compute is not None and jnp.dtype(self.compute) == jnp.float16
 
 
 class LossScale(eqx.Module):
@@ -89,8 +93,10 @@ class LossScale(eqx.Module):
         return LossScale(scale, jnp.where(doubles, 0, steps))
 
 
-def cast(tree: PyTree, dtype: DTypeLike) -> PyTree:
-    """Cast the floating-point arrays of a PyTree."""
+def cast(tree: PyTree, dtype: DTypeLike | None) -> PyTree:
+    """Cast the floating-point arrays of a PyTree; `None` leaves them as they are."""
+    if dtype is None:
+        return tree
 
     def one(leaf: Any) -> Any:
         if is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating):

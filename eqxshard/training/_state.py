@@ -1,6 +1,7 @@
 """`TrainState`: everything that a step changes."""
 
 import collections
+from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
@@ -8,13 +9,63 @@ import jax
 from jaxtyping import Array, Int, Key, PyTree, UInt32
 
 from ..sharding._leaves import is_array, is_inexact
+from ..sharding._rule import Rule
 from ..transforms._partition import Static, partition
-from ._precision import LossScale
+from ._precision import LossScale, Precision
 
 _FIELDS = ("step", "model", "opt_state", "key", "model_state", "loss_scale")
 _KEYS = tuple(jax.tree_util.GetAttrKey(name) for name in _FIELDS)
-#: The fields with their names, for the paths in errors.
-_Fields = collections.namedtuple("_Fields", _FIELDS)
+#: The fields with their names, for the paths in errors, and what the state was made with.
+_Fields = collections.namedtuple("_Fields", (*_FIELDS, "made_with"))
+
+
+@dataclass(frozen=True)
+class MadeWith:
+    """The arguments of [`eqxshard.init_state`][] that the steps need too.
+
+    - `rule`, `precision`: as they were given.
+    - `trained`: whether each leaf of the model is trained.
+    """
+
+    rule: Rule
+    trained: tuple[bool, ...]
+    precision: Precision | None
+
+    def trainable(self, model: PyTree) -> PyTree[bool]:
+        """Which leaves of a model are trained."""
+        treedef = jax.tree.structure(model)
+        if treedef.num_leaves != len(self.trained):
+            raise ValueError(
+                f"the model has {treedef.num_leaves} leaves, and had {len(self.trained)} "
+                "when its state was made; give make_train_step trainable=."
+            )
+        return jax.tree.unflatten(treedef, self.trained)
+
+
+class _Aside:
+    """Carries a state's `made_with` beside its leaves.
+
+    States of different rules are PyTrees of one structure, so that they can be compared.
+    """
+
+    def __init__(self, made_with: MadeWith | None):
+        self.made_with = made_with
+
+    def __hash__(self) -> int:
+        return hash(_Aside)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Aside):
+            return False
+        ours, theirs = self.made_with, other.made_with
+        return (
+            ours is None
+            or theirs is None
+            or (ours.trained, ours.precision) == (theirs.trained, theirs.precision)
+        )
+
+    def __repr__(self) -> str:
+        return ""
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -31,6 +82,8 @@ class TrainState:
     - `model_state`: the `equinox.nn.State` of a model that has one, such as the running
         statistics of `BatchNorm`; otherwise `None`.
     - `loss_scale`: the factor on the loss under float16; otherwise `None`.
+    - `made_with`: the rule, the trained leaves and the precision that the state was made
+        with, which steps follow unless they are given others. (Not a leaf of the PyTree.)
     """
 
     # A step returns its arrays as the flat list that the next step takes. The modules
@@ -50,9 +103,10 @@ class TrainState:
         key: Key[Array, ""] | UInt32[Array, "2"],
         model_state: eqx.nn.State | None = None,
         loss_scale: LossScale | None = None,
+        made_with: MadeWith | None = None,
     ):
         self._flat = None
-        self._values = (step, model, opt_state, key, model_state, loss_scale)
+        self._values = (step, model, opt_state, key, model_state, loss_scale, made_with)
 
     # Under `jax.tree.map` and the like, the fields may hold anything.
 
@@ -87,6 +141,11 @@ class TrainState:
         """The factor on the loss, under float16."""
         return self._fields()[5]
 
+    @property
+    def made_with(self) -> MadeWith | None:
+        """The settings that the state was made with, if `init_state` made it."""
+        return self._fields()[6]
+
     def _fields(self) -> tuple[Any, ...]:
         values = self._values
         if values is None:
@@ -95,19 +154,21 @@ class TrainState:
             values = self._values = static.combine(arrays)
         return values
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
+    def tree_flatten(self) -> tuple[tuple[Any, ...], _Aside]:
         """The fields, for `jax.tree`."""
-        return self._fields(), None
+        *fields, made_with = self._fields()
+        return tuple(fields), _Aside(made_with)
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], None]:
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], _Aside]:
         """The fields with their names, for `jax.tree_util`."""
-        return tuple(zip(_KEYS, self._fields())), None
+        fields, aside = self.tree_flatten()
+        return tuple(zip(_KEYS, fields)), aside
 
     @classmethod
-    def tree_unflatten(cls, _: None, fields: tuple[Any, ...]) -> "TrainState":
+    def tree_unflatten(cls, aside: _Aside, fields: Any) -> "TrainState":
         """A state of any fields, for `jax.tree`."""
         state = object.__new__(cls)
-        state._flat, state._values = None, tuple(fields)
+        state._flat, state._values = None, (*fields, aside.made_with)
         return state
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
 """The train step: a batch goes in, a new state comes out, in one donated compiled call."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -11,12 +11,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..sharding._leaves import array_leaves, is_key
-from ..sharding._mesh import check_mesh
 from ..sharding._placement import filter_shard
 from ..sharding._rule import Rule
 from ..transforms._partition import Static
 from ._compile import jit_on
-from ._config import Nonfinite, StepConfig, check_optim
+from ._config import Nonfinite, ResolvedConfig, StepConfig, check_optim
+from ._extra import Extra, copy_array, copy_taken
+from ._gradients import LossInputs
 from ._in_flight import InFlight
 from ._inputs import ONE_BATCH, StepInput, format_sharding, is_elsewhere, several_batches
 from ._layout import fetch_offloaded, make_layout, offload_to_host
@@ -32,15 +33,16 @@ DONATED = (
 
 
 def make_train_step(
-    loss_fn: Callable[[Any, Any, Any], Any],
+    loss_fn: Callable[..., Any],
     optim: optax.GradientTransformation,
     *,
-    mesh: Mesh,
-    rule: Rule,
-    trainable: PyTree = True,
+    mesh: Mesh | None = None,
+    rule: Rule | None = None,
+    trainable: PyTree = None,
     accumulate: int = 1,
     precision: Precision | None = None,
     nonfinite: Nonfinite = "skip",
+    grad_norms: bool | Mapping[str, str] = False,
 ) -> "TrainStep":
     """Make the compiled step: gradients, optimizer, new state, in one donated call.
 
@@ -52,14 +54,18 @@ def make_train_step(
     **Arguments:**
 
     - `loss_fn`: `loss_fn(model, batch, key)` returns `losses` or `(losses, metrics)`.
-        `losses` has one entry per example of the batch, or is a scalar, their mean;
-        `metrics` is a dict of the same, under names other than `loss` and `nonfinite`.
-        The step minimises the mean over examples, weighted by `batch["weight"]` if the
-        batch is a dict that has it. (Rows of weight 0 may hold anything whose gradient is
-        finite.) For a model with state, `model` is the pair `(model, state)`, and the new
-        state is returned last: `(losses, state)` or `(losses, metrics, state)`.
+        `losses` has one entry per example of the batch, or is a scalar, their mean. Each
+        entry of the dict `metrics` has one number or array per example, or is a scalar;
+        its name is not `loss` or `nonfinite`. The step minimises the mean over examples.
+        If the batch is a dict, its entry `"weight"` says how much each example counts, in
+        the loss and in metrics (0 for padding, whose values may be anything whose
+        gradient is finite), and `"loss_weight"` how much in the loss alone; both need
+        losses per example. For a model with state, `model` is the pair `(model, state)`,
+        and the new state is returned last: `(losses, state)` or `(losses, metrics,
+        state)`. If the step is given an `extra`, it is the fourth argument.
     - `optim`: an optax optimizer, the one the state was made with.
-    - `mesh`, `rule`, `trainable`, `precision`: those the state was made with.
+    - `mesh`, `rule`, `trainable`, `precision`: by default those that
+        [`eqxshard.init_state`][] made the state with.
     - `accumulate`: split the batch into this many microbatches and take their gradients
         in turn, to save memory. The result is that of the whole batch, whatever the
         weights; each microbatch gets a key of its own, and a model's state passes from
@@ -69,6 +75,10 @@ def make_train_step(
         `Metrics.nonfinite` and excludes it from means; `"raise"` waits for every step and
         raises (the state was donated, so continue from what you saved); `"ignore"` does
         not check.
+    - `grad_norms`: whether to add a metric `grad_norm`, the norm of all gradients before
+        the optimizer sees them. A dict of regular expressions adds one for each group:
+        `{"head": r"^head"}` adds `grad_norm/head`, of the parameters in whose path
+        `^head` is found.
 
     **Returns:**
 
@@ -87,17 +97,23 @@ def make_train_step(
             return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
 
 
-        train_step = eqxshard.make_train_step(loss_fn, optim, mesh=mesh, rule=rule)
+        train_step = eqxshard.make_train_step(loss_fn, optim)
         for batch in loader:
             state, metrics = train_step(state, batch)
         ```
     """
-    check_mesh(mesh)
     check_optim(optim)
-    extended = optax.with_extra_args_support(optim)
     return TrainStep(
         StepConfig(
-            loss_fn, extended, mesh, rule, trainable, accumulate, precision, nonfinite
+            loss_fn=loss_fn,
+            optim=optax.with_extra_args_support(optim),
+            mesh=mesh,
+            rule=rule,
+            trainable=trainable,
+            accumulate=accumulate,
+            precision=precision,
+            nonfinite=nonfinite,
+            grad_norms=grad_norms,
         )
     )
 
@@ -112,16 +128,22 @@ class TrainStep:
     def __init__(self, config: StepConfig):
         #: The settings of the step.
         self.config = config
-        self._compiled: dict[tuple[Static, StepInput], _CompiledStep] = {}
+        self._compiled: dict[tuple[Static, StepInput, Extra | None], _CompiledStep] = {}
         self._in_flight = InFlight()
 
-    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+    def __call__(
+        self, state: TrainState, batch: PyTree, extra: PyTree = None
+    ) -> tuple[TrainState, Metrics]:
         """Take one step.
 
         **Arguments:**
 
         - `state`: donated: use the one that is returned.
         - `batch`: a PyTree of arrays of leading size batch, on the devices or not.
+        - `extra`: anything else that the loss function needs, such as a teacher or a
+            target network: a PyTree, which is not donated or trained. Its arrays stay in
+            their shardings, and are gathered like parameters. Another one of the same
+            shapes and shardings compiles nothing.
 
         **Returns:**
 
@@ -134,9 +156,11 @@ class TrainStep:
         before, or belongs to another mesh, rule or optimizer; `FloatingPointError` under
         `nonfinite="raise"`.
         """
-        return self._run(state, batch, ONE_BATCH)
+        return self._run(state, batch, ONE_BATCH, extra)
 
-    def many(self, state: TrainState, batches: PyTree) -> tuple[TrainState, Metrics]:
+    def many(
+        self, state: TrainState, batches: PyTree, extra: PyTree = None
+    ) -> tuple[TrainState, Metrics]:
         """Take a step for each of several batches, in one dispatch.
 
         **Arguments:**
@@ -145,6 +169,7 @@ class TrainStep:
         - `batches`: a PyTree of arrays of leading sizes steps, batch; or what
             [`eqxshard.Loader.stacked`][] returns, from which the step itself gathers
             batches.
+        - `extra`: as for a single step.
 
         **Returns:**
 
@@ -154,32 +179,38 @@ class TrainStep:
 
         As for a single step.
         """
-        return self._run(state, batches, several_batches(batches))
+        return self._run(state, batches, several_batches(batches), extra)
 
-    def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
+    def lower(
+        self, state: TrainState, batch: PyTree, extra: PyTree = None
+    ) -> jax.stages.Lowered:
         """Lower a single step, for its text, cost and memory.
 
         **Arguments:**
 
-        - `state`, `batch`: as for a call, of arrays or of `jax.ShapeDtypeStruct`s; not
-            donated.
+        - `state`, `batch`, `extra`: as for a call, of arrays or of
+            `jax.ShapeDtypeStruct`s; not donated.
 
         **Returns:**
 
         A `jax.stages.Lowered`.
         """
-        arrays, static = flatten_state(state)
-        ONE_BATCH.check_shapes(batch, self.config.mesh, self.config.accumulate)
-        compiled = self._compile(state, static, ONE_BATCH)
-        return compiled.jitted.lower(arrays, batch)
+        arrays, _ = flatten_state(state)
+        extra_arrays, structure = Extra.of(extra)
+        compiled = self._compile(state, ONE_BATCH, structure)
+        compiled.check_shapes(batch)
+        return compiled.jitted.lower(arrays, batch, extra_arrays)
 
     def _run(
-        self, state: TrainState, batch: PyTree, kind: StepInput
+        self, state: TrainState, batch: PyTree, kind: StepInput, extra: PyTree
     ) -> tuple[TrainState, Metrics]:
         arrays, static = flatten_state(state)
-        compiled = self._compiled.get((static, kind))
+        extra_arrays, structure = Extra.of(extra)
+        compiled = self._compiled.get((static, kind, structure))
         if compiled is None:
-            compiled = self._compile(state, static, kind)
+            compiled = self._compile(state, kind, structure)
+        if extra_arrays:
+            arrays = copy_taken(arrays, extra_arrays)
         if state._flat is None:
             # Not from a step, so it may be anywhere.
             check_shardings(state, compiled.shardings)
@@ -189,11 +220,11 @@ class TrainStep:
             # together.
             raise ValueError(DONATED)
         try:
-            arrays, metrics = compiled.jitted(arrays, batch)
+            arrays, metrics = compiled.jitted(arrays, batch, extra_arrays)
         except (TypeError, ValueError):
             # Blame the inputs if they are at fault. (Checking them before each call would
             # take as long as the rest of it; errors of a running step are other types.)
-            self._check_inputs(state, batch, kind, compiled)
+            compiled.check_inputs(state, batch)
             raise
         state = unflatten_state(arrays, static)
         if self.config.nonfinite == "raise":
@@ -201,21 +232,15 @@ class TrainStep:
         self._in_flight.add(metrics.weight)
         return state, metrics
 
-    def _check_inputs(
-        self, state: TrainState, batch: PyTree, kind: StepInput, compiled: "_CompiledStep"
-    ) -> None:
-        kind.check_shapes(batch, self.config.mesh, self.config.accumulate)
-        check_shardings(state, compiled.shardings)
-        kind.check_placement(batch, self.config.mesh)
-
     def _compile(
-        self, state: TrainState, static: Static, kind: StepInput
+        self, state: TrainState, kind: StepInput, extra: Extra | None
     ) -> "_CompiledStep":
-        compiled = self._compiled.get((static, kind))
+        _, static = flatten_state(state)
+        compiled = self._compiled.get((static, kind, extra))
         if compiled is None:
-            compiled = _CompiledStep(self.config, state, static, kind)
+            compiled = _CompiledStep(self.config, state, kind, extra)
             check_shardings(state, compiled.shardings)
-            self._compiled[static, kind] = compiled
+            self._compiled[static, kind, extra] = compiled
         return compiled
 
 
@@ -223,8 +248,11 @@ class _CompiledStep:
     """The step for states of one structure and one kind of input, over flat arrays."""
 
     def __init__(
-        self, config: StepConfig, state: TrainState, static: Static, kind: StepInput
+        self, config: StepConfig, state: TrainState, kind: StepInput, extra: Extra | None
     ):
+        arrays, static = flatten_state(state)
+        self._config = config = config.of(state, arrays)
+        self._kind = kind
         mesh = config.mesh
         params, _ = split_model(state.model, config.trainable)
         _check_optimizer(config, state, params)
@@ -232,13 +260,18 @@ class _CompiledStep:
         #: The sharding of each array of a state.
         self.shardings = layout.flat(state)
 
-        def one_step(arrays: list[Array], batch: PyTree) -> tuple[list[Array], Metrics]:
-            fields = static.combine(fetch_offloaded(arrays, self.shardings))
-            state, metrics = update_state(config, layout, TrainState(*fields), batch)
-            return offload_to_host(flatten_state(state)[0], self.shardings), metrics
+        def train_step(
+            arrays: list[Array], batch: PyTree, extra_arrays: list[Array]
+        ) -> tuple[list[Array], Metrics]:
+            given = () if extra is None else (extra.static.combine(extra_arrays),)
+            inputs = LossInputs(layout, given, () if extra is None else (extra.storage(),))
 
-        def train_step(arrays: list[Array], batch: PyTree) -> tuple[list[Array], Metrics]:
-            kind.check_shapes(batch, mesh, config.accumulate)
+            def one_step(arrays: list[Array], batch: PyTree) -> tuple[list[Array], Metrics]:
+                fields = static.combine(fetch_offloaded(arrays, self.shardings))
+                state, metrics = update_state(config, inputs, TrainState(*fields), batch)
+                return offload_to_host(flatten_state(state)[0], self.shardings), metrics
+
+            self.check_shapes(batch)
             return kind.run(one_step, arrays, batch, mesh)
 
         # The name in profiles and compiled modules.
@@ -249,9 +282,19 @@ class _CompiledStep:
             mesh,
             train_step,
             donate_argnums=0,
-            in_shardings=(self.shardings, kind.sharding(mesh)),
+            in_shardings=(self.shardings, kind.sharding(mesh), None),
             out_shardings=(self.shardings, whole),
         )
+
+    def check_shapes(self, batch: PyTree) -> None:
+        """Raise `ValueError` unless the rows of a batch divide over the mesh."""
+        self._kind.check_shapes(batch, self._config.mesh, self._config.accumulate)
+
+    def check_inputs(self, state: TrainState, batch: PyTree) -> None:
+        """Raise `ValueError` if a state or a batch does not fit this step."""
+        self.check_shapes(batch)
+        check_shardings(state, self.shardings)
+        self._kind.check_placement(batch, self._config.mesh)
 
 
 def check_shardings(state: TrainState, shardings: list[NamedSharding]) -> None:
@@ -278,13 +321,13 @@ def copy_shared(arrays: list[Array]) -> list[Array]:
         if not is_key(array) and array.size:
             address = array.addressable_shards[0].data.unsafe_buffer_pointer()
             if address in seen:
-                array = jax.device_put(array, array.sharding, may_alias=False)
+                array = copy_array(array)
             seen.add(address)
         out.append(array)
     return out
 
 
-def _check_optimizer(config: StepConfig, state: TrainState, params: PyTree) -> None:
+def _check_optimizer(config: ResolvedConfig, state: TrainState, params: PyTree) -> None:
     """Refuse a state of another optimizer or filter spec, or with another loss scale."""
     fresh = eqx.filter_eval_shape(config.optim.init, params)
     if jax.tree.structure(fresh) != jax.tree.structure(state.opt_state):

@@ -8,30 +8,31 @@ import optax
 from jaxtyping import Array, Int, PyTree
 
 from ..sharding._placement import filter_shard
-from ._config import StepConfig, takes_value
-from ._gradients import Gradients, compute_gradients
+from ._config import ResolvedConfig, takes_value
+from ._gradients import Gradients, LossInputs, compute_gradients
 from ._guard import all_finite, select_update
-from ._layout import StateLayout
 from ._metrics import Metrics
+from ._norms import norms
 from ._state import TrainState, split_model
 
 
 def update_state(
-    config: StepConfig, layout: StateLayout, state: TrainState, batch: PyTree
+    config: ResolvedConfig, inputs: LossInputs, state: TrainState, batch: PyTree
 ) -> tuple[TrainState, Metrics]:
     """Take one step.
 
     **Arguments:**
 
     - `config`: the loss function, the optimizer and the other settings.
-    - `layout`: the shardings of the state.
+    - `inputs`: the shardings of the state, and the step's `extra`.
     - `state`, `batch`: as for [`eqxshard.TrainStep`][].
 
     **Returns:**
 
     The new state, and the metrics of the batch.
     """
-    gradients = compute_gradients(config, layout, state, batch)
+    gradients = compute_gradients(config, inputs, state, batch)
+    layout = inputs.layout
     params, frozen = split_model(state.model, config.trainable)
     old = filter_shard(params, layout.update), state.opt_state, state.model_state
 
@@ -44,7 +45,7 @@ def update_state(
         params, opt_state, model_state = update()
     else:
         finite = all_finite(gradients.grads, layout.update, config.mesh)
-        finite &= jnp.isfinite(gradients.sums["loss"])
+        finite &= jnp.isfinite(gradients.loss)
         params, opt_state, model_state = select_update(finite, update, old, config.mesh)
         nonfinite = 1 - finite.astype(jnp.int32)
         if loss_scale is not None:
@@ -56,8 +57,12 @@ def update_state(
         key=state.key,
         model_state=model_state,
         loss_scale=loss_scale,
+        made_with=state.made_with,
     )
-    return state, Metrics(gradients.sums, gradients.weight, nonfinite)
+    sums = dict(gradients.sums)
+    for name, norm in norms(gradients.grads, config.grad_norms).items():
+        sums[name] = norm * gradients.weight
+    return state, Metrics(sums, gradients.weight, nonfinite)
 
 
 def apply_gradients(

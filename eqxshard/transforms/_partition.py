@@ -63,6 +63,12 @@ class Static:
         leaves = [next(rest) if leaf is _HERE else leaf for leaf in self.leaves]
         return jax.tree.unflatten(self.treedef, leaves)
 
+    def only(self, values: Sequence[Any]) -> PyTree:
+        """The PyTree with `values` in the places of its arrays, `None` in the others."""
+        rest = iter(values)
+        leaves = [next(rest) if leaf is _HERE else None for leaf in self.leaves]
+        return jax.tree.unflatten(self.treedef, leaves)
+
 
 def partition(tree: PyTree, name: str = "") -> tuple[list[Any], Static]:
     """The arrays of a PyTree as a flat list, and the rest of it.

@@ -108,10 +108,21 @@ def test_padding_has_weight_0_even_if_the_source_has_nan():
     assert np.asarray(last["weight"]).tolist() == [1, 0, 0, 0, 0, 0, 0, 0]
 
 
-@pytest.mark.parametrize("remainder", ["drop", "error"])
-def test_without_padding_there_are_no_weights(remainder):
-    (batch,) = loader_of(numbers(8), remainder=remainder, epochs=1)
-    assert list(batch) == ["x"]
+@pytest.mark.parametrize(
+    "examples, remainder", [(16, "pad"), (16, "error"), (16, "drop"), (20, "drop")]
+)
+@pytest.mark.parametrize("placement", ["host", "device"])
+def test_without_padding_there_are_no_weights(examples, remainder, placement):
+    options = {"remainder": remainder, "placement": placement, "epochs": 1}
+    assert [list(batch) for batch in loader_of(numbers(examples), **options)] == [["x"]] * 2
+
+
+def test_padding_leaves_the_weights_of_the_loss_alone():
+    source = eqxshard.data.ArraySource({"loss_weight": np.arange(1.0, 11)})
+    _, last = loader_of(source, shuffle=False, epochs=1)
+    # Padding repeats the first example.
+    assert np.asarray(last["loss_weight"]).tolist() == [9, 10, 1, 1, 1, 1, 1, 1]
+    assert np.asarray(last["weight"]).tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
 
 
 def test_a_transform_gets_whole_batches():
@@ -151,9 +162,9 @@ def test_a_transform_that_returns_nothing_is_an_error(unannotated):
 
 
 def test_weights_must_be_one_number_per_example():
-    source = eqxshard.data.ArraySource({"weight": np.ones((8, 2), np.float32)})
+    source = eqxshard.data.ArraySource({"weight": np.ones((9, 2), np.float32)})
     with pytest.raises(ValueError, match=r"'weight' has shape \(8, 2\) for 8 examples"):
-        list(loader_of(source))
+        list(loader_of(source, epochs=1))
 
 
 def test_strings_are_an_error():

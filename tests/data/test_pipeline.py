@@ -35,7 +35,7 @@ def test_all_batches_have_the_same_structure_and_weights_count_the_examples():
 
 
 def test_full_batches_share_their_weights_until_they_are_donated():
-    with closing(iter(loader_of(numbers(64)))) as batches:
+    with closing(iter(loader_of(numbers(60)))) as batches:
         first, second = next(batches), next(batches)
         assert first["weight"] is second["weight"]
         first["weight"].delete()

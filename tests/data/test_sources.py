@@ -153,7 +153,7 @@ def test_sources_of_grain_are_records():
         (
             [1, 2],
             lambda x: {"a": np.ones(x)},
-            r"'a' has shape \(2,\) in example 1, and \(1,\) in example 0; use decode=",
+            r"'a' has shape \(2,\) in example 1, and \(1,\) in example 0; pad or crop",
         ),
     ],
 )

@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from parallel_helpers import make_mesh, on
 
 import eqxshard
 from eqxshard import testing
@@ -17,23 +18,6 @@ from eqxshard.parallel import ring_attention
 
 #: The spec of query, key, value and output.
 SPLIT = P(("data", "fsdp"), "context", "tensor")
-
-
-def make_mesh(data=1, **sizes):
-    sizes = {"data": data, **sizes}
-    return eqxshard.make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
-
-
-def on(mesh, fn):
-    """Call a function like a model in a step, with the mesh in context."""
-
-    def call(*args):
-        if mesh is None:
-            return fn(*args)
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return fn(*args)
-
-    return call
 
 
 def with_gradients(fn):

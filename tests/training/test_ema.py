@@ -14,7 +14,8 @@ KEY = jax.random.key(0)
 @pytest.fixture(scope="module")
 def run():
     """Three steps under FSDP: the state, and the weights after each step."""
-    optim = lenient(optax.chain(optax.sgd(0.1), eqxshard.ema_weights(0.75)))
+    average = eqxshard.ema_weights(0.2), eqxshard.ema_weights(0.75, warmup=False)
+    optim = lenient(optax.chain(optax.sgd(0.1), *average))
     placed: dict = dict(mesh=make_mesh("data=2,fsdp=4"), rule=RULES["fsdp"])
     state = eqxshard.init_state(Model, optim, key=KEY, **placed)
     train_step = eqxshard.make_train_step(squared_errors, optim, **placed)
@@ -25,15 +26,30 @@ def run():
     return state, weights
 
 
+def average_by_hand(weights, decays):
+    expected = {path: array.astype(np.float64) for path, array in weights[0].items()}
+    for later, decay in zip(weights[1:], decays, strict=True):
+        for path in expected:
+            expected[path] = decay * expected[path] + (1 - decay) * later[path]
+    return expected
+
+
 def test_the_average_is_that_of_the_weights_after_each_step(run):
     state, weights = run
+    expected = average_by_hand(weights, [0.75, 0.75, 0.75])
     averaged = arrays(eqxshard.ema_model(state))
     for path, found in averaged.items():
-        expected = weights[0][path].astype(np.float64)
-        for later in weights[1:]:
-            expected = 0.75 * expected + 0.25 * later[path]
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(found, expected[path], rtol=1e-5, atol=1e-7)
     assert any(np.any(averaged[path] != weights[-1][path]) for path in averaged)
+
+
+def test_the_first_updates_keep_less_of_the_initial_weights(run):
+    state, weights = run
+    expected = average_by_hand(weights, [1 / 10, 2 / 11, 0.2])
+    warm = state.opt_state[1]
+    assert warm.count == 3
+    for path, found in arrays(warm.ema).items():
+        np.testing.assert_allclose(found, expected[path], rtol=1e-5, atol=1e-7)
 
 
 def test_it_is_sharded_like_the_weights(run):

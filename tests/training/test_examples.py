@@ -1,14 +1,16 @@
 import math
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from helpers import RULES, assert_close, make_batch, make_mesh, squared_errors
+from helpers import RULES, Model, assert_close, make_batch, make_mesh, squared_errors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
-from step_helpers import setup
+from step_helpers import KEY, make, setup, without_dropout
 
 import eqxshard
 
@@ -78,6 +80,66 @@ def test_weights_must_be_one_per_example():
         train_step(state, make_batch(weight=np.ones((32, 1))))
 
 
+@pytest.mark.parametrize("mesh, rule", [("data=1", "replicate"), ("data=2,fsdp=4", "fsdp")])
+def test_weights_of_the_loss_leave_metrics_alone(mesh, rule):
+    def loss_fn(model, batch, key):
+        losses = without_dropout(model, batch, key)
+        return losses, {"plain": losses}
+
+    batch = make_batch()
+    model = Model(KEY)
+    plain = np.asarray(without_dropout(model, batch, KEY))
+    loss_weight, weight = np.linspace(0, 2, 32), (np.arange(32) < 27).astype(float)
+    batch |= {"loss_weight": np.float32(loss_weight), "weight": np.float32(weight)}
+    for accumulate in (1, 2):
+        state, train_step = make(mesh, rule, loss_fn, accumulate=accumulate)
+        values = train_step(state, batch)[1].compute()
+        both = weight * loss_weight
+        assert values["loss"] == pytest.approx(np.sum(plain * both) / both.sum(), rel=1e-5)
+        assert values["plain"] == pytest.approx(plain[:27].mean(), rel=1e-5)
+
+
+def test_the_gradient_is_that_of_the_weighted_loss():
+    batch = make_batch()
+    loss_weight = np.linspace(0, 2, 32, dtype=np.float32)
+    params, rest = eqx.partition(Model(KEY), eqx.is_inexact_array)
+
+    def loss(params):
+        losses = without_dropout(eqx.combine(params, rest), batch, KEY)
+        return jnp.sum(losses * loss_weight) / jnp.sum(loss_weight)
+
+    norm = float(optax.tree.norm(jax.grad(loss)(params)))
+    state, train_step = make("data=8", "replicate", without_dropout, grad_norms=True)
+    values = train_step(state, {**batch, "loss_weight": loss_weight})[1].compute()
+    assert values["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_a_scalar_cannot_leave_padding_out():
+    def scalar_loss(model, batch, key):
+        return jnp.mean(without_dropout(model, batch, key))
+
+    def scalar_metric(model, batch, key):
+        losses = without_dropout(model, batch, key)
+        return losses, {"double": jnp.mean(2 * losses)}
+
+    for name, loss_fn in {"loss": scalar_loss, "double": scalar_metric}.items():
+        state, train_step = make("data=8", "replicate", loss_fn)
+        with pytest.raises(ValueError, match=f"{name} is one number .* remainder='drop'"):
+            train_step(state, make_batch(weight=np.ones(32, np.float32)))
+    state, train_step = make("data=8", "replicate", scalar_loss)
+    with pytest.raises(ValueError, match=r"'loss_weight'.* leave that entry out"):
+        train_step(state, make_batch() | {"loss_weight": np.ones(32, np.float32)})
+    with pytest.raises(ValueError, match=r"mean is one number .* remainder='drop'"):
+        measure({"mean": jnp.float32(1)}, weight=np.ones(8, np.float32))
+
+
+def test_a_metric_may_be_an_array_per_example():
+    values = {"row": np.arange(16.0).reshape(8, 2), "one": np.arange(8.0)}
+    means = measure(values, weight=np.array([1, 1, 0, 0, 0, 0, 0, 0], np.float32))
+    np.testing.assert_array_equal(means["row"], [1, 2])
+    assert means["one"] == 0.5
+
+
 # Of an eval step
 
 
@@ -129,7 +191,7 @@ def test_examples_of_weight_0_do_not_count_whatever_they_are(padding):
     assert measure({"value": values}, weight=weight) == {"value": 4.0}
 
 
-@pytest.mark.parametrize("shape", [(4,), (8, 1)])
+@pytest.mark.parametrize("shape", [(4,), (1, 8)])
 def test_values_of_another_shape_are_named(shape):
     message = rf"accuracy has shape \({shape[0]},.*for a batch of 8; return one value per"
     with pytest.raises(ValueError, match=message):

@@ -208,6 +208,14 @@ def test_fit_evaluates_the_pair():
     assert seen == [(Normed, eqx.nn.State)]
 
 
+def test_a_model_with_state_refuses_padding():
+    placed: dict = dict(mesh=make_mesh("data=1"), rule=RULES["replicate"])
+    state = eqxshard.init_state(make_normed, OPTIM, key=KEY, **placed)
+    train_step = eqxshard.make_train_step(normed_errors, OPTIM)
+    with pytest.raises(ValueError, match=r"the model has state.* remainder='drop'"):
+        train_step(state, make_batch(weight=np.ones(32, np.float32)))
+
+
 # What a loss function returns
 
 

@@ -85,3 +85,29 @@ def test_stack_needs_something_of_the_same_names():
 def test_sums_are_exact_over_many_steps():
     # In float32 this weight is 2**24.
     assert metrics([2**24, 1], [0, 0], loss=[0, 1]).compute() == {"loss": 1 / (2**24 + 1)}
+
+
+def test_metrics_may_be_arrays():
+    one = metrics(4, loss=8, confusion=[[2, 0], [1, 1]])
+    assert one.compute()["loss"] == 2.0
+    np.testing.assert_array_equal(one.compute()["confusion"], [[0.5, 0], [0.25, 0.25]])
+    bad = metrics(2, 1, loss=math.nan, confusion=np.full((2, 2), math.nan))
+    stacked = eqxshard.Metrics.stack([one, bad, one])
+    assert stacked.totals["confusion"].shape == (3, 2, 2)
+    np.testing.assert_array_equal(stacked["confusion"][2], [[0.5, 0], [0.25, 0.25]])
+    values = stacked.compute()
+    np.testing.assert_array_equal(values["confusion"], [[0.5, 0], [0.25, 0.25]])
+    assert values["nonfinite"] == 1.0
+
+
+def test_join_names_the_metrics_of_several_models():
+    joined = eqxshard.Metrics.join(
+        generator=metrics(4, loss=8), critic=metrics(2, 1, loss=6, counts=[2.0, 4.0])
+    )
+    assert joined["critic/loss"] == 3.0
+    np.testing.assert_array_equal(joined["critic/counts"], [1.0, 2.0])
+    assert joined.nonfinite == 1
+    fine = eqxshard.Metrics.join(a=metrics(4, loss=8), b=metrics(4, loss=2))
+    assert fine.compute() == {"a/loss": 2.0, "b/loss": 0.5}
+    with pytest.raises(ValueError, match="no metrics to join"):
+        eqxshard.Metrics.join()

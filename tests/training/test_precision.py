@@ -113,6 +113,55 @@ def test_parameters_are_kept_in_the_type_that_is_asked_for():
     assert state.model.permutation.dtype == jnp.int32
 
 
+class Adapted(eqx.Module):
+    """A base in bfloat16, and an adapter of rank 2 (LoRA) in float32."""
+
+    base: jax.Array
+    down: jax.Array
+    up: jax.Array
+
+    def __init__(self, key):
+        self.base = jax.random.normal(key, (96, 64), jnp.bfloat16)
+        self.down = jnp.full((2, 64), 0.1)
+        self.up = jnp.zeros((96, 2))
+
+    def __call__(self, x):
+        base = self.base @ x.astype(self.base.dtype)
+        adapter = self.up @ (self.down @ x.astype(self.up.dtype))
+        return base.astype(jnp.float32) + adapter.astype(jnp.float32)
+
+
+@pytest.mark.parametrize("precision", [BF16, eqxshard.Precision(None)], ids=str)
+def test_a_frozen_base_is_never_cast_up(precision):
+    trainable = eqx.tree_at(
+        lambda model: (model.down, model.up),
+        jax.tree.map(lambda _: False, Adapted(KEY)),
+        (True, True),
+    )
+    optim = lenient(optax.adam(0.1))
+    placed: dict = dict(mesh=make_mesh("fsdp=8"), rule=RULES["fsdp"], trainable=trainable)
+    placed |= {"precision": precision}
+    state = eqxshard.init_state(Adapted, optim, key=KEY, **placed)
+    kept = np.asarray(state.model.base)
+    assert kept.dtype == jnp.bfloat16 and dtypes(state.opt_state) == {"float32"}
+
+    def loss_fn(model, batch, key):
+        assert model.base.dtype == jnp.bfloat16
+        return jnp.sum(jax.vmap(model)(batch["x"]) ** 2, axis=-1)
+
+    train_step = eqxshard.make_train_step(loss_fn, optim, **placed)
+    batch = {"x": np.ones((8, 64), np.float32)}
+    lowered = train_step.lower(state, batch)
+    # The compiled program of a CPU, which has no bfloat16, would have copies.
+    assert "f32[96,64]" not in str(lowered.as_text("hlo"))
+    stats = lowered.compile().memory_analysis()
+    assert stats is not None
+    assert stats.argument_size_in_bytes < 1.3 * (2 * 96 * 64 + 3 * 4 * 2 * 160 + 256) / 8
+    state, _ = train_step(state, batch)
+    assert_equal(state.model.base, kept)
+    assert np.any(np.asarray(state.model.up))
+
+
 def test_evaluation_takes_the_same_precision():
     seen = []
 
@@ -195,6 +244,7 @@ def test_state_and_step_need_the_same_precision():
             {"compute": jnp.int8},
             "is not a floating-point type; use one such as jnp.bf",
         ),
+        ({"params": None}, r"Precision\(params=None\) is not a floating-point type"),
         ({"params": "int32"}, r"Precision\(params='int32'\) is not a floating-point type"),
         (
             {"initial_scale": 0.5},
@@ -203,7 +253,7 @@ def test_state_and_step_need_the_same_precision():
         ({"scale_every": 0}, r"scale_every=0\) must be at least 1 each"),
     ],
 )
-def test_invalid_types_and_numbers_are_refused(options, message):
+def test_invalid_types_and_numbers_are_refused(unannotated, options, message):
     with pytest.raises(ValueError, match=message):
         eqxshard.Precision(**options)
 

@@ -1,0 +1,151 @@
+"""Datasets of other libraries as sources. Neither library is imported here."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from ._sources import Records, RecordSource
+
+
+class HuggingFaceSource:
+    """A dataset of [Hugging Face](https://huggingface.co/docs/datasets), read by columns.
+
+    Each batch is one call, `dataset[indices]`, in the format `"numpy"`; but if the dataset
+    has a transform of its own (`with_transform`), that makes the batch.
+
+    Columns of strings, or of lists of different lengths, need a `transform` of the
+    [`eqxshard.Loader`][] that makes numbers of them, such as a tokenizer; or drop them,
+    with `dataset.remove_columns(...)`. In columns of floats, None becomes nan.
+
+    **Arguments:**
+
+    - `dataset`: a `datasets.Dataset`, one split.
+
+    **Raises:**
+
+    `TypeError` if it is something else, such as all splits or a stream. While reading,
+    `ValueError` if a column of integers has None.
+
+    !!! Example
+
+        ```python
+        dataset = datasets.load_dataset("ylecun/mnist", split="train")
+        source = eqxshard.data.HuggingFaceSource(dataset)
+        ```
+    """
+
+    def __init__(self, dataset: Any):
+        kind = type(dataset).__name__
+        if isinstance(dataset, Mapping):
+            raise TypeError(
+                f"a {kind} holds several splits ({', '.join(dataset)}); give one of them, "
+                "such as dataset['train']."
+            )
+        if not hasattr(dataset, "with_format"):
+            raise TypeError(
+                f"a {kind} is not a dataset of Hugging Face; give a datasets.Dataset."
+            )
+        if not isinstance(dataset, Records):
+            raise TypeError(
+                f"a {kind} cannot be read by index; load it without streaming=True, or use "
+                "eqxshard.data.from_iterator."
+            )
+        self._integers: list[str] = []
+        if dataset.format["type"] != "custom":
+            columns = dataset.format["columns"]
+            dataset = dataset.with_format("numpy", columns=columns)
+            for name in columns:
+                if "int" in str(getattr(dataset.features[name], "dtype", "")):
+                    self._integers.append(name)
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def gather(self, indices: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
+        """The examples at some indices, in that order; indices may repeat."""
+        batch = self._dataset[indices]
+        arrays = {name: np.asarray(column) for name, column in batch.items()}
+        for name in self._integers:
+            # The format makes floats of them, or objects, to have a nan for None.
+            if arrays[name].dtype.kind in "fO":
+                _check_complete(name, arrays[name], indices)
+        return arrays
+
+
+def _check_complete(name: str, column: np.ndarray, indices: Int[np.ndarray, " n"]) -> None:
+    for index, item in zip(indices, column):
+        if item is None or np.any(np.not_equal(item, item)):
+            raise ValueError(
+                f"column {name!r} has None in example {index}; fill it in with "
+                "dataset.map, or drop such examples with dataset.filter."
+            )
+
+
+class TorchSource:
+    """A map-style dataset of [PyTorch](https://pytorch.org/docs/stable/data.html).
+
+    Examples are read in threads, as by an [`eqxshard.data.RecordSource`][]: in one call for
+    many, if the dataset has `__getitems__`. Tensors become NumPy arrays.
+
+    For an `IterableDataset`, or to keep a `DataLoader`, use
+    [`eqxshard.data.from_iterator`][].
+
+    **Arguments:**
+
+    - `dataset`: an object with `__len__` and `__getitem__`. Its examples are dicts, tuples
+        or single tensors.
+    - `names`: the names of the entries, if the examples are not dicts.
+    - `threads`: the number of examples to read at a time.
+
+    **Raises:**
+
+    `TypeError` if the dataset has no length or no indices. While reading, `ValueError` if
+    the names do not suit an example, or examples differ in their shapes.
+
+    !!! Example
+
+        ```python
+        dataset = torchvision.datasets.CIFAR10(root, transform=to_tensor)
+        source = eqxshard.data.TorchSource(dataset, names=("image", "label"))
+        ```
+    """
+
+    def __init__(
+        self, dataset: Any, names: Sequence[str] | None = None, *, threads: int = 16
+    ):
+        if not isinstance(dataset, Records):
+            raise TypeError(
+                f"a {type(dataset).__name__} cannot be read by index; give a dataset with "
+                "__len__() and __getitem__(index), or use eqxshard.data.from_iterator."
+            )
+        self._names = names
+        self._records = RecordSource(dataset, self._decode, threads=threads)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def gather(self, indices: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
+        """The examples at some indices, in that order; indices may repeat."""
+        return self._records.gather(indices)
+
+    def _decode(self, example: Any) -> dict[str, np.ndarray]:
+        if not isinstance(example, Mapping):
+            parts = example if isinstance(example, tuple | list) else (example,)
+            names = self._names or ()
+            if len(names) != len(parts):
+                raise ValueError(
+                    f"an example of the dataset has {len(parts)} parts, and names has "
+                    f"{len(names)}; give one name for each, such as names=('x', 'y')."
+                )
+            example = dict(zip(names, parts))
+        return {name: _to_numpy(value) for name, value in example.items()}
+
+
+def _to_numpy(value: Any) -> np.ndarray:
+    # Tensors that need gradients, or are on a GPU, cannot be converted at once.
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+    return np.asarray(value)

@@ -1,0 +1,247 @@
+"""Loaders of batches that somebody else makes: any iterator, of any length."""
+
+import inspect
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from ..distributed import assert_same_on_all_processes, spans_processes
+from ..sharding._mesh import batch_sharding, check_batch_size
+from ._host import check_dtypes, check_integers
+from ._pipeline import place_rows, positions_on_this_process
+
+Batch = Mapping[str, Any]
+
+
+class Stream:
+    """A loader of the batches of an iterator; it has no epochs.
+
+    [`eqxshard.data.from_iterator`][] makes these.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[int], Generator[Batch, None, None]],
+        *,
+        mesh: Mesh,
+        prefetch: int,
+    ):
+        self._start = start
+        self._mesh = mesh
+        self._prefetch = prefetch
+        self._sharding = batch_sharding(mesh)
+        # The share of a batch's rows that this process holds.
+        parts = self._sharding.num_devices
+        self._share = len(positions_on_this_process(self._sharding, parts)) / parts
+        self._shapes: dict[str, tuple[int, ...]] | None = None
+        self._step = 0
+
+    def __iter__(self) -> Generator[dict[str, Array], None, None]:
+        """The batches from the position on; close it to end its thread early."""
+        with closing(_ahead(self._start(self._step), self._prefetch)) as batches:
+            for step, batch in enumerate(batches, start=self._step):
+                self._step = step + 1
+                yield self._place(batch, step)
+
+    def seek(self, step: int) -> None:
+        """Go to the batch of a step, counted from 0."""
+        if step < 0:
+            raise ValueError(f"step {step} is before the start; seek to 0 or a later step.")
+        self._step = int(step)
+
+    def _place(self, batch: Any, step: int) -> dict[str, Array]:
+        if not isinstance(batch, Mapping) or not batch:
+            raise TypeError(
+                f"the iterator gave a {type(batch).__name__} for step {step}; give dicts "
+                "of arrays by name, such as {'x': x, 'y': y}."
+            )
+        arrays = {name: np.asarray(array) for name, array in batch.items()}
+        check_dtypes(arrays, "convert it to numbers, or leave it out")
+        check_integers(arrays)
+        rows = self._check_shapes({n: a.shape for n, a in arrays.items()}, step)
+        positions = positions_on_this_process(self._sharding, rows)
+        return {
+            name: place_rows(array, self._sharding, positions, rows)
+            for name, array in arrays.items()
+        }
+
+    def _check_shapes(self, shapes: dict[str, tuple[int, ...]], step: int) -> int:
+        """Raise unless a batch is like the first; return its rows on all processes."""
+        ours = {shape[:1] for shape in shapes.values()}
+        if len(ours) > 1 or () in ours:
+            raise ValueError(
+                f"the arrays of step {step} have the shapes {shapes}; give each the same "
+                "number of rows."
+            )
+        ((mine,),) = ours
+        rows = round(mine / self._share)
+        if self._shapes is None:
+            if spans_processes(self._mesh.devices.flat):
+                assert_same_on_all_processes("batch", {"shapes": repr(shapes)})
+            check_batch_size(rows, self._mesh)
+            self._shapes = shapes
+        if shapes != self._shapes:
+            raise ValueError(
+                f"the batch of step {step} has the shapes {shapes}, and the first one had "
+                f"{self._shapes}; give all batches the same shapes, by dropping the last "
+                "one of an epoch (drop_last=True), or by padding it with rows of 'weight' "
+                "0."
+            )
+        return rows
+
+
+class SizedStream:
+    """A stream that counts its batches in epochs."""
+
+    def __init__(self, stream: Stream, length: int):
+        self._stream = stream
+        self._length = length
+
+    def __len__(self) -> int:
+        """The number of batches in an epoch."""
+        return self._length
+
+    def __iter__(self) -> Generator[dict[str, Array], None, None]:
+        """The batches from the position on; close it to end its thread early."""
+        return iter(self._stream)
+
+    def seek(self, step: int) -> None:
+        """Go to the batch of a step, counted from 0 over all epochs."""
+        self._stream.seek(step)
+
+
+def from_iterator(
+    make_iterator: Callable[..., Iterator[Batch]],
+    *,
+    mesh: Mesh,
+    length: int | None = None,
+    prefetch: int = 2,
+) -> Stream | SizedStream:
+    """A loader of batches that you make: by tf.data, PyTorch, a simulator, a generator.
+
+    The batches are placed on the mesh, their rows split over the axes `data` and `fsdp`,
+    and prefetched in a thread. [`eqxshard.fit`][] takes the loader like any other.
+
+    A resumed run continues with the batch of its step. If `make_iterator` has a parameter
+    `step`, it is asked for an iterator from there; that this gives the batches that an
+    uninterrupted run would get is up to you. Otherwise the iterator is made as at the
+    start, and the batches of earlier steps are made again and thrown away, which takes
+    their time and needs an iterator that repeats itself.
+
+    With several processes, each gives the rows of its own devices, and the same number of
+    them: of a batch of 256 on two processes, 128.
+
+    **Arguments:**
+
+    - `make_iterator`: returns an iterator of dicts of NumPy arrays, or of what
+        `np.asarray` converts, such as tensors. It may have a parameter `step`, the step
+        of the first batch, counted from 0. It is called again for each pass over the data.
+    - `mesh`: from [`eqxshard.make_mesh`][].
+    - `length`: the number of batches in an epoch. An iterator that ends there is made
+        anew for the next epoch. By default there are no epochs, and the loader ends with
+        its iterator.
+    - `prefetch`: how many batches to make ahead. With 0 there is no thread, and each
+        batch is made when it is asked for.
+
+    **Returns:**
+
+    A loader, with `seek(step)` and, if `length` is given, `len`.
+
+    **Raises:**
+
+    `TypeError` if `make_iterator` cannot be called; `ValueError` if a number is out of
+    range. While iterating, `TypeError` if a batch is not a dict of arrays that devices can
+    hold; `ValueError` if its rows do not divide over the mesh, its shapes are not those
+    of the first batch, or the iterator ends within an epoch.
+
+    !!! Example
+
+        ```python
+        def batches(step):
+            for number in itertools.count(step):
+                rng = np.random.default_rng(number)
+                x = rng.normal(size=(256, 8)).astype(np.float32)
+                yield {"x": x, "y": x.sum(axis=1)}
+
+
+        loader = eqxshard.data.from_iterator(batches, mesh=mesh)
+        state = eqxshard.fit(state, train_step, loader, steps=1000)
+        ```
+    """
+    if not callable(make_iterator):
+        raise TypeError(
+            f"a {type(make_iterator).__name__} cannot be started again; give a function "
+            "that returns the iterator, such as lambda: iter(batches)."
+        )
+    for name, value, least in (("length", length, 1), ("prefetch", prefetch, 0)):
+        if value is not None and value < least:
+            raise ValueError(f"{name}={value} must be at least {least}.")
+    if spans_processes(mesh.devices.flat):
+        assert_same_on_all_processes("loader", {"length": length})
+    stream = Stream(_Passes(make_iterator, length), mesh=mesh, prefetch=prefetch)
+    return stream if length is None else SizedStream(stream, length)
+
+
+class _Passes:
+    """The batches of all passes over the data, from a step on."""
+
+    def __init__(self, make_iterator: Callable[..., Iterator[Batch]], length: int | None):
+        self._make_iterator = make_iterator
+        self._length = length
+        self._takes_step = False
+        # Some built-in functions have no signature.
+        with suppress(ValueError):
+            parameters = inspect.signature(make_iterator).parameters
+            self._takes_step = "step" in parameters
+
+    def __call__(self, first: int) -> Generator[Batch, None, None]:
+        step = first if self._takes_step else 0
+        while True:
+            start = step
+            options = {"step": step} if self._takes_step else {}
+            iterator = iter(self._make_iterator(**options))
+            try:
+                for batch in iterator:
+                    step += 1
+                    if step > first:
+                        yield batch
+            finally:
+                # Generators have one; other iterators may.
+                getattr(iterator, "close", lambda: None)()
+            if self._length is None:
+                return
+            if step == start or step % self._length:
+                raise ValueError(
+                    f"the iterator ended before step {step}, {step % self._length} batches "
+                    f"into an epoch of length={self._length}; give the number of batches "
+                    "that it has."
+                )
+
+
+def _ahead(
+    batches: Generator[Batch, None, None], count: int
+) -> Generator[Batch, None, None]:
+    """The batches of a generator, made ahead by a thread of its own."""
+    if count == 0:
+        with closing(batches):
+            yield from batches
+        return
+    # Not a Grain pipeline, whose elements are functions of their index.
+    pool = ThreadPoolExecutor(1, "eqxshard-batches")
+    waiting = deque(pool.submit(next, batches, None) for _ in range(count))
+    try:
+        while (batch := waiting.popleft().result()) is not None:
+            waiting.append(pool.submit(next, batches, None))
+            yield batch
+    finally:
+        for future in waiting:
+            future.cancel()
+        # In its thread, which may be within the generator.
+        pool.submit(batches.close)
+        pool.shutdown(wait=False)

@@ -1,0 +1,178 @@
+"""`predict`: the outputs of a model for a whole dataset."""
+
+import functools as ft
+import itertools
+from collections import deque
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array, Int, PyTree
+
+from ..data._loader import Loader
+from ..distributed import fetch_whole
+from ..sharding._leaves import is_array, leaf_path
+from ..sharding._mesh import batch_sharding
+from ..training._compile import Jitted, jit_on
+from ..training._gradients import step_context
+from ..training._in_flight import IN_FLIGHT
+from ..training._inputs import ONE_BATCH
+from ..training._precision import Precision
+from ..training._state import TrainState, with_state, without_state
+from ..training._train_step import DONATED
+from ..transforms._partition import Static, partition
+from ._protocols import Batches
+
+#: Compiled functions that are kept for the next call, such as after the next epoch.
+_KEPT = 16
+
+
+def predict(
+    model: PyTree,
+    fn: Callable[[Any, Any], PyTree],
+    loader: Batches,
+    *,
+    precision: Precision | None = None,
+) -> PyTree[np.ndarray]:
+    """The outputs of a model for a whole dataset, in the order of the source.
+
+    The model is put in inference mode (`equinox.nn.inference_mode`) and is not donated.
+    Each batch is computed where its rows are, as in an eval step, and its outputs are
+    fetched while the next batch is computed. With several processes, every process gets
+    the outputs of all.
+
+    **Arguments:**
+
+    - `model`: with its arrays on a mesh, such as `state.model`; if it has a state, the
+        pair `(state.model, state.model_state)`.
+    - `fn`: `fn(model, batch)` returns a PyTree of arrays of leading size batch. For a
+        model with state, `model` is the pair `(model, state)`. It is compiled once, and
+        calls with the same function and model structure share what is compiled.
+    - `loader`: an [`eqxshard.Loader`][] on the same mesh, which is read for one epoch from
+        its start. If it shuffles, the outputs are put back in the order of the source.
+    - `precision`: as for [`eqxshard.make_train_step`][].
+
+    **Returns:**
+
+    What `fn` returns, as NumPy arrays of leading size dataset, without padding. (Of a
+    loader that is not an [`eqxshard.Loader`][], all rows, in its order.)
+
+    **Raises:**
+
+    `ValueError` if the loader leaves out examples or repeats them, an output has another
+    leading size, or the model was donated or is not on a mesh; `TypeError` if `model` is a
+    [`eqxshard.TrainState`][].
+
+    !!! Example
+
+        ```python
+        def classify(model, batch):
+            return jnp.argmax(jax.vmap(model)(batch["image"]), axis=-1)
+
+
+        labels = eqxshard.predict(state.model, classify, test_loader)
+        ```
+    """
+    if isinstance(model, TrainState):
+        raise TypeError("predict takes a model; give it state.model.")
+    arrays, static = partition(model, "model")
+    mesh, storage = _storage(arrays)
+    compiled = _compile(fn, static, storage, mesh, precision)
+    rows = _rows(loader)
+    parts: list[PyTree[np.ndarray]] = []
+    waiting: deque[PyTree[Array]] = deque()
+
+    def fetch() -> None:
+        count = None if rows is None else len(rows[len(parts)])
+        outputs = jax.tree.map(fetch_whole, waiting.popleft())
+        parts.append(jax.tree.map(lambda output: output[:count], outputs))
+
+    loader.seek(0)
+    with closing(iter(loader)) as batches:
+        for batch in itertools.islice(batches, len(loader)):
+            ONE_BATCH.check_shapes(batch, mesh, 1)
+            ONE_BATCH.check_placement(batch, mesh)
+            waiting.append(compiled(arrays, batch))
+            if len(waiting) >= IN_FLIGHT:
+                fetch()
+    while waiting:
+        fetch()
+    outputs = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+    if rows is None:
+        return outputs
+    order = np.argsort(np.concatenate(rows))
+    in_order = np.array_equal(order, np.arange(len(order)))
+    return outputs if in_order else jax.tree.map(lambda leaf: leaf[order], outputs)
+
+
+def _storage(arrays: list[Any]) -> tuple[Mesh, tuple[NamedSharding | None, ...]]:
+    """The mesh of a model's arrays, and how each is stored."""
+    if any(x.is_deleted() for x in arrays if isinstance(x, jax.Array)):
+        raise ValueError(DONATED)
+    shardings = [getattr(array, "sharding", None) for array in arrays]
+    storage = tuple(
+        sharding if isinstance(sharding, NamedSharding) else None for sharding in shardings
+    )
+    meshes = [sharding.mesh for sharding in storage if sharding is not None]
+    if not meshes or not isinstance(meshes[0], Mesh):
+        raise ValueError(
+            "the model's arrays are not on a mesh; place them with filter_shard(model, "
+            "shardings(model, mesh, rule)), or take the model of a state."
+        )
+    return meshes[0], storage
+
+
+def _rows(loader: Batches) -> list[Int[np.ndarray, " n"]] | None:
+    """The examples of each batch of an epoch, if the loader knows them."""
+    if not isinstance(loader, Loader):
+        return None
+    rows = [loader.rows(step) for step in range(len(loader))]
+    found = np.sort(np.concatenate(rows))
+    length = loader.state()["fingerprint"]["length"]
+    if not np.array_equal(found, np.arange(length)):
+        raise ValueError(
+            f"an epoch of this loader has {len(np.unique(found))} of {length} examples, in "
+            f"{len(found)} rows; make one with remainder='pad' and without a sampler."
+        )
+    return rows
+
+
+@ft.lru_cache(maxsize=_KEPT)
+def _compile(
+    fn: Callable[[Any, Any], PyTree],
+    static: Static,
+    storage: tuple[NamedSharding | None, ...],
+    mesh: Mesh,
+    precision: Precision | None,
+) -> Jitted:
+    def predict(arrays: list[Array], batch: PyTree) -> PyTree[Array]:
+        model, model_state = without_state(static.combine(arrays))
+        stored = iter(storage)
+        places = jax.tree.map(lambda leaf: next(stored) if is_array(leaf) else None, model)
+        with step_context(model, places, places, batch, mesh, precision) as (model, batch):
+            model = eqx.nn.inference_mode(model)
+            outputs = fn(with_state(model, model_state), batch)
+        _check_outputs(outputs, jax.tree.leaves(batch)[0].shape[0])
+        return outputs
+
+    by_rows = batch_sharding(mesh)
+    return jit_on(mesh, predict, in_shardings=(None, by_rows), out_shardings=by_rows)
+
+
+def _check_outputs(outputs: PyTree, rows: int) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
+        name = leaf_path(path, "output")
+        if not is_array(leaf):
+            raise TypeError(
+                f"{name} of fn is a {type(leaf).__name__}; return arrays with one row per "
+                "example."
+            )
+        if leaf.shape[:1] != (rows,):
+            raise ValueError(
+                f"{name} of fn has shape {leaf.shape} for a batch of {rows}; return one "
+                "row per example."
+            )

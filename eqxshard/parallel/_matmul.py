@@ -1,0 +1,291 @@
+"""Matrix products of tensor parallelism that compute while they communicate.
+
+Arrays are split over an axis of n devices: `x` into blocks of rows, which are those before
+the last dim, or into features; `weight` by its columns or by its rows. In each of n *steps*
+a device multiplies one block of rows, and sends one to the next device of a ring.
+"""
+
+import functools as ft
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, PartitionSpec
+from jaxtyping import Array, Float
+
+from ..sharding._spec import check_axis
+from ..sharding._text import nearest_multiples
+from ..transforms._dtypes import accumulation_dtype, at_least_float32
+
+
+def all_gather_matmul(
+    x: Float[Array, "*batch rows in"],
+    weight: Float[Array, "in out"],
+    *,
+    axis: str = "tensor",
+) -> Float[Array, "*batch all_rows out"]:
+    """`x @ weight` where each device has some rows of `x` and some columns of `weight`.
+
+    The result has all rows and is split by columns. Instead of gathering `x` first, a
+    device multiplies the rows it has while the next ones arrive from its neighbour, so the
+    communication is hidden behind the product (Wang et al. 2023, Overlap Communication
+    with Dependent Computation via Decomposition in Large Deep Learning Models,
+    https://doi.org/10.1145/3567955.3567959). Each device sends its block `n - 1` times
+    around a ring of `n`; the gradient of `x` travels the other way, summed underway as by
+    [`eqxshard.parallel.matmul_reduce_scatter`][]. The gathered rows are kept for the
+    gradient of `weight`, unless `jax.checkpoint` (`remat` of [`eqxshard.scan_layers`][])
+    has them gathered again.
+
+    It runs on the mesh of the step, like [`eqxshard.constrain`][]. Without a mesh, or with
+    an axis of size 1, it is `x @ weight`; the values are the same either way, up to
+    rounding. In per-device code of [`jax.shard_map`][] over `axis` it takes and returns
+    the device's own parts. Other mesh axes are left to the compiler.
+
+    **Arguments:**
+
+    - `x`: its rows, such as the positions of a sequence, are split over `axis`. Under
+        `jax.vmap`, those of one example.
+    - `weight`: its columns are split over `axis`.
+    - `axis`: the mesh axis.
+
+    **Returns:**
+
+    `x @ weight`, its columns split over `axis`.
+
+    **Raises:**
+
+    `ValueError` if the shapes do not fit each other, the rows or the columns do not divide
+    over the axis, or the mesh has no such axis.
+
+    !!! Example
+
+        An MLP as in Megatron-LM, between whose layers a sequence stays split over `tensor`
+        (Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198):
+
+        ```python
+        class MLP(eqx.Module):
+            up: Float[Array, "embed mlp"]
+            down: Float[Array, "mlp embed"]
+
+            def __call__(self, x: Float[Array, "seq embed"]):
+                x = eqxshard.constrain(x, P("tensor"))
+                hidden = jax.nn.gelu(all_gather_matmul(x, self.up))
+                return x + matmul_reduce_scatter(hidden, self.down)
+
+
+        rule = eqxshard.combine(eqxshard.by_dim({"mlp": "tensor"}), eqxshard.fsdp())
+        ```
+    """
+    ring = _make_ring("all_gather_matmul", x, weight, axis)
+    if ring is None:
+        return x @ weight
+    ring.check_divides(x.shape[-2], "rows of x")
+    ring.check_divides(weight.shape[1], "columns of weight")
+    return _on_parts(ring, _gather_matmul, (-2, 1, -1), x, weight)
+
+
+def matmul_reduce_scatter(
+    x: Float[Array, "*batch all_rows in"],
+    weight: Float[Array, "in out"],
+    *,
+    axis: str = "tensor",
+) -> Float[Array, "*batch rows out"]:
+    """`x @ weight` where each device has some columns of `x` and those rows of `weight`.
+
+    The products of all devices must be summed, and the sum is split by rows: a
+    reduce-scatter, which here is hidden behind the product. A device adds its own part to
+    the sum for some rows while it multiplies the next ones, and passes the sum on to its
+    neighbour. This is the counterpart of [`eqxshard.parallel.all_gather_matmul`][], with
+    the same communication, and each is the gradient of the other.
+
+    **Arguments:**
+
+    - `x`: its last dim is split over `axis`. All devices have all rows.
+    - `weight`: its rows are split over `axis`.
+    - `axis`: the mesh axis.
+
+    **Returns:**
+
+    `x @ weight`, its rows split over `axis`. Sums are sent in the dtype of the result, and
+    added up in float32 or better.
+
+    **Raises:**
+
+    `ValueError` as for [`eqxshard.parallel.all_gather_matmul`][].
+
+    !!! Example
+
+        ```python
+        hidden = jax.nn.gelu(all_gather_matmul(x, self.up))
+        x = x + matmul_reduce_scatter(hidden, self.down)
+        ```
+    """
+    ring = _make_ring("matmul_reduce_scatter", x, weight, axis)
+    if ring is None:
+        return x @ weight
+    ring.check_divides(x.shape[-2], "rows of x")
+    if ring.mesh is not None:
+        ring.check_divides(x.shape[-1], "columns of x")
+    return _on_parts(ring, _matmul_scatter, (-1, 0, -2), x, weight)
+
+
+class _Ring(NamedTuple):
+    """The devices of a call. `mesh` is `None` in code that is per device already."""
+
+    name: str
+    mesh: AbstractMesh | None
+    axis: str
+    size: int
+
+    @property
+    def ahead(self) -> list[tuple[int, int]]:
+        """From each device to the next."""
+        return [(i, (i + 1) % self.size) for i in range(self.size)]
+
+    def send(self, x: Array) -> Array:
+        """Send to the next device, and return what arrives from the one before."""
+        return jax.lax.ppermute(x, self.axis, self.ahead)
+
+    def check_divides(self, count: int, what: str) -> None:
+        """Raise `ValueError` unless a number of rows or columns does."""
+        if count % self.size:
+            raise ValueError(
+                f"{self.name}: the {count} {what} do not divide over "
+                f"{self.axis}={self.size}; use a multiple of {self.size}, such as "
+                f"{nearest_multiples(count, self.size)}."
+            )
+
+
+def _make_ring(name: str, x: Array, weight: Array, axis: str) -> _Ring | None:
+    """The ring of the mesh in context; `None` if one device has everything."""
+    if x.ndim < 2 or weight.ndim != 2 or x.shape[-1] != weight.shape[0]:
+        raise ValueError(
+            f"{name}: x has the shape {x.shape} and weight {weight.shape}; give x "
+            "(*batch, rows, in) and weight (in, out), with the same size of in."
+        )
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return None
+    check_axis(axis, mesh, name)
+    if mesh.shape[axis] == 1:
+        return None
+    split_on = None if axis in mesh.manual_axes else mesh
+    return _Ring(name, split_on, axis, mesh.shape[axis])
+
+
+def _on_parts(
+    ring: _Ring,
+    fn: Callable[[_Ring, Array, Array, Array], Array],
+    split_dims: tuple[int, int, int],
+    x: Array,
+    weight: Array,
+) -> Array:
+    """Call a function on each device's parts; the other mesh axes stay automatic.
+
+    `split_dims` are those of `x`, `weight` and the result.
+    """
+    if ring.mesh is None:
+        return fn(ring, jax.lax.axis_index(ring.axis), x, weight)
+
+    def spec(ndim: int, dim: int) -> PartitionSpec:
+        return PartitionSpec(*[None] * (dim % ndim), ring.axis)
+
+    of_x, of_weight, of_out = split_dims
+    # The ranks are passed in, because JAX 0.10.1 cannot lower an axis_index in per-device
+    # code that is inside other per-device code.
+    return jax.shard_map(
+        lambda ranks, x, weight: fn(ring, ranks[0], x, weight),
+        mesh=ring.mesh,
+        in_specs=(PartitionSpec(ring.axis), spec(x.ndim, of_x), spec(2, of_weight)),
+        out_specs=spec(x.ndim, of_out),
+        axis_names={ring.axis},
+    )(jnp.arange(ring.size, dtype=jnp.int32), x, weight)
+
+
+@ft.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _gather_matmul(ring: _Ring, rank: Array, x: Array, weight: Array) -> Array:
+    return _gather_ring(ring, rank, x, weight)[0]
+
+
+@_gather_matmul.defjvp
+def _(
+    ring: _Ring, primals: tuple[Array, ...], tangents: tuple[Array, ...]
+) -> tuple[Array, Array]:
+    (rank, x, weight), (_, dx, dweight) = primals, tangents
+    out, gathered = _gather_ring(ring, rank, x, weight)
+    # One product for the gradient of the weight. A product for each step would be summed
+    # over the axes of the batch each time.
+    return out, _gather_ring(ring, rank, dx, weight)[0] + gathered @ dweight
+
+
+def _gather_ring(
+    ring: _Ring, rank: Array, block: Array, weight: Array
+) -> tuple[Array, Array]:
+    """The product of all devices' rows, and these rows."""
+    outs: list[Array] = []
+    blocks: list[Array] = []
+    for step in range(ring.size):
+        # Sent before it is used, so that the next block arrives while this one is.
+        arriving = ring.send(block) if step + 1 < ring.size else block
+        outs.append(block @ weight)
+        blocks.append(block)
+        block = arriving
+    return _put_rows(outs, rank), _put_rows(blocks, rank)
+
+
+def _put_rows(parts: list[Array], rank: Array) -> Array:
+    """All rows, from blocks in the order of their arrival: this device's first."""
+    *batch, length, width = parts[0].shape
+    shape = (*batch, len(parts) * length, width)
+    out = jnp.zeros_like(parts[0], shape=shape)
+    for step, part in enumerate(parts):
+        start = (rank - step) % len(parts) * length
+        out = jax.lax.dynamic_update_slice_in_dim(out, part, start, axis=-2)
+    return out
+
+
+@ft.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _matmul_scatter(ring: _Ring, rank: Array, x: Array, weight: Array) -> Array:
+    def part(owner: Array) -> Array:
+        return _dot(_take_rows(ring, x, owner), weight)
+
+    return _scatter_ring(ring, rank, part, x.dtype)
+
+
+@_matmul_scatter.defjvp
+def _(
+    ring: _Ring, primals: tuple[Array, ...], tangents: tuple[Array, ...]
+) -> tuple[Array, Array]:
+    (rank, x, weight), (_, dx, dweight) = primals, tangents
+    # One product for the gradient of the weight here too.
+    of_weight = x @ dweight
+
+    def part(owner: Array) -> Array:
+        rows = _take_rows(ring, of_weight, owner)
+        return _dot(_take_rows(ring, dx, owner), weight) + at_least_float32(rows)
+
+    out = _matmul_scatter(ring, rank, x, weight)
+    return out, _scatter_ring(ring, rank, part, x.dtype)
+
+
+def _scatter_ring(
+    ring: _Ring, rank: Array, part: Callable[[Array], Array], dtype: Any
+) -> Array:
+    """The sum of all devices' parts for the rows of this device."""
+    total = part((rank - 1) % ring.size)
+    for step in range(2, ring.size + 1):
+        received = ring.send(total.astype(dtype))
+        total = at_least_float32(received) + part((rank - step) % ring.size)
+    return total.astype(dtype)
+
+
+def _take_rows(ring: _Ring, x: Array, owner: Array) -> Array:
+    """The rows that belong to one device."""
+    length = x.shape[-2] // ring.size
+    return jax.lax.dynamic_slice_in_dim(x, owner * length, length, axis=-2)
+
+
+def _dot(x: Array, weight: Array) -> Array:
+    """A product that may be added to others."""
+    return jnp.matmul(x, weight, preferred_element_type=accumulation_dtype(x.dtype))

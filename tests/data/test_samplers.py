@@ -1,0 +1,181 @@
+import json
+
+import numpy as np
+import pytest
+from loader_helpers import MESHES, flat, loader_of, numbers, read
+
+from eqxshard.data import ClassBalancedSampler, WeightedSampler
+
+LABELS = np.repeat([7, 3, 5], [40, 9, 1])
+
+
+class Half:
+    """The first or the second half of the examples, in turn."""
+
+    def __init__(self, shift=0):
+        self.shift = shift
+
+    def __len__(self):
+        return 12
+
+    def rows(self, examples, seed, epoch):
+        return np.arange(12) + 12 * ((epoch + self.shift) % 2)
+
+
+# Any sampler
+
+
+def test_an_epoch_is_what_the_sampler_says():
+    loader = loader_of(numbers(24), sampler=Half(), epochs=3)
+    assert len(loader) == 2
+    assert flat(read(loader)) == [*range(12), *range(12, 24), *range(12)]
+    loader.seek(3)
+    assert read(loader, 1) == [list(range(20, 24))]
+    assert loader.rows(2).tolist() == list(range(12, 20))
+
+
+@pytest.mark.parametrize("remainder, batches", [("pad", 2), ("drop", 1)])
+def test_the_remainder_is_that_of_the_samplers_length(remainder, batches):
+    assert len(loader_of(numbers(24), sampler=Half(), remainder=remainder)) == batches
+
+
+def test_batches_are_the_same_on_every_mesh_and_on_the_device():
+    options = {"sampler": WeightedSampler(np.arange(24)), "epochs": 2}
+    expected = read(loader_of(numbers(24), **options))
+    for mesh in MESHES[1:4]:
+        assert read(loader_of(numbers(24), mesh=mesh, **options)) == expected
+    assert read(loader_of(numbers(24), placement="device", **options)) == expected
+
+
+def test_the_state_tells_samplers_apart():
+    state = json.loads(json.dumps(loader_of(numbers(24), sampler=Half()).state()))
+    loader_of(numbers(24), sampler=Half()).restore(state)
+    for other in ({"sampler": Half(1)}, {}):
+        with pytest.raises(ValueError, match=r"other batches: sampler was '.*' and is"):
+            loader_of(numbers(24), **other).restore(state)
+
+
+def test_a_state_from_before_there_were_samplers_is_accepted():
+    loader = loader_of(numbers(24))
+    state = loader.state()
+    del state["fingerprint"]["sampler"]
+    loader.restore(state)
+
+
+class Wrong(Half):
+    def __init__(self, rows):
+        self.wrong = rows
+
+    def rows(self, examples, seed, epoch):
+        return self.wrong
+
+
+@pytest.mark.parametrize(
+    "rows, says",
+    [
+        (np.zeros(12), r"gave float64 of shape \(12,\) for epoch 0"),
+        (np.arange(11), r"gave int64 of shape \(11,\) for epoch 0, and its length is 12"),
+        (np.arange(12) * 3, "gave row 33 in epoch 0, and the source has 24 examples"),
+        (np.arange(12) - 1, "gave row -1 in epoch 0"),
+    ],
+)
+def test_wrong_rows_are_an_error(rows, says, unannotated):
+    with pytest.raises(ValueError, match=says):
+        loader_of(numbers(24), sampler=Wrong(rows))
+
+
+def test_an_object_that_is_not_a_sampler_is_an_error(unannotated):
+    with pytest.raises(TypeError, match="a list is not a sampler; give something with"):
+        loader_of(numbers(24), sampler=[1, 2, 3])
+    with pytest.raises(ValueError, match="shuffle=False has no meaning with a sampler"):
+        loader_of(numbers(24), sampler=Half(), shuffle=False)
+
+
+def test_an_empty_sampler_is_an_error():
+    class Empty(Half):
+        def __len__(self):
+            return 0
+
+    with pytest.raises(ValueError, match="the sampler is empty"):
+        loader_of(numbers(24), sampler=Empty())
+
+
+# By weight
+
+
+def test_examples_are_drawn_in_proportion_to_their_weights():
+    weights = np.array([0, 1, 2, 5, 0])
+    sampler = WeightedSampler(weights, 8_000)
+    counts = np.bincount(sampler.rows(5, 0, 0), minlength=5)
+    assert counts[0] == counts[4] == 0
+    np.testing.assert_allclose(counts / 1000, weights, rtol=0.1)
+    assert (sampler.rows(5, 0, 0) == sampler.rows(5, 0, 0)).all()
+    for other in (sampler.rows(5, 0, 1), sampler.rows(5, 1, 0)):
+        assert (sampler.rows(5, 0, 0) != other).any()
+
+
+def test_the_draws_of_a_seed_never_change():
+    sampler = WeightedSampler([1, 2, 3, 4], 6)
+    assert sampler.rows(4, 0, 0).tolist() == [1, 1, 1, 0, 1, 3]
+    sampler = WeightedSampler([1, 2, 3, 4], 3, replacement=False)
+    assert sampler.rows(4, 0, 0).tolist() == [2, 3, 1]
+    sampler = ClassBalancedSampler(["a", "b", "b", "c"])
+    assert sampler.rows(4, 0, 0).tolist() == [0, 0, 1, 3]
+
+
+def test_without_replacement_no_example_comes_twice():
+    weights = np.array([0.0, 1, 1, 1, 7])
+    sampler = WeightedSampler(weights, 2, replacement=False)
+    epochs = np.array([sampler.rows(5, 0, epoch) for epoch in range(1000)])
+    assert (epochs[:, 0] != epochs[:, 1]).all() and (epochs > 0).all()
+    # The heavy one is drawn first, or from what is left; then the rows are shuffled.
+    drawn = 0.7 + 0.3 * 7 / 9
+    np.testing.assert_allclose((epochs == 4).mean(axis=0), drawn / 2, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"weights": [[1, 2]]}, r"weights have shape \(1, 2\); give one number per"),
+        ({"weights": [1, -2]}, "the weight of example 1 is -2.0; give finite"),
+        ({"weights": [np.nan]}, "the weight of example 0 is nan; give finite"),
+        ({"weights": [0, 0]}, "all weights are 0"),
+        ({"weights": [1], "length": 0}, "length=0 must be at least 1"),
+        (
+            {"weights": [1, 0], "replacement": False},
+            "2 rows cannot be drawn without replacement from 1 examples of positive",
+        ),
+    ],
+)
+def test_invalid_weights_are_errors(options, says):
+    with pytest.raises(ValueError, match=says):
+        WeightedSampler(**options)
+
+
+def test_weights_and_labels_must_be_one_per_example():
+    with pytest.raises(ValueError, match="has 23 weights and the source 24 examples"):
+        loader_of(numbers(24), sampler=WeightedSampler(np.ones(23)))
+    with pytest.raises(ValueError, match="has 50 labels and the source 24 examples"):
+        loader_of(numbers(24), sampler=ClassBalancedSampler(LABELS))
+
+
+# By class
+
+
+@pytest.mark.parametrize("labels", [LABELS, LABELS.astype(str)])
+def test_each_class_comes_equally_often(labels):
+    sampler = ClassBalancedSampler(labels)
+    seen = set()
+    for epoch in range(40):
+        rows = sampler.rows(50, 0, epoch)
+        assert len(rows) == len(sampler) == 50
+        _, counts = np.unique(LABELS[rows], return_counts=True)
+        assert sorted(counts) == [16, 17, 17]
+        seen |= set(rows.tolist())
+    assert seen == set(range(50))
+
+
+@pytest.mark.parametrize("labels", [[[1, 2]], []])
+def test_invalid_labels_are_errors(labels):
+    with pytest.raises(ValueError, match="give one label per example"):
+        ClassBalancedSampler(labels)

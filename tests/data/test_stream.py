@@ -1,0 +1,236 @@
+"""Loaders of anybody's batches."""
+
+import itertools
+import threading
+import time
+from contextlib import closing
+
+import jax
+import numpy as np
+import pytest
+from loader_helpers import MESHES, mesh_of, take
+
+import eqxshard
+from eqxshard.data import from_iterator
+
+
+def counting(step):
+    """Batches without end, from a step on."""
+    for number in itertools.count(step):
+        yield {"x": np.full(8, number, np.int32)}
+
+
+def five():
+    """One pass over five batches."""
+    return ({"x": np.full(8, number, np.int32)} for number in range(5))
+
+
+def stream(make_iterator, *, mesh=MESHES[0], **options):
+    return from_iterator(make_iterator, mesh=mesh_of(**mesh), **options)
+
+
+def firsts(loader, count=None):
+    """The first number of each of the next batches."""
+    with closing(iter(loader)) as batches:
+        return [int(batch["x"][0]) for batch in itertools.islice(batches, count)]
+
+
+@pytest.fixture(autouse=True)
+def threads_end():
+    yield
+    deadline = time.monotonic() + 10
+    while any(t.name.startswith("eqxshard-batches") for t in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_batches_are_placed_like_a_loaders(mesh):
+    image = np.arange(16 * 6, dtype=np.float32).reshape(16, 2, 3)
+    loader = stream(lambda: iter([{"x": image, "y": list(range(16))}]), mesh=mesh)
+    (batch,) = loader
+    np.testing.assert_array_equal(batch["x"], image)
+    np.testing.assert_array_equal(batch["y"], np.arange(16))
+    for array in batch.values():
+        assert array.sharding == eqxshard.batch_sharding(mesh_of(**mesh))
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_an_iterator_that_takes_a_step_continues_there(prefetch):
+    loader = stream(counting, prefetch=prefetch)
+    assert firsts(loader, 3) == [0, 1, 2]
+    assert firsts(loader, 2) == [3, 4]
+    loader.seek(10**9)
+    assert firsts(loader, 2) == [10**9, 10**9 + 1]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 9])
+def test_other_iterators_skip_batches(prefetch):
+    loader = stream(five, prefetch=prefetch)
+    assert firsts(loader) == [0, 1, 2, 3, 4]
+    loader.seek(3)
+    assert firsts(loader) == [3, 4]
+    assert firsts(loader) == []
+
+
+def test_only_a_parameter_named_step_is_given_a_step():
+    def split(name="train", /, **other):
+        assert name == "train" and not other
+        return five()
+
+    loader = stream(split)
+    loader.seek(4)
+    assert firsts(loader) == [4]
+    # A built-in function, without a signature.
+    loader = stream({"x": {}}.__iter__)
+    with pytest.raises(TypeError, match="the iterator gave a str for step 0; give dicts"):
+        next(iter(loader))
+
+
+def test_with_a_length_passes_follow_one_another():
+    loader = stream(five, length=5)
+    assert len(loader) == 5
+    assert firsts(loader, 12) == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
+    loader.seek(8)
+    assert firsts(loader, 4) == [3, 4, 0, 1]
+
+
+def test_with_a_length_and_a_step_each_pass_starts_at_its_step():
+    opened = []
+
+    def one_epoch(step):
+        opened.append(step)
+        return ({"x": np.full(8, n, np.int32)} for n in range(step, step - step % 5 + 5))
+
+    loader = stream(one_epoch, length=5, prefetch=0)
+    loader.seek(8)
+    assert firsts(loader, 8) == list(range(8, 16))
+    assert opened == [8, 10, 15]
+
+
+def test_without_a_length_there_is_no_len():
+    assert not hasattr(stream(five), "__len__")
+
+
+@pytest.mark.parametrize("length", [3, 7])
+def test_an_iterator_that_ends_within_an_epoch_is_an_error(length):
+    loader = stream(five, length=length)
+    says = f"before step 5, {5 % length} batches into an epoch of length={length}; give"
+    with pytest.raises(ValueError, match=says):
+        take(loader)
+    with pytest.raises(ValueError, match="the iterator ended before step 0"):
+        take(stream(lambda: iter([]), length=length))
+
+
+def test_batches_are_made_ahead_in_one_thread_and_not_more():
+    made, threads = threading.Semaphore(0), set()
+
+    def slow():
+        for batch in counting(0):
+            threads.add(threading.current_thread())
+            made.release()
+            yield batch
+
+    with closing(iter(stream(slow, prefetch=3))) as batches:
+        next(batches)
+        for _ in range(4):
+            assert made.acquire(timeout=10)
+        assert not made.acquire(timeout=0.05)
+    assert len(threads) == 1 and threading.main_thread() not in threads
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_the_iterator_is_closed_with_the_loaders(prefetch):
+    closed = threading.Event()
+
+    def environment():
+        try:
+            yield from counting(0)
+        finally:
+            closed.set()
+
+    batches = iter(stream(environment, prefetch=prefetch))
+    next(batches)
+    assert not closed.is_set()
+    batches.close()
+    assert closed.wait(10)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_errors_of_the_iterator_reach_the_caller(prefetch):
+    def damaged():
+        yield from five()
+        raise KeyError("shard 7")
+
+    with pytest.raises(KeyError, match="shard 7"):
+        take(stream(damaged, prefetch=prefetch))
+
+
+def test_fit_and_evaluate_take_it_and_resume(train_and_evaluate):
+    whole = train_and_evaluate(steps=7)
+    assert train_and_evaluate(steps=7, stop=4) == whole
+
+
+@pytest.fixture
+def train_and_evaluate():
+    import optax
+    from helpers import RULES, Model, lenient, make_batch, make_mesh, squared_errors
+
+    optim, rule, mesh = lenient(optax.adam(1e-2)), RULES["replicate"], make_mesh()
+    train_step = eqxshard.make_train_step(squared_errors, optim, mesh=mesh, rule=rule)
+    eval_step = eqxshard.make_eval_step(
+        lambda model, batch: {"y": batch["y"][:, 0]}, mesh=mesh, rule=rule
+    )
+
+    def batches(step):
+        return (make_batch(seed=number) for number in range(step, step - step % 3 + 3))
+
+    def run(steps, stop=None):
+        loader, tests = (from_iterator(batches, mesh=mesh, length=3) for _ in range(2))
+        state = eqxshard.init_state(
+            Model, optim, key=jax.random.key(0), mesh=mesh, rule=rule
+        )
+        for last in (stop, steps) if stop else (steps,):
+            state = eqxshard.fit(state, train_step, loader, steps=last)
+        values = eqxshard.evaluate(state.model, eval_step, tests)
+        expected = np.mean([make_batch(seed=i)["y"][:, 0] for i in range(3)])
+        assert values["y"] == pytest.approx(expected, rel=1e-5)
+        return np.asarray(state.model.last.weight).tolist()
+
+    return run
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    "batches, error, says",
+    [
+        ([(1, 2)], TypeError, "gave a tuple for step 0; give dicts of arrays by name"),
+        ([{}], TypeError, "gave a dict for step 0"),
+        ([{"x": np.array(["a"] * 8)}], TypeError, "'x' is of type <U1.*; convert it to"),
+        ([{"x": np.full(8, 2**40)}], ValueError, "'x' has integers from 0 to"),
+        ([{"x": np.ones(8), "y": np.ones(7)}], ValueError, "give each the same number"),
+        ([{"x": np.ones(())}], ValueError, "give each the same number of rows"),
+        ([{"x": np.ones(12)}], ValueError, "batch size 12 does not divide over data=8"),
+        (
+            [{"x": np.ones(8)}] * 2 + [{"x": np.ones(5)}],
+            ValueError,
+            r"batch of step 2 has the shapes \{'x': \(5,\)\}, and the first .*drop_last",
+        ),
+    ],
+)
+def test_batches_that_cannot_be_placed_are_errors(batches, error, says):
+    with pytest.raises(error, match=says):
+        take(stream(lambda: iter(batches), mesh=MESHES[3]))
+
+
+def test_invalid_options_are_errors(unannotated):
+    with pytest.raises(TypeError, match="a generator cannot be started again; give"):
+        stream(five())
+    with pytest.raises(ValueError, match="length=0 must be at least 1"):
+        stream(five, length=0)
+    with pytest.raises(ValueError, match="prefetch=-1 must be at least 0"):
+        stream(five, prefetch=-1)
+    with pytest.raises(ValueError, match="step -1 is before the start"):
+        stream(five).seek(-1)

@@ -1,0 +1,281 @@
+import functools as ft
+import math
+
+import equinox as eqx
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+from parallel_helpers import make_mesh, on
+
+import eqxshard
+from eqxshard import testing
+from eqxshard.parallel import all_gather_matmul, matmul_reduce_scatter, pipeline
+
+ROWS, SEQ, EMBED, MLP_WIDTH = 4, 16, 8, 32
+#: Of the activations, the weights and the result of `mlp`.
+SPECS = (P(("data", "fsdp"), "tensor"), P(None, "tensor"), P("tensor"))
+
+
+@ft.cache
+def random(dtype=jnp.float32):
+    """Activations, two weights, and the gradient of the result."""
+    shapes = ((ROWS, SEQ, EMBED), (EMBED, MLP_WIDTH), (MLP_WIDTH, EMBED))
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.normal(size=s), dtype) for s in (*shapes, shapes[0])]
+
+
+def mlp(x, up, down):
+    """Of one example: rows split over `tensor`, then columns, then rows."""
+    return matmul_reduce_scatter(jnp.tanh(all_gather_matmul(x, up)), down)
+
+
+def plain(x, up, down):
+    return jnp.tanh(x @ up) @ down
+
+
+def with_gradients(fn):
+    """The output for a batch, and the gradients of its product with another array."""
+
+    def call(x, up, down, grad):
+        out, back = jax.vjp(jax.vmap(fn, (0, None, None)), x, up, down)
+        return out, *back(grad)
+
+    return call
+
+
+@ft.cache
+def compiled(dtype=jnp.float32, **sizes):
+    """The output and gradients of `mlp` on a mesh, and the program that computes them."""
+    mesh = make_mesh(**sizes)
+    shardings = [NamedSharding(mesh, spec) for spec in (*SPECS, SPECS[0])]
+    args = jax.device_put(random(dtype), shardings)
+    program = jax.jit(on(mesh, with_gradients(mlp))).lower(*args).compile()
+    return program, program(*args)
+
+
+def assert_close(results, expected, tolerance=1e-6):
+    for result, reference in zip(results, expected, strict=True):
+        reference = np.asarray(reference, np.float32)
+        atol = tolerance * np.abs(reference).max()
+        np.testing.assert_allclose(np.asarray(result, np.float32), reference, 0, atol)
+
+
+MESHES = [
+    dict(data=2, tensor=4),
+    dict(data=2, fsdp=2, tensor=2),
+    pytest.param(dict(tensor=2), marks=pytest.mark.slow),
+    pytest.param(dict(tensor=8), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_values_and_gradients_equal_plain_products(sizes):
+    _, results = compiled(**sizes)
+    assert_close(results, with_gradients(plain)(*random()))
+    # They come out split as they went in.
+    for result, spec in zip(results, (SPECS[0], *SPECS)):
+        mesh = make_mesh(**sizes)
+        assert result.sharding.is_equivalent_to(NamedSharding(mesh, spec), result.ndim)
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_collectives(sizes):
+    program, _ = compiled(**sizes)
+    found, n = testing.collectives(program), sizes["tensor"]
+    batch = math.prod(sizes.values()) // n
+    sent = [op for op in found.ops if op.kind == "collective-permute"]
+    # Blocks of rows: n - 1 times for each product, and for its gradient.
+    assert [op.shapes for op in sent] == [(f"f32[{ROWS // batch},{SEQ // n},{EMBED}]",)] * (
+        4 * (n - 1)
+    )
+    # The gradients of the weights, once, over the axes of the batch.
+    summed = sorted(s for op in found.ops if op.kind == "all-reduce" for s in op.shapes)
+    width = MLP_WIDTH // n
+    weights = [f"f32[{EMBED},{width}]", f"f32[{width},{EMBED}]"]
+    assert summed == (sorted(weights) if batch > 1 else [])
+    assert found.counts.keys() <= {"collective-permute", "all-reduce"}
+
+
+@pytest.mark.slow
+def test_bfloat16():
+    _, results = compiled(jnp.bfloat16, data=2, tensor=4)
+    assert {result.dtype for result in results} == {jnp.dtype(jnp.bfloat16)}
+    exact = [np.asarray(x, np.float64) for x in random(jnp.bfloat16)]
+    with jax.enable_x64():
+        expected = with_gradients(plain)(*map(jnp.asarray, exact))
+    assert_close(results, expected, 0.02)
+
+
+def test_without_tensor_parallelism_they_are_plain_products():
+    x, up, down, _ = random()
+    expected = plain(x, up, down)
+    for mesh in (None, make_mesh(data=2)):
+        run = on(mesh, mlp)
+        assert "shard_map" not in str(jax.make_jaxpr(run)(x, up, down))
+        np.testing.assert_array_equal(run(x, up, down), expected)
+
+
+def test_in_per_device_code():
+    mesh = make_mesh(data=2, tensor=2)
+
+    def loss(x, up, down):
+        return jnp.sum(jnp.sin(mlp(x, up, down)), keepdims=True)
+
+    in_specs = (P("data", "tensor"), *SPECS[1:])
+    mapped = jax.shard_map(
+        loss, mesh=mesh, in_specs=in_specs, out_specs=P(("data", "tensor"))
+    )
+
+    def total(*args):
+        return jnp.sum(mapped(*args))
+
+    def expected(*args):
+        return jnp.sum(jnp.sin(plain(*args)))
+
+    x, up, down, _ = random()
+    args = x, up, down
+    grads = jax.jit(jax.grad(total, (0, 1, 2)))(*args)
+    assert_close(grads, jax.grad(expected, (0, 1, 2))(*args), 2e-6)
+
+
+def test_forward_mode():
+    mesh = make_mesh(tensor=2)
+    primals = random()[:3]
+    tangents = [jnp.cos(x) for x in primals]
+
+    def jvp(fn, *args):
+        return jax.jit(lambda primals, tangents: jax.jvp(fn, primals, tangents))(*args)
+
+    placed = jax.device_put((primals, tangents), NamedSharding(mesh, P()))
+    assert_close(jvp(on(mesh, mlp), *placed), jvp(plain, primals, tangents))
+
+
+@pytest.mark.slow
+def test_in_the_layers_of_a_pipeline():
+    class Layer(eqx.Module):
+        up: jax.Array
+        down: jax.Array
+
+        def __call__(self, h):
+            return h + mlp(h, self.up, self.down)
+
+    x, up, down, _ = random()
+    layers = Layer(*(jnp.stack([w, -w, w, -w]) / 4 for w in (up, down)))
+
+    def grad(mesh):
+        def loss(layers, x):
+            return jnp.mean(jnp.sin(pipeline(layers, x, microbatches=2)))
+
+        args = layers, x
+        if mesh is not None:
+            specs = P("stage"), P(("data", "fsdp"))
+            args = jax.device_put(args, tuple(NamedSharding(mesh, s) for s in specs))
+        return jax.tree.leaves(jax.jit(jax.grad(on(mesh, loss), (0, 1)))(*args))
+
+    assert_close(grad(make_mesh(stage=2, data=2, tensor=2)), grad(None), 2e-6)
+
+
+# In a train step
+
+
+class MLP(eqx.Module):
+    up: Float[Array, "embed mlp"]
+    down: Float[Array, "mlp embed"]
+
+    def __init__(self, key):
+        k1, k2 = jax.random.split(key)
+        self.up = jax.random.normal(k1, (EMBED, MLP_WIDTH)) / EMBED**0.5
+        self.down = jax.random.normal(k2, (MLP_WIDTH, EMBED)) / MLP_WIDTH**0.5
+
+    def __call__(self, x: Float[Array, "seq embed"]):
+        hidden = jax.nn.gelu(all_gather_matmul(x, self.up))
+        return x + matmul_reduce_scatter(hidden, self.down)
+
+
+class Model(eqx.Module):
+    layers: MLP
+
+    def __init__(self, key):
+        self.layers = eqx.filter_vmap(MLP)(jax.random.split(key, 2))
+
+    def __call__(self, x):
+        return eqxshard.scan_layers(self.layers, eqxshard.constrain(x, P("tensor")))
+
+
+def loss_fn(model, batch, key):
+    return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2, axis=(1, 2))
+
+
+def train(**sizes):
+    """The losses of five steps, the model, and the compiled step."""
+    mesh, optim = make_mesh(**sizes), helpers.lenient(optax.sgd(0.5))
+    rule = eqxshard.combine(eqxshard.by_dim({"mlp": "tensor"}), eqxshard.fsdp(min_size=64))
+    state = eqxshard.init_state(Model, optim, key=jax.random.key(0), mesh=mesh, rule=rule)
+    step = eqxshard.make_train_step(loss_fn, optim, mesh=mesh, rule=rule)
+    x = np.asarray(random()[0])
+    batch = {"x": x, "y": np.sin(x[:, ::-1])}
+    program, found = step.lower(state, batch).compile(), []
+    for _ in range(5):
+        state, metrics = step(state, batch)
+        found.append(float(metrics["loss"]))
+    return np.array(found), helpers.arrays(state.model), program
+
+
+def test_training_on_a_mesh_equals_one_device():
+    expected, expected_model, _ = train()
+    assert expected[-1] < 0.95 * expected[0]
+    found, model, program = train(fsdp=2, tensor=4)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    for path, array in expected_model.items():
+        np.testing.assert_allclose(model[path], array, 0, 1e-5 * np.abs(array).max())
+    # Weights are gathered and their gradients summed over fsdp, losses over all devices.
+    # Activations go around the ring only: forward twice, for one product again, because
+    # the layer is recomputed, and backward twice.
+    ops = testing.collectives(program).ops
+    shapes: dict[str, set[str]] = {op.kind: set() for op in ops}
+    for op in ops:
+        shapes[op.kind] |= set(op.shapes)
+    assert shapes["collective-permute"] == {f"f32[{ROWS // 2},{SEQ // 4},{EMBED}]"}
+    assert shapes["all-gather"] == {f"f32[1,{EMBED},{MLP_WIDTH // 4}]"}
+    weights, losses = f"f32[{EMBED},{MLP_WIDTH // 4}]", f"f32[{ROWS // 2}]"
+    assert shapes["all-reduce"] <= {weights, losses, "f32[]", "s32[]"}
+    assert shapes.keys() == {"collective-permute", "all-gather", "all-reduce"}
+    sent = sum(op.times or 0 for op in ops if op.kind == "collective-permute")
+    assert sent == 2 * 5 * 3  # layers, products, steps
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize("fn", [all_gather_matmul, matmul_reduce_scatter])
+def test_shapes_that_do_not_fit(unannotated, fn):
+    def error(x, weight, axis="tensor", **sizes):
+        arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (x, weight)]
+        with pytest.raises(ValueError) as info:
+            jax.eval_shape(on(make_mesh(**sizes), ft.partial(fn, axis=axis)), *arrays)
+        return str(info.value)
+
+    name = fn.__name__
+    for x, weight in (((16, 8), (32, 8)), ((8,), (8, 32)), ((16, 8), (2, 8, 32))):
+        assert error(x, weight) == (
+            f"{name}: x has the shape {x} and weight {weight}; give x (*batch, rows, in) "
+            "and weight (in, out), with the same size of in."
+        )
+    assert error((2, 30, 8), (8, 32), tensor=4) == (
+        f"{name}: the 30 rows of x do not divide over tensor=4; use a multiple of 4, such "
+        "as 28 or 32."
+    )
+    what = "columns of weight" if fn is all_gather_matmul else "columns of x"
+    assert error((2, 32, 6), (6, 6), tensor=4) == (
+        f"{name}: the 6 {what} do not divide over tensor=4; use a multiple of 4, such as "
+        "4 or 8."
+    )
+    message = error((16, 8), (8, 32), axis="tensr", tensor=2)
+    assert message.startswith(f"{name} names the axis 'tensr', which the mesh does not")
+    assert "did you mean 'tensor'?" in message

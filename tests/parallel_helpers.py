@@ -1,0 +1,232 @@
+"""Meshes in context, and a model of stacked layers in each schedule of a pipeline."""
+
+import functools as ft
+import math
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import helpers
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import eqxshard
+from eqxshard.parallel import pipeline, pipeline_loss
+
+WIDTH, LAYERS, ROWS = 16, 8, 32
+KEY = jax.random.key(7)
+#: Programs that run for milliseconds should not compile for seconds.
+UNOPTIMISED: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
+RULE = eqxshard.first_match(
+    eqxshard.by_path({r"^layers\.": P("stage")}), eqxshard.replicate()
+)
+
+
+class Layer(eqx.Module):
+    """Hard for a schedule: not defined at zero, dropout, an array of integers."""
+
+    linear: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+    order: jax.Array
+    activation: Callable[..., Any]
+
+    def __init__(self, key):
+        self.linear = eqx.nn.Linear(WIDTH, WIDTH, use_bias=False, key=key)
+        self.dropout = eqx.nn.Dropout(0.2)
+        self.order = jnp.arange(WIDTH)[::-1]
+        self.activation = jnp.tanh
+
+    def __call__(self, h, key=None):
+        unit = h[self.order] / jnp.linalg.norm(h)
+        return h + self.dropout(self.activation(self.linear(unit)), key=key)
+
+
+class Apply(eqx.Module):
+    """A layer that is a function of its parameter and the activations."""
+
+    param: jax.Array
+    fn: Callable[..., Any] = eqx.field(static=True)
+
+    def __call__(self, h):
+        return self.fn(self.param, h)
+
+
+class Head(eqx.Module):
+    linear: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+
+    def __init__(self, key):
+        self.linear = eqx.nn.Linear(WIDTH, 4, use_bias=False, key=key)
+        self.dropout = eqx.nn.Dropout(0.2)
+
+    def __call__(self, h, key=None):
+        return self.linear(self.dropout(h, key=key))
+
+
+class Model(eqx.Module):
+    embed: eqx.nn.Linear
+    layers: Layer
+    head: Head
+
+    def __init__(self, key, layers=LAYERS):
+        k1, k2, k3 = jax.random.split(key, 3)
+        self.embed = eqx.nn.Linear(8, WIDTH, key=k1)
+        self.layers = eqx.filter_vmap(Layer)(jax.random.split(k2, layers))
+        self.head = Head(k3)
+
+
+@ft.cache
+def make_model(chunks=None):
+    return interleave(eqx.filter_jit(Model)(KEY), chunks)
+
+
+def interleave(model, chunks):
+    """The same layers, stacked in chunks."""
+    if chunks is None:
+        return model
+
+    def split(leaf):
+        if not eqx.is_array(leaf):
+            return leaf
+        return jnp.swapaxes(leaf.reshape(chunks, -1, *leaf.shape[1:]), 0, 1)
+
+    return eqx.tree_at(lambda model: model.layers, model, jax.tree.map(split, model.layers))
+
+
+def squared_error(head, h, target, key=None):
+    return jnp.sum((head(h, key=key) - target) ** 2)
+
+
+def gpipe(model, batch, key, microbatches, chunks=None):
+    h = pipeline(
+        model.layers,
+        jax.vmap(model.embed)(batch["x"]),
+        microbatches=microbatches,
+        chunks=chunks,
+        key=key,
+    )
+    keys = None
+    if key is not None:
+        # The keys of pipeline_loss, so that both schedules compute the same.
+        key = jax.random.fold_in(key, LAYERS)
+        keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(len(h)))
+    return jax.vmap(ft.partial(squared_error, model.head))(h, batch["y"], keys)
+
+
+def one_f_one_b(model, batch, key, microbatches, chunks=None):
+    return pipeline_loss(
+        squared_error,
+        model.layers,
+        model.head,
+        jax.vmap(model.embed)(batch["x"]),
+        batch["y"],
+        microbatches=microbatches,
+        chunks=chunks,
+        weight=batch["weight"],
+        key=key,
+    )
+
+
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b}
+
+
+def mean_loss(schedule, model, batch, key, *sizes):
+    """The mean that a step takes."""
+    losses = SCHEDULES[schedule](model, batch, key, *sizes)
+    if losses.ndim == 0:
+        return losses
+    return jnp.sum(losses * batch["weight"]) / jnp.sum(batch["weight"])
+
+
+def make_mesh(**sizes):
+    sizes = {"data": 1, **sizes}
+    return eqxshard.make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
+
+
+def make_batch(rows=ROWS, seed=0):
+    # Some examples count twice, some not at all.
+    return helpers.make_batch(rows, seed, weight=np.arange(rows) % 3)
+
+
+def on(mesh, fn):
+    """Call `fn` as in a step on a mesh, or without one."""
+    if mesh is None:
+        return fn
+
+    def inside(*args):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return fn(*args)
+
+    return inside
+
+
+def place(model, batch, mesh, rule=RULE):
+    if mesh is None:
+        return model, batch
+    model = eqxshard.filter_shard(model, eqxshard.shardings(model, mesh, rule))
+    return model, jax.device_put(batch, eqxshard.batch_sharding(mesh))
+
+
+def compile_grad(
+    schedule, mesh, microbatches, chunks=None, *, model, batch, key, rule=RULE
+):
+    """The compiled gradient, and a function that runs it."""
+    model, batch = place(model, batch, mesh, rule)
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss(params, batch, key):
+        model = eqx.combine(params, static)
+        # Squared, so that the gradient that comes back is not 1.
+        return mean_loss(schedule, model, batch, key, microbatches, chunks) ** 2
+
+    grad = jax.jit(jax.value_and_grad(on(mesh, loss)))
+    compiled = grad.lower(params, batch, key).compile(UNOPTIMISED)
+    return compiled, lambda: compiled(params, batch, key)
+
+
+@ft.cache
+def expected(chunks=None):
+    """The loss and gradients on one device, where the schedule makes no difference."""
+    if chunks is not None:
+        loss, grads = expected()
+        return loss, interleave(grads, chunks)
+    _, run = compile_grad(
+        "gpipe", None, 1, model=make_model(), batch=make_batch(), key=jax.random.key(1)
+    )
+    return run()
+
+
+@ft.cache
+def pipelined(schedule, microbatches, chunks, **sizes):
+    compiled, run = compile_grad(
+        schedule,
+        make_mesh(**sizes),
+        microbatches,
+        chunks,
+        model=make_model(chunks),
+        batch=make_batch(),
+        key=jax.random.key(1),
+    )
+    return compiled, run()
+
+
+def relative(tree, other):
+    """The largest difference in a PyTree, relative to the largest value of its leaf.
+
+    Over the shards of all devices, because replicas could differ.
+    """
+    found = []
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
+    for leaf, expected in pairs:
+        expected = np.asarray(expected)
+        for part in jnp.asarray(leaf).addressable_shards:
+            difference = np.abs(np.asarray(part.data) - expected[part.index])
+            found.append(np.max(difference) / np.max(np.abs(expected)))
+    return np.max(found)  # nan if one of them is
+
+
+def trace(fn, **sizes):
+    """Mistakes are found before anything is compiled."""
+    return jax.eval_shape(on(make_mesh(**sizes), fn))

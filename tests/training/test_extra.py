@@ -1,0 +1,205 @@
+"""Companions of a step, such as a teacher, and steps that follow their state."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import RULES, Model, assert_close, make_batch, make_mesh
+from step_helpers import KEY, OPTIM, without_dropout
+
+import eqxshard
+
+
+def to_teacher(model, batch, key, teacher):
+    """Losses against another model's outputs, and the outputs' mean as a metric."""
+    model, teacher = eqx.nn.inference_mode((model, teacher))
+    wanted = jax.vmap(teacher)(batch["x"])
+    return jnp.sum((jax.vmap(model)(batch["x"]) - wanted) ** 2, axis=-1)
+
+
+def state_on(mesh="data=2,fsdp=4", rule="fsdp", seed=0, **options):
+    key = jax.random.key(seed)
+    placed = {"mesh": make_mesh(mesh), "rule": RULES[rule]}
+    return eqxshard.init_state(Model, OPTIM, key=key, **placed, **options)
+
+
+def teacher_on(mesh="data=2,fsdp=4", rule="fsdp"):
+    return state_on(mesh, rule, seed=1).model
+
+
+@pytest.mark.parametrize("mesh, rule", [("data=8", "replicate"), ("data=2,fsdp=4", "fsdp")])
+def test_a_sharded_teacher_gives_the_losses_of_one_device(mesh, rule):
+    train_step = eqxshard.make_train_step(to_teacher, OPTIM)
+    one, many = state_on("data=1", "replicate"), state_on(mesh, rule)
+    for seed in range(2):
+        batch = make_batch(seed=seed)
+        one, expected = train_step(one, batch, teacher_on("data=1", "replicate"))
+        many, metrics = train_step(many, batch, teacher_on(mesh, rule))
+        assert metrics.compute() == pytest.approx(expected.compute(), rel=2e-5)
+    assert_close(one, many)
+
+
+def test_another_teacher_compiles_nothing_and_both_are_left_as_they_are():
+    traced = []
+
+    def loss_fn(model, batch, key, teacher):
+        traced.append(None)
+        return to_teacher(model, batch, key, teacher)
+
+    train_step = eqxshard.make_train_step(loss_fn, OPTIM)
+    state, first, second = state_on(), teacher_on(), state_on(seed=2).model
+    before = jax.device_get(eqx.filter(first, eqx.is_array))
+    state, _ = train_step(state, make_batch(), first)
+    count = len(traced)
+    state, metrics = train_step(state, make_batch(), second)
+    assert len(traced) == count
+    assert metrics.compute()["loss"] > 0
+    jax.tree.map(np.testing.assert_array_equal, before, eqx.filter(first, eqx.is_array))
+
+
+def test_a_part_of_the_state_may_be_its_own_companion():
+    train_step = eqxshard.make_train_step(to_teacher, OPTIM)
+    state = state_on()
+    target = state.model
+    before = jax.device_get(eqx.filter(target, eqx.is_array))
+    losses = []
+    for _ in range(3):
+        state, metrics = train_step(state, make_batch(), target)
+        losses.append(metrics.compute()["loss"])
+    # The target stays while the model moves away from it.
+    jax.tree.map(np.testing.assert_array_equal, before, eqx.filter(target, eqx.is_array))
+    assert losses[0] == 0
+    state, metrics = train_step(state, make_batch(), state.model)
+    assert metrics.compute()["loss"] == 0
+
+
+def test_companions_may_be_anything():
+    def loss_fn(model, batch, key, extra):
+        offset = extra["offset"] if extra["name"] == "plus" else -extra["offset"]
+        return without_dropout(model, batch, key) + offset
+
+    train_step = eqxshard.make_train_step(loss_fn, OPTIM)
+    losses = {}
+    for name in ("plus", "minus"):
+        extra = {"name": name, "offset": np.float32(100)}
+        _, metrics = train_step(state_on(), make_batch(), extra)
+        losses[name] = metrics.compute()["loss"]
+    assert losses["plus"] - losses["minus"] == pytest.approx(200, rel=1e-4)
+
+
+def test_many_steps_accumulation_and_lowering_take_companions():
+    train_step = eqxshard.make_train_step(to_teacher, OPTIM, accumulate=2)
+    batches = [make_batch(seed=seed) for seed in range(2)]
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
+    teacher, one, many = teacher_on(), state_on(), state_on()
+    for batch in batches:
+        one, _ = train_step(one, batch, teacher)
+    many, _ = train_step.many(many, stacked, teacher)
+    assert_close(one, many)
+    text = train_step.lower(one, batches[0], teacher).as_text()
+    assert "train_step" in text
+
+
+# Of a step that is given no mesh, rule, trainable or precision
+
+
+def test_a_step_follows_the_state():
+    explicit = eqxshard.make_train_step(
+        without_dropout, OPTIM, mesh=make_mesh("data=2,fsdp=4"), rule=RULES["fsdp"]
+    )
+    following = eqxshard.make_train_step(without_dropout, OPTIM)
+    expected, _ = explicit(state_on(), make_batch())
+    state, _ = following(state_on(), make_batch())
+    for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        if eqx.is_array(ours) and not jnp.issubdtype(ours.dtype, jax.dtypes.prng_key):
+            np.testing.assert_array_equal(ours, theirs)
+            assert ours.sharding == theirs.sharding
+    # Another mesh compiles another program.
+    other, _ = following(state_on("data=8", "replicate"), make_batch())
+    assert_close(other, state)
+
+
+def test_a_step_trains_what_the_state_trains():
+    frozen = jax.tree.map(lambda _: False, eqx.filter_eval_shape(Model, KEY))
+    only_last = eqx.tree_at(lambda m: m.last, frozen, replace=True)
+    state = state_on(trainable=only_last, precision=eqxshard.Precision(jnp.bfloat16))
+    before = jax.device_get(eqx.filter(state.model, eqx.is_array))
+    seen = []
+
+    def loss_fn(model, batch, key):
+        seen.append(model.first.weight.dtype)
+        return jnp.square(without_dropout(model, batch, key))
+
+    state, _ = eqxshard.make_train_step(loss_fn, OPTIM)(state, make_batch())
+    assert set(seen) == {jnp.dtype(jnp.bfloat16)}
+    np.testing.assert_array_equal(before.first.weight, state.model.first.weight)
+    assert (before.last.weight != np.asarray(state.model.last.weight)).any()
+
+
+def test_a_state_made_by_hand_needs_a_rule():
+    state = state_on()
+    by_hand = eqxshard.TrainState(state.step, state.model, state.opt_state, state.key)
+    train_step = eqxshard.make_train_step(without_dropout, OPTIM)
+    with pytest.raises(ValueError, match="not made by init_state; give make_train_step"):
+        train_step(by_hand, make_batch())
+    with_rule = eqxshard.make_train_step(without_dropout, OPTIM, rule=RULES["fsdp"])
+    assert int(with_rule(by_hand, make_batch())[0].step) == 1
+
+
+def test_a_model_of_another_structure_needs_trainable():
+    state = state_on(trainable=True)
+    state = eqx.tree_at(lambda s: s.model.last.bias, state, None)
+    train_step = eqxshard.make_train_step(without_dropout, OPTIM)
+    with pytest.raises(ValueError, match="give make_train_step trainable="):
+        train_step(state, make_batch())
+
+
+def test_an_eval_step_follows_the_model():
+    def metric_fn(model, batch):
+        return {"loss": without_dropout(model, batch, KEY)}
+
+    following = eqxshard.make_eval_step(metric_fn)
+    values = [
+        following(state_on(mesh, rule).model, make_batch()).compute()["loss"]
+        for mesh, rule in [("data=1", "replicate"), ("data=2,fsdp=4", "fsdp")]
+    ]
+    assert values[0] == pytest.approx(values[1], rel=1e-5)
+    state = state_on()
+    text = str(following.lower(state.model, make_batch()).compile().as_text())
+    # Weights are gathered, activations are not.
+    assert "all-gather" in text
+    with pytest.raises(ValueError, match="this model are not on a mesh"):
+        following(Model(KEY), make_batch())
+
+
+# Of gradient norms
+
+
+def test_norms_of_gradients_are_those_before_the_optimizer():
+    groups = {"first": r"^first", "biases": r"bias$"}
+    train_step = eqxshard.make_train_step(
+        without_dropout, optax.sgd(0.0), grad_norms=groups, accumulate=2
+    )
+    placed = {"mesh": make_mesh("data=2,fsdp=4"), "rule": RULES["fsdp"]}
+    state = eqxshard.init_state(Model, optax.sgd(0.0), key=KEY, **placed)
+    params, rest = eqx.partition(Model(KEY), eqx.is_inexact_array)
+    batch = make_batch()
+    grads = jax.grad(
+        lambda params: jnp.mean(without_dropout(eqx.combine(params, rest), batch, KEY))
+    )(params)
+    values = train_step(state, batch)[1].compute()
+    first = optax.tree.norm(grads.first)
+    biases = optax.tree.norm([grads.first.bias, grads.last.bias])
+    assert values["grad_norm"] == pytest.approx(float(optax.tree.norm(grads)), rel=1e-5)
+    assert values["grad_norm/first"] == pytest.approx(float(first), rel=1e-5)
+    assert values["grad_norm/biases"] == pytest.approx(float(biases), rel=1e-5)
+
+
+def test_a_group_without_parameters_is_refused():
+    train_step = eqxshard.make_train_step(
+        without_dropout, OPTIM, grad_norms={"x": "nowhere"}
+    )
+    with pytest.raises(ValueError, match=r"'nowhere'} is found in no path .* first.weight"):
+        train_step(state_on(), make_batch())
