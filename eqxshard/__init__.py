@@ -4,6 +4,7 @@ Plain Equinox PyTrees, placed on a device mesh once, trained by one donated, com
 step. A mesh and a rule say where arrays live; computation follows the data.
 """
 
+from . import callbacks as callbacks
 from . import data as data
 from . import parallel as parallel
 from . import run as run

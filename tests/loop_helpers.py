@@ -1,5 +1,6 @@
 """Small runs of `fit` for tests of how runs end, and the crash dumps that they leave."""
 
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -85,3 +86,12 @@ class Recorder:
     def steps(self, name):
         """The steps whose reports have an entry."""
         return [step for step, values in self.lines if name in values]
+
+
+made_once = functools.cache(make)
+
+
+def fresh():
+    """A state, and the same step each time, which compiles once."""
+    state, step = made_once()
+    return jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, state), step

@@ -17,6 +17,7 @@ SHORT = {
     "checkpoint": "--gigabytes 0.01",
     "data": "--seconds 0.05 --mapped-gigabytes 0.05 --workers 1",
     "epoch": "--models lenet --devices 1 --examples 960 --device cpu",
+    "fit_overhead": "--steps 20",
     "growth": "--devices 1 2 --depths 2 --examples 1000 --seconds 0.05",
     "memory": "--depth 2 --width 64 --batch-size 64",
     "start": "",

@@ -33,6 +33,7 @@ RANKS = [
 ]
 #: Rooms and modules aside, and the rooms that they may import from.
 ASIDE = {
+    "callbacks": {"loop"},
     "parallel": {"sharding", "transforms"},
     "trackers": set(),
     "launch": {"distributed"},

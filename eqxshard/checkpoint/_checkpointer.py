@@ -12,6 +12,8 @@ from jaxtyping import PyTree
 
 from ..distributed import assert_same_on_all_processes, broadcast_from_first
 from ..training._state import TrainState, flatten_state, unflatten_state
+from ..training._states import step_of
+from ..transforms._partition import Static
 from ._arrays import check_structure, partition_by_path, read
 from ._best import Best
 from ._description import Description
@@ -115,7 +117,7 @@ class Checkpointer:
         **Returns:**
 
         The contents of `description.json`: `step`, `leaves` (shape, dtype and spec of
-        each, by path), `mesh`, `loader`, `metrics`, `versions`.
+        each, by path), `mesh`, `loader`, `metrics`, `versions`, `callbacks`.
 
         **Raises:**
 
@@ -131,10 +133,9 @@ class Checkpointer:
 
         **Arguments:**
 
-        - `like`: a state like the one to read, such as from
+        - `like`: a state, or a PyTree of several, such as from
             [`eqxshard.abstract_state`][], whose arrays (or `jax.ShapeDtypeStruct`s) give
-            dtypes and shardings. Mesh, rule and floating-point types may differ from
-            those that were saved. Not donated.
+            dtypes and shardings; the mesh may be another one. Not donated.
         - `step`: the step whose checkpoint to read; the newest by default.
 
         **Returns:**
@@ -153,13 +154,10 @@ class Checkpointer:
         check_structure(wanted, description.leaves, name)
         values = list(read(self._folder.at(description.step), wanted).values())
         self._last_save = time.monotonic()
-        if isinstance(like, TrainState):
-            _, static = flatten_state(like)
-            return unflatten_state(values, static.with_shapes(values))  # pyright: ignore
-        return static.combine(values)
+        return _combine(like, static, values)
 
     def restore_model(
-        self, model: _T, *, step: int | None = None, only: PyTree = True
+        self, model: _T, *, step: int | None = None, only: PyTree = True, of: str = ""
     ) -> _T:
         """Read the model of a state, or a part of it, for evaluation or fine-tuning.
 
@@ -171,6 +169,7 @@ class Checkpointer:
         - `only`: which of the model's arrays to read: a filter spec as for
             `equinox.partition`. The others stay as they are in `model`, and may have
             other shapes than in the checkpoint, such as those of a new last layer.
+        - `of`: the path of its state, such as `"generator"`, if several were saved.
 
         **Returns:**
 
@@ -191,13 +190,13 @@ class Checkpointer:
         """
         description = self._folder.choose(step)
         chosen, rest = eqx.partition(model, only)
-        wanted, static = partition_by_path(chosen, "model")
+        wanted, static = partition_by_path(chosen, f"{of}.model" if of else "model")
         saved = {k: leaf for k, leaf in description.leaves.items() if k in wanted}
         check_structure(wanted, saved, self._folder.name(description.step))
         arrays = read(self._folder.at(description.step), wanted)
         return eqx.combine(static.combine(list(arrays.values())), rest)
 
-    def claim_run(self, step: int, loader: Any) -> None:
+    def claim_run(self, step: int, loader: Any) -> Mapping[str, Any]:
         """Claim the directory for a run, unless its checkpoints would mix with another's.
 
         The directory is created and marked as ours. If it has a checkpoint of this step,
@@ -208,26 +207,28 @@ class Checkpointer:
         - `step`: the step that the run starts from.
         - `loader`: its [`eqxshard.Loader`][].
 
+        **Returns:**
+
+        The states of the callbacks in that checkpoint, if there is one.
+
         **Raises:**
 
         `ValueError` if the directory is not writable, has checkpoints of later steps or
         other things with numbers for names, or its checkpoint of this step belongs to a
         loader with other batches.
         """
-        facts = {
-            "directory": str(self.directory),
-            "first step": step,
-            "save_interval_steps": self.save_interval_steps,
-            "timed": self._save_interval_seconds is not None,
-            "best": self._best.metric,
-        }
-        assert_same_on_all_processes("run", facts)
+        facts = {"directory": str(self.directory), "first step": step}
+        facts |= {"save_interval_steps": self.save_interval_steps}
+        facts |= {"timed": self._save_interval_seconds is not None}
+        assert_same_on_all_processes("run", facts | {"best": self._best.metric})
         self._folder.claim_from(step)
-        if step in self._folder.good_steps():
-            position = self._folder.description(step).loader
-            # A loader of the user's own may have no position but the step.
-            if position is not None and hasattr(loader, "restore"):
-                loader.restore(position)
+        if step not in self._folder.good_steps():
+            return {}
+        description = self._folder.description(step)
+        # A loader of the user's own may have no position but the step.
+        if description.loader is not None and hasattr(loader, "restore"):
+            loader.restore(description.loader)
+        return description.callbacks
 
     def should_save(self, step: int, *, reporting: bool) -> bool:
         """Whether it is time to save.
@@ -248,10 +249,11 @@ class Checkpointer:
 
     def save(
         self,
-        state: TrainState,
+        state: PyTree,
         *,
         loader: Any = None,
         metrics: Mapping[str, float] = {},
+        callbacks: Mapping[str, Any] = {},
     ) -> None:
         """Save a state; return before it is written.
 
@@ -261,16 +263,19 @@ class Checkpointer:
 
         **Arguments:**
 
-        - `state`: not donated here; it may be donated as soon as this returns.
+        - `state`: a state, or a PyTree of several at the same step, such as a dict. Not
+            donated here; it may be donated as soon as this returns.
         - `loader`: the [`eqxshard.Loader`][], for its position.
         - `metrics`: the metrics of this state, for `best`.
+        - `callbacks`: what the run's callbacks need to continue, as JSON values.
         """
-        step = int(state.step)
+        step = step_of(state)
         self._writer.close()
         self._last_save = time.monotonic()
         if not broadcast_from_first(step in self._folder.good_steps()):
             leaves, _ = partition_by_path(state)
-            self._writer.start(leaves, Description.of(step, leaves, loader, metrics))
+            described = Description.of(step, leaves, loader, metrics, callbacks)
+            self._writer.start(leaves, described)
 
     def close(self) -> None:
         """Wait for the last save to end, whether or not it succeeds."""
@@ -288,6 +293,14 @@ class Checkpointer:
     def _steps_to_keep(self, newest: int) -> set[int | None]:
         newest_steps = self._folder.good_steps()[-self._max_to_keep :]
         return {*newest_steps, newest, self.best_step()}
+
+
+def _combine(like: Any, static: Static, values: list[Any]) -> Any:
+    """A PyTree like another; a state as a step returns it."""
+    if isinstance(like, TrainState):
+        _, static = flatten_state(like)
+        return unflatten_state(values, static.with_shapes(values))
+    return static.combine(values)
 
 
 def _check_options(

@@ -7,7 +7,7 @@ import math
 import platform
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jax.sharding import NamedSharding
@@ -32,6 +32,7 @@ class Description:
     - `mesh`: the sizes of the mesh's axes.
     - `versions`: of Python and of the packages in use.
     - `leaves`: for each array, by path, its shape, dtype and spec.
+    - `callbacks`: the states of the run's callbacks, by name.
     """
 
     step: int
@@ -40,10 +41,15 @@ class Description:
     mesh: Mapping[str, int]
     versions: Mapping[str, str]
     leaves: Mapping[str, Mapping[str, Any]]
+    callbacks: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def of(
-        step: int, leaves: Mapping[str, Array], loader: Any, metrics: Mapping[str, float]
+        step: int,
+        leaves: Mapping[str, Array],
+        loader: Any,
+        metrics: Mapping[str, float],
+        callbacks: Mapping[str, Any],
     ) -> "Description":
         """Describe the state of a step, given its arrays by path."""
         position = None
@@ -58,14 +64,16 @@ class Description:
             mesh=_mesh_sizes(leaves),
             versions=_versions(),
             leaves={path: array_metadata(leaf) for path, leaf in leaves.items()},
+            callbacks=callbacks,
         )
 
     @staticmethod
     def from_json(text: str) -> "Description":
         """Read a description; raise `ValueError` if it is not one."""
         values = json.loads(text)
-        names = [field.name for field in dataclasses.fields(Description)]
-        if not isinstance(values, dict) or set(values) != set(names):
+        names = {each.name for each in dataclasses.fields(Description)}
+        # Checkpoints from before there were callbacks have no entry for them.
+        if not isinstance(values, dict) or set(values) | {"callbacks"} != names:
             raise ValueError(f"{FILE} was not written by eqxshard")
         return Description(**values)
 

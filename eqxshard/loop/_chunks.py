@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 from ..data._loader import Loader
 from ..training._eval_step import EvalStep
 from ..training._metrics import Metrics
-from ..training._state import TrainState
+from ..training._states import step_of
 from ..training._train_step import TrainStep
 from ._protocols import Batches
 from ._schedule import Schedule
@@ -26,7 +26,7 @@ class Chunk(NamedTuple):
 
     last: int
     steps: int
-    take: Callable[[TrainState], tuple[TrainState, Metrics]]
+    take: Callable[[PyTree], tuple[PyTree, Metrics]]
 
 
 def chunks_of(
@@ -58,7 +58,10 @@ def _single_steps(
                     f"{schedule.last}; make it with epochs=None, and let fit stop."
                 )
             watchdog.waits_for(f"step {step}")
-            yield Chunk(step, 1, lambda state, batch=batch: train_step(state, batch))
+            take = lambda state, batch=batch: train_step(state, batch)  # noqa: E731
+            if step == schedule.first + 1 and not isinstance(train_step, TrainStep):
+                take = _counted(take, step)
+            yield Chunk(step, 1, take)
 
 
 def _resident_chunks(
@@ -71,3 +74,18 @@ def _resident_chunks(
         step += count
         watchdog.waits_for(f"step {step}")
         yield Chunk(step, count, lambda s, batches=batches: train_step.many(s, batches))
+
+
+def _counted(take: Callable[[PyTree], Any], step: int) -> Callable[[PyTree], Any]:
+    """The first call of the user's own step, which must count as `fit` does."""
+
+    def take_and_check(state: PyTree) -> Any:
+        state, metrics = take(state)
+        if step_of(state) != step:
+            raise ValueError(
+                f"train_step went from step {step - 1} to step {step_of(state)}; let it "
+                "take one step for each batch."
+            )
+        return state, metrics
+
+    return take_and_check

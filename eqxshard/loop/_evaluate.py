@@ -10,11 +10,12 @@ from jaxtyping import PyTree
 from ..training._metrics import Metrics
 from ._chunks import is_resident
 from ._protocols import Batches
+from ._schedule import steps_per_epoch
 
 
 def evaluate(
     model: PyTree, eval_step: Callable[[PyTree, PyTree], Metrics], loader: Batches
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Measure a model over a whole dataset, each example counted exactly once.
 
     **Arguments:**
@@ -27,14 +28,22 @@ def evaluate(
     **Returns:**
 
     The mean of each metric over all examples.
+
+    **Raises:**
+
+    `ValueError` if the loader has no length.
     """
+    epoch = steps_per_epoch(loader)
+    if epoch is None:
+        raise ValueError(
+            f"evaluate needs a loader with a length, and this {type(loader).__name__} has "
+            "none; make an eqxshard.Loader, or add __len__()."
+        )
     loader.seek(0)
     if is_resident(loader, eval_step):
         resident: Any = loader
         step: Any = eval_step
-        return step.many(model, resident.stacked(len(resident))).compute()
+        return step.many(model, resident.stacked(epoch)).compute()
     with closing(iter(loader)) as batches:
-        parts = [
-            eval_step(model, batch) for batch in itertools.islice(batches, len(loader))
-        ]
+        parts = [eval_step(model, batch) for batch in itertools.islice(batches, epoch)]
     return Metrics.stack(parts).compute()

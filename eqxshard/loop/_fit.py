@@ -2,38 +2,44 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from jaxtyping import PyTree
 
 from ..checkpoint._checkpointer import Checkpointer
 from ..distributed import assert_same_on_all_processes, is_main_process
 from ..training._metrics import Metrics
-from ..training._state import TrainState, with_state
+from ..training._states import map_models, step_of
+from ._callbacks import Callback, CallbackList, check_callbacks
 from ._chunks import chunks_of
 from ._give_up import give_up
 from ._protocols import Batches, Tracker
 from ._report import Report, tell
-from ._schedule import Schedule, evaluation_interval, last_step
-from ._signals import stop_signals
+from ._rescue import rescue, save
+from ._run import Run
+from ._schedule import Schedule, evaluation_interval, last_step, steps_per_epoch
+from ._signals import announce_stop, stop_signals
 from ._watchdog import Watchdog
+
+_State = TypeVar("_State")
 
 
 def fit(
-    state: TrainState,
-    train_step: Callable[[TrainState, PyTree], tuple[TrainState, Metrics]],
+    state: _State,
+    train_step: Callable[[_State, PyTree], tuple[_State, Metrics]],
     loader: Batches,
     *,
     steps: int | None = None,
     epochs: int | None = None,
-    evaluate: Callable[[PyTree], Mapping[str, float]] | None = None,
+    evaluate: Callable[[PyTree], Mapping[str, Any]] | None = None,
     evaluate_every: int | Literal["epoch"] = "epoch",
     checkpointer: Checkpointer | None = None,
     trackers: Sequence[Tracker] = (),
+    callbacks: Sequence[Callback] = (),
     log_every: int = 50,
     max_nonfinite: int = 10,
     stall_seconds: float | None = 300.0,
-) -> TrainState:
+) -> _State:
     """Train until a number of steps or epochs is reached.
 
     Each step's batch is a function of the step's number, so a state from the middle of a
@@ -48,13 +54,18 @@ def fit(
 
     **Arguments:**
 
-    - `state`: from [`eqxshard.init_state`][], or an earlier `fit`. Donated.
-    - `train_step`: from [`eqxshard.make_train_step`][].
-    - `loader`: an [`eqxshard.Loader`][].
+    - `state`: from [`eqxshard.init_state`][], or an earlier `fit`; or a PyTree of several
+        that have taken the same number of steps, such as a dict with those of a GAN.
+        Donated.
+    - `train_step`: from [`eqxshard.make_train_step`][]; or a function of your own from
+        the state (or states) and a batch to the new state and [`eqxshard.Metrics`][],
+        which adds 1 to each state's `step`.
+    - `loader`: an [`eqxshard.Loader`][], or another object with `seek(step)` and
+        `__iter__`. Without `__len__` it has no epochs.
     - `steps`, `epochs`: when to stop, counted from step 0 (not from `state.step`). Give
         one of the two.
     - `evaluate`: called with the model (with the pair `(model, state)` if the model has
-        state); returns metrics.
+        state), or with a PyTree of those of several states; returns metrics.
     - `evaluate_every`: the number of steps between evaluations, or `"epoch"`. There is
         also one at the end.
     - `checkpointer`: saves the state from time to time, after an evaluation that is the
@@ -62,6 +73,8 @@ def fit(
         [`eqxshard.Checkpointer.restore`][] returns.
     - `trackers`: receive `train/...` metrics, means over the examples since the last
         report, and `eval/...` metrics. They are closed at the end, whatever happens.
+    - `callbacks`: [`eqxshard.callbacks.Callback`][]s, called in this order. They may stop
+        the run, which then returns its state as at the end, but does not evaluate again.
     - `log_every`: the number of steps between reports. There is also one at the end of
         each epoch, after each evaluation and whenever a checkpoint is saved.
     - `max_nonfinite`: give up after this many steps in a row that were skipped because
@@ -81,6 +94,10 @@ def fit(
     numbers is not positive, or if the checkpointer's directory holds another run.
     `TypeError` if the loader or a tracker lacks a method. `FloatingPointError` after
     `max_nonfinite` skipped steps. `OSError` if the last checkpoint could not be written.
+    And any error of the loader, `evaluate`, a callback or a tracker, once the state after
+    the last step is saved. If it cannot be saved, or there is no checkpointer, the error
+    has the state as its attribute `state`. (With several processes, an error in one of
+    them ends all, and they cannot save together any more.)
 
     !!! Example
 
@@ -95,66 +112,80 @@ def fit(
         )
         ```
     """
-    _check_parts(loader, trackers)
+    _check_parts(loader, trackers, callbacks)
     with ExitStack() as stack:
-        for tracker in trackers:
-            stack.callback(tell, tracker.close)
-        epoch = len(loader)
-        first = int(state.step)
+        for part in (*trackers, *callbacks):
+            stack.callback(tell, part.close)
+        epoch = steps_per_epoch(loader)
+        first = step_of(state)
         last = last_step(steps, epochs, log_every, max_nonfinite, epoch)
-        between = evaluation_interval(evaluate_every, epoch)
+        between = evaluation_interval(evaluate_every, epoch, evaluates=evaluate is not None)
         watchdog = stack.enter_context(Watchdog(stall_seconds))
         facts = {"step": first, "stop": last, "log_every": log_every}
-        facts |= {"evaluates": evaluate is not None, "evaluate_every": between}
-        facts |= {"max_nonfinite": max_nonfinite}
+        facts |= {"evaluate_every": between, "max_nonfinite": max_nonfinite}
+        facts |= {"callbacks": [[type(each).__name__, each.every] for each in callbacks]}
         assert_same_on_all_processes("fit", facts | {"saves": checkpointer is not None})
+        report = Report(trackers if is_main_process() else (), epoch, max_nonfinite)
+        run = Run(state, first, loader, report, checkpointer is not None)
+        # It would keep arrays alive that the first step copies.
+        del state
+        called = CallbackList(callbacks, run, watchdog)
         if checkpointer is not None:
-            checkpointer.claim_run(first, loader)
+            called.restore(checkpointer.claim_run(first, loader))
             # Whatever ends the run, the save in progress is finished.
             stack.callback(checkpointer.close)
         stop = stack.enter_context(stop_signals(can_save=checkpointer is not None))
-        schedule = Schedule(first, last, epoch, between, log_every, checkpointer, stop)
-        report = Report(trackers if is_main_process() else (), epoch, max_nonfinite)
+        schedule = Schedule(
+            first, last, epoch, between, log_every, checkpointer, stop, called
+        )
+        stack.push(rescue(run, called, checkpointer))
         # If a step fails, what is due for earlier ones is still reported.
         stack.callback(report.flush)
         chunks = chunks_of(loader, train_step, schedule, watchdog)
         for step, count, take in stack.enter_context(closing(chunks)):
-            state, metrics = take(state)
+            run._advance(step, count, *take(run.state))
             # Reads the metrics of earlier steps, while this one runs.
             report.flush()
+            if step == called.next_step:
+                called.after_step()
             due = schedule.after(step)
-            report.add(step, metrics, count, due=due.report)
-            if due.evaluate or due.save:
+            report.add(step, run._metrics, count, due=due.report)
+            if due.evaluate or due.save or (due.report and called.need_reports):
                 report.read()
-            if due.evaluate and evaluate is not None:
-                watchdog.waits_for(f"the evaluation after step {step}")
-                model = with_state(state.model, state.model_state)
-                report.add_evaluation(evaluate(model))
-            if due.evaluate or due.save:
+                if due.evaluate and evaluate is not None:
+                    watchdog.waits_for(f"the evaluation after step {step}")
+                    report.add_evaluation(evaluate(map_models(run.state)))
+                    called.after("evaluation")
+                called.after("report")
                 report.flush()
             if report.too_many_nonfinite:
                 nonfinite = report.too_many_nonfinite
-                give_up(state, train_step, loader, nonfinite, checkpointer)
-            best = due.evaluate and checkpointer and checkpointer.is_best(report.last)
-            if checkpointer is not None and (due.save or best):
+                give_up(run.state, train_step, loader, nonfinite, checkpointer)
+            asked = called.want_stop or called.want_save
+            best = due.evaluate and checkpointer and checkpointer.is_best(report.values)
+            if checkpointer is not None and (due.save or asked or best):
                 watchdog.waits_for(f"the checkpoint of step {step}")
-                checkpointer.save(state, loader=loader, metrics=report.last)
+                save(run, called, checkpointer)
+                called.after("save")
                 # Exclude save time from throughput.
                 report.restart_clock()
             if due.leave:
                 stop.leave(step, checkpointer)
+            if called.want_stop:
+                announce_stop(f"stopped after step {step}: {run._why_stop}", checkpointer)
+                break
         if checkpointer is not None:
             watchdog.waits_for("the last checkpoint to be written")
             checkpointer.wait()
-    return state
+    return run.state
 
 
-def _check_parts(loader: Any, trackers: Sequence[Any]) -> None:
-    """Refuse loaders and trackers without the methods that `fit` calls."""
+def _check_parts(loader: Any, trackers: Sequence[Any], callbacks: Sequence[Any]) -> None:
+    """Refuse loaders, trackers and callbacks without the methods that `fit` calls."""
     if not isinstance(loader, Batches):
         raise TypeError(
             f"a {type(loader).__name__} is not a loader; make an eqxshard.Loader, or give "
-            "an object with __len__(), __iter__() and seek(step)."
+            "an object with __iter__() and seek(step)."
         )
     for tracker in trackers:
         if not isinstance(tracker, Tracker):
@@ -162,3 +193,4 @@ def _check_parts(loader: Any, trackers: Sequence[Any]) -> None:
                 f"a {type(tracker).__name__} is not a tracker; give an object with "
                 "log(step, values) and close()."
             )
+    check_callbacks(callbacks)

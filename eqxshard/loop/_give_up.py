@@ -4,14 +4,17 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import Any, NoReturn
 
+from jaxtyping import PyTree
+
 from ..checkpoint._checkpointer import Checkpointer
 from ..debug._crash_dump import write_crash_dump
 from ..training._state import TrainState
+from ..training._train_step import TrainStep
 from ._protocols import Batches
 
 
 def give_up(
-    state: TrainState,
+    state: PyTree,
     train_step: Any,
     loader: Batches,
     steps: Sequence[int],
@@ -26,6 +29,11 @@ def give_up(
         raise FloatingPointError(
             f"{message}; use a lower learning rate, or give fit a checkpointer to get a "
             "crash dump that helps to find the cause."
+        )
+    if not isinstance(state, TrainState) or not isinstance(train_step, TrainStep):
+        raise FloatingPointError(
+            f"{message}; there is no crash dump, which can be made only of one state and a "
+            "step from make_train_step."
         )
     loader.seek(steps[0] - 1)
     with closing(iter(loader)) as batches:

@@ -21,11 +21,10 @@ class Tracker(Protocol):
 
 @runtime_checkable
 class Batches(Protocol):
-    """What [`eqxshard.fit`][] needs of a loader; [`eqxshard.Loader`][] is one."""
+    """What [`eqxshard.fit`][] needs of a loader; [`eqxshard.Loader`][] is one.
 
-    def __len__(self) -> int:
-        """The number of batches in an epoch."""
-        ...
+    One with epochs also has `__len__`, the number of batches in an epoch.
+    """
 
     def __iter__(self) -> Generator[PyTree, None, None]:
         """The batches from the loader's position on, until it is closed."""

@@ -15,17 +15,20 @@ _LOG = logging.getLogger(__name__)
 
 
 class Report:
-    """The metrics since the last report.
+    """The metrics since the last report, and values that callbacks log.
 
     **Arguments:**
 
     - `trackers`: receive the reports.
-    - `steps_per_epoch`: to report the epoch.
+    - `steps_per_epoch`: to report the epoch, if the loader has epochs.
     - `max_nonfinite`: how many steps in a row may be not finite.
     """
 
     def __init__(
-        self, trackers: Sequence[Tracker], steps_per_epoch: int, max_nonfinite: int
+        self,
+        trackers: Sequence[Tracker],
+        steps_per_epoch: int | None,
+        max_nonfinite: int,
     ):
         self._trackers = trackers
         self._steps_per_epoch = steps_per_epoch
@@ -33,13 +36,21 @@ class Report:
         self._parts: list[Metrics] = []
         self._taken: list[np.ndarray] = []
         self._due: int | None = None
-        self._values: dict[str, float] = {}
+        #: What was logged and not sent yet, and at which step.
+        self._logged: dict[str, Any] = {}
+        self._logged_at = 0
         self._since = time.perf_counter()
         self._nonfinite_steps: list[int] = []
-        #: The values of the last report.
-        self.last: dict[str, float] = {}
+        #: The values of the last report that was read, and what was logged since.
+        self.values: dict[str, Any] = {}
+        #: The step of that report.
+        self.step: int | None = None
         #: The last steps, if too many of them in a row were not finite.
         self.too_many_nonfinite: list[int] = []
+
+    def epoch(self, step: int) -> float | None:
+        """The number of epochs at a step, if the loader has epochs."""
+        return step / self._steps_per_epoch if self._steps_per_epoch else None
 
     def add(self, step: int, metrics: Metrics, count: int, *, due: bool) -> None:
         """Add the metrics of `count` steps (there may be room for more in them)."""
@@ -57,7 +68,9 @@ class Report:
         seconds = time.perf_counter() - self._since
         examples = float(metrics.weight.sum())
         speed = {"seconds": seconds, "examples_per_second": examples / seconds}
-        self._values = _prefixed("train", {**values, **speed})
+        self.step = self._due
+        self.values = self._with_epoch(self._due, prefixed("train", {**values, **speed}))
+        self.values |= self._logged
         self._parts, self._taken = [], []
         first = self._due - len(metrics.nonfinite) + 1
         for step, nonfinite in enumerate(metrics.nonfinite, start=first):
@@ -65,28 +78,51 @@ class Report:
             if len(self._nonfinite_steps) >= self._max_nonfinite:
                 self.too_many_nonfinite = self._nonfinite_steps
 
-    def add_evaluation(self, values: Mapping[str, float]) -> None:
-        """Add the result of an evaluation."""
+    def add_evaluation(self, values: Mapping[str, Any]) -> None:
+        """Add the result of an evaluation, of which trackers get the numbers."""
         if not isinstance(values, Mapping):
             raise TypeError(
                 f"evaluate returned a {type(values).__name__}; return a dict of metrics."
             )
-        self._values |= _prefixed("eval", values)
+        self.values |= prefixed("eval", values)
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Add values of a step, to its report or to a line of their own."""
+        # Copied, because an array of the state is donated before this is sent.
+        copies = {k: v.copy() if isinstance(v, jax.Array) else v for k, v in values.items()}
+        self._logged |= copies
+        self._logged_at = step
+        self.values = self.values | copies
 
     def flush(self) -> None:
         """Report the steps since the last report, and restart the clock."""
-        if self._due is None:
-            return
-        self.read()
-        self.last = {"epoch": self._due / self._steps_per_epoch, **self._values}
-        for tracker in self._trackers:
-            tell(tracker.log, self._due, self.last)
-        self._values, self._due = {}, None
-        self.restart_clock()
+        if self._due is not None:
+            self.read()
+            step, self._due = self._due, None
+            self.values |= self._take_logged()
+            self._send(step, self.values)
+            self.restart_clock()
+        elif self._logged:
+            self._send(
+                self._logged_at, self._with_epoch(self._logged_at, self._take_logged())
+            )
 
     def restart_clock(self) -> None:
         """Exclude the time until now from the next report's training time."""
         self._since = time.perf_counter()
+
+    def _with_epoch(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
+        epoch = self.epoch(step)
+        return {**values} if epoch is None else {"epoch": epoch, **values}
+
+    def _take_logged(self) -> dict[str, float]:
+        """Wait for the values that were logged."""
+        logged, self._logged = self._logged, {}
+        return {name: _number(name, value) for name, value in logged.items()}
+
+    def _send(self, step: int, values: Mapping[str, Any]) -> None:
+        for tracker in self._trackers:
+            tell(tracker.log, step, numbers(values))
 
 
 def tell(method: Callable[..., None], *args: Any) -> None:
@@ -97,5 +133,20 @@ def tell(method: Callable[..., None], *args: Any) -> None:
         _LOG.error("a tracker failed: %s. Training continues.", error)
 
 
-def _prefixed(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
+def numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values without arrays, such as confusion matrices, which are for callbacks."""
+    return {name: value for name, value in values.items() if np.ndim(value) == 0}
+
+
+def prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values under names such as `train/loss`."""
     return {f"{prefix}/{name}": value for name, value in values.items()}
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{name} was logged as a {type(value).__name__}; log numbers."
+        ) from None

@@ -1,5 +1,6 @@
 """The actions that are due after each step."""
 
+from collections.abc import Sized
 from typing import Any, NamedTuple
 
 from ..checkpoint._checkpointer import Checkpointer
@@ -26,27 +27,30 @@ class Schedule:
     **Arguments:**
 
     - `first`, `last`: the step that the run starts from, and the one that it ends at.
-    - `epoch`: the number of steps in an epoch.
+    - `epoch`: the number of steps in an epoch; `None` if there are no epochs.
     - `evaluate_every`: the number of steps between evaluations, each of which is
-        reported.
+        reported; `None` for no evaluation.
     - `log_every`: the number of steps between reports.
     - `checkpointer`: decides when to save, if there is one.
     - `stop`: knows whether a signal asked the run to end.
+    - `callbacks`: know when they are to be called, and may ask to save or to stop.
     """
 
     def __init__(
         self,
         first: int,
         last: int,
-        epoch: int,
-        evaluate_every: int,
+        epoch: int | None,
+        evaluate_every: int | None,
         log_every: int,
         checkpointer: Checkpointer | None,
         stop: Any,
+        callbacks: Any,
     ):
         self.first = first
         self.last = last
-        self._periods = (epoch, evaluate_every, log_every)
+        self._callbacks = callbacks
+        self._periods = [n for n in (epoch, evaluate_every, log_every) if n is not None]
         self._evaluate_every = evaluate_every
         self._checkpointer = checkpointer
         self._stop = stop
@@ -56,13 +60,14 @@ class Schedule:
         ends = step == self.last
         report = ends or any(step % period == 0 for period in self._periods)
         leave = self._stop.requested(step)
+        # Callbacks have asked in all processes alike.
+        asked = self._callbacks.want_stop or self._callbacks.want_save
         save = self._checkpointer is not None and (
-            leave
-            or step == self.last
-            or self._checkpointer.should_save(step, reporting=report)
+            leave or ends or asked or self._checkpointer.should_save(step, reporting=report)
         )
-        evaluate = ends or step % self._evaluate_every == 0
-        return Due(report=report or save, evaluate=evaluate, save=save, leave=leave)
+        between = self._evaluate_every
+        evaluate = between is not None and (ends or step % between == 0)
+        return Due(report or save or leave or asked, evaluate, save, leave)
 
     @property
     def longest_chunk(self) -> int:
@@ -71,27 +76,45 @@ class Schedule:
 
     def chunk_after(self, step: int) -> int:
         """The number of steps to take before anything is due."""
-        return min(self.last - step, *(n - step % n for n in self._all_periods()))
+        until = self._callbacks.next_step - step
+        intervals = [n - step % n for n in self._all_periods()]
+        return min(self.last - step, *intervals, *([until] if until > 0 else []))
 
     def _all_periods(self) -> list[int]:
         interval = self._checkpointer and self._checkpointer.save_interval_steps
         return [*self._periods, *([interval] if interval else [])]
 
 
-def evaluation_interval(evaluate_every: int | str, epoch: int) -> int:
-    """The number of steps between evaluations."""
+def steps_per_epoch(loader: Any) -> int | None:
+    """The number of steps in an epoch of a loader; `None` if it has no epochs."""
+    return len(loader) if isinstance(loader, Sized) else None
+
+
+def evaluation_interval(
+    evaluate_every: int | str, epoch: int | None, *, evaluates: bool
+) -> int | None:
+    """The number of steps between evaluations; `None` if there are none."""
     if evaluate_every == "epoch":
-        return epoch
+        if epoch is None and evaluates:
+            raise ValueError(
+                "this loader has no length, so there are no epochs to evaluate after; give "
+                "evaluate_every a number of steps."
+            )
+        return epoch if evaluates else None
     if not isinstance(evaluate_every, int) or evaluate_every < 1:
         raise ValueError(
             f"evaluate_every={evaluate_every!r} must be a positive number of steps, or "
             "'epoch'."
         )
-    return evaluate_every
+    return evaluate_every if evaluates else None
 
 
 def last_step(
-    steps: int | None, epochs: int | None, log_every: int, max_nonfinite: int, epoch: int
+    steps: int | None,
+    epochs: int | None,
+    log_every: int,
+    max_nonfinite: int,
+    epoch: int | None,
 ) -> int:
     """The step that a run ends at; raise `ValueError` unless the numbers make sense."""
     if (steps is None) == (epochs is None):
@@ -100,4 +123,11 @@ def last_step(
     for name, value in (numbers | {"max_nonfinite": max_nonfinite}).items():
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1.")
-    return steps if steps is not None else (epochs or 0) * epoch
+    if steps is not None:
+        return steps
+    if epoch is None:
+        raise ValueError(
+            f"epochs={epochs} needs a loader with a length, and this one has none; give "
+            "fit steps= instead."
+        )
+    return (epochs or 0) * epoch

@@ -43,16 +43,21 @@ class Stop:
 
     def leave(self, step: int, checkpointer: Checkpointer | None) -> NoReturn:
         """Raise the exception that ends the run as the signal would have."""
-        saved = None
-        if checkpointer is not None:
-            checkpointer.wait()
-            saved = checkpointer.steps()[-1:]
-        if is_main_process():
-            what = f"the checkpoint of step {saved[0]} is saved" if saved else "not saved"
-            print(f"stopped after step {step}; {what}.", file=sys.stderr)
+        announce_stop(f"stopped after step {step}", checkpointer)
         if self.signal == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + signal.SIGTERM)
+
+
+def announce_stop(what: str, checkpointer: Checkpointer | None) -> None:
+    """Wait for the last checkpoint, and print why a run ends and what is saved of it."""
+    saved = None
+    if checkpointer is not None:
+        checkpointer.wait()
+        saved = checkpointer.steps()[-1:]
+    if is_main_process():
+        kept = f"the checkpoint of step {saved[0]} is saved" if saved else "not saved"
+        print(f"{what}; {kept}.", file=sys.stderr)
 
 
 @contextmanager

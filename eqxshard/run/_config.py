@@ -57,6 +57,8 @@ class RunConfig:
     """Continue from the newest checkpoint; auto: if there is one. --resume alone: yes."""
     save_every: Annotated[int | None, default("an epoch", "INT")] = None
     """Steps between checkpoints."""
+    evaluate_every: Annotated[int | None, default("an epoch", "INT")] = None
+    """Steps between evaluations."""
     log_every: int = 50
     """Steps between reports."""
 
@@ -66,7 +68,8 @@ class RunConfig:
         [`eqxshard.cli`][] and [`eqxshard.train`][] call this. (Not `__post_init__`: tyro
         would report its errors in a box of its own.)
         """
-        for name in ("epochs", "steps", "batch_size", "devices", "save_every", "log_every"):
+        names = ("epochs", "steps", "batch_size", "devices")
+        for name in (*names, "save_every", "evaluate_every", "log_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 flag = f"--{name.replace('_', '-')}"

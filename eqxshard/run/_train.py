@@ -1,7 +1,7 @@
 """`train`: everything a training script does around `fit`."""
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from ..distributed import (
     broadcast_from_first,
     is_main_process,
 )
+from ..loop._callbacks import Callback
 from ..loop._evaluate import evaluate
 from ..loop._fit import fit
 from ..loop._protocols import Tracker
@@ -83,6 +84,7 @@ def train(
     transform: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     workers: int = 0,
     trackers: tuple[Tracker, ...] = (),
+    callbacks: Sequence[Callback] = (),
     settings: Any = None,
 ) -> RunResult:
     """Train and evaluate a model as a script does: devices, folder, resuming, summary.
@@ -113,6 +115,7 @@ def train(
     - `best`, `mode`: as for [`eqxshard.Checkpointer`][].
     - `transform`, `workers`: as for [`eqxshard.Loader`][], of the training data.
     - `trackers`: more trackers, besides the folder's.
+    - `callbacks`: as for [`eqxshard.fit`][].
     - `settings`: more settings to record in `summary.json`: the script's arguments, as a
         dataclass or a dict.
 
@@ -196,8 +199,10 @@ def train(
         loader,
         steps=last,
         evaluate=evaluator,
+        evaluate_every=config.evaluate_every or "epoch",
         checkpointer=checkpointer,
         trackers=trackers,
+        callbacks=callbacks,
         log_every=config.log_every,
     )
     facts = {

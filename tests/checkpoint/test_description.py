@@ -44,7 +44,7 @@ def test_other_text_is_refused(text):
 def test_only_finite_metrics_are_written():
     metrics = {"loss": 0.5, "nan": math.nan, "infinite": math.inf}
     leaves = {"x": jax.device_put(np.ones(4, np.float32))}
-    description = Description.of(3, leaves, object(), metrics)
+    description = Description.of(3, leaves, object(), metrics, {})
     assert description.metrics == {"loss": 0.5}
     assert (description.loader, description.mesh) == (None, {})
     assert description.leaves == {"x": {"shape": [4], "dtype": "float32", "spec": []}}

@@ -36,3 +36,15 @@ def test_an_evaluation_counts_each_example_once(model, eval_step, batch_size, pl
     means = eqxshard.evaluate(model, eval_step, loader)
     mean = np.mean(np.arange(len(source())))
     assert means == {"index": pytest.approx(mean), "ones": pytest.approx(1.0)}
+
+
+def test_an_evaluation_needs_a_length():
+    class Endless:
+        def seek(self, step):
+            pass
+
+        def __iter__(self):
+            yield from make_loader()
+
+    with pytest.raises(ValueError, match="needs a loader with a length, and this Endless"):
+        eqxshard.evaluate(None, lambda model, batch: batch, Endless())

@@ -1,3 +1,6 @@
+from typing import Any
+
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -170,8 +173,8 @@ def test_metrics_are_read_while_the_next_step_runs(unannotated):
         state, fake.train_step, make_loader(), steps=6, trackers=[fake], log_every=2
     )
     assert fake.events == [
-        *["step 1", "step 2", "step 3", "log 2", "step 4", "log 4"],
-        *["step 5", "step 6", "log 6", "close"],
+        *["step 1", "step 2", "step 3", "log 2", "step 4", "step 5", "log 4"],
+        *["step 6", "log 6", "close"],
     ]
 
 
@@ -259,3 +262,123 @@ def test_other_things_than_loaders_and_trackers_are_refused(
             | {"steps": 1}
             | options
         )
+
+
+def both(train_step):
+    """A step of two states: one of each in turn."""
+
+    def step(states, batch):
+        first, metrics = train_step(states["first"], batch)
+        second, others = train_step(states["second"], batch)
+        totals = {"first/loss": metrics.totals["loss"]}
+        totals["second/loss"] = others.totals["loss"]
+        joined = eqxshard.Metrics(totals, metrics.weight, metrics.nonfinite)
+        return {"first": first, "second": second}, joined
+
+    return step
+
+
+def two_states():
+    return {"first": new_state(), "second": new_state()}
+
+
+def test_several_states_are_stepped_saved_and_resumed(train_step, tmp_path):
+    seen, recorder = [], Recorder()
+
+    def evaluate(models):
+        seen.append({name: type(model) for name, model in models.items()})
+        return {"sum": float(sum(jnp.sum(m.last.bias) for m in models.values()))}
+
+    states = two_states()
+    bias = states["second"].model.last.bias + 1
+    states = eqx.tree_at(lambda s: s["second"].model.last.bias, states, bias)
+    alone = copied(states)
+    checkpointer = eqxshard.Checkpointer(tmp_path, best="eval/sum")
+    options: dict = {"evaluate": evaluate, "checkpointer": checkpointer}
+    step = both(train_step)
+    part = eqxshard.fit(states, step, make_loader(), steps=3, **options)
+    assert seen == [{"first": Model, "second": Model}]
+    described = checkpointer.description(3)
+    assert "second.opt_state.0.mu.last.bias" in described["leaves"]
+    part = checkpointer.restore(part)
+    options["trackers"] = [recorder]
+    whole = eqxshard.fit(part, step, make_loader(), steps=6, **options)
+    assert checkpointer.steps()[-1] == 6
+    for name, state in alone.items():
+        assert_equal(whole[name], eqxshard.fit(state, train_step, make_loader(), steps=6))
+    losses = [name for name in recorder.lines[-1][1] if "loss" in name]
+    assert losses == ["train/first/loss", "train/second/loss"]
+    model = checkpointer.restore_model(whole["first"].model, of="second")
+    assert_equal(model, whole["second"].model)
+
+
+def copied(tree):
+    return jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, tree)
+
+
+def test_several_states_must_count_alike(train_step):
+    states = two_states()
+    states["second"], _ = train_step(states["second"], next(iter(make_loader())))
+    with pytest.raises(ValueError, match="but first is at step 0, second is at step 1; le"):
+        eqxshard.fit(states, both(train_step), make_loader(), steps=3)
+
+    def twice(state, batch):
+        return train_step(train_step(state, batch)[0], batch)
+
+    with pytest.raises(ValueError, match="train_step went from step 0 to step 2; let it"):
+        eqxshard.fit(new_state(), twice, make_loader(), steps=3)
+
+
+def test_several_states_get_no_crash_dump(train_step, tmp_path):
+    def nonfinite(states, batch):
+        states, metrics = both(train_step)(states, batch)
+        return states, eqx.tree_at(lambda m: m.nonfinite, metrics, jnp.int32(1))
+
+    with pytest.raises(FloatingPointError, match="there is no crash dump, which can be ma"):
+        eqxshard.fit(
+            two_states(),
+            nonfinite,
+            make_loader(),
+            steps=4,
+            max_nonfinite=2,
+            checkpointer=eqxshard.Checkpointer(tmp_path),
+        )
+    assert eqxshard.Checkpointer(tmp_path).steps() == [4]
+
+
+class Endless:
+    """A loader without epochs."""
+
+    def __init__(self, **options):
+        self._loader = make_loader(**options)
+
+    def seek(self, step):
+        self._loader.seek(step)
+
+    def __iter__(self):
+        return iter(self._loader)
+
+
+def test_a_loader_needs_no_length(train_step):
+    recorder = Recorder()
+    options: dict = {"trackers": [recorder], "log_every": 3}
+    options["evaluate"] = lambda model: {"ones": 1.0}
+    loader: Any = Endless()
+    state = eqxshard.fit(
+        new_state(), train_step, loader, steps=5, evaluate_every=2, **options
+    )
+    assert recorder.steps("train/loss") == [2, 3, 4, 5]
+    assert recorder.steps("eval/ones") == [2, 4, 5]
+    assert recorder.steps("epoch") == []
+    assert_equal(state, eqxshard.fit(new_state(), train_step, make_loader(), steps=5))
+    with pytest.raises(ValueError, match="epochs=2 needs a loader with a length, and this"):
+        eqxshard.fit(new_state(), train_step, loader, epochs=2)
+    with pytest.raises(ValueError, match="has no length, so there are no epochs to evalua"):
+        eqxshard.fit(new_state(), train_step, loader, steps=2, **options)
+
+
+def test_without_evaluate_its_steps_are_not_reported(train_step):
+    recorder = Recorder()
+    options: dict = {"trackers": [recorder], "log_every": 3, "evaluate_every": 2}
+    eqxshard.fit(new_state(), train_step, make_loader(), steps=4, **options)
+    assert recorder.steps("train/loss") == [3, 4]

@@ -32,7 +32,27 @@ def test_a_report_has_the_means_since_the_last_one():
     examples = values["train/examples_per_second"] * values["train/seconds"]
     assert examples == pytest.approx(4)
     report.flush()
-    assert len(recorder.lines) == 1 and report.last == values
+    assert len(recorder.lines) == 1 and report.values == values
+
+
+def test_arrays_are_for_callbacks_and_not_for_trackers():
+    recorder = Recorder()
+    report = Report([recorder], steps_per_epoch=4, max_nonfinite=10)
+    report.add(1, metrics(1.0), 1, due=True)
+    report.read()
+    report.add_evaluation({"accuracy": 0.5, "confusion": np.eye(2)})
+    report.flush()
+    ((_, values),) = recorder.lines
+    assert "eval/accuracy" in values and "eval/confusion" not in values
+    assert report.values["eval/confusion"].shape == (2, 2)
+
+
+def test_without_epochs_none_is_reported():
+    recorder = Recorder()
+    report = Report([recorder], steps_per_epoch=None, max_nonfinite=10)
+    report.add(1, metrics(1.0), 1, due=True)
+    report.flush()
+    assert "epoch" not in recorder.lines[0][1] and report.epoch(1) is None
 
 
 def test_steps_in_a_row_that_are_not_finite_are_counted_across_reports():

@@ -16,6 +16,7 @@ from eqxshard.run import RunConfig, default
             for name in ("epochs", "steps", "batch_size", "devices", "save_every")
             for value in (0, -3)
         ),
+        ({"evaluate_every": 0}, "^--evaluate-every 0 is too small; use 1 or more"),
         ({"log_every": 0}, "^--log-every 0 is too small; use 1 or more"),
         ({"epochs": 2, "steps": 9}, "--epochs 2 and --steps 9 contradict each other; give"),
         ({"seed": -1}, r"--seed -1 must be between 0 and 2\*\*32 - 1"),

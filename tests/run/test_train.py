@@ -150,6 +150,21 @@ def test_the_optimizer_gets_the_number_of_steps(tmp_path):
         assert seen.pop() == steps
 
 
+def test_callbacks_and_evaluations_at_any_step(tmp_path):
+    seen = []
+    result = train(
+        tmp_path,
+        dataclasses.replace(CONFIG, evaluate_every=3),
+        callbacks=[
+            eqxshard.callbacks.Every(4, lambda run: seen.append(run.step)),
+            eqxshard.callbacks.EarlyStopping("eval/accuracy", patience=1, min_delta=1.0),
+        ],
+    )
+    assert seen == [4] and int(result.state.step) == 6
+    assert [x["step"] for x in read_lines(tmp_path) if "eval/accuracy" in x] == [3, 6]
+    assert len(result.summary["test_accuracy_by_epoch"]) == 2
+
+
 def test_a_mesh_and_a_rule_of_the_scripts_own(tmp_path, finished):
     mesh = eqxshard.make_mesh(data=1, fsdp=2, devices=jax.devices()[:2])
     config = dataclasses.replace(CONFIG, devices=None)

@@ -1,0 +1,106 @@
+"""Callbacks that add values to reports."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+from jaxtyping import PyTree
+
+from ..sharding._leaves import leaf_path
+from ..training._ema import ema_model
+from ..training._states import map_models
+from ._callbacks import Callback
+from ._report import prefixed
+from ._run import Run
+
+
+class EvaluateEMA(Callback):
+    """Evaluate the averaged weights, too, after each evaluation.
+
+    The results are reported as `ema/...`, beside `eval/...`.
+
+    **Arguments:**
+
+    - `evaluate`: called as `fit`'s own is, with [`eqxshard.ema_model`][] of the state.
+
+    !!! Example
+
+        ```python
+        state = eqxshard.fit(
+            state,
+            train_step,
+            loader,
+            epochs=10,
+            evaluate=evaluate,
+            callbacks=[eqxshard.callbacks.EvaluateEMA(evaluate)],
+        )
+        ```
+    """
+
+    def __init__(self, evaluate: Callable[[PyTree], Mapping[str, Any]]):
+        self._evaluate = evaluate
+
+    def after_evaluation(self, run: Run) -> None:
+        """Evaluate and log."""
+        run.log(prefixed("ema", self._evaluate(map_models(run.state, ema_model))))
+
+
+class LearningRate(Callback):
+    """Report the learning rate, as `learning_rate`.
+
+    It is that of the step before the report. If the state has several (of parameter
+    groups, or of several models), each is reported as `learning_rate/` and its name.
+
+    **Arguments:**
+
+    - `schedule`: the optimizer's, a function of the number of steps taken before. By
+        default, the rate is read from the optimizer's state, where
+        `optax.inject_hyperparams` keeps it.
+
+    !!! Example
+
+        ```python
+        schedule = optax.cosine_decay_schedule(1e-3, 10_000)
+        optim = optax.adamw(schedule)
+        ...
+        callbacks = [eqxshard.callbacks.LearningRate(schedule)]
+        ```
+    """
+
+    def __init__(self, schedule: Callable[[int], Any] | None = None):
+        self._schedule = schedule
+
+    def after_report(self, run: Run) -> None:
+        """Log the rate."""
+        if self._schedule is not None:
+            run.log({"learning_rate": self._schedule(run.step - 1)})
+            return
+        found = {
+            _group(path): value
+            for path, value in optax.tree_utils.tree_get_all_with_path(
+                jax.tree.map(lambda s: s.opt_state, run.state, is_leaf=_has_optimizer),
+                "learning_rate",
+            )
+            # Not the state of a schedule, which has the same key.
+            if jax.tree_util.all_leaves([value])
+        }
+        if not found:
+            raise ValueError(
+                "this state does not keep its learning rate; give LearningRate the "
+                "schedule, or make the optimizer with optax.inject_hyperparams."
+            )
+        if len(found) == 1:
+            run.log({"learning_rate": next(iter(found.values()))})
+        else:
+            run.log(prefixed("learning_rate", found))
+
+
+def _group(path: tuple[Any, ...]) -> str:
+    """The names and positions in a path, without the optimizer's own fields."""
+    kinds = jax.tree_util.DictKey | jax.tree_util.SequenceKey
+    return leaf_path(tuple(key for key in path[:-1] if isinstance(key, kinds)))
+
+
+def _has_optimizer(node: Any) -> bool:
+    return hasattr(node, "opt_state")

@@ -1,0 +1,97 @@
+"""Callbacks that act at some steps."""
+
+import operator
+import os
+from collections.abc import Callable
+
+import jax
+
+from ._callbacks import Callback
+from ._run import Run
+
+
+class Every(Callback):
+    """Call a function every some steps, say to draw samples.
+
+    **Arguments:**
+
+    - `steps`: the number of steps between calls.
+    - `function`: called with the [`eqxshard.callbacks.Run`][].
+
+    **Raises:**
+
+    `ValueError` if `steps` is less than 1.
+
+    !!! Example
+
+        ```python
+        def draw(run):
+            image = sample(run.state.model, jax.random.key(0))
+            plt.imsave(f"samples/{run.step}.png", image)
+
+
+        callbacks = [eqxshard.callbacks.Every(1_000, draw)]
+        ```
+    """
+
+    def __init__(self, steps: int, function: Callable[[Run], object]):
+        if steps < 1:
+            raise ValueError(f"Every({steps}, ...) must be at least 1 step.")
+        self.every = operator.index(steps)
+        self._function = function
+
+    def after_step(self, run: Run) -> None:
+        """Call it."""
+        self._function(run)
+
+
+class Profile(Callback):
+    """Record a profile of some steps with `jax.profiler`, to look at in TensorBoard.
+
+    Waits for the steps before, and for those of the profile, so that it shows whole
+    steps. With several processes, each writes its own.
+
+    **Arguments:**
+
+    - `first`, `last`: the first and the last step to record, counted from step 0 of the
+        run; `first` is at least 2, since the first step compiles. A run that starts or
+        ends in between records nothing, or a shorter profile.
+    - `directory`: the folder to write to.
+
+    **Raises:**
+
+    `ValueError` unless `2 <= first <= last`.
+
+    !!! Example
+
+        ```python
+        callbacks = [eqxshard.callbacks.Profile(100, 104, "runs/profile")]
+        ```
+    """
+
+    def __init__(self, first: int, last: int, directory: str | os.PathLike[str]):
+        if not 2 <= first <= last:
+            raise ValueError(
+                f"Profile({first}, {last}) cannot be recorded; use 2 <= first <= last."
+            )
+        self._first, self._last = operator.index(first), operator.index(last)
+        self._directory = os.fspath(directory)
+        self._recording = False
+
+    def next_step(self, step: int) -> int | None:
+        """The step before the first one, and the last one."""
+        return next((s for s in (self._first - 1, self._last) if s > step), None)
+
+    def after_step(self, run: Run) -> None:
+        """Start or end the recording."""
+        jax.block_until_ready(run.state)
+        self.close()
+        if run.step == self._first - 1:
+            jax.profiler.start_trace(self._directory)
+            self._recording = True
+
+    def close(self) -> None:
+        """End the recording, if the run ends before the last step."""
+        if self._recording:
+            self._recording = False
+            jax.profiler.stop_trace()

@@ -1,0 +1,50 @@
+"""What one run trains: a state, or a PyTree of several, such as those of a GAN."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from ..sharding._leaves import leaf_path
+from ._state import TrainState, with_state
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, TrainState)
+
+
+def step_of(states: PyTree[Any]) -> int:
+    """The number of steps taken; waits for the last one.
+
+    **Raises:**
+
+    `TypeError` if there is no state; `ValueError` naming those that took other numbers of
+    steps than the first.
+    """
+    found = jax.tree_util.tree_leaves_with_path(states, is_leaf=_is_state)
+    others = [leaf for _, leaf in found if not _is_state(leaf)]
+    if others or not found:
+        raise TypeError(
+            f"a {type(others[0] if others else states).__name__} is not a TrainState; make "
+            "one with init_state."
+        )
+    steps = {leaf_path(path): int(state.step) for path, state in found}
+    if len(set(steps.values())) > 1:
+        says = ", ".join(f"{path} is at step {step}" for path, step in steps.items())
+        raise ValueError(
+            f"the states of a run must have taken the same number of steps, but {says}; "
+            "let each of them take one step for each batch."
+        )
+    return next(iter(steps.values()))
+
+
+def map_models(
+    states: PyTree[Any], model_of: Callable[[TrainState], PyTree] = lambda s: s.model
+) -> PyTree[Any]:
+    """The model of each state, as user code gets it: paired with its state, if any."""
+    return jax.tree.map(
+        lambda state: with_state(model_of(state), state.model_state),
+        states,
+        is_leaf=_is_state,
+    )

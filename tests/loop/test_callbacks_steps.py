@@ -1,0 +1,67 @@
+import pytest
+from loop_helpers import fresh, make_loader
+
+import eqxshard
+from eqxshard.callbacks import Every, Profile
+
+
+def fit(*callbacks, steps=6, **options):
+    state, train_step = fresh()
+    return eqxshard.fit(
+        state, train_step, make_loader(**options), steps=steps, callbacks=callbacks
+    )
+
+
+def test_a_function_is_called_every_some_steps():
+    seen = []
+    fit(Every(2, lambda run: seen.append(run.step)), Every(3, lambda run: seen.append(-3)))
+    assert seen == [2, -3, 4, 6, -3]
+    with pytest.raises(ValueError, match=r"Every\(0, ...\) must be at least 1 step"):
+        Every(0, print)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("last", [4, 100])
+def test_a_profile_is_written(tmp_path, last):
+    fit(Profile(3, last, tmp_path))
+    assert [*tmp_path.rglob("*.xplane.pb")]
+    # The profiler is free again.
+    fit(Profile(2, 2, tmp_path / "another"))
+    assert [*(tmp_path / "another").rglob("*.xplane.pb")]
+
+
+@pytest.fixture
+def profiler(monkeypatch):
+    """What is asked of the profiler, which records nothing."""
+    calls: list[str] = []
+    monkeypatch.setattr("jax.profiler.start_trace", lambda folder: calls.append("start"))
+    monkeypatch.setattr("jax.profiler.stop_trace", lambda: calls.append("stop"))
+    return calls
+
+
+@pytest.mark.parametrize("last, stop", [(5, 5), (9, 6)])
+def test_a_profile_is_of_its_steps(profiler, tmp_path, last, stop):
+    count = Every(1, lambda run: profiler.append(run.step))
+    fit(count, Profile(3, last, tmp_path))
+    assert profiler[: profiler.index("start")] == [1, 2]
+    assert profiler[: profiler.index("stop")] == [1, 2, "start", *range(3, stop + 1)]
+
+
+def test_a_profile_ends_dispatches_where_it_begins_and_ends(
+    profiler, monkeypatch, tmp_path
+):
+    taken = []
+    stacked = eqxshard.Loader.stacked
+    monkeypatch.setattr(
+        eqxshard.Loader,
+        "stacked",
+        lambda self, count, **room: taken.append(count) or stacked(self, count, **room),
+    )
+    fit(Profile(3, 4, tmp_path), steps=12, placement="device")
+    assert taken == [2, 2, 2, 6] and profiler == ["start", "stop"]
+
+
+@pytest.mark.parametrize("first, last", [(1, 3), (5, 4)])
+def test_a_profile_has_steps_after_the_first(first, last, tmp_path):
+    with pytest.raises(ValueError, match="cannot be recorded; use 2 <= first <= last"):
+        Profile(first, last, tmp_path)

@@ -1,0 +1,199 @@
+"""Errors that end a run: the state is saved, or handed back."""
+
+import sys
+
+import jax
+import pytest
+from helpers import assert_equal
+from loop_helpers import fresh, make_loader
+from process_helpers import finished
+
+import eqxshard
+from eqxshard.callbacks import Callback, Every
+
+
+class Boom(Exception):
+    """Somebody's bug."""
+
+
+def boom(*args):
+    raise Boom
+
+
+class Fails(Callback):
+    """A callback, or a tracker, that fails."""
+
+    def __init__(self, method=""):
+        setattr(self, method, boom)
+
+    def log(self, step, values):
+        boom()
+
+
+class FailsAfterReport(Callback):
+    def after_report(self, run):
+        boom()
+
+
+def batches_that_end(loader):
+    """A loader whose fourth batch cannot be read."""
+
+    class Ends:
+        def seek(self, step):
+            loader.seek(step)
+
+        def __iter__(self):
+            batches = iter(loader)
+            for _ in range(3):
+                yield next(batches)
+            boom()
+
+    return Ends()
+
+
+def fit(steps=6, loader=None, **options):
+    state, train_step = fresh()
+    options = {"log_every": 3, **options}
+    return eqxshard.fit(state, train_step, loader or make_loader(), steps=steps, **options)
+
+
+CASES = {
+    "after_step": {"callbacks": [Every(3, boom)]},
+    "after_report": {"callbacks": [FailsAfterReport()]},
+    "evaluate": {"evaluate": boom, "evaluate_every": 3},
+    "loader": {"loader": batches_that_end(make_loader())},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_error_saves_the_state(tmp_path, case):
+    checkpointer = eqxshard.Checkpointer(tmp_path)
+    with pytest.raises(Boom) as caught:
+        fit(checkpointer=checkpointer, **CASES[case])
+    assert checkpointer.steps() == [3]
+    assert caught.value.__notes__ == ["The checkpoint of step 3 is saved."]
+    assert not hasattr(caught.value, "state")
+    # The run goes on from there as if nothing had happened.
+    state, train_step = fresh()
+    state = checkpointer.restore(state)
+    state = eqxshard.fit(
+        state, train_step, make_loader(), steps=6, checkpointer=checkpointer
+    )
+    assert_equal(state, fit())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_without_a_checkpointer_the_error_has_the_state(case):
+    with pytest.raises(Boom) as caught:
+        fit(**CASES[case])
+    assert_equal(caught.value.state, fit(3))  # pyright: ignore
+    notes = caught.value.__notes__
+    assert notes == ["The state after step 3 is the error's `state`."]
+
+
+def test_an_error_of_a_tracker_saves_the_state(tmp_path):
+    checkpointer = eqxshard.Checkpointer(tmp_path)
+    with pytest.raises(Boom):
+        fit(checkpointer=checkpointer, trackers=[Fails()])
+    # The report of step 3 is sent while step 4 runs.
+    assert checkpointer.steps() == [4]
+    assert_equal(checkpointer.restore(fresh()[0]), fit(4))
+
+
+def test_an_evaluation_that_was_not_finished_is_not_the_best(tmp_path):
+    checkpointer = eqxshard.Checkpointer(tmp_path, best="eval/score")
+    scores = iter([0.5])
+    with pytest.raises(StopIteration):
+        fit(
+            checkpointer=checkpointer,
+            evaluate=lambda model: {"score": next(scores)},
+            evaluate_every=2,
+        )
+    assert checkpointer.steps() == [2, 4]
+    assert checkpointer.best_step() == 2
+    assert "eval/score" not in checkpointer.description(4)["metrics"]
+
+
+def test_a_state_that_went_with_its_step_is_not_saved(tmp_path):
+    _, train_step = fresh()
+
+    def fails_third(state, batch):
+        if int(state.step) == 2:
+            jax.tree.map(lambda leaf: leaf.delete(), (state.model, state.opt_state))
+            boom()
+        return train_step(state, batch)
+
+    state, _ = fresh()
+    checkpointer = eqxshard.Checkpointer(tmp_path)
+    with pytest.raises(Boom) as caught:
+        eqxshard.fit(state, fails_third, make_loader(), steps=6, checkpointer=checkpointer)
+    assert checkpointer.steps() == [] and not hasattr(caught.value, "state")
+
+
+def test_an_error_before_the_first_step_saves_nothing(tmp_path):
+    checkpointer = eqxshard.Checkpointer(tmp_path)
+    with pytest.raises(Boom):
+        state, _ = fresh()
+        eqxshard.fit(state, boom, make_loader(), steps=6, checkpointer=checkpointer)
+    assert checkpointer.steps() == []
+
+
+def test_a_full_disk_does_not_hide_the_error(tmp_path, monkeypatch, caplog):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("eqxshard.checkpoint._writer.write", full)
+    checkpointer = eqxshard.Checkpointer(tmp_path)
+    with pytest.raises(Boom) as caught:
+        fit(checkpointer=checkpointer, callbacks=[Every(3, boom)])
+    assert "the state of step 3 could not be saved: the checkpoint of" in caplog.text
+    assert_equal(caught.value.state, fit(3))  # pyright: ignore
+    # Nor is the state lost if the last checkpoint is the error.
+    with pytest.raises(OSError, match="No space left on device") as full_disk:
+        fit(3, checkpointer=checkpointer)
+    assert_equal(full_disk.value.state, fit(3))  # pyright: ignore
+
+
+PROCESSES = """
+import sys
+import jax, numpy as np, optax, equinox as eqx
+import eqxshard
+from eqxshard.callbacks import Every
+eqxshard.initialize()
+mesh = eqxshard.make_mesh()
+where = {"mesh": mesh, "rule": eqxshard.replicate()}
+source = eqxshard.data.ArraySource({"x": np.ones((64, 4), np.float32)})
+loader = eqxshard.Loader(source, batch_size=8, mesh=mesh)
+optim = optax.adam(1e-3)
+make_model = lambda key: eqx.nn.MLP(4, 1, 8, 1, key=key)
+state = eqxshard.init_state(make_model, optim, key=jax.random.key(0), **where)
+step = eqxshard.make_train_step(
+    lambda model, batch, key: (jax.vmap(model)(batch["x"])[:, 0] - 1) ** 2, optim, **where
+)
+checkpointer = eqxshard.Checkpointer(sys.argv[1])
+def look(run):
+    if jax.process_index() == 1 and run.step == 4:
+        run.save()
+    if jax.process_index() == 1 and run.step == 6:
+        run.stop("process 1 has had enough")
+state = eqxshard.fit(state, step, loader, steps=100, checkpointer=checkpointer,
+                     callbacks=[Every(2, look)])
+print(f"ended at step {int(state.step)}")
+"""
+
+
+@pytest.mark.slow
+def test_what_one_process_asks_for_all_do(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(PROCESSES)
+    launch = [sys.executable, "-m", "eqxshard.launch", "--processes=2"]
+    command = [*launch, "--devices-per-process=1", script, tmp_path / "run"]
+    status, out, err = finished(command)
+    assert status == 0, out + err
+    assert sorted(out.splitlines()) == [
+        "[0] ended at step 6",
+        "[0] stopped after step 6: process 1 has had enough; the checkpoint of step 6 is "
+        "saved.",
+        "[1] ended at step 6",
+    ]
+    assert eqxshard.Checkpointer(tmp_path / "run").steps() == [4, 6]
