@@ -47,7 +47,7 @@ class HuggingFaceSource:
             raise TypeError(
                 f"a {kind} is not a dataset of Hugging Face; give a datasets.Dataset."
             )
-        if not isinstance(dataset, Records):
+        if not hasattr(dataset, "__len__"):
             raise TypeError(
                 f"a {kind} cannot be read by index; load it without streaming=True, or use "
                 "eqxshard.data.from_iterator."

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 from jax.sharding import Mesh
@@ -83,7 +83,8 @@ class Stream:
         rows = round(mine / self._share)
         if self._shapes is None:
             if spans_processes(self._mesh.devices.flat):
-                assert_same_on_all_processes("batch", {"shapes": repr(shapes)})
+                inner = {name: shape[1:] for name, shape in sorted(shapes.items())}
+                assert_same_on_all_processes("batch", {"rows": rows, "shapes": inner})
             check_batch_size(rows, self._mesh)
             self._shapes = shapes
         if shapes != self._shapes:
@@ -114,6 +115,26 @@ class SizedStream:
     def seek(self, step: int) -> None:
         """Go to the batch of a step, counted from 0 over all epochs."""
         self._stream.seek(step)
+
+
+@overload
+def from_iterator(
+    make_iterator: Callable[..., Iterator[Batch]],
+    *,
+    mesh: Mesh,
+    length: None = None,
+    prefetch: int = 2,
+) -> Stream: ...
+
+
+@overload
+def from_iterator(
+    make_iterator: Callable[..., Iterator[Batch]],
+    *,
+    mesh: Mesh,
+    length: int,
+    prefetch: int = 2,
+) -> SizedStream: ...
 
 
 def from_iterator(

@@ -34,7 +34,7 @@ class CrashDump:
 
     - `steps`: the numbers of all such steps in a row; the dump is of the first.
     - `rows`: the indices in the source of the batch's examples, if known.
-    - `model`, `model_state`, `batch`, `key`: the inputs of the loss.
+    - `model`, `model_state`, `batch`, `key`, `extra`: the inputs of the loss.
     - `loss_fn`, `precision`, `trainable`: as for [`eqxshard.make_train_step`][].
     """
 
@@ -47,6 +47,7 @@ class CrashDump:
     loss_fn: Any
     precision: Any
     trainable: PyTree
+    extra: Sequence[PyTree] = ()
 
 
 def write_crash_dump(
@@ -56,6 +57,7 @@ def write_crash_dump(
     batch: PyTree,
     train_step: Any,
     loader: Any,
+    extra: Sequence[PyTree] = (),
 ) -> None:
     """Write down the first of several steps that were not finite.
 
@@ -67,6 +69,7 @@ def write_crash_dump(
     - `batch`: the batch of the first of them.
     - `train_step`: an [`eqxshard.TrainStep`][], for its loss function.
     - `loader`: what made the batch.
+    - `extra`: what else the loss function was given.
 
     **Raises:**
 
@@ -77,6 +80,7 @@ def write_crash_dump(
     model, model_values = _without_state(state.model, state.model_state)
     key = jax.random.fold_in(state.key, steps[0] - 1)
     tree = {"model": model, "state": model_values, "batch": batch, "key": key}
+    tree["extra"] = [*extra]
     leaves, _ = partition_by_path(tree)
     encoder = Encoder({id(leaf): path for path, leaf in leaves.items()})
     code = {"loss_fn": config.loss_fn, "precision": config.precision}
@@ -137,6 +141,7 @@ def read_crash_dump(folder: Any) -> CrashDump:
         model_state=model_state,
         batch=tree["batch"],
         key=tree["key"],
+        extra=tree["extra"],
         trainable=decoder.decode(dump["trainable"]),
         **{name: decoder.decode(part) for name, part in dump["code"].items()},
     )

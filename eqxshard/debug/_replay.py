@@ -37,13 +37,12 @@ def replay(dump: CrashDump) -> str:
         # A mask of -inf is fine.
         if bool(jnp.any(jnp.isnan(leaf))):
             return f"the parameter {path} contains NaN."
-    model, batch = dump.model, dump.batch
-    if dump.precision is not None:
-        model = cast(model, dump.precision.compute)
-        batch = cast(batch, dump.precision.compute)
+    model, batch, extra = dump.model, dump.batch, [*dump.extra]
+    if dump.precision is not None and dump.precision.compute is not None:
+        model, batch, extra = cast((model, batch, extra), dump.precision.compute)
 
     def loss(model: PyTree) -> Any:
-        out = dump.loss_fn(with_state(model, dump.model_state), batch, dump.key)
+        out = dump.loss_fn(with_state(model, dump.model_state), batch, dump.key, *extra)
         return out[0] if isinstance(out, tuple) else out
 
     losses = np.asarray(loss(model), np.float64)

@@ -21,12 +21,12 @@ class Chunk(NamedTuple):
 
     - `last`: the number of the last one.
     - `steps`: how many there are.
-    - `take`: takes them.
+    - `take`: takes them, given the state, and the `extra` if there is one.
     """
 
     last: int
     steps: int
-    take: Callable[[PyTree], tuple[PyTree, Metrics]]
+    take: Callable[..., tuple[PyTree, Metrics]]
 
 
 def chunks_of(
@@ -58,7 +58,7 @@ def _single_steps(
                     f"{schedule.last}; make it with epochs=None, and let fit stop."
                 )
             watchdog.waits_for(f"step {step}")
-            take = lambda state, batch=batch: train_step(state, batch)  # noqa: E731
+            take = lambda s, *extra, batch=batch: train_step(s, batch, *extra)  # noqa: E731
             if step == schedule.first + 1 and not isinstance(train_step, TrainStep):
                 take = _counted(take, step)
             yield Chunk(step, 1, take)
@@ -73,14 +73,15 @@ def _resident_chunks(
         batches: PyTree = loader.stacked(count, room=schedule.longest_chunk)
         step += count
         watchdog.waits_for(f"step {step}")
-        yield Chunk(step, count, lambda s, batches=batches: train_step.many(s, batches))
+        take = lambda s, *extra, b=batches: train_step.many(s, b, *extra)  # noqa: E731
+        yield Chunk(step, count, take)
 
 
-def _counted(take: Callable[[PyTree], Any], step: int) -> Callable[[PyTree], Any]:
+def _counted(take: Callable[..., Any], step: int) -> Callable[..., Any]:
     """The first call of the user's own step, which must count as `fit` does."""
 
-    def take_and_check(state: PyTree) -> Any:
-        state, metrics = take(state)
+    def take_and_check(state: PyTree, *extra: PyTree) -> Any:
+        state, metrics = take(state, *extra)
         if step_of(state) != step:
             raise ValueError(
                 f"train_step went from step {step - 1} to step {step_of(state)}; let it "

@@ -1,7 +1,7 @@
 """`evaluate`: measure a model over a whole dataset."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import closing
 from typing import Any
 
@@ -33,17 +33,29 @@ def evaluate(
 
     `ValueError` if the loader has no length.
     """
-    epoch = steps_per_epoch(loader)
-    if epoch is None:
-        raise ValueError(
-            f"evaluate needs a loader with a length, and this {type(loader).__name__} has "
-            "none; make an eqxshard.Loader, or add __len__()."
-        )
-    loader.seek(0)
     if is_resident(loader, eval_step):
         resident: Any = loader
         step: Any = eval_step
-        return step.many(model, resident.stacked(epoch)).compute()
-    with closing(iter(loader)) as batches:
-        parts = [eval_step(model, batch) for batch in itertools.islice(batches, epoch)]
+        resident.seek(0)
+        return step.many(model, resident.stacked(len(resident))).compute()
+    with closing(one_epoch(loader, "evaluate")) as batches:
+        parts = [eval_step(model, batch) for batch in batches]
     return Metrics.stack(parts).compute()
+
+
+def one_epoch(loader: Batches, who: str) -> Generator[PyTree, None, None]:
+    """The batches of a loader's first epoch; close it to end its thread early.
+
+    **Raises:**
+
+    `ValueError` if the loader has no length.
+    """
+    epoch = steps_per_epoch(loader)
+    if epoch is None:
+        raise ValueError(
+            f"{who} needs a loader with a length, and this {type(loader).__name__} has "
+            "none; make an eqxshard.Loader, or add __len__()."
+        )
+    loader.seek(0)
+    with closing(iter(loader)) as batches:
+        yield from itertools.islice(batches, epoch)

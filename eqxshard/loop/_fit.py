@@ -26,7 +26,7 @@ _State = TypeVar("_State")
 
 def fit(
     state: _State,
-    train_step: Callable[[_State, PyTree], tuple[_State, Metrics]],
+    train_step: Callable[..., tuple[_State, Metrics]],
     loader: Batches,
     *,
     steps: int | None = None,
@@ -39,6 +39,7 @@ def fit(
     log_every: int = 50,
     max_nonfinite: int = 10,
     stall_seconds: float | None = 300.0,
+    extra: PyTree = None,
 ) -> _State:
     """Train until a number of steps or epochs is reached.
 
@@ -83,6 +84,8 @@ def fit(
     - `stall_seconds`: log an error, with the stacks of all threads, if the run waits
         longer than this for a batch, a step (including compilation), an evaluation or a
         checkpoint; `None` for never.
+    - `extra`: given to each step, such as a teacher; see [`eqxshard.TrainStep`][]. A
+        callback may replace it. It is not saved.
 
     **Returns:**
 
@@ -126,7 +129,7 @@ def fit(
         facts |= {"callbacks": [[type(each).__name__, each.every] for each in callbacks]}
         assert_same_on_all_processes("fit", facts | {"saves": checkpointer is not None})
         report = Report(trackers if is_main_process() else (), epoch, max_nonfinite)
-        run = Run(state, first, loader, report, checkpointer is not None)
+        run = Run(state, first, loader, report, checkpointer is not None, extra)
         # It would keep arrays alive that the first step copies.
         del state
         called = CallbackList(callbacks, run, watchdog)
@@ -139,11 +142,11 @@ def fit(
             first, last, epoch, between, log_every, checkpointer, stop, called
         )
         stack.push(rescue(run, called, checkpointer))
-        # If a step fails, what is due for earlier ones is still reported.
-        stack.callback(report.flush)
+        # If a step fails, the earlier ones are still reported.
+        stack.callback(report.close)
         chunks = chunks_of(loader, train_step, schedule, watchdog)
         for step, count, take in stack.enter_context(closing(chunks)):
-            run._advance(step, count, *take(run.state))
+            run._advance(step, count, *take(run.state, *run._extra))
             # Reads the metrics of earlier steps, while this one runs.
             report.flush()
             if step == called.next_step:
@@ -160,7 +163,7 @@ def fit(
                 report.flush()
             if report.too_many_nonfinite:
                 nonfinite = report.too_many_nonfinite
-                give_up(run.state, train_step, loader, nonfinite, checkpointer)
+                give_up(run.state, train_step, loader, nonfinite, checkpointer, run._extra)
             asked = called.want_stop or called.want_save
             best = due.evaluate and checkpointer and checkpointer.is_best(report.values)
             if checkpointer is not None and (due.save or asked or best):

@@ -19,6 +19,7 @@ def give_up(
     loader: Batches,
     steps: Sequence[int],
     checkpointer: Checkpointer | None,
+    extra: Sequence[PyTree],
 ) -> NoReturn:
     """Write a crash dump of the first of some steps; raise `FloatingPointError`."""
     message = (
@@ -40,7 +41,7 @@ def give_up(
         batch = next(batches)
     folder = checkpointer.directory / "crash_dump"
     try:
-        write_crash_dump(folder, state, steps, batch, train_step, loader)
+        write_crash_dump(folder, state, steps, batch, train_step, loader, extra)
     # A full disk, say, or a part of the model that cannot be written.
     except Exception as error:
         raise FloatingPointError(

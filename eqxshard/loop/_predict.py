@@ -1,7 +1,6 @@
 """`predict`: the outputs of a model for a whole dataset."""
 
 import functools as ft
-import itertools
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing
@@ -10,7 +9,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jaxtyping import Array, Int, PyTree
 
 from ..data._loader import Loader
@@ -18,13 +17,16 @@ from ..distributed import fetch_whole
 from ..sharding._leaves import is_array, leaf_path
 from ..sharding._mesh import batch_sharding
 from ..training._compile import Jitted, jit_on
+from ..training._config import mesh_of
+from ..training._extra import Extra, stored_shardings
 from ..training._gradients import step_context
 from ..training._in_flight import IN_FLIGHT
 from ..training._inputs import ONE_BATCH
 from ..training._precision import Precision
 from ..training._state import TrainState, with_state, without_state
 from ..training._train_step import DONATED
-from ..transforms._partition import Static, partition
+from ..transforms._partition import partition
+from ._evaluate import one_epoch
 from ._protocols import Batches
 
 #: Compiled functions that are kept for the next call, such as after the next epoch.
@@ -80,8 +82,11 @@ def predict(
     if isinstance(model, TrainState):
         raise TypeError("predict takes a model; give it state.model.")
     arrays, static = partition(model, "model")
-    mesh, storage = _storage(arrays)
-    compiled = _compile(fn, static, storage, mesh, precision)
+    if any(x.is_deleted() for x in arrays if isinstance(x, jax.Array)):
+        raise ValueError(DONATED)
+    mesh = mesh_of(arrays, None, "model")
+    stored = Extra(static, tuple(stored_shardings(arrays)))
+    compiled = _compile(fn, stored, mesh, precision)
     rows = _rows(loader)
     parts: list[PyTree[np.ndarray]] = []
     waiting: deque[PyTree[Array]] = deque()
@@ -91,9 +96,8 @@ def predict(
         outputs = jax.tree.map(fetch_whole, waiting.popleft())
         parts.append(jax.tree.map(lambda output: output[:count], outputs))
 
-    loader.seek(0)
-    with closing(iter(loader)) as batches:
-        for batch in itertools.islice(batches, len(loader)):
+    with closing(one_epoch(loader, "predict")) as batches:
+        for batch in batches:
             ONE_BATCH.check_shapes(batch, mesh, 1)
             ONE_BATCH.check_placement(batch, mesh)
             waiting.append(compiled(arrays, batch))
@@ -107,23 +111,6 @@ def predict(
     order = np.argsort(np.concatenate(rows))
     in_order = np.array_equal(order, np.arange(len(order)))
     return outputs if in_order else jax.tree.map(lambda leaf: leaf[order], outputs)
-
-
-def _storage(arrays: list[Any]) -> tuple[Mesh, tuple[NamedSharding | None, ...]]:
-    """The mesh of a model's arrays, and how each is stored."""
-    if any(x.is_deleted() for x in arrays if isinstance(x, jax.Array)):
-        raise ValueError(DONATED)
-    shardings = [getattr(array, "sharding", None) for array in arrays]
-    storage = tuple(
-        sharding if isinstance(sharding, NamedSharding) else None for sharding in shardings
-    )
-    meshes = [sharding.mesh for sharding in storage if sharding is not None]
-    if not meshes or not isinstance(meshes[0], Mesh):
-        raise ValueError(
-            "the model's arrays are not on a mesh; place them with filter_shard(model, "
-            "shardings(model, mesh, rule)), or take the model of a state."
-        )
-    return meshes[0], storage
 
 
 def _rows(loader: Batches) -> list[Int[np.ndarray, " n"]] | None:
@@ -144,16 +131,17 @@ def _rows(loader: Batches) -> list[Int[np.ndarray, " n"]] | None:
 @ft.lru_cache(maxsize=_KEPT)
 def _compile(
     fn: Callable[[Any, Any], PyTree],
-    static: Static,
-    storage: tuple[NamedSharding | None, ...],
+    stored: Extra,
     mesh: Mesh,
     precision: Precision | None,
 ) -> Jitted:
     def predict(arrays: list[Array], batch: PyTree) -> PyTree[Array]:
-        model, model_state = without_state(static.combine(arrays))
-        stored = iter(storage)
-        places = jax.tree.map(lambda leaf: next(stored) if is_array(leaf) else None, model)
-        with step_context(model, places, places, batch, mesh, precision) as (model, batch):
+        model, model_state = without_state(stored.static.combine(arrays))
+        storage, _ = without_state(stored.storage())
+        with step_context(model, storage, storage, batch, mesh, precision) as (
+            model,
+            batch,
+        ):
             model = eqx.nn.inference_mode(model)
             outputs = fn(with_state(model, model_state), batch)
         _check_outputs(outputs, jax.tree.leaves(batch)[0].shape[0])

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import jax
@@ -35,6 +36,7 @@ class Report:
         self._max_nonfinite = max_nonfinite
         self._parts: list[Metrics] = []
         self._taken: list[np.ndarray] = []
+        self._added: int | None = None
         self._due: int | None = None
         #: What was logged and not sent yet, and at which step.
         self._logged: dict[str, Any] = {}
@@ -56,6 +58,7 @@ class Report:
         """Add the metrics of `count` steps (there may be room for more in them)."""
         self._parts.append(metrics)
         self._taken.append(np.arange(metrics.weight.size) < count)
+        self._added = step
         self._due = step if due else None
 
     def read(self) -> None:
@@ -107,6 +110,12 @@ class Report:
                 self._logged_at, self._with_epoch(self._logged_at, self._take_logged())
             )
 
+    def close(self) -> None:
+        """Report what is left, if something else than the last step ends the run."""
+        if self._parts:
+            self._due = self._added
+        self.flush()
+
     def restart_clock(self) -> None:
         """Exclude the time until now from the next report's training time."""
         self._since = time.perf_counter()
@@ -121,8 +130,10 @@ class Report:
         return {name: _number(name, value) for name, value in logged.items()}
 
     def _send(self, step: int, values: Mapping[str, Any]) -> None:
-        for tracker in self._trackers:
-            tell(tracker.log, step, numbers(values))
+        with ExitStack() as stack:
+            # If one fails, the others still get the report.
+            for tracker in reversed(self._trackers):
+                stack.callback(tell, tracker.log, step, numbers(values))
 
 
 def tell(method: Callable[..., None], *args: Any) -> None:

@@ -52,7 +52,8 @@ def rescue(run: Run, callbacks: CallbackList, checkpointer: Checkpointer | None)
         if error is None or run.step == first or _is_donated(run.state):
             return False
         if checkpointer is not None and _is_saved(run, callbacks, checkpointer):
-            error.add_note(f"The checkpoint of step {run.step} is saved.")
+            # Not a note, which would follow what the error says to do.
+            _LOG.warning("the checkpoint of step %d is saved.", run.step)
         else:
             # Any exception may have attributes.
             handed: Any = error

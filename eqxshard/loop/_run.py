@@ -22,12 +22,19 @@ class Run:
     """
 
     def __init__(
-        self, state: PyTree, step: int, loader: Batches, report: Report, saves: bool
+        self,
+        state: PyTree,
+        step: int,
+        loader: Batches,
+        report: Report,
+        saves: bool,
+        extra: PyTree,
     ):
         self.step = step
         self.loader = loader
         self._state = state
         self._report = report
+        self.extra = extra
         # The step of the last checkpoint that this run saved.
         self._saved: int | None = None
         # What callbacks ask for: to save, or to stop, and why.
@@ -58,6 +65,15 @@ class Run:
                 "new, run.state.step)."
             )
         self._state = new
+
+    @property
+    def extra(self) -> PyTree:
+        """The `extra` of the steps, which may be replaced: by `run.state.model`, say."""
+        return self._extra[0] if self._extra else None
+
+    @extra.setter
+    def extra(self, new: PyTree) -> None:
+        self._extra = () if new is None else (new,)
 
     @property
     def metrics(self) -> Metrics:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ..checkpoint._checkpointer import Checkpointer
-from ..data._loader import Loader
+from ..data._loader import Loader, Remainder
 from ..data._sources import Source
 from ..distributed import (
     assert_same_on_all_processes,
@@ -79,6 +79,8 @@ def train(
     accumulate: int = 1,
     precision: Precision | None = None,
     nonfinite: Nonfinite = "skip",
+    grad_norms: bool | Mapping[str, str] = False,
+    remainder: Remainder = "pad",
     best: str | None = None,
     mode: Literal["max", "min"] = "max",
     transform: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
@@ -110,8 +112,10 @@ def train(
     - `mesh`: the default mesh as text, for [`eqxshard.run.mesh_from_text`][]; or a mesh,
         which the options cannot change.
     - `rule`: as for [`eqxshard.init_state`][]; [`eqxshard.replicate`][] by default.
-    - `trainable`, `accumulate`, `precision`, `nonfinite`: as for
-        [`eqxshard.make_train_step`][].
+    - `trainable`, `precision`: as for [`eqxshard.init_state`][].
+    - `accumulate`, `nonfinite`, `grad_norms`: as for [`eqxshard.make_train_step`][].
+    - `remainder`: as for [`eqxshard.Loader`][], of the training data. Evaluations always
+        measure every example.
     - `best`, `mode`: as for [`eqxshard.Checkpointer`][].
     - `transform`, `workers`: as for [`eqxshard.Loader`][], of the training data.
     - `trackers`: more trackers, besides the folder's.
@@ -152,7 +156,7 @@ def train(
     if warning:
         title += f" | {data_name} data"
     loader, eval_loader = _make_loaders(
-        train_data, eval_data, mesh, config, transform, workers
+        train_data, eval_data, mesh, config, transform, workers, remainder
     )
     last = _last_step(config, epochs, steps, len(loader))
     optim = make_optim(last)
@@ -165,24 +169,20 @@ def train(
         mode=mode,
     )
     resumes = folder.should_resume(config.resume, checkpointer)
-    placement: Any = {"mesh": mesh, "rule": rule or replicate(), "precision": precision}
-    options = {"key": jax.random.key(config.seed), "trainable": trainable, **placement}
+    rule = rule or replicate()
+    options: Any = {"key": jax.random.key(config.seed), "mesh": mesh, "rule": rule}
+    options |= {"trainable": trainable, "precision": precision}
     if resumes:
         state = checkpointer.restore(abstract_state(make_model, optim, **options))
     else:
         state = init_state(make_model, optim, **options)
-    _check_split(state, mesh, placement["rule"])
+    _check_split(state, mesh, rule)
     train_step = make_train_step(
-        loss_fn,
-        optim,
-        trainable=trainable,
-        accumulate=accumulate,
-        nonfinite=nonfinite,
-        **placement,
+        loss_fn, optim, accumulate=accumulate, nonfinite=nonfinite, grad_norms=grad_norms
     )
     evaluator = None
     if metric_fn is not None and eval_loader is not None:
-        eval_step = make_eval_step(metric_fn, **placement)
+        eval_step = make_eval_step(metric_fn, precision=precision)
         evaluator = lambda model: evaluate(model, eval_step, eval_loader)  # noqa: E731
 
     first = int(state.step)
@@ -244,6 +244,7 @@ def _make_loaders(
     config: RunConfig,
     transform: Any,
     workers: int,
+    remainder: Remainder,
 ) -> tuple[Loader, Loader | None]:
     if config.batch_size > len(train_data):
         raise ValueError(
@@ -255,6 +256,7 @@ def _make_loaders(
         batch_size=config.batch_size,
         mesh=mesh,
         seed=config.seed,
+        remainder=remainder,
         transform=transform,
         workers=workers,
     )

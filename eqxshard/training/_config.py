@@ -41,7 +41,8 @@ def mesh_of(arrays: Iterable[Any], given: Mesh | None, what: str) -> Mesh:
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
             return sharding.mesh
     raise ValueError(
-        f"the arrays of this {what} are not on a mesh; give the step mesh= and rule=."
+        f"the arrays of this {what} are not on a mesh; place them with filter_shard, or "
+        "give the step mesh= and rule=."
     )
 
 

@@ -1,7 +1,7 @@
 """Make a training state, each array sharded from the start."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -174,7 +174,6 @@ def make_init_fn(
         model, model_state = without_state(make_model(key))
         _check_not_shared(model)
         params, frozen = split_model(model, trainable)
-        trained = jax.tree.structure(model).flatten_up_to(params)
         if precision is not None:
             params = cast(params, precision.params)
         loss_scale = None
@@ -188,13 +187,21 @@ def make_init_fn(
             key=jax.random.fold_in(key, 2**32 - 1),
             model_state=model_state,
             loss_scale=loss_scale,
-            made_with=MadeWith(
-                rule, tuple(leaf is not None for leaf in trained), precision
-            ),
+            made_with=MadeWith(rule, _trained(model, params, trainable), precision),
         )
         return state, params
 
     return make
+
+
+def _trained(
+    model: PyTree, params: PyTree, trainable: PyTree
+) -> tuple[bool, ...] | Literal[True]:
+    """Whether each leaf of a model is among its trained arrays."""
+    if trainable is True:
+        return True
+    leaves = jax.tree.structure(model).flatten_up_to(params)
+    return tuple(leaf is not None for leaf in leaves)
 
 
 def _check_function(make_model: Any) -> None:

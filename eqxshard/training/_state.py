@@ -2,7 +2,7 @@
 
 import collections
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -24,15 +24,17 @@ class MadeWith:
     """The arguments of [`eqxshard.init_state`][] that the steps need too.
 
     - `rule`, `precision`: as they were given.
-    - `trained`: whether each leaf of the model is trained.
+    - `trained`: whether each leaf of the model is trained; `True` for all that can be.
     """
 
     rule: Rule
-    trained: tuple[bool, ...]
+    trained: tuple[bool, ...] | Literal[True]
     precision: Precision | None
 
     def trainable(self, model: PyTree) -> PyTree[bool]:
         """Which leaves of a model are trained."""
+        if self.trained is True:
+            return True
         treedef = jax.tree.structure(model)
         if treedef.num_leaves != len(self.trained):
             raise ValueError(

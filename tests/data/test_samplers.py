@@ -1,4 +1,5 @@
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,7 +51,8 @@ def test_batches_are_the_same_on_every_mesh_and_on_the_device():
 def test_the_state_tells_samplers_apart():
     state = json.loads(json.dumps(loader_of(numbers(24), sampler=Half()).state()))
     loader_of(numbers(24), sampler=Half()).restore(state)
-    for other in ({"sampler": Half(1)}, {}):
+    options: list[dict[str, Any]] = [{"sampler": Half(1)}, {}]
+    for other in options:
         with pytest.raises(ValueError, match=r"other batches: sampler was '.*' and is"):
             loader_of(numbers(24), **other).restore(state)
 
@@ -92,9 +94,12 @@ def test_an_object_that_is_not_a_sampler_is_an_error(unannotated):
 
 
 def test_an_empty_sampler_is_an_error():
-    class Empty(Half):
+    class Empty:
         def __len__(self):
             return 0
+
+        def rows(self, examples, seed, epoch):
+            return np.arange(0)
 
     with pytest.raises(ValueError, match="the sampler is empty"):
         loader_of(numbers(24), sampler=Empty())

@@ -4,6 +4,7 @@ import itertools
 import threading
 import time
 from contextlib import closing
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ from loader_helpers import MESHES, mesh_of, take
 
 import eqxshard
 from eqxshard.data import from_iterator
+from eqxshard.launch import launch
 
 
 def counting(step):
@@ -25,7 +27,7 @@ def five():
     return ({"x": np.full(8, number, np.int32)} for number in range(5))
 
 
-def stream(make_iterator, *, mesh=MESHES[0], **options):
+def stream(make_iterator, *, mesh=MESHES[0], **options) -> Any:
     return from_iterator(make_iterator, mesh=mesh_of(**mesh), **options)
 
 
@@ -186,7 +188,8 @@ def train_and_evaluate():
         return (make_batch(seed=number) for number in range(step, step - step % 3 + 3))
 
     def run(steps, stop=None):
-        loader, tests = (from_iterator(batches, mesh=mesh, length=3) for _ in range(2))
+        loader: Any = from_iterator(batches, mesh=mesh, length=3)
+        tests: Any = from_iterator(batches, mesh=mesh, length=3)
         state = eqxshard.init_state(
             Model, optim, key=jax.random.key(0), mesh=mesh, rule=rule
         )
@@ -198,6 +201,58 @@ def train_and_evaluate():
         return np.asarray(state.model.last.weight).tolist()
 
     return run
+
+
+PROCESSES = """
+import jax, numpy as np
+import eqxshard
+from eqxshard.data import RandomTransform, from_iterator
+
+eqxshard.initialize()
+mesh, number = eqxshard.make_mesh(), jax.process_index()
+
+def check(batch, expected):
+    for name, array in batch.items():
+        assert array.shape == expected[name].shape
+        for shard in array.addressable_shards:
+            np.testing.assert_array_equal(shard.data, expected[name][shard.index])
+
+def batches(step):
+    while True:
+        yield {"x": np.arange(4) + 4 * number + 10 * step}
+        step += 1
+
+loader = from_iterator(batches, mesh=mesh)
+loader.seek(2)
+check(next(iter(loader)), {"x": np.arange(8) + 20})
+
+def draw(batch, random):
+    return {**batch, "draw": random.normal()}
+
+source = eqxshard.data.ArraySource({"x": np.arange(20)})
+options = {"batch_size": 8, "transform": RandomTransform(draw)}
+alone = eqxshard.Loader(
+    source, mesh=eqxshard.make_mesh(devices=jax.local_devices()), epochs=1, **options
+)
+for batch, other in zip(eqxshard.Loader(source, mesh=mesh, **options), alone):
+    check(batch, {name: np.asarray(array) for name, array in other.items()})
+
+uneven = from_iterator(lambda: iter([{"x": np.arange(4 + 4 * number)}]), mesh=mesh)
+try:
+    next(iter(uneven))
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_each_process_gives_the_rows_of_its_devices(tmp_path, capsys):
+    script = tmp_path / "script.py"
+    script.write_text(PROCESSES)
+    assert launch([str(script)], processes=2, devices_per_process=2) == 0
+    out = capsys.readouterr().out
+    says = "differ in batch rows: 8 in process 0; 16 in process 1. Start all of them alike"
+    assert out.count(says) == 2, out
 
 
 # Mistakes

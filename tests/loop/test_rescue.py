@@ -5,7 +5,7 @@ import sys
 import jax
 import pytest
 from helpers import assert_equal
-from loop_helpers import fresh, make_loader
+from loop_helpers import Recorder, fresh, make_loader
 from process_helpers import finished
 
 import eqxshard
@@ -20,14 +20,14 @@ def boom(*args):
     raise Boom
 
 
-class Fails(Callback):
-    """A callback, or a tracker, that fails."""
-
-    def __init__(self, method=""):
-        setattr(self, method, boom)
+class Fails:
+    """A tracker that fails."""
 
     def log(self, step, values):
         boom()
+
+    def close(self):
+        pass
 
 
 class FailsAfterReport(Callback):
@@ -66,12 +66,12 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_an_error_saves_the_state(tmp_path, case):
+def test_an_error_saves_the_state(tmp_path, case, caplog):
     checkpointer = eqxshard.Checkpointer(tmp_path)
     with pytest.raises(Boom) as caught:
         fit(checkpointer=checkpointer, **CASES[case])
     assert checkpointer.steps() == [3]
-    assert caught.value.__notes__ == ["The checkpoint of step 3 is saved."]
+    assert "the checkpoint of step 3 is saved." in caplog.text
     assert not hasattr(caught.value, "state")
     # The run goes on from there as if nothing had happened.
     state, train_step = fresh()
@@ -98,6 +98,18 @@ def test_an_error_of_a_tracker_saves_the_state(tmp_path):
     # The report of step 3 is sent while step 4 runs.
     assert checkpointer.steps() == [4]
     assert_equal(checkpointer.restore(fresh()[0]), fit(4))
+
+
+def test_the_steps_before_an_error_are_reported_to_all_trackers():
+    recorder = Recorder()
+    loader = batches_that_end(make_loader())
+    with pytest.raises(Boom):
+        fit(loader=loader, trackers=[recorder], log_every=2)
+    assert recorder.steps("train/loss") == [2, 3]
+    recorder = Recorder()
+    with pytest.raises(Boom):
+        fit(trackers=[Fails(), recorder], log_every=2)
+    assert recorder.steps("train/loss") == [2]
 
 
 def test_an_evaluation_that_was_not_finished_is_not_the_best(tmp_path):

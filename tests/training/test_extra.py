@@ -149,7 +149,7 @@ def test_a_state_made_by_hand_needs_a_rule():
 
 
 def test_a_model_of_another_structure_needs_trainable():
-    state = state_on(trainable=True)
+    state = state_on(trainable=eqx.is_array)
     state = eqx.tree_at(lambda s: s.model.last.bias, state, None)
     train_step = eqxshard.make_train_step(without_dropout, OPTIM)
     with pytest.raises(ValueError, match="give make_train_step trainable="):
@@ -170,7 +170,7 @@ def test_an_eval_step_follows_the_model():
     text = str(following.lower(state.model, make_batch()).compile().as_text())
     # Weights are gathered, activations are not.
     assert "all-gather" in text
-    with pytest.raises(ValueError, match="this model are not on a mesh"):
+    with pytest.raises(ValueError, match="this model are not on a mesh; place them"):
         following(Model(KEY), make_batch())
 
 
