@@ -21,8 +21,8 @@ import eqxshard
 
 STEPS, BATCH_SIZE = 4, 16
 MESHES = {"replicate": "data=8", "fsdp": "data=2,fsdp=4"}
-#: The others take longer to compile.
-QUICK = ("rnn", "stateful")
+#: The others are slow to compile, all together.
+QUICK = ("stateful",)
 
 
 def setup(name, rule):
