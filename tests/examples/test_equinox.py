@@ -1,8 +1,8 @@
 """Equinox's example models, trained over 8 devices, equal a plain Equinox loop.
 
 Losses and weights differ by at most 2e-7, relative to the norm of an array, or by what
-rounding explains: ten times the change that the plain loop shows when each initial weight
-is off by one unit in its last place. Most of that is due to gradients that are zero but for
+rounding explains: ten times the largest change that the plain loop shows when each initial
+weight is off by one unit in its last place. Most of that is due to gradients that are zero but for
 rounding, such as those of biases before a BatchNorm, which Adam scales up to whole steps.
 """
 
@@ -66,10 +66,8 @@ def test_a_model_of_equinox_trains_as_in_a_plain_loop(name):
     nudged = train(plain_loop.nudge(model), model_state, batches, key)
     assert len({*plain.losses}) == STEPS
     losses_may = max(2e-7, 10 * loss_difference(nudged, plain))
-    weights_may = {
-        path: max(2e-7, 10 * value)
-        for path, value in plain_loop.differences(nudged[1:], plain[1:]).items()
-    }
+    changes = plain_loop.differences(nudged[1:], plain[1:])
+    weights_may = max(2e-7, 10 * max(changes.values()))
 
     for rule, (state, train_step, loader, _) in runs.items():
         recorder = Recorder()
@@ -79,5 +77,5 @@ def test_a_model_of_equinox_trains_as_in_a_plain_loop(name):
         run = plain_loop.Plain(losses, state.model, state.model_state)
         assert loss_difference(run, plain) <= losses_may, rule
         found = plain_loop.differences(run[1:], plain[1:])
-        wrong = {p: value for p, value in found.items() if value > weights_may[p]}
+        wrong = {path: value for path, value in found.items() if value > weights_may}
         assert not wrong, rule
