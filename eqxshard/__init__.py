@@ -11,6 +11,8 @@ from . import run as run
 from . import testing as testing
 from . import trackers as trackers
 from .checkpoint._checkpointer import Checkpointer as Checkpointer
+from .checkpoint._weight_matching import WeightsReport as WeightsReport
+from .checkpoint._weights import compare_weights as compare_weights
 from .checkpoint._weights import load_weights as load_weights
 from .checkpoint._weights import save_weights as save_weights
 from .data import Loader as Loader

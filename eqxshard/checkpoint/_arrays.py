@@ -5,7 +5,7 @@ import itertools
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -73,7 +73,8 @@ def read(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Array]:
         if leaf.size:
             where = {"driver": "ocdbt", "base": base, "path": f"{path}/"}
             spec = {"driver": "zarr3", "kvstore": where}
-            array = _read_array(ts.open(spec, open=True, read=True).result(), target)
+            store = ts.open(spec, open=True, read=True).result()
+            array = place_parts(ft.partial(_read_part, store, dtype=target.dtype), target)
         else:
             empty = np.zeros(target.shape, target.dtype)
             there = target.sharding
@@ -85,7 +86,9 @@ def read(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Array]:
     return arrays
 
 
-def _read_array(store: Any, target: jax.ShapeDtypeStruct) -> Array:
+def place_parts(
+    read_part: Callable[[tuple[range, ...]], np.ndarray], target: jax.ShapeDtypeStruct
+) -> Array:
     """Read one part after the other, each once, onto the devices that hold it."""
     there = target.sharding
     assert there is not None
@@ -97,11 +100,20 @@ def _read_array(store: Any, target: jax.ShapeDtypeStruct) -> Array:
         )
     shards = []
     for part, shardings in devices.items():
-        on_host = _read_part(store, part, target.dtype)
-        # Copied, because a step cannot donate NumPy's memory; waited for, to free it.
-        copies = [jax.device_put(on_host, each, may_alias=False) for each in shardings]
-        shards += jax.block_until_ready(copies)
+        on_host = read_part(part)
+        # Waited for, to free the memory of the host.
+        shards += jax.block_until_ready([_copy_to(each, on_host) for each in shardings])
     return jax.make_array_from_single_device_arrays(target.shape, there, shards)
+
+
+def _copy_to(there: SingleDeviceSharding, on_host: np.ndarray) -> Array:
+    """Copy to a device: a step cannot donate NumPy's memory."""
+    array = jax.device_put(on_host, there, may_alias=False)
+    if next(iter(there.device_set)).platform != "cpu":
+        return array
+    # JAX 0.10 uses the memory of NumPy nevertheless if it is aligned.
+    aliases = array.unsafe_buffer_pointer() == on_host.ctypes.data
+    return jax.device_put(array, there, may_alias=False) if aliases else array
 
 
 def _read_part(store: Any, part: tuple[range, ...], dtype: Any) -> np.ndarray:
@@ -195,7 +207,7 @@ def check_structure(
             faults.append(f"{path} {format_array(abstract_array(theirs))} is only there")
         elif list(ours.shape) != theirs["shape"]:
             faults.append(f"{path} has shape {theirs['shape']} there, not {[*ours.shape]}")
-        elif not _converts(theirs["dtype"], ours):
+        elif not converts(theirs["dtype"], ours):
             faults.append(f"{path} has dtype {theirs['dtype']} there, not {ours.dtype}")
     if faults:
         shown = "; ".join(faults[:_SHOWN])
@@ -206,7 +218,7 @@ def check_structure(
         )
 
 
-def _converts(saved: str, leaf: Any) -> bool:
+def converts(saved: str, leaf: Any) -> bool:
     """Whether a saved dtype is the leaf's, or both are floating-point, or complex."""
     if saved == str(leaf.dtype):
         return True

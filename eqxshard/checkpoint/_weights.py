@@ -1,36 +1,35 @@
-"""A model's weights as safetensors, which other libraries read and write."""
+"""A model's weights in files that other libraries read and write."""
 
-import json
+import logging
 import os
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 from jaxtyping import PyTree
 
 from ..distributed import fetch_whole, is_main_process
 from ..sharding._placement import broadcast_prefix
-from ._arrays import check_structure, partition_by_path, target_sharding
+from ..sharding._spec import check_spec
+from ..training._state import TrainState
+from ._arrays import partition_by_path, place_parts, target_sharding
+from ._weight_files import DTYPES, map_weights
+from ._weight_matching import (
+    Rename,
+    Source,
+    Transform,
+    WeightsReport,
+    first_few,
+    list_faults,
+    list_left_out,
+    match_weights,
+    read_part,
+)
 
 _T = TypeVar("_T")
-
-#: The dtypes of safetensors, by the names it gives them.
-_DTYPES = {
-    "BOOL": "bool",
-    "BF16": "bfloat16",
-    "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
-    **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
-    **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
-}
+_log = logging.getLogger(__name__)
 
 
 def save_weights(path: str | os.PathLike[str], model: PyTree) -> None:
@@ -61,7 +60,7 @@ def save_weights(path: str | os.PathLike[str], model: PyTree) -> None:
 
     path = Path(path)
     leaves, _ = partition_by_path(model)
-    unknown = [name for name, x in leaves.items() if str(x.dtype) not in _DTYPES.values()]
+    unknown = [name for name, x in leaves.items() if str(x.dtype) not in DTYPES.values()]
     if unknown:
         raise ValueError(
             f"{unknown[0]} has dtype {leaves[unknown[0]].dtype}, which safetensors does "
@@ -86,89 +85,147 @@ def load_weights(
     path: str | os.PathLike[str],
     like: _T,
     shardings: PyTree[Sharding | None] = None,
+    *,
+    rename: Rename | None = None,
+    transform: Transform | None = None,
+    partial: bool = False,
 ) -> _T:
-    """Read a model's arrays from a safetensors file, each device only its own part.
+    r"""Read a model's arrays from a file, each device only its own part.
+
+    The file may be of [safetensors](https://huggingface.co/docs/safetensors), of
+    `torch.save` (a `state_dict`, or dicts of them, as torch writes since 1.6) or of
+    `equinox.tree_serialise_leaves`. torch is not needed, and a pickle that asks for
+    anything but tensors is refused: no code in a file is run.
 
     **Arguments:**
 
-    - `path`: a file of [`eqxshard.save_weights`][], or another whose arrays have the
-        same names and shapes.
-    - `like`: a model of arrays or of `jax.ShapeDtypeStruct`s, such as from
-        `equinox.filter_eval_shape`. Floating-point types may differ from the file's.
+    - `path`: a file; or the index of several, such as `model.safetensors.index.json`; or
+        the folder of either.
+    - `like`: a model of arrays or of `jax.ShapeDtypeStruct`s, such as the `model` of
+        [`eqxshard.abstract_state`][]. Floating-point types may differ from the file's.
     - `shardings`: the shardings of the arrays, such as from [`eqxshard.shardings`][]; a
         prefix of `like`. Where it is `None`, arrays are sharded like those of `like`.
+    - `rename`: leads from the model to the file: from a path, such as
+        `blocks.0.up.weight`, to the name there. A function of the path; or a mapping from
+        regular expressions to replacements, which are applied in turn, as by `re.sub`.
+        `None` instead of a name leaves the array as it is in `like`. A `*` in a name
+        stands for the numbers from 0: the arrays `h.*.up.weight` are stacked along a
+        first dim, as in the layers for [`eqxshard.scan_layers`][]. A function may also
+        return a list of names: arrays with one dim less than the model's are stacked,
+        others are concatenated along their first dim.
+    - `transform`: `transform(path, array)` changes an array of the file before it is
+        stacked, given the path in the model. The array is a NumPy view of the file, so
+        transposing, slicing and splitting read nothing. (Arithmetic reads the array
+        whole into the host's memory.) It is called once more before, for the shapes.
+    - `partial`: let the model, the file, or both have arrays that the other does not have.
+        They are named in a warning in the log.
 
     **Returns:**
 
-    A model like `like`, with the arrays of the file.
+    A model like `like`, with the arrays of the file. Those that are not read stay as they
+    are in `like`.
 
     **Raises:**
 
-    `FileNotFoundError` if there is no such file; `ValueError` if it is not a safetensors
-    file, or `like` does not have the same arrays: it names each that is missing,
-    superfluous or of another shape.
+    `FileNotFoundError` if a file is missing; `ValueError` if one is damaged or of an
+    unknown format, or the arrays are not those of `like`: it names those that are
+    missing, superfluous or of another shape. `TypeError` if `like` is a whole state, or
+    `rename` returns something else.
+
+    !!! Example
+
+        ```python
+        state = eqxshard.init_state(
+            make_model,
+            optim,
+            key=key,
+            mesh=mesh,
+            rule=rule,
+            load=lambda like: eqxshard.load_weights("model.safetensors", like),
+        )
+        ```
+    """
+    path = Path(path)
+    wanted, static = partition_by_path(_check_model(like))
+    arrays = map_weights(path, like)
+    report, makers = match_weights(arrays, wanted, rename, transform)
+    if faults := list_faults(report, partial=partial):
+        raise ValueError(
+            f"{os.fspath(path)} does not fit this model: {first_few(faults, '; ')}. Find "
+            "the right rename= and transform= with compare_weights; partial=True leaves "
+            "out arrays that only one of them has."
+        )
+    if (left_out := list_left_out(report)) and is_main_process():
+        _log.warning(
+            "%s: %d of the model's %d arrays are read; %s.",
+            os.fspath(path),
+            len(makers),
+            len(wanted),
+            "; ".join(left_out),
+        )
+    loaded = []
+    targets = broadcast_prefix(shardings, like)
+    for (name, leaf), target in zip(wanted.items(), targets, strict=True):
+        if name in makers:
+            there = target or target_sharding(leaf)
+            if isinstance(there, NamedSharding):
+                check_spec(name, leaf.shape, there.spec, there.mesh)
+            what = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there)
+            loaded.append(_place(makers[name](), what))
+        elif target is not None and isinstance(leaf, jax.Array):
+            loaded.append(jax.device_put(leaf, target))
+        else:
+            loaded.append(leaf)
+    return static.combine(loaded)
+
+
+def compare_weights(
+    path: str | os.PathLike[str],
+    like: PyTree,
+    *,
+    rename: Rename | None = None,
+    transform: Transform | None = None,
+) -> WeightsReport:
+    """Compare the names and shapes of a file's arrays with those of a model.
+
+    Nothing is loaded, so this is the way to find the right `rename` and `transform`.
+
+    **Arguments:**
+
+    - `path`, `like`, `rename`, `transform`: as for [`eqxshard.load_weights`][].
+
+    **Returns:**
+
+    An [`eqxshard.WeightsReport`][].
+
+    **Raises:**
+
+    As [`eqxshard.load_weights`][] does, but not if the arrays are not those of `like`.
 
     !!! Example
 
         ```python
         like = eqx.filter_eval_shape(make_model, key)
-        model = eqxshard.load_weights(
-            "model.safetensors", like, eqxshard.shardings(like, mesh, rule)
-        )
+        print(eqxshard.compare_weights("model.safetensors", like))
         ```
     """
-    from safetensors import SafetensorError, safe_open
+    wanted, _ = partition_by_path(_check_model(like))
+    return match_weights(map_weights(Path(path), like), wanted, rename, transform)[0]
 
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"there is no file {os.fspath(path)!r}; give one that save_weights wrote."
+
+def _check_model(like: _T) -> _T:
+    if isinstance(like, TrainState):
+        raise TypeError(
+            "a TrainState is more than a model; load the weights when the state is made, "
+            "with init_state(..., load=...), or into state.model."
         )
-    wanted, static = partition_by_path(like)
-    try:
-        # Validates the header.
-        with safe_open(path, "np"):
-            pass
-    except SafetensorError as error:
-        raise ValueError(
-            f"{os.fspath(path)!r} cannot be read ({error}); it is damaged, or not a "
-            "safetensors file."
-        ) from error
-    # It cannot read 8-bit floats into NumPy. A memory map can, and reads only parts.
-    header, data = _map(path)
-    unknown = [name for name, entry in header.items() if entry["dtype"] not in _DTYPES]
-    if unknown:
-        raise ValueError(
-            f"{unknown[0]} in {os.fspath(path)!r} has dtype "
-            f"{header[unknown[0]]['dtype']}, which JAX does not have; convert the file."
-        )
-    saved = {
-        name: {"shape": entry["shape"], "dtype": _DTYPES[entry["dtype"]]}
-        for name, entry in header.items()
-    }
-    check_structure(wanted, saved, os.fspath(path))
-    arrays = []
-    targets = broadcast_prefix(shardings, like)
-    for (name, leaf), target in zip(wanted.items(), targets, strict=True):
-        start, stop = header[name]["data_offsets"]
-        whole = data[start:stop].view(jnp.dtype(saved[name]["dtype"]))
-        arrays.append(_place(whole.reshape(leaf.shape), leaf, target))
-    return static.combine(arrays)
+    return like
 
 
-def _map(path: Path) -> tuple[dict[str, Any], np.ndarray]:
-    """The header of a file, with an entry for each array, and the bytes after it."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    # Mapped from the start, because the data may be empty, which cannot be mapped.
-    return header, np.memmap(path, np.uint8, "r")[8 + length :]
+def _place(source: Source, what: jax.ShapeDtypeStruct) -> jax.Array:
+    def read(part: tuple[range, ...]) -> np.ndarray:
+        out = np.empty([len(dim) for dim in part], what.dtype)
+        read_part(source, part, out)
+        return out
 
-
-def _place(whole: np.ndarray, leaf: Any, target: Sharding | None) -> jax.Array:
-    def part(index: Any) -> np.ndarray:
-        # Copied, because the file may change.
-        return np.array(whole[index], leaf.dtype)
-
-    return jax.make_array_from_callback(leaf.shape, target or target_sharding(leaf), part)
+    return place_parts(read, what)

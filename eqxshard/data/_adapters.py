@@ -13,7 +13,8 @@ class HuggingFaceSource:
     """A dataset of [Hugging Face](https://huggingface.co/docs/datasets), read by columns.
 
     Each batch is one call, `dataset[indices]`, in the format `"numpy"`; but if the dataset
-    has a transform of its own (`with_transform`), that makes the batch.
+    has a transform of its own (`with_transform`), that makes the batch. Integers get the
+    dtype that the dataset declares, such as uint8 for images.
 
     Columns of strings, or of lists of different lengths, need a `transform` of the
     [`eqxshard.Loader`][] that makes numbers of them, such as a tokenizer; or drop them,
@@ -52,13 +53,12 @@ class HuggingFaceSource:
                 f"a {kind} cannot be read by index; load it without streaming=True, or use "
                 "eqxshard.data.from_iterator."
             )
-        self._integers: list[str] = []
+        self._integers: dict[str, np.dtype] = {}
         if dataset.format["type"] != "custom":
             columns = dataset.format["columns"]
             dataset = dataset.with_format("numpy", columns=columns)
-            for name in columns:
-                if "int" in str(getattr(dataset.features[name], "dtype", "")):
-                    self._integers.append(name)
+            dtypes = {name: _dtype(dataset.features[name]) for name in columns}
+            self._integers = {n: np.dtype(d) for n, d in dtypes.items() if "int" in d}
         self._dataset = dataset
 
     def __len__(self) -> int:
@@ -68,11 +68,20 @@ class HuggingFaceSource:
         """The examples at some indices, in that order; indices may repeat."""
         batch = self._dataset[indices]
         arrays = {name: np.asarray(column) for name, column in batch.items()}
-        for name in self._integers:
-            # The format makes floats of them, or objects, to have a nan for None.
-            if arrays[name].dtype.kind in "fO":
+        for name, dtype in self._integers.items():
+            # The format makes int64 of all integers, or floats or objects if one is None.
+            if arrays[name].dtype.kind in "iu":
+                arrays[name] = arrays[name].astype(dtype)
+            else:
                 _check_complete(name, arrays[name], indices)
         return arrays
+
+
+def _dtype(feature: Any) -> str:
+    """The name of a column's dtype, or of its innermost lists'."""
+    while hasattr(feature, "feature"):
+        feature = feature.feature
+    return str(getattr(feature, "dtype", ""))
 
 
 def _check_complete(name: str, column: np.ndarray, indices: Int[np.ndarray, " n"]) -> None:

@@ -141,7 +141,7 @@ class HostBatches:
         return HostBatch(arrays, real)
 
     def _random(self, step: int, rows: Int[np.ndarray, " rows"]) -> ExampleRandom | None:
-        """What a random transform draws from for this process's rows of a step."""
+        """Random numbers for this process's rows of a step, if the transform wants any."""
         if not isinstance(self.transform, RandomTransform):
             return None
         number, batch = divmod(step, self.length)

@@ -297,7 +297,7 @@ def _check_source(source: Any) -> None:
 
 
 def _digest(sampler: Any, examples: int, seed: int, shuffle: bool) -> str | None:
-    """What tells a user's sampler from others, in the fingerprint: its first epoch."""
+    """Identify a user's sampler by its first epoch, for the fingerprint."""
     if sampler is None:
         return None
     if not isinstance(sampler, Sampler):

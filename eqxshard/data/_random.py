@@ -21,7 +21,9 @@ Number = float | int | np.ndarray
 
 
 class ExampleRandom:
-    """What an [`eqxshard.data.RandomTransform`][] draws from: numbers for each example.
+    """Draws random numbers for each example of a batch.
+
+    An [`eqxshard.data.RandomTransform`][] gets one for each batch.
 
     Row `i` of every result belongs to example `i`, and does not depend on the others.
     Each call draws new numbers. They are a function of the key and of the number of calls
@@ -144,8 +146,8 @@ class ExampleRandom:
 class RandomTransform:
     """A transform that draws random numbers, for the `transform` of [`eqxshard.Loader`][].
 
-    What an example draws is a function of the loader's seed, the epoch and the example's
-    row in the source. So it is the same on any number of processes and workers, for any
+    An example's draws are a function of the loader's seed, the epoch and the example's row
+    in the source. So they are the same on any number of processes and workers, for any
     batch size, and in a run that was resumed. (If a sampler repeats a row in an epoch,
     each repetition draws anew.) The key of a row is
     `jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), epoch), row)`.

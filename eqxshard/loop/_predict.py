@@ -8,6 +8,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Int, PyTree
@@ -15,7 +16,7 @@ from jaxtyping import Array, Int, PyTree
 from ..data._loader import Loader
 from ..distributed import fetch_whole
 from ..sharding._leaves import is_array, leaf_path
-from ..sharding._mesh import batch_sharding
+from ..sharding._mesh import batch_sharding, check_batch_size
 from ..training._compile import Jitted, jit_on
 from ..training._config import mesh_of
 from ..training._extra import Extra, stored_shardings
@@ -39,7 +40,8 @@ def predict(
     loader: Batches,
     *,
     precision: Precision | None = None,
-) -> PyTree[np.ndarray]:
+    gather: bool = True,
+) -> PyTree[np.ndarray | Array]:
     """The outputs of a model for a whole dataset, in the order of the source.
 
     The model is put in inference mode (`equinox.nn.inference_mode`) and is not donated.
@@ -57,11 +59,14 @@ def predict(
     - `loader`: an [`eqxshard.Loader`][] on the same mesh, which is read for one epoch from
         its start. If it shuffles, the outputs are put back in the order of the source.
     - `precision`: as for [`eqxshard.make_train_step`][].
+    - `gather`: whether to fetch the outputs. Otherwise they stay on the devices, their
+        rows split as those of a batch, over which the number of examples must divide.
 
     **Returns:**
 
-    What `fn` returns, as NumPy arrays of leading size dataset, without padding. (Of a
-    loader that is not an [`eqxshard.Loader`][], all rows, in its order.)
+    What `fn` returns, as NumPy arrays (or global `jax.Array`s) of leading size dataset,
+    without padding. (Of a loader that is not an [`eqxshard.Loader`][], all rows, in its
+    order.)
 
     **Raises:**
 
@@ -88,13 +93,15 @@ def predict(
     stored = Extra(static, tuple(stored_shardings(arrays)))
     compiled = _compile(fn, stored, mesh, precision)
     rows = _rows(loader)
-    parts: list[PyTree[np.ndarray]] = []
+    parts: list[PyTree[np.ndarray | Array]] = []
     waiting: deque[PyTree[Array]] = deque()
 
     def fetch() -> None:
-        count = None if rows is None else len(rows[len(parts)])
-        outputs = jax.tree.map(fetch_whole, waiting.popleft())
-        parts.append(jax.tree.map(lambda output: output[:count], outputs))
+        outputs = waiting.popleft()
+        if gather:
+            parts.append(jax.tree.map(fetch_whole, outputs))
+        else:
+            parts.append(jax.block_until_ready(outputs))
 
     with closing(one_epoch(loader, "predict")) as batches:
         for batch in batches:
@@ -105,15 +112,13 @@ def predict(
                 fetch()
     while waiting:
         fetch()
-    outputs = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
-    if rows is None:
-        return outputs
-    order = np.argsort(np.concatenate(rows))
-    in_order = np.array_equal(order, np.arange(len(order)))
-    return outputs if in_order else jax.tree.map(lambda leaf: leaf[order], outputs)
+    if gather:
+        whole = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+        return whole if rows is None else jax.tree.map(lambda x: x[_order(x, rows)], whole)
+    return _join(parts, rows, mesh)
 
 
-def _rows(loader: Batches) -> list[Int[np.ndarray, " n"]] | None:
+def _rows(loader: Batches) -> list[Int[np.ndarray, " _"]] | None:
     """The examples of each batch of an epoch, if the loader knows them."""
     if not isinstance(loader, Loader):
         return None
@@ -126,6 +131,33 @@ def _rows(loader: Batches) -> list[Int[np.ndarray, " n"]] | None:
             f"{len(found)} rows; make one with remainder='pad' and without a sampler."
         )
     return rows
+
+
+def _order(outputs: Any, rows: list[Int[np.ndarray, " _"]]) -> Any:
+    """Where each example's row is in the outputs of all batches, which may be padded."""
+    size = len(outputs) // len(rows)
+    places = [batch * size + np.arange(len(each)) for batch, each in enumerate(rows)]
+    order = np.concatenate(places)[np.argsort(np.concatenate(rows))]
+    in_order = np.array_equal(order, np.arange(len(order)))
+    # A slice of a whole array is not a copy.
+    return slice(len(order)) if in_order else order
+
+
+def _join(
+    parts: list[PyTree[Array]], rows: list[Int[np.ndarray, " _"]] | None, mesh: Mesh
+) -> PyTree[Array]:
+    """The outputs of all batches in order, on their devices."""
+    if rows is not None:
+        check_batch_size(sum(map(len, rows)), mesh)
+
+    def join_leaves(*leaves: Array) -> Array:
+        whole = jnp.concatenate(leaves)
+        return whole if rows is None else whole[_order(whole, rows)]
+
+    def join(parts: list[PyTree[Array]]) -> PyTree[Array]:
+        return jax.tree.map(join_leaves, *parts)
+
+    return jax.jit(join, out_shardings=batch_sharding(mesh))(parts)
 
 
 @ft.lru_cache(maxsize=_KEPT)

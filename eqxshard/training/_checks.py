@@ -157,11 +157,7 @@ def _rewrite(eqn: Any, callbacks: list[Any]) -> list[Any]:
     if name in ("custom_jvp_call", "custom_vjp_call"):
         return _call(core.jaxpr_as_fun(inside(params["call_jaxpr"])), eqn)
     if name == "scan":
-        scan, numbers = _with_output(
-            eqn, (params["length"],), jaxpr=inside(params["jaxpr"])
-        )
-        first = call_function(_first, [numbers])
-        return [scan, first, *first.outvars]
+        return _rewrite_scan(eqn, inside(params["jaxpr"]))
     if name == "shard_map":
         return _rewrite_per_device(eqn, inside(params["jaxpr"]))
     if name == "while" and not any(map(_has_checks, params["cond_jaxpr"].eqns)):
@@ -191,6 +187,26 @@ def _rewrite_check(eqn: Any, callbacks: list[Any]) -> list[Any]:
         return [*core.jaxpr_as_fun(held)(*operands), failed]
 
     return _call(check, eqn)
+
+
+def _rewrite_scan(eqn: Any, body: Any) -> list[Any]:
+    params = eqn.params
+    if "ft_in" in params:  # JAX 0.11 and later.
+        consts, carry, _ = map(len, params["ft_in"].unpack())
+    else:
+        consts, carry = params["num_consts"], params["num_carry"]
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+
+    def scan(*operands: Array) -> list[Array]:
+        def step(state: Any, xs: Any) -> tuple[Any, Any]:
+            out = core.jaxpr_as_fun(body)(*operands[:consts], *state, *xs)
+            return out[:carry], out[carry:]
+
+        first, xs = operands[consts : consts + carry], operands[consts + carry :]
+        state, (*ys, numbers) = jax.lax.scan(step, [*first], [*xs], **options)
+        return [*state, *ys, _first(numbers)]
+
+    return _call(scan, eqn)
 
 
 def _rewrite_loop(eqn: Any, body: Any) -> list[Any]:

@@ -1,5 +1,6 @@
 """Make a training state, each array sharded from the start."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Key, PyTree, UInt32
 
 from ..distributed import assert_same_on_all_processes, spans_processes
-from ..sharding._leaves import array_leaves, is_array, is_key
+from ..sharding._leaves import array_leaves, format_array, is_array, is_key
 from ..sharding._mesh import check_mesh
 from ..sharding._placement import named_leaves
 from ..sharding._rule import Rule, check_rule
@@ -25,6 +26,7 @@ from ._state import (
     flatten_state,
     split_model,
     unflatten_state,
+    with_state,
     without_state,
 )
 
@@ -38,6 +40,7 @@ def init_state(
     rule: Rule,
     trainable: PyTree = True,
     precision: Precision | None = None,
+    load: Callable[[Any], PyTree] | None = None,
 ) -> TrainState:
     """Make a model and its optimizer state, each array sharded from the start.
 
@@ -64,6 +67,11 @@ def init_state(
         are frozen: they have no gradient and no optimizer state.
     - `precision`: the types of parameters and of computation; by default those that
         `make_model` chooses.
+    - `load`: a function that loads weights, such as by [`eqxshard.load_weights`][], into
+        the model that it gets, which has a `jax.ShapeDtypeStruct` with its sharding for
+        each array. Those that are left are made by `make_model`. The optimizer's state
+        is made for the loaded weights. The state takes them over without a copy, so
+        steps donate them.
 
     **Returns:**
 
@@ -72,8 +80,8 @@ def init_state(
     **Raises:**
 
     `TypeError` if `key` is not a random key, `make_model` not a function or `optim` not
-    an optimizer; `ValueError` as [`eqxshard.shardings`][] does, and if one array appears
-    twice in the model: the two would drift apart.
+    an optimizer; `ValueError` as [`eqxshard.shardings`][] does, if one array appears
+    twice in the model (the two would drift apart), and if `load` returns another model.
 
     !!! Example
 
@@ -90,18 +98,33 @@ def init_state(
     options = {"trainable": trainable, "precision": precision}
     like = abstract_state(make_model, optim, key=key, mesh=mesh, rule=rule, **options)
     leaves, static = flatten_state(like)
-    make = make_init_fn(make_model, optim, rule, trainable, precision)
+    model_arrays = [] if load is None else _load(load, like.model)
+    # One entry for each array of the state, in order; before the model is the step.
+    loaded = dict(enumerate(model_arrays, start=1))
+    loaded = {i: x for i, x in loaded.items() if x is not None}
+    made = [i for i in range(len(leaves)) if i not in loaded]
 
-    def init_arrays(key_data: Array) -> list[Array]:
+    def init_arrays(key_data: Array, loaded: dict[int, Array]) -> list[Array]:
         if is_key(key):
             key_data = jax.random.wrap_key_data(key_data, impl=key.dtype)
-        return flatten_state(make(key_data)[0])[0]
+
+        def make_loaded(key: Array) -> PyTree:
+            model, model_state = without_state(make_model(key))
+            return with_state(_replace(model, loaded), model_state)
+
+        make = make_init_fn(make_loaded, optim, rule, trainable, precision)
+        arrays = flatten_state(make(key_data)[0])[0]
+        return [arrays[i] for i in made]
 
     # All processes have the key's numbers on their hosts.
     whole = NamedSharding(mesh, PartitionSpec())
-    shardings = [leaf.sharding for leaf in leaves]
-    init = jax.jit(init_arrays, in_shardings=whole, out_shardings=shardings)
-    return unflatten_state(init(_key_data(key)), static)
+    init = jax.jit(
+        init_arrays,
+        in_shardings=(whole, {i: x.sharding for i, x in loaded.items()}),
+        out_shardings=[leaves[i].sharding for i in made],
+    )
+    arrays = dict(zip(made, init(_key_data(key), loaded), strict=True)) | loaded
+    return unflatten_state([arrays[i] for i in range(len(leaves))], static)
 
 
 def abstract_state(
@@ -212,6 +235,34 @@ def _check_function(make_model: Any) -> None:
             f"make_model is a {type(make_model).__name__}, and init_state takes a function "
             "of a key; for a model that you have already, write lambda key: model."
         )
+
+
+def _load(load: Callable[[Any], PyTree], like: PyTree) -> list[Array | None]:
+    """What `load` makes of each array of the model: an array, or nothing."""
+    wanted, loaded = array_leaves(like), array_leaves(load(like))
+    if [path for path, _ in wanted] != [path for path, _ in loaded]:
+        raise ValueError(
+            "load returned a model with other arrays than it got; return what "
+            "load_weights(path, like) returns."
+        )
+    for (path, leaf), (_, x) in zip(wanted, loaded, strict=True):
+        if format_array(x) != format_array(leaf):
+            raise ValueError(
+                f"load returned {path} as {format_array(x)}, and the model has "
+                f"{format_array(leaf)}; load it with the shape and dtype that it has."
+            )
+    return [
+        jax.device_put(x, leaf.sharding) if isinstance(x, jax.Array) else None
+        for (_, leaf), (_, x) in zip(wanted, loaded, strict=True)
+    ]
+
+
+def _replace(model: PyTree, loaded: dict[int, Array]) -> PyTree:
+    """The model with some of its arrays replaced, by their number in the state."""
+    numbers = itertools.count(1)
+    return jax.tree.map(
+        lambda leaf: loaded.get(next(numbers), leaf) if is_array(leaf) else leaf, model
+    )
 
 
 def _key_data(key: Array) -> np.ndarray:

@@ -11,6 +11,7 @@ from eqxshard.checkpoint._arrays import (
     array_metadata,
     check_structure,
     partition_by_path,
+    place_parts,
 )
 
 
@@ -87,3 +88,16 @@ def test_parts_that_straddle_chunks_are_read_whole(tmp_path):
             restored = checkpointer.restore(like).model["x"]
             assert restored.sharding.spec == jax.P(*split)
             np.testing.assert_array_equal(restored, state.model["x"])
+
+
+@pytest.mark.parametrize("offset", [0, 16])
+def test_parts_are_copied_however_they_are_aligned(offset):
+    memory = np.zeros(16 * 4 + 128, np.uint8)
+    start = -memory.ctypes.data % 64 + offset
+    on_host = memory[start : start + 16 * 4].view(np.float32)
+    there = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    target = jax.ShapeDtypeStruct((16,), jnp.float32, sharding=there)
+    array = place_parts(lambda part: on_host, target)
+    assert array.unsafe_buffer_pointer() != on_host.ctypes.data
+    on_host[:] = 1
+    np.testing.assert_array_equal(array, np.zeros(16, np.float32))

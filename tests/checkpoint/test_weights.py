@@ -6,8 +6,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from helpers import Model, assert_equal, make_mesh, part
+from helpers import Model, assert_equal, lenient, make_batch, make_mesh, part
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.layout import Format, Layout
@@ -22,6 +23,7 @@ TYPES = (
     *(f"{kind}int{bits}" for kind in ("", "u") for bits in (8, 16, 32, 64)),
 )
 FSDP = eqxshard.fsdp(min_size=1)
+ADAM = lenient(optax.chain(optax.adam(1e-3), eqxshard.ema_weights(0.9)))
 
 
 def make_mlp(key):
@@ -147,20 +149,24 @@ def test_without_shardings_arrays_go_where_those_of_the_model_are(mlp, file):
     assert part(loaded.layers[0].weight) == (2, 8)
 
 
+def test_a_dim_that_does_not_divide_is_named(mlp, file):
+    mesh = make_mesh("fsdp=8")
+    says = r"layers\.2\.weight.*\b4\b.*fsdp"
+    with pytest.raises(ValueError, match=says):
+        eqxshard.load_weights(file, mlp, jax.NamedSharding(mesh, jax.P("fsdp")))
+
+
 def test_each_device_reads_its_part_alone(tmp_path, monkeypatch):
     file = tmp_path / "x.safetensors"
     eqxshard.save_weights(file, {"x": jnp.zeros((64, 32))})
     parts = []
-    make = jax.make_array_from_callback
+    put = jax.device_put
 
-    def watch(shape, sharding, callback):
-        def watched(index):
-            parts.append(callback(index))
-            return parts[-1]
+    def watched(x, *args, **options):
+        parts.extend([x] if isinstance(x, np.ndarray) else [])
+        return put(x, *args, **options)
 
-        return make(shape, sharding, watched)
-
-    monkeypatch.setattr(jax, "make_array_from_callback", watch)
+    monkeypatch.setattr(jax, "device_put", watched)
     like = {"x": jax.ShapeDtypeStruct((64, 32), jnp.float32)}
     rows = jax.NamedSharding(make_mesh("fsdp=8"), jax.P("fsdp"))
     loaded = eqxshard.load_weights(file, like, rows)
@@ -244,8 +250,20 @@ def test_every_leaf_that_differs_is_named(mlp, file):
     assert "layers.0.weight has shape [16, 8] there, not [16, 9]" in says
     assert "layers.1.bias has dtype float32 there, not int32" in says
     assert "layers.2.bias float32[4] is only there" in says
-    assert "norm float32[3] is missing there" in says
+    assert "norm is missing there" in says
     assert "layers.0.bias" not in says and "\n" not in says
+
+
+def test_of_many_faults_the_first_few_are_named(mlp, file):
+    with pytest.raises(ValueError, match=r"a is missing there; .*; and 3 more\. Find the"):
+        eqxshard.load_weights(file, {"a": mlp.layers[0].weight})
+
+
+def test_a_whole_state_is_refused(mlp, file):
+    state = eqxshard.TrainState(jnp.int32(0), mlp, None, jax.random.key(0))
+    for load in (eqxshard.load_weights, eqxshard.compare_weights):
+        with pytest.raises(TypeError, match=r"more than a model; .* or into state\.model"):
+            load(file, state)
 
 
 def test_types_that_safetensors_lacks_are_refused(tmp_path):
@@ -274,9 +292,9 @@ def test_two_arrays_of_one_name_are_refused(tmp_path):
 
 
 def test_a_missing_file_is_named(mlp, tmp_path):
-    for path in (tmp_path / "none.safetensors", tmp_path):
-        with pytest.raises(FileNotFoundError, match=f"no file '{path}'; give one"):
-            eqxshard.load_weights(path, mlp)
+    path = tmp_path / "none.safetensors"
+    with pytest.raises(FileNotFoundError, match=f"no file '{path}'; give a file of"):
+        eqxshard.load_weights(path, mlp)
 
 
 @settings(max_examples=150, deadline=None)
@@ -293,6 +311,126 @@ def test_a_damaged_file_is_refused_or_is_no_other_model(mlp, file, tmp_path_fact
     # Whatever was flipped in a header, some array is lost or has another name or type.
     with pytest.raises(ValueError, match=r"x.safetensors"):
         eqxshard.load_weights(path, mlp)
+
+
+# A part of a model
+
+
+def test_arrays_that_only_one_side_has_are_left_out_on_request(mlp, file, caplog):
+    like = make_mlp(jax.random.key(1))
+    head = eqx.nn.Linear(16, 3, key=jax.random.key(2))
+    wider = {"layers": like.layers[:2], "head": head}
+    with pytest.raises(ValueError, match=r"head\.weight is missing there; head\.bias is"):
+        eqxshard.load_weights(file, wider)
+    loaded = eqxshard.load_weights(file, wider, partial=True)
+    assert_equal(loaded["layers"], mlp.layers[:2])
+    assert_equal(loaded["head"], head)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{file}: 4 of the model's 6 arrays are read; the model keeps its own head.weight, "
+        "head.bias; the file's layers.2.bias, layers.2.weight are not used."
+    ]
+
+
+def test_another_shape_is_refused_even_in_a_part(mlp, file):
+    like = eqx.tree_at(lambda m: m.layers[2].weight, mlp, jnp.zeros((3, 16)))
+    with pytest.raises(
+        ValueError, match=r"weight has shape \[4, 16\] there, not \[3, 16\]"
+    ):
+        eqxshard.load_weights(file, like, partial=True)
+    new_head = {r"layers\.2\.": None}
+    loaded = eqxshard.load_weights(file, like, rename=new_head, partial=True)
+    assert_equal(loaded.layers[:2], mlp.layers[:2])
+    assert loaded.layers[2].weight is like.layers[2].weight
+
+
+def test_what_is_kept_is_moved_to_its_sharding(mlp, file):
+    mesh = make_mesh("fsdp=8")
+    like = {"layers": make_mlp(jax.random.key(1)).layers, "scale": jnp.arange(8.0)}
+    loaded = eqxshard.load_weights(
+        file, like, eqxshard.shardings(like, mesh, FSDP), rename={"^scale$": None}
+    )
+    assert part(loaded["scale"]) == (1,) and part(loaded["layers"][1].weight) == (2, 16)
+    assert_equal(loaded, {"layers": mlp.layers, "scale": jnp.arange(8.0)})
+
+
+# Into a state
+
+
+def init(mesh, load, make_model=make_mlp, optim=ADAM, **options):
+    return eqxshard.init_state(
+        make_model,
+        optim,
+        key=jax.random.key(1),
+        mesh=make_mesh(mesh),
+        rule=FSDP,
+        load=load,
+        **options,
+    )
+
+
+def loss_fn(model, batch, key):
+    return jnp.sum((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2, axis=-1)
+
+
+def addresses(tree):
+    leaves = jax.tree.leaves(eqx.filter(tree, eqx.is_array))
+    return [leaf.addressable_shards[0].data.unsafe_buffer_pointer() for leaf in leaves]
+
+
+@pytest.mark.parametrize("mesh", ["data=1", "fsdp=8"])
+def test_a_state_takes_loaded_weights_over_without_a_copy(file, mesh):
+    read = []
+
+    def load(like):
+        loaded = eqxshard.load_weights(file, like)
+        read.extend(addresses(loaded))
+        return loaded
+
+    state = init(mesh, load)
+    assert addresses(state.model) == read
+    # The arrays of one shape may change places.
+    before = addresses((state.step, state.model, state.opt_state))
+    assert len(set(before)) == len(before)
+    train_step = eqxshard.make_train_step(loss_fn, ADAM, mesh=make_mesh(mesh), rule=FSDP)
+    after, _ = train_step(state, make_batch())
+    assert {*addresses((after.step, after.model, after.opt_state))} == {*before}
+
+
+def test_the_optimizer_begins_at_what_was_loaded(mlp, file):
+    state = init("fsdp=8", lambda like: eqxshard.load_weights(file, like))
+    assert_equal(state.model, mlp)
+    assert_equal(eqxshard.ema_model(state), mlp)
+
+
+def test_what_is_not_loaded_is_made(mlp, file):
+    fresh = init("fsdp=8", None)
+
+    def load(like):
+        head = {r"layers\.2\.": None}
+        return eqxshard.load_weights(file, like, rename=head, partial=True)
+
+    state = init("fsdp=8", load)
+    assert_equal(state.model.layers[:2], mlp.layers[:2])
+    assert_equal(state.model.layers[2], fresh.model.layers[2])
+    assert_equal(state.key, fresh.key)
+
+
+def test_weights_are_loaded_in_the_types_of_the_state(mlp, file):
+    state = init(
+        "fsdp=8",
+        lambda like: eqxshard.load_weights(file, like),
+        precision=eqxshard.Precision(params=jnp.bfloat16),
+    )
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_array(x) else x, mlp)
+    assert_equal(state.model, half)
+
+
+def test_another_model_is_refused(mlp):
+    with pytest.raises(ValueError, match=r"load returned a model with other arrays than"):
+        init("data=1", lambda like: like.layers)
+    half = eqx.tree_at(lambda m: m.layers[0].bias, mlp, jnp.zeros(16, jnp.bfloat16))
+    with pytest.raises(ValueError, match=r"layers\.0\.bias as bfloat16\[16\], .* float32"):
+        init("data=1", lambda like: half)
 
 
 # Saving that fails

@@ -28,7 +28,20 @@ def test_columns_are_gathered_as_arrays(datasets):
     assert len(source) == 20
     assert batch["x"].tolist() == [7, 3, 7]
     np.testing.assert_array_equal(batch["image"], image[[7, 3, 7]])
-    assert batch["f"].dtype == np.float32
+    assert batch["image"].dtype == np.uint8 and batch["f"].dtype == np.float32
+
+
+def test_integers_have_the_dtype_that_is_declared(datasets):
+    image = np.arange(20 * 6, dtype=np.uint8).reshape(20, 2, 3)
+    dataset = dataset_of(datasets, a=image, b=image.tolist(), c=[1] * 20)
+    dataset = dataset.cast_column("a", datasets.Array2D((2, 3), "uint8"))
+    lists = datasets.List(datasets.List(datasets.Value("uint8")))
+    dataset = dataset.cast_column("b", lists).cast_column("c", datasets.Value("int16"))
+    batch = HuggingFaceSource(dataset).gather(np.array([7, 3]))
+    assert batch["a"].dtype == batch["b"].dtype == np.uint8
+    assert batch["c"].dtype == np.int16
+    np.testing.assert_array_equal(batch["a"], image[[7, 3]])
+    np.testing.assert_array_equal(batch["b"], image[[7, 3]])
 
 
 def test_a_loader_reads_them(datasets):

@@ -17,6 +17,7 @@ from loader_helpers import (
     numbers,
     read,
     rows,
+    take,
 )
 
 import eqxshard
@@ -215,21 +216,24 @@ class Slow:
         return {"x": np.int32(index)}
 
 
-def with_process(batch):
-    return {**batch, "process": np.full(len(batch["x"]), os.getpid(), np.int32)}
+def with_process(batch, random):
+    process = np.full(len(batch["x"]), os.getpid(), np.int32)
+    return {**batch, "process": process, "draw": random.normal((2,))}
 
 
 @pytest.mark.parametrize("remainder", ["pad", "drop"])
 def test_workers_make_the_same_batches_in_other_processes(remainder):
     options = {"remainder": remainder, "seed": 3, "epochs": 2}
     source = eqxshard.data.RecordSource(Slow())
-    expected = read(loader_of(source, **options))
-    loader = loader_of(source, **options, workers=2, transform=with_process)
-    batches, processes = [], set()
-    for batch in loader:
-        batches.append(rows(batch))
+    transform = eqxshard.data.RandomTransform(with_process)
+    here = take(loader_of(source, **options, transform=transform))
+    expected = [rows(batch) for batch in here]
+    loader = loader_of(source, **options, workers=2, transform=transform)
+    processes = set()
+    for batch, other in zip(loader, here, strict=True):
+        assert rows(batch) == rows(other)
+        np.testing.assert_array_equal(batch["draw"], other["draw"])
         processes |= set(np.asarray(batch["process"]).tolist())
-    assert batches == expected
     # The first batch is made in this process, to not wait for a worker to start.
     assert len(processes) == 3 and os.getpid() in processes
     # From the middle of an epoch; prefetched batches do not count for the position.

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import RULES, Model, lenient, make_loader, make_mesh, source
+from jax.sharding import NamedSharding, PartitionSpec
 from process_helpers import finished
 
 import eqxshard
@@ -54,6 +55,25 @@ def test_outputs_are_those_of_each_example_in_order(state, expected, options):
     assert found["index"].tolist() == [*range(100)]
     assert isinstance(found["out"], np.ndarray) and found["out"].dtype == np.float32
     np.testing.assert_allclose(found["out"], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_outputs_may_stay_on_the_devices(shuffle):
+    mesh = make_mesh("data=2,fsdp=2")
+    model = eqxshard.filter_shard(Model(KEY), NamedSharding(mesh, PartitionSpec()))
+    loader = loader_of(mesh=mesh, shuffle=shuffle)
+    found = eqxshard.predict(model, outputs, loader, gather=False)
+    assert found["index"].shape == (100,)
+    assert found["index"].sharding == eqxshard.batch_sharding(mesh)
+    assert found["index"].addressable_shards[0].data.shape == (25,)
+    expected = eqxshard.predict(model, outputs, loader)
+    for name in ("index", "out"):
+        np.testing.assert_array_equal(found[name], expected[name])
+
+
+def test_outputs_that_do_not_divide_cannot_stay(state):
+    with pytest.raises(ValueError, match=r"100 .* 8"):
+        eqxshard.predict(state.model, outputs, loader_of(), gather=False)
 
 
 def test_the_function_is_compiled_once(state):

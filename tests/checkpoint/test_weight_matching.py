@@ -1,0 +1,262 @@
+"""Arrays of a file under other names, in other layouts, stacked or concatenated."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import make_mesh, part
+from safetensors.numpy import save_file
+
+import eqxshard
+
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape):
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+#: Layers of a Llama and of a mixture of experts, by their names in files.
+FILE = {
+    "model.norm.weight": normal(8),
+    **{f"model.layers.{i}.{x}_proj": normal(4, 8) for i in range(3) for x in "qkv"},
+    **{f"model.layers.{i}.up.weight": normal(8, 16) for i in range(3)},
+    **{f"moe.{i}.experts.{j}.w1": normal(4, 8) for i in range(2) for j in range(4)},
+}
+
+
+def stacked(name, count=3):
+    return np.stack([FILE[name.replace("*", str(i))] for i in range(count)])
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("weights") / "llama.safetensors"
+    save_file(FILE, path)
+    return path
+
+
+def like(shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def load(file, tree, rename, transform=None, spec=None, partial=True):
+    shardings = None
+    if spec is not None:
+        shardings = jax.NamedSharding(make_mesh("data=2,fsdp=4"), spec)
+    return eqxshard.load_weights(
+        file, tree, shardings, rename=rename, transform=transform, partial=partial
+    )
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        lambda path: f"model.{path}",
+        {"^": "model."},
+        {r"^norm": "m.norm", r"^m\.(\w+)": r"model.\1"},
+    ],
+)
+def test_names_are_made_of_paths(file, rename):
+    loaded = load(file, {"norm": {"weight": like((8,))}}, rename)
+    np.testing.assert_array_equal(loaded["norm"]["weight"], FILE["model.norm.weight"])
+
+
+def test_two_paths_may_have_one_array(file):
+    tree = {"tied": like((8,)), "norm": like((8,))}
+    loaded = load(file, tree, lambda path: "model.norm.weight")
+    np.testing.assert_array_equal(loaded["tied"], loaded["norm"])
+
+
+def test_a_pattern_that_matches_nothing_is_refused(file):
+    says = (
+        r"rename: 'nrom' matches no path of the model; the first paths are norm\.weight\."
+    )
+    with pytest.raises(ValueError, match=says):
+        load(file, {"norm": {"weight": like((8,))}}, {"nrom": "x"})
+
+
+@pytest.mark.parametrize(("pattern", "replacement"), [("(", ""), ("norm", r"\2")])
+def test_what_is_not_a_regular_expression_is_refused(file, pattern, replacement):
+    with pytest.raises(ValueError, match=r"is not a regular expression \(.*; escape"):
+        load(file, {"norm": like((8,))}, {pattern: replacement})
+
+
+@pytest.mark.parametrize("result", [3, ["a", None], ("a", ["b"])])
+def test_what_is_not_a_name_is_refused(file, result, unannotated):
+    with pytest.raises(TypeError, match=r"rename\('norm'\) returned .*; return the name"):
+        load(file, {"norm": like((8,))}, lambda path: result)
+
+
+# Several arrays as one
+
+SPECS = [None, jax.P(None, "fsdp"), jax.P(None, None, "fsdp"), jax.P(None, "data", "fsdp")]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_layers_are_stacked(file, spec):
+    names = [f"model.layers.{i}.up.weight" for i in range(3)]
+    for rename in ({"^up$": "model.layers.*.up.weight"}, lambda path: names):
+        loaded = load(file, {"up": like((3, 8, 16))}, rename, spec=spec)["up"]
+        np.testing.assert_array_equal(loaded, stacked("model.layers.*.up.weight"))
+    if spec == jax.P(None, "data", "fsdp"):
+        assert part(loaded) == (3, 4, 4)
+
+
+@pytest.mark.parametrize("spec", [None, jax.P("fsdp"), jax.P(("data", "fsdp"))])
+def test_matrices_are_concatenated(file, spec):
+    names = [f"model.layers.1.{x}_proj" for x in "qkv"]
+    loaded = load(file, {"qkv": like((12, 8))}, lambda path: names, spec=jax.P("fsdp"))
+    whole = np.concatenate([FILE[name] for name in names])
+    np.testing.assert_array_equal(loaded["qkv"], whole)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_concatenated_matrices_of_layers_are_stacked(file, spec):
+    names = [f"model.layers.*.{x}_proj" for x in "qkv"]
+    loaded = load(file, {"qkv": like((3, 12, 8))}, lambda path: names, spec=spec)["qkv"]
+    whole = np.concatenate([stacked(name) for name in names], axis=1)
+    np.testing.assert_array_equal(loaded, whole)
+    # As the model's array has a dim more, they are stacked.
+    apart = load(file, {"qkv": like((3, 3, 4, 8))}, lambda path: names)["qkv"]
+    np.testing.assert_array_equal(apart, whole.reshape(3, 3, 4, 8))
+
+
+@pytest.mark.parametrize("spec", [None, jax.P("data", "fsdp"), jax.P(None, ("data",))])
+def test_experts_of_layers_are_stacked_twice(file, spec):
+    rename = {"^w1$": "moe.*.experts.*.w1"}
+    loaded = load(file, {"w1": like((2, 4, 4, 8))}, rename, spec=spec)["w1"]
+    expected = [stacked(f"moe.{i}.experts.*.w1", 4) for i in range(2)]
+    np.testing.assert_array_equal(loaded, np.stack(expected))
+
+
+def test_vectors_and_scalars_are_joined(tmp_path):
+    file = tmp_path / "x.safetensors"
+    save_file({f"s{i}": np.array(i, np.float32) for i in range(4)}, file)
+    loaded = load(file, {"s": like((4,))}, {"^s$": "s*"}, spec=jax.P("fsdp"))
+    np.testing.assert_array_equal(loaded["s"], np.arange(4.0))
+
+
+def test_no_host_array_is_larger_than_a_part(file, monkeypatch):
+    sizes = []
+    empty = np.empty
+
+    def watched(shape, *args, **options):
+        sizes.append(np.prod(shape))
+        return empty(shape, *args, **options)
+
+    monkeypatch.setattr(np, "empty", watched)
+    tree = {"up": like((3, 16, 8))}
+    rename = {"^up$": "model.layers.*.up.weight"}
+    loaded = load(file, tree, rename, lambda path, x: x.T, jax.P(None, "fsdp", "data"))
+    assert part(loaded["up"]) == (3, 4, 4) and max(sizes) == 48
+    transposed = stacked("model.layers.*.up.weight").transpose(0, 2, 1)
+    np.testing.assert_array_equal(loaded["up"], transposed)
+
+
+# Changes
+
+
+def test_one_matrix_is_split_by_the_path(file):
+    def transform(path, array):
+        return np.split(array, 2)[["first", "second"].index(path)].T
+
+    tree = {"first": like((16, 4)), "second": like((16, 4))}
+    loaded = load(file, tree, lambda path: "model.layers.0.up.weight", transform)
+    whole = FILE["model.layers.0.up.weight"]
+    np.testing.assert_array_equal(loaded["first"], whole[:4].T)
+    np.testing.assert_array_equal(loaded["second"], whole[4:].T)
+
+
+def test_arithmetic_is_possible_and_the_file_cannot_be_changed(file):
+    rename = {"^norm$": "model.norm.weight"}
+    loaded = load(file, {"norm": like((8,))}, rename, lambda path, x: x - 1)
+    np.testing.assert_array_equal(loaded["norm"], FILE["model.norm.weight"] - 1)
+
+    def change(path, array):
+        array -= 1
+        return array
+
+    with pytest.raises(ValueError, match="read-only") as error:
+        load(file, {"norm": like((8,))}, rename, change)
+    assert error.value.__notes__ == ["(in the transform of model.norm.weight for norm)"]
+
+
+# Reports
+
+
+def test_a_report_says_what_fits_and_what_does_not(file):
+    tree = {
+        "norm": {"weight": like((8,))},
+        "up": like((3, 16, 8)),
+        "down": like((4, 8)),
+        "qkv": like((3, 12, 8)),
+        "head": like((5,)),
+        "deep": like((9, 8, 16)),
+    }
+
+    def rename(path):
+        return {
+            "norm.weight": "model.norm.weight",
+            "up": "model.layers.*.up.weight",
+            "down": "model.layers.0.q_proj",
+            "qkv": [f"model.layers.*.{x}_proj" for x in "qkv"],
+            "head": None,
+            "deep": "model.layers.*.up.weight",
+        }[path]
+
+    report = eqxshard.compare_weights(file, tree, rename=rename)
+    qkv = ", ".join(f"model.layers.*.{x}_proj" for x in "qkv")
+    assert report.matched == {
+        "down": "model.layers.0.q_proj",
+        "norm.weight": "model.norm.weight",
+        "qkv": qkv,
+    }
+    assert report.missing == {"deep": "model.layers.*.up.weight"}
+    assert report.kept == ("head",)
+    assert list(report.unused) == [name for name in FILE if name.startswith("moe")]
+    assert report.unused["moe.1.experts.3.w1"] == "float32[4,8]"
+    says = "up has shape [3, 8, 16] there (as model.layers.*.up.weight), not [3, 16, 8]"
+    assert report.different == {"up": says}
+    lines = str(report).splitlines()
+    assert lines[0] == "3 in both (the model's path, the file's name):"
+    assert lines[2:5] == [
+        "  norm.weight  model.norm.weight",
+        f"  qkv          {qkv}",
+        "1 only in the model:",
+    ]
+    assert lines[6:9] == ["1 not to be read:", "  head", "8 only in the file:"]
+    assert lines[-2:] == ["1 that differ:", f"  {says}"]
+    fixed = eqxshard.compare_weights(
+        file,
+        tree,
+        rename=rename,
+        transform=lambda path, x: x.T if path == "up" else x,
+    )
+    assert "up" in fixed.matched and not fixed.different
+
+
+def test_arrays_that_cannot_be_joined_are_refused(file):
+    names = ["model.layers.0.q_proj", "model.layers.0.up.weight"]
+    says = r"x has parts of shapes \[4, 8\], \[8, 16\] there \(as .*\), which cannot be joi"
+    for shape in ((12, 8), (2, 4, 8)):
+        with pytest.raises(ValueError, match=says):
+            load(file, {"x": like(shape)}, lambda path: names)
+
+
+def test_other_types_are_refused(file):
+    tree = {"norm": jax.ShapeDtypeStruct((8,), jnp.int32)}
+    with pytest.raises(
+        ValueError, match=r"norm has dtype float32 there \(as .*, not int32"
+    ):
+        load(file, tree, {"^norm$": "model.norm.weight"})
+
+
+def test_abstract_arrays_that_are_not_read_stay_so(file):
+    tree = {"norm": like((8,)), "head": like((5,))}
+    loaded = load(file, tree, {"norm": "model.norm.weight"})
+    assert loaded["head"] == tree["head"] and eqx.is_array(loaded["norm"])

@@ -1,0 +1,126 @@
+"""Companions of a run's steps, and the metrics of array shape that evaluations return."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_equal, make_mesh
+from loop_helpers import OPTIM, Layers, Recorder, make_loader, nan_loss
+
+import eqxshard
+from eqxshard.callbacks import Every
+
+
+def follow(model, batch, key, target):
+    """The squared distance of a model's outputs from a target's, plus 1."""
+    return (jax.vmap(model)(batch["x"]) - jax.vmap(target)(batch["x"]) - 1) ** 2
+
+
+def new_state(seed=0):
+    where = {"mesh": make_mesh(), "rule": eqxshard.replicate()}
+    return eqxshard.init_state(Layers, OPTIM, key=jax.random.key(seed), **where)
+
+
+@pytest.mark.parametrize("placement", ["host", "device"])
+def test_fit_gives_each_step_the_companion(placement):
+    train_step = eqxshard.make_train_step(follow, OPTIM)
+    target = new_state(1).model
+    expected = new_state()
+    for batch in make_loader(epochs=1):
+        expected, _ = train_step(expected, batch, target)
+    loader = make_loader(placement=placement)
+    state = eqxshard.fit(new_state(), train_step, loader, epochs=1, extra=target)
+    assert_equal(state, expected)
+
+
+def test_a_callback_replaces_the_companion():
+    train_step = eqxshard.make_train_step(follow, OPTIM)
+    synced = []
+
+    def sync(run):
+        run.extra = run.state.model
+        synced.append(run.step)
+
+    recorder = Recorder()
+    state = new_state()
+    eqxshard.fit(
+        state,
+        train_step,
+        make_loader(),
+        steps=6,
+        extra=state.model,
+        callbacks=[Every(2, sync)],
+        trackers=[recorder],
+        log_every=1,
+    )
+    assert synced == [2, 4, 6]
+    losses = [values["train/loss"] for _, values in recorder.lines]
+    # Where the model is its own target, the distance is 0.
+    assert losses[0] == losses[2] == losses[4] == 1.0
+    assert all(abs(loss - 1.0) > 1e-6 for loss in losses[1::2])
+
+
+def nan_with(model, batch, key, target):
+    return nan_loss(model, batch, key) + follow(model, batch, key, target)
+
+
+def test_a_crash_dump_keeps_the_companion(tmp_path):
+    from eqxshard.debug._crash_dump import read_crash_dump
+    from eqxshard.debug._replay import replay
+
+    checkpointer = eqxshard.Checkpointer(tmp_path)
+    target = new_state(1).model
+    with pytest.raises(FloatingPointError, match=r"python -m eqxshard\.replay"):
+        eqxshard.fit(
+            new_state(),
+            eqxshard.make_train_step(nan_with, OPTIM),
+            make_loader(),
+            steps=3,
+            max_nonfinite=2,
+            checkpointer=checkpointer,
+            extra=target,
+        )
+    dump = read_crash_dump(checkpointer.directory / "crash_dump")
+    (kept,) = dump.extra
+    np.testing.assert_array_equal(kept.layers[0].weight, target.layers[0].weight)
+    assert replay(dump).startswith("the first NaN appears in")
+
+
+def test_a_confusion_matrix_of_an_evaluation_reaches_callbacks(tmp_path):
+    def metric_fn(model, batch):
+        above = jax.nn.one_hot((jax.vmap(model)(batch["x"]) > 0).astype(int), 2)
+        truth = jax.nn.one_hot((batch["x"][:, 0] > 0).astype(int), 2)
+        return {
+            "confusion": truth[:, :, None] * above[:, None],
+            "one": jnp.ones(len(above)),
+        }
+
+    eval_step = eqxshard.make_eval_step(metric_fn)
+    loader = make_loader(batch_size=32)
+    seen = []
+
+    class Look(eqxshard.callbacks.Callback):
+        def after_evaluation(self, run):
+            seen.append(run.values["eval/confusion"])
+
+    def evaluate(model):
+        return eqxshard.evaluate(model, eval_step, loader)
+
+    recorder = Recorder()
+    state = eqxshard.fit(
+        new_state(),
+        eqxshard.make_train_step(lambda m, b, k: follow(m, b, k, m), OPTIM),
+        make_loader(),
+        steps=2,
+        evaluate=evaluate,
+        callbacks=[Look()],
+        trackers=[recorder, eqxshard.trackers.JSONLines(tmp_path / "m.jsonl")],
+        checkpointer=eqxshard.Checkpointer(tmp_path / "run", best="eval/one"),
+    )
+    x = make_loader()._host.source.gather(np.arange(48))["x"]
+    model = eqx.filter(state.model, lambda _: True)
+    above, truth = np.asarray(jax.vmap(model)(x)) > 0, x[:, 0] > 0
+    expected = [[np.mean((truth == i) & (above == j)) for j in (0, 1)] for i in (0, 1)]
+    np.testing.assert_allclose(seen[0], expected, rtol=1e-6)
+    assert recorder.lines[-1][1]["eval/one"] == 1.0

@@ -1,0 +1,202 @@
+"""The code of the guide's page on fine-tuning: a GPT-2 and its adapters."""
+
+import ast
+import re
+import sys
+import types
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_close, assert_equal, lenient, make_mesh
+from safetensors.numpy import save_file
+
+import eqxshard
+
+PAGE = Path(__file__).parents[2] / "docs/pages/guide/fine-tune.md"
+OPTIM = lenient(optax.adamw(1e-2))
+
+
+def is_definition(node):
+    if isinstance(node, ast.Assign):
+        name = ast.unparse(node.targets[0])
+        return name.isupper() or name in ("rename", "lora_rename")
+    return isinstance(node, ast.Import | ast.ImportFrom | ast.ClassDef | ast.FunctionDef)
+
+
+@pytest.fixture(scope="module")
+def page():
+    """What the page defines, without what it runs."""
+    code = "\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL))
+    tree = ast.parse(code)
+    tree.body = [node for node in tree.body if is_definition(node)]
+    module = sys.modules["fine_tune"] = types.ModuleType("fine_tune")
+    exec(compile(tree, PAGE, "exec"), vars(module))
+    yield module
+    del sys.modules["fine_tune"]
+
+
+@pytest.fixture(scope="module")
+def file(page, tmp_path_factory):
+    path = tmp_path_factory.mktemp("gpt2") / "gpt2.safetensors"
+    save_file(page.pretrained(), path)
+    return path
+
+
+def load(page, file, like, rename=None):
+    return eqxshard.load_weights(
+        file,
+        like,
+        rename=rename or page.rename,
+        transform=page.transform,
+        partial=True,
+    )
+
+
+def make_batch(page, seed=0):
+    tokens = np.random.default_rng(seed).integers(0, page.VOCAB, (16, page.TIME + 1))
+    return {"tokens": tokens.astype(np.int32)}
+
+
+# GPT-2
+
+
+def gpt2(arrays, tokens, depth, heads):
+    """As in its paper and in its first code, in float64."""
+
+    def get(name):
+        return arrays[name].astype(np.float64)
+
+    def norm(x, name):
+        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+        return x * get(f"{name}.weight") + get(f"{name}.bias")
+
+    def linear(x, name):
+        return x @ get(f"{name}.weight") + get(f"{name}.bias")
+
+    time = len(tokens)
+    x = get("wte.weight")[tokens] + get("wpe.weight")[:time]
+    for i in range(depth):
+        qkv = linear(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn")
+        q, k, v = (np.split(y, heads, axis=-1) for y in np.split(qkv, 3, axis=-1))
+        mixed = []
+        for j in range(heads):
+            scores = q[j] @ k[j].T / np.sqrt(q[j].shape[-1])
+            scores = np.where(np.tri(time, dtype=bool), scores, -np.inf)
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            mixed.append(weights / weights.sum(-1, keepdims=True) @ v[j])
+        x = x + linear(np.concatenate(mixed, -1), f"h.{i}.attn.c_proj")
+        y = linear(norm(x, f"h.{i}.ln_2"), f"h.{i}.mlp.c_fc")
+        y = 0.5 * y * (1 + np.tanh(np.sqrt(2 / np.pi) * (y + 0.044715 * y**3)))
+        x = x + linear(y, f"h.{i}.mlp.c_proj")
+    return norm(x, "ln_f") @ get("wte.weight").T
+
+
+def test_the_loaded_model_is_gpt2(page, file):
+    model = load(page, file, eqx.filter_eval_shape(page.GPT2, jax.random.key(0)))
+    tokens = make_batch(page)["tokens"][0, :-1]
+    expected = gpt2(page.pretrained(), tokens, page.DEPTH, page.HEADS)
+    logits = eqx.filter_jit(model)(jnp.asarray(tokens))
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+# Adapters
+
+
+@pytest.fixture(scope="module")
+def trainable(page):
+    like = eqx.filter_eval_shape(page.make_adapted, jax.random.key(0))
+    return jax.tree_util.tree_map_with_path(page.is_adapter, like)
+
+
+def adapted(page, file, trainable, mesh, compute):
+    """A state with loaded weights and fresh adapters, and the step for it."""
+    settings = {
+        "mesh": make_mesh(mesh),
+        "rule": eqxshard.fsdp(min_size=2**8),
+        "trainable": trainable,
+        "precision": eqxshard.Precision(compute=compute),
+    }
+    state = eqxshard.init_state(
+        page.make_adapted,
+        OPTIM,
+        key=jax.random.key(0),
+        load=lambda like: load(page, file, like, page.lora_rename),
+        **settings,
+    )
+    return state, eqxshard.make_train_step(page.loss_fn, OPTIM, **settings)
+
+
+def train(page, state, train_step, steps=3):
+    losses = []
+    for seed in range(steps):
+        state, metrics = train_step(state, make_batch(page, seed))
+        losses.append(metrics["loss"])
+    return state, np.asarray(losses)
+
+
+def split(page, tree, trainable):
+    learned, frozen = eqx.partition(tree, trainable)
+    return learned, eqx.filter(frozen, eqx.is_array)
+
+
+@pytest.mark.slow
+def test_eight_devices_learn_the_same_adapters(page, file, trainable):
+    state, train_step = adapted(page, file, trainable, "data=2,fsdp=4", jnp.float32)
+    _, base = split(page, jax.tree.map(jnp.copy, state.model), trainable)
+    state, losses = train(page, state, train_step)
+    one = adapted(page, file, trainable, "data=1", jnp.float32)
+    alone, expected = train(page, *one)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert losses[-1] != losses[0]
+    ours, theirs = (split(page, x.model, trainable) for x in (state, alone))
+    assert_close(ours[0], theirs[0], rtol=1e-3, atol=1e-5)
+    assert_equal(ours[1], theirs[1])
+    assert_equal(ours[1], base)
+
+
+def test_the_base_stays_in_bfloat16_without_optimizer_state(page, file, trainable):
+    state, train_step = adapted(page, file, trainable, "fsdp=8", jnp.bfloat16)
+    # JAX's attention mixes types.
+    with jax.numpy_dtype_promotion("standard"):
+        text = train_step.lower(state, make_batch(page)).as_text()
+    # A layer's matrices, and all layers'.
+    for shape in ("96x32", "128x32", "32x128"):
+        assert f"<{shape}xbf16>" in text
+        assert f"<{shape}xf32>" not in text and f"<{page.DEPTH}x{shape}xf32>" not in text
+    learned, base = split(page, state.model, trainable)
+    assert {str(x.dtype) for x in jax.tree.leaves(base)} == {"bfloat16"}
+    assert {str(x.dtype) for x in jax.tree.leaves(learned)} == {"float32"}
+    adapters = [x.shape for x in jax.tree.leaves(learned)]
+    # The two moments of AdamW, and the number of its steps.
+    state_shapes = [x.shape for x in jax.tree.leaves(state.opt_state)]
+    assert len(adapters) == 8 and sorted(state_shapes) == sorted([(), *adapters * 2])
+
+
+def test_adapters_are_saved_alone_and_merged(page, trainable, tmp_path):
+    model = jax.tree.map(
+        # In float32, so that merging rounds nothing, and with adapters that do something.
+        lambda x: x.astype(jnp.float32) + 0.01 if eqx.is_inexact_array(x) else x,
+        eqx.filter_jit(page.make_adapted)(jax.random.key(0)),
+    )
+    path = tmp_path / "adapters.safetensors"
+    learned = eqx.filter(model, trainable)
+    eqxshard.save_weights(path, learned)
+    size = sum(x.nbytes for x in jax.tree.leaves(learned))
+    assert path.stat().st_size < size + 2000
+    empty = jax.tree.map(jnp.zeros_like, learned)
+    again = eqxshard.load_weights(path, empty)
+    assert_equal(eqx.combine(again, model), model)
+    merged = page.merge(model)
+    assert isinstance(merged.blocks.qkv, eqx.nn.Linear)
+    like = eqx.filter_eval_shape(page.GPT2, jax.random.key(0))
+    assert jax.tree.structure(merged) == jax.tree.structure(like)
+    tokens = jnp.asarray(make_batch(page)["tokens"][0, :-1])
+    call = eqx.filter_jit(lambda model: model(tokens))
+    np.testing.assert_allclose(call(merged), call(model), rtol=1e-4, atol=1e-4)
+    without = eqx.combine(empty, model)
+    assert not np.allclose(call(without), call(model), rtol=1e-2)
