@@ -2,8 +2,9 @@
 
 Losses and weights differ by at most 2e-7, relative to the norm of an array, or by what
 rounding explains: ten times the largest change that the plain loop shows when each initial
-weight is off by one unit in its last place. Most of that is due to gradients that are zero but for
-rounding, such as those of biases before a BatchNorm, which Adam scales up to whole steps.
+weight is off by one unit in its last place. Most of that is due to gradients that are zero
+but for rounding, such as those of biases before a BatchNorm, which Adam scales up to whole
+steps.
 """
 
 import functools as ft
