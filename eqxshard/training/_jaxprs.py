@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 
@@ -21,7 +22,13 @@ def rewrite_function(fn: Callable[..., Any], rewrite: Callable[[Any], Any]) -> A
     def rewritten(*args: Any) -> Any:
         jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
         flat = core.jaxpr_as_fun(map_jaxpr(rewrite, jaxpr))(*jax.tree.leaves(args))
-        return jax.tree.unflatten(jax.tree.structure(out), flat)
+        leaves, structure = jax.tree.flatten(out)
+        # A constant, such as a flag that `BatchNorm` sets, comes back as a NumPy scalar.
+        flat = [
+            x if isinstance(x, jax.Array) else jnp.asarray(x, like.dtype)
+            for x, like in zip(flat, leaves)
+        ]
+        return jax.tree.unflatten(structure, flat)
 
     return rewritten
 
