@@ -202,10 +202,12 @@ def make_init_fn(
         loss_scale = None
         if precision is not None and precision.scales_loss:
             loss_scale = LossScale.init(precision)
+        opt_state = optim.init(params)
+        _check_one_copy(opt_state)
         state = TrainState(
             step=jnp.zeros((), jnp.int32),
             model=eqx.combine(params, frozen),
-            opt_state=optim.init(params),
+            opt_state=opt_state,
             # Any number works that `make_model` does not fold in itself.
             key=jax.random.fold_in(key, 2**32 - 1),
             model_state=model_state,
@@ -215,6 +217,15 @@ def make_init_fn(
         return state, params
 
     return make
+
+
+def _check_one_copy(opt_state: PyTree) -> None:
+    is_lookahead = lambda node: isinstance(node, optax.LookaheadState)  # noqa: E731
+    if any(map(is_lookahead, jax.tree.leaves(opt_state, is_leaf=is_lookahead))):
+        raise ValueError(
+            "optax.lookahead trains two copies of the parameters, and a step updates one; "
+            "average the weights with eqxshard.ema_weights instead."
+        )
 
 
 def _trained(

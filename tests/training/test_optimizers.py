@@ -1,6 +1,8 @@
 """Two steps with each optimizer of optax and optax.contrib are those of plain optax."""
 
 import inspect
+import re
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -146,3 +148,16 @@ def test_an_optimizer_that_needs_the_objective_is_refused():
         pytest.raises(ValueError, match=r"'grad' and 'value_fn'\); use one without a line"),
     ):
         train(optax.lbfgs(), 1)
+
+
+def test_an_optimizer_of_two_copies_is_refused():
+    optim = optax.lookahead(optax.sgd(RATE), 5, 0.5)
+    with pytest.raises(ValueError, match=r"two copies .* eqxshard\.ema_weights"):
+        train(optim, 1)
+
+
+def test_the_guide_lists_what_is_tested():
+    page = Path(__file__).parents[2] / "docs/pages/guide/steps.md"
+    table = page.read_text().split("<!-- optimizers -->")[1].split("| not these |")[0]
+    listed = {*re.findall(r"`(\w+)`", table)} - {"optax"}
+    assert listed == {*OPTIMS} - {"lbfgs without line search"}
