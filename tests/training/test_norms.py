@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from helpers import RULES, Model, make_batch, make_mesh
-from step_helpers import KEY, without_dropout
+from step_helpers import KEY, make, without_dropout
 
 import eqxshard
 
