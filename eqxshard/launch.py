@@ -160,7 +160,7 @@ def _run(command: list[str], processes: int, devices: int | None) -> tuple[int, 
                 # Processes that fail because of this one do so a moment later.
                 time.sleep(0.2)
             # All have printed the same mistake, and would only log that one is gone.
-            _stop(workers, grace=0 if mistake else _GRACE_SECONDS)
+            _stop(workers, grace=0.0 if mistake else _GRACE_SECONDS)
             failed.drain()
             _print(_describe_failure(failed, processes))
     finally:

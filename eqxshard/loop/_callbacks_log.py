@@ -8,8 +8,8 @@ import optax
 from jaxtyping import PyTree
 
 from ..sharding._leaves import leaf_path
-from ..training._ema import ema_model
-from ..training._states import map_models
+from ..training._ema import ema_model, has_average
+from ..training._states import map_models, states_of
 from ._callbacks import Callback
 from ._report import prefixed
 from ._run import Run
@@ -22,7 +22,8 @@ class EvaluateEMA(Callback):
 
     **Arguments:**
 
-    - `evaluate`: called as `fit`'s own is, with [`eqxshard.ema_model`][] of the state.
+    - `evaluate`: called as `fit`'s own is, with [`eqxshard.ema_model`][] of the state, or
+        of each state that has an average; others give their weights.
 
     !!! Example
 
@@ -42,8 +43,14 @@ class EvaluateEMA(Callback):
         self._evaluate = evaluate
 
     def after_evaluation(self, run: Run) -> None:
-        """Evaluate and log."""
-        run.log(prefixed("ema", self._evaluate(map_models(run.state, ema_model))))
+        """Evaluate, and add the values to the report."""
+        none_has = not any(map(has_average, states_of(run.state)))
+        models = map_models(
+            # If none has an average, this says what to do.
+            run.state,
+            lambda s: ema_model(s) if none_has or has_average(s) else s.model,
+        )
+        run._report.add_evaluation(self._evaluate(models), "ema")
 
 
 class LearningRate(Callback):

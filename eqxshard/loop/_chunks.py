@@ -1,7 +1,7 @@
 """The steps of a run: one at a time, or many in one dispatch from a resident dataset."""
 
-from collections.abc import Callable, Generator
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from jaxtyping import PyTree
@@ -39,6 +39,16 @@ def chunks_of(
     return _single_steps(loader, train_step, schedule, watchdog)
 
 
+@contextmanager
+def closing_iterator(loader: Batches) -> Iterator[Iterator[PyTree]]:
+    """The iterator of a loader, closed at the end if it can be."""
+    batches = iter(loader)
+    try:
+        yield batches
+    finally:
+        getattr(batches, "close", lambda: None)()
+
+
 def is_resident(loader: Batches, step: Any) -> bool:
     """Whether a loader's dataset is on the devices, and the step can gather from it."""
     steps = isinstance(step, TrainStep | EvalStep)
@@ -48,7 +58,7 @@ def is_resident(loader: Batches, step: Any) -> bool:
 def _single_steps(
     loader: Batches, train_step: Any, schedule: Schedule, watchdog: Watchdog
 ) -> Generator[Chunk, None, None]:
-    with closing(iter(loader)) as batches:
+    with closing_iterator(loader) as batches:
         for step in range(schedule.first + 1, schedule.last + 1):
             watchdog.waits_for(f"the batch of step {step}")
             batch = next(batches, None)

@@ -8,7 +8,7 @@ from typing import Any
 from jaxtyping import PyTree
 
 from ..training._metrics import Metrics
-from ._chunks import is_resident
+from ._chunks import closing_iterator, is_resident
 from ._protocols import Batches
 from ._schedule import steps_per_epoch
 
@@ -57,5 +57,5 @@ def one_epoch(loader: Batches, who: str) -> Generator[PyTree, None, None]:
             "none; make an eqxshard.Loader, or add __len__()."
         )
     loader.seek(0)
-    with closing(iter(loader)) as batches:
+    with closing_iterator(loader) as batches:
         yield from itertools.islice(batches, epoch)

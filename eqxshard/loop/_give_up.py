@@ -1,7 +1,6 @@
 """The end of a run whose steps are not finite any more."""
 
 from collections.abc import Sequence
-from contextlib import closing
 from typing import Any, NoReturn
 
 from jaxtyping import PyTree
@@ -10,6 +9,7 @@ from ..checkpoint._checkpointer import Checkpointer
 from ..debug._crash_dump import write_crash_dump
 from ..training._state import TrainState
 from ..training._train_step import TrainStep
+from ._chunks import closing_iterator
 from ._protocols import Batches
 
 
@@ -37,7 +37,7 @@ def give_up(
             "step from make_train_step."
         )
     loader.seek(steps[0] - 1)
-    with closing(iter(loader)) as batches:
+    with closing_iterator(loader) as batches:
         batch = next(batches)
     folder = checkpointer.directory / "crash_dump"
     try:

@@ -1,6 +1,6 @@
 """What `fit` needs of trackers and loaders."""
 
-from collections.abc import Generator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
 from jaxtyping import PyTree
@@ -26,8 +26,8 @@ class Batches(Protocol):
     One with epochs also has `__len__`, the number of batches in an epoch.
     """
 
-    def __iter__(self) -> Generator[PyTree, None, None]:
-        """The batches from the loader's position on, until it is closed."""
+    def __iter__(self) -> Iterator[PyTree]:
+        """The batches from the loader's position on; closed at the end if it can be."""
         ...
 
     def seek(self, step: int) -> None:

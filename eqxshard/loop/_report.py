@@ -81,13 +81,13 @@ class Report:
             if len(self._nonfinite_steps) >= self._max_nonfinite:
                 self.too_many_nonfinite = self._nonfinite_steps
 
-    def add_evaluation(self, values: Mapping[str, Any]) -> None:
+    def add_evaluation(self, values: Mapping[str, Any], prefix: str = "eval") -> None:
         """Add the result of an evaluation, of which trackers get the numbers."""
         if not isinstance(values, Mapping):
             raise TypeError(
                 f"evaluate returned a {type(values).__name__}; return a dict of metrics."
             )
-        self.values |= prefixed("eval", values)
+        self.values |= prefixed(prefix, values)
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Add values of a step, to its report or to a line of their own."""

@@ -3,6 +3,8 @@
 from collections.abc import Sized
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..checkpoint._checkpointer import Checkpointer
 
 
@@ -101,7 +103,7 @@ def evaluation_interval(
                 "evaluate_every a number of steps."
             )
         return epoch if evaluates else None
-    if not isinstance(evaluate_every, int) or evaluate_every < 1:
+    if not isinstance(evaluate_every, int | np.integer) or evaluate_every < 1:
         raise ValueError(
             f"evaluate_every={evaluate_every!r} must be a positive number of steps, or "
             "'epoch'."

@@ -83,6 +83,16 @@ def ema_weights(decay: float, *, warmup: bool = True) -> optax.GradientTransform
     return optax.GradientTransformation(init, update)
 
 
+def has_average(state: TrainState) -> bool:
+    """Whether the optimizer of a state averages the weights."""
+    return bool(_averages(state))
+
+
+def _averages(state: TrainState) -> list[EmaState]:
+    is_ema = lambda node: isinstance(node, EmaState)  # noqa: E731
+    return [x for x in jax.tree.leaves(state.opt_state, is_leaf=is_ema) if is_ema(x)]
+
+
 def ema_model(state: TrainState) -> PyTree:
     """The model with the averaged weights that [`eqxshard.ema_weights`][] keeps.
 
@@ -100,8 +110,7 @@ def ema_model(state: TrainState) -> PyTree:
 
     `ValueError` if the optimizer does not keep an average of all weights.
     """
-    is_ema = lambda node: isinstance(node, EmaState)  # noqa: E731
-    found = [x for x in jax.tree.leaves(state.opt_state, is_leaf=is_ema) if is_ema(x)]
+    found = _averages(state)
     if not found:
         raise ValueError(
             "the optimizer of this state does not average the weights; make it with "

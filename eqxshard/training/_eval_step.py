@@ -15,7 +15,12 @@ from ..sharding._rule import Rule
 from ..transforms._partition import Static, partition
 from ._compile import jit_on
 from ._config import mesh_of
-from ._examples import check_metric_names, example_weights, sum_over_examples
+from ._examples import (
+    check_metric_names,
+    check_scalars,
+    example_weights,
+    sum_over_examples,
+)
 from ._extra import Extra, stored_shardings
 from ._gradients import step_context
 from ._in_flight import InFlight
@@ -144,6 +149,7 @@ class EvalStep:
             raise ValueError(DONATED)
         mesh, jitted = self._compile(arrays, static, kind)
         kind.check_shapes(batch, mesh, 1)
+        self._in_flight.make_room()
         metrics = jitted(arrays, batch)
         self._in_flight.add(metrics.weight)
         return metrics
@@ -188,8 +194,9 @@ class EvalStep:
             model,
             batch_for_use,
         ):
-            model = eqx.nn.inference_mode(model)
-            values = self._metric_fn(with_state(model, model_state), batch_for_use)
-        check_metric_names("the result of metric_fn", values, "nonfinite")
+            pair = with_state(eqx.nn.inference_mode(model), model_state)
+            values = self._metric_fn(pair, batch_for_use)
+            check_metric_names("the result of metric_fn", values, "nonfinite")
+            check_scalars(values, lambda b: self._metric_fn(pair, b), batch_for_use)
         sums = sum_over_examples(values, batch, mesh)
         return Metrics(sums, jnp.sum(example_weights(batch)), jnp.zeros((), jnp.int32))

@@ -1,11 +1,12 @@
 """Values per example: their weights, and their sums over a batch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, PyTree
 
@@ -52,8 +53,6 @@ def sum_losses(losses: Any, batch: PyTree, mesh: Mesh) -> Float[Array, ""]:
             f"loss has shape {jnp.shape(losses)} for a batch of {rows}; return one value "
             f"per example, of shape {(rows,)}, or a scalar."
         )
-    if has_entry(batch, LOSS_WEIGHT):
-        _check_per_example("loss", losses, LOSS_WEIGHT, "leave that entry out")
     return _sum("loss", losses, example_loss_weights(batch), batch, mesh)
 
 
@@ -76,8 +75,6 @@ def _sum(
             f"{name} is a {type(value).__name__}; return an array with one value per "
             "example, or a scalar."
         )
-    if has_entry(batch, WEIGHT):
-        _check_per_example(name, value, WEIGHT, "make the loader with remainder='drop'")
     value = jnp.asarray(value)
     if value.shape and value.shape[0] != weight.shape[0]:
         raise ValueError(
@@ -95,14 +92,41 @@ def _sum(
     return jnp.sum(jnp.where(weight == 0, 0, weighted), axis=0)
 
 
-def _check_per_example(name: str, value: Any, entry: str, remedy: str) -> None:
-    # A number of Python's or NumPy's is not computed from the examples.
-    if isinstance(value, jax.Array) and not value.shape:
-        raise ValueError(
-            f"{name} is one number for the whole batch, and the batch weighs its examples "
-            f"({entry!r}, which is 0 for padding); return one value per example, or "
-            f"{remedy}."
-        )
+def check_scalars(
+    values: Mapping[str, Any],
+    measure: Callable[[PyTree], Mapping[str, Any]],
+    batch: PyTree,
+) -> None:
+    """Refuse scalars that are computed from examples without regard to their weights.
+
+    **Arguments:**
+
+    - `values`: the values for a batch.
+    - `measure`: computes them from a batch.
+    - `batch`: that batch.
+    """
+    names = [name for name, x in values.items() if isinstance(x, jax.Array) and not x.shape]
+    if not names or not any(has_entry(batch, entry) for entry in (WEIGHT, LOSS_WEIGHT)):
+        return
+    wanted = lambda batch: [measure(batch)[name] for name in names]  # noqa: E731
+    jaxpr = jax.make_jaxpr(wanted)(batch).jaxpr
+    entries = [path[0].key for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
+    for name in names:
+        _, is_used = dce_jaxpr(jaxpr, [name == other for other in names])
+        used = {entry for entry, is_used in zip(entries, is_used) if is_used}
+        for entry in (WEIGHT, LOSS_WEIGHT) if name == "loss" else (WEIGHT,):
+            if used and has_entry(batch, entry) and entry not in used:
+                raise ValueError(
+                    f"{name} is one number for the batch and ignores its {entry!r}"
+                    f"{_REMEDIES[entry]}."
+                )
+
+
+_REMEDIES = {
+    WEIGHT: ", so padding would count; return one value per example, or make the loader "
+    "with remainder='drop' (weights of the source's own can be called 'loss_weight')",
+    LOSS_WEIGHT: "; return one loss per example, or leave that entry out",
+}
 
 
 def check_metric_names(what: str, values: Any, *reserved: str) -> None:

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
-from ..sharding._leaves import is_array
+from ..sharding._leaves import is_array, is_key
 from ..transforms._partition import Static, partition
 
 
@@ -59,3 +59,30 @@ def copy_taken(arrays: list[Array], taken: Sequence[Any]) -> list[Array]:
 def copy_array(array: Array) -> Array:
     """A copy of an array, each shard where it is."""
     return jax.device_put(array, array.sharding, may_alias=False)
+
+
+def check_not_donated(extra: Sequence[Any]) -> None:
+    """Refuse arrays that a step took with an earlier state: JAX 0.10 segfaults on them."""
+    if any(x.is_deleted() for x in extra if isinstance(x, jax.Array)):
+        raise ValueError(
+            "the extra was a part of an earlier state, which was donated; take it from the "
+            "newest state, or copy its arrays."
+        )
+
+
+def copy_shared(arrays: list[Array]) -> list[Array]:
+    """Copy arrays whose memory another array of the list has, which donates it.
+
+    Such as after `eqx.tree_at(lambda s: s.model.target, state, state.model.online)`.
+    """
+    seen: set[int] = set()
+    out = []
+    for array in arrays:
+        if array.size:
+            plain = jax.random.key_data(array) if is_key(array) else array
+            address = plain.addressable_shards[0].data.unsafe_buffer_pointer()
+            if address in seen:
+                array = copy_array(array)
+            seen.add(address)
+        out.append(array)
+    return out

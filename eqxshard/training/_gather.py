@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from ..sharding._placement import compute_sharding
+from ._precision import cast
 
 
 class Stored(NamedTuple):
@@ -76,7 +77,7 @@ def gathered(
 
     def gather(leaf: Any, storage: Any, update: Any) -> Any:
         if storage is None:
-            return leaf
+            return cast(leaf, dtype)
         stored = Stored(leaf, storage, update or storage, dtype)
         pairs.append((stored.gather(), stored))
         return pairs[-1][0]

@@ -18,6 +18,7 @@ from ._examples import (
     LOSS_WEIGHT,
     WEIGHT,
     check_metric_names,
+    check_scalars,
     example_loss_weights,
     example_weights,
     has_entry,
@@ -128,9 +129,25 @@ def _measure(
         config.mesh,
         config.precision,
     ) as ((model, extra), batch_for_use):
-        out = config.loss_fn(with_state(model, model_state), batch_for_use, key, *extra)
+
+        def measure(batch: PyTree) -> tuple[dict[str, Any], PyTree]:
+            out = config.loss_fn(with_state(model, model_state), batch, key, *extra)
+            return _split_result(out, model_state is not None, config)
+
+        values, new_state = measure(batch_for_use)
+        check_scalars(values, lambda batch: measure(batch)[0], batch_for_use)
+    losses = sum_losses(values.pop("loss"), batch, config.mesh)
+    sums = sum_over_examples(values, batch, config.mesh)
+    return {**sums, "loss": losses}, new_state
+
+
+def _split_result(
+    out: Any, has_state: bool, config: ResolvedConfig
+) -> tuple[dict[str, Any], PyTree]:
+    """The losses and metrics by name, and the model's state, that a user returned."""
     values = [*out] if isinstance(out, tuple) else [out]
-    if model_state is not None:
+    model_state = None
+    if has_state:
         model_state = values.pop()
         if not isinstance(model_state, eqx.nn.State):
             raise TypeError(
@@ -147,8 +164,7 @@ def _measure(
     check_metric_names(
         "the loss function's metrics", metrics, "loss", "nonfinite", *reserved
     )
-    sums = sum_over_examples(metrics, batch, config.mesh)
-    return {**sums, "loss": sum_losses(losses, batch, config.mesh)}, model_state
+    return {**metrics, "loss": losses}, model_state
 
 
 @contextlib.contextmanager

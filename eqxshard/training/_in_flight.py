@@ -15,8 +15,15 @@ class InFlight:
     def __init__(self):
         self._results: collections.deque[Any] = collections.deque()
 
+    def make_room(self) -> None:
+        """Wait for the oldest if there is no room for another.
+
+        Before a call, which takes its donated inputs: an interrupt finds them whole.
+        """
+        if len(self._results) == IN_FLIGHT:
+            self._results.popleft().block_until_ready()
+
     def add(self, result: Any) -> None:
         """Add a result; wait for the oldest if there are too many."""
+        self.make_room()
         self._results.append(result)
-        if len(self._results) > IN_FLIGHT:
-            self._results.popleft().block_until_ready()

@@ -18,6 +18,7 @@ from ..sharding._mesh import check_mesh
 from ..sharding._placement import named_leaves
 from ..sharding._rule import Rule, check_rule
 from ._config import check_optim
+from ._extra import copy_shared
 from ._layout import make_layout
 from ._precision import LossScale, Precision, cast
 from ._state import (
@@ -262,10 +263,13 @@ def _load(load: Callable[[Any], PyTree], like: PyTree) -> list[Array | None]:
                 f"load returned {path} as {format_array(x)}, and the model has "
                 f"{format_array(leaf)}; load it with the shape and dtype that it has."
             )
-    return [
-        jax.device_put(x, leaf.sharding) if isinstance(x, jax.Array) else None
-        for (_, leaf), (_, x) in zip(wanted, loaded, strict=True)
-    ]
+    placed = {
+        i: jax.device_put(x, leaf.sharding)
+        for i, ((_, leaf), (_, x)) in enumerate(zip(wanted, loaded, strict=True))
+        if isinstance(x, jax.Array)
+    }
+    own = dict(zip(placed, copy_shared([*placed.values()])))
+    return [own.get(i) for i in range(len(wanted))]
 
 
 def _replace(model: PyTree, loaded: dict[int, Array]) -> PyTree:

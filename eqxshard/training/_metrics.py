@@ -87,7 +87,7 @@ class Metrics(eqx.Module):
         weight = next(iter(parts.values())).weight
         totals = {
             # Each by the weight of the first, should batches have differed.
-            f"{part}/{name}": metrics[name] * weight.reshape(_like(total, weight))
+            f"{part}/{name}": _weighted(metrics[name], weight.reshape(_like(total, weight)))
             for part, metrics in parts.items()
             for name, total in metrics.totals.items()
         }
@@ -118,6 +118,11 @@ class Metrics(eqx.Module):
             for m in host
         ]
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *rows)
+
+
+def _weighted(mean: Any, weight: Any) -> Any:
+    # Where no example counts, the mean is nan.
+    return jnp.where(weight == 0, 0, mean * weight)
 
 
 def _value(total: Any, steps: Any) -> tuple[int, ...]:

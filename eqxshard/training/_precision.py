@@ -38,7 +38,7 @@ class Precision:
         ```python
         precision = eqxshard.Precision(compute=jnp.bfloat16)
         state = eqxshard.init_state(..., precision=precision)
-        train_step = eqxshard.make_train_step(..., precision=precision)
+        train_step = eqxshard.make_train_step(loss_fn, optim)
         ```
     """
 

@@ -39,6 +39,11 @@ def step_of(states: PyTree[Any]) -> int:
     return next(iter(steps.values()))
 
 
+def states_of(states: PyTree[Any]) -> list[TrainState]:
+    """All states of a run."""
+    return jax.tree.leaves(states, is_leaf=_is_state)
+
+
 def map_models(
     states: PyTree[Any], model_of: Callable[[TrainState], PyTree] = lambda s: s.model
 ) -> PyTree[Any]:

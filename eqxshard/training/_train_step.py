@@ -10,13 +10,13 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from ..sharding._leaves import array_leaves, is_key
+from ..sharding._leaves import array_leaves
 from ..sharding._placement import filter_shard
 from ..sharding._rule import Rule
 from ..transforms._partition import Static
 from ._compile import jit_on
 from ._config import Nonfinite, ResolvedConfig, StepConfig, check_optim
-from ._extra import Extra, copy_array, copy_taken
+from ._extra import Extra, check_not_donated, copy_shared, copy_taken
 from ._gradients import LossInputs
 from ._in_flight import InFlight
 from ._inputs import ONE_BATCH, StepInput, format_sharding, is_elsewhere, several_batches
@@ -210,7 +210,9 @@ class TrainStep:
         if compiled is None:
             compiled = self._compile(state, kind, structure)
         if extra_arrays:
+            check_not_donated(extra_arrays)
             arrays = copy_taken(arrays, extra_arrays)
+        self._in_flight.make_room()
         if state._flat is None:
             # Not from a step, so it may be anywhere.
             check_shardings(state, compiled.shardings)
@@ -308,23 +310,6 @@ def check_shardings(state: TrainState, shardings: list[NamedSharding]) -> None:
                 f"expects {format_sharding(wanted)}; make the state and the step with the "
                 "same mesh and rule, or move the state with filter_shard."
             )
-
-
-def copy_shared(arrays: list[Array]) -> list[Array]:
-    """Copy arrays whose memory another array of the list has, which donates it.
-
-    Such as after `eqx.tree_at(lambda s: s.model.target, state, state.model.online)`.
-    """
-    seen: set[int] = set()
-    out = []
-    for array in arrays:
-        if not is_key(array) and array.size:
-            address = array.addressable_shards[0].data.unsafe_buffer_pointer()
-            if address in seen:
-                array = copy_array(array)
-            seen.add(address)
-        out.append(array)
-    return out
 
 
 def _check_optimizer(config: ResolvedConfig, state: TrainState, params: PyTree) -> None:

@@ -26,7 +26,14 @@ def test_nan_is_never_saved(tmp_path, train_step, caplog):
     )
 
 
-def test_a_save_in_progress_is_finished_when_a_run_fails(tmp_path, train_step):
+def _cannot_save(*args):
+    raise OSError("no")
+
+
+def test_a_save_in_progress_is_finished_when_a_run_fails(tmp_path, train_step, monkeypatch):
+    # As where the state cannot be saved any more.
+    monkeypatch.setattr("eqxshard.loop._rescue.save", _cannot_save)
+
     class Fails:
         def log(self, step, values):
             if step == 6:

@@ -82,7 +82,7 @@ def test_every_option_is_in_the_help(main):
     assert set(re.findall(r"(?m)^[│ ] +(--[a-z]+(?:-[a-z]+)*)", out)) == {
         *("--model", "--optimizer", "--learning-rate", "--rule", "--data", "--data-dir"),
         *("--epochs", "--steps", "--batch-size", "--seed", "--devices", "--mesh"),
-        *("--output", "--resume", "--save-every", "--log-every"),
+        *("--output", "--resume", "--save-every", "--evaluate-every", "--log-every"),
     }
 
 

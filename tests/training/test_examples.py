@@ -124,13 +124,30 @@ def test_a_scalar_cannot_leave_padding_out():
 
     for name, loss_fn in {"loss": scalar_loss, "double": scalar_metric}.items():
         state, train_step = make("data=8", "replicate", loss_fn)
-        with pytest.raises(ValueError, match=f"{name} is one number .* remainder='drop'"):
+        with pytest.raises(ValueError, match=f"{name} is one .* 'weight'.* remainder='dro"):
             train_step(state, make_batch(weight=np.ones(32, np.float32)))
     state, train_step = make("data=8", "replicate", scalar_loss)
     with pytest.raises(ValueError, match=r"'loss_weight'.* leave that entry out"):
         train_step(state, make_batch() | {"loss_weight": np.ones(32, np.float32)})
-    with pytest.raises(ValueError, match=r"mean is one number .* remainder='drop'"):
-        measure({"mean": jnp.float32(1)}, weight=np.ones(8, np.float32))
+    eval_step = eqxshard.make_eval_step(lambda model, batch: {"m": jnp.mean(batch["x"])})
+    with pytest.raises(ValueError, match=r"m is one number .* remainder='drop'"):
+        eval_step(state.model, make_batch(weight=np.ones(32, np.float32)))
+
+
+def test_a_scalar_may_apply_the_weights_itself():
+    def loss_fn(model, batch, key):
+        losses = without_dropout(model, batch, key)
+        mean = jnp.sum(losses * batch["weight"]) / jnp.sum(batch["weight"])
+        return mean, {"constant": jnp.float32(3), "of_the_model": jnp.sum(model.last.bias)}
+
+    batch = make_batch(weight=np.float32(np.arange(32) < 27))
+    one, step_one = make("data=8", "replicate", without_dropout)
+    two, step_two = make("data=8", "replicate", loss_fn)
+    one, expected = step_one(one, batch)
+    two, metrics = step_two(two, batch)
+    assert_close(one, two)
+    assert metrics.compute()["loss"] == pytest.approx(expected.compute()["loss"], rel=1e-6)
+    assert metrics.compute()["constant"] == 3
 
 
 def test_a_metric_may_be_an_array_per_example():

@@ -111,3 +111,8 @@ def test_join_names_the_metrics_of_several_models():
     assert fine.compute() == {"a/loss": 2.0, "b/loss": 0.5}
     with pytest.raises(ValueError, match="no metrics to join"):
         eqxshard.Metrics.join()
+
+
+def test_join_leaves_steps_without_examples_at_zero():
+    part = metrics([4, 0], [0, 0], loss=[8, 0])
+    assert eqxshard.Metrics.join(a=part).compute() == {"a/loss": 2.0}
