@@ -24,6 +24,5 @@ class InFlight:
             self._results.popleft().block_until_ready()
 
     def add(self, result: Any) -> None:
-        """Add a result; wait for the oldest if there are too many."""
-        self.make_room()
+        """Add a result, for which there is room."""
         self._results.append(result)

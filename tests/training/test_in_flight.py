@@ -17,6 +17,7 @@ class Result:
 def test_the_oldest_call_is_waited_for():
     in_flight, results = InFlight(), [Result() for _ in range(5)]
     for result in results:
+        in_flight.make_room()
         in_flight.add(result)
     waited = [result.waited for result in results]
     assert waited == [True] * (5 - IN_FLIGHT) + [False] * IN_FLIGHT
