@@ -221,7 +221,7 @@ def with_process(batch, random):
     return {**batch, "process": process, "draw": random.normal((2,))}
 
 
-@pytest.mark.parametrize("remainder", ["pad", "drop"])
+@pytest.mark.parametrize("remainder", ["pad", pytest.param("drop", marks=pytest.mark.slow)])
 def test_workers_make_the_same_batches_in_other_processes(remainder):
     options = {"remainder": remainder, "seed": 3, "epochs": 2}
     source = eqxshard.data.RecordSource(Slow())

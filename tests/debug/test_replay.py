@@ -201,6 +201,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_scripts_own_modules_are_replayed_in_another_process(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "losses.py").write_text(

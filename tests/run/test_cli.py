@@ -237,6 +237,7 @@ def test_ctrl_c_while_jax_compiles(tmp_path):
 # Several processes
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_run(tmp_path):
     launcher = ["-m", "eqxshard.launch", "--processes=2", "--devices-per-process=1"]
     command = [sys.executable, *launcher, SCRIPT, "--output", tmp_path / "run"]

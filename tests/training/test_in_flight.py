@@ -3,6 +3,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 from eqxshard.training._in_flight import IN_FLIGHT, InFlight
 
 
@@ -23,6 +25,7 @@ def test_the_oldest_call_is_waited_for():
     assert waited == [True] * (5 - IN_FLIGHT) + [False] * IN_FLIGHT
 
 
+@pytest.mark.slow
 def test_three_thousand_steps_do_not_deadlock():
     """In a process of its own: a deadlock of simulated devices ends in an abort."""
     program = """

@@ -202,6 +202,7 @@ def test_fsdp_gathers_weights_and_splits_the_batch():
     assert dots and all("f32[4,64]" in line or "f32[64,64]" in line for line in dots)
 
 
+@pytest.mark.slow
 def test_the_program_is_the_same_in_every_process():
     """Or the cache would miss, and processes would disagree on a collective."""
     program = """
