@@ -14,7 +14,9 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ..checkpoint._checkpointer import Checkpointer
+from ..data._host import Transform
 from ..data._loader import Loader, Remainder
+from ..data._samplers import Sampler
 from ..data._sources import Source
 from ..distributed import (
     assert_same_on_all_processes,
@@ -83,7 +85,9 @@ def train(
     remainder: Remainder = "pad",
     best: str | None = None,
     mode: Literal["max", "min"] = "max",
-    transform: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    load: Callable[[Any], PyTree] | None = None,
+    sampler: Sampler | None = None,
+    transform: Transform | None = None,
     workers: int = 0,
     trackers: tuple[Tracker, ...] = (),
     callbacks: Sequence[Callback] = (),
@@ -112,12 +116,13 @@ def train(
     - `mesh`: the default mesh as text, for [`eqxshard.run.mesh_from_text`][]; or a mesh,
         which the options cannot change.
     - `rule`: as for [`eqxshard.init_state`][]; [`eqxshard.replicate`][] by default.
-    - `trainable`, `precision`: as for [`eqxshard.init_state`][].
+    - `trainable`, `precision`, `load`: as for [`eqxshard.init_state`][]. A run that resumes
+        reads its checkpoint instead of calling `load`.
     - `accumulate`, `nonfinite`, `grad_norms`: as for [`eqxshard.make_train_step`][].
     - `remainder`: as for [`eqxshard.Loader`][], of the training data. Evaluations always
         measure every example.
     - `best`, `mode`: as for [`eqxshard.Checkpointer`][].
-    - `transform`, `workers`: as for [`eqxshard.Loader`][], of the training data.
+    - `sampler`, `transform`, `workers`: as for [`eqxshard.Loader`][], of the training data.
     - `trackers`: more trackers, besides the folder's.
     - `callbacks`: as for [`eqxshard.fit`][].
     - `settings`: more settings to record in `summary.json`: the script's arguments, as a
@@ -155,9 +160,9 @@ def train(
     data_name, warning = _describe_data(train_data)
     if warning:
         title += f" | {data_name} data"
-    loader, eval_loader = _make_loaders(
-        train_data, eval_data, mesh, config, transform, workers, remainder
-    )
+    loading: Any = {"remainder": remainder, "sampler": sampler}
+    loading |= {"transform": transform, "workers": workers}
+    loader, eval_loader = _make_loaders(train_data, eval_data, mesh, config, loading)
     last = _last_step(config, epochs, steps, len(loader))
     optim = make_optim(last)
 
@@ -175,7 +180,7 @@ def train(
     if resumes:
         state = checkpointer.restore(abstract_state(make_model, optim, **options))
     else:
-        state = init_state(make_model, optim, **options)
+        state = init_state(make_model, optim, **options, load=load)
     _check_split(state, mesh, rule)
     train_step = make_train_step(
         loss_fn, optim, accumulate=accumulate, nonfinite=nonfinite, grad_norms=grad_norms
@@ -213,7 +218,8 @@ def train(
         | {"epochs": last / len(loader)},
         "versions": _versions(),
     }
-    return _finish(folder, state, title, facts, train_data)
+    examples = len(sampler or train_data)
+    return _finish(folder, state, title, facts, train_data, examples)
 
 
 def _make_mesh(mesh: str | Mesh, config: RunConfig) -> Mesh:
@@ -242,23 +248,20 @@ def _make_loaders(
     eval_data: Source | None,
     mesh: Mesh,
     config: RunConfig,
-    transform: Any,
-    workers: int,
-    remainder: Remainder,
+    loading: Mapping[str, Any],
 ) -> tuple[Loader, Loader | None]:
-    if config.batch_size > len(train_data):
+    examples = len(loading["sampler"] or train_data)
+    if config.batch_size > examples:
         raise ValueError(
-            f"--batch-size {config.batch_size} is more than the {len(train_data)} "
-            "examples; use fewer."
+            f"--batch-size {config.batch_size} is more than the {examples} examples; use "
+            "fewer."
         )
     loader = Loader(
         train_data,
         batch_size=config.batch_size,
         mesh=mesh,
         seed=config.seed,
-        remainder=remainder,
-        transform=transform,
-        workers=workers,
+        **loading,
     )
     if eval_data is None:
         return loader, None
@@ -331,11 +334,12 @@ def _finish(
     title: str,
     facts: dict[str, Any],
     train_data: Source,
+    examples: int,
 ) -> RunResult:
     """Write the summary in process 0, and share it."""
     summary, unit = None, getattr(train_data, "unit", "examples")
     if is_main_process():
-        summary = summarize(folder.history(), len(train_data), unit) | facts
+        summary = summarize(folder.history(), examples, unit) | facts
         folder.write_summary(summary)
         print(f"metrics, curves and checkpoints are in {folder.path}")
     summary = broadcast_from_first(summary)

@@ -165,6 +165,31 @@ def test_callbacks_and_evaluations_at_any_step(tmp_path):
     assert len(result.summary["test_accuracy_by_epoch"]) == 2
 
 
+def test_loaded_weights_and_a_sampler(tmp_path, finished):
+    eqxshard.save_weights(tmp_path / "w.safetensors", finished.state.model)
+    sampler = eqxshard.data.WeightedSampler([1.0] * EXAMPLES, 64)
+
+    def load(like):
+        return eqxshard.load_weights(tmp_path / "w.safetensors", like)
+
+    tuned = train(tmp_path / "run", load=load, sampler=sampler, make_optim=make_frozen)
+    # Two epochs of as many examples as the sampler has.
+    assert int(tuned.state.step) == 8
+    assert_equal(tuned.state.model, finished.state.model)
+    # A run that resumes reads its checkpoint instead.
+    more = dataclasses.replace(CONFIG, resume="yes", epochs=3)
+    options = {"sampler": sampler, "make_optim": make_frozen}
+    assert int(train(tmp_path / "run", more, load=fail, **options).state.step) == 12
+
+
+def make_frozen(steps):
+    return lenient(optax.sgd(0.0))
+
+
+def fail(like):
+    raise AssertionError
+
+
 def test_a_mesh_and_a_rule_of_the_scripts_own(tmp_path, finished):
     mesh = eqxshard.make_mesh(data=1, fsdp=2, devices=jax.devices()[:2])
     config = dataclasses.replace(CONFIG, devices=None)
