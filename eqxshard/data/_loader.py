@@ -126,6 +126,9 @@ class Loader:
         }
         if spans_processes(mesh.devices.flat):
             assert_same_on_all_processes("loader", self._fingerprint)
+        # Only now, because it may be empty in one process alone.
+        if len(source) == 0:
+            raise ValueError("the source is empty; give one with at least one example.")
         check_batch_size(batch_size, mesh)
         if sampler is None:
             sampler = (Shuffled if shuffle else InOrder)(len(source))
@@ -292,8 +295,6 @@ def _check_source(source: Any) -> None:
             f"a {type(source).__name__} is not a source; give something with __len__() and "
             "gather(indices), such as eqxshard.data.ArraySource({'x': x, 'y': y})."
         )
-    if len(source) == 0:
-        raise ValueError("the source is empty; give one with at least one example.")
 
 
 def _digest(sampler: Any, examples: int, seed: int, shuffle: bool) -> str | None:
