@@ -132,7 +132,7 @@ def read_part(source: Source, part: tuple[range, ...], out: np.ndarray) -> None:
 
 
 #: The names of the arrays that are joined, or of the one.
-_Tree = str | list["_Tree"]
+_Tree = str | list[Any]
 
 
 def match_weights(
