@@ -240,7 +240,10 @@ def _rewrite_loop(eqn: Any, body: Any) -> list[Any]:
 
 def _rewrite_per_device(eqn: Any, jaxpr: Any) -> list[Any]:
     """Code for each device, which returns a number for each."""
-    mesh, manual = eqn.params["mesh"], eqn.params["newly_manual_axes"]
+    # JAX 0.10.1 calls them `manual_axes`.
+    names = ("newly_manual_axes", "manual_axes")
+    manual = next(eqn.params[name] for name in names if name in eqn.params)
+    mesh = eqn.params["mesh"]
     axes = tuple(axis for axis in mesh.axis_names if axis in manual)
     count = math.prod(mesh.shape[axis] for axis in axes)
     *outvars, number = jaxpr.outvars
