@@ -115,10 +115,11 @@ def test_damaged_data_are_named(main, tmp_path, data):
     """`auto` is for missing data: damage is never passed over."""
     path = tmp_path / "data" / "fashion_mnist" / IMAGES
     path.parent.mkdir(parents=True)
-    path.write_bytes(gzip.compress(bytes(99)))
+    damaged = gzip.compress(bytes(99))
+    path.write_bytes(damaged)
     result = main("--data", data, "--data-dir", tmp_path / "data", "--output", "run")
     assert_refused(result, f"error: {path} is damaged: ")
-    assert path.read_bytes() == gzip.compress(bytes(99)) and not os.path.exists("run")
+    assert path.read_bytes() == damaged and not os.path.exists("run")
 
 
 def test_the_data_dir_is_the_flag_then_the_variable_then_the_cache(
