@@ -1,10 +1,12 @@
 """Child processes that start with default signals and leave nothing behind."""
 
 import contextlib
+import re
 import signal
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 
@@ -59,3 +61,16 @@ def read_until(
         timer.cancel()
     out, err = process.communicate()
     raise AssertionError(f"no line with {text!r}:\n{''.join(lines)}{out or ''}{err or ''}")
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[int]:
+    """The processes of a launcher, in the order of their numbers."""
+    children = subprocess.check_output(["pgrep", "-P", str(process.pid)], text=True)
+
+    # Not in the order of their ids, which the system starts again from the lowest.
+    def number(child: str) -> int:
+        environment = Path(f"/proc/{child}/environ").read_text()
+        (found,) = re.findall(r"\bEQXSHARD_PROCESS=(\d+)", environment)
+        return int(found)
+
+    return [int(child) for child in sorted(children.split(), key=number)]

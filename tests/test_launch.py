@@ -76,7 +76,7 @@ time.sleep(60)
 def test_when_one_dies_all_end_and_it_is_named(script, capsys, how, status, says):
     began = time.monotonic()
     assert launch([script(DIES.format(how=how))], processes=4) == status
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 40
     err = capsys.readouterr().err
     assert says in err and "  the last words" in err
 
@@ -92,16 +92,18 @@ time.sleep(60)
 """
     began = time.monotonic()
     assert launch([script(body)], processes=2) == 1
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 40
 
 
 def test_it_starts_again_as_often_as_asked(script, tmp_path, capsys):
     body = f"""
-print("count", count)
+print("count", count, flush=True)
 with open({str(tmp_path / "starts")!r}, "a") as file:
     file.write("x")
 if number == 0:
-    time.sleep(0.5)
+    # Not before the others have started, too.
+    while os.path.getsize({str(tmp_path / "starts")!r}) < {{4: 4, 2: 6, 1: 7}}[count]:
+        time.sleep(0.01)
     sys.exit(1 if os.path.getsize({str(tmp_path / "starts")!r}) < 9 else 0)
 """
     command = [script(body)]

@@ -16,7 +16,7 @@ from functools import partial
 
 import pytest
 from helpers import REAL, needs_real_data
-from process_helpers import finished, started
+from process_helpers import finished, started, workers_of
 from run_helpers import (
     PNG,
     ROOT,
@@ -307,8 +307,7 @@ def test_a_run_continues_when_one_of_its_processes_is_killed(two, tmp_path):
         stderr=subprocess.STDOUT,
     ) as process:
         wait_for_checkpoints(process, tmp_path)
-        children = subprocess.check_output(["pgrep", "-P", str(process.pid)], text=True)
-        os.kill(sorted(map(int, children.split()))[1], signal.SIGKILL)
+        os.kill(workers_of(process)[1], signal.SIGKILL)
         out, _ = process.communicate(timeout=300)
     assert process.returncode == 0, out
     assert "process 1 of 2 was killed by SIGKILL" in out
