@@ -14,6 +14,13 @@ from loop_helpers import ROWS, loss_fn, make, make_loader, make_mesh, run
 import eqxshard
 
 
+def wait_until_logged(caplog, text):
+    deadline = time.monotonic() + 60
+    while text not in caplog.text:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_a_stalled_source_is_reported_with_its_stack(caplog):
     class Slow:
         def __len__(self):
@@ -21,7 +28,7 @@ def test_a_stalled_source_is_reported_with_its_stack(caplog):
 
         def gather(self, indices):
             if 24 in indices:
-                time.sleep(1.5)
+                wait_until_logged(caplog, "the batch of step 4")
             return {"x": np.ones((len(indices), 4), np.float32)}
 
     loader = eqxshard.Loader(
@@ -31,11 +38,12 @@ def test_a_stalled_source_is_reported_with_its_stack(caplog):
     # Compiles, so that only the source can stall the run.
     state = eqxshard.fit(state, step, make_loader(), steps=1)
     with caplog.at_level(logging.WARNING):
-        eqxshard.fit(state, step, loader, epochs=1, stall_seconds=1.0)
-    (line,) = re.findall("no progress for .*", caplog.text)
+        eqxshard.fit(state, step, loader, epochs=1, stall_seconds=0.5)
+    # On a busy machine, others may stall as well.
+    (line,) = re.findall("no progress for .* step 4.*", caplog.text)
     assert line.endswith("waiting for the batch of step 4. The stacks of all threads:")
-    assert "in gather" in caplog.text and "time.sleep(1.5)" in caplog.text
-    assert re.search(r"the batch of step 4 came after \d s; training con", caplog.text)
+    assert "in gather" in caplog.text and "wait_until_logged(caplog" in caplog.text
+    assert re.search(r"the batch of step 4 came after \d+ s; training con", caplog.text)
 
 
 def test_a_stalled_step_is_reported(caplog):
@@ -57,8 +65,8 @@ def test_a_stalled_step_is_reported(caplog):
         eqxshard.fit(state, step, make_loader(), steps=5, stall_seconds=0.5)
     # Not compilation took so long.
     assert events == []
-    assert re.search(r"no progress for 1 s: waiting for step [2-5]\. The s", caplog.text)
-    assert re.search(r"step [2-5] came after \d s; training continues\.", caplog.text)
+    assert re.search(r"no progress for [1-9]\d* s: waiting for step [2-5]\.", caplog.text)
+    assert re.search(r"step [2-5] came after \d+ s; training continues\.", caplog.text)
 
 
 def test_a_run_that_does_not_stall_is_not_reported(caplog):
