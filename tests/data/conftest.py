@@ -1,5 +1,6 @@
 """A mirror to download from: a local HTTP server that can be made to misbehave."""
 
+import socket
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -68,8 +69,9 @@ def mirror(monkeypatch):
 
 
 @pytest.fixture
-def dead_mirror() -> str:
+def dead_mirror():
     """The URL of a server that does not exist."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
-        port = server.server_port
-    return f"http://127.0.0.1:{port}"
+    # The port is taken, so that nobody else listens there.
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"

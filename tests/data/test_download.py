@@ -79,12 +79,15 @@ def test_the_error_has_the_reason_of_every_mirror(mirror, url, dead_mirror, path
 
 
 def test_a_silent_mirror_times_out(mirror, url, path, monkeypatch):
-    monkeypatch.setattr(_download, "_TIMEOUT", 0.1)
     done = threading.Event()
     mirror.files["/silent.gz"] = CONTENT
     mirror.pause["/silent.gz"] = (HALF, lambda: done.wait(60))
     try:
-        with pytest.raises(ConnectionError, match=r"connection broke \(timed out\)"):
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(ConnectionError, match=r"connection broke \(timed out\)"),
+        ):
+            patch.setattr(_download, "_TIMEOUT", 0.5)
             download(path, [f"{mirror.url}/silent.gz"], sha256=SHA256)
         download(path, [url], sha256=SHA256)
     finally:

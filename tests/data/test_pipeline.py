@@ -127,7 +127,7 @@ def test_batches_are_gathered_ahead_while_the_caller_computes(row_bytes, prefetc
     with closing(iter(loader_of(Large(), prefetch=prefetch))) as batches:
         next(batches)
         for _ in range(calls):
-            assert gathered.acquire(timeout=10)
+            assert gathered.acquire(timeout=60)
         assert not gathered.acquire(timeout=0.05)
 
 
@@ -169,7 +169,7 @@ def run(program):
         [sys.executable, "-c", PROGRAM + program],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         cwd=Path(__file__).parents[2],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
     )
@@ -189,14 +189,17 @@ print("end")
 
 def test_an_interrupt_ends_the_wait_for_a_batch():
     program = """
+received = threading.Event()
+
 def interrupt():
-    time.sleep(1)
+    received.wait()
+    time.sleep(0.1)  # By now it waits for the next.
     os.kill(os.getpid(), signal.SIGINT)
 
 threading.Thread(target=interrupt).start()
 try:
     for batch in loader:
-        pass
+        received.set()
 except KeyboardInterrupt:
     print("interrupted")
 """

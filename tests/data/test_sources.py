@@ -1,5 +1,5 @@
 import pickle
-import time
+import threading
 import tracemalloc
 
 import grain
@@ -91,21 +91,12 @@ def test_arrays_must_have_names(arrays, unannotated):
 
 
 class Squares:
-    """Records the indices that are read, and the number of threads at a time."""
-
-    def __init__(self, length=20, seconds=0.0):
-        self.length, self.seconds = length, seconds
-        self.asked, self.now, self.most = [], 0, 0
+    """Numbers and their squares."""
 
     def __len__(self):
-        return self.length
+        return 20
 
     def __getitem__(self, index):
-        self.asked.append(index)
-        self.now += 1
-        self.most = max(self.most, self.now)
-        time.sleep(self.seconds)
-        self.now -= 1
         return {"x": index, "xx": np.array([index, index**2], np.float32)}
 
 
@@ -120,10 +111,17 @@ def test_records_are_read_in_order_and_may_repeat():
 
 
 def test_records_are_read_in_threads():
-    records = Squares(seconds=0.05)
-    RecordSource(records, threads=4).gather(np.arange(8))
-    assert records.most == 4
-    assert sorted(records.asked) == list(range(8))
+    together, seen = threading.Barrier(4), []
+
+    class Records(Squares):
+        def __getitem__(self, index):
+            seen.append((index, threading.get_ident()))
+            together.wait(timeout=60)
+            return super().__getitem__(index)
+
+    RecordSource(Records(), threads=4).gather(np.arange(8))
+    indices, threads = zip(*seen)
+    assert sorted(indices) == list(range(8)) and len({*threads}) == 4
 
 
 def test_records_may_be_decoded_and_a_source_pickled():
