@@ -13,6 +13,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 import jax
 import jaxtyping
 import pytest
+from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_num_cpu_devices", 8)
@@ -20,6 +21,12 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 install_import_hook("eqxshard", "beartype.beartype")
+
+# How long an example takes depends on what else the machine does.
+settings.register_profile(
+    "patient", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("patient")
 
 
 @pytest.fixture

@@ -70,7 +70,7 @@ def grain_threads():
 
 
 def assert_threads_end():
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while grain_threads():
         assert time.monotonic() < deadline, grain_threads()
         time.sleep(0.01)
