@@ -94,7 +94,7 @@ def assert_same(folder, other, rtol=0.0):
 
 
 def wait_for_step(folder, step):
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         path = folder / "metrics.jsonl"
         if path.exists() and len(path.read_text().splitlines()) >= step:
@@ -166,7 +166,7 @@ def test_a_restarted_run_ends_as_the_whole_one(tmp_path, whole, elastic):
     with start(tmp_path, "--seconds-per-step=0.5", **how) as process:
         wait_for_step(tmp_path, 8)
         os.kill(workers_of(process)[2], signal.SIGKILL)
-        out, _ = process.communicate(timeout=120)
+        out, _ = process.communicate(timeout=300)
     assert process.returncode == 0, out
     count = 2 if elastic else 4
     assert f"starting again with {count} processes" in out
@@ -179,7 +179,7 @@ def test_a_notice_to_one_process_saves_all_at_the_same_step(tmp_path, whole):
     with start(tmp_path, "--seconds-per-step=0.5", processes=4, devices=1) as process:
         wait_for_step(tmp_path, 7)
         os.kill(workers_of(process)[2], signal.SIGTERM)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=120)
     assert process.returncode == 143, out
     step = eqxshard.Checkpointer(tmp_path / "checkpoints").steps()[-1]
     assert 7 < step < 15
@@ -238,10 +238,13 @@ def test_hosts_are_the_outer_part_of_an_axis(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["exception", "checkpointer"])
 def test_an_exception_in_one_process_ends_all(tmp_path, what):
-    began = time.monotonic()
-    status, out = run(tmp_path, processes=2, devices=1, DIFFER=what)
-    assert time.monotonic() - began < 45
-    assert status == 1, out
+    with start(tmp_path, processes=2, devices=1, DIFFER=what) as process:
+        lines = read_until(process, process.stdout, "resuming from step 0")
+        began = time.monotonic()
+        rest, _ = process.communicate(timeout=240)
+        assert time.monotonic() - began < 45
+    out = "".join([*lines, rest])
+    assert process.returncode == 1, out
     if what == "exception":
         assert "process 1 of 2 ended with status 1; the others were stopped" in out
     assert {
@@ -277,7 +280,7 @@ def test_a_process_that_is_frozen_is_named(tmp_path):
     with start(tmp_path, *options, processes=4, devices=1) as process:
         wait_for_step(tmp_path, 5)
         os.kill(workers_of(process)[1], signal.SIGSTOP)
-        out, _ = process.communicate(timeout=60)
+        out, _ = process.communicate(timeout=120)
     assert process.returncode != 0
     assert "because process 1 stopped responding" in out, out
 
