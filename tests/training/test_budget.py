@@ -4,6 +4,7 @@ Operations, memory and communication are compared to what JAX makes of the same 
 written by hand.
 """
 
+import gc
 import os
 import re
 import sys
@@ -100,11 +101,14 @@ def our_frames(function):
             entered += event == "call"
             deepest = max(deepest, depth)
 
+    # Or it may close iterators of ours that an earlier test left.
+    gc.disable()
     sys.setprofile(count)
     try:
         function()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return entered, deepest
 
 
