@@ -95,3 +95,16 @@ def fresh():
     """A state, and the same step each time, which compiles once."""
     state, step = made_once()
     return jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, state), step
+
+
+def count_dispatched(monkeypatch) -> list[int]:
+    """Collects how many steps each dispatch of a resident dataset takes."""
+    taken: list[int] = []
+    stacked = eqxshard.Loader.stacked
+
+    def count(self, steps, **room):
+        taken.append(steps)
+        return stacked(self, steps, **room)
+
+    monkeypatch.setattr(eqxshard.Loader, "stacked", count)
+    return taken

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from loop_helpers import Recorder, fresh, make_loader
+from loop_helpers import Recorder, count_dispatched, fresh, make_loader
 
 import eqxshard
 from eqxshard.callbacks import Callback
@@ -100,13 +100,7 @@ def test_a_method_that_is_not_overridden_is_not_called(monkeypatch):
 
 
 def test_dispatches_of_a_resident_dataset_end_where_a_callback_is_due(monkeypatch):
-    taken = []
-    stacked = eqxshard.Loader.stacked
-    monkeypatch.setattr(
-        eqxshard.Loader,
-        "stacked",
-        lambda self, count, **room: taken.append(count) or stacked(self, count, **room),
-    )
+    taken = count_dispatched(monkeypatch)
     losses: list[float] = []
 
     class Losses(Callback):

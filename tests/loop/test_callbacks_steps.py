@@ -1,5 +1,5 @@
 import pytest
-from loop_helpers import fresh, make_loader
+from loop_helpers import count_dispatched, fresh, make_loader
 
 import eqxshard
 from eqxshard.callbacks import Every, Profile
@@ -50,13 +50,7 @@ def test_a_profile_is_of_its_steps(profiler, tmp_path, last, stop):
 def test_a_profile_ends_dispatches_where_it_begins_and_ends(
     profiler, monkeypatch, tmp_path
 ):
-    taken = []
-    stacked = eqxshard.Loader.stacked
-    monkeypatch.setattr(
-        eqxshard.Loader,
-        "stacked",
-        lambda self, count, **room: taken.append(count) or stacked(self, count, **room),
-    )
+    taken = count_dispatched(monkeypatch)
     fit(Profile(3, 4, tmp_path), steps=12, placement="device")
     assert taken == [2, 2, 2, 6] and profiler == ["start", "stop"]
 
