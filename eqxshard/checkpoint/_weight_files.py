@@ -58,8 +58,8 @@ def map_weights(path: Path, like: PyTree) -> dict[str, np.ndarray]:
         path = _choose(path)
     if not path.is_file():
         raise FileNotFoundError(
-            f"there is no file {os.fspath(path)!r}; give a file of weights, or the folder "
-            "of one."
+            f"{os.fspath(path)!r} does not exist; give a file of weights, or the folder of "
+            "one."
         )
     if path.name.endswith(".index.json"):
         return _map_index(path, like)

@@ -70,8 +70,8 @@ class RunFolder:
             )
         if resume == "yes" and not exists:
             raise ValueError(
-                f"there is no run in {self.path} to resume; leave --resume out, or use "
-                "--resume auto."
+                f"{self.path} has no run to resume; leave --resume out, or use --resume "
+                "auto."
             )
         return bool(steps)
 

@@ -86,7 +86,7 @@ class JSONLines:
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a file of JSON lines; an empty list if there is no file."""
+    """The lines of a file of JSON lines; an empty list if it does not exist."""
     path = Path(path)
     if not path.exists():
         return []

@@ -62,7 +62,7 @@ def test_a_model_comes_back_bit_for_bit(mlp, file):
 @pytest.mark.parametrize("name", TYPES)
 def test_every_type_comes_back_whatever_its_shape(tmp_path, name):
     with jax.enable_x64("64" in name):
-        # Every bit pattern but those of bools, of which there are two; NaNs included.
+        # Every bit pattern, NaNs included; a bool has only two.
         bits = np.random.default_rng(0).integers(0, 256, 12 * 8, np.uint8)
         size = 12 * jnp.dtype(name).itemsize
         values = bits[:size].view(name) if name != "bool" else bits[:12] > 127
@@ -293,7 +293,7 @@ def test_two_arrays_of_one_name_are_refused(tmp_path):
 
 def test_a_missing_file_is_named(mlp, tmp_path):
     path = tmp_path / "none.safetensors"
-    with pytest.raises(FileNotFoundError, match=f"no file '{path}'; give a file of"):
+    with pytest.raises(FileNotFoundError, match=f"'{path}' does not exist; give a file of"):
         eqxshard.load_weights(path, mlp)
 
 

@@ -35,8 +35,7 @@ def test_a_run_that_must_be_there_is_not(folder):
     with pytest.raises(ValueError) as error:
         folder.should_resume("yes", checkpointer)
     assert str(error.value) == (
-        f"there is no run in {folder.path} to resume; leave --resume out, or use --resume "
-        "auto."
+        f"{folder.path} has no run to resume; leave --resume out, or use --resume auto."
     )
 
 

@@ -302,7 +302,7 @@ def refusal(*args, **options):
 
 def test_yes_needs_a_run(tmp_path):
     says = refusal(tmp_path / "none", resume("yes"))
-    assert says.startswith(f"there is no run in {tmp_path / 'none'} to resume; leave")
+    assert says.startswith(f"{tmp_path / 'none'} has no run to resume; leave")
     assert not (tmp_path / "none").exists()
 
 

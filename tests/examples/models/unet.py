@@ -22,7 +22,7 @@ def split(key: Any, count: int = 2) -> list[Any]:
 
 
 class TimeEmbedding(eqx.Module):
-    # An array that no one means to train, and that gets gradients all the same.
+    # An array that no one means to train, but that gets gradients.
     frequencies: Float[Array, " half"]
 
     def __init__(self, size):
