@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jaxtyping import Array, PyTree
 
 from ..sharding._leaves import array_leaves, format_array, is_key
+from ..sharding._text import first_few
 from ..transforms._partition import Static, partition
 
 #: Arrays are written in chunks of at most this many bytes, and read this many chunks at a
@@ -189,10 +190,6 @@ def _target(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=target_sharding(leaf))
 
 
-#: How many arrays of another model an error names.
-_SHOWN = 4
-
-
 def check_structure(
     wanted: Mapping[str, Any], saved: Mapping[str, Mapping[str, Any]], where: str
 ) -> None:
@@ -210,11 +207,9 @@ def check_structure(
         elif not converts(theirs["dtype"], ours):
             faults.append(f"{path} has dtype {theirs['dtype']} there, not {ours.dtype}")
     if faults:
-        shown = "; ".join(faults[:_SHOWN])
-        more = f"; and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
         raise ValueError(
-            f"{where} does not fit this model: {shown}{more}. Use the model (and the "
-            "optimizer) that it was made with, or read a part of it."
+            f"{where} does not fit this model: {first_few(faults, '; ')}. Use the model "
+            "(and the optimizer) that it was made with, or read a part of it."
         )
 
 

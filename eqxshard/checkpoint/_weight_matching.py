@@ -8,15 +8,12 @@ from typing import Any
 import numpy as np
 
 from ..sharding._leaves import format_array
-from ..sharding._text import comma_list
+from ..sharding._text import comma_list, first_few
 from ._arrays import converts
 
 Names = str | Sequence[str]
 Rename = Callable[[str], Names | None] | Mapping[str, str | None]
 Transform = Callable[[str, np.ndarray], Any]
-
-#: How many arrays an error or a warning names.
-_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -79,12 +76,6 @@ def list_left_out(report: WeightsReport) -> list[str]:
 def _rows(names: Mapping[str, str]) -> list[str]:
     width = max(map(len, names), default=0)
     return [f"{path:{width}}  {name}" for path, name in names.items()]
-
-
-def first_few(items: Sequence[str], joint: str = ", ") -> str:
-    """The first few, and how many more there are."""
-    more = f"{joint}and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return joint.join(items[:_SHOWN]) + more
 
 
 class Joined:

@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 from ..distributed import fetch_whole, is_main_process
 from ..sharding._placement import broadcast_prefix
 from ..sharding._spec import check_spec
+from ..sharding._text import first_few
 from ..training._state import TrainState
 from ._arrays import partition_by_path, place_parts, target_sharding
 from ._weight_files import DTYPES, map_weights
@@ -21,7 +22,6 @@ from ._weight_matching import (
     Source,
     Transform,
     WeightsReport,
-    first_few,
     list_faults,
     list_left_out,
     match_weights,

@@ -1,8 +1,11 @@
 """Phrases that error messages share."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+#: How many of many things an error or a warning names.
+_SHOWN = 4
 
 
 def did_you_mean(word: str, words: Iterable[str], cutoff: float = 0.6) -> str:
@@ -14,6 +17,12 @@ def did_you_mean(word: str, words: Iterable[str], cutoff: float = 0.6) -> str:
 def comma_list(items: Iterable[Any]) -> str:
     """`a, b, c`."""
     return ", ".join(map(str, items))
+
+
+def first_few(items: Sequence[str], joint: str = ", ") -> str:
+    """The first few, and how many more there are: `a, b, c, d, and 3 more`."""
+    more = f"{joint}and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return joint.join(items[:_SHOWN]) + more
 
 
 def nearest_multiples(size: int, factor: int) -> str:
