@@ -45,7 +45,7 @@ def finished(command: Sequence[Any], *, seconds: float = 300, **options: Any) ->
 
 
 def read_until(
-    process: subprocess.Popen[str], stream: IO[str] | None, text: str, seconds: float = 120
+    process: subprocess.Popen[str], stream: IO[str] | None, text: str, seconds: float = 300
 ) -> list[str]:
     """The lines of a stream up to one that contains a text."""
     assert stream is not None

@@ -139,7 +139,7 @@ time.sleep(60)
     with start([script(body)], "--processes=1", "--restarts=3") as process:
         read_until(process, process.stdout, "[0] ready")
         process.send_signal(number)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=60)
     assert process.returncode == 143
     assert out == "[0] asked to stop\n" and err == ""
 
@@ -157,7 +157,7 @@ while True:
         process.send_signal(signal.SIGTERM)
         read_until(process, process.stdout, "[0] busy")
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
     assert process.returncode == 137
 
 

@@ -87,7 +87,7 @@ def test_a_silent_mirror_times_out(mirror, url, path, monkeypatch):
             monkeypatch.context() as patch,
             pytest.raises(ConnectionError, match=r"connection broke \(timed out\)"),
         ):
-            patch.setattr(_download, "_TIMEOUT", 0.5)
+            patch.setattr(_download, "_TIMEOUT", 1.0)
             download(path, [f"{mirror.url}/silent.gz"], sha256=SHA256)
         download(path, [url], sha256=SHA256)
     finally:

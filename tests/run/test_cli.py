@@ -218,7 +218,7 @@ def interrupt(process):
     for _ in range(4):
         process.send_signal(signal.SIGINT)
         try:
-            _, err = process.communicate(timeout=10)
+            _, err = process.communicate(timeout=60)
         except subprocess.TimeoutExpired:
             continue
         return re.sub(r"(?s)Exception ignored .*?Interrupt: ?\n", "", err)

@@ -281,6 +281,6 @@ for value in (1, 1, 1, 1000):
 def test_a_script_on_several_devices_ends_with_the_message():
     flags = "--xla_force_host_platform_device_count=8"
     env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    status, out, err = finished([sys.executable, "-c", SCRIPT], seconds=100, env=env)
+    status, out, err = finished([sys.executable, "-c", SCRIPT], env=env)
     assert status == 1 and out.count("loss") == 3
     assert "EquinoxRuntimeError: x is too large" in err
