@@ -6,8 +6,10 @@ its own GPU or simulated CPU devices; merges their output; stops all when one di
 
 import argparse
 import collections
+import contextlib
 import math
 import os
+import random
 import re
 import signal
 import socket
@@ -232,9 +234,13 @@ def _print(text: str) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    # Below those that systems give to connections: until process 0 listens, seconds later,
+    # another program could get one of them.
+    for port in random.sample(range(20_000, 32_000), 100):
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no free port was found; end some of the programs that listen.")
 
 
 def _gpus() -> list[str]:
