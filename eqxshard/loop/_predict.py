@@ -19,14 +19,13 @@ from ..sharding._leaves import is_array, leaf_path
 from ..sharding._mesh import batch_sharding, check_batch_size
 from ..training._compile import Jitted, jit_on
 from ..training._config import mesh_of
-from ..training._extra import Extra, stored_shardings
+from ..training._eval_step import take_model
+from ..training._extra import Signature
 from ..training._gradients import step_context
 from ..training._in_flight import IN_FLIGHT
 from ..training._inputs import ONE_BATCH
 from ..training._precision import Precision
-from ..training._state import TrainState, with_state, without_state
-from ..training._train_step import DONATED
-from ..transforms._partition import partition
+from ..training._state import with_state, without_state
 from ._evaluate import one_epoch
 from ._protocols import Batches
 
@@ -84,14 +83,9 @@ def predict(
         labels = eqxshard.predict(state.model, classify, test_loader)
         ```
     """
-    if isinstance(model, TrainState):
-        raise TypeError("predict takes a model; give it state.model.")
-    arrays, static = partition(model, "model")
-    if any(x.is_deleted() for x in arrays if isinstance(x, jax.Array)):
-        raise ValueError(DONATED)
+    arrays, signature = take_model(model, "predict")
     mesh = mesh_of(arrays, None, "model")
-    stored = Extra(static, tuple(stored_shardings(arrays)))
-    compiled = _compile(fn, stored, mesh, precision)
+    compiled = _compile(fn, signature, mesh, precision)
     rows = _rows(loader)
     parts: list[PyTree[np.ndarray | Array]] = []
     waiting: deque[PyTree[Array]] = deque()
@@ -163,13 +157,13 @@ def _join(
 @ft.lru_cache(maxsize=_KEPT)
 def _compile(
     fn: Callable[[Any, Any], PyTree],
-    stored: Extra,
+    signature: Signature,
     mesh: Mesh,
     precision: Precision | None,
 ) -> Jitted:
     def predict(arrays: list[Array], batch: PyTree) -> PyTree[Array]:
-        model, model_state = without_state(stored.static.combine(arrays))
-        storage, _ = without_state(stored.storage())
+        model, model_state = without_state(signature.static.combine(arrays))
+        storage, _ = without_state(signature.storage())
         with step_context(model, storage, storage, batch, mesh, precision) as (
             model,
             batch,

@@ -5,10 +5,9 @@ from types import TracebackType
 from typing import Any
 
 import jax
-from jaxtyping import PyTree
 
 from ..checkpoint._checkpointer import Checkpointer
-from ..sharding._leaves import array_leaves
+from ..training._extra import any_donated
 from ._callbacks import CallbackList
 from ._report import numbers
 from ._run import Run
@@ -54,7 +53,8 @@ class Rescue:
         if error is None or self._kept is None:
             return False
         run, callbacks, first = self._kept
-        if run.step == first or _is_donated(run.state):
+        # A step that failed may have taken the state with it.
+        if run.step == first or any_donated(jax.tree.leaves(run.state)):
             return False
         if self._checkpointer and _is_saved(run, callbacks, self._checkpointer):
             # Not a note, which would follow what the error says to do.
@@ -79,10 +79,3 @@ def _is_saved(run: Run, callbacks: CallbackList, checkpointer: Checkpointer) -> 
     except Exception as error:
         _LOG.error("the state of step %d could not be saved: %s", run.step, error)
         return False
-
-
-def _is_donated(state: PyTree) -> bool:
-    """Whether a step that failed has taken the state with it."""
-    return any(
-        isinstance(leaf, jax.Array) and leaf.is_deleted() for _, leaf in array_leaves(state)
-    )

@@ -12,7 +12,6 @@ from jaxtyping import Array, PyTree
 from ..sharding._mesh import check_mesh
 from ..sharding._placement import assign_shardings
 from ..sharding._rule import Rule
-from ..transforms._partition import Static, partition
 from ._compile import jit_on
 from ._config import mesh_of
 from ._examples import (
@@ -21,7 +20,7 @@ from ._examples import (
     example_weights,
     sum_over_examples,
 )
-from ._extra import Extra, stored_shardings
+from ._extra import Signature, any_donated
 from ._gradients import step_context
 from ._in_flight import InFlight
 from ._inputs import ONE_BATCH, StepInput, several_batches
@@ -85,7 +84,7 @@ class EvalStep:
         self._mesh = mesh
         self._rule = rule
         self._precision = precision
-        self._compiled: dict[tuple[Extra, StepInput], Any] = {}
+        self._compiled: dict[tuple[Signature, StepInput], Any] = {}
         self._in_flight = InFlight()
 
     def __call__(self, model: PyTree, batch: PyTree) -> Metrics:
@@ -136,18 +135,14 @@ class EvalStep:
 
         A `jax.stages.Lowered`.
         """
-        arrays, static = partition(model, "model")
-        mesh, jitted = self._compile(arrays, static, ONE_BATCH)
+        arrays, signature = Signature.of(model, "model")
+        mesh, jitted = self._compile(arrays, signature, ONE_BATCH)
         ONE_BATCH.check_shapes(batch, mesh, 1)
         return jitted.lower(arrays, batch)
 
     def _run(self, model: PyTree, batch: PyTree, kind: StepInput) -> Metrics:
-        if isinstance(model, TrainState):
-            raise TypeError("an eval step takes a model; give it state.model.")
-        arrays, static = partition(model, "model")
-        if any(x.is_deleted() for x in arrays if isinstance(x, jax.Array)):
-            raise ValueError(DONATED)
-        mesh, jitted = self._compile(arrays, static, kind)
+        arrays, signature = take_model(model, "an eval step")
+        mesh, jitted = self._compile(arrays, signature, kind)
         kind.check_shapes(batch, mesh, 1)
         self._in_flight.make_room()
         metrics = jitted(arrays, batch)
@@ -155,21 +150,20 @@ class EvalStep:
         return metrics
 
     def _compile(
-        self, arrays: list[Any], static: Static, kind: StepInput
+        self, arrays: list[Any], signature: Signature, kind: StepInput
     ) -> tuple[Mesh, Any]:
-        placed = self._rule is None
-        stored = Extra(static, tuple(stored_shardings(arrays)) if placed else ())
-        compiled = self._compiled.get((stored, kind))
+        key = signature, kind
+        compiled = self._compiled.get(key)
         if compiled is None:
             mesh = mesh_of(arrays, self._mesh, "model")
-            compiled = self._compiled[stored, kind] = mesh, self._jit(stored, kind, mesh)
+            compiled = self._compiled[key] = mesh, self._jit(signature, kind, mesh)
         return compiled
 
-    def _jit(self, stored: Extra, kind: StepInput, mesh: Mesh) -> Any:
+    def _jit(self, signature: Signature, kind: StepInput, mesh: Mesh) -> Any:
         def eval_step(arrays: list[Array], batch: PyTree) -> Metrics:
-            model, model_state = without_state(stored.static.combine(arrays))
+            model, model_state = without_state(signature.static.combine(arrays))
             if self._rule is None:
-                storage, _ = without_state(stored.storage())
+                storage, _ = without_state(signature.storage())
             else:
                 storage = assign_shardings(model, mesh, self._rule)
 
@@ -200,3 +194,13 @@ class EvalStep:
             check_scalars(values, lambda b: self._metric_fn(pair, b), batch_for_use)
         sums = sum_over_examples(values, batch, mesh)
         return Metrics(sums, jnp.sum(example_weights(batch)), jnp.zeros((), jnp.int32))
+
+
+def take_model(model: PyTree, who: str) -> tuple[list[Any], Signature]:
+    """The arrays of a model, and its signature; refuse a state, and a donated model."""
+    if isinstance(model, TrainState):
+        raise TypeError(f"{who} takes a model; give it state.model.")
+    arrays, signature = Signature.of(model, "model")
+    if any_donated(arrays):
+        raise ValueError(DONATED)
+    return arrays, signature

@@ -1,6 +1,6 @@
-"""What a loss function gets besides the model and the batch, such as a teacher."""
+"""Arguments of a step that are not donated, such as a model to measure, or a teacher."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,24 +8,13 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
-from ..sharding._leaves import is_array, is_key
+from ..sharding._leaves import is_key
 from ..transforms._partition import Static, partition
 
 
-def stored_shardings(tree: PyTree) -> PyTree[NamedSharding | None]:
-    """The sharding of each array of a PyTree that is on a mesh; `None` for other leaves."""
-
-    def stored(leaf: Any) -> NamedSharding | None:
-        sharding = getattr(leaf, "sharding", None) if is_array(leaf) else None
-        on_mesh = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
-        return sharding if on_mesh else None
-
-    return jax.tree.map(stored, tree)
-
-
 @dataclass(frozen=True)
-class Extra:
-    """The structure of a step's `extra`: the part of it that a compiled step depends on.
+class Signature:
+    """The part of an argument that a compiled function depends on: all but its values.
 
     - `static`: everything but its arrays.
     - `shardings`: where each of its arrays is stored, if that is on a mesh.
@@ -35,16 +24,25 @@ class Extra:
     shardings: tuple[NamedSharding | None, ...]
 
     @staticmethod
-    def of(extra: PyTree) -> tuple[list[Any], "Extra | None"]:
-        """The arrays of an `extra`, and its structure; nothing of `None`."""
-        if extra is None:
-            return [], None
-        arrays, static = partition(extra, "extra")
-        return arrays, Extra(static, tuple(stored_shardings(arrays)))
+    def of(argument: PyTree, name: str) -> tuple[list[Any], "Signature"]:
+        """The arrays of an argument, and its signature; `name` is for errors."""
+        arrays, static = partition(argument, name)
+        return arrays, Signature(static, tuple(map(_sharding_on_mesh, arrays)))
 
     def storage(self) -> PyTree[NamedSharding | None]:
-        """`shardings` as a PyTree like the `extra` itself."""
+        """`shardings` as a PyTree like the argument itself."""
         return self.static.only(self.shardings)
+
+
+def _sharding_on_mesh(array: Any) -> NamedSharding | None:
+    sharding = getattr(array, "sharding", None)
+    on_mesh = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
+    return sharding if on_mesh else None
+
+
+def take_extra(extra: PyTree) -> tuple[list[Any], Signature | None]:
+    """The arrays of a step's `extra`, and its signature; nothing of `None`."""
+    return ([], None) if extra is None else Signature.of(extra, "extra")
 
 
 def copy_taken(arrays: list[Array], taken: Sequence[Any]) -> list[Array]:
@@ -61,9 +59,14 @@ def copy_array(array: Array) -> Array:
     return jax.device_put(array, array.sharding, may_alias=False)
 
 
+def any_donated(arrays: Iterable[Any]) -> bool:
+    """Whether a step has taken one of some arrays."""
+    return any(x.is_deleted() for x in arrays if isinstance(x, jax.Array))
+
+
 def check_not_donated(extra: Sequence[Any]) -> None:
     """Refuse arrays that a step took with an earlier state: JAX 0.10 segfaults on them."""
-    if any(x.is_deleted() for x in extra if isinstance(x, jax.Array)):
+    if any_donated(extra):
         raise ValueError(
             "the extra was a part of an earlier state, which was donated; take it from the "
             "newest state, or copy its arrays."

@@ -16,7 +16,7 @@ from ..sharding._rule import Rule
 from ..transforms._partition import Static
 from ._compile import jit_on
 from ._config import Nonfinite, ResolvedConfig, StepConfig, check_optim
-from ._extra import Extra, check_not_donated, copy_shared, copy_taken
+from ._extra import Signature, check_not_donated, copy_shared, copy_taken, take_extra
 from ._gradients import LossInputs
 from ._in_flight import InFlight
 from ._inputs import ONE_BATCH, StepInput, format_sharding, is_elsewhere, several_batches
@@ -128,7 +128,7 @@ class TrainStep:
     def __init__(self, config: StepConfig):
         #: The settings of the step.
         self.config = config
-        self._compiled: dict[tuple[Static, StepInput, Extra | None], _CompiledStep] = {}
+        self._compiled: dict[tuple[Static, StepInput, Signature | None], _CompiledStep] = {}
         self._in_flight = InFlight()
 
     def __call__(
@@ -195,9 +195,10 @@ class TrainStep:
 
         A `jax.stages.Lowered`.
         """
-        arrays, _ = flatten_state(state)
-        extra_arrays, structure = Extra.of(extra)
-        compiled = self._compile(state, ONE_BATCH, structure)
+        arrays, static = flatten_state(state)
+        extra_arrays, signature = take_extra(extra)
+        key = static, ONE_BATCH, signature
+        compiled = self._compiled.get(key) or self._compile(state, *key)
         compiled.check_shapes(batch)
         return compiled.jitted.lower(arrays, batch, extra_arrays)
 
@@ -205,10 +206,9 @@ class TrainStep:
         self, state: TrainState, batch: PyTree, kind: StepInput, extra: PyTree
     ) -> tuple[TrainState, Metrics]:
         arrays, static = flatten_state(state)
-        extra_arrays, structure = Extra.of(extra)
-        compiled = self._compiled.get((static, kind, structure))
-        if compiled is None:
-            compiled = self._compile(state, kind, structure)
+        extra_arrays, signature = take_extra(extra)
+        key = static, kind, signature
+        compiled = self._compiled.get(key) or self._compile(state, *key)
         if extra_arrays:
             check_not_donated(extra_arrays)
             arrays = copy_taken(arrays, extra_arrays)
@@ -235,14 +235,11 @@ class TrainStep:
         return state, metrics
 
     def _compile(
-        self, state: TrainState, kind: StepInput, extra: Extra | None
+        self, state: TrainState, static: Static, kind: StepInput, extra: Signature | None
     ) -> "_CompiledStep":
-        _, static = flatten_state(state)
-        compiled = self._compiled.get((static, kind, extra))
-        if compiled is None:
-            compiled = _CompiledStep(self.config, state, kind, extra)
-            check_shardings(state, compiled.shardings)
-            self._compiled[static, kind, extra] = compiled
+        compiled = _CompiledStep(self.config, state, kind, extra)
+        check_shardings(state, compiled.shardings)
+        self._compiled[static, kind, extra] = compiled
         return compiled
 
 
@@ -250,7 +247,11 @@ class _CompiledStep:
     """The step for states of one structure and one kind of input, over flat arrays."""
 
     def __init__(
-        self, config: StepConfig, state: TrainState, kind: StepInput, extra: Extra | None
+        self,
+        config: StepConfig,
+        state: TrainState,
+        kind: StepInput,
+        extra: Signature | None,
     ):
         arrays, static = flatten_state(state)
         self._config = config = config.of(state, arrays)
