@@ -1,5 +1,6 @@
-"""A mirror to download from: a local HTTP server that can be made to misbehave."""
+"""A mirror to download from, which can be made to misbehave, and no old threads."""
 
+import gc
 import socket
 import threading
 from collections.abc import Callable
@@ -75,3 +76,9 @@ def dead_mirror():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_threads_of_earlier_tests():
+    """Iterators that tests elsewhere left to the garbage collector have threads, too."""
+    gc.collect()
