@@ -124,6 +124,13 @@ def exit_process(status: int) -> NoReturn:
     sys.exit(status)
 
 
+def count_cores() -> int:
+    """The number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def is_main_process() -> bool:
     """Whether this is process 0, which writes what is written once."""
     return jax.process_index() == 0

@@ -25,7 +25,7 @@ RULE = eqxshard.first_match(
 
 
 class Layer(eqx.Module):
-    """Hard for a schedule: not defined at zero, dropout, an array of integers."""
+    """Hard for a schedule: not defined at zero, dropout, arrays of integers."""
 
     linear: eqx.nn.Linear
     dropout: eqx.nn.Dropout
@@ -38,8 +38,8 @@ class Layer(eqx.Module):
         self.order = jnp.arange(WIDTH)[::-1]
         self.activation = jnp.tanh
 
-    def __call__(self, h, key=None):
-        unit = h[self.order] / jnp.linalg.norm(h)
+    def __call__(self, h, places, key=None):
+        unit = jnp.roll(h[self.order], places["shift"]) / jnp.linalg.norm(h)
         return h + self.dropout(self.activation(self.linear(unit)), key=key)
 
 
@@ -49,8 +49,8 @@ class Apply(eqx.Module):
     param: jax.Array
     fn: Callable[..., Any] = eqx.field(static=True)
 
-    def __call__(self, h):
-        return self.fn(self.param, h)
+    def __call__(self, h, *args):
+        return self.fn(self.param, h, *args)
 
 
 class Head(eqx.Module):
@@ -103,6 +103,7 @@ def gpipe(model, batch, key, microbatches, chunks=None):
     h = pipeline(
         model.layers,
         jax.vmap(model.embed)(batch["x"]),
+        batch["places"],
         microbatches=microbatches,
         chunks=chunks,
         key=key,
@@ -122,6 +123,7 @@ def one_f_one_b(model, batch, key, microbatches, chunks=None):
         model.head,
         jax.vmap(model.embed)(batch["x"]),
         batch["y"],
+        args=(batch["places"],),
         microbatches=microbatches,
         chunks=chunks,
         weight=batch["weight"],
@@ -145,9 +147,10 @@ def make_mesh(**sizes):
     return eqxshard.make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
 
 
-def make_batch(rows=ROWS, seed=0):
+def make_batch(rows=ROWS, seed=0) -> dict[str, Any]:
     # Some examples count twice, some not at all.
-    return helpers.make_batch(rows, seed, weight=np.arange(rows) % 3)
+    batch = helpers.make_batch(rows, seed, weight=np.arange(rows) % 3)
+    return batch | {"places": {"shift": np.arange(rows) % 5, "none": None}}
 
 
 def on(mesh, fn):

@@ -1,5 +1,7 @@
 """A tiny decoder-only transformer in plain Equinox, which knows of no device or mesh."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -75,7 +77,7 @@ class Transformer(eqx.Module):
     blocks: Block
     norm: eqx.nn.RMSNorm
     unembedding: Float[Array, "vocab embed"] | None
-    remat: bool = eqx.field(static=True)
+    remat: Any = eqx.field(static=True)
 
     def __init__(
         self,
@@ -89,7 +91,7 @@ class Transformer(eqx.Module):
         layers=2,
         dropout=0.1,
         tied=True,
-        remat=True,
+        remat="full",
     ):
         k1, k2, k3, k4 = jax.random.split(key, 4)
         self.embedding = normal(k1, vocab, embed, fan_in=embed)

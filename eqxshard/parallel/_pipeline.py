@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from ..sharding._leaves import format_array
+from ..sharding._leaves import array_leaves, format_array
 from ..transforms._shard_map import filter_shard_map
 from ._pipeline_schedule import make_schedule, split_chunks
 
@@ -30,7 +30,7 @@ from ._pipeline_schedule import make_schedule, split_chunks
 def pipeline(
     layers: PyTree,
     x: Float[Array, "batch ..."],
-    *,
+    *args: PyTree,
     microbatches: int,
     chunks: int | None = None,
     key: PRNGKeyArray | None = None,
@@ -63,14 +63,17 @@ def pipeline(
         and returns activations of the same shape and dtype. The rule should store it with
         `P("stage")`, whatever the `chunks`.
     - `x`: the activations of a batch, its rows split over `data` and `fsdp`.
+    - `args`: what else every layer gets of each example, such as its positions: PyTrees of
+        arrays of leading size batch, or `None`. They go with their microbatch: a layer is
+        called as `layer(h, *args)`.
     - `microbatches`: the number of parts to split each device's rows into. Use several
         times the number of stages to keep the stages busy.
     - `chunks`: the number of chunks on each stage. If given, the arrays of `layers` have
         two leading dims, `(layers // chunks, chunks)`, and entry `[i, c]` is layer
         `c * (layers // chunks) + i`. Each stage then stores just the layers that it
         applies, and none is sent to another.
-    - `key`: a random key. If given, a layer is called as `layer(h, key=...)`, with a key
-        for each layer and example that depends on nothing else; otherwise as `layer(h)`.
+    - `key`: a random key. If given, a layer is called with a `key=` as well, a key for
+        each layer and example that depends on nothing else.
 
     **Returns:**
 
@@ -80,8 +83,8 @@ def pipeline(
 
     `ValueError` if the layers do not divide over the stages and chunks, the batch into
     microbatches, or with several chunks the microbatches over the stages; if an array of
-    `layers` does not have the leading dims; or if a layer changes the shape or dtype of
-    activations.
+    `layers` does not have the leading dims, or one of `args` the batch's size; or if a
+    layer changes the shape or dtype of activations.
 
     !!! Example
 
@@ -106,24 +109,29 @@ def pipeline(
         ```
     """
     layers, layer_ids = split_chunks(layers, chunks)
+    args = jax.tree.map(jnp.asarray, args)
+    check_rows({"args": args}, len(x))
     rows, chunks = jnp.arange(len(x)), layer_ids.shape[1]
     schedule, batch_axes = make_schedule(layer_ids.size, len(x), microbatches, chunks)
     last = schedule.stages - 1
     if last == 0:
         for chunk in range(chunks):
-            x, _ = apply_chunk(layers, layer_ids, chunk, x, rows, key)
+            x, _ = apply_chunk(layers, layer_ids, chunk, x, args, rows, key)
         return x
 
-    def gpipe(layers: PyTree, layer_ids: Array, x: Array, rows: Array, key: Any) -> Array:
+    def gpipe(
+        layers: PyTree, layer_ids: Array, inputs: PyTree, rows: Array, key: Any
+    ) -> Array:
         stage = jax.lax.axis_index("stage")
         layers = local_copy(layers)
-        x, rows = to_microbatches((local_copy(x), rows), microbatches)
+        (x, args), rows = to_microbatches((local_copy(inputs), rows), microbatches)
 
         def tick(received: Array, now: tuple[Array, Array]) -> tuple[Array, Array]:
             time, new = now
             microbatch, chunk, busy = schedule.turn(time - stage)
             h = jnp.where((stage == 0) & (chunk == 0), new, received)
-            h, _ = apply_chunk(layers, layer_ids, chunk, h, rows[microbatch], key, busy)
+            now_args, now_rows = take((args, rows), microbatch)
+            h, _ = apply_chunk(layers, layer_ids, chunk, h, now_args, now_rows, key, busy)
             return jax.lax.ppermute(h, "stage", schedule.to_next), h
 
         now = jnp.arange(schedule.ticks), schedule.inputs(x)
@@ -141,9 +149,10 @@ def pipeline(
     )
     out_specs = PartitionSpec("stage", batch_axes)
     run = per_device(gpipe, batch_axes, in_specs, out_specs)
-    layers, x = copy_along(batch_axes, layers), copy_along(("stage",), x)
-    # Only the last stage's result is not zero, so the sum sends it to all stages.
-    return sum_copies(run(layers, layer_ids, x, rows, key))
+    layers, inputs = copy_along(batch_axes, layers), copy_along(("stage",), (x, args))
+    # Only the last stage's result is not zero, so the sum sends it to all stages. It is
+    # exact in any dtype, unlike that of `sum_copies`, which is in float32 at least.
+    return jax.lax.reduce_sum(run(layers, layer_ids, inputs, rows, key), (0,))
 
 
 def apply_chunk(
@@ -151,6 +160,7 @@ def apply_chunk(
     layer_ids: Array,
     chunk: Any,
     h: Array,
+    args: tuple[PyTree, ...],
     rows: Array,
     key: PRNGKeyArray | None,
     busy: Array | None = None,
@@ -158,24 +168,26 @@ def apply_chunk(
     """Apply the layers of a chunk; return the output of the last, and the input of each.
 
     A stage that is not busy computes too, on values that may lead to nan, so its weights
-    get no gradient from that.
+    and `args` get no gradient from that.
     """
     arrays, static = eqx.partition(layers, eqx.is_array)
+    if busy is not None:
+        args = jax.tree.map(ft.partial(_stop_gradient_unless, busy), args)
 
     # The scan already keeps XLA from merging the recomputation with the forward pass.
     @ft.partial(jax.checkpoint, prevent_cse=False)
     def one(h: Array, of_chunks: tuple[PyTree, Array]) -> tuple[Array, Array]:
-        arrays, layer_id = take_chunk(of_chunks, chunk)
+        arrays, layer_id = take(of_chunks, chunk)
         if busy is not None:
             arrays = jax.tree.map(ft.partial(_stop_gradient_unless, busy), arrays)
-        return apply_layer(eqx.combine(arrays, static), layer_id, h, rows, key), h
+        return apply_layer(eqx.combine(arrays, static), layer_id, h, args, rows, key), h
 
     return jax.lax.scan(one, h, (arrays, layer_ids))
 
 
-def take_chunk(of_chunks: PyTree, chunk: Any) -> PyTree:
-    """The entries of one chunk, in arrays with a leading dim of chunks."""
-    return jax.tree.map(lambda leaf: leaf[chunk], of_chunks)
+def take(tree: PyTree, index: Any) -> PyTree:
+    """The entries of one chunk or microbatch, in arrays with a leading dim of them."""
+    return jax.tree.map(lambda leaf: leaf[index], tree)
 
 
 def _stop_gradient_unless(condition: Array, leaf: Array) -> Array:
@@ -185,10 +197,15 @@ def _stop_gradient_unless(condition: Array, leaf: Array) -> Array:
 
 
 def apply_layer(
-    layer: PyTree, layer_id: Array, h: Array, rows: Array, key: PRNGKeyArray | None
+    layer: PyTree,
+    layer_id: Array,
+    h: Array,
+    args: tuple[PyTree, ...],
+    rows: Array,
+    key: PRNGKeyArray | None,
 ) -> Array:
     """Apply one layer to each example of a microbatch."""
-    out = map_examples(layer, rows, fold_in_if_given(key, layer_id), h)
+    out = map_examples(layer, rows, fold_in_if_given(key, layer_id), h, *args)
     if format_example(out) != format_example(h):
         raise ValueError(
             f"a layer takes {format_example(h)} for each example and returns "
@@ -218,6 +235,16 @@ def format_example(batch: PyTree) -> str:
     if not isinstance(batch, jax.Array):
         return f"a {type(batch).__name__}"
     return format_array(jax.ShapeDtypeStruct(batch.shape[1:], batch.dtype))
+
+
+def check_rows(tree: PyTree, rows: int) -> None:
+    """Raise unless all arrays of a PyTree have an entry for each example."""
+    for path, leaf in array_leaves(tree):
+        if leaf.shape[:1] != (rows,):
+            raise ValueError(
+                f"{path} has the shape {leaf.shape} for a batch of {rows}; give it one "
+                "entry for each example."
+            )
 
 
 def to_microbatches(tree: PyTree, microbatches: int) -> PyTree:

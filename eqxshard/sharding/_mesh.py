@@ -147,6 +147,17 @@ def describe_mesh(mesh: Mesh) -> str:
     return f"{mesh.size} x {mesh.devices.flat[0].platform} ({sizes})"
 
 
+def automatic_axes(axes: Sequence[str], *sizes: int) -> tuple[str, ...]:
+    """Those of some axes of the mesh in context that are left to the compiler.
+
+    None of them, if one of `sizes` does not divide over them.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    auto = [axis for axis in axes if axis in mesh.shape and axis not in mesh.manual_axes]
+    count = math.prod(mesh.shape[axis] for axis in auto)
+    return () if any(size % count for size in sizes) else tuple(auto)
+
+
 def _resolve(asked: dict[str, int], count: int) -> dict[str, int]:
     """Replace -1 by the remaining devices; check that the product is `count`."""
     for axis, size in asked.items():

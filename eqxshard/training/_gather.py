@@ -38,7 +38,9 @@ class Stored(NamedTuple):
 
         def for_use(array: Array) -> Array:
             if self.dtype is not None and jnp.issubdtype(array.dtype, jnp.floating):
+                # Left to itself, the compiler may gather first: twice the bytes.
                 array = array.astype(self.dtype)
+                array = jax.lax.with_sharding_constraint(array, self.storage)
             return jax.lax.with_sharding_constraint(array, compute_sharding(self.storage))
 
         if not jnp.issubdtype(self.array.dtype, jnp.inexact):

@@ -1,16 +1,18 @@
 """`scan_layers`: stacked layers, gathered and compiled one at a time."""
 
-from collections.abc import Callable
+import functools as ft
 from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from ..sharding._leaves import array_leaves, format_array, stacked_depth
 from ..sharding._spec import axes_of
 from ._gather import Stored, in_use, using
+from ._remat import Remat, rematerialize
 
 
 def scan_layers(
@@ -18,7 +20,7 @@ def scan_layers(
     x: PyTree,
     *args: Any,
     key: PRNGKeyArray | None = None,
-    remat: bool | Callable[..., bool] = True,
+    remat: Remat = "full",
 ) -> PyTree:
     """Apply stacked layers in turn: one layer is compiled, whatever the depth.
 
@@ -36,9 +38,13 @@ def scan_layers(
         same shapes and types.
     - `args`: more arguments, the same for all layers.
     - `key`: a random key; each layer gets one of its own as `key=`.
-    - `remat`: whether to recompute the inside of each layer in the backward pass instead
-        of keeping it; or a policy of [`jax.checkpoint`][], such as
-        `jax.checkpoint_policies.dots_saveable`, that says what to keep.
+    - `remat`: what of the inside of each layer to keep for the backward pass. The rest is
+        computed again.
+        `"full"`: nothing. `"none"`: everything but gathered parameters. `"dots"`: the
+        products with weights and the arrays named `"attention"`, as
+        [`eqxshard.nn.attention`][] names its output. `"offload"`: the same, in the host's
+        memory. Or a policy of [`jax.checkpoint`][], such as
+        `jax.checkpoint_policies.dots_saveable`.
 
     **Returns:**
 
@@ -46,8 +52,9 @@ def scan_layers(
 
     **Raises:**
 
-    `ValueError` if the arrays do not all have the same leading dim; inside a step, if one
-    was computed from the model's arrays, so that all layers would be gathered at once.
+    `ValueError` if the arrays do not all have the same leading dim; if `remat` is another
+    text; inside a step, if an array was computed from the model's arrays, so that all
+    layers would be gathered at once.
 
     !!! Example
 
@@ -66,7 +73,9 @@ def scan_layers(
     arrays, static = eqx.partition(layers, eqx.is_array)
     leaves, treedef = jax.tree.flatten(arrays)
     stored = _find_stored(layers, depth)
-    keys = None if key is None else jax.random.split(key, depth)
+    # As a pipeline does, so that dropout is the same in both.
+    numbers = jnp.arange(depth)
+    keys = None if key is None else jax.vmap(ft.partial(jax.random.fold_in, key))(numbers)
 
     def body(x: PyTree, layer: tuple[list[Array], Array | None]) -> tuple[PyTree, None]:
         parts, key = layer
@@ -84,12 +93,8 @@ def scan_layers(
         with using([*pairs, *(in_use() or {}).values()]):
             return (module(x, *args) if key is None else module(x, *args, key=key)), None
 
-    if remat:
-        policy = None if remat is True else remat
-        # The scan itself keeps XLA from undoing it.
-        body = jax.checkpoint(body, policy=policy, prevent_cse=False)
     xs = [leaf if each is None else each.array for leaf, each in zip(leaves, stored)]
-    return jax.lax.scan(body, x, (xs, keys))[0]
+    return jax.lax.scan(rematerialize(body, remat), x, (xs, keys))[0]
 
 
 def _find_stored(layers: PyTree, depth: int) -> list[Stored | None]:
@@ -100,10 +105,15 @@ def _find_stored(layers: PyTree, depth: int) -> list[Stored | None]:
         _, stored = (used or {}).get(id(leaf), (None, None))
         if stored is None:
             _check_not_computed(path, leaf, depth)
-        elif any(axes_of(s.spec[0]) for s in (stored.storage, stored.update) if s.spec):
+        elif any(map(_splits_layers, (stored.storage, stored.update))):
             stored = None
         found.append(stored)
     return found
+
+
+def _splits_layers(sharding: NamedSharding) -> bool:
+    axes = axes_of(sharding.spec[0]) if sharding.spec else ()
+    return any(sharding.mesh.shape[axis] > 1 for axis in axes)
 
 
 def _check_not_computed(path: str, leaf: Array, depth: int) -> None:

@@ -47,7 +47,7 @@ def test_without_a_mesh_layers_are_applied_in_turn():
         arrays, static = eqx.partition(model.layers, eqx.is_array)
 
         def apply(h, layer):
-            return jax.vmap(eqx.combine(layer, static))(h), None
+            return jax.vmap(eqx.combine(layer, static))(h, batch["places"]), None
 
         h, _ = jax.lax.scan(apply, jax.vmap(model.embed)(batch["x"]), arrays)
         losses = jnp.sum((jax.vmap(model.head)(h) - batch["y"]) ** 2, axis=-1)
@@ -141,6 +141,27 @@ def test_each_layer_and_example_has_its_own_key_on_any_mesh():
     values = drawn(None, 1)
     assert len(np.unique(values)) == values.size
     np.testing.assert_array_equal(drawn(make_mesh(stage=2, data=2), 4), values)
+
+
+@pytest.mark.parametrize("chunks", [None, 2])
+def test_gpipe_differentiates_what_layers_get_of_each_example(chunks):
+    def scaled(bias, h, scale):
+        return h + jnp.sin(bias + scale * h) / jnp.linalg.norm(h)
+
+    biases, x = jnp.linspace(1, 2, 8), jax.random.normal(KEY, (16, 4))
+    layers = Apply(biases if chunks is None else biases.reshape(chunks, -1).T, scaled)
+
+    def grad(mesh):
+        def loss(scales, x):
+            h = pipeline(layers, x, scales, microbatches=4, chunks=chunks)
+            return jnp.mean(h**2)
+
+        args = jnp.linspace(-1, 1, 16), x
+        if mesh is not None:
+            args = jax.device_put(args, eqxshard.batch_sharding(mesh))
+        return jax.jit(jax.grad(on(mesh, loss), (0, 1)))(*args)
+
+    assert relative(grad(make_mesh(stage=4, data=2)), grad(None)) < 1e-6
 
 
 @pytest.mark.slow
@@ -279,6 +300,12 @@ def test_bfloat16_activations(schedule):
     assert relative(result, expected) < 0.03
 
 
+def test_gpipe_sends_activations_in_their_own_dtype():
+    layers = Apply(jnp.ones(2, jnp.bfloat16), lambda scale, h: scale * h)
+    apply = on(make_mesh(stage=2), lambda x: pipeline(layers, x, microbatches=2))
+    assert "f32[" not in str(jax.make_jaxpr(apply)(jnp.ones((8, 4), jnp.bfloat16)))
+
+
 # Mistakes
 
 
@@ -337,8 +364,27 @@ def test_losses_and_targets_of_the_wrong_shape():
     for stage in (1, 2):
         with pytest.raises(ValueError, match=message):
             run(lambda head, h, target: h, stage=stage)
-    with pytest.raises(ValueError, match=r"target.y has the shape \(3,\) for a batch of 8"):
+    message = r"target.y has the shape \(3,\) for a batch of 8; give it one entry for each"
+    with pytest.raises(ValueError, match=message):
         run(lambda head, h, target: jnp.sum(h), {"y": jnp.ones(3)})
+
+
+def test_what_layers_get_of_each_example_has_its_size():
+    message = r"args.1.segments has the shape \(4,\) for a batch of 8; give it one entry"
+    with pytest.raises(ValueError, match=message):
+        pipeline(SCALE, X, None, {"segments": np.ones(4)}, microbatches=1)
+    loss_fn = lambda head, h, target: jnp.sum(h)  # noqa: E731
+    with pytest.raises(ValueError, match=r"args.0 has the shape \(\) for a batch of 8"):
+        pipeline_loss(loss_fn, SCALE, None, X, None, args=(1.0,), microbatches=1)
+
+
+def test_1f1b_does_not_differentiate_them():
+    def loss(scales):
+        loss_fn = lambda head, h, target: jnp.sum(h)  # noqa: E731
+        return pipeline_loss(loss_fn, SCALE, None, X, None, args=(scales,), microbatches=2)
+
+    with pytest.raises(RuntimeError, match="cannot be autodiff"):
+        trace(lambda: jax.grad(loss)(jnp.ones(8)), stage=2)
 
 
 def test_a_batch_without_weight_has_no_loss():

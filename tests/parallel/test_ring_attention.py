@@ -39,11 +39,19 @@ def random(shape, dtype=jnp.float32):
 @ft.cache
 def full_attention(shape, causal, scale=None, dtype=jnp.float32):
     """The output and the gradients in float64, by hand."""
-    q, k, v, g = (np.asarray(x, np.float64) for x in random(shape, dtype))
+    return by_hand(random(shape, dtype), causal, scale)
+
+
+def by_hand(arrays, causal, scale=None, segments=None):
+    q, k, v, g = (np.asarray(x, np.float64) for x in arrays)
+    shape = q.shape
     scale = shape[-1] ** -0.5 if scale is None else scale
     scores = scale * np.einsum("bqhd,bkhd->bhqk", q, k)
     if causal:
         scores = np.where(np.tri(shape[1], dtype=bool), scores, -np.inf)
+    if segments is not None:
+        same = segments[:, None, :, None] == segments[:, None, None, :]
+        scores = np.where(same, scores, -np.inf)
     p = np.exp(scores - scores.max(axis=-1, keepdims=True))
     p /= p.sum(axis=-1, keepdims=True)
     dp = np.einsum("bqhd,bkhd->bhqk", g, v)
@@ -152,6 +160,82 @@ def test_batch_and_heads_stay_split(sizes, vmapped):
     local = batch * length * heads * dim // mesh.size
     assert largest(program) <= max(scores, local)
     assert_sent_around(program, n)
+
+
+# Grouped queries and segments
+
+
+def grouped(length, heads=6, kv_heads=2, dim=4):
+    """Query, key, value and a cotangent, and segments, in order if there are chunks."""
+    rng = np.random.default_rng(0)
+    shapes = [(2, length, n, dim) for n in (heads, kv_heads, kv_heads, heads)]
+    arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    segments = rng.integers(0, 3, (2, length), np.int32)
+    return arrays, np.sort(segments, axis=-1) if length > 512 else segments
+
+
+def grouped_by_hand(arrays, causal, segments=None):
+    q, k, v, g = arrays
+    group = q.shape[-2] // k.shape[-2]
+    k, v = (np.repeat(x, group, axis=-2) for x in (k, v))
+    out, dq, dk, dv = by_hand((q, k, v, g), causal, segments=segments)
+    dk, dv = (x.reshape(*x.shape[:-2], -1, group, 4).sum(axis=-2) for x in (dk, dv))
+    return out, dq, dk, dv
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+@pytest.mark.parametrize(
+    "sizes, length, causal",
+    [
+        (None, 530, False),
+        ({"context": 4}, 24, True),
+        ({"data": 2, "context": 2, "tensor": 2}, 32, True),
+        ({"context": 2}, 1030, False),
+    ],
+)
+def test_grouped_queries_and_segments(sizes, length, causal, packed):
+    arrays, segments = grouped(length)
+    fn = ft.partial(ring_attention, causal=causal)
+    expected = grouped_by_hand(arrays, causal, segments if packed else None)
+    mesh = None if sizes is None else make_mesh(**sizes)
+    if mesh is not None:
+        split = NamedSharding(mesh, P(("data", "fsdp"), "context"))
+        arrays = jax.device_put(arrays, NamedSharding(mesh, SPLIT))
+        segments = jax.device_put(segments, split)
+
+    def call(segments, *arrays):
+        attend = ft.partial(fn, segments=segments if packed else None)
+        return with_gradients(on(mesh, attend))(*arrays)
+
+    program = jax.jit(call).lower(segments, *arrays).compile()
+    assert_close(program(segments, *arrays), expected, atol=2e-5)
+    if mesh is None:
+        return
+    # Keys and values are sent once for each group, and segments with them.
+    n, kv_heads = mesh.shape["context"], 2 // mesh.shape["tensor"]
+    permutes = testing.collectives(program).ops
+    assert {op.kind for op in permutes} == {"collective-permute"}
+    rows, block = 2 // mesh.shape["data"], -(-length // n)
+    sent = {shape for op in permutes for shape in op.shapes}
+    assert max(map(elements, sent)) <= rows * (block + 1) * kv_heads * 4
+    assert packed == any(shape.startswith("s32") for shape in sent)
+
+
+def elements(shape):
+    return math.prod(map(int, re.findall(r"\d+", shape.split("[")[1])))
+
+
+def test_a_policy_keeps_what_the_gradient_needs():
+    arrays, _ = grouped(16)
+
+    def kept(name):
+        policy = jax.checkpoint_policies.save_only_these_names(name)
+        fn = jax.checkpoint(ring_attention, policy=policy)
+        return jax.eval_shape(lambda *args: jax.vjp(fn, *args)[1], *arrays[:3])
+
+    shapes = [sorted(x.shape for x in jax.tree.leaves(kept(n))) for n in ("attention", "")]
+    more = [(2, 16, 6), (2, 16, 6, 4)]
+    assert shapes[0] == sorted(shapes[1] + more)
 
 
 def test_one_example_under_vmap_without_a_mesh():
@@ -320,7 +404,8 @@ def test_an_unknown_axis_is_an_error():
 @pytest.mark.parametrize(
     "shapes",
     [
-        ((8, 2, 4), (8, 1, 4), (8, 1, 4)),
+        ((8, 3, 4), (8, 2, 4), (8, 2, 4)),
+        ((8, 2, 4), (8, 2, 4), (8, 1, 4)),
         ((8, 2, 4), (16, 2, 4), (16, 2, 4)),
         ((2, 4), (2, 4), (2, 4)),
         ((0, 2, 4), (0, 2, 4), (0, 2, 4)),

@@ -100,7 +100,7 @@ on_meshes = pytest.mark.parametrize(
         for name in QUICK
         for option, options in {
             "untied": {"tied": False},
-            "no-remat": {"remat": False},
+            "no-remat": {"remat": "none"},
         }.items()
     ],
 )
@@ -130,7 +130,7 @@ def measured(run):
     return found
 
 
-def theory(run, remat=True, tied=True):
+def theory(run, remat="full", tied=True):
     """The collectives that a step needs.
 
     Over `tensor`, after Megatron-LM (Shoeybi et al. 2019,
@@ -156,7 +156,12 @@ def theory(run, remat=True, tied=True):
         )
 
     rows = ROWS // (sizes["data"] * sizes["fsdp"])
-    send("all-reduce", {"tensor"}, (rows, SEQ, EMBED), LAYERS * (5 if remat else 4) + 2)
+    send(
+        "all-reduce",
+        {"tensor"},
+        (rows, SEQ, EMBED),
+        LAYERS * (5 if remat == "full" else 4) + 2,
+    )
     send("all-reduce", {"tensor"}, (rows, SEQ), 3)
     for path, leaf in run.model.items():
         shape = leaf.shape
@@ -164,7 +169,7 @@ def theory(run, remat=True, tied=True):
         gathers = sums = 1
         if ".blocks" in path:
             shape, spec = shape[1:], spec[1:]
-            gathers, sums = LAYERS * (2 if remat else 1), LAYERS
+            gathers, sums = LAYERS * (2 if remat == "full" else 1), LAYERS
         elif path == ".embedding" and tied:
             sums = 2  # over devices, for the lookup and for the logits
         used, stored = part(shape, spec, "tensor"), part(shape, spec, "tensor", "fsdp")

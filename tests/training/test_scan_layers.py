@@ -1,5 +1,6 @@
 """Layers gathered one at a time, and run by one scan."""
 
+import functools as ft
 import re
 from typing import Any
 
@@ -49,7 +50,9 @@ def one_by_one(layers, x, *args, key=None):
     return x
 
 
-@pytest.mark.parametrize("remat", [True, False, jax.checkpoint_policies.dots_saveable])
+@pytest.mark.parametrize(
+    "remat", ["none", "dots", "full", "offload", jax.checkpoint_policies.dots_saveable]
+)
 def test_it_is_a_loop_over_the_layers(remat):
     x, key = jax.random.normal(KEY, (WIDTH,)), jax.random.key(1)
     layers = stacked()
@@ -153,10 +156,13 @@ def test_under_fsdp_one_layer_at_a_time_is_gathered(loss_fn):
     assert ours < theirs - (DEPTH - 2) * 4 * WIDTH * (WIDTH + 1)
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2}])
-def test_it_trains_as_one_device_does(options):
+@pytest.mark.parametrize(
+    "remat, options", [("full", {}), ("full", {"accumulate": 2}), ("offload", {})]
+)
+def test_it_trains_as_one_device_does(remat, options):
     one, state_one = run(*make(plain_scan, sizes={"data": 1}, **options))
-    found, state = run(*make(eqxshard.scan_layers, **options))
+    call = ft.partial(eqxshard.scan_layers, remat=remat)
+    found, state = run(*make(call, **options))
     np.testing.assert_allclose(found, one, rtol=1e-5)
     for new, expected in zip(
         jax.tree.leaves(state.model.layers.up), jax.tree.leaves(state_one.model.layers.up)

@@ -256,7 +256,7 @@ def test_donation_of_modules_and_keywords():
 
     def deleted(how):
         model, x, state, extra = Scale(), jnp.ones(8), jnp.ones(8), jnp.ones(8)
-        # `scale` is left out, and the state has its position all the same.
+        # `scale` is left out, and the state keeps its position.
         eqxshard.filter_jit(step, donate=how)(model, x, extra=extra, state=state)
         return [leaf.is_deleted() for leaf in (model.weight, x, state, extra)]
 

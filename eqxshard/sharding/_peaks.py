@@ -1,0 +1,103 @@
+"""What devices can compute at most, and how much of that a program does."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# Dense products of a device with all its power, from NVIDIA's datasheets (which count
+# twice as many, for sparse ones) and Google's pages of TPU versions. Products of float32
+# are rounded to TF32 on GPUs, as JAX does by default. The first pattern that is found in
+# a device's kind decides; a name must end where the pattern does, so that a GB200, or a
+# part of a GPU (MIG), is not taken for another.
+_A100 = {"float32": 156e12, "float16": 312e12, "bfloat16": 312e12, "int8": 624e12}
+_FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "int8")
+
+
+def _hopper(bfloat16: float) -> dict[str, float]:
+    halves = {"float32": bfloat16 / 2, "float16": bfloat16, "bfloat16": bfloat16}
+    return halves | dict.fromkeys(_FLOAT8, 2 * bfloat16)
+
+
+_PEAKS = {
+    r"A100\b": _A100,
+    r"H100 PCIe": _hopper(756.5e12),
+    r"H[12]00 NVL": _hopper(835.5e12),
+    r"\bH[12]00\b": _hopper(989.5e12),
+    r"\bB200\b": _hopper(2.25e15),
+    r"TPU v4$": {"bfloat16": 275e12, "int8": 275e12},
+    r"TPU v5( lite|e)$": {"bfloat16": 197e12, "int8": 394e12},
+    r"TPU v5p?$": {"bfloat16": 459e12, "int8": 918e12},
+    r"TPU v6( lite|e)$": {"bfloat16": 918e12, "int8": 1836e12},
+}
+
+
+def peak_flops(device: Any = None, dtype: Any = "bfloat16") -> float | None:
+    """The operations per second that a device can do at most, in dense matrix products.
+
+    Known are NVIDIA's A100, H100, H200 and B200 and Google's TPU v4, v5e, v5p and v6e.
+
+    **Arguments:**
+
+    - `device`: a `jax.Device`; the first of [`jax.devices`][] by default.
+    - `dtype`: of the factors.
+
+    **Returns:**
+
+    Floating-point operations per second, of which a multiplication and an addition are
+    two; `None` for a CPU, a device that is not known, or a part of one (MIG).
+
+    !!! Example
+
+        ```python
+        eqxshard.nn.peak_flops(dtype="float16")  # 9.895e14 on an H200
+        ```
+    """
+    kind = (jax.devices()[0] if device is None else device).device_kind
+    if "MIG" in kind:
+        return None
+    for pattern, peaks in _PEAKS.items():
+        if re.search(pattern, kind):
+            return peaks.get(jnp.dtype(dtype).name)
+    return None
+
+
+def utilisation(
+    tokens_per_second: float,
+    flops_per_token: float,
+    *,
+    peak: float | None = None,
+    devices: Sequence[Any] | None = None,
+    dtype: Any = "bfloat16",
+) -> float | None:
+    """The part of what the devices can compute that a model's own arithmetic is.
+
+    This is the *model FLOPs utilization* of [PaLM](https://arxiv.org/abs/2204.02311),
+    appendix B: what a step computes again to save memory does not count.
+
+    **Arguments:**
+
+    - `tokens_per_second`: by all devices together.
+    - `flops_per_token`: of the model, as [`eqxshard.nn.flops_per_token`][] counts them.
+    - `peak`: the operations per second that one device can do; by default, those of
+        [`eqxshard.nn.peak_flops`][].
+    - `devices`: those that compute, all of [`jax.devices`][] by default.
+    - `dtype`: of the factors of matrix products.
+
+    **Returns:**
+
+    A number between 0 and 1; `None` if the peak is not known.
+
+    !!! Example
+
+        ```python
+        utilisation = eqxshard.nn.utilisation(150_000, 8.2e8, peak=989e12)
+        ```
+    """
+    devices = jax.devices() if devices is None else devices
+    peak = peak_flops(devices[0], dtype) if peak is None else peak
+    if peak is None:
+        return None
+    return tokens_per_second * flops_per_token / (peak * len(devices))
