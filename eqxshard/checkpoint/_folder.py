@@ -137,7 +137,10 @@ class CheckpointFolder:
                 "again in another directory."
             )
             return found | {"error": error}
-        error = f"there is no checkpoint in {self.path}; start a run there first."
+        error = (
+            f"there is no checkpoint in {self.path}; use another folder, or train there "
+            "first."
+        )
         return found | {"error": error, "missing": True}
 
     def complete(self, description: Description) -> None:

@@ -56,6 +56,8 @@ def map_weights(path: Path, like: PyTree) -> dict[str, np.ndarray]:
     """
     if path.is_dir():
         path = _choose(path)
+    if not path.exists() and index_of(path).is_file():
+        path = index_of(path)
     if not path.is_file():
         raise FileNotFoundError(
             f"{os.fspath(path)!r} does not exist; give a file of weights, or the folder of "
@@ -82,6 +84,11 @@ def map_weights(path: Path, like: PyTree) -> dict[str, np.ndarray]:
         f"{os.fspath(path)!r} is not a file of safetensors, torch.save or "
         "equinox.tree_serialise_leaves, or it is damaged; fetch it again."
     )
+
+
+def index_of(path: Path) -> Path:
+    """The index of the files that stand for one."""
+    return path.with_name(f"{path.name}.index.json")
 
 
 def _choose(folder: Path) -> Path:

@@ -14,6 +14,9 @@ from ._arrays import converts
 Names = str | Sequence[str]
 Rename = Callable[[str], Names | None] | Mapping[str, str | None]
 Transform = Callable[[str, np.ndarray], Any]
+Patterns = str | Sequence[str]
+#: The numbers of a layer, and of an expert in it.
+Index = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -82,32 +85,37 @@ class Joined:
     """Several arrays of a file as one, which is only ever read in parts.
 
     - `sources`: the arrays.
-    - `stacks`: whether they are stacked along a new first dim, or follow each other along
-        their own.
+    - `axis`: the dim of their own along which they follow each other; `None` if they are
+        stacked along a new first one.
     """
 
-    def __init__(self, sources: Sequence["Source"], stacks: bool):
-        self._sources, self._stacks = sources, stacks
-        lengths = [1 if stacks else source.shape[0] for source in sources]
-        first = sources[0].shape
-        self.shape: tuple[int, ...] = (sum(lengths), *(first if stacks else first[1:]))
+    def __init__(self, sources: Sequence["Source"], axis: int | None):
+        self._sources, self._axis = sources, axis
+        shape = [*sources[0].shape]
+        if axis is None:
+            shape = [len(sources), *shape]
+        else:
+            shape[axis] = sum(source.shape[axis] for source in sources)
+        self.shape: tuple[int, ...] = tuple(shape)
         self.ndim = len(self.shape)
         self.dtypes = set[np.dtype]().union(*map(_dtypes, sources))
 
     def read(self, part: tuple[range, ...], out: np.ndarray) -> None:
         """Copy a range of each dim to `out`, with its dtype."""
-        dim, *rest = part
-        begin = 0
+        if self._axis is None:
+            for row, number in enumerate(part[0]):
+                read_part(self._sources[number], part[1:], out[row, ...])
+            return
+        axis, begin = self._axis, 0
+        dim = part[axis]
         for source in self._sources:
-            end = begin + (1 if self._stacks else source.shape[0])
+            end = begin + source.shape[axis]
             common = range(max(dim.start, begin), min(dim.stop, end))
             if common:
-                into = out[common.start - dim.start : common.stop - dim.start]
-                if self._stacks:
-                    read_part(source, (*rest,), into[0, ...])
-                else:
-                    own = range(common.start - begin, common.stop - begin)
-                    read_part(source, (own, *rest), into)
+                own = range(common.start - begin, common.stop - begin)
+                rows = slice(common.start - dim.start, common.stop - dim.start)
+                into = out[(*[slice(None)] * axis, rows)]
+                read_part(source, (*part[:axis], own, *part[axis + 1 :]), into)
             begin = end
 
 
@@ -131,6 +139,7 @@ def match_weights(
     wanted: Mapping[str, Any],
     rename: Rename | None,
     transform: Transform | None,
+    ignore: Patterns = (),
 ) -> tuple[WeightsReport, dict[str, Callable[[], Source]]]:
     """Find the array of a file for each array of a model.
 
@@ -138,13 +147,13 @@ def match_weights(
 
     - `arrays`: the file's arrays by name.
     - `wanted`: the model's arrays by path.
-    - `rename`, `transform`: as for [`eqxshard.load_weights`][].
+    - `rename`, `transform`, `ignore`: as for [`eqxshard.load_weights`][].
 
     **Returns:**
 
     A report, and for each array that fits, by its path, a function that makes its source.
     """
-    names_of = _names(wanted, rename)
+    names_of = new_names(wanted, rename)
     matched, missing, different = {}, {}, {}
     makers: dict[str, Callable[[], Source]] = {}
     used: set[str] = set()
@@ -166,11 +175,12 @@ def match_weights(
         else:
             different[path] = f"{path} has {fault}"
     kept = tuple(path for path, names in names_of.items() if names is None)
+    used.update(name for name in arrays if _is_ignored(name, ignore))
     unused = {name: format_array(x) for name, x in arrays.items() if name not in used}
     return WeightsReport(matched, missing, kept, unused, different), makers
 
 
-def _names(wanted: Iterable[str], rename: Rename | None) -> dict[str, Names | None]:
+def new_names(wanted: Iterable[str], rename: Rename | None) -> dict[str, Names | None]:
     """What `rename` says for each path."""
     if rename is None:
         return {path: path for path in wanted}
@@ -218,13 +228,45 @@ def _substitute(
     return names_of
 
 
+def _is_ignored(name: str, patterns: Patterns) -> bool:
+    for pattern in as_list(patterns):
+        try:
+            if re.search(pattern, name):
+                return True
+        except re.error as error:
+            raise ValueError(
+                f"ignore: {pattern!r} is not a regular expression ({error}); escape "
+                "special characters with a backslash."
+            ) from None
+    return False
+
+
 def _expand(names: Names, shape: tuple[int, ...]) -> _Tree:
     """Put the numbers from 0 for the first `*`, as many as the first dim is long."""
-    if any("*" in name for name in ([names] if isinstance(names, str) else names)):
+    if _has_star(names):
         return [
             _expand(_replace_star(names, str(i)), shape[1:]) for i in range((*shape, 0)[0])
         ]
     return names if isinstance(names, str) else [*names]
+
+
+def unstack(names: Names, shape: tuple[int, ...]) -> Iterator[tuple[Index, Names]]:
+    """The index of each part of an array that has names of its own, and these."""
+    if not _has_star(names):
+        yield (), names
+        return
+    for i in range(shape[0]):
+        for at, more in unstack(_replace_star(names, str(i)), shape[1:]):
+            yield (i, *at), more
+
+
+def as_list(names: Names) -> Sequence[str]:
+    """Several names, or one."""
+    return [names] if isinstance(names, str) else names
+
+
+def _has_star(names: Names) -> bool:
+    return any("*" in name for name in as_list(names))
 
 
 def _replace_star(names: Names, number: str) -> Names:
@@ -248,10 +290,9 @@ def _maker(
     arrays: Mapping[str, np.ndarray],
     transform: Transform | None,
 ) -> Callable[[], Source]:
-    def make(tree: _Tree, ndim: int) -> Source:
+    def make(tree: _Tree, shape: tuple[int, ...]) -> Source:
         if not isinstance(tree, str):
-            sources = [make(part, ndim - 1) for part in tree]
-            return _join(sources, ndim)
+            return _join([make(part, shape[1:]) for part in tree], shape)
         if transform is None:
             return arrays[tree]
         try:
@@ -260,18 +301,30 @@ def _maker(
             error.add_note(f"(in the transform of {tree} for {path})")
             raise
 
-    return lambda: make(tree, len(shape))
+    return lambda: make(tree, shape)
 
 
-def _join(sources: Sequence[Source], ndim: int) -> Joined:
+def _join(sources: Sequence[Source], shape: tuple[int, ...]) -> Joined:
     """Stack arrays of one dim less than the whole; put others one after the other."""
-    stacks = all(source.ndim == ndim - 1 for source in sources)
     shapes = dict.fromkeys(source.shape for source in sources)
+    stacks = all(len(each) == len(shape) - 1 for each in shapes)
+    axis = None if stacks else _common_axis(shapes, shape)
     if () in shapes and not stacks:
         raise _Unlike(shapes)
-    if len({shape if stacks else shape[1:] for shape in shapes}) > 1:
+    if len({each if axis is None else _without(each, axis) for each in shapes}) > 1:
         raise _Unlike(shapes)
-    return Joined(sources, stacks)
+    return Joined(sources, axis)
+
+
+def _common_axis(shapes: Iterable[tuple[int, ...]], shape: tuple[int, ...]) -> int:
+    """The dim in which arrays are parts of a shape; the first if there is none."""
+    axes = range(len(shape))
+    whole = [[_without(each, axis) for each in (*shapes, shape)] for axis in axes]
+    return next((axis for axis in axes if len({*whole[axis]}) == 1), 0)
+
+
+def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    return (*shape[:axis], *shape[axis + 1 :])
 
 
 class _Unlike(ValueError):

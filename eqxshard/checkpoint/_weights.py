@@ -10,14 +10,15 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 from jaxtyping import PyTree
 
-from ..distributed import fetch_whole, is_main_process
+from ..distributed import is_main_process
 from ..sharding._placement import broadcast_prefix
 from ..sharding._spec import check_spec
 from ..sharding._text import first_few
 from ..training._state import TrainState
 from ._arrays import partition_by_path, place_parts, target_sharding
-from ._weight_files import DTYPES, map_weights
+from ._weight_files import map_weights
 from ._weight_matching import (
+    Patterns,
     Rename,
     Source,
     Transform,
@@ -27,27 +28,49 @@ from ._weight_matching import (
     match_weights,
     read_part,
 )
+from ._weight_writing import outgoing, write_weights
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
 
-def save_weights(path: str | os.PathLike[str], model: PyTree) -> None:
-    """Write a model's arrays to a safetensors file (Hugging Face).
+def save_weights(
+    path: str | os.PathLike[str],
+    model: PyTree,
+    *,
+    rename: Rename | None = None,
+    transform: Transform | None = None,
+    max_bytes: int | None = None,
+) -> None:
+    r"""Write a model's arrays to a safetensors file (Hugging Face).
 
     Each array is named by its path, such as `layers.0.weight`, and written whole, however
     it is sharded. With several processes, all must call this, and process 0 writes.
+
+    Other libraries have other names and layouts: `rename` and `transform` are the inverse
+    of those for [`eqxshard.load_weights`][].
 
     **Arguments:**
 
     - `path`: the file, `*.safetensors`, which is replaced once everything is written. Its
         folder is created if necessary.
     - `model`: any PyTree. Leaves that are not arrays are left out.
+    - `rename`: from the path of an array in the model to its name in the file: a function,
+        or a mapping from regular expressions to replacements. `None` leaves the array
+        out. A `*` stands for the numbers from 0 along the first dim: under `h.*.weight`
+        each layer of stacked layers is an array of its own. A function may also return a
+        list of names, for an array that `transform` divides.
+    - `transform`: `transform(path, array)` changes an array, a part for a `*`, before it
+        is written; where there is a list of names, it returns a list of arrays.
+    - `max_bytes`: where there are more bytes of arrays, they are written to several files,
+        `model-00001-of-00003.safetensors` and so on for `model.safetensors`, with an index
+        beside them. Arrays are fetched as they are written, so the host needs memory for
+        one file and one array, not for the model.
 
     **Raises:**
 
-    `OSError` if the file cannot be written; `ValueError` if two arrays have the same path,
-    or one has a dtype that safetensors lacks, such as random keys.
+    `OSError` if a file cannot be written; `ValueError` if two arrays have the same path or
+    name, or one has a dtype that safetensors lacks, such as random keys.
 
     !!! Example
 
@@ -55,30 +78,10 @@ def save_weights(path: str | os.PathLike[str], model: PyTree) -> None:
         eqxshard.save_weights("model.safetensors", state.model)
         ```
     """
-    from safetensors import SafetensorError
-    from safetensors.numpy import save_file
-
-    path = Path(path)
+    if max_bytes is not None and max_bytes < 1:
+        raise ValueError(f"max_bytes must be positive, got {max_bytes}.")
     leaves, _ = partition_by_path(model)
-    unknown = [name for name, x in leaves.items() if str(x.dtype) not in DTYPES.values()]
-    if unknown:
-        raise ValueError(
-            f"{unknown[0]} has dtype {leaves[unknown[0]].dtype}, which safetensors does "
-            "not have; cast it, or leave it out with equinox.filter."
-        )
-    # safetensors writes an array's memory as it is, whatever the strides.
-    arrays = {name: np.asarray(fetch_whole(x), order="C") for name, x in leaves.items()}
-    if not is_main_process():
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    try:
-        save_file(arrays, part)
-        os.replace(part, path)
-    except SafetensorError as error:
-        raise OSError(f"{os.fspath(path)!r} could not be written: {error}.") from error
-    finally:
-        part.unlink(missing_ok=True)
+    write_weights(Path(path), outgoing(leaves, rename, transform), max_bytes)
 
 
 def load_weights(
@@ -89,6 +92,7 @@ def load_weights(
     rename: Rename | None = None,
     transform: Transform | None = None,
     partial: bool = False,
+    ignore: Patterns = (),
 ) -> _T:
     r"""Read a model's arrays from a file, each device only its own part.
 
@@ -112,13 +116,16 @@ def load_weights(
         stands for the numbers from 0: the arrays `h.*.up.weight` are stacked along a
         first dim, as in the layers for [`eqxshard.scan_layers`][]. A function may also
         return a list of names: arrays with one dim less than the model's are stacked,
-        others are concatenated along their first dim.
+        others are concatenated along the dim in which they differ from the model's.
     - `transform`: `transform(path, array)` changes an array of the file before it is
         stacked, given the path in the model. The array is a NumPy view of the file, so
         transposing, slicing and splitting read nothing. (Arithmetic reads the array
         whole into the host's memory.) It is called once more before, for the shapes.
     - `partial`: let the model, the file, or both have arrays that the other does not have.
         They are named in a warning in the log.
+    - `ignore`: a regular expression, or several, for the names of arrays that the file may
+        have and the model does not need, such as the causal masks of GPT-2. Other arrays
+        that only the file has are still an error.
 
     **Returns:**
 
@@ -148,12 +155,12 @@ def load_weights(
     path = Path(path)
     wanted, static = partition_by_path(_check_model(like))
     arrays = map_weights(path, like)
-    report, makers = match_weights(arrays, wanted, rename, transform)
+    report, makers = match_weights(arrays, wanted, rename, transform, ignore)
     if faults := list_faults(report, partial=partial):
         raise ValueError(
             f"{os.fspath(path)} does not fit this model: {first_few(faults, '; ')}. Find "
             "the right rename= and transform= with compare_weights; partial=True leaves "
-            "out arrays that only one of them has."
+            "out arrays that only one of them has, ignore= some that only the file has."
         )
     if (left_out := list_left_out(report)) and is_main_process():
         _log.warning(
@@ -185,6 +192,7 @@ def compare_weights(
     *,
     rename: Rename | None = None,
     transform: Transform | None = None,
+    ignore: Patterns = (),
 ) -> WeightsReport:
     """Compare the names and shapes of a file's arrays with those of a model.
 
@@ -192,7 +200,7 @@ def compare_weights(
 
     **Arguments:**
 
-    - `path`, `like`, `rename`, `transform`: as for [`eqxshard.load_weights`][].
+    - `path`, `like`, `rename`, `transform`, `ignore`: as for [`eqxshard.load_weights`][].
 
     **Returns:**
 
@@ -210,7 +218,8 @@ def compare_weights(
         ```
     """
     wanted, _ = partition_by_path(_check_model(like))
-    return match_weights(map_weights(Path(path), like), wanted, rename, transform)[0]
+    arrays = map_weights(Path(path), like)
+    return match_weights(arrays, wanted, rename, transform, ignore)[0]
 
 
 def _check_model(like: _T) -> _T:

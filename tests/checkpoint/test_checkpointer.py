@@ -166,7 +166,7 @@ def test_a_part_of_a_model_is_read_for_fine_tuning(checkpoints):
 def test_a_missing_checkpoint_is_named(tmp_path, checkpoints):
     empty = eqxshard.Checkpointer(tmp_path / "none")
     assert empty.steps() == []
-    with pytest.raises(FileNotFoundError, match=f"no checkpoint in {tmp_path}/none; start"):
+    with pytest.raises(FileNotFoundError, match=f"no checkpoint in {tmp_path}/none; use"):
         empty.restore(like())
     with pytest.raises(FileNotFoundError, match=r"step 5 in .*; use one of: step 4, step"):
         eqxshard.Checkpointer(checkpoints[0]).restore(like(), step=5)

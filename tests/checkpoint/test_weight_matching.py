@@ -92,6 +92,27 @@ def test_what_is_not_a_name_is_refused(file, result, unannotated):
         load(file, {"norm": like((8,))}, lambda path: result)
 
 
+# Names in the file that are of no use
+
+
+@pytest.mark.parametrize("ignore", [r"^mo(e|del\.l)", ["^moe", r"_proj$", "up"]])
+def test_arrays_that_are_ignored_are_neither_missed_nor_read(file, ignore, caplog):
+    tree, rename = {"norm": like((8,))}, {"^norm$": "model.norm.weight"}
+    loaded = eqxshard.load_weights(file, tree, rename=rename, ignore=ignore)
+    np.testing.assert_array_equal(loaded["norm"], FILE["model.norm.weight"])
+    assert not caplog.records
+    assert not eqxshard.compare_weights(file, tree, rename=rename, ignore=ignore).unused
+    with pytest.raises(ValueError, match=r"layers\.0\.up\.weight float32\[8,16\] is only"):
+        eqxshard.load_weights(file, tree, rename=rename, ignore=["^moe", "_proj$"])
+    # It says which names are of no use, not which are read.
+    eqxshard.load_weights(file, tree, rename=rename, ignore="")
+
+
+def test_what_is_ignored_must_be_a_regular_expression(file):
+    with pytest.raises(ValueError, match=r"ignore: '\(' is not a regular expression"):
+        eqxshard.load_weights(file, {"norm": like((8,))}, ignore="(")
+
+
 # Several arrays as one
 
 SPECS = [None, jax.P(None, "fsdp"), jax.P(None, None, "fsdp"), jax.P(None, "data", "fsdp")]

@@ -458,7 +458,7 @@ def test_a_full_disk_is_an_error_in_words(mlp, file, tmp_path):
 def test_an_interrupted_save_leaves_the_file_that_was_there(
     mlp, file, tmp_path, monkeypatch, error
 ):
-    def write_a_part(arrays, path):
+    def write_a_part(arrays, path, metadata):
         with open(path, "wb") as stream:
             stream.write(b"a part")
         raise error

@@ -53,7 +53,7 @@ def load(page, file, like, rename=None):
         like,
         rename=rename or page.rename,
         transform=page.transform,
-        partial=True,
+        ignore=r"attn\.bias$",
     )
 
 

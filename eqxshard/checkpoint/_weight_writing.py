@@ -1,0 +1,213 @@
+"""A model's arrays as those of other libraries, written to one file or several."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..distributed import fetch_whole, is_main_process
+from ._weight_files import DTYPES, index_of
+from ._weight_matching import (
+    Index,
+    Names,
+    Rename,
+    Transform,
+    as_list,
+    new_names,
+    unstack,
+)
+
+
+def outgoing(
+    leaves: Mapping[str, jax.Array], rename: Rename | None, transform: Transform | None
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The arrays to write and their names, each fetched from its devices when it is due.
+
+    **Arguments:**
+
+    - `leaves`: the model's arrays by path.
+    - `rename`, `transform`: as for [`eqxshard.save_weights`][].
+
+    **Raises:**
+
+    `ValueError` or `TypeError`, before anything is fetched, if a dtype or the names are
+    wrong, and later if the transform is.
+    """
+    parts = [
+        (path, *part)
+        for path, names in new_names(leaves, rename).items()
+        if names is not None
+        for part in _unstack(path, names, leaves[path].shape)
+    ]
+    path_of: dict[str, str] = {}
+    for path, _, names in parts:
+        check_dtype(path, leaves[path].dtype)
+        for name in as_list(names):
+            if name in path_of:
+                raise ValueError(
+                    f"rename gives {path_of[name]} and {path} the same name, {name}; give "
+                    "each array its own, or None to leave it out."
+                )
+            path_of[name] = path
+    return (
+        array
+        for path, at, names in parts
+        for array in _transformed(path, _fetch(leaves[path], at), names, transform)
+    )
+
+
+def write_weights(
+    path: Path, arrays: Iterable[tuple[str, np.ndarray]], max_bytes: int | None
+) -> None:
+    """Write arrays to a file or, where they are too large for one, to several.
+
+    Process 0 writes; the others only take the arrays.
+
+    **Arguments:**
+
+    - `path`: the file. Several have its name with numbers, and an index beside them.
+    - `arrays`: the arrays with their names. No more of them are kept than go into a file.
+    - `max_bytes`: how many bytes of arrays a file may have, or `None` for one file. An
+        array that is larger has a file to itself.
+
+    **Raises:**
+
+    `OSError` if a file cannot be written. What was at `path` before is still there then.
+    """
+    if not is_main_process():
+        for _ in arrays:
+            pass  # All processes fetch each array together.
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written: list[tuple[Path, list[str]]] = []
+    few: dict[str, np.ndarray] = {}
+    total = size = 0
+
+    def flush() -> None:
+        part = path.with_name(f".{path.name}.{len(written)}.part")
+        written.append((part, [*few]))
+        _save(path, part, few)
+        few.clear()
+
+    try:
+        for name, array in arrays:
+            if few and max_bytes is not None and size + array.nbytes > max_bytes:
+                flush()
+                size = 0
+            few[name] = array
+            size, total = size + array.nbytes, total + array.nbytes
+        flush()
+        _replace(path, written, total)
+    finally:
+        for part, _ in written:
+            part.unlink(missing_ok=True)
+
+
+def check_dtype(path: str, dtype: Any) -> None:
+    """Raise `ValueError` if safetensors cannot hold arrays of a dtype."""
+    if str(dtype) not in DTYPES.values():
+        raise ValueError(
+            f"{path} has dtype {dtype}, which safetensors does not have; cast it, or leave "
+            "it out with equinox.filter."
+        )
+
+
+def _unstack(path: str, names: Names, shape: tuple[int, ...]) -> list[tuple[Index, Names]]:
+    stars = max(name.count("*") for name in as_list(names))
+    if stars > len(shape):
+        raise ValueError(
+            f"{path} has the shape {[*shape]}, and {names} more stars than that; each "
+            "stands for the numbers along one dim."
+        )
+    return [*unstack(names, shape)]
+
+
+def _fetch(leaf: jax.Array, at: Index) -> np.ndarray:
+    """A part of an array on the host, of which the array itself keeps no copy."""
+    if not at:
+        return fetch_whole(jnp.copy(leaf))
+    return fetch_whole(_part(leaf, [np.array([i]) for i in at]))[0]
+
+
+@jax.jit
+def _part(leaf: jax.Array, at: list[jax.Array]) -> jax.Array:
+    # A lookup, because JAX would gather all layers to slice one of layers that are split.
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf.at[tuple(at)].get(mode="clip")
+    # Of bits, because it adds the zeros of other devices, which would turn -0 into 0.
+    bits = jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}")
+    return jax.lax.bitcast_convert_type(bits.at[tuple(at)].get(mode="clip"), leaf.dtype)
+
+
+def _transformed(
+    path: str, array: np.ndarray, names: Names, transform: Transform | None
+) -> Iterator[tuple[str, np.ndarray]]:
+    result = array
+    if transform is not None:
+        try:
+            result = transform(path, array)
+        except Exception as error:
+            error.add_note(f"(in the transform of {path} for {names})")
+            raise
+    if isinstance(names, str):
+        names, result = [names], [result]
+    if not isinstance(result, list | tuple) or len(result) != len(names):
+        count = len(result) if isinstance(result, list | tuple) else "one array, not a list"
+        raise ValueError(
+            f"{path} has {len(names)} names in the file and {count} of arrays; write a "
+            "transform= that returns a list with one for each name."
+        )
+    for name, part in zip(names, result, strict=True):
+        # safetensors writes an array's memory as it is, whatever the strides.
+        part = np.asarray(part, order="C")
+        check_dtype(path, part.dtype)
+        yield name, part
+
+
+def _save(path: Path, part: Path, arrays: dict[str, np.ndarray]) -> None:
+    from safetensors import SafetensorError
+    from safetensors.numpy import save_file
+
+    try:
+        # What Hugging Face's libraries write, and some insist on.
+        save_file(arrays, part, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{os.fspath(path)!r} could not be written: {error}.") from error
+
+
+def _replace(path: Path, written: list[tuple[Path, list[str]]], total: int) -> None:
+    """Give files that are written their names, and remove those that they replace."""
+    index = index_of(path)
+    old = {path, *_indexed_files(index)}
+    if len(written) == 1:
+        new = [path]
+    else:
+        new = [
+            path.with_name(f"{path.stem}-{i:05}-of-{len(written):05}{path.suffix}")
+            for i in range(1, len(written) + 1)
+        ]
+        pairs = zip(new, written, strict=True)
+        file_of = {name: file.name for file, (_, names) in pairs for name in names}
+        content = {"metadata": {"total_size": total}, "weight_map": file_of}
+        part = index.with_name(f".{index.name}.part")
+        written.append((part, []))
+        part.write_text(json.dumps(content, indent=2) + "\n")
+        new.append(index)
+    for (part, _), file in zip(written, new, strict=True):
+        part.replace(file)
+    for file in {*old, index} - {*new}:
+        file.unlink(missing_ok=True)
+
+
+def _indexed_files(index: Path) -> set[Path]:
+    """The files beside an earlier index that it names."""
+    try:
+        names = json.loads(index.read_bytes())["weight_map"].values()
+        return {index.parent / name for name in names if Path(name).name == name}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return set()
