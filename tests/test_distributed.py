@@ -62,8 +62,8 @@ def lines_of(folder):
     lines = [
         json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
     ]
-    times = ("train/seconds", "train/examples_per_second")
-    return [{k: v for k, v in line.items() if k not in times} for line in lines]
+    times = re.compile("seconds|per_second")
+    return [{k: v for k, v in line.items() if not times.search(k)} for line in lines]
 
 
 def arrays_of(folder, step=15):

@@ -3,16 +3,19 @@
 May use `sharding`; knows nothing of models or steps.
 """
 
+from . import text as text
 from ._adapters import HuggingFaceSource as HuggingFaceSource
 from ._adapters import TorchSource as TorchSource
 from ._fashion_mnist._choose import load_fashion_mnist as load_fashion_mnist
 from ._fashion_mnist._load import fashion_mnist as fashion_mnist
 from ._fashion_mnist._synthetic import synthetic_fashion as synthetic_fashion
 from ._loader import Loader as Loader
+from ._mixture import Mixture as Mixture
 from ._random import ExampleRandom as ExampleRandom
 from ._random import RandomTransform as RandomTransform
 from ._samplers import ClassBalancedSampler as ClassBalancedSampler
 from ._samplers import Sampler as Sampler
+from ._samplers import UniformSampler as UniformSampler
 from ._samplers import WeightedSampler as WeightedSampler
 from ._sources import ArraySource as ArraySource
 from ._sources import Records as Records

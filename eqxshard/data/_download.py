@@ -16,6 +16,7 @@ from http import HTTPStatus
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 
+import platformdirs
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -33,6 +34,12 @@ _CHUNK = 2**16
 
 class _MirrorError(Exception):
     """One mirror failed; another may not."""
+
+
+def dataset_folder(data_dir: str | os.PathLike[str] | None) -> Path:
+    """Where datasets are: as given, in `$EQXSHARD_DATA_DIR`, or in the user's cache."""
+    directory = data_dir or os.environ.get("EQXSHARD_DATA_DIR")
+    return Path(directory or platformdirs.user_cache_dir("eqxshard")).expanduser()
 
 
 def download(path: Path, urls: Sequence[str], *, sha256: str) -> None:

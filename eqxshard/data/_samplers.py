@@ -80,6 +80,41 @@ class Shuffled:
         return _random_state(seed, epoch).permutation(examples)
 
 
+class UniformSampler:
+    """Draws examples with equal probabilities; an example may be drawn again.
+
+    For sources with too many examples for an epoch of all of them, such as every window of
+    a text ([`eqxshard.data.text.Windows`][]). The rows of an epoch are drawn together.
+
+    **Arguments:**
+
+    - `length`: the number of rows in an epoch.
+
+    **Raises:**
+
+    `ValueError` if `length` is not positive.
+
+    !!! Example
+
+        ```python
+        sampler = eqxshard.data.UniformSampler(length=12_000)
+        loader = eqxshard.Loader(windows, batch_size=12, mesh=mesh, sampler=sampler)
+        ```
+    """
+
+    def __init__(self, length: int):
+        if length < 1:
+            raise ValueError(f"length={length} must be at least 1.")
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def rows(self, examples: int, seed: int, epoch: int) -> Int[np.ndarray, " n"]:
+        """The rows of an epoch, in order; see [`eqxshard.data.Sampler`][]."""
+        return _random_state(seed, epoch).randint(0, examples, self._length, np.int64)
+
+
 class WeightedSampler:
     """Draws examples with probabilities in proportion to their weights.
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from loader_helpers import MESHES, flat, loader_of, numbers, read
 
-from eqxshard.data import ClassBalancedSampler, WeightedSampler
+from eqxshard.data import ClassBalancedSampler, UniformSampler, WeightedSampler
 
 LABELS = np.repeat([7, 3, 5], [40, 9, 1])
 
@@ -103,6 +103,23 @@ def test_an_empty_sampler_is_an_error():
 
     with pytest.raises(ValueError, match="the sampler is empty"):
         loader_of(numbers(24), sampler=Empty())
+
+
+# All alike
+
+
+def test_examples_are_drawn_alike_and_again_in_an_epoch():
+    sampler = UniformSampler(6000)
+    first, second = (sampler.rows(3, seed=5, epoch=epoch) for epoch in range(2))
+    assert len(sampler) == len(first) == 6000 and (first != second).any()
+    np.testing.assert_array_equal(sampler.rows(3, seed=5, epoch=1), second)
+    assert np.bincount(first).tolist() == pytest.approx([2000] * 3, rel=0.1)
+    assert sampler.rows(2**40, seed=5, epoch=0).max() > 2**39
+
+
+def test_draws_of_none_are_refused():
+    with pytest.raises(ValueError, match="length=0 must be at least 1"):
+        UniformSampler(0)
 
 
 # By weight

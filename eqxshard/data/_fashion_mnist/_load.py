@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import platformdirs
 from jaxtyping import UInt8
 
+from .._download import dataset_folder
 from .._download import download as download_file
 from .._sources import ArraySource
 from ._idx import gunzip, parse_idx
@@ -94,8 +94,7 @@ def fashion_mnist(
     """
     if split not in _FILES:
         raise ValueError(f"split={split!r} is not 'train' or 'test'.")
-    directory = data_dir or os.environ.get("EQXSHARD_DATA_DIR")
-    directory = Path(directory or platformdirs.user_cache_dir("eqxshard")).expanduser()
+    directory = dataset_folder(data_dir)
     image, label = (
         _read(_find(file, directory) or _fetch(file, directory, download), file)
         for file in (_FILES[split]["image"], _FILES[split]["label"])

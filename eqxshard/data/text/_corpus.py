@@ -1,0 +1,142 @@
+"""A text to train on and one to evaluate on, from whatever holds them."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ._inputs import decode_text
+from ._token_files import TokenFiles, is_prepared
+from ._tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from ._tokens import TokenArray, TokenRange, Tokens
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text to train on and to evaluate on, as tokens.
+
+    [`eqxshard.data.text.open_corpus`][] and [`eqxshard.data.text.shakespeare`][] return
+    these.
+
+    - `train`, `valid`: the [`eqxshard.data.text.Tokens`][].
+    - `tokenizer`: the [`eqxshard.data.text.Tokenizer`][] that made them; None if unknown.
+    - `name`: of the text, for logs and summaries.
+    """
+
+    train: Tokens
+    valid: Tokens
+    tokenizer: Tokenizer | None
+    name: str = ""
+
+    @property
+    def vocab(self) -> int:
+        """The number of different tokens, which a model must have at least."""
+        vocabs = [self.train.vocab, self.valid.vocab]
+        return max(vocabs if self.tokenizer is None else [*vocabs, self.tokenizer.vocab])
+
+
+def open_corpus(
+    path: str | os.PathLike[str],
+    *,
+    tokenizer: str | os.PathLike[str] | Tokenizer | None = None,
+    valid: float = 0.1,
+) -> Corpus:
+    """A text to train on and one to evaluate on.
+
+    **Arguments:**
+
+    - `path`: one of
+        - a file of text, `.txt`, which is encoded in memory;
+        - a folder that [`eqxshard.data.text.prepare`][] wrote;
+        - a folder with two such folders, `train` and `valid`;
+        - a folder with `train.bin` and `val.bin`, as nanoGPT prepares them.
+    - `tokenizer`: for a `.txt` file, what [`eqxshard.data.text.load_tokenizer`][] takes,
+        or a tokenizer; by default `"char"`. For folders, one to use if there is no
+        `tokenizer.json`.
+    - `valid`: the part to evaluate on, from the end, where `path` does not say.
+
+    **Returns:**
+
+    An [`eqxshard.data.text.Corpus`][].
+
+    **Raises:**
+
+    `FileNotFoundError` if there is nothing at the path; `ValueError` if it is none of
+    these, holds no tokens or damaged ones, or `valid` is not between 0 and 1.
+
+    !!! Example
+
+        ```python
+        corpus = eqxshard.data.text.open_corpus("prepared")
+        ```
+    """
+    path = Path(path)
+    if not 0 < valid < 1:
+        raise ValueError(f"valid={valid} must be between 0 and 1.")
+    if not path.exists():
+        raise FileNotFoundError(
+            f"there is no {path}; give a .txt file or a folder of token files."
+        )
+    if path.is_file() and path.suffix == ".txt":
+        made = "char" if tokenizer is None else tokenizer
+        return encode_corpus(
+            decode_text(path.read_bytes(), path), made, valid=valid, name=path.stem
+        )
+    parts = {name: path / name for name in ("train", "valid", "train.bin", "val.bin")}
+    if is_prepared(path):
+        tokens = TokenFiles(path)
+        cut = _cut(tokens, valid)
+        train, held_out = TokenRange(tokens, 0, cut), TokenRange(tokens, cut, len(tokens))
+    elif is_prepared(parts["train"]) and is_prepared(parts["valid"]):
+        train, held_out = TokenFiles(parts["train"]), TokenFiles(parts["valid"])
+    elif parts["train.bin"].is_file() and parts["val.bin"].is_file():
+        train, held_out = TokenFiles(parts["train.bin"]), TokenFiles(parts["val.bin"])
+    else:
+        raise ValueError(
+            f"{path} is not a corpus; give a .txt file, a folder that python -m "
+            "eqxshard.data.text wrote, or one with train.bin and val.bin."
+        )
+    found = _find_tokenizer([path, path / "train"], tokenizer)
+    return Corpus(train, held_out, found, path.resolve().name)
+
+
+def encode_corpus(
+    text: str,
+    tokenizer: str | os.PathLike[str] | Tokenizer,
+    *,
+    valid: float = 0.1,
+    name: str = "",
+) -> Corpus:
+    """The corpus of a text in memory, whose last part is to evaluate on."""
+    if not text:
+        raise ValueError(f"the text {name} is empty; give one with at least a character.")
+    if not isinstance(tokenizer, Tokenizer):
+        tokenizer = load_tokenizer(tokenizer, text=text)
+    cut = int(len(text) * (1 - valid))
+    train, held_out = (
+        TokenArray(tokenizer.encode(part), vocab=tokenizer.vocab)
+        for part in (text[:cut], text[cut:])
+    )
+    return Corpus(train, held_out, tokenizer, name)
+
+
+def _cut(tokens: TokenFiles, valid: float) -> int:
+    """Where the held-out part of tokens starts: between two documents, if it can."""
+    cut = int(len(tokens) * (1 - valid))
+    ends = tokens.ends()
+    # The end of the document that the cut is in, or else of the one before.
+    last = int(ends.searchsorted(cut))
+    for end in (*ends[last : last + 1], *ends[max(last - 1, 0) : last][::-1]):
+        if 0 < end < len(tokens):
+            return int(end)
+    return cut
+
+
+def _find_tokenizer(
+    folders: list[Path], given: str | os.PathLike[str] | Tokenizer | None
+) -> Tokenizer | None:
+    for folder in folders:
+        if (folder / TOKENIZER_FILE).is_file():
+            return load_tokenizer(folder / TOKENIZER_FILE)
+    if given is None or isinstance(given, Tokenizer):
+        return given
+    return load_tokenizer(given)

@@ -1,0 +1,73 @@
+"""Tiny Shakespeare (Karpathy, 2015): a megabyte of plays, for a first language model."""
+
+import hashlib
+import os
+from pathlib import Path
+
+from .._download import dataset_folder, download
+from ._corpus import Corpus, encode_corpus
+from ._tokenizers import Tokenizer
+
+_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+_MIRRORS = (
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+)
+
+
+def shakespeare(
+    data_dir: str | os.PathLike[str] | None = None,
+    *,
+    tokenizer: str | os.PathLike[str] | Tokenizer = "char",
+) -> Corpus:
+    """Plays of Shakespeare: 1,115,394 characters, 65 different ones.
+
+    The first 90 % are to train on and the last 10 % to evaluate on, as in
+    [nanoGPT](https://github.com/karpathy/nanoGPT).
+
+    The file `shakespeare/input.txt` is read from `data_dir` if given, else from
+    `$EQXSHARD_DATA_DIR` if set, else from the user's cache directory, and downloaded if it
+    is missing there, or from `$EQXSHARD_SHAKESPEARE_URL`, the URL of another copy.
+
+    **Arguments:**
+
+    - `data_dir`: the directory to read from.
+    - `tokenizer`: as for [`eqxshard.data.text.open_corpus`][].
+
+    **Returns:**
+
+    An [`eqxshard.data.text.Corpus`][].
+
+    **Raises:**
+
+    `FileNotFoundError` if the file is missing and cannot be downloaded; `ValueError` if it
+    is damaged.
+
+    !!! Example
+
+        ```python
+        corpus = eqxshard.data.text.shakespeare()
+        ```
+    """
+    path = dataset_folder(data_dir) / "shakespeare" / "input.txt"
+    if not path.is_file():
+        _fetch(path)
+    data = path.read_bytes()
+    found = hashlib.sha256(data).hexdigest()
+    if found != _SHA256:
+        raise ValueError(
+            f"{path} is damaged: its SHA-256 is {found}, not {_SHA256}; delete it to "
+            "download it again."
+        )
+    return encode_corpus(data.decode(), tokenizer, name="shakespeare")
+
+
+def _fetch(path: Path) -> None:
+    url = os.environ.get("EQXSHARD_SHAKESPEARE_URL")
+    try:
+        download(path, (url,) if url else _MIRRORS, sha256=_SHA256)
+    except OSError as error:
+        raise FileNotFoundError(
+            f"there is no {path}, and it could not be downloaded ({error}); put the file "
+            "there, or set data_dir or $EQXSHARD_DATA_DIR to the directory that has "
+            "shakespeare/input.txt."
+        ) from error

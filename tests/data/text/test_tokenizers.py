@@ -1,0 +1,129 @@
+import json
+import pickle
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from eqxshard.data.text import (
+    ByteTokenizer,
+    CharTokenizer,
+    HFTokenizer,
+    Tokenizer,
+    load_tokenizer,
+)
+
+TEXT = "The cat sat\n\n on the naïve mat. 🐈\n"
+
+
+def test_bytes_are_those_of_utf_8():
+    tokenizer = ByteTokenizer()
+    assert tokenizer.encode("né").tolist() == [110, 195, 169]
+    assert tokenizer.encode(TEXT).dtype == np.int32
+    assert tokenizer.decode([*tokenizer.encode(TEXT), tokenizer.end]) == TEXT
+    assert tokenizer.decode([195]) == "\N{REPLACEMENT CHARACTER}"
+    assert (tokenizer.vocab, tokenizer.end) == (257, 256)
+
+
+def test_characters_are_in_the_order_of_their_code_points():
+    tokenizer = CharTokenizer.of(TEXT)
+    assert tokenizer.chars == "".join(sorted(set(TEXT)))
+    assert tokenizer.vocab == len(set(TEXT)) and tokenizer.end is None
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    assert CharTokenizer("cabac").encode("abc").tolist() == [0, 1, 2]
+    assert CharTokenizer("abc").encode("").tolist() == []
+    # A model's vocabulary may be larger.
+    assert CharTokenizer("abc").decode([0, 3]) == "a\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.parametrize("text, where", [("ad", 1), ("0", 0), ("ab!", 2), ("abz", 2)])
+def test_an_unknown_character_is_named(text, where):
+    says = f"has '{text[where]}' .* at character {where}, .* 3 characters; make"
+    with pytest.raises(ValueError, match=says):
+        CharTokenizer("aby").encode(text)
+
+
+def test_a_tokenizer_without_characters_is_refused():
+    with pytest.raises(ValueError, match="at least one"):
+        CharTokenizer("")
+
+
+def test_a_tokenizer_of_hugging_face(bpe):
+    tokenizer = HFTokenizer(bpe)
+    assert tokenizer.name == "small" and tokenizer.vocab == 270
+    assert tokenizer.end == 0
+    ids = tokenizer.encode(TEXT)
+    assert ids.dtype == np.int32 and len(ids) < len(TEXT.encode())
+    assert tokenizer.decode(ids) == TEXT
+    # A text is only text.
+    assert tokenizer.end not in tokenizer.encode("a<|endoftext|>b")
+    assert tokenizer.decode([0]) == "<|endoftext|>"
+    again = pickle.loads(pickle.dumps(tokenizer))
+    assert again.encode(TEXT).tolist() == ids.tolist() and again.end == 0
+
+
+def test_truncation_and_padding_of_the_file_are_off(bpe, tmp_path):
+    saved = json.loads(bpe.read_text())
+    saved["truncation"] = {
+        "direction": "Right",
+        "max_length": 4,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
+    (tmp_path / "short.json").write_text(json.dumps(saved))
+    tokenizer = HFTokenizer(tmp_path / "short.json")
+    assert tokenizer.name == "short"
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+
+
+def test_tokenizers_are_read_back_from_their_files(bpe, tmp_path):
+    for tokenizer in (ByteTokenizer(), CharTokenizer.of(TEXT + "\ud800"), HFTokenizer(bpe)):
+        assert isinstance(tokenizer, Tokenizer)
+        tokenizer.save(tmp_path / "tokenizer.json")
+        # By its folder, too.
+        for path in (tmp_path, tmp_path / "tokenizer.json"):
+            again = load_tokenizer(path)
+            assert type(again) is type(tokenizer)
+            assert again.vocab == tokenizer.vocab
+            assert again.encode(TEXT).tolist() == tokenizer.encode(TEXT).tolist()
+
+
+def test_tokenizers_by_name():
+    assert load_tokenizer("byte").vocab == 257
+    assert load_tokenizer("char", text="abba").vocab == 2
+    with pytest.raises(ValueError, match="give text="):
+        load_tokenizer("char")
+
+
+@pytest.mark.parametrize(
+    "data, says",
+    [
+        (b"not JSON", r"x\.json is not a tokenizer: it is not JSON"),
+        (b"\xff", r"x\.json is not a tokenizer: it is not text"),
+        (b'{"model": 3}', r"x\.json is not a tokenizer of Hugging Face"),
+        (b"[1, 2]", r"x\.json is not a tokenizer of Hugging Face"),
+    ],
+)
+def test_a_file_that_is_not_a_tokenizer_is_an_error(tmp_path, data, says):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "x.json").write_bytes(data)
+    with pytest.raises(ValueError, match=says) as caught:
+        load_tokenizer(tmp_path / "x.json")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"there is no tokenizer .*gpt2; give"):
+        load_tokenizer(tmp_path / "gpt2")
+
+
+def test_hugging_face_without_its_package_says_what_to_install(bpe, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ImportError, match=r"pip install 'eqxshard\[text\]'"):
+        load_tokenizer(bpe)
+
+
+def test_the_package_is_imported_only_when_needed():
+    code = "import sys, eqxshard; assert 'tokenizers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
