@@ -19,7 +19,9 @@ PNG = b"\x89PNG\r\n\x1a\n"
 _COMPILED = tempfile.TemporaryDirectory(prefix="eqxshard-compiled-")
 
 #: Verbs of the remedy that each error ends with.
-_ADVICE = "did|use|choose|give|write|put|delete|set|see|make|add|leave|look|find|unset|move"
+_ADVICE = (
+    "did|copy|use|choose|give|write|put|delete|set|see|make|add|leave|look|find|unset|move"
+)
 
 
 def call(capsys, monkeypatch, script, *options):

@@ -8,6 +8,7 @@ import optax
 from jaxtyping import PyTree
 
 from ..sharding._leaves import leaf_path
+from ..sharding._peaks import utilisation
 from ..training._ema import ema_model, has_average
 from ..training._states import map_models, states_of
 from ._callbacks import Callback
@@ -51,6 +52,66 @@ class EvaluateEMA(Callback):
             lambda s: ema_model(s) if none_has or has_average(s) else s.model,
         )
         run._report.add_evaluation(self._evaluate(models), "ema")
+
+
+class Throughput(Callback):
+    """Report tokens per second, and how much of the devices' peak the model uses.
+
+    Each report gets `tokens_per_second`, of all devices together, and, if the FLOPs of a
+    token and the peak of the devices are known, `utilisation`, a number between 0 and 1.
+    Evaluations and checkpoints do not count as time.
+
+    **Arguments:**
+
+    - `tokens_per_example`: the length of an example; 1 if examples weigh as much as they
+        have tokens, as packed documents do.
+    - `flops_per_token`: of the model, as [`eqxshard.nn.flops_per_token`][] counts them.
+    - `peak`: the operations per second that one device can do; by default, those of
+        [`eqxshard.nn.peak_flops`][] in bfloat16.
+
+    **Raises:**
+
+    `ValueError` if one of the numbers is not positive.
+
+    !!! Example
+
+        ```python
+        callbacks = [eqxshard.callbacks.Throughput(1_024, flops_per_token=8.6e8)]
+        ```
+    """
+
+    def __init__(
+        self,
+        tokens_per_example: int,
+        flops_per_token: float | None = None,
+        *,
+        peak: float | None = None,
+    ):
+        given = dict(
+            tokens_per_example=tokens_per_example,
+            flops_per_token=flops_per_token,
+            peak=peak,
+        )
+        for name, value in given.items():
+            if value is not None and not value > 0:
+                raise ValueError(f"Throughput({name}={value}) must be positive.")
+        self._tokens_per_example = tokens_per_example
+        self._flops_per_token = flops_per_token
+        self._peak = peak
+
+    def after_report(self, run: Run) -> None:
+        """Log both."""
+        examples_per_second = run.values["train/examples_per_second"]
+        tokens_per_second = examples_per_second * self._tokens_per_example
+        run.log({"tokens_per_second": tokens_per_second})
+        if self._flops_per_token is None:
+            return
+        devices = states_of(run.state)[0].step.sharding.device_set
+        used = utilisation(
+            tokens_per_second, self._flops_per_token, peak=self._peak, devices=list(devices)
+        )
+        if used is not None:
+            run.log({"utilisation": used})
 
 
 class LearningRate(Callback):

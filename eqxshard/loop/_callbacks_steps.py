@@ -2,6 +2,7 @@
 
 import operator
 import os
+import re
 from collections.abc import Callable
 
 import jax
@@ -77,6 +78,28 @@ class Profile(Callback):
         self._first, self._last = operator.index(first), operator.index(last)
         self._directory = os.fspath(directory)
         self._recording = False
+
+    @staticmethod
+    def parse(text: str, directory: str | os.PathLike[str]) -> "Profile":
+        """The profile that an option of a command line asks for.
+
+        **Arguments:**
+
+        - `text`: the first and the last step, such as `10:15`.
+        - `directory`: the folder to write to.
+
+        **Raises:**
+
+        `ValueError` unless it is such a text, with 2 <= first <= last.
+        """
+        match = re.fullmatch(r"(\d+):(\d+)", text)
+        first, last = map(int, match.groups()) if match else (0, 0)
+        if not 2 <= first <= last:
+            raise ValueError(
+                f"{text!r} are not steps to profile; write START:STOP, such as 10:15, with "
+                "2 <= START <= STOP."
+            )
+        return Profile(first, last, directory)
 
     def next_step(self, step: int) -> int | None:
         """The step before the first one, and the last one."""

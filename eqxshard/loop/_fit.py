@@ -8,6 +8,7 @@ from jaxtyping import PyTree
 
 from ..checkpoint._checkpointer import Checkpointer
 from ..distributed import assert_same_on_all_processes, is_main_process
+from ..training._in_flight import InFlight
 from ..training._metrics import Metrics
 from ..training._states import map_models, step_of
 from ._callbacks import Callback, CallbackList, check_callbacks
@@ -73,7 +74,8 @@ def fit(
         best so far (if it has `best`), and at the end. To resume, pass the state that
         [`eqxshard.Checkpointer.restore`][] returns.
     - `trackers`: receive `train/...` metrics, means over the examples since the last
-        report, and `eval/...` metrics. They are closed at the end, whatever happens.
+        report, `seconds/...`, how the time since then was spent, and `eval/...` metrics.
+        They are closed at the end, whatever happens.
     - `callbacks`: [`eqxshard.callbacks.Callback`][]s, called in this order. They may stop
         the run, which then returns its state as at the end, but does not evaluate again.
     - `log_every`: the number of steps between reports. There is also one at the end of
@@ -150,8 +152,14 @@ def fit(
         # If a step fails, the earlier ones are still reported.
         stack.callback(report.close)
         chunks = chunks_of(loader, train_step, schedule, watchdog)
+        clock, in_flight = report.clock, InFlight()
         for step, count, take in stack.enter_context(closing(chunks)):
+            clock.lap("data")
+            in_flight.make_room()
+            clock.lap("device")
             run._advance(step, count, *take(run.state, *run._extra))
+            clock.lap("dispatch")
+            in_flight.add(run._metrics.weight)
             # Reads the metrics of earlier steps, while this one runs.
             report.flush()
             if step == called.next_step:
@@ -164,6 +172,7 @@ def fit(
                     watchdog.waits_for(f"the evaluation after step {step}")
                     report.add_evaluation(evaluate(map_models(run.state)))
                     called.after("evaluation")
+                    clock.skip()
                 called.after("report")
                 report.flush()
             if report.too_many_nonfinite:
@@ -182,6 +191,7 @@ def fit(
             if called.want_stop:
                 announce_stop(f"stopped after step {step}: {run._why_stop}", checkpointer)
                 break
+            clock.lap("log")
         if checkpointer is not None:
             watchdog.waits_for("the last checkpoint to be written")
             checkpointer.wait()

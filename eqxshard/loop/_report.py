@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from ..training._metrics import Metrics
+from ._clock import Clock
 from ._protocols import Tracker
 
 _LOG = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ class Report:
         self._logged: dict[str, Any] = {}
         self._logged_at = 0
         self._since = time.perf_counter()
+        #: Splits the time between reports.
+        self.clock = Clock()
         self._nonfinite_steps: list[int] = []
         #: The values of the last report that was read, and what was logged since.
         self.values: dict[str, Any] = {}
@@ -65,14 +68,17 @@ class Report:
         """Wait for the metrics that are due; the time until here is training time."""
         if self._due is None or not self._parts:
             return
+        self.clock.lap("log")
         taken = np.concatenate(self._taken)
         metrics = jax.tree.map(lambda leaf: leaf[taken], Metrics.stack(self._parts))
         values = metrics.compute()
+        self.clock.lap("device")
         seconds = time.perf_counter() - self._since
         examples = float(metrics.weight.sum())
         speed = {"seconds": seconds, "examples_per_second": examples / seconds}
         self.step = self._due
         self.values = self._with_epoch(self._due, prefixed("train", {**values, **speed}))
+        self.values |= prefixed("seconds", self.clock.read())
         self.values |= self._logged
         self._parts, self._taken = [], []
         first = self._due - len(metrics.nonfinite) + 1
@@ -104,6 +110,7 @@ class Report:
             step, self._due = self._due, None
             self.values |= self._take_logged()
             self._send(step, self.values)
+            self.clock.lap("log")
             self.restart_clock()
         elif self._logged:
             self._send(
@@ -119,6 +126,7 @@ class Report:
     def restart_clock(self) -> None:
         """Exclude the time until now from the next report's training time."""
         self._since = time.perf_counter()
+        self.clock.skip()
 
     def _with_epoch(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
         epoch = self.epoch(step)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
+from ..distributed import is_main_process
 from ..sharding._leaves import array_leaves, format_array
 from ..training._inputs import format_sharding, is_elsewhere
 from ..training._metrics import Metrics
@@ -107,6 +108,17 @@ class Run:
         - `values`: numbers, or arrays of one, by name. Nothing waits for arrays here.
         """
         self._report.log(self.step, values)
+
+    def print(self, text: str) -> None:
+        """Print text above the progress bar; of several processes, only the main one does.
+
+        **Arguments:**
+
+        - `text`: of one line or several, such as a sample.
+        """
+        if is_main_process():
+            # While there is a bar, it keeps such lines above itself.
+            print(text, flush=True)
 
     def save(self) -> None:
         """Save a checkpoint of this step.

@@ -10,6 +10,8 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn, TypeVar, cast
 
 import jax
@@ -34,9 +36,10 @@ def cli(
     joins others, if there are any ([`eqxshard.initialize`][]), and keeps compiled
     programs ([`eqxshard.cache_compilations`][]).
 
-    A `ValueError` or `FloatingPointError` of this library or of the script itself, and
-    any `OSError`, ends the script with one line on stderr and exit status 2. Other errors
-    show their traceback, with status 1. Ctrl-C ends with status 130, SIGTERM with 143.
+    A `ValueError` or `FloatingPointError` of this library, of the script itself or of a
+    module in its folder, and any `OSError`, ends the script with one line on stderr and
+    exit status 2. Other errors show their traceback, with status 1. Ctrl-C ends with
+    status 130, SIGTERM with 143.
 
     **Arguments:**
 
@@ -136,9 +139,21 @@ def _is_plain(error: Exception) -> bool:
     """Whether an error is a mistake in how a script is used, rather than a bug in it."""
     if isinstance(error, OSError):
         return True
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    module = frames[-1].f_globals.get("__name__", "")
+    *_, (last, _) = traceback.walk_tb(error.__traceback__)
     # JAX hides its own frames, and says so.
     hidden = any("JAX" in note for note in getattr(error, "__notes__", ()))
     hidden = hidden or type(error.__cause__).__module__.startswith("jax")
-    return not hidden and (module == "__main__" or module.partition(".")[0] == "eqxshard")
+    return not hidden and (_is_ours(last) or _is_of_script(last))
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] == "eqxshard"
+
+
+def _is_of_script(frame: FrameType) -> bool:
+    """Whether code is the script's, or of a module beside it."""
+    if frame.f_globals.get("__name__") == "__main__":
+        return True
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    file = frame.f_globals.get("__file__")
+    return None not in (script, file) and Path(str(script)).parent == Path(str(file)).parent

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import tyro
+from jax.sharding import Mesh
 
-from ._devices import parse_mesh
+from ..loop._callbacks_steps import Profile
+from ._devices import mesh_from_text, parse_mesh
 
 Resume = Literal["no", "yes", "auto"]
 
@@ -61,6 +63,8 @@ class RunConfig:
     """Steps between evaluations."""
     log_every: int = 50
     """Steps between reports."""
+    profile: Annotated[str | None, default("none", "START:STOP")] = None
+    """Write a profile of these steps to the folder profile in --output."""
 
     def check(self) -> None:
         """Raise `ValueError` if an option makes no sense.
@@ -87,3 +91,28 @@ class RunConfig:
             raise ValueError(f"--resume {self.resume} is not no, yes or auto.")
         if self.mesh is not None:
             parse_mesh(self.mesh)
+        if self.profile is not None:
+            Profile.parse(self.profile, "")
+
+    def make_mesh(self, mesh: str | Mesh) -> Mesh:
+        """The mesh that the options ask for.
+
+        **Arguments:**
+
+        - `mesh`: the default, as text for [`eqxshard.run.mesh_from_text`][]; or a mesh,
+            which the options cannot change.
+
+        **Raises:**
+
+        `ValueError` if the options do not fit the devices, or would change a mesh.
+        """
+        if isinstance(mesh, str):
+            return mesh_from_text(
+                self.mesh or mesh, devices=self.devices, batch_size=self.batch_size
+            )
+        if self.mesh is not None or self.devices is not None:
+            raise ValueError(
+                "this script makes its own mesh; leave out --mesh and --devices, or let it "
+                "give a mesh as text."
+            )
+        return mesh

@@ -3,13 +3,13 @@
 import contextlib
 import math
 import os
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from ..distributed import count_cores
 from ..sharding._mesh import AXES, make_mesh
 from ..sharding._text import comma_list, did_you_mean
 
@@ -149,8 +149,7 @@ def _count_to_simulate(
     if devices is not None and devices < 1:
         raise ValueError(f"{devices} devices are too few; use 1 or more.")
     fixed = math.prod(size for size in sizes.values() if size > 0)
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    counts = range(fixed, cores + 1, fixed) if -1 in sizes.values() else ()
+    counts = range(fixed, count_cores() + 1, fixed) if -1 in sizes.values() else ()
     whole = (n for n in counts if batch_size is None or batch_size % n == 0)
     count = max(whole, default=fixed) if devices is None else devices
     if batch_size is not None and count > batch_size:

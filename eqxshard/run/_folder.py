@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -119,3 +120,15 @@ class RunFolder:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`."""
         self.summary.write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def script_name() -> str:
+    """The name of the script that runs; empty in an interactive session."""
+    script = Path(sys.argv[0]).stem
+    return "" if script in ("-c", "-m") else script
+
+
+def default_folder(name: str | None) -> str:
+    """The folder of a run of this script, if the user does not choose another."""
+    words = [script_name(), *(name or "").lower().split()]
+    return f"runs/{'-'.join(filter(None, words)) or 'run'}"

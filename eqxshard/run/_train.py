@@ -24,6 +24,7 @@ from ..distributed import (
     is_main_process,
 )
 from ..loop._callbacks import Callback
+from ..loop._callbacks_steps import Profile
 from ..loop._evaluate import evaluate
 from ..loop._fit import fit
 from ..loop._protocols import Tracker
@@ -38,8 +39,7 @@ from ..training._precision import Precision
 from ..training._state import TrainState
 from ..training._train_step import make_train_step
 from ._config import RunConfig
-from ._devices import mesh_from_text
-from ._folder import RunFolder
+from ._folder import RunFolder, default_folder, script_name
 from ._summary import flatten_settings, summarize
 
 
@@ -155,8 +155,8 @@ def train(
     """
     config = RunConfig() if config is None else config
     config.check()
-    mesh = _make_mesh(mesh, config)
-    title = f"{name or _script() or 'run'} on {describe_mesh(mesh)}"
+    mesh = config.make_mesh(mesh)
+    title = f"{name or script_name() or 'run'} on {describe_mesh(mesh)}"
     data_name, warning = _describe_data(train_data)
     if warning:
         title += f" | {data_name} data"
@@ -166,7 +166,8 @@ def train(
     last = _last_step(config, epochs, steps, len(loader))
     optim = make_optim(last)
 
-    folder = RunFolder(config.output or _default_folder(name))
+    folder = RunFolder(config.output or default_folder(name))
+    callbacks = [*callbacks, *_profile(config, folder, last)]
     checkpointer = Checkpointer(
         folder.checkpoints,
         save_interval_steps=config.save_every or len(loader),
@@ -222,19 +223,6 @@ def train(
     return _finish(folder, state, title, facts, train_data, examples)
 
 
-def _make_mesh(mesh: str | Mesh, config: RunConfig) -> Mesh:
-    if isinstance(mesh, str):
-        return mesh_from_text(
-            config.mesh or mesh, devices=config.devices, batch_size=config.batch_size
-        )
-    if config.mesh is not None or config.devices is not None:
-        raise ValueError(
-            "this script makes its own mesh; leave out --mesh and --devices, or let it "
-            "give train a mesh as text."
-        )
-    return mesh
-
-
 def _describe_data(source: Source) -> tuple[str, str]:
     """A source's name and its warning; empty if it has none."""
     name, warning = getattr(source, "name", ""), getattr(source, "warning", "")
@@ -280,15 +268,17 @@ def _last_step(config: RunConfig, epochs: int | None, steps: int | None, epoch: 
     return last
 
 
-def _script() -> str:
-    """The name of the script that runs; empty in an interactive session."""
-    script = Path(sys.argv[0]).stem
-    return "" if script in ("-c", "-m") else script
-
-
-def _default_folder(name: str | None) -> str:
-    words = [_script(), *(name or "").lower().split()]
-    return f"runs/{'-'.join(filter(None, words)) or 'run'}"
+def _profile(config: RunConfig, folder: RunFolder, last: int) -> list[Callback]:
+    """The profile that `--profile` asks for."""
+    if config.profile is None:
+        return []
+    start = int(config.profile.partition(":")[0])
+    if start > last:
+        raise ValueError(
+            f"--profile {config.profile} begins after the last step, {last}; use steps "
+            "of this run."
+        )
+    return [Profile.parse(config.profile, folder.path / "profile")]
 
 
 def _check_split(state: TrainState, mesh: Mesh, rule: Rule) -> None:

@@ -1,5 +1,6 @@
 """A progress bar, or plain lines for logs."""
 
+import sys
 from collections.abc import Mapping
 
 from rich.console import Console
@@ -85,6 +86,9 @@ class ProgressBar:
                 TextColumn("{task.fields[metrics]}", markup=False),
                 TimeRemainingColumn(compact=True, elapsed_when_finished=True),
                 console=self._console,
+                # What a script prints stays above the bar, but in its own file if it
+                # has one.
+                redirect_stdout=sys.stdout.isatty(),
                 expand=True,
                 # The time left is estimated from reports, which can be minutes apart.
                 speed_estimate_period=600,

@@ -20,7 +20,7 @@ def metrics(values: Mapping[str, float]) -> Iterator[Metric]:
     for key, value in values.items():
         kind, slash, name = key.partition("/")
         metric = Metric(kind, name, value) if slash else Metric("", key, value)
-        if key != "epoch" and metric.name not in SPEEDS:
+        if key != "epoch" and kind != "seconds" and metric.name not in SPEEDS:
             yield metric
 
 

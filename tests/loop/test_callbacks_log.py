@@ -1,3 +1,6 @@
+from types import SimpleNamespace
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -8,7 +11,7 @@ from helpers import lenient, make_mesh
 from loop_helpers import Layers, Recorder, fresh, loss_fn, make_loader
 
 import eqxshard
-from eqxshard.callbacks import EarlyStopping, EvaluateEMA, LearningRate
+from eqxshard.callbacks import EarlyStopping, EvaluateEMA, LearningRate, Throughput
 
 WHERE: dict = {"mesh": make_mesh(), "rule": eqxshard.replicate()}
 
@@ -90,3 +93,46 @@ def test_learning_rates_of_several_models_are_told_apart():
     ((_, values),) = recorder.lines
     rates = {k: v for k, v in values.items() if k.startswith("learning_rate")}
     assert rates == {"learning_rate/g": 0.5, "learning_rate/d": 0.25}
+
+
+def test_throughput_is_reported_with_the_part_of_the_peak_that_is_used():
+    lines = fit(Throughput(10, 3.0, peak=100.0))
+    assert len(lines) == 3
+    for line in lines:
+        tokens = 10 * line["train/examples_per_second"]
+        assert line["tokens_per_second"] == pytest.approx(tokens)
+        # 8 devices.
+        assert line["utilisation"] == pytest.approx(tokens * 3 / 800)
+
+
+@pytest.mark.parametrize("options", [{}, {"flops_per_token": 3.0}])
+def test_without_a_peak_only_tokens_are_reported(options):
+    names = {name for line in fit(Throughput(10, **options)) for name in line}
+    assert "tokens_per_second" in names and "utilisation" not in names
+
+
+def test_devices_that_the_run_does_not_use_do_not_count(unannotated):
+    mesh = eqxshard.make_mesh(devices=jax.devices()[:2])
+    step = jax.device_put(np.int32(1), jax.NamedSharding(mesh, jax.P()))
+    logged: dict[str, float] = {}
+    run: Any = SimpleNamespace(
+        state=eqxshard.TrainState(step, None, None, jax.random.key(0)),
+        values={"train/examples_per_second": 5.0},
+        log=logged.update,
+    )
+    Throughput(10, 3.0, peak=100.0).after_report(run)
+    assert logged == {"tokens_per_second": 50.0, "utilisation": 0.75}
+
+
+def test_the_peak_is_that_of_the_devices(monkeypatch):
+    monkeypatch.setattr("eqxshard.sharding._peaks.peak_flops", lambda *device: 1e3)
+    line = fit(Throughput(10, 3.0))[0]
+    assert line["utilisation"] == pytest.approx(line["tokens_per_second"] * 3 / 8e3)
+
+
+@pytest.mark.parametrize(
+    "name, value", [("tokens_per_example", 0), ("flops_per_token", -1.0), ("peak", 0.0)]
+)
+def test_throughput_needs_positive_numbers(name, value):
+    with pytest.raises(ValueError, match=rf"Throughput\({name}={value}\) must be posit"):
+        Throughput(**{"tokens_per_example": 10, name: value})

@@ -55,6 +55,20 @@ def test_a_profile_ends_dispatches_where_it_begins_and_ends(
     assert taken == [2, 2, 2, 6] and profiler == ["start", "stop"]
 
 
+def test_a_profile_may_be_an_option_of_a_command_line(profiler, tmp_path):
+    count = Every(1, lambda run: profiler.append(run.step))
+    fit(count, Profile.parse("3:4", tmp_path))
+    assert profiler == [1, 2, "start", 3, 4, "stop", 5, 6]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "3", "3:", ":4", "a:b", "5:4", "1:3", "-3:4", "3:4:5"]
+)
+def test_other_texts_are_not_steps_to_profile(text, tmp_path):
+    with pytest.raises(ValueError, match=rf"^'{text}' are not steps to profile; write STA"):
+        Profile.parse(text, tmp_path)
+
+
 @pytest.mark.parametrize("first, last", [(1, 3), (5, 4)])
 def test_a_profile_has_steps_after_the_first(first, last, tmp_path):
     with pytest.raises(ValueError, match="cannot be recorded; use 2 <= first <= last"):

@@ -76,6 +76,14 @@ def test_stop_is_possible_after_everything(tmp_path, method):
     assert int(state.step) == 4 and checkpointer.steps() == [4]
 
 
+def test_the_main_process_prints(monkeypatch, capsys):
+    fit(Every(3, lambda run: run.print(f"a sample\nof step {run.step}")))
+    assert capsys.readouterr().out == "a sample\nof step 3\na sample\nof step 6\n"
+    monkeypatch.setattr("eqxshard.loop._run.is_main_process", lambda: False)
+    fit(Every(3, lambda run: run.print("again")))
+    assert capsys.readouterr().out == ""
+
+
 def test_save_saves_now(tmp_path):
     checkpointer = eqxshard.Checkpointer(tmp_path)
     fit(Every(5, lambda run: run.save()), steps=7, checkpointer=checkpointer)

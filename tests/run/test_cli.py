@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from process_helpers import finished, read_until, started
-from run_helpers import SCRIPT, assert_refused, environment, read_lines
+from run_helpers import SCRIPT, assert_refused, call, environment, read_lines
 
 import eqxshard
 from eqxshard.run._cli import _parse
@@ -40,7 +40,7 @@ def test_help_groups_options_and_shows_defaults(script):
     assert flags == [
         {"--model", "--optimizer", "--learning-rate", "--fail", "--seconds-per-step"},
         {"--epochs", "--steps", "--batch-size", "--seed", "--devices", "--mesh", "--output"}
-        | {"--resume", "--save-every", "--evaluate-every", "--log-every"},
+        | {"--resume", "--save-every", "--evaluate-every", "--log-every", "--profile"},
     ]
     text = " ".join(out.replace("│", " ").split())
     assert text.startswith("usage: ") and "Fit some points." in text
@@ -129,6 +129,22 @@ def test_an_error_of_a_library_is_not_taken_for_a_mistake(monkeypatch, capsys):
         eqxshard.cli(main, Args, args=[])
     assert stop.value.code == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_error_of_a_module_beside_the_script_is_one_line(tmp_path, capsys, monkeypatch):
+    (tmp_path / "beside_the_script.py").write_text(
+        "def check(n):\n    raise ValueError(f'{n} layers are too few; use more.')\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import beside_the_script, eqxshard\n"
+        "def main(config):\n    beside_the_script.check(config.seed)\n"
+        "eqxshard.cli(main, eqxshard.RunConfig)\n"
+    )
+    # Python itself finds what is beside the script that it runs.
+    monkeypatch.syspath_prepend(tmp_path)
+    result = call(capsys, monkeypatch, script, "--seed", 3)
+    assert result == (2, "", "error: 3 layers are too few; use more.\n")
 
 
 # Arguments

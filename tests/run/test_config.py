@@ -23,6 +23,10 @@ from eqxshard.run import RunConfig, default
         ({"seed": 2**32}, "--seed 4294967296 must be between"),
         ({"output": ""}, "--output is empty; give a folder, or leave the option out"),
         ({"resume": "maybe"}, "--resume maybe is not no, yes or auto"),
+        (
+            {"profile": "9:5"},
+            "'9:5' are not steps to profile; write START:STOP, such as 10",
+        ),
         ({"mesh": ""}, "the mesh '' names the axis ''"),
         ({"mesh": "dta=2"}, "did you mean 'data'"),
     ],
@@ -39,6 +43,7 @@ def test_the_defaults_and_whole_ranges_are_accepted():
         {"epochs": 1},
         {"steps": 1},
         {"mesh": "fsdp=-1"},
+        {"profile": "2:2"},
     ]
     for options in accepted:
         RunConfig(**options).check()

@@ -1,11 +1,13 @@
 import importlib.util
 import json
+import sys
 
 import pytest
 from run_helpers import PNG
 
 import eqxshard
 from eqxshard.run import RunFolder
+from eqxshard.run._folder import default_folder
 from eqxshard.trackers import Curves, JSONLines, ProgressBar, TensorBoard
 
 
@@ -115,3 +117,13 @@ def test_events_are_those_that_tensorboard_reads(folder):
     found.Reload()
     assert found.Tags()["scalars"] == ["epoch", "train/loss"]
     assert [event.step for event in found.Scalars("train/loss")] == [1, 2, 3]
+
+
+def test_thedefault_folder_is_named_after_the_script(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/recipes/fashion_mnist.py", "--seed", "1"])
+    assert default_folder("LeNet 5") == "runs/fashion_mnist-lenet-5"
+    assert default_folder(None) == "runs/fashion_mnist"
+    for argv in ([""], ["-c"], ["-m"]):
+        monkeypatch.setattr(sys, "argv", argv)
+        assert default_folder("LeNet") == "runs/lenet"
+        assert default_folder(None) == "runs/run"

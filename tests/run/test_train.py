@@ -18,7 +18,6 @@ from run_helpers import PNG, SCRIPT, files, measured, read_lines
 
 import eqxshard
 from eqxshard import RunConfig
-from eqxshard.run._train import _default_folder
 
 sys.path.insert(0, str(SCRIPT.parent))
 from run_script import EXAMPLES, TESTS, Line, loss_fn, make_data, metric_fn
@@ -211,6 +210,14 @@ def test_a_rule_that_splits_nothing_is_reported(tmp_path, capsys):
     assert "splits no array" not in capsys.readouterr().err
 
 
+def test_a_profile_is_written_to_the_folder_of_the_run(tmp_path, monkeypatch):
+    started: list[str] = []
+    monkeypatch.setattr("jax.profiler.start_trace", started.append)
+    monkeypatch.setattr("jax.profiler.stop_trace", lambda: None)
+    train(tmp_path, dataclasses.replace(CONFIG, profile="3:12"))
+    assert started == [str(tmp_path / "profile")]
+
+
 # Resuming
 
 
@@ -352,6 +359,7 @@ def test_another_seed_or_batch_size_is_refused(copy):
         ({"mesh": "dta=3"}, {}, "did you mean 'data'?"),
         ({"devices": 9}, {}, "9 devices are more than the 8 x cpu that there are"),
         ({"epochs": 0}, {}, "--epochs 0 is too small"),
+        ({"profile": "13:14"}, {}, "--profile 13:14 begins after the last step, 12; use"),
         ({"steps": 2**31}, {}, "2147483648 steps are not between 1 and 2**31 - 1"),
         ({}, {"steps": 3}, "train needs one of epochs= and steps=; give exactly one"),
         ({}, {"epochs": None}, "train needs one of epochs= and steps=; give exactly one"),
@@ -395,13 +403,3 @@ def test_a_run_that_diverges_names_the_command_to_look_with(tmp_path):
     dump = tmp_path / "checkpoints" / "crash_dump"
     assert (dump / "checksums.txt").exists()
     assert str(error.value).endswith(f"with `python -m eqxshard.replay {dump}`.")
-
-
-def test_the_default_folder_is_named_after_the_script(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["/recipes/fashion_mnist.py", "--seed", "1"])
-    assert _default_folder("LeNet 5") == "runs/fashion_mnist-lenet-5"
-    assert _default_folder(None) == "runs/fashion_mnist"
-    for argv in ([""], ["-c"], ["-m"]):
-        monkeypatch.setattr(sys, "argv", argv)
-        assert _default_folder("LeNet") == "runs/lenet"
-        assert _default_folder(None) == "runs/run"

@@ -1,4 +1,5 @@
 import re
+import sys
 from io import StringIO
 
 import pytest
@@ -102,6 +103,20 @@ def test_on_a_terminal_the_cursor_is_restored_and_closing_twice_is_harmless():
     assert after.count(show) == after.count(hide) == 1
     bar.close()
     assert written(out) == after
+
+
+@pytest.mark.parametrize("redirected", [True, False])
+def test_what_a_script_prints_is_above_the_bar_or_in_its_own_file(
+    redirected, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: not redirected, raising=False)
+    out = console(terminal=True)
+    bar = ProgressBar(20, console=out)
+    bar.log(5, TRAIN)
+    print("To be, or not to be")
+    bar.close()
+    assert ("To be" in written(out)) != redirected
+    assert capsys.readouterr().out == ("To be, or not to be\n" if redirected else "")
 
 
 def test_a_bar_without_values_closes_silently():

@@ -1,0 +1,96 @@
+"""`restore_model`: the model of a run, for scripts that use it."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import optax
+from jax.sharding import Mesh
+from jaxtyping import PyTree
+
+from ..checkpoint._checkpointer import Checkpointer
+from ..sharding._leaf_rules import replicate
+from ..sharding._rule import Rule
+from ..training._init import abstract_state, init_state
+from ._config import RunConfig
+from ._folder import RunFolder, default_folder
+
+
+def restore_model(
+    make_model: Callable[[Any], PyTree],
+    *,
+    config: RunConfig | None = None,
+    name: str | None = None,
+    mesh: str | Mesh = "data=-1",
+    rule: Rule | None = None,
+    best: str | None = None,
+    mode: Literal["max", "min"] = "max",
+    load: Callable[[Any], PyTree] | None = None,
+) -> PyTree:
+    """Read the model of a run of [`eqxshard.train`][], to use it or to evaluate it.
+
+    Each array is read straight into its sharding. The mesh and the rule may be others
+    than those that trained.
+
+    **Arguments:**
+
+    - `make_model`: as for [`eqxshard.init_state`][]; the model without state that the run
+        trained. It may choose other dtypes.
+    - `config`: the user's options; its `output` is the run's folder.
+    - `name`: the name of the run, for its default folder, as for [`eqxshard.train`][].
+    - `mesh`, `rule`: as for [`eqxshard.train`][].
+    - `best`, `mode`: read the best checkpoint by this metric, such as `"eval/loss"`; by
+        default, the newest one.
+    - `load`: as for [`eqxshard.init_state`][]: a model without a run, of which only the
+        weights are loaded. It is used unless `config.resume` asks for the run:
+        `"auto"` reads the run if it has a checkpoint.
+
+    **Returns:**
+
+    The model.
+
+    **Raises:**
+
+    `FileNotFoundError` if the run has no checkpoint. `ValueError` if none has a value of
+    `best`, the model is not the one that was trained, or has a state, and as
+    [`eqxshard.train`][] does for devices.
+
+    !!! Example
+
+        ```python
+        model = eqxshard.run.restore_model(
+            make_model,
+            config=eqxshard.RunConfig(output="runs/gpt"),
+            best="eval/loss",
+            mode="min",
+        )
+        ```
+    """
+    config = RunConfig() if config is None else config
+    config.check()
+    options: Any = {"key": jax.random.key(config.seed), "mesh": config.make_mesh(mesh)}
+    options |= {"rule": rule or replicate()}
+    folder = RunFolder(config.output or default_folder(name))
+    checkpointer = Checkpointer(folder.checkpoints, best=best, mode=mode)
+    if load is not None and not _reads_run(config, checkpointer):
+        return init_state(make_model, optax.identity(), **options, load=load).model
+    like = abstract_state(make_model, optax.identity(), **options)
+    if like.model_state is not None:
+        raise ValueError(
+            "restore_model reads models without state; read this one with "
+            "Checkpointer.restore."
+        )
+    step = checkpointer.best_step()
+    if best is not None and step is None and checkpointer.steps():
+        raise ValueError(
+            f"no checkpoint in {folder.checkpoints} has a value of {best}; use another "
+            "metric, or none for the newest checkpoint."
+        )
+    return checkpointer.restore_model(like.model, step=step)
+
+
+def _reads_run(config: RunConfig, checkpointer: Checkpointer) -> bool:
+    """Whether to read a run's model although there are weights to load."""
+    if config.resume == "auto":
+        return bool(checkpointer.steps())
+    return config.resume == "yes"
