@@ -6,6 +6,7 @@ step. A mesh and a rule say where arrays live; computation follows the data.
 
 from . import callbacks as callbacks
 from . import data as data
+from . import nn as nn
 from . import parallel as parallel
 from . import run as run
 from . import testing as testing

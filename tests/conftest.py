@@ -1,6 +1,7 @@
 """Every test runs on 8 simulated CPU devices, under strict types and warnings."""
 
 import os
+import signal
 import subprocess
 import tempfile
 from pathlib import Path
@@ -15,6 +16,13 @@ import jaxtyping
 import pytest
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
+
+# The option --part.
+from parts import pytest_addoption as pytest_addoption
+from parts import pytest_collection_modifyitems as pytest_collection_modifyitems
+
+# A shell has its background jobs ignore SIGINT, and the processes of tests inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -33,6 +41,20 @@ settings.load_profile("patient")
 def unannotated(monkeypatch):
     """As outside of tests, where annotations refuse nothing."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+
+
+@pytest.fixture
+def as_scripts_run():
+    """Under JAX's own rules for types and ranks: optax mixes types, recipes add biases."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    """As if cuDNN were installed, which JAX asks for before it compiles for it."""
+    module = "jax._src.cudnn.fused_attention_stablehlo"
+    monkeypatch.setattr(f"{module}.check_cudnn_version", lambda: 91000)
 
 
 @pytest.fixture

@@ -1,0 +1,198 @@
+"""`attention`: softmax attention, as what it is compiled for does it best."""
+
+import functools as ft
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Bool, Float, Int
+
+from ..parallel import ring_attention
+from ..parallel._ring import CHUNK
+from ..sharding._spec import check_axis
+from ..transforms._dtypes import accumulation_dtype
+from . import _cudnn
+
+
+class _Options(NamedTuple):
+    causal: bool
+    scale: float
+    axis: str
+
+
+def attention(
+    query: Float[Array, "*batch seq heads head_dim"],
+    key: Float[Array, "*batch keys kv_heads head_dim"],
+    value: Float[Array, "*batch keys kv_heads head_dim"],
+    *,
+    causal: bool = False,
+    segments: Int[Array, "*batch seq"] | None = None,
+    offset: Int[Array, ""] | int | None = None,
+    scale: float | None = None,
+    axis: str = "context",
+) -> Float[Array, "*batch seq heads head_dim"]:
+    """Softmax attention, for training and decoding, on one device or any mesh.
+
+    The result is exact, with the softmax in float32 or better. How it is computed depends
+    on where:
+
+    - on a mesh that splits the sequence over `axis`, by
+        [`eqxshard.parallel.ring_attention`][];
+    - compiled for NVIDIA GPUs, in bfloat16 and float16, by cuDNN's flash attention
+        ([`jax.nn.dot_product_attention`][]), wherever cuDNN is installed and has it;
+    - elsewhere by plain products, and where the sequence is long in chunks, so that
+        memory does not grow with its square.
+
+    Batch and heads stay split as they are. What the first and the last need to go backward
+    is named `"attention"`, for policies of [`jax.checkpoint`][] such as
+    `save_only_these_names("attention")`; cuDNN's operation is `dot_product_attention_fwd`.
+    `remat="dots"` of [`eqxshard.scan_layers`][] keeps all of these.
+
+    **Arguments:**
+
+    - `query`, `key`, `value`: under `jax.vmap`, those of one example. `heads` is a
+        multiple of `kv_heads`: as many heads of queries share one of keys and values.
+    - `causal`: whether a position sees only itself and earlier ones.
+    - `segments`: the segment of each position; a position sees its own segment only. For
+        documents packed into one sequence, and for padding on either side, which is a
+        segment of its own.
+    - `offset`: with `causal`, the index among the keys of the first query, for decoding
+        with an [`eqxshard.nn.KVCache`][]; a query sees the keys up to its own index.
+    - `scale`: the factor of the scores; `1 / sqrt(head_dim)` by default.
+    - `axis`: the mesh axis that the sequence is split over, if it is.
+
+    **Returns:**
+
+    An array of the shape and dtype of `query`.
+
+    **Raises:**
+
+    `ValueError` if the shapes do not fit each other, if causal attention to a number of
+    keys that is not that of queries has no `offset`, if there is an `offset` without
+    `causal` or with `segments`, or the mesh has no such axis.
+
+    !!! Example
+
+        ```python
+        query, key = (eqxshard.nn.rotary(x, positions) for x in (query, key))
+        out = eqxshard.nn.attention(query, key, value, causal=True, segments=segments)
+        ```
+    """
+    _check(query, key, value, causal, segments is not None, offset is not None)
+    factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty:
+        check_axis(axis, mesh, "attention")
+    if offset is not None or query.shape[-3] != key.shape[-3]:
+        return _by_rows(query, key, value, offset, factor)
+    options = _Options(causal, factor, axis)
+    if _is_split(axis) or not _cudnn.supports(query, key, segments, causal, factor):
+        return _exact(options, query, key, value, segments)
+    return _cudnn.attend(
+        ft.partial(_exact, options), query, key, value, segments, causal, factor
+    )
+
+
+def _check(
+    query: Array, key: Array, value: Array, causal: bool, segments: bool, offset: bool
+) -> None:
+    heads, kv_heads = query.shape[-2], key.shape[-2]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"attention: the {heads} heads of query {query.shape} are not a multiple of "
+            f"the {kv_heads} of key {key.shape}; give each head of keys the same number of "
+            "heads of queries."
+        )
+    seq, keys = query.shape[-3], key.shape[-3]
+    if offset and (segments or not causal):
+        raise ValueError(
+            "attention: an offset is for causal attention without segments; leave out "
+            f"{'segments' if segments else 'offset, or set causal=True'}."
+        )
+    if seq != keys and (segments or causal) and not offset:
+        raise ValueError(
+            f"attention: {seq} queries and {keys} keys; give the offset of the first query "
+            "among the keys, or the same number of both."
+        )
+
+
+def _is_split(axis: str) -> bool:
+    """Whether the mesh, if there is one, splits sequences."""
+    return jax.sharding.get_abstract_mesh().shape.get(axis, 1) > 1
+
+
+def _exact(
+    options: _Options,
+    query: Array,
+    key: Array,
+    value: Array,
+    segments: Array | None = None,
+) -> Array:
+    """Self-attention anywhere."""
+    causal, scale, axis = options
+    seq = query.shape[-3]
+    if seq > CHUNK or _is_split(axis):
+        return ring_attention(
+            query, key, value, causal=causal, segments=segments, scale=scale, axis=axis
+        )
+    seen = _causal_mask(seq, seq, 0) if causal else None
+    if segments is not None:
+        same = segments[..., :, None] == segments[..., None, :]
+        seen = same if seen is None else same & jnp.broadcast_to(seen, same.shape)
+    return checkpoint_name(_plain(query, key, value, seen, scale), "attention")
+
+
+def _by_rows(query: Array, key: Array, value: Array, offset: Any, scale: float) -> Array:
+    """Attention to another number of keys, in chunks of queries."""
+    *batch, seq, heads, dim = query.shape
+
+    def attend(start, query):
+        seen = None
+        if offset is not None:
+            seen = _causal_mask(query.shape[-3], key.shape[-3], start + offset)
+        return _plain(query, key, value, seen, scale)
+
+    if seq <= CHUNK:
+        return attend(0, query)
+    count = -(-seq // CHUNK)
+    size = -(-seq // count)
+    widths = [(0, 0)] * len(batch) + [(0, count * size - seq), (0, 0), (0, 0)]
+    chunks = jnp.pad(query, widths).reshape(*batch, count, size, heads, dim)
+    starts = jnp.arange(count, dtype=jnp.int32) * size
+    # The loop itself keeps XLA from undoing the checkpoint.
+    attend_chunk = jax.checkpoint(lambda chunk: attend(*chunk), prevent_cse=False)
+    out = jax.lax.map(attend_chunk, (starts, jnp.moveaxis(chunks, -4, 0)))
+    out = jnp.moveaxis(out, 0, -4).reshape(*batch, count * size, heads, dim)
+    return out[..., :seq, :, :]
+
+
+def _causal_mask(seq: int, keys: int, offset: Any) -> Bool[Array, "seq keys"]:
+    rows, columns = (jax.lax.broadcasted_iota(jnp.int32, (seq, keys), d) for d in (0, 1))
+    return columns <= rows + offset
+
+
+def _plain(
+    query: Float[Array, "*batch seq heads head_dim"],
+    key: Float[Array, "*batch keys kv_heads head_dim"],
+    value: Float[Array, "*batch keys kv_heads head_dim"],
+    seen: Bool[Array, "*mask_batch seq keys"] | None,
+    scale: float,
+) -> Float[Array, "*batch seq heads head_dim"]:
+    """Plain products of matrices, with the heads before the sequence."""
+    query, key, value = (jnp.swapaxes(x, -3, -2) for x in (query, key, value))
+    *batch, heads, seq, dim = query.shape
+    kv_heads, keys = key.shape[-3:-1]
+    # The heads of a group are rows of one product.
+    rows = query.reshape(*batch, kv_heads, -1, dim)
+    dtype = accumulation_dtype(query.dtype)
+    scores = scale * jnp.einsum(
+        "...qd,...kd->...qk", rows, key, preferred_element_type=dtype
+    )
+    scores = scores.reshape(*batch, heads, seq, keys)
+    if seen is not None:
+        seen = jnp.expand_dims(seen, -3)
+        scores = jnp.where(jnp.broadcast_to(seen, scores.shape), scores, -jnp.inf)
+    weights = jax.nn.softmax(scores).astype(value.dtype)
+    out = weights.reshape(*batch, kv_heads, -1, keys) @ value
+    return jnp.swapaxes(out.reshape(query.shape), -3, -2)

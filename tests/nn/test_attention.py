@@ -1,0 +1,180 @@
+import functools as ft
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from parallel_helpers import make_mesh, on
+
+from eqxshard import testing
+from eqxshard.nn import attention
+
+SPLIT = P(("data", "fsdp"), "context", "tensor")
+
+
+@ft.cache
+def random(seq, kv_heads, heads=4, keys=None):
+    """Query, key, value, a cotangent of the output, and segments with padding."""
+    rng, keys = np.random.default_rng(0), seq if keys is None else keys
+    shapes = [(2, seq, heads, 8), (2, keys, kv_heads, 8), (2, keys, kv_heads, 8)]
+    arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    arrays.append(rng.normal(size=shapes[0]).astype(np.float32))
+    # Padding on the left of one, on the right of the other.
+    segments = np.sort(rng.integers(0, 4, (2, seq)), axis=-1)
+    segments[1] = (segments[1] + 1) % 4
+    return [*map(jnp.asarray, arrays), jnp.asarray(segments, jnp.int32)]
+
+
+def by_hand(query, key, value, causal=False, segments=None, offset=0, scale=None):
+    group = query.shape[-2] // key.shape[-2]
+    key, value = (jnp.repeat(x, group, axis=-2) for x in (key, value))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", query, key)
+    scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+    seen = np.ones(scores.shape[-2:], bool)
+    if causal:
+        seen = np.tri(*seen.shape, k=offset, dtype=bool)
+    seen = seen[None, None]
+    if segments is not None:
+        seen = seen & (segments[:, None, :, None] == segments[:, None, None, :])
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf))
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, value)
+
+
+def with_gradients(fn):
+    def call(q, k, v, g):
+        out, back = jax.vjp(fn, q, k, v)
+        return (out, *back(g.astype(out.dtype)))
+
+    return jax.jit(call)
+
+
+def assert_close(results, expected, tolerance=1e-5):
+    for name, result, array in zip(("out", "dq", "dk", "dv"), results, expected):
+        result, array = np.asarray(result, np.float64), np.asarray(array, np.float64)
+        atol = tolerance * max(np.abs(array).max(), 1)
+        np.testing.assert_allclose(result, array, 0, atol, err_msg=name)
+
+
+# At once, and in chunks of which the last is not full.
+@pytest.mark.parametrize(
+    "seq, causal, packed, kv_heads",
+    [
+        (20, False, False, 2),
+        (20, False, True, 4),
+        (20, True, False, 4),
+        (20, True, True, 2),
+        (530, False, True, 4),
+        (530, True, True, 2),
+    ],
+)
+def test_equals_attention_by_hand(seq, causal, packed, kv_heads):
+    *arrays, segments = random(seq, kv_heads)
+    options = dict(causal=causal, segments=segments if packed else None)
+    results = with_gradients(ft.partial(attention, **options))(*arrays)
+    assert_close(results, with_gradients(ft.partial(by_hand, **options))(*arrays))
+
+
+def test_under_vmap_scan_and_checkpoint():
+    *arrays, segments = random(20, 2)
+
+    def repeated(fn):
+        @jax.checkpoint
+        def body(q, _, k, v):
+            return fn(q, k, v), None
+
+        def call(q, k, v):
+            return jax.lax.scan(lambda q, _: body(q, _, k, v), q, None, length=2)[0]
+
+        return with_gradients(call)
+
+    def vmapped(q, k, v):
+        return jax.vmap(ft.partial(attention, causal=True))(q, k, v, segments=segments)
+
+    expected = repeated(ft.partial(by_hand, causal=True, segments=segments))(*arrays)
+    assert_close(repeated(vmapped)(*arrays), expected)
+
+
+@pytest.mark.parametrize("sizes", [{"context": 4, "tensor": 2}, {"fsdp": 2, "tensor": 2}])
+def test_on_meshes(sizes):
+    mesh, (*arrays, segments) = make_mesh(**sizes), random(24, 2)
+    expected = with_gradients(ft.partial(by_hand, causal=True, segments=segments))(*arrays)
+    arrays = jax.device_put(arrays, NamedSharding(mesh, SPLIT))
+    segments = jax.device_put(segments, NamedSharding(mesh, P(*SPLIT[:2])))
+
+    def attend(q, k, v):
+        return on(mesh, ft.partial(attention, causal=True, segments=segments))(q, k, v)
+
+    program = with_gradients(attend).lower(*arrays).compile()
+    results = program(*arrays)
+    assert_close(results, expected)
+    for result in results:
+        assert result.sharding.is_equivalent_to(NamedSharding(mesh, SPLIT), 4)
+    kinds = set(testing.collectives(program).times)
+    assert kinds == ({"collective-permute"} if "context" in sizes else set())
+
+
+@pytest.mark.parametrize("seq, offset", [(1, 13), (3, 0), (530, 40)])
+def test_with_an_offset_among_the_keys(seq, offset):
+    *arrays, _ = random(seq, 2, keys=600)
+    expected = by_hand(*arrays[:3], causal=True, offset=offset)
+    attend = jax.jit(ft.partial(attention, causal=True))
+    results = [attend(*arrays[:3], offset=jnp.asarray(offset))]
+    assert_close(results, [expected])
+    # What comes after is not read, even if it is not a number.
+    q, k, v = arrays[:3]
+    late = jnp.arange(600)[:, None, None] >= seq + offset
+    k, v = jnp.where(late, 7.0, k), jnp.where(late, 1e30, v)
+    np.testing.assert_array_equal(attend(q, k, v, offset=offset), results[0])
+
+
+def test_to_other_keys_and_scale():
+    *arrays, _ = random(20, 2, keys=30)
+    results = with_gradients(ft.partial(attention, scale=0.7))(*arrays)
+    assert_close(results, with_gradients(ft.partial(by_hand, scale=0.7))(*arrays))
+
+
+def test_bfloat16_has_its_softmax_in_float32():
+    *arrays, segments = random(200, 2)
+    narrow = [x.astype(jnp.bfloat16) for x in arrays]
+    wide = [x.astype(jnp.float32) for x in narrow]
+    options = dict(causal=True, segments=segments)
+    results = with_gradients(ft.partial(attention, **options))(*narrow)
+    assert {x.dtype for x in results} == {jnp.dtype(jnp.bfloat16)}
+    assert_close(results, with_gradients(ft.partial(by_hand, **options))(*wide), 2**-6)
+
+
+@pytest.mark.parametrize("seq", [20, 530])
+def test_a_policy_keeps_the_output(seq):
+    *arrays, _ = random(seq, 4)
+
+    def kept(policy):
+        attend = ft.partial(attention, causal=True)
+        fn = jax.checkpoint(lambda *args: attend(*args) ** 2, policy=policy)
+        residuals = jax.eval_shape(lambda *args: jax.vjp(fn, *args)[1], *arrays[:3])
+        return len(jax.tree.leaves(residuals))
+
+    names = jax.checkpoint_policies.save_only_these_names
+    assert kept(names("attention")) > kept(names("other"))
+
+
+def mistake(*shapes, **options):
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    with pytest.raises(ValueError) as info:
+        jax.eval_shape(ft.partial(attention, **options), *arrays)
+    return str(info.value)
+
+
+def test_mistakes():
+    same, few = [(8, 4, 8)] * 3, [(8, 4, 8), (8, 3, 8), (8, 3, 8)]
+    assert "the 4 heads of query (8, 4, 8) are not a multiple of the 3" in mistake(*few)
+    longer = [(4, 4, 8), (8, 4, 8), (8, 4, 8)]
+    message = mistake(*longer, causal=True)
+    assert "4 queries and 8 keys; give the offset of the first query" in message
+    assert "or set causal=True" in mistake(*longer, offset=4)
+    segments = jnp.zeros(8, jnp.int32)
+    message = mistake(*same, causal=True, offset=0, segments=segments)
+    assert "leave out segments" in message
+    with jax.sharding.use_abstract_mesh(make_mesh(data=2).abstract_mesh):
+        assert "did you mean 'context'?" in mistake(*same, axis="contxt")

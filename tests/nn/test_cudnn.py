@@ -1,0 +1,89 @@
+"""Without a GPU: that cuDNN is chosen where it can be, and what is compiled elsewhere.
+
+What is compiled for GPUs is tested in gpu/test_attention.py.
+"""
+
+import functools as ft
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from parallel_helpers import make_mesh
+
+from eqxshard.nn import attention
+
+SEQ = 16
+
+
+def arrays(dtype, batch=(3,), dim=8):
+    rng = np.random.default_rng(0)
+    shapes = [(*batch, SEQ, heads, dim) for heads in (4, 2, 2, 4)]
+    return [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+
+def segments():
+    found = np.random.default_rng(0).integers(0, 3, (3, SEQ))
+    return jnp.asarray(np.sort(found, axis=-1), jnp.int32)
+
+
+def primitives(fn, *args):
+    return str(jax.make_jaxpr(fn)(*args))
+
+
+def with_gradients(fn):
+    def call(q, k, v, g):
+        out, back = jax.vjp(fn, q, k, v)
+        return (out, *back(g))
+
+    return jax.jit(call)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_narrow_types_are_for_cudnn_if_it_is_installed(dtype, cudnn):
+    assert "dot_product_attention_fwd" in primitives(attention, *arrays(dtype)[:3])
+    # Not if it could not compute it.
+    for other in (arrays(jnp.float32), arrays(dtype, dim=12)):
+        assert "dot_product_attention_fwd" not in primitives(attention, *other[:3])
+
+
+def test_without_cudnn_it_is_exact():
+    assert "dot_product_attention_fwd" not in primitives(
+        attention, *arrays(jnp.bfloat16, dim=16)[:3]
+    )
+
+
+@pytest.mark.parametrize("way", ["batch", "vmap", "vmap of a batch", "shared segments"])
+def test_elsewhere_it_is_exact(way, cudnn):
+    args, packed = arrays(jnp.bfloat16), segments()
+    attend = ft.partial(attention, causal=True)
+    fn = ft.partial(attend, segments=packed)
+    if way == "vmap":
+        fn = lambda *args: jax.vmap(lambda *x: attend(*x[:3], segments=x[3]))(*args, packed)  # noqa: E731
+    elif way == "vmap of a batch":
+        args = [x[None] for x in args]
+        fn = jax.vmap(fn)
+    elif way == "shared segments":
+        packed = jnp.broadcast_to(packed[0], packed.shape)
+        fn = jax.vmap(ft.partial(attend, segments=packed[0]))
+    assert "dot_product_attention_fwd" in primitives(fn, *args[:3])
+    results = with_gradients(fn)(*args)
+    wide = [x.astype(jnp.float32).reshape(3, *x.shape[-3:]) for x in args]
+    expected = with_gradients(ft.partial(attend, segments=packed))(*wide)
+    for result, array in zip(results, expected):
+        result = result.astype(jnp.float32).reshape(array.shape)
+        np.testing.assert_allclose(result, array, 0, 2**-6 * np.abs(array).max())
+
+
+def test_inside_per_device_code_it_is_exact(cudnn):
+    mesh, (query, key, value, _) = make_mesh(stage=2, tensor=2), arrays(jnp.bfloat16, (4,))
+    attend = jax.vmap(ft.partial(attention, causal=True))
+    spec = P("stage")
+    staged = jax.shard_map(
+        attend, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"stage"}
+    )
+    assert "dot_product_attention_fwd" in primitives(staged, query, key, value)
+    result = jax.jit(staged)(query, key, value).astype(jnp.float32)
+    exact = attend(*(x.astype(jnp.float32) for x in (query, key, value)))
+    np.testing.assert_allclose(result, exact, 0, 2**-6)

@@ -1,0 +1,157 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from parallel_helpers import make_mesh
+
+import eqxshard
+from eqxshard import nn
+
+VOCAB, EMBED, HEADS, LAYERS = 48, 32, 4, 2
+KEY = jax.random.key(1)
+
+
+class Layer(eqx.Module):
+    qkv: jax.Array
+    out: jax.Array
+
+    def __init__(self, key):
+        k1, k2 = jax.random.split(key)
+        self.qkv = jax.random.normal(k1, (3, HEADS, EMBED // HEADS, EMBED)) / EMBED**0.5
+        self.out = jax.random.normal(k2, (EMBED, HEADS, EMBED // HEADS)) / EMBED**0.5
+
+    def __call__(self, x, positions, cache=None):
+        query, key, value = jnp.einsum("nhde,bse->nbshd", self.qkv, x)
+        query, key = nn.rotary(query, positions), nn.rotary(key, positions)
+        offset = None
+        if cache is not None:
+            offset, cache = cache.length, cache.append(key, value)
+            key, value = cache.key, cache.value
+        y = nn.attention(query, key, value, causal=True, offset=offset)
+        return x + jnp.einsum("ehd,bshd->bse", self.out, y), cache
+
+
+class Model(eqx.Module):
+    embedding: jax.Array
+    layers: Layer
+    output: jax.Array
+
+    def __init__(self, key):
+        k1, k2, k3 = jax.random.split(key, 3)
+        self.embedding = jax.random.normal(k1, (VOCAB, EMBED))
+        self.output = jax.random.normal(k3, (VOCAB, EMBED))
+        self.layers = eqx.filter_vmap(Layer)(jax.random.split(k2, LAYERS))
+
+    def logits(self, tokens):
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        x, _ = jax.lax.scan(
+            lambda x, layer: (layer(x, positions)[0], None),
+            self.embedding[tokens],
+            self.layers,
+        )
+        return jnp.einsum("bse,ve->bsv", x, self.output)
+
+    def decode(self, tokens, cache):
+        positions = jnp.arange(tokens.shape[1]) + cache.length[0]
+        positions = jnp.broadcast_to(positions, tokens.shape)
+        x, cache = jax.lax.scan(
+            lambda x, layer: layer[0](x, positions, layer[1]),
+            self.embedding[tokens],
+            (self.layers, cache),
+        )
+        return x[:, -1] @ self.output.T, cache
+
+
+def make_cache(capacity=24):
+    return nn.KVCache.empty((LAYERS, 4, capacity, HEADS, EMBED // HEADS))
+
+
+def prompts():
+    return jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (4, 6), np.int32))
+
+
+@eqx.filter_jit
+def sample(model, prompt, length=10, cache=None, **options):
+    cache = make_cache() if cache is None else cache
+    return nn.generate(model.decode, cache, prompt, length, key=KEY, **options)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return Model(jax.random.key(0))
+
+
+def test_the_likeliest_tokens_are_those_without_a_cache(model):
+    tokens = sample(model, prompts(), temperature=0.0)
+    assert tokens.shape == (4, 16) and tokens.dtype == jnp.int32
+    np.testing.assert_array_equal(tokens[:, :6], prompts())
+    best = jnp.argmax(eqx.filter_jit(Model.logits)(model, tokens), axis=-1)
+    np.testing.assert_array_equal(tokens[:, 6:], best[:, 5:-1])
+    assert len(np.unique(np.asarray(tokens[:, 6:]))) > 4
+
+
+def test_the_chances_of_tokens_are_those_of_the_model():
+    logits = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05]))
+    rows = 4000
+
+    def draw(**options):
+        prompt = jnp.zeros((rows, 1), jnp.int32)
+        apply = lambda tokens, cache: (jnp.tile(logits, (rows, 1)), cache)  # noqa: E731
+        sample = jax.jit(lambda: nn.generate(apply, None, prompt, 2, key=KEY, **options))
+        tokens = sample()
+        assert np.any(tokens[:, 1] != tokens[:, 2])
+        return np.bincount(np.asarray(tokens[:, 1:]).ravel(), minlength=4) / (2 * rows)
+
+    np.testing.assert_allclose(draw(), [0.5, 0.3, 0.15, 0.05], atol=0.02)
+    np.testing.assert_allclose(draw(top_k=2), [0.625, 0.375, 0, 0], atol=0.02)
+    np.testing.assert_allclose(
+        draw(top_p=0.9), np.array([0.5, 0.3, 0.15, 0]) / 0.95, atol=0.02
+    )
+    squares = np.array([0.5, 0.3, 0.15, 0.05]) ** 2
+    np.testing.assert_allclose(draw(temperature=0.5), squares / squares.sum(), atol=0.02)
+    np.testing.assert_allclose(draw(top_k=4, top_p=1.0), draw())
+
+
+def test_the_same_tokens_on_eight_devices(model):
+    options = {"top_k": 20, "top_p": 0.95}
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    rule = eqxshard.combine(
+        eqxshard.by_path({"qkv": P(None, None, "tensor"), "embedding|output": P("tensor")}),
+        eqxshard.fsdp(min_size=1),
+    )
+    split = eqxshard.filter_shard(model, eqxshard.shardings(model, mesh, rule))
+    prompt = jax.device_put(prompts(), NamedSharding(mesh, P(("data", "fsdp"))))
+    with jax.sharding.set_mesh(mesh):
+        tokens = sample(split, prompt, **options)
+    np.testing.assert_array_equal(tokens, sample(model, prompts(), **options))
+
+
+def test_no_token_and_one():
+    apply = lambda tokens, cache: (jnp.eye(5)[tokens[:, -1]], cache)  # noqa: E731
+    prompt = jnp.array([[1, 3]])
+    assert nn.generate(apply, None, prompt, 0, key=KEY).tolist() == [[1, 3]]
+    tokens = nn.generate(apply, None, prompt, 1, key=KEY, temperature=0.0)
+    assert tokens.tolist() == [[1, 3, 3]]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"length": -1}, "length=-1 must not be negative"),
+        ({"temperature": -1.0}, "use 0 for the most likely token"),
+        ({"top_k": 0}, "top_k=0 must be at least 1"),
+        ({"top_p": 0.0}, "top_p=0.0 must be above 0"),
+        ({"length": 20}, "a prompt of 6 tokens and 20 more do not fit a cache of 24"),
+    ],
+)
+def test_mistakes(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        sample(model, prompts(), **options)
+
+
+def test_an_empty_prompt_is_an_error(model):
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        sample(model, prompts()[:, :0])

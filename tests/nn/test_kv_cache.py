@@ -1,0 +1,44 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqxshard.nn import KVCache
+
+
+def random(*shape):
+    return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
+
+
+def test_appends_after_what_is_there():
+    key, value = random(2, 3, 5, 4, 8)
+    cache, append = KVCache.empty((3, 6, 4, 8)), jax.jit(KVCache.append)
+    for part in (slice(0, 2), slice(2, 3), slice(3, 5)):
+        cache = append(cache, key[:, part], value[:, part])
+    assert cache.length == 5 and cache.capacity == 6
+    np.testing.assert_array_equal(cache.key[:, :5], key)
+    np.testing.assert_array_equal(cache.value[:, :5], value)
+    assert not np.any(cache.key[:, 5:])
+
+
+def test_of_stacked_layers_and_in_bfloat16():
+    caches = KVCache.empty((2, 3, 6, 4, 8), jnp.bfloat16)
+    assert caches.length.shape == (2,) and caches.key.dtype == jnp.bfloat16
+
+    def layer(_, cache):
+        return None, cache.append(*random(2, 3, 4, 4, 8))
+
+    _, caches = jax.lax.scan(layer, None, caches)
+    assert caches.length.tolist() == [4, 4] and caches.key.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(caches.key[0], caches.key[1])
+
+
+def test_mistakes(unannotated):
+    with pytest.raises(ValueError, match=r"the shape \(6, 4, 8\) has too few dims"):
+        KVCache.empty((6, 4, 8))
+    cache = KVCache.empty((3, 6, 4, 8))
+    for shape in ((3, 7, 4, 8), (2, 1, 4, 8), (3, 1, 2, 8)):
+        with pytest.raises(ValueError, match=r"do not fit a cache of \(3, 6, 4, 8\)"):
+            cache.append(*random(2, *shape))
+    with pytest.raises(ValueError, match=r"do not fit a cache of \(2, 3, 6, 4, 8\)"):
+        KVCache.empty((2, 3, 6, 4, 8)).append(*random(2, 3, 1, 4, 8))
