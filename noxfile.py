@@ -107,18 +107,18 @@ def slow(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def tests_lowest(session: nox.Session) -> None:
-    """The quick tests on the oldest dependencies that pyproject.toml allows."""
+    """A third of the quick tests, on the oldest dependencies that pyproject.toml allows."""
     session.install("uv")
     lowest = ["uv", "pip", "install", "--resolution=lowest-direct"]
     session.run(*lowest, *PACKAGE, "--group", "tests", silent=True)
-    session.run(*PYTEST, *session.posargs)
+    session.run(*PYTEST, "--part", "1/3", *session.posargs)
 
 
 @nox.session(default=False, python=newest_python())
 def tests_newest(session: nox.Session) -> None:
-    """The quick tests on the newest Python here, which has the newest JAX."""
+    """Another third of them, on the newest Python here, which has the newest JAX."""
     session.install(*PACKAGE, *group("tests"))
-    session.run(*PYTEST, *session.posargs)
+    session.run(*PYTEST, "--part", "2/3", *session.posargs)
 
 
 @nox.session(default=False)

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import jax
 from _side_by_side import Turn
 
 _PEERS = Path(__file__).parent / "_peers"
@@ -98,6 +99,47 @@ class Contestant:
                 )
             lines.append(json.loads(line))
         return lines
+
+
+def share_platform(device: str) -> bool:
+    """Have this process and the contestants share a platform; whether it is a GPU.
+
+    **Arguments:**
+
+    - `device`: `cpu`, or `auto` for a GPU if there is one.
+    """
+    if device == "cpu":
+        # For this process, which has already read the variable, and for the contestants.
+        jax.config.update("jax_platforms", "cpu")
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    # All contestants share the GPU.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    return jax.devices()[0].platform == "gpu"
+
+
+def turn(
+    name: str, process: Contestant, command: str, results: list[dict[str, float]]
+) -> Turn:
+    """A turn that asks a contestant for a command, and adds what it answers to a list.
+
+    The first one waits until the contestant is built. If its process ends, the seconds are
+    NaN, so that the others can go on.
+    """
+
+    def take() -> float:
+        if not results:
+            process.ready()
+        result = process.ask(command)
+        results.append(result)
+        figures = {k: v for k, v in result.items() if not k.endswith("seconds")}
+        text = "".join(f", {key} {value:.4f}" for key, value in figures.items())
+        print(
+            f"{name}, {command} {len(results)}: {result['seconds']:.2f} s{text}",
+            file=sys.stderr,
+        )
+        return result["seconds"]
+
+    return or_nan(take)
 
 
 def or_nan(turn: Turn) -> Turn:

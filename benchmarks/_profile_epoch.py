@@ -129,6 +129,29 @@ def profile(examples: int) -> dict[str, Any]:
     }
 
 
+def show(title: str, results: dict[str, Any], top: int) -> None:
+    """Print the tables."""
+    console = Console(width=110)
+    table = Table(title, "s", "share")
+    for name, seconds in results["seconds"].items():
+        share = seconds / results["seconds"]["total"]
+        table.add_row(name, f"{seconds:.4f}", f"{share:.1%}")
+    console.print(table)
+    all_operations = sum(kind["seconds"] for kind in results["kinds"].values())
+    for key in ("kinds", "operations"):
+        table = Table(key, "s", "share of operations", "count", "us each")
+        for name, kind in [*results[key].items()][:top]:
+            seconds, count = kind["seconds"], kind["count"]
+            table.add_row(
+                name,
+                f"{seconds:.4f}",
+                f"{seconds / all_operations:.1%}",
+                f"{count:.0f}",
+                f"{seconds / count * 1e6:.1f}",
+            )
+        console.print(table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -140,26 +163,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     results = machine() | profile(args.examples)
-
-    console = Console(width=110)
-    table = Table("one epoch of LeNet", "s", "share")
-    for name, seconds in results["seconds"].items():
-        share = seconds / results["seconds"]["total"]
-        table.add_row(name, f"{seconds:.4f}", f"{share:.1%}")
-    console.print(table)
-    all_operations = sum(kind["seconds"] for kind in results["kinds"].values())
-    for title in ("kinds", "operations"):
-        table = Table(title, "s", "share of operations", "count", "us each")
-        for name, kind in [*results[title].items()][: args.top]:
-            seconds, count = kind["seconds"], kind["count"]
-            table.add_row(
-                name,
-                f"{seconds:.4f}",
-                f"{seconds / all_operations:.1%}",
-                f"{count:.0f}",
-                f"{seconds / count * 1e6:.1f}",
-            )
-        console.print(table)
+    show("one epoch of LeNet", results, args.top)
     if args.output is not None:
         args.output.mkdir(parents=True, exist_ok=True)
         (args.output / "profile.json").write_text(json.dumps(results, indent=1) + "\n")

@@ -19,7 +19,6 @@ the PyTorch model is compiled.
 
 import importlib.util
 import os
-import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import replace
@@ -27,10 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import _processes
-import jax
 import numpy as np
 from _peers._task import SIZES, Task
-from _side_by_side import Contest, Report, Turn, parser, take_turns
+from _side_by_side import Contest, Report, parser, take_turns
 
 import eqxshard
 
@@ -91,22 +89,6 @@ def write_data(path: Path, examples: int) -> str:
     return train.name
 
 
-def epochs(name: str, process: Any, results: list[dict[str, float]]) -> Turn:
-    def turn() -> float:
-        if not results:
-            process.ready()
-        result = process.ask("epoch")
-        results.append(result)
-        print(
-            f"{name}, epoch {len(results)}: {result['seconds']:.2f} s, test accuracy "
-            f"{result['accuracy']:.4f}, loss {result['loss']:.4f}",
-            file=sys.stderr,
-        )
-        return result["seconds"]
-
-    return turn
-
-
 def main() -> None:
     options = parser(__doc__, rounds=3)
     options.add_argument("--models", nargs="+", choices=SIZES, default=[*SIZES])
@@ -123,13 +105,7 @@ def main() -> None:
             f"--examples {args.examples} must be a multiple of {MULTIPLE}, and at least "
             f"{Task.batch_size}."
         )
-    if args.device == "cpu":
-        # For this process, which has already read the variable, and for the contestants.
-        jax.config.update("jax_platforms", "cpu")
-        os.environ["JAX_PLATFORMS"] = "cpu"
-    # All contestants share the GPU.
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    gpu = jax.devices()[0].platform == "gpu"
+    gpu = _processes.share_platform(args.device)
     cores = len(os.sched_getaffinity(0))
     devices = args.devices or (1 if gpu else min(2 ** (cores.bit_length() - 1), 16))
 
@@ -154,8 +130,9 @@ def main() -> None:
                 }
                 for name, process in processes.items():
                     results[name] = []
-                    turn = epochs(f"{model}, {name}", process, results[name])
-                    turns[name] = _processes.or_nan(turn)
+                    turns[name] = _processes.turn(
+                        f"{model}, {name}", process, "epoch", results[name]
+                    )
                 values = _processes.without_failed(take_turns(turns, args.rounds))
             contests.append(Contest(model, "s/epoch", values))
             accuracy[model] = {name: results[name][-1]["accuracy"] for name in values}

@@ -8,7 +8,7 @@
 - Seconds to compile a step, and microseconds per step, against the number of layers. The
   baseline is a Python loop over the layers, compared with `eqxshard.scan_layers`, which
   compiles one layer. By default `scan_layers` recomputes each layer in the backward pass
-  (remat); the loop and `remat=False` do not.
+  (remat); the loop and `remat="none"` do not.
 - Batches per second of `eqxshard.Loader` against the number of (tiny) examples. The
   baseline is NumPy, which leaves batches on the host; it also runs with `jax.device_put`.
 
@@ -81,7 +81,7 @@ def looped(depth: int) -> tuple[Any, Any]:
     return lambda key: [Block(each) for each in jax.random.split(key, depth)], apply
 
 
-def scanned(depth: int, remat: bool) -> tuple[Any, Any]:
+def scanned(depth: int, remat: Any) -> tuple[Any, Any]:
     """Functions that make stacked layers, and apply them in a scan."""
 
     def apply(blocks, x):
@@ -99,8 +99,8 @@ def against_depth(depths: list[int], rounds: int) -> list[Contest]:
         compiles, steps = {}, {}
         for name, (make, apply) in {
             "a Python loop": looped(depth),
-            "eqxshard.scan_layers": scanned(depth, remat=True),
-            "eqxshard.scan_layers, remat=False": scanned(depth, remat=False),
+            "eqxshard.scan_layers": scanned(depth, remat="full"),
+            "eqxshard.scan_layers, remat=none": scanned(depth, remat="none"),
         }.items():
 
             def loss_fn(blocks, batch, key, apply=apply):

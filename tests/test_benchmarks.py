@@ -1,6 +1,8 @@
 """Each benchmark runs and writes its results; no test checks how fast anything is."""
 
+import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +20,7 @@ SHORT = {
     "data": "--seconds 0.05 --mapped-gigabytes 0.05 --workers 1",
     "epoch": "--models lenet --devices 1 --examples 960 --device cpu",
     "fit_overhead": "--steps 20",
+    "gpt": "--steps 3 --devices 1 --device cpu",
     "growth": "--devices 1 2 --depths 2 --examples 1000 --seconds 0.05",
     "memory": "--depth 2 --width 64 --batch-size 64",
     "start": "",
@@ -66,3 +69,39 @@ def test_step_overhead_compares_two_checkouts(tmp_path):
     for values in contests.values():
         assert values.keys() == {ROOT.name, "this checkout"}
         assert all(len(figures) == 1 and figures[0] > 0 for figures in values.values())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
+def test_a_gpt_learns_the_same_as_in_pytorch(tmp_path):
+    script = ROOT / "benchmarks" / "gpt.py"
+    results = run(script, tmp_path, "--devices", "2", "--steps", "5")
+
+    reference, *others = results["losses"].values()
+    assert len(others) == 3 and len(reference) == 2
+    assert reference[1] < reference[0] - 0.1
+    for losses in others:
+        assert losses == pytest.approx(reference, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_all_that_runs_on_a_gpu_was_rehearsed(tmp_path):
+    environment = {"PYTHON": sys.executable, "REHEARSE": "1"}
+    environment["ONLY"] = "gpt_124m profile_gpt gpt_1b shakespeare_gpu"
+    process = subprocess.run(
+        ["bash", str(ROOT / "benchmarks" / "gpu.sh"), str(tmp_path)],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+    )
+    assert process.returncode == 0, process.stdout
+    summary = process.stdout.split("== summary")[1].splitlines()[1:]
+    parts = environment["ONLY"].split()
+    assert [line.split()[::3] for line in summary] == [[part, "done"] for part in parts]
+    assert (tmp_path / "gpt_tiny.json").exists()
+    (trace,) = (tmp_path / "profile_gpt").glob("*.xplane.pb")
+    assert trace.stat().st_size
+    loss = json.loads((tmp_path / "shakespeare" / "shakespeare.json").read_text())["best"]
+    assert len(loss["values"]) == 2 and 0 < loss["mean"] < 10

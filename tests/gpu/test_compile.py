@@ -1,5 +1,6 @@
 """Every strategy's step, compiled for eight GPUs that are not there."""
 
+import functools
 import math
 import re
 
@@ -31,6 +32,7 @@ from eqxshard.parallel import all_gather_matmul, matmul_reduce_scatter
 
 pytestmark = pytest.mark.gpu
 
+KEY = jax.random.key(0)
 OPTIM = lenient(optax.adamw(1e-3))
 TABLES = [name for name in MODELS if "Embedding" in name]
 DENSE = [name for name in MODELS if "Embedding" not in name]
@@ -41,9 +43,7 @@ def compile_step(devices, kind, rule, sizes, **options):
     make_model, loss_fn, make_batch = kind
     placed: dict = dict(mesh=eqxshard.make_mesh(**sizes, devices=devices), rule=rule)
     precision = {k: v for k, v in options.items() if k == "precision"}
-    state = eqxshard.abstract_state(
-        make_model, OPTIM, key=jax.random.key(0), **placed, **precision
-    )
+    state = eqxshard.abstract_state(make_model, OPTIM, key=KEY, **placed, **precision)
     train_step = eqxshard.make_train_step(loss_fn, OPTIM, **placed, **options)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_batch(0))
     return train_step.lower(state, batch).compile(), state
@@ -118,7 +118,7 @@ def test_gradients_are_scattered_over_fsdp_and_their_parts_summed_over_data(
     ops = step_collectives(model, mesh, gpus, rule)
     sizes = MESHES[mesh]
     split = sizes["fsdp"] * sizes.get("tensor", 1)
-    model = eqx.filter_eval_shape(MODELS[model][0], jax.random.key(0))
+    model = eqx.filter_eval_shape(MODELS[model][0], KEY)
     arrays = [x for x in jax.tree.leaves(model) if isinstance(x, jax.ShapeDtypeStruct)]
     vectors = sum(x.size for x in arrays if max(x.shape) == x.size)
     parts = sum(x.size // split for x in arrays if max(x.shape) < x.size)
@@ -129,6 +129,36 @@ def test_gradients_are_scattered_over_fsdp_and_their_parts_summed_over_data(
     sent = sent_activations(ops)
     summed = sum(sizes_of([op for op in ops if op not in sent], "all-reduce"))
     assert summed <= (parts if sizes["data"] > 1 else 0) + 2 * vectors + 2
+
+
+@pytest.mark.parametrize("sizes", [{"data": 1, "fsdp": 8}, {"data": 2, "fsdp": 4}])
+def test_parameters_are_cast_before_they_are_gathered(gpus, sizes):
+    kind = (Transformer, next_token_losses, lambda seed: make_tokens(32, seed=seed))
+    precision = eqxshard.Precision(jnp.bfloat16)
+    rule = eqxshard.fsdp(min_size=64)
+    compiled, _ = compile_step(gpus, kind, rule, sizes, precision=precision)
+    found = [op for op in testing.collectives(compiled).ops if op.kind == "all-gather"]
+    shapes = {shape for op in found for shape in op.shapes if not shape.startswith("s32")}
+    # The table too, which is looked up.
+    assert {shape[:4] for shape in shapes} == {"bf16"} and "bf16[96,32]" in shapes
+    # Those of one of the two layers, forward and again backward.
+    blocks = eqx.filter_eval_shape(Transformer, KEY).blocks
+    arrays = [x for x in jax.tree.leaves(blocks) if isinstance(x, jax.ShapeDtypeStruct)]
+    in_loops = [op for op in found if op.times == 2]
+    assert sum(op.bytes for op in in_loops) == 2 * sum(2 * x.size // 2 for x in arrays)
+
+
+def test_activations_may_wait_in_the_memory_of_the_host(gpus):
+    make_model = functools.partial(Transformer, remat="offload")
+    kind = (make_model, next_token_losses, lambda seed: make_tokens(32, seed=seed))
+    sizes, rule = {"data": 1, "fsdp": 8}, eqxshard.fsdp(min_size=64)
+    precision = eqxshard.Precision(jnp.bfloat16)
+    compiled, _ = compile_step(gpus, kind, rule, sizes, precision=precision)
+    memory = compiled.memory_analysis()
+    # Of each token in a layer: queries, keys and values, and two more products. (Nothing
+    # needs the last one again.)
+    kept = 2 * (32 // 8) * 16 * (3 * 32 + 32 + 64)
+    assert memory and memory.host_temp_size_in_bytes == 2 * kept
 
 
 def test_matrix_products_hide_their_communication(gpus):

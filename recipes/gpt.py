@@ -1,0 +1,283 @@
+"""Train a language model, on whatever devices there are, and write text with it."""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import equinox as eqx
+import gpt_weights
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from gpt_model import GPT, SIZES, Remat, Shape, flops_per_token
+
+import eqxshard
+from eqxshard import nn
+from eqxshard.data import text
+from eqxshard.run import default
+
+
+def loss_fn(model, batch, key):
+    return model.losses(**batch, key=key)
+
+
+def metric_fn(model, batch):
+    return {"loss": model.losses(**batch)}
+
+
+def make_rule(shape):
+    """Split layers over stages, heads and features over tensor, the rest over fsdp."""
+    axes = {"layers": "stage", "vocab": "tensor", "mlp": "tensor"}
+    axes |= {"heads": "tensor", "kv_heads": "tensor"}
+    axes |= {"experts": "expert"} if shape.experts else {}
+    return eqxshard.combine(eqxshard.by_dim(axes), eqxshard.fsdp(min_size=2**10))
+
+
+@dataclass(frozen=True)
+class Changes:
+    """Changes to the shape that --size names."""
+
+    layers: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    """Heads of keys and values; each is used by as many heads of queries."""
+    embed: int | None = None
+    mlp: int | None = None
+    block: int | None = None
+    """The number of tokens in a sequence."""
+    vocab: Annotated[int | None, default("the tokenizer's, at least the size's")] = None
+    positions: Literal["rotary", "learned"] | None = None
+    norm: Literal["rms", "layer"] | None = None
+    activation: Literal["swiglu", "gelu"] | None = None
+    tied: bool | None = None
+    """Use the table of embeddings for the output, too."""
+    bias: bool | None = None
+    dropout: float | None = None
+    experts: int | None = None
+    """Experts in each layer, of which each token uses --top-k; 0: a dense layer."""
+    top_k: int | None = None
+
+
+@dataclass(frozen=True)
+class Args:
+    """Train a GPT on text: by default a tiny one on Shakespeare, split over all devices."""
+
+    run: eqxshard.RunConfig = eqxshard.RunConfig(
+        batch_size=16, steps=1000, evaluate_every=250, log_every=10
+    )
+    size: Literal["tiny", "124m", "1b", "8b", "70b"] = "tiny"
+    """tiny; GPT-2; or the shapes of Llama 3."""
+    shape: Changes = Changes()
+    data: str = "shakespeare"
+    """A text file, or a folder made by `python -m eqxshard.data.text`."""
+    tokenizer: Annotated[str | None, default("the folder's; char for text")] = None
+    """char, byte, or the tokenizer.json of a Hugging Face model."""
+    pack: bool = False
+    """Fill sequences with whole documents, which do not see each other."""
+    eval_windows: int = 256
+    """Evaluate on this many sequences, always the same."""
+    learning_rate: float = 1e-3
+    """The highest one: it rises over a hundredth of the steps, then falls to a tenth."""
+    beta2: float = 0.99
+    weight_decay: float = 0.1
+    """Of matrices and tables only."""
+    clip: float = 1.0
+    """The largest norm of all gradients."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """The type to compute in. Parameters are float32 between steps."""
+    accumulate: int = 1
+    """Parts of a batch to go through the model one after the other."""
+    remat: Remat = "dots"
+    """What the backward pass computes again: nothing, all but matrix products, all; or
+    nothing, with the products kept in the host's memory."""
+    microbatches: int = 4
+    """On a mesh with stages, the parts of each device's rows that pass through them."""
+    weights: str | None = None
+    """Start from the weights in this folder: GPT-2 or Llama, of Hugging Face."""
+    export: str | None = None
+    """Write the weights to this folder at the end, for Hugging Face's libraries."""
+    sample: str | None = None
+    """Write a text that begins so, instead of training; with --resume or --weights."""
+    length: int = 200
+    """Tokens of each sample; while training, one follows each evaluation. 0: none."""
+    temperature: float = 0.8
+
+
+def make_optimizer(args, steps):
+    peak = args.learning_rate
+    if not 0 < peak < float("inf"):
+        raise ValueError(f"--learning-rate {peak} is not positive; use one such as 0.001.")
+    warm_up = min(max(steps // 100, 1), steps - 1)
+    rate = optax.warmup_cosine_decay_schedule(0.0, peak, warm_up, steps, peak / 10)
+    return optax.chain(
+        optax.clip_by_global_norm(args.clip),
+        optax.adamw(rate, b2=args.beta2, weight_decay=args.weight_decay, mask=is_decayed),
+    )
+
+
+def is_decayed(params):
+    """Everything but biases and the weights of norms."""
+
+    def decide(path, _):
+        name = jax.tree_util.keystr(path)
+        return not ("norm" in name or name.endswith("bias"))
+
+    return jax.tree_util.tree_map_with_path(decide, params)
+
+
+def make_shape(args: Args, vocab: int) -> Shape:
+    """The shape that the options ask for."""
+    shape = gpt_weights.shape_of(args.weights) if args.weights else SIZES[args.size]
+    fields = dataclasses.asdict(args.shape).items()
+    changes: dict[str, Any] = {name: value for name, value in fields if value is not None}
+    if "heads" in changes:  # Unless they are given, too.
+        changes = {"kv_heads": changes["heads"]} | changes
+    changes = {"vocab": max(shape.vocab, vocab)} | changes
+    shape = dataclasses.replace(shape, **changes)
+    if vocab > shape.vocab:
+        raise ValueError(
+            f"the text has {vocab:,} different tokens, and the model {shape.vocab:,}; use "
+            f"--vocab {vocab} or more, or another --tokenizer."
+        )
+    if shape.embed % shape.heads or shape.heads % shape.kv_heads:
+        raise ValueError(
+            f"--embed {shape.embed} is not a multiple of --heads {shape.heads}, or that of "
+            f"--kv-heads {shape.kv_heads}; choose numbers that divide."
+        )
+    return shape
+
+
+def check_mesh(args: Args, shape: Shape) -> None:
+    """Say which option to change if the mesh does not divide the model."""
+    divided = {
+        "tensor": ("kv_heads", "mlp", "vocab"),
+        "stage": ("layers",),
+        "expert": ("experts",),
+        "context": ("block",),
+    }
+    for axis, size in eqxshard.run.parse_mesh(args.run.mesh or "fsdp=-1").items():
+        for name in divided.get(axis, ()):
+            value = getattr(shape, name)
+            if size > 1 and (value % size or not value):
+                raise ValueError(
+                    f"--{name.replace('_', '-')} {value} does not divide over {axis}="
+                    f"{size}; use a multiple of {size}, or another --mesh."
+                )
+        if axis == "stage" and size > 1 and shape.experts:
+            raise ValueError("--experts does not go with stages; use the mesh axis expert.")
+
+
+class Report(eqxshard.callbacks.Callback):
+    """After each evaluation: the perplexity, and a sample."""
+
+    every = None
+
+    def __init__(self, args: Args, corpus: text.Corpus):
+        self.args, self.tokenizer = args, corpus.tokenizer
+        self.start = corpus.valid.take(np.arange(1))
+
+    def after_evaluation(self, run):
+        run.log({"eval/perplexity": np.exp(run.values["eval/loss"])})
+        if self.args.length and self.tokenizer is not None:
+            run.print(write(self.args, run.state.model, self.tokenizer, self.start))
+
+
+def write(args: Args, model: GPT, tokenizer: text.Tokenizer, tokens: np.ndarray) -> str:
+    """Continue a text by `--length` tokens."""
+    end, block = len(tokens) + args.length, model.shape.block
+    for number in range(args.length):
+        if len(tokens) >= end:
+            break
+        # Once a block is full, its second half begins the next.
+        start = tokens[-(block // 2) :]
+        key = jax.random.fold_in(jax.random.key(args.run.seed), number)
+        rest, known = block - len(start), tokenizer.vocab
+        out = sample(model, start[None], rest, args.temperature, key, known)
+        tokens = np.append(tokens, np.asarray(out)[0, len(start) :])
+    return tokenizer.decode(tokens[:end])
+
+
+@eqxshard.filter_jit
+def sample(model, prompt, length, temperature, key, vocab=None):
+    """Sample tokens, of the first `vocab` ones where the model has more."""
+    cache = make_cache(model, len(prompt))
+    model = eqx.nn.inference_mode(model)
+
+    def decode(tokens, cache):
+        logits, cache = model.decode(tokens, cache)
+        known = jnp.arange(logits.shape[-1]) < (vocab or logits.shape[-1])
+        return jnp.where(known, logits, -jnp.inf), cache
+
+    return nn.generate(decode, cache, prompt, length, key=key, temperature=temperature)
+
+
+def make_cache(model: GPT, batch: int) -> nn.KVCache:
+    shape = model.shape
+    size = (shape.layers, batch, shape.block, shape.kv_heads, shape.head_dim)
+    return nn.KVCache.empty(size, model.embedding.dtype)
+
+
+def make_data(args: Args, corpus: text.Corpus, block: int):
+    """The training data, how to sample them, and the data to evaluate on."""
+    valid = text.Windows(corpus.valid, block, stride=block, limit=args.eval_windows)
+    if args.pack:
+        return text.PackedDocuments(corpus.train, block), None, valid
+    train = text.Windows(corpus.train, block)
+    # Any token may begin a sequence; an epoch reads as many as there are.
+    return train, eqxshard.data.UniformSampler(max(len(train) // block, 1)), valid
+
+
+def main(args: Args) -> str:
+    if args.data == "shakespeare":
+        corpus = text.shakespeare(tokenizer=args.tokenizer or "char")
+    else:
+        corpus = text.open_corpus(args.data, tokenizer=args.tokenizer)
+    shape = make_shape(args, corpus.vocab)
+    check_mesh(args, shape)
+    make_model = partial(GPT, shape=shape, remat=args.remat, microbatches=args.microbatches)
+    load = partial(gpt_weights.load, args.weights) if args.weights else None
+    placed: dict[str, Any] = {"mesh": "fsdp=-1", "rule": make_rule(shape)}
+    name = args.size
+    if args.sample is not None:
+        if corpus.tokenizer is None:
+            raise ValueError(f"{args.data} has no tokenizer.json; give --tokenizer.")
+        tokens = np.asarray(corpus.tokenizer.encode(args.sample), np.int32)
+        if not len(tokens):
+            raise ValueError("--sample is empty; give it at least one character.")
+        model = eqxshard.run.restore_model(
+            make_model, config=args.run, name=name, load=load, **placed
+        )
+        return write(args, model, corpus.tokenizer, tokens)
+
+    train, sampler, valid = make_data(args, corpus, shape.block)
+    tokens = 1 if args.pack else shape.block  # Packed examples weigh their tokens.
+    throughput = eqxshard.callbacks.Throughput(tokens, flops_per_token(shape))
+    run = eqxshard.train(
+        make_model,
+        loss_fn,
+        metric_fn,
+        partial(make_optimizer, args),
+        train,
+        valid,
+        config=args.run,
+        name=name,
+        sampler=sampler,
+        accumulate=args.accumulate,
+        precision=eqxshard.Precision(args.precision),
+        best="eval/loss",
+        mode="min",
+        load=load,
+        callbacks=[throughput, Report(args, corpus)],
+        settings=args,
+        **placed,
+    )
+    if args.export:
+        gpt_weights.save(args.export, run.state.model)
+    loss = run.metrics["loss"]
+    return f"loss {loss:.4f} | perplexity {np.exp(loss):.2f} | {run.speed} | {run.title}"
+
+
+if __name__ == "__main__":
+    eqxshard.cli(main, Args)

@@ -1,0 +1,320 @@
+"""A decoder in plain Equinox: GPT-2, Llama, and what lies between, by its shape.
+
+The annotations name the dims, and rules split them over a mesh; nothing else here knows
+of devices.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import P
+from jaxtyping import Array, Float, Int, Key
+
+import eqxshard
+from eqxshard import nn
+
+Remat = Literal["none", "dots", "full", "offload"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model, and which of the usual parts it is made of."""
+
+    layers: int
+    heads: int
+    embed: int
+    mlp: int
+    block: int
+    kv_heads: int
+    vocab: int = 0
+    positions: Literal["rotary", "learned"] = "rotary"
+    norm: Literal["rms", "layer"] = "rms"
+    activation: Literal["swiglu", "gelu"] = "swiglu"
+    tied: bool = True
+    bias: bool = False
+    theta: float = 10_000.0
+    rope_scaling: nn.RotaryScaling | None = None
+    epsilon: float = 1e-5
+    dropout: float = 0.0
+    experts: int = 0
+    top_k: int = 2
+
+    @property
+    def head_dim(self) -> int:
+        return self.embed // self.heads
+
+
+_GPT2 = {"positions": "learned", "norm": "layer", "activation": "gelu", "bias": True}
+_LLAMA3 = {"kv_heads": 8, "vocab": 128_256, "block": 8192, "theta": 500_000.0}
+SIZES: dict[str, Shape] = {
+    "tiny": Shape(layers=2, heads=4, kv_heads=2, embed=64, mlp=192, block=64),
+    # Its vocabulary of 50,257 is rounded up, for matrix products of even sizes.
+    "124m": Shape(12, 12, 768, 3072, 1024, kv_heads=12, vocab=50_304, **_GPT2),
+    "1b": Shape(16, 32, 2048, 8192, **_LLAMA3),
+    "8b": Shape(32, 32, 4096, 14_336, tied=False, **_LLAMA3),
+    "70b": Shape(80, 64, 8192, 28_672, tied=False, **_LLAMA3),
+}
+
+
+class Norm(eqx.Module):
+    weight: Float[Array, " embed"]
+    bias: Float[Array, " embed"] | None
+    centered: bool = eqx.field(static=True)
+    epsilon: float = eqx.field(static=True)
+
+    def __init__(self, shape: Shape):
+        self.centered, self.epsilon = shape.norm == "layer", shape.epsilon
+        self.weight = jnp.ones(shape.embed)
+        self.bias = jnp.zeros(shape.embed) if shape.bias else None
+
+    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
+        y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        y = y - jnp.mean(y, -1, keepdims=True) if self.centered else y
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.epsilon)
+        y = y.astype(x.dtype) * self.weight
+        return y if self.bias is None else y + self.bias
+
+
+class Attention(eqx.Module):
+    # Each head of keys and values with the queries that use it: one product makes all.
+    qkv: Float[Array, "kv_heads queries_key_value head_dim embed"]
+    qkv_bias: Float[Array, "kv_heads queries_key_value head_dim"] | None
+    out: Float[Array, "embed heads head_dim"]
+    out_bias: Float[Array, " embed"] | None
+    theta: float | None = eqx.field(static=True)
+    scaling: nn.RotaryScaling | None = eqx.field(static=True)
+
+    def __init__(self, shape: Shape, key: Key[Array, ""]):
+        k1, k2 = jax.random.split(key)
+        split = (shape.kv_heads, shape.heads // shape.kv_heads + 2, shape.head_dim)
+        self.qkv = 0.02 * jax.random.normal(k1, (*split, shape.embed))
+        self.qkv_bias = jnp.zeros(split) if shape.bias else None
+        out = (shape.embed, shape.heads, shape.head_dim)
+        self.out = 0.02 / (2 * shape.layers) ** 0.5 * jax.random.normal(k2, out)
+        self.out_bias = jnp.zeros(shape.embed) if shape.bias else None
+        self.theta = shape.theta if shape.positions == "rotary" else None
+        self.scaling = shape.rope_scaling
+
+    def __call__(self, x, positions, segments=None, cache=None):
+        """Also returns the cache, with the keys and values of these positions."""
+        y = jnp.einsum("knde,...se->...sknd", self.qkv, x)
+        y = y if self.qkv_bias is None else y + self.qkv_bias
+        query, key, value = y[..., :-2, :], y[..., -2, :], y[..., -1, :]
+        query = query.reshape(*query.shape[:-3], -1, query.shape[-1])
+        if self.theta is not None:
+            query = nn.rotary(query, positions, theta=self.theta, scaling=self.scaling)
+            key = nn.rotary(key, positions, theta=self.theta, scaling=self.scaling)
+        offset = None
+        if cache is not None:
+            offset, cache = cache.length, cache.append(key, value)
+            key, value = cache.key, cache.value
+        y = nn.attention(query, key, value, causal=True, segments=segments, offset=offset)
+        y = jnp.einsum("ehd,...shd->...se", self.out, y)
+        return (y if self.out_bias is None else y + self.out_bias), cache
+
+
+class MLP(eqx.Module):
+    # With SwiGLU two halves: the gate, and what it lets through.
+    up: Float[Array, "halves mlp embed"]
+    up_bias: Float[Array, "halves mlp"] | None
+    down: Float[Array, "embed mlp"]
+    down_bias: Float[Array, " embed"] | None
+
+    def __init__(self, shape: Shape, key: Key[Array, ""]):
+        k1, k2 = jax.random.split(key)
+        up = (2 if shape.activation == "swiglu" else 1, shape.mlp, shape.embed)
+        down = 0.02 / (2 * shape.layers) ** 0.5
+        self.up = 0.02 * jax.random.normal(k1, up)
+        self.up_bias = jnp.zeros(up[:2]) if shape.bias else None
+        self.down = down * jax.random.normal(k2, (shape.embed, shape.mlp))
+        self.down_bias = jnp.zeros(shape.embed) if shape.bias else None
+
+    def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
+        y = jnp.einsum("nme,...e->...nm", self.up, x)
+        y = y if self.up_bias is None else y + self.up_bias
+        if len(self.up) == 2:
+            y = jax.nn.silu(y[..., 0, :]) * y[..., 1, :]
+        else:
+            y = jax.nn.gelu(y[..., 0, :])
+        y = jnp.einsum("em,...m->...e", self.down, y)
+        return y if self.down_bias is None else y + self.down_bias
+
+
+class Experts(eqx.Module):
+    router: Float[Array, "experts embed"]
+    experts: MLP
+    top_k: int = eqx.field(static=True)
+
+    def __init__(self, shape: Shape, key: Key[Array, ""]):
+        k1, k2 = jax.random.split(key)
+        self.router = 0.02 * jax.random.normal(k1, (shape.experts, shape.embed))
+        keys = jax.random.split(k2, shape.experts)
+        self.experts = eqx.filter_vmap(lambda key: MLP(shape, key))(keys)
+        self.top_k = shape.top_k
+
+    def __call__(self, x):
+        """Also returns how unevenly the experts are used, for the loss."""
+        scores = jnp.einsum("xe,...se->...sx", self.router, x)
+        mixed = eqxshard.parallel.mixture_of_experts(self.experts, x, scores, k=self.top_k)
+        return mixed.output, mixed.balance_loss
+
+
+class Block(eqx.Module):
+    norm1: Norm
+    attention: Attention
+    norm2: Norm
+    mlp: MLP | Experts
+    dropout: eqx.nn.Dropout
+
+    def __init__(self, shape: Shape, key: Key[Array, ""]):
+        k1, k2 = jax.random.split(key)
+        self.norm1, self.norm2 = Norm(shape), Norm(shape)
+        self.attention = Attention(shape, k1)
+        self.mlp = Experts(shape, k2) if shape.experts else MLP(shape, k2)
+        self.dropout = eqx.nn.Dropout(shape.dropout)
+
+    def __call__(self, x, positions, segments=None, *, key=None):
+        """With experts, `x` is a pair: activations, and the sum of the balance losses."""
+        x, balance = x if isinstance(self.mlp, Experts) else (x, None)
+        x, more, _ = self.apply(x, positions, segments, None, key)
+        return x if balance is None else (x, balance + more)
+
+    def apply(self, x, positions, segments, cache, key=None):
+        k1, k2 = split_key(key, x)
+        y, cache = self.attention(self.norm1(x), positions, segments, cache)
+        x = x + drop(self.dropout, y, k1)
+        y = self.mlp(self.norm2(x))
+        y, balance = y if isinstance(y, tuple) else (y, None)
+        return x + drop(self.dropout, y, k2), balance, cache
+
+
+class GPT(eqx.Module):
+    embedding: Float[Array, "vocab embed"]
+    position: Float[Array, "block embed"] | None
+    blocks: Block
+    norm: Norm
+    unembedding: Float[Array, "vocab embed"] | None
+    dropout: eqx.nn.Dropout
+    shape: Shape = eqx.field(static=True)
+    remat: Remat = eqx.field(static=True)
+    microbatches: int = eqx.field(static=True)
+
+    def __init__(self, key, shape: Shape, remat: Remat = "dots", microbatches: int = 1):
+        k1, k2, k3, k4 = jax.random.split(key, 4)
+        table = (shape.vocab, shape.embed)
+        self.embedding = 0.02 * jax.random.normal(k1, table)
+        learned = shape.positions == "learned"
+        position = 0.02 * jax.random.normal(k2, (shape.block, shape.embed))
+        self.position = position if learned else None
+        keys = jax.random.split(k3, shape.layers)
+        self.blocks = eqx.filter_vmap(lambda key: Block(shape, key))(keys)
+        self.norm = Norm(shape)
+        self.unembedding = None if shape.tied else 0.02 * jax.random.normal(k4, table)
+        self.dropout = eqx.nn.Dropout(shape.dropout)
+        self.shape, self.remat, self.microbatches = shape, remat, microbatches
+
+    @property
+    def head(self) -> tuple[Norm, Float[Array, "vocab embed"]]:
+        return self.norm, self.embedding if self.unembedding is None else self.unembedding
+
+    def embed(self, tokens, positions, key=None) -> Float[Array, "batch seq embed"]:
+        x = self.embedding[tokens]
+        x = x if self.position is None else x + self.position[positions]
+        x = eqxshard.constrain(x, P(("data", "fsdp"), "context"))
+        return drop(self.dropout, x, split_key(key, x)[0])
+
+    def hidden(self, tokens, positions=None, segments=None, key=None):
+        """The activations after the last layer, and the mean of the balance losses."""
+        positions = count_up(tokens) if positions is None else positions
+        k1, k2 = (None, None) if key is None else jax.random.split(key)
+        x, balance = self.embed(tokens, positions, k1), jnp.zeros(len(tokens))
+        x = (x, balance) if self.shape.experts else x
+        args = (positions, segments)
+        x = eqxshard.scan_layers(self.blocks, x, *args, key=k2, remat=self.remat)
+        x, balance = x if self.shape.experts else (x, balance)
+        return x, balance / self.shape.layers
+
+    def losses(self, tokens, targets, positions=None, segments=None, weight=None, key=None):
+        """Each example's mean loss over its targets; over stages, one mean of all."""
+        if jax.sharding.get_abstract_mesh().shape.get("stage", 1) == 1:
+            x, balance = self.hidden(tokens, positions, segments, key)
+            return token_loss(self.head, x, targets) + 0.01 * balance
+        positions = count_up(tokens) if positions is None else positions
+        k1, k2 = (None, None) if key is None else jax.random.split(key)
+        return eqxshard.parallel.pipeline_loss(
+            token_loss,
+            self.blocks,
+            self.head,
+            self.embed(tokens, positions, k1),
+            targets,
+            args=(positions, segments),
+            microbatches=self.microbatches,
+            weight=weight,
+            key=k2,
+        )
+
+    def logits(
+        self, tokens, positions=None, segments=None
+    ) -> Float[Array, "batch seq vocab"]:
+        norm, out = self.head
+        x, _ = self.hidden(tokens, positions, segments)
+        return jnp.einsum("bse,ve->bsv", norm(x), out)
+
+    def decode(self, tokens: Int[Array, "batch seq"], cache: nn.KVCache):
+        """The logits after the last of some tokens, and the cache with these added."""
+        positions = count_up(tokens) + cache.length[0]  # The same in all layers.
+
+        arrays, static = eqx.partition(self.blocks, eqx.is_array)
+
+        def apply(x, layer):
+            arrays, cache = layer
+            block = eqx.combine(arrays, static)
+            x, _, cache = block.apply(x, positions, None, cache)
+            return x, cache
+
+        x, cache = jax.lax.scan(apply, self.embed(tokens, positions), (arrays, cache))
+        norm, out = self.head
+        return jnp.einsum("be,ve->bv", norm(x[:, -1]), out), cache
+
+
+def flops_per_token(shape: Shape) -> float:
+    """The operations of training on a token; of experts, those that it goes through."""
+    # The key inside, so that no device is started for it.
+    model = eqx.filter_eval_shape(lambda: GPT(jax.random.key(0), shape))
+    count = lambda tree: sum(getattr(x, "size", 0) for x in jax.tree.leaves(tree))  # noqa: E731
+    # Not tables of the input, which multiply nothing.
+    parameters = count((model.blocks, model.head))
+    if shape.experts:
+        idle = 1 - shape.top_k / shape.experts
+        parameters -= round(idle * count(model.blocks.mlp.experts))
+    sizes = {"layers": shape.layers, "heads": shape.heads, "head_dim": shape.head_dim}
+    return nn.flops_per_token(parameters=parameters, seq=shape.block, **sizes)
+
+
+def token_loss(head, x, targets, *, key=None):
+    """The mean loss over the targets of each example; -1 is no target."""
+    norm, out = head
+    losses = nn.cross_entropy(norm(x), out, targets)
+    return jnp.sum(losses, -1) / jnp.maximum(jnp.sum(targets >= 0, -1), 1)
+
+
+def count_up(tokens: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
+    return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+
+def split_key(key: Key[Array, ""] | None, x: Array):
+    """Two keys for each example, the same as if a pipeline gave it a key of its own."""
+    if key is None or x.ndim == 2:
+        return (None, None) if key is None else jax.random.split(key)
+    keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(len(x)))
+    return jax.vmap(jax.random.split, out_axes=1)(keys)
+
+
+def drop(dropout: eqx.nn.Dropout, x: Array, key: Key[Array, "*batch"] | None) -> Array:
+    if key is None:
+        return x
+    apply = lambda x, key: dropout(x, key=key)  # noqa: E731
+    return jax.vmap(apply)(x, key) if key.ndim else apply(x, key)

@@ -1,0 +1,112 @@
+"""Attention, compiled for GPUs that are not there."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import eqxshard
+from eqxshard import nn, testing
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cudnn")]
+
+BATCH, SEQ, HEADS, DIM = 8, 1024, 8, 64
+
+
+def compile_layers(devices, sizes, *, packed=False, vmapped=False, remat="none"):
+    """Two layers of attention, forward and backward."""
+    mesh = eqxshard.make_mesh(**sizes, devices=devices)
+    rows = ("data", "fsdp")
+
+    def array(dtype, spec, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    heads = P(rows, None, "tensor")
+    query = array(jnp.bfloat16, heads, BATCH, SEQ, HEADS, DIM)
+    key = array(jnp.bfloat16, heads, BATCH, SEQ, HEADS // 2, DIM)
+    segments = array(jnp.int32, P(rows), BATCH, SEQ) if packed else None
+
+    def loss(query, key, value, segments):
+        def layer(x, _):
+            def one(x, key, value, segments):
+                return nn.attention(x, key, value, causal=True, segments=segments)
+
+            one = jax.vmap(one) if vmapped else one
+            return 2 * one(x, key, value, segments), None
+
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            if remat != "none":
+                names = ("dot_product_attention_fwd_wrapper",)
+                policy = lambda prim, *_, **__: prim.name in names  # noqa: E731
+                layer = jax.checkpoint(layer, policy=policy if remat == "dots" else None)
+            out, _ = jax.lax.scan(layer, query, None, length=2)
+            return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+    return gradient.lower(query, key, key, segments).compile()
+
+
+def calls(compiled):
+    """How many calls of cuDNN go forward and backward, and the shapes of queries."""
+    found = re.findall(
+        r"= \(bf16(\[[\d,]+\]).*custom_call_target=\"__cudnn\$fmha(\w*)",
+        compiled.as_text() or "",
+    )
+    backward = sum(name.endswith("Backward") for _, name in found)
+    return len(found) - backward, backward, {shape for shape, _ in found}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+@pytest.mark.parametrize("vmapped", [False, True], ids=["", "vmapped"])
+@pytest.mark.parametrize("sizes", [{"data": 1}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_cudnn_computes_each_device_s_rows_and_heads(gpus, sizes, packed, vmapped):
+    devices = gpus if len(sizes) > 1 else gpus[:1]
+    compiled = compile_layers(devices, sizes, packed=packed, vmapped=vmapped)
+    rows, heads = (2, 4) if len(sizes) > 1 else (BATCH, HEADS)
+    # With segments the backward pass goes forward again.
+    shape = f"[{rows},{heads},{SEQ},{DIM}]"
+    assert calls(compiled) == (1 + packed, 1, {shape})
+    assert testing.collectives(compiled).times == {}
+    # Nothing for each two positions, such as a residual of what is compiled elsewhere,
+    # but for a mask that all heads share.
+    squares = re.findall(rf"\w+\[([\d,]*){SEQ},{SEQ}\]", compiled.as_text() or "")
+    assert set(squares) <= ({f"{rows},1,", f"{rows},"} if packed else set())
+
+
+def test_a_policy_keeps_what_cudnn_needs_to_go_backward(gpus):
+    for remat, forward in (("none", 1), ("dots", 1), ("full", 2)):
+        assert calls(compile_layers(gpus[:1], {"data": 1}, remat=remat))[0] == forward
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+def test_cudnn_computes_each_device_s_rows_and_heads_in_a_pipeline(gpus, packed):
+    mesh = eqxshard.make_mesh(stage=2, data=2, tensor=2, devices=gpus)
+
+    def stage(query, key, segments):
+        segments = segments if packed else None
+        axes = (0, 0, 0 if packed else None)
+        return jax.vmap(
+            lambda q, k, s: nn.attention(q, k, k, causal=True, segments=s), axes
+        )(query, key, segments)
+
+    def loss(query, key, segments):
+        spec = P("stage")
+        staged = jax.shard_map(
+            stage, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"stage"}
+        )
+        return jnp.sum(staged(query, key, segments).astype(jnp.float32) ** 2)
+
+    def array(dtype, spec, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    split = P(("stage", "data"), None, "tensor")
+    query = array(jnp.bfloat16, split, BATCH, SEQ, HEADS, DIM)
+    key = array(jnp.bfloat16, split, BATCH, SEQ, HEADS // 2, DIM)
+    segments = array(jnp.int32, P(("stage", "data")), BATCH, SEQ)
+    gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    compiled = gradient.lower(query, key, segments).compile()
+    assert calls(compiled) == (2, 1, {f"[2,4,{SEQ},{DIM}]"})
+    assert testing.collectives(compiled).times == {}

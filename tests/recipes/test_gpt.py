@@ -1,0 +1,297 @@
+"""The language model recipe: the same on every mesh, its options, its text."""
+
+import json
+import re
+import subprocess
+import sys
+from functools import partial
+
+import equinox as eqx
+import gpt
+import gpt_steps
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpt_model import GPT, SIZES
+from run_helpers import ROOT, assert_refused, call, environment, measured, read_lines
+
+from eqxshard.testing import collectives
+
+pytestmark = pytest.mark.usefixtures("as_scripts_run")
+
+SCRIPT = ROOT / "recipes" / "gpt.py"
+#: Relative; what float32 rounding makes of losses after twenty steps of Adam.
+ROUNDING = 2e-5
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch, tmp_path):
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    """The losses on one device, of each kind of model."""
+    found = {}
+
+    def get(**options):
+        key = json.dumps(options, sort_keys=True)
+        if key not in found:
+            found[key] = gpt_steps.losses("data=1", **options)
+        return found[key]
+
+    return get
+
+
+@pytest.fixture
+def main(monkeypatch, capsys):
+    """Runs the recipe in this process; returns its status, stdout and stderr."""
+    return partial(call, capsys, monkeypatch, SCRIPT)
+
+
+# The same on every mesh
+
+
+MESHES = ["data=2,fsdp=2,tensor=2", "stage=2,data=4"]
+SLOW = ["fsdp=4,context=2", "data=8", "fsdp=8", "tensor=8", "context=8", "stage=8"]
+
+
+@pytest.mark.parametrize(
+    "mesh", [*MESHES, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in SLOW)]
+)
+def test_every_mesh_has_the_losses_of_one_device(one_device, mesh):
+    # With dropout, packed documents and accumulation.
+    expected = one_device()
+    assert expected[-1] < expected[0] - 0.05
+    found = gpt_steps.losses(mesh)
+    np.testing.assert_allclose(found, expected, rtol=ROUNDING)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    ["expert=4,data=2", pytest.param("fsdp=2,expert=2,tensor=2", marks=pytest.mark.slow)],
+)
+def test_experts_have_the_losses_of_one_device(mesh):
+    shape = gpt_steps.change(experts=4, layers=2)
+    expected = gpt_steps.losses("data=1", shape, steps=4)
+    found = gpt_steps.losses(mesh, shape, steps=4)
+    np.testing.assert_allclose(found, expected, rtol=ROUNDING)
+
+
+@pytest.mark.parametrize("remat", ["dots", pytest.param("full", marks=pytest.mark.slow)])
+def test_recomputing_changes_nothing(one_device, remat):
+    found = gpt_steps.losses("data=1", remat=remat, steps=4)
+    np.testing.assert_allclose(found, one_device()[:4], rtol=1e-6)
+
+
+def test_dropout_and_packing_make_a_difference(one_device):
+    plain = gpt_steps.losses("data=1", gpt_steps.change(dropout=0.0), steps=2)
+    assert abs(plain[1] / one_device()[1] - 1) > 10 * ROUNDING
+
+
+def test_a_document_does_not_see_those_before_it_in_its_sequence():
+    shape = gpt_steps.change(dropout=0.0, layers=2)
+    model = GPT(jax.random.key(0), shape)
+    source = gpt_steps.make_source(shape)
+    batch = source.gather(np.arange(len(source)))
+    several = np.flatnonzero(batch["segments"].max(axis=1) > 1)[:4]
+    batch = {name: jnp.asarray(array[several]) for name, array in batch.items()}
+    second = batch["segments"] == 2
+
+    def loss(tokens):
+        targets = jnp.where(second, batch["targets"], -1)
+        return model.losses(tokens, targets, batch["positions"], batch["segments"])
+
+    others = (batch["tokens"] + 1) % shape.vocab
+    changed = jnp.where(batch["segments"] == 1, others, batch["tokens"])
+    same, all_changed = loss(changed), loss(others)
+    np.testing.assert_array_equal(same, loss(batch["tokens"]))
+    assert not np.allclose(all_changed, same)
+
+
+def test_a_step_does_not_grow_with_the_depth():
+    def count(layers):
+        shape = gpt_steps.change(layers=layers)
+        state, step, loader = gpt_steps.start("fsdp=8", shape, accumulate=1)
+        batch = next(iter(loader))
+        return step.lower(state, batch).as_text().count("\n")
+
+    counts = [count(layers) for layers in (12, 24)]
+    assert counts[0] == counts[1]
+
+
+def test_one_layer_at_a_time_is_gathered():
+    state, step, loader = gpt_steps.start("fsdp=8", accumulate=1)
+    ops = collectives(step, state, next(iter(loader))).ops
+    shape = gpt_steps.TINY
+    largest = 4 * 2 * shape.mlp * shape.embed  # of a layer; there are eight
+    assert max(op.bytes for op in ops if op.kind == "all-gather") <= largest
+
+
+def test_norms_and_biases_do_not_decay():
+    model = GPT(jax.random.key(0), gpt_steps.change(bias=True, norm="layer", layers=2))
+    mask = gpt.is_decayed(eqx.filter(model, eqx.is_array))
+    decayed = {
+        jax.tree_util.keystr(path)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(mask)
+        if leaf
+    }
+    names = (".embedding", ".blocks.attention.qkv", ".blocks.attention.out")
+    assert decayed == {*names, ".blocks.mlp.up", ".blocks.mlp.down"}
+
+
+@pytest.mark.parametrize(
+    "size, parameters",
+    [("124m", 124.5e6), ("1b", 1.236e9), ("8b", 8.03e9), ("70b", 70.6e9)],
+)
+def test_sizes_are_those_of_their_names(size, parameters):
+    model = eqx.filter_eval_shape(partial(GPT, shape=SIZES[size]), jax.random.key(0))
+    count = sum(x.size for x in jax.tree.leaves(model) if hasattr(x, "size"))
+    assert count == pytest.approx(parameters, rel=2e-3)
+
+
+# Text from a model
+
+
+def test_samples_are_the_same_on_one_and_on_eight_devices():
+    shape = gpt_steps.change(layers=2, dropout=0.0)
+    prompt = np.asarray([[3, 1, 4, 1, 5]], np.int32)
+
+    def write(mesh):
+        state, _, _ = gpt_steps.start(mesh, shape)
+        model = eqx.tree_at(
+            lambda m: m.embedding, state.model, replace_fn=lambda table: 4 * table
+        )
+        return np.asarray(gpt.sample(model, prompt, 11, 1.0, jax.random.key(1)))
+
+    expected = write("data=1")
+    assert len(set(expected[0])) > 4
+    for mesh in ("fsdp=8", "data=2,fsdp=2,tensor=2"):
+        np.testing.assert_array_equal(write(mesh), expected)
+
+
+@pytest.mark.parametrize("kind", [{}, {"positions": "learned", "norm": "layer"}])
+def test_decoding_with_a_cache_gives_the_logits_of_the_whole_sequence(kind):
+    shape = gpt_steps.change(layers=2, dropout=0.0, **kind)
+    model = GPT(jax.random.key(0), shape)
+    tokens = np.random.default_rng(0).integers(0, shape.vocab, (2, 12))
+    whole = model.logits(tokens)
+    cache = gpt.make_cache(model, 2)
+    found, cache = model.decode(jnp.asarray(tokens[:, :5]), cache)
+    np.testing.assert_allclose(found, whole[:, 4], atol=1e-5)
+    for i in range(5, 12):
+        found, cache = model.decode(jnp.asarray(tokens[:, i : i + 1]), cache)
+        np.testing.assert_allclose(found, whole[:, i], atol=1e-5)
+
+
+# The script
+
+
+SHORT = ["--devices", 1, "--batch-size", 8, "--block", 16, "--layers", 1, "--length", 40]
+
+
+@pytest.fixture
+def words(tmp_path):
+    """A text file of little sense."""
+    path = tmp_path / "words.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog.\n" * 80)
+    return path
+
+
+def test_training_logs_what_it_costs_and_resumes_and_writes(main, words, tmp_path):
+    common = ["--data", words, *SHORT, "--log-every", 5, "--save-every", 20]
+    common += ["--evaluate-every", 20, "--eval-windows", 16]
+    whole = [*common, "--steps", 40, "--output", tmp_path / "whole"]
+    status, out, err = main(*whole)
+    assert status == 0, err
+    last = r"loss \d\.\d{4} \| perplexity \d+\.\d\d \| .* \| tiny on 1 x cpu \(.*\)"
+    assert re.fullmatch(last, out.splitlines()[-1]), out
+    lines = read_lines(tmp_path / "whole")
+    evaluations = [line for line in lines if "eval/loss" in line]
+    assert evaluations[-1]["eval/loss"] < evaluations[0]["eval/loss"] < 3.2
+    for line in evaluations:
+        expected = np.exp(line["eval/loss"])
+        assert line["eval/perplexity"] == pytest.approx(expected, rel=1e-5)
+    reports = [line for line in lines if "train/loss" in line]
+    assert all(line["tokens_per_second"] > 0 for line in reports)
+    # What a CPU can compute at most is not in the table.
+    assert not any("utilisation" in name for line in lines for name in line)
+
+    # Half of it, and then the rest.
+    part = ["--output", tmp_path / "part"]
+    status, _, err = main(*common, "--steps", 40, "--profile", "3:4", *part)
+    assert status == 0, err
+    assert list((tmp_path / "part").rglob("*.xplane.pb"))
+    assert measured(tmp_path / "part") == measured(tmp_path / "whole")
+
+    status, out, err = main(*whole, "--resume", "--sample", "the quick ")
+    assert (status, err) == (0, "")
+    assert out.startswith("the quick ") and len(out) == len("the quick ") + 40 + 1
+
+
+@pytest.mark.slow
+def test_killed_runs_end_as_the_whole_one():
+    # In a process of its own, which forks before it has touched a device.
+    script = ROOT / "tests" / "kill_gpt.py"
+    command = [sys.executable, script, "--runs", "3", "--seed", "7"]
+    run = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "all ended as one" in run.stdout
+
+
+def test_tokens_without_a_tokenizer_train_but_write_nothing(main, tmp_path):
+    tokens = np.random.default_rng(0).integers(0, 50, 2000).astype(np.uint16)
+    for name in ("train.bin", "val.bin"):
+        tokens.tofile(tmp_path / name)
+    common = ["--data", tmp_path, *SHORT, "--output", tmp_path / "run"]
+    status, _, err = main(*common, "--steps", 2)
+    assert status == 0, err
+    assert_refused(main(*common, "--resume", "--sample", "x"), "has no tokenizer.json")
+
+
+def test_a_checkpoint_is_read_on_another_mesh(main, words, tmp_path):
+    common = ["--data", words, *SHORT, "--vocab", 32, "--output", tmp_path / "run"]
+    status, _, err = main(*common, "--steps", 4)
+    assert status == 0, err
+    common[common.index("--devices") + 1] = 4
+    texts = []
+    for mesh in ("fsdp=4", "data=2,tensor=2"):
+        status, out, err = main(*common, "--mesh", mesh, "--resume", "--sample", "the")
+        assert (status, err) == (0, "")
+        texts.append(out)
+    assert texts[0] == texts[1]
+
+
+MISTAKES = {
+    "--mesh tensor=8 --devices 8": "--kv-heads 2 does not divide over tensor=8",
+    "--mesh stage=4 --devices 4": "--layers 2 does not divide over stage=4",
+    "--mesh context=5 --devices 5": "--block 64 does not divide over context=5",
+    "--mesh tensor=2 --devices 2": "--vocab 29 does not divide over tensor=2",
+    "--heads 3": "--embed 64 is not a multiple of --heads 3",
+    "--vocab 20": "the text has 29 different tokens, and the model 20",
+    "--block 9999999": "and a block of 9,999,999 needs 10,000,000",
+    "--learning-rate 0": "--learning-rate 0.0 is not positive",
+    "--tokenizer nowhere.json": "nowhere.json",
+    "--data nowhere.txt": "there is no nowhere.txt",
+    "--profile 5": "'5' are not steps to profile",
+    "--sample hello": "there is no checkpoint",
+    "--sample=": "--sample is empty",
+    "--weights nowhere": "nowhere",
+    "--remat some": "invalid choice 'some'",
+}
+
+
+@pytest.mark.parametrize("options", MISTAKES)
+def test_a_mistake_is_one_line(main, options, words):
+    assert_refused(main("--data", words, *options.split()), MISTAKES[options])
+
+
+def test_damaged_files_are_named(main, tmp_path, words):
+    prepare = [sys.executable, "-m", "eqxshard.data.text", words, "--output", "prepared"]
+    prepare += ["--tokenizer", "byte"]
+    subprocess.run(prepare, check=True, env=environment(), capture_output=True)
+    (shard,) = (tmp_path / "prepared").glob("*.tokens")
+    shard.write_bytes(shard.read_bytes()[:-100])
+    assert_refused(main("--data", "prepared"), shard.name)

@@ -1,0 +1,73 @@
+"""`pytest --part 2/3`, on files of its own, without the conftest of these tests."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from parts import pytest_collection_modifyitems
+
+
+@dataclass(frozen=True)
+class Item:
+    """What pytest would collect: a test of a file."""
+
+    path: str
+    number: int
+
+
+def select(items, text):
+    """The tests of a part, and the others."""
+    others: list[Item] = []
+    hook = SimpleNamespace(pytest_deselected=lambda items: others.extend(items))
+    config: Any = SimpleNamespace(getoption=lambda name: text, hook=hook)
+    items = list(items)
+    pytest_collection_modifyitems(config, items)
+    return items, others
+
+
+def test_the_parts_have_tests_of_each_file_and_together_they_are_all():
+    files = {"long": 8, "short": 2, "one": 1}
+    everything = [Item(path, n) for path, count in files.items() for n in range(count)]
+    for number, of_long in enumerate(([0, 3, 6], [1, 4, 7], [2, 5])):
+        chosen, others = select(everything, f"{number + 1}/3")
+        assert [item.number for item in chosen if item.path == "long"] == of_long
+        assert {Item("short", number % 2), Item("one", 0)} <= set(chosen)
+        assert {item.path for item in chosen} == set(files)
+        assert {*chosen, *others} == set(everything) and not {*chosen} & {*others}
+
+
+def test_without_the_option_all_are_run():
+    items = [Item("one", 0), Item("one", 1)]
+    assert select(items, None) == (items, [])
+
+
+@pytest.mark.parametrize("text", ["", "1", "0/3", "4/3", "1/0", "a/b", "-1/3"])
+def test_other_texts_are_not_parts(text):
+    with pytest.raises(pytest.UsageError, match=f"--part {text} is not a part; write one"):
+        select([Item("one", 0)], text)
+
+
+def test_a_part_is_of_the_tests_that_would_run(tmp_path):
+    """Those that are deselected by their marks do not count."""
+    mark = "import pytest\n@pytest.mark.parametrize('n', range(8))\ndef test(n): pass\n"
+    slow = "@pytest.mark.slow\ndef test_slow(): pass\n"
+    (tmp_path / "test_it.py").write_text(mark + slow + mark.replace("test(", "test_b("))
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow")
+    command = [sys.executable, "-m", "pytest", "-p", "parts", "-v", "-m", "not slow"]
+    settings = {"PYTHONPATH": str(Path(__file__).parent)}
+    settings["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    run = subprocess.run(
+        [*command, "--part", "2/3"],
+        cwd=tmp_path,
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+    )
+    names = [line.split()[0] for line in run.stdout.splitlines() if "PASSED" in line]
+    wanted = [f"{name}[{n}]" for name in ("test", "test_b") for n in range(8)][1::3]
+    assert names == [f"test_it.py::{name}" for name in wanted], run.stdout + run.stderr
