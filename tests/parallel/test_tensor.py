@@ -169,7 +169,8 @@ def theory(run, remat="full", tied=True):
         gathers = sums = 1
         if ".blocks" in path:
             shape, spec = shape[1:], spec[1:]
-            gathers, sums = LAYERS * (2 if remat == "full" else 1), LAYERS
+            # Also gathered again without remat, which keeps no gathered weight.
+            gathers, sums = LAYERS * 2, LAYERS
         elif path == ".embedding" and tied:
             sums = 2  # over devices, for the lookup and for the logits
         used, stored = part(shape, spec, "tensor"), part(shape, spec, "tensor", "fsdp")
