@@ -5,6 +5,7 @@ on the Python that runs Nox. Continuous integration runs the other sessions, too
 (`.ci/run`): `nox --list` shows them.
 """
 
+import os
 import platform
 import shutil
 import subprocess
@@ -102,23 +103,25 @@ def recipes(session: nox.Session) -> None:
 def slow(session: nox.Session) -> None:
     """The tests that take minutes: whole runs, and the code on the pages."""
     session.install(*PACKAGE, *group("tests"))
-    session.run(*PYTEST, "-m", "slow", *session.posargs)
+    # They often wait for other processes: one worker more than there are cores.
+    workers = str(min((os.cpu_count() or 1) + 1, 4))
+    session.run(*PYTEST, "-n", workers, "-m", "slow", *session.posargs)
 
 
 @nox.session(default=False)
 def tests_lowest(session: nox.Session) -> None:
-    """A third of the quick tests, on the oldest dependencies that pyproject.toml allows."""
+    """A quarter of the quick tests, on the oldest versions that pyproject.toml allows."""
     session.install("uv")
     lowest = ["uv", "pip", "install", "--resolution=lowest-direct"]
     session.run(*lowest, *PACKAGE, "--group", "tests", silent=True)
-    session.run(*PYTEST, "--part", "1/3", *session.posargs)
+    session.run(*PYTEST, "--part", "1/4", *session.posargs)
 
 
 @nox.session(default=False, python=newest_python())
 def tests_newest(session: nox.Session) -> None:
-    """Another third of them, on the newest Python here, which has the newest JAX."""
+    """Another quarter, on the newest Python here, which has the newest JAX."""
     session.install(*PACKAGE, *group("tests"))
-    session.run(*PYTEST, "--part", "2/3", *session.posargs)
+    session.run(*PYTEST, "--part", "3/4", *session.posargs)
 
 
 @nox.session(default=False)
