@@ -8,7 +8,8 @@ from jaxtyping import PyTree
 
 from ..distributed import is_main_process
 from ..sharding._leaves import array_leaves, format_array
-from ..training._inputs import format_sharding, is_elsewhere
+from ..sharding._mesh import format_sharding
+from ..training._inputs import is_elsewhere
 from ..training._metrics import Metrics
 from ..training._states import step_of
 from ._protocols import Batches

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.experimental import mesh_utils
@@ -145,6 +146,13 @@ def describe_mesh(mesh: Mesh) -> str:
     used = {axis: size for axis, size in mesh.shape.items() if size > 1}
     sizes = ", ".join(f"{axis}={size}" for axis, size in (used or {"data": 1}).items())
     return f"{mesh.size} x {mesh.devices.flat[0].platform} ({sizes})"
+
+
+def format_sharding(sharding: Any) -> str:
+    """A sharding as errors show it: `P('fsdp',) on 8 x cpu (fsdp=8)`."""
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return str(sharding)
+    return f"{sharding.spec} on {describe_mesh(sharding.mesh)}"
 
 
 def automatic_axes(axes: Sequence[str], *sizes: int) -> tuple[str, ...]:

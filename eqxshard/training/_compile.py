@@ -20,6 +20,7 @@ from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from ..transforms._compiles import THREAD, Watch
 from ._checks import Checks, collect_checks
 from ._jaxprs import call_equation, is_jaxpr, map_jaxpr
 
@@ -31,13 +32,16 @@ _CPU_OPTIONS = {
 }
 
 
-def jit_on(mesh: Mesh, fn: Callable[..., Any], **options: Any) -> "Jitted":
+def jit_on(
+    mesh: Mesh, fn: Callable[..., Any], watch: Watch | None = None, **options: Any
+) -> "Jitted":
     """Compile a function of PyTrees of arrays for the devices of a mesh.
 
     **Arguments:**
 
     - `mesh`: the mesh that it runs on.
     - `fn`: a pure function.
+    - `watch`: what its compiles are reported as, if they are.
     - `options`: those of `jax.jit`, with `out_shardings`.
 
     **Returns:**
@@ -60,17 +64,22 @@ def jit_on(mesh: Mesh, fn: Callable[..., Any], **options: Any) -> "Jitted":
     options["out_shardings"] = (options["out_shardings"], whole)
     if on_cpu:
         options["compiler_options"] = _CPU_OPTIONS
-    return Jitted(jax.jit(checked, **options))
+    return Jitted(jax.jit(checked, **options), watch)
 
 
 class Jitted:
     """A compiled function, which waits and raises if it has checks."""
 
-    def __init__(self, jitted: Any):
+    def __init__(self, jitted: Any, watch: Watch | None):
         self._jitted = jitted
+        self._watch = watch
 
     def __call__(self, *args: Any) -> Any:
-        out, checks = self._jitted(*args)
+        outer, THREAD.call = THREAD.call, (self._watch, args)
+        try:
+            out, checks = self._jitted(*args)
+        finally:
+            THREAD.call = outer
         if checks is not None:
             checks.raise_failed()
         return out

@@ -12,6 +12,7 @@ from jaxtyping import Array, PyTree
 from ..sharding._mesh import check_mesh
 from ..sharding._placement import assign_shardings
 from ..sharding._rule import Rule
+from ..transforms._compiles import CompileLog, Watch, function_name
 from ._compile import jit_on
 from ._config import mesh_of
 from ._examples import (
@@ -36,6 +37,7 @@ def make_eval_step(
     mesh: Mesh | None = None,
     rule: Rule | None = None,
     precision: Precision | None = None,
+    max_compiles: int | None = None,
 ) -> "EvalStep":
     """Make the compiled step that measures a model on a batch.
 
@@ -49,10 +51,15 @@ def make_eval_step(
     - `mesh`, `rule`: by default, arrays are used as the model's are stored.
     - `precision`: the type to compute in, as for [`eqxshard.make_train_step`][]; by
         default, that of each array.
+    - `max_compiles`: as for [`eqxshard.make_train_step`][].
 
     **Returns:**
 
     An [`eqxshard.EvalStep`][]: `metrics = eval_step(model, batch)`.
+
+    **Raises:**
+
+    `ValueError` if `max_compiles` is not positive.
 
     !!! Example
 
@@ -67,7 +74,7 @@ def make_eval_step(
     """
     if mesh is not None:
         check_mesh(mesh)
-    return EvalStep(metric_fn, mesh, rule, precision)
+    return EvalStep(metric_fn, mesh, rule, precision, CompileLog(max_compiles))
 
 
 class EvalStep:
@@ -79,11 +86,13 @@ class EvalStep:
         mesh: Mesh | None,
         rule: Rule | None,
         precision: Precision | None,
+        compile_log: CompileLog,
     ):
         self._metric_fn = metric_fn
         self._mesh = mesh
         self._rule = rule
         self._precision = precision
+        self._compile_log = compile_log
         self._compiled: dict[tuple[Signature, StepInput], Any] = {}
         self._in_flight = InFlight()
 
@@ -102,7 +111,8 @@ class EvalStep:
 
         **Raises:**
 
-        `ValueError` if the batch does not divide over the mesh, or the model was donated.
+        `ValueError` if the batch does not divide over the mesh, the model was donated, or
+        the step would compile more than `max_compiles` times.
         """
         return self._run(model, batch, ONE_BATCH)
 
@@ -174,9 +184,16 @@ class EvalStep:
 
         # The name in profiles and compiled modules.
         eval_step.__name__ += kind.suffix
+
+        def describe(arrays: list[Array], batch: PyTree) -> tuple[str, dict[str, PyTree]]:
+            program = kind.program("eval_step", batch)
+            arguments = {"model": signature.static.combine(arrays), "batch": batch}
+            return f"{program} of {function_name(self._metric_fn)}", arguments
+
         return jit_on(
             mesh,
             eval_step,
+            Watch(self._compile_log, eval_step.__name__, describe),
             in_shardings=(None, kind.sharding(mesh)),
             out_shardings=NamedSharding(mesh, PartitionSpec()),
         )

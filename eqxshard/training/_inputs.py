@@ -15,7 +15,12 @@ from jaxtyping import Array, PyTree
 
 from ..data._resident import DeviceBatches
 from ..sharding._leaves import is_array, leaf_path
-from ..sharding._mesh import batch_sharding, check_batch_size, describe_mesh
+from ..sharding._mesh import (
+    batch_sharding,
+    check_batch_size,
+    describe_mesh,
+    format_sharding,
+)
 from ._metrics import Metrics
 
 _Carry = TypeVar("_Carry")
@@ -37,6 +42,13 @@ class StepInput(abc.ABC):
     @abc.abstractmethod
     def check_placement(self, batch: PyTree, mesh: Mesh) -> None:
         """Raise `ValueError` if a batch is committed elsewhere than the step takes it."""
+
+    @abc.abstractmethod
+    def program(self, step: str, batch: PyTree) -> str:
+        """What users call the program for a batch, whose first compile is expected.
+
+        It has the sizes that are its own by design: the length of a loop, of a dataset.
+        """
 
     @abc.abstractmethod
     def sharding(self, mesh: Mesh) -> NamedSharding | None:
@@ -90,6 +102,11 @@ class _Batch(StepInput):
                     "filter_shard(batch, batch_sharding(mesh))."
                 )
 
+    def program(self, step: str, batch: PyTree) -> str:
+        if not self._stacked:
+            return step
+        return f"{step}.many (length {jax.tree.leaves(batch)[0].shape[0]})"
+
     def sharding(self, mesh: Mesh) -> NamedSharding:
         return batch_sharding(mesh, stacked=self._stacked)
 
@@ -117,6 +134,10 @@ class _Resident(StepInput):
                 f"the loader's dataset is on {format_sharding(sharding)}, and the step on "
                 f"{describe_mesh(mesh)}; make the loader and the step with the same mesh."
             )
+
+    def program(self, step: str, batch: DeviceBatches) -> str:
+        examples = jax.tree.leaves(batch.examples)[0].shape[0]
+        return f"{step}.many (length up to {len(batch.rows)}, {examples} examples)"
 
     def sharding(self, mesh: Mesh) -> None:
         return None
@@ -167,10 +188,3 @@ def is_elsewhere(leaf: Any, sharding: NamedSharding) -> bool:
     if not isinstance(leaf, jax.Array) or not leaf.committed:
         return False
     return not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
-
-
-def format_sharding(sharding: Any) -> str:
-    """A sharding as errors show it: `P('fsdp',) on 8 x cpu (fsdp=8)`."""
-    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
-        return str(sharding)
-    return f"{sharding.spec} on {describe_mesh(sharding.mesh)}"

@@ -11,15 +11,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..sharding._leaves import array_leaves
+from ..sharding._mesh import format_sharding
 from ..sharding._placement import filter_shard
 from ..sharding._rule import Rule
+from ..transforms._compiles import CompileLog, Watch, function_name
 from ..transforms._partition import Static
 from ._compile import jit_on
 from ._config import Nonfinite, ResolvedConfig, StepConfig, check_optim
 from ._extra import Signature, check_not_donated, copy_shared, copy_taken, take_extra
 from ._gradients import LossInputs
 from ._in_flight import InFlight
-from ._inputs import ONE_BATCH, StepInput, format_sharding, is_elsewhere, several_batches
+from ._inputs import ONE_BATCH, StepInput, is_elsewhere, several_batches
 from ._layout import fetch_offloaded, make_layout, offload_to_host
 from ._metrics import Metrics
 from ._precision import Precision
@@ -43,6 +45,7 @@ def make_train_step(
     precision: Precision | None = None,
     nonfinite: Nonfinite = "skip",
     grad_norms: bool | Mapping[str, str] = False,
+    max_compiles: int | None = None,
 ) -> "TrainStep":
     """Make the compiled step: gradients, optimizer, new state, in one donated call.
 
@@ -79,6 +82,10 @@ def make_train_step(
         the optimizer sees them. A dict of regular expressions adds one for each group:
         `{"head": r"^head"}` adds `grad_norm/head`, of the parameters in whose path
         `^head` is found.
+    - `max_compiles`: how many times the step may compile; one more raises. By default it
+        may compile any number of times, and each that is not expected is explained in the
+        log, as a warning: which argument changed. (Expected are the first of a single
+        step, and the first of `many` for each number of batches.)
 
     **Returns:**
 
@@ -86,8 +93,8 @@ def make_train_step(
 
     **Raises:**
 
-    `ValueError` if `accumulate` or `nonfinite` is invalid, or `nonfinite` does not suit
-    float16, which needs `"skip"`.
+    `ValueError` if `accumulate`, `nonfinite` or `max_compiles` is invalid, or `nonfinite`
+    does not suit float16, which needs `"skip"`.
 
     !!! Example
 
@@ -114,7 +121,8 @@ def make_train_step(
             precision=precision,
             nonfinite=nonfinite,
             grad_norms=grad_norms,
-        )
+        ),
+        CompileLog(max_compiles),
     )
 
 
@@ -125,9 +133,10 @@ class TrainStep:
     finished.
     """
 
-    def __init__(self, config: StepConfig):
+    def __init__(self, config: StepConfig, compile_log: CompileLog):
         #: The settings of the step.
         self.config = config
+        self._compile_log = compile_log
         self._compiled: dict[tuple[Static, StepInput, Signature | None], _CompiledStep] = {}
         self._in_flight = InFlight()
 
@@ -153,8 +162,9 @@ class TrainStep:
         **Raises:**
 
         `ValueError` if the batch does not divide over the mesh, or the state was donated
-        before, or belongs to another mesh, rule or optimizer; `FloatingPointError` under
-        `nonfinite="raise"`.
+        before, or belongs to another mesh, rule or optimizer, or the step would compile
+        more than `max_compiles` times (nothing is donated then); `FloatingPointError`
+        under `nonfinite="raise"`.
         """
         return self._run(state, batch, ONE_BATCH, extra)
 
@@ -237,7 +247,7 @@ class TrainStep:
     def _compile(
         self, state: TrainState, static: Static, kind: StepInput, extra: Signature | None
     ) -> "_CompiledStep":
-        compiled = _CompiledStep(self.config, state, kind, extra)
+        compiled = _CompiledStep(self.config, state, kind, extra, self._compile_log)
         check_shardings(state, compiled.shardings)
         self._compiled[static, kind, extra] = compiled
         return compiled
@@ -252,6 +262,7 @@ class _CompiledStep:
         state: TrainState,
         kind: StepInput,
         extra: Signature | None,
+        compile_log: CompileLog,
     ):
         arrays, static = flatten_state(state)
         self._config = config = config.of(state, arrays)
@@ -279,11 +290,21 @@ class _CompiledStep:
 
         # The name in profiles and compiled modules.
         train_step.__name__ += kind.suffix
+
+        def describe(
+            arrays: list[Array], batch: PyTree, extra_arrays: list[Array]
+        ) -> tuple[str, dict[str, PyTree]]:
+            program = kind.program("train_step", batch)
+            given = None if extra is None else extra.static.combine(extra_arrays)
+            arguments = {"state": static.combine(arrays), "batch": batch, "extra": given}
+            return f"{program} of {function_name(config.loss_fn)}", arguments
+
         whole = NamedSharding(mesh, PartitionSpec())
         #: The compiled function, from arrays and a batch to arrays and metrics.
         self.jitted = jit_on(
             mesh,
             train_step,
+            Watch(compile_log, train_step.__name__, describe),
             donate_argnums=0,
             in_shardings=(self.shardings, kind.sharding(mesh), None),
             out_shardings=(self.shardings, whole),

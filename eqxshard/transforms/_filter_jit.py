@@ -10,6 +10,7 @@ from jax.sharding import Sharding
 from jaxtyping import Array, PyTree
 
 from ..sharding._placement import broadcast_prefix, filter_shard
+from ._compiles import THREAD, CompileLog, Watch, function_name
 from ._partition import Static, partition
 
 _P = ParamSpec("_P")
@@ -51,10 +52,11 @@ class _FilterJit(Generic[_P, _T]):
         donate: Donate,
         in_shardings: Shardings,
         out_shardings: PyTree[Sharding | None],
+        compile_log: CompileLog,
     ):
         ft.update_wrapper(self, fn, updated=())
         # The name in profiles and compiled modules.
-        self._name = getattr(fn, "__name__", type(fn).__name__)
+        self._name = function_name(fn)
         self._signature = inspect.signature(fn)
         self._by_either = {
             name
@@ -67,11 +69,16 @@ class _FilterJit(Generic[_P, _T]):
         self._donates = _donation(donate, self._signature)
         self._in_shardings = in_shardings
         self._out_shardings = out_shardings
+        self._watch = Watch(compile_log, self._name, self._describe)
         self._jitted: dict[Static, Any] = {}
 
     def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         jitted, arrays = self._prepare(args, kwargs)
-        out, result = jitted(*arrays)
+        outer, THREAD.call = THREAD.call, (self._watch, (args, kwargs))
+        try:
+            out, result = jitted(*arrays)
+        finally:
+            THREAD.call = outer
         return result.static.combine(out)
 
     def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
@@ -105,6 +112,12 @@ class _FilterJit(Generic[_P, _T]):
         if jitted is None:
             jitted = self._jitted[static] = self._jit(args, kwargs, static)
         return jitted, (*arrays, *self._fn_arrays)
+
+    def _describe(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[str, dict[str, PyTree]]:
+        # Without defaults: to leave one out is another program than to give it.
+        return self._name, self._signature.bind(*args, **kwargs).arguments
 
     def _jit(self, args: tuple[Any, ...], kwargs: dict[str, Any], static: Static) -> Any:
         fn_static, out_shardings = self._fn_static, self._out_shardings
@@ -140,6 +153,7 @@ def filter_jit(
     donate: Donate = "none",
     in_shardings: Shardings = None,
     out_shardings: PyTree[Sharding | None] = None,
+    max_compiles: int | None = None,
 ) -> _FilterJit[_P, _T]: ...
 
 
@@ -149,6 +163,7 @@ def filter_jit(
     donate: Donate = "none",
     in_shardings: Shardings = None,
     out_shardings: PyTree[Sharding | None] = None,
+    max_compiles: int | None = None,
 ) -> Callable[[Callable[_P, _T]], _FilterJit[_P, _T]]: ...
 
 
@@ -158,6 +173,7 @@ def filter_jit(
     donate: Donate = "none",
     in_shardings: Shardings = None,
     out_shardings: PyTree[Sharding | None] = None,
+    max_compiles: int | None = None,
 ) -> Any:
     """Compile a function of PyTrees: arrays are traced, everything else is static.
 
@@ -179,6 +195,9 @@ def filter_jit(
         NumPy's, are moved there.
     - `out_shardings`: the shardings of the result: one, or a PyTree of them that is a
         prefix of the result.
+    - `max_compiles`: how many times it may compile; one more raises. By default it may
+        compile any number of times, and each but the first is explained in the log, as a
+        warning: which argument changed.
 
     **Returns:**
 
@@ -187,9 +206,10 @@ def filter_jit(
 
     **Raises:**
 
-    `ValueError` if `donate` is none of these; when called, `TypeError` naming a leaf that
-    is neither an array nor hashable, and `ValueError` if an array does not divide as its
-    sharding asks, or is committed to another.
+    `ValueError` if `donate` is none of these or `max_compiles` is not positive; when
+    called, `TypeError` naming a leaf that is neither an array nor hashable, and
+    `ValueError` if an array does not divide as its sharding asks or is committed to
+    another, or the function would compile more than `max_compiles` times.
 
     !!! Example
 
@@ -204,8 +224,9 @@ def filter_jit(
             donate=donate,
             in_shardings=in_shardings,
             out_shardings=out_shardings,
+            max_compiles=max_compiles,
         )
-    return _FilterJit(fn, donate, in_shardings, out_shardings)
+    return _FilterJit(fn, donate, in_shardings, out_shardings, CompileLog(max_compiles))
 
 
 def _donation(donate: Donate, signature: inspect.Signature) -> Callable[[int | None], bool]:

@@ -12,6 +12,7 @@ from helpers import (
     assert_close,
     assert_equal,
     lenient,
+    make_batch,
     make_loader,
     make_mesh,
     squared_errors,
@@ -19,6 +20,7 @@ from helpers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loop_helpers import Recorder
+from step_helpers import mean_of_x
 
 import eqxshard
 
@@ -242,6 +244,44 @@ def test_evaluations_at_any_step(train_step, placement):
     assert recorder.steps("eval/sum") == [3, 6, 9, 11]
     assert recorder.steps("train/loss") == [3, 4, 6, 8, 9, 11]
     assert [x["eval/sum"] for _, x in recorder.lines if "eval/sum" in x] == seen
+
+
+@pytest.mark.parametrize("placement", ["host", "device"])
+def test_a_run_compiles_each_step_once(placement, caplog):
+    train_step, eval_step = (
+        eqxshard.make_train_step(squared_errors, OPTIM, max_compiles=1),
+        eqxshard.make_eval_step(mean_of_x, max_compiles=1),
+    )
+    test_loader = make_loader(placement=placement, shuffle=False)
+
+    def evaluate(model):
+        return eqxshard.evaluate(model, eval_step, test_loader)
+
+    loader = make_loader(placement=placement)
+    options: dict = {"evaluate": evaluate, "log_every": 3}
+    # Chunks of a resident dataset have 1 to 3 steps.
+    state = eqxshard.fit(new_state(), train_step, loader, steps=5, **options)
+    eqxshard.fit(state, train_step, loader, steps=8, **options)
+    assert not caplog.records
+
+
+class Ragged:
+    """A loader whose third batch is smaller."""
+
+    def __iter__(self):
+        return map(make_batch, (32, 32, 24))
+
+    def seek(self, step):
+        assert step == 0
+
+
+def test_a_run_beyond_the_budget_hands_back_its_state():
+    train_step = eqxshard.make_train_step(squared_errors, OPTIM, max_compiles=1)
+    with pytest.raises(ValueError, match=r"shape \(32, 8\) -> \(24, 8\)") as caught:
+        eqxshard.fit(new_state(), train_step, Ragged(), steps=3)
+    handed: Any = caught.value
+    state, _ = train_step(handed.state, make_batch())
+    assert int(state.step) == 3
 
 
 MISTAKES = {

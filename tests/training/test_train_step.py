@@ -236,6 +236,55 @@ def test_the_program_is_the_same_in_every_process():
     assert len(texts) == 1
 
 
+def test_a_step_that_compiles_again_says_why(caplog):
+    state, train_step = make("data=8", "replicate")
+    for rows in (32, 24, 32, 24):
+        state, _ = train_step(state, make_batch(rows))
+    (record,) = caplog.records
+    message = record.getMessage()
+    assert message.startswith("train_step of squared_errors compiled again, in ")
+    assert (
+        "Changed: batch.x: shape (32, 8) -> (24, 8); "
+        "batch.y: shape (32, 4) -> (24, 4). Keep shapes the same; Loader(remainder=...)"
+    ) in message
+
+
+def test_another_model_is_named_by_its_paths(caplog):
+    state, train_step = make("data=8", "replicate")
+    train_step(state, make_batch())
+    state, _ = make("data=8", "replicate")
+    change = eqx.nn.Dropout(0.5)
+    state = eqx.tree_at(lambda s: s.model.dropout, state, change)
+    train_step(state, make_batch())
+    assert "Changed: state.model.dropout.p: 0.1 -> 0.5. Pass a number" in caplog.text
+
+
+def test_a_single_step_and_each_number_of_stacked_ones_may_compile(caplog):
+    state, train_step = make("data=8", "replicate")
+    state, _ = train_step(state, make_batch())
+    for count in (1, 2, 1):
+        state, _ = train_step.many(state, stack([make_batch()] * count))
+    assert not caplog.records
+    train_step.many(state, stack([make_batch(24)] * 2))
+    assert "train_step.many (length 2) of squared_errors compiled again" in caplog.text
+    assert "Changed: batch.x: shape (2, 32, 8) -> (2, 24, 8)" in caplog.text
+
+
+def test_a_step_beyond_its_budget_is_refused_and_the_state_is_whole():
+    state, train_step = make("data=8", "replicate", max_compiles=1)
+    state, _ = train_step(state, make_batch())
+    with pytest.raises(
+        ValueError,
+        match=r"train_step of squared_errors would have to compile, and max_compiles=1 "
+        r"allows no more\. Changed: batch\.x: shape \(32, 8\) -> \(24, 8\)",
+    ):
+        train_step(state, make_batch(24))
+    with pytest.raises(ValueError, match=r"train_step\.many \(length 1\) of squared_err"):
+        train_step.many(state, stack([make_batch()]))
+    state, _ = train_step(state, make_batch())
+    assert int(state.step) == 2
+
+
 # Donation
 
 

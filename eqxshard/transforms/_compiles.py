@@ -1,0 +1,301 @@
+"""Every compile of a step or function after the first is explained, or refused.
+
+JAX says when it traces, lowers and compiles a function, and how long that took. Each call
+leaves a note of itself for the listener here, which looks at the arguments only then.
+"""
+
+import dataclasses
+import functools as ft
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jax.core import Tracer
+from jax.sharding import Sharding
+from jaxtyping import PyTree
+
+from ..distributed import is_main_process
+from ..sharding._leaves import is_array, leaf_path
+from ..sharding._mesh import format_sharding
+from ..sharding._text import first_few
+
+_LOG = logging.getLogger(__name__)
+
+_EVENTS = "/jax/core/compile/"
+_LOWERED = _EVENTS + "jaxpr_to_mlir_module_duration"
+_COMPILED = _EVENTS + "backend_compile_duration"
+#: Of an object's text.
+_MAX_TEXT = 80
+
+_REMEDIES = {
+    "structure": "Pass the same arguments, of the same structure.",
+    "shape": "Keep shapes the same; Loader(remainder=...) pads or drops the last batch.",
+    "dtype": "Convert to one dtype.",
+    "weak_type": "Make it with a dtype, such as jnp.float32(2).",
+    "sharding": "Place it with filter_shard.",
+    "static": (
+        "Pass a number that changes as an array; make other objects once, or give them "
+        "__eq__ and __hash__."
+    ),
+}
+_NO_DIFFERENCE = (
+    "No argument differs; a JAX setting or the mesh in context may have changed."
+)
+
+
+class CompileLog:
+    """The compiles of a step or function.
+
+    **Arguments:**
+
+    - `max_compiles`: how many there may be, without a word about them. `None` for any
+        number; then each is reported unless it is the first of its program.
+
+    **Raises:**
+
+    `ValueError` if `max_compiles` is not positive.
+    """
+
+    def __init__(self, max_compiles: int | None):
+        if max_compiles is not None and max_compiles < 1:
+            raise ValueError(
+                f"max_compiles={max_compiles} must be at least 1, or None for any number."
+            )
+        self._max_compiles = max_compiles
+        self._compiles: list[tuple[str, _Description]] = []
+        _listen()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there may be no more."""
+        return self._max_compiles == len(self._compiles)
+
+    def refusal(self, program: str, arguments: Mapping[str, PyTree]) -> str:
+        """The error message for one more."""
+        return (
+            f"{program} would have to compile, and max_compiles={self._max_compiles} "
+            f"allows no more. {self._explain(program, _describe(arguments))}"
+        )
+
+    def add(self, program: str, arguments: Mapping[str, PyTree], seconds: float) -> None:
+        """Remember a compile, and report it if it is not the first of the program."""
+        description = _describe(arguments)
+        again = any(program == name for name, _ in self._compiles)
+        if again and self._max_compiles is None and is_main_process():
+            _LOG.warning(
+                "%s compiled again, in %.2g s. %s If you expect this, say so with "
+                "max_compiles=%d.",
+                program,
+                seconds,
+                self._explain(program, description),
+                len(self._compiles) + 1,
+            )
+        self._compiles.append((program, description))
+
+    def _explain(self, program: str, description: "_Description") -> str:
+        """How arguments differ from those of the nearest compile, and what to do."""
+        same = [each for name, each in self._compiles if name == program]
+        # Of equally near ones, the last: a function may be made anew for each call.
+        earlier = reversed(same or [each for _, each in self._compiles])
+        nearest = min(([*_differences(each, description)] for each in earlier), key=len)
+        if not nearest:
+            return _NO_DIFFERENCE
+        kinds = {difference.kind for difference in nearest}
+        changed = first_few([str(difference) for difference in nearest], "; ")
+        remedies = [text for kind, text in _REMEDIES.items() if kind in kinds]
+        return " ".join([f"Changed: {changed}.", *remedies])
+
+
+def function_name(fn: Callable[..., Any]) -> str:
+    """The name of a function, or of the class of another callable."""
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+class Watch(NamedTuple):
+    """What the compiles of a compiled function are reported as.
+
+    - `log`: where they are counted.
+    - `name`: the function's name in JAX.
+    - `describe`: from the arguments of a call to the name of the program, whose first
+        compile is expected, and the arguments by name.
+    """
+
+    log: CompileLog
+    name: str
+    describe: Callable[..., tuple[str, Mapping[str, PyTree]]]
+
+
+#: A call of a compiled function: how to report its compiles, and its arguments.
+Call = tuple[Watch | None, tuple[Any, ...]]
+
+
+class _Thread(threading.local):
+    """The call that a thread is in, and the seconds of each phase of its compile."""
+
+    def __init__(self):
+        self.call: Call = None, ()
+        self.timed: Call | None = None
+        self.seconds: dict[str, float] = {}
+
+
+#: Set `call` around each call. (A context manager would cost several times as much.)
+THREAD = _Thread()
+
+
+@ft.cache
+def _listen() -> None:
+    jax.monitoring.register_event_duration_secs_listener(_on_event)
+
+
+def _on_event(event: str, duration_secs: float, **info: Any) -> None:
+    watch, args = call = THREAD.call
+    if watch is None or not event.startswith(_EVENTS):
+        return
+    # Other functions may compile while this one is traced.
+    if info.get("fun_name") not in (watch.name, f"jit({watch.name})"):
+        return
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args)):
+        return  # A transform of it, such as by jax.vmap, is a function of its own.
+    if THREAD.timed is not call:
+        THREAD.timed, THREAD.seconds = call, {}
+    THREAD.seconds[event] = duration_secs
+    # Before XLA compiles (unless it was lowered earlier), and before arrays are donated.
+    if event in (_LOWERED, _COMPILED) and watch.log.is_full:
+        raise ValueError(watch.log.refusal(*watch.describe(*args)))
+    if event == _COMPILED:
+        watch.log.add(*watch.describe(*args), sum(THREAD.seconds.values()))
+
+
+class _Array(NamedTuple):
+    """The part of an array that a program depends on."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    weak_type: bool
+    sharding: Sharding | None
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A static value; or, of kind `structure`, the type and data of an inner node."""
+
+    value: Any
+    kind: str = "static"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Value) or type(self.value) is not type(other.value):
+            return False
+        try:
+            return self.value is other.value or bool(self.value == other.value)
+        except Exception:  # The value's own code may raise anything.
+            return False
+
+    def __str__(self) -> str:
+        if self.kind == "structure":
+            node, data = self.value
+            return node.__name__ if data is None else f"{node.__name__} {_value_text(data)}"
+        return _value_text(self.value)
+
+
+_Description = dict[str, _Array | _Value]
+
+
+class _Difference(NamedTuple):
+    """A change at a path, and its kind, which the remedy depends on."""
+
+    kind: str
+    path: str
+    before: str
+    now: str
+
+    def __str__(self) -> str:
+        what = f" {self.kind}" if self.kind in _Array._fields else ""
+        return f"{self.path}:{what} {self.before} -> {self.now}"
+
+
+def _describe(arguments: Mapping[str, PyTree]) -> _Description:
+    found: _Description = {}
+    for name, argument in arguments.items():
+        found.update(_entries(argument, (), name))
+    return found
+
+
+def _entries(
+    node: PyTree, path: tuple[Any, ...], root: str
+) -> Iterator[tuple[str, _Array | _Value]]:
+    """The leaves of a PyTree, its inner nodes, and the static fields of its modules."""
+    here = leaf_path(path, root)
+    if is_array(node):
+        aval = jax.typeof(node)
+        committed = isinstance(node, jax.Array) and node.committed
+        sharding = node.sharding if committed else None
+        yield here, _Array(aval.shape, aval.dtype, aval.weak_type, sharding)
+        return
+    is_child = lambda x: x is not node  # noqa: E731
+    data = jax.tree.structure(node, is_leaf=is_child).node_data()
+    if data is None or node is None:
+        yield here, _Value(node)
+        return
+    kind, aux = data
+    children = jax.tree_util.tree_leaves_with_path(node, is_leaf=is_child)
+    fields = _static_fields(node, [key for (key,), _ in children])
+    if fields or type(node) is dict:
+        aux = None  # The fields or the keys, which have paths of their own.
+    yield here, _Value((kind, aux), "structure")
+    for name, value in fields.items():
+        yield f"{here}.{name}", _Value(value)
+    for (key,), child in children:
+        yield from _entries(child, (*path, key), root)
+
+
+def _static_fields(node: PyTree, keys: list[Any]) -> dict[str, Any]:
+    if not dataclasses.is_dataclass(node):
+        return {}
+    if not all(isinstance(key, jax.tree_util.GetAttrKey) for key in keys):
+        return {}
+    names = {field.name for field in dataclasses.fields(node)} - {key.name for key in keys}
+    return {name: getattr(node, name) for name in sorted(names) if hasattr(node, name)}
+
+
+def _differences(before: _Description, now: _Description) -> Iterator[_Difference]:
+    reported: list[str] = []
+    for path in {**before, **now}:
+        old, new = before.get(path), now.get(path)
+        if isinstance(old, _Array) and isinstance(new, _Array):
+            for kind, was, is_now in zip(_Array._fields, old, new):
+                if was != is_now:
+                    texts = _property_text(was), _property_text(is_now)
+                    if texts[0] == texts[1]:  # Such as shardings in other memories.
+                        texts = repr(was), repr(is_now)
+                    yield _Difference(kind, path, *texts)
+        elif old != new:
+            # Below a node that came or went, all did.
+            if (old is None or new is None) and path.startswith(tuple(reported)):
+                continue
+            reported.append(f"{path}.")
+            kinds = {getattr(old, "kind", None), getattr(new, "kind", None)}
+            kind = "static" if kinds == {"static"} else "structure"
+            was, is_now = str(old or "absent"), str(new or "absent")
+            again = "another object like it"
+            yield _Difference(kind, path, was, again if is_now == was else is_now)
+
+
+def _property_text(value: Any) -> str:
+    if isinstance(value, Sharding):
+        return format_sharding(value)
+    return "uncommitted" if value is None else str(value)
+
+
+def _value_text(value: Any) -> str:
+    """A static value in a few words."""
+    if inspect.isroutine(value):
+        return f"{value.__module__}.{value.__qualname__}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
