@@ -185,7 +185,7 @@ class EvalStep:
         # The name in profiles and compiled modules.
         eval_step.__name__ += kind.suffix
 
-        def describe(arrays: list[Array], batch: PyTree) -> tuple[str, dict[str, PyTree]]:
+        def describe(arrays: list[Any], batch: PyTree) -> tuple[str, dict[str, PyTree]]:
             program = kind.program("eval_step", batch)
             arguments = {"model": signature.static.combine(arrays), "batch": batch}
             return f"{program} of {function_name(self._metric_fn)}", arguments

@@ -292,7 +292,7 @@ class _CompiledStep:
         train_step.__name__ += kind.suffix
 
         def describe(
-            arrays: list[Array], batch: PyTree, extra_arrays: list[Array]
+            arrays: list[Any], batch: PyTree, extra_arrays: list[Any]
         ) -> tuple[str, dict[str, PyTree]]:
             program = kind.program("train_step", batch)
             given = None if extra is None else extra.static.combine(extra_arrays)

@@ -6,7 +6,6 @@ leaves a note of itself for the listener here, which looks at the arguments only
 
 import dataclasses
 import functools as ft
-import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -295,7 +294,8 @@ def _property_text(value: Any) -> str:
 
 def _value_text(value: Any) -> str:
     """A static value in a few words."""
-    if inspect.isroutine(value):
-        return f"{value.__module__}.{value.__qualname__}"
+    name = getattr(value, "__qualname__", None)
+    if name is not None:  # A function, or what `jax.jit` and others made of one.
+        return f"{value.__module__}.{name}"
     text = " ".join(repr(value).split())
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
