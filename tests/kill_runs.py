@@ -27,7 +27,7 @@ from orbax.checkpoint import v1  # noqa: F401  (here, so that children start at 
 import eqxshard
 
 EXAMPLES, BATCH, EPOCHS, EVERY = 300, 32, 6, 3
-TIMES = re.compile("seconds|per_second")
+TIMES = re.compile("seconds|per_second|goodput")
 
 
 def train(folder: Path) -> None:

@@ -71,7 +71,7 @@ def read_lines(folder):
 def measured(folder):
     """The log without the times."""
     return [
-        {k: v for k, v in line.items() if not re.search("seconds|per_second", k)}
+        {k: v for k, v in line.items() if not re.search("seconds|per_second|goodput", k)}
         for line in read_lines(folder)
     ]
 

@@ -62,7 +62,7 @@ def lines_of(folder):
     lines = [
         json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
     ]
-    times = re.compile("seconds|per_second")
+    times = re.compile("seconds|per_second|goodput")
     return [{k: v for k, v in line.items() if not times.search(k)} for line in lines]
 
 

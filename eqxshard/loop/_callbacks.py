@@ -124,6 +124,8 @@ class CallbackList:
         if not callbacks:
             return
         self._watchdog.waits_for(f"the callbacks ({method}) of step {self._run.step}")
+        clock = self._run._report.clock
+        clock.enter("callbacks")
         for each in callbacks:
             getattr(each, method)(self._run)
         if jax.process_count() > 1:
@@ -131,6 +133,7 @@ class CallbackList:
             reasons = [why for why, _ in everyone if why is not None]
             self._run._why_stop = reasons[0] if reasons else None
             self._run._wants_save = any(saves for _, saves in everyone)
+        clock.enter("log")
 
     def _next_step(self) -> int:
         steps = [each.next_step(self._run.step) for each in self._at_steps]

@@ -51,7 +51,10 @@ class EvaluateEMA(Callback):
             run.state,
             lambda s: ema_model(s) if none_has or has_average(s) else s.model,
         )
+        clock = run._report.clock
+        clock.enter("evaluation")
         run._report.add_evaluation(self._evaluate(models), "ema")
+        clock.enter("callbacks")
 
 
 class Throughput(Callback):

@@ -1,38 +1,129 @@
-"""Where the time between two reports goes."""
+"""Where the wall time of a run goes."""
 
+import contextlib
+import threading
 import time
-from typing import Literal
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Literal, get_args
 
-Phase = Literal["data", "dispatch", "device", "log"]
+import jax
+
+Part = Literal[
+    "data",
+    "dispatch",
+    "device",
+    "compile",
+    "evaluation",
+    "checkpoint",
+    "callbacks",
+    "log",
+    "other",
+]
 
 
 class Clock:
-    """Splits the time since the last report: each moment counts for one phase, or none.
+    """Splits the wall time of a run: each moment counts for exactly one part.
 
     - `data`: waiting for batches.
-    - `dispatch`: handing steps to the devices, which the first time compiles them.
+    - `dispatch`: handing steps to the devices.
     - `device`: waiting for the devices: for room among the steps in flight, or for the
         metrics of a report.
-    - `log`: all else: reports, trackers, callbacks.
+    - `compile`: tracing and compiling, whatever part it interrupts, in the run's thread.
+    - `evaluation`: evaluations.
+    - `checkpoint`: saving, and waiting for saves.
+    - `callbacks`: callbacks.
+    - `log`: reports and trackers.
+    - `other`: the rest: what comes before the first batch and after the last step.
+
+    It starts when it is made. Compiling is seen within its `with` block.
     """
 
     def __init__(self):
-        self._mark = time.perf_counter()
-        self._seconds: dict[str, float] = {}
-        self.read()
+        #: When the current part was entered; directly after `enter`, this is now.
+        self.mark = time.perf_counter()
+        self._part: Part = "other"
+        self._seconds = _no_seconds()
+        #: The seconds of each part, up to the last reading.
+        self.totals = _no_seconds()
+        self._thread = threading.get_ident()
+        # The ends and durations of what was compiled since the last reading.
+        self._compiled: list[tuple[float, float]] = []
 
-    def lap(self, phase: Phase) -> None:
-        """Count the time since the last call for a phase."""
+    def enter(self, part: Part) -> None:
+        """Count the time from now on for a part."""
         now = time.perf_counter()
-        self._seconds[phase] += now - self._mark
-        self._mark = now
-
-    def skip(self) -> None:
-        """Count the time since the last call for none."""
-        self._mark = time.perf_counter()
+        self._seconds[self._part] += now - self.mark
+        self._part, self.mark = part, now
 
     def read(self) -> dict[str, float]:
-        """The seconds of each phase since the last reading."""
-        seconds = self._seconds
-        self._seconds = {"data": 0.0, "dispatch": 0.0, "device": 0.0, "log": 0.0}
+        """The seconds of each part since the last reading."""
+        self.enter(self._part)
+        seconds, self._seconds = self._seconds, _no_seconds()
+        self.totals = {part: self.totals[part] + seconds[part] for part in seconds}
+        self._compiled.clear()
         return seconds
+
+    def __enter__(self) -> "Clock":
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # Unless somebody has cleared all listeners.
+        with contextlib.suppress(AssertionError, ValueError):
+            jax.monitoring.unregister_event_duration_listener(self._on_event)
+
+    def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
+        """Move the time that something took to compile from its part to `compile`."""
+        if not event.startswith("/jax/core/compile/"):
+            return
+        # The threads of loaders and checkpoints take no time of the run.
+        if threading.get_ident() != self._thread:
+            return
+        now = time.perf_counter()
+        added = duration_secs
+        # A function's time includes that of the functions inside, which ended before.
+        while self._compiled and self._compiled[-1][0] > now - duration_secs:
+            added -= self._compiled.pop()[1]
+        self._compiled.append((now, duration_secs))
+        # JAX measures by another clock, which may be set meanwhile.
+        added = min(max(added, 0.0), now - self.mark)
+        self._seconds["compile"] += added
+        self.mark += added
+
+
+def goodput(seconds: Mapping[str, float]) -> float:
+    """The share of wall time in which training steps ran, given the seconds of each part.
+
+    This is a lower bound: while the host waits for data, or logs, the last steps that it
+    dispatched may still run.
+    """
+    return (seconds["dispatch"] + seconds["device"]) / sum(seconds.values())
+
+
+def describe_time(seconds: Mapping[str, float]) -> str:
+    """A line with the goodput, and the parts that the rest of the time went to."""
+    total = sum(seconds.values())
+    parts = [f"goodput {100 * goodput(seconds):.0f} % of {_duration(total)}"]
+    for part in sorted(seconds, key=lambda part: -seconds[part]):
+        percent = round(100 * seconds[part] / total)
+        if percent and part not in ("dispatch", "device"):
+            parts.append(f"{part} {percent} %")
+    return " | ".join(parts)
+
+
+def _no_seconds() -> dict[str, float]:
+    return dict.fromkeys(get_args(Part), 0.0)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

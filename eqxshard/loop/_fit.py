@@ -1,7 +1,7 @@
 """`fit`: batches in order, a bounded number of steps in flight, reports in between."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any, Literal, TypeVar
 
 from jaxtyping import PyTree
@@ -13,6 +13,7 @@ from ..training._metrics import Metrics
 from ..training._states import map_models, step_of
 from ._callbacks import Callback, CallbackList, check_callbacks
 from ._chunks import chunks_of
+from ._clock import Clock
 from ._give_up import give_up
 from ._protocols import Batches, Tracker
 from ._report import Report, tell
@@ -48,6 +49,7 @@ def fit(
     run continues it as if nothing had happened. At most two steps are in flight, and
     metrics are read only to report them, while the next step runs. From a loader with
     `placement="device"`, all steps up to the next report or checkpoint are one dispatch.
+    At the end, the main process prints where the wall time of the run went, on stderr.
 
     With a checkpointer, SIGTERM or SIGINT (Ctrl-C) end the run after the current step, or
     evaluation: the state is saved, and `SystemExit` for SIGTERM, or `KeyboardInterrupt`,
@@ -74,8 +76,9 @@ def fit(
         best so far (if it has `best`), and at the end. To resume, pass the state that
         [`eqxshard.Checkpointer.restore`][] returns.
     - `trackers`: receive `train/...` metrics, means over the examples since the last
-        report, `seconds/...`, how the time since then was spent, and `eval/...` metrics.
-        They are closed at the end, whatever happens.
+        report, `eval/...` metrics, `seconds/...`, how the time since then was spent, and
+        `goodput`, the share of the run in which steps ran. They are closed at the end,
+        whatever happens.
     - `callbacks`: [`eqxshard.callbacks.Callback`][]s, called in this order. They may stop
         the run, which then returns its state as at the end, but does not evaluate again.
     - `log_every`: the number of steps between reports. There is also one at the end of
@@ -118,24 +121,20 @@ def fit(
         ```
     """
     _check_parts(loader, trackers, callbacks)
+    epoch = steps_per_epoch(loader)
     with ExitStack() as stack:
         # The last to leave: an error of a tracker that closes would lose the state, too.
         rescue = Rescue(checkpointer)
         stack.push(rescue.leave)
-        for tracker in trackers:
-            stack.callback(tell, tracker.close)
-        for callback in callbacks:
-            stack.callback(callback.close)
-        epoch = steps_per_epoch(loader)
+        report = Report(trackers if is_main_process() else (), epoch, max_nonfinite)
+        clock = stack.enter_context(_closing_parts(report, trackers, callbacks))
         first = step_of(state)
         last = last_step(steps, epochs, log_every, max_nonfinite, epoch)
         between = evaluation_interval(evaluate_every, epoch, evaluates=evaluate is not None)
         watchdog = stack.enter_context(Watchdog(stall_seconds))
-        facts = {"step": first, "stop": last, "log_every": log_every}
-        facts |= {"evaluate_every": between, "max_nonfinite": max_nonfinite}
-        facts |= {"callbacks": [[type(each).__name__, each.every] for each in callbacks]}
-        assert_same_on_all_processes("fit", facts | {"saves": checkpointer is not None})
-        report = Report(trackers if is_main_process() else (), epoch, max_nonfinite)
+        numbers = {"step": first, "stop": last, "log_every": log_every}
+        numbers |= {"evaluate_every": between, "max_nonfinite": max_nonfinite}
+        _assert_same(numbers, callbacks, checkpointer)
         run = Run(state, first, loader, report, checkpointer is not None, extra)
         # It would keep arrays alive that the first step copies.
         del state
@@ -144,6 +143,7 @@ def fit(
             called.restore(checkpointer.claim_run(first, loader))
             # Whatever ends the run, the save in progress is finished.
             stack.callback(checkpointer.close)
+            stack.callback(clock.enter, "checkpoint")
         stop = stack.enter_context(stop_signals(can_save=checkpointer is not None))
         schedule = Schedule(
             first, last, epoch, between, log_every, checkpointer, stop, called
@@ -152,13 +152,17 @@ def fit(
         # If a step fails, the earlier ones are still reported.
         stack.callback(report.close)
         chunks = chunks_of(loader, train_step, schedule, watchdog)
-        clock, in_flight = report.clock, InFlight()
-        for step, count, take in stack.enter_context(closing(chunks)):
-            clock.lap("data")
+        stack.enter_context(closing(chunks))
+        # An error may come in any part.
+        stack.callback(clock.enter, "other")
+        in_flight = InFlight()
+        clock.enter("data")
+        for step, count, take in chunks:
+            clock.enter("device")
             in_flight.make_room()
-            clock.lap("device")
+            clock.enter("dispatch")
             run._advance(step, count, *take(run.state, *run._extra))
-            clock.lap("dispatch")
+            clock.enter("log")
             in_flight.add(run._metrics.weight)
             # Reads the metrics of earlier steps, while this one runs.
             report.flush()
@@ -169,10 +173,7 @@ def fit(
             if due.evaluate or due.save or (due.report and called.need_reports):
                 report.read()
                 if due.evaluate and evaluate is not None:
-                    watchdog.waits_for(f"the evaluation after step {step}")
-                    report.add_evaluation(evaluate(map_models(run.state)))
-                    called.after("evaluation")
-                    clock.skip()
+                    _evaluate(evaluate, run, called, watchdog)
                 called.after("report")
                 report.flush()
             if report.too_many_nonfinite:
@@ -185,17 +186,63 @@ def fit(
                 save(run, called, checkpointer)
                 called.after("save")
                 # Exclude save time from throughput.
-                report.restart_clock()
+                report.restart_speed()
             if due.leave:
+                clock.enter("checkpoint")
                 stop.leave(step, checkpointer)
             if called.want_stop:
+                clock.enter("checkpoint")
                 announce_stop(f"stopped after step {step}: {run._why_stop}", checkpointer)
                 break
-            clock.lap("log")
+            clock.enter("data")
         if checkpointer is not None:
+            clock.enter("checkpoint")
             watchdog.waits_for("the last checkpoint to be written")
             checkpointer.wait()
     return run.state
+
+
+def _evaluate(
+    evaluate: Callable[[PyTree], Mapping[str, Any]],
+    run: Run,
+    called: CallbackList,
+    watchdog: Watchdog,
+) -> None:
+    """Evaluate, and add the result to the report."""
+    watchdog.waits_for(f"the evaluation after step {run.step}")
+    run._report.clock.enter("evaluation")
+    run._report.add_evaluation(evaluate(map_models(run.state)))
+    run._report.clock.enter("log")
+    called.after("evaluation")
+
+
+@contextmanager
+def _closing_parts(
+    report: Report, trackers: Sequence[Tracker], callbacks: Sequence[Callback]
+) -> Iterator[Clock]:
+    """Close them at the end of a run, and tell where its time went."""
+    with ExitStack() as stack:
+        stack.enter_context(report.clock)
+        # Below what trackers print when they close.
+        stack.callback(report.print_time)
+        for tracker in trackers:
+            stack.callback(tell, tracker.close)
+        stack.callback(report.clock.enter, "log")
+        for callback in callbacks:
+            stack.callback(callback.close)
+        stack.callback(report.clock.enter, "callbacks")
+        yield report.clock
+
+
+def _assert_same(
+    numbers: dict[str, Any],
+    callbacks: Sequence[Callback],
+    checkpointer: Checkpointer | None,
+) -> None:
+    """Raise `ValueError` unless all processes call `fit` alike."""
+    facts = {"callbacks": [[type(each).__name__, each.every] for each in callbacks]}
+    facts |= {"saves": checkpointer is not None}
+    assert_same_on_all_processes("fit", numbers | facts)
 
 
 def _check_parts(loader: Any, trackers: Sequence[Any], callbacks: Sequence[Any]) -> None:

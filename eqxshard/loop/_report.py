@@ -1,7 +1,7 @@
 """Collects the metrics of steps on the devices, and reports their means to trackers."""
 
 import logging
-import time
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..distributed import is_main_process
 from ..training._metrics import Metrics
-from ._clock import Clock
+from ._clock import Clock, describe_time, goodput
 from ._protocols import Tracker
 
 _LOG = logging.getLogger(__name__)
@@ -42,9 +43,9 @@ class Report:
         #: What was logged and not sent yet, and at which step.
         self._logged: dict[str, Any] = {}
         self._logged_at = 0
-        self._since = time.perf_counter()
-        #: Splits the time between reports.
+        #: Splits the time of the run.
         self.clock = Clock()
+        self._since = self.clock.mark
         self._nonfinite_steps: list[int] = []
         #: The values of the last report that was read, and what was logged since.
         self.values: dict[str, Any] = {}
@@ -68,17 +69,16 @@ class Report:
         """Wait for the metrics that are due; the time until here is training time."""
         if self._due is None or not self._parts:
             return
-        self.clock.lap("log")
         taken = np.concatenate(self._taken)
+        self.clock.enter("device")
         metrics = jax.tree.map(lambda leaf: leaf[taken], Metrics.stack(self._parts))
         values = metrics.compute()
-        self.clock.lap("device")
-        seconds = time.perf_counter() - self._since
+        self.clock.enter("log")
+        seconds = self.clock.mark - self._since
         examples = float(metrics.weight.sum())
         speed = {"seconds": seconds, "examples_per_second": examples / seconds}
         self.step = self._due
         self.values = self._with_epoch(self._due, prefixed("train", {**values, **speed}))
-        self.values |= prefixed("seconds", self.clock.read())
         self.values |= self._logged
         self._parts, self._taken = [], []
         first = self._due - len(metrics.nonfinite) + 1
@@ -104,14 +104,13 @@ class Report:
         self.values = self.values | copies
 
     def flush(self) -> None:
-        """Report the steps since the last report, and restart the clock."""
+        """Report the steps since the last report, if they are due, and what was logged."""
         if self._due is not None:
             self.read()
             step, self._due = self._due, None
-            self.values |= self._take_logged()
+            self.values |= {**self._take_logged(), **self._times()}
             self._send(step, self.values)
-            self.clock.lap("log")
-            self.restart_clock()
+            self.restart_speed()
         elif self._logged:
             self._send(
                 self._logged_at, self._with_epoch(self._logged_at, self._take_logged())
@@ -123,10 +122,21 @@ class Report:
             self._due = self._added
         self.flush()
 
-    def restart_clock(self) -> None:
+    def print_time(self) -> None:
+        """Print where the time of the run went, if there was a report."""
+        if self.step is not None and is_main_process():
+            self.clock.read()
+            print(describe_time(self.clock.totals), file=sys.stderr)
+
+    def restart_speed(self) -> None:
         """Exclude the time until now from the next report's training time."""
-        self._since = time.perf_counter()
-        self.clock.skip()
+        self.clock.enter("log")
+        self._since = self.clock.mark
+
+    def _times(self) -> dict[str, float]:
+        """The time since the last report, and the goodput of the run until now."""
+        seconds = prefixed("seconds", self.clock.read())
+        return {**seconds, "goodput": goodput(self.clock.totals)}
 
     def _with_epoch(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
         epoch = self.epoch(step)

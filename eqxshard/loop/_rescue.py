@@ -17,12 +17,15 @@ _LOG = logging.getLogger(__name__)
 
 def save(run: Run, callbacks: CallbackList, checkpointer: Checkpointer) -> None:
     """Save a run's state after its last step."""
+    clock = run._report.clock
+    clock.enter("checkpoint")
     # Those of an earlier step are not this state's.
     metrics = numbers(run.values) if run._report.step == run.step else {}
     checkpointer.save(
         run.state, loader=run.loader, metrics=metrics, callbacks=callbacks.state()
     )
     run._saved, run._wants_save = run.step, False
+    clock.enter("log")
 
 
 class Rescue:

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
+from ..loop._clock import goodput
+
 
 def summarize(history: list[dict[str, Any]], examples: int, unit: str) -> dict[str, Any]:
     """Metrics and speed of a run.
@@ -19,15 +21,19 @@ def summarize(history: list[dict[str, Any]], examples: int, unit: str) -> dict[s
     **Returns:**
 
     For each evaluated metric its last value, and a list of all; the median seconds of an
-    epoch, and the examples per second.
+    epoch, and the examples per second; the wall time by part, and the share of it in which
+    training steps ran.
     """
     summary: dict[str, Any] = {}
+    times: dict[str, float] = {}
     for line in history:
         for key, value in line.items():
             kind, _, name = key.partition("/")
             if kind == "eval":
                 summary[f"test_{name}"] = value
                 summary.setdefault(f"test_{name}_by_epoch", []).append(value)
+            if kind == "seconds":
+                times[name] = times.get(name, 0.0) + value
     seconds: dict[int, float] = {}
     epochs: dict[int, float] = {}
     last = 0.0
@@ -38,6 +44,8 @@ def summarize(history: list[dict[str, Any]], examples: int, unit: str) -> dict[s
         last = line["epoch"]
     paces = [seconds[n] / epochs[n] for n in seconds if epochs[n] and seconds[n]]
     pace = statistics.median(paces) if paces else math.nan
+    if times:
+        summary |= {"seconds": times, "goodput": goodput(times)}
     return summary | {"seconds_per_epoch": pace, f"{unit}_per_second": examples / pace}
 
 

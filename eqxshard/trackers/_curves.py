@@ -7,19 +7,33 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ._files import writing
-from ._values import is_evaluation, metrics
+from ._values import is_evaluation, metrics, times
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _COLOURS = {"train": "#7a9cc6", "eval": "#c8442f"}
+#: The parts of a run's wall time, from the bottom up: training steps, then all else.
+_PART_COLOURS = {
+    "device": "#7a9cc6",
+    "dispatch": "#b3c8e0",
+    "data": "#e8a33d",
+    "compile": "#8e6bb0",
+    "evaluation": "#c8442f",
+    "checkpoint": "#7d5a3c",
+    "callbacks": "#6f9a5d",
+    "log": "#8c8c8c",
+    "other": "#c4c4c4",
+}
+_UNITS = {"s": 1, "min": 60, "h": 3600}
 
 
 class Curves:
     """Plots the metrics over the epochs, as a PNG.
 
-    Each metric has a panel, with its values in training and in evaluation. The plot is
+    Each metric has a panel, with its values in training and in evaluation. The last panel
+    is the wall time: how much each part of the run has taken until then. The plot is
     redrawn after each evaluation and at the end, and replaced atomically, so it can be
     viewed at any time.
 
@@ -58,6 +72,8 @@ class Curves:
         self._title = title
         # The x and y values, by metric, then by train or eval.
         self._series: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
+        # The seconds of each part up to each x.
+        self._times: list[tuple[float, dict[str, float]]] = []
         self._x_label, self._x_last = "epoch", 0.0
         with writing(self._path):
             if self._path.is_dir():
@@ -75,6 +91,10 @@ class Curves:
             xs, ys = self._series.setdefault(name, {}).setdefault(kind, ([], []))
             xs.append(x)
             ys.append(float(value))
+        if added := times(values):
+            before = self._times[-1][1] if self._times else {}
+            total = {part: before.get(part, 0.0) + added[part] for part in added}
+            self._times.append((x, before | total))
         if is_evaluation(values):
             self._write()
 
@@ -93,18 +113,27 @@ class Curves:
             os.replace(self._part, self._path)
 
     def _draw(self) -> "Figure":
-        columns = min(len(self._series), 3)
-        rows = math.ceil(len(self._series) / columns)
+        count = len(self._series) + bool(self._times)
+        columns = min(count, 3)
+        rows = math.ceil(count / columns)
         figure = self._new_figure(
             figsize=(max(4.2 * columns, 5.5), 3.3 * rows), layout="constrained"
         )
         figure.suptitle(self._title, fontsize=11)
-        panels = figure.subplots(rows, columns, squeeze=False).flat
+        panels = list(figure.subplots(rows, columns, squeeze=False).flat)
         for panel, (name, series) in zip(panels, self._series.items()):
             _draw_metric(panel, name, series)
+        if self._times:
+            _draw_times(panels[count - 1], self._times)
+        for panel in panels[:count]:
             panel.set_xlabel(self._x_label)
             panel.set_xlim(0, 1.03 * self._x_last or 1)
-        for panel in list(panels)[len(self._series) :]:
+            panel.locator_params(axis="x", integer=True)
+            panel.grid(color="#e6e6e6", linewidth=0.8)
+            panel.set_axisbelow(True)
+            panel.spines[["top", "right"]].set_visible(False)
+            panel.legend(frameon=False, fontsize=9)
+        for panel in panels[count:]:
             panel.set_axis_off()
         return figure
 
@@ -124,8 +153,25 @@ def _draw_metric(
             label=f"{kind or name} {ys[-1]:#.4g}",
         )
     panel.set_title(name, fontsize=11, loc="left")
-    panel.locator_params(axis="x", integer=True)
-    panel.grid(color="#e6e6e6", linewidth=0.8)
-    panel.set_axisbelow(True)
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.legend(frameon=False, fontsize=9)
+
+
+def _draw_times(panel: "Axes", times: list[tuple[float, dict[str, float]]]) -> None:
+    """Stack the seconds of the parts that one can see."""
+    last = times[-1][1]
+    whole = sum(last.values())
+    parts = [part for part in _PART_COLOURS if last.get(part, 0.0) >= 0.005 * whole]
+    unit = [unit for unit, size in _UNITS.items() if unit == "s" or whole > 2 * size][-1]
+    xs = [0.0, *(x for x, _ in times)]
+    heights = [
+        [0.0, *(until.get(part, 0.0) / _UNITS[unit] for _, until in times)]
+        for part in parts
+    ]
+    panel.stackplot(
+        xs,
+        heights,
+        colors=[_PART_COLOURS[part] for part in parts],
+        labels=[f"{part} {100 * last[part] / whole:.0f} %" for part in parts],
+    )
+    goodput = 100 * (last.get("device", 0.0) + last.get("dispatch", 0.0)) / whole
+    title = f"wall time ({unit}), goodput {goodput:.0f} %"
+    panel.set_title(title, fontsize=11, loc="left")

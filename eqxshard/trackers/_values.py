@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 #: Values that describe the run, not the model.
-SPEEDS = ("seconds", "examples_per_second")
+SPEEDS = ("seconds", "examples_per_second", "goodput")
 
 
 class Metric(NamedTuple):
@@ -22,6 +22,12 @@ def metrics(values: Mapping[str, float]) -> Iterator[Metric]:
         metric = Metric(kind, name, value) if slash else Metric("", key, value)
         if key != "epoch" and kind != "seconds" and metric.name not in SPEEDS:
             yield metric
+
+
+def times(values: Mapping[str, float]) -> dict[str, float]:
+    """The seconds of each part of the run since the last values."""
+    named = (key.partition("/") for key in values)
+    return {name: values[f"seconds/{name}"] for kind, _, name in named if kind == "seconds"}
 
 
 def is_evaluation(values: Mapping[str, float]) -> bool:

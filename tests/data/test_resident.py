@@ -128,7 +128,7 @@ class Recorder:
         self.lines = []
 
     def log(self, step, values):
-        times = re.compile("seconds|per_second")
+        times = re.compile("seconds|per_second|goodput")
         kept = {n: v for n, v in values.items() if not times.search(n)}
         self.lines.append((step, kept))
 

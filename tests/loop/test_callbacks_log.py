@@ -1,3 +1,4 @@
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +32,11 @@ def test_averaged_weights_are_evaluated_and_the_learning_rate_is_read():
     state = eqxshard.init_state(Layers, optim, key=jax.random.key(0), **WHERE)
     train_step = eqxshard.make_train_step(loss_fn, optim, **WHERE)
     recorder = Recorder()
+
+    def slowly(model):
+        time.sleep(0.1)
+        return evaluate(model)
+
     # Early stopping sees what callbacks before it, or after it, log.
     stopping = EarlyStopping("ema/bias", patience=10)
     state = eqxshard.fit(
@@ -42,9 +48,10 @@ def test_averaged_weights_are_evaluated_and_the_learning_rate_is_read():
         evaluate=evaluate,
         evaluate_every=4,
         trackers=[recorder],
-        callbacks=[stopping, EvaluateEMA(evaluate), LearningRate()],
+        callbacks=[stopping, EvaluateEMA(slowly), LearningRate()],
     )
     lines = [values for _, values in recorder.lines]
+    assert lines[1]["seconds/callbacks"] < 0.1 <= lines[1]["seconds/evaluation"]
     found = [line.get("ema/bias") for line in lines]
     assert found[0] is None and found[1] != lines[1]["eval/bias"]
     assert found[2] == evaluate(eqxshard.ema_model(state))["bias"]

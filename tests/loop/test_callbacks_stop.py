@@ -64,7 +64,7 @@ def test_a_metric_that_is_never_there_is_an_error():
         fit(EarlyStopping("eval/scroe", patience=3), SCORES)
     message = "EarlyStopping waits for 'eval/scroe', which the report of step 2 does not"
     assert str(error.value).startswith(message)
-    assert str(error.value).endswith("seconds/log, eval/score.")
+    assert str(error.value).endswith("train/examples_per_second, eval/score.")
 
 
 @pytest.mark.parametrize("options", [{"patience": 0}, {"min_delta": -1}, {"mode": "best"}])

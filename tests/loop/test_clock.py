@@ -1,5 +1,6 @@
-"""Where the time between reports goes: by a clock that is told, and in real runs."""
+"""Where the time of a run goes: by a clock that is told, and in real runs."""
 
+import threading
 import time
 from contextlib import closing
 from functools import cache
@@ -10,15 +11,20 @@ import jax
 import numpy as np
 import pytest
 from helpers import make_mesh
-from loop_helpers import Recorder, fresh, make_loader
+from loop_helpers import Recorder, fresh, make, make_loader
 
 import eqxshard
 from eqxshard.callbacks import Every
-from eqxshard.loop._clock import Clock
+from eqxshard.loop._clock import Clock, describe_time, goodput
 from eqxshard.trackers._values import metrics
 
-PHASES = [f"seconds/{phase}" for phase in ("data", "dispatch", "device", "log")]
+PARTS = ["data", "dispatch", "device", "compile", "evaluation", "checkpoint"]
+PARTS += ["callbacks", "log", "other"]
+NONE = dict.fromkeys(PARTS, 0.0)
 LONG = 0.2
+
+
+# A clock that is told
 
 
 @pytest.fixture
@@ -29,22 +35,285 @@ def now(monkeypatch):
     return times
 
 
-def test_each_moment_counts_for_one_phase_or_none(now):
+def test_each_moment_counts_for_one_part(now):
     clock = Clock()
     now[0] += 1
-    clock.lap("data")
+    clock.enter("data")
     now[0] += 2
-    clock.lap("device")
+    clock.enter("device")
     now[0] += 4
-    clock.lap("data")
+    clock.enter("data")
     now[0] += 8
-    clock.skip()
+    assert clock.read() == {**NONE, "other": 1, "data": 10, "device": 4}
     now[0] += 16
-    clock.lap("log")
-    assert clock.read() == {"data": 5, "dispatch": 0, "device": 2, "log": 16}
+    clock.enter("dispatch")
     now[0] += 32
-    clock.lap("dispatch")
-    assert clock.read() == {"data": 0, "dispatch": 32, "device": 0, "log": 0}
+    assert clock.read() == {**NONE, "data": 16, "dispatch": 32}
+    assert clock.totals == {**NONE, "other": 1, "data": 26, "device": 4, "dispatch": 32}
+    assert sum(clock.totals.values()) == now[0] - 100
+    assert goodput(clock.totals) == 36 / 63
+
+
+def compiles(seconds, what="jaxpr_trace_duration"):
+    """As JAX reports it when it has traced or compiled something."""
+    name = f"/jax/core/compile/{what}"
+    jax.monitoring.record_event_duration_secs(name, seconds, fun_name="step")
+
+
+def test_what_compiles_is_taken_from_the_part_that_it_interrupts(now):
+    with Clock() as clock:
+        clock.enter("dispatch")
+        now[0] += 1
+        # A function, in which another one was traced, which had another one inside.
+        now[0] += 2
+        compiles(2.0)
+        now[0] += 1
+        compiles(3.0)
+        now[0] += 4
+        compiles(8.0)
+        now[0] += 16
+        compiles(16.0, "backend_compile_duration")
+        now[0] += 32
+        clock.enter("evaluation")
+        now[0] += 64
+        compiles(60.0, "backend_compile_duration")
+        # Others are no compilations, or take no time of this thread.
+        jax.monitoring.record_event_duration_secs("/jax/compilation_cache/saved", 4.0)
+        thread = threading.Thread(target=compiles, args=(4.0,))
+        thread.start()
+        thread.join()
+        found = clock.read()
+    compiles(4.0)
+    assert found == {**NONE, "dispatch": 32, "compile": 24 + 60, "evaluation": 4}
+    assert clock.read() == NONE
+
+
+def test_a_clock_that_is_set_back_makes_no_part_negative(now):
+    with Clock() as clock:
+        clock.enter("dispatch")
+        now[0] += 1
+        compiles(5.0)
+        compiles(-5.0)
+        assert clock.read() == {**NONE, "compile": 1}
+
+
+def test_a_clock_ends_although_all_listeners_are_gone():
+    with Clock():
+        jax.monitoring.clear_event_listeners()
+
+
+# Runs
+
+
+@pytest.fixture
+def takes(now):
+    """Lets some seconds pass, and returns a result."""
+
+    def wait(seconds, result: Any = None):
+        now[0] += seconds
+        return result
+
+    return wait
+
+
+class Batches:
+    """A loader without a length."""
+
+    def __init__(self, takes):
+        self.takes = takes
+
+    def seek(self, step):
+        self.takes(0.5)
+
+    def __iter__(self):
+        with closing(iter(make_loader())) as batches:
+            try:
+                for batch in batches:
+                    yield self.takes(10, batch)
+            finally:
+                self.takes(1.5)
+
+
+class SlowTracker(Recorder):
+    def __init__(self, takes):
+        super().__init__()
+        self.takes = takes
+
+    def log(self, step, values):
+        super().log(step, values)
+        self.takes(1e5)
+
+    def close(self):
+        self.takes(2e4)
+
+
+class SlowCallback(eqxshard.callbacks.Callback):
+    every = 2
+
+    def __init__(self, takes):
+        self.takes = takes
+
+    def after_step(self, run):
+        self.takes(1e4)
+
+    after_report = after_save = after_step
+
+    def close(self):
+        self.takes(1e4)
+
+
+def all_times(recorder):
+    """The seconds of each part, of all reports."""
+    lines = [values for _, values in recorder.lines]
+    return {part: sum(line[f"seconds/{part}"] for line in lines) for part in PARTS}
+
+
+@pytest.fixture
+def printed(monkeypatch):
+    """The seconds of each part that a run prints the shares of."""
+    seconds = {}
+
+    def describe(totals):
+        seconds.update(totals)
+        return "(times)"
+
+    monkeypatch.setattr("eqxshard.loop._report.describe_time", describe)
+    return seconds
+
+
+def near(**seconds):
+    """These, but for what JAX may have compiled."""
+    return pytest.approx({**NONE, **seconds}, abs=1.0)
+
+
+def test_the_parts_of_a_run_add_up_to_its_time(now, takes, tmp_path, monkeypatch, printed):
+    save, close = eqxshard.Checkpointer.save, eqxshard.Checkpointer.close
+    slow_save = lambda *args, **kwargs: takes(1e6, save(*args, **kwargs))  # noqa: E731
+    monkeypatch.setattr(eqxshard.Checkpointer, "save", slow_save)
+    monkeypatch.setattr(eqxshard.Checkpointer, "close", lambda c: takes(5e6, close(c)))
+    state, train_step = fresh()
+    tracker, start = SlowTracker(takes), now[0]
+    eqxshard.fit(
+        state,
+        lambda *args: takes(100, train_step(*args)),
+        Batches(takes),
+        steps=4,
+        log_every=2,
+        evaluate=lambda model: takes(1_000, {}),
+        evaluate_every=2,
+        checkpointer=eqxshard.Checkpointer(tmp_path, save_interval_steps=2),
+        trackers=[tracker],
+        callbacks=[SlowCallback(takes)],
+    )
+    assert printed == near(
+        # With the 1.5 s in which the loader ends.
+        data=41.5,
+        dispatch=400,
+        evaluation=2_000,
+        checkpoint=7e6,
+        callbacks=7e4,
+        log=2.2e5,
+        other=0.5,
+    )
+    assert sum(printed.values()) == pytest.approx(now[0] - start)
+    # Reports have what came before them.
+    assert [step for step, _ in tracker.lines] == [2, 4]
+    found = all_times(tracker)
+    assert found == near(
+        data=40,
+        dispatch=400,
+        evaluation=2_000,
+        checkpoint=1e6,
+        callbacks=5e4,
+        log=1e5,
+        other=0.5,
+    )
+    assert tracker.lines[-1][1]["goodput"] == pytest.approx(goodput(found))
+
+
+def test_an_evaluation_is_in_the_report_of_its_step(takes):
+    state, train_step = fresh()
+    recorder = Recorder()
+    eqxshard.fit(
+        state,
+        lambda *args: takes(2, train_step(*args)),
+        make_loader(),
+        steps=8,
+        log_every=2,
+        evaluate=lambda model: takes(16, {"one": 1.0}),
+        evaluate_every=4,
+        trackers=[recorder],
+    )
+    # The report of step 2 is sent while step 3 runs.
+    found = {step: (v["train/seconds"], v["goodput"]) for step, v in recorder.lines}
+    assert found == {2: (6, 1), 4: (2, 8 / 24), 6: (6, 14 / 30), 8: (2, 16 / 48)}
+
+
+def fails(run):
+    raise RuntimeError("a bug")
+
+
+@pytest.mark.parametrize("at", [1, 4])
+def test_a_run_that_an_error_ends_tells_its_time(takes, capfd, at):
+    state, train_step = fresh()
+    recorder = Recorder()
+    with pytest.raises(RuntimeError, match="a bug"):
+        eqxshard.fit(
+            state,
+            lambda *args: takes(3, train_step(*args)),
+            Batches(takes),
+            steps=6,
+            evaluate=fails if at == 4 else None,
+            evaluate_every=4,
+            trackers=[recorder],
+            callbacks=[Every(1, fails)] if at == 1 else [],
+        )
+    assert [step for step, _ in recorder.lines] == ([4] if at == 4 else [])
+    err = capfd.readouterr().err
+    if at == 4:
+        # Of 4 steps, and 4 batches.
+        assert all_times(recorder) == near(data=40, dispatch=12, other=2)
+        assert err == "goodput 22 % of 54.0 s | data 74 % | other 4 %\n"
+    else:
+        assert recorder.lines == [] and err == ""
+
+
+def test_only_the_main_process_prints(takes, capfd, monkeypatch):
+    monkeypatch.setattr("eqxshard.loop._report.is_main_process", lambda: False)
+    state, train_step = fresh()
+    eqxshard.fit(state, lambda *args: takes(1, train_step(*args)), make_loader(), steps=1)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_run_without_steps_has_no_goodput(capfd):
+    state, train_step = fresh()
+    eqxshard.fit(state, train_step, make_loader(), steps=1)
+    assert capfd.readouterr().err.startswith("goodput ")
+    state, train_step = fresh()
+    state = eqx.tree_at(lambda s: s.step, state, state.step + 1)
+    eqxshard.fit(state, train_step, make_loader(), steps=1)
+    assert capfd.readouterr().err == ""
+
+
+def test_the_first_step_compiles_and_later_ones_do_not():
+    state, train_step = make()
+    for resident in (False, True):
+        times = []
+        for steps in (2, 4):
+            loader = make_loader(placement="device" if resident else "host")
+            recorder = Recorder()
+            state = eqxshard.fit(
+                state,
+                train_step,
+                loader,
+                steps=steps + 4 * resident,
+                log_every=2,
+                trackers=[recorder],
+            )
+            times.append(all_times(recorder))
+        first, second = times
+        assert first["compile"] > 5 * (sum(first.values()) - first["compile"])
+        assert second["compile"] < 0.1 * first["compile"]
 
 
 def wait(result: Any = None):
@@ -65,68 +334,21 @@ def slow_on_devices():
     return jax.jit(compute)
 
 
-class Batches:
-    """A loader without a length."""
-
-    def __init__(self, slow):
-        self.slow = slow
-
-    def seek(self, step):
-        self.batches = iter(make_loader())
-
-    def __iter__(self):
-        with closing(self.batches):
-            for batch in self.batches:
-                yield wait(batch) if self.slow else batch
-
-
-class Waits(Recorder):
-    def log(self, step, values):
-        wait()
-        super().log(step, values)
-
-
-def times(slow):
-    """The times in the second report of a run of which one part is slow."""
+def test_slow_devices_are_told_from_dispatch():
     state, train_step = fresh()
 
     def step(state, batch):
-        if slow == "dispatch":
-            wait()
         state, metrics = train_step(state, batch)
-        if slow == "device":
-            weight = slow_on_devices()(metrics.weight)
-            metrics = eqx.tree_at(lambda m: m.weight, metrics, weight)
-        return state, metrics
+        weight = slow_on_devices()(metrics.weight)
+        return state, eqx.tree_at(lambda m: m.weight, metrics, weight)
 
-    recorder = Waits() if slow == "tracker" else Recorder()
-    eqxshard.fit(
-        state,
-        step,
-        Batches(slow == "data"),
-        steps=4,
-        log_every=2,
-        evaluate=(lambda model: wait({})) if slow == "evaluation" else None,
-        evaluate_every=2,
-        trackers=[recorder],
-        callbacks=[Every(1, lambda run: wait())] if slow == "callback" else [],
-    )
-    (_, first), (_, second) = recorder.lines
-    assert [name for name in first if name.startswith("seconds/")] == PHASES
-    return second
-
-
-def longest(found):
-    return max(PHASES, key=lambda name: found[name])
-
-
-@pytest.mark.parametrize("phase", ["data", "dispatch", "device"])
-def test_a_slow_part_of_each_step_is_told_from_the_others(phase):
-    found = times(phase)
-    # A report comes when the next step is dispatched, so one step is in the second.
-    assert found[f"seconds/{phase}"] >= LONG and longest(found) == f"seconds/{phase}"
-    # The rest is Python between the steps.
-    assert 0 <= found["train/seconds"] - sum(found[name] for name in PHASES[:3]) < LONG
+    recorder = Recorder()
+    options: Any = {"steps": 4, "log_every": 2, "trackers": [recorder]}
+    eqxshard.fit(state, step, make_loader(), **options)
+    # The first report may have what compiled.
+    _, (_, found) = recorder.lines
+    times = {part: found[f"seconds/{part}"] for part in PARTS}
+    assert times["device"] >= LONG and max(PARTS, key=lambda part: times[part]) == "device"
 
 
 class Weight(np.ndarray):
@@ -156,19 +378,17 @@ def test_at_most_two_steps_of_any_kind_are_in_flight():
     assert events == ["step 1", "step 2", "wait 1", "step 3", "wait 2", "step 4"]
 
 
-def test_callbacks_and_trackers_count_as_log():
-    found = times("callback")
-    assert found["seconds/log"] >= 2 * LONG and longest(found) == "seconds/log"
-    # That of the first report, which is not training time.
-    found = times("tracker")
-    assert found["seconds/log"] >= LONG > found["train/seconds"]
+def test_the_line_names_the_largest_losses_first():
+    seconds = {**NONE, "device": 60.0, "dispatch": 33.0, "data": 1.0, "compile": 6.0}
+    line = "goodput 93 % of 1 min 40 s | compile 6 % | data 1 %"
+    assert describe_time(seconds) == line
+    assert describe_time({**NONE, "other": 59.9}) == "goodput 0 % of 59.9 s | other 100 %"
+    assert describe_time({**NONE, "device": 10_859.0}) == "goodput 100 % of 3 h 0 min"
 
 
-def test_evaluations_do_not_count():
-    found = times("evaluation")
-    assert sum(found[name] for name in PHASES) < LONG
-
-
-def test_the_progress_bar_and_curves_leave_them_out():
-    values = dict.fromkeys([*PHASES, "train/loss"], 1.0)
+def test_metrics_leave_times_out():
+    values = {f"seconds/{part}": 1.0 for part in PARTS} | {
+        "goodput": 1.0,
+        "train/loss": 1.0,
+    }
     assert [metric.name for metric in metrics(values)] == ["loss"]

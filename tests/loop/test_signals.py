@@ -1,6 +1,7 @@
 """SIGTERM and SIGINT: the state is saved, and the run ends as the signal would end it."""
 
 import os
+import re
 import signal
 import sys
 
@@ -55,6 +56,7 @@ def test_a_signal_saves_and_ends_the_run(running, tmp_path, number):
     assert out.splitlines()[-2:] == [f"step {step}", "closed"]
     assert "stopping after this step, to save a checkpoint; a second signal" in err
     assert f"stopped after step {step}; the checkpoint of step {step} is saved." in err
+    assert re.search(r"^goodput \d+ % of \d+\.\d s \| ", err, re.MULTILINE), err
     if number == signal.SIGTERM:
         assert running.returncode == 128 + signal.SIGTERM
         assert "Traceback" not in err

@@ -28,6 +28,16 @@ def test_a_part_of_an_epoch_counts_as_a_part():
     assert found == {"seconds_per_epoch": 4.0, "examples_per_second": 25.0}
 
 
+def test_the_wall_time_is_that_of_all_lines():
+    history: list[dict[str, Any]] = [
+        {"epoch": 0.5, "seconds/device": 2.0, "seconds/dispatch": 1.0, "seconds/log": 1.0},
+        {"epoch": 1.0, "seconds/device": 1.0, "seconds/dispatch": 0.0, "seconds/log": 3.0},
+    ]
+    found = summarize(history, 100, "examples")
+    assert found["seconds"] == {"device": 3.0, "dispatch": 1.0, "log": 4.0}
+    assert found["goodput"] == 0.5
+
+
 @pytest.mark.parametrize("history", [[], [{"epoch": 1.0, "eval/loss": 2.0}]])
 def test_a_run_without_times_has_no_speed(history):
     assert math.isnan(summarize(history, 100, "examples")["seconds_per_epoch"])

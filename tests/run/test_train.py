@@ -101,7 +101,7 @@ def test_the_summary_says_how_it_was_made(finished):
     assert summary.keys() == {
         *("test_accuracy", "test_accuracy_by_epoch", "test_loss", "test_loss_by_epoch"),
         *("seconds_per_epoch", "points_per_second", "data", "devices", "parameters"),
-        *("settings", "versions"),
+        *("settings", "versions", "seconds", "goodput"),
     }
     assert len(summary["test_loss_by_epoch"]) == 2
     assert summary["points_per_second"] == EXAMPLES / summary["seconds_per_epoch"]

@@ -4,6 +4,7 @@ import sys
 import numpy as np
 import pytest
 from matplotlib import image
+from matplotlib.figure import Figure
 
 import eqxshard
 from eqxshard.trackers import Curves
@@ -55,6 +56,31 @@ def test_each_metric_has_a_panel_but_speed_has_none(tmp_path):
         sizes[len(names)] = size(tmp_path / "c.png")
     assert sizes[1][0] < sizes[2][0] < sizes[3][0] == sizes[4][0]
     assert sizes[1][1] == sizes[2][1] == sizes[3][1] < sizes[4][1]
+
+
+def test_the_wall_time_has_a_panel(tmp_path, monkeypatch):
+    figures = []
+
+    def new_figure(**options):
+        figures.append(Figure(**options))
+        return figures[-1]
+
+    monkeypatch.setattr("matplotlib.figure.Figure", new_figure)
+    tracker = Curves(tmp_path / "c.png")
+    times = {"seconds/device": 90.0, "seconds/compile": 60.0, "goodput": 0.6}
+    tracker.log(5, {"epoch": 0.5, "train/loss": 1.0, **times})
+    # One that is too short to be seen.
+    times = {"seconds/device": 140.0, "seconds/compile": 0.0, "seconds/data": 10.0}
+    tracker.log(10, {"epoch": 1.0, **times, "seconds/log": 0.1, "goodput": 0.77})
+    tracker.close()
+    loss_panel, panel = figures[-1].axes
+    assert loss_panel.get_title("left") == "loss"
+    assert panel.get_title("left") == "wall time (min), goodput 77 %"
+    labels = [text.get_text() for text in panel.get_legend().get_texts()]
+    assert labels == ["device 77 %", "data 3 %", "compile 20 %"]
+    tops = [area.get_paths()[0].vertices for area in panel.collections]
+    assert [top[:, 1].max() for top in tops] == pytest.approx([230 / 60, 4.0, 5.0])
+    assert [top[:, 0].max() for top in tops] == [1.0, 1.0, 1.0]
 
 
 def slope(path):
