@@ -45,7 +45,6 @@ USES = {"run": {"trackers"}}
 
 #: Modules without a test file of their own, and where they are tested.
 TESTED_ELSEWHERE = {
-    "inspect/_hlo.py": "testing/test_collectives.py, which counts what it finds",
     "inspect/_tables.py": "inspect/test_explanation.py, which prints tables",
     "loop/_protocols.py": "protocols have no code",
     "parallel/_one_f_one_b.py": "parallel/test_pipeline.py, beside the other schedule",

@@ -1,96 +1,234 @@
-"""The collectives in the text of a compiled module."""
+"""The text of a compiled module: its instructions, and how often each one runs."""
 
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
-KINDS = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
-
-# An instruction: `%name = type kind(operands), attributes`. Of an asynchronous pair, the
-# `-done` half counts, whose type is that of the result.
-_INSTRUCTION = re.compile(
-    rf'\s+(?:ROOT )?%?\S+ = ([^%"]*?) ({"|".join(KINDS)})(?:-done)?\('
-)
+_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([^\s=]+) = (.*)$")
+_OPCODE = re.compile(r" ([a-z][\w-]*)\(")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([^\s(]+) .*\{$")
 _CALLED = re.compile(
     r"(body|condition|to_apply|calls|\w+_computations?)=(?:%([\w.-]+)|\{(%[^}]*)\})"
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _SHAPE = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
+_FRAME = re.compile(r"stack_frame_id=(\d+)")
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 
 
-class Operation(NamedTuple):
-    """A collective in a compiled module.
+class Shape(NamedTuple):
+    """The type of an array, such as `f32[8,64]`."""
 
-    - `kind`: such as `all-gather`.
-    - `shapes`: of its results on each device, such as `f32[64,64]`.
-    - `bytes`: of these results.
-    - `times`: how often one call of the module runs it; `None` if the text does not say.
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Its bytes; `pred` has one for each element, and `token` has none."""
+        bits = re.search(r"\d+", self.dtype)
+        each = int(bits[0]) if bits else 8 * (self.dtype == "pred")
+        return -(-math.prod(self.dims) * each // 8)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.dims))}]"
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """`%name = type opcode(operands), attributes`."""
+
+    name: str
+    computation: str
+    type: str
+    opcode: str
+    #: What is between the parentheses: of a constant its value.
+    content: str
+    attributes: str
+
+    @functools.cached_property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The types of its results."""
+        return parse_shapes(self.type)
+
+    @functools.cached_property
+    def operands(self) -> tuple[str, ...]:
+        """The names of its operands."""
+        # Some compilers write their types, too.
+        return tuple(re.findall(r"%([\w.-]+)", self.content))
+
+    @property
+    def op_name(self) -> str:
+        """Where in the program it is from, such as `jit(f)/jvp()/dot_general`."""
+        found = _OP_NAME.search(self.attributes)
+        return found[1] if found else ""
+
+    def attribute(self, name: str) -> str | None:
+        """An attribute that is written as `name={...}` or `name=word`."""
+        found = re.search(rf"\b{name}=(\{{[^}}]*\}}|[^,\s]+)", self.attributes)
+        return found[1] if found else None
+
+    def called(self) -> Iterator[tuple[str, str]]:
+        """The computations that it calls, each after what it calls it for."""
+        for attribute, one, several in _CALLED.findall(self.attributes):
+            for name in [one] if one else re.findall(r"%([\w.-]+)", several):
+                yield attribute, name
+
+
+def parse_shapes(text: str) -> tuple[Shape, ...]:
+    """The types of arrays in the type of a result."""
+    # A dim of dynamic size is written `<=8`.
+    return tuple(
+        Shape(dtype, tuple(int(n) for n in re.findall(r"\d+", dims)))
+        for dtype, dims in _SHAPE.findall(text)
+    )
+
+
+@dataclass(frozen=True)
+class Module:
+    """A compiled module.
+
+    - `entry`: the name of the computation that a call runs.
+    - `computations`: the instructions of each, in the order in which they run.
+    - `frames`: of each frame of a stack, by number: its file, its line, and the number of
+        the frame that called it.
     """
 
-    kind: str
-    shapes: tuple[str, ...]
-    bytes: int
-    times: int | None
+    entry: str
+    computations: Mapping[str, tuple[Instruction, ...]]
+    frames: Mapping[int, tuple[str, int, int]]
 
+    @functools.cached_property
+    def by_name(self) -> Mapping[tuple[str, str], Instruction]:
+        """Each instruction, by its computation and its name."""
+        return {(x.computation, x.name): x for x in self.instructions()}
 
-def find_collectives(text: str) -> Iterator[Operation]:
-    """The collectives of a compiled module, from its text."""
-    entry, here = "", ""
-    found: list[tuple[str, str, str]] = []
-    # The callers of each computation, and how often one run of the caller runs it.
-    callers: dict[str, list[tuple[str, int | None]]] = {}
-    for line in text.splitlines():
-        header = _COMPUTATION.match(line)
-        if header:
-            here = header[2]
-            entry = here if header[1] else entry
-            continue
-        if instruction := _INSTRUCTION.match(line):
-            found.append((here, instruction[2], instruction[1]))
-        for attribute, one, several in _CALLED.findall(line):
-            factor: int | None = 1
-            if attribute in ("body", "condition"):
-                trips = _TRIPS.search(line)
-                factor = int(trips[1]) if trips else None
-            for name in [one] if one else re.findall(r"%([\w.-]+)", several):
-                callers.setdefault(name, []).append((here, factor))
+    def instructions(self) -> Iterator[Instruction]:
+        """All instructions."""
+        for instructions in self.computations.values():
+            yield from instructions
 
-    @functools.cache
-    def runs(computation: str) -> int | None:
-        if computation == entry:
+    def times(self, computation: str) -> int | None:
+        """How often one call of the module runs a computation; `None` if not known."""
+        if computation == self.entry:
             return 1
         total = 0
-        for caller, factor in callers.get(computation, []):
-            outer = runs(caller)
+        for caller in self.callers.get(computation, ()):
+            outer, factor = self.times(caller.computation), self.trips(caller)
             if outer is None or factor is None:
                 return None
             total += outer * factor
         return total
 
-    for computation, kind, result in found:
-        shapes = _SHAPE.findall(result)
-        yield Operation(
-            kind=kind,
-            shapes=tuple(f"{dtype}[{dims}]" for dtype, dims in shapes),
-            bytes=sum(_bytes(dtype, dims) for dtype, dims in shapes),
-            times=runs(computation),
+    def in_loop(self, computation: str) -> bool:
+        """Whether a computation is part of the body of a loop."""
+        return any(
+            caller.opcode == "while" or self.in_loop(caller.computation)
+            for caller in self.callers.get(computation, ())
         )
 
+    @functools.cached_property
+    def callers(self) -> Mapping[str, tuple[Instruction, ...]]:
+        """The instructions that call each computation."""
+        found: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions():
+            for _, name in instruction.called():
+                found.setdefault(name, []).append(instruction)
+        return {name: tuple(callers) for name, callers in found.items()}
 
-def _bytes(dtype: str, dims: str) -> int:
-    bits = re.search(r"\d+", dtype)
-    count = math.prod(int(n) for n in re.findall(r"\d+", dims))
-    # `pred` has a byte for each element, and `token` has no elements.
-    each = int(bits[0]) if bits else 8 * (dtype == "pred")
-    return -(-count * each // 8)
+    def trips(self, caller: Instruction) -> int | None:
+        """How often an instruction runs what it calls."""
+        if caller.opcode != "while":
+            return 1
+        if trips := _TRIPS.search(caller.attributes):
+            return int(trips[1])
+        return self._trips_of_condition(caller)
+
+    def _trips_of_condition(self, loop: Instruction) -> int | None:
+        """The bound of a loop that counts up from zero, as those of `lax.scan` do."""
+        condition = self.computations.get(dict(loop.called()).get("condition", ""), ())
+        bounds = [x.content for x in condition if x.opcode == "constant"]
+        compares = any(
+            "direction=LT" in x.attributes
+            for name in [*(c for x in condition for _, c in x.called())]
+            for x in self.computations.get(name, ())
+        ) or any("direction=LT" in x.attributes for x in condition)
+        # Anything else may end at any time.
+        plain = all(
+            x.opcode in ("parameter", "get-tuple-element", "constant", "compare", "fusion")
+            for x in condition
+        )
+        if compares and plain and len(bounds) == 1 and bounds[0].isdigit():
+            return int(bounds[0])
+        return None
+
+    def stack(self, instruction: Instruction) -> Iterator[tuple[str, int]]:
+        """The lines of code that an instruction is from, innermost first."""
+        found = _FRAME.search(instruction.attributes)
+        frame, seen = int(found[1]) if found else 0, set[int]()
+        while frame in self.frames and frame not in seen:
+            seen.add(frame)
+            file, line, frame = self.frames[frame]
+            yield file, line
+
+
+def parse_module(text: str) -> Module:
+    """Parse the text of a compiled module."""
+    entry, here = "", ""
+    computations: dict[str, list[Instruction]] = {}
+    for line in text.splitlines():
+        if header := _COMPUTATION.match(line):
+            here = header[2]
+            entry = here if header[1] else entry
+            computations[here] = []
+        elif here and (found := _INSTRUCTION.match(line)):
+            instruction = _parse_instruction(found[1], here, found[2])
+            if instruction is not None:
+                computations[here].append(instruction)
+    fixed = {name: tuple(content) for name, content in computations.items()}
+    return Module(entry, fixed, _parse_frames(text))
+
+
+def _parse_instruction(name: str, computation: str, rest: str) -> Instruction | None:
+    opcode = _OPCODE.search(rest)
+    if opcode is None:
+        return None
+    depth, end = 1, opcode.end()
+    for end in range(opcode.end(), len(rest)):
+        depth += {"(": 1, ")": -1}.get(rest[end], 0)
+        if depth == 0:
+            break
+    content = rest[opcode.end() : end]
+    type_ = rest[: opcode.start()]
+    return Instruction(name, computation, type_, opcode[1], content, rest[end + 1 :])
+
+
+def _parse_frames(text: str) -> dict[int, tuple[str, int, int]]:
+    """The tables at the head of the text: names of files, places in them, frames."""
+    files = {
+        int(i): name for i, name in re.findall(r'^(\d+) "(.*)"$', _part(text, 0), re.M)
+    }
+    places = {
+        int(i): (files.get(int(file), ""), int(line))
+        for i, file, line in re.findall(
+            r"^(\d+) \{file_name_id=(\d+).*? line=(\d+)", _part(text, 1), re.M
+        )
+    }
+    found = re.findall(
+        r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", _part(text, 2), re.M
+    )
+    # Of a frame that nothing called, some versions write 1, and all others are one too
+    # high with it.
+    above = 0 if any(int(up or 0) == 0 for _, _, up in found) else 1
+    return {int(i): (*places[int(at)], int(up or 0) - above) for i, at, up in found}
+
+
+def _part(text: str, number: int) -> str:
+    """One of the tables at the head."""
+    head = ("\nFileNames\n", "\nFileLocations\n", "\nStackFrames\n")[number]
+    start = text.find(head)
+    return (
+        text[start + len(head) : text.find("\n\n", start + len(head))] if start >= 0 else ""
+    )

@@ -1,13 +1,16 @@
 """Collectives: the communication of a compiled step."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 from rich.table import Table
 
-from ..inspect._hlo import KINDS, find_collectives
+from ..inspect._communication import KINDS, Operation, find_collectives
+from ..inspect._hlo import parse_module
 from ..inspect._tables import render
 from ..sharding._text import comma_list, did_you_mean
 
@@ -22,12 +25,15 @@ class Collective:
     - `bytes`: of these results.
     - `times`: how often a call runs it: more than once in the body of a loop, `None` if
         the compiled text does not give the loop's trip count.
+    - `axes`: the axes of the mesh along which devices take part together; `None` if the
+        mesh is not known, or the compiled text does not say.
     """
 
     kind: str
     shapes: tuple[str, ...]
     bytes: int
     times: int | None
+    axes: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -70,14 +76,15 @@ class Collectives:
         rows: dict[Collective, int] = {}
         for op in sorted(self.ops, key=lambda op: (KINDS.index(op.kind), -op.bytes)):
             rows[op] = rows.get(op, 0) + 1
-        table = Table("kind")
+        table = Table("kind", "axes")
         for column in ("count", "times per call", "bytes"):
             table.add_column(column, justify="right")
         table.add_column("shapes", overflow="fold")
         for op, count in rows.items():
             times = "?" if op.times is None else str(count * op.times)
             size = f"{count * op.bytes:,}"
-            table.add_row(op.kind, str(count), times, size, " ".join(op.shapes))
+            axes = "?" if op.axes is None else ", ".join(op.axes)
+            table.add_row(op.kind, axes, str(count), times, size, " ".join(op.shapes))
         return render(table)
 
 
@@ -109,8 +116,33 @@ def collectives(step: Any, /, *args: Any) -> Collectives:
     """
     if not isinstance(step, jax.stages.Compiled):
         step = step.lower(*args).compile()
-    found = find_collectives(step.as_text() or "")
-    return Collectives(tuple(Collective(*operation) for operation in found))
+    mesh = _mesh_of(step)
+    sizes = {} if mesh is None else dict(mesh.shape)
+    found = find_collectives(parse_module(step.as_text() or ""), math.prod(sizes.values()))
+    return Collectives(tuple(_describe(operation, sizes) for operation in found))
+
+
+def _mesh_of(compiled: Any) -> Mesh | None:
+    """The mesh that the arguments or results of a compiled function are on."""
+    given = (
+        getattr(compiled, "input_shardings", ()),
+        getattr(compiled, "output_shardings", ()),
+    )
+    for sharding in jax.tree.leaves(given):
+        mesh = getattr(sharding, "mesh", None)
+        if isinstance(mesh, Mesh):
+            return mesh
+    return None
+
+
+def _describe(operation: Operation, sizes: Mapping[str, int]) -> Collective:
+    return Collective(
+        kind=operation.kind,
+        shapes=tuple(map(str, operation.shapes)),
+        bytes=operation.bytes,
+        times=operation.times,
+        axes=operation.axes(sizes) if sizes else None,
+    )
 
 
 def assert_collectives(

@@ -97,6 +97,15 @@ def test_no_device_receives_activations_of_other_examples(gpus, model, mesh):
 
 
 @pytest.mark.parametrize("mesh", MESHES)
+def test_parameters_are_gathered_along_the_axes_that_split_the_batch(gpus, mesh):
+    ops = step_collectives("LayerNorm", mesh, gpus, TENSOR)
+    assert {op.axes for op in ops if op.kind == "all-gather"} == {("fsdp",)}
+    assert all(op.axes for op in ops)
+    sizes = MESHES[mesh]
+    assert any("tensor" in (op.axes or ()) for op in ops) == ("tensor" in sizes)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("model", TABLES)
 def test_nor_if_a_table_is_split_by_word(gpus, model, mesh):
     ops = step_collectives(model, mesh, gpus, BY_WORD)

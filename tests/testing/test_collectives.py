@@ -102,6 +102,8 @@ def test_collectives_of_a_step(split):
     gathered = {shape for op in found.ops if op.kind == "all-gather" for shape in op.shapes}
     assert gathered == {"f32[4,8]", "f32[4]", "f32[8]"}
     assert found.bytes["all-gather"] == 4 * (32 + 4 + 8)
+    assert {op.axes for op in found.ops if op.kind == "all-gather"} == {("fsdp",)}
+    assert " fsdp " in str(found)
     assert found.times == found.counts
     assert testing.assert_collectives(compiled, exactly=found.counts) == found
     reduces = found.counts["all-reduce"]

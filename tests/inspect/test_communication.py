@@ -1,0 +1,62 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from eqxshard.inspect._communication import find_collectives
+from eqxshard.inspect._hlo import parse_module
+
+HEAD = "ENTRY %main (x: f32[8]) -> f32[8] {\n  %x = f32[8]{0} parameter(0)\n"
+#: What each device of a group of four sends, in bytes.
+SENT = {
+    "all-gather": ("f32[64]", 64 * 3),
+    "reduce-scatter": ("f32[64]", 256 * 3),
+    "all-reduce": ("f32[64]", 2 * 64 * 3),
+    "all-to-all": ("f32[64]", 64 * 3),
+    "collective-permute": ("f32[64]", 256),
+}
+
+
+@pytest.mark.parametrize("kind", SENT)
+def test_what_a_device_sends(kind):
+    shape, sent = SENT[kind]
+    pairs = "source_target_pairs={{0,1},{1,2},{2,3},{3,0}}"
+    groups = pairs if "permute" in kind else "replica_groups=[2,4]<=[8]"
+    line = (
+        f"  ROOT %y = {shape}{{0}} {kind}(%x), channel_id=1, {groups}, dimensions={{0}}\n"
+    )
+    (op,) = find_collectives(parse_module(HEAD + line + "}\n"), 8)
+    assert (op.kind, op.bytes, op.sent) == (kind, 256, sent)
+
+
+def test_an_asynchronous_pair_has_the_groups_of_its_start():
+    lines = (
+        "  %s = (f32[8], f32[32]) all-gather-start(%x), replica_groups={{0,1},{2,3}}, a=1\n"
+        "  ROOT %d = f32[32] all-gather-done(%s)\n}\n"
+    )
+    (op,) = find_collectives(parse_module(HEAD + lines), 4)
+    assert op.groups is not None and op.groups.tolist() == [[0, 1], [2, 3]]
+    assert (op.start.name, op.result.name, op.bytes) == ("s", "d", 128)
+
+
+def test_collectives_in_loops_are_told_apart():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.sharding.NamedSharding(mesh, jax.P("x"))
+    whole = jax.sharding.NamedSharding(mesh, jax.P())
+
+    def fn(x):
+        def body(x, _):
+            x = jax.lax.with_sharding_constraint(jnp.tanh(x), whole)
+            return jax.lax.with_sharding_constraint(x @ x, split), None
+
+        return jnp.sum(jax.lax.scan(body, x, None, length=3)[0])
+
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=split)
+    module = parse_module(jax.jit(fn).lower(x).compile().as_text() or "")
+    found = {op.kind: op for op in find_collectives(module, 8)}
+    assert {kind: (op.in_loop, op.times) for kind, op in found.items()} == {
+        "all-gather": (True, 3),
+        "all-reduce": (False, 1),
+    }
+    assert math.prod(found["all-gather"].shapes[0].dims) == 64 * 64

@@ -1,0 +1,90 @@
+import inspect
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from eqxshard.inspect._hlo import parse_module, parse_shapes
+
+
+def compiled(fn, *args):
+    return parse_module(jax.jit(fn).lower(*args).compile().as_text() or "")
+
+
+def products(module):
+    """The matrix products, and how often each runs."""
+    found = [x for x in module.instructions() if x.opcode == "dot"]
+    return {x.computation: module.times(x.computation) for x in found}
+
+
+def repeat(x, times):
+    return jax.lax.scan(lambda x, _: (jnp.tanh(x @ x), None), x, None, length=times)[0]
+
+
+X = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+
+
+def test_the_body_of_a_loop_runs_as_often_as_the_loop():
+    module = compiled(lambda x: repeat(repeat(x, 5) @ x, 3), X)
+    assert sorted(products(module).values(), key=str) == [1, 3, 5]
+    inside = {name: module.in_loop(name) for name in products(module)}
+    assert sorted(inside.values()) == [False, True, True]
+    assert not module.in_loop(module.entry)
+
+
+def test_without_trip_counts_the_condition_of_the_loop_says_them(monkeypatch):
+    text = jax.jit(lambda x: repeat(x, 7)).lower(X).compile().as_text() or ""
+    assert "known_trip_count" in text
+    module = parse_module(text.replace("known_trip_count", "other"))
+    assert list(products(module).values()) == [7]
+
+
+def test_loops_of_unknown_length_have_no_count():
+    def grow(x):
+        return jax.lax.while_loop(lambda x: jnp.sum(x) < 9.0, lambda x: x @ x, x)
+
+    assert list(products(compiled(grow, X)).values()) == [None]
+
+
+def test_instructions_lead_to_lines_of_code():
+    def innermost(x):
+        return x @ x  # This line.
+
+    module = compiled(lambda x: innermost(x), X)
+    (dot,) = [x for x in module.instructions() if x.opcode == "dot"]
+    lines, start = inspect.getsourcelines(innermost)
+    (offset,) = [i for i, line in enumerate(lines) if "# This line." in line]
+    (file, line), (caller, _), *_ = module.stack(dot)
+    assert (file, line) == (caller, start + offset) == (__file__, start + offset)
+    assert dot.op_name.endswith("dot_general")
+
+
+@pytest.mark.parametrize(
+    "text, dims, size",
+    [
+        ("f32[8,4]{1,0:T(8,128)}", (8, 4), 128),
+        ("bf16[3]", (3,), 6),
+        ("pred[<=5]", (5,), 5),
+        ("s4[3]", (3,), 2),
+        ("f8e4m3fn[2,2]", (2, 2), 4),
+        ("token[]", (), 0),
+    ],
+)
+def test_types_of_arrays(text, dims, size):
+    (shape,) = parse_shapes(text)
+    assert (shape.dims, shape.bytes) == (dims, size)
+
+
+def test_parts_of_an_instruction():
+    module = parse_module(
+        "ENTRY %main (x: f32[4]) -> f32[4] {\n"
+        "  %x = f32[4]{0} parameter(0)\n"
+        "  ROOT %y.1 = (f32[4]{0}, /*index=1*/s32[]) custom-call(f32[4] %x, %x),"
+        ' dims={0,1}, kind=word, metadata={op_name="f(\\"a\\")/g"}\n'
+        "}\n"
+    )
+    _, y = module.computations["main"]
+    assert (y.name, y.opcode, y.operands) == ("y.1", "custom-call", ("x", "x"))
+    assert (y.attribute("dims"), y.attribute("kind")) == ("{0,1}", "word")
+    assert (y.attribute("other"), y.op_name) == (None, 'f(\\"a\\")/g')
+    assert [str(shape) for shape in y.shapes] == ["f32[4]", "s32[]"]
