@@ -216,6 +216,15 @@ def test_functions_inside_others_and_under_transforms_are_no_recompiles(caplog):
     assert not caplog.records
 
 
+def test_what_compiles_while_a_function_is_traced_is_not_its_own():
+    @eqxshard.filter_jit(max_compiles=1)
+    def fn(x):
+        jax.jit(lambda x: x * 3).lower(X).compile()
+        return x * 2
+
+    np.testing.assert_array_equal(fn(X), 2 * X)
+
+
 def test_a_function_called_while_another_is_traced_leaves_it_watched(caplog):
     inner = make_double()
     outer = eqxshard.filter_jit(lambda x: inner(x))
@@ -253,15 +262,15 @@ def test_compiles_within_the_budget_are_expected(caplog):
     assert not caplog.records
 
 
-def test_a_refused_call_donates_nothing():
+@pytest.mark.parametrize("lowered", [False, True])
+def test_a_refused_call_donates_nothing(lowered):
     fn = make_double(donate="all", max_compiles=1)
     fn(jnp.asarray(X))
     x = jnp.asarray(X[:4])
-    # Lowered earlier, or not.
-    for _ in range(2):
-        with pytest.raises(ValueError, match="max_compiles=1"):
-            fn(x)
+    if lowered:
         fn.lower(x)
+    with pytest.raises(ValueError, match="max_compiles=1"):
+        fn(x)
     np.testing.assert_array_equal(x, X[:4])
 
 
