@@ -141,6 +141,13 @@ def make_shape(args: Args, vocab: int) -> Shape:
             f"the text has {vocab:,} different tokens, and the model {shape.vocab:,}; use "
             f"--vocab {vocab} or more, or another --tokenizer."
         )
+    least = {"layers": 1, "heads": 1, "kv_heads": 1, "embed": 1, "mlp": 1, "block": 2}
+    for name, size in least.items():
+        if getattr(shape, name) < size:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {getattr(shape, name)} is too small; use "
+                f"{size} or more."
+            )
     if shape.embed % shape.heads or shape.heads % shape.kv_heads:
         raise ValueError(
             f"--embed {shape.embed} is not a multiple of --heads {shape.heads}, or that of "
@@ -194,12 +201,12 @@ def write(args: Args, model: GPT, tokenizer: text.Tokenizer, tokens: np.ndarray)
         start = tokens[-(block // 2) :]
         key = jax.random.fold_in(jax.random.key(args.run.seed), number)
         rest, known = block - len(start), tokenizer.vocab
-        out = sample(model, start[None], rest, args.temperature, key, known)
+        write_on = continue_text if number else begin_text
+        out = write_on(model, start[None], rest, args.temperature, key, known)
         tokens = np.append(tokens, np.asarray(out)[0, len(start) :])
     return tokenizer.decode(tokens[:end])
 
 
-@eqxshard.filter_jit
 def sample(model, prompt, length, temperature, key, vocab=None):
     """Sample tokens, of the first `vocab` ones where the model has more."""
     cache = make_cache(model, len(prompt))
@@ -211,6 +218,10 @@ def sample(model, prompt, length, temperature, key, vocab=None):
         return jnp.where(known, logits, -jnp.inf), cache
 
     return nn.generate(decode, cache, prompt, length, key=key, temperature=temperature)
+
+
+# A program each: the first prompt has another length than half a block.
+begin_text, continue_text = eqxshard.filter_jit(sample), eqxshard.filter_jit(sample)
 
 
 def make_cache(model: GPT, batch: int) -> nn.KVCache:

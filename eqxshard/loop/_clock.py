@@ -47,7 +47,7 @@ class Clock:
         #: The seconds of each part, up to the last reading.
         self.totals = _no_seconds()
         self._thread = threading.get_ident()
-        # The ends and durations of what was compiled since the last reading.
+        # The starts and durations of what was compiled since the last reading.
         self._compiled: list[tuple[float, float]] = []
 
     def enter(self, part: Part) -> None:
@@ -87,10 +87,11 @@ class Clock:
             return
         now = time.perf_counter()
         added = duration_secs
-        # A function's time includes that of the functions inside, which ended before.
-        while self._compiled and self._compiled[-1][0] > now - duration_secs:
+        start = now - duration_secs
+        # A function's time includes that of the functions inside, which began after it.
+        while self._compiled and self._compiled[-1][0] >= start:
             added -= self._compiled.pop()[1]
-        self._compiled.append((now, duration_secs))
+        self._compiled.append((start, duration_secs))
         # JAX measures by another clock, which may be set meanwhile.
         added = min(max(added, 0.0), now - self.mark)
         self._seconds["compile"] += added

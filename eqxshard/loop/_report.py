@@ -1,9 +1,9 @@
 """Collects the metrics of steps on the devices, and reports their means to trackers."""
 
+import contextlib
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import jax
@@ -126,7 +126,9 @@ class Report:
         """Print where the time of the run went, if there was a report."""
         if self.step is not None and is_main_process():
             self.clock.read()
-            print(describe_time(self.clock.totals), file=sys.stderr)
+            # A terminal that is gone does not fail a run that is finished.
+            with contextlib.suppress(OSError, ValueError):
+                print(describe_time(self.clock.totals), file=sys.stderr)
 
     def restart_speed(self) -> None:
         """Exclude the time until now from the next report's training time."""
@@ -148,7 +150,7 @@ class Report:
         return {name: _number(name, value) for name, value in logged.items()}
 
     def _send(self, step: int, values: Mapping[str, Any]) -> None:
-        with ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
             # If one fails, the others still get the report.
             for tracker in reversed(self._trackers):
                 stack.callback(tell, tracker.log, step, numbers(values))

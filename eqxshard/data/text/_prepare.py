@@ -114,8 +114,11 @@ def prepare(
 def _load(tokenizer: str | os.PathLike[str], files: list[Path]) -> Tokenizer:
     if tokenizer != "char":
         return load_tokenizer(tokenizer)
-    texts = (document.text for piece in pieces(files) for document in documents(piece))
-    return CharTokenizer(set().union(*texts))
+    chars: set[str] = set()
+    for piece in pieces(files):
+        for document in documents(piece):
+            chars.update(document.text)
+    return CharTokenizer(chars)
 
 
 def _claim(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from eqxshard.data.text import ByteTokenizer, prepare
+from eqxshard.data.text._inputs import pieces
 
 
 def texts(inputs, output):
@@ -42,6 +43,16 @@ def test_documents_are_whole_however_large(tmp_path, piece_bytes):
     (tmp_path / "empty.txt").write_text("")
     found = texts(tmp_path, tmp_path / "out")
     assert found == [words, long.replace("\r\n", "\n"), *lines]
+
+
+def test_a_text_with_empty_lines_between_all_paragraphs_is_read_in_pieces(
+    tmp_path, piece_bytes
+):
+    path = tmp_path / "x.txt"
+    text = "a paragraph\n\n" * (4 * piece_bytes)
+    path.write_text(text)
+    assert max(len(piece.data) for piece in pieces([path])) < 32 * piece_bytes
+    assert texts([path], tmp_path / "out") == [text]
 
 
 @pytest.mark.parametrize(
