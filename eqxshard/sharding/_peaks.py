@@ -1,7 +1,7 @@
 """What devices can compute at most, and how much of that a program does."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -56,12 +56,15 @@ def peak_flops(device: Any = None, dtype: Any = "bfloat16") -> float | None:
         ```
     """
     kind = (jax.devices()[0] if device is None else device).device_kind
+    return peaks_of(kind).get(jnp.dtype(dtype).name)
+
+
+def peaks_of(kind: str) -> Mapping[str, float]:
+    """The peaks of a kind of device, by dtype; none if it is not known."""
     if "MIG" in kind:
-        return None
-    for pattern, peaks in _PEAKS.items():
-        if re.search(pattern, kind):
-            return peaks.get(jnp.dtype(dtype).name)
-    return None
+        return {}
+    found = (peaks for pattern, peaks in _PEAKS.items() if re.search(pattern, kind))
+    return next(found, {})
 
 
 def utilisation(

@@ -1,0 +1,204 @@
+"""The devices that a run may be planned for, and how fast they are."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..sharding._peaks import peaks_of
+from ..sharding._text import comma_list, did_you_mean
+
+Compiler = Literal["gpu", "tpu", "cpu"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kind of device, for [`eqxshard.plan`][].
+
+    For another network, or a limit on memory, change the fields of a known one:
+    `dataclasses.replace(eqxshard.Target.named("h200"), network=25e9)`. What is `None` is
+    not known, and what follows from it is not predicted.
+
+    - `name`: such as `h200`.
+    - `kind`: as JAX names it.
+    - `compiler`: the backend of XLA that compiles for it: `gpu`, `tpu` or `cpu`.
+    - `memory`: its bytes.
+    - `bandwidth`: of its memory, in bytes per second.
+    - `link`: the bytes per second that a device sends to others of its host, in one
+        direction; for TPUs, to others of its slice along one axis.
+    - `network`: the bytes per second that it sends to another host (of TPUs, slice).
+    - `per_host`: the number of devices that `link` joins.
+    - `flops`: by dtype, the operations per second of dense matrix products.
+    - `config`: what the compiler has to know of it: for GPUs the text of XLA's
+        `GpuTargetConfigProto`, for TPUs the name of its topologies.
+    """
+
+    name: str
+    kind: str
+    compiler: Compiler
+    memory: float | None
+    bandwidth: float | None
+    link: float | None
+    network: float | None
+    per_host: int
+    flops: Mapping[str, float] = field(default_factory=dict)
+    config: str = field(default="", repr=False)
+
+    @staticmethod
+    def named(name: str) -> "Target":
+        """A known device.
+
+        **Arguments:**
+
+        - `name`: `a100`, `h100`, `h200`, `b200`, `tpu-v4`, `tpu-v5e`, `tpu-v5p`,
+            `tpu-v6e` or `cpu`.
+
+        **Raises:**
+
+        `ValueError` if it is another name.
+        """
+        if name not in _TARGETS:
+            raise ValueError(
+                f"there is no target {name!r}; {did_you_mean(name, [*_TARGETS])}use one of "
+                f"{comma_list([*_TARGETS])}, or an eqxshard.Target."
+            )
+        return _TARGETS[name]
+
+
+def _gpu(
+    name: str,
+    kind: str,
+    *,
+    memory: int,
+    bandwidth: float,
+    link: float,
+    network: float,
+    cores: int,
+    units: int,
+    shared: tuple[int, int],
+    cache: int,
+    clock: float,
+    capability: int,
+) -> Target:
+    config = f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {shared[0]}
+  threads_per_core_limit: 2048
+  core_count: {cores}
+  fpus_per_core: {units}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {int(bandwidth)}
+  l2_cache_size: {cache}
+  clock_rate_ghz: {clock}
+  device_memory_size: {memory}
+  shared_memory_per_block_optin: {shared[1]}
+  cuda_compute_capability {{ major: {capability} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+runtime_version {{ major: 12 minor: 8 patch: 0 }}
+device_description_str: "{kind}"
+"""
+    return Target(
+        name=name,
+        kind=kind,
+        compiler="gpu",
+        memory=float(memory),
+        bandwidth=bandwidth,
+        link=link,
+        network=network,
+        per_host=8,
+        flops=peaks_of(kind),
+        config=config,
+    )
+
+
+def _tpu(
+    name: str, kind: str, *, memory: float, bandwidth: float, link: float, slice: int
+) -> Target:
+    return Target(
+        name=name,
+        kind=kind,
+        compiler="tpu",
+        memory=memory,
+        bandwidth=bandwidth,
+        link=2 * link,  # Around a ring in both directions.
+        network=6.25e9,
+        per_host=slice,
+        flops=peaks_of(kind),
+        config=name.removeprefix("tpu-"),
+    )
+
+
+# GPUs: what the compiler reads is from the specifications in the XLA project
+# (xla/backends/gpu/target_config/specs). NVLink is half of what NVIDIA's datasheets count
+# (both directions: 600, 900, 900 and 1,800 GB/s), on boards of eight. The network is that
+# of NVIDIA's DGX systems: for each GPU an InfiniBand port of 200 Gb/s with A100s, of 400
+# Gb/s with all others.
+_HOPPER = dict(
+    link=450e9, network=50e9, cores=132, units=128, shared=(233472, 232448), cache=52428800
+)
+# TPUs: memory from Google's pages of TPU versions; links, in one direction, and network
+# from "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapter 2.
+_TARGETS = {
+    target.name: target
+    for target in (
+        _gpu(
+            "a100",
+            "NVIDIA A100-SXM4-80GB",
+            memory=85_100_068_864,
+            bandwidth=2.03904e12,
+            link=300e9,
+            network=25e9,
+            cores=108,
+            units=64,
+            shared=(167936, 166912),
+            cache=41943040,
+            clock=1.41,
+            capability=8,
+        ),
+        _gpu(
+            "h100",
+            "NVIDIA H100 80GB HBM3",
+            memory=84_942_979_072,
+            bandwidth=3.35232e12,
+            clock=1.98,
+            capability=9,
+            **_HOPPER,
+        ),
+        _gpu(
+            "h200",
+            "NVIDIA H200 141GB HBM3e",
+            memory=151_397_597_184,
+            bandwidth=4.8e12,
+            clock=1.98,
+            capability=9,
+            **_HOPPER,
+        ),
+        _gpu(
+            "b200",
+            "NVIDIA B200",
+            memory=191_514_411_008,
+            bandwidth=7.67232e12,
+            link=900e9,
+            network=50e9,
+            cores=148,
+            units=128,
+            shared=(233472, 232448),
+            cache=132644864,
+            clock=1.965,
+            capability=10,
+        ),
+        _tpu("tpu-v4", "TPU v4", memory=32e9, bandwidth=1.228e12, link=45e9, slice=4096),
+        _tpu("tpu-v5e", "TPU v5e", memory=16e9, bandwidth=8.19e11, link=45e9, slice=256),
+        _tpu("tpu-v5p", "TPU v5p", memory=95e9, bandwidth=2.765e12, link=90e9, slice=8960),
+        _tpu("tpu-v6e", "TPU v6e", memory=32e9, bandwidth=1.638e12, link=90e9, slice=256),
+        Target("cpu", "cpu", "cpu", None, None, None, None, per_host=2**31),
+    )
+}

@@ -1,0 +1,39 @@
+import dataclasses
+import re
+
+import pytest
+
+from eqxshard.nn import peak_flops
+from eqxshard.planning._targets import Target
+
+NAMES = ["a100", "h100", "h200", "b200", "tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_device_has_the_peaks_that_utilisation_uses(name):
+    target = Target.named(name)
+    device = dataclasses.make_dataclass("Device", ["device_kind"])(target.kind)
+    peak = peak_flops(device)
+    assert peak and target.flops["bfloat16"] == peak
+    assert target.memory and target.bandwidth and target.link and target.network
+    # Links are slower than memory, and the network than links.
+    assert target.network < target.link < target.bandwidth
+
+
+@pytest.mark.parametrize("name", NAMES[:4])
+def test_the_compiler_reads_the_memory_and_bandwidth_of_the_table(name):
+    target = Target.named(name)
+    found = dict(re.findall(r"(\w+): (\d+)\b", target.config))
+    assert int(found["device_memory_size"]) == target.memory
+    assert int(found["memory_bandwidth"]) == target.bandwidth
+
+
+def test_fields_can_be_replaced():
+    target = dataclasses.replace(Target.named("h200"), network=25e9)
+    assert (target.network, target.link) == (25e9, 450e9)
+
+
+def test_another_name_is_an_error_with_the_known_ones():
+    message = "there is no target 'h20'; did you mean 'h200'? use one of a100, "
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Target.named("h20")
