@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from ..sharding._peaks import peaks_of
 from ..sharding._text import comma_list, did_you_mean
@@ -141,7 +141,7 @@ def _tpu(
 # (both directions: 600, 900, 900 and 1,800 GB/s), on boards of eight. The network is that
 # of NVIDIA's DGX systems: for each GPU an InfiniBand port of 200 Gb/s with A100s, of 400
 # Gb/s with all others.
-_HOPPER = dict(
+_HOPPER: dict[str, Any] = dict(
     link=450e9, network=50e9, cores=132, units=128, shared=(233472, 232448), cache=52428800
 )
 # TPUs: memory from Google's pages of TPU versions; links, in one direction, and network

@@ -70,7 +70,7 @@ def make_mesh(
     if spans_processes(devices):
         facts = {**asked, "dcn": dcn and dict(dcn), "devices": len(devices)}
         assert_same_on_all_processes("mesh", facts)
-    sizes = _resolve(asked, len(devices))
+    sizes = resolve_sizes(asked, len(devices))
     shape = tuple(sizes[axis] for axis in AXES)
     auto = (AxisType.Auto,) * len(AXES)
     if dcn is None:
@@ -166,7 +166,7 @@ def automatic_axes(axes: Sequence[str], *sizes: int) -> tuple[str, ...]:
     return () if any(size % count for size in sizes) else tuple(auto)
 
 
-def _resolve(asked: dict[str, int], count: int) -> dict[str, int]:
+def resolve_sizes(asked: dict[str, int], count: int) -> dict[str, int]:
     """Replace -1 by the remaining devices; check that the product is `count`."""
     for axis, size in asked.items():
         if size < 1 and size != -1:

@@ -1,0 +1,184 @@
+"""What causes a collective: a line of code, and the array that is gathered or reduced."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from ..inspect._communication import Operation
+from ..inspect._hlo import Instruction, Module
+from ..sharding._mesh import BATCH_AXES
+
+_OURS = str(Path(__file__).parent.parent)
+_LIBRARIES = ("site-packages", "dist-packages", f"{Path(math.__file__ or '/').parent}")
+
+#: Instructions that have the values of their first operand, or a part of them.
+_VIEWS = (
+    "bitcast",
+    "convert",
+    "copy",
+    "dynamic-slice",
+    "opt-barrier",
+    "reshape",
+    "slice",
+    "transpose",
+)
+_DEEPEST = 12
+
+
+class Leaf(NamedTuple):
+    """An array of the model.
+
+    - `path`: its path.
+    - `shape`: its shape on each device, as its gradient is stored.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+
+
+class Causes:
+    """Finds what causes the collectives of a module.
+
+    **Arguments:**
+
+    - `module`: the module.
+    - `sizes`: of the axes of the mesh.
+    - `arguments`: the path of each array of the model, by its number among the arguments.
+    - `gradients`: the trained arrays.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        sizes: Mapping[str, int],
+        arguments: Mapping[int, str],
+        gradients: list[Leaf],
+    ):
+        self._module = module
+        self._sizes = sizes
+        self._arguments = arguments
+        self._gradients = gradients
+
+    def line(self, operation: Operation) -> str | None:
+        """The user's line of code, `file.py:12`, or the one nearest to it."""
+        queue, seen = [operation.start], set[str]()
+        for _ in range(_DEEPEST):
+            if not queue:
+                return None
+            for instruction in queue:
+                if found := self._user_line(instruction):
+                    return found
+            queue = [x for each in queue for x in self._operands(each, seen)]
+        return None
+
+    def leaves(self, operation: Operation) -> tuple[str, ...]:
+        """The arrays of the model that it gathers, or whose gradients it reduces."""
+        gathered = {
+            self._arguments[number]
+            for operand in self._operands(operation.start, set())
+            for number in self._origins(operand, None, 0)
+            if number in self._arguments
+        }
+        reduces = operation.kind in ("all-reduce", "reduce-scatter")
+        axes = operation.axes(self._sizes) or ()
+        if gathered or not reduces or {*BATCH_AXES}.isdisjoint(axes):
+            return tuple(sorted(gathered))
+        sizes = [shape.dims for shape in operation.shapes]
+        if len(sizes) == 1 and len(sizes[0]) == 1:
+            # Compilers join several gradients into one array of one dim.
+            sizes = [
+                shape.dims
+                for operand in self._operands(operation.start, set())
+                for part in ([operand, *self._operands(operand, set())])
+                for shape in part.shapes
+            ]
+        found = {path for dims in sizes for path in self._reduced(dims, operation.in_loop)}
+        return tuple(sorted(found))
+
+    def _reduced(self, dims: tuple[int, ...], in_loop: bool) -> Iterator[str]:
+        wanted = _plain(dims)
+        for leaf in self._gradients:
+            shapes = [leaf.shape, leaf.shape[1:]] if in_loop else [leaf.shape]
+            if wanted and wanted in map(_plain, shapes):
+                yield leaf.path
+
+    def _user_line(self, instruction: Instruction) -> str | None:
+        for file, line in self._module.stack(instruction):
+            ours = file.startswith(_OURS)
+            known = file and not file.startswith("<")
+            if known and not ours and not any(part in file for part in _LIBRARIES):
+                return f"{Path(file).name}:{line}"
+        return None
+
+    def _operands(self, instruction: Instruction, seen: set[str]) -> list[Instruction]:
+        found = []
+        for name in instruction.operands:
+            operand = self._module.by_name.get((instruction.computation, name))
+            if operand is not None and name not in seen:
+                seen.add(name)
+                found.append(operand)
+        return found
+
+    def _origins(
+        self, instruction: Instruction, element: int | None, depth: int
+    ) -> set[int]:
+        """The numbers of the arguments that a value is, is a part of, or is cast from."""
+        if depth > 4 * _DEEPEST:
+            return set()
+        opcode, operands = instruction.opcode, self._operands(instruction, set())
+        after = depth + 1
+        if opcode == "parameter":
+            return self._origins_of_parameter(instruction, element, after)
+        if opcode == "get-tuple-element":
+            number = int(instruction.attribute("index") or 0)
+            return self._origins(operands[0], number, after) if operands else set()
+        if opcode == "tuple":
+            name = instruction.operands[element or 0]
+            found = self._module.by_name.get((instruction.computation, name))
+            return set() if found is None else self._origins(found, None, after)
+        if opcode in _VIEWS or opcode.endswith("-done"):
+            return self._origins(operands[0], element, after) if operands else set()
+        if opcode == "fusion":
+            names = [name for _, name in instruction.called()]
+            inside = self._module.computations.get(names[0], ()) if names else ()
+            if any(x.opcode in ("dot", "reduce", "scatter") for x in inside) or not inside:
+                return set()
+            return self._origins(inside[-1], element, after)
+        return set()
+
+    def _origins_of_parameter(
+        self, parameter: Instruction, element: int | None, depth: int
+    ) -> set[int]:
+        computation = parameter.computation
+        if computation == self._module.entry:
+            found = re.search(r"arrays\[(\d+)\]", parameter.op_name)
+            return {int(found[1])} if found else set()
+        callers = self._module.callers.get(computation, ())
+        if len(callers) != 1:
+            return set()
+        operands = self._operands(callers[0], set())
+        if callers[0].opcode == "fusion":
+            number = int(parameter.content)
+            name = callers[0].operands[number]
+            found = self._module.by_name.get((callers[0].computation, name))
+            return set() if found is None else self._origins(found, None, depth)
+        if callers[0].opcode != "while" or element is None or not operands:
+            return set()
+        # The same in each iteration, or else it is computed in the loop.
+        root = self._module.computations[computation][-1]
+        if root.opcode != "tuple" or element >= len(root.operands):
+            return set()
+        kept = self._module.by_name.get((computation, root.operands[element]))
+        while kept is not None and kept.opcode in ("copy", "bitcast"):
+            kept = self._module.by_name.get((computation, kept.operands[0]))
+        same = kept is not None and kept.opcode == "get-tuple-element"
+        if not same or kept is None or kept.attribute("index") != str(element):
+            return set()
+        return self._origins(operands[0], element, depth)
+
+
+def _plain(dims: tuple[int, ...]) -> list[int]:
+    """Dims in any order, without those of one."""
+    return sorted(n for n in dims if n != 1)

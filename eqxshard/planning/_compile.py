@@ -1,0 +1,306 @@
+"""What runs in the process that compiles: the step is compiled, and read."""
+
+import math
+import os
+import pickle
+import sys
+import time
+import traceback
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+
+from ..inspect._communication import Operation, find_collectives
+from ..inspect._hlo import Module, parse_module
+from ..sharding._leaves import array_leaves
+from ..sharding._mesh import batch_sharding, make_mesh
+from ..training._init import abstract_state
+from ..training._layout import make_layout
+from ..training._state import TrainState, split_model
+from ..training._train_step import make_train_step
+from ._causes import Causes, Leaf
+from ._costs import Costs
+from ._plan import Plan, PlannedCollective, PlannedMemory, PlannedTime
+from ._request import Request, load_request
+from ._rewrites import rewrite_collectives
+from ._schedule import Elapsed, Schedule, compute_seconds
+
+
+def main() -> None:
+    """Compile the request in the folder that the command names, and write the result."""
+    folder = Path(sys.argv[1])
+    try:
+        request = load_request((folder / "request").read_bytes())
+        result = ("plan", compile_plan(request, folder / "dump"), "")
+    except Exception as error:
+        result = (type(error).__name__, str(error), traceback.format_exc())
+    part = folder / "part"
+    part.write_bytes(pickle.dumps(result))
+    os.replace(part, folder / "result")
+
+
+def compile_plan(request: Request, dump: Path) -> Plan:
+    """Compile a step, and read what it needs.
+
+    **Arguments:**
+
+    - `request`: what to compile.
+    - `dump`: where the compiler for CPUs writes the partitioned text.
+    """
+    start = time.perf_counter()
+    sizes: dict[str, Any] = dict(request.mesh_shape)
+    mesh = make_mesh(**sizes, devices=find_devices(request))
+    placed: dict[str, Any] = {"mesh": mesh, "rule": request.rule}
+    placed |= {"trainable": request.trainable, "precision": request.precision}
+    state = abstract_state(
+        request.make_model, request.optim, key=jax.random.key(0), **placed
+    )
+    step = make_train_step(request.loss_fn, request.optim, **request.options)
+    compiled = step.lower(state, request.batch).compile()
+    seconds = time.perf_counter() - start
+    on_cpu = request.backend == "cpu"
+    module = parse_module(_partitioned(dump) if on_cpu else compiled.as_text() or "")
+    operations = list(find_collectives(module, mesh.size))
+    if on_cpu:
+        operations = rewrite_collectives(module, operations)
+    schedule = Schedule(module, operations, request.target)
+    elapsed = schedule.elapsed(module.entry)
+    flops = _flops(module)
+    causes = Causes(module, sizes, *_model_arrays(state))
+    rows, tokens = count_examples(request.batch)
+    return Plan(
+        target=request.target,
+        backend=request.backend,
+        mesh={axis: size for axis, size in sizes.items() if size > 1} or {"data": 1},
+        devices=mesh.size,
+        memory=_memory(request, state, compiled.memory_analysis()),
+        flops=flops,
+        collectives=tuple(
+            _describe(each, sizes, causes, None if on_cpu else elapsed)
+            for each in operations
+        ),
+        time=_time(request, flops, operations, sizes, elapsed),
+        examples=rows,
+        tokens=tokens,
+        compile_seconds=seconds,
+        notes=tuple(_notes(request, module)),
+    )
+
+
+def find_devices(request: Request) -> list[Any]:
+    """The devices to compile for, which are not there."""
+    count, target = request.devices, request.target
+    if request.backend == "cpu":
+        return jax.devices()[:count]
+    if request.backend == "gpu":
+        each = min(count, target.per_host)
+        topology = topologies.get_topology_desc(
+            platform="cuda",
+            target_config=target.config,
+            topology=f"1x{count // each}x{each}",
+        )
+        return list(topology.devices)
+    topology = topologies.get_topology_desc(
+        platform="tpu", topology_name=tpu_topology(target.config, count)
+    )
+    return list(topology.devices)
+
+
+def tpu_topology(generation: str, count: int) -> str:
+    """The name of a TPU's topology: chips in two dims, or three, as near to a cube."""
+    dims = 2 if generation in ("v5e", "v6e") else 3
+    shape = [1] * dims
+    for factor in _prime_factors(count):
+        shape[int(np.argmin(shape))] *= factor
+    return f"{generation}:{'x'.join(map(str, sorted(shape)))}"
+
+
+def _prime_factors(n: int) -> list[int]:
+    found, factor = [], 2
+    while n > 1:
+        while n % factor == 0:
+            found.append(factor)
+            n //= factor
+        factor += 1
+    return found[::-1]
+
+
+def _partitioned(dump: Path) -> str:
+    """The text of the step right after it was partitioned."""
+    files = dump.glob("*train_step*after_spmd-partitioning*.txt")
+    latest = max(files, key=lambda file: file.stat().st_mtime, default=None)
+    return "" if latest is None else latest.read_text()
+
+
+def _shard_bytes(leaf: Any, sharding: Any = None) -> int:
+    shape = (sharding or leaf.sharding).shard_shape(leaf.shape)
+    return leaf.dtype.itemsize * math.prod(shape)
+
+
+def _memory(request: Request, state: TrainState, analysis: Any) -> PlannedMemory:
+    params = _bytes_of(state.model)
+    opt_state = _bytes_of(state.opt_state)
+    rows = batch_sharding(_mesh_of(state))
+    total = request.target.memory
+    return PlannedMemory(
+        parameters=params,
+        optimizer=opt_state,
+        other_state=_bytes_of(state) - params - opt_state,
+        batch=sum(_shard_bytes(x, rows) for x in jax.tree.leaves(request.batch)),
+        gradients=sum(_shard_bytes(x, sharding) for x, sharding in _gradients(state)),
+        temporaries=analysis.temp_size_in_bytes,
+        peak=analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+        + analysis.temp_size_in_bytes,
+        device=None if total is None else int(total),
+    )
+
+
+def _bytes_of(tree: Any) -> int:
+    return sum(_shard_bytes(leaf) for _, leaf in array_leaves(tree))
+
+
+def _mesh_of(state: TrainState) -> Any:
+    return state.step.sharding.mesh
+
+
+def _gradients(state: TrainState) -> list[tuple[Any, Any]]:
+    """The trained arrays, and the shardings of their gradients."""
+    made = state.made_with
+    assert made is not None  # By `abstract_state`.
+    params, _ = split_model(state.model, made.trainable(state.model))
+    mesh = _mesh_of(state)
+    layout = make_layout(state.model, params, state.opt_state, mesh, made.rule)
+    leaves = jax.tree.leaves(params)
+    return list(zip(leaves, jax.tree.leaves(layout.update), strict=True))
+
+
+def _model_arrays(state: TrainState) -> tuple[dict[int, str], list[Leaf]]:
+    """The paths of the model's arrays, by number; the trained ones, as they are updated."""
+    paths = [path for path, _ in array_leaves(state.model)]
+    made = state.made_with
+    assert made is not None
+    params, _ = split_model(state.model, made.trainable(state.model))
+    names = [path for path, _ in array_leaves(params)]
+    gradients = [
+        Leaf(path, sharding.shard_shape(leaf.shape))
+        for path, (leaf, sharding) in zip(names, _gradients(state), strict=True)
+    ]
+    # The first array of a state is the number of the step.
+    return dict(enumerate(paths, start=1)), gradients
+
+
+def _flops(module: Module) -> dict[str, float]:
+    """The operations of one step on one device, by dtype."""
+    costs, total = Costs(module), Counter[str]()
+    for computation, instructions in module.computations.items():
+        times = module.times(computation)
+        called = {caller.opcode for caller in module.callers.get(computation, ())}
+        if called & {"fusion", "custom-call"}:  # Counted where it is called.
+            continue
+        for instruction in instructions:
+            for dtype, count in costs.flops(instruction).items():
+                total[dtype] += count * (1 if times is None else times)
+    return {dtype: float(count) for dtype, count in total.items() if count}
+
+
+def _describe(
+    operation: Operation,
+    sizes: dict[str, int],
+    causes: Causes,
+    elapsed: Elapsed | None,
+) -> PlannedCollective:
+    key = operation.start.computation, operation.start.name
+    sending = 0.0 if elapsed is None else elapsed.sending[key]
+    hidden = None
+    if elapsed is not None and sending:
+        hidden = min(max(1 - elapsed.waiting[key] / sending, 0.0), 1.0)
+    return PlannedCollective(
+        kind=operation.kind,
+        axes=operation.axes(sizes),
+        shapes=tuple(map(str, operation.shapes)),
+        bytes=operation.bytes,
+        sent=operation.sent,
+        times=operation.times,
+        in_loop=operation.in_loop,
+        line=causes.line(operation),
+        leaves=causes.leaves(operation),
+        hidden=hidden,
+    )
+
+
+def _time(
+    request: Request,
+    flops: dict[str, float],
+    operations: list[Operation],
+    sizes: dict[str, int],
+    elapsed: Elapsed,
+) -> PlannedTime | None:
+    target = request.target
+    if not target.flops or target.link is None:
+        return None
+    links, waiting = defaultdict[str, float](float), defaultdict[str, float](float)
+    for operation in operations:
+        key = operation.start.computation, operation.start.name
+        name = ",".join(operation.axes(sizes) or ("unknown",))
+        links[name] += elapsed.sending[key]
+        waiting[name] += elapsed.waiting[key]
+    compute = compute_seconds(flops, target)
+    if request.backend == "cpu":
+        # There is no schedule of the target: at best, all is hidden behind the longest.
+        return PlannedTime(
+            step=max(compute, sum(links.values())),
+            compute=compute,
+            memory=None,
+            links=dict(links),
+            waiting=None,
+        )
+    return PlannedTime(
+        step=elapsed.seconds,
+        compute=elapsed.compute,
+        memory=elapsed.memory,
+        links=dict(links),
+        waiting=dict(waiting),
+    )
+
+
+def count_examples(batch: Any) -> tuple[int, int | None]:
+    """The rows of a batch, and its tokens if an entry has integers in rows."""
+    leaves = jax.tree.leaves(batch)
+    is_tokens = lambda x: len(x.shape) == 2 and np.issubdtype(x.dtype, np.integer)  # noqa: E731
+    tokens = next((math.prod(x.shape) for x in leaves if is_tokens(x)), None)
+    return leaves[0].shape[0], tokens
+
+
+def _notes(request: Request, module: Module) -> list[str]:
+    notes = []
+    if request.backend == "cpu":
+        notes.append(
+            "compiled for CPUs: temporaries are an upper estimate, and no schedule says "
+            "what communication is hidden"
+        )
+    if request.backend == "gpu":
+        notes.append(
+            "memory is without CUDA's context, NCCL's buffers and cuDNN's workspaces, "
+            "about 2 GB"
+        )
+    loops = [x for x in module.instructions() if x.opcode == "while"]
+    if any(module.trips(loop) is None for loop in loops):
+        notes.append("a loop of unknown length counts as one iteration")
+    kernels = [
+        x
+        for x in module.instructions()
+        if x.opcode == "custom-call"
+        and any(
+            word in x.attributes
+            for word in ("mosaic", "__gpu$xla.gpu.triton", "tpu_custom")
+        )
+    ]
+    if kernels:
+        notes.append("the arithmetic of custom kernels is not counted")
+    return notes

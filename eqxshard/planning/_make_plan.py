@@ -1,0 +1,155 @@
+"""`plan`: what a step needs, before there are devices."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+from jaxtyping import PyTree
+
+from ..sharding._mesh import AXES, resolve_sizes
+from ..sharding._rule import Rule
+from ..sharding._text import comma_list, did_you_mean, nearest_multiples
+from ..training._config import Nonfinite, check_optim
+from ..training._precision import Precision
+from ._backends import find_backend
+from ._plan import Plan
+from ._process import run
+from ._request import Request
+from ._targets import Compiler, Target
+
+
+def plan(
+    make_model: Callable[[Any], PyTree],
+    loss_fn: Callable[..., Any],
+    optim: optax.GradientTransformation,
+    batch: PyTree,
+    *,
+    mesh_shape: Mapping[str, int],
+    rule: Rule,
+    target: str | Target = "h200",
+    devices: int | None = None,
+    backend: Compiler | None = None,
+    trainable: PyTree = True,
+    precision: Precision | None = None,
+    accumulate: int = 1,
+    nonfinite: Nonfinite = "skip",
+    grad_norms: bool | Mapping[str, str] = False,
+) -> Plan:
+    """What a training step needs on devices that are not there.
+
+    The very step of [`eqxshard.make_train_step`][] is compiled for them, in a process of
+    its own, and read: its memory, its communication, its arithmetic. Its time is predicted
+    from the peaks of the target, so it is the least that a step can take.
+
+    The process imports the script that calls this, if the model or the loss function are
+    defined in it: put the call under `if __name__ == "__main__":`.
+
+    **Arguments:**
+
+    - `make_model`, `optim`, `rule`, `trainable`, `precision`: as for
+        [`eqxshard.init_state`][].
+    - `loss_fn`, `accumulate`, `nonfinite`, `grad_norms`: as for
+        [`eqxshard.make_train_step`][].
+    - `batch`: a batch of all devices, of arrays or `jax.ShapeDtypeStruct`s.
+    - `mesh_shape`: the sizes of mesh axes, such as `{"data": 8, "fsdp": 64}`. One of them
+        may be `-1`, if `devices` is given.
+    - `target`: `a100`, `h100`, `h200`, `b200`, `tpu-v4`, `tpu-v5e`, `tpu-v5p`, `tpu-v6e`,
+        `cpu`, or an [`eqxshard.Target`][].
+    - `devices`: their number, by default the product of the mesh's axes.
+    - `backend`: the compiler: `gpu`, `tpu` or `cpu`. By default that of the target, if
+        it is installed, and else `cpu`: then communication is guessed from the partitioned
+        step, and temporaries are an upper estimate.
+
+    **Returns:**
+
+    An [`eqxshard.Plan`][], which prints as tables.
+
+    **Raises:**
+
+    `ValueError` if the target is not known, the devices do not divide over the mesh or
+    over hosts, or the backend is not installed; what making the state and the step raises;
+    `RuntimeError` if the compiler fails.
+
+    !!! Example
+
+        ```python
+        tokens = jax.ShapeDtypeStruct((512, 8192), jnp.int32)
+        print(
+            eqxshard.plan(
+                make_model,
+                loss_fn,
+                optax.adamw(1e-4),
+                {"tokens": tokens, "targets": tokens},
+                mesh_shape={"data": 8, "fsdp": 8, "tensor": 8},
+                rule=rule,
+                precision=eqxshard.Precision("bfloat16"),
+                target="h200",
+            )
+        )
+        ```
+    """
+    check_optim(optim)
+    found = Target.named(target) if isinstance(target, str) else target
+    sizes = _mesh_sizes(mesh_shape, devices)
+    count = math.prod(sizes.values())
+    where = find_backend(found, backend)
+    if where.compiler == "gpu" and count > found.per_host and count % found.per_host:
+        raise ValueError(
+            f"{count} devices are not whole hosts of {found.per_host}; use "
+            f"{nearest_multiples(count, found.per_host)}, or a Target with another "
+            "per_host."
+        )
+    request = Request(
+        make_model=make_model,
+        loss_fn=loss_fn,
+        optim=optim,
+        batch=jax.tree.map(_abstract, batch),
+        mesh_shape=sizes,
+        devices=count,
+        rule=rule,
+        target=found,
+        backend=where.compiler,
+        trainable=trainable,
+        precision=precision,
+        options={
+            "accumulate": accumulate,
+            "nonfinite": nonfinite,
+            "grad_norms": grad_norms,
+        },
+    )
+    made, log = run(request, where)
+    if "Involuntary full rematerialization" in log:
+        warning = (
+            "XLA gathers a whole array because it cannot move it from one sharding to "
+            "another (an involuntary full rematerialization); look for a large all-gather "
+            "of activations"
+        )
+        made = dataclasses.replace(made, notes=(*made.notes, warning))
+    return made
+
+
+def _mesh_sizes(asked: Mapping[str, int], devices: int | None) -> dict[str, int]:
+    """The size of each axis of the mesh."""
+    for axis in asked:
+        if axis not in AXES:
+            raise ValueError(
+                f"there is no mesh axis {axis!r}; {did_you_mean(axis, AXES)}the axes are "
+                f"{comma_list(AXES)}."
+            )
+    if devices is None and -1 in asked.values():
+        raise ValueError(
+            "an axis of mesh_shape is -1, which takes the devices that are left; give "
+            "devices= their number."
+        )
+    sizes = {axis: asked.get(axis, 1) for axis in AXES}
+    return resolve_sizes(sizes, math.prod(sizes.values()) if devices is None else devices)
+
+
+def _abstract(leaf: Any) -> Any:
+    """An array without its values."""
+    if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return leaf

@@ -1,0 +1,131 @@
+"""The process that compiles, and what it says when it dies.
+
+It is a process of its own because it needs another platform than this one may have
+started, because XLA ends a process at an error in its C++, and for the memory.
+"""
+
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ._backends import Backend, install
+from ._request import Request, dump_request
+
+#: Set in the process that compiles.
+CHILD = "EQXSHARD_PLANNING"
+
+#: cuDNN's version, as JAX asks for it: only then does it compile for its attention. The
+#: library itself is needed to run, not to compile.
+_CUDNN = "def cudnn_get_version():\n    return 91000\n"
+
+_CRASHES = {
+    "one_shot": (
+        "XLA_FLAGS=--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=false avoids it"
+    ),
+    "size mismatch when packing": (
+        "XLA_FLAGS=--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=false avoids it"
+    ),
+}
+
+
+def run(request: Request, backend: Backend) -> Any:
+    """Compile in another process, and return what it found.
+
+    **Raises:**
+
+    What it raised, or `RuntimeError` if it died.
+    """
+    if CHILD in os.environ:
+        raise RuntimeError(
+            "eqxshard.plan was called while its own process imported this script; put the "
+            "call under `if __name__ == '__main__':`."
+        )
+    data = dump_request(request)
+    with tempfile.TemporaryDirectory(prefix="eqxshard-plan-") as name:
+        folder = Path(name)
+        (folder / "request").write_bytes(data)
+        command = "from eqxshard.planning._compile import main; main()"
+        done = subprocess.run(
+            [sys.executable, "-c", command, name],
+            env=_environment(folder, backend),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        result = folder / "result"
+        if not result.exists():
+            raise RuntimeError(explain_death(done.returncode, done.stderr))
+        kind, content, details = pickle.loads(result.read_bytes())
+    if kind == "plan":
+        return content, done.stderr
+    error = {"ValueError": ValueError, "TypeError": TypeError}.get(kind, RuntimeError)
+    message = (
+        content if error is not RuntimeError else _explain_error(kind, content, backend)
+    )
+    raised = error(message)
+    raised.add_note(f"In the process that compiles:\n{details}")
+    raise raised
+
+
+def _environment(folder: Path, backend: Backend) -> dict[str, str]:
+    path = [entry or os.getcwd() for entry in sys.path]
+    if backend.folder is not None:
+        path.insert(0, str(backend.folder))
+    if backend.compiler == "gpu":
+        plugin = folder / "stub" / "jax_cuda12_plugin"
+        plugin.mkdir(parents=True)
+        (plugin / "__init__.py").touch()
+        (plugin / "_versions.py").write_text(_CUDNN)
+        # Behind the real one, if it is installed.
+        path.append(str(folder / "stub"))
+    flags = os.environ.get("XLA_FLAGS", "")
+    if backend.compiler == "cpu":
+        dump = f"--xla_dump_to={folder / 'dump'} --xla_dump_hlo_pass_re=spmd-partitioning"
+        flags = f"{flags} {dump} --xla_dump_hlo_as_text"
+    return {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(path),
+        "XLA_FLAGS": flags.strip(),
+        CHILD: "1",
+    }
+
+
+def explain_death(code: int, stderr: str) -> str:
+    """Why the process ended without a result."""
+    if code == -signal.SIGKILL:
+        return (
+            "the process that compiles was killed, most likely because memory ran out; "
+            "close other programs, or plan fewer layers."
+        )
+    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+    # A fatal line of XLA begins with F and the date.
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    fatal = [line for line in lines if re.match(r"F\d{4} |.*Check failed", line)]
+    said = (fatal or lines or ["it said nothing"])[-1][:300]
+    remedies = [remedy for text, remedy in _CRASHES.items() if text in stderr]
+    remedy = (
+        remedies[0] if remedies else "plan with backend='cpu', or another version of JAX"
+    )
+    return f"XLA ended the process that compiles ({how}: {said}); {remedy}."
+
+
+def _explain_error(kind: str, message: str, backend: Backend) -> str:
+    first = message.strip().split("\n")[0][:300].rstrip(".")
+    if kind in ("ImportError", "ModuleNotFoundError"):
+        return (
+            f"the process that compiles cannot import what it was sent ({first}); put it "
+            "in a module that can be imported from here."
+        )
+    remedy = "use backend='cpu'"
+    if "topology not implemented" in message or "No visible GPU" in message:
+        remedy = f"run `{install(backend.compiler)}`"
+    return f"the step could not be compiled ({kind}: {first}); {remedy}."

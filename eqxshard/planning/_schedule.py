@@ -1,0 +1,120 @@
+"""How long a step takes at least: a roofline over the compiler's own schedule.
+
+Instructions run one after the other, each as long as its arithmetic or its memory takes,
+whichever is longer. Collectives run beside them, one at a time, from their `-start` to
+their `-done`, where the devices wait for what is left.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping
+
+from ..inspect._communication import KINDS, Operation
+from ..inspect._hlo import Instruction, Module
+from ._costs import FREE, Costs
+from ._links import link_seconds
+from ._targets import Target
+
+
+class _Seconds(defaultdict[tuple[str, str], float]):
+    """Seconds of collectives, by their computations and names; 0 for others."""
+
+    def __init__(self):
+        super().__init__(float)
+
+
+@dataclasses.dataclass
+class Elapsed:
+    """The seconds of a computation, and what they are spent on.
+
+    - `compute`, `memory`: of instructions whose arithmetic, or whose memory, takes longer.
+    - `waiting`: for each collective, by computation and name, the seconds that the devices
+        wait for it.
+    - `sending`: for each collective, the seconds that it takes.
+    """
+
+    compute: float = 0.0
+    memory: float = 0.0
+    waiting: _Seconds = dataclasses.field(default_factory=_Seconds)
+    sending: _Seconds = dataclasses.field(default_factory=_Seconds)
+
+    @property
+    def seconds(self) -> float:
+        """All of them."""
+        return self.compute + self.memory + sum(self.waiting.values())
+
+    def add(self, other: "Elapsed", times: int = 1) -> None:
+        """Add a computation that runs several times."""
+        self.compute += times * other.compute
+        self.memory += times * other.memory
+        for key, value in other.waiting.items():
+            self.waiting[key] += times * value
+        for key, value in other.sending.items():
+            self.sending[key] += times * value
+
+
+class Schedule:
+    """The schedule of a module on a target."""
+
+    def __init__(self, module: Module, operations: list[Operation], target: Target):
+        self._module = module
+        self._costs = Costs(module)
+        self._target = target
+        self._seconds = {
+            (op.start.computation, op.start.name): link_seconds(op, target) or 0.0
+            for op in operations
+        }
+        self._known: dict[str, Elapsed] = {}
+
+    def elapsed(self, computation: str) -> Elapsed:
+        """How long a computation takes."""
+        if computation not in self._known:
+            self._known[computation] = self._run(computation)
+        return self._known[computation]
+
+    def _run(self, computation: str) -> Elapsed:
+        total = Elapsed()
+        # When the links are free, and when each collective under way ends.
+        free, under_way = 0.0, dict[str, float]()
+        for instruction in self._module.computations.get(computation, ()):
+            key = computation, instruction.name
+            if instruction.opcode.endswith("-done") and instruction.operands:
+                end = under_way.pop(instruction.operands[0], 0.0)
+                if end > total.seconds:
+                    name = instruction.operands[0]
+                    total.waiting[computation, name] += end - total.seconds
+            elif key in self._seconds:
+                seconds = self._seconds[key]
+                total.sending[key] += seconds
+                free = max(free, total.seconds) + seconds
+                if instruction.opcode in KINDS:  # Synchronous.
+                    total.waiting[key] += free - total.seconds
+                else:
+                    under_way[instruction.name] = free
+            elif instruction.opcode in ("while", "call", "conditional"):
+                total.add(self._inside(instruction), self._module.trips(instruction) or 1)
+                free = max(free, total.seconds)
+            elif instruction.opcode not in FREE:
+                self._add_instruction(total, instruction)
+        return total
+
+    def _inside(self, instruction: Instruction) -> Elapsed:
+        """What an instruction calls: of the branches of a condition, the longest."""
+        called = [name for what, name in instruction.called() if what != "condition"]
+        if not called:
+            return Elapsed()
+        return max(map(self.elapsed, called), key=lambda each: each.seconds)
+
+    def _add_instruction(self, total: Elapsed, instruction: Instruction) -> None:
+        compute = compute_seconds(self._costs.flops(instruction), self._target)
+        memory = self._costs.bytes(instruction) / (self._target.bandwidth or float("inf"))
+        if compute >= memory:
+            total.compute += compute
+        else:
+            total.memory += memory
+
+
+def compute_seconds(flops: Mapping[str, int | float], target: Target) -> float:
+    """The seconds that matrix products take at the peak of a target."""
+    slowest = min(target.flops.values(), default=float("inf"))
+    return sum(n / target.flops.get(dtype, slowest) for dtype, n in flops.items())

@@ -1,0 +1,100 @@
+"""What the language model recipe has to send, counted by hand."""
+
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import gpt
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gpt_model import GPT, Shape
+
+import eqxshard
+
+SHAPE = Shape(
+    layers=4, heads=4, kv_heads=2, embed=128, mlp=256, block=64, vocab=256, tied=False
+)
+ROWS = 16
+
+MESHES: dict[str, dict[str, int]] = {
+    "data": {"data": 8},
+    "fsdp": {"fsdp": 8},
+    "data x tensor": {"data": 4, "tensor": 2},
+    "data x fsdp": {"data": 2, "fsdp": 4},
+    "fsdp x tensor": {"fsdp": 4, "tensor": 2},
+    "data x fsdp x tensor": {"data": 2, "fsdp": 2, "tensor": 2},
+}
+
+
+def plan_gpt(mesh_shape: dict[str, int], **options: Any) -> eqxshard.Plan:
+    """A plan of the recipe's step, in bfloat16, with layers that are computed again."""
+    tokens = jax.ShapeDtypeStruct((ROWS, SHAPE.block), jnp.int32)
+    return eqxshard.plan(
+        partial(GPT, shape=SHAPE, remat="full"),
+        gpt.loss_fn,
+        gpt.make_optimizer(gpt.Args(), 1000),
+        {"tokens": tokens, "targets": tokens},
+        mesh_shape=mesh_shape,
+        rule=gpt.make_rule(SHAPE),
+        precision=eqxshard.Precision("bfloat16"),
+        **options,
+    )
+
+
+def theory(mesh_shape: dict[str, int]) -> dict[tuple[str, str], float]:
+    """By axes and kind, the bytes that each device has to send in a step.
+
+    Everything is bfloat16, of two bytes, but what is said to be otherwise.
+    """
+    data, fsdp, tensor = (mesh_shape.get(axis, 1) for axis in ("data", "fsdp", "tensor"))
+    s = SHAPE
+    qkv = s.kv_heads * (s.heads // s.kv_heads + 2) * s.head_dim * s.embed
+    layer = qkv + s.embed * s.embed + 3 * s.mlp * s.embed
+    layers, table = s.layers * layer / tensor, s.vocab * s.embed / tensor
+    norms = (2 * s.layers + 1) * s.embed
+    rows = ROWS // (data * fsdp)
+    activations = rows * s.block * s.embed
+    sent: dict[tuple[str, str], float] = {}
+
+    def add(axes: str, kind: str, size: float, devices: int) -> None:
+        if devices > 1:
+            part = size * (devices - 1) / devices
+            sent[axes, kind] = sent.get((axes, kind), 0) + part
+
+    # Parameters: the layers twice, forward and again backward. The tokens (int32), of
+    # which each device looks up its features.
+    add("fsdp", "all-gather", 2 * (2 * layers + 2 * table), fsdp)
+    add("fsdp", "all-gather", 4 * fsdp * rows * s.block, fsdp)
+    # Gradients: that of the input's table by its features, which change hands.
+    add("fsdp", "reduce-scatter", 2 * (layers + table), fsdp)
+    add("fsdp", "all-to-all", 2 * activations, fsdp)
+    # Then the parts of them; that of the input's table in float32.
+    add("data", "all-reduce", 2 * (2 * (layers + table) + 4 * table) / fsdp, data)
+    batch = [axis for axis in ("data", "fsdp") if mesh_shape.get(axis, 1) > 1]
+    add(",".join(batch), "all-reduce", 2 * 2 * norms, data * fsdp)
+    # Activations: of each layer's two blocks forward, one of them again, and the
+    # gradients of both; of both tables. Of the cross-entropy three numbers per token.
+    add("tensor", "all-reduce", 2 * 2 * (5 * s.layers + 2) * activations, tensor)
+    add("tensor", "all-reduce", 2 * 4 * 3 * rows * s.block, tensor)
+    return sent
+
+
+def traffic(plan: eqxshard.Plan) -> dict[tuple[str, str], float]:
+    """By axes and kind, what a plan says is sent, without what sends scalars alone."""
+    sent: dict[tuple[str, str], float] = {}
+    for each in plan.collectives:
+        if each.bytes > 64:
+            assert each.axes is not None and each.times is not None
+            key = ",".join(each.axes), each.kind
+            sent[key] = sent.get(key, 0) + each.sent * each.times
+    return sent
+
+
+def state_bytes(mesh_shape: dict[str, int]) -> int:
+    """The bytes of the parameters of one device: float32, split or whole."""
+    fsdp, tensor = (mesh_shape.get(axis, 1) for axis in ("fsdp", "tensor"))
+    model = eqx.filter_eval_shape(partial(GPT, shape=SHAPE), jax.random.key(0))
+    sizes = [getattr(x, "size", 0) for x in jax.tree.leaves(model)]
+    whole = sum(size for size in sizes if size < 2**10)
+    return 4 * int(whole + (np.sum(sizes) - whole) / (fsdp * tensor))

@@ -1,0 +1,21 @@
+"""One plan by the compiler for CPUs, which many tests read."""
+
+import pytest
+from plan_helpers import BATCH, OPTIM, RULE, SIZES
+from transformer import Transformer, next_token_losses
+
+import eqxshard
+
+
+@pytest.fixture(scope="session")
+def plan() -> eqxshard.Plan:
+    """Of a transformer of two layers, on eight devices."""
+    return eqxshard.plan(
+        Transformer,
+        next_token_losses,
+        OPTIM,
+        BATCH,
+        mesh_shape=SIZES,
+        rule=RULE,
+        backend="cpu",
+    )

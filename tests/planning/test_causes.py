@@ -1,0 +1,52 @@
+import jax
+import pytest
+from plan_helpers import OPTIM, RULE
+from transformer import Transformer, make_tokens, next_token_losses
+
+import eqxshard
+from eqxshard.inspect._communication import find_collectives
+from eqxshard.inspect._hlo import parse_module
+from eqxshard.planning._causes import Causes, Leaf
+from eqxshard.sharding._leaves import array_leaves
+
+SIZES = {"data": 2, "fsdp": 4}
+
+
+@pytest.fixture(scope="module")
+def found():
+    """The causes of a compiled step's collectives, by the fused text of CPUs."""
+    mesh = eqxshard.make_mesh(data=2, fsdp=4)
+    state = eqxshard.abstract_state(
+        Transformer, OPTIM, key=jax.random.key(0), mesh=mesh, rule=RULE
+    )
+    step = eqxshard.make_train_step(next_token_losses, OPTIM)
+    compiled = step.lower(state, make_tokens(16)).compile()
+    module = parse_module(compiled.as_text() or "")
+    arrays = list(enumerate(array_leaves(state.model), start=1))
+    paths = {number: path for number, (path, _) in arrays}
+    parts = [Leaf(path, x.sharding.shard_shape(x.shape)) for _, (path, x) in arrays]
+    causes = Causes(module, SIZES, paths, parts)
+    return [(op, causes) for op in find_collectives(module, 8)]
+
+
+def test_gathered_arrays_are_followed_through_fusions_and_loops(found):
+    gathers = [(op, causes) for op, causes in found if op.kind == "all-gather"]
+    inside = {path for op, c in gathers if op.in_loop for path in c.leaves(op)}
+    assert {"blocks.mlp.up", "blocks.mlp.bias", "blocks.attention.out"} <= inside
+    outside = {path for op, c in gathers if not op.in_loop for path in c.leaves(op)}
+    assert {"embedding", "position"} <= outside
+    for op, causes in gathers:
+        assert len(causes.leaves(op)) <= len(op.shapes)
+
+
+def test_every_line_is_one_of_the_user(found):
+    lines = {causes.line(op) for op, causes in found}
+    files = {line.split(":")[0] for line in lines if line}
+    assert "transformer.py" in files
+    assert files <= {"transformer.py", "test_causes.py"}
+
+
+def test_sums_over_other_axes_are_of_no_array(found):
+    for op, causes in found:
+        if op.kind == "all-reduce" and max(op.bytes, 64) == 64:
+            assert causes.leaves(op) == ()

@@ -1,0 +1,97 @@
+import jax
+import jax.numpy as jnp
+import pytest
+
+from eqxshard.inspect._hlo import parse_module
+from eqxshard.planning._costs import Costs
+
+A = jax.ShapeDtypeStruct((8, 32), jnp.float32)
+B = jax.ShapeDtypeStruct((32, 16), jnp.float32)
+
+
+def total_flops(fn, *args):
+    """Of all instructions, and by the name of the dtype."""
+    module = parse_module(jax.jit(fn).lower(*args).compile().as_text() or "")
+    costs = Costs(module)
+    found = {}
+    for instruction in module.computations[module.entry]:
+        for dtype, count in costs.flops(instruction).items():
+            found[dtype] = found.get(dtype, 0) + count
+    return {dtype: count for dtype, count in found.items() if count}
+
+
+def test_a_product_of_matrices():
+    assert total_flops(jnp.matmul, A, B) == {"float32": 2 * 8 * 32 * 16}
+
+
+def test_a_batch_of_products():
+    x = jax.ShapeDtypeStruct((3, 8, 32), jnp.float32)
+    assert total_flops(lambda x, b: x @ b, x, B) == {"float32": 3 * 2 * 8 * 32 * 16}
+
+
+def test_a_convolution():
+    def convolve(x, kernel):
+        return jax.lax.conv(x, kernel, (1, 1), "SAME")
+
+    x = jax.ShapeDtypeStruct((2, 3, 10, 10), jnp.float32)
+    kernel = jax.ShapeDtypeStruct((4, 3, 5, 5), jnp.float32)
+    assert total_flops(convolve, x, kernel) == {"float32": 2 * 2 * 4 * 100 * 3 * 25}
+
+
+def test_elementwise_operations_do_not_count():
+    assert total_flops(lambda x: jnp.tanh(x) + x, A) == {}
+
+
+@pytest.mark.parametrize("backward, products", [("", 2), ("Backward", 5)])
+def test_attention_by_cudnn(backward, products):
+    line = (
+        "%out = (bf16[2,4,64,16]{3,2,1,0}, u8[0]{0}) custom-call(%q, %q, %q), "
+        f'custom_call_target="__cudnn$fmhaSoftmax{backward}", backend_config='
+        '{"cudnn_fmha_backend_config": {"intermediate_tensor_shape": {"element_type": '
+        '"BF16", "dimensions": ["2", "4", "64", "64"]}, "mask_type": "MASK"}}'
+    )
+    for mask, part in (("NO_MASK", 1), ("CAUSAL", 2)):
+        text = (
+            "ENTRY %main (q: bf16[2,64,4,16]) -> bf16[2,4,64,16] {\n"
+            "  %q = bf16[2,64,4,16]{3,2,1,0} parameter(0)\n"
+            f"  ROOT {line.replace('MASK', mask)}\n}}\n"
+        )
+        module = parse_module(text)
+        flops = Costs(module).flops(module.computations["main"][-1])
+        assert flops == {"bfloat16": products * 2 * 2 * 4 * 64 * 64 * 16 // part}
+
+
+LOOP = """
+%fused (p0: f32[4,100], p1: s32[]) -> f32[1,100] {
+  %p0 = f32[4,100]{1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %view = f32[4,100]{1,0} bitcast(%p0)
+  ROOT %part = f32[1,100]{1,0} dynamic-slice(%view, %p1, %zero), dynamic_slice_sizes={1,100}
+}
+
+%update (p0: f32[4,100], p1: f32[1,100], p2: s32[]) -> f32[4,100] {
+  %p0 = f32[4,100]{1,0} parameter(0)
+  %p1 = f32[1,100]{1,0} parameter(1)
+  %p2 = s32[] parameter(2)
+  ROOT %all = f32[4,100]{1,0} dynamic-update-slice(%p0, %p1, %p2, %p2)
+}
+
+ENTRY %main (x: f32[4,100], i: s32[]) -> f32[4,100] {
+  %x = f32[4,100]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %read = f32[1,100]{1,0} fusion(%x, %i), kind=kLoop, calls=%fused
+  %sum = f32[4,100]{1,0} add(%x, %x)
+  ROOT %write = f32[4,100]{1,0} fusion(%x, %read, %i), kind=kLoop, calls=%update
+}
+"""
+
+
+def test_of_a_stack_of_layers_only_one_is_read_and_written():
+    module = parse_module(LOOP)
+    costs = Costs(module)
+    by_name = {x.name: costs.bytes(x) for x in module.computations["main"]}
+    assert by_name["x"] == 0
+    assert by_name["read"] == 2 * 400 + 4  # And the index.
+    assert by_name["write"] == 2 * 400 + 4
+    assert by_name["sum"] == 3 * 1600

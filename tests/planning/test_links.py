@@ -1,0 +1,48 @@
+import dataclasses
+
+import numpy as np
+import pytest
+
+from eqxshard.inspect._communication import find_collectives
+from eqxshard.inspect._hlo import parse_module
+from eqxshard.planning._links import link_seconds
+from eqxshard.planning._targets import Target
+
+TARGET = dataclasses.replace(Target.named("h200"), link=100.0, network=10.0, per_host=4)
+SIZE = 4 * 1024
+
+
+def seconds(kind, groups, target=TARGET):
+    name = "source_target_pairs" if "permute" in kind else "replica_groups"
+    text = (
+        "ENTRY %main (x: f32[8]) -> f32[1024] {\n"
+        f"  ROOT %y = f32[1024]{{0}} {kind}(%x), {name}={groups}, a=1\n}}\n"
+    )
+    (operation,) = find_collectives(parse_module(text), 16)
+    return link_seconds(operation, target)
+
+
+def test_inside_a_host_only_its_links_count():
+    assert seconds("all-gather", "[4,4]<=[16]") == SIZE * 3 / 4 / 100
+    assert seconds("all-reduce", "[4,4]<=[16]") == 2 * SIZE * 3 / 4 / 100
+    assert seconds("reduce-scatter", "[4,4]<=[16]") == SIZE * 3 / 100
+    assert seconds("collective-permute", "{{0,1},{1,0}}") == SIZE / 100
+
+
+def test_one_device_of_each_host_sends_all_over_the_network():
+    groups = "[4,4]<=[4,4]T(1,0)"
+    assert seconds("all-gather", groups) == SIZE * 3 / 4 / 10
+    assert seconds("all-reduce", groups) == 2 * SIZE * 3 / 4 / 10
+    assert seconds("collective-permute", "{{0,4},{4,0}}") == SIZE / 10
+
+
+def test_the_devices_of_a_host_share_what_goes_over_the_network():
+    # Of four hosts each sends three quarters, in four parts.
+    assert seconds("all-gather", "[1,16]<=[16]") == pytest.approx(SIZE * 3 / 4 / 4 / 10)
+    # Three quarters of what each device has are for other hosts.
+    assert seconds("all-to-all", "[1,16]<=[16]") == pytest.approx(SIZE * 3 / 4 / 10)
+
+
+def test_without_links_there_is_no_time():
+    assert seconds("all-gather", "[4,4]<=[16]", Target.named("cpu")) is None
+    assert np.isfinite(TARGET.per_host)

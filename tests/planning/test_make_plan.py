@@ -1,0 +1,122 @@
+import math
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from plan_helpers import BATCH, OPTIM, RULE, SIZES
+from plan_theory import MESHES, plan_gpt, state_bytes, theory, traffic
+from transformer import Transformer, next_token_losses
+
+import eqxshard
+
+GIVEN = (Transformer, next_token_losses, OPTIM, BATCH)
+
+
+def abstract_state():
+    mesh = eqxshard.make_mesh(data=2, fsdp=4)
+    return eqxshard.abstract_state(
+        Transformer, OPTIM, key=jax.random.key(0), mesh=mesh, rule=RULE
+    )
+
+
+def bytes_of(tree):
+    return sum(
+        x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape))
+        for x in jax.tree.leaves(tree)
+        if isinstance(x, jax.ShapeDtypeStruct)
+    )
+
+
+def test_the_state_has_the_bytes_that_it_has_on_devices(plan):
+    state, memory = abstract_state(), plan.memory
+    assert memory.parameters == bytes_of(state.model)
+    assert memory.optimizer == bytes_of(state.opt_state)
+    rest = bytes_of((state.step, state.key, state.model_state, state.loss_scale))
+    assert memory.other_state == rest
+    assert memory.gradients == memory.parameters
+    assert memory.batch == 16 * 17 * 4 // 8
+    assert memory.device == 151_397_597_184 and plan.fits
+    assert memory.peak > memory.temporaries > memory.gradients
+
+
+def test_layers_are_gathered_in_the_loop_and_named(plan):
+    gathers = [each for each in plan.collectives if each.kind == "all-gather"]
+    in_loop = [each for each in gathers if each.in_loop]
+    assert {each.times for each in in_loop} == {2}
+    assert {each.axes for each in in_loop} == {("fsdp",)}
+    paths = {path for each in in_loop for path in each.leaves}
+    assert {"blocks.mlp.up", "blocks.mlp.down", "blocks.attention.qkv"} <= paths
+    assert {each.line for each in in_loop} == {f"transformer.py:{line_of('scan_layers')}"}
+    outside = {path for each in gathers if not each.in_loop for path in each.leaves}
+    assert "embedding" in outside and not outside & paths
+
+
+def test_gradients_are_scattered_over_fsdp_and_summed_over_data(plan):
+    scatters = [each for each in plan.collectives if each.kind == "reduce-scatter"]
+    assert {each.axes for each in scatters} == {("fsdp",)}
+    named = {path for each in scatters for path in each.leaves if each.in_loop}
+    assert {"blocks.mlp.up", "blocks.mlp.down", "blocks.attention.qkv"} <= named
+    lines = {each.line for each in scatters}
+    assert f"transformer.py:{line_of('self.down @')}" in lines
+    assert plan.traffic["data"].keys() == {"all-reduce"}
+
+
+def line_of(text):
+    file = os.path.join(os.path.dirname(__file__), "..", "transformer.py")
+    with open(file) as lines:
+        return next(number for number, line in enumerate(lines, 1) if text in line)
+
+
+def test_arithmetic_is_that_of_the_model_and_its_recomputation(plan):
+    state = abstract_state()
+    # Of each token three products with each matrix, and those of layers again.
+    sizes = [getattr(x, "size", 0) for x in jax.tree.leaves(state.model.blocks)]
+    layers = sum(size for size in sizes if size > 200)
+    scores = 2 * 2 * 16 * 32  # Two products with 16 tokens, in two layers.
+    each = 2 * (4 * (layers + scores) + 3 * state.model.embedding.size)
+    total = plan.flops["float32"] * 8 / (16 * 16)
+    assert total == pytest.approx(each, rel=0.1)
+
+
+def test_the_time_is_what_links_and_arithmetic_take(plan):
+    sent = sum(sum(kinds.values()) for kinds in plan.traffic.values())
+    assert plan.time.step == pytest.approx(sent / 450e9, rel=1e-6)
+    assert plan.time.bound == "fsdp links"
+    assert plan.tokens_per_second == pytest.approx(16 * 17 / plan.time.step)
+    assert 0 < plan.utilisation < 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_scripts_run")
+@pytest.mark.parametrize("name", MESHES)
+def test_communication_of_a_language_model_is_what_theory_counts(name):
+    plan = plan_gpt(MESHES[name], backend="cpu")
+    assert traffic(plan) == pytest.approx(theory(MESHES[name]), rel=0.05)
+    assert plan.memory.parameters == state_bytes(MESHES[name])
+
+
+def refuse(message, **options):
+    given = {"mesh_shape": SIZES, "rule": RULE, **options}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        eqxshard.plan(*GIVEN, **given)
+
+
+def test_bad_input_is_one_sentence_with_the_remedy(monkeypatch, tmp_path):
+    monkeypatch.setenv("EQXSHARD_PLAN_DIR", str(tmp_path))
+    refuse("there is no target 'h20'; did you mean 'h200'? use one of", target="h20")
+    refuse("data=2 x fsdp=4 = 8 do not use exactly the 12 devices; choose", devices=12)
+    shape = {"fsdp": 5, "data": -1}
+    refuse("do not divide the 12 devices; choose sizes", devices=12, mesh_shape=shape)
+    refuse("give devices= their number.", mesh_shape={"fsdp": -1})
+    refuse("there is no mesh axis 'fdsp'; did you mean", mesh_shape={"fdsp": 2})
+    refuse("the compiler for b200 is not installed; run", target="b200", backend="gpu")
+
+
+def test_what_the_step_refuses_is_raised_here():
+    with pytest.raises(ValueError, match="batch size 4 does not divide over data=2 x fsdp"):
+        batch = {"tokens": jax.ShapeDtypeStruct((4, 17), jnp.int32)}
+        options = {"mesh_shape": SIZES, "rule": RULE, "backend": "cpu"}
+        eqxshard.plan(Transformer, next_token_losses, optax.sgd(0.1), batch, **options)

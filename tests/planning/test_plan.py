@@ -1,0 +1,49 @@
+import dataclasses
+import json
+
+import eqxshard
+
+
+def test_it_prints_as_tables(plan):
+    text = str(plan)
+    assert text.startswith("8 x NVIDIA H200 141GB HBM3e (data=2, fsdp=4), compiled in ")
+    for row in ("parameters", "optimizer state", "temporaries (gradients: ", "peak"):
+        assert f"│ {row}" in text
+    assert "blocks.mlp.up at transformer.py:" in text
+    assert "A step takes at least " in text and "bound by fsdp links" in text
+    assert "temporaries are an upper estimate" in text
+    assert max(map(len, text.split("\n\n")[2].splitlines())) <= 140
+
+
+def test_it_is_json(plan):
+    values = json.loads(json.dumps(plan.to_json()))
+    assert values["memory"]["parameters"] == plan.memory.parameters
+    assert values["memory"]["left"] == plan.memory.left
+    assert values["time"]["bound"] == plan.time.bound
+    assert values["traffic"] == plan.traffic
+    assert len(values["collectives"]) == len(plan.collectives)
+    assert values["target"]["name"] == "h200" and "config" not in values["target"]
+
+
+def test_traffic_counts_every_iteration(plan):
+    for axes, kinds in plan.traffic.items():
+        for kind, sent in kinds.items():
+            same = [x for x in plan.collectives if x.kind == kind]
+            same = [x for x in same if ",".join(x.axes or ()) == axes]
+            assert sent == sum(x.sent * (x.times or 1) for x in same)
+
+
+def test_a_step_that_does_not_fit_says_so(plan):
+    memory = dataclasses.replace(plan.memory, device=plan.memory.peak - 1)
+    small = dataclasses.replace(plan, memory=memory)
+    assert (small.memory.left, small.fits) == (-1, False)
+    assert "It does not fit into the memory of a device." in str(small)
+
+
+def test_without_known_speeds_there_is_no_time(plan):
+    target = eqxshard.Target.named("cpu")
+    memory = dataclasses.replace(plan.memory, device=None)
+    other = dataclasses.replace(plan, target=target, time=None, memory=memory)
+    assert (other.fits, other.tokens_per_second, other.utilisation) == (None, None, None)
+    assert "A step takes" not in str(other) and "left of" not in str(other)
+    json.dumps(other.to_json())

@@ -1,0 +1,88 @@
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import optax
+import pytest
+from plan_helpers import BATCH
+from transformer import next_token_losses
+
+import eqxshard
+from eqxshard.planning._process import CHILD, explain_death
+
+
+def die(key):
+    os.abort()
+
+
+def test_a_process_that_dies_is_one_sentence():
+    options = {"mesh_shape": {"data": 8}, "rule": eqxshard.replicate(), "backend": "cpu"}
+    message = "XLA ended the process that compiles (signal SIGABRT: "
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        eqxshard.plan(die, next_token_losses, optax.sgd(0.1), BATCH, **options)
+
+
+def test_the_remedy_is_that_for_what_it_said():
+    fatal = "I0101 hello\nF0101 one.cc:3] Check failed: size mismatch when packing elements"
+    message = explain_death(-6, fatal)
+    assert message.startswith("XLA ended the process that compiles (signal SIGABRT: F0101 ")
+    assert "XLA_FLAGS=--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=false" in message
+    assert "memory ran out" in explain_death(-9, "")
+    assert "(exit status 3: it said nothing); plan with backend='cpu'" in explain_death(
+        3, ""
+    )
+
+
+def test_planning_does_not_plan(monkeypatch):
+    monkeypatch.setenv(CHILD, "1")
+    options = {"mesh_shape": {"data": 8}, "rule": eqxshard.replicate(), "backend": "cpu"}
+    with pytest.raises(RuntimeError, match="put the call under `if __name__ =="):
+        eqxshard.plan(die, next_token_losses, optax.sgd(0.1), BATCH, **options)
+
+
+SCRIPT = """
+import equinox as eqx, jax, jax.numpy as jnp, optax, eqxshard
+
+class Net(eqx.Module):
+    layer: eqx.nn.Linear
+
+    def __init__(self, key, width):
+        self.layer = eqx.nn.Linear(width, width, key=key)
+
+    def __call__(self, x):
+        return jnp.tanh(self.layer(x))
+
+def loss_fn(model, batch, key):
+    return jnp.sum(jax.vmap(model)(batch["x"]) ** 2, axis=-1)
+
+if __name__ == "__main__":
+    width = 64
+    plan = eqxshard.plan(
+        lambda key: Net(key, width),
+        loss_fn,
+        optax.adam(1e-3),
+        {"x": jax.ShapeDtypeStruct((8, width), jnp.float32)},
+        mesh_shape={"fsdp": 4},
+        rule=eqxshard.fsdp(min_size=1),
+        backend="cpu",
+    )
+    print(plan.memory.parameters, plan.memory.optimizer)
+"""
+
+
+def test_a_script_may_define_the_model_itself(tmp_path):
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT)
+    root = str(Path(eqxshard.__file__).parent.parent)
+    run = subprocess.run(
+        [sys.executable, str(file)],
+        env={**os.environ, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+    )
+    assert run.stderr == ""
+    # A quarter of 64 x 64 weights and 64 biases, twice for Adam, which also counts.
+    size = 4 * (64 * 64 + 64) // 4
+    assert run.stdout.split() == [str(size), str(2 * size + 4)]

@@ -1,0 +1,74 @@
+import io
+import pickle
+import sys
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from plan_helpers import BATCH, RULE
+from transformer import Transformer, next_token_losses
+
+from eqxshard.planning._request import Request, dump_request, load_request
+from eqxshard.planning._targets import Target
+
+
+def request_of(make_model, **changes):
+    fields = dict(
+        make_model=make_model,
+        loss_fn=next_token_losses,
+        optim=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+        batch=BATCH,
+        mesh_shape={"data": 8},
+        devices=8,
+        rule=RULE,
+        target=Target.named("h200"),
+        backend="gpu",
+        trainable=True,
+        precision=None,
+        options={},
+    )
+    return Request(**(fields | changes))
+
+
+def test_closures_and_optimizers_arrive():
+    layers = 3
+    request = load_request(
+        dump_request(request_of(lambda key: Transformer(key, layers=layers)))
+    )
+    model = eqx.filter_eval_shape(request.make_model, jax.random.key(0))
+    assert model.blocks.norm1.weight.shape == (3, 32)
+    assert request.batch == BATCH and request.target == Target.named("h200")
+    params = {"w": jnp.ones(3)}
+    assert jax.tree.structure(request.optim.init(params)) == jax.tree.structure(
+        request_of(Transformer).optim.init(params)
+    )
+
+
+def test_settings_of_jax_arrive_first():
+    data = dump_request(request_of(Transformer, backend="cpu"))
+    config = pickle.load(io.BytesIO(data))
+    assert config["jax_num_cpu_devices"] == 8
+    assert config["jax_numpy_dtype_promotion"] == "strict"
+
+
+def test_what_a_script_defines_is_sent_by_name(monkeypatch):
+    module = sys.modules[__name__]
+    monkeypatch.setitem(sys.modules, "__main__", module)
+    monkeypatch.setattr(make_it, "__module__", "__main__")
+    data = dump_request(request_of(make_it))
+    assert b"test_request.py" in data and b"__main__:make_it" in data
+
+
+def make_it(key):
+    return Transformer(key)
+
+
+def test_what_cannot_be_sent_is_an_error():
+    class Broken:
+        def __reduce__(self):
+            raise TypeError("a lock")
+
+    with pytest.raises(TypeError, match=r"cannot be sent \(a lock\); define the model"):
+        dump_request(request_of(Transformer, options={"grad_norms": Broken()}))
