@@ -1,6 +1,7 @@
 import io
 import pickle
 import sys
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -15,7 +16,7 @@ from eqxshard.planning._targets import Target
 
 
 def request_of(make_model, **changes):
-    fields = dict(
+    fields: dict[str, Any] = dict(
         make_model=make_model,
         loss_fn=next_token_losses,
         optim=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
