@@ -55,9 +55,9 @@ class Instruction:
 
     @functools.cached_property
     def operands(self) -> tuple[str, ...]:
-        """The names of its operands."""
+        """The names of its operands; of a part of a tuple, as JAX 0.12 writes it, `x#1`."""
         # Some compilers write their types, too.
-        return tuple(re.findall(r"%([\w.-]+)", self.content))
+        return tuple(re.findall(r"%([\w.-]+(?:#\d+)?)", self.content))
 
     @property
     def op_name(self) -> str:
@@ -102,8 +102,14 @@ class Module:
 
     @functools.cached_property
     def by_name(self) -> Mapping[tuple[str, str], Instruction]:
-        """Each instruction, by its computation and its name."""
-        return {(x.computation, x.name): x for x in self.instructions()}
+        """Each instruction, by its computation and its name; parts of tuples as well."""
+        found = {(x.computation, x.name): x for x in self.instructions()}
+        for instruction in self.instructions():
+            here = instruction.computation
+            for name in instruction.operands:
+                if "#" in name and (here, name) not in found:
+                    found[here, name] = _tuple_part(name, here, found)
+        return found
 
     def instructions(self) -> Iterator[Instruction]:
         """All instructions."""
@@ -149,7 +155,12 @@ class Module:
     def _trips_of_condition(self, loop: Instruction) -> int | None:
         """The bound of a loop that counts up from zero, as those of `lax.scan` do."""
         condition = self.computations.get(dict(loop.called()).get("condition", ""), ())
-        bounds = [x.content for x in condition if x.opcode == "constant"]
+        integers = ("s32[]", "u32[]", "s64[]", "u64[]")
+        bounds = [
+            x.content if x.type.strip().startswith(integers) else ""
+            for x in condition
+            if x.opcode == "constant"
+        ]
         compares = any(
             "direction=LT" in x.attributes
             for name in [*(c for x in condition for _, c in x.called())]
@@ -203,6 +214,18 @@ def _parse_instruction(name: str, computation: str, rest: str) -> Instruction | 
     content = rest[opcode.end() : end]
     type_ = rest[: opcode.start()]
     return Instruction(name, computation, type_, opcode[1], content, rest[end + 1 :])
+
+
+def _tuple_part(
+    name: str, computation: str, known: Mapping[tuple[str, str], Instruction]
+) -> Instruction:
+    """The get-tuple-element that `x#1` stands for."""
+    whole, _, number = name.partition("#")
+    maker = known.get((computation, whole))
+    types = _SHAPE.findall(maker.type) if maker else []
+    type_ = "{}[{}]".format(*types[int(number)]) if int(number) < len(types) else ""
+    content, attributes = f"%{whole}", f", index={number}"
+    return Instruction(name, computation, type_, "get-tuple-element", content, attributes)
 
 
 def _parse_frames(text: str) -> dict[int, tuple[str, int, int]]:
