@@ -75,11 +75,14 @@ class Jitted:
         self._watch = watch
 
     def __call__(self, *args: Any) -> Any:
-        outer, THREAD.call = THREAD.call, (self._watch, args)
+        seconds: dict[str, float] = {}
+        outer, THREAD.call = THREAD.call, (self._watch, args, seconds)
         try:
             out, checks = self._jitted(*args)
         finally:
             THREAD.call = outer
+        if seconds and self._watch is not None:
+            self._watch.add(args, seconds)
         if checks is not None:
             checks.raise_failed()
         return out

@@ -185,7 +185,9 @@ class EvalStep:
         # The name in profiles and compiled modules.
         eval_step.__name__ += kind.suffix
 
-        def describe(arrays: list[Any], batch: PyTree) -> tuple[str, dict[str, PyTree]]:
+        def name_arguments(
+            arrays: list[Any], batch: PyTree
+        ) -> tuple[str, dict[str, PyTree]]:
             program = kind.program("eval_step", batch)
             arguments = {"model": signature.static.combine(arrays), "batch": batch}
             return f"{program} of {function_name(self._metric_fn)}", arguments
@@ -193,7 +195,7 @@ class EvalStep:
         return jit_on(
             mesh,
             eval_step,
-            Watch(self._compile_log, eval_step.__name__, describe),
+            Watch(self._compile_log, eval_step.__name__, name_arguments),
             in_shardings=(None, kind.sharding(mesh)),
             out_shardings=NamedSharding(mesh, PartitionSpec()),
         )

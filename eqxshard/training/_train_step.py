@@ -291,7 +291,7 @@ class _CompiledStep:
         # The name in profiles and compiled modules.
         train_step.__name__ += kind.suffix
 
-        def describe(
+        def name_arguments(
             arrays: list[Any], batch: PyTree, extra_arrays: list[Any]
         ) -> tuple[str, dict[str, PyTree]]:
             program = kind.program("train_step", batch)
@@ -304,7 +304,7 @@ class _CompiledStep:
         self.jitted = jit_on(
             mesh,
             train_step,
-            Watch(compile_log, train_step.__name__, describe),
+            Watch(compile_log, train_step.__name__, name_arguments),
             donate_argnums=0,
             in_shardings=(self.shardings, kind.sharding(mesh), None),
             out_shardings=(self.shardings, whole),

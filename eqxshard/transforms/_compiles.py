@@ -1,12 +1,14 @@
 """Every compile of a step or function after the first is explained, or refused.
 
-JAX says when it traces, lowers and compiles a function, and how long that took. Each call
-leaves a note of itself for the listener here, which looks at the arguments only then.
+JAX says when it starts to trace, lower or compile a function, and how long that took. Each
+call leaves a note of itself for the listeners here. Its arguments are looked at only if it
+compiles.
 """
 
+import contextlib
 import dataclasses
-import functools as ft
 import logging
+import reprlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
-from jax.sharding import Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jaxtyping import PyTree
 
 from ..distributed import is_main_process
@@ -25,14 +27,14 @@ from ..sharding._text import first_few
 _LOG = logging.getLogger(__name__)
 
 _EVENTS = "/jax/core/compile/"
-_LOWERED = _EVENTS + "jaxpr_to_mlir_module_duration"
 _COMPILED = _EVENTS + "backend_compile_duration"
-#: Of an object's text.
+#: How many characters of a static value's text are shown.
 _MAX_TEXT = 80
 
 _REMEDIES = {
     "structure": "Pass the same arguments, of the same structure.",
-    "shape": "Keep shapes the same; Loader(remainder=...) pads or drops the last batch.",
+    "shape": "Keep shapes the same.",
+    "batch": "Loader(remainder=...) pads or drops the last batch.",
     "dtype": "Convert to one dtype.",
     "weak_type": "Make it with a dtype, such as jnp.float32(2).",
     "sharding": "Place it with filter_shard.",
@@ -51,7 +53,7 @@ class CompileLog:
 
     **Arguments:**
 
-    - `max_compiles`: how many there may be, without a word about them. `None` for any
+    - `max_compiles`: how many are allowed; none of them is reported. `None` for any
         number; then each is reported unless it is the first of its program.
 
     **Raises:**
@@ -70,19 +72,19 @@ class CompileLog:
 
     @property
     def is_full(self) -> bool:
-        """Whether there may be no more."""
-        return self._max_compiles == len(self._compiles)
+        """Whether the allowed compiles are used up."""
+        # Threads that compile at the same time may use up more.
+        return self._max_compiles is not None and self._max_compiles <= len(self._compiles)
 
-    def refusal(self, program: str, arguments: Mapping[str, PyTree]) -> str:
+    def refusal(self, program: str, description: "_Description") -> str:
         """The error message for one more."""
         return (
             f"{program} would have to compile, and max_compiles={self._max_compiles} "
-            f"allows no more. {self._explain(program, _describe(arguments))}"
+            f"allows no more. {self._explain(program, description)}"
         )
 
-    def add(self, program: str, arguments: Mapping[str, PyTree], seconds: float) -> None:
+    def add(self, program: str, description: "_Description", seconds: float) -> None:
         """Remember a compile, and report it if it is not the first of the program."""
-        description = _describe(arguments)
         again = any(program == name for name, _ in self._compiles)
         if again and self._max_compiles is None and is_main_process():
             _LOG.warning(
@@ -104,6 +106,8 @@ class CompileLog:
         if not nearest:
             return _NO_DIFFERENCE
         kinds = {difference.kind for difference in nearest}
+        if any(each.kind == "shape" and _is_of_batch(each.path) for each in nearest):
+            kinds.add("batch")
         changed = first_few([str(difference) for difference in nearest], "; ")
         remedies = [text for kind, text in _REMEDIES.items() if kind in kinds]
         return " ".join([f"Changed: {changed}.", *remedies])
@@ -119,54 +123,83 @@ class Watch(NamedTuple):
 
     - `log`: where they are counted.
     - `name`: the function's name in JAX.
-    - `describe`: from the arguments of a call to the name of the program, whose first
-        compile is expected, and the arguments by name.
+    - `name_arguments`: from the arguments of a call to the name of the program, whose
+        first compile is expected, and the arguments by name.
     """
 
     log: CompileLog
     name: str
-    describe: Callable[..., tuple[str, Mapping[str, PyTree]]]
+    name_arguments: Callable[..., tuple[str, Mapping[str, PyTree]]]
 
+    def add(self, args: tuple[Any, ...], seconds: Mapping[str, float]) -> None:
+        """Log the compile of a call that succeeded, if it compiled, and its phases."""
+        if _COMPILED in seconds:
+            self.log.add(*self._described(args), sum(seconds.values()))
 
-#: A call of a compiled function: how to report its compiles, and its arguments.
-Call = tuple[Watch | None, tuple[Any, ...]]
+    def refusal(self, args: tuple[Any, ...]) -> str:
+        """The error message for a call that has to compile once too often."""
+        return self.log.refusal(*self._described(args))
+
+    def _described(self, args: tuple[Any, ...]) -> tuple[str, "_Description"]:
+        try:
+            program, arguments = self.name_arguments(*args)
+        except Exception:  # It makes the user's objects, whose code may raise anything.
+            return self.name, {}
+        return program, _description(arguments)
 
 
 class _Thread(threading.local):
-    """The call that a thread is in, and the seconds of each phase of its compile."""
+    """The call that a thread is in.
+
+    It is how to report the call's compiles, its arguments, and the seconds of each phase
+    of its compile, by event.
+    """
 
     def __init__(self):
-        self.call: Call = None, ()
-        self.timed: Call | None = None
-        self.seconds: dict[str, float] = {}
+        self.call: tuple[Watch | None, tuple[Any, ...], dict[str, float]] = None, (), {}
 
 
-#: Set `call` around each call. (A context manager would cost several times as much.)
+#: Set `call` around each call, and back after it: it keeps the arguments alive. If seconds
+#: were noted and the call returned, give them to `Watch.add`: JAX times what fails, too.
+#: (A context manager would cost several times as much.)
 THREAD = _Thread()
 
 
-@ft.cache
 def _listen() -> None:
-    jax.monitoring.register_event_duration_secs_listener(_on_event)
+    """Register the listeners again: somebody may have cleared all."""
+    with contextlib.suppress(AssertionError, ValueError):
+        jax.monitoring.unregister_scalar_listener(_on_start)
+    with contextlib.suppress(AssertionError, ValueError):
+        jax.monitoring.unregister_event_duration_listener(_on_end)
+    jax.monitoring.register_scalar_listener(_on_start)
+    jax.monitoring.register_event_duration_secs_listener(_on_end)
 
 
-def _on_event(event: str, duration_secs: float, **info: Any) -> None:
-    watch, args = call = THREAD.call
-    if watch is None or not event.startswith(_EVENTS):
+def _on_start(event: str, value: float, **info: Any) -> None:
+    """Refuse to compile once too often."""
+    watch, args, _ = THREAD.call
+    if event != _COMPILED or watch is None or not watch.log.is_full:
         return
+    if _is_of(watch, args, info):
+        # Before XLA compiles and arrays are donated, and after errors of tracing and
+        # lowering, which say more.
+        raise ValueError(watch.refusal(args))
+
+
+def _on_end(event: str, duration_secs: float, **info: Any) -> None:
+    """Note the seconds of a phase."""
+    watch, args, seconds = THREAD.call
+    if watch is not None and event.startswith(_EVENTS) and _is_of(watch, args, info):
+        seconds[event] = duration_secs
+
+
+def _is_of(watch: Watch, args: tuple[Any, ...], info: Mapping[str, Any]) -> bool:
+    """Whether an event is about the function that is called."""
     # Other functions may compile while this one is traced.
     if info.get("fun_name") not in (watch.name, f"jit({watch.name})"):
-        return
-    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args)):
-        return  # A transform of it, such as by jax.vmap, is a function of its own.
-    if THREAD.timed is not call:
-        THREAD.timed, THREAD.seconds = call, {}
-    THREAD.seconds[event] = duration_secs
-    # Before XLA compiles (unless it was lowered earlier), and before arrays are donated.
-    if event in (_LOWERED, _COMPILED) and watch.log.is_full:
-        raise ValueError(watch.log.refusal(*watch.describe(*args)))
-    if event == _COMPILED:
-        watch.log.add(*watch.describe(*args), sum(THREAD.seconds.values()))
+        return False
+    # A transform of it, such as by jax.vmap, is a function of its own.
+    return not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(args))
 
 
 class _Array(NamedTuple):
@@ -219,10 +252,13 @@ class _Difference(NamedTuple):
         return f"{self.path}:{what} {self.before} -> {self.now}"
 
 
-def _describe(arguments: Mapping[str, PyTree]) -> _Description:
+def _description(arguments: Mapping[str, PyTree]) -> _Description:
     found: _Description = {}
     for name, argument in arguments.items():
-        found.update(_entries(argument, (), name))
+        try:
+            found.update(_entries(argument, (), name))
+        except Exception:  # The fields of the user's objects may raise anything.
+            found[name] = _Value(type(argument))
     return found
 
 
@@ -270,10 +306,7 @@ def _differences(before: _Description, now: _Description) -> Iterator[_Differenc
         if isinstance(old, _Array) and isinstance(new, _Array):
             for kind, was, is_now in zip(_Array._fields, old, new):
                 if was != is_now:
-                    texts = _property_text(was), _property_text(is_now)
-                    if texts[0] == texts[1]:  # Such as shardings in other memories.
-                        texts = repr(was), repr(is_now)
-                    yield _Difference(kind, path, *texts)
+                    yield _Difference(kind, path, *_property_texts(was, is_now))
         elif old != new:
             # Below a node that came or went, all did.
             if (old is None or new is None) and path.startswith(tuple(reported)):
@@ -286,16 +319,63 @@ def _differences(before: _Description, now: _Description) -> Iterator[_Differenc
             yield _Difference(kind, path, was, again if is_now == was else is_now)
 
 
+def _property_texts(was: Any, now: Any) -> tuple[str, str]:
+    """Two values of a property of an array, which differ."""
+    before, after = _property_text(was), _property_text(now)
+    if before != after:
+        return before, after
+    # Shardings, over other devices or in another order; or else in other memories.
+    pairs = zip(_device_ids(was), _device_ids(now))
+    changed = [pair for pair in pairs if pair[0] != pair[1]]
+    if not changed:
+        return repr(was), repr(now)
+    ids_before, ids_now = (first_few([*map(str, ids)]) for ids in zip(*changed))
+    return f"{before}, devices {ids_before}", f"devices {ids_now}"
+
+
 def _property_text(value: Any) -> str:
     if isinstance(value, Sharding):
         return format_sharding(value)
     return "uncommitted" if value is None else str(value)
 
 
+def _device_ids(sharding: Sharding) -> list[int]:
+    """The devices, in the order of the mesh if there is one."""
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return [device.id for device in sharding.mesh.devices.flat]
+    return sorted(device.id for device in sharding.device_set)
+
+
+def _is_of_batch(path: str) -> bool:
+    return path.partition(".")[0] == "batch"
+
+
+class _Repr(reprlib.Repr):
+    """The `repr` of the first entries only, of containers of any size."""
+
+    def __init__(self):
+        super().__init__()
+        self.maxstring = self.maxlong = self.maxother = _MAX_TEXT
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        # Unlike its base, which names the address of an object whose own code raises.
+        try:
+            text = repr(x)
+        except Exception:
+            return type(x).__name__
+        return text if len(text) <= self.maxother else f"{text[: self.maxother]}..."
+
+
+_REPR = _Repr()
+
+
 def _value_text(value: Any) -> str:
     """A static value in a few words."""
-    name = getattr(value, "__qualname__", None)
-    if name is not None:  # A function, or what `jax.jit` and others made of one.
-        return f"{value.__module__}.{name}"
-    text = " ".join(repr(value).split())
+    try:
+        name = getattr(value, "__qualname__", None)
+        if name is not None:  # A function, or what `jax.jit` and others made of one.
+            return f"{value.__module__}.{name}"
+        text = " ".join(_REPR.repr(value).split())
+    except Exception:  # The value's own code may raise anything.
+        return type(value).__name__
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."

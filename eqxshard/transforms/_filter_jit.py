@@ -21,7 +21,7 @@ Donate = Literal["none", "all", "all-except-first"] | int | Sequence[int]
 Shardings = Sharding | tuple[PyTree[Sharding | None], ...] | None
 
 
-class _Call(NamedTuple):
+class _Arguments(NamedTuple):
     """The arguments of a call; paths in errors begin with its field names."""
 
     args: tuple[Any, ...]
@@ -69,16 +69,19 @@ class _FilterJit(Generic[_P, _T]):
         self._donates = _donation(donate, self._signature)
         self._in_shardings = in_shardings
         self._out_shardings = out_shardings
-        self._watch = Watch(compile_log, self._name, self._describe)
+        self._watch = Watch(compile_log, self._name, self._name_arguments)
         self._jitted: dict[Static, Any] = {}
 
     def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         jitted, arrays = self._prepare(args, kwargs)
-        outer, THREAD.call = THREAD.call, (self._watch, (args, kwargs))
+        seconds: dict[str, float] = {}
+        outer, THREAD.call = THREAD.call, (self._watch, (args, kwargs), seconds)
         try:
             out, result = jitted(*arrays)
         finally:
             THREAD.call = outer
+        if seconds:
+            self._watch.add((args, kwargs), seconds)
         return result.static.combine(out)
 
     def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
@@ -107,13 +110,13 @@ class _FilterJit(Generic[_P, _T]):
                 # Arguments before it were left out, so it has no position yet.
                 bound.apply_defaults()
             args, kwargs = bound.args, bound.kwargs
-        arrays, static = partition(_Call(args, kwargs))
+        arrays, static = partition(_Arguments(args, kwargs))
         jitted = self._jitted.get(static)
         if jitted is None:
             jitted = self._jitted[static] = self._jit(args, kwargs, static)
         return jitted, (*arrays, *self._fn_arrays)
 
-    def _describe(
+    def _name_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[str, dict[str, PyTree]]:
         # Without defaults: to leave one out is another program than to give it.

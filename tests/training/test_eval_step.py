@@ -1,5 +1,8 @@
+import weakref
+
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import RULES, assert_equal, compiles, make_batch, make_mesh, stack
@@ -59,6 +62,30 @@ def test_an_eval_step_beyond_its_budget_is_refused():
     model = eqx.tree_at(lambda m: m.dropout.p, state.model, 0.5)
     with pytest.raises(ValueError, match=r"Changed: model\.dropout\.p: 0\.1 -> 0\.5\."):
         eval_step(model, make_batch())
+
+
+def test_a_compiled_eval_step_keeps_no_arguments():
+    state, _ = setup()
+    eval_step = eqxshard.make_eval_step(mean_of_x)
+    batch = jax.tree.map(jnp.asarray, make_batch())
+    reference = weakref.ref(batch["x"])
+    eval_step(state.model, batch)
+    del batch
+    assert reference() is None
+
+
+def test_an_eval_step_that_does_not_compile_is_not_counted():
+    def metric_fn(model, batch):
+        x = batch["x"][:, 0]
+        if len(x) == 24:
+            x = jax.ffi.ffi_call("nowhere", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+        return {"x": x}
+
+    state, _ = setup()
+    eval_step = eqxshard.make_eval_step(metric_fn, max_compiles=1)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="nowhere"):
+        eval_step(state.model, make_batch(24))
+    eval_step(state.model, make_batch())
 
 
 def test_many_batches_in_one_dispatch_are_the_same_batches():

@@ -245,7 +245,7 @@ def test_a_step_that_compiles_again_says_why(caplog):
     assert message.startswith("train_step of squared_errors compiled again, in ")
     assert (
         "Changed: batch.x: shape (32, 8) -> (24, 8); "
-        "batch.y: shape (32, 4) -> (24, 4). Keep shapes the same; Loader(remainder=...)"
+        "batch.y: shape (32, 4) -> (24, 4). Keep shapes the same. Loader(remainder=...)"
     ) in message
 
 

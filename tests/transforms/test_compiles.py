@@ -4,6 +4,8 @@ import functools as ft
 import logging
 import re
 import time
+import weakref
+from dataclasses import dataclass, field
 from typing import Any
 
 import equinox as eqx
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import make_mesh
+from jax.extend import core
 
 import eqxshard
 
@@ -33,6 +36,40 @@ class Unequal:
         return "Unequal()"
 
 
+class Broken:
+    """Objects that cannot be shown."""
+
+    def __repr__(self):
+        raise RuntimeError("no text")
+
+
+class Nameless(Broken):
+    """Objects that do not even have attributes."""
+
+    def __getattr__(self, name):
+        raise RuntimeError("no attributes")
+
+
+@dataclass
+class Undescribed:
+    """Objects that JAX can flatten, with a field that cannot be read."""
+
+    x: Any
+    late: int = field(init=False)
+
+    def __getattribute__(self, name):
+        if name == "late":
+            raise RuntimeError("too early")
+        return super().__getattribute__(name)
+
+
+jax.tree_util.register_pytree_with_keys(
+    Undescribed,
+    lambda node: (((jax.tree_util.GetAttrKey("x"), node.x),), None),
+    lambda _, children: Undescribed(*children),
+)
+
+
 def double(x, n=1):
     """Doubles the arrays of anything."""
     return jax.tree.map(lambda leaf: leaf * 2, eqx.filter(x, eqx.is_array))
@@ -42,8 +79,10 @@ def make_double(**options):
     return eqxshard.filter_jit(double, **options)
 
 
-def placed(spec):
-    return jax.device_put(X, jax.NamedSharding(make_mesh(), spec))
+def placed(spec, order: Any = slice(None)):
+    mesh = make_mesh()
+    mesh = jax.sharding.Mesh(mesh.devices.flatten()[order].reshape(-1), ("data",))
+    return jax.device_put(X, jax.NamedSharding(mesh, spec))
 
 
 # What changed
@@ -57,6 +96,17 @@ CHANGES = {
         placed(jax.P()),
         placed(jax.P("data")),
         "x: sharding P() on 8 x cpu (data=8) -> P('data',) on 8 x cpu (data=8)",
+    ),
+    "the order of devices": (
+        placed(jax.P("data")),
+        placed(jax.P("data"), [0, 7, 2, 3, 4, 5, 6, 1]),
+        "x: sharding P('data',) on 8 x cpu (data=8), devices 1, 7 -> devices 7, 1.",
+    ),
+    "devices": (
+        placed(jax.P("data"), slice(4)),
+        placed(jax.P("data"), slice(4, None)),
+        "x: sharding P('data',) on 4 x cpu (data=4), devices 0, 1, 2, 3 -> "
+        "devices 4, 5, 6, 7.",
     ),
     "committed": (
         jnp.asarray(X),
@@ -106,7 +156,7 @@ def test_a_compile_says_what_changed(kind, caplog):
 
 
 REMEDIES = {
-    "shape": "Loader(remainder=...)",
+    "shape": "Keep shapes the same. If you expect this",
     "dtype": "Convert to one dtype.",
     "weak type": "Make it with a dtype",
     "sharding": "Place it with filter_shard.",
@@ -122,6 +172,48 @@ def test_a_compile_says_what_to_do(kind, caplog):
     fn(CHANGES[kind][1])
     for each, remedy in REMEDIES.items():
         assert (remedy in caplog.text) == (each == kind)
+
+
+@pytest.mark.parametrize("name", ["batch", "batches", "x"])
+def test_the_loader_is_named_for_batches_only(name, caplog):
+    fn = eqxshard.filter_jit(lambda batch=None, batches=None, x=None: (batch, batches, x))
+    fn(**{name: (X,)})
+    fn(**{name: (X[:4],)})
+    remedy = "Keep shapes the same. Loader(remainder=...) pads or drops the last batch."
+    assert (remedy in caplog.text) == (name == "batch")
+    assert "Keep shapes the same." in caplog.text
+
+
+@pytest.mark.parametrize("kind", [Broken, Nameless])
+def test_values_that_cannot_be_shown_are_named_by_their_type(kind, caplog):
+    fn, name = make_double(), kind.__name__
+    for value in (Unequal(), kind(), kind()):
+        fn((X, value))
+    assert f"x.1: Unequal() -> {name}. " in caplog.text
+    assert f"x.1: {name} -> another object like it. " in caplog.text
+
+
+def test_what_cannot_be_described_stops_no_call(caplog):
+    fn = make_double()
+    fn(X)
+    fn(Undescribed(X))
+    assert re.search(r"x: float32\[8\] -> [\w.]*test_compiles\.Undescribed\.", caplog.text)
+
+
+def test_a_long_value_is_cut(caplog):
+    class Shown:
+        def __repr__(self):
+            shown.append(self)
+            return "Shown()"
+
+    shown = []
+    fn = make_double()
+    fn((X, 1))
+    fn((X, frozenset({tuple(Shown() for _ in range(1000))})))
+    assert 0 < len(shown) < 20
+    assert "x.1: 1 -> frozenset({(Shown(), Shown()," in caplog.text
+    fn((X, "a" * 1000))
+    assert "aa..." in caplog.text and "a" * 81 not in caplog.text
 
 
 def test_a_change_outside_of_the_arguments_is_said_too(caplog):
@@ -195,7 +287,7 @@ def test_the_seconds_are_those_of_the_compile(caplog):
     assert seconds and 0.3 <= float(seconds.group(1)) < 3
 
 
-# What is no recompile
+# What is not counted
 
 
 def test_lowering_is_no_compile(caplog):
@@ -234,7 +326,68 @@ def test_a_function_called_while_another_is_traced_leaves_it_watched(caplog):
     assert "<lambda> compiled again" in record.getMessage()
 
 
+def test_an_event_without_a_name_is_ignored(caplog):
+    def fn(x):
+        for event in ("jaxpr_to_mlir_module_duration", "backend_compile_duration"):
+            event = f"/jax/core/compile/{event}"
+            jax.monitoring.record_scalar(event, 0.0)
+            jax.monitoring.record_event_duration_secs(event, 1.0)
+        return x
+
+    strict = eqxshard.filter_jit(fn, max_compiles=1)
+    strict(X)
+    # Now the events come when no compile is left.
+    with pytest.raises(ValueError, match="max_compiles=1"):
+        strict(X[:4])
+
+
+def test_arguments_are_not_kept_alive():
+    fn = make_double()
+    x = jnp.asarray(X)
+    fn(x)
+    reference = weakref.ref(x)
+    del x
+    assert reference() is None
+
+
+def test_functions_made_after_all_listeners_were_cleared_are_watched(caplog):
+    jax.monitoring.clear_event_listeners()
+    fn = make_double()
+    fn(X)
+    fn(X[:4])
+    (record,) = caplog.records
+    assert "double compiled again" in record.getMessage()
+
+
 # A budget
+
+
+@eqxshard.filter_jit(max_compiles=1)
+def fails_for_four(x):
+    """Is traced and lowered for any number, and compiles for any but 4."""
+    if x.shape[0] != 4:
+        return x
+    return jax.ffi.ffi_call("nowhere", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+
+def test_a_compile_that_fails_is_not_counted():
+    for _ in range(2):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="nowhere"):
+            fails_for_four(X[:4])
+    fails_for_four(X)
+    with pytest.raises(ValueError, match=r"Changed: x: shape \(8,\) -> \(4,\)"):
+        fails_for_four(X[:4])
+
+
+def test_an_error_of_lowering_is_not_replaced():
+    primitive = core.Primitive("unknown")
+    primitive.def_abstract_eval(lambda x: x)
+    fn = eqxshard.filter_jit(
+        lambda x: primitive.bind(x) if x.shape[0] == 4 else x, max_compiles=1
+    )
+    fn(X)
+    with pytest.raises(NotImplementedError, match="unknown"):
+        fn(X[:4])
 
 
 def test_compiles_beyond_the_budget_are_refused():
@@ -245,7 +398,7 @@ def test_compiles_beyond_the_budget_are_refused():
         with pytest.raises(
             ValueError,
             match=r"double would have to compile, and max_compiles=2 allows no more\. "
-            r"Changed: x: shape \(4,\) -> \(5,\)\. Keep shapes the same;",
+            r"Changed: x: shape \(4,\) -> \(5,\)\. Keep shapes the same\.",
         ):
             fn(X[:5])
     # What is compiled still runs.
