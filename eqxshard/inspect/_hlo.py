@@ -3,7 +3,7 @@
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -86,19 +86,27 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
     )
 
 
+#: Opcodes of another form of the same values as the first operand's.
+VIEWS = ("bitcast", "convert", "copy", "opt-barrier", "reshape", "transpose")
+
+
 @dataclass(frozen=True)
 class Module:
     """A compiled module.
 
     - `entry`: the name of the computation that a call runs.
     - `computations`: the instructions of each, in the order in which they run.
-    - `frames`: of each frame of a stack, by number: its file, its line, and the number of
-        the frame that called it.
+    - `text`: all of its text.
     """
 
     entry: str
     computations: Mapping[str, tuple[Instruction, ...]]
-    frames: Mapping[int, tuple[str, int, int]]
+    text: str
+
+    @functools.cached_property
+    def frames(self) -> Mapping[int, tuple[str, int, int]]:
+        """Of each frame of a stack, by number: its file, its line, and its caller."""
+        return _parse_frames(self.text)
 
     @functools.cached_property
     def by_name(self) -> Mapping[tuple[str, str], Instruction]:
@@ -116,24 +124,36 @@ class Module:
         for instructions in self.computations.values():
             yield from instructions
 
-    def times(self, computation: str) -> int | None:
+    @functools.cached_property
+    def times(self) -> Callable[[str], int | None]:
         """How often one call of the module runs a computation; `None` if not known."""
-        if computation == self.entry:
-            return 1
-        total = 0
-        for caller in self.callers.get(computation, ()):
-            outer, factor = self.times(caller.computation), self.trips(caller)
-            if outer is None or factor is None:
-                return None
-            total += outer * factor
-        return total
 
-    def in_loop(self, computation: str) -> bool:
+        @functools.cache
+        def times(computation: str) -> int | None:
+            if computation == self.entry:
+                return 1
+            total = 0
+            for caller in self.callers.get(computation, ()):
+                outer, factor = times(caller.computation), self.trips(caller)
+                if outer is None or factor is None:
+                    return None
+                total += outer * factor
+            return total
+
+        return times
+
+    @functools.cached_property
+    def in_loop(self) -> Callable[[str], bool]:
         """Whether a computation is part of the body of a loop."""
-        return any(
-            caller.opcode == "while" or self.in_loop(caller.computation)
-            for caller in self.callers.get(computation, ())
-        )
+
+        @functools.cache
+        def in_loop(computation: str) -> bool:
+            return any(
+                caller.opcode == "while" or in_loop(caller.computation)
+                for caller in self.callers.get(computation, ())
+            )
+
+        return in_loop
 
     @functools.cached_property
     def callers(self) -> Mapping[str, tuple[Instruction, ...]]:
@@ -199,7 +219,7 @@ def parse_module(text: str) -> Module:
             if instruction is not None:
                 computations[here].append(instruction)
     fixed = {name: tuple(content) for name, content in computations.items()}
-    return Module(entry, fixed, _parse_frames(text))
+    return Module(entry, fixed, text)
 
 
 def _parse_instruction(name: str, computation: str, rest: str) -> Instruction | None:

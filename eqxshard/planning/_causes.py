@@ -7,23 +7,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..inspect._communication import Operation
-from ..inspect._hlo import Instruction, Module
+from ..inspect._hlo import VIEWS, Instruction, Module
 from ..sharding._mesh import BATCH_AXES
 
 _OURS = str(Path(__file__).parent.parent)
 _LIBRARIES = ("site-packages", "dist-packages", f"{Path(math.__file__ or '/').parent}")
 
 #: Instructions that have the values of their first operand, or a part of them.
-_VIEWS = (
-    "bitcast",
-    "convert",
-    "copy",
-    "dynamic-slice",
-    "opt-barrier",
-    "reshape",
-    "slice",
-    "transpose",
-)
+_VIEWS = (*VIEWS, "dynamic-slice", "slice")
 _DEEPEST = 12
 
 
@@ -32,10 +23,12 @@ class Leaf(NamedTuple):
 
     - `path`: its path.
     - `shape`: its shape on each device, as its gradient is stored.
+    - `bytes`: of that.
     """
 
     path: str
     shape: tuple[int, ...]
+    bytes: int
 
 
 class Causes:

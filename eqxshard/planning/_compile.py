@@ -70,14 +70,15 @@ def compile_plan(request: Request, dump: Path) -> Plan:
     schedule = Schedule(module, operations, request.target)
     elapsed = schedule.elapsed(module.entry)
     flops = _flops(module)
-    causes = Causes(module, sizes, *_model_arrays(state))
+    gradients = _gradients(state)
+    causes = Causes(module, sizes, _model_arrays(state), gradients)
     rows, tokens = count_examples(request.batch)
     return Plan(
         target=request.target,
         backend=request.backend,
         mesh={axis: size for axis, size in sizes.items() if size > 1} or {"data": 1},
         devices=mesh.size,
-        memory=_memory(request, state, compiled.memory_analysis()),
+        memory=_memory(request, state, gradients, compiled.memory_analysis()),
         flops=flops,
         collectives=tuple(
             _describe(each, sizes, causes, None if on_cpu else elapsed)
@@ -141,7 +142,9 @@ def _shard_bytes(leaf: Any, sharding: Any = None) -> int:
     return leaf.dtype.itemsize * math.prod(shape)
 
 
-def _memory(request: Request, state: TrainState, analysis: Any) -> PlannedMemory:
+def _memory(
+    request: Request, state: TrainState, gradients: list[Leaf], analysis: Any
+) -> PlannedMemory:
     params = _bytes_of(state.model)
     opt_state = _bytes_of(state.opt_state)
     rows = batch_sharding(_mesh_of(state))
@@ -151,7 +154,7 @@ def _memory(request: Request, state: TrainState, analysis: Any) -> PlannedMemory
         optimizer=opt_state,
         other_state=_bytes_of(state) - params - opt_state,
         batch=sum(_shard_bytes(x, rows) for x in jax.tree.leaves(request.batch)),
-        gradients=sum(_shard_bytes(x, sharding) for x, sharding in _gradients(state)),
+        gradients=sum(leaf.bytes for leaf in gradients),
         temporaries=analysis.temp_size_in_bytes,
         peak=analysis.argument_size_in_bytes
         + analysis.output_size_in_bytes
@@ -169,30 +172,24 @@ def _mesh_of(state: TrainState) -> Any:
     return state.step.sharding.mesh
 
 
-def _gradients(state: TrainState) -> list[tuple[Any, Any]]:
-    """The trained arrays, and the shardings of their gradients."""
+def _gradients(state: TrainState) -> list[Leaf]:
+    """The trained arrays, as their gradients are stored."""
     made = state.made_with
     assert made is not None  # By `abstract_state`.
     params, _ = split_model(state.model, made.trainable(state.model))
     mesh = _mesh_of(state)
     layout = make_layout(state.model, params, state.opt_state, mesh, made.rule)
-    leaves = jax.tree.leaves(params)
-    return list(zip(leaves, jax.tree.leaves(layout.update), strict=True))
-
-
-def _model_arrays(state: TrainState) -> tuple[dict[int, str], list[Leaf]]:
-    """The paths of the model's arrays, by number; the trained ones, as they are updated."""
-    paths = [path for path, _ in array_leaves(state.model)]
-    made = state.made_with
-    assert made is not None
-    params, _ = split_model(state.model, made.trainable(state.model))
-    names = [path for path, _ in array_leaves(params)]
-    gradients = [
-        Leaf(path, sharding.shard_shape(leaf.shape))
-        for path, (leaf, sharding) in zip(names, _gradients(state), strict=True)
+    shardings = jax.tree.leaves(layout.update)
+    return [
+        Leaf(path, sharding.shard_shape(leaf.shape), _shard_bytes(leaf, sharding))
+        for (path, leaf), sharding in zip(array_leaves(params), shardings, strict=True)
     ]
+
+
+def _model_arrays(state: TrainState) -> dict[int, str]:
+    """The paths of the model's arrays, by their numbers among the step's arguments."""
     # The first array of a state is the number of the step.
-    return dict(enumerate(paths, start=1)), gradients
+    return dict(enumerate((path for path, _ in array_leaves(state.model)), start=1))
 
 
 def _flops(module: Module) -> dict[str, float]:

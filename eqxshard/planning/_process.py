@@ -24,14 +24,8 @@ CHILD = "EQXSHARD_PLANNING"
 #: library itself is needed to run, not to compile.
 _CUDNN = "def cudnn_get_version():\n    return 91000\n"
 
-_CRASHES = {
-    "one_shot": (
-        "XLA_FLAGS=--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=false avoids it"
-    ),
-    "size mismatch when packing": (
-        "XLA_FLAGS=--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=false avoids it"
-    ),
-}
+#: What XLA says when a kernel that it uses in JAX 0.12 fails.
+_ONE_SHOT = ("one_shot", "size mismatch when packing")
 
 
 def run(request: Request, backend: Backend) -> Any:
@@ -111,10 +105,10 @@ def explain_death(code: int, stderr: str) -> str:
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     fatal = [line for line in lines if re.match(r"F\d{4} |.*Check failed", line)]
     said = (fatal or lines or ["it said nothing"])[-1][:300]
-    remedies = [remedy for text, remedy in _CRASHES.items() if text in stderr]
-    remedy = (
-        remedies[0] if remedies else "plan with backend='cpu', or another version of JAX"
-    )
+    remedy = "plan with backend='cpu', or another version of JAX"
+    if any(text in stderr for text in _ONE_SHOT):
+        flag = "--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=false"
+        remedy = f"XLA_FLAGS={flag} avoids it"
     return f"XLA ended the process that compiles ({how}: {said}); {remedy}."
 
 

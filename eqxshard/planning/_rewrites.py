@@ -11,9 +11,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 from ..inspect._communication import Operation
-from ..inspect._hlo import Instruction, Module, Shape
+from ..inspect._hlo import VIEWS, Instruction, Module, Shape
 
-_VIEWS = ("bitcast", "convert", "copy", "opt-barrier", "reshape", "transpose")
 _Key = tuple[str, str]
 
 
@@ -110,7 +109,7 @@ def _reduced_value(
         if key in operations:
             return key if "reduce" in operations[key].kind else None
         instruction = module.by_name[key]
-        if instruction.opcode not in (*_VIEWS, "dynamic-slice") or not instruction.operands:
+        if instruction.opcode not in (*VIEWS, "dynamic-slice") or not instruction.operands:
             return None
         key = key[0], instruction.operands[0]
     return None
@@ -123,7 +122,7 @@ def _uses(
 ) -> Iterable[Instruction]:
     """The users of a value, and of its views."""
     for user in users.get((instruction.computation, instruction.name), ()):
-        if user.opcode in (*_VIEWS, *through):
+        if user.opcode in (*VIEWS, *through):
             yield from _uses(user, users, through)
         else:
             yield user

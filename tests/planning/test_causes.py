@@ -1,3 +1,5 @@
+import math
+
 import jax
 import pytest
 from plan_helpers import OPTIM, RULE
@@ -24,7 +26,9 @@ def found():
     module = parse_module(compiled.as_text() or "")
     arrays = list(enumerate(array_leaves(state.model), start=1))
     paths = {number: path for number, (path, _) in arrays}
-    parts = [Leaf(path, x.sharding.shard_shape(x.shape)) for _, (path, x) in arrays]
+    shapes = [(path, x.sharding.shard_shape(x.shape)) for _, (path, x) in arrays]
+    # Of float32, all of them.
+    parts = [Leaf(path, shape, 4 * math.prod(shape)) for path, shape in shapes]
     causes = Causes(module, SIZES, paths, parts)
     return [(op, causes) for op in find_collectives(module, 8)]
 
