@@ -133,6 +133,9 @@ class MLP(eqx.Module):
         self.down_bias = jnp.zeros(shape.embed) if shape.bias else None
 
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
+        return nn.rowwise(self.apply, x)
+
+    def apply(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows embed"]:
         y = jnp.einsum("nme,...e->...nm", self.up, x)
         y = y if self.up_bias is None else y + self.up_bias
         if len(self.up) == 2:
