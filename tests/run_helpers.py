@@ -21,6 +21,7 @@ _COMPILED = tempfile.TemporaryDirectory(prefix="eqxshard-compiled-")
 #: Verbs of the remedy that each error ends with.
 _ADVICE = (
     "did|copy|use|choose|give|write|put|delete|set|see|make|add|leave|look|find|unset|move"
+    "|run|plan"
 )
 
 

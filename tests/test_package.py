@@ -33,6 +33,7 @@ RANKS = [
 ]
 #: Rooms and modules aside, and the rooms that they may import from.
 ASIDE = {
+    "__main__": {"planning", "run"},
     "callbacks": {"loop"},
     "nn": {"sharding", "transforms", "parallel"},
     "parallel": {"sharding", "transforms"},
@@ -61,7 +62,7 @@ TESTED_ELSEWHERE = {
 }
 
 LONGEST_FILE, LONGEST_FUNCTION, LONGEST_CLASS = 400, 80, 270
-MOST_ENTRIES = 20
+MOST_ENTRIES = 21
 
 
 def module_of(file):

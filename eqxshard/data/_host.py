@@ -107,6 +107,21 @@ class HostBatches:
             for i, step in enumerate(steps)
         ]
 
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """A batch of all processes without its values, for which one example is read."""
+        row = np.zeros(1, np.int64)
+        random = ExampleRandom(example_keys(self._seed, 0, row, row))
+        arrays = self._finish(self.source.gather(row), np.ones(1, bool), random).arrays
+        found = {
+            name: jax.ShapeDtypeStruct(
+                (self.batch_size, *array.shape[1:]),
+                jax.dtypes.canonicalize_dtype(array.dtype),
+            )
+            for name, array in arrays.items()
+        }
+        weight = jax.ShapeDtypeStruct((self.batch_size,), np.float32)
+        return {"weight": weight} | found if self.pads else found
+
     def everything(self) -> dict[str, np.ndarray]:
         """All the examples of the source, in its order."""
         count = len(self.source)

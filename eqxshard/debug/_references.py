@@ -11,11 +11,14 @@ import importlib.util
 import inspect
 import sys
 import types
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 #: The name under which a script that was run as `__main__` is imported again.
 _SCRIPT = "eqxshard_replayed_script"
+
+_importing = ContextVar("eqxshard_importing", default=False)
 
 _HARMLESS = ("math", "operator", "_operator")
 
@@ -84,6 +87,15 @@ def refer_to_script() -> str | None:
     return None if file is None else str(Path(file).resolve())
 
 
+def refuse_import(what: str) -> None:
+    """Raise `ValueError` while a script is only imported for what it defines."""
+    if _importing.get():
+        raise ValueError(
+            f"{what} is called when this script is imported, for a plan or a replay; put "
+            "the call under `if __name__ == '__main__':`."
+        )
+
+
 def is_referable(item: Any) -> bool:
     """Whether something is a function or class, to be referred to."""
     if isinstance(item, functools.partial):
@@ -114,5 +126,9 @@ def _import(module: str, script: str | None) -> Any:
             raise ImportError(f"there is no script {script}")
         sys.modules[_SCRIPT] = importlib.util.module_from_spec(spec)
         sys.path.insert(0, str(Path(script).parent))
-        spec.loader.exec_module(sys.modules[_SCRIPT])
+        token = _importing.set(True)
+        try:
+            spec.loader.exec_module(sys.modules[_SCRIPT])
+        finally:
+            _importing.reset(token)
     return sys.modules[_SCRIPT]

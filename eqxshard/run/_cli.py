@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar, cast
@@ -17,6 +17,8 @@ from typing import Any, NoReturn, TypeVar, cast
 import jax
 import tyro
 
+from ..data._planning import is_planning
+from ..debug._references import refuse_import
 from ..distributed import exit_process, initialize
 from ._cache import cache_compilations
 from ._config import RunConfig
@@ -65,19 +67,16 @@ def cli(
             eqxshard.cli(main, Args)
         ```
     """
+    refuse_import("eqxshard.cli")
     try:
-        parsed = _parse(args_type, sys.argv[1:] if args is None else args)
-        cache_compilations()
-        initialize()
-        last_line = main(parsed)
-        if last_line is not None and jax.process_index() == 0:
-            print(last_line)
-    except (ValueError, OSError, FloatingPointError) as error:
-        if not _is_plain(error):
-            traceback.print_exc()
-            exit_process(1)
-        print(f"error: {error}", file=sys.stderr)
-        exit_process(2)
+        with exit_on_errors():
+            parsed = _parse(args_type, sys.argv[1:] if args is None else args)
+            if not is_planning():
+                cache_compilations()
+                initialize()
+            last_line = main(parsed)
+            if last_line is not None and jax.process_index() == 0:
+                print(last_line)
     except KeyboardInterrupt:
         print(
             "stopped; everything logged and saved so far is kept: --resume continues.",
@@ -87,6 +86,19 @@ def cli(
         # Not sys.exit: JAX 0.10 crashes at exit if a compilation was interrupted.
         os._exit(130)
     exit_process(0)
+
+
+@contextlib.contextmanager
+def exit_on_errors() -> Iterator[None]:
+    """End the process with one line at a mistake in how a script is used."""
+    try:
+        yield
+    except (ValueError, OSError, FloatingPointError) as error:
+        if not _is_plain(error):
+            traceback.print_exc()
+            exit_process(1)
+        print(f"error: {error}", file=sys.stderr)
+        exit_process(2)
 
 
 def _parse(args_type: type[_Args], args: Sequence[str]) -> _Args:

@@ -116,3 +116,21 @@ class RunConfig:
                 "give a mesh as text."
             )
         return mesh
+
+
+def last_step(config: RunConfig, epochs: int | None, steps: int | None, epoch: int) -> int:
+    """The step to end at: of the user's options, or else of the script's.
+
+    **Arguments:**
+
+    - `epoch`: the number of steps in an epoch.
+    """
+    if config.steps is not None or config.epochs is not None:
+        epochs, steps = config.epochs, config.steps
+    if (epochs is None) == (steps is None):
+        raise ValueError("train needs one of epochs= and steps=; give exactly one.")
+    last = steps if steps is not None else (epochs or 0) * epoch
+    # Optax counts steps in 32 bits.
+    if not 1 <= last < 2**31:
+        raise ValueError(f"{last} steps are not between 1 and 2**31 - 1; use others.")
+    return last

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from ..data._planning import is_planning
 from ..distributed import count_cores
 from ..sharding._mesh import AXES, make_mesh
 from ..sharding._text import comma_list, did_you_mean
@@ -44,8 +45,7 @@ def mesh_from_text(
         mesh = eqxshard.run.mesh_from_text("data=2,fsdp=-1", devices=8)
         ```
     """
-    sizes = parse_mesh(text)
-    sizes.setdefault("data", 1 if -1 in sizes.values() else -1)
+    sizes = complete_mesh(parse_mesh(text))
     simulate_devices(_count_to_simulate(sizes, devices, batch_size))
     found = find_devices(devices)
     return make_mesh(**sizes, devices=found)
@@ -85,6 +85,11 @@ def parse_mesh(text: str) -> dict[str, Any]:
     return sizes
 
 
+def complete_mesh(sizes: Mapping[str, int]) -> dict[str, Any]:
+    """Let the axis data take the remaining devices, if no other axis does."""
+    return {"data": 1 if -1 in sizes.values() else -1} | dict(sizes)
+
+
 def simulate_devices(count: int) -> None:
     """Simulate CPU devices, for machines without accelerators.
 
@@ -117,6 +122,11 @@ def find_devices(count: int | None = None) -> list[Any]:
     `ValueError` if JAX finds none, or fewer; or if these are not all devices of several
     processes.
     """
+    if is_planning():
+        raise ValueError(
+            "the script asks for devices before it trains, and those of a plan are not "
+            "there; give eqxshard.train the mesh as text, such as mesh='fsdp=-1'."
+        )
     try:
         found = jax.devices()
     # If there is no plugin for CUDA, JAX fails on an assertion without a message.

@@ -38,8 +38,9 @@ from ..training._init import abstract_state, init_state
 from ..training._precision import Precision
 from ..training._state import TrainState
 from ..training._train_step import make_train_step
-from ._config import RunConfig
+from ._config import RunConfig, last_step
 from ._folder import RunFolder, default_folder, script_name
+from ._planned import can_be_planned
 from ._summary import flatten_settings, summarize
 
 
@@ -63,6 +64,7 @@ class RunResult:
     summary: dict[str, Any]
 
 
+@can_be_planned
 def train(
     make_model: Callable[[Any], PyTree],
     loss_fn: Callable[[Any, Any, Any], Any],
@@ -163,7 +165,7 @@ def train(
     loading: Any = {"remainder": remainder, "sampler": sampler}
     loading |= {"transform": transform, "workers": workers}
     loader, eval_loader = _make_loaders(train_data, eval_data, mesh, config, loading)
-    last = _last_step(config, epochs, steps, len(loader))
+    last = last_step(config, epochs, steps, len(loader))
     optim = make_optim(last)
 
     folder = RunFolder(config.output or default_folder(name))
@@ -254,18 +256,6 @@ def _make_loaders(
     if eval_data is None:
         return loader, None
     return loader, Loader(eval_data, batch_size=config.batch_size, mesh=mesh, shuffle=False)
-
-
-def _last_step(config: RunConfig, epochs: int | None, steps: int | None, epoch: int) -> int:
-    if config.steps is not None or config.epochs is not None:
-        epochs, steps = config.epochs, config.steps
-    if (epochs is None) == (steps is None):
-        raise ValueError("train needs one of epochs= and steps=; give exactly one.")
-    last = steps if steps is not None else (epochs or 0) * epoch
-    # Optax counts steps in 32 bits.
-    if not 1 <= last < 2**31:
-        raise ValueError(f"{last} steps are not between 1 and 2**31 - 1; use others.")
-    return last
 
 
 def _profile(config: RunConfig, folder: RunFolder, last: int) -> list[Callback]:

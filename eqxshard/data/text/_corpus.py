@@ -4,10 +4,16 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
+from .._planning import add_note, is_planning
 from ._inputs import decode_text
 from ._token_files import TokenFiles, is_prepared
 from ._tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from ._tokens import TokenArray, TokenRange, Tokens
+
+#: The tokens of a corpus that is planned and not there: longer than any sequence.
+_STAND_IN = 2**24
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,8 @@ def open_corpus(
     path = Path(path)
     if not 0 < valid < 1:
         raise ValueError(f"valid={valid} must be between 0 and 1.")
+    if not path.exists() and is_planning():
+        return _stand_in(path, tokenizer)
     if not path.exists():
         raise FileNotFoundError(
             f"there is no {path}; give a .txt file or a folder of token files."
@@ -117,6 +125,15 @@ def encode_corpus(
         for part in (text[:cut], text[cut:])
     )
     return Corpus(train, held_out, tokenizer, name)
+
+
+def _stand_in(path: Path, tokenizer: str | os.PathLike[str] | Tokenizer | None) -> Corpus:
+    """A corpus of zeros, of the vocabulary of the tokenizer, if that is known."""
+    found = None if tokenizer == "char" else _find_tokenizer([], tokenizer)
+    vocab = 1 if found is None else found.vocab
+    add_note(f"there is no {path}, so it counts as a text with a vocabulary of {vocab:,}")
+    tokens = TokenArray(np.zeros(_STAND_IN, np.uint8), vocab=vocab)
+    return Corpus(tokens, tokens, found, path.name)
 
 
 def _cut(tokens: TokenFiles, valid: float) -> int:
