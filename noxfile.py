@@ -20,6 +20,10 @@ nox.options.download_python = "never"
 # The quickest first; the tests last, so that their summary is at the end.
 nox.options.sessions = ["lint", "docs", "typecheck", "tests"]
 
+# Images for containers often set it. Then each process that a test starts, of which there
+# are hundreds, would compile all of JAX's Python anew: two of its five seconds.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 PYTHONS = ["3.11", "3.12", "3.13"]
 PACKAGE = ("-e", ".[recipes]")
