@@ -47,8 +47,7 @@ def environment(**settings):
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name not in ("XLA_FLAGS", "COLUMNS", "JAX_NUM_CPU_DEVICES")
-        and "proxy" not in name.lower()
+        if name not in ("COLUMNS", "JAX_NUM_CPU_DEVICES") and "proxy" not in name.lower()
     }
     kept["JAX_COMPILATION_CACHE_DIR"] = _COMPILED.name
     return {**kept, "JAX_PLATFORMS": "cpu", **settings}
