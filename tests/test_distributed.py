@@ -23,9 +23,7 @@ import eqxshard
 from eqxshard.launch import _free_port
 
 SCRIPT = Path(__file__).parent / "cluster_run.py"
-SETTINGS = {
-    name: value for name, value in os.environ.items() if not name.startswith("XLA_FLAGS")
-} | {"JAX_PLATFORMS": "cpu"}
+SETTINGS = {**os.environ, "JAX_PLATFORMS": "cpu"}
 
 
 def start(folder, *options, processes, devices, launch=(), **settings):
@@ -119,76 +117,78 @@ def test_two_processes_are_one_run(tmp_path):
     assert eqxshard.Checkpointer(tmp_path / "run" / "checkpoints").steps() == [5, 10, 15]
 
 
+#: The options, and the numbers of processes; only fsdp is in one process of two, and in
+#: several of four.
 STRATEGIES = {
-    "data": ("--mesh=data=8", "--rule=data"),
-    "fsdp": ("--mesh=data=2,fsdp=4", "--rule=fsdp"),
-    "tensor": ("--mesh=data=4,tensor=2", "--rule=tensor"),
+    "data": (("--mesh=data=8", "--rule=data"), (1, 4)),
+    "fsdp": (("--mesh=data=2,fsdp=4", "--rule=fsdp"), (1, 2, 4)),
+    "tensor": (("--mesh=data=4,tensor=2", "--rule=tensor"), (1, 4)),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_number_of_processes_does_not_change_the_results(tmp_path, strategy):
-    for processes, devices in ((1, 8), (2, 4), (4, 2)):
-        folder = tmp_path / str(processes)
-        how = {"processes": processes, "devices": devices}
-        status, out = run(folder, *STRATEGIES[strategy], **how)
+    options, (one, *several) = STRATEGIES[strategy]
+    for processes in (one, *several):
+        how = {"processes": processes, "devices": 8 // processes}
+        status, out = run(tmp_path / str(processes), *options, **how)
         assert status == 0, out
-    assert_same(tmp_path / "2", tmp_path / "1", rtol=2e-6)
-    assert_same(tmp_path / "4", tmp_path / "1", rtol=2e-6)
+    for processes in several:
+        assert_same(tmp_path / str(processes), tmp_path / str(one), rtol=2e-6)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A run of four processes without disturbance."""
+    """A run of two processes without disturbance."""
     folder = tmp_path_factory.mktemp("whole")
-    status, out = run(folder, processes=4, devices=1)
+    status, out = run(folder, processes=2, devices=1)
     assert status == 0, out
     return folder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which, step", [(0, 3), (1, 7), (3, 12)])
+@pytest.mark.parametrize("which, step", [(0, 3), (2, 12)])
 def test_when_one_is_killed_the_others_end_soon(tmp_path, which, step):
-    options = ("--seconds-per-step=0.2", "--steps=500")
-    with start(tmp_path, *options, processes=4, devices=1) as process:
+    options = ("--seconds-per-step=0.2", "--steps=500", "--batch-size=15")
+    with start(tmp_path, *options, processes=3, devices=1) as process:
         wait_for_step(tmp_path, step)
         os.kill(workers_of(process)[which], signal.SIGKILL)
         began = time.monotonic()
         out, _ = process.communicate(timeout=60)
         assert time.monotonic() - began < 25
     assert process.returncode == 137
-    assert f"process {which} of 4 was killed by SIGKILL; the others were stopped" in out
+    assert f"process {which} of 3 was killed by SIGKILL; the others were stopped" in out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("elastic", [False, True])
 def test_a_restarted_run_ends_as_the_whole_one(tmp_path, whole, elastic):
     launch = ["--restarts=2", *(["--elastic"] if elastic else [])]
-    how = {"processes": 4, "devices": 1, "launch": launch}
+    # Elastic, two of four go on, which is fewer and yet more than one.
+    how = {"processes": 4 if elastic else 2, "devices": 1, "launch": launch}
     with start(tmp_path, "--seconds-per-step=0.5", **how) as process:
         wait_for_step(tmp_path, 8)
-        os.kill(workers_of(process)[2], signal.SIGKILL)
+        os.kill(workers_of(process)[-1], signal.SIGKILL)
         out, _ = process.communicate(timeout=300)
     assert process.returncode == 0, out
-    count = 2 if elastic else 4
-    assert f"starting again with {count} processes" in out
-    assert re.search(rf"resuming from step (5|10) in {count} processes", out)
+    assert "starting again with 2 processes" in out
+    assert re.search(r"resuming from step (5|10) in 2 processes", out)
     assert_same(tmp_path, whole, rtol=2e-6 if elastic else 0.0)
 
 
 @pytest.mark.slow
 def test_a_notice_to_one_process_saves_all_at_the_same_step(tmp_path, whole):
-    with start(tmp_path, "--seconds-per-step=0.5", processes=4, devices=1) as process:
+    with start(tmp_path, "--seconds-per-step=0.5", processes=2, devices=1) as process:
         wait_for_step(tmp_path, 7)
-        os.kill(workers_of(process)[2], signal.SIGTERM)
+        os.kill(workers_of(process)[1], signal.SIGTERM)
         out, _ = process.communicate(timeout=300)
     assert process.returncode == 143, out
     step = eqxshard.Checkpointer(tmp_path / "checkpoints").steps()[-1]
     assert 7 < step < 15
     assert f"the checkpoint of step {step} is saved." in out
     assert [line["step"] for line in lines_of(tmp_path)] == list(range(1, step + 1))
-    status, out = run(tmp_path, processes=4, devices=1)
+    status, out = run(tmp_path, processes=2, devices=1)
     assert status == 0 and f"resuming from step {step} " in out
     assert_same(tmp_path, whole)
 
@@ -279,8 +279,8 @@ def test_a_process_that_stalls_is_named(tmp_path):
 
 @pytest.mark.slow
 def test_a_process_that_is_frozen_is_named(tmp_path):
-    options = ("--seconds-per-step=0.2", "--heartbeat-seconds=5")
-    with start(tmp_path, *options, processes=4, devices=1) as process:
+    options = ("--seconds-per-step=0.2", "--heartbeat-seconds=5", "--batch-size=15")
+    with start(tmp_path, *options, processes=3, devices=1) as process:
         wait_for_step(tmp_path, 5)
         os.kill(workers_of(process)[1], signal.SIGSTOP)
         out, _ = process.communicate(timeout=300)
