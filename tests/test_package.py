@@ -24,7 +24,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 RANKS = [
     {"distributed"},
     {"sharding"},
-    {"transforms", "data"},
+    {"transforms", "compiled", "data"},
     {"training"},
     {"checkpoint", "inspect"},
     {"debug"},
@@ -184,8 +184,8 @@ def re_exported(front):
 
 FRONTS = sorted(PACKAGE.rglob("__init__.py"))
 #: Their public names are those of `eqxshard`.
-PRIVATE_ROOMS = ("checkpoint", "debug", "inspect", "loop", "planning", "sharding")
-PRIVATE_ROOMS += ("training", "transforms", "_fashion_mnist")
+PRIVATE_ROOMS = ("checkpoint", "compiled", "debug", "inspect", "loop", "planning")
+PRIVATE_ROOMS += ("sharding", "training", "transforms", "_fashion_mnist")
 
 
 @pytest.mark.parametrize("front", FRONTS, ids=lambda file: file.parent.name)

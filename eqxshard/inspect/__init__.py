@@ -1,4 +1,4 @@
-"""Inspect a run: the decision of a rule for each array, the communication of a step.
+"""Inspect a run: the decision of a rule for each array.
 
 May use `sharding`, `transforms` and `training`.
 """

@@ -14,15 +14,15 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
-from ..inspect._communication import Operation, find_collectives
-from ..inspect._hlo import Module, parse_module
+from ..compiled._causes import Causes, Leaf
+from ..compiled._communication import Operation, find_collectives
+from ..compiled._hlo import Module, parse_module
 from ..sharding._leaves import array_leaves
 from ..sharding._mesh import batch_sharding, make_mesh
 from ..training._init import abstract_state
 from ..training._layout import make_layout
 from ..training._state import TrainState, split_model
 from ..training._train_step import make_train_step
-from ._causes import Causes, Leaf
 from ._costs import Costs
 from ._plan import Plan, PlannedCollective, PlannedMemory, PlannedTime
 from ._request import Request, load_request

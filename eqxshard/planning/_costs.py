@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
-from ..inspect._hlo import Instruction, Module, Shape
+from ..compiled._hlo import Instruction, Module, Shape
 
 #: The names of NumPy for the dtypes of XLA that have a peak.
 DTYPES = {

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ..inspect._communication import Operation
+from ..compiled._communication import Operation
 from ._targets import Target
 
 

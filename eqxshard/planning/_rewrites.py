@@ -10,8 +10,8 @@ reduce-scatter, and the sum of two all-reduces one all-reduce of the sum.
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from ..inspect._communication import Operation
-from ..inspect._hlo import VIEWS, Instruction, Module, Shape
+from ..compiled._communication import Operation
+from ..compiled._hlo import VIEWS, Instruction, Module, Shape
 
 _Key = tuple[str, str]
 

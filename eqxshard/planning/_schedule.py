@@ -9,8 +9,8 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping
 
-from ..inspect._communication import KINDS, Operation
-from ..inspect._hlo import Instruction, Module
+from ..compiled._communication import KINDS, Operation
+from ..compiled._hlo import Instruction, Module
 from ._costs import FREE, Costs
 from ._links import link_seconds
 from ._targets import Target

@@ -9,8 +9,8 @@ import jax
 from jax.sharding import Mesh
 from rich.table import Table
 
-from ..inspect._communication import KINDS, Operation, find_collectives
-from ..inspect._hlo import parse_module
+from ..compiled._communication import KINDS, Operation, find_collectives
+from ..compiled._hlo import parse_module
 from ..inspect._tables import render
 from ..sharding._text import comma_list, did_you_mean
 

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ..inspect._communication import KINDS
+from ..compiled._communication import KINDS
 from ..sharding._leaves import array_leaves, format_array
 from ..sharding._mesh import describe_mesh
 from ..sharding._placement import shardings

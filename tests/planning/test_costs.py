@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from eqxshard.inspect._hlo import parse_module
+from eqxshard.compiled._hlo import parse_module
 from eqxshard.planning._costs import Costs
 
 A = jax.ShapeDtypeStruct((8, 32), jnp.float32)

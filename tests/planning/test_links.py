@@ -3,8 +3,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from eqxshard.inspect._communication import find_collectives
-from eqxshard.inspect._hlo import parse_module
+from eqxshard.compiled._communication import find_collectives
+from eqxshard.compiled._hlo import parse_module
 from eqxshard.planning._links import link_seconds
 from eqxshard.planning._targets import Target
 

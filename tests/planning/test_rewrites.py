@@ -1,7 +1,7 @@
 import pytest
 
-from eqxshard.inspect._communication import find_collectives
-from eqxshard.inspect._hlo import parse_module
+from eqxshard.compiled._communication import find_collectives
+from eqxshard.compiled._hlo import parse_module
 from eqxshard.planning._rewrites import rewrite_collectives
 
 HEAD = "ENTRY %main (p: f32[32,32], i: s32[]) -> f32[] {\n"

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ..inspect._communication import Operation
-from ..inspect._hlo import VIEWS, Instruction, Module
 from ..sharding._mesh import BATCH_AXES
+from ._communication import Operation
+from ._hlo import VIEWS, Instruction, Module
 
 _OURS = str(Path(__file__).parent.parent)
 _LIBRARIES = ("site-packages", "dist-packages", f"{Path(math.__file__ or '/').parent}")

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from eqxshard.inspect._communication import find_collectives
-from eqxshard.inspect._hlo import parse_module
+from eqxshard.compiled._communication import find_collectives
+from eqxshard.compiled._hlo import parse_module
 
 HEAD = "ENTRY %main (x: f32[8]) -> f32[8] {\n  %x = f32[8]{0} parameter(0)\n"
 #: What each device of a group of four sends, in bytes.

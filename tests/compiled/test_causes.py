@@ -6,9 +6,9 @@ from plan_helpers import OPTIM, RULE
 from transformer import Transformer, make_tokens, next_token_losses
 
 import eqxshard
-from eqxshard.inspect._communication import find_collectives
-from eqxshard.inspect._hlo import parse_module
-from eqxshard.planning._causes import Causes, Leaf
+from eqxshard.compiled._causes import Causes, Leaf
+from eqxshard.compiled._communication import find_collectives
+from eqxshard.compiled._hlo import parse_module
 from eqxshard.sharding._leaves import array_leaves
 
 SIZES = {"data": 2, "fsdp": 4}

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from eqxshard.inspect._hlo import parse_module, parse_shapes
+from eqxshard.compiled._hlo import parse_module, parse_shapes
 
 
 def compiled(fn, *args):

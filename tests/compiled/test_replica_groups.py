@@ -6,7 +6,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import eqxshard
-from eqxshard.inspect._replica_groups import axes_of_groups, parse_groups
+from eqxshard.compiled._replica_groups import axes_of_groups, parse_groups
 from eqxshard.testing import collectives
 
 SIZES = {"data": 2, "fsdp": 2, "tensor": 2}
