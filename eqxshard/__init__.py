@@ -16,12 +16,16 @@ from .checkpoint._weight_matching import WeightsReport as WeightsReport
 from .checkpoint._weights import compare_weights as compare_weights
 from .checkpoint._weights import load_weights as load_weights
 from .checkpoint._weights import save_weights as save_weights
+from .compiled._findings import Finding as Finding
+from .compiled._findings import LintWarning as LintWarning
 from .data import Loader as Loader
 from .data._resident import DeviceBatches as DeviceBatches
 from .distributed import initialize as initialize
 from .inspect._explain import explain as explain
 from .inspect._explanation import Explanation as Explanation
 from .inspect._explanation import Leaf as Leaf
+from .inspect._lint import Findings as Findings
+from .inspect._lint import lint as lint
 from .loop._evaluate import evaluate as evaluate
 from .loop._fit import fit as fit
 from .loop._predict import predict as predict

@@ -57,6 +57,7 @@ TESTED_ELSEWHERE = {
     "testing/_report.py": "testing/test_invariance.py, which prints reports",
     "trackers/_files.py": "trackers/test_jsonl.py and test_curves.py, which write files",
     "trackers/_values.py": "trackers/test_jsonl.py and test_tensorboard.py",
+    "training/_compiled_step.py": "training/test_train_step.py, which compiles steps",
     "training/_gather.py": "training/test_scan_layers.py and test_train_step.py",
     "training/_jaxprs.py": "training/test_compile.py and test_lookups.py",
 }

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,7 +61,7 @@ class Causes:
             if not queue:
                 return None
             for instruction in queue:
-                if found := self._user_line(instruction):
+                if found := self.line_of(instruction):
                     return found
             queue = [x for each in queue for x in self._operands(each, seen)]
         return None
@@ -97,13 +97,9 @@ class Causes:
             if wanted and wanted in map(_plain, shapes):
                 yield leaf.path
 
-    def _user_line(self, instruction: Instruction) -> str | None:
-        for file, line in self._module.stack(instruction):
-            ours = file.startswith(_OURS)
-            known = file and not file.startswith("<")
-            if known and not ours and not any(part in file for part in _LIBRARIES):
-                return f"{Path(file).name}:{line}"
-        return None
+    def line_of(self, instruction: Instruction) -> str | None:
+        """The user's line of code that an instruction itself is from."""
+        return user_line(self._module.stack(instruction))
 
     def _operands(self, instruction: Instruction, seen: set[str]) -> list[Instruction]:
         found = []
@@ -170,6 +166,16 @@ class Causes:
         if not same or kept is None or kept.attribute("index") != str(element):
             return set()
         return self._origins(operands[0], element, depth)
+
+
+def user_line(stack: Iterable[tuple[str, int]]) -> str | None:
+    """The innermost line of a stack that is neither this library's nor another's."""
+    for file, line in stack:
+        ours = file.startswith(_OURS)
+        known = file and not file.startswith("<")
+        if known and not ours and not any(part in file for part in _LIBRARIES):
+            return f"{Path(file).name}:{line}"
+    return None
 
 
 def _plain(dims: tuple[int, ...]) -> list[int]:

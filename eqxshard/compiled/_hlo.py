@@ -119,6 +119,15 @@ class Module:
                     found[here, name] = _tuple_part(name, here, found)
         return found
 
+    @functools.cached_property
+    def users(self) -> Mapping[tuple[str, str], list[Instruction]]:
+        """The instructions that take each one's result, by its computation and name."""
+        found: dict[tuple[str, str], list[Instruction]] = {}
+        for instruction in self.instructions():
+            for name in dict.fromkeys(instruction.operands):
+                found.setdefault((instruction.computation, name), []).append(instruction)
+        return found
+
     def instructions(self) -> Iterator[Instruction]:
         """All instructions."""
         for instructions in self.computations.values():

@@ -149,7 +149,10 @@ def _union(decisions: list[Decision], leaf: jax.ShapeDtypeStruct) -> Decision:
     split = [d for d in decisions if any(map(axes_of, d.spec))] or decisions
     notes = [d.note if d in split else f"{d.rule} {d.note}" for d in decisions if d.note]
     names = dict.fromkeys(d.rule for d in split)
-    return Decision(make_spec(axes_by_dim(leaf)), " + ".join(names), "; ".join(notes))
+    undivided = any(d.undivided for d in decisions)
+    return Decision(
+        make_spec(axes_by_dim(leaf)), " + ".join(names), "; ".join(notes), undivided
+    )
 
 
 def offload(rule: Rule) -> Rule:

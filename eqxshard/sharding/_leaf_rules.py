@@ -101,7 +101,7 @@ class SplitLargest(AbstractRule):
         dims = [d for d, size in enumerate(shape) if size and size % parts == 0]
         if not dims:
             note = f"whole: no dim of {shape} divides by {format_sizes(sizes)}"
-            return Decision(PartitionSpec(), repr(self), note)
+            return Decision(PartitionSpec(), repr(self), note, undivided=True)
         vocab = _vocab_dim(leaf) if len(dims) > 1 else None
         dim = max(dims, key=lambda d: (not taken[d], d != vocab, shape[d]))
         return Decision(PartitionSpec(*[None] * dim, self.axis), repr(self))

@@ -48,11 +48,15 @@ class NamedLeaf(jax.ShapeDtypeStruct):
 
 
 class Decision(NamedTuple):
-    """A rule's answer for one leaf: the spec, the rule that chose it, and why."""
+    """A rule's answer for one leaf: the spec, the rule that chose it, and why.
+
+    `undivided` is true if the rule would have split the leaf, but no dim divides.
+    """
 
     spec: PartitionSpec
     rule: str
     note: str = ""
+    undivided: bool = False
 
 
 class AbstractRule(abc.ABC):

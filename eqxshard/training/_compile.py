@@ -12,7 +12,7 @@ change its result:
 
 import functools as ft
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from ..compiled._stderr import read_stderr
 from ..transforms._compiles import THREAD, Watch
 from ._checks import Checks, collect_checks
 from ._jaxprs import call_equation, is_jaxpr, map_jaxpr
@@ -67,6 +68,19 @@ def jit_on(
     return Jitted(jax.jit(checked, **options), watch)
 
 
+class Program(NamedTuple):
+    """What a compiled function is made of, for lint.
+
+    - `jaxpr`: what was traced.
+    - `text`: what was compiled.
+    - `stderr`: what the compiler wrote to standard error.
+    """
+
+    jaxpr: Any
+    text: str
+    stderr: str
+
+
 class Jitted:
     """A compiled function, which waits and raises if it has checks."""
 
@@ -86,6 +100,23 @@ class Jitted:
         if checks is not None:
             checks.raise_failed()
         return out
+
+    def compile(self, *args: Any) -> Program:
+        """Compile for arguments, whose arrays may be `jax.ShapeDtypeStruct`s.
+
+        A call with arguments like them compiles nothing then: JAX keeps the executable.
+        """
+        seconds: dict[str, float] = {}
+        outer, THREAD.call = THREAD.call, (self._watch, args, seconds)
+        try:
+            traced = self._jitted.trace(*args)
+            with read_stderr() as stderr:
+                compiled = traced.lower().compile()
+        finally:
+            THREAD.call = outer
+        if seconds and self._watch is not None:
+            self._watch.add(args, seconds)
+        return Program(traced.jaxpr, compiled.as_text() or "", stderr())
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """As that of `jax.jit`."""

@@ -1,6 +1,6 @@
 """The eval step: a model and a batch go in, metrics come out."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -9,11 +9,14 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
+from ..compiled._findings import Finding, Lint
+from ..sharding._leaves import array_leaves
 from ..sharding._mesh import check_mesh
 from ..sharding._placement import assign_shardings
 from ..sharding._rule import Rule
 from ..transforms._compiles import CompileLog, Watch, function_name
 from ._compile import jit_on
+from ._compiled_step import DONATED
 from ._config import mesh_of
 from ._examples import (
     check_metric_names,
@@ -25,10 +28,10 @@ from ._extra import Signature, any_donated
 from ._gradients import step_context
 from ._in_flight import InFlight
 from ._inputs import ONE_BATCH, StepInput, several_batches
+from ._lint import StepLint, argument, lint_program
 from ._metrics import Metrics
 from ._precision import Precision
 from ._state import TrainState, with_state, without_state
-from ._train_step import DONATED
 
 
 def make_eval_step(
@@ -38,6 +41,7 @@ def make_eval_step(
     rule: Rule | None = None,
     precision: Precision | None = None,
     max_compiles: int | None = None,
+    lint: Lint = "warn",
 ) -> "EvalStep":
     """Make the compiled step that measures a model on a batch.
 
@@ -51,7 +55,7 @@ def make_eval_step(
     - `mesh`, `rule`: by default, arrays are used as the model's are stored.
     - `precision`: the type to compute in, as for [`eqxshard.make_train_step`][]; by
         default, that of each array.
-    - `max_compiles`: as for [`eqxshard.make_train_step`][].
+    - `max_compiles`, `lint`: as for [`eqxshard.make_train_step`][].
 
     **Returns:**
 
@@ -59,7 +63,7 @@ def make_eval_step(
 
     **Raises:**
 
-    `ValueError` if `max_compiles` is not positive.
+    `ValueError` if `max_compiles` is not positive, or `lint` is invalid.
 
     !!! Example
 
@@ -74,7 +78,8 @@ def make_eval_step(
     """
     if mesh is not None:
         check_mesh(mesh)
-    return EvalStep(metric_fn, mesh, rule, precision, CompileLog(max_compiles))
+    compile_log = CompileLog(max_compiles)
+    return EvalStep(metric_fn, mesh, rule, precision, compile_log, StepLint(lint))
 
 
 class EvalStep:
@@ -87,13 +92,17 @@ class EvalStep:
         rule: Rule | None,
         precision: Precision | None,
         compile_log: CompileLog,
+        lint: StepLint,
     ):
         self._metric_fn = metric_fn
         self._mesh = mesh
         self._rule = rule
         self._precision = precision
         self._compile_log = compile_log
-        self._compiled: dict[tuple[Signature, StepInput], Any] = {}
+        self._lint = lint
+        self._compiled: dict[tuple[Signature, StepInput], tuple[Mesh, Any]] = {}
+        #: Those of the former that lint has seen.
+        self._ready: dict[tuple[Signature, StepInput], tuple[Mesh, Any]] = {}
         self._in_flight = InFlight()
 
     def __call__(self, model: PyTree, batch: PyTree) -> Metrics:
@@ -111,8 +120,8 @@ class EvalStep:
 
         **Raises:**
 
-        `ValueError` if the batch does not divide over the mesh, the model was donated, or
-        the step would compile more than `max_compiles` times.
+        `ValueError` if the batch does not divide over the mesh, the model was donated,
+        the step would compile more than `max_compiles` times, or lint finds an error.
         """
         return self._run(model, batch, ONE_BATCH)
 
@@ -152,12 +161,46 @@ class EvalStep:
 
     def _run(self, model: PyTree, batch: PyTree, kind: StepInput) -> Metrics:
         arrays, signature = take_model(model, "an eval step")
-        mesh, jitted = self._compile(arrays, signature, kind)
+        ready = self._ready.get((signature, kind))
+        mesh, jitted = ready or self._compile(arrays, signature, kind)
         kind.check_shapes(batch, mesh, 1)
+        if ready is None:
+            self._prepare(arrays, signature, kind, batch)
         self._in_flight.make_room()
         metrics = jitted(arrays, batch)
         self._in_flight.add(metrics.weight)
         return metrics
+
+    def _prepare(
+        self, arrays: list[Any], signature: Signature, kind: StepInput, batch: PyTree
+    ) -> None:
+        """Compile a step before its first call, and lint it."""
+        if self._lint.is_on:
+            where = f"the eval step of {function_name(self._metric_fn)}"
+            self._lint.report(self._lint_one(arrays, signature, kind, batch), where)
+        self._ready[signature, kind] = self._compile(arrays, signature, kind)
+
+    def _findings(self, model: PyTree, batch: PyTree) -> tuple[Finding, ...]:
+        """What lint finds in a single step, whatever the level."""
+        arrays, signature = Signature.of(model, "model")
+        mesh, _ = self._compile(arrays, signature, ONE_BATCH)
+        ONE_BATCH.check_shapes(batch, mesh, 1)
+        return tuple(self._lint_one(arrays, signature, ONE_BATCH, batch))
+
+    def _lint_one(
+        self, arrays: list[Any], signature: Signature, kind: StepInput, batch: PyTree
+    ) -> Iterator[Finding]:
+        mesh, jitted = self._compile(arrays, signature, kind)
+        program = jitted.compile(arrays, batch)
+        model = signature.static.combine(arrays)
+        leaves = array_leaves(without_state(model)[0], "model")
+        arguments = [
+            argument(path, leaf, sharding)
+            for (path, leaf), sharding in zip(leaves, signature.shardings)
+        ]
+        yield from lint_program(
+            program, mesh, model, arguments, kind, batch, precision=self._precision
+        )
 
     def _compile(
         self, arrays: list[Any], signature: Signature, kind: StepInput

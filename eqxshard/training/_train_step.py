@@ -3,35 +3,26 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import equinox as eqx
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, PyTree
+from jax.sharding import Mesh
+from jaxtyping import PyTree
 
-from ..sharding._leaves import array_leaves
-from ..sharding._mesh import format_sharding
+from ..compiled._findings import Finding, Lint
 from ..sharding._placement import filter_shard
 from ..sharding._rule import Rule
-from ..transforms._compiles import CompileLog, Watch, function_name
+from ..transforms._compiles import CompileLog, function_name
 from ..transforms._partition import Static
-from ._compile import jit_on
-from ._config import Nonfinite, ResolvedConfig, StepConfig, check_optim
+from ._compiled_step import DONATED, CompiledStep, check_shardings
+from ._config import Nonfinite, StepConfig, check_optim
 from ._extra import Signature, check_not_donated, copy_shared, copy_taken, take_extra
-from ._gradients import LossInputs
 from ._in_flight import InFlight
-from ._inputs import ONE_BATCH, StepInput, is_elsewhere, several_batches
-from ._layout import fetch_offloaded, make_layout, offload_to_host
+from ._inputs import ONE_BATCH, StepInput, several_batches
+from ._lint import StepLint
 from ._metrics import Metrics
 from ._precision import Precision
-from ._state import TrainState, flatten_state, split_model, unflatten_state
-from ._update import update_state
-
-DONATED = (
-    "this state was donated to an earlier step, and its model with it; use the state that "
-    "the step returned."
-)
+from ._state import TrainState, flatten_state, unflatten_state
 
 
 def make_train_step(
@@ -46,6 +37,7 @@ def make_train_step(
     nonfinite: Nonfinite = "skip",
     grad_norms: bool | Mapping[str, str] = False,
     max_compiles: int | None = None,
+    lint: Lint = "warn",
 ) -> "TrainStep":
     """Make the compiled step: gradients, optimizer, new state, in one donated call.
 
@@ -86,6 +78,10 @@ def make_train_step(
         may compile any number of times, and each that is not expected is explained in the
         log, as a warning: which argument changed. (Expected are the first of a single
         step, and the first of `many` for each number of batches.)
+    - `lint`: what to do about findings when the step first compiles: `"warn"` (with an
+        [`eqxshard.LintWarning`][]), `"error"` (raise before it runs) or `"off"`; or a
+        mapping from kinds of findings to one of these, where the other kinds warn.
+        [`eqxshard.lint`][] describes them.
 
     **Returns:**
 
@@ -93,8 +89,8 @@ def make_train_step(
 
     **Raises:**
 
-    `ValueError` if `accumulate`, `nonfinite` or `max_compiles` is invalid, or `nonfinite`
-    does not suit float16, which needs `"skip"`.
+    `ValueError` if `accumulate`, `nonfinite`, `max_compiles` or `lint` is invalid, or
+    `nonfinite` does not suit float16, which needs `"skip"`.
 
     !!! Example
 
@@ -123,7 +119,12 @@ def make_train_step(
             grad_norms=grad_norms,
         ),
         CompileLog(max_compiles),
+        StepLint(lint),
     )
+
+
+#: What a compiled step is for: the state's static part, the kind of input, the extra.
+_Key = tuple[Static, StepInput, Signature | None]
 
 
 class TrainStep:
@@ -133,11 +134,14 @@ class TrainStep:
     finished.
     """
 
-    def __init__(self, config: StepConfig, compile_log: CompileLog):
+    def __init__(self, config: StepConfig, compile_log: CompileLog, lint: StepLint):
         #: The settings of the step.
         self.config = config
         self._compile_log = compile_log
-        self._compiled: dict[tuple[Static, StepInput, Signature | None], _CompiledStep] = {}
+        self._lint = lint
+        self._compiled: dict[_Key, CompiledStep] = {}
+        #: Those of the former that lint has seen.
+        self._ready: dict[_Key, CompiledStep] = {}
         self._in_flight = InFlight()
 
     def __call__(
@@ -163,8 +167,8 @@ class TrainStep:
 
         `ValueError` if the batch does not divide over the mesh, or the state was donated
         before, or belongs to another mesh, rule or optimizer, or the step would compile
-        more than `max_compiles` times (nothing is donated then); `FloatingPointError`
-        under `nonfinite="raise"`.
+        more than `max_compiles` times, or lint finds an error (nothing is donated then);
+        `FloatingPointError` under `nonfinite="raise"`.
         """
         return self._run(state, batch, ONE_BATCH, extra)
 
@@ -218,7 +222,7 @@ class TrainStep:
         arrays, static = flatten_state(state)
         extra_arrays, signature = take_extra(extra)
         key = static, kind, signature
-        compiled = self._compiled.get(key) or self._compile(state, *key)
+        compiled = self._ready.get(key) or self._prepare(state, batch, extra_arrays, key)
         if extra_arrays:
             check_not_donated(extra_arrays)
             arrays = copy_taken(arrays, extra_arrays)
@@ -244,110 +248,40 @@ class TrainStep:
         self._in_flight.add(metrics.weight)
         return state, metrics
 
+    def _prepare(
+        self, state: TrainState, batch: PyTree, extra_arrays: list[Any], key: _Key
+    ) -> CompiledStep:
+        """Compile a step before its first call, and lint it."""
+        compiled = self._compiled.get(key) or self._compile(state, *key)
+        if self._lint.is_on:
+            try:
+                findings = list(compiled.lint(state, batch, extra_arrays))
+            except (TypeError, ValueError):
+                compiled.check_inputs(state, batch)
+                raise
+            where = f"the train step of {function_name(self.config.loss_fn)}"
+            self._lint.report(findings, where)
+        self._ready[key] = compiled
+        return compiled
+
+    def _findings(
+        self, state: TrainState, batch: PyTree, extra: PyTree
+    ) -> tuple[Finding, ...]:
+        """What lint finds in a single step, whatever the level."""
+        _, static = flatten_state(state)
+        extra_arrays, signature = take_extra(extra)
+        key = static, ONE_BATCH, signature
+        compiled = self._compiled.get(key) or self._compile(state, *key)
+        compiled.check_shapes(batch)
+        return tuple(compiled.lint(state, batch, extra_arrays))
+
     def _compile(
         self, state: TrainState, static: Static, kind: StepInput, extra: Signature | None
-    ) -> "_CompiledStep":
-        compiled = _CompiledStep(self.config, state, kind, extra, self._compile_log)
+    ) -> CompiledStep:
+        compiled = CompiledStep(self.config, state, kind, extra, self._compile_log)
         check_shardings(state, compiled.shardings)
         self._compiled[static, kind, extra] = compiled
         return compiled
-
-
-class _CompiledStep:
-    """The step for states of one structure and one kind of input, over flat arrays."""
-
-    def __init__(
-        self,
-        config: StepConfig,
-        state: TrainState,
-        kind: StepInput,
-        extra: Signature | None,
-        compile_log: CompileLog,
-    ):
-        arrays, static = flatten_state(state)
-        self._config = config = config.of(state, arrays)
-        self._kind = kind
-        mesh = config.mesh
-        params, _ = split_model(state.model, config.trainable)
-        _check_optimizer(config, state, params)
-        layout = make_layout(state.model, params, state.opt_state, mesh, config.rule)
-        #: The sharding of each array of a state.
-        self.shardings = layout.flat(state)
-
-        def train_step(
-            arrays: list[Array], batch: PyTree, extra_arrays: list[Array]
-        ) -> tuple[list[Array], Metrics]:
-            given = () if extra is None else (extra.static.combine(extra_arrays),)
-            inputs = LossInputs(layout, given, () if extra is None else (extra.storage(),))
-
-            def one_step(arrays: list[Array], batch: PyTree) -> tuple[list[Array], Metrics]:
-                fields = static.combine(fetch_offloaded(arrays, self.shardings))
-                state, metrics = update_state(config, inputs, TrainState(*fields), batch)
-                return offload_to_host(flatten_state(state)[0], self.shardings), metrics
-
-            self.check_shapes(batch)
-            return kind.run(one_step, arrays, batch, mesh)
-
-        # The name in profiles and compiled modules.
-        train_step.__name__ += kind.suffix
-
-        def name_arguments(
-            arrays: list[Any], batch: PyTree, extra_arrays: list[Any]
-        ) -> tuple[str, dict[str, PyTree]]:
-            program = kind.program("train_step", batch)
-            given = None if extra is None else extra.static.combine(extra_arrays)
-            arguments = {"state": static.combine(arrays), "batch": batch, "extra": given}
-            return f"{program} of {function_name(config.loss_fn)}", arguments
-
-        whole = NamedSharding(mesh, PartitionSpec())
-        #: The compiled function, from arrays and a batch to arrays and metrics.
-        self.jitted = jit_on(
-            mesh,
-            train_step,
-            Watch(compile_log, train_step.__name__, name_arguments),
-            donate_argnums=0,
-            in_shardings=(self.shardings, kind.sharding(mesh), None),
-            out_shardings=(self.shardings, whole),
-        )
-
-    def check_shapes(self, batch: PyTree) -> None:
-        """Raise `ValueError` unless the rows of a batch divide over the mesh."""
-        self._kind.check_shapes(batch, self._config.mesh, self._config.accumulate)
-
-    def check_inputs(self, state: TrainState, batch: PyTree) -> None:
-        """Raise `ValueError` if a state or a batch does not fit this step."""
-        self.check_shapes(batch)
-        check_shardings(state, self.shardings)
-        self._kind.check_placement(batch, self._config.mesh)
-
-
-def check_shardings(state: TrainState, shardings: list[NamedSharding]) -> None:
-    """Refuse a donated state, and one that is sharded by another mesh or rule."""
-    for (path, leaf), wanted in zip(array_leaves(state), shardings, strict=True):
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            raise ValueError(DONATED)
-        if is_elsewhere(leaf, wanted):
-            raise ValueError(
-                f"{path} is sharded as {format_sharding(leaf.sharding)}, and the step "
-                f"expects {format_sharding(wanted)}; make the state and the step with the "
-                "same mesh and rule, or move the state with filter_shard."
-            )
-
-
-def _check_optimizer(config: ResolvedConfig, state: TrainState, params: PyTree) -> None:
-    """Refuse a state of another optimizer or filter spec, or with another loss scale."""
-    fresh = eqx.filter_eval_shape(config.optim.init, params)
-    if jax.tree.structure(fresh) != jax.tree.structure(state.opt_state):
-        raise ValueError(
-            "the optimizer state in this TrainState does not fit this optimizer and "
-            "model; use the optimizer, and trainable=, that the state was made with."
-        )
-    scales_loss = config.precision is not None and config.precision.scales_loss
-    if scales_loss != (state.loss_scale is not None):
-        raise ValueError(
-            "only one of this TrainState and this step has a loss scale; make both with "
-            "the same precision=."
-        )
 
 
 def _raise_if_nonfinite(state: TrainState, metrics: Metrics, taken: int) -> None:

@@ -1,0 +1,96 @@
+"""What lint finds, and what is done about it: a warning, an error or nothing."""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ..distributed import is_main_process
+from ..sharding._text import comma_list, did_you_mean, first_few
+
+KINDS = (
+    "whole",
+    "unmatched",
+    "large-whole",
+    "global-batch",
+    "all-layers",
+    "whole-parameter",
+    "rematerialization",
+    "donation",
+    "dtype",
+    "batch",
+    "constant",
+)
+
+_LEVELS = ("warn", "error", "off")
+
+Level = Literal["warn", "error", "off"]
+#: One level for all kinds of findings, or some kinds' own; the others warn.
+Lint = Level | Mapping[str, Level]
+
+#: What is smaller costs too little to speak of it.
+SMALL = 2**16
+
+
+class LintWarning(UserWarning):
+    """A finding in a step that compiles for the first time."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something in a compiled step that is most likely not meant.
+
+    - `kind`: such as `constant`; the guide lists them.
+    - `leaf`: the path of the array that it is about, if it is about one.
+    - `line`: the line of your code that causes it, as `model.py:12`, if that is known.
+    - `message`: what it is, and what to do.
+    """
+
+    kind: str
+    leaf: str | None
+    line: str | None
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.line}: {self.message}" if self.line else self.message
+
+
+def lint_levels(lint: Lint) -> Mapping[str, Level]:
+    """The level of each kind; raise `ValueError` if a kind or a level does not exist."""
+    given: Mapping[str, Level]
+    given = dict.fromkeys(KINDS, lint) if isinstance(lint, str) else lint
+    for kind, level in given.items():
+        if kind not in KINDS:
+            raise ValueError(
+                f"lint={lint!r}: {kind!r} is not a kind of finding; "
+                f"{did_you_mean(kind, KINDS)}the kinds are {comma_list(KINDS)}."
+            )
+        if level not in _LEVELS:
+            raise ValueError(f"lint={lint!r}: {level!r} is not 'warn', 'error' or 'off'.")
+    return {kind: given.get(kind, "warn") for kind in KINDS}
+
+
+def report(findings: Iterable[Finding], levels: Mapping[str, Level], where: str) -> None:
+    """Raise `ValueError` for findings that are errors, and warn of the others.
+
+    **Arguments:**
+
+    - `findings`: what was found.
+    - `levels`: from `lint_levels`.
+    - `where`: what the compiled step is called.
+    """
+    by_kind: dict[str, list[Finding]] = {}
+    for finding in findings:
+        by_kind.setdefault(finding.kind, []).append(finding)
+    for level in ("error", "warn"):
+        for kind, found in by_kind.items():
+            if levels[kind] != level:
+                continue
+            text = (
+                f"{where}, {kind}: {first_few([*map(str, found)], ' ')} "
+                f"(lint={{{kind!r}: 'off'}} is for what is meant to be so.)"
+            )
+            if level == "error":
+                raise ValueError(text)
+            if is_main_process():
+                warnings.warn(text, LintWarning, stacklevel=2)

@@ -1,0 +1,298 @@
+"""Lint of the text of a compiled step: what it sends, computes twice and keeps twice.
+
+What looks like a finding and may be none is none: arrays below 64 kB, collectives of the
+user's own per-device code, and everything that the text does not say for sure.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from ..sharding._mesh import BATCH_AXES
+from ..sharding._spec import axes_of
+from ..sharding._text import comma_list
+from ._causes import Causes
+from ._communication import Operation, find_collectives
+from ._findings import SMALL, Finding
+from ._hlo import VIEWS, Instruction, Module, parse_shapes
+
+_ALIAS = re.compile(r"\{[\d, ]*\}: \((\d+), \{[\d, ]*\}, (?:may|must)-alias\)")
+#: What passes a gathered array on to a loop.
+_PASS = (*VIEWS, "fusion", "get-tuple-element")
+_DEEPEST = 6
+_ARGUMENT = re.compile(r"^arrays\[(\d+)\]")
+_REMATERIALIZED = re.compile(
+    r"Involuntary full rematerialization.*?HLO operation %?(\S+) = (\S+) ([^\n]*)"
+)
+
+
+class Argument(NamedTuple):
+    """An array that a step takes.
+
+    - `path`, `shape`, `bytes`: of the whole array.
+    - `spec`: how it is split between steps.
+    - `donated`: whether its memory is to be reused.
+    - `in_model`: whether it belongs to the model.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    bytes: int
+    spec: Sequence[object]
+    donated: bool
+    in_model: bool
+
+
+class TextLint:
+    """The findings in the text of a step.
+
+    **Arguments:**
+
+    - `module`: the compiled text.
+    - `sizes`: of the axes of the mesh.
+    - `arguments`: the arrays that it takes first.
+    - `rows`: the shapes of the arrays of a batch.
+    - `microbatches`: how many parts of a batch it takes in turn.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        sizes: Mapping[str, int],
+        arguments: Sequence[Argument],
+        rows: Sequence[tuple[int, ...]],
+        microbatches: int = 1,
+    ):
+        self._module = module
+        self._sizes = sizes
+        self._arguments = arguments
+        model = [(i, each) for i, each in enumerate(arguments) if each.in_model]
+        self._by_path = {each.path: each for _, each in model}
+        paths = {i: each.path for i, each in model}
+        self._causes = Causes(module, sizes, paths, [])
+        self._row_counts = _row_counts(rows, microbatches)
+        self._array_sizes = self._sizes_of_arrays()
+
+    def findings(self, stderr: str) -> Iterator[Finding]:
+        """All of them; `stderr` is what the compiler wrote there."""
+        gathers = [
+            (operation, self._causes.leaves(operation))
+            for operation in find_collectives(self._module, math.prod(self._sizes.values()))
+            # In per-device code, the user gathers on purpose.
+            if operation.kind == "all-gather" and "shard_map" not in operation.start.op_name
+        ]
+        large = [(op, paths) for op, paths in gathers if op.bytes >= SMALL]
+        by_layer = {
+            path
+            for op, paths in gathers
+            for path in paths
+            if self._one_layer(op, self._by_path[path])
+        }
+        for operation, paths in large:
+            yield from self._global_batch(operation, paths)
+            for path in paths:
+                yield from self._gathered(operation, self._by_path[path], by_layer)
+        yield from self._donation()
+        yield from self._rematerialization(stderr)
+
+    def _global_batch(
+        self, operation: Operation, paths: tuple[str, ...]
+    ) -> Iterator[Finding]:
+        axes = {axis for axis in BATCH_AXES if self._sizes.get(axis, 1) > 1}
+        found = operation.start.attribute("dimensions")
+        if paths or not axes or found is None:
+            return
+        if not axes <= {*(operation.axes(self._sizes) or ())}:
+            return
+        dim = int(re.findall(r"\d+", found)[0])
+        for shape in operation.shapes:
+            if math.prod(shape.dims) in self._array_sizes or shape.bytes < SMALL:
+                continue
+            if shape.dims[dim] in self._row_counts:
+                yield Finding(
+                    "global-batch",
+                    None,
+                    self._causes.line(operation),
+                    f"{shape}, computed from the whole batch, is gathered on every device, "
+                    f"over {comma_list(sorted(axes))}: it grows with the number of "
+                    "devices. Use each example's own rows only, or keep them split with "
+                    "eqxshard.constrain; a loss that compares all examples with each "
+                    "other needs this.",
+                )
+
+    def _gathered(
+        self, operation: Operation, leaf: Argument, by_layer: set[str]
+    ) -> Iterator[Finding]:
+        count = max(math.prod(shape.dims) for shape in operation.shapes)
+        line = self._line_of_use(operation)
+        if count == self._in_use(leaf) and len(leaf.shape) > 1:
+            if self._is_scanned(operation, leaf.shape[0]):
+                yield Finding(
+                    "all-layers",
+                    leaf.path,
+                    line,
+                    f"{leaf.path} {leaf.shape} is gathered for all {leaf.shape[0]} layers "
+                    "at once, before the loop over them. Use eqxshard.scan_layers instead "
+                    "of jax.lax.scan, and a rule that does not split the dim of layers.",
+                )
+                return
+            if leaf.path in by_layer and not operation.in_loop:
+                yield Finding(
+                    "whole-parameter",
+                    leaf.path,
+                    line,
+                    f"all layers of {leaf.path} {leaf.shape} are gathered outside of the "
+                    "loop that gathers them one by one. Use them inside the layer, and "
+                    "return what you need of them.",
+                )
+                return
+        axes = {*(operation.axes(self._sizes) or ())} - {*BATCH_AXES}
+        undone = sorted(axes & {*_axes(leaf.spec)})
+        whole = (math.prod(leaf.shape), math.prod(leaf.shape[1:]))
+        if undone and count in whole:
+            yield Finding(
+                "whole-parameter",
+                leaf.path,
+                line,
+                f"{leaf.path} {leaf.shape} is split over {comma_list(undone)} and gathered "
+                "whole where it is used. Split the dim that the computation can keep "
+                "split, or leave it whole over that axis.",
+            )
+
+    def _line_of_use(self, operation: Operation) -> str | None:
+        """The user's line that first needs what is gathered; a step gathers by itself."""
+        own = self._causes.line(operation)
+        queue, seen = [operation.result], set[str]()
+        for _ in range(_DEEPEST):
+            users = [user for value in queue for user in self._users(value)]
+            queue = [user for user in users if user.name not in seen]
+            seen |= {user.name for user in queue}
+            for user in queue:
+                line = self._causes.line_of(user)
+                if line not in (None, own):
+                    return line
+        return own
+
+    def _one_layer(self, operation: Operation, leaf: Argument) -> bool:
+        """Whether it gathers one layer of stacked layers, in their loop."""
+        if not operation.in_loop or len(leaf.shape) < 2:
+            return False
+        counts = {math.prod(shape.dims) for shape in operation.shapes}
+        return self._in_use(leaf) // leaf.shape[0] in counts
+
+    def _in_use(self, leaf: Argument) -> int:
+        """The elements of an array as it is used: whole along the batch's axes."""
+        parts = (self._sizes[axis] for axis in _axes(leaf.spec) if axis not in BATCH_AXES)
+        return math.prod(leaf.shape) // math.prod(parts)
+
+    def _sizes_of_arrays(self) -> set[int]:
+        """How many elements arrays have, or one layer of them, in any part of a step."""
+        found = set()
+        for leaf in self._arguments:
+            whole, used = math.prod(leaf.shape), self._in_use(leaf)
+            layers = leaf.shape[0] if leaf.shape else 1
+            found |= {n // m for n in (whole, used) for m in {1, layers or 1}}
+        return found
+
+    def _is_scanned(self, operation: Operation, layers: int) -> bool:
+        """Whether a loop takes one layer of the result in each iteration."""
+        found: list[tuple[Instruction, int]] = []
+        queue, seen = [operation.result], set[str]()
+        while queue:
+            value = queue.pop()
+            for user in self._users(value):
+                if user.opcode == "tuple":
+                    number = user.operands.index(value.name)
+                    found += [(x, number) for x in self._users(user) if x.opcode == "while"]
+                elif user.opcode in _PASS and user.name not in seen:
+                    seen.add(user.name)
+                    queue.append(user)
+        return any(
+            self._module.trips(loop) == layers and self._is_sliced(loop, number)
+            for loop, number in found
+        )
+
+    def _is_sliced(self, loop: Instruction, number: int) -> bool:
+        """Whether the body of a loop takes slices of one of its values."""
+        body = self._module.computations.get(dict(loop.called()).get("body", ""), ())
+        values = [
+            x
+            for x in body
+            if x.opcode == "get-tuple-element" and x.attribute("index") == str(number)
+        ]
+        users = [(value, user) for value in values for user in self._users(value)]
+        uses = [(v, u) for v, u in users if u.opcode != "tuple"]
+        return bool(uses) and all(self._takes_slice(user, value) for value, user in uses)
+
+    def _takes_slice(self, user: Instruction, value: Instruction) -> bool:
+        if user.opcode == "dynamic-slice":
+            return user.shapes[0].dims[:1] == (1,)
+        if user.opcode in VIEWS:
+            uses = self._users(user)
+            return bool(uses) and all(self._takes_slice(x, user) for x in uses)
+        if user.opcode not in ("fusion", "call"):
+            return False
+        number = str(user.operands.index(value.name))
+        inside = self._module.computations.get(next((n for _, n in user.called()), ""), ())
+        parameters = [x for x in inside if x.opcode == "parameter" and x.content == number]
+        uses = [(x, u) for x in parameters for u in self._users(x)]
+        return bool(uses) and all(self._takes_slice(u, x) for x, u in uses)
+
+    def _users(self, value: Instruction) -> list[Instruction]:
+        return self._module.users.get((value.computation, value.name), [])
+
+    def _donation(self) -> Iterator[Finding]:
+        head = self._module.text.partition("\n")[0]
+        reused = {int(number) for number in _ALIAS.findall(head)}
+        if not reused:  # This backend reuses nothing, or does not say so.
+            return
+        for instruction in self._module.computations.get(self._module.entry, ()):
+            found = _ARGUMENT.match(instruction.op_name)
+            if instruction.opcode != "parameter" or found is None:
+                continue
+            leaf = self._arguments[int(found[1])]
+            if (
+                leaf.donated
+                and leaf.bytes >= SMALL
+                and int(instruction.content) not in reused
+            ):
+                yield Finding(
+                    "donation",
+                    leaf.path,
+                    None,
+                    f"{leaf.path} {leaf.shape} is donated, and its memory is not reused: "
+                    "the new array has another dtype, shape or sharding. Keep them the "
+                    "same in the optimizer's update and in the model's state.",
+                )
+
+    def _rematerialization(self, stderr: str) -> Iterator[Finding]:
+        for _, type_, rest in _REMATERIALIZED.findall(stderr):
+            shapes = parse_shapes(type_)
+            if sum(shape.bytes for shape in shapes) < SMALL or "shard_map" in rest:
+                continue
+            instruction = Instruction("", "", type_, "", "", rest)
+            yield Finding(
+                "rematerialization",
+                None,
+                self._causes.line_of(instruction),
+                f"XLA makes {shapes[0]} whole on every device to get from one sharding to "
+                f"another, in {instruction.op_name or 'an operation without a name'}. Fix "
+                "the sharding before and after it with eqxshard.constrain, or split "
+                "another dim of the parameter there.",
+            )
+
+
+def _axes(spec: Sequence[object]) -> Sequence[str]:
+    return [axis for entry in spec for axis in axes_of(entry)]
+
+
+def _row_counts(rows: Sequence[tuple[int, ...]], microbatches: int) -> set[int]:
+    """Sizes of a dim of all examples, or of the tokens of all examples."""
+    found = set()
+    for count, *more in rows:
+        count //= microbatches
+        for size in more[:1]:
+            found |= {count * size, count * (size - 1)}
+        found.add(count)
+    return found

@@ -1,0 +1,80 @@
+"""`lint`: everything that lint finds in a step, before it runs."""
+
+from jaxtyping import PyTree
+
+from ..compiled._findings import Finding
+from ..training._eval_step import EvalStep
+from ..training._train_step import TrainStep
+from ._tables import BreakablePath, render
+
+
+class Findings(tuple[Finding, ...]):
+    """What [`eqxshard.lint`][] returns: a tuple, which prints as a table."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        if not self:
+            return "no findings"
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table("kind", "leaf", "line", "message")
+        for each in self:
+            leaf = BreakablePath(each.leaf or "")
+            table.add_row(each.kind, leaf, Text(each.line or ""), Text(each.message))
+        return render(table)
+
+
+def lint(
+    step: TrainStep | EvalStep, state: PyTree, batch: PyTree, extra: PyTree = None
+) -> Findings:
+    """Compile a step and look for what is most likely not meant, without running it.
+
+    The same is done when a step is first called, where `make_train_step(lint=...)` says
+    what to do about it. Here everything is listed.
+
+    The kinds of findings:
+
+    - `whole`: an array that its rule could not split, because no dim divides.
+    - `unmatched`: a pattern or rule that decides nothing.
+    - `large-whole`: a large array that no rule splits, on a mesh that could.
+    - `global-batch`: every device gathers something computed from the whole batch.
+    - `all-layers`: all stacked layers are gathered at once, before the loop over them.
+    - `whole-parameter`: a parameter is gathered outside its layer, or along an axis that
+        should keep it split.
+    - `rematerialization`: XLA replicates an array to get from one sharding to another.
+    - `donation`: a donated array whose memory is not reused.
+    - `dtype`: float64, float32 under a 16-bit precision, or a call of the host.
+    - `batch`: a batch that is whole on one device.
+    - `constant`: an array above 1 MB that is compiled in.
+
+    **Arguments:**
+
+    - `step`: from [`eqxshard.make_train_step`][] or [`eqxshard.make_eval_step`][].
+    - `state`: for a train step a state, for an eval step a model; of arrays or of
+        `jax.ShapeDtypeStruct`s, as from [`eqxshard.abstract_state`][].
+    - `batch`, `extra`: as for a call; of arrays or of `jax.ShapeDtypeStruct`s.
+
+    **Returns:**
+
+    A tuple of [`eqxshard.Finding`][]s, which prints as a table.
+
+    **Raises:**
+
+    As the step does when it is called; `TypeError` if it is of another kind.
+
+    !!! Example
+
+        ```python
+        print(eqxshard.lint(train_step, state, batch))
+        ```
+    """
+    if isinstance(step, TrainStep):
+        return Findings(step._findings(state, batch, extra))
+    if isinstance(step, EvalStep):
+        return Findings(step._findings(state, batch))
+    raise TypeError(
+        f"lint takes a step of make_train_step or make_eval_step, not a "
+        f"{type(step).__name__}."
+    )

@@ -1,0 +1,157 @@
+"""A train step for states of one structure: compiled, checked, linted."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, PyTree
+
+from ..compiled._findings import Finding
+from ..sharding._leaves import array_leaves
+from ..sharding._mesh import format_sharding
+from ..transforms._compiles import CompileLog, Watch, function_name
+from ._compile import jit_on
+from ._config import ResolvedConfig, StepConfig
+from ._extra import Signature
+from ._gradients import LossInputs
+from ._inputs import StepInput, is_elsewhere
+from ._layout import fetch_offloaded, make_layout, offload_to_host
+from ._lint import argument, lint_model, lint_program
+from ._metrics import Metrics
+from ._state import TrainState, flatten_state, split_model
+from ._update import update_state
+
+DONATED = (
+    "this state was donated to an earlier step, and its model with it; use the state that "
+    "the step returned."
+)
+
+
+class CompiledStep:
+    """The step for states of one structure and one kind of input, over flat arrays."""
+
+    def __init__(
+        self,
+        config: StepConfig,
+        state: TrainState,
+        kind: StepInput,
+        extra: Signature | None,
+        compile_log: CompileLog,
+    ):
+        arrays, static = flatten_state(state)
+        self._config = config = config.of(state, arrays)
+        self._kind = kind
+        mesh = config.mesh
+        params, _ = split_model(state.model, config.trainable)
+        _check_optimizer(config, state, params)
+        layout = make_layout(state.model, params, state.opt_state, mesh, config.rule)
+        #: The sharding of each array of a state.
+        self.shardings = layout.flat(state)
+
+        def train_step(
+            arrays: list[Array], batch: PyTree, extra_arrays: list[Array]
+        ) -> tuple[list[Array], Metrics]:
+            given = () if extra is None else (extra.static.combine(extra_arrays),)
+            inputs = LossInputs(layout, given, () if extra is None else (extra.storage(),))
+
+            def one_step(arrays: list[Array], batch: PyTree) -> tuple[list[Array], Metrics]:
+                fields = static.combine(fetch_offloaded(arrays, self.shardings))
+                state, metrics = update_state(config, inputs, TrainState(*fields), batch)
+                return offload_to_host(flatten_state(state)[0], self.shardings), metrics
+
+            self.check_shapes(batch)
+            return kind.run(one_step, arrays, batch, mesh)
+
+        # The name in profiles and compiled modules.
+        train_step.__name__ += kind.suffix
+
+        def name_arguments(
+            arrays: list[Any], batch: PyTree, extra_arrays: list[Any]
+        ) -> tuple[str, dict[str, PyTree]]:
+            program = kind.program("train_step", batch)
+            given = None if extra is None else extra.static.combine(extra_arrays)
+            arguments = {"state": static.combine(arrays), "batch": batch, "extra": given}
+            return f"{program} of {function_name(config.loss_fn)}", arguments
+
+        whole = NamedSharding(mesh, PartitionSpec())
+        #: The compiled function, from arrays and a batch to arrays and metrics.
+        self.jitted = jit_on(
+            mesh,
+            train_step,
+            Watch(compile_log, train_step.__name__, name_arguments),
+            donate_argnums=0,
+            in_shardings=(self.shardings, kind.sharding(mesh), None),
+            out_shardings=(self.shardings, whole),
+        )
+
+    def lint(
+        self, state: TrainState, batch: PyTree, extra_arrays: list[Any]
+    ) -> Iterator[Finding]:
+        """Compile for a state and a batch, and yield all findings."""
+        config, leaves = self._config, array_leaves(state)
+        program = self.jitted.compile(
+            [_abstract(x, s) for (_, x), s in zip(leaves, self.shardings, strict=True)],
+            batch,
+            extra_arrays,
+        )
+        arguments = [
+            argument(path, leaf, sharding, donated=True)
+            for (path, leaf), sharding in zip(leaves, self.shardings, strict=True)
+        ]
+        yield from lint_model(state.model, config.mesh, config.rule)
+        yield from lint_program(
+            program,
+            config.mesh,
+            state.model,
+            arguments,
+            self._kind,
+            batch,
+            precision=config.precision,
+            microbatches=config.accumulate,
+        )
+
+    def check_shapes(self, batch: PyTree) -> None:
+        """Raise `ValueError` unless the rows of a batch divide over the mesh."""
+        self._kind.check_shapes(batch, self._config.mesh, self._config.accumulate)
+
+    def check_inputs(self, state: TrainState, batch: PyTree) -> None:
+        """Raise `ValueError` if a state or a batch does not fit this step."""
+        self.check_shapes(batch)
+        check_shardings(state, self.shardings)
+        self._kind.check_placement(batch, self._config.mesh)
+
+
+def _abstract(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    weak = getattr(leaf, "weak_type", False)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
+
+
+def check_shardings(state: TrainState, shardings: list[NamedSharding]) -> None:
+    """Refuse a donated state, and one that is sharded by another mesh or rule."""
+    for (path, leaf), wanted in zip(array_leaves(state), shardings, strict=True):
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise ValueError(DONATED)
+        if is_elsewhere(leaf, wanted):
+            raise ValueError(
+                f"{path} is sharded as {format_sharding(leaf.sharding)}, and the step "
+                f"expects {format_sharding(wanted)}; make the state and the step with the "
+                "same mesh and rule, or move the state with filter_shard."
+            )
+
+
+def _check_optimizer(config: ResolvedConfig, state: TrainState, params: PyTree) -> None:
+    """Refuse a state of another optimizer or filter spec, or with another loss scale."""
+    fresh = eqx.filter_eval_shape(config.optim.init, params)
+    if jax.tree.structure(fresh) != jax.tree.structure(state.opt_state):
+        raise ValueError(
+            "the optimizer state in this TrainState does not fit this optimizer and "
+            "model; use the optimizer, and trainable=, that the state was made with."
+        )
+    scales_loss = config.precision is not None and config.precision.scales_loss
+    if scales_loss != (state.loss_scale is not None):
+        raise ValueError(
+            "only one of this TrainState and this step has a loss scale; make both with "
+            "the same precision=."
+        )

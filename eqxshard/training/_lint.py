@@ -1,0 +1,141 @@
+"""Lint of a step: everything that is found before it runs for the first time."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import PyTree
+
+from ..compiled._findings import SMALL, Finding, Lint, lint_levels, report
+from ..compiled._hlo import parse_module
+from ..compiled._lint_text import Argument, TextLint
+from ..data._resident import DeviceBatches
+from ..sharding._combinators import HOST_MEMORY
+from ..sharding._leaves import is_inexact, leaf_path
+from ..sharding._mesh import BATCH_AXES
+from ..sharding._placement import decide_leaves, named_leaves
+from ..sharding._rule import Rule
+from ._compile import Program
+from ._inputs import STACKED_BATCHES, StepInput
+from ._lint_jaxpr import lint_jaxpr
+from ._lint_rule import lint_rule
+from ._precision import Precision
+
+
+class StepLint:
+    """What is done about the findings in a step, each of which is reported once.
+
+    **Arguments:**
+
+    - `lint`: a level, or the levels of some kinds.
+
+    **Raises:**
+
+    `ValueError` if a kind or a level does not exist.
+    """
+
+    def __init__(self, lint: Lint):
+        self._levels = lint_levels(lint)
+        self._reported: set[Finding] = set()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything would be done."""
+        return {*self._levels.values()} != {"off"}
+
+    def report(self, findings: Iterable[Finding], where: str) -> None:
+        """Warn of those that are new, or raise `ValueError`."""
+        new = [each for each in findings if each not in self._reported]
+        report(new, self._levels, where)
+        self._reported.update(new)
+
+
+def argument(
+    path: str, leaf: Any, sharding: NamedSharding | None, donated: bool = False
+) -> Argument:
+    """An array that a step takes; `path` begins with `model.` if it is the model's."""
+    in_host_memory = sharding is not None and sharding.memory_kind == HOST_MEMORY
+    return Argument(
+        path=path.removeprefix("model."),
+        shape=tuple(leaf.shape),
+        bytes=leaf.size * leaf.dtype.itemsize,
+        spec=() if sharding is None else tuple(sharding.spec),
+        donated=donated and not in_host_memory,
+        in_model=path.startswith("model"),
+    )
+
+
+def lint_model(model: PyTree, mesh: Mesh, rule: Rule) -> Iterator[Finding]:
+    """The findings in how a rule splits a model."""
+    leaves = named_leaves(model)
+    yield from lint_rule(rule, leaves, decide_leaves(leaves, mesh, rule), mesh)
+
+
+def lint_program(
+    program: Program,
+    mesh: Mesh,
+    model: PyTree,
+    arguments: Sequence[Argument],
+    kind: StepInput,
+    batch: PyTree,
+    *,
+    precision: Precision | None = None,
+    microbatches: int = 1,
+) -> Iterator[Finding]:
+    """The findings in a compiled step, and in a batch for it.
+
+    **Arguments:**
+
+    - `program`: the compiled step.
+    - `mesh`, `model`, `precision`: its own.
+    - `arguments`: the arrays that it takes before the batch.
+    - `kind`, `batch`: its input.
+    - `microbatches`: how many parts of a batch it takes in turn.
+    """
+    floats = {
+        leaf_path(path): leaf.dtype
+        for path, leaf in jax.tree_util.tree_leaves_with_path(model)
+        if is_inexact(leaf)
+    }
+    wide = [path for path, x in floats.items() if x in (jnp.float64, jnp.complex128)]
+    compute = None if precision is None else precision.compute
+    yield from lint_jaxpr(program.jaxpr, compute, wide, len(wide) < len(floats))
+    yield from _batch_on_one_device(batch, mesh)
+    text = TextLint(
+        parse_module(program.text),
+        dict(mesh.shape),
+        arguments,
+        _row_shapes(kind, batch),
+        microbatches,
+    )
+    yield from text.findings(program.stderr)
+
+
+def _batch_on_one_device(batch: PyTree, mesh: Mesh) -> Iterator[Finding]:
+    """Arrays that JAX copies to the others in each step. (NumPy's go to each at once.)"""
+    if all(mesh.shape[axis] == 1 for axis in BATCH_AXES):
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if not isinstance(leaf, jax.Array) or leaf.nbytes < SMALL:
+            continue
+        if not leaf.committed and len(leaf.sharding.device_set) == 1:
+            name = leaf_path(path, "batch")
+            (device,) = leaf.sharding.device_set
+            yield Finding(
+                "batch",
+                name,
+                None,
+                f"{name} {leaf.shape} arrives whole on {device}, which sends each other "
+                "device its rows. Use a Loader, filter_shard(batch, batch_sharding(mesh)), "
+                "or NumPy arrays.",
+            )
+
+
+def _row_shapes(kind: StepInput, batch: PyTree) -> list[tuple[int, ...]]:
+    if isinstance(batch, DeviceBatches):
+        size = batch.rows.shape[1]
+        return [(size, *x.shape[1:]) for x in jax.tree.leaves(batch.examples)]
+    leading = 1 if kind is STACKED_BATCHES else 0
+    return [tuple(x.shape[leading:]) for x in jax.tree.leaves(batch)]

@@ -1,0 +1,185 @@
+"""Lint of a step as it was traced: dtypes, callbacks and constants.
+
+The compiled text would not say: compilers for CPUs compute bfloat16 in float32, and print
+no large constants.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from ..compiled._causes import user_line
+from ..compiled._findings import SMALL, Finding
+from ..sharding._leaves import format_array
+from ._jaxprs import is_jaxpr, open_jaxpr
+
+_LARGE = 10**6
+#: The part of the arithmetic from which on float32 is not one layer that needs it.
+_MOST = 0.5
+
+
+class _Place(NamedTuple):
+    """An equation, the names of the transforms around it, and how often it runs."""
+
+    eqn: Any
+    names: str
+    times: int
+
+    @property
+    def line(self) -> str | None:
+        traceback = self.eqn.source_info.traceback
+        frames = [] if traceback is None else traceback.frames
+        return user_line((frame.file_name, frame.line_num) for frame in frames)
+
+
+def lint_jaxpr(
+    jaxpr: Any, compute: Any, wide: Sequence[str], narrow: bool
+) -> Iterator[Finding]:
+    """The findings of kinds `dtype` and `constant`.
+
+    **Arguments:**
+
+    - `jaxpr`: the step's.
+    - `compute`: the dtype to compute in, if there is one.
+    - `wide`: the paths of the model's arrays in float64.
+    - `narrow`: whether the model has floating-point arrays in others.
+    """
+    places = list(_places(jaxpr, "", 1))
+    yield from _constants(jaxpr)
+    if narrow:
+        yield from _float64(places, wide)
+    if compute is not None and jnp.dtype(compute).itemsize == 2:
+        yield from _float32(places, jnp.dtype(compute).name)
+    seen = set[str]()
+    for place in places:
+        name = place.eqn.primitive.name
+        if name in _CALLBACKS and name not in seen:
+            seen.add(name)
+            yield Finding(
+                "dtype",
+                None,
+                place.line,
+                f"the step calls the host ({_CALLBACKS[name]}), and devices wait for it. "
+                "Return values as metrics instead, and compute on the device.",
+            )
+
+
+_CALLBACKS = {
+    "pure_callback": "jax.pure_callback",
+    "io_callback": "jax.experimental.io_callback",
+    "debug_callback": "jax.debug.callback",
+    "debug_print": "jax.debug.print",
+}
+
+
+def _places(jaxpr: Any, names: str, times: int) -> Iterator[_Place]:
+    for eqn in open_jaxpr(jaxpr).eqns:
+        inside = f"{names}/{eqn.source_info.name_stack}"
+        yield _Place(eqn, inside, times)
+        count = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+        for part in _parts(eqn):
+            yield from _places(part, inside, times * count)
+
+
+def _parts(eqn: Any) -> Iterator[Any]:
+    for value in eqn.params.values():
+        for part in value if isinstance(value, tuple | list) else (value,):
+            if is_jaxpr(part):
+                yield part
+
+
+def _constants(jaxpr: Any) -> Iterator[Finding]:
+    """Arrays that the step was not given."""
+    for var, value in zip(open_jaxpr(jaxpr).constvars, getattr(jaxpr, "consts", ())):
+        if getattr(value, "nbytes", 0) < _LARGE:
+            continue
+        users = (
+            _Place(eqn, "", 1)
+            for eqn in open_jaxpr(jaxpr).eqns
+            if any(each is var for each in eqn.invars)
+        )
+        line = next((place.line for place in users), None)
+        yield Finding(
+            "constant",
+            None,
+            line,
+            f"{format_array(value)}, {value.nbytes / 1e6:.3g} MB, is compiled in as a "
+            "constant, on every device. Make it a field of the model, an entry of the "
+            "batch, or a part of extra.",
+        )
+    for eqn in open_jaxpr(jaxpr).eqns:
+        for part in _parts(eqn):
+            yield from _constants(part)
+
+
+def _float64(places: list[_Place], wide: Sequence[str]) -> Iterator[Finding]:
+    """Those that only a part of the step has."""
+    for path in wide:
+        yield Finding(
+            "dtype",
+            path,
+            None,
+            f"{path} is float64, unlike the rest of the model. Make it with a dtype, such "
+            "as jnp.float32.",
+        )
+    if wide:
+        return
+    for place in places:
+        for var in place.eqn.outvars:
+            if _is(var, "float64", "complex128") and _nbytes(var) >= SMALL:
+                yield Finding(
+                    "dtype",
+                    None,
+                    place.line,
+                    f"the step computes {_text(var)}, and no array of the model is of that "
+                    "type. Convert to jnp.float32 there, or leave jax_enable_x64 off.",
+                )
+                return
+
+
+def _float32(places: list[_Place], compute: str) -> Iterator[Finding]:
+    """Matrix products in float32, if they are most of the loss and its gradient."""
+    products = [
+        (_work(place), place)
+        for place in places
+        if place.eqn.primitive.name == "dot_general" and "jvp(" in place.names
+    ]
+    wide = [
+        (work, place)
+        for work, place in products
+        if any(_is(var, "float32") for var in place.eqn.invars)
+    ]
+    share = sum(work for work, _ in wide) / (sum(work for work, _ in products) or 1)
+    large = [place for _, place in wide if max(map(_nbytes, place.eqn.invars)) >= SMALL]
+    if share >= _MOST and large:
+        first = large[0]
+        yield Finding(
+            "dtype",
+            None,
+            first.line,
+            f"{share:.0%} of the arithmetic of matrix products is in float32, under "
+            f"Precision(compute={compute}); the first is of "
+            f"{' and '.join(map(_text, first.eqn.invars))}. An array in float32 made its "
+            f"products wide: cast it with .astype(x.dtype).",
+        )
+
+
+def _work(place: _Place) -> int:
+    (contracted, _), _ = place.eqn.params["dimension_numbers"]
+    shape = place.eqn.invars[0].aval.shape
+    out = math.prod(place.eqn.outvars[0].aval.shape)
+    return out * math.prod(shape[dim] for dim in contracted) * place.times
+
+
+def _is(var: Any, *dtypes: str) -> bool:
+    return str(getattr(var.aval, "dtype", "")) in dtypes
+
+
+def _nbytes(var: Any) -> int:
+    return math.prod(var.aval.shape) * var.aval.dtype.itemsize
+
+
+def _text(var: Any) -> str:
+    return format_array(var.aval)

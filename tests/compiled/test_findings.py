@@ -1,0 +1,48 @@
+import optax
+import pytest
+
+import eqxshard
+from eqxshard.compiled._findings import KINDS, Finding, lint_levels, report
+
+FIRST = Finding("constant", None, "model.py:12", "a constant. Make it a field.")
+SECOND = Finding("whole", "head.weight", None, "head.weight is whole. Pad it.")
+
+
+def test_levels():
+    assert {*lint_levels("error").values()} == {"error"}
+    levels = lint_levels({"constant": "off", "whole": "error"})
+    assert (levels["constant"], levels["whole"]) == ("off", "error")
+    assert {levels[kind] for kind in KINDS if kind not in ("constant", "whole")} == {"warn"}
+
+
+@pytest.mark.parametrize(
+    "lint, text",
+    [
+        ("loud", "lint='loud': 'loud' is not 'warn', 'error' or 'off'"),
+        ({"constant": "loud"}, "'loud' is not 'warn'"),
+        ({"constants": "off"}, "'constants' is not a kind of finding; did you mean 'cons"),
+    ],
+)
+def test_levels_that_do_not_exist(lint, text, unannotated):
+    with pytest.raises(ValueError, match="lint=") as error:
+        eqxshard.make_train_step(lambda *_: 0, optax.sgd(1.0), lint=lint)
+    assert text in str(error.value)
+
+
+def test_a_warning_has_the_line_the_remedy_and_how_to_end_it():
+    with pytest.warns(eqxshard.LintWarning) as warned:
+        report([FIRST, SECOND], lint_levels("warn"), "the train step of f")
+    texts = [str(each.message) for each in warned]
+    assert texts == [
+        "the train step of f, constant: model.py:12: a constant. Make it a field. "
+        "(lint={'constant': 'off'} is for what is meant to be so.)",
+        "the train step of f, whole: head.weight is whole. Pad it. "
+        "(lint={'whole': 'off'} is for what is meant to be so.)",
+    ]
+
+
+def test_an_error_comes_before_warnings_and_many_are_shortened():
+    findings = [FIRST, *[Finding("whole", f"a{i}", None, f"a{i}.") for i in range(9)]]
+    with pytest.raises(ValueError, match=r"whole: a0\. a1\. a2\. a3\. and 5 more \(lint="):
+        report(findings, lint_levels({"whole": "error"}), "it")
+    report(findings, lint_levels("off"), "it")

@@ -1,0 +1,145 @@
+"""Broken steps that the compiled text tells of, and sound ones like them."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import P
+from lint_helpers import FSDP, MLP, found, lint, no_warnings_of_jax, square_losses
+
+import eqxshard
+
+
+class Layer(eqx.Module):
+    weight: jax.Array
+
+    def __call__(self, x):
+        return x + jnp.tanh(self.weight @ x)
+
+
+class Stack(eqx.Module):
+    """Stacked layers, by a loop that is ours or JAX's own."""
+
+    layers: Layer
+    ours: bool = eqx.field(static=True)
+
+    def __init__(self, key, ours=True):
+        self.layers = Layer(jax.random.normal(key, (4, 128, 128)) / 100)
+        self.ours = ours
+
+    def __call__(self, x):
+        if self.ours:
+            return eqxshard.scan_layers(self.layers, x)
+        return jax.lax.scan(
+            lambda x, layer: (Layer(layer)(x), None), x, self.layers.weight
+        )[0]
+
+
+WIDE = {"x": jnp.zeros((16, 128))}
+HYBRID = {"data": 2, "fsdp": 4}
+TENSOR = eqxshard.by_path({"up": P("tensor"), "down": P(None, "tensor")})
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 8}, HYBRID], ids=str)
+@pytest.mark.parametrize("model", [MLP, Stack])
+def test_what_is_gathered_where_it_is_used_is_as_it_should_be(model, sizes):
+    batch = {"x": jax.ShapeDtypeStruct((512, 64 if model is MLP else 128), jnp.float32)}
+    assert str(lint(model, batch=batch, **sizes)) == "no findings"
+
+
+def test_tensor_parallelism_gathers_no_parameter():
+    assert lint(rule=eqxshard.combine(TENSOR, FSDP), data=2, fsdp=2, tensor=2) == ()
+
+
+def compare(model, batch, key):
+    out = jax.vmap(model)(batch["x"])
+    return jax.nn.logsumexp(out @ out.T, axis=-1)
+
+
+def shuffle(model, batch, key):
+    order = jax.random.permutation(key, batch["x"].shape[0])
+    mixed = batch["x"] + batch["x"][order]
+    return jnp.sum(jax.vmap(model)(mixed) ** 2, axis=-1)
+
+
+@pytest.mark.parametrize("loss_fn", [compare, shuffle])
+def test_a_loss_that_looks_at_all_examples(loss_fn):
+    findings = lint(loss_fn=loss_fn, **HYBRID)
+    assert {each.kind for each in findings} == {"global-batch"}
+    assert "512" in findings[0].message and "over data, fsdp" in findings[0].message
+    assert "test_lint_text.py:" in str(findings[0])
+
+
+def test_a_loop_of_jax_over_layers():
+    finding = found(
+        lint(lambda key: Stack(key, ours=False), batch=WIDE, fsdp=8),
+        "all-layers",
+        "layers.weight (4, 128, 128) is gathered for all 4 layers at once",
+        "Use eqxshard.scan_layers",
+    )
+    assert finding.leaf == "layers.weight"
+    assert "test_lint_text.py:" in str(finding)
+
+
+def test_a_rule_that_splits_the_dim_of_layers():
+    rule = eqxshard.by_path({".*": P("fsdp")})
+    findings = lint(Stack, batch=WIDE, rule=rule, data=2, fsdp=4)
+    found(findings, "all-layers", "a rule that does not split the dim of layers")
+
+
+def test_a_loop_that_needs_all_of_a_parameter_is_over_no_layers():
+    class Recurrent(eqx.Module):
+        weight: jax.Array
+
+        def __call__(self, x):
+            step = lambda h, x: (jnp.tanh(self.weight @ h + x), None)  # noqa: E731
+            return jax.lax.scan(step, jnp.zeros(128), jnp.broadcast_to(x, (128, 128)))[0]
+
+    make = lambda key: Recurrent(jax.random.normal(key, (128, 128)))  # noqa: E731
+    assert lint(make, batch=WIDE, fsdp=8) == ()
+
+
+def test_a_penalty_outside_of_the_layers():
+    def loss_fn(model, batch, key):
+        penalty = jnp.sum(jnp.cos(model.layers.weight))
+        return square_losses(model, batch, key) + 1e-3 * penalty
+
+    finding = found(
+        lint(Stack, loss_fn, batch=WIDE, fsdp=8), "whole-parameter", "outside of the loop"
+    )
+    assert finding.leaf == "layers.weight"
+
+
+def test_a_split_that_the_computation_undoes():
+    def loss_fn(model, batch, key):
+        up = eqxshard.constrain(model.up, P())
+        return jnp.sum(jnp.tanh(batch["x"] @ up.T) @ model.down.T, axis=-1)
+
+    findings = lint(loss_fn=loss_fn, rule=TENSOR, data=2, tensor=4)
+    finding = found(findings, "whole-parameter", "split over tensor and gathered whole")
+    assert finding.leaf == "up"
+
+
+def test_shardings_that_xla_cannot_convert():
+    def loss_fn(model, batch, key):
+        # A callback without vmap runs on one device.
+        x = jax.pure_callback(lambda x: x, batch["x"], batch["x"])
+        return square_losses(model, {"x": jax.lax.stop_gradient(x)}, key)
+
+    findings = lint(loss_fn=loss_fn, batch={"x": jnp.zeros((2048, 64))}, fsdp=8)
+    assert {each.kind for each in findings} >= {"dtype", "rematerialization"}
+    assert "XLA makes f32[256,64] whole" in str(findings)
+
+
+def test_an_optimizer_that_changes_a_dtype():
+    def update(updates, state, params=None):
+        return updates, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state)
+
+    optim = optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params), update
+    )
+    with no_warnings_of_jax():
+        findings = lint(optim=optim, nonfinite="ignore", data=8, rule=eqxshard.replicate())
+    assert {each.leaf for each in findings} == {"opt_state.up", "opt_state.down"}
+    assert {each.kind for each in findings} == {"donation"}

@@ -1,0 +1,36 @@
+import jax
+import numpy as np
+import pytest
+from lint_helpers import BATCH, OPTIM, lint, make_state, square_losses
+
+import eqxshard
+
+
+def test_findings_print_as_a_table():
+    def loss_fn(model, batch, key):
+        table = np.ones((512, 512), np.float32)
+        return (
+            square_losses(model, batch, key)
+            + table.sum()
+            + (table * batch["x"][:, :1]).sum(-1)
+        )
+
+    findings = lint(loss_fn=loss_fn, batch=BATCH, fsdp=8)
+    (finding,) = findings
+    assert isinstance(finding, eqxshard.Finding)
+    text = str(findings)
+    for word in ("kind", "constant", str(finding.line), "512"):
+        assert word in text
+
+
+def test_eval_steps_take_a_model():
+    state = make_state(fsdp=8)
+    step = eqxshard.make_eval_step(lambda m, b: {"y": jax.vmap(m)(b["x"]).sum(-1)})
+    findings = eqxshard.lint(step, state.model, BATCH)
+    assert findings == ()
+    assert str(findings) == "no findings"
+
+
+def test_other_functions_are_refused(unannotated):
+    with pytest.raises(TypeError, match="lint takes a step of make_train_step"):
+        eqxshard.lint(OPTIM.update, None, BATCH)  # pyright: ignore[reportArgumentType]
