@@ -182,14 +182,9 @@ class Module:
         return self._trips_of_condition(caller)
 
     def _trips_of_condition(self, loop: Instruction) -> int | None:
-        """The bound of a loop that counts up from zero, as those of `lax.scan` do."""
-        condition = self.computations.get(dict(loop.called()).get("condition", ""), ())
-        integers = ("s32[]", "u32[]", "s64[]", "u64[]")
-        bounds = [
-            x.content if x.type.strip().startswith(integers) else ""
-            for x in condition
-            if x.opcode == "constant"
-        ]
+        """From the constants of a loop that counts up, as those of `lax.scan` do."""
+        called = dict(loop.called())
+        condition = self.computations.get(called.get("condition", ""), ())
         compares = any(
             "direction=LT" in x.attributes
             for name in [*(c for x in condition for _, c in x.called())]
@@ -200,9 +195,45 @@ class Module:
             x.opcode in ("parameter", "get-tuple-element", "constant", "compare", "fusion")
             for x in condition
         )
-        if compares and plain and len(bounds) == 1 and bounds[0].isdigit():
-            return int(bounds[0])
-        return None
+        bounds = [x for x in condition if x.opcode == "constant"]
+        counters = [x for x in condition if x.opcode == "get-tuple-element"]
+        if not (compares and plain and len(bounds) == len(counters) == 1):
+            return None
+        index = int(counters[0].attribute("index") or 0)
+        bound, first = _integer(bounds[0]), self._part(loop, index)
+        start = None if first is None else _integer(first)
+        step = self._step(called.get("body", ""), index)
+        if bound is None or start is None or step is None:
+            return None
+        return max(-((start - bound) // step), 0)
+
+    def _part(self, user: Instruction, index: int) -> Instruction | None:
+        """What makes a part of the tuple that is the operand of an instruction."""
+        known, here = self.by_name, user.computation
+        made = known.get((here, user.operands[0])) if user.operands else None
+        if made is None or made.opcode != "tuple" or index >= len(made.operands):
+            return None
+        found = known.get((here, made.operands[index]))
+        while found is not None and found.opcode in VIEWS and found.operands:
+            found = known.get((here, found.operands[0]))
+        return found
+
+    def _step(self, body: str, index: int) -> int | None:
+        """What the body of a loop adds to a counter."""
+        instructions = self.computations.get(body, ())
+        root = instructions[-1] if instructions else None
+        if root is None or root.opcode != "tuple" or index >= len(root.operands):
+            return None
+        made = self.by_name.get((body, root.operands[index]))
+        while made is not None and made.opcode in (*VIEWS, "get-tuple-element"):
+            made = self.by_name.get((body, made.operands[0]))
+        if made is None:
+            return None
+        near = [self.by_name.get((body, name)) for name in made.operands]
+        near += [x for _, name in made.called() for x in self.computations.get(name, ())]
+        steps = {_integer(x) for x in near if x is not None} - {None, 0}
+        # A fusion may compute other things from other numbers.
+        return 1 if 1 in steps else steps.pop() if len(steps) == 1 else None
 
     def stack(self, instruction: Instruction) -> Iterator[tuple[str, int]]:
         """The lines of code that an instruction is from, innermost first."""
@@ -212,6 +243,14 @@ class Module:
             seen.add(frame)
             file, line, frame = self.frames[frame]
             yield file, line
+
+
+def _integer(instruction: Instruction) -> int | None:
+    """The value of a constant that is one integer."""
+    is_integer = re.match(r"\s*[su]\d+\[\]", instruction.type)
+    if instruction.opcode != "constant" or not is_integer:
+        return None
+    return int(instruction.content)
 
 
 def parse_module(text: str) -> Module:

@@ -39,6 +39,23 @@ def test_without_trip_counts_the_condition_of_the_loop_says_them(monkeypatch):
     assert list(products(module).values()) == [7]
 
 
+@pytest.mark.parametrize(
+    ("start", "stop", "step"), [(0, 7, 1), (3, 11, 2), (3, 12, 2), (-2, 5, 3), (9, 7, 1)]
+)
+def test_loops_may_start_anywhere_and_take_any_steps(start, stop, step):
+    def count(x):
+        def body(carry):
+            return carry[0] + step, carry[1] @ carry[1]
+
+        return jax.lax.while_loop(lambda c: c[0] < stop, body, (start, x))[1]
+
+    text = jax.jit(count).lower(X).compile().as_text() or ""
+    for shown in (text, text.replace("known_trip_count", "other")):
+        counts = list(products(parse_module(shown)).values())
+        assert counts in ([len(range(start, stop, step))], [])
+    assert counts or start > stop
+
+
 def test_loops_of_unknown_length_have_no_count():
     def grow(x):
         return jax.lax.while_loop(lambda x: jnp.sum(x) < 9.0, lambda x: x @ x, x)
