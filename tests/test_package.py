@@ -255,7 +255,8 @@ def test_the_wheel_has_every_file_and_works_alone(tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     site = tmp_path / "site"
-    ours = {str(file.relative_to(ROOT)) for file in FILES} | {"eqxshard/py.typed"}
+    files = [*FILES, PACKAGE / "py.typed", *(PACKAGE / "planning" / "page").iterdir()]
+    ours = {str(file.relative_to(ROOT)) for file in files}
     built = {str(file.relative_to(site)) for file in (site / "eqxshard").rglob("*.*")}
     assert built == ours
     (info,) = site.glob("*.dist-info")

@@ -11,19 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 
 from ..compiled._causes import Causes, Leaf
 from ..compiled._communication import Operation, find_collectives
 from ..compiled._hlo import Module, parse_module
-from ..sharding._leaves import array_leaves
+from ..sharding._leaves import array_leaves, format_array
 from ..sharding._mesh import batch_sharding, make_mesh
 from ..training._init import abstract_state
-from ..training._layout import make_layout
-from ..training._state import TrainState, split_model
+from ..training._state import TrainState
 from ..training._train_step import make_train_step
 from ._costs import Costs
+from ._leaves import gradient_shardings, mesh_of, plan_leaves, shard_bytes
 from ._plan import Plan, PlannedCollective, PlannedMemory, PlannedTime
 from ._request import Request, load_request
 from ._rewrites import rewrite_collectives
@@ -70,9 +71,10 @@ def compile_plan(request: Request, dump: Path) -> Plan:
     schedule = Schedule(module, operations, request.target)
     elapsed = schedule.elapsed(module.entry)
     flops = _flops(module)
-    gradients = _gradients(state)
+    leaves, gradients = plan_leaves(state), _gradients(state)
     causes = Causes(module, sizes, _model_arrays(state), gradients)
     rows, tokens = count_examples(request.batch)
+    predicted = _time(request, flops, operations, sizes, elapsed)
     return Plan(
         target=request.target,
         backend=request.backend,
@@ -84,11 +86,14 @@ def compile_plan(request: Request, dump: Path) -> Plan:
             _describe(each, sizes, causes, None if on_cpu else elapsed)
             for each in operations
         ),
-        time=_time(request, flops, operations, sizes, elapsed),
+        time=predicted,
         examples=rows,
         tokens=tokens,
         compile_seconds=seconds,
         notes=tuple(_notes(request, module)),
+        leaves=leaves,
+        timeline=None if on_cpu or predicted is None else elapsed.timeline.spans,
+        settings=_settings(request),
     )
 
 
@@ -137,23 +142,18 @@ def _partitioned(dump: Path) -> str:
     return "" if latest is None else latest.read_text()
 
 
-def _shard_bytes(leaf: Any, sharding: Any = None) -> int:
-    shape = (sharding or leaf.sharding).shard_shape(leaf.shape)
-    return leaf.dtype.itemsize * math.prod(shape)
-
-
 def _memory(
     request: Request, state: TrainState, gradients: list[Leaf], analysis: Any
 ) -> PlannedMemory:
     params = _bytes_of(state.model)
     opt_state = _bytes_of(state.opt_state)
-    rows = batch_sharding(_mesh_of(state))
+    rows = batch_sharding(mesh_of(state))
     total = request.target.memory
     return PlannedMemory(
         parameters=params,
         optimizer=opt_state,
         other_state=_bytes_of(state) - params - opt_state,
-        batch=sum(_shard_bytes(x, rows) for x in jax.tree.leaves(request.batch)),
+        batch=sum(shard_bytes(x, rows) for x in jax.tree.leaves(request.batch)),
         gradients=sum(leaf.bytes for leaf in gradients),
         temporaries=analysis.temp_size_in_bytes,
         peak=analysis.argument_size_in_bytes
@@ -165,23 +165,14 @@ def _memory(
 
 
 def _bytes_of(tree: Any) -> int:
-    return sum(_shard_bytes(leaf) for _, leaf in array_leaves(tree))
-
-
-def _mesh_of(state: TrainState) -> Any:
-    return state.step.sharding.mesh
+    return sum(shard_bytes(leaf) for _, leaf in array_leaves(tree))
 
 
 def _gradients(state: TrainState) -> list[Leaf]:
     """The trained arrays, as their gradients are stored."""
-    made = state.made_with
-    assert made is not None  # By `abstract_state`.
-    params, _ = split_model(state.model, made.trainable(state.model))
-    mesh = _mesh_of(state)
-    layout = make_layout(state.model, params, state.opt_state, mesh, made.rule)
-    shardings = jax.tree.leaves(layout.update)
+    params, shardings = gradient_shardings(state)
     return [
-        Leaf(path, sharding.shard_shape(leaf.shape), _shard_bytes(leaf, sharding))
+        Leaf(path, sharding.shard_shape(leaf.shape), shard_bytes(leaf, sharding))
         for (path, leaf), sharding in zip(array_leaves(params), shardings, strict=True)
     ]
 
@@ -272,6 +263,17 @@ def count_examples(batch: Any) -> tuple[int, int | None]:
     is_tokens = lambda x: len(x.shape) == 2 and np.issubdtype(x.dtype, np.integer)  # noqa: E731
     tokens = next((math.prod(x.shape) for x in leaves if is_tokens(x)), None)
     return leaves[0].shape[0], tokens
+
+
+def _settings(request: Request) -> dict[str, str]:
+    batch = [f"{path} {format_array(x)}" for path, x in array_leaves(request.batch)]
+    settings = {"rule": repr(request.rule), "batch": ", ".join(batch)}
+    if (precision := request.precision) is not None:
+        names = {"compute": precision.compute, "parameters": precision.params}
+        settings["precision"] = ", ".join(
+            f"{name} {jnp.dtype(x)}" for name, x in names.items() if x is not None
+        )
+    return settings | {name: str(value) for name, value in request.options.items()}
 
 
 def _notes(request: Request, module: Module) -> list[str]:

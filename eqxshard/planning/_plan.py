@@ -1,16 +1,21 @@
 """A plan: what a step needs, as a value that prints as tables."""
 
 import dataclasses
-import math
+import json
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from ..inspect._tables import render
+from ..inspect._tables import BreakablePath, render
+from ._format import format_giga, format_mega, format_seconds, join_axes
+from ._leaves import PlannedLeaf
 from ._targets import Compiler, Target
+from ._timeline import PlannedSpan
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,10 @@ class Plan:
     - `examples`, `tokens`: of a batch; `tokens` if it has an entry of integers in rows.
     - `compile_seconds`: how long it took to compile.
     - `notes`: what else to know.
+    - `leaves`: one [`eqxshard.PlannedLeaf`][] for each array of the model.
+    - `timeline`: what the devices do when, as [`eqxshard.PlannedSpan`][]s; `None` if there
+        is no schedule.
+    - `settings`: what the step was made with, as text, by name.
     """
 
     target: Target
@@ -131,6 +140,9 @@ class Plan:
     tokens: int | None
     compile_seconds: float
     notes: tuple[str, ...]
+    leaves: tuple[PlannedLeaf, ...]
+    timeline: tuple[PlannedSpan, ...] | None
+    settings: Mapping[str, str]
 
     @property
     def fits(self) -> bool | None:
@@ -143,7 +155,7 @@ class Plan:
         total: dict[str, Counter[str]] = {}
         for each in self.collectives:
             sent = each.sent * (1 if each.times is None else each.times)
-            total.setdefault(_join(each.axes), Counter())[each.kind] += sent
+            total.setdefault(join_axes(each.axes), Counter())[each.kind] += sent
         return {axes: dict(kinds) for axes, kinds in total.items()}
 
     @property
@@ -184,6 +196,34 @@ class Plan:
         )
         return plain | {name: getattr(self, name) for name in names}
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it to a file, as its name says.
+
+        A page holds all it needs, and loads nothing from elsewhere.
+
+        **Arguments:**
+
+        - `path`: `plan.json` for what `to_json` returns, `plan.html` for a page.
+
+        **Raises:**
+
+        `ValueError` if the name ends otherwise.
+        """
+        from ._page import render_page  # It imports this module.
+
+        file = Path(path)
+        if file.suffix.lower() == ".json":
+            text = json.dumps(self.to_json(), indent=1) + "\n"
+        elif file.suffix.lower() == ".html":
+            text = render_page(self)
+        else:
+            raise ValueError(
+                f"a plan cannot be written as {file.name!r}; give a name that ends with "
+                ".json or .html."
+            )
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+
     def __str__(self) -> str:
         return "\n\n".join(self._parts())
 
@@ -196,6 +236,7 @@ class Plan:
         yield render(self._memory_table())
         if self.collectives:
             yield render(self._collectives_table())
+        yield render(self._leaves_table())
         yield self._summary()
 
     def _memory_table(self) -> Table:
@@ -207,13 +248,13 @@ class Plan:
             "optimizer state": memory.optimizer,
             "other state": memory.other_state,
             "batch": memory.batch,
-            f"temporaries (gradients: {_giga(memory.gradients)})": memory.temporaries,
+            f"temporaries (gradients: {format_giga(memory.gradients)})": memory.temporaries,
             "peak": memory.peak,
         }
         if memory.left is not None:
-            rows[f"left of {_giga(memory.device or 0)}"] = memory.left
+            rows[f"left of {format_giga(memory.device or 0)}"] = memory.left
         for name, size in rows.items():
-            table.add_row(name, _giga(size))
+            table.add_row(name, format_giga(size))
         return table
 
     def _collectives_table(self) -> Table:
@@ -222,25 +263,30 @@ class Plan:
             table.add_column(column, justify="right")
         table.add_column("loop")
         table.add_column("cause", overflow="fold")
-        total = Counter[tuple[Any, ...]]()
-        hidden: dict[tuple[Any, ...], list[tuple[int, float | None]]] = {}
-        for each in self.collectives:
-            key = (_join(each.axes), each.kind, each.times, each.in_loop, _cause(each))
-            total[key] += each.sent
-            hidden.setdefault(key, []).append((each.sent, each.hidden))
-        weight = lambda key: -total[key] * (key[2] or 1)  # noqa: E731
-        for key in sorted(total, key=weight):
-            axes, kind, times, in_loop, cause = key
+        for each in group_collectives(self.collectives):
+            cause = [_some(each.leaves), each.line or ""]
             table.add_row(
-                axes,
-                kind,
-                "?" if times is None else str(times),
-                f"{total[key] / 1e6:,.3g}",
-                f"{total[key] * (times or 1) / 1e6:,.3g}",
-                _percent(hidden[key]),
-                "yes" if in_loop else "",
-                cause,
+                join_axes(each.axes),
+                each.kind,
+                "?" if each.times is None else str(each.times),
+                format_mega(each.sent),
+                format_mega(each.sent_in_all),
+                "" if each.hidden is None else f"{each.hidden:.0%}",
+                "yes" if each.in_loop else "",
+                " at ".join(filter(None, cause)),
             )
+        return table
+
+    def _leaves_table(self) -> Table:
+        leaves = sorted(self.leaves, key=lambda leaf: -leaf.total)[:10]
+        count = f"{len(leaves)} largest of " if len(leaves) < len(self.leaves) else ""
+        table = Table(f"{count}{len(self.leaves)} arrays", "shape", "split by")
+        for column in ("MB", "gradient", "optimizer"):
+            table.add_column(column, justify="right")
+        for leaf in leaves:
+            shape = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+            sizes = map(format_mega, (leaf.bytes, leaf.gradient, leaf.optimizer))
+            table.add_row(BreakablePath(leaf.path), shape, leaf.spec, *sizes)
         return table
 
     def _summary(self) -> str:
@@ -249,7 +295,7 @@ class Plan:
         lines.append(f"Arithmetic of a device: {flops or 'no matrix products'}")
         if self.time is not None and self.time.step:
             lines.append(
-                f"A step takes at least {_seconds(self.time.step)}, bound by "
+                f"A step takes at least {format_seconds(self.time.step)}, bound by "
                 f"{self.time.bound}: {self._breakdown()}"
             )
             speed = f"{self.examples_per_second:,.4g} examples/s"
@@ -270,44 +316,60 @@ class Plan:
     def _breakdown(self) -> str:
         time = self.time
         assert time is not None
-        parts = [f"compute {_seconds(time.compute)}"]
+        parts = [f"compute {format_seconds(time.compute)}"]
         if time.memory is not None:
-            parts.append(f"memory {_seconds(time.memory)}")
+            parts.append(f"memory {format_seconds(time.memory)}")
         for axes, seconds in time.links.items():
             if seconds == 0:
                 continue
             waiting = ""
             if time.waiting is not None:
-                waiting = f" ({_seconds(time.waiting[axes])} not hidden)"
-            parts.append(f"{axes} links {_seconds(seconds)}{waiting}")
+                waiting = f" ({format_seconds(time.waiting[axes])} not hidden)"
+            parts.append(f"{axes} links {format_seconds(seconds)}{waiting}")
         return ", ".join(parts)
 
 
-def _join(axes: tuple[str, ...] | None) -> str:
-    return "unknown" if axes is None else ",".join(axes)
+class CollectiveGroup(NamedTuple):
+    """Collectives of a plan that have all in common but their shapes.
+
+    - `sent`: the bytes that each device sends, each time, in all of them.
+    - `hidden`: the mean of theirs, by what they send; `None` if it is not known.
+    """
+
+    axes: tuple[str, ...] | None
+    kind: str
+    times: int | None
+    in_loop: bool
+    leaves: tuple[str, ...]
+    line: str | None
+    sent: int
+    hidden: float | None
+
+    @property
+    def sent_in_all(self) -> int:
+        """The bytes that each device sends in a step."""
+        return self.sent * (1 if self.times is None else self.times)
 
 
-def _cause(collective: PlannedCollective) -> str:
-    shown = collective.leaves[:3]
-    more = [f"{len(collective.leaves) - 3} more"] if len(collective.leaves) > 3 else []
-    causes = [", ".join([*shown, *more])] if shown else []
-    return " at ".join([*causes, *([collective.line] if collective.line else [])])
+def group_collectives(
+    collectives: tuple[PlannedCollective, ...],
+) -> list[CollectiveGroup]:
+    """Collectives in groups, those that send the most first."""
+    groups: dict[tuple[Any, ...], list[PlannedCollective]] = {}
+    for each in collectives:
+        key = (each.axes, each.kind, each.times, each.in_loop, each.leaves, each.line)
+        groups.setdefault(key, []).append(each)
+    found = []
+    for key, group in groups.items():
+        known = [(x.sent, x.hidden) for x in group if x.hidden is not None]
+        total = sum(sent for sent, _ in known)
+        hidden = sum(sent * part for sent, part in known) / total if total else None
+        sent = sum(each.sent for each in group)
+        found.append(CollectiveGroup(*key, sent=sent, hidden=hidden))
+    return sorted(found, key=lambda each: -each.sent_in_all)
 
 
-def _percent(parts: list[tuple[int, float | None]]) -> str:
-    known = [(weight, part) for weight, part in parts if part is not None]
-    total = sum(weight for weight, _ in known)
-    return f"{sum(w * part for w, part in known) / total:.0%}" if total else ""
-
-
-def _giga(size: int) -> str:
-    return f"{size / 1e9:,.4g}" if abs(size) < 1e8 else f"{size / 1e9:,.2f}"
-
-
-def _seconds(seconds: float) -> str:
-    if not seconds or not math.isfinite(seconds):
-        return "0 s"
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= 0.1 * size:
-            return f"{seconds / size:,.3g} {unit}"
-    return f"{1e6 * seconds:.3g} us"
+def _some(names: tuple[str, ...]) -> str:
+    """At most three of them."""
+    more = [f"{len(names) - 3} more"] if len(names) > 3 else []
+    return ", ".join([*names[:3], *more])

@@ -8,12 +8,14 @@ their `-done`, where the devices wait for what is left.
 import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Literal
 
 from ..compiled._communication import KINDS, Operation
 from ..compiled._hlo import Instruction, Module
 from ._costs import FREE, Costs
 from ._links import link_seconds
 from ._targets import Target
+from ._timeline import PlannedSpan, Recorder, Timeline
 
 
 class _Seconds(defaultdict[tuple[str, str], float]):
@@ -31,12 +33,14 @@ class Elapsed:
     - `waiting`: for each collective, by computation and name, the seconds that the devices
         wait for it.
     - `sending`: for each collective, the seconds that it takes.
+    - `timeline`: what happens when.
     """
 
     compute: float = 0.0
     memory: float = 0.0
     waiting: _Seconds = dataclasses.field(default_factory=_Seconds)
     sending: _Seconds = dataclasses.field(default_factory=_Seconds)
+    timeline: Timeline = Timeline()
 
     @property
     def seconds(self) -> float:
@@ -64,6 +68,7 @@ class Schedule:
             (op.start.computation, op.start.name): link_seconds(op, target) or 0.0
             for op in operations
         }
+        self._numbers = {key: number for number, key in enumerate(self._seconds)}
         self._known: dict[str, Elapsed] = {}
 
     def elapsed(self, computation: str) -> Elapsed:
@@ -73,29 +78,40 @@ class Schedule:
         return self._known[computation]
 
     def _run(self, computation: str) -> Elapsed:
-        total = Elapsed()
+        total, recorder = Elapsed(), Recorder()
         # When the links are free, and when each collective under way ends.
         free, under_way = 0.0, dict[str, float]()
         for instruction in self._module.computations.get(computation, ()):
-            key = computation, instruction.name
+            key, now = (computation, instruction.name), total.seconds
             if instruction.opcode.endswith("-done") and instruction.operands:
+                start = computation, instruction.operands[0]
                 end = under_way.pop(instruction.operands[0], 0.0)
-                if end > total.seconds:
-                    name = instruction.operands[0]
-                    total.waiting[computation, name] += end - total.seconds
+                if end > now:
+                    total.waiting[start] += end - now
+                    number = self._numbers.get(start)
+                    recorder.add(PlannedSpan("waiting", now, end, collective=number))
             elif key in self._seconds:
-                seconds = self._seconds[key]
+                seconds, number = self._seconds[key], self._numbers[key]
                 total.sending[key] += seconds
-                free = max(free, total.seconds) + seconds
+                start = max(free, now)
+                free = start + seconds
+                recorder.add(PlannedSpan("collective", start, free, collective=number))
                 if instruction.opcode in KINDS:  # Synchronous.
-                    total.waiting[key] += free - total.seconds
+                    total.waiting[key] += free - now
+                    recorder.add(PlannedSpan("waiting", now, free, collective=number))
                 else:
                     under_way[instruction.name] = free
             elif instruction.opcode in ("while", "call", "conditional"):
-                total.add(self._inside(instruction), self._module.trips(instruction) or 1)
+                inside, times = self._inside(instruction), self._module.trips(instruction)
+                total.add(inside, times or 1)
                 free = max(free, total.seconds)
+                kind = "loop" if instruction.opcode == "while" else "compute"
+                span = PlannedSpan(kind, now, total.seconds, times or 1)
+                recorder.add_called(span, inside.timeline)
             elif instruction.opcode not in FREE:
-                self._add_instruction(total, instruction)
+                kind = self._add_instruction(total, instruction)
+                recorder.add(PlannedSpan(kind, now, total.seconds))
+        total.timeline = recorder.finish(total.seconds)
         return total
 
     def _inside(self, instruction: Instruction) -> Elapsed:
@@ -105,13 +121,16 @@ class Schedule:
             return Elapsed()
         return max(map(self.elapsed, called), key=lambda each: each.seconds)
 
-    def _add_instruction(self, total: Elapsed, instruction: Instruction) -> None:
+    def _add_instruction(
+        self, total: Elapsed, instruction: Instruction
+    ) -> Literal["compute", "memory"]:
         compute = compute_seconds(self._costs.flops(instruction), self._target)
         memory = self._costs.bytes(instruction) / (self._target.bandwidth or float("inf"))
         if compute >= memory:
             total.compute += compute
-        else:
-            total.memory += memory
+            return "compute"
+        total.memory += memory
+        return "memory"
 
 
 def compute_seconds(flops: Mapping[str, int | float], target: Target) -> float:

@@ -30,3 +30,9 @@ def test_communication_in_the_layers_is_hidden_and_has_causes():
         assert {"blocks.attention.qkv", "blocks.mlp.down", "blocks.mlp.up"} <= named
     assert plan.time is not None and plan.time.waiting is not None
     assert plan.time.links["fsdp"] > plan.time.waiting["fsdp"] > 0
+    assert plan.timeline is not None
+    spans = [x for x in plan.timeline if x.kind in ("compute", "memory", "waiting")]
+    whole = sum((span.end - span.start) * span.times for span in spans)
+    assert whole == pytest.approx(plan.time.step)
+    loops = [span.times for span in plan.timeline if span.kind == "loop"]
+    assert loops.count(4) >= 2

@@ -12,6 +12,7 @@ def test_it_prints_as_tables(plan):
     assert "blocks.mlp.up at transformer.py:" in text
     assert "A step takes at least " in text and "bound by fsdp links" in text
     assert "temporaries are an upper estimate" in text
+    assert "│ blocks.mlp.up " in text and "│ None, fsdp" in text
     assert max(map(len, text.split("\n\n")[2].splitlines())) <= 140
 
 
@@ -23,6 +24,16 @@ def test_it_is_json(plan):
     assert values["traffic"] == plan.traffic
     assert len(values["collectives"]) == len(plan.collectives)
     assert values["target"]["name"] == "h200" and "config" not in values["target"]
+
+
+def test_only_the_largest_arrays_are_printed(plan):
+    many = tuple(
+        dataclasses.replace(plan.leaves[0], path=f"layer{n}", bytes=10**n)
+        for n in range(20)
+    )
+    text = str(dataclasses.replace(plan, leaves=many))
+    assert "10 largest of 20 arrays" in text
+    assert "layer19" in text and "layer9 " not in text
 
 
 def test_traffic_counts_every_iteration(plan):

@@ -1,0 +1,39 @@
+"""How tables and pages of a plan write numbers."""
+
+import math
+from collections.abc import Iterable
+
+
+def format_giga(size: int | float) -> str:
+    """Bytes in GB: `12.35`, and small ones as `0.001234`."""
+    return f"{size / 1e9:,.4g}" if abs(size) < 1e8 else f"{size / 1e9:,.2f}"
+
+
+def format_mega(size: int | float) -> str:
+    """Bytes in MB: `1,235`, and small ones as `0.0123`."""
+    return f"{size / 1e6:,.3g}" if abs(size) < 999.5e6 else f"{size / 1e6:,.0f}"
+
+
+def format_bytes(size: int | float) -> str:
+    """Bytes in the unit that fits: `12.35 GB`, `411 MB`, `14 B`."""
+    for unit, each in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(size) >= 0.9995 * each:
+            part = size / each
+            digits = max(3 - len(f"{abs(part):.0f}"), 0) if unit != "GB" else 2
+            return f"{part:,.{digits}f} {unit}"
+    return f"{size:,.0f} B"
+
+
+def format_seconds(seconds: int | float) -> str:
+    """Seconds as `1.5 s`, `120 ms` or `3 us`."""
+    if not seconds or not math.isfinite(seconds):
+        return "0 s"
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= 0.1 * size:
+            return f"{seconds / size:,.3g} {unit}"
+    return f"{1e6 * seconds:.3g} us"
+
+
+def join_axes(axes: Iterable[str] | None) -> str:
+    """The axes of a mesh as one word: `data,fsdp`."""
+    return "unknown" if axes is None else ",".join(axes)

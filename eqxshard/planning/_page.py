@@ -1,0 +1,368 @@
+"""A plan as one page of HTML, which loads nothing from elsewhere."""
+
+import importlib.resources
+import math
+import string
+from collections.abc import Iterator, Sequence
+
+from ._charts import (
+    Part,
+    draw_bar,
+    draw_bars,
+    draw_legend,
+    draw_mesh,
+    draw_timeline,
+    kind_style,
+)
+from ._format import format_bytes, format_seconds, join_axes
+from ._html import Markup, join, tag
+from ._plan import Plan, group_collectives
+from ._timeline import PlannedSpan
+
+
+def render_page(plan: Plan) -> str:
+    """The page, as text."""
+    folder = importlib.resources.files("eqxshard.planning") / "page"
+    text = {
+        file.name: file.read_text(encoding="utf-8")
+        for file in folder.iterdir()
+        if file.is_file()
+    }
+    mesh = " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
+    devices = f"{plan.devices:,} x {plan.target.kind}"
+    return string.Template(text["page.html"]).substitute(
+        style=text["page.css"],
+        script=text["page.js"],
+        title=join(f"{devices}: {mesh}"),
+        about=join(f"{devices}, {mesh}, compiled by the backend {plan.backend}"),
+        headline=join(_headline(plan)),
+        tiles=_tiles(plan),
+        time=_time(plan),
+        mesh=_mesh(plan),
+        memory=_memory(plan),
+        leaves=_leaves(plan),
+        schedule=_schedule(plan),
+        collectives=_collectives(plan),
+        notes=_notes(plan),
+        settings=_settings(plan),
+    )
+
+
+def _headline(plan: Plan) -> str:
+    if plan.fits is False:
+        missing = format_bytes(-(plan.memory.left or 0))
+        return f"It does not fit: each device lacks {missing}"
+    if plan.time is None or not plan.time.step:
+        return f"A step needs {format_bytes(plan.memory.peak)} of each device"
+    step = format_seconds(plan.time.step).replace(" ", "\u00a0")
+    return f"A step takes at least {step}, bound by {plan.time.bound}"
+
+
+def _tiles(plan: Plan) -> Markup:
+    tiles = dict[str, tuple[str, str]]()
+    if plan.time is not None and plan.time.step:
+        tiles["Step, at least"] = (
+            format_seconds(plan.time.step),
+            f"bound by {plan.time.bound}",
+        )
+        if plan.tokens_per_second is not None:
+            each = plan.tokens_per_second / plan.devices
+            tiles["Tokens per second"] = (
+                f"{plan.tokens_per_second:,.0f}",
+                f"{each:,.0f} on each device",
+            )
+        else:
+            speed = f"{plan.examples_per_second:,.4g}"
+            tiles["Examples per second"] = speed, f"{plan.examples:,} in a batch"
+    memory = plan.memory
+    of = "" if memory.device is None else f"of {format_bytes(memory.device)}: "
+    fits = {None: "", True: "it fits", False: "it does not fit"}[plan.fits]
+    tiles["Memory of a device"] = format_bytes(memory.peak), f"{of}{fits}"
+    if plan.utilisation is not None:
+        tiles["Utilisation"] = f"{plan.utilisation:.0%}", "of the peak, at that speed"
+    boxes = [
+        tag("div", tag("dt", name), tag("dd", value, tag("small", more)))
+        for name, (value, more) in tiles.items()
+    ]
+    return tag("dl", *boxes, class_="tiles")
+
+
+def _time(plan: Plan) -> Markup:
+    time = plan.time
+    if time is None or not time.step:
+        return Markup("")
+    parts = [_seconds_part("compute", "compute", time.compute)]
+    if time.memory is not None:
+        parts.append(_seconds_part("memory", "memory", time.memory))
+    links = time.links if time.waiting is None else time.waiting
+    words = "links" if time.waiting is None else "waiting for links"
+    for axes, seconds in sorted(links.items(), key=lambda link: -link[1]):
+        if seconds:
+            parts.append(_seconds_part("waiting", f"{words}: {axes}", seconds))
+    if time.waiting is None:
+        said = (
+            "Without a schedule of the target: at best, all is hidden behind what takes "
+            "the longest."
+        )
+        content = [draw_bars(parts, time.step, "Seconds of a step")]
+    else:
+        said = "A roofline over the compiler's schedule. Real steps take longer."
+        legend = draw_legend(parts, time.step, "Seconds of a step")
+        content = [draw_bar(parts, time.step), legend]
+    return _card("time", "Time of a step", tag("p", said), *content)
+
+
+def _seconds_part(style: str, name: str, seconds: int | float) -> Part:
+    return Part(style, name, seconds, format_seconds(seconds))
+
+
+def _mesh(plan: Plan) -> Markup:
+    per_host, target = plan.target.per_host, plan.target
+    rows, stride = [], 1
+    for axis, size in reversed([*plan.mesh.items()]):
+        within, beyond = stride < per_host, stride * size > per_host
+        stride *= size
+        where = " and ".join(
+            f"{name}, {speed / 1e9:,.0f} GB/s"
+            for name, speed, uses in (
+                ("within a host", target.link, within),
+                ("between hosts", target.network, beyond),
+            )
+            if uses and speed is not None
+        )
+        cells = tag("th", axis, scope="row"), tag("td", f"{size:,}"), tag("td", where)
+        rows.insert(0, tag("tr", *cells))
+    hosts = -(-plan.devices // per_host)
+    said = f"{plan.devices:,} devices"
+    if hosts > 1:
+        said += f" on {hosts:,} hosts of {per_host:,}; neighbouring hosts differ in shade"
+    if len(plan.mesh) > 4:
+        said += f"; the picture is without {', '.join([*plan.mesh][:-4])}"
+    caption = tag("caption", "Axes of the mesh", class_="unseen")
+    head = [tag("th", name, scope="col") for name in ("Axis", "Size", "Links")]
+    table = tag("table", caption, tag("thead", tag("tr", *head)), tag("tbody", *rows))
+    picture = _scroller("picture of the mesh", draw_mesh(plan.mesh, per_host))
+    return _card("mesh", "Mesh", tag("p", f"{said}."), picture, table)
+
+
+def _memory(plan: Plan) -> Markup:
+    memory = plan.memory
+    named = {
+        "parameters": memory.parameters,
+        "optimizer": memory.optimizer,
+        "other": memory.other_state,
+        "batch": memory.batch,
+        "temporaries": memory.temporaries,
+    }
+    names = {"optimizer": "optimizer state", "other": "other state"}
+    named["outputs"] = max(memory.peak - sum(named.values()), 0)
+    parts = [
+        Part(style, names.get(style, style), size, format_bytes(size))
+        for style, size in named.items()
+        if size or style != "outputs"
+    ]
+    whole = max(memory.device or 0, memory.peak)
+    if memory.left is not None and memory.left >= 0:
+        parts.append(Part("left", "left", memory.left, format_bytes(memory.left)))
+    limit = memory.device if plan.fits is False else None
+    said = f"{format_bytes(memory.peak)} at the peak"
+    if memory.device is not None:
+        said += f", of {format_bytes(memory.device)}"
+    gradients = (
+        f"All gradients at once are {format_bytes(memory.gradients)}. They are "
+        "temporaries, and some may be gone before others are made."
+    )
+    return _card(
+        "memory",
+        "Memory of a device",
+        tag("p", f"{said}."),
+        draw_bar(parts, whole, limit),
+        draw_legend(parts, memory.device or whole, "Bytes of a device"),
+        tag("p", gradients, class_="remark"),
+    )
+
+
+def _leaves(plan: Plan) -> Markup:
+    columns = {"Array": False, "Shape": False, "Type": False, "Split by": False}
+    columns |= dict.fromkeys(("Parameter", "Gradient", "Optimizer", "In all"), True)
+    rows = []
+    for leaf in sorted(plan.leaves, key=lambda leaf: -leaf.total):
+        shape = " x ".join(f"{size:,}" for size in leaf.shape) or "scalar"
+        sizes = (leaf.bytes, leaf.gradient, leaf.optimizer, leaf.total)
+        cells = [
+            tag("th", tag("code", leaf.path), scope="row"),
+            tag("td", shape, data_value=math.prod(leaf.shape)),
+            tag("td", leaf.dtype),
+            tag("td", tag("code", leaf.spec)),
+            *[_number(format_bytes(size), size) for size in sizes],
+        ]
+        rows.append(tag("tr", *cells))
+    said = "One device's part of each array, of its gradient and of its optimizer state."
+    table = _table("leaves", "Arrays of the model", columns, rows, "arrays")
+    return _card("arrays", "Arrays of the model", tag("p", said), table)
+
+
+def _schedule(plan: Plan) -> Markup:
+    if plan.timeline:
+        kinds = {kind_style(each.kind): each.kind for each in plan.collectives}
+        styles = {"compute": "bound by arithmetic", "memory": "bound by memory"}
+        styles |= {"waiting": "waiting for links"} | kinds | {"loop": "a loop"}
+        key = [
+            tag("li", tag("span", class_=f"swatch {style}"), name)
+            for style, name in styles.items()
+        ]
+        said = (
+            "What a device does, and what its links do meanwhile. Of each loop, one "
+            "iteration is drawn, with how often a step runs it above."
+        )
+        return _card(
+            "timeline",
+            "Time line",
+            tag("p", said),
+            _scroller("time line", draw_timeline(plan.timeline, plan.collectives)),
+            tag("ul", *key, class_="key"),
+            _loops(plan.timeline),
+        )
+    parts = [
+        Part(kind_style(kind), f"{axes} {kind}", sent, format_bytes(sent))
+        for axes, kinds in plan.traffic.items()
+        for kind, sent in kinds.items()
+    ]
+    parts.sort(key=lambda part: -part.size)
+    said = (
+        "There is no time line, because this backend makes no schedule of the target. What "
+        "each device sends in a step:"
+    )
+    largest = max((part.size for part in parts), default=0)
+    bars = draw_bars(parts, largest, "Bytes sent by axes and kind")
+    return _card("traffic", "Traffic", tag("p", said), bars)
+
+
+def _loops(spans: Sequence[PlannedSpan]) -> Markup:
+    """How long each loop takes, and all that is in none."""
+    device = [span for span in spans if span.kind in ("compute", "memory", "waiting")]
+    lengths = [(span.end - span.start) * span.times for span in device]
+    whole, rest, rows = sum(lengths), sum(lengths), list[Markup]()
+
+    def add(name: str, each: str, seconds: int | float) -> None:
+        cells = (each, format_seconds(seconds), f"{seconds / whole:.0%}" if whole else "")
+        cells = [tag("td", text) for text in cells]
+        rows.append(tag("tr", tag("th", name, scope="row"), *cells))
+
+    end = 0.0
+    for number, loop in enumerate((x for x in spans if x.kind == "loop"), 1):
+        inside = sum(
+            length
+            for span, length in zip(device, lengths, strict=True)
+            if loop.start <= span.start and span.end <= loop.end
+        )
+        if loop.start >= end:  # Not in another loop.
+            rest, end = rest - inside, loop.end
+        add(f"loop {number}", f"{loop.times:,} times", inside)
+    add("outside loops", "once", rest)
+    head = [tag("th", name, scope="col") for name in ("Part", "Runs", "In all", "Share")]
+    caption = tag("caption", "Loops of the step", class_="unseen")
+    return tag(
+        "table",
+        caption,
+        tag("thead", tag("tr", *head)),
+        tag("tbody", *rows),
+        class_="loops",
+    )
+
+
+def _collectives(plan: Plan) -> Markup:
+    columns = {"Axes": False, "Kind": False, "Times": True, "Each": True}
+    columns |= {"In all": True, "Hidden": True, "In a loop": False, "Cause": False}
+    rows = []
+    for each in group_collectives(plan.collectives):
+        hidden = "" if each.hidden is None else f"{each.hidden:.0%}"
+        cells = [
+            tag("td", join_axes(each.axes)),
+            tag("td", tag("span", class_=f"swatch {kind_style(each.kind)}"), each.kind),
+            _number("?" if each.times is None else f"{each.times:,}", each.times),
+            _number(format_bytes(each.sent), each.sent),
+            _number(format_bytes(each.sent_in_all), each.sent_in_all),
+            _number(hidden, each.hidden),
+            tag("td", "yes" if each.in_loop else ""),
+            tag("td", *_cause(each.leaves, each.line), class_="cause"),
+        ]
+        rows.append(tag("tr", *cells))
+    said = "What each device sends: each time, and in all of a step."
+    table = _table("collectives", "Collectives", columns, rows, "collectives")
+    return _card("collectives", "Collectives", tag("p", said), table)
+
+
+def _cause(leaves: Sequence[str], line: str | None) -> Iterator[Markup]:
+    paths = [tag("code", path) for path in leaves]
+    yield from paths[:3]
+    if paths[3:]:
+        yield tag("details", tag("summary", f"{len(paths) - 3} more"), *paths[3:])
+    if line:
+        yield tag("span", line, class_="line")
+
+
+def _notes(plan: Plan) -> Markup:
+    notes = [tag("li", f"{note}.") for note in plan.notes]
+    return _card("notes", "Notes", tag("ul", *notes)) if notes else Markup("")
+
+
+def _settings(plan: Plan) -> Markup:
+    flops = {
+        f"{dtype} arithmetic": f"{n / 1e12:,.4g} TFLOP" for dtype, n in plan.flops.items()
+    }
+    found = dict(plan.settings) | flops
+    found["compiled in"] = format_seconds(plan.compile_seconds)
+    pairs = [tag("div", tag("dt", name), tag("dd", text)) for name, text in found.items()]
+    return _card("settings", "Settings", tag("dl", *pairs, class_="settings"))
+
+
+def _card(name: str, title: str, *content: Markup) -> Markup:
+    heading = tag("h2", title, id=f"{name}-title")
+    return tag(
+        "section",
+        heading,
+        *content,
+        id=name,
+        aria_labelledby=f"{name}-title",
+        class_="card",
+    )
+
+
+def _table(
+    name: str, caption: str, columns: dict[str, bool], rows: Sequence[Markup], what: str
+) -> Markup:
+    """A table to search and sort; of the columns, whether they are numbers."""
+    label = tag("label", f"Search {what}", for_=f"{name}-search")
+    field = tag("input", id=f"{name}-search", type="search", autocomplete="off")
+    count = tag("output", f"{len(rows):,} {what}", for_=f"{name}-search", data_what=what)
+    search = tag("div", label, field, count, class_="search", hidden=True)
+    head = [
+        tag(
+            "th",
+            tag("button", text, type="button"),
+            scope="col",
+            aria_sort="descending" if text == "In all" else "none",
+            class_="number" if is_number else None,
+        )
+        for text, is_number in columns.items()
+    ]
+    table = tag(
+        "table",
+        tag("caption", caption, class_="unseen"),
+        tag("thead", tag("tr", *head)),
+        tag("tbody", *rows),
+        id=f"{name}-table",
+        class_="sortable",
+    )
+    return join(search, _scroller(caption, table))
+
+
+def _number(text: str, value: int | float | None) -> Markup:
+    return tag("td", text, data_value=value, class_="number")
+
+
+def _scroller(name: str, content: Markup) -> Markup:
+    """A box that scrolls sideways, also by the keyboard."""
+    options = {"role": "region", "aria_label": name, "tabindex": 0}
+    return tag("div", content, class_="scroller", **options)

@@ -1,0 +1,83 @@
+"""What the devices do when: a step as spans of time, with one iteration of each loop."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class PlannedSpan:
+    """A part of a planned step's time line.
+
+    Of each loop it has one iteration, so it is shorter than the step: the step takes
+    `(end - start) * times`, summed over the kinds `compute`, `memory` and `waiting`.
+
+    - `kind`: `compute` or `memory`, for which the device's instructions wait; `waiting`,
+        for a collective; `collective`, during which it is under way; `loop`, one
+        iteration of a loop.
+    - `start`, `end`: in seconds.
+    - `times`: how often a step does it.
+    - `collective`: its number in `plan.collectives`, if it is of one.
+    """
+
+    kind: Literal["compute", "memory", "waiting", "collective", "loop"]
+    start: float
+    end: float
+    times: int = 1
+    collective: int | None = None
+
+
+class Timeline(NamedTuple):
+    """The spans of a computation, and its length with one iteration of each loop."""
+
+    spans: tuple[PlannedSpan, ...] = ()
+    length: float = 0.0
+
+
+class Recorder:
+    """Records what a computation does, in its own time, with all iterations."""
+
+    def __init__(self):
+        self._spans: list[PlannedSpan] = []
+        self._called: list[tuple[PlannedSpan, Timeline]] = []
+
+    def add(self, span: PlannedSpan) -> None:
+        """Add a span; one that goes on with the last one lengthens it."""
+        if self._spans and self._spans[-1] == replace(
+            span, start=self._spans[-1].start, end=span.start
+        ):
+            span = replace(self._spans.pop(), end=span.end)
+        if span.end > span.start:
+            self._spans.append(span)
+
+    def add_called(self, span: PlannedSpan, inside: Timeline) -> None:
+        """Add another computation, which runs `span.times` times during a span."""
+        self._called.append((span, inside))
+
+    def finish(self, seconds: float) -> Timeline:
+        """The time line, of a computation that takes so long."""
+        real, shown = [0.0], [0.0]
+        spans = []
+        for span, inside in self._called:
+            start = shown[-1] + span.start - real[-1]
+            end = start + inside.length
+            real += [span.start, span.end]
+            shown += [start, end]
+            if span.kind == "loop":
+                spans.append(replace(span, start=start, end=end))
+            spans += _moved(inside.spans, start, span.times)
+        real.append(max(seconds, real[-1]))
+        shown.append(shown[-1] + real[-1] - real[-2])
+        for span in self._spans:
+            # One that outlasts the computation ends with it.
+            start, end = np.interp((span.start, span.end), real, shown).tolist()
+            spans.append(replace(span, start=start, end=end))
+        return Timeline(tuple(sorted(spans, key=lambda x: (x.start, -x.end))), shown[-1])
+
+
+def _moved(spans: Sequence[PlannedSpan], by: float, times: int) -> Sequence[PlannedSpan]:
+    return [
+        replace(x, start=x.start + by, end=x.end + by, times=x.times * times) for x in spans
+    ]

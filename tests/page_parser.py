@@ -1,0 +1,64 @@
+"""Reads a page of HTML as a tree."""
+
+from html.parser import HTMLParser
+
+VOID = {"meta", "link", "input", "br", "img"}
+
+
+class Element:
+    def __init__(self, tag, attributes):
+        self.tag, self.attributes, self.children = tag, attributes, []
+
+    def __iter__(self):
+        for child in self.children:
+            if isinstance(child, Element):
+                yield child
+                yield from child
+
+    def find(self, tag, **attributes):
+        return self.find_all(tag, **attributes)[0]
+
+    def find_all(self, tag, **attributes):
+        wanted = {k.strip("_").replace("_", "-"): v for k, v in attributes.items()}
+        return [x for x in self if x.tag == tag and wanted.items() <= x.attributes.items()]
+
+    @property
+    def text(self):
+        parts = (x.text if isinstance(x, Element) else x for x in self.children)
+        return "".join(parts)
+
+
+class Reader(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.open = [Element("page", {})]
+
+    def handle_starttag(self, tag, attrs):
+        element = Element(tag, dict(attrs))
+        self.open[-1].children.append(element)
+        if tag not in VOID:
+            self.open.append(element)
+
+    def handle_endtag(self, tag):
+        assert self.open[-1].tag == tag, f"{tag} ends in {self.open[-1].tag}"
+        self.open.pop()
+
+    def handle_data(self, data):
+        self.open[-1].children.append(data)
+
+
+def parse(text):
+    """The root of a page, all of whose elements end where they must."""
+    reader = Reader()
+    reader.feed(text)
+    reader.close()
+    (page,) = reader.open
+    return page
+
+
+def rows(page, name):
+    """The rows of a table's body, as the elements of their cells."""
+    body = page.find("table", id=f"{name}-table").find("tbody")
+    return [
+        [x for x in row.children if x.tag in ("td", "th")] for row in body.find_all("tr")
+    ]

@@ -1,0 +1,261 @@
+import dataclasses
+import json
+import re
+import shutil
+
+import pytest
+from page_parser import parse, rows
+
+import eqxshard
+from eqxshard.planning._plan import group_collectives
+
+LOADING = ("src", "href", "action", "data", "srcset", "poster")
+
+
+@pytest.fixture(scope="module")
+def page(plan, tmp_path_factory):
+    file = tmp_path_factory.mktemp("page") / "new" / "plan.html"
+    plan.save(file)
+    return parse(file.read_text(encoding="utf-8"))
+
+
+def test_a_plan_is_saved_as_its_name_says(plan, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    values = json.loads((tmp_path / "plan.json").read_text())
+    assert values == json.loads(json.dumps(plan.to_json()))
+    assert len(values["leaves"]) == len(plan.leaves)
+    plan.save(str(tmp_path / "plan.HTML"))
+    assert (tmp_path / "plan.HTML").read_text().startswith("<!doctype html>")
+    with pytest.raises(
+        ValueError, match=r"as 'plan\.txt'; give a name that ends with \.json"
+    ):
+        plan.save(tmp_path / "plan.txt")
+
+
+def test_the_headline_says_what_bounds_the_step(plan, page):
+    assert page.find("h1").text.startswith("A step takes at least ")
+    assert page.find("h1").text.endswith(f"bound by {plan.time.bound}")
+    tiles = {x.find("dt").text: x.find("dd").text for x in page.find("dl").find_all("div")}
+    assert tiles["Tokens per second"].startswith(f"{plan.tokens_per_second:,.0f}")
+    assert tiles["Utilisation"].startswith(f"{plan.utilisation:.0%}")
+    assert tiles["Memory of a device"].endswith("of 151.40 GB: it fits")
+
+
+def test_what_does_not_fit_is_said_first(plan, tmp_path):
+    memory = dataclasses.replace(plan.memory, device=plan.memory.peak - 2000)
+    dataclasses.replace(plan, memory=memory).save(tmp_path / "plan.html")
+    found = parse((tmp_path / "plan.html").read_text())
+    assert found.find("h1").text == "It does not fit: each device lacks 2.00 kB"
+
+
+def test_without_known_speeds_there_is_a_page(plan, tmp_path):
+    memory = dataclasses.replace(plan.memory, device=None)
+    target = eqxshard.Target.named("cpu")
+    other = dataclasses.replace(plan, target=target, time=None, memory=memory)
+    other.save(tmp_path / "plan.html")
+    found = parse((tmp_path / "plan.html").read_text())
+    assert found.find("h1").text.startswith("A step needs ")
+    assert "time" not in [x.attributes.get("id") for x in found.find_all("section")]
+
+
+def values(cells):
+    return [
+        float(x.attributes["data-value"]) for x in cells if "data-value" in x.attributes
+    ]
+
+
+def test_arrays_are_those_of_the_plan(plan, page):
+    found = {cells[0].text: cells for cells in rows(page, "leaves")}
+    assert len(found) == len(plan.leaves)
+    for leaf in plan.leaves:
+        cells = found[leaf.path]
+        sizes = [leaf.bytes, leaf.gradient, leaf.optimizer, leaf.total]
+        assert values(cells)[1:] == sizes
+        assert [x.text for x in cells[1:4]] == [
+            *(" x ".join(map(str, leaf.shape)), leaf.dtype, leaf.spec)
+        ]
+
+
+def test_collectives_are_those_of_the_plan(plan, page):
+    groups = group_collectives(plan.collectives)
+    found = rows(page, "collectives")
+    assert len(found) == len(groups)
+    for cells, each in zip(found, groups, strict=True):
+        assert cells[0].text == ",".join(each.axes or ()) and cells[1].text == each.kind
+        assert values(cells) == [each.times, each.sent, each.sent_in_all]
+        assert [x.text for x in cells[7].find_all("code")] == [*each.leaves]
+        assert cells[7].text.endswith(each.line or "")
+    sent = sum(sum(kinds.values()) for kinds in plan.traffic.values())
+    assert sum(values(cells)[2] for cells in found) == sent
+
+
+def test_without_a_schedule_there_are_bars_instead_of_a_time_line(plan, page):
+    section = page.find("section", id="traffic")
+    assert "There is no time line" in section.find("p").text
+    named = {x.text for x in section.find_all("th")}
+    pairs = {f"{axes} {kind}" for axes, kinds in plan.traffic.items() for kind in kinds}
+    assert named == pairs
+
+
+def test_loops_are_summed(plan, tmp_path):
+    loop = eqxshard.PlannedSpan("loop", 1.0, 2.0, 3)
+    spans = (
+        eqxshard.PlannedSpan("compute", 0.0, 1.0),
+        loop,
+        dataclasses.replace(loop, kind="memory"),
+    )
+    dataclasses.replace(plan, timeline=spans).save(tmp_path / "plan.html")
+    found = parse((tmp_path / "plan.html").read_text())
+    body = found.find("table", class_="loops").find("tbody")
+    texts = [[cell.text for cell in row] for row in body.find_all("tr")]
+    assert texts == [
+        ["loop 1", "3 times", "3 s", "75%"],
+        ["outside loops", "once", "1 s", "25%"],
+    ]
+
+
+def test_notes_and_settings_are_there(plan, page):
+    notes = page.find("section", id="notes").find_all("li")
+    assert [x.text for x in notes] == [f"{note}." for note in plan.notes]
+    settings = page.find("section", id="settings")
+    names = [x.text for x in settings.find_all("dt")]
+    assert {"rule", "batch", "accumulate"} <= {*names} and {*plan.settings} <= {*names}
+
+
+def test_everything_is_escaped(plan, tmp_path):
+    bad = "</script><b>&\"'"
+    leaves = (dataclasses.replace(plan.leaves[0], path=bad, spec=bad, dtype=bad),)
+    collective = dataclasses.replace(plan.collectives[0], line=bad, leaves=(bad,) * 5)
+    span = eqxshard.PlannedSpan("collective", 0.0, 1.0, collective=0)
+    plan = dataclasses.replace(
+        plan,
+        target=dataclasses.replace(plan.target, kind=bad),
+        leaves=leaves,
+        collectives=(collective,),
+        timeline=(span,),
+        notes=(bad,),
+        settings={bad: bad},
+    )
+    plan.save(tmp_path / "plan.html")
+    text = (tmp_path / "plan.html").read_text()
+    assert text.count("</script>") == 1 and "<b>" not in text
+    found = parse(text)
+    assert rows(found, "leaves")[0][0].text == bad
+    assert found.find("section", id="settings").find("dt").text == bad
+
+
+def test_it_loads_nothing(page):
+    for element in page:
+        for name in LOADING:
+            assert element.attributes.get(name, "data:,") == "data:,"
+    text = page.find("style").text + page.find("script").text
+    assert not re.search(r"https?:|url\(|@import|fetch\(|XMLHttp", text)
+    policy = page.find("meta", http_equiv="Content-Security-Policy").attributes["content"]
+    assert policy.startswith("default-src 'none'; ")
+
+
+def test_it_can_be_read_by_ear_and_used_by_keyboard(page):
+    levels = [x.tag for x in page if re.fullmatch(r"h\d", x.tag)]
+    assert levels == ["h1"] + ["h2"] * (len(levels) - 1)
+    assert page.find("html").attributes["lang"] == "en"
+    for name in ("leaves", "collectives"):
+        heads = page.find("table", id=f"{name}-table").find("thead").find_all("th")
+        assert all(len(head.find_all("button")) == 1 for head in heads)
+        order = [x.text for x in heads if x.attributes["aria-sort"] == "descending"]
+        assert order == ["In all"]
+        field = page.find("input", id=f"{name}-search")
+        assert page.find("label", **{"for": field.attributes["id"]}).text
+    assert all("caption" in [x.tag for x in table] for table in page.find_all("table"))
+    scrollers = page.find_all("div", class_="scroller")
+    assert all(x.attributes["tabindex"] == "0" for x in scrollers)
+    ids = [x.attributes["id"] for x in page if "id" in x.attributes]
+    assert len(ids) == len({*ids})
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    """Chromium without a window."""
+    webdriver = pytest.importorskip("selenium.webdriver")
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    driver = shutil.which("chromedriver")
+    if program is None or driver is None:
+        pytest.skip("neither Chromium nor Chrome is installed with its chromedriver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = program
+    for flag in (
+        "headless",
+        "no-sandbox",
+        "disable-gpu",
+        "disable-quic",
+        "no-first-run",
+        "disable-background-networking",
+        "disable-component-update",
+        "disable-sync",
+        f"user-data-dir={tmp_path_factory.mktemp('profile')}",
+    ):
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    service = webdriver.ChromeService(driver)
+    found = webdriver.Chrome(options, service)
+    yield found
+    found.quit()
+
+
+TEXTS = """
+return [...document.querySelectorAll("#leaves-table tbody tr")].filter(
+  (row) => row.checkVisibility()).map((row) => row.cells[arguments[0]].textContent)
+"""
+OVERFLOW = "return document.documentElement.scrollWidth - innerWidth"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 400])
+def test_in_a_browser(browser, plan, tmp_path, width):
+    kinds = {each.kind for each in plan.collectives}
+    numbers = range(len(plan.collectives))
+    spans = [
+        eqxshard.PlannedSpan("collective", float(n), n + 0.9, collective=n) for n in numbers
+    ]
+    assert len(kinds) > 2
+    for name, timeline in (("bars", None), ("spans", tuple(spans))):
+        dataclasses.replace(plan, timeline=timeline).save(tmp_path / f"{name}.html")
+        # Windows have a least width, and what is emulated has none.
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        browser.get((tmp_path / f"{name}.html").as_uri())
+        assert browser.execute_script("return innerWidth") == width
+        assert browser.execute_script(OVERFLOW) <= 0
+        search(browser, plan)
+        sort(browser, plan)
+        assert browser.execute_script(OVERFLOW) <= 0
+        assert browser.get_log("browser") == []
+
+
+def search(browser, plan):
+    field = browser.find_element("id", "leaves-search")
+    field.send_keys("MLP fsdp")
+    wanted = {x.path for x in plan.leaves if "mlp" in x.path and "fsdp" in x.spec}
+    assert wanted and {*browser.execute_script(TEXTS, 0)} == wanted
+    count = browser.find_element("css selector", "#arrays output").text
+    assert count == f"{len(wanted)} of {len(plan.leaves)} arrays"
+    field.send_keys(8 * "\ue003")  # The key Backspace.
+    assert len(browser.execute_script(TEXTS, 0)) == len(plan.leaves)
+
+
+def sort(browser, plan):
+    path, *_, optimizer, _ = browser.find_elements(
+        "css selector", "#leaves-table th button"
+    )
+    head = optimizer.find_element("xpath", "..")
+    optimizer.send_keys("\ue007")  # The key Enter.
+    assert head.get_attribute("aria-sort") == "descending"
+    order = {leaf.path: leaf.optimizer for leaf in plan.leaves}
+    sizes = [order[path] for path in browser.execute_script(TEXTS, 0)]
+    assert sizes == sorted(sizes, reverse=True) and len({*sizes}) > 2
+    optimizer.click()
+    assert head.get_attribute("aria-sort") == "ascending"
+    sizes = [order[path] for path in browser.execute_script(TEXTS, 0)]
+    assert sizes == sorted(sizes)
+    path.click()
+    assert browser.execute_script(TEXTS, 0) == sorted(order)
+    assert head.get_attribute("aria-sort") == "none"
