@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,16 @@ from ._schedule import Elapsed, Schedule, compute_seconds
 
 
 def main() -> None:
-    """Compile the request in the folder that the command names, and write the result."""
+    """Compile the request in the folder that the command names, and write the plan."""
+    answer(compile_plan)
+
+
+def answer(work: Callable[[Any, Path], Any]) -> None:
+    """Do the work that the folder that the command names asks for; write the result."""
     folder = Path(sys.argv[1])
     try:
         request = load_request((folder / "request").read_bytes())
-        result = ("plan", compile_plan(request, folder / "dump"), "")
+        result = ("result", work(request, folder / "dump"), "")
     except Exception as error:
         result = (type(error).__name__, str(error), traceback.format_exc())
     part = folder / "part"

@@ -14,10 +14,10 @@ from ..sharding._rule import Rule
 from ..sharding._text import comma_list, did_you_mean, nearest_multiples
 from ..training._config import Nonfinite, check_optim
 from ..training._precision import Precision
-from ._backends import find_backend
+from ._backends import Backend, find_backend
 from ._plan import Plan
 from ._process import run
-from ._request import Request
+from ._request import Request, dump_request
 from ._targets import Compiler, Target
 
 
@@ -91,9 +91,47 @@ def plan(
         )
         ```
     """
+    request, where = make_request(
+        mesh_shape=mesh_shape,
+        target=target,
+        devices=devices,
+        backend=backend,
+        optim=optim,
+        batch=batch,
+        make_model=make_model,
+        loss_fn=loss_fn,
+        rule=rule,
+        trainable=trainable,
+        precision=precision,
+        options={
+            "accumulate": accumulate,
+            "nonfinite": nonfinite,
+            "grad_norms": grad_norms,
+        },
+    )
+    return make_plan(dump_request(request), where)
+
+
+def make_request(
+    *,
+    mesh_shape: Mapping[str, int],
+    target: str | Target,
+    devices: int | None,
+    backend: Compiler | None,
+    optim: optax.GradientTransformation,
+    batch: PyTree,
+    **others: Any,
+) -> tuple[Request, Backend]:
+    """Check the arguments of a plan; choose its compiler.
+
+    **Arguments:**
+
+    - `mesh_shape`, `target`, `devices`, `backend`, `optim`, `batch`: as for `plan`.
+    - `others`: the rest of the request.
+    """
     check_optim(optim)
     found = Target.named(target) if isinstance(target, str) else target
-    sizes = _mesh_sizes(mesh_shape, devices)
+    sizes = mesh_sizes(mesh_shape, devices)
     count = math.prod(sizes.values())
     where = find_backend(found, backend)
     if where.compiler == "gpu" and count > found.per_host and count % found.per_host:
@@ -103,24 +141,20 @@ def plan(
             "per_host."
         )
     request = Request(
-        make_model=make_model,
-        loss_fn=loss_fn,
         optim=optim,
         batch=jax.tree.map(_abstract, batch),
         mesh_shape=sizes,
         devices=count,
-        rule=rule,
         target=found,
         backend=where.compiler,
-        trainable=trainable,
-        precision=precision,
-        options={
-            "accumulate": accumulate,
-            "nonfinite": nonfinite,
-            "grad_norms": grad_norms,
-        },
+        **others,
     )
-    made, log = run(request, where)
+    return request, where
+
+
+def make_plan(data: bytes, where: Backend) -> Plan:
+    """Compile a pickled request in another process."""
+    made, log = run(data, where)
     if "Involuntary full rematerialization" in log:
         warning = (
             "XLA gathers a whole array because it cannot move it from one sharding to "
@@ -131,7 +165,7 @@ def plan(
     return made
 
 
-def _mesh_sizes(asked: Mapping[str, int], devices: int | None) -> dict[str, int]:
+def mesh_sizes(asked: Mapping[str, int], devices: int | None) -> dict[str, int]:
     """The size of each axis of the mesh."""
     for axis in asked:
         if axis not in AXES:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from ._backends import Backend, install
-from ._request import Request, dump_request
 
 #: Set in the process that compiles.
 CHILD = "EQXSHARD_PLANNING"
@@ -28,8 +27,18 @@ _CUDNN = "def cudnn_get_version():\n    return 91000\n"
 _ONE_SHOT = ("one_shot", "size mismatch when packing")
 
 
-def run(request: Request, backend: Backend) -> Any:
+def run(data: bytes, backend: Backend, module: str = "_compile") -> tuple[Any, str]:
     """Compile in another process, and return what it found.
+
+    **Arguments:**
+
+    - `data`: the request, as `dump_request` writes it.
+    - `backend`: the compiler.
+    - `module`: of planning, whose `main` does the work.
+
+    **Returns:**
+
+    The result, and what the compiler logged.
 
     **Raises:**
 
@@ -40,11 +49,10 @@ def run(request: Request, backend: Backend) -> Any:
             "eqxshard.plan was called while its own process imported this script; put the "
             "call under `if __name__ == '__main__':`."
         )
-    data = dump_request(request)
     with tempfile.TemporaryDirectory(prefix="eqxshard-plan-") as name:
         folder = Path(name)
         (folder / "request").write_bytes(data)
-        command = "from eqxshard.planning._compile import main; main()"
+        command = f"from eqxshard.planning.{module} import main; main()"
         done = subprocess.run(
             [sys.executable, "-c", command, name],
             env=_environment(folder, backend),
@@ -58,7 +66,7 @@ def run(request: Request, backend: Backend) -> Any:
         if not result.exists():
             raise RuntimeError(explain_death(done.returncode, done.stderr))
         kind, content, details = pickle.loads(result.read_bytes())
-    if kind == "plan":
+    if kind == "result":
         return content, done.stderr
     error = {"ValueError": ValueError, "TypeError": TypeError}.get(kind, RuntimeError)
     message = (

@@ -58,7 +58,24 @@ class Request:
     options: Mapping[str, Any]
 
 
-def dump_request(request: Request) -> bytes:
+@dataclasses.dataclass(frozen=True)
+class Survey:
+    """The requests of a search, all for the same devices and compiler."""
+
+    requests: tuple[Request, ...]
+
+    @property
+    def devices(self) -> int:
+        """Their number."""
+        return self.requests[0].devices
+
+    @property
+    def backend(self) -> Compiler:
+        """The compiler."""
+        return self.requests[0].backend
+
+
+def dump_request(request: Request | Survey) -> bytes:
     """Pickle a request.
 
     **Raises:**
@@ -81,7 +98,7 @@ def dump_request(request: Request) -> bytes:
     return out.getvalue()
 
 
-def load_request(data: bytes) -> Request:
+def load_request(data: bytes) -> Any:
     """Set JAX up as it was where a request was pickled, and unpickle it."""
     file = io.BytesIO(data)
     # Before anything that may make an array.

@@ -2,8 +2,8 @@ import dataclasses
 
 import pytest
 
-from eqxshard.inspect._communication import find_collectives
-from eqxshard.inspect._hlo import parse_module
+from eqxshard.compiled._communication import find_collectives
+from eqxshard.compiled._hlo import parse_module
 from eqxshard.planning._schedule import Schedule
 from eqxshard.planning._targets import Target
 

@@ -1,0 +1,186 @@
+"""Searches, by the compiler for CPUs, for devices with so little memory that it matters."""
+
+import dataclasses
+import json
+from functools import partial
+
+import equinox as eqx
+import gpt
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from gpt_model import GPT, Shape
+from plan_helpers import BATCH, OPTIM, RULE
+from transformer import Transformer, next_token_losses
+
+import eqxshard
+
+GIVEN = (Transformer, next_token_losses, OPTIM, BATCH)
+LARGE = partial(Transformer, vocab=512, embed=64, mlp=256)
+SPLIT = eqxshard.combine(
+    eqxshard.by_dim({"heads": "tensor", "mlp": "tensor", "vocab": "tensor"}),
+    eqxshard.fsdp(min_size=1),
+)
+
+
+def with_memory(memory):
+    return dataclasses.replace(eqxshard.Target.named("h200"), memory=memory)
+
+
+def find(search, **mesh):
+    return next(each for each in search.candidates if each.mesh == mesh)
+
+
+@pytest.fixture(scope="module")
+def searches(tmp_path_factory):
+    """The same search twice: of what does not fit without fsdp."""
+    folder = tmp_path_factory.mktemp("plans")
+
+    def search():
+        return eqxshard.plan_search(
+            LARGE,
+            *GIVEN[1:],
+            devices=8,
+            rules=RULE,
+            target=with_memory(1.6e6),
+            meshes=[{"data": -1}, {"fsdp": 8}, {"context": 8}, {"data": 2, "fsdp": 4}],
+            backend="cpu",
+            cache=folder,
+        )
+
+    return search(), search()
+
+
+def test_what_does_not_fit_by_its_state_is_not_compiled(searches):
+    search, _ = searches
+    assert search.best is not None and search.best.mesh == {"fsdp": 8}
+    assert search.candidates[0].plan is search.best
+    data = find(search, data=8)
+    assert data.plan is None and not data.fits
+    assert data.reason.startswith(
+        "does not fit: parameters, optimizer state, gradients and batch alone need "
+    )
+    assert f"data=8 {data.reason}." in search.why
+    assert search.why.startswith("fsdp=8 wins: it is ")
+
+
+def test_the_least_that_is_needed_is_that_of_the_compiled_step(searches):
+    search, _ = searches
+    data = find(search, data=8)
+    sizes = jax.tree.leaves(eqx.filter_eval_shape(LARGE, jax.random.key(0)))
+    whole = 4 * sum(leaf.size for leaf in sizes if hasattr(leaf, "size"))
+    # Parameters, two moments, gradients; and counters, keys and two rows of tokens.
+    assert 4 * whole < data.needs < 4 * whole + 300
+    memory = search.best.memory
+    assert memory.peak > memory.parameters + memory.optimizer + memory.gradients
+
+
+def test_the_same_search_again_compiles_nothing(searches):
+    first, second = searches
+    assert second.candidates == first.candidates and second.why == first.why
+    assert second.seconds < first.seconds
+    json.dumps(second.to_json())
+    assert str(second).startswith("4 candidates, of which ")
+
+
+def test_rows_that_cannot_divide_are_a_reason(tmp_path):
+    batch = {"tokens": jax.ShapeDtypeStruct((4, 17), jnp.int32)}
+    search = eqxshard.plan_search(
+        {"good": Transformer, "bad": partial(Transformer, **{"no_such_option": 1})},
+        *GIVEN[1:3],
+        batch,
+        devices=8,
+        rules={"fsdp": RULE, "typo": eqxshard.by_path({"^nothing$": jax.P("tensor")})},
+        meshes=[{"fsdp": 8}],
+        backend="cpu",
+        cache=tmp_path,
+    )
+    assert search.best is None
+    reasons = {each.name: each.reason for each in search.candidates}
+    assert "batch size 4 does not divide over" in reasons["fsdp=8, good, fsdp"]
+    assert "no_such_option" in reasons["fsdp=8, bad, fsdp"]
+    assert search.why.startswith("Nothing can be compiled. fsdp=8, ")
+
+
+@pytest.mark.parametrize(
+    "message, options",
+    [
+        ("there is no mesh axis 'fdsp'", {"meshes": [{"fdsp": 8}]}),
+        ("do not use exactly the 8 devices", {"meshes": [{"fsdp": 4}]}),
+        ("meshes is empty, so there is nothing to try; give", {"axes": ()}),
+        ("rules is empty, so there is nothing to try; give", {"rules": {}}),
+        ("there is no target 'h20'", {"target": "h20"}),
+        ("margin=5.0 is not a part; use one from 0 to 1", {"margin": 5.0}),
+        ("workers=0 must be at least 1", {"workers": 0}),
+    ],
+)
+def test_bad_input_is_one_sentence(message, options):
+    with pytest.raises(ValueError, match=message):
+        eqxshard.plan_search(*GIVEN, devices=8, **{"rules": RULE, **options})
+
+
+def search_small(make_model, rule, rows, memory, tmp_path, **options):
+    return eqxshard.plan_search(
+        make_model,
+        next_token_losses,
+        optax.adam(1e-3),
+        {"tokens": jax.ShapeDtypeStruct((rows, 17), jnp.int32)},
+        devices=4,
+        rules=rule,
+        target=with_memory(memory),
+        backend="cpu",
+        cache=tmp_path,
+        **options,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_scripts_run")
+def test_what_fits_on_one_device_needs_only_data(tmp_path):
+    search = search_small(Transformer, SPLIT, 16, 1e9, tmp_path)
+    assert search.best is not None and search.best.mesh == {"data": 4}
+    assert all(each.fits for each in search.candidates)
+    assert "fits, but takes" in find(search, fsdp=4).reason
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_scripts_run")
+def test_what_does_not_fit_whole_needs_fsdp(tmp_path):
+    search = search_small(LARGE, SPLIT, 16, 1.6e6, tmp_path)
+    assert search.best is not None and search.best.mesh == {"fsdp": 4}
+    assert "does not fit" in find(search, data=4).reason
+    assert "links of tensor" in find(search, fsdp=2, tensor=2).reason
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_scripts_run")
+def test_fewer_rows_than_devices_and_a_large_layer_need_fsdp_and_tensor(tmp_path):
+    # Two heads, so that tensor is at most 2.
+    model = partial(LARGE, heads=2)
+    search = search_small(model, SPLIT, 2, 1.6e6, tmp_path)
+    assert search.best is not None and search.best.mesh == {"fsdp": 2, "tensor": 2}
+    assert "does not divide" in find(search, fsdp=4).reason
+    assert "does not fit" in find(search, data=2, tensor=2).reason
+    assert "heads" in find(search, tensor=4).reason
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_scripts_run")
+def test_a_long_sequence_needs_context(tmp_path):
+    shape = Shape(layers=1, heads=1, kv_heads=1, embed=32, mlp=64, block=2048, vocab=64)
+    tokens = jax.ShapeDtypeStruct((2, shape.block), jnp.int32)
+    search = eqxshard.plan_search(
+        partial(GPT, shape=shape, remat="full"),
+        gpt.loss_fn,
+        optax.adam(1e-3),
+        {"tokens": tokens, "targets": tokens},
+        devices=4,
+        rules=gpt.make_rule(shape),
+        axes=("data", "fsdp", "context", "tensor"),
+        target="h200",
+        backend="cpu",
+        cache=tmp_path,
+    )
+    assert search.best is not None and search.best.mesh.get("context", 1) > 1
+    assert "does not divide" in find(search, data=4).reason
