@@ -1,7 +1,7 @@
 """`python -m eqxshard plan SCRIPT --devices 512 --device h200`: what a run will need.
 
 The script is one of [`eqxshard.train`][], which is planned instead of run; see
-[`eqxshard.plan`][].
+[`eqxshard.plan`][], and for `search` [`eqxshard.plan_search`][].
 """
 
 import argparse
@@ -16,6 +16,7 @@ import jax
 from rich.console import Console
 
 from .planning._make_plan import plan
+from .planning._search import plan_search
 from .run._cli import exit_on_errors
 from .run._planned import collect
 
@@ -37,6 +38,7 @@ def main(args: Sequence[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_plan(commands)
+    _add_search(commands)
     options, others = parser.parse_known_args(args)
     # The accelerators of this machine are not needed.
     jax.config.update("jax_platforms", "cpu")
@@ -66,6 +68,34 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("--html", metavar="FILE", help="also write the plan as a page")
 
 
+def _add_search(commands: Any) -> None:
+    parser = commands.add_parser(
+        "search",
+        allow_abbrev=False,
+        help="which mesh is the fastest of those that fit",
+        description="Plan the step of a script on one mesh after the other, rank them, and "
+        "say why the best is the best. Plans are kept, so that the same search again "
+        "takes seconds.",
+        epilog="All other options are the script's, such as --batch-size 512; its --mesh "
+        "is not used.",
+    )
+    parser.set_defaults(run=_search)
+    _add_script(parser)
+    parser.add_argument(
+        "--search-axes",
+        metavar="AXES",
+        default="data,fsdp,tensor",
+        help="of these meshes, some of data, fsdp, context and tensor (default: "
+        "data,fsdp,tensor)",
+    )
+    parser.add_argument(
+        "--search-accumulate",
+        metavar="COUNTS",
+        help="numbers of microbatches to try, such as 1,2,4 (default: the script's)",
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write the search as JSON")
+
+
 def _add_script(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "script", metavar="SCRIPT", help="the path of a script that calls eqxshard.train"
@@ -88,10 +118,7 @@ def _add_script(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(options: argparse.Namespace, others: Sequence[str]) -> None:
-    for file in filter(None, (options.json, options.html)):
-        # Before the minutes that it may take to compile.
-        if not Path(file).parent.is_dir():
-            raise ValueError(f"there is no folder {Path(file).parent}; make it first.")
+    _check_folders(options.json, options.html)
     console = Console(stderr=True)
     with (
         collect(options.script, others, devices=options.devices) as (arguments, notes),
@@ -103,7 +130,48 @@ def _plan(options: argparse.Namespace, others: Sequence[str]) -> None:
     if options.json:
         Path(options.json).write_text(json.dumps(made.to_json(), indent=2) + "\n")
     if options.html:
-        made.save(options.html)  # pyright: ignore[reportAttributeAccessIssue]
+        made.save(options.html)
+
+
+def _search(options: argparse.Namespace, others: Sequence[str]) -> None:
+    _check_folders(options.json)
+    axes = [axis for axis in options.search_axes.split(",") if axis]
+    with collect(options.script, others, devices=options.devices, mesh=False) as (
+        arguments,
+        notes,
+    ):
+        rule, accumulate = arguments.pop("rule"), arguments.pop("accumulate")
+        if options.search_accumulate:
+            accumulate = _counts(options.search_accumulate)
+        found = plan_search(
+            **arguments,
+            rules=rule,
+            axes=axes,
+            accumulate=accumulate,
+            target=options.device,
+            backend=options.backend,
+        )
+    print(found)
+    for note in notes:
+        print(f"note: {note}.")
+    if options.json:
+        Path(options.json).write_text(json.dumps(found.to_json(), indent=2) + "\n")
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"--search-accumulate {text} is not a list of numbers; use one such as 1,2,4."
+        ) from None
+
+
+def _check_folders(*files: str | None) -> None:
+    """Refuse files that cannot be written, before the minutes that a plan may take."""
+    for file in filter(None, files):
+        if not Path(file).parent.is_dir():
+            raise ValueError(f"there is no folder {Path(file).parent}; make it first.")
 
 
 if __name__ == "__main__":

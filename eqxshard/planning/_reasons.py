@@ -114,20 +114,26 @@ def _rank(fit: list[Candidate]) -> list[Candidate]:
     if not fit:
         return []
     least = min(map(_cost, fit))
-    simplicity = lambda x: (len(x.mesh), x.accumulate, _cost(x))  # noqa: E731
+
+    def simplicity(candidate: Candidate) -> tuple[float, ...]:
+        # What a plan without seconds sends is not part of its cost.
+        sent = 0.0 if candidate.plan and candidate.plan.time else _sent(candidate.plan)
+        return sent, len(candidate.mesh), candidate.accumulate, _cost(candidate)
+
     as_fast = [x for x in fit if _cost(x) <= least * (1 + _AS_FAST)]
     slower = [x for x in fit if _cost(x) > least * (1 + _AS_FAST)]
     return sorted(as_fast, key=simplicity) + sorted(slower, key=_cost)
 
 
 def _cost(candidate: Candidate) -> float:
-    """The seconds of a step; what it sends, if the speed of the target is not known."""
+    """The seconds of a step; its arithmetic, if the speed of the target is not known."""
     assert candidate.plan is not None
     time = candidate.plan.time
-    return _sent(candidate.plan) if time is None else time.step
+    return sum(candidate.plan.flops.values()) if time is None else time.step
 
 
-def _sent(plan: Plan) -> float:
+def _sent(plan: Plan | None) -> float:
+    assert plan is not None
     return float(sum(sum(kinds.values()) for kinds in plan.traffic.values()))
 
 
@@ -154,10 +160,10 @@ def _praise(best: Candidate, others: Sequence[Candidate]) -> str:
     if others:
         least = min(map(_cost, others))
         said.append(
-            f"it is the {'fastest' if plan.time else 'one that sends least'} of "
-            f"{len(others) + 1} that fit"
+            f"it is the {'fastest' if plan.time else 'one that computes and sends least'} "
+            f"of {len(others) + 1} that fit"
         )
-        if least < _cost(best):
+        if plan.time and least < _cost(best):
             faster = next(x for x in others if _cost(x) == least)
             part = 1 - least / _cost(best)
             said[0] = f"it is within {part:.1%} of {faster.name}, and simpler"
@@ -179,8 +185,11 @@ def compare(plan: Plan | None, best: Plan | None) -> str:
     """What a plan that fits lacks."""
     assert plan is not None and best is not None
     if plan.time is None or best.time is None:
+        mine, its = (sum(each.flops.values()) for each in (plan, best))
+        if mine > (1 + _AS_FAST) * its:
+            return f"fits, but computes {mine / max(its, 1):.2g}x as much on each device"
         more = _sent(plan) - _sent(best)
-        return f"fits, but sends {format_bytes(more)} more" if more else "fits as well"
+        return f"fits, but sends {format_bytes(more)} more" if more > 0 else "fits as well"
     ratio = plan.time.step / best.time.step if best.time.step else 1.0
     mine, its = _parts(plan), _parts(best)
     worse = {name: mine[name] - its.get(name, 0.0) for name in mine}

@@ -68,7 +68,11 @@ def can_be_planned(train: _Train) -> _Train:
 
 @contextlib.contextmanager
 def collect(
-    script: str | os.PathLike[str], options: Sequence[str], *, devices: int
+    script: str | os.PathLike[str],
+    options: Sequence[str],
+    *,
+    devices: int,
+    mesh: bool = True,
 ) -> Iterator[Collected]:
     """Run a script up to its call of [`eqxshard.train`][], and collect what it trains.
 
@@ -80,6 +84,7 @@ def collect(
     - `script`: its path.
     - `options`: of its command line.
     - `devices`: how many to plan for.
+    - `mesh`: whether the arguments have `mesh_shape`, over which the batch must divide.
 
     **Raises:**
 
@@ -93,7 +98,8 @@ def collect(
         raise ValueError(f"--devices {devices} is too small; use 1 or more.")
     with _as_main(path, options) as module, planning() as notes:
         given = _run(path, module)
-        arguments = _arguments(given, devices, _gives_batch_size(options), notes)
+        keeps = _gives_batch_size(options)
+        arguments = _arguments(given, devices, mesh, keeps, notes)
         yield Collected(arguments, tuple(notes))
 
 
@@ -127,7 +133,11 @@ def _run(path: Path, module: types.ModuleType) -> Mapping[str, Any]:
 
 
 def _arguments(
-    given: Mapping[str, Any], devices: int, keeps_batch_size: bool, notes: list[str]
+    given: Mapping[str, Any],
+    devices: int,
+    mesh: bool,
+    keeps_batch_size: bool,
+    notes: list[str],
 ) -> dict[str, Any]:
     """The arguments of `plan`, from those of `train`."""
     config = given["config"] or RunConfig()
@@ -135,7 +145,7 @@ def _arguments(
     sizes = _mesh_sizes(config, given["mesh"], devices)
     parts = math.prod(sizes[axis] for axis in BATCH_AXES) * given["accumulate"]
     batch_size = config.batch_size
-    if batch_size % parts:
+    if batch_size % parts and (mesh or not keeps_batch_size):
         text = _not_divided(batch_size, sizes, given["accumulate"], parts)
         if keeps_batch_size:
             nearest = nearest_multiples(batch_size, parts)
@@ -158,9 +168,9 @@ def _arguments(
             last_step(config, given["epochs"], given["steps"], epoch)
         ),
         "batch": batches.shapes(),
-        "mesh_shape": sizes,
         "devices": devices,
         "rule": given["rule"] or replicate(),
+        **({"mesh_shape": sizes} if mesh else {}),
     }
 
 
