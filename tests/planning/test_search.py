@@ -138,7 +138,8 @@ def search_small(make_model, rule, rows, memory, tmp_path, **options):
 @pytest.mark.slow
 @pytest.mark.usefixtures("as_scripts_run")
 def test_what_fits_on_one_device_needs_only_data(tmp_path):
-    search = search_small(Transformer, SPLIT, 16, 1e9, tmp_path)
+    meshes = [{"data": 4}, {"fsdp": 4}, {"data": 2, "tensor": 2}]
+    search = search_small(Transformer, SPLIT, 16, 1e9, tmp_path, meshes=meshes)
     assert search.best is not None and search.best.mesh == {"data": 4}
     assert all(each.fits for each in search.candidates)
     assert "fits, but takes" in find(search, fsdp=4).reason
@@ -147,7 +148,8 @@ def test_what_fits_on_one_device_needs_only_data(tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("as_scripts_run")
 def test_what_does_not_fit_whole_needs_fsdp(tmp_path):
-    search = search_small(LARGE, SPLIT, 16, 1.6e6, tmp_path)
+    meshes = [{"data": 4}, {"fsdp": 4}, {"fsdp": 2, "tensor": 2}]
+    search = search_small(LARGE, SPLIT, 16, 2e6, tmp_path, meshes=meshes)
     assert search.best is not None and search.best.mesh == {"fsdp": 4}
     assert "does not fit" in find(search, data=4).reason
     assert "links of tensor" in find(search, fsdp=2, tensor=2).reason
@@ -158,7 +160,7 @@ def test_what_does_not_fit_whole_needs_fsdp(tmp_path):
 def test_fewer_rows_than_devices_and_a_large_layer_need_fsdp_and_tensor(tmp_path):
     # Two heads, so that tensor is at most 2.
     model = partial(LARGE, heads=2)
-    search = search_small(model, SPLIT, 2, 1.6e6, tmp_path)
+    search = search_small(model, SPLIT, 2, 1.1e6, tmp_path)
     assert search.best is not None and search.best.mesh == {"fsdp": 2, "tensor": 2}
     assert "does not divide" in find(search, fsdp=4).reason
     assert "does not fit" in find(search, data=2, tensor=2).reason
