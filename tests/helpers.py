@@ -143,10 +143,13 @@ def compiled_by_jit(monkeypatch):
     compiled, real_jit = [], jax.jit
 
     def jit(fn, **options):
+        jitted = real_jit(fn, **options)
+
         def call(*args):
-            compiled.append(real_jit(fn, **options).lower(*args).compile())
+            compiled.append(jitted.lower(*args).compile())
             return compiled[-1](*args)
 
+        call.trace = jitted.trace
         return call
 
     with monkeypatch.context() as patch:
