@@ -125,13 +125,12 @@ class TextLint:
         self, operation: Operation, leaf: Argument, by_layer: set[str]
     ) -> Iterator[Finding]:
         count = max(math.prod(shape.dims) for shape in operation.shapes)
-        line = self._line_of_use(operation)
         if count == self._in_use(leaf) and len(leaf.shape) > 1:
             if self._is_scanned(operation, leaf.shape[0]):
                 yield Finding(
                     "all-layers",
                     leaf.path,
-                    line,
+                    self._line_of_use(operation),
                     f"{leaf.path} {leaf.shape} is gathered for all {leaf.shape[0]} layers "
                     "at once, before the loop over them. Use eqxshard.scan_layers instead "
                     "of jax.lax.scan, and a rule that does not split the dim of layers.",
@@ -141,7 +140,7 @@ class TextLint:
                 yield Finding(
                     "whole-parameter",
                     leaf.path,
-                    line,
+                    self._line_of_use(operation),
                     f"all layers of {leaf.path} {leaf.shape} are gathered outside of the "
                     "loop that gathers them one by one. Use them inside the layer, and "
                     "return what you need of them.",
@@ -154,7 +153,7 @@ class TextLint:
             yield Finding(
                 "whole-parameter",
                 leaf.path,
-                line,
+                self._line_of_use(operation),
                 f"{leaf.path} {leaf.shape} is split over {comma_list(undone)} and gathered "
                 "whole where it is used. Split the dim that the computation can keep "
                 "split, or leave it whole over that axis.",

@@ -269,8 +269,8 @@ def _entries(
     here = leaf_path(path, root)
     if is_array(node):
         aval = jax.typeof(node)
-        committed = isinstance(node, jax.Array) and node.committed
-        sharding = node.sharding if committed else None
+        committed = not isinstance(node, jax.Array) or node.committed
+        sharding = getattr(node, "sharding", None) if committed else None
         yield here, _Array(aval.shape, aval.dtype, aval.weak_type, sharding)
         return
     is_child = lambda x: x is not node  # noqa: E731
