@@ -29,7 +29,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 #: Flags that make a recipe take seconds; `{}` is a folder to write to.
 SHORT = {
-    "recipes/fashion_mnist.py": "--model mlp --epochs 1 --data synthetic --output {}/run",
+    "recipes/fashion_mnist.py": "--model mlp --steps 10 --data synthetic --output {}/run",
     "recipes/gpt.py": "--data {}/words.txt --steps 4 --length 8 --output {}/run",
 }
 #: Words of commands that plan, and what takes less time.
