@@ -251,6 +251,7 @@ def test_tokens_without_a_tokenizer_train_but_write_nothing(main, tmp_path):
     assert_refused(main(*common, "--resume", "--sample", "x"), "has no tokenizer.json")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_read_on_another_mesh(main, words, tmp_path):
     common = ["--data", words, *SHORT, "--vocab", 32, "--output", tmp_path / "run"]
     status, _, err = main(*common, "--steps", 4)
