@@ -1,6 +1,6 @@
 """What causes a collective: a line of code, and the array that is gathered or reduced."""
 
-import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ from ._communication import Operation
 from ._hlo import VIEWS, Instruction, Module
 
 _OURS = str(Path(__file__).parent.parent)
-_LIBRARIES = ("site-packages", "dist-packages", f"{Path(math.__file__ or '/').parent}")
+_LIBRARIES = ("site-packages", "dist-packages", f"{Path(os.__file__).parent}")
 
 #: Instructions that have the values of their first operand, or a part of them.
 _VIEWS = (*VIEWS, "dynamic-slice", "slice")
