@@ -149,7 +149,7 @@ def compiled_by_jit(monkeypatch):
             compiled.append(jitted.lower(*args).compile())
             return compiled[-1](*args)
 
-        call.trace = jitted.trace
+        call.trace = jitted.trace  # pyright: ignore[reportFunctionMemberAccess]
         return call
 
     with monkeypatch.context() as patch:

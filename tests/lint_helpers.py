@@ -40,7 +40,9 @@ def make_mesh(**sizes):
     return eqxshard.make_mesh(**{"data": 1, **sizes})
 
 
-def make_state(make_model=MLP, rule=FSDP, *, optim=OPTIM, precision=None, **sizes):
+def make_state(
+    make_model: Any = MLP, rule=FSDP, *, optim: Any = OPTIM, precision=None, **sizes: Any
+):
     """Without arrays."""
     return eqxshard.abstract_state(
         make_model, optim, key=KEY, mesh=make_mesh(**sizes), rule=rule, precision=precision
