@@ -55,7 +55,7 @@ def lint(
     batch: Any = BATCH,
     rule=FSDP,
     *,
-    optim: optax.GradientTransformation = OPTIM,
+    optim: Any = OPTIM,
     precision=None,
     nonfinite: Any = "skip",
     **sizes: Any,
