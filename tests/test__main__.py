@@ -132,6 +132,32 @@ def test_nothing_to_plan(command, tmp_path):
     assert_refused(refused, "hello.py does not call eqxshard.train, so there is nothing to")
 
 
+def test_a_search_of_nothing(command):
+    words = ("search", REGRESSION, "--devices=4", "--backend=cpu")
+    refused = command(*words, "--search-accumulate=many")
+    assert_refused(refused, "--search-accumulate many is not a list of numbers; use one")
+    refused = command(*words, "--search-axes=fdsp")
+    assert_refused(refused, "fdsp")
+    refused = command(*words, "--json=nowhere/search.json")
+    assert_refused(refused, "there is no folder nowhere; make it first.")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_scripts_run")
+def test_a_search_ranks_meshes_of_a_script(command, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    words = ("search", REGRESSION, "--devices=2", "--device=cpu", "--json=search.json")
+    status, out, err = command(*words)
+    assert status == 0, err
+    found = json.loads((tmp_path / "search.json").read_text())
+    # Its rule splits nothing over tensor, so all of the work is done twice there.
+    assert [each["name"] for each in found["candidates"]][-1] == "tensor=2"
+    assert "tensor=2 fits, but computes 2x as much on each device" in out
+    # A batch that is given need not divide: that is what some meshes cannot do.
+    status, out, err = command(*words, "--batch-size=3")
+    assert status == 0 and "tensor=2 wins" in out, out + err
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("as_scripts_run")
 def test_a_script_without_a_guard_is_refused(command, script):
