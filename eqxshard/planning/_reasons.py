@@ -115,7 +115,7 @@ def _rank(fit: list[Candidate]) -> list[Candidate]:
         return []
     least = min(map(_cost, fit))
 
-    def simplicity(candidate: Candidate) -> tuple[float, ...]:
+    def simplicity(candidate: Candidate) -> tuple[float, int, int, float]:
         # What a plan without seconds sends is not part of its cost.
         sent = 0.0 if candidate.plan and candidate.plan.time else _sent(candidate.plan)
         return sent, len(candidate.mesh), candidate.accumulate, _cost(candidate)

@@ -1,5 +1,7 @@
 """Broken steps that the compiled text tells of, and sound ones like them."""
 
+import re
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -68,7 +70,8 @@ def test_a_loss_that_looks_at_all_examples(loss_fn):
     findings = lint(loss_fn=loss_fn, **HYBRID)
     assert {each.kind for each in findings} == {"global-batch"}
     assert "512" in findings[0].message and "over data, fsdp" in findings[0].message
-    assert "test_lint_text.py:" in str(findings[0])
+    # The line of the loss, or that of the model whose outputs are gathered.
+    assert re.match(r"(test_lint_text|lint_helpers)\.py:\d+: ", str(findings[0]))
 
 
 def test_a_loop_of_jax_over_layers():
@@ -128,8 +131,11 @@ def test_shardings_that_xla_cannot_convert():
         return square_losses(model, {"x": jax.lax.stop_gradient(x)}, key)
 
     findings = lint(loss_fn=loss_fn, batch={"x": jnp.zeros((2048, 64))}, fsdp=8)
-    assert {each.kind for each in findings} >= {"dtype", "rematerialization"}
-    assert "XLA makes f32[256,64] whole" in str(findings)
+    kinds = {each.kind for each in findings}
+    # From JAX 0.12 on, XLA gathers instead.
+    assert kinds >= {"dtype", "rematerialization"} or kinds >= {"dtype", "global-batch"}
+    if "rematerialization" in kinds:
+        assert "XLA makes f32[256,64] whole" in str(findings)
 
 
 def test_an_optimizer_that_changes_a_dtype():
