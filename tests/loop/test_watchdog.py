@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import compiles
-from loop_helpers import ROWS, loss_fn, make, make_loader, make_mesh, run
+from loop_helpers import OPTIM, ROWS, loss_fn, make, make_loader, make_mesh, run
 
 import eqxshard
 
@@ -58,7 +58,8 @@ def test_a_stalled_step_is_reported(caplog):
         one = jax.pure_callback(wait, like, jnp.float32(1))
         return loss_fn(model, batch, key) * jax.lax.stop_gradient(one)
 
-    state, step = make(loss_fn=slow_loss)
+    state, _ = make()
+    step = eqxshard.make_train_step(slow_loss, OPTIM, lint={"dtype": "off"})
     state = eqxshard.fit(state, step, make_loader(), steps=1)
     sleeps[0] = 1.5
     with caplog.at_level(logging.WARNING), compiles("train_step") as events:

@@ -111,6 +111,8 @@ CASES = [
     one_of_several,
 ]
 SEEN = []
+#: The callback is meant.
+LINT = {"dtype": "off"}
 
 
 def losses(model, batch, key):
@@ -141,7 +143,7 @@ def placed(mesh):
 def eval_step(request):
     where = placed(request.param)
     step = eqxshard.make_eval_step(
-        lambda model, batch: {"loss": losses(model, batch, KEY)}, **where
+        lambda model, batch: {"loss": losses(model, batch, KEY)}, lint=LINT, **where
     )
     return step, eqxshard.init_state(Model, OPTIM, key=KEY, **where).model
 
@@ -171,7 +173,7 @@ def test_evaluation_goes_on_after_an_error(eval_step):
 )
 def train_step(request):
     where = placed(request.param)
-    step = eqxshard.make_train_step(losses, OPTIM, accumulate=2, **where)
+    step = eqxshard.make_train_step(losses, OPTIM, accumulate=2, lint=LINT, **where)
     state = eqxshard.init_state(Model, OPTIM, key=KEY, **where)
     return step, lambda: jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, state)
 
