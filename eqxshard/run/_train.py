@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ..checkpoint._checkpointer import Checkpointer
+from ..compiled._findings import Lint
 from ..data._host import Transform
 from ..data._loader import Loader, Remainder
 from ..data._samplers import Sampler
@@ -84,6 +85,7 @@ def train(
     precision: Precision | None = None,
     nonfinite: Nonfinite = "skip",
     grad_norms: bool | Mapping[str, str] = False,
+    lint: Lint = "warn",
     remainder: Remainder = "pad",
     best: str | None = None,
     mode: Literal["max", "min"] = "max",
@@ -120,7 +122,8 @@ def train(
     - `rule`: as for [`eqxshard.init_state`][]; [`eqxshard.replicate`][] by default.
     - `trainable`, `precision`, `load`: as for [`eqxshard.init_state`][]. A run that resumes
         reads its checkpoint instead of calling `load`.
-    - `accumulate`, `nonfinite`, `grad_norms`: as for [`eqxshard.make_train_step`][].
+    - `accumulate`, `nonfinite`, `grad_norms`, `lint`: as for
+        [`eqxshard.make_train_step`][]; `lint` is for evaluations, too.
     - `remainder`: as for [`eqxshard.Loader`][], of the training data. Evaluations always
         measure every example.
     - `best`, `mode`: as for [`eqxshard.Checkpointer`][].
@@ -186,11 +189,16 @@ def train(
         state = init_state(make_model, optim, **options, load=load)
     _check_split(state, mesh, rule)
     train_step = make_train_step(
-        loss_fn, optim, accumulate=accumulate, nonfinite=nonfinite, grad_norms=grad_norms
+        loss_fn,
+        optim,
+        accumulate=accumulate,
+        nonfinite=nonfinite,
+        grad_norms=grad_norms,
+        lint=lint,
     )
     evaluator = None
     if metric_fn is not None and eval_loader is not None:
-        eval_step = make_eval_step(metric_fn, precision=precision)
+        eval_step = make_eval_step(metric_fn, precision=precision, lint=lint)
         evaluator = lambda model: evaluate(model, eval_step, eval_loader)  # noqa: E731
 
     first = int(state.step)

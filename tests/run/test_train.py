@@ -363,6 +363,7 @@ def test_another_seed_or_batch_size_is_refused(copy):
         ({"steps": 2**31}, {}, "2147483648 steps are not between 1 and 2**31 - 1"),
         ({}, {"steps": 3}, "train needs one of epochs= and steps=; give exactly one"),
         ({}, {"epochs": None}, "train needs one of epochs= and steps=; give exactly one"),
+        ({}, {"lint": {"all-layer": "off"}}, "did you mean 'all-layers'?"),
         ({"mesh": "data=2"}, {"mesh": True}, "this script makes its own mesh; leave out -"),
         ({}, {"mesh": True}, "this script makes its own mesh; leave out --mesh and --devi"),
     ],
