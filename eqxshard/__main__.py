@@ -66,6 +66,11 @@ def _add_plan(commands: Any) -> None:
     _add_script(parser)
     parser.add_argument("--json", metavar="FILE", help="also write the plan as JSON")
     parser.add_argument("--html", metavar="FILE", help="also write the plan as a page")
+    parser.add_argument(
+        "--cache",
+        metavar="DIR",
+        help="also keep the compiled step in JAX's compilation cache in this folder",
+    )
 
 
 def _add_search(commands: Any) -> None:
@@ -124,7 +129,12 @@ def _plan(options: argparse.Namespace, others: Sequence[str]) -> None:
         collect(options.script, others, devices=options.devices) as (arguments, notes),
         console.status(f"compiling for {options.devices} x {options.device}"),
     ):
-        made = plan(**arguments, target=options.device, backend=options.backend)
+        made = plan(
+            **arguments,
+            target=options.device,
+            backend=options.backend,
+            cache=options.cache,
+        )
     made = dataclasses.replace(made, notes=(*made.notes, *notes))
     print(made)
     if options.json:

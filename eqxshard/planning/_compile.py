@@ -1,5 +1,6 @@
 """What runs in the process that compiles: the step is compiled, and read."""
 
+import functools
 import math
 import os
 import pickle
@@ -24,6 +25,7 @@ from ..sharding._mesh import batch_sharding, make_mesh
 from ..training._init import abstract_state
 from ..training._state import TrainState
 from ..training._train_step import make_train_step
+from ._cache import keep_compiled
 from ._costs import Costs
 from ._leaves import gradient_shardings, mesh_of, plan_leaves, shard_bytes
 from ._plan import Plan, PlannedCollective, PlannedMemory, PlannedTime
@@ -81,6 +83,10 @@ def compile_plan(request: Request, dump: Path) -> Plan:
     causes = Causes(module, sizes, _model_arrays(state), gradients)
     rows, tokens = count_examples(request.batch)
     predicted = _time(request, flops, operations, sizes, elapsed)
+    notes = list(_notes(request, module))
+    if request.cache is not None:
+        lower = functools.partial(step.lower, state, request.batch)
+        notes.append(keep_compiled(lower, Path(request.cache)))
     return Plan(
         target=request.target,
         backend=request.backend,
@@ -96,7 +102,7 @@ def compile_plan(request: Request, dump: Path) -> Plan:
         examples=rows,
         tokens=tokens,
         compile_seconds=seconds,
-        notes=tuple(_notes(request, module)),
+        notes=tuple(notes),
         leaves=leaves,
         timeline=None if on_cpu or predicted is None else elapsed.timeline.spans,
         settings=_settings(request),

@@ -20,19 +20,20 @@ def link_seconds(operation: Operation, target: Target) -> float | None:
     groups = operation.groups
     if groups is None or target.link is None or target.network is None:
         return None
+    link, network = (x * target.efficiency for x in (target.link, target.network))
     hosts = groups // target.per_host
     crossing = bool((hosts != hosts[:, :1]).any())
     if not crossing:
-        return operation.sent / target.link
+        return operation.sent / link
     devices = groups.shape[1]
     if operation.kind == "collective-permute":
-        return operation.sent / target.network
+        return operation.sent / network
     across = len(np.unique(hosts[0]))
     each = devices / across
     if "all-to-all" in operation.kind:
         beyond = operation.bytes * (devices - each) / devices
-        return max(operation.sent / target.link, beyond / target.network)
+        return max(operation.sent / link, beyond / network)
     # The whole that is gathered or reduced, of which each host sends all but its part.
     whole = operation.sent * devices / max(devices - 1, 1)
     beyond = whole * (across - 1) / across / each
-    return max(operation.sent / target.link, beyond / target.network)
+    return max(operation.sent / link, beyond / network)

@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -37,6 +39,7 @@ def plan(
     accumulate: int = 1,
     nonfinite: Nonfinite = "skip",
     grad_norms: bool | Mapping[str, str] = False,
+    cache: str | os.PathLike[str] | None = None,
 ) -> Plan:
     """What a training step needs on devices that are not there.
 
@@ -62,6 +65,9 @@ def plan(
     - `backend`: the compiler: `gpu`, `tpu` or `cpu`. By default that of the target, if
         it is installed, and else `cpu`: then communication is guessed from the partitioned
         step, and temporaries are an upper estimate.
+    - `cache`: a folder for [`eqxshard.cache_compilations`][], in which to keep the compiled
+        step, so that a run on such devices need not compile it. It is compiled once more
+        for that. `plan.notes` says what is there.
 
     **Returns:**
 
@@ -108,6 +114,7 @@ def plan(
             "nonfinite": nonfinite,
             "grad_norms": grad_norms,
         },
+        cache=None if cache is None else str(Path(cache).absolute()),
     )
     return make_plan(dump_request(request), where)
 

@@ -17,6 +17,7 @@ from ._charts import (
 from ._format import format_bytes, format_seconds, join_axes
 from ._html import Markup, join, tag
 from ._plan import Plan, group_collectives
+from ._targets import how_sure
 from ._timeline import PlannedSpan
 
 
@@ -55,13 +56,13 @@ def _headline(plan: Plan) -> str:
     if plan.time is None or not plan.time.step:
         return f"A step needs {format_bytes(plan.memory.peak)} of each device"
     step = format_seconds(plan.time.step).replace(" ", "\u00a0")
-    return f"A step takes at least {step}, bound by {plan.time.bound}"
+    return f"A step takes {how_sure(plan.target)} {step}, bound by {plan.time.bound}"
 
 
 def _tiles(plan: Plan) -> Markup:
     tiles = dict[str, tuple[str, str]]()
     if plan.time is not None and plan.time.step:
-        tiles["Step, at least"] = (
+        tiles[f"Step, {how_sure(plan.target)}"] = (
             format_seconds(plan.time.step),
             f"bound by {plan.time.bound}",
         )

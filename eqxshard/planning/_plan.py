@@ -14,7 +14,7 @@ from rich.table import Table
 from ..inspect._tables import BreakablePath, render
 from ._format import format_giga, format_mega, format_seconds, join_axes
 from ._leaves import PlannedLeaf
-from ._targets import Compiler, Target
+from ._targets import Compiler, Target, how_sure
 from ._timeline import PlannedSpan
 
 
@@ -180,6 +180,39 @@ class Plan:
         busy = sum(n / peaks.get(dtype, slowest) for dtype, n in self.flops.items())
         return busy / self.time.step
 
+    def calibrate(self, seconds: float) -> Target:
+        """The target, as fast as a run of this step was seen to be.
+
+        A plan counts with peaks, so a real step takes longer. One that was measured says
+        how much longer, and plans of other meshes for the target that this returns take
+        it into account: all its speeds are scaled by the same factor.
+
+        **Arguments:**
+
+        - `seconds`: the time of a step, as `fit` reports it, of a run with the model, the
+            batch and the mesh of this plan.
+
+        **Raises:**
+
+        `ValueError` if the time is not positive, or the plan has none to compare with.
+
+        !!! Example
+
+            ```python
+            target = plan.calibrate(0.81)
+            print(eqxshard.plan(*step, mesh_shape=another, rule=rule, target=target))
+            ```
+        """
+        if self.time is None or not self.time.step:
+            raise ValueError(
+                f"the speed of {self.target.name} is not known, so there is no time to "
+                "compare with; give the Target its flops, bandwidth, link and network."
+            )
+        if not 0 < seconds < float("inf"):
+            raise ValueError(f"seconds={seconds} must be a positive time.")
+        efficiency = self.target.efficiency * self.time.step / seconds
+        return dataclasses.replace(self.target, efficiency=efficiency)
+
     def to_json(self) -> dict[str, Any]:
         """All of it as values for `json.dumps`, with what follows from them."""
         plain = dataclasses.asdict(self)
@@ -295,8 +328,8 @@ class Plan:
         lines.append(f"Arithmetic of a device: {flops or 'no matrix products'}")
         if self.time is not None and self.time.step:
             lines.append(
-                f"A step takes at least {format_seconds(self.time.step)}, bound by "
-                f"{self.time.bound}: {self._breakdown()}"
+                f"A step takes {how_sure(self.target)} {format_seconds(self.time.step)}, "
+                f"bound by {self.time.bound}: {self._breakdown()}"
             )
             speed = f"{self.examples_per_second:,.4g} examples/s"
             if self.tokens_per_second is not None:

@@ -42,6 +42,7 @@ class Request:
     - `devices`: their number.
     - `backend`: the compiler.
     - `options`: of `make_train_step`, other than those that `init_state` takes, too.
+    - `cache`: the folder in which to keep what was compiled, if any.
     """
 
     make_model: Callable[[Any], PyTree]
@@ -56,6 +57,7 @@ class Request:
     trainable: PyTree
     precision: Precision | None
     options: Mapping[str, Any]
+    cache: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

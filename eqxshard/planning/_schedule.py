@@ -125,7 +125,8 @@ class Schedule:
         self, total: Elapsed, instruction: Instruction
     ) -> Literal["compute", "memory"]:
         compute = compute_seconds(self._costs.flops(instruction), self._target)
-        memory = self._costs.bytes(instruction) / (self._target.bandwidth or float("inf"))
+        bandwidth = (self._target.bandwidth or float("inf")) * self._target.efficiency
+        memory = self._costs.bytes(instruction) / bandwidth
         if compute >= memory:
             total.compute += compute
             return "compute"
@@ -134,6 +135,7 @@ class Schedule:
 
 
 def compute_seconds(flops: Mapping[str, int | float], target: Target) -> float:
-    """The seconds that matrix products take at the peak of a target."""
+    """The seconds that matrix products take."""
     slowest = min(target.flops.values(), default=float("inf"))
-    return sum(n / target.flops.get(dtype, slowest) for dtype, n in flops.items())
+    at_peak = sum(n / target.flops.get(dtype, slowest) for dtype, n in flops.items())
+    return at_peak / target.efficiency

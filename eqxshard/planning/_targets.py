@@ -28,6 +28,8 @@ class Target:
     - `network`: the bytes per second that it sends to another host (of TPUs, slice).
     - `per_host`: the number of devices that `link` joins.
     - `flops`: by dtype, the operations per second of dense matrix products.
+    - `efficiency`: the part of all these speeds that real steps reach; see
+        `Plan.calibrate`.
     - `config`: what the compiler has to know of it: for GPUs the text of XLA's
         `GpuTargetConfigProto`, for TPUs the name of its topologies.
     """
@@ -41,6 +43,7 @@ class Target:
     network: float | None
     per_host: int
     flops: Mapping[str, float] = field(default_factory=dict)
+    efficiency: float = 1.0
     config: str = field(default="", repr=False)
 
     @staticmethod
@@ -62,6 +65,11 @@ class Target:
                 f"{comma_list([*_TARGETS])}, or an eqxshard.Target."
             )
         return _TARGETS[name]
+
+
+def how_sure(target: Target) -> str:
+    """How to read a predicted time: at peak speeds a bound, at measured ones a guess."""
+    return "at least" if target.efficiency == 1 else "about"
 
 
 def _gpu(

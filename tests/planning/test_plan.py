@@ -1,6 +1,8 @@
 import dataclasses
 import json
 
+import pytest
+
 import eqxshard
 
 
@@ -24,6 +26,23 @@ def test_it_is_json(plan):
     assert values["traffic"] == plan.traffic
     assert len(values["collectives"]) == len(plan.collectives)
     assert values["target"]["name"] == "h200" and "config" not in values["target"]
+
+
+def test_a_measured_step_makes_a_target_for_plans_of_others(plan):
+    assert plan.time is not None
+    target = plan.calibrate(4 * plan.time.step)
+    assert target == dataclasses.replace(plan.target, efficiency=0.25)
+    # The same again from a plan that is calibrated already.
+    slower = dataclasses.replace(plan.time, step=4 * plan.time.step)
+    again = dataclasses.replace(plan, target=target, time=slower)
+    assert again.calibrate(slower.step) == target
+    assert "A step takes about " in str(again)
+    # Utilisation is of the peaks, whatever a run reaches.
+    assert plan.utilisation is not None and again.utilisation == plan.utilisation / 4
+    with pytest.raises(ValueError, match=r"seconds=0\.0 must be a positive time"):
+        plan.calibrate(0.0)
+    with pytest.raises(ValueError, match="the speed of h200 is not known"):
+        dataclasses.replace(plan, time=None).calibrate(1.0)
 
 
 def test_only_the_largest_arrays_are_printed(plan):

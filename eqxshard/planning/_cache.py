@@ -1,0 +1,42 @@
+"""Compile here, run there: what was compiled for a plan, in JAX's own cache."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+#: As `cache_compilations` sets them: programs of any size, however quick to compile.
+_EVERYTHING = {
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+
+
+def keep_compiled(lower: Callable[[], jax.stages.Lowered], folder: Path) -> str:
+    """Compile a program into the folder of JAX's persistent compilation cache.
+
+    It is compiled anew: a plan reads what the compiler says, and a program that comes out
+    of the cache says less.
+
+    **Arguments:**
+
+    - `lower`: lowers the program.
+    - `folder`: made if it is not there.
+
+    **Returns:**
+
+    What to say of it.
+    """
+    before = {path.name for path in folder.glob("*-cache")}
+    for name, value in {**_EVERYTHING, "jax_compilation_cache_dir": str(folder)}.items():
+        jax.config.update(name, value)
+    # Or JAX would return what it has in memory.
+    jax.clear_caches()
+    lower().compile()
+    after = {path.name for path in folder.glob("*-cache")}
+    new = sorted(after - before)
+    if new:
+        return f"the compiled step is in {folder}, as {new[0]}"
+    if after:
+        return f"{folder} has this compiled step already"
+    return f"JAX has kept nothing in {folder}"
