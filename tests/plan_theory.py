@@ -24,6 +24,7 @@ MESHES: dict[str, dict[str, int]] = {
     "data x fsdp": {"data": 2, "fsdp": 4},
     "fsdp x tensor": {"fsdp": 4, "tensor": 2},
     "data x fsdp x tensor": {"data": 2, "fsdp": 2, "tensor": 2},
+    "context": {"context": 8},
 }
 
 
@@ -47,7 +48,8 @@ def theory(mesh_shape: dict[str, int]) -> dict[tuple[str, str], float]:
 
     Everything is bfloat16, of two bytes, but what is said to be otherwise.
     """
-    data, fsdp, tensor = (mesh_shape.get(axis, 1) for axis in ("data", "fsdp", "tensor"))
+    axes = ("data", "fsdp", "tensor", "context")
+    data, fsdp, tensor, context = (mesh_shape.get(axis, 1) for axis in axes)
     s = SHAPE
     qkv = s.kv_heads * (s.heads // s.kv_heads + 2) * s.head_dim * s.embed
     layer = qkv + s.embed * s.embed + 3 * s.mlp * s.embed
@@ -77,6 +79,14 @@ def theory(mesh_shape: dict[str, int]) -> dict[tuple[str, str], float]:
     # gradients of both; of both tables. Of the cross-entropy three numbers per token.
     add("tensor", "all-reduce", 2 * 2 * (5 * s.layers + 2) * activations, tensor)
     add("tensor", "all-reduce", 2 * 4 * 3 * rows * s.block, tensor)
+    if context > 1:
+        # Each device's keys and values visit the others, forward and twice backward. With
+        # the last of these go their gradients, in float32; then these come home.
+        keys = rows * s.block // context * s.kv_heads * s.head_dim
+        visits = 3 * 2 * (2 * keys) + 4 * (2 * keys)
+        home = 2 * (2 * keys)
+        sent["context", "collective-permute"] = s.layers * ((context - 1) * visits + home)
+        add("context", "all-reduce", 2 * 2 * (layers + 2 * table + norms), context)
     return sent
 
 

@@ -191,10 +191,8 @@ class Module:
             for x in self.computations.get(name, ())
         ) or any("direction=LT" in x.attributes for x in condition)
         # Anything else may end at any time.
-        plain = all(
-            x.opcode in ("parameter", "get-tuple-element", "constant", "compare", "fusion")
-            for x in condition
-        )
+        known = ("parameter", "get-tuple-element", "constant", "compare", "fusion", *VIEWS)
+        plain = all(x.opcode in known for x in condition)
         bounds = [x for x in condition if x.opcode == "constant"]
         counters = [x for x in condition if x.opcode == "get-tuple-element"]
         if not (compares and plain and len(bounds) == len(counters) == 1):
@@ -209,13 +207,19 @@ class Module:
 
     def _part(self, user: Instruction, index: int) -> Instruction | None:
         """What makes a part of the tuple that is the operand of an instruction."""
-        known, here = self.by_name, user.computation
-        made = known.get((here, user.operands[0])) if user.operands else None
+        here = user.computation
+        made = self.by_name.get((here, user.operands[0])) if user.operands else None
         if made is None or made.opcode != "tuple" or index >= len(made.operands):
             return None
-        found = known.get((here, made.operands[index]))
-        while found is not None and found.opcode in VIEWS and found.operands:
-            found = known.get((here, found.operands[0]))
+        return self._seen(here, made.operands[index])
+
+    def _seen(
+        self, computation: str, name: str, through: tuple[str, ...] = VIEWS
+    ) -> Instruction | None:
+        """An instruction, or what it is another form of."""
+        found = self.by_name.get((computation, name))
+        while found is not None and found.opcode in through and found.operands:
+            found = self.by_name.get((computation, found.operands[0]))
         return found
 
     def _step(self, body: str, index: int) -> int | None:
@@ -224,12 +228,10 @@ class Module:
         root = instructions[-1] if instructions else None
         if root is None or root.opcode != "tuple" or index >= len(root.operands):
             return None
-        made = self.by_name.get((body, root.operands[index]))
-        while made is not None and made.opcode in (*VIEWS, "get-tuple-element"):
-            made = self.by_name.get((body, made.operands[0]))
+        made = self._seen(body, root.operands[index], (*VIEWS, "get-tuple-element"))
         if made is None:
             return None
-        near = [self.by_name.get((body, name)) for name in made.operands]
+        near = [self._seen(body, name) for name in made.operands]
         near += [x for _, name in made.called() for x in self.computations.get(name, ())]
         steps = {_integer(x) for x in near if x is not None} - {None, 0}
         # A fusion may compute other things from other numbers.
