@@ -28,16 +28,18 @@ MESHES: dict[str, dict[str, int]] = {
 }
 
 
-def plan_gpt(mesh_shape: dict[str, int], **options: Any) -> eqxshard.Plan:
+def plan_gpt(
+    mesh_shape: dict[str, int], shape: Shape = SHAPE, **options: Any
+) -> eqxshard.Plan:
     """A plan of the recipe's step, in bfloat16, with layers that are computed again."""
-    tokens = jax.ShapeDtypeStruct((ROWS, SHAPE.block), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((ROWS, shape.block), jnp.int32)
     return eqxshard.plan(
-        partial(GPT, shape=SHAPE, remat="full"),
+        partial(GPT, shape=shape, remat="full"),
         gpt.loss_fn,
         gpt.make_optimizer(gpt.Args(), 1000),
         {"tokens": tokens, "targets": tokens},
         mesh_shape=mesh_shape,
-        rule=gpt.make_rule(SHAPE),
+        rule=gpt.make_rule(shape),
         precision=eqxshard.Precision("bfloat16"),
         **options,
     )

@@ -15,6 +15,11 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from ..sharding._mesh import BATCH_AXES, automatic_axes
+from ..sharding._placement import constrain
+
+_ANY = PartitionSpec.UNCONSTRAINED
+#: cuDNN takes whole sequences, also where experts would have the compiler split them.
+_WHOLE = PartitionSpec(_ANY, None, _ANY, None)
 
 
 def supports(
@@ -72,7 +77,9 @@ def _attend(
         mask = (segments[..., :, None] == segments[..., None, :])[..., None, :, :]
         mask = mask.reshape(-1, *mask.shape[-3:])
     shape = query.shape
-    query, key, value = (x.reshape(-1, *x.shape[-3:]) for x in (query, key, value))
+    query, key, value = (
+        constrain(x.reshape(-1, *x.shape[-3:]), _WHOLE) for x in (query, key, value)
+    )
     out = jax.nn.dot_product_attention(
         query,
         key,
@@ -82,7 +89,7 @@ def _attend(
         scale=scale,
         implementation="cudnn",
     )
-    return out.reshape(shape)
+    return constrain(out, _WHOLE).reshape(shape)
 
 
 def _by_platform(cuda: Callable[..., Any], default: Callable[..., Any]) -> Any:

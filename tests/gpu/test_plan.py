@@ -1,7 +1,9 @@
 """Plans by the compiler for GPUs."""
 
+import dataclasses
+
 import pytest
-from plan_theory import MESHES, plan_gpt, state_bytes, theory, traffic
+from plan_theory import MESHES, ROWS, SHAPE, plan_gpt, state_bytes, theory, traffic
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("as_scripts_run")]
 
@@ -18,6 +20,17 @@ def test_communication_is_what_theory_counts(name):
     assert 2 * memory.parameters <= memory.optimizer <= 2 * memory.parameters + 8
     arrays = memory.parameters + memory.optimizer + memory.other_state + memory.batch
     assert arrays + memory.temporaries <= memory.peak <= arrays + memory.temporaries + 2000
+
+
+def test_tokens_travel_to_experts_and_back():
+    shape = dataclasses.replace(SHAPE, experts=8, top_k=2)
+    plan = plan_gpt({"expert": 8}, shape, backend="gpu")
+    # Of each sequence a device has 8 tokens, whose 16 choices have room for 4 in each
+    # expert in each round.
+    once = 7 / 8 * 2 * (ROWS * 8 * 4) * shape.embed
+    moved = [each for each in plan.collectives if each.kind == "all-to-all"]
+    assert {(each.axes, each.sent) for each in moved} == {(("expert",), once)}
+    assert all(each.in_loop for each in moved)
 
 
 def test_communication_in_the_layers_is_hidden_and_has_causes():
