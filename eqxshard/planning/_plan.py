@@ -195,13 +195,6 @@ class Plan:
         **Raises:**
 
         `ValueError` if the time is not positive, or the plan has none to compare with.
-
-        !!! Example
-
-            ```python
-            target = plan.calibrate(0.81)
-            print(eqxshard.plan(*step, mesh_shape=another, rule=rule, target=target))
-            ```
         """
         if self.time is None or not self.time.step:
             raise ValueError(

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -112,7 +113,7 @@ CASES = [
 ]
 SEEN = []
 #: The callback is meant.
-LINT = {"dtype": "off"}
+LINT: Any = {"dtype": "off"}
 
 
 def losses(model, batch, key):
