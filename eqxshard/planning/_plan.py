@@ -183,9 +183,8 @@ class Plan:
     def calibrate(self, seconds: float) -> Target:
         """The target, as fast as a run of this step was seen to be.
 
-        A plan counts with peaks, so a real step takes longer. One that was measured says
-        how much longer, and plans of other meshes for the target that this returns take
-        it into account: all its speeds are scaled by the same factor.
+        A plan counts with peaks, so a real step takes longer. All speeds of the target
+        that this returns are scaled by the same factor, for plans of other meshes.
 
         **Arguments:**
 
