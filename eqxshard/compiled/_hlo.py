@@ -194,10 +194,20 @@ class Module:
         known = ("parameter", "get-tuple-element", "constant", "compare", "fusion", *VIEWS)
         plain = all(x.opcode in known for x in condition)
         bounds = [x for x in condition if x.opcode == "constant"]
-        counters = [x for x in condition if x.opcode == "get-tuple-element"]
+        used = [
+            self.by_name.get((x.computation, name))
+            for x in condition
+            for name in x.operands
+        ]
+        # JAX 0.12 writes no instruction for them, and they may be used twice.
+        counters = {
+            x.attribute("index")
+            for x in used
+            if x is not None and x.opcode == "get-tuple-element"
+        }
         if not (compares and plain and len(bounds) == len(counters) == 1):
             return None
-        index = int(counters[0].attribute("index") or 0)
+        index = int(counters.pop() or 0)
         bound, first = _integer(bounds[0]), self._part(loop, index)
         start = None if first is None else _integer(first)
         step = self._step(called.get("body", ""), index)

@@ -131,3 +131,28 @@ def test_parts_of_an_instruction():
     assert (y.attribute("dims"), y.attribute("kind")) == ("{0,1}", "word")
     assert (y.attribute("other"), y.op_name) == (None, 'f(\\"a\\")/g')
     assert [str(shape) for shape in y.shapes] == ["f32[4]", "s32[]"]
+
+
+def test_counters_that_are_written_with_a_number_sign():
+    module = parse_module(
+        "%body (p: (s32[], f32[])) -> (s32[], f32[]) {\n"
+        "  %p = (s32[], f32[]) parameter(0)\n"
+        "  %two = s32[] constant(2)\n"
+        "  %next = s32[] add(%p#0, %two)\n"
+        "  ROOT %out = (s32[], f32[]) tuple(%next, %p#1)\n"
+        "}\n"
+        "%condition (q: (s32[], f32[])) -> pred[] {\n"
+        "  %q = (s32[], f32[]) parameter(0)\n"
+        "  %last = s32[] constant(9)\n"
+        "  ROOT %less = pred[] compare(%q#0, %last), direction=LT\n"
+        "}\n"
+        "ENTRY %main (x: f32[]) -> (s32[], f32[]) {\n"
+        "  %x = f32[] parameter(0)\n"
+        "  %one = s32[] constant(1)\n"
+        "  %start = s32[] copy(%one)\n"
+        "  %first = (s32[], f32[]) tuple(%start, %x)\n"
+        "  ROOT %loop = (s32[], f32[]) while(%first), condition=%condition, body=%body\n"
+        "}\n"
+    )
+    (loop,) = [x for x in module.instructions() if x.opcode == "while"]
+    assert module.trips(loop) == 4 == module.times("body")
