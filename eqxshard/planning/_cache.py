@@ -5,11 +5,7 @@ from pathlib import Path
 
 import jax
 
-#: As `cache_compilations` sets them: programs of any size, however quick to compile.
-_EVERYTHING = {
-    "jax_persistent_cache_min_compile_time_secs": 0.0,
-    "jax_persistent_cache_min_entry_size_bytes": -1,
-}
+from ..transforms._cache import cache_compilations
 
 
 def keep_compiled(lower: Callable[[], jax.stages.Lowered], folder: Path) -> str:
@@ -28,8 +24,7 @@ def keep_compiled(lower: Callable[[], jax.stages.Lowered], folder: Path) -> str:
     What to say of it.
     """
     before = {path.name for path in folder.glob("*-cache")}
-    for name, value in {**_EVERYTHING, "jax_compilation_cache_dir": str(folder)}.items():
-        jax.config.update(name, value)
+    cache_compilations(folder)
     # Or JAX would return what it has in memory.
     jax.clear_caches()
     lower().compile()

@@ -27,7 +27,7 @@ from ..training._state import TrainState
 from ..training._train_step import make_train_step
 from ._cache import keep_compiled
 from ._costs import Costs
-from ._leaves import gradient_shardings, mesh_of, plan_leaves, shard_bytes
+from ._leaves import mesh_of, plan_leaves, shard_bytes, stored_gradients
 from ._plan import Plan, PlannedCollective, PlannedMemory, PlannedTime
 from ._request import Request, load_request
 from ._rewrites import rewrite_collectives
@@ -79,7 +79,7 @@ def compile_plan(request: Request, dump: Path) -> Plan:
     schedule = Schedule(module, operations, request.target)
     elapsed = schedule.elapsed(module.entry)
     flops = _flops(module)
-    leaves, gradients = plan_leaves(state), _gradients(state)
+    gradients = stored_gradients(state)
     causes = Causes(module, sizes, _model_arrays(state), gradients)
     rows, tokens = count_examples(request.batch)
     predicted = _time(request, flops, operations, sizes, elapsed)
@@ -103,7 +103,7 @@ def compile_plan(request: Request, dump: Path) -> Plan:
         tokens=tokens,
         compile_seconds=seconds,
         notes=tuple(notes),
-        leaves=leaves,
+        leaves=plan_leaves(state, gradients),
         timeline=None if on_cpu or predicted is None else elapsed.timeline.spans,
         settings=_settings(request),
     )
@@ -178,15 +178,6 @@ def _memory(
 
 def _bytes_of(tree: Any) -> int:
     return sum(shard_bytes(leaf) for _, leaf in array_leaves(tree))
-
-
-def _gradients(state: TrainState) -> list[Leaf]:
-    """The trained arrays, as their gradients are stored."""
-    params, shardings = gradient_shardings(state)
-    return [
-        Leaf(path, sharding.shard_shape(leaf.shape), shard_bytes(leaf, sharding))
-        for (path, leaf), sharding in zip(array_leaves(params), shardings, strict=True)
-    ]
 
 
 def _model_arrays(state: TrainState) -> dict[int, str]:

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PyTree
 
+from ..compiled._causes import Leaf
 from ..sharding._leaves import array_leaves, is_array, leaf_path
 from ..sharding._spec import axes_of
 from ..training._layout import make_layout
@@ -42,14 +43,16 @@ class PlannedLeaf:
         return self.bytes + self.gradient + self.optimizer
 
 
-def plan_leaves(state: TrainState) -> tuple[PlannedLeaf, ...]:
-    """The arrays of a state's model, which may be `jax.ShapeDtypeStruct`s."""
-    params, shardings = gradient_shardings(state)
-    gradients = {
-        path: shard_bytes(leaf, sharding)
-        for (path, leaf), sharding in zip(array_leaves(params), shardings, strict=True)
-    }
-    optimizer = _optimizer_bytes(state.opt_state, params)
+def plan_leaves(state: TrainState, gradients: Sequence[Leaf]) -> tuple[PlannedLeaf, ...]:
+    """The arrays of a state's model, which may be `jax.ShapeDtypeStruct`s.
+
+    **Arguments:**
+
+    - `state`: the state.
+    - `gradients`: from `stored_gradients`.
+    """
+    gradient = {each.path: each.bytes for each in gradients}
+    optimizer = _optimizer_bytes(state.opt_state, _trained(state))
     sizes = mesh_of(state).shape
     return tuple(
         PlannedLeaf(
@@ -58,20 +61,28 @@ def plan_leaves(state: TrainState) -> tuple[PlannedLeaf, ...]:
             dtype=str(leaf.dtype),
             spec=_format_spec(leaf.sharding.spec, sizes),
             bytes=shard_bytes(leaf),
-            gradient=gradients.get(path, 0),
+            gradient=gradient.get(path, 0),
             optimizer=optimizer.get(path, 0),
         )
         for path, leaf in array_leaves(state.model)
     )
 
 
-def gradient_shardings(state: TrainState) -> tuple[PyTree, list[Any]]:
-    """The trained part of a state's model, and how each gradient is stored."""
-    made = state.made_with
+def stored_gradients(state: TrainState) -> list[Leaf]:
+    """The trained arrays of a state's model, as their gradients are stored."""
+    made, params = state.made_with, _trained(state)
     assert made is not None  # By `abstract_state`.
-    params, _ = split_model(state.model, made.trainable(state.model))
     layout = make_layout(state.model, params, state.opt_state, mesh_of(state), made.rule)
-    return params, jax.tree.leaves(layout.update)
+    shardings = jax.tree.leaves(layout.update)
+    return [
+        Leaf(path, sharding.shard_shape(leaf.shape), shard_bytes(leaf, sharding))
+        for (path, leaf), sharding in zip(array_leaves(params), shardings, strict=True)
+    ]
+
+
+def _trained(state: TrainState) -> PyTree:
+    assert state.made_with is not None
+    return split_model(state.model, state.made_with.trainable(state.model))[0]
 
 
 def mesh_of(state: TrainState) -> Mesh:

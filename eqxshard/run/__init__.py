@@ -3,7 +3,7 @@
 The pieces can be used one by one. May use every other room; nothing uses this one.
 """
 
-from ._cache import cache_compilations as cache_compilations
+from ..transforms._cache import cache_compilations as cache_compilations
 from ._cli import cli as cli
 from ._config import RunConfig as RunConfig
 from ._config import default as default

@@ -20,7 +20,7 @@ import tyro
 from ..data._planning import is_planning
 from ..debug._references import refuse_import
 from ..distributed import exit_process, initialize
-from ._cache import cache_compilations
+from ..transforms._cache import cache_compilations
 from ._config import RunConfig
 
 _Args = TypeVar("_Args")

@@ -6,7 +6,7 @@ from helpers import lenient
 from jax.sharding import PartitionSpec as P
 
 import eqxshard
-from eqxshard.planning._leaves import plan_leaves
+from eqxshard.planning._leaves import plan_leaves, stored_gradients
 
 
 class Model(eqx.Module):
@@ -32,7 +32,7 @@ def leaves(optim, rule=None, trainable=True):
         rule=eqxshard.by_path(RULES) if rule is None else rule,
         trainable=trainable,
     )
-    return {leaf.path: leaf for leaf in plan_leaves(state)}
+    return {leaf.path: leaf for leaf in plan_leaves(state, stored_gradients(state))}
 
 
 def sizes(leaf):

@@ -1,15 +1,13 @@
+import dataclasses
 import pickle
 import threading
 
 import pytest
-from plan_helpers import BATCH, OPTIM, RULE
-from transformer import Transformer, next_token_losses
+from plan_helpers import REQUEST
 
-import eqxshard
 from eqxshard.planning import _pool
 from eqxshard.planning._backends import Backend
 from eqxshard.planning._pool import compile_all, default_folder, default_workers
-from eqxshard.planning._request import Request
 
 WHERE = Backend("cpu")
 
@@ -17,20 +15,7 @@ WHERE = Backend("cpu")
 def requests(**names):
     """Requests that are told apart by an option."""
     return {
-        fingerprint: Request(
-            make_model=Transformer,
-            loss_fn=next_token_losses,
-            optim=OPTIM,
-            batch=BATCH,
-            mesh_shape={"data": 8},
-            devices=8,
-            rule=RULE,
-            target=eqxshard.Target.named("h200"),
-            backend="cpu",
-            trainable=True,
-            precision=None,
-            options={"name": name},
-        )
+        fingerprint: dataclasses.replace(REQUEST, options={"name": name})
         for fingerprint, name in names.items()
     }
 

@@ -6,28 +6,14 @@ from functools import partial
 import equinox as eqx
 import jax
 import pytest
-from plan_helpers import BATCH, OPTIM, RULE
-from transformer import Transformer, next_token_losses
+from plan_helpers import REQUEST
+from transformer import Transformer
 
 import eqxshard
-from eqxshard.planning._request import Request, Survey
+from eqxshard.planning._request import Survey
 from eqxshard.planning._survey import describe, survey_all
 
-OPTIONS = {"accumulate": 1, "nonfinite": "skip", "grad_norms": False}
-REQUEST = Request(
-    make_model=Transformer,
-    loss_fn=next_token_losses,
-    optim=OPTIM,
-    batch=BATCH,
-    mesh_shape={"fsdp": 8},
-    devices=8,
-    rule=RULE,
-    target=eqxshard.Target.named("h200"),
-    backend="cpu",
-    trainable=True,
-    precision=None,
-    options=OPTIONS,
-)
+OPTIONS = REQUEST.options
 
 
 def survey(*changes):
