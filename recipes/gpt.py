@@ -85,11 +85,16 @@ class Args:
     """Of matrices and tables only."""
     clip: float = 1.0
     """The largest norm of all gradients."""
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Annotated[
+        Literal["float32", "bfloat16"] | None,
+        default("bfloat16 for 8b and 70b, float32 for smaller sizes"),
+    ] = None
     """The type to compute in. Parameters are float32 between steps."""
     accumulate: int = 1
     """Parts of a batch to go through the model one after the other."""
-    remat: Remat = "dots"
+    remat: Annotated[
+        Remat | None, default("full for 8b and 70b, dots for smaller sizes")
+    ] = None
     """What the backward pass computes again: nothing, all but matrix products, all; or
     nothing, with the products kept in the host's memory."""
     microbatches: int = 4
@@ -247,7 +252,10 @@ def main(args: Args) -> str:
         corpus = text.open_corpus(args.data, tokenizer=args.tokenizer)
     shape = make_shape(args, corpus.vocab)
     check_mesh(args, shape)
-    make_model = partial(GPT, shape=shape, remat=args.remat, microbatches=args.microbatches)
+    large = args.size in ("8b", "70b")
+    remat = args.remat or ("full" if large else "dots")
+    compute = args.precision or ("bfloat16" if large else "float32")
+    make_model = partial(GPT, shape=shape, remat=remat, microbatches=args.microbatches)
     load = partial(gpt_weights.load, args.weights) if args.weights else None
     placed: dict[str, Any] = {"mesh": "fsdp=-1", "rule": make_rule(shape)}
     name = args.size
@@ -276,7 +284,7 @@ def main(args: Args) -> str:
         name=name,
         sampler=sampler,
         accumulate=args.accumulate,
-        precision=eqxshard.Precision(args.precision),
+        precision=eqxshard.Precision(compute),
         best="eval/loss",
         mode="min",
         load=load,

@@ -157,6 +157,17 @@ def test_the_batch_size_of_a_script_is_rounded_up_and_that_of_a_user_is_not():
         refuse(message, SCRIPT, option, devices=24)
 
 
+@pytest.mark.parametrize(
+    "options, compute, remat",
+    [("", "float32", "dots"), ("--size 8b", "bfloat16", "full")],
+)
+def test_large_sizes_of_the_gpt_compute_in_bfloat16(options, compute, remat):
+    recipe = ROOT / "recipes" / "gpt.py"
+    with collect(recipe, options.split(), devices=8) as (plan, _):
+        assert plan["precision"].compute == compute
+        assert plan["make_model"].keywords["remat"] == remat
+
+
 def test_a_script_that_makes_its_own_mesh(write):
     lines = "; import jax; options['mesh'] = eqxshard.make_mesh(fsdp=2, data=4)"
     script = write(config(batch_size=8) + lines)
