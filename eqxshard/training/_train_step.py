@@ -209,9 +209,30 @@ class TrainStep:
 
         A `jax.stages.Lowered`.
         """
+        return self._lower(state, batch, ONE_BATCH, extra)
+
+    def lower_many(
+        self, state: TrainState, batches: PyTree, extra: PyTree = None
+    ) -> jax.stages.Lowered:
+        """Lower the program of `many`.
+
+        **Arguments:**
+
+        - `state`, `batches`, `extra`: as for `many`, of arrays or of
+            `jax.ShapeDtypeStruct`s; not donated.
+
+        **Returns:**
+
+        A `jax.stages.Lowered`.
+        """
+        return self._lower(state, batches, several_batches(batches), extra)
+
+    def _lower(
+        self, state: TrainState, batch: PyTree, kind: StepInput, extra: PyTree
+    ) -> jax.stages.Lowered:
         arrays, static = flatten_state(state)
         extra_arrays, signature = take_extra(extra)
-        key = static, ONE_BATCH, signature
+        key = static, kind, signature
         compiled = self._compiled.get(key) or self._compile(state, *key)
         compiled.check_shapes(batch)
         return compiled.jitted.lower(arrays, batch, extra_arrays)

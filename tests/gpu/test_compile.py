@@ -35,18 +35,38 @@ pytestmark = pytest.mark.gpu
 KEY = jax.random.key(0)
 OPTIM = lenient(optax.adamw(1e-3))
 TABLES = [name for name in MODELS if "Embedding" in name]
+TOKENS = Transformer, next_token_losses, lambda seed: make_tokens(32, seed=seed)
+RULE = eqxshard.fsdp(min_size=64)
+SIZES = {1: {"data": 1}, 8: {"data": 2, "fsdp": 4}}
+abstract = jax.ShapeDtypeStruct
 DENSE = [name for name in MODELS if "Embedding" not in name]
 
 
-def compile_step(devices, kind, rule, sizes, **options):
-    """A train step compiled for these devices, and the state that it was compiled for."""
-    make_model, loss_fn, make_batch = kind
+def make_step(devices, kind, rule, sizes, **options):
+    """A train step for these devices, a state for it, and their mesh."""
+    make_model, loss_fn, _ = kind
     placed: dict = dict(mesh=eqxshard.make_mesh(**sizes, devices=devices), rule=rule)
     precision = {k: v for k, v in options.items() if k == "precision"}
     state = eqxshard.abstract_state(make_model, OPTIM, key=KEY, **placed, **precision)
     train_step = eqxshard.make_train_step(loss_fn, OPTIM, **placed, **options)
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_batch(0))
+    return train_step, state, placed["mesh"]
+
+
+def compile_step(devices, kind, *args, **options):
+    """A train step compiled for these devices, and the state that it was compiled for."""
+    train_step, state, _ = make_step(devices, kind, *args, **options)
+    batch = jax.tree.map(lambda x: abstract(x.shape, x.dtype), kind[2](0))
     return train_step.lower(state, batch).compile(), state
+
+
+def check_step(compiled, state):
+    """It reuses the memory of its state, and nothing passes through the host."""
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= bytes_per_device(state)
+    assert memory.host_temp_size_in_bytes == 0
+    # Memory of the host, and what would wait for it.
+    found = re.search(r"S\(5\)|infeed|outfeed|callback|MoveTo", compiled.as_text())
+    assert not found, found
 
 
 def bytes_per_device(state):
@@ -65,27 +85,48 @@ def test_every_strategy_compiles_and_reuses_the_memory_of_its_state(gpus, name):
     rest = len(gpus) // math.prod(size or 1 for size in axes.values())
     sizes = {"data": 1, **{axis: size or rest for axis, size in axes.items()}}
     compiled, state = compile_step(gpus, kind, rule, sizes)
-    memory = compiled.memory_analysis()
-    assert memory and memory.alias_size_in_bytes >= bytes_per_device(state)
+    check_step(compiled, state)
 
 
+@pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize(
     "options",
     [
+        {},
         {"precision": eqxshard.Precision("bfloat16")},
         {"precision": eqxshard.Precision("float16")},
         {"accumulate": 4},
         {"nonfinite": "ignore"},
         {"nonfinite": "raise"},
     ],
-    ids=["bfloat16", "float16", "accumulate", "ignore", "raise"],
+    ids=["default", "bfloat16", "float16", "accumulate", "ignore", "raise"],
 )
-def test_every_option_compiles_and_reuses_the_memory_of_its_state(gpus, options):
-    kind = (Transformer, next_token_losses, lambda seed: make_tokens(32, seed=seed))
-    sizes = {"data": 2, "fsdp": 4}
-    compiled, state = compile_step(gpus, kind, eqxshard.fsdp(min_size=64), sizes, **options)
-    memory = compiled.memory_analysis()
-    assert memory and memory.alias_size_in_bytes >= bytes_per_device(state)
+def test_every_option_compiles_and_reuses_the_memory_of_its_state(gpus, options, devices):
+    compiled, state = compile_step(gpus[:devices], TOKENS, RULE, SIZES[devices], **options)
+    check_step(compiled, state)
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("batches", ["stacked", "resident"])
+def test_several_steps_in_one_program_reuse_the_memory_of_the_state(
+    gpus, batches, devices, unannotated
+):
+    train_step, state, mesh = make_step(gpus[:devices], TOKENS, RULE, SIZES[devices])
+    tokens = make_tokens(32, seed=0)
+    if batches == "stacked":
+        several = jax.tree.map(lambda x: abstract((5, *x.shape), x.dtype), tokens)
+    else:
+        split, whole = eqxshard.batch_sharding(mesh, stacked=True), NamedSharding(mesh, P())
+        several = eqxshard.DeviceBatches(
+            examples=jax.tree.map(
+                lambda x: abstract(x.shape, x.dtype, sharding=whole), tokens
+            ),
+            rows=abstract((5, 16), jnp.int32, sharding=split),
+            weight=abstract((5, 16), jnp.float32, sharding=split),
+            count=abstract((), jnp.int32),
+        )
+    compiled = train_step.lower_many(state, several).compile()
+    check_step(compiled, state)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
