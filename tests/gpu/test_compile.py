@@ -3,6 +3,7 @@
 import functools
 import math
 import re
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -38,7 +39,7 @@ TABLES = [name for name in MODELS if "Embedding" in name]
 TOKENS = Transformer, next_token_losses, lambda seed: make_tokens(32, seed=seed)
 RULE = eqxshard.fsdp(min_size=64)
 SIZES = {1: {"data": 1}, 8: {"data": 2, "fsdp": 4}}
-abstract = jax.ShapeDtypeStruct
+abstract: Any = jax.ShapeDtypeStruct
 DENSE = [name for name in MODELS if "Embedding" not in name]
 
 
