@@ -15,16 +15,12 @@ from collections.abc import Iterator, Sequence
 from http import HTTPStatus
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import platformdirs
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TransferSpeedColumn,
-)
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 #: Seconds to wait for a connection, and for each read.
 _TIMEOUT = 10.0
@@ -140,8 +136,18 @@ def _chunks(response: HTTPResponse) -> Iterator[bytes]:
         yield chunk
 
 
-def _progress(url: str) -> Progress:
+def _progress(url: str) -> "Progress":
     """A bar on a terminal; otherwise one line, for logs."""
+    # Imported here because most programs download nothing.
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TransferSpeedColumn,
+    )
+
     console = Console(stderr=True)
     if not console.is_terminal:
         print(f"downloading {url}", file=sys.stderr)

@@ -16,14 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int64
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
 
 from ...distributed import count_cores
 from ._inputs import Piece, documents, find_inputs, pieces
@@ -275,6 +267,16 @@ def _encode_in_worker(piece: Piece) -> _Encoded:
 @contextmanager
 def _progress(total: int) -> Generator[Callable[[int], None], None, None]:
     """A bar of so many bytes, on a terminal; the function that moves it."""
+    # Imported here because most programs prepare no text.
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
     console = Console(stderr=True)
     with Progress(
         TextColumn("preparing"),
