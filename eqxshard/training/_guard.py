@@ -1,7 +1,6 @@
 """The guard against steps that are not finite: find them, and keep the old state."""
 
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -11,9 +10,11 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from ..sharding._spec import spec_axes
 
-#: Leaves with fewer elements are checked together: with a reduction for each, a small
-#: model would take longer to check than to update.
+#: On CPUs, leaves with fewer elements are checked together: with a reduction for each, a
+#: small model would take longer to check than to update.
 _SMALL = 2**16
+#: Elsewhere, so many leaves of any size are.
+_TOGETHER = 64
 
 
 def all_finite(
@@ -29,14 +30,10 @@ def all_finite(
     axes = tuple(axis for axis in mesh.axis_names if axis in used)
 
     def count_bad(leaves: list[Array]) -> Int[Array, ""]:
-        small: dict[Any, list[Array]] = {}
-        for leaf in leaves:
-            if leaf.size < _SMALL:
-                small.setdefault(leaf.dtype, []).append(leaf.ravel())
-        parts = [leaf for leaf in leaves if leaf.size >= _SMALL]
-        parts += [jnp.concatenate(group) for group in small.values()]
-        finite = jnp.stack([jnp.all(jnp.isfinite(part)) for part in parts])
-        bad = jnp.sum(~finite, dtype=jnp.int32)
+        bad = jnp.int32(0)
+        for group in _groups(leaves, _is_on_cpus(mesh)):
+            finite = jnp.concatenate([jnp.isfinite(leaf).ravel() for leaf in group])
+            bad += jnp.any(~finite).astype(jnp.int32)
         return jax.lax.psum(bad, axes) if axes else bad
 
     in_specs, whole = (specs,), PartitionSpec()
@@ -44,11 +41,26 @@ def all_finite(
     return count(leaves) == 0
 
 
+def _groups(leaves: list[Array], on_cpus: bool) -> list[list[Array]]:
+    """The leaves that one reduction reads."""
+    if not on_cpus:
+        # XLA reads them all in the kernel that reduces them, unless there are too many.
+        return [leaves[i : i + _TOGETHER] for i in range(0, len(leaves), _TOGETHER)]
+    # XLA:CPU first copies what is to be reduced together.
+    small = [leaf for leaf in leaves if leaf.size < _SMALL]
+    large = [[leaf] for leaf in leaves if leaf.size >= _SMALL]
+    return [*large, small] if small else large
+
+
+def _is_on_cpus(mesh: Mesh) -> bool:
+    return mesh.devices.flat[0].platform == "cpu"
+
+
 def select_update(
     condition: Bool[Array, ""], update: Callable[[], PyTree], old: PyTree, mesh: Mesh
 ) -> PyTree:
     """The new values if the condition holds; otherwise the old ones, bit for bit."""
-    if mesh.devices.flat[0].platform == "cpu":
+    if _is_on_cpus(mesh):
         # With a select, XLA:CPU would copy the optimizer's state, because it has no
         # kernel that writes several results at once.
         arrays, static = eqx.partition(old, eqx.is_array)

@@ -8,6 +8,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from communication_cases import (
@@ -254,3 +255,24 @@ def hidden_permutes(text):
         elif re.match(r"\s*%\S*gemm", line):
             under_way.clear()
     return hidden
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_the_guard_adds_few_kernels_whatever_the_depth(gpus, devices):
+    def kernels(nonfinite):
+        compiled, _ = compile_step(gpus[:devices], kind, RULE, sizes, nonfinite=nonfinite)
+        entry = str(compiled.as_text()).partition("\nENTRY")[2]
+        return len(re.findall(r" (?:fusion|custom-call|copy|reduce)\(", entry))
+
+    def losses(model, batch, key):
+        return jnp.sum((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2, axis=-1)
+
+    def make_batch(seed):
+        return dict.fromkeys("xy", np.zeros((32, 256), np.float32))
+
+    # 30 matrices and 30 biases, each an array of its own.
+    def make_model(key):
+        return eqx.nn.MLP(256, 256, 256, 29, key=key)
+
+    kind, sizes = (make_model, losses, make_batch), {"data": 1, "fsdp": devices}
+    assert kernels("skip") <= kernels("ignore") + 4
