@@ -26,10 +26,10 @@ from .loop._predict import predict as predict
 from .loop._protocols import Tracker as Tracker
 from .planning._candidates import Candidate as Candidate
 from .planning._candidates import Search as Search
+from .planning._collectives import PlannedCollective as PlannedCollective
 from .planning._leaves import PlannedLeaf as PlannedLeaf
 from .planning._make_plan import plan as plan
 from .planning._plan import Plan as Plan
-from .planning._plan import PlannedCollective as PlannedCollective
 from .planning._plan import PlannedMemory as PlannedMemory
 from .planning._plan import PlannedTime as PlannedTime
 from .planning._search import plan_search as plan_search

@@ -71,7 +71,7 @@ def lint(
         ```
     """
     if isinstance(step, TrainStep):
-        return Findings(step._findings(state, batch, extra))
+        return Findings(step._inspect(state, batch, extra)[1])
     if isinstance(step, EvalStep):
         return Findings(step._findings(state, batch))
     raise TypeError(

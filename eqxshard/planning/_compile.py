@@ -6,7 +6,6 @@ import os
 import pickle
 import sys
 import time
-import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -20,15 +19,18 @@ from jax.experimental import topologies
 from ..compiled._causes import Causes, Leaf
 from ..compiled._communication import Operation, find_collectives
 from ..compiled._hlo import Module, parse_module
+from ..inspect._lint import Findings
 from ..sharding._leaves import array_leaves, format_array
 from ..sharding._mesh import batch_sharding, make_mesh
 from ..training._init import abstract_state
 from ..training._state import TrainState
 from ..training._train_step import make_train_step
 from ._cache import keep_compiled
+from ._collectives import PlannedCollective, has_peers
 from ._costs import Costs
+from ._failure import Failure
 from ._leaves import mesh_of, plan_leaves, shard_bytes, stored_gradients
-from ._plan import Plan, PlannedCollective, PlannedMemory, PlannedTime
+from ._plan import Plan, PlannedMemory, PlannedTime
 from ._request import Request, load_request
 from ._rewrites import rewrite_collectives
 from ._schedule import Elapsed, Schedule, compute_seconds
@@ -44,9 +46,9 @@ def answer(work: Callable[[Any, Path], Any]) -> None:
     folder = Path(sys.argv[1])
     try:
         request = load_request((folder / "request").read_bytes())
-        result = ("result", work(request, folder / "dump"), "")
+        result = work(request, folder / "dump")
     except Exception as error:
-        result = (type(error).__name__, str(error), traceback.format_exc())
+        result = Failure.of(error)
     part = folder / "part"
     part.write_bytes(pickle.dumps(result))
     os.replace(part, folder / "result")
@@ -69,11 +71,11 @@ def compile_plan(request: Request, dump: Path) -> Plan:
         request.make_model, request.optim, key=jax.random.key(0), **placed
     )
     step = make_train_step(request.loss_fn, request.optim, **request.options)
-    compiled = step.lower(state, request.batch).compile()
+    program, findings = step._inspect(state, request.batch)
     seconds = time.perf_counter() - start
     on_cpu = request.backend == "cpu"
-    module = parse_module(_partitioned(dump) if on_cpu else compiled.as_text() or "")
-    operations = list(find_collectives(module, mesh.size))
+    module = parse_module(_partitioned(dump) if on_cpu else program.text)
+    operations = [x for x in find_collectives(module, mesh.size) if has_peers(x)]
     if on_cpu:
         operations = rewrite_collectives(module, operations)
     schedule = Schedule(module, operations, request.target)
@@ -92,7 +94,7 @@ def compile_plan(request: Request, dump: Path) -> Plan:
         backend=request.backend,
         mesh={axis: size for axis, size in sizes.items() if size > 1} or {"data": 1},
         devices=mesh.size,
-        memory=_memory(request, state, gradients, compiled.memory_analysis()),
+        memory=_memory(request, state, gradients, program.compiled.memory_analysis()),
         flops=flops,
         collectives=tuple(
             _describe(each, sizes, causes, None if on_cpu else elapsed)
@@ -106,6 +108,7 @@ def compile_plan(request: Request, dump: Path) -> Plan:
         leaves=plan_leaves(state, gradients),
         timeline=None if on_cpu or predicted is None else elapsed.timeline.spans,
         settings=_settings(request),
+        findings=Findings(findings),
     )
 
 

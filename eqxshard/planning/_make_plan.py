@@ -1,6 +1,5 @@
 """`plan`: what a step needs, before there are devices."""
 
-import dataclasses
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -161,15 +160,7 @@ def make_request(
 
 def make_plan(data: bytes, where: Backend) -> Plan:
     """Compile a pickled request in another process."""
-    made, log = run(data, where)
-    if "Involuntary full rematerialization" in log:
-        warning = (
-            "XLA gathers a whole array because it cannot move it from one sharding to "
-            "another (an involuntary full rematerialization); look for a large all-gather "
-            "of activations"
-        )
-        made = dataclasses.replace(made, notes=(*made.notes, warning))
-    return made
+    return run(data, where)
 
 
 def mesh_sizes(asked: Mapping[str, int], devices: int | None) -> dict[str, int]:

@@ -14,9 +14,10 @@ from ._charts import (
     draw_timeline,
     kind_style,
 )
+from ._collectives import group_collectives
 from ._format import format_bytes, format_seconds, join_axes
 from ._html import Markup, join, tag
-from ._plan import Plan, group_collectives
+from ._plan import Plan
 from ._targets import how_sure
 from ._timeline import PlannedSpan
 
@@ -44,6 +45,7 @@ def render_page(plan: Plan) -> str:
         leaves=_leaves(plan),
         schedule=_schedule(plan),
         collectives=_collectives(plan),
+        findings=_findings(plan),
         notes=_notes(plan),
         settings=_settings(plan),
     )
@@ -301,6 +303,14 @@ def _cause(leaves: Sequence[str], line: str | None) -> Iterator[Markup]:
         yield tag("details", tag("summary", f"{len(paths) - 3} more"), *paths[3:])
     if line:
         yield tag("span", line, class_="line")
+
+
+def _findings(plan: Plan) -> Markup:
+    if not plan.findings:
+        return Markup("")
+    items = [tag("li", tag("strong", each.kind), f": {each}") for each in plan.findings]
+    said = "What is most likely not meant, as eqxshard.lint finds it."
+    return _card("findings", "Findings", tag("p", said), tag("ul", *items))
 
 
 def _notes(plan: Plan) -> Markup:

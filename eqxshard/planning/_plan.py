@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.table import Table
 
+from ..inspect._lint import Findings
 from ..inspect._tables import BreakablePath, render
+from ._collectives import PlannedCollective, group_collectives
 from ._format import format_giga, format_mega, format_seconds, join_axes
 from ._leaves import PlannedLeaf
 from ._targets import Compiler, Target, how_sure
@@ -46,38 +48,6 @@ class PlannedMemory:
     def left(self) -> int | None:
         """What is left of the device at the peak; negative if the step does not fit."""
         return None if self.device is None else self.device - self.peak
-
-
-@dataclass(frozen=True)
-class PlannedCollective:
-    """A collective of a planned step.
-
-    - `kind`: such as `all-gather`.
-    - `axes`: the axes of the mesh that it goes along; `None` if the compiler does not say.
-    - `shapes`: of its results on each device.
-    - `bytes`: of these results.
-    - `sent`: the bytes that each device sends, each time: of an all-gather or a
-        reduce-scatter over `n` devices, `(n - 1) / n` of the whole; of an all-reduce
-        twice that.
-    - `times`: how often a step runs it; `None` if the compiled text does not say.
-    - `in_loop`: whether it is in a loop, such as that over layers.
-    - `line`: the line of your code that causes it, as `model.py:12`.
-    - `leaves`: the arrays of the model that it gathers, or whose gradients it reduces. The
-        compiler does not say the latter, so arrays of the same shape are named together.
-    - `hidden`: the part of its time that passes while the device computes, from 0 to 1;
-        `None` if it is not known.
-    """
-
-    kind: str
-    axes: tuple[str, ...] | None
-    shapes: tuple[str, ...]
-    bytes: int
-    sent: int
-    times: int | None
-    in_loop: bool
-    line: str | None
-    leaves: tuple[str, ...]
-    hidden: float | None
 
 
 @dataclass(frozen=True)
@@ -126,6 +96,7 @@ class Plan:
     - `timeline`: what the devices do when, as [`eqxshard.PlannedSpan`][]s; `None` if there
         is no schedule.
     - `settings`: what the step was made with, as text, by name.
+    - `findings`: what is most likely not meant, as [`eqxshard.lint`][] finds it.
     """
 
     target: Target
@@ -143,6 +114,7 @@ class Plan:
     leaves: tuple[PlannedLeaf, ...]
     timeline: tuple[PlannedSpan, ...] | None
     settings: Mapping[str, str]
+    findings: Findings
 
     @property
     def fits(self) -> bool | None:
@@ -263,6 +235,8 @@ class Plan:
             yield render(self._collectives_table())
         yield render(self._leaves_table())
         yield self._summary()
+        if self.findings:
+            yield f"Most likely not meant:\n{self.findings}"
 
     def _memory_table(self) -> Table:
         memory = self.memory
@@ -352,46 +326,6 @@ class Plan:
                 waiting = f" ({format_seconds(time.waiting[axes])} not hidden)"
             parts.append(f"{axes} links {format_seconds(seconds)}{waiting}")
         return ", ".join(parts)
-
-
-class CollectiveGroup(NamedTuple):
-    """Collectives of a plan that have all in common but their shapes.
-
-    - `sent`: the bytes that each device sends, each time, in all of them.
-    - `hidden`: the mean of theirs, by what they send; `None` if it is not known.
-    """
-
-    axes: tuple[str, ...] | None
-    kind: str
-    times: int | None
-    in_loop: bool
-    leaves: tuple[str, ...]
-    line: str | None
-    sent: int
-    hidden: float | None
-
-    @property
-    def sent_in_all(self) -> int:
-        """The bytes that each device sends in a step."""
-        return self.sent * (1 if self.times is None else self.times)
-
-
-def group_collectives(
-    collectives: tuple[PlannedCollective, ...],
-) -> list[CollectiveGroup]:
-    """Collectives in groups, those that send the most first."""
-    groups: dict[tuple[Any, ...], list[PlannedCollective]] = {}
-    for each in collectives:
-        key = (each.axes, each.kind, each.times, each.in_loop, each.leaves, each.line)
-        groups.setdefault(key, []).append(each)
-    found = []
-    for key, group in groups.items():
-        known = [(x.sent, x.hidden) for x in group if x.hidden is not None]
-        total = sum(sent for sent, _ in known)
-        hidden = sum(sent * part for sent, part in known) / total if total else None
-        sent = sum(each.sent for each in group)
-        found.append(CollectiveGroup(*key, sent=sent, hidden=hidden))
-    return sorted(found, key=lambda each: -each.sent_in_all)
 
 
 def _some(names: tuple[str, ...]) -> str:

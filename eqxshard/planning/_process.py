@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ._backends import Backend, install
+from ._failure import Failure
 
 #: Set in the process that compiles.
 CHILD = "EQXSHARD_PLANNING"
@@ -27,8 +28,8 @@ _CUDNN = "def cudnn_get_version():\n    return 91000\n"
 _ONE_SHOT = ("one_shot", "size mismatch when packing")
 
 
-def run(data: bytes, backend: Backend, module: str = "_compile") -> tuple[Any, str]:
-    """Compile in another process, and return what it found.
+def run(data: bytes, backend: Backend, module: str = "_compile") -> Any:
+    """Compile in another process, and return what it finds.
 
     **Arguments:**
 
@@ -36,13 +37,9 @@ def run(data: bytes, backend: Backend, module: str = "_compile") -> tuple[Any, s
     - `backend`: the compiler.
     - `module`: of planning, whose `main` does the work.
 
-    **Returns:**
-
-    The result, and what the compiler logged.
-
     **Raises:**
 
-    What it raised, or `RuntimeError` if it died.
+    What it raised; `RuntimeError` if it died, or for an error of another type.
     """
     if CHILD in os.environ:
         raise RuntimeError(
@@ -65,16 +62,10 @@ def run(data: bytes, backend: Backend, module: str = "_compile") -> tuple[Any, s
         result = folder / "result"
         if not result.exists():
             raise RuntimeError(explain_death(done.returncode, done.stderr))
-        kind, content, details = pickle.loads(result.read_bytes())
-    if kind == "result":
-        return content, done.stderr
-    error = {"ValueError": ValueError, "TypeError": TypeError}.get(kind, RuntimeError)
-    message = (
-        content if error is not RuntimeError else _explain_error(kind, content, backend)
-    )
-    raised = error(message)
-    raised.add_note(f"In the process that compiles:\n{details}")
-    raise raised
+        answer = pickle.loads(result.read_bytes())
+    if isinstance(answer, Failure):
+        raise _error(answer, backend)
+    return answer
 
 
 def _environment(folder: Path, backend: Backend) -> dict[str, str]:
@@ -120,14 +111,29 @@ def explain_death(code: int, stderr: str) -> str:
     return f"XLA ended the process that compiles ({how}: {said}); {remedy}."
 
 
-def _explain_error(kind: str, message: str, backend: Backend) -> str:
-    first = message.strip().split("\n")[0][:300].rstrip(".")
-    if kind in ("ImportError", "ModuleNotFoundError"):
+def _error(failure: Failure, backend: Backend) -> Exception:
+    """What to raise here."""
+    kinds = {"ValueError": ValueError, "TypeError": TypeError}
+    if failure.kind in kinds:
+        error = kinds[failure.kind](failure.message)
+    else:
+        error = RuntimeError(_explain(failure, backend))
+    error.add_note(f"In the process that compiles:\n{failure.traceback}")
+    return error
+
+
+def _explain(failure: Failure, backend: Backend) -> str:
+    first = failure.message.strip().split("\n")[0][:300].rstrip(".")
+    if failure.kind in ("ImportError", "ModuleNotFoundError"):
         return (
             f"the process that compiles cannot import what it was sent ({first}); put it "
             "in a module that can be imported from here."
         )
+    said = f"{failure.kind}: {first}"
+    if failure.line is not None or not failure.by_compiler:
+        where = "" if failure.line is None else f" at {failure.line}"
+        return f"making the model and its step raised {said}{where}; correct the script."
     remedy = "use backend='cpu'"
-    if "topology not implemented" in message or "No visible GPU" in message:
+    if "topology not implemented" in first or "No visible GPU" in first:
         remedy = f"run `{install(backend.compiler)}`"
-    return f"the step could not be compiled ({kind}: {first}); {remedy}."
+    return f"the step could not be compiled ({said}); {remedy}."

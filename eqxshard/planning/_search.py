@@ -153,7 +153,7 @@ def _try(
     """Compile all that may fit, what looks cheapest first."""
     survey = Survey(tuple(request for _, request in candidates))
     known: list[Surveyed]
-    known, _ = run(dump_request(survey), where, "_survey")
+    known = run(dump_request(survey), where, "_survey")
     results: list[Plan | str] = [""] * len(known)
     first_of: dict[str, int] = {}
     for number, ((_, request), each) in enumerate(zip(candidates, known, strict=True)):

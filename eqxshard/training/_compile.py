@@ -69,16 +69,21 @@ def jit_on(
 
 
 class Program(NamedTuple):
-    """What a compiled function is made of, for lint.
+    """A compiled function, and what it is made of, for lint.
 
     - `jaxpr`: what was traced.
-    - `text`: what was compiled.
+    - `compiled`: what was compiled.
     - `stderr`: what the compiler wrote to standard error.
     """
 
     jaxpr: Any
-    text: str
+    compiled: jax.stages.Compiled
     stderr: str
+
+    @property
+    def text(self) -> str:
+        """What was compiled, as text."""
+        return self.compiled.as_text() or ""
 
 
 class Jitted:
@@ -116,7 +121,7 @@ class Jitted:
             THREAD.call = outer
         if seconds and self._watch is not None:
             self._watch.add(args, seconds)
-        return Program(traced.jaxpr, compiled.as_text() or "", stderr())
+        return Program(traced.jaxpr, compiled, stderr())
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """As that of `jax.jit`."""

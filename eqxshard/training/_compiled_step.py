@@ -12,7 +12,7 @@ from ..compiled._findings import Finding
 from ..sharding._leaves import array_leaves
 from ..sharding._mesh import format_sharding
 from ..transforms._compiles import CompileLog, Watch, function_name
-from ._compile import jit_on
+from ._compile import Program, jit_on
 from ._config import ResolvedConfig, StepConfig
 from ._extra import Signature
 from ._gradients import LossInputs
@@ -86,16 +86,15 @@ class CompiledStep:
             out_shardings=(self.shardings, whole),
         )
 
-    def lint(
-        self, state: TrainState, batch: PyTree, extra_arrays: list[Any]
-    ) -> Iterator[Finding]:
-        """Compile for a state and a batch, and yield all findings."""
+    def compile(self, state: TrainState, batch: PyTree, extra_arrays: list[Any]) -> Program:
+        """Compile for a state and a batch."""
+        leaves = zip(array_leaves(state), self.shardings, strict=True)
+        arrays = [_abstract(leaf, sharding) for (_, leaf), sharding in leaves]
+        return self.jitted.compile(arrays, batch, extra_arrays)
+
+    def lint(self, program: Program, state: TrainState, batch: PyTree) -> Iterator[Finding]:
+        """Yield all findings in what was compiled for a state and a batch."""
         config, leaves = self._config, array_leaves(state)
-        program = self.jitted.compile(
-            [_abstract(x, s) for (_, x), s in zip(leaves, self.shardings, strict=True)],
-            batch,
-            extra_arrays,
-        )
         arguments = [
             argument(path, leaf, sharding, donated=True)
             for (path, leaf), sharding in zip(leaves, self.shardings, strict=True)

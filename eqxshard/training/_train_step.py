@@ -14,6 +14,7 @@ from ..sharding._placement import filter_shard
 from ..sharding._rule import Rule
 from ..transforms._compiles import CompileLog, function_name
 from ..transforms._partition import Static
+from ._compile import Program
 from ._compiled_step import DONATED, CompiledStep, check_shardings
 from ._config import Nonfinite, StepConfig, check_optim
 from ._extra import Signature, check_not_donated, copy_shared, copy_taken, take_extra
@@ -276,7 +277,8 @@ class TrainStep:
         compiled = self._compiled.get(key) or self._compile(state, *key)
         if self._lint.is_on:
             try:
-                findings = list(compiled.lint(state, batch, extra_arrays))
+                program = compiled.compile(state, batch, extra_arrays)
+                findings = list(compiled.lint(program, state, batch))
             except (TypeError, ValueError):
                 compiled.check_inputs(state, batch)
                 raise
@@ -285,16 +287,17 @@ class TrainStep:
         self._ready[key] = compiled
         return compiled
 
-    def _findings(
-        self, state: TrainState, batch: PyTree, extra: PyTree
-    ) -> tuple[Finding, ...]:
-        """What lint finds in a single step, whatever the level."""
+    def _inspect(
+        self, state: TrainState, batch: PyTree, extra: PyTree = None
+    ) -> tuple[Program, tuple[Finding, ...]]:
+        """Compile a single step; also return what lint finds in it, whatever the level."""
         _, static = flatten_state(state)
         extra_arrays, signature = take_extra(extra)
         key = static, ONE_BATCH, signature
         compiled = self._compiled.get(key) or self._compile(state, *key)
         compiled.check_shapes(batch)
-        return tuple(compiled.lint(state, batch, extra_arrays))
+        program = compiled.compile(state, batch, extra_arrays)
+        return program, tuple(compiled.lint(program, state, batch))
 
     def _compile(
         self, state: TrainState, static: Static, kind: StepInput, extra: Signature | None

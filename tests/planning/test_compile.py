@@ -1,9 +1,15 @@
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import lint_helpers
+import numpy as np
 import pytest
-from plan_helpers import BATCH
+from plan_helpers import BATCH, REQUEST
 
-from eqxshard.planning._compile import count_examples, tpu_topology
+import eqxshard
+from eqxshard.planning._compile import compile_plan, count_examples, tpu_topology
 
 
 @pytest.mark.parametrize(
@@ -25,3 +31,18 @@ def test_tokens_are_integers_in_rows():
     images = jax.ShapeDtypeStruct((8, 28, 28), jnp.uint8)
     labels = jax.ShapeDtypeStruct((8,), jnp.int32)
     assert count_examples({"image": images, "label": labels}) == (8, None)
+
+
+def losses_with_a_table(model, batch, key):
+    table = np.ones((512, 512), np.float32)
+    return lint_helpers.square_losses(model, batch, key) + jnp.sum(table * batch["x"][0, 0])
+
+
+def test_findings_are_those_of_lint(tmp_path):
+    given: dict[str, Any] = {"make_model": lint_helpers.MLP, "loss_fn": losses_with_a_table}
+    batch = {"x": jax.ShapeDtypeStruct((512, 64), jnp.float32)}
+    given |= {"optim": lint_helpers.OPTIM, "batch": batch, "rule": lint_helpers.FSDP}
+    plan = compile_plan(dataclasses.replace(REQUEST, **given), tmp_path)
+    assert [each.kind for each in plan.findings] == ["constant"]
+    step = eqxshard.make_train_step(losses_with_a_table, lint_helpers.OPTIM)
+    assert plan.findings == eqxshard.lint(step, lint_helpers.make_state(fsdp=8), batch)

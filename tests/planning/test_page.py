@@ -7,7 +7,8 @@ import pytest
 from page_parser import parse, rows
 
 import eqxshard
-from eqxshard.planning._plan import group_collectives
+from eqxshard.inspect._lint import Findings
+from eqxshard.planning._collectives import group_collectives
 
 LOADING = ("src", "href", "action", "data", "srcset", "poster")
 
@@ -95,6 +96,15 @@ def test_without_a_schedule_there_are_bars_instead_of_a_time_line(plan, page):
     named = {x.text for x in section.find_all("th")}
     pairs = {f"{axes} {kind}" for axes, kinds in plan.traffic.items() for kind in kinds}
     assert named == pairs
+
+
+def test_findings_are_listed(plan, page, tmp_path):
+    assert not page.find_all("section", id="findings")
+    finding = eqxshard.Finding("constant", None, "model.py:3", "a table is compiled in.")
+    other = dataclasses.replace(plan, findings=Findings([finding]))
+    other.save(tmp_path / "plan.html")
+    section = parse((tmp_path / "plan.html").read_text()).find("section", id="findings")
+    assert section.find("li").text == "constant: model.py:3: a table is compiled in."
 
 
 def test_loops_are_summed(plan, tmp_path):

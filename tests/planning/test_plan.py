@@ -4,6 +4,7 @@ import json
 import pytest
 
 import eqxshard
+from eqxshard.inspect._lint import Findings
 
 
 def test_it_prints_as_tables(plan):
@@ -61,6 +62,15 @@ def test_traffic_counts_every_iteration(plan):
             same = [x for x in plan.collectives if x.kind == kind]
             same = [x for x in same if ",".join(x.axes or ()) == axes]
             assert sent == sum(x.sent * (x.times or 1) for x in same)
+
+
+def test_findings_are_printed_and_written(plan):
+    assert plan.findings == () and "not meant" not in str(plan)
+    finding = eqxshard.Finding("constant", None, "model.py:3", "a table is compiled in.")
+    other = dataclasses.replace(plan, findings=Findings([finding]))
+    assert "Most likely not meant:" in str(other) and "model.py:3" in str(other)
+    (value,) = json.loads(json.dumps(other.to_json()))["findings"]
+    assert value["kind"] == "constant" and value["line"] == "model.py:3"
 
 
 def test_a_step_that_does_not_fit_says_so(plan):

@@ -24,6 +24,19 @@ def test_a_process_that_dies_is_one_sentence():
         eqxshard.plan(die, next_token_losses, optax.sgd(0.1), BATCH, **options)
 
 
+def forget(key):
+    return {}["wide"]
+
+
+def test_a_mistake_in_the_model_is_said_to_be_one():
+    options = {"mesh_shape": {"data": 8}, "rule": eqxshard.replicate(), "backend": "cpu"}
+    message = "making the model and its step raised KeyError: 'wide' at test_process.py:"
+    with pytest.raises(RuntimeError, match=re.escape(message)) as caught:
+        eqxshard.plan(forget, next_token_losses, optax.sgd(0.1), BATCH, **options)
+    assert str(caught.value).endswith("; correct the script.")
+    assert "in forget" in caught.value.__notes__[0]
+
+
 def test_the_remedy_is_that_for_what_it_said():
     fatal = "I0101 hello\nF0101 one.cc:3] Check failed: size mismatch when packing elements"
     message = explain_death(-6, fatal)

@@ -9,7 +9,9 @@ from plan_helpers import OPTIM, RULE
 from transformer import Transformer, next_token_losses
 
 import eqxshard
-from eqxshard.planning._plan import PlannedCollective, PlannedMemory, PlannedTime
+from eqxshard.inspect._lint import Findings
+from eqxshard.planning._collectives import PlannedCollective
+from eqxshard.planning._plan import PlannedMemory, PlannedTime
 from eqxshard.planning._reasons import Tried, judge, lack_of_state
 from eqxshard.planning._request import Request
 from eqxshard.planning._survey import Surveyed
@@ -42,6 +44,7 @@ def make_plan(mesh, peak, compute, waiting, sent):
         leaves=(),
         timeline=None,
         settings={},
+        findings=Findings(),
     )
 
 
