@@ -6,6 +6,7 @@ The script is one of [`eqxshard.train`][], which is planned instead of run; see
 
 import argparse
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -16,9 +17,9 @@ import jax
 from rich.console import Console
 
 from .planning._make_plan import plan
-from .planning._search import plan_search
+from .planning._search import search
 from .run._cli import exit_on_errors
-from .run._planned import collect
+from .run._planned import collect, collect_all
 
 
 class _Parser(argparse.ArgumentParser):
@@ -98,6 +99,14 @@ def _add_search(commands: Any) -> None:
         metavar="COUNTS",
         help="numbers of microbatches to try, such as 1,2,4 (default: the script's)",
     )
+    parser.add_argument(
+        "--vary",
+        metavar="OPTION=VALUES",
+        action="append",
+        default=[],
+        help="also try these values of an option of the script, such as remat=dots,full; "
+        "may be given several times",
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the search as JSON")
 
 
@@ -146,18 +155,21 @@ def _plan(options: argparse.Namespace, others: Sequence[str]) -> None:
 def _search(options: argparse.Namespace, others: Sequence[str]) -> None:
     _check_folders(options.json)
     axes = [axis for axis in options.search_axes.split(",") if axis]
-    with collect(options.script, others, devices=options.devices, mesh=False) as (
-        arguments,
+    variants = _variants(options.vary)
+    given = [[*others, *words] for words in variants.values()]
+    with collect_all(options.script, given, devices=options.devices, mesh=False) as (
+        steps,
         notes,
     ):
-        rule, accumulate = arguments.pop("rule"), arguments.pop("accumulate")
-        if options.search_accumulate:
-            accumulate = _counts(options.search_accumulate)
-        found = plan_search(
-            **arguments,
-            rules=rule,
+        for arguments in steps:
+            arguments["rules"] = arguments.pop("rule")
+            del arguments["devices"]
+            if options.search_accumulate:
+                arguments["accumulate"] = _counts(options.search_accumulate)
+        found = search(
+            dict(zip(variants, steps, strict=True)),
+            devices=options.devices,
             axes=axes,
-            accumulate=accumulate,
             target=options.device,
             backend=options.backend,
         )
@@ -166,6 +178,25 @@ def _search(options: argparse.Namespace, others: Sequence[str]) -> None:
         print(f"note: {note}.")
     if options.json:
         Path(options.json).write_text(json.dumps(found.to_json(), indent=2) + "\n")
+
+
+def _variants(texts: Sequence[str]) -> dict[str, list[str]]:
+    """The options of each variant of a script, by its name: `remat=full`."""
+    choices = []
+    for text in texts:
+        name, _, values = text.partition("=")
+        if not name.strip("-") or not all(values.split(",")):
+            raise ValueError(
+                f"--vary {text} is not an option with values; use one such as "
+                "remat=dots,full."
+            )
+        choices.append([(name.strip("-"), value) for value in values.split(",")])
+    return {
+        ", ".join(f"{name}={value}" for name, value in chosen): [
+            word for name, value in chosen for word in (f"--{name}", value)
+        ]
+        for chosen in itertools.product(*choices)
+    }
 
 
 def _counts(text: str) -> list[int]:

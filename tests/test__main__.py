@@ -137,6 +137,11 @@ def test_a_search_of_nothing(command):
     words = ("search", REGRESSION, "--devices=4", "--backend=cpu")
     refused = command(*words, "--search-accumulate=many")
     assert_refused(refused, "--search-accumulate many is not a list of numbers; use one")
+    for text in ("remat", "=full", "remat=full,"):
+        refused = command(*words, f"--vary={text}")
+        assert_refused(refused, f"--vary {text} is not an option with values; use one such")
+    refused = command(*words, "--vary=learn=1,2")
+    assert_refused(refused, "nrecognized options: --learn")
     refused = command(*words, "--search-axes=fdsp")
     assert_refused(refused, "fdsp")
     refused = command(*words, "--json=nowhere/search.json")
@@ -157,6 +162,19 @@ def test_a_search_ranks_meshes_of_a_script(command, monkeypatch, tmp_path):
     # A batch that is given need not divide: that is what some meshes cannot do.
     status, out, err = command(*words, "--batch-size=3")
     assert status == 0 and "tensor=2 wins" in out, out + err
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_scripts_run")
+def test_a_search_varies_options_of_a_script(command, script, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    words = ("search", script(), "--devices=2", "--device=cpu", "--search-axes=data")
+    status, _, err = command(*words, "--vary=size=wide,thin", "--json=search.json")
+    assert status == 0, err
+    wide, thin = json.loads((tmp_path / "search.json").read_text())["candidates"]
+    assert (wide["name"], thin["name"]) == ("data=2, size=wide", "data=2, size=thin")
+    assert wide["fits"] and wide["model"] == "size=wide"
+    assert thin["reason"] == "KeyError: 'thin'"
 
 
 @pytest.mark.slow

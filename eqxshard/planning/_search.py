@@ -4,9 +4,9 @@ import dataclasses
 import itertools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import optax
 from jaxtyping import PyTree
@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from ..sharding._rule import Rule
 from ..training._config import Nonfinite
 from ..training._precision import Precision
-from ._backends import Backend
+from ._backends import Backend, find_backend
 from ._candidates import Candidate, Search
 from ._make_plan import make_request, mesh_sizes
 from ._meshes import SEARCHED, mesh_shapes
@@ -103,44 +103,104 @@ def plan_search(
         print(search)
         ```
     """
-    start = time.perf_counter()
-    _check(margin, workers)
-    found = Target.named(target) if isinstance(target, str) else target
     models = dict(make_model) if isinstance(make_model, Mapping) else {"": make_model}
-    named_rules = dict(rules) if isinstance(rules, Mapping) else {"": rules}
-    counts = (accumulate,) if isinstance(accumulate, int) else tuple(accumulate)
+    shared = {
+        "loss_fn": loss_fn,
+        "optim": optim,
+        "batch": batch,
+        "rules": rules,
+        "accumulate": accumulate,
+        "trainable": trainable,
+        "precision": precision,
+        "nonfinite": nonfinite,
+        "grad_norms": grad_norms,
+    }
+    _check("make_model", models)
+    return search(
+        {name: {"make_model": model, **shared} for name, model in models.items()},
+        devices=devices,
+        target=target,
+        meshes=meshes,
+        axes=axes,
+        margin=margin,
+        backend=backend,
+        cache=cache,
+        workers=workers,
+    )
+
+
+def search(
+    variants: Mapping[str, Mapping[str, Any]],
+    *,
+    devices: int,
+    target: str | Target,
+    backend: Compiler | None,
+    meshes: Sequence[Mapping[str, int]] | None = None,
+    axes: Sequence[str] = ("data", "fsdp", "tensor"),
+    margin: float = 0.05,
+    cache: str | os.PathLike[str] | None = None,
+    workers: int | None = None,
+) -> Search:
+    """`plan_search` for steps that may differ in anything.
+
+    **Arguments:**
+
+    - `variants`: by name, the arguments of `plan_search` that say what a step is.
+    - `devices` and all others: as for `plan_search`.
+    """
+    start = time.perf_counter()
+    if not 0 <= margin < 1:
+        raise ValueError(f"margin={margin} is not a part; use one from 0 to 1, as 0.05.")
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers={workers} must be at least 1.")
+    found = Target.named(target) if isinstance(target, str) else target
     shapes = mesh_shapes(devices, axes, found.per_host) if meshes is None else meshes
     sizes = [mesh_sizes(shape, devices) for shape in shapes]
-    _check_all(models, named_rules, counts, sizes)
-    first, where = make_request(
-        mesh_shape=sizes[0],
-        target=found,
-        devices=devices,
-        backend=backend,
-        optim=optim,
-        batch=batch,
-        make_model=models[next(iter(models))],
-        loss_fn=loss_fn,
-        rule=named_rules[next(iter(named_rules))],
-        trainable=trainable,
-        precision=precision,
-        options={"accumulate": 1, "nonfinite": nonfinite, "grad_norms": grad_norms},
-    )
-    candidates: list[tuple[Candidate, Request]] = []
-    for size, model, rule, count in itertools.product(sizes, models, named_rules, counts):
-        request = dataclasses.replace(
-            first,
-            mesh_shape=size,
-            make_model=models[model],
-            rule=named_rules[rule],
-            options={**first.options, "accumulate": count},
-        )
-        candidates.append((_candidate(size, model, rule, count, counts), request))
+    _check("meshes", sizes, f"give meshes=, or axes= more of {', '.join(SEARCHED)}")
+    steps: list[_Step] = []
+    shared = {"target": found, "devices": devices, "backend": backend}
+    for name, given in variants.items():
+        steps += _steps(name, given, mesh_shape=sizes[0], **shared)
+    counts = {step.request.options["accumulate"] for step in steps}
+    candidates = [
+        (_candidate(size, step, len(counts) > 1), step.on(size))
+        for size, step in itertools.product(sizes, steps)
+    ]
     folder = default_folder() if cache is None else Path(cache)
+    where = find_backend(found, backend)
     tried = _try(candidates, where, folder, workers or default_workers(), margin)
     ranked, why = judge(tried, margin)
     best = ranked[0].plan if ranked[0].fits else None
     return Search(best, ranked, why, time.perf_counter() - start)
+
+
+class _Step(NamedTuple):
+    """What is searched for a mesh: the names of the model and the rule, and the rest."""
+
+    model: str
+    rule: str
+    request: Request
+
+    def on(self, sizes: Mapping[str, int]) -> Request:
+        return dataclasses.replace(self.request, mesh_shape=sizes)
+
+
+def _steps(name: str, given: Mapping[str, Any], **options: Any) -> Iterator[_Step]:
+    """One for each rule and number of microbatches."""
+    rest = dict(given)
+    rules, counts = rest.pop("rules"), rest.pop("accumulate")
+    named = dict(rules) if isinstance(rules, Mapping) else {"": rules}
+    counts = (counts,) if isinstance(counts, int) else tuple(counts)
+    _check("rules", named)
+    _check("accumulate", counts)
+    step_options = {option: rest.pop(option) for option in ("nonfinite", "grad_norms")}
+    # They share their objects, by which a survey knows what differs in the mesh alone.
+    first, _ = make_request(
+        **rest, **options, rule=next(iter(named.values())), options=step_options
+    )
+    for (rule, function), count in itertools.product(named.items(), counts):
+        changes = {"rule": function, "options": {"accumulate": count, **step_options}}
+        yield _Step(name, rule, dataclasses.replace(first, **changes))
 
 
 def _try(
@@ -184,18 +244,17 @@ def _try(
     ]
 
 
-def _candidate(
-    sizes: Mapping[str, int], model: str, rule: str, count: int, counts: Sequence[int]
-) -> Candidate:
+def _candidate(sizes: Mapping[str, int], step: _Step, counts_differ: bool) -> Candidate:
     mesh = {axis: size for axis, size in sizes.items() if size > 1} or {"data": 1}
+    count = step.request.options["accumulate"]
     parts = [f"{axis}={size}" for axis, size in mesh.items()]
-    parts += [part for part in (model, rule) if part]
-    parts += [f"accumulate={count}"] if len(counts) > 1 else []
+    parts += [part for part in (step.model, step.rule) if part]
+    parts += [f"accumulate={count}"] if counts_differ else []
     return Candidate(
-        name=", ".join(parts),
+        name=", ".join(dict.fromkeys(parts)),
         mesh=mesh,
-        model=model,
-        rule=rule,
+        model=step.model,
+        rule=step.rule,
         accumulate=count,
         plan=None,
         needs=None,
@@ -204,19 +263,7 @@ def _candidate(
     )
 
 
-def _check(margin: float, workers: int | None) -> None:
-    if not 0 <= margin < 1:
-        raise ValueError(f"margin={margin} is not a part; use one from 0 to 1, as 0.05.")
-    if workers is not None and workers < 1:
-        raise ValueError(f"workers={workers} must be at least 1.")
-
-
-def _check_all(models: Any, rules: Any, counts: Any, sizes: Any) -> None:
+def _check(name: str, values: Any, remedy: str = "give at least one") -> None:
     """Refuse a search of nothing."""
-    given = {"make_model": models, "rules": rules, "accumulate": counts, "meshes": sizes}
-    for name, values in given.items():
-        if not values:
-            remedy = "give at least one"
-            if name == "meshes":
-                remedy = f"give meshes=, or axes= more of {', '.join(SEARCHED)}"
-            raise ValueError(f"{name} is empty, so there is nothing to try; {remedy}.")
+    if not values:
+        raise ValueError(f"{name} is empty, so there is nothing to try; {remedy}.")

@@ -66,9 +66,9 @@ def main() -> None:
 def survey_all(survey: Survey) -> list[Surveyed]:
     """Look at every request of a survey."""
     devices = find_devices(survey.requests[0])
-    models: dict[tuple[int, int], _Model | str] = {}
+    models: dict[tuple[Any, ...], _Model | str] = {}
     for request in survey.requests:
-        key = id(request.make_model), request.options["accumulate"]
+        key = _step_key(request)
         if key not in models:
             try:
                 models[key] = _Model.of(request, make_mesh(devices=devices[:1]))
@@ -78,7 +78,7 @@ def survey_all(survey: Survey) -> list[Surveyed]:
     code = _hash([*_sources()])
     found = []
     for request in survey.requests:
-        model = models[id(request.make_model), request.options["accumulate"]]
+        model = models[_step_key(request)]
         if isinstance(model, str):
             found.append(Surveyed(problem=model))
             continue
@@ -89,6 +89,13 @@ def survey_all(survey: Survey) -> list[Surveyed]:
         except Exception as error:
             found.append(Surveyed(problem=_first_line(error)))
     return found
+
+
+def _step_key(request: Request) -> tuple[Any, ...]:
+    """The same for requests that differ only in their mesh and rule."""
+    parts = (request.make_model, request.loss_fn, request.optim, request.batch)
+    parts += (request.trainable, request.precision)
+    return *map(id, parts), repr(request.options)
 
 
 class _Model(NamedTuple):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import io
 import itertools
 import operator
@@ -22,6 +23,7 @@ from ..debug._references import refuse_import
 from ..distributed import exit_process, initialize
 from ..transforms._cache import cache_compilations
 from ._config import RunConfig
+from ._planned import ScriptReady
 
 _Args = TypeVar("_Args")
 
@@ -68,12 +70,13 @@ def cli(
         ```
     """
     refuse_import("eqxshard.cli")
+    if is_planning():
+        raise ScriptReady(functools.partial(_run, main, args_type))
     try:
         with exit_on_errors():
             parsed = _parse(args_type, sys.argv[1:] if args is None else args)
-            if not is_planning():
-                cache_compilations()
-                initialize()
+            cache_compilations()
+            initialize()
             last_line = main(parsed)
             if last_line is not None and jax.process_index() == 0:
                 print(last_line)
@@ -86,6 +89,12 @@ def cli(
         # Not sys.exit: JAX 0.10 crashes at exit if a compilation was interrupted.
         os._exit(130)
     exit_process(0)
+
+
+def _run(main: Callable[[Any], Any], args_type: type[Any], args: Sequence[str]) -> None:
+    """Call a script's main function, for what it trains."""
+    with exit_on_errors():
+        main(_parse(args_type, args))
 
 
 @contextlib.contextmanager

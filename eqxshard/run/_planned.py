@@ -43,6 +43,13 @@ class Collected(NamedTuple):
     notes: tuple[str, ...]
 
 
+class ScriptReady(BaseException):
+    """Ends a script at its call of `cli`; `run` goes on from there, with other options."""
+
+    def __init__(self, run: Callable[[Sequence[str]], None]):
+        self.run = run
+
+
 class _Stop(BaseException):
     """Ends a script at its call of `train`; scripts catch every `Exception`."""
 
@@ -76,13 +83,30 @@ def collect(
 ) -> Iterator[Collected]:
     """Run a script up to its call of [`eqxshard.train`][], and collect what it trains.
 
+    As `collect_all`, for one list of options.
+    """
+    given = collect_all(script, [options], devices=devices, mesh=mesh)
+    with given as ([arguments], notes):
+        yield Collected(arguments, notes)
+
+
+@contextlib.contextmanager
+def collect_all(
+    script: str | os.PathLike[str],
+    variants: Sequence[Sequence[str]],
+    *,
+    devices: int,
+    mesh: bool = True,
+) -> Iterator[tuple[list[dict[str, Any]], tuple[str, ...]]]:
+    """Run a script up to its call of [`eqxshard.train`][], once for each of some options.
+
     Inside of the context the script is `__main__`, so that what it defines can be sent to
-    other processes.
+    other processes. It yields the arguments of each, and the notes of all.
 
     **Arguments:**
 
     - `script`: its path.
-    - `options`: of its command line.
+    - `variants`: options of its command line; several if it calls [`eqxshard.cli`][].
     - `devices`: how many to plan for.
     - `mesh`: whether the arguments have `mesh_shape`, over which the batch must divide.
 
@@ -96,11 +120,16 @@ def collect(
         raise ValueError(f"there is no script {path}; give the path of one.")
     if devices < 1:
         raise ValueError(f"--devices {devices} is too small; use 1 or more.")
-    with _as_main(path, options) as module, planning() as notes:
-        given = _run(path, module)
-        keeps = _gives_batch_size(options)
-        arguments = _arguments(given, devices, mesh, keeps, notes)
-        yield Collected(arguments, tuple(notes))
+    with _as_main(path, variants[0]) as module, planning() as notes:
+        run = _load(path, module, len(variants))
+        found = [
+            _arguments(
+                _given(path, run, options),
+                *(devices, mesh, _gives_batch_size(options), notes),
+            )
+            for options in variants
+        ]
+        yield found, tuple(dict.fromkeys(notes))
 
 
 @contextlib.contextmanager
@@ -117,10 +146,38 @@ def _as_main(path: Path, options: Sequence[str]) -> Iterator[types.ModuleType]:
         sys.modules["__main__"], sys.argv, sys.path[:] = before
 
 
-def _run(path: Path, module: types.ModuleType) -> Mapping[str, Any]:
-    """Run a script up to its call of `train`; return the arguments of this."""
+def _load(
+    path: Path, module: types.ModuleType, variants: int
+) -> Callable[[Sequence[str]], None]:
+    """Run a script up to its call of `cli` or `train`; return what goes on from there."""
+
+    def stop_again(_: Sequence[str]) -> None:
+        raise stopped
+
     try:
         exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
+    except ScriptReady as ready:
+        return ready.run
+    except _Stop as stop:
+        if variants > 1:
+            raise ValueError(
+                f"{path} calls eqxshard.train without eqxshard.cli, so its options cannot "
+                "be varied; leave --vary out, or have eqxshard.cli read the options."
+            ) from None
+        stopped = stop
+        return stop_again
+    except SystemExit as end:
+        if end.code:
+            raise
+    return lambda options: None
+
+
+def _given(
+    path: Path, run: Callable[[Sequence[str]], None], options: Sequence[str]
+) -> Mapping[str, Any]:
+    """The arguments of the call of `train` that a script makes with some options."""
+    try:
+        run(options)
     except _Stop as stop:
         return stop.given
     except SystemExit as end:

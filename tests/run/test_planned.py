@@ -13,7 +13,7 @@ import pytest
 from run_helpers import ROOT, SCRIPT
 
 import eqxshard
-from eqxshard.run._planned import collect
+from eqxshard.run._planned import collect, collect_all
 
 SIMPLE = """
 import functools
@@ -261,3 +261,52 @@ def test_outside_of_a_plan_train_trains(write):
     make, loss_fn = (lambda key: None), (lambda model, batch, key: 0)
     with pytest.raises(ValueError, match="--batch-size 256 is more than the 16 examples"):
         eqxshard.train(make, loss_fn, None, lambda steps: optax.sgd(0.1), source, None)
+
+
+VARIED = """
+import equinox as eqx
+import numpy as np
+import optax
+from dataclasses import dataclass
+import eqxshard
+
+print("loaded")
+
+@dataclass(frozen=True)
+class Args:
+    run: eqxshard.RunConfig = eqxshard.RunConfig(batch_size=5)
+    rate: float = 0.1
+
+def loss_fn(model, batch, key):
+    return batch["x"]
+
+def main(args):
+    source = eqxshard.data.ArraySource({"x": np.zeros(50, np.float32)})
+    print("rate", args.rate)
+    eqxshard.train(
+        eqx.nn.Identity, loss_fn, None, lambda steps: optax.sgd(args.rate),
+        source, None, config=args.run, epochs=1,
+    )
+
+eqxshard.cli(main, Args)
+"""
+
+
+def test_a_script_is_loaded_once_for_several_options(write, capsys):
+    script = write(text=VARIED)
+    variants = (["--rate=1.0"], ["--rate=2.0", "--batch-size=10"])
+    with collect_all(script, variants, devices=2) as (found, notes):
+        assert found[0]["loss_fn"] is found[1]["loss_fn"]
+    assert capsys.readouterr().out == "loaded\nrate 1.0\nrate 2.0\n"
+    # The first batch size is the script's, and does not divide.
+    assert [each["batch"]["x"].shape for each in found] == [(6,), (10,)]
+    assert len(notes) == 1 and "--batch-size 6" in notes[0]
+
+
+def test_without_cli_options_cannot_be_varied(write):
+    script = write(config(batch_size=10))
+    with (
+        pytest.raises(ValueError, match="so its options cannot be varied"),
+        collect_all(script, ([], ["--rate=1.0"]), devices=2),
+    ):
+        pass
