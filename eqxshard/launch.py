@@ -24,6 +24,15 @@ from .distributed import ADDRESS, PROCESS, PROCESSES
 
 #: How long the others may take to stop once one has died, before they are killed.
 _GRACE_SECONDS = 3.0
+#: A shell script that reads process ids, and stops them at the end of its input, which
+#: comes when the launcher is killed. It needs no Python, so it starts at once.
+_GUARD = """
+pids=
+while read -r pid; do pids="$pids $pid"; done
+kill $pids
+sleep "$1"
+kill -9 $pids
+"""
 #: The number of last lines of a process to show, and to search for the cause.
 _LAST_LINES, _KEPT_LINES = 15, 50
 
@@ -122,6 +131,32 @@ class _Worker:
                 sys.stdout.flush()
 
 
+class _Guard:
+    """Stops the processes if this one is killed and cannot do so itself."""
+
+    def __init__(self):
+        self._process = subprocess.Popen(
+            ["sh", "-c", _GUARD, "eqxshard.launch", str(_GRACE_SECONDS)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            # It must outlive this process, whatever is sent to its group.
+            start_new_session=True,
+        )
+
+    def add(self, worker: _Worker) -> None:
+        """Stop this one, too."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{worker.process.pid}\n")
+        self._process.stdin.flush()
+
+    def end(self) -> None:
+        """End without stopping any, once all have ended."""
+        self._process.kill()
+        self._process.communicate()
+
+
 class _Signals:
     """Passes the first signal to stop on, as SIGTERM; kills at the second."""
 
@@ -148,9 +183,11 @@ def _run(command: list[str], processes: int, devices: int | None) -> tuple[int, 
     environments = _environments(processes, devices)
     workers: list[_Worker] = []
     signals = _Signals(workers)
+    guard = _Guard()
     try:
         for number, environment in enumerate(environments):
             workers.append(_Worker(number, [sys.executable, *command], environment))
+            guard.add(workers[-1])
         while not all(worker.ended is not None for worker in workers):
             if any(worker.failed for worker in workers):
                 break
@@ -167,6 +204,7 @@ def _run(command: list[str], processes: int, devices: int | None) -> tuple[int, 
             _print(_describe_failure(failed, processes))
     finally:
         _stop(workers, grace=_GRACE_SECONDS)
+        guard.end()
         signals.restore()
     for worker in workers:
         worker.drain()

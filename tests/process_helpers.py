@@ -68,9 +68,10 @@ def workers_of(process: subprocess.Popen[str]) -> list[int]:
     children = subprocess.check_output(["pgrep", "-P", str(process.pid)], text=True)
 
     # Not in the order of their ids, which the system starts again from the lowest.
-    def number(child: str) -> int:
+    numbers = {}
+    for child in children.split():
         environment = Path(f"/proc/{child}/environ").read_text()
-        (found,) = re.findall(r"\bEQXSHARD_PROCESS=(\d+)", environment)
-        return int(found)
-
-    return [int(child) for child in sorted(children.split(), key=number)]
+        # The launcher has another child, which guards them.
+        for number in re.findall(r"\bEQXSHARD_PROCESS=(\d+)", environment):
+            numbers[int(number)] = int(child)
+    return [numbers[number] for number in sorted(numbers)]

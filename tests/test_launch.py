@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -121,8 +122,23 @@ def test_it_gives_up_when_no_restart_is_left(script, capsys):
     assert "starting again" not in capsys.readouterr().err
 
 
-def start(command, *options):
-    return started([sys.executable, "-m", "eqxshard.launch", *options, *command])
+def test_a_mistake_of_one_process_is_not_repeated(script, capsys):
+    body = """
+print("started", flush=True)
+time.sleep(0.5)
+if number == 1:
+    sys.exit(2)
+time.sleep(60)
+"""
+    assert launch([script(body)], processes=2, restarts=3) == 2
+    captured = capsys.readouterr()
+    assert sorted(captured.out.splitlines()) == ["[0] started", "[1] started"]
+    assert "process 1 of 2 ended with status 2" in captured.err
+
+
+def start(command, *options, **settings):
+    words = [sys.executable, "-m", "eqxshard.launch", *options, *command]
+    return started(words, **settings)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -159,6 +175,37 @@ while True:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
     assert process.returncode == 137
+
+
+def test_when_it_is_killed_its_processes_end(script, tmp_path):
+    body = """
+def handle(*_):
+    open(f"told{number}", "w").close()
+    if number == 0:
+        sys.exit(143)  # The other must be killed.
+signal.signal(signal.SIGTERM, handle)
+time.sleep(0.5)  # The launcher may still be starting the other.
+print(f"ready {os.getpid()}", flush=True)
+while True:
+    time.sleep(1)
+"""
+    with start([script(body)], "--processes=2", cwd=tmp_path) as process:
+        lines = [read_until(process, process.stdout, "ready")[-1] for _ in range(2)]
+        process.kill()
+    for line in lines:
+        wait_until_gone(line.split()[-1])
+    assert sorted(path.name for path in tmp_path.glob("told*")) == ["told0", "told1"]
+
+
+def wait_until_gone(pid):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        # Nobody may wait for it, now that its parent is gone.
+        state = subprocess.run(["ps", "-o", "stat=", "-p", pid], stdout=subprocess.PIPE)
+        if state.stdout.strip() == b"" or state.stdout.startswith(b"Z"):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"process {pid} still runs")
 
 
 @pytest.mark.parametrize(
