@@ -7,7 +7,10 @@ import hashlib
 import json
 import os
 import platform
+import re
+import socket
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -19,6 +22,9 @@ import numpy as np
 
 #: Processes that fail together need a moment each to print why.
 _LAST_WORDS_SECONDS = 2.0
+
+#: How long a process waits for others in silence.
+_SILENT_SECONDS = 15.0
 
 #: The environment variables of the launcher and of job files, read by `initialize`.
 ADDRESS, PROCESSES, PROCESS = "EQXSHARD_ADDRESS", "EQXSHARD_PROCESSES", "EQXSHARD_PROCESS"
@@ -58,8 +64,10 @@ def initialize(
 
     **Raises:**
 
-    `ValueError` if only some of the three are known, or the processes differ.
-    `RuntimeError` if the others do not join in time.
+    `ValueError` if only some of the three are known, SLURM's name of the first node does
+    not resolve, or the processes differ. `TimeoutError` if process 0 cannot be reached in
+    time. (If it can, but others do not join, JAX ends the process.) What a process waits
+    for is printed to stderr after 15 seconds.
 
     !!! Example
 
@@ -74,8 +82,10 @@ def initialize(
         "num_processes": _or_environment(num_processes, PROCESSES),
         "process_id": _or_environment(process_id, PROCESS),
     }
-    count, number = given["num_processes"], given["process_id"]
-    if count is not None and _integer("num_processes", count) == 1:
+    count = given["num_processes"]
+    if count is not None:
+        count = _integer("num_processes", count)
+    if count == 1:
         return
     missing = [name for name, value in given.items() if value is None]
     if 0 < len(missing) < 3:
@@ -88,15 +98,28 @@ def initialize(
         return
     # An exception must end the process: JAX's own exit waits for the others, which wait.
     sys.excepthook = _exit_on_error
+    patience = _seconds("start_seconds", start_seconds, 300)
+    if missing:
+        address, number = _slurm_place()
+    else:
+        address = given["coordinator_address"]
+        number = _integer("process_id", given["process_id"])
+    if address is not None and number is not None:
+        _wait_for_first(address, number, patience, under_slurm=bool(missing))
+    slow = threading.Timer(_SILENT_SECONDS, _print, [_SLOW_START])
+    slow.daemon = True
+    if number == 0:
+        slow.start()
     jax.distributed.initialize(
-        given["coordinator_address"],
-        None if count is None else _integer("num_processes", count),
-        None if number is None else _integer("process_id", number),
+        address,
+        count,
+        number,
         # JAX would ask the cluster for more than is missing, such as SLURM's GPUs.
         cluster_detection_method=None if missing else "deactivate",
-        initialization_timeout=_seconds("start_seconds", start_seconds, 300),
+        initialization_timeout=patience,
         heartbeat_timeout_seconds=_seconds("heartbeat_seconds", heartbeat_seconds, 30),
     )
+    slow.cancel()
     counts = Counter(device.process_index for device in jax.devices())
     if len(set(counts.values())) > 1:
         says = ", ".join(f"process {p} has {n}" for p, n in sorted(counts.items()))
@@ -224,9 +247,65 @@ def _seconds(name: str, given: int | None, default: int) -> int:
     return _integer(name, value)
 
 
+def _print(text: str) -> None:
+    print(f"eqxshard: {text}", file=sys.stderr, flush=True)
+
+
 def _exit_on_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     sys.__excepthook__(kind, error, trace)
     exit_process(1)
+
+
+_SLOW_START = (
+    "process 0 still waits for others to join; if none of them prints why, see whether all "
+    "of them have started."
+)
+
+
+def _wait_for_first(address: str, number: int, seconds: int, *, under_slurm: bool) -> None:
+    """Return once process 0 listens, because JAX would not say whom it waits for."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(
+            f"coordinator_address={address!r} is not HOST:PORT; write one such as "
+            "node-1:29400."
+        )
+    host, began, said = host.strip("[]"), time.monotonic(), False
+    while True:
+        try:
+            socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+            if number > 0:
+                socket.create_connection((host, int(port)), timeout=5).close()
+            return
+        except OSError as error:
+            unknown = isinstance(error, socket.gaierror)
+            problem = f"the name does not resolve ({error})" if unknown else f"{error}"
+        remedy = "see whether process 0 runs, and whether a firewall is between the hosts."
+        if unknown:
+            remedy = "give that host a name that resolves on all hosts, as in /etc/hosts."
+        says = f"process {number} cannot reach process 0 at {address}: {problem}; {remedy}"
+        waited = time.monotonic() - began
+        # Elsewhere a name may appear with its host, such as that of a pod.
+        if unknown and under_slurm and waited > _SILENT_SECONDS:
+            raise ValueError(says)
+        if waited > seconds:
+            raise TimeoutError(says)
+        if waited > _SILENT_SECONDS and not said:
+            _print(f"{says} It goes on trying, for {seconds} s in all.")
+            said = True
+        time.sleep(0.1)
+
+
+def _slurm_place() -> tuple[str | None, int | None]:
+    """The address of process 0 under SLURM, and this process's number; as JAX has them."""
+    taken = ("OMPI_MCA_orte_hnp_uri", "JAX_COORDINATOR_ADDRESS")
+    if "SLURM_STEP_NODELIST" not in os.environ or any(name in os.environ for name in taken):
+        return None, None
+    # Such as rack1-[03,07-09],login.
+    nodes = re.sub(r"\[(\w+)[^]]*\]", r"\1", os.environ["SLURM_STEP_NODELIST"])
+    port = 2**16 - 2**12 + int(os.environ["SLURM_JOB_ID"]) % 2**12
+    port = os.environ.get("JAX_COORDINATOR_PORT", port)
+    return f"{nodes.split(',')[0]}:{port}", int(os.environ["SLURM_PROCID"])
 
 
 def _in_cluster() -> bool:

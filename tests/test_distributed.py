@@ -288,6 +288,61 @@ def test_a_process_that_is_frozen_is_named(tmp_path):
     assert "because process 1 stopped responding" in out, out
 
 
+# Whom a process waits for
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(eqxshard.distributed, "_SILENT_SECONDS", 0.2)
+    # Joining others replaces it.
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+
+@pytest.mark.parametrize(
+    "host, problem, remedy",
+    [
+        ("nowhere.invalid", "the name does not resolve", "give that host a name that"),
+        ("127.0.0.1", "[Errno ", "see whether process 0 runs, and whether a firewall"),
+    ],
+)
+def test_a_first_process_that_cannot_be_reached_is_named(
+    impatient, capsys, host, problem, remedy
+):
+    address = f"{host}:{_free_port()}"
+    with pytest.raises(TimeoutError) as error:
+        eqxshard.initialize(address, 3, 2, start_seconds=1)
+    says = f"process 2 cannot reach process 0 at {address}: {problem}"
+    assert str(error.value).startswith(says) and remedy in str(error.value)
+    # And before the end, for those who watch.
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"eqxshard: {says}") and "It goes on trying, for 1 s" in line
+
+
+@pytest.mark.parametrize(
+    "nodes, first",
+    [
+        ("nowhere.invalid", "nowhere.invalid"),
+        ("nowhere[03,07-09].invalid,login", "nowhere03.invalid"),
+        ("rack[1-2]n[07-09].invalid", "rack1n07.invalid"),
+    ],
+)
+def test_a_node_of_slurm_that_has_no_address_is_a_mistake(
+    impatient, monkeypatch, nodes, first
+):
+    settings = {"STEP_NODELIST": nodes, "JOB_ID": "4100", "PROCID": "1"}
+    for name, value in (settings | {"STEP_NUM_TASKS": "2"}).items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    says = f"process 1 cannot reach process 0 at {first}:61444: the name does not resolve"
+    with pytest.raises(ValueError, match=re.escape(says)):
+        eqxshard.initialize()
+
+
+@pytest.mark.parametrize("address", ["node-1", ":29400", "node-1:port"])
+def test_an_address_without_host_or_port_is_a_mistake(impatient, address):
+    with pytest.raises(ValueError, match=f"{address!r} is not HOST:PORT; write one such"):
+        eqxshard.initialize(address, 2, 1)
+
+
 # Two hosts
 
 
