@@ -74,7 +74,13 @@ def read(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Array]:
         if leaf.size:
             where = {"driver": "ocdbt", "base": base, "path": f"{path}/"}
             spec = {"driver": "zarr3", "kvstore": where}
-            store = ts.open(spec, open=True, read=True).result()
+            try:
+                store = ts.open(spec, open=True, read=True).result()
+            except ValueError as error:
+                why = str(error).partition(" [")[0]
+                raise ValueError(
+                    f"{path} in {folder} cannot be read ({why}); use another checkpoint."
+                ) from None
             array = place_parts(ft.partial(_read_part, store, dtype=target.dtype), target)
         else:
             empty = np.zeros(target.shape, target.dtype)

@@ -70,7 +70,10 @@ class Description:
     @staticmethod
     def from_json(text: str) -> "Description":
         """Read a description; raise `ValueError` if it is not one."""
-        values = json.loads(text)
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{FILE} is not JSON ({error})") from None
         names = {each.name for each in dataclasses.fields(Description)}
         # Checkpoints from before there were callbacks have no entry for them.
         if not isinstance(values, dict) or set(values) | {"callbacks"} != names:

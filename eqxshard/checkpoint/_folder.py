@@ -61,7 +61,11 @@ class CheckpointFolder:
 
     def description(self, step: int) -> Description:
         """The description of a checkpoint, unchecked."""
-        return Description.from_json((self.at(step) / FILE).read_text())
+        try:
+            text = (self.at(step) / FILE).read_text()
+        except UnicodeDecodeError:
+            raise ValueError(f"{FILE} is not text") from None
+        return Description.from_json(text)
 
     def metric(self, name: str) -> dict[int, float]:
         """By step, a metric of each good checkpoint that has it."""

@@ -173,9 +173,13 @@ def _save(path: Path, part: Path, arrays: dict[str, np.ndarray]) -> None:
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
+    # safetensors makes files that only their owner can read; the umask is for us to honour.
+    part.touch()
+    mode = part.stat().st_mode
     try:
         # What Hugging Face's libraries write, and some insist on.
         save_file(arrays, part, metadata={"format": "pt"})
+        part.chmod(mode)
     except SafetensorError as error:
         raise OSError(f"{os.fspath(path)!r} could not be written: {error}.") from error
 

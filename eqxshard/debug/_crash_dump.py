@@ -121,15 +121,20 @@ def read_crash_dump(folder: Any) -> CrashDump:
     damage = verify(folder)
     if damage is not None:
         raise ValueError(f"the crash dump {folder} is damaged: {damage}.")
-    dump = json.loads((folder / _FILE).read_text())
-    script = dump["script"]
-    if script is not None and Path(script).resolve().is_relative_to(_run_folder(folder)):
+    try:
+        dump = json.loads((folder / _FILE).read_bytes())
+    except ValueError as error:
+        raise ValueError(
+            f"the crash dump {folder} is damaged: {_FILE} is not JSON ({error})."
+        ) from None
+    script, run = dump["script"], _run_folder(folder)
+    if script is not None and Path(script).resolve().is_relative_to(run):
         raise ValueError(
             f"the crash dump refers to {script}, which came with it; move the script out "
             "of the run's folder to use it."
         )
     wanted = {path: abstract_array(leaf) for path, leaf in dump["leaves"].items()}
-    decoder = Decoder(read(folder, wanted), script)
+    decoder = Decoder(read(folder, wanted), script, run)
     tree = {name: decoder.decode(part) for name, part in dump["tree"].items()}
     model, model_state = tree["model"], None
     if dump["has_state"]:

@@ -1,9 +1,10 @@
 """PyTrees as JSON: arrays by path, code by import path, everything else by value."""
 
 import dataclasses
-import functools
+import functools as ft
 import inspect
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -41,7 +42,7 @@ class Encoder:
             return {"spec": [list(e) if isinstance(e, tuple) else e for e in node]}
         if isinstance(node, np.dtype):
             return {"dtype": node.name}
-        if isinstance(node, functools.partial):
+        if isinstance(node, ft.partial):
             parts = {"fn": node.func, "args": node.args, "kwargs": node.keywords}
             return {"partial": self._children(parts, where)}
         if isinstance(node, list) or type(node) is tuple:
@@ -87,11 +88,17 @@ class Decoder:
 
     - `arrays`: the arrays, by path.
     - `script`: the path of the script that was `__main__`.
+    - `untrusted`: a folder from which nothing is imported.
     """
 
-    def __init__(self, arrays: Mapping[str, Any], script: str | None):
+    def __init__(
+        self,
+        arrays: Mapping[str, Any],
+        script: str | None,
+        untrusted: Path | None = None,
+    ):
         self._arrays = arrays
-        self._script = script
+        self._resolve = ft.partial(resolve, script=script, untrusted=untrusted)
 
     def decode(self, value: Any) -> PyTree:
         """The PyTree of a JSON value; `ValueError` if it names code that it may not."""
@@ -112,17 +119,17 @@ class Decoder:
             return np.dtype(content)
         if kind == "partial":
             parts = {name: self.decode(part) for name, part in content.items()}
-            return functools.partial(parts["fn"], *parts["args"], **parts["kwargs"])
+            return ft.partial(parts["fn"], *parts["args"], **parts["kwargs"])
         if kind == "tuple":
             return tuple(map(self.decode, content))
         if kind == "dict":
             return {key: self.decode(part) for key, part in content}
         if kind == "code":
-            return resolve(content, self._script)
+            return self._resolve(content)
         return self._object(content, value["fields"])
 
     def _object(self, reference: str, encoded: Mapping[str, Any]) -> Any:
-        cls = resolve(reference, self._script)
+        cls = self._resolve(reference)
         is_tuple = isinstance(cls, type) and issubclass(cls, tuple)
         if not is_tuple and not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
             raise ValueError(f"{reference} is not a module or dataclass any more.")

@@ -24,7 +24,8 @@ def keep_compiled(lower: Callable[[], jax.stages.Lowered], folder: Path) -> str:
     What to say of it.
     """
     before = {path.name for path in folder.glob("*-cache")}
-    cache_compilations(folder)
+    if cache_compilations(folder) is None:
+        return f"nothing is kept in {folder}, which others may write to"
     # Or JAX would return what it has in memory.
     jax.clear_caches()
     lower().compile()

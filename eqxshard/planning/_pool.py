@@ -1,8 +1,6 @@
 """Compile several steps at a time, and keep what they need on disk."""
 
 import os
-import pickle
-import tempfile
 from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -12,6 +10,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from ._backends import Backend
+from ._kept import keep_plan, read_plan
 from ._make_plan import make_plan
 from ._plan import Plan
 from ._request import Request, dump_request
@@ -56,7 +55,7 @@ def compile_all(
 
     By fingerprint, the plan, or why there is none.
     """
-    kept = {key: _read(folder / key) for key in requests}
+    kept = {key: read_plan(folder / f"{key}.json") for key in requests}
     found: dict[str, Plan | str] = {k: plan for k, plan in kept.items() if plan is not None}
     queue = [key for key in requests if key not in found]
     if not queue:
@@ -78,8 +77,10 @@ def compile_all(
                 running[pool.submit(make_plan, data, where)] = key
             for done in wait(running, return_when=FIRST_COMPLETED).done:
                 key = running.pop(done)
-                found[key] = _result(done)
-                _keep(found[key], folder / key)
+                found[key] = made = _result(done)
+                # Errors may be of this moment, and are not kept.
+                if isinstance(made, Plan):
+                    keep_plan(made, folder / f"{key}.json")
                 progress.advance(bar)
     return found
 
@@ -89,24 +90,3 @@ def _result(done: Future[Plan]) -> Plan | str:
         return done.result()
     except (ValueError, TypeError, RuntimeError) as error:
         return str(error).strip().split("\n")[0]
-
-
-def _read(file: Path) -> Plan | None:
-    try:
-        plan = pickle.loads(file.read_bytes())
-    except Exception:  # Not there, or damaged.
-        return None
-    return plan if isinstance(plan, Plan) else None
-
-
-def _keep(plan: Plan | str, file: Path) -> None:
-    """Write a plan, in one move. Errors may be of this moment, and are not kept."""
-    if isinstance(plan, str):
-        return
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as part:
-            part.write(pickle.dumps(plan))
-        os.replace(part.name, file)
-    except OSError:  # It is only a cache.
-        return

@@ -90,7 +90,13 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     path = Path(path)
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except ValueError as error:
+        raise ValueError(
+            f"{os.fspath(path)!r} is not a file of JSON lines ({error}); delete it, or "
+            "give the run another folder."
+        ) from None
 
 
 def _kept(path: Path, until: int) -> Iterator[str]:

@@ -1,20 +1,28 @@
 """Compiled programs that outlive the process."""
 
+import contextlib
 import hashlib
+import logging
 import os
 import platform
+import stat
 from pathlib import Path
 
 import jax
 import platformdirs
 
+_LOG = logging.getLogger(__name__)
 
-def cache_compilations(directory: str | os.PathLike[str] | None = None) -> Path:
+
+def cache_compilations(directory: str | os.PathLike[str] | None = None) -> Path | None:
     """Keep compiled programs in a folder, so that the next start need not compile them.
 
     This is JAX's persistent compilation cache, for programs of any size. Call it before
     anything is compiled. The folder may be deleted at any time; where it cannot be
     written, JAX warns, and compiles. The recipes call it.
+
+    What is in the folder runs on the devices, so it must not be another user's, nor one
+    that all users may write: then nothing is cached, and a warning says so.
 
     **Arguments:**
 
@@ -24,7 +32,7 @@ def cache_compilations(directory: str | os.PathLike[str] | None = None) -> Path:
 
     **Returns:**
 
-    The folder.
+    The folder; `None` if it is not to be trusted.
 
     !!! Example
 
@@ -34,12 +42,42 @@ def cache_compilations(directory: str | os.PathLike[str] | None = None) -> Path:
     """
     given = directory or jax.config.values["jax_compilation_cache_dir"]
     folder = Path(given) if given else _default_folder()
+    fault = _fault(folder)
+    if fault is not None:
+        _LOG.warning(
+            "compiled programs are not cached in %s: %s; choose a folder that only you, or "
+            "your group, can write to.",
+            folder,
+            fault,
+        )
+        jax.config.update("jax_compilation_cache_dir", None)
+        return None
     jax.config.update("jax_compilation_cache_dir", str(folder))
     # JAX's defaults leave out what compiles in less than a second, as most of a small
     # model's start does.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     return folder
+
+
+def _fault(folder: Path) -> str | None:
+    """Why others could put programs into a folder, if they could."""
+    if not hasattr(os, "getuid"):
+        return None
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    for place in (folder.resolve(), *folder.resolve().parents):
+        try:
+            about = place.stat()
+        except OSError:
+            continue  # JAX warns that it cannot be written.
+        if about.st_uid not in (0, os.getuid()):
+            return f"{place} belongs to another user"
+        # In a sticky folder, such as /tmp, others cannot replace a folder of one's own.
+        sticky = place != folder.resolve() and about.st_mode & stat.S_ISVTX
+        if about.st_mode & stat.S_IWOTH and not sticky:
+            return f"all users may write to {place}"
+    return None
 
 
 def _default_folder() -> Path:

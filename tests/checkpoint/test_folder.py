@@ -12,6 +12,7 @@ from helpers import (
     assert_equal,
     make_loader,
 )
+from hostile_files import HostilePickle
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -152,3 +153,31 @@ def test_if_all_are_damaged_nothing_is_restored(checkpoints, tmp_path):
         (folder / str(step) / "description.json").unlink()
     with pytest.raises(ValueError, match=r"all checkpoints in .* are damaged \(step 10: d"):
         eqxshard.Checkpointer(folder).restore(like())
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("description.json", r"are damaged \(step 10: description.json is not text"),
+        ("state/manifest.ocdbt", r"in .*/10 cannot be read \(.*; use another checkpoint"),
+    ],
+)
+def test_pickles_are_not_read(checkpoints, tmp_path, name, says):
+    folder = copied(checkpoints, tmp_path)
+    for step in (4, 8):
+        shutil.rmtree(folder / str(step))
+    hostile = HostilePickle(tmp_path)
+    (folder / "10" / name).write_bytes(hostile.content)
+    checkpointer = eqxshard.Checkpointer(folder)
+    write_checksums(checkpointer.directory / "10")
+    with pytest.raises(ValueError, match=says):
+        checkpointer.restore(like())
+    assert not hostile.has_run()
+
+
+def test_others_can_read_what_the_umask_lets_them_read(checkpoints):
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in checkpoints[0].rglob("*"):
+        allowed = 0o777 if path.is_dir() else 0o666
+        assert path.stat().st_mode & 0o777 == allowed & ~mask, path

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_equal
+from hostile_files import HostilePickle
 from safetensors.numpy import save_file
 
 import eqxshard
@@ -21,6 +22,12 @@ def tree(seed=0):
         "last": {"weight": jnp.asarray(rng.normal(size=(2, 4)), jnp.float32)},
         "steps": jnp.asarray(rng.integers(0, 9, 3), jnp.int32),
     }
+
+
+def npy_header(about):
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, about)
+    return file.getvalue()
 
 
 TREE, LIKE = tree(), tree(1)
@@ -188,3 +195,21 @@ def test_what_is_none_of_these_is_refused(tmp_path, content):
         ValueError, match=r"weights\.bin' is not a file of safetensors, tor"
     ):
         eqxshard.load_weights(path, LIKE)
+
+
+@pytest.mark.parametrize(
+    "name, start",
+    [
+        *((f"x.{ending}", b"") for ending in ("safetensors", "eqx", "pt", "bin", "x")),
+        ("x.safetensors.index.json", b""),
+        # An array of objects, which NumPy has in a pickle.
+        ("x.eqx", npy_header({"descr": "|O", "fortran_order": False, "shape": (1,)})),
+    ],
+)
+def test_pickles_are_not_read(tmp_path, name, start):
+    hostile = HostilePickle(tmp_path)
+    (tmp_path / name).write_bytes(start + hostile.content)
+    says = r"it is damaged|or is damaged|or it is damaged"
+    with pytest.raises(ValueError, match=says):
+        eqxshard.load_weights(tmp_path / name, LIKE)
+    assert not hostile.has_run()

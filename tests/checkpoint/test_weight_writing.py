@@ -1,6 +1,7 @@
 """A model's arrays under other names, in other layouts, in several files."""
 
 import json
+import os
 import tracemalloc
 
 import jax
@@ -269,3 +270,16 @@ def test_the_host_holds_one_file_at_a_time(tmp_path):
     # A file, the array that did not fit into it, and what JAX keeps of its programs.
     assert peak - before < most + size / 8 + most < size
     assert after - before < most
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o002, 0o027])
+def test_others_can_read_what_the_umask_lets_them_read(tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        save(tmp_path / "x.safetensors")
+        save(tmp_path / "more" / "x.safetensors", max_bytes=200)
+    finally:
+        os.umask(before)
+    files = [*tmp_path.rglob("*.safetensors"), *tmp_path.rglob("*.json")]
+    assert len(files) > 3
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o666 & ~mask}

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_equal, make_mesh
+from hostile_files import HostilePickle
 from loop_helpers import OPTIM, Layers, loss_fn, make_loader, nan_loss
 
 import eqxshard
@@ -298,3 +299,37 @@ def test_a_script_that_came_with_the_dump_is_not_run(copy, where, tmp_path):
     forge(copy, change)
     with pytest.raises(ValueError, match="which came with it; move the script out of the"):
         read_crash_dump(copy)
+
+
+def test_a_module_that_came_with_the_dump_is_not_run(copy, monkeypatch):
+    """Folders in the current one can be imported, by names such as `run.checkpoints`."""
+    hostile = HostilePickle(copy.parent.parent)
+    code = f"import pickle; pickle.loads({hostile.content})"
+    (copy.parent / "module.py").write_text(code)
+    reference = "run.checkpoints.module:loss_fn"
+    forge(copy, lambda dump: dump["code"].update(loss_fn={"code": reference}))
+    monkeypatch.syspath_prepend(copy.parent.parent.parent)
+    with pytest.raises(ValueError, match=r"which came with it in .*; move it"):
+        read_crash_dump(copy)
+    assert not hostile.has_run()
+
+
+def test_a_pickle_is_not_read(copy):
+    hostile = HostilePickle(copy.parent)
+    (copy / "crash_dump.json").write_bytes(hostile.content)
+    write_checksums(copy)
+    with pytest.raises(ValueError, match=r"is damaged: crash_dump\.json is not JSON"):
+        read_crash_dump(copy)
+    assert not hostile.has_run()
+
+
+def test_a_forged_dump_cannot_have_a_pickle_read(copy, tmp_path):
+    """Given what a loss function is given, `numpy.load` reads pickles."""
+    hostile = HostilePickle(tmp_path)
+    (tmp_path / "file").write_bytes(hostile.content)
+    path = {"tuple": [str(tmp_path / "file")]}
+    parts = {"fn": {"code": "numpy:load"}, "args": path, "kwargs": {"dict": []}}
+    forge(copy, lambda dump: dump["code"].update(loss_fn={"partial": parts}))
+    with pytest.raises(ValueError, match="which no model needs"):
+        replay(read_crash_dump(copy))
+    assert not hostile.has_run()

@@ -3,11 +3,13 @@ import math
 
 import numpy as np
 import pytest
+from hostile_files import HostilePickle
 from hypothesis import given
 from hypothesis import strategies as st
 
 import eqxshard
 from eqxshard.trackers import JSONLines
+from eqxshard.trackers._jsonl import read_jsonl
 
 
 def lines(path):
@@ -131,3 +133,11 @@ def test_a_file_in_place_of_a_folder_is_an_error(tmp_path):
     for path in (tmp_path / "file" / "m.jsonl", tmp_path / "file" / "new" / "m.jsonl"):
         with pytest.raises(ValueError, match="/file' is a file and not a folder; use"):
             JSONLines(path)
+
+
+def test_other_files_are_refused(tmp_path):
+    hostile = HostilePickle(tmp_path)
+    (tmp_path / "metrics.jsonl").write_bytes(hostile.content)
+    with pytest.raises(ValueError, match=r"is not a file of JSON lines \(.*\); delete"):
+        read_jsonl(tmp_path / "metrics.jsonl")
+    assert not hostile.has_run()

@@ -94,3 +94,42 @@ def test_a_folder_that_is_given_comes_before_what_jax_was_told(tmp_path, setting
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "told"))
     assert eqxshard.cache_compilations(tmp_path / "given") == tmp_path / "given"
     assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "given")
+    assert (tmp_path / "given").stat().st_mode & 0o777 == 0o777 & ~umask()
+
+
+def umask():
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+@pytest.mark.parametrize("which", ["itself", "sticky", "around", "another's"])
+def test_a_folder_that_others_may_write_is_not_trusted(tmp_path, settings, caplog, which):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "told"))
+    folder = tmp_path / "around" / "cache"
+    folder.mkdir(parents=True)
+    place = folder.parent if which == "around" else folder
+    if which == "another's":
+        if os.getuid():
+            pytest.skip("only root can give a folder away")
+        os.chown(folder, 12345, -1)
+    else:
+        place.chmod(0o1777 if which == "sticky" else 0o777)
+    assert eqxshard.cache_compilations(folder) is None
+    why = {"another's": f"{folder} belongs to another user"}
+    why = why.get(which, f"all users may write to {place}")
+    (record,) = caplog.records
+    assert record.message == (
+        f"compiled programs are not cached in {folder}: {why}; choose a folder that only "
+        "you, or your group, can write to."
+    )
+    assert jax.config.values["jax_compilation_cache_dir"] is None
+
+
+def test_a_folder_of_a_group_in_a_sticky_one_is_trusted(tmp_path, settings):
+    (tmp_path / "around").mkdir()
+    (tmp_path / "around").chmod(0o1777)
+    folder = tmp_path / "around" / "cache"
+    folder.mkdir()
+    folder.chmod(0o2775)
+    assert eqxshard.cache_compilations(folder) == folder

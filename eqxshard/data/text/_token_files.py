@@ -251,7 +251,13 @@ def _files(path: Path) -> list[Path]:
     files = sorted(path.glob(f"*{SUFFIX}"))
     record = path / RECORD_FILE
     if record.is_file():
-        expected = json.loads(record.read_text(encoding="utf-8"))["shards"]
+        try:
+            expected = json.loads(record.read_text(encoding="utf-8"))["shards"]
+        except (ValueError, LookupError, TypeError):
+            raise ValueError(
+                f"{record} is damaged, or not from eqxshard; delete the folder, and "
+                "prepare the text again."
+            ) from None
         if expected != len(files):
             raise ValueError(
                 f"the preparation of {path} did not finish, or files are missing; run it "

@@ -2,6 +2,7 @@ import pickle
 
 import numpy as np
 import pytest
+from hostile_files import HostilePickle
 from loader_helpers import flat
 
 from eqxshard.data.text import TokenFiles, Tokens, prepare
@@ -110,3 +111,21 @@ def test_an_unfinished_preparation_is_an_error(folder):
     (folder / "00002.tokens").unlink()
     with pytest.raises(ValueError, match="out did not finish, or files are missing; run"):
         TokenFiles(folder)
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("x.tokens", "is not a token file; give one"),
+        ("x.bin", "is truncated: it has "),
+        ("prepared.json", r"prepared\.json is damaged, or not from eqxshard; delete the f"),
+    ],
+)
+def test_pickles_are_not_read(tmp_path, name, says):
+    hostile = HostilePickle(tmp_path)
+    # An odd number of bytes, as no tokens of two have.
+    content = hostile.content + b"." * (1 - len(hostile.content) % 2)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=says):
+        TokenFiles(tmp_path if name.endswith("json") else tmp_path / name)
+    assert not hostile.has_run()
