@@ -16,6 +16,7 @@ SHAPE = Shape(
     layers=4, heads=4, kv_heads=2, embed=128, mlp=256, block=64, vocab=256, tied=False
 )
 ROWS = 16
+BFLOAT16 = eqxshard.Precision("bfloat16")
 
 MESHES: dict[str, dict[str, int]] = {
     "data": {"data": 8},
@@ -39,9 +40,7 @@ def plan_gpt(
         gpt.make_optimizer(gpt.Args(), 1000),
         {"tokens": tokens, "targets": tokens},
         mesh_shape=mesh_shape,
-        rule=gpt.make_rule(shape),
-        precision=eqxshard.Precision("bfloat16"),
-        **options,
+        **{"rule": gpt.make_rule(shape), "precision": BFLOAT16, **options},
     )
 
 

@@ -29,7 +29,7 @@ from ._cache import keep_compiled
 from ._collectives import PlannedCollective, has_peers
 from ._costs import Costs
 from ._failure import Failure
-from ._leaves import mesh_of, plan_leaves, shard_bytes, stored_gradients
+from ._leaves import mesh_of, on_host, plan_leaves, shard_bytes, stored_gradients
 from ._plan import Plan, PlannedMemory, PlannedTime
 from ._request import Request, load_request
 from ._rewrites import rewrite_collectives
@@ -164,6 +164,9 @@ def _memory(
     opt_state = _bytes_of(state.opt_state)
     rows = batch_sharding(mesh_of(state))
     total = request.target.memory
+    offloaded = sum(shard_bytes(x) for _, x in array_leaves(state) if on_host(x))
+    # The compiler for CPUs tells no memories apart.
+    not_here = offloaded - analysis.host_argument_size_in_bytes
     return PlannedMemory(
         parameters=params,
         optimizer=opt_state,
@@ -174,13 +177,19 @@ def _memory(
         peak=analysis.argument_size_in_bytes
         + analysis.output_size_in_bytes
         - analysis.alias_size_in_bytes
-        + analysis.temp_size_in_bytes,
+        + analysis.temp_size_in_bytes
+        - not_here,
         device=None if total is None else int(total),
+        host=offloaded
+        + analysis.host_output_size_in_bytes
+        - analysis.host_alias_size_in_bytes
+        + analysis.host_temp_size_in_bytes,
     )
 
 
 def _bytes_of(tree: Any) -> int:
-    return sum(shard_bytes(leaf) for _, leaf in array_leaves(tree))
+    """On a device."""
+    return sum(shard_bytes(leaf) for _, leaf in array_leaves(tree) if not on_host(leaf))
 
 
 def _model_arrays(state: TrainState) -> dict[int, str]:
@@ -284,7 +293,12 @@ def _settings(request: Request) -> dict[str, str]:
 
 def _notes(request: Request, module: Module) -> list[str]:
     notes = []
-    if request.backend == "cpu":
+    if request.target.compiler == "cpu":
+        notes.append(
+            "simulated devices share the memory of one process, and libraries of XLA for "
+            "convolutions and products take more than it counts"
+        )
+    elif request.backend == "cpu":
         notes.append(
             "compiled for CPUs: temporaries are an upper estimate, and no schedule says "
             "what communication is hidden"

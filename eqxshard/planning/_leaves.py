@@ -11,6 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PyTree
 
 from ..compiled._causes import Leaf
+from ..sharding._combinators import HOST_MEMORY
 from ..sharding._leaves import array_leaves, is_array, leaf_path
 from ..sharding._spec import axes_of
 from ..training._layout import make_layout
@@ -26,7 +27,8 @@ class PlannedLeaf:
     - `spec`: the mesh axes that split each dim, such as `None, data+fsdp`; or `whole`.
     - `bytes`: of the array.
     - `gradient`: of its gradient as it is stored; 0 if it is not trained.
-    - `optimizer`: of the arrays of the optimizer's state that are for it alone.
+    - `optimizer`: of the arrays of the optimizer's state that are for it alone, but for
+        those in the host's memory.
     """
 
     path: str
@@ -96,6 +98,11 @@ def shard_bytes(leaf: Any, sharding: Any = None) -> int:
     return leaf.dtype.itemsize * math.prod(shape)
 
 
+def on_host(leaf: Any) -> bool:
+    """Whether an array is kept in the host's memory."""
+    return leaf.sharding.memory_kind == HOST_MEMORY
+
+
 def _optimizer_bytes(opt_state: PyTree, params: PyTree) -> Mapping[str, int]:
     """By the path of a parameter, the bytes of the state whose paths end like it."""
     known = {path for path, _ in jax.tree_util.tree_leaves_with_path(params)}
@@ -103,7 +110,7 @@ def _optimizer_bytes(opt_state: PyTree, params: PyTree) -> Mapping[str, int]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
         ends = (path[start:] for start in range(len(path)))
         owner = next((end for end in ends if end in known), None)
-        if owner is not None and is_array(leaf):
+        if owner is not None and is_array(leaf) and not on_host(leaf):
             total[leaf_path(owner)] += shard_bytes(leaf)
     return total
 

@@ -175,6 +175,8 @@ def _memory(plan: Plan) -> Markup:
         f"All gradients at once are {format_bytes(memory.gradients)}. They are "
         "temporaries, and some may be gone before others are made."
     )
+    if memory.host:
+        gradients += f" What is offloaded takes {format_bytes(memory.host)} of the host."
     return _card(
         "memory",
         "Memory of a device",

@@ -33,6 +33,7 @@ class PlannedMemory:
     - `temporaries`: of everything that exists only during the step.
     - `peak`: the most at once.
     - `device`: what the device has; `None` if it is not known.
+    - `host`: of the host's memory, for what is offloaded; none of it is in the others.
     """
 
     parameters: int
@@ -43,6 +44,7 @@ class PlannedMemory:
     temporaries: int
     peak: int
     device: int | None
+    host: int = 0
 
     @property
     def left(self) -> int | None:
@@ -252,6 +254,8 @@ class Plan:
         }
         if memory.left is not None:
             rows[f"left of {format_giga(memory.device or 0)}"] = memory.left
+        if memory.host:
+            rows["of the host's memory"] = memory.host
         for name, size in rows.items():
             table.add_row(name, format_giga(size))
         return table

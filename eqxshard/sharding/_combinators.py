@@ -206,7 +206,8 @@ class Offload(AbstractRule):
             )
         for device in mesh.local_devices or ():
             kinds = [memory.kind for memory in device.addressable_memories()]
-            if HOST_MEMORY not in kinds:
+            # Devices that are only there to compile for list none.
+            if kinds and HOST_MEMORY not in kinds:
                 raise ValueError(
                     f"{self!r} needs memory of the kind {HOST_MEMORY!r}, and {device} has "
                     f"{comma_list(kinds)}; leave offload out."

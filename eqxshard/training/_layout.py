@@ -95,7 +95,7 @@ def opt_state_shardings(
         shape, sharding = next((known[end] for end in ends if end in known), (None, whole))
         sharding = sharding if leaf.shape == shape else whole
         move = offloaded and shape is not None and leaf.shape
-        return sharding.with_memory_kind(HOST_MEMORY) if move else sharding
+        return _in_memory(sharding, HOST_MEMORY) if move else sharding
 
     return jax.tree_util.tree_map_with_path(follow, opt_state)
 
@@ -105,7 +105,7 @@ def fetch_offloaded(
 ) -> list[Array]:
     """Fetch the arrays that are kept in host memory between steps."""
     return [
-        jax.device_put(array, sharding.with_memory_kind("device"))
+        jax.device_put(array, _in_memory(sharding, "device"))
         if sharding.memory_kind == HOST_MEMORY
         else array
         for array, sharding in zip(arrays, shardings, strict=True)
@@ -123,3 +123,46 @@ def offload_to_host(
             filter_shard([*arrays], on_device), shardings, strict=True
         )
     ]
+
+
+def _in_memory(sharding: NamedSharding, kind: str) -> NamedSharding:
+    """The sharding in a memory, whether its devices list that or are not there."""
+    found = sharding.with_memory_kind(kind)
+    if found.memory_kind == kind:
+        return found
+    return _Unlisted.of(sharding, kind)
+
+
+class _Unlisted(NamedSharding):
+    """A sharding in a memory that its devices do not list, because they are not there.
+
+    JAX forgets the memory of others.
+    """
+
+    _kind: str
+
+    @staticmethod
+    def of(sharding: NamedSharding, kind: str) -> "_Unlisted":
+        made = _Unlisted(sharding.mesh, sharding.spec)
+        made._kind = _Kind(kind)
+        return made
+
+    @property
+    def memory_kind(self) -> str:
+        return self._kind
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, _Unlisted) and self._kind == other._kind
+        return same and super().__eq__(other)
+
+    def __hash__(self) -> int:
+        return hash((self._kind, super().__hash__()))
+
+
+class _Kind(str):
+    """A memory that a compiled step does not name, which JAX compares with it."""
+
+    __slots__ = ()
+
+    def __ne__(self, other: object) -> bool:
+        return other is not None and super().__ne__(other)

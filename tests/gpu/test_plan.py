@@ -2,8 +2,11 @@
 
 import dataclasses
 
+import gpt
 import pytest
 from plan_theory import MESHES, ROWS, SHAPE, plan_gpt, state_bytes, theory, traffic
+
+import eqxshard
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("as_scripts_run")]
 
@@ -49,3 +52,20 @@ def test_communication_in_the_layers_is_hidden_and_has_causes():
     assert whole == pytest.approx(plan.time.step)
     loops = [span.times for span in plan.timeline if span.kind == "loop"]
     assert loops.count(4) >= 2
+
+
+def test_offloaded_state_is_in_the_memory_of_the_host():
+    here = plan_gpt({"fsdp": 8}, backend="gpu")
+    rule = eqxshard.offload(gpt.make_rule(SHAPE))
+    there = plan_gpt({"fsdp": 8}, backend="gpu", rule=rule)
+    # All but the numbers of the step.
+    assert 2 * there.memory.parameters == there.memory.host
+    assert there.memory.optimizer == here.memory.optimizer - there.memory.host <= 8
+    # It is fetched for the update.
+    assert there.memory.temporaries >= here.memory.temporaries
+    assert there.memory.peak < here.memory.peak + there.memory.host
+    arrays = there.memory.parameters + there.memory.optimizer + there.memory.other_state
+    rest = there.memory.peak - there.memory.temporaries - arrays - there.memory.batch
+    assert 0 <= rest <= 2000
+    assert traffic(there) == pytest.approx(traffic(here), abs=64)
+    assert "│ of the host's memory " in str(there)

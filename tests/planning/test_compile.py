@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import lint_helpers
 import numpy as np
+import optax
 import pytest
 from plan_helpers import BATCH, REQUEST
 
@@ -31,6 +32,23 @@ def test_tokens_are_integers_in_rows():
     images = jax.ShapeDtypeStruct((8, 28, 28), jnp.uint8)
     labels = jax.ShapeDtypeStruct((8,), jnp.int32)
     assert count_examples({"image": images, "label": labels}) == (8, None)
+
+
+def test_offloaded_state_is_counted_apart(tmp_path):
+    def plan(rule):
+        given: dict[str, Any] = {
+            "make_model": lint_helpers.MLP,
+            "optim": optax.sgd(1e-3, 0.9),
+        }
+        given |= {"loss_fn": lint_helpers.square_losses, "rule": rule}
+        batch = {"x": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+        request = dataclasses.replace(REQUEST, **given, batch=batch)
+        return compile_plan(request, tmp_path).memory
+
+    here, there = plan(lint_helpers.FSDP), plan(eqxshard.offload(lint_helpers.FSDP))
+    assert here.host == 0 and here.optimizer == here.parameters
+    assert there.host == here.optimizer and there.optimizer == 0
+    assert there.peak == here.peak - here.optimizer
 
 
 def losses_with_a_table(model, batch, key):

@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -154,7 +155,7 @@ def test_offload_goes_around_all_rules(maker):
 def test_offload_to_devices_without_host_memory_is_refused(monkeypatch):
     class Device:
         def addressable_memories(self):
-            return []
+            return [SimpleNamespace(kind="device")]
 
         def __str__(self):
             return "a device"
