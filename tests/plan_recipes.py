@@ -56,8 +56,8 @@ def plan_recipe(name: str, backend: Compiler) -> tuple[eqxshard.Plan, int]:
     return plan, sum(x.dtype.itemsize * n for x, n in zip(arrays, shards))
 
 
-def check_recipe(name: str, backend: Compiler) -> None:
-    """Its state to the byte, and what goes along each axis."""
+def check_recipe(name: str, backend: Compiler) -> eqxshard.Plan:
+    """Its state to the byte, and what goes along each axis; return its plan."""
     plan, state = plan_recipe(name, backend)
     print(plan)
     memory = plan.memory
@@ -70,3 +70,4 @@ def check_recipe(name: str, backend: Compiler) -> None:
     data_only = wanted.keys() == {"data"}
     # Under data alone, nothing but gradients: nothing is gathered.
     assert not data_only or set().union(*map(set, plan.traffic.values())) == {"all-reduce"}
+    return plan

@@ -29,7 +29,8 @@ RANKS = [
     {"checkpoint", "inspect"},
     {"debug"},
     {"loop"},
-    {"run", "planning", "testing"},
+    {"run", "planning"},
+    {"testing"},
 ]
 #: Rooms and modules aside, and the rooms that they may import from.
 ASIDE = {

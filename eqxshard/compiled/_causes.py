@@ -1,14 +1,15 @@
 """What causes a collective: a line of code, and the array that is gathered or reduced."""
 
+import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from ..sharding._mesh import BATCH_AXES
 from ._communication import Operation
-from ._hlo import VIEWS, Instruction, Module
+from ._hlo import VIEWS, Frame, Instruction, Module
 
 _OURS = str(Path(__file__).parent.parent)
 _LIBRARIES = ("site-packages", "dist-packages", f"{Path(os.__file__).parent}")
@@ -56,12 +57,20 @@ class Causes:
 
     def line(self, operation: Operation) -> str | None:
         """The user's line of code, `file.py:12`, or the one nearest to it."""
+        return _line(self._frame(operation))
+
+    def function(self, operation: Operation) -> str | None:
+        """The function that this line is in, such as `MLP.__call__`."""
+        frame = self._frame(operation)
+        return None if frame is None else frame.function or None
+
+    def _frame(self, operation: Operation) -> Frame | None:
         queue, seen = [operation.start], set[str]()
         for _ in range(_DEEPEST):
             if not queue:
                 return None
             for instruction in queue:
-                if found := self.line_of(instruction):
+                if found := _user_frame(self._module.stack(instruction)):
                     return found
             queue = [x for each in queue for x in self._operands(each, seen)]
         return None
@@ -78,28 +87,40 @@ class Causes:
         axes = operation.axes(self._sizes) or ()
         if gathered or not reduces or {*BATCH_AXES}.isdisjoint(axes):
             return tuple(sorted(gathered))
-        sizes = [shape.dims for shape in operation.shapes]
-        if len(sizes) == 1 and len(sizes[0]) == 1:
-            # Compilers join several gradients into one array of one dim.
-            sizes = [
-                shape.dims
-                for operand in self._operands(operation.start, set())
-                for part in ([operand, *self._operands(operand, set())])
-                for shape in part.shapes
-            ]
-        found = {path for dims in sizes for path in self._reduced(dims, operation.in_loop)}
+        found = set[str]()
+        for dims in self._joined(operation):
+            # In a loop it is one layer, or in each microbatch all of an array.
+            layer = self._reduced(dims, 1) if operation.in_loop else []
+            found |= {*(layer or self._reduced(dims, 0))}
         return tuple(sorted(found))
 
-    def _reduced(self, dims: tuple[int, ...], in_loop: bool) -> Iterator[str]:
-        wanted = _plain(dims)
+    def _joined(self, operation: Operation) -> list[tuple[int, ...]]:
+        """The shapes of what it reduces: compilers join gradients into one of one dim."""
+        whole = [shape.dims for shape in operation.shapes]
+        if len(whole) > 1 or len(whole[0]) > 1:
+            return whole
+        parts = [
+            shape.dims
+            for operand in self._operands(operation.start, set())
+            for part in self._operands(operand, set())
+            for shape in part.shapes
+        ]
+        # If they are not all of it, something else is computed of them.
+        return parts if sum(map(math.prod, parts)) == math.prod(whole[0]) else whole
+
+    def _reduced(self, dims: tuple[int, ...], first: int) -> list[str]:
+        """The arrays whose dims, from the first on, these are."""
+        wanted, found = _plain(dims), []
         for leaf in self._gradients:
-            shapes = [leaf.shape, leaf.shape[1:]] if in_loop else [leaf.shape]
-            if wanted and wanted in map(_plain, shapes):
-                yield leaf.path
+            shape = leaf.shape[first:]
+            # What is joined has one dim, whatever it had before.
+            if wanted and wanted in (_plain(shape), [math.prod(shape)]):
+                found.append(leaf.path)
+        return found
 
     def line_of(self, instruction: Instruction) -> str | None:
         """The user's line of code that an instruction itself is from."""
-        return user_line(self._module.stack(instruction))
+        return _line(_user_frame(self._module.stack(instruction)))
 
     def _operands(self, instruction: Instruction, seen: set[str]) -> list[Instruction]:
         found = []
@@ -162,20 +183,29 @@ class Causes:
         kept = self._module.by_name.get((computation, root.operands[element]))
         while kept is not None and kept.opcode in ("copy", "bitcast"):
             kept = self._module.by_name.get((computation, kept.operands[0]))
-        same = kept is not None and kept.opcode == "get-tuple-element"
-        if not same or kept is None or kept.attribute("index") != str(element):
+        if kept is None or kept.opcode != "get-tuple-element":
+            return set()
+        if kept.attribute("index") != str(element):
             return set()
         return self._origins(operands[0], element, depth)
 
 
-def user_line(stack: Iterable[tuple[str, int]]) -> str | None:
+def user_line(stack: Iterable[Frame]) -> str | None:
     """The innermost line of a stack that is neither this library's nor another's."""
-    for file, line in stack:
-        ours = file.startswith(_OURS)
-        known = file and not file.startswith("<")
-        if known and not ours and not any(part in file for part in _LIBRARIES):
-            return f"{Path(file).name}:{line}"
+    return _line(_user_frame(stack))
+
+
+def _user_frame(stack: Iterable[Frame]) -> Frame | None:
+    for frame in stack:
+        ours = frame.file.startswith(_OURS)
+        known = frame.file and not frame.file.startswith("<")
+        if known and not ours and not any(part in frame.file for part in _LIBRARIES):
+            return frame
     return None
+
+
+def _line(frame: Frame | None) -> str | None:
+    return None if frame is None else f"{Path(frame.file).name}:{frame.line}"
 
 
 def _plain(dims: tuple[int, ...]) -> list[int]:

@@ -86,6 +86,14 @@ def parse_shapes(text: str) -> tuple[Shape, ...]:
     )
 
 
+class Frame(NamedTuple):
+    """A place in the code: a file, a line, and the function that it is in."""
+
+    file: str
+    line: int
+    function: str
+
+
 #: Opcodes of another form of the same values as the first operand's.
 VIEWS = ("bitcast", "convert", "copy", "opt-barrier", "reshape", "transpose")
 
@@ -104,8 +112,8 @@ class Module:
     text: str
 
     @functools.cached_property
-    def frames(self) -> Mapping[int, tuple[str, int, int]]:
-        """Of each frame of a stack, by number: its file, its line, and its caller."""
+    def frames(self) -> Mapping[int, tuple[Frame, int]]:
+        """Each frame of a stack, by number, and the number of its caller."""
         return _parse_frames(self.text)
 
     @functools.cached_property
@@ -247,14 +255,14 @@ class Module:
         # A fusion may compute other things from other numbers.
         return 1 if 1 in steps else steps.pop() if len(steps) == 1 else None
 
-    def stack(self, instruction: Instruction) -> Iterator[tuple[str, int]]:
-        """The lines of code that an instruction is from, innermost first."""
+    def stack(self, instruction: Instruction) -> Iterator[Frame]:
+        """The places in the code that an instruction is from, innermost first."""
         found = _FRAME.search(instruction.attributes)
-        frame, seen = int(found[1]) if found else 0, set[int]()
-        while frame in self.frames and frame not in seen:
-            seen.add(frame)
-            file, line, frame = self.frames[frame]
-            yield file, line
+        number, seen = int(found[1]) if found else 0, set[int]()
+        while number in self.frames and number not in seen:
+            seen.add(number)
+            frame, number = self.frames[number]
+            yield frame
 
 
 def _integer(instruction: Instruction) -> int | None:
@@ -308,30 +316,35 @@ def _tuple_part(
     return Instruction(name, computation, type_, "get-tuple-element", content, attributes)
 
 
-def _parse_frames(text: str) -> dict[int, tuple[str, int, int]]:
+def _parse_frames(text: str) -> dict[int, tuple[Frame, int]]:
     """The tables at the head of the text: names of files, places in them, frames."""
-    files = {
-        int(i): name for i, name in re.findall(r'^(\d+) "(.*)"$', _part(text, 0), re.M)
-    }
+    files, functions = _names(text, "FileNames"), _names(text, "FunctionNames")
     places = {
-        int(i): (files.get(int(file), ""), int(line))
-        for i, file, line in re.findall(
-            r"^(\d+) \{file_name_id=(\d+).*? line=(\d+)", _part(text, 1), re.M
+        int(i): Frame(files.get(int(file), ""), int(line), functions.get(int(name), ""))
+        for i, file, name, line in re.findall(
+            r"^(\d+) \{file_name_id=(\d+) function_name_id=(\d+) line=(\d+)",
+            _table(text, "FileLocations"),
+            re.M,
         )
     }
     found = re.findall(
-        r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", _part(text, 2), re.M
+        r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?",
+        _table(text, "StackFrames"),
+        re.M,
     )
     # Of a frame that nothing called, some versions write 1, and all others are one too
     # high with it.
     above = 0 if any(int(up or 0) == 0 for _, _, up in found) else 1
-    return {int(i): (*places[int(at)], int(up or 0) - above) for i, at, up in found}
+    return {int(i): (places[int(at)], int(up or 0) - above) for i, at, up in found}
 
 
-def _part(text: str, number: int) -> str:
+def _names(text: str, head: str) -> dict[int, str]:
+    return {
+        int(i): name for i, name in re.findall(r'^(\d+) "(.*)"$', _table(text, head), re.M)
+    }
+
+
+def _table(text: str, head: str) -> str:
     """One of the tables at the head."""
-    head = ("\nFileNames\n", "\nFileLocations\n", "\nStackFrames\n")[number]
-    start = text.find(head)
-    return (
-        text[start + len(head) : text.find("\n\n", start + len(head))] if start >= 0 else ""
-    )
+    start = text.find(f"\n{head}\n")
+    return text[start + len(head) + 2 : text.find("\n\n", start + 1)] if start >= 0 else ""

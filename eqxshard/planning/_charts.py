@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from ._collectives import PlannedCollective
 from ._format import format_seconds, join_axes
 from ._html import Markup, tag
-from ._plan import PlannedCollective
 from ._timeline import PlannedSpan
 
 _CELL, _GAP, _BLOCK_GAP, _DOTS = 26, 4, 20, 16

@@ -20,6 +20,7 @@ class PlannedCollective:
     - `times`: how often a step runs it; `None` if the compiled text does not say.
     - `in_loop`: whether it is in a loop, such as that over layers.
     - `line`: the line of your code that causes it, as `model.py:12`.
+    - `function`: the function that this line is in, as `MLP.__call__`.
     - `leaves`: the arrays of the model that it gathers, or whose gradients it reduces. The
         compiler does not say the latter, so arrays of the same shape are named together.
     - `hidden`: the part of its time that passes while the device computes, from 0 to 1;
@@ -34,6 +35,7 @@ class PlannedCollective:
     times: int | None
     in_loop: bool
     line: str | None
+    function: str | None
     leaves: tuple[str, ...]
     hidden: float | None
 

@@ -232,6 +232,7 @@ def _describe(
         times=operation.times,
         in_loop=operation.in_loop,
         line=causes.line(operation),
+        function=causes.function(operation),
         leaves=causes.leaves(operation),
         hidden=hidden,
     )

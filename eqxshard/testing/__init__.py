@@ -3,7 +3,7 @@
 Simulate eight devices in a `conftest.py`, before anything else touches JAX:
 `jax.config.update("jax_num_cpu_devices", 8)`. Each check raises an `AssertionError` that
 says what differs, where, and where to look for the cause. May use everything up to
-`training`, and `inspect`.
+`planning`.
 """
 
 from ._collectives import Collective as Collective
@@ -15,3 +15,4 @@ from ._invariance import MeshComparison as MeshComparison
 from ._invariance import MeshReport as MeshReport
 from ._invariance import assert_mesh_invariant as assert_mesh_invariant
 from ._lock import assert_sharding_lock as assert_sharding_lock
+from ._plan_lock import assert_plan_lock as assert_plan_lock

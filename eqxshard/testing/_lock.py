@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +18,10 @@ from ..sharding._rule import Rule
 from ..sharding._spec import axes_of
 from ._collectives import collectives, plural
 
-_UPDATE = "EQXSHARD_UPDATE_LOCKS"
+UPDATE = "EQXSHARD_UPDATE_LOCKS"
 _HEAD = f"""\
 # The sharding of each array, and the collectives of the compiled step. Written by
-# eqxshard.testing with jax {{version}}; write it again with {_UPDATE}=1.
+# eqxshard.testing with jax {{version}}; write it again with {UPDATE}=1.
 """
 _VERSION = re.compile(r"with jax (\S+);")
 _LEAF = re.compile(r"(.*): (\S+\[[\d,]*\]) (P\(.*\))")
@@ -84,10 +85,41 @@ def assert_sharding_lock(
             )
         ```
     """
-    file = Path(path)
     new = _make_lock(tree, mesh, rule, step, batch)
+    check_file(
+        path,
+        _format(new),
+        lambda text: _compare(_parse(text, path), new),
+        update=update,
+        compiled=new.collectives is not None,
+    )
+
+
+def check_file(
+    path: str | os.PathLike[str],
+    new: str,
+    compare: Callable[[str], list[str]],
+    *,
+    update: bool | None,
+    compiled: bool,
+) -> None:
+    """Compare a lock file with what it should be, or write it.
+
+    **Arguments:**
+
+    - `path`: of the file.
+    - `new`: what to write.
+    - `compare`: lists the differences between the text of the file and what is new.
+    - `update`: whether to write it, if that is not left to the environment.
+    - `compiled`: whether it says what XLA made, which depends on the version of JAX.
+
+    **Raises:**
+
+    `AssertionError` with the differences, or if the file is missing in CI.
+    """
+    file = Path(path)
     if update is None:
-        update = os.environ.get(_UPDATE, "0") not in ("", "0")
+        update = os.environ.get(UPDATE, "0") not in ("", "0")
     if not update and not file.exists():
         if os.environ.get("CI", "false").lower() not in ("", "0", "false"):
             raise AssertionError(
@@ -97,10 +129,10 @@ def assert_sharding_lock(
         update = True
     if update:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(_format(new), encoding="utf-8")
+        file.write_text(new, encoding="utf-8")
         return
     text = file.read_text(encoding="utf-8")
-    lines = _compare(_parse(text, path), new)
+    lines = compare(text)
     if not lines:
         return
     written = _VERSION.search(text)
@@ -108,13 +140,13 @@ def assert_sharding_lock(
     other = (
         f"The file was written with jax {version}, and this is {jax.__version__}, whose "
         "XLA may use other collectives. "
-        if new.collectives is not None and version != jax.__version__
+        if compiled and version != jax.__version__
         else ""
     )
     raise AssertionError(
         f"{path} differs:\n  "
         + "\n  ".join(lines)
-        + f"\n{other}If the change is intended, run this test once with {_UPDATE}=1, and "
+        + f"\n{other}If the change is intended, run this test once with {UPDATE}=1, and "
         "commit the file."
     )
 
@@ -190,7 +222,7 @@ def _parse(text: str, path: str | os.PathLike[str]) -> _Lock:
         else:
             raise ValueError(
                 f"{path}, line {number} is not valid in a lock file: {line!r}; write the "
-                f"file again with {_UPDATE}=1."
+                f"file again with {UPDATE}=1."
             )
     return _Lock(mesh, arrays, by_kind)
 

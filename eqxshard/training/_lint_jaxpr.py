@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from ..compiled._causes import user_line
 from ..compiled._findings import SMALL, Finding
+from ..compiled._hlo import Frame
 from ..sharding._leaves import format_array
 from ._jaxprs import is_jaxpr, open_jaxpr
 
@@ -31,7 +32,7 @@ class _Place(NamedTuple):
     def line(self) -> str | None:
         traceback = self.eqn.source_info.traceback
         frames = [] if traceback is None else traceback.frames
-        return user_line((frame.file_name, frame.line_num) for frame in frames)
+        return user_line(Frame(x.file_name, x.line_num, x.function_name) for x in frames)
 
 
 def lint_jaxpr(

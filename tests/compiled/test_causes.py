@@ -54,3 +54,23 @@ def test_sums_over_other_axes_are_of_no_array(found):
     for op, causes in found:
         if op.kind == "all-reduce" and max(op.bytes, 64) == 64:
             assert causes.leaves(op) == ()
+
+
+TWO = """
+ENTRY %main (a: f32[4,8], b: f32[8]) -> f32[40] {
+  %a = f32[4,8] parameter(0)
+  %b = f32[8] parameter(1)
+  %flat = f32[32] bitcast(%a)
+  %joined = f32[40] concatenate(%flat, %b), dimensions={0}
+  ROOT %sum = f32[40] all-reduce(%joined), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+}
+"""
+
+
+def test_gradients_that_the_compiler_joins_are_all_named():
+    # None of them is as large as all.
+    shapes = {"up": (8, 4), "bias": (8,), "other": (40,), "down": (2, 8)}
+    parts = [Leaf(path, shape, 4 * math.prod(shape)) for path, shape in shapes.items()]
+    causes = Causes(parse_module(TWO), SIZES, {}, parts)
+    (operation,) = find_collectives(parse_module(TWO), 8)
+    assert causes.leaves(operation) == ("bias", "up")

@@ -71,8 +71,12 @@ def test_instructions_lead_to_lines_of_code():
     (dot,) = [x for x in module.instructions() if x.opcode == "dot"]
     lines, start = inspect.getsourcelines(innermost)
     (offset,) = [i for i, line in enumerate(lines) if "# This line." in line]
-    (file, line), (caller, _), *_ = module.stack(dot)
-    assert (file, line) == (caller, start + offset) == (__file__, start + offset)
+    frame, caller, *_ = module.stack(dot)
+    assert (frame.file, frame.line) == (caller.file, start + offset)
+    assert frame.file == __file__
+    here = "test_instructions_lead_to_lines_of_code"
+    assert frame.function == f"{here}.<locals>.innermost"
+    assert caller.function.startswith(f"{here}.<locals>.<lambda")
     assert dot.op_name.endswith("dot_general")
 
 

@@ -19,10 +19,17 @@ def test_what_each_device_does_alone_is_no_communication():
     assert [name for name, x in found.items() if has_peers(x)] == ["unknown", "pairs"]
 
 
-def test_groups_send_what_their_collectives_do(plan):
+def test_groups_have_all_that_is_sent_and_the_largest_first(plan):
     groups = group_collectives(plan.collectives)
-    sent = [x.sent * (x.times or 1) for x in plan.collectives]
-    assert sum(each.sent_in_all for each in groups) == sum(sent)
     assert len(groups) < len(plan.collectives)
-    in_all = [each.sent_in_all for each in groups]
-    assert in_all == sorted(in_all, reverse=True)
+    totals = [group.sent_in_all for group in groups]
+    assert totals == sorted(totals, reverse=True)
+    assert sum(totals) == sum(sum(kinds.values()) for kinds in plan.traffic.values())
+    in_loop = [group for group in groups if group.in_loop]
+    assert in_loop and all(group.sent_in_all == 2 * group.sent for group in in_loop)
+
+
+def test_the_function_of_a_line_is_named(plan):
+    functions = {x.line: x.function for x in plan.collectives if x.line is not None}
+    assert {"MLP.__call__", "Transformer.__call__"} <= {*functions.values()}
+    assert None not in functions.values()

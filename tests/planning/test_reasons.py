@@ -24,7 +24,9 @@ KNOWN = Surveyed("", 60 * 10**9, 0)
 def make_plan(mesh, peak, compute, waiting, sent):
     """Of a step that computes and waits for so many seconds."""
     collectives = [
-        PlannedCollective("all-gather", (axis,), (), size, size, 1, False, None, (), 0.0)
+        PlannedCollective(
+            "all-gather", (axis,), (), size, size, 1, False, None, None, (), 0.0
+        )
         for axis, size in sent.items()
     ]
     step = compute + sum(waiting.values())
