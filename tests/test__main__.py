@@ -119,6 +119,10 @@ def test_bad_input_is_one_sentence_with_the_remedy(command, monkeypatch, tmp_pat
         "64 does not divide over data=3 x fsdp=1 = 3 devices; use a multiple of 3",
         *(REGRESSION, "--devices=3", "--batch-size=64"),
     )
+    refuse(
+        "mesh sizes data=3 = 3 do not divide the 8 devices; choose",
+        *(REGRESSION, "--devices=8", "--mesh=data=3,fsdp=-1"),
+    )
     monkeypatch.setenv("EQXSHARD_PLAN_DIR", str(tmp_path))
     words = (REGRESSION, "--devices=8", "--backend=tpu", "--device=tpu-v5p")
     refuse("the compiler for tpu-v5p is not installed; run", *words)

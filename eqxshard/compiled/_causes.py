@@ -15,7 +15,7 @@ _OURS = str(Path(__file__).parent.parent)
 _LIBRARIES = ("site-packages", "dist-packages", f"{Path(os.__file__).parent}")
 
 #: Instructions that have the values of their first operand, or a part of them.
-_VIEWS = (*VIEWS, "dynamic-slice", "slice")
+_VIEWS = (*VIEWS, "dynamic-slice", "slice", "copy-start")
 _DEEPEST = 12
 
 
@@ -181,7 +181,8 @@ class Causes:
         if root.opcode != "tuple" or element >= len(root.operands):
             return set()
         kept = self._module.by_name.get((computation, root.operands[element]))
-        while kept is not None and kept.opcode in ("copy", "bitcast"):
+        same = ("copy", "copy-start", "copy-done", "bitcast")
+        while kept is not None and kept.opcode in same:
             kept = self._module.by_name.get((computation, kept.operands[0]))
         if kept is None or kept.opcode != "get-tuple-element":
             return set()

@@ -88,6 +88,8 @@ def find_collectives(module: Module, devices: int = 1) -> Iterator[Operation]:
             key = instruction.computation, instruction.operands[0]
             start = module.by_name.get(key, instruction)
         groups = _GROUPS.search(start.attributes)
+        if fusion := _scatter(module, instruction):
+            kind, start, instruction = "reduce-scatter", fusion, fusion
         yield Operation(
             kind=kind,
             shapes=instruction.shapes,
@@ -97,3 +99,11 @@ def find_collectives(module: Module, devices: int = 1) -> Iterator[Operation]:
             groups=None if groups is None else parse_groups(groups[2], devices),
             in_loop=module.in_loop(instruction.computation),
         )
+
+
+def _scatter(module: Module, instruction: Instruction) -> Instruction | None:
+    """The fusion that an all-reduce is a part of, if TPUs run it as a reduce-scatter."""
+    if not instruction.computation.startswith("all-reduce-scatter"):
+        return None
+    callers = module.callers.get(instruction.computation, ())
+    return callers[0] if len(callers) == 1 else None

@@ -34,6 +34,7 @@ from ._plan import Plan, PlannedMemory, PlannedTime
 from ._request import Request, load_request
 from ._rewrites import rewrite_collectives
 from ._schedule import Elapsed, Schedule, compute_seconds
+from ._targets import TPU_HOST, Target
 
 
 def main() -> None:
@@ -125,19 +126,26 @@ def find_devices(request: Request) -> list[Any]:
             topology=f"1x{count // each}x{each}",
         )
         return list(topology.devices)
-    topology = topologies.get_topology_desc(
-        platform="tpu", topology_name=tpu_topology(target.config, count)
-    )
+    topology = topologies.get_topology_desc(platform="tpu", **tpu_topology(target, count))
     return list(topology.devices)
 
 
-def tpu_topology(generation: str, count: int) -> str:
-    """The name of a TPU's topology: chips in two dims, or three, as near to a cube."""
-    dims = 2 if generation in ("v5e", "v6e") else 3
-    shape = [1] * dims
-    for factor in _prime_factors(count):
+def tpu_topology(target: Target, count: int) -> dict[str, Any]:
+    """What libtpu calls so many chips: in two dims, or three, as near to a cube."""
+    slices = max(count // target.per_host, 1)
+    chips, options = count // slices, dict[str, Any]()
+    dims = 2 if target.config in ("v5e", "v6e") else 3
+    # Hosts have four chips, two by two. Fewer are a part of one.
+    shape = [2, 2, 1][:dims] if chips >= TPU_HOST else [chips, 1, 1][:dims]
+    if chips < TPU_HOST:
+        options["chips_per_host_bounds"] = (chips, 1, 1)
+    for factor in _prime_factors(chips // TPU_HOST):
         shape[int(np.argmin(shape))] *= factor
-    return f"{generation}:{'x'.join(map(str, sorted(shape)))}"
+    if slices > 1:
+        options["num_slices"] = slices
+    if target.config == "v4":  # Or else its chips count as two devices each.
+        options["chip_config_name"] = "megacore"
+    return {"topology_name": f"{target.config}:{'x'.join(map(str, shape))}", **options}
 
 
 def _prime_factors(n: int) -> list[int]:

@@ -19,7 +19,7 @@ from ._backends import Backend, find_backend
 from ._plan import Plan
 from ._process import run
 from ._request import Request, dump_request
-from ._targets import Compiler, Target
+from ._targets import TPU_HOST, Compiler, Target
 
 
 def plan(
@@ -140,12 +140,7 @@ def make_request(
     sizes = mesh_sizes(mesh_shape, devices)
     count = math.prod(sizes.values())
     where = find_backend(found, backend)
-    if where.compiler == "gpu" and count > found.per_host and count % found.per_host:
-        raise ValueError(
-            f"{count} devices are not whole hosts of {found.per_host}; use "
-            f"{nearest_multiples(count, found.per_host)}, or a Target with another "
-            "per_host."
-        )
+    _check_whole_hosts(found, where.compiler, count)
     request = Request(
         optim=optim,
         batch=jax.tree.map(_abstract, batch),
@@ -156,6 +151,21 @@ def make_request(
         **others,
     )
     return request, where
+
+
+def _check_whole_hosts(target: Target, compiler: Compiler, count: int) -> None:
+    if compiler == "tpu" and count > 2 and count % TPU_HOST:
+        raise ValueError(
+            f"{count} TPUs are not whole hosts of {TPU_HOST}; use "
+            f"{nearest_multiples(count, TPU_HOST)}."
+        )
+    if compiler != "cpu" and count > target.per_host and count % target.per_host:
+        groups = "hosts" if compiler == "gpu" else "slices"
+        raise ValueError(
+            f"{count} devices are not whole {groups} of {target.per_host}; use "
+            f"{nearest_multiples(count, target.per_host)}, or a Target with another "
+            "per_host."
+        )
 
 
 def make_plan(data: bytes, where: Backend) -> Plan:

@@ -79,12 +79,15 @@ def _environment(folder: Path, backend: Backend) -> dict[str, str]:
         (plugin / "_versions.py").write_text(_CUDNN)
         # Behind the real one, if it is installed.
         path.append(str(folder / "stub"))
+    # There is no TPU to ask for its place in a cluster, nor to keep others from.
+    tpu = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     flags = os.environ.get("XLA_FLAGS", "")
     if backend.compiler == "cpu":
         dump = f"--xla_dump_to={folder / 'dump'} --xla_dump_hlo_pass_re=spmd-partitioning"
         flags = f"{flags} {dump} --xla_dump_hlo_as_text"
     return {
         **os.environ,
+        **(tpu if backend.compiler == "tpu" else {}),
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(path),
         "XLA_FLAGS": flags.strip(),

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Literal
 
-from ..compiled._communication import KINDS, Operation
+from ..compiled._communication import Operation
 from ..compiled._hlo import Instruction, Module
 from ._costs import FREE, Costs
 from ._links import link_seconds
@@ -96,11 +96,11 @@ class Schedule:
                 start = max(free, now)
                 free = start + seconds
                 recorder.add(PlannedSpan("collective", start, free, collective=number))
-                if instruction.opcode in KINDS:  # Synchronous.
+                if instruction.opcode.endswith("-start"):
+                    under_way[instruction.name] = free
+                else:  # Synchronous.
                     total.waiting[key] += free - now
                     recorder.add(PlannedSpan("waiting", now, free, collective=number))
-                else:
-                    under_way[instruction.name] = free
             elif instruction.opcode in ("while", "call", "conditional"):
                 inside, times = self._inside(instruction), self._module.trips(instruction)
                 total.add(inside, times or 1)

@@ -9,6 +9,9 @@ from ..sharding._text import comma_list, did_you_mean
 
 Compiler = Literal["gpu", "tpu", "cpu"]
 
+#: The chips of a host with TPUs.
+TPU_HOST = 4
+
 
 @dataclass(frozen=True)
 class Target:

@@ -60,3 +60,22 @@ def test_collectives_in_loops_are_told_apart():
         "all-reduce": (False, 1),
     }
     assert math.prod(found["all-gather"].shapes[0].dims) == 64 * 64
+
+
+def test_an_all_reduce_in_a_fusion_of_tpus_is_a_reduce_scatter():
+    text = """
+%all-reduce-scatter.1 (input: bf16[64,8]) -> bf16[16,8] {
+  %input = bf16[64,8]{1,0} parameter(0)
+  %all-reduce.1 = bf16[64,8]{1,0} all-reduce(%input), replica_groups={{0,1,2,3},{4,5,6,7}}
+  %at = u32[] constant(0)
+  ROOT %part = bf16[16,8] dynamic-slice(%all-reduce.1, %at, %at)
+}
+
+ENTRY %main (x: bf16[64,8]) -> bf16[16,8] {
+  %x = bf16[64,8]{1,0} parameter(0)
+  ROOT %fusion.1 = bf16[16,8] fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1
+}
+"""
+    (op,) = find_collectives(parse_module(text), 8)
+    assert (op.kind, op.bytes, op.sent) == ("reduce-scatter", 256, 3 * 256)
+    assert op.start.name == op.result.name == "fusion.1"

@@ -11,20 +11,23 @@ from plan_helpers import BATCH, REQUEST
 
 import eqxshard
 from eqxshard.planning._compile import compile_plan, count_examples, tpu_topology
+from eqxshard.planning._targets import Target
 
 
 @pytest.mark.parametrize(
-    "generation, count, name",
+    "generation, count, name, options",
     [
-        ("v5p", 512, "v5p:8x8x8"),
-        ("v5p", 16, "v5p:2x2x4"),
-        ("v4", 4, "v4:1x2x2"),
-        ("v5e", 8, "v5e:2x4"),
-        ("v6e", 256, "v6e:16x16"),
+        ("v5p", 512, "v5p:8x8x8", {}),
+        ("v5p", 16, "v5p:4x2x2", {}),
+        ("v4", 4, "v4:2x2x1", {"chip_config_name": "megacore"}),
+        ("v5e", 12, "v5e:6x2", {}),
+        ("v6e", 2, "v6e:2x1", {"chips_per_host_bounds": (2, 1, 1)}),
+        ("v6e", 512, "v6e:16x16", {"num_slices": 2}),
     ],
 )
-def test_topologies_are_near_to_cubes(generation, count, name):
-    assert tpu_topology(generation, count) == name
+def test_topologies_are_hosts_near_to_a_cube(generation, count, name, options):
+    target = Target.named(f"tpu-{generation}")
+    assert tpu_topology(target, count) == {"topology_name": name, **options}
 
 
 def test_tokens_are_integers_in_rows():

@@ -115,6 +115,24 @@ def test_bad_input_is_one_sentence_with_the_remedy(monkeypatch, tmp_path):
     refuse("the compiler for b200 is not installed; run", target="b200", backend="gpu")
 
 
+def test_devices_are_whole_hosts(monkeypatch, tmp_path):
+    monkeypatch.setenv("EQXSHARD_PLAN_DIR", str(tmp_path))
+    monkeypatch.setattr("eqxshard.planning._backends._is_importable", lambda module: False)
+    for module in ("libtpu", "jax_plugins/xla_cuda12"):
+        (tmp_path / module).mkdir(parents=True)
+
+    def refuse_count(message, count, target):
+        refuse(message, mesh_shape={"data": count}, target=target)
+
+    refuse_count(
+        "12 devices are not whole hosts of 8; use 8 or 16, or a Target", 12, "h200"
+    )
+    refuse_count("3 TPUs are not whole hosts of 4; use 4.", 3, "tpu-v5p")
+    refuse_count("6 TPUs are not whole hosts of 4; use 4 or 8.", 6, "tpu-v6e")
+    message = "300 devices are not whole slices of 256; use 256 or 512, or a Target"
+    refuse_count(message, 300, "tpu-v5e")
+
+
 def test_what_the_step_refuses_is_raised_here():
     with pytest.raises(ValueError, match="batch size 4 does not divide over data=2 x fsdp"):
         batch = {"tokens": jax.ShapeDtypeStruct((4, 17), jnp.int32)}

@@ -67,3 +67,16 @@ def test_loops_repeat_their_body():
     loop = '  ROOT %w = f32[] while(%x), condition=%c, body=%body, backend_config={"known'
     found = elapsed(loop + '_trip_count":{"n":"5"}}\n', body)
     assert found.seconds == pytest.approx(5 * 50)
+
+
+def test_devices_wait_for_a_collective_in_a_fusion():
+    more = (
+        "%all-reduce-scatter (input: f32[32,32]) -> f32[8,32] {\n"
+        "  %input = f32[32,32]{1,0} parameter(0)\n"
+        "  %sum = f32[32,32] all-reduce(%input), replica_groups=[2,4]<=[8]\n"
+        "  ROOT %part = f32[8,32] slice(%sum)\n}\n\n"
+    )
+    fusion = "f32[8,32] fusion(%x), kind=kCustom, calls=%all-reduce-scatter"
+    found = elapsed(f"  ROOT %y = {fusion}\n", more)
+    assert found.waiting["main", "y"] == found.sending["main", "y"] == pytest.approx(100)
+    assert found.seconds == pytest.approx(100)
