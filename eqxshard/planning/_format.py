@@ -4,16 +4,6 @@ import math
 from collections.abc import Iterable
 
 
-def format_giga(size: int | float) -> str:
-    """Bytes in GB: `12.35`, and small ones as `0.001234`."""
-    return f"{size / 1e9:,.4g}" if abs(size) < 1e8 else f"{size / 1e9:,.2f}"
-
-
-def format_mega(size: int | float) -> str:
-    """Bytes in MB: `1,235`, and small ones as `0.0123`."""
-    return f"{size / 1e6:,.3g}" if abs(size) < 999.5e6 else f"{size / 1e6:,.0f}"
-
-
 def format_bytes(size: int | float) -> str:
     """Bytes in the unit that fits: `12.35 GB`, `411 MB`, `14 B`."""
     for unit, each in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -22,6 +12,14 @@ def format_bytes(size: int | float) -> str:
             digits = max(3 - len(f"{abs(part):.0f}"), 0) if unit != "GB" else 2
             return f"{part:,.{digits}f} {unit}"
     return f"{size:,.0f} B"
+
+
+def format_flops(count: int | float) -> str:
+    """Operations in the unit that fits: `1.5 TFLOP`, `93.6 MFLOP`."""
+    for size, unit in ((1e12, "TFLOP"), (1e9, "GFLOP")):
+        if count >= 0.1 * size:
+            return f"{count / size:,.4g} {unit}"
+    return f"{count / 1e6:,.4g} MFLOP"
 
 
 def format_seconds(seconds: int | float) -> str:

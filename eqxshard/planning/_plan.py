@@ -14,7 +14,7 @@ from rich.table import Table
 from ..inspect._lint import Findings
 from ..inspect._tables import BreakablePath, render
 from ._collectives import PlannedCollective, group_collectives
-from ._format import format_giga, format_mega, format_seconds, join_axes
+from ._format import format_bytes, format_flops, format_seconds, join_axes
 from ._leaves import PlannedLeaf
 from ._targets import Compiler, Target, how_sure
 from ._timeline import PlannedSpan
@@ -242,29 +242,30 @@ class Plan:
 
     def _memory_table(self) -> Table:
         memory = self.memory
+        gradients = format_bytes(memory.gradients)
         table = Table("memory of a device")
-        table.add_column("GB", justify="right")
+        table.add_column("", justify="right")
         rows = {
             "parameters": memory.parameters,
             "optimizer state": memory.optimizer,
             "other state": memory.other_state,
             "batch": memory.batch,
-            f"temporaries (gradients: {format_giga(memory.gradients)})": memory.temporaries,
+            f"temporaries (gradients: {gradients})": memory.temporaries,
             "peak": memory.peak,
         }
         if memory.left is not None:
-            rows[f"left of {format_giga(memory.device or 0)}"] = memory.left
+            rows[f"left of {format_bytes(memory.device or 0)}"] = memory.left
         if memory.host:
             rows["of the host's memory"] = memory.host
         for name, size in rows.items():
-            table.add_row(name, format_giga(size))
+            table.add_row(name, format_bytes(size))
         return table
 
     def _collectives_table(self) -> Table:
         table = Table("axes", "kind")
-        for column in ("times", "MB sent", "in all", "hidden"):
+        for column in ("times", "sent each", "in all", "hidden"):
             table.add_column(column, justify="right")
-        table.add_column("loop")
+        table.add_column("in a loop")
         table.add_column("cause", overflow="fold")
         for each in group_collectives(self.collectives):
             cause = [_some(each.leaves), each.line or ""]
@@ -272,8 +273,8 @@ class Plan:
                 join_axes(each.axes),
                 each.kind,
                 "?" if each.times is None else str(each.times),
-                format_mega(each.sent),
-                format_mega(each.sent_in_all),
+                format_bytes(each.sent),
+                format_bytes(each.sent_in_all),
                 "" if each.hidden is None else f"{each.hidden:.0%}",
                 "yes" if each.in_loop else "",
                 " at ".join(filter(None, cause)),
@@ -284,28 +285,29 @@ class Plan:
         leaves = sorted(self.leaves, key=lambda leaf: -leaf.total)[:10]
         count = f"{len(leaves)} largest of " if len(leaves) < len(self.leaves) else ""
         table = Table(f"{count}{len(self.leaves)} arrays", "shape", "split by")
-        for column in ("MB", "gradient", "optimizer"):
+        for column in ("memory", "gradient", "optimizer"):
             table.add_column(column, justify="right")
         for leaf in leaves:
             shape = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-            sizes = map(format_mega, (leaf.bytes, leaf.gradient, leaf.optimizer))
+            sizes = map(format_bytes, (leaf.bytes, leaf.gradient, leaf.optimizer))
             table.add_row(BreakablePath(leaf.path), shape, leaf.spec, *sizes)
         return table
 
     def _summary(self) -> str:
         lines = []
-        flops = ", ".join(f"{n / 1e12:,.4g} TFLOP {k}" for k, n in self.flops.items())
+        flops = ", ".join(f"{format_flops(n)} {k}" for k, n in self.flops.items())
         lines.append(f"Arithmetic of a device: {flops or 'no matrix products'}")
         if self.time is not None and self.time.step:
             lines.append(
                 f"A step takes {how_sure(self.target)} {format_seconds(self.time.step)}, "
                 f"bound by {self.time.bound}: {self._breakdown()}"
             )
-            speed = f"{self.examples_per_second:,.4g} examples/s"
+            speed = f"{self.examples_per_second:,.4g} examples/s in all"
             if self.tokens_per_second is not None:
                 each = self.tokens_per_second / self.devices
                 speed = (
-                    f"{self.tokens_per_second:,.0f} tokens/s, {each:,.0f} on each device"
+                    f"{self.tokens_per_second:,.0f} tokens/s in all, {each:,.0f} on each "
+                    "device"
                 )
             used = self.utilisation
             lines.append(
@@ -319,8 +321,10 @@ class Plan:
     def _breakdown(self) -> str:
         time = self.time
         assert time is not None
-        parts = [f"compute {format_seconds(time.compute)}"]
-        if time.memory is not None:
+        parts = []
+        if time.compute:
+            parts.append(f"compute {format_seconds(time.compute)}")
+        if time.memory:
             parts.append(f"memory {format_seconds(time.memory)}")
         for axes, seconds in time.links.items():
             if seconds == 0:

@@ -1,4 +1,4 @@
-from eqxshard.planning._format import format_bytes, format_mega, format_seconds, join_axes
+from eqxshard.planning._format import format_bytes, format_flops, format_seconds, join_axes
 
 
 def test_bytes_are_written_in_the_unit_that_fits():
@@ -9,8 +9,10 @@ def test_bytes_are_written_in_the_unit_that_fits():
     ]
 
 
-def test_megabytes_have_no_exponent_where_they_are_many():
-    assert [*map(format_mega, (411e6, 999.9e6, 13_153e6))] == ["411", "1,000", "13,153"]
+def test_arithmetic_is_written_in_the_unit_that_fits():
+    assert [*map(format_flops, (1e9, 1.5e12, 93.62e6, 2e15, 5e3))] == [
+        *("1 GFLOP", "1.5 TFLOP", "93.62 MFLOP", "2,000 TFLOP", "0.005 MFLOP")
+    ]
 
 
 def test_seconds():
