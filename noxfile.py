@@ -113,6 +113,14 @@ def slow(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def stores(session: nox.Session) -> None:
+    """Checkpoints in S3, by a server of its protocol on this machine."""
+    # Not with the other tests: the server brings the SDK of Amazon, and much else.
+    session.install("-e", ".[recipes,s3]", *group("tests"), "moto[server,s3]>=5.1")
+    session.run("pytest", "-m", "slow", "tests/checkpoint/test_object_store.py")
+
+
+@nox.session(default=False)
 def tests_lowest(session: nox.Session) -> None:
     """A quarter of the quick tests, on the oldest versions that pyproject.toml allows."""
     session.install("uv")

@@ -4,6 +4,7 @@ import argparse
 import itertools
 import json
 import os
+import resource
 import time
 from typing import Any
 
@@ -60,7 +61,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--seconds-per-step", type=float, default=0.0)
+    parser.add_argument("--checkpoints", help="where, if not in the folder")
     parser.add_argument("--stall-process", type=int, help="which stalls in step 8")
+    parser.add_argument("--full-process", type=int, help="whose disk is full for a while")
     parser.add_argument("--stall-seconds", type=float, default=300.0)
     parser.add_argument("--heartbeat-seconds", type=int, default=30)
     parser.add_argument("--address")
@@ -93,20 +96,26 @@ def main() -> None:
 
     def slowly(batch):
         time.sleep(args.seconds_per_step)
+        if args.full_process == jax.process_index():
+            # From its eighth batch on, until the twelfth, it cannot write files.
+            count = next(batches)
+            if count in (8, 12):
+                limit = 0 if count == 8 else resource.RLIM_INFINITY
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         if differ == "exception" and not first and next(calls) == 8:
             raise RuntimeError("a bad file")
         if args.stall_process == jax.process_index() and next(calls) == 8:
             time.sleep(3600)
         return batch
 
-    calls = itertools.count(1)
+    calls, batches = itertools.count(1), itertools.count(1)
     loader = eqxshard.Loader(
         source, batch_size=args.batch_size, mesh=mesh, transform=slowly, prefetch=0
     )
     test = eqxshard.Loader(source, batch_size=args.batch_size, mesh=mesh, shuffle=False)
     optim, key = optax.adam(1e-2), jax.random.key(args.seed)
     checkpointer = eqxshard.Checkpointer(
-        f"{args.folder}/checkpoints", save_interval_steps=args.every
+        args.checkpoints or f"{args.folder}/checkpoints", save_interval_steps=args.every
     )
     if checkpointer.steps():
         like = eqxshard.abstract_state(make_model, optim, key=key, **where)

@@ -17,16 +17,22 @@ from jaxtyping import Array, PyTree
 from ..sharding._leaves import array_leaves, format_array, is_key
 from ..sharding._text import first_few
 from ..transforms._partition import Static, partition
+from ._object_store import ARRAYS, Upload, context, is_remote, kvstore
 
 #: Arrays are written in chunks of at most this many bytes, and read this many chunks at a
 #: time: the memory that reading takes besides the part of an array that is read.
 _CHUNK_BYTES = 2**21
 _CHUNKS_AT_A_TIME = 4
 _FILE_BYTES = 2**28
+#: How long processes that have written wait for others. By default 20 minutes, for which a
+#: process that has given up cannot end, because Orbax's thread does not.
+_PATIENCE_SECONDS = 300
 
 
 def write(folder: Any, leaves: dict[str, Any]) -> Any:
     """Begin to write arrays; return once they are copied from their devices."""
+    if is_remote(folder):
+        return Upload(folder, leaves)
     from orbax.checkpoint import v1 as ocp
 
     logging.getLogger("absl").addFilter(_is_news)
@@ -36,6 +42,7 @@ def write(folder: Any, leaves: dict[str, Any]) -> Any:
     context.array.saving.ocdbt_target_data_file_size = _FILE_BYTES
     # Compression is slower than a disk, and trained numbers hardly compress.
     context.array.saving.use_compression = False
+    context.asynchronous.timeout_secs = _PATIENCE_SECONDS
     with context:
         return ocp.save_async(
             folder,
@@ -59,23 +66,16 @@ def read(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Array]:
     # that straddle chunks: several times the memory of the arrays that are read.
     import tensorstore as ts
 
-    manifests = list(folder.glob("*/manifest.ocdbt"))
-    if not manifests:
-        raise FileNotFoundError(
-            f"this process cannot see {folder}; use a directory that all hosts share."
-        )
-    (manifest,) = manifests
-    base = f"{os.fspath(manifest.parent)}/"
-    base = base if "://" in base else {"driver": "file", "path": base}
+    base, settings = _base(folder), context() if is_remote(folder) else None
     arrays = {}
     for path, leaf in wanted.items():
         target = _target(leaf)
         assert target.sharding is not None
         if leaf.size:
-            where = {"driver": "ocdbt", "base": base, "path": f"{path}/"}
+            where = {**base, "path": f"{base.get('path', '')}{path}/"}
             spec = {"driver": "zarr3", "kvstore": where}
             try:
-                store = ts.open(spec, open=True, read=True).result()
+                store = ts.open(spec, open=True, read=True, context=settings).result()
             except ValueError as error:
                 why = str(error).partition(" [")[0]
                 raise ValueError(
@@ -91,6 +91,23 @@ def read(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Array]:
             array = jax.jit(wrap, out_shardings=target.sharding)(array)
         arrays[path] = array
     return arrays
+
+
+def _base(folder: Any) -> dict[str, Any]:
+    """Where the arrays of a checkpoint are, as TensorStore names it."""
+    if is_remote(folder) and (folder / ARRAYS).exists():
+        return kvstore(folder / ARRAYS)
+    manifests = list(folder.glob("*/manifest.ocdbt"))
+    if not manifests:
+        raise FileNotFoundError(
+            f"this process cannot see {folder}; use a directory that all hosts share."
+        )
+    (manifest,) = manifests
+    base = f"{os.fspath(manifest.parent)}/"
+    return {
+        "driver": "ocdbt",
+        "base": base if is_remote(base) else {"driver": "file", "path": base},
+    }
 
 
 def place_parts(

@@ -28,29 +28,29 @@ class Checkpointer:
 
     A checkpoint is the folder `directory/STEP`: the state's arrays as
     [Orbax](https://orbax.readthedocs.io) writes them, by path; a readable
-    `description.json` (paths, shapes, dtypes, mesh, versions, the loader's position, the
-    metrics); and `checksums.txt`, the SHA-256 of every other file, which is written last:
-    a folder without it was interrupted, and does not count.
+    `description.json` (paths, shapes, dtypes, mesh, versions, loader, metrics); and
+    `checksums.txt`, the SHA-256 of every other file, which is written last: a folder
+    without it was interrupted, and does not count.
 
-    Saving waits for the state's step and for the copy of its arrays from the devices; a
-    thread does the rest while training continues. If it fails, say because the disk is
-    full, the error is logged, the older checkpoints stay, and training continues.
+    Saving waits for the step and for the copy of its arrays from the devices; a thread
+    does the rest. If it fails, an error is logged.
 
     **Arguments:**
 
-    - `directory`: a folder for this run alone, created if necessary, or a path such as
-        `gs://...`.
+    - `directory`: a folder for this run alone, created if necessary; or the address of one
+        in an object store, `s3://...` or `gs://...`.
     - `max_to_keep`: how many checkpoints to keep: the newest ones.
     - `save_interval_steps`: save every this many steps.
-    - `save_interval_seconds`: save at the first report of [`eqxshard.fit`][] after this
-        many seconds, 10 minutes by default; `None` for never.
+    - `save_interval_seconds`: save at `fit`'s first report after this many seconds, 10
+        minutes by default; `None` for never.
     - `best`: the name of a metric that `fit` reports, such as `"eval/accuracy"`: `fit`
         saves whenever it is better than before, and the best checkpoint is kept, too.
-    - `mode`: whether the best value is the largest (`"max"`) or the smallest (`"min"`).
+    - `mode`: whether the largest (`"max"`) or the smallest (`"min"`) value is best.
+    - `on_error`: if one cannot be written, `"continue"`, or `"raise"` when the next is due.
 
     **Raises:**
 
-    `ValueError` if one of the numbers is not positive, or `mode` is not known.
+    `ValueError` if one of the numbers is not positive, or another option is not known.
 
     !!! Example
 
@@ -73,20 +73,22 @@ class Checkpointer:
         save_interval_seconds: float | None = 600.0,
         best: str | None = None,
         mode: Literal["max", "min"] = "max",
+        on_error: Literal["continue", "raise"] = "continue",
     ):
-        _check_options(max_to_keep, save_interval_steps, save_interval_seconds, mode)
+        _check_options(
+            max_to_keep, save_interval_steps, save_interval_seconds, mode, on_error
+        )
         self._folder = CheckpointFolder(directory)
         #: The folder, as an `etils.epath.Path`.
         self.directory = self._folder.path
         self._max_to_keep = operator.index(max_to_keep)
+        every = save_interval_steps
         #: Save every this many steps, if not `None`.
-        self.save_interval_steps = save_interval_steps and operator.index(
-            save_interval_steps
-        )
+        self.save_interval_steps = every and operator.index(every)
         self._save_interval_seconds = save_interval_seconds
         self._best = Best(self._folder, best, mode)
         self._last_save = time.monotonic()
-        self._writer = CheckpointWriter(self._folder, self._steps_to_keep)
+        self._writer = CheckpointWriter(self._folder, self._keep, on_error == "raise")
 
     def steps(self) -> list[int]:
         """The steps with complete checkpoints, in order."""
@@ -101,11 +103,12 @@ class Checkpointer:
 
         [`eqxshard.fit`][] asks after each evaluation, to save.
         """
-        if not self._best.is_beaten_by(metrics):
-            return False
-        # The checkpoint that is being written may be better.
-        self._writer.close()
-        return self._best.is_beaten_by(metrics)
+        for _ in range(2):
+            if not broadcast_from_first(self._best.is_beaten_by(metrics)):
+                return False
+            # The checkpoint that is being written may be better.
+            self._writer.settle()
+        return True
 
     def description(self, step: int) -> dict[str, Any]:
         """The description of a checkpoint.
@@ -150,8 +153,7 @@ class Checkpointer:
         """
         description = self._folder.choose(step)
         wanted, static = partition_by_path(like)
-        name = self._folder.name(description.step)
-        check_structure(wanted, description.leaves, name)
+        check_structure(wanted, description.leaves, self._folder.name(description.step))
         values = list(read(self._folder.at(description.step), wanted).values())
         self._last_save = time.monotonic()
         return _combine(like, static, values)
@@ -219,8 +221,9 @@ class Checkpointer:
         """
         facts = {"directory": str(self.directory), "first step": step}
         facts |= {"save_interval_steps": self.save_interval_steps}
-        facts |= {"timed": self._save_interval_seconds is not None}
-        assert_same_on_all_processes("run", facts | {"best": self._best.metric})
+        timed = self._save_interval_seconds is not None
+        facts |= {"timed": timed, "best": self._best.metric}
+        assert_same_on_all_processes("run", facts)
         self._folder.claim_from(step)
         if step not in self._folder.good_steps():
             return {}
@@ -236,16 +239,15 @@ class Checkpointer:
         **Arguments:**
 
         - `step`: the number of steps taken.
-        - `reporting`: whether `save_interval_seconds` applies at this step. (All
-            processes must ask at the same steps, so `fit` asks when it reports.)
+        - `reporting`: whether `save_interval_seconds` applies (in all processes alike).
         """
         if self.save_interval_steps and step % self.save_interval_steps == 0:
             return True
-        interval = self._save_interval_seconds
-        if not reporting or interval is None:
+        if not reporting or self._save_interval_seconds is None:
             return False
         # Clocks differ, and all processes must save together.
-        return broadcast_from_first(time.monotonic() - self._last_save >= interval)
+        seconds = time.monotonic() - self._last_save
+        return broadcast_from_first(seconds >= self._save_interval_seconds)
 
     def save(
         self,
@@ -257,9 +259,8 @@ class Checkpointer:
     ) -> None:
         """Save a state; return before it is written.
 
-        A state that contains NaN is not saved, nor one whose step has a checkpoint
-        already. If the last save is still being written, wait for it first. Call
-        [`eqxshard.Checkpointer.wait`][] before the program ends.
+        A state with NaN is not saved, nor one whose step has a checkpoint. Waits for the
+        last save. Call [`eqxshard.Checkpointer.wait`][] before the program ends.
 
         **Arguments:**
 
@@ -270,9 +271,8 @@ class Checkpointer:
         - `callbacks`: what the run's callbacks need to continue, as JSON values.
         """
         step = step_of(state)
-        self._writer.close()
         self._last_save = time.monotonic()
-        if not broadcast_from_first(step in self._folder.good_steps()):
+        if self._writer.make_ready(step):
             leaves, _ = partition_by_path(state)
             described = Description.of(step, leaves, loader, metrics, callbacks)
             self._writer.start(leaves, described)
@@ -290,9 +290,9 @@ class Checkpointer:
         """
         self._writer.wait()
 
-    def _steps_to_keep(self, newest: int) -> set[int | None]:
-        newest_steps = self._folder.good_steps()[-self._max_to_keep :]
-        return {*newest_steps, newest, self.best_step()}
+    def _keep(self, newest: int) -> set[int | None]:
+        last = self._folder.good_steps()[-self._max_to_keep :]
+        return {*last, newest, self.best_step()}
 
 
 def _combine(like: Any, static: Static, values: list[Any]) -> Any:
@@ -308,6 +308,7 @@ def _check_options(
     save_interval_steps: int | None,
     save_interval_seconds: float | None,
     mode: str,
+    on_error: str,
 ) -> None:
     numbers = {
         "max_to_keep": max_to_keep,
@@ -319,3 +320,5 @@ def _check_options(
             raise ValueError(f"{name}={value} must be positive.")
     if mode not in ("max", "min"):
         raise ValueError(f"mode={mode!r} is not 'max' or 'min'.")
+    if on_error not in ("continue", "raise"):
+        raise ValueError(f"on_error={on_error!r} is not 'continue' or 'raise'.")

@@ -11,10 +11,15 @@ from ..distributed import (
     broadcast_from_first,
     is_main_process,
 )
+from ..sharding._text import comma_list
 from ._checksums import invalidate, is_complete, verify, write_checksums
 from ._description import FILE, Description
+from ._object_store import is_remote
 
 _LOG = logging.getLogger(__name__)
+
+#: What reaches object stores, by the scheme of their URLs.
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
 
 #: The file that marks the numbered folders beside it as ours to remove.
 _MARK = "eqxshard.txt"
@@ -46,6 +51,18 @@ class CheckpointFolder:
 
     def steps(self) -> list[int]:
         """The steps with complete checkpoints, in order."""
+        try:
+            return self._list()
+        except ValueError:
+            raise
+        # Packages for object stores have errors of their own.
+        except Exception as error:
+            raise OSError(
+                f"{self.path} cannot be listed ({error}); check the address, the "
+                "credentials and the network."
+            ) from error
+
+    def _list(self) -> list[int]:
         if not self.path.exists():
             return []
         if not self.path.is_dir():
@@ -59,6 +76,13 @@ class CheckpointFolder:
         """The steps whose checkpoints were not found damaged."""
         return [step for step in self.steps() if step not in self._damaged]
 
+    def known_steps(self) -> list[int]:
+        """As `good_steps`; none if the folder cannot be listed at the moment."""
+        try:
+            return self.good_steps()
+        except (OSError, ValueError):
+            return []
+
     def description(self, step: int) -> Description:
         """The description of a checkpoint, unchecked."""
         try:
@@ -70,7 +94,7 @@ class CheckpointFolder:
     def metric(self, name: str) -> dict[int, float]:
         """By step, a metric of each good checkpoint that has it."""
         values: dict[int, float] = {}
-        for step in self.good_steps():
+        for step in self.known_steps():
             # Read without verifying: damage must not end a run.
             with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
                 values[step] = self.description(step).metrics[name]
@@ -195,10 +219,11 @@ class CheckpointFolder:
             (self.path / _MARK).write_text(_MARK_TEXT)
         except ValueError as error:
             return str(error)
-        except OSError as error:
+        # Not only OSError: packages for object stores have errors of their own.
+        except Exception as error:
             return (
-                f"checkpoints cannot be written to {self.path}: {error.strerror or error}; "
-                "give a folder that can be written to."
+                f"checkpoints cannot be written to {self.path}: {reason(error)}; give a "
+                "folder that can be written to."
             )
         return None
 
@@ -218,14 +243,33 @@ def folder_path(path: str | os.PathLike[str]) -> Any:
     # Later: it takes a while to import, and not every run needs it.
     from etils import epath
 
-    remote = "://" in os.fspath(path)
+    if not is_remote(path):
+        return epath.Path(os.path.abspath(path))
+    import fsspec
+    from fsspec.config import conf
+
+    scheme = os.fspath(path).partition("://")[0]
+    if scheme not in _PACKAGES:
+        raise ValueError(
+            f"checkpoints cannot be written to {os.fspath(path)!r}; use a local folder, or "
+            f"one of {comma_list([f'{name}://' for name in _PACKAGES])}."
+        )
     try:
-        return epath.Path(path if remote else os.path.abspath(path))
-    except (ImportError, KeyError) as error:
+        fsspec.get_filesystem_class(scheme)
+    except ImportError as error:
         raise ValueError(
             f"no installed package reaches {os.fspath(path)!r} ({error}); use a local "
-            "folder, or install one, such as gcsfs for gs://."
+            f"folder, or install {_PACKAGES[scheme]}."
         ) from error
+    # Or it would not see what other processes, and TensorStore, have written since.
+    for protocol in ("s3", "gcs"):
+        conf.setdefault(protocol, {})["use_listings_cache"] = False
+    return epath.Path(path)
+
+
+def reason(error: Exception) -> str:
+    """What an error of a file system says."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def listed(steps: list[int]) -> str:

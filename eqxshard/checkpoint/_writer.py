@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
@@ -13,9 +13,12 @@ from jaxtyping import Array, Bool, PyTree
 from ..distributed import allgather_json, broadcast_from_first, is_main_process
 from ._arrays import write
 from ._description import Description
-from ._folder import CheckpointFolder, listed
+from ._folder import CheckpointFolder, listed, reason
 
 _LOG = logging.getLogger(__name__)
+
+#: How long processes wait for a checkpoint before they ask each other how it goes.
+_TOGETHER_SECONDS = 2.0
 
 
 class CheckpointWriter:
@@ -25,22 +28,36 @@ class CheckpointWriter:
 
     - `folder`: the run's checkpoints.
     - `keep`: called with the step of a new checkpoint, returns the steps to keep.
+    - `raises`: whether a failure is raised when the next checkpoint is due.
     """
 
     def __init__(
-        self, folder: CheckpointFolder, keep: Callable[[int], Collection[int | None]]
+        self,
+        folder: CheckpointFolder,
+        keep: Callable[[int], Collection[int | None]],
+        raises: bool,
     ):
         self._folder = folder
         self._keep = keep
+        self._raises = raises
         self._cleaned = False
         # One thread, so that checkpoints do not overlap; started when first needed.
         self._thread: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
+        #: The save that is waited for.
+        self._current: Any = None
         self._error: str | None = None
+
+    def make_ready(self, step: int) -> bool:
+        """Wait for the last checkpoint; return whether this step has none yet."""
+        errors = self.settle()
+        if errors and self._raises:
+            raise OSError(errors[0])
+        has = is_main_process() and step in self._folder.known_steps()
+        return not broadcast_from_first(has)
 
     def start(self, leaves: Mapping[str, Array], description: Description) -> None:
         """Begin to write a checkpoint; return once its arrays are copied."""
-        self.close()
         self._error = None
         step = description.step
         # Read when everything is written: reading it now would wait for the step.
@@ -56,6 +73,7 @@ class CheckpointWriter:
             return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "eqxshard-checkpoint")
+        self._current = response
         self._pending = self._thread.submit(self._finish, response, description, has_nan)
 
     def close(self) -> None:
@@ -66,10 +84,29 @@ class CheckpointWriter:
 
     def wait(self) -> None:
         """Wait for the last checkpoint; raise `OSError` if it failed in any process."""
-        self.close()
-        errors = [error for error in allgather_json(self._error) if error]
+        errors = self.settle()
         if errors:
             raise OSError(errors[0])
+
+    def settle(self) -> list[str]:
+        """Wait for the last checkpoint, with all processes; return what failed in any."""
+        while True:
+            pending = [] if self._pending is None else [self._pending]
+            seconds = None if jax.process_count() == 1 else _TOGETHER_SECONDS
+            is_done = not wait(pending, seconds).not_done
+            everyone = allgather_json([is_done, self._error])
+            errors = [error for _, error in everyone if error is not None]
+            if errors or all(done for done, _ in everyone):
+                break
+        if not is_done:
+            # Orbax still waits for the process that failed, in the old thread.
+            self._thread = self._current = None
+            self._error = errors[0]
+            if is_main_process():
+                _LOG.error("%s Training continues.", self._error)
+                self._clean()
+        self._pending = None
+        return errors
 
     def _make_room(self, step: int) -> str | None:
         """Clear the folder of a step; return a sentence if that failed, else `None`."""
@@ -81,15 +118,15 @@ class CheckpointWriter:
                 self._folder.clean()
                 self._cleaned = True
             self._folder.remove(step)
-        except OSError as error:
-            return error.strerror or str(error)
+        except Exception as error:
+            return reason(error)
         return None
 
     def _finish(self, response: Any, description: Description, has_nan: Array) -> None:
         step = description.step
         try:
             response.result()
-            if not is_main_process():
+            if not is_main_process() or response is not self._current:
                 return
             if bool(has_nan):
                 self._folder.remove(step)
@@ -103,22 +140,27 @@ class CheckpointWriter:
             self._folder.complete(description)
             self._folder.keep_only(self._keep(step))
         except Exception as error:
-            self._report_failure(step, error)
+            if response is self._current:
+                self._report_failure(step, error)
 
     def _report_failure(self, step: int, error: Exception) -> None:
-        why = " ".join(str(error).split())[:300] or type(error).__name__
-        others = [other for other in self._folder.steps() if other != step]
+        why = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+        if jax.process_count() > 1:
+            why = f"process {jax.process_index()}: {why}"
+        others = [other for other in self._folder.known_steps() if other != step]
         self._error = (
             f"the checkpoint of step {step} could not be written to {self._folder.path}: "
             f"{why}; the newest checkpoint: {listed(others[-1:])}."
         )
         _LOG.error("%s Training continues.", self._error)
+        self._clean()
+
+    def _clean(self) -> None:
+        """Free the space that the part of a checkpoint takes: the disk may be full."""
         # Nothing may be removed from a folder that could not be claimed.
-        if not self._cleaned:
-            return
-        # Free the space that the part of it takes: the disk may be full.
-        with contextlib.suppress(OSError):
-            self._folder.clean()
+        if self._cleaned:
+            with contextlib.suppress(Exception):
+                self._folder.clean()
 
 
 @jax.jit

@@ -1,0 +1,154 @@
+"""Arrays in object stores, such as `s3://`, each a Zarr array that TensorStore writes.
+
+Orbax does not write to S3. And where processes share no barrier, only a store, each leaves
+an object there once its part is written, or could not be.
+"""
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..distributed import is_main_process
+from ..sharding._leaves import is_key
+
+#: In the folder of a checkpoint.
+ARRAYS = "arrays"
+_WRITTEN = "written"
+#: An object has at most this many bytes, if the array's part on a device can be halved.
+_OBJECT_BYTES = 2**26
+#: How much longer than this process itself to wait for the others.
+_PATIENCE_SECONDS = 300.0
+_POLL_SECONDS = 0.5
+#: Half a minute in all; by default, it would be a quarter of an hour.
+_RETRIES = {"max_retries": 6, "initial_delay": "1s", "max_delay": "8s"}
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a URL."""
+    return "://" in os.fspath(path)
+
+
+def kvstore(folder: Any) -> dict[str, Any]:
+    """How TensorStore names a folder of an object store."""
+    scheme, _, rest = os.fspath(folder).partition("://")
+    bucket, _, path = rest.partition("/")
+    where: dict[str, Any] = {"bucket": bucket, "path": f"{path.strip('/')}/"}
+    if scheme != "s3":
+        return {"driver": "gcs", **where}
+    environment = {
+        "endpoint": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+        "aws_region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
+    }
+    for name, variables in environment.items():
+        found = [os.environ[variable] for variable in variables if variable in os.environ]
+        where |= {name: found[0]} if found else {}
+    if "AWS_ACCESS_KEY_ID" in os.environ:
+        where["aws_credentials"] = {"type": "environment"}
+    return {"driver": "s3", **where}
+
+
+def context() -> Any:
+    """The settings of TensorStore for object stores."""
+    import tensorstore as ts
+
+    return ts.Context({"s3_request_retries": _RETRIES, "gcs_request_retries": _RETRIES})
+
+
+class Upload:
+    """Arrays on their way to an object store; `result` writes them.
+
+    **Arguments:**
+
+    - `folder`: an `etils.epath.Path`, in which no process has written yet.
+    - `leaves`: the arrays by path. Their parts are copied here, so they may be donated.
+    """
+
+    def __init__(self, folder: Any, leaves: Mapping[str, Any]):
+        self._folder = folder
+        self._parts = {
+            path: _Part(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+            for path, leaf in leaves.items()
+            if leaf.size
+        }
+
+    def result(self) -> None:
+        """Write this process's parts; process 0 also waits for those of the others.
+
+        **Raises:**
+
+        `OSError` if a part could not be written.
+        """
+        began, fault = time.monotonic(), None
+        try:
+            self._write()
+        # TensorStore's errors are ValueErrors, mostly.
+        except Exception as error:
+            fault = _first_clause(error)
+        if jax.process_count() > 1:
+            marks = self._folder / _WRITTEN
+            (marks / str(jax.process_index())).write_text(fault or "")
+            if is_main_process() and fault is None:
+                fault = _wait_for_others(marks, time.monotonic() - began)
+        if fault is not None:
+            raise OSError(fault)
+
+    def _write(self) -> None:
+        import tensorstore as ts
+
+        base, settings = kvstore(self._folder / ARRAYS), context()
+        opened = {}
+        for path, part in self._parts.items():
+            where = {**base, "path": f"{base['path']}{path}/"}
+            spec = {"driver": "zarr3", "kvstore": where, "metadata": part.metadata}
+            opened[path] = ts.open(spec, create=True, open=True, context=settings)
+        writes = [
+            store.result()[index].write(values)
+            for path, store in opened.items()
+            for index, values in self._parts[path].shards
+        ]
+        for write in writes:
+            write.result()
+
+
+class _Part:
+    """The part of an array that this process writes, on the host."""
+
+    def __init__(self, leaf: jax.Array):
+        # No two processes may write one chunk, so chunks are parts of shards.
+        chunk = [*leaf.sharding.shard_shape(leaf.shape)]
+        while np.prod(chunk) * leaf.dtype.itemsize > _OBJECT_BYTES:
+            even = [n for n in chunk if n % 2 == 0]
+            if not even:
+                break
+            chunk[chunk.index(max(even))] //= 2
+        grid = {"name": "regular", "configuration": {"chunk_shape": chunk}}
+        dtype = str(leaf.dtype)
+        self.metadata = {"shape": leaf.shape, "data_type": dtype, "chunk_grid": grid}
+        self.shards = [
+            (shard.index, np.array(shard.data, copy=True))
+            for shard in leaf.addressable_shards
+            if shard.replica_id == 0
+        ]
+
+
+def _wait_for_others(marks: Any, seconds: float) -> str | None:
+    """Wait until every process has written; return a sentence if one could not."""
+    began = time.monotonic()
+    missing = set(range(jax.process_count()))
+    while missing and time.monotonic() - began < seconds + _PATIENCE_SECONDS:
+        for process in missing & {int(mark.name) for mark in marks.iterdir()}:
+            fault = (marks / str(process)).read_text()
+            if fault:
+                return f"process {process}: {fault}"
+            missing.discard(process)
+        time.sleep(_POLL_SECONDS if missing else 0)
+    return f"process {min(missing)} has not written its part" if missing else None
+
+
+def _first_clause(error: Exception) -> str:
+    """What an error of TensorStore says, without what it was asked to do."""
+    return str(error).partition(" [")[0] or type(error).__name__
