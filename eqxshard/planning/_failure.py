@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 
 from ..compiled._causes import user_line
+from ..compiled._hlo import Frame
 
 
 class Failure(NamedTuple):
@@ -30,7 +31,7 @@ class Failure(NamedTuple):
         return Failure(
             type(error).__name__,
             str(error),
-            user_line((frame.filename, frame.lineno or 0) for frame in reversed(frames)),
+            user_line(Frame(x.filename, x.lineno or 0, x.name) for x in reversed(frames)),
             isinstance(error, jax.errors.JaxRuntimeError | NotImplementedError),
             "".join(traceback.format_exception(error)),
         )

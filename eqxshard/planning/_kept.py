@@ -9,8 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..compiled._findings import Finding
+from ..inspect._lint import Findings
+from ._collectives import PlannedCollective
 from ._leaves import PlannedLeaf
-from ._plan import Plan, PlannedCollective, PlannedMemory, PlannedTime
+from ._plan import Plan, PlannedMemory, PlannedTime
 from ._targets import Target
 from ._timeline import PlannedSpan
 
@@ -20,9 +23,10 @@ _CLASSES: dict[str, Any] = {
     cls.__name__: cls
     for cls in (
         *(Plan, PlannedCollective, PlannedLeaf, PlannedMemory, PlannedSpan),
-        *(PlannedTime, Target),
+        *(PlannedTime, Target, Finding),
     )
 }
+_SEQUENCES: dict[str, Any] = {"tuple": tuple, "Findings": Findings}
 
 
 def keep_plan(plan: Plan, file: Path) -> None:
@@ -56,12 +60,14 @@ def _encode(value: Any) -> Any:
         return {type(value).__name__: [[k, _encode(part)] for k, part in pairs.items()]}
     if isinstance(value, Mapping):
         return {"dict": [[name, _encode(part)] for name, part in value.items()]}
-    return {"tuple": [*map(_encode, value)]} if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return {type(value).__name__: [*map(_encode, value)]}
+    return value
 
 
 def _decode(node: dict[str, Any]) -> Any:
     """The value of an object in JSON, whose parts are decoded already."""
     ((kind, parts),) = node.items()
-    if kind == "tuple":
-        return tuple(parts)
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind](parts)
     return dict(parts) if kind == "dict" else _CLASSES[kind](**dict(parts))

@@ -1,18 +1,23 @@
 """Plans in files: the same when read, and nothing else is read."""
 
+import dataclasses
 import json
 import pickle
 
 import pytest
 from hostile_files import HostilePickle
 
+import eqxshard
 from eqxshard.planning._kept import keep_plan, read_plan
 
 
 def test_a_plan_is_read_as_it_was_written(plan, tmp_path):
+    finding = eqxshard.Finding("dtype", None, "model.py:3", "float64")
+    plan = dataclasses.replace(plan, findings=eqxshard.Findings([finding]))
     file = tmp_path / "new" / "plan.json"
     keep_plan(plan, file)
-    assert read_plan(file) == plan
+    read = read_plan(file)
+    assert read == plan and type(read and read.findings) is eqxshard.Findings
     assert [*file.parent.iterdir()] == [file]
     assert read_plan(tmp_path / "none") is None
 

@@ -43,6 +43,7 @@ def make_plan(*collectives):
         leaves=(),
         timeline=None,
         settings={},
+        findings=eqxshard.Findings(),
     )
 
 
