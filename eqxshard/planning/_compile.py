@@ -304,8 +304,8 @@ def _notes(request: Request, module: Module) -> list[str]:
     notes = []
     if request.target.compiler == "cpu":
         notes.append(
-            "simulated devices share the memory of one process, and libraries of XLA for "
-            "convolutions and products take more than it counts"
+            "simulated devices share the memory of one process, and convolutions may take "
+            "more of it than XLA counts"
         )
     elif request.backend == "cpu":
         notes.append(

@@ -1,0 +1,215 @@
+"""Measures the memory that steps on simulated CPU devices take, and what a plan says.
+
+`python tests/plan_memory.py` trains each case in a process of its own, and prints how far
+its plan is off. All devices are in one process, so its memory is theirs together.
+"""
+
+import ctypes
+import dataclasses
+import gc
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from restore_memory import in_child, memory
+
+import eqxshard
+
+sys.path.append(str(Path(__file__).parents[1] / "recipes"))
+
+import fashion_mnist
+import gpt
+from gpt_model import GPT, Shape
+
+SHAPE = Shape(layers=4, heads=8, kv_heads=4, embed=384, mlp=1024, block=128, vocab=8192)
+OPTIM = optax.adamw(1e-3)
+#: What is freed goes back to the system at once, so that it does not count.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536"}
+
+
+class Wide(eqx.Module):
+    layers: eqx.nn.MLP
+
+    def __init__(self, key):
+        self.layers = eqx.nn.MLP(784, 10, 2048, 3, key=key)
+
+    def __call__(self, x):
+        return self.layers(jnp.ravel(x))
+
+
+def images(rows):
+    rng = np.random.default_rng(0)
+    image = rng.integers(0, 256, (rows, 28, 28), np.uint8)
+    return {"image": image, "label": rng.integers(0, 10, rows).astype(np.int32)}
+
+
+def texts(rows):
+    tokens = np.random.default_rng(0).integers(
+        0, SHAPE.vocab, (rows, SHAPE.block + 1), np.int32
+    )
+    return {"tokens": tokens[:, :-1].copy(), "targets": tokens[:, 1:].copy()}
+
+
+class Case(NamedTuple):
+    """What is trained, and how.
+
+    - `options`: of `plan`.
+    - `allowed`: how far the plan may be off, as a part.
+    """
+
+    make_model: Any
+    loss_fn: Any
+    batch: Mapping[str, np.ndarray]
+    mesh: Mapping[str, int]
+    rule: Any
+    options: Mapping[str, Any] = MappingProxyType({})
+    allowed: float = 0.1
+
+
+FSDP = eqxshard.fsdp(min_size=2**10)
+WHOLE = eqxshard.replicate()
+TENSOR = eqxshard.first_match(
+    eqxshard.by_path(
+        {
+            r"layers\.(0|2)\.weight": jax.P("tensor"),
+            r"layers\.1\.weight": jax.P(None, "tensor"),
+        }
+    ),
+    WHOLE,
+)
+RULE = gpt.make_rule(SHAPE)
+EXPERTS = dataclasses.replace(SHAPE, experts=4, mlp=512)
+BFLOAT16 = eqxshard.Precision("bfloat16")
+
+MLP = (Wide, fashion_mnist.loss_fn, images(512))
+CNN = (partial(fashion_mnist.ConvNet, 64, 128, 3, 1024), fashion_mnist.loss_fn, images(256))
+SMALL = (partial(fashion_mnist.ConvNet, 32, 64, 3, 2048), fashion_mnist.loss_fn)
+LENET = (partial(fashion_mnist.ConvNet, 20, 50, 5, 1024), fashion_mnist.loss_fn)
+DOTS = (partial(GPT, shape=SHAPE, remat="dots"), gpt.loss_fn, texts(16))
+FULL = (partial(GPT, shape=SHAPE, remat="full"), gpt.loss_fn, texts(16))
+MOE = (partial(GPT, shape=EXPERTS, remat="none"), gpt.loss_fn, texts(8))
+
+CASES = {
+    "MLP, replicate": Case(*MLP, {"data": 4}, WHOLE),
+    "MLP, fsdp": Case(*MLP, {"fsdp": 8}, FSDP),
+    # The libraries that XLA uses for products and convolutions copy what they take into
+    # an order of their own. It does not count these copies, which here are many.
+    "MLP, tensor": Case(*MLP, {"tensor": 4}, TENSOR, allowed=0.13),
+    "CNN, data x fsdp": Case(*CNN, {"data": 2, "fsdp": 2}, FSDP, allowed=0.27),
+    "GPT, fsdp": Case(*DOTS, {"fsdp": 4}, RULE),
+    "GPT, fsdp x tensor, full remat": Case(*FULL, {"fsdp": 2, "tensor": 2}, RULE),
+    "GPT, replicate, bfloat16, accumulate": Case(
+        *DOTS, {"data": 2}, WHOLE, {"precision": BFLOAT16, "accumulate": 4}
+    ),
+    "CNN, replicate": Case(*SMALL, images(160), {"data": 2}, WHOLE),
+    # Chosen once all else was settled.
+    "LeNet, fsdp": Case(*LENET, images(256), {"fsdp": 4}, FSDP, allowed=0.65),
+    "MLP, zero1, accumulate": Case(
+        *MLP, {"data": 8}, eqxshard.zero1(min_size=2**10), {"accumulate": 2}
+    ),
+    "mixture of experts, data x expert, no remat": Case(
+        *MOE, {"data": 2, "expert": 2}, gpt.make_rule(EXPERTS)
+    ),
+}
+
+
+class Measured(NamedTuple):
+    """In bytes, of all devices: what a plan says, and by what the process grew.
+
+    - `state`: of the state and the batch.
+    - `planned`, `grown`: at the peak.
+    """
+
+    state: int
+    planned: int
+    grown: int
+
+    @property
+    def error(self) -> float:
+        return self.planned / self.grown - 1
+
+
+def measure(name: str) -> Measured:
+    """Train a case for a few steps in a process of its own, and plan it."""
+    return in_child(_measure, name)
+
+
+def _measure(name: str) -> Measured:
+    case = CASES[name]
+    count = math.prod(case.mesh.values())
+    jax.config.update("jax_num_cpu_devices", count)
+    plan = _plan(case)
+    planned = count * plan.memory.peak
+    state = planned - count * plan.memory.temporaries
+    train = _prepare(case)
+    train()  # It compiles.
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    before = memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    train()
+    return Measured(state, planned, memory("VmHWM") - before)
+
+
+def _plan(case: Case) -> eqxshard.Plan:
+    given = (case.make_model, case.loss_fn, OPTIM, case.batch)
+    return eqxshard.plan(
+        *given, mesh_shape=case.mesh, rule=case.rule, target="cpu", **case.options
+    )
+
+
+def _prepare(case: Case) -> Callable[[], None]:
+    """Returns a function that places a batch and a state, and takes some steps."""
+    sizes: dict[str, Any] = {"data": 1, **case.mesh}
+    mesh = eqxshard.make_mesh(**sizes)
+    options = dict(case.options)
+    accumulate = options.pop("accumulate", 1)
+    first = eqxshard.init_state(
+        *(case.make_model, OPTIM),
+        **{"key": jax.random.key(0), "mesh": mesh, "rule": case.rule, **options},
+    )
+    step = eqxshard.make_train_step(case.loss_fn, OPTIM, accumulate=accumulate, lint="off")
+    arrays, rest = eqx.partition(first, eqx.is_array)
+    # To make a state again would be to compile again.
+    copy = jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays))
+
+    def train() -> None:
+        batch = eqxshard.filter_shard(dict(case.batch), eqxshard.batch_sharding(mesh))
+        state = eqx.combine(copy(arrays), rest)
+        for _ in range(2):
+            state, _ = step(state, batch)
+        jax.block_until_ready(state)
+
+    return train
+
+
+def main() -> int:
+    """Measure and print each case; say whether any plan is off by more than it may."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ |= MALLOC
+    failed = False
+    print("| case | state, MB | plan, MB | measured, MB | off by |")
+    print("| --- | --: | --: | --: | --: |")
+    for name in sys.argv[1:] or CASES:
+        found = measure(name)
+        sizes = " | ".join(f"{size / 1e6:,.0f}" for size in found)
+        print(f"| {name} | {sizes} | {found.error:+.1%} |", flush=True)
+        failed = failed or abs(found.error) > CASES[name].allowed
+    return int(failed)
+
+
+if __name__ == "__main__":
+    # A child that is started by `multiprocessing` must find this as a module.
+    import plan_memory
+
+    sys.exit(plan_memory.main())
