@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from gpt_model import GPT, SIZES, Remat, Shape, flops_per_token
+from jax import P
 
 import eqxshard
 from eqxshard import nn
@@ -31,8 +32,10 @@ def make_rule(shape):
     """Split layers over stages, heads and features over tensor, the rest over fsdp."""
     axes = {"layers": "stage", "vocab": "tensor", "mlp": "tensor"}
     axes |= {"heads": "tensor", "kv_heads": "tensor"}
-    axes |= {"experts": "expert"} if shape.experts else {}
-    return eqxshard.combine(eqxshard.by_dim(axes), eqxshard.fsdp(min_size=2**10))
+    rules = [eqxshard.by_dim(axes), eqxshard.fsdp(min_size=2**10)]
+    if shape.experts:  # Stacked in each layer: an expert's own annotations do not say so.
+        rules.insert(1, eqxshard.by_path({r"\.experts\.": P(None, "expert")}))
+    return eqxshard.combine(*rules)
 
 
 @dataclass(frozen=True)

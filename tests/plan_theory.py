@@ -91,6 +91,34 @@ def theory(mesh_shape: dict[str, int]) -> dict[tuple[str, str], float]:
     return sent
 
 
+def theory_of_experts(devices: int, shape: Shape) -> dict[tuple[str, str], float]:
+    """The same where devices split nothing but experts, and so sequences.
+
+    Of the further rounds, which the data ask for or not, one counts: both ways forward,
+    and backward these again and those of the gradients.
+    """
+    s, tokens = shape, ROWS * shape.block
+    part = (devices - 1) / devices
+    slots = 2 * s.top_k * s.block // (s.experts * devices)
+    rows = ROWS * s.experts * slots * s.embed
+    # Attention takes whole sequences: queries, keys and values, and the gradient of the
+    # output. Each device looks up all tokens, and needs the gradients of all.
+    qkv = tokens * (s.heads + 2 * s.kv_heads) * s.head_dim
+    gathered = s.layers * (2 * qkv + tokens * s.embed) + tokens * s.embed
+    # Gradients of all but the experts' own parameters and the input's table.
+    weights = (s.heads + 2 * s.kv_heads) * s.head_dim * s.embed + s.embed * s.embed
+    layer = weights + 2 * s.embed + s.experts * s.embed
+    dense = s.layers * layer + s.embed + s.vocab * s.embed
+    # How often each device's tokens choose each expert, twice; the mean probabilities of
+    # the experts; the loss of each example.
+    routes = s.layers * (2 * ROWS * s.top_k * devices * s.experts + ROWS * s.experts)
+    return {
+        ("expert", "all-to-all"): s.layers * 12 * 2 * rows * part,
+        ("expert", "all-gather"): 2 * gathered * part,
+        ("expert", "all-reduce"): 2 * (2 * dense + 4 * routes + 4 * ROWS) * part,
+    }
+
+
 def traffic(plan: eqxshard.Plan) -> dict[tuple[str, str], float]:
     """By axes and kind, what a plan says is sent, without what sends scalars alone."""
     sent: dict[tuple[str, str], float] = {}

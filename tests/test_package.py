@@ -49,6 +49,7 @@ USES = {"run": {"trackers"}}
 TESTED_ELSEWHERE = {
     "inspect/_tables.py": "inspect/test_explanation.py, which prints tables",
     "loop/_protocols.py": "protocols have no code",
+    "parallel/_moe_routes.py": "parallel/test_moe.py, against routes in a loop",
     "parallel/_one_f_one_b.py": "parallel/test_pipeline.py, beside the other schedule",
     "parallel/_pipeline_loss.py": "parallel/test_pipeline.py, beside the other schedule",
     "parallel/_ring.py": "parallel/test_ring_attention.py, on rings of several sizes",

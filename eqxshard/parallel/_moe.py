@@ -18,14 +18,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int, PyTree
 
 from ..sharding._leaves import array_leaves
-from ..sharding._mesh import BATCH_AXES
+from ..sharding._placement import constrain
 from ..sharding._text import nearest_multiples
 from ..transforms._dtypes import at_least_float32
 from ..transforms._shard_map import filter_shard_map
+from ._moe_routes import Routes, route
 
 #: The slots of a round, as a multiple of an even load. Longer queues take further rounds:
 #: with fewer slots these are more common, with more slots more is sent and computed for
@@ -153,28 +154,68 @@ def mixture_of_experts(
     limit = tokens
     if capacity is not None:
         limit = min(tokens, math.ceil(capacity * k * tokens / count))
-    per_device = ft.partial(_mixture, k=k, limit=limit, devices=devices)
-    if devices > parts:
-        split, whole = PartitionSpec("expert"), PartitionSpec()
-        per_device = filter_shard_map(
-            per_device, None, split, (split, whole, whole), axis_names={"expert"}
-        )
-    return Mixture(*per_device(experts, x, router_logits))
+    return _mixture(experts, x, router_logits, k, limit, _Devices(devices, parts))
 
 
-class _Routes(NamedTuple):
-    """The routes of a device's tokens: for each token and choice,
+class _Devices(NamedTuple):
+    """The devices along the axis `expert`, and how code runs on them.
 
-    - `expert`: its number;
-    - `gate`: its weight in the output;
-    - `position`: in this device's queue for the expert, counted from 0;
-    - `kept`: whether it is in the queue at all.
+    - `size`: their number.
+    - `parts`: the number of parts of the arrays that the code sees one of: all in code
+        that is per device already, otherwise 1.
     """
 
-    expert: Int[Array, "tokens k"]
-    gate: Float[Array, "tokens k"]
-    position: Int[Array, "tokens k"]
-    kept: Bool[Array, "tokens k"]
+    size: int
+    parts: int
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        in_specs: tuple[P, ...],
+        out_specs: PyTree,
+        *args: PyTree,
+    ) -> Any:
+        """Call a function per device."""
+        if self.size > self.parts:
+            fn = filter_shard_map(fn, None, in_specs, out_specs, axis_names={"expert"})
+        return fn(*args)
+
+    def constrain(self, tree: PyTree) -> PyTree:
+        """Keep arrays, and so their gradients, split over the devices.
+
+        For what goes into a branch of `jax.lax.cond` in a loop: XLA would gather its
+        gradient there, which is zero in the other branch.
+        """
+
+        def split(leaf: Any) -> Any:
+            if not eqx.is_array(leaf):
+                return leaf
+            return constrain(leaf, P("expert", *[P.UNCONSTRAINED] * (leaf.ndim - 1)))
+
+        return jax.tree.map(split, tree) if self.size > self.parts else tree
+
+    def exchange(self, rows: Array, split: int, whole: int) -> Array:
+        """Have the devices split another dim of some rows.
+
+        XLA makes an all-to-all of the constraint, and leaves the examples of the batch on
+        their devices. An all-to-all in code that is per device along `expert`, and not
+        along the axes of the batch, would have it gather them.
+        """
+        if self.size == 1:
+            return rows
+        if self.size == self.parts:
+            return lax.all_to_all(rows, "expert", split, whole)
+        spec: list[Any] = [P.UNCONSTRAINED] * rows.ndim
+        spec[split], spec[whole] = "expert", None
+        return constrain(rows, P(*spec))
+
+
+class _Sizes(NamedTuple):
+    """The sizes of an exchange: devices, experts on each, and slots for each expert."""
+
+    devices: int
+    experts: int
+    slots: int
 
 
 def _mixture(
@@ -183,102 +224,46 @@ def _mixture(
     logits: Float[Array, "tokens experts"],
     k: int,
     limit: int,
-    devices: int,
-) -> tuple[Float[Array, "tokens out"], Float[Array, ""], Float[Array, ""]]:
-    """The mixture on one of `devices`, with its part of the experts and of the tokens."""
-    tokens, count = logits.shape
-    routes, longest, balance_loss, dropped = _route(logits, k, limit, devices)
+    devices: _Devices,
+) -> Mixture:
+    """The mixture, per device but for the exchanges."""
+    own, others, whole = P("expert"), P(None, "expert"), P()
+    find_routes = ft.partial(route, k=k, limit=limit, devices=devices.size)
+    routes, longest, balance_loss, dropped = devices.run(
+        find_routes, (own,), (own, whole, whole, whole), logits
+    )
+    longest = _max_over_batch(longest)
+    tokens, count = x.shape[0] * devices.parts // devices.size, logits.shape[1]
     longest_possible = min(limit, tokens)
     slots = math.ceil(_SLOTS_PER_EVEN_LOAD * k * tokens / count)
     slots = min(longest_possible, slots)
+    send = ft.partial(_send, sizes=_Sizes(devices.size, count // devices.size, slots))
 
-    exchange = _exchange if devices > 1 else lambda rows: rows
-
-    def run_round(number: int | Int[Array, ""]) -> Float[Array, "tokens out"]:
-        slot = routes.position - number * slots
-        in_round = routes.kept & (slot >= 0) & (slot < slots)
-        # Unused slots hold some token, not zeros: an expert may not be differentiable at
-        # zero.
-        token = (jnp.arange(count * slots, dtype=jnp.int32) % tokens).reshape(count, slots)
-        token = token.at[routes.expert, jnp.where(in_round, slot, slots)].set(
-            jnp.arange(tokens, dtype=jnp.int32)[:, None], mode="drop"
-        )
-        rows = exchange(x[token].reshape(devices, count // devices, slots, -1))
-        rows = exchange(_apply_experts(experts, rows)).reshape(count, slots, -1)
-        rows = at_least_float32(rows[routes.expert, jnp.clip(slot, 0, slots - 1)])
-        gate = jnp.where(in_round, routes.gate, 0).astype(rows.dtype)
-        return jnp.sum(gate[..., None] * rows, axis=1)
+    def run_round(given: PyTree, number: Int[Array, ""]) -> Float[Array, "tokens out"]:
+        experts, routes, x = given
+        rows = devices.run(send, (own, own, whole), own, routes, x, number)
+        rows = devices.exchange(rows, split=1, whole=0)
+        rows = devices.run(_apply_experts, (own, others), others, experts, rows)
+        rows = devices.exchange(rows, split=0, whole=1)
+        return devices.run(_receive, (own, own, whole), own, routes, rows, number)
 
     def run_further_rounds(output: Array) -> Array:
         @jax.checkpoint
         def body(output: Array, number: Int[Array, ""]) -> tuple[Array, None]:
+            given = devices.constrain((experts, routes, x))
+
             def add_round() -> Array:
-                return output + run_round(number)
+                return output + run_round(given, number)
 
             return lax.cond(longest > number * slots, add_round, lambda: output), None
 
-        numbers = jnp.arange(1, math.ceil(longest_possible / slots))
+        numbers = jnp.arange(1, math.ceil(longest_possible / slots), dtype=jnp.int32)
         return lax.scan(body, output, numbers)[0]
 
-    output = run_round(0)
+    output = run_round((experts, routes, x), jnp.zeros((), jnp.int32))
     if slots < longest_possible:
         output = lax.cond(longest > slots, run_further_rounds, lambda out: out, output)
-    return output.astype(x.dtype), balance_loss, dropped
-
-
-def _route(
-    logits: Float[Array, "tokens experts"], k: int, limit: int, devices: int
-) -> tuple[_Routes, Int[Array, ""], Float[Array, ""], Float[Array, ""]]:
-    """Choose experts, and keep the first `limit` choices of each in the whole group.
-
-    Returns the routes, the length of the longest queue on any device, the balance loss,
-    and the fraction dropped.
-    """
-    tokens, count = logits.shape
-    probs = jax.nn.softmax(at_least_float32(logits))
-    gate, expert = _top_k(probs, k)
-    if k > 1:
-        gate = gate / jnp.sum(gate, axis=1, keepdims=True)
-
-    chosen = jax.nn.one_hot(expert, count, dtype=jnp.int32)
-    device = lax.axis_index("expert") if devices > 1 else 0
-    # How often each expert is chosen, by choice and device: the order of precedence.
-    chosen_by = jnp.zeros((k, devices, count), jnp.int32)
-    chosen_by = chosen_by.at[:, device].set(jnp.sum(chosen, axis=0))
-    mean_probs = jnp.mean(probs, axis=0) / devices
-    if devices > 1:
-        chosen_by, mean_probs = lax.psum((chosen_by, mean_probs), "expert")
-    in_order = chosen_by.reshape(k * devices, count)
-    before = (jnp.cumsum(in_order, axis=0) - in_order).reshape(k, devices, count)
-    kept_by = jnp.clip(limit - before, 0, chosen_by)
-    kept_here = kept_by[:, device]
-
-    # In a device's own queue, too, first choices come before second choices.
-    earlier = jnp.cumsum(chosen, axis=0) - chosen
-    order = jnp.take_along_axis(earlier, expert[..., None], axis=2)[..., 0]
-    choice = jnp.arange(k)[None]
-    start = jnp.cumsum(kept_here, axis=0) - kept_here
-    kept = order < kept_here[choice, expert]
-    routes = _Routes(expert, gate, order + start[choice, expert], kept)
-
-    share = jnp.sum(chosen_by, axis=(0, 1)) / (k * tokens * devices)
-    balance_loss = count * jnp.sum(share.astype(mean_probs.dtype) * mean_probs)
-    dropped = 1 - jnp.sum(kept_by) / (k * tokens * devices)
-    longest = _max_over_batch(jnp.max(jnp.sum(kept_by, axis=0)))
-    return routes, longest, balance_loss, dropped
-
-
-def _top_k(
-    probs: Float[Array, "tokens experts"], k: int
-) -> tuple[Float[Array, "tokens k"], Int[Array, "tokens k"]]:
-    """As `jax.lax.top_k`, which would make XLA gather the rows of the batch."""
-    rest, chosen = lax.stop_gradient(probs), []
-    for _ in range(k):
-        chosen.append(jnp.argmax(rest, axis=1).astype(jnp.int32))
-        one_hot = jax.nn.one_hot(chosen[-1], probs.shape[1], dtype=jnp.bool_)
-        rest = jnp.where(one_hot, -1, rest)
-    expert = jnp.stack(chosen, axis=1)
-    return jnp.take_along_axis(probs, expert, axis=1), expert
+    return Mixture(output.astype(x.dtype), balance_loss, dropped)
 
 
 @custom_vmap
@@ -296,64 +281,50 @@ def _(axis_size: int, in_batched: Any, value: Int[Array, " batch"]) -> Any:
     return _max_over_batch(jnp.max(value)), False
 
 
-@jax.custom_vjp
-def _exchange(rows: Float[Array, "devices ..."]) -> Float[Array, "devices ..."]:
-    """Send each device its rows; the rows that arrive are in the order of the senders."""
-    return _all_to_all(rows)
-
-
-# The exchange is its own inverse, so it also sends the gradients back.
-_exchange.defvjp(
-    lambda rows: (_all_to_all(rows), None), lambda _, grad: (_all_to_all(grad),)
-)
-
-
-@custom_vmap
-def _all_to_all(rows: Float[Array, "devices *batch experts slots _"]) -> Array:
-    """An all-to-all that leaves the rows of the batch on their devices.
-
-    If a collective is manual along only one axis of the mesh, XLA gathers arrays that are
-    split along the others. So this one is manual along those of the batch, too, which
-    split the outermost dim that `jax.vmap` runs over.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = tuple(axis for axis in BATCH_AXES if axis in mesh.auto_axes)
-    parts = math.prod(mesh.shape[axis] for axis in axes)
-
-    def exchange(rows: Array) -> Array:
-        return lax.all_to_all(rows, "expert", 0, 0)
-
-    # From JAX 0.11 on, XLA aborts on manual axes inside manual axes here. Gathering the
-    # rows instead costs time, but is correct.
-    nests = jax.__version_info__ < (0, 11)
-    if nests and axes and rows.ndim > 4 and rows.shape[1] % parts == 0:
-        split = PartitionSpec(None, axes)
-        exchange = jax.shard_map(
-            exchange, in_specs=split, out_specs=split, axis_names=set(axes)
-        )
-    return exchange(rows)
-
-
-@_all_to_all.def_vmap
-def _(axis_size: int, in_batched: Any, rows: Float[Array, "batch devices ..."]) -> Any:
-    return jnp.moveaxis(_all_to_all(jnp.moveaxis(rows, 0, 1)), 1, 0), True
+def _send(
+    routes: Routes, x: Float[Array, "tokens embed"], number: Int[Array, ""], sizes: _Sizes
+) -> Float[Array, "1 devices experts slots embed"]:
+    """A device's rows for the experts of every device, in one round."""
+    tokens, (devices, experts, slots) = len(x), sizes
+    slot, in_round = routes.in_round(number, slots)
+    # Unused slots hold some token, not zeros: an expert may not be differentiable at zero.
+    token = jnp.arange(devices * experts * slots, dtype=jnp.int32) % tokens
+    token = token.reshape(devices * experts, slots)
+    token = token.at[routes.expert, jnp.where(in_round, slot, slots)].set(
+        jnp.arange(tokens, dtype=jnp.int32)[:, None], mode="drop"
+    )
+    return x[token].reshape(1, *sizes, -1)
 
 
 def _apply_experts(
-    experts: PyTree, rows: Float[Array, "devices experts slots embed"]
-) -> Float[Array, "devices experts slots out"]:
-    """Apply every expert to its rows, from all devices."""
+    experts: PyTree, rows: Float[Array, "devices 1 experts slots embed"]
+) -> Float[Array, "devices 1 experts slots out"]:
+    """Apply every expert of a device to its rows, from all devices."""
 
     def apply(expert: Callable[[Array], Array], rows: Array) -> Array:
-        return jax.vmap(jax.vmap(expert))(rows)
+        return jax.vmap(jax.vmap(jax.vmap(expert)))(rows)
 
-    out = eqx.filter_vmap(apply, in_axes=(eqx.if_array(0), 1), out_axes=1)(experts, rows)
+    out = eqx.filter_vmap(apply, in_axes=(eqx.if_array(0), 2), out_axes=2)(experts, rows)
     if out.ndim != rows.ndim:
         raise ValueError(
-            f"an expert returns an array of shape {out.shape[3:]} for a token of shape "
-            f"{rows.shape[3:]}; have it return an array of rank 1."
+            f"an expert returns an array of shape {out.shape[4:]} for a token of shape "
+            f"{rows.shape[4:]}; have it return an array of rank 1."
         )
     return out
+
+
+def _receive(
+    routes: Routes,
+    rows: Float[Array, "1 devices experts slots out"],
+    number: Int[Array, ""],
+) -> Float[Array, "tokens out"]:
+    """The sum of the experts' outputs in one round, for each token of a device."""
+    slots = rows.shape[3]
+    slot, in_round = routes.in_round(number, slots)
+    rows = rows.reshape(-1, slots, rows.shape[4])
+    rows = at_least_float32(rows[routes.expert, jnp.clip(slot, 0, slots - 1)])
+    gate = jnp.where(in_round, routes.gate, 0).astype(rows.dtype)
+    return jnp.sum(gate[..., None] * rows, axis=1)
 
 
 def _check(

@@ -4,7 +4,15 @@ import dataclasses
 
 import gpt
 import pytest
-from plan_theory import MESHES, ROWS, SHAPE, plan_gpt, state_bytes, theory, traffic
+from plan_theory import (
+    MESHES,
+    SHAPE,
+    plan_gpt,
+    state_bytes,
+    theory,
+    theory_of_experts,
+    traffic,
+)
 
 import eqxshard
 
@@ -25,15 +33,17 @@ def test_communication_is_what_theory_counts(name):
     assert arrays + memory.temporaries <= memory.peak <= arrays + memory.temporaries + 2000
 
 
-def test_tokens_travel_to_experts_and_back():
+def test_tokens_travel_to_experts_and_nothing_of_experts_is_gathered():
     shape = dataclasses.replace(SHAPE, experts=8, top_k=2)
     plan = plan_gpt({"expert": 8}, shape, backend="gpu")
-    # Of each sequence a device has 8 tokens, whose 16 choices have room for 4 in each
-    # expert in each round.
-    once = 7 / 8 * 2 * (ROWS * 8 * 4) * shape.embed
+    print(plan)
+    assert traffic(plan) == pytest.approx(theory_of_experts(8, shape), abs=64)
     moved = [each for each in plan.collectives if each.kind == "all-to-all"]
-    assert {(each.axes, each.sent) for each in moved} == {(("expert",), once)}
     assert all(each.in_loop for each in moved)
+    # Each device has one of the experts.
+    experts = [leaf for leaf in plan.leaves if ".experts." in leaf.path]
+    expert = 4 * shape.layers * 3 * shape.mlp * shape.embed
+    assert sum(leaf.bytes for leaf in experts) == expert
 
 
 def test_communication_in_the_layers_is_hidden_and_has_causes():

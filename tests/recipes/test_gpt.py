@@ -80,6 +80,13 @@ def test_experts_have_the_losses_of_one_device(mesh):
     np.testing.assert_allclose(found, expected, rtol=ROUNDING)
 
 
+def test_each_device_has_its_own_experts():
+    state, *_ = gpt_steps.start("expert=8", gpt_steps.change(experts=8, layers=2))
+    for name in ("up", "down"):
+        array = getattr(state.model.blocks.mlp.experts, name)
+        assert array.sharding.shard_shape(array.shape) == (2, 1, *array.shape[2:])
+
+
 @pytest.mark.parametrize("remat", ["dots", pytest.param("full", marks=pytest.mark.slow)])
 def test_recomputing_changes_nothing(one_device, remat):
     found = gpt_steps.losses("data=1", remat=remat, steps=4)
