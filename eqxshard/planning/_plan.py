@@ -314,9 +314,19 @@ class Plan:
                 speed if used is None else f"{speed}; {used:.0%} of the peak at that speed"
             )
         if self.fits is False:
-            lines.append("It does not fit into the memory of a device.")
+            lines.append(self._lack())
         lines += [f"Note: {note}." for note in self.notes]
         return "\n".join(lines)
+
+    def _lack(self) -> str:
+        memory = self.memory
+        said = f"It does not fit: each device lacks {format_bytes(-(memory.left or 0))}"
+        if memory.peak - memory.temporaries > (memory.device or 0):
+            return f"{said}, as its state is too large; split it over more devices."
+        return (
+            f"{said}, as temporaries take {format_bytes(memory.temporaries)}; compute in "
+            "bfloat16, compute layers again (remat), or accumulate over more microbatches."
+        )
 
     def _breakdown(self) -> str:
         time = self.time

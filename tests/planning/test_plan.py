@@ -77,7 +77,10 @@ def test_a_step_that_does_not_fit_says_so(plan):
     memory = dataclasses.replace(plan.memory, device=plan.memory.peak - 1)
     small = dataclasses.replace(plan, memory=memory)
     assert (small.memory.left, small.fits) == (-1, False)
-    assert "It does not fit into the memory of a device." in str(small)
+    assert "It does not fit: each device lacks 1 B, as temporaries take " in str(small)
+    memory = dataclasses.replace(plan.memory, device=1000)
+    text = str(dataclasses.replace(plan, memory=memory))
+    assert ", as its state is too large; split it over more devices." in text
 
 
 def test_without_known_speeds_there_is_no_time(plan):
