@@ -72,7 +72,7 @@ def test_the_options_of_slurm_exist_and_agree():
     assert set(asked) <= SBATCH_OPTIONS and len(asked) == len(lines)
     # A task for each GPU; the recipe saves before the time is over, and resumes later.
     assert asked["ntasks-per-node"] == asked["gpus-per-node"]
-    assert re.fullmatch(r"TERM@\d+", asked["signal"])
+    assert re.fullmatch(r"B:USR1@\d+", asked["signal"])
     assert "requeue" in asked and asked["open-mode"] == "append"
     # All options stand before the first command, else SLURM does not read them.
     body = re.sub(r"(?m)^(#.*)?\n", "", SLURM.read_text())
@@ -96,15 +96,27 @@ def sbatch(tmp_path, *options, **settings):
     )
 
 
-@pytest.mark.parametrize("status, requeues", [(0, False), (1, False), (143, True)])
-def test_slurm_runs_the_recipe_and_requeues_it_if_it_was_stopped(
-    fake, tmp_path, status, requeues
+#: Sends the job file the signal of the time limit, and ends once the tasks were told.
+LIMIT = """
+import pathlib, signal, time
+os.kill(os.getppid(), signal.SIGUSR1)
+while not (pathlib.Path(__file__).parents[1] / "scancel").exists():
+    time.sleep(0.01)
+"""
+
+
+# When a task fails, srun stops the others, which has the same status as stopping to save.
+@pytest.mark.parametrize("status", [0, 1, 143])
+@pytest.mark.parametrize("limit", [False, True])
+def test_slurm_runs_the_recipe_and_requeues_it_at_the_time_limit(
+    fake, tmp_path, status, limit
 ):
-    srun = fake("srun", f"sys.exit({status})")
-    scontrol = fake("scontrol", "")
+    srun = fake("srun", f"{LIMIT if limit else ''}\nsys.exit({status})")
+    scontrol, scancel = fake("scontrol", ""), fake("scancel", "")
     done = sbatch(tmp_path, "--model", "a b")
     assert done.returncode == status, done.stderr
-    assert scontrol() == ([["requeue", "1234"]] if requeues else [])
+    assert scancel() == ([["--signal=TERM", "1234"]] if limit else [])
+    assert scontrol() == ([["requeue", "1234"]] if limit and status == 143 else [])
     (words,) = srun()
     command = words[words.index("python") :]
     assert words[: -len(command)] == ["--kill-on-bad-exit=1", "--cpus-per-task=8"]
