@@ -158,6 +158,43 @@ def gpu_compile(session: nox.Session) -> None:
     session.run(*PYTEST, *options, *session.posargs, env=environment)
 
 
+@nox.session(default=False)
+def slurm(session: nox.Session) -> None:
+    """The job files, with a SLURM and an sshd that the tests start: those marked `cluster`.
+
+    As root on Debian, installs both; elsewhere, tests are skipped that lack them.
+    """
+    if shutil.which("slurmctld") is None or not Path("/usr/sbin/sshd").exists():
+        install_debian_packages(session, "slurm-wlm", "munge", "openssh-server")
+    session.install(*PACKAGE, *group("tests"), *group("cluster"))
+    session.run(*PYTEST, "-m", "cluster", *session.posargs)
+
+
+def install_debian_packages(session: nox.Session, *packages: str) -> None:
+    """Install packages without starting their services, if this is root on Debian."""
+    if shutil.which("apt-get") is None or os.geteuid() != 0:
+        return
+    policy = Path("/usr/sbin/policy-rc.d")
+    ours = not policy.exists()
+    if ours:
+        policy.write_text("#!/bin/sh\nexit 101\n")
+        policy.chmod(0o755)
+    # If it fails, the tests say what they lack.
+    quiet = {
+        "env": {"DEBIAN_FRONTEND": "noninteractive"},
+        "external": True,
+        "silent": True,
+        "success_codes": range(256),
+    }
+    try:
+        session.run("apt-get", "-qq", "update", **quiet)
+        install = ("apt-get", "-qq", "install", "-y", "--no-install-recommends")
+        session.run(*install, *packages, **quiet)
+    finally:
+        if ours:
+            policy.unlink()
+
+
 @nox.session(default=False, python=PYTHONS)
 @nox.parametrize("jax", ["newest", "previous"])
 def matrix(session: nox.Session, jax: str) -> None:

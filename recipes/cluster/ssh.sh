@@ -79,7 +79,7 @@ remote() { # NUMBER LOCAL_NUMBER COMMAND...
     printf '%s' 'wait $run; code=$?; kill $ends; exit $code'
 }
 
-connect=(ssh -o BatchMode=yes -o ServerAliveInterval=15)
+connect=(ssh -o BatchMode=yes -o ConnectTimeout=20 -o ServerAliveInterval=15)
 if [[ -n $dry_run ]]; then
     for ((n = 0; n < count; n++)); do
         host=${hosts[n / ${per_host:-1}]} text=$(remote "$n" $((n % ${per_host:-1})) "$@")

@@ -1,0 +1,57 @@
+"""The JobSet, against the schemas that JobSet and Kubernetes publish."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.cluster
+
+JOBSET = Path(__file__).parents[2] / "recipes" / "cluster" / "jobset.yaml"
+
+
+@pytest.fixture
+def jobset():
+    return yaml.safe_load(JOBSET.read_text())
+
+
+def unknown_to_jobset(jobset):
+    """The differences once it was read by a client that JobSet's schema was made into."""
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    return models.JobsetV1alpha2JobSet.from_dict(jobset).to_dict() != jobset
+
+
+def validate_job(jobset):
+    validator = pytest.importorskip("kubernetes_validate")
+    (job,) = jobset["spec"]["replicatedJobs"]
+    job = {"apiVersion": "batch/v1", "kind": "Job"} | job["template"]
+    validator.validate(job, validator.latest_version(), strict=True)
+
+
+def test_it_is_a_jobset(jobset):
+    assert not unknown_to_jobset(jobset)
+
+
+@pytest.mark.parametrize("where", ["metadata", "spec", "failurePolicy", "replicatedJobs"])
+def test_other_fields_are_no_jobset(jobset, where):
+    spec = jobset["spec"]
+    part = {**jobset, **spec, "spec": spec, "replicatedJobs": spec["replicatedJobs"][0]}
+    part[where]["maxRestart"] = 1
+    assert unknown_to_jobset(jobset)
+
+
+def test_values_of_other_types_are_no_jobset(jobset):
+    jobset["spec"]["failurePolicy"]["maxRestarts"] = "10"
+    with pytest.raises(ValueError, match="maxRestarts"):
+        unknown_to_jobset(jobset)
+
+
+def test_its_jobs_are_jobs_of_kubernetes(jobset):
+    validate_job(jobset)
+    wrong = copy.deepcopy(jobset)
+    (job,) = wrong["spec"]["replicatedJobs"]
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    container["volumeMount"] = container.pop("volumeMounts")
+    with pytest.raises(Exception, match="'volumeMount' was unexpected"):
+        validate_job(wrong)
