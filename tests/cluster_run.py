@@ -63,6 +63,9 @@ def main() -> None:
     parser.add_argument("--seconds-per-step", type=float, default=0.0)
     parser.add_argument("--checkpoints", help="where, if not in the folder")
     parser.add_argument("--stall-process", type=int, help="which stalls in step 8")
+    parser.add_argument("--ahead-process", type=int, help="whose clocks are ahead")
+    parser.add_argument("--save-seconds", type=float, default=600.0)
+    parser.add_argument("--linger", help="in compilation or evaluation")
     parser.add_argument("--full-process", type=int, help="whose disk is full for a while")
     parser.add_argument("--stall-seconds", type=float, default=300.0)
     parser.add_argument("--heartbeat-seconds", type=int, default=30)
@@ -76,6 +79,11 @@ def main() -> None:
         args.process,
         heartbeat_seconds=args.heartbeat_seconds,
     )
+    if args.ahead_process == jax.process_index():
+        print("ahead by an hour")
+        for name in ("time", "monotonic"):
+            clock = getattr(time, name)
+            setattr(time, name, lambda clock=clock: clock() + 3600)
     # Mistakes: something that is not the same in all processes.
     differ = os.environ.get("DIFFER")
     first = jax.process_index() == 0
@@ -115,7 +123,9 @@ def main() -> None:
     test = eqxshard.Loader(source, batch_size=args.batch_size, mesh=mesh, shuffle=False)
     optim, key = optax.adam(1e-2), jax.random.key(args.seed)
     checkpointer = eqxshard.Checkpointer(
-        args.checkpoints or f"{args.folder}/checkpoints", save_interval_steps=args.every
+        args.checkpoints or f"{args.folder}/checkpoints",
+        save_interval_steps=args.every,
+        save_interval_seconds=args.save_seconds,
     )
     if checkpointer.steps():
         like = eqxshard.abstract_state(make_model, optim, key=key, **where)
@@ -127,7 +137,21 @@ def main() -> None:
     if jax.process_index() == 0:
         path = f"{args.folder}/metrics.jsonl"
         trackers = [eqxshard.trackers.JSONLines(path, keep_until=begin)]
-    train_step = eqxshard.make_train_step(loss_fn, optim, **where)
+
+    def linger(where):
+        if args.linger == where:
+            print(f"in the {where}", flush=True)
+            time.sleep(3)
+
+    def slow_loss_fn(model, batch, key):
+        linger("compilation")
+        return loss_fn(model, batch, key)
+
+    def evaluate(model):
+        linger("evaluation")
+        return eqxshard.evaluate(model, eval_step, test)
+
+    train_step = eqxshard.make_train_step(slow_loss_fn, optim, **where)
     eval_step = eqxshard.make_eval_step(metric_fn, **where)
     print(f"resuming from step {begin} in {jax.process_count()} processes")
     state = eqxshard.fit(
@@ -136,7 +160,7 @@ def main() -> None:
         loader,
         steps=args.steps,
         log_every=1,
-        evaluate=lambda model: eqxshard.evaluate(model, eval_step, test),
+        evaluate=evaluate,
         checkpointer=None if differ == "checkpointer" and not first else checkpointer,
         trackers=trackers,
         stall_seconds=args.stall_seconds,

@@ -264,28 +264,6 @@ def test_a_folder_that_cannot_be_written_to_ends_all(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", [0, 1])
-def test_a_disk_that_is_full_on_one_host_is_told_soon(tmp_path, whole, which):
-    options = (f"--full-process={which}", "--seconds-per-step=0.3")
-    with start(tmp_path, *options, processes=2, devices=1) as process:
-        lines = read_until(process, process.stdout, "resuming from step 0")
-        wait_for_step(tmp_path, 9)
-        began = time.monotonic()
-        says = "the checkpoint of step 10 could not be written"
-        lines += read_until(process, process.stdout, says)
-        assert time.monotonic() - began < 30
-        assert f"process {which}: " in lines[-1]
-        assert "step 5. Training continues." in lines[-1]
-        for _ in range(2):
-            lines += read_until(process, process.stdout, "finished at step 15", 60)
-        # Orbax keeps the other process for some minutes.
-        for worker in workers_of(process):
-            os.kill(worker, signal.SIGKILL)
-    assert eqxshard.Checkpointer(tmp_path / "checkpoints").steps() == [5, 15]
-    assert_same(tmp_path, whole)
-
-
-@pytest.mark.slow
 def test_a_process_that_stalls_is_named(tmp_path):
     options = ("--stall-process=1", "--stall-seconds=3")
     with start(tmp_path, *options, processes=2, devices=1) as process:

@@ -6,12 +6,19 @@ import logging
 import os
 import platform
 import stat
+import time
+import zlib
 from pathlib import Path
 
 import jax
 import platformdirs
 
 _LOG = logging.getLogger(__name__)
+
+#: Its time is that until which entries of a folder are known to be whole.
+_CHECKED = ".eqxshard-checked"
+#: No program takes longer to write.
+_WRITING_SECONDS = 60.0
 
 
 def cache_compilations(directory: str | os.PathLike[str] | None = None) -> Path | None:
@@ -52,6 +59,7 @@ def cache_compilations(directory: str | os.PathLike[str] | None = None) -> Path 
         )
         jax.config.update("jax_compilation_cache_dir", None)
         return None
+    _remove_damaged(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     # JAX's defaults leave out what compiles in less than a second, as most of a small
     # model's start does.
@@ -78,6 +86,45 @@ def _fault(folder: Path) -> str | None:
         if about.st_mode & stat.S_IWOTH and not sticky:
             return f"all users may write to {place}"
     return None
+
+
+def _remove_damaged(folder: Path) -> None:
+    """Remove entries that a process was killed in the middle of writing.
+
+    JAX does not replace them: it would warn, and compile, at every start from now on.
+    """
+    checked = folder / _CHECKED
+    now, damaged = time.time(), 0
+    try:
+        before = checked.stat().st_mtime if checked.exists() else 0.0
+        for entry in folder.glob("*-cache"):
+            # Another process may be writing the newest ones.
+            is_new = before <= entry.stat().st_mtime < now - _WRITING_SECONDS
+            if is_new and not _is_whole(entry.read_bytes()):
+                entry.unlink()
+                damaged += 1
+        checked.touch()
+        os.utime(checked, (now, now - _WRITING_SECONDS))
+    except OSError:
+        return  # As above; or another process removed one first.
+    if damaged:
+        _LOG.warning(
+            "the compilation cache %s had incomplete entries (%d); they are compiled "
+            "again.",
+            folder,
+            damaged,
+        )
+
+
+def _is_whole(data: bytes) -> bool:
+    if not data.startswith(b"\x78"):
+        return bool(data)  # Not of zlib, but of zstandard, which JAX uses if it is there.
+    stream = zlib.decompressobj()
+    try:
+        stream.decompress(data)
+    except zlib.error:
+        return False
+    return stream.eof
 
 
 def _default_folder() -> Path:

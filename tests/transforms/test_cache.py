@@ -3,9 +3,11 @@
 import os
 import subprocess
 import sys
+import time
 
 import jax
 import pytest
+from process_helpers import started
 
 import eqxshard
 
@@ -133,3 +135,38 @@ def test_a_folder_of_a_group_in_a_sticky_one_is_trusted(tmp_path, settings):
     folder.mkdir()
     folder.chmod(0o2775)
     assert eqxshard.cache_compilations(folder) == folder
+
+
+SMALL = """if True:
+    import sys
+    import jax, jax.numpy as jnp, eqxshard
+
+    eqxshard.cache_compilations(sys.argv[1])
+    events = []
+    jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
+    jax.jit(lambda x: jnp.sin(x) @ x)(jnp.ones((8, 8)))
+    print(sum(event.endswith("cache_misses") for event in events))
+"""
+
+
+def test_entries_that_are_half_written_are_removed_once(tmp_path):
+    """By two processes that start together, as the next run of killed ones does."""
+    command = [sys.executable, "-c", SMALL, str(tmp_path)]
+
+    def start_two():
+        with started(command) as one, started(command) as other:
+            ends = [process.communicate(timeout=300) for process in (one, other)]
+        return [out.strip() for out, _ in ends], [err for _, err in ends]
+
+    start_two()
+    for entry in tmp_path.glob("jit__lambda*-cache"):
+        entry.write_bytes(entry.read_bytes()[:100])
+    for entry in tmp_path.iterdir():
+        long_ago = time.time() - 1000
+        os.utime(entry, (long_ago, long_ago))
+    (tmp_path / ".eqxshard-checked").unlink()
+    misses, errors = start_two()
+    assert "1" in misses
+    says = f"the compilation cache {tmp_path} had incomplete entries (1); they are compi"
+    assert sum(says in err for err in errors) == 1
+    assert start_two() == (["0", "0"], ["", ""])

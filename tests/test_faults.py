@@ -1,0 +1,57 @@
+"""Runs of two processes that are disturbed, and end as one that is not."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+from process_helpers import read_until, workers_of
+from test_distributed import assert_same, run, start, wait_for_step
+from test_distributed import whole as whole
+
+import eqxshard
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("where", ["compilation", "evaluation"])
+def test_a_notice_during_something_long(tmp_path, whole, where):
+    with start(tmp_path, f"--linger={where}", processes=2, devices=1) as process:
+        read_until(process, process.stdout, f"in the {where}")
+        os.kill(workers_of(process)[1], signal.SIGTERM)
+        out, _ = process.communicate(timeout=300)
+    assert process.returncode == 143, out
+    (step,) = set(re.findall(r"the checkpoint of step (\d+) is saved\.", out))
+    assert eqxshard.Checkpointer(tmp_path / "checkpoints").steps()[-1] == int(step) < 15
+    status, out = run(tmp_path, processes=2, devices=1)
+    assert status == 0 and f"resuming from step {step} " in out
+    assert_same(tmp_path, whole)
+
+
+def test_clocks_may_differ_by_an_hour(tmp_path, whole):
+    how = {"processes": 2, "devices": 1}
+    status, out = run(tmp_path, "--ahead-process=1", "--save-seconds=1", **how)
+    assert status == 0 and "ahead by an hour" in out, out
+    assert_same(tmp_path, whole)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_disk_that_is_full_on_one_host_is_told_soon(tmp_path, whole, which):
+    options = (f"--full-process={which}", "--seconds-per-step=0.3")
+    with start(tmp_path, *options, processes=2, devices=1) as process:
+        lines = read_until(process, process.stdout, "resuming from step 0")
+        wait_for_step(tmp_path, 9)
+        began = time.monotonic()
+        says = "the checkpoint of step 10 could not be written"
+        lines += read_until(process, process.stdout, says)
+        assert time.monotonic() - began < 30
+        assert f"process {which}: " in lines[-1]
+        assert "step 5. Training continues." in lines[-1]
+        for _ in range(2):
+            lines += read_until(process, process.stdout, "finished at step 15", 60)
+        # Orbax keeps the other process for some minutes.
+        for worker in workers_of(process):
+            os.kill(worker, signal.SIGKILL)
+    assert eqxshard.Checkpointer(tmp_path / "checkpoints").steps() == [5, 15]
+    assert_same(tmp_path, whole)
