@@ -272,6 +272,13 @@ def test_a_process_that_stalls_is_named(tmp_path):
         try:
             lines = read_until(process, process.stdout, "the batch of step 8")
             assert re.search(says, lines[-1])
+            # The other one names it, too.
+            other = r"process 0 of 2: the processes wait: process 0 for step \d+; "
+            other += (
+                r"process 1 for the batch of step 8\. Most likely all wait for process 1"
+            )
+            while not re.search(other, lines[-1]):
+                lines = read_until(process, process.stdout, "the processes wait: ")
         finally:
             for worker in workers_of(process):
                 os.kill(worker, signal.SIGKILL)

@@ -1,5 +1,6 @@
 """Logs where a run is stuck, if it waits too long."""
 
+import contextlib
 import logging
 import sys
 import threading
@@ -9,11 +10,21 @@ from types import TracebackType
 
 import jax
 
+from ..distributed import post, read_posts
+
 _LOG = logging.getLogger(__name__)
+
+
+#: The waits for something that all processes do.
+_TOGETHER = ("step ", "the checkpoint", "the last checkpoint")
+#: Others may stall a little later.
+_LATER_SECONDS = 5.0
 
 
 class Watchdog:
     """Logs a stall, with the stack of every thread, and its end.
+
+    Of several processes that stall, each also logs what the others wait for.
 
     **Arguments:**
 
@@ -59,6 +70,8 @@ class Watchdog:
 
     def _watch(self, seconds: float) -> None:
         stalled: tuple[str, float] | None = None
+        # When to tell what the others wait for.
+        later: float | None = None
         ended = False
         while not ended:
             # Looks once more at the end, to log the end of a stall.
@@ -67,9 +80,14 @@ class Watchdog:
             if stalled is not None and waits is not stalled:
                 took = waits[1] - stalled[1]
                 _LOG.warning("%s came after %.0f s; training continues.", stalled[0], took)
-                stalled = None
+                stalled = later = None
+                _post(None)
+            if later is not None and now > later:
+                later = None
+                _log_posts()
             if stalled is None and not ended and now - waits[1] > seconds:
-                stalled = waits
+                stalled, later = waits, now + _LATER_SECONDS
+                _post(waits[0])
                 _LOG.error(
                     "%sno progress for %.0f s: waiting for %s. The stacks of all "
                     "threads:\n%s",
@@ -78,6 +96,32 @@ class Watchdog:
                     waits[0],
                     _stacks(),
                 )
+
+
+def _post(what: str | None) -> None:
+    if jax.process_count() > 1:
+        # It is only for the log.
+        with contextlib.suppress(Exception):
+            post(what)
+
+
+def _log_posts() -> None:
+    """Log which process waits for what, and which of them the others wait for."""
+    if jax.process_count() == 1:
+        return
+    try:
+        posts = read_posts()
+    except Exception:
+        return
+    waits = {number: posts.get(number) for number in range(jax.process_count())}
+    # Steps and checkpoints wait for all processes; everything else is a process's own.
+    own = [n for n, what in waits.items() if not (what or "").startswith(_TOGETHER)]
+    says = "; ".join(
+        f"process {number} for {what}" if what else f"process {number} says nothing"
+        for number, what in waits.items()
+    )
+    guess = f" Most likely all wait for process {own[0]}." if len(own) == 1 else ""
+    _LOG.error("%sthe processes wait: %s.%s", _process(), says, guess)
 
 
 def _process() -> str:
