@@ -16,6 +16,8 @@ from jaxtyping import Array, PyTree
 
 from ..sharding._leaves import array_leaves, format_array, is_key
 from ..sharding._text import first_few
+from ..training._compiled_step import DONATED
+from ..training._extra import any_donated
 from ..transforms._partition import Static, partition
 from ._object_store import ARRAYS, Upload, context, is_remote, kvstore
 
@@ -27,6 +29,12 @@ _FILE_BYTES = 2**28
 #: How long processes that have written wait for others. By default 20 minutes, for which a
 #: process that has given up cannot end, because Orbax's thread does not.
 _PATIENCE_SECONDS = 300
+
+
+def check_not_donated(tree: PyTree) -> None:
+    """Refuse a state, or a model, that a step has taken."""
+    if any_donated(jax.tree.leaves(tree)):
+        raise ValueError(DONATED)
 
 
 def write(folder: Any, leaves: dict[str, Any]) -> Any:

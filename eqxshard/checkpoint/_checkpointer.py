@@ -14,7 +14,7 @@ from ..distributed import assert_same_on_all_processes, broadcast_from_first
 from ..training._state import TrainState, flatten_state, unflatten_state
 from ..training._states import step_of
 from ..transforms._partition import Static
-from ._arrays import check_structure, partition_by_path, read
+from ._arrays import check_not_donated, check_structure, partition_by_path, read
 from ._best import Best
 from ._description import Description
 from ._folder import CheckpointFolder
@@ -269,7 +269,12 @@ class Checkpointer:
         - `loader`: the [`eqxshard.Loader`][], for its position.
         - `metrics`: the metrics of this state, for `best`.
         - `callbacks`: what the run's callbacks need to continue, as JSON values.
+
+        **Raises:**
+
+        `ValueError` if the state was donated to a step.
         """
+        check_not_donated(state)
         step = step_of(state)
         self._last_save = time.monotonic()
         if self._writer.make_ready(step):

@@ -15,7 +15,7 @@ from ..sharding._placement import broadcast_prefix
 from ..sharding._spec import check_spec
 from ..sharding._text import first_few
 from ..training._state import TrainState
-from ._arrays import partition_by_path, place_parts, target_sharding
+from ._arrays import check_not_donated, partition_by_path, place_parts, target_sharding
 from ._weight_files import map_weights
 from ._weight_matching import (
     Patterns,
@@ -70,7 +70,8 @@ def save_weights(
     **Raises:**
 
     `OSError` if a file cannot be written; `ValueError` if two arrays have the same path or
-    name, or one has a dtype that safetensors lacks, such as random keys.
+    name, one has a dtype that safetensors lacks, such as random keys, or the model was
+    donated to a step.
 
     !!! Example
 
@@ -80,6 +81,7 @@ def save_weights(
     """
     if max_bytes is not None and max_bytes < 1:
         raise ValueError(f"max_bytes must be positive, got {max_bytes}.")
+    check_not_donated(model)
     leaves, _ = partition_by_path(model)
     write_weights(Path(path), outgoing(leaves, rename, transform), max_bytes)
 

@@ -68,6 +68,15 @@ def jit_on(
     return Jitted(jax.jit(checked, **options), watch)
 
 
+def jit_is_off() -> ValueError:
+    """What is wrong under `jax_disable_jit`, where JAX ignores shardings and donation."""
+    return ValueError(
+        "jax_disable_jit is on, and it is compilation that splits arrays over devices; "
+        "turn it off. To debug, print values with jax.debug.print, or call the loss "
+        "function itself under jax.disable_jit()."
+    )
+
+
 class Program(NamedTuple):
     """A compiled function, and what it is made of, for lint.
 
@@ -94,6 +103,8 @@ class Jitted:
         self._watch = watch
 
     def __call__(self, *args: Any) -> Any:
+        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+            raise jit_is_off()
         seconds: dict[str, float] = {}
         outer, THREAD.call = THREAD.call, (self._watch, args, seconds)
         try:

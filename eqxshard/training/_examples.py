@@ -45,6 +45,25 @@ def _read_weights(batch: PyTree, name: str) -> Float[Array, " batch"]:
     return batch[name].astype(jnp.float32)
 
 
+def mask_padding(batch: PyTree) -> PyTree:
+    """Replace what is not finite in examples of weight 0 by 0.
+
+    Their losses are multiplied by 0, and so are the derivatives that go backward from
+    there; but 0 times the derivative of nan is nan.
+    """
+    if not has_entry(batch, WEIGHT):
+        return batch
+    padding = example_weights(batch) == 0
+
+    def mask(leaf: Array) -> Array:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return leaf
+        rows = jnp.expand_dims(padding, range(1, leaf.ndim))
+        return jnp.where(rows & ~jnp.isfinite(leaf), jnp.zeros((), leaf.dtype), leaf)
+
+    return jax.tree.map(mask, batch)
+
+
 def sum_losses(losses: Any, batch: PyTree, mesh: Mesh) -> Float[Array, ""]:
     """Sum losses over a batch by their weights; a scalar is taken for the mean."""
     rows = jax.tree.leaves(batch)[0].shape[0]
@@ -84,6 +103,10 @@ def _sum(
     if value.shape:
         value = filter_shard(value, batch_sharding(mesh))
         weight = jnp.expand_dims(weight, range(1, value.ndim))
+    if jnp.iscomplexobj(value):
+        raise TypeError(
+            f"{name} is {value.dtype}; return a real number, such as its absolute value."
+        )
     # Sums of many need float32 at least.
     if not jnp.issubdtype(value.dtype, jnp.floating):
         value = value.astype(jnp.float32)

@@ -22,6 +22,7 @@ from ._examples import (
     example_loss_weights,
     example_weights,
     has_entry,
+    mask_padding,
     sum_losses,
     sum_over_examples,
 )
@@ -83,6 +84,7 @@ def compute_gradients(
 
     gradient = reduce_lookups(gradient, jax.tree.leaves(inputs.layout.update))
     key = jax.random.fold_in(state.key, state.step)
+    batch = mask_padding(batch)
     if config.accumulate == 1:
         batch = filter_shard(batch, batch_sharding(config.mesh))
         grads, (sums, model_state) = gradient(batch, state.model_state, key)
@@ -91,6 +93,8 @@ def compute_gradients(
         grads, (sums, model_state) = accumulate_gradients(
             gradient, microbatches, state.model_state, key
         )
+    # JAX's gradient of a complex number is the conjugate of the direction of ascent.
+    grads = jax.tree.map(jnp.conj, grads)
     if scale is not None:
         grads = unscale(grads, scale)
     loss = _mean(sums["loss"], loss_weight)

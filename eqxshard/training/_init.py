@@ -17,6 +17,7 @@ from ..sharding._leaves import array_leaves, format_array, is_array, is_key
 from ..sharding._mesh import check_mesh
 from ..sharding._placement import named_leaves
 from ..sharding._rule import Rule, check_rule
+from ._compile import jit_is_off
 from ._config import check_optim
 from ._extra import copy_shared
 from ._layout import make_layout
@@ -82,7 +83,8 @@ def init_state(
 
     `TypeError` if `key` is not a random key, `make_model` not a function or `optim` not
     an optimizer; `ValueError` as [`eqxshard.shardings`][] does, if one array appears
-    twice in the model (the two would drift apart), and if `load` returns another model.
+    twice in the model (the two would drift apart), if `load` returns another model, and
+    under `jax_disable_jit`.
 
     !!! Example
 
@@ -96,6 +98,8 @@ def init_state(
         )
         ```
     """
+    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+        raise jit_is_off()
     options = {"trainable": trainable, "precision": precision}
     like = abstract_state(make_model, optim, key=key, mesh=mesh, rule=rule, **options)
     leaves, static = flatten_state(like)

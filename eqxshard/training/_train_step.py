@@ -54,12 +54,15 @@ def make_train_step(
         entry of the dict `metrics` has one number or array per example, or is a scalar;
         its name is not `loss` or `nonfinite`. The step minimises the mean over examples.
         If the batch is a dict, its entry `"weight"` says how much each example counts, in
-        the loss and in metrics (0 for padding, whose values may be anything whose
-        gradient is finite), and `"loss_weight"` how much in the loss alone; both need
-        losses per example. For a model with state, `model` is the pair `(model, state)`,
-        and the new state is returned last: `(losses, state)` or `(losses, metrics,
-        state)`. If the step is given an `extra`, it is the fourth argument.
-    - `optim`: an optax optimizer, the one the state was made with.
+        the loss and in metrics, and `"loss_weight"` how much in the loss alone; both need
+        losses per example. Examples of weight 0 may contain nan, for which the loss
+        function gets 0; but an infinite slope at their finite values, such as that of a
+        root at 0, makes the gradient nan, because 0 times infinity is. For a model with
+        state, `model` is the pair `(model, state)`, and the new state is returned last:
+        `(losses, state)` or `(losses, metrics, state)`. If the step is given an `extra`,
+        it is the fourth argument.
+    - `optim`: an optax optimizer, the one the state was made with. It gets gradients that
+        point uphill, which for complex parameters are the conjugates of `jax.grad`'s.
     - `mesh`, `rule`, `trainable`, `precision`: by default those that
         [`eqxshard.init_state`][] made the state with.
     - `accumulate`: split the batch into this many microbatches and take their gradients

@@ -1,0 +1,379 @@
+"""What is legal but unusual: each case works, or is refused in one sentence."""
+
+import functools
+import subprocess
+import sys
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import RULES, assert_equal, lenient, make_batch, make_mesh
+from run_helpers import environment
+
+import eqxshard
+
+ADAM, SGD = lenient(optax.adam(1e-2)), lenient(optax.sgd(1e-2))
+ROWS = 16
+
+
+class Linear(eqx.Module):
+    """A layer beside any other leaves."""
+
+    weight: jax.Array
+    other: object
+
+    def __init__(self, key, dtype=jnp.float32, other=None):
+        # Random numbers take long to compile.
+        values = jnp.sin(jnp.arange(32, dtype=jnp.float32)).reshape(4, 8)
+        self.weight, self.other = values.astype(dtype), other
+
+    def __call__(self, x):
+        return self.weight @ x.astype(self.weight.dtype)
+
+
+def losses(model, batch, key):
+    out = jax.vmap(model)(batch["x"])
+    return jnp.sum(jnp.abs(out - batch["y"].astype(out.dtype)) ** 2, axis=-1)
+
+
+@functools.cache
+def make_step(loss_fn, optim, mesh, **options):
+    """A step for the states of one mesh, which tests share."""
+    return eqxshard.make_train_step(loss_fn, optim, **options)
+
+
+def setup(make_model=Linear, loss_fn=losses, mesh="data=2,fsdp=4", optim=ADAM, **options):
+    """A state, split wherever that is possible, and its step."""
+    key = options.pop("key", jax.random.key(0))
+    where = {"mesh": make_mesh(mesh), "rule": RULES["fsdp"]}
+    state = eqxshard.init_state(make_model, optim, key=key, **where)
+    return state, make_step(loss_fn, optim, mesh, **options)
+
+
+def train(*args, batch=None, steps=2, **options):
+    """The losses of some steps, each of which must be finite, and the state after them."""
+    state, train_step = setup(*args, **options)
+    batch, found = make_batch(ROWS) if batch is None else batch, []
+    for _ in range(steps):
+        state, metrics = train_step(state, batch)
+        values = metrics.compute()
+        assert values.keys() == {"loss"}
+        found.append(values["loss"])
+    return found, state
+
+
+def check_like_one_device(folder, *args, rel=1e-5, **options):
+    """Train on eight devices and on one, save, and restore on one."""
+    found, state = train(*args, **options)
+    expected, alone = train(*args, mesh="data=1", **options)
+    assert found == pytest.approx(expected, rel=rel)
+    checkpointer = eqxshard.Checkpointer(folder)
+    checkpointer.save(state)
+    checkpointer.wait()
+    assert_equal(checkpointer.restore(alone), state)
+    return found, state
+
+
+# Keys and leaves
+
+
+def test_keys_of_another_generator(tmp_path):
+    def noisy(model, batch, key):
+        keys = jax.random.split(key, ROWS)
+        return losses(model, batch, key) + jax.vmap(jax.random.uniform)(keys)
+
+    key = jax.random.key(0, impl="rbg")
+    found, state = check_like_one_device(tmp_path, Linear, noisy, key=key)
+    assert "rbg" in str(state.key.dtype)
+    assert found[0] != pytest.approx(train(Linear, noisy, steps=1)[0][0], rel=1e-5)
+
+
+def test_leaves_of_many_types_and_no_size(tmp_path):
+    kinds = {
+        "bytes": lambda: jnp.arange(16, dtype=jnp.uint8),
+        "half": lambda: jnp.ones((8, 2), jnp.bfloat16),
+        "flags": lambda: jnp.arange(8) % 2 == 0,
+        "complex": lambda: jnp.ones(8, jnp.complex64),
+        "no rows": lambda: jnp.zeros((0, 8)),
+        "no columns": lambda: jnp.zeros((8, 0)),
+        "none": lambda: (None, {}, []),
+    }
+
+    def make_model(key):
+        return Linear(key, other={name: make() for name, make in kinds.items()})
+
+    def loss_fn(model, batch, key):
+        other = model.other
+        factor = jnp.sum(other["half"].astype(jnp.float32)) / 16
+        factor += jnp.sum(jnp.abs(other["complex"]) * other["bytes"][8:].astype("float32"))
+        factor += jnp.sum(other["no rows"]) + jnp.sum(other["no columns"] ** 2)
+        return losses(model, batch, key) + factor * jnp.sum(other["flags"], dtype="float32")
+
+    _, state = check_like_one_device(tmp_path, make_model, loss_fn)
+    other = state.model.other
+    assert {name: str(other[name].dtype) for name in list(kinds)[:4]} == {
+        "bytes": "uint8",
+        "half": "bfloat16",
+        "flags": "bool",
+        "complex": "complex64",
+    }
+    assert other["no rows"].shape == (0, 8)
+    # Trained are those that can be.
+    for name, was in kinds.items():
+        if name in ("half", "complex"):
+            assert not np.array_equal(other[name], was())
+        elif name in ("bytes", "flags"):
+            np.testing.assert_array_equal(other[name], was())
+
+
+@pytest.mark.parametrize(
+    "make_model", [lambda key: None, lambda key: {"n": jnp.arange(8)}], ids=["none", "ints"]
+)
+def test_models_without_parameters(make_model, tmp_path):
+    found, state = train(make_model, lambda model, batch, key: batch["x"][:, 0])
+    assert found == pytest.approx([np.mean(make_batch(ROWS)["x"][:, 0])] * 2, rel=1e-5)
+    assert int(state.step) == 2
+    checkpointer = eqxshard.Checkpointer(tmp_path)
+    checkpointer.save(state)
+    checkpointer.wait()
+    assert_equal(checkpointer.restore(state), state)
+
+
+@pytest.mark.slow
+def test_a_model_of_5000_arrays(tmp_path):
+    """Of which 100 are trained: XLA takes minutes to compile an update of them all."""
+
+    def make_model(key):
+        return [jnp.full(8, number % 7, jnp.float32) for number in range(5000)]
+
+    def loss_fn(model, batch, key):
+        return jnp.mean(jnp.stack(model[:200]) ** 2) + 0 * batch["x"][:, 0]
+
+    where = {"mesh": make_mesh("fsdp=2"), "rule": RULES["fsdp"]}
+    chosen = [number < 100 for number in range(5000)]
+    state = eqxshard.init_state(
+        make_model, SGD, key=jax.random.key(0), trainable=chosen, **where
+    )
+    train_step = eqxshard.make_train_step(loss_fn, SGD)
+    state, first = train_step(state, make_batch(ROWS))
+    state, second = train_step(state, make_batch(ROWS))
+    assert float(second["loss"]) < float(first["loss"])
+    checkpointer = eqxshard.Checkpointer(tmp_path)
+    checkpointer.save(state)
+    checkpointer.wait()
+    assert_equal(checkpointer.restore(state), state)
+
+
+# Complex and double precision
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_complex_parameters_go_downhill(accumulate):
+    """JAX's gradient is the conjugate of the direction, which optimizers take as it is."""
+    aim = 3 - 4j
+
+    def loss_fn(model, batch, key):
+        return jnp.abs(model["z"] - aim) ** 2 + 0 * batch["x"][:, 0]
+
+    found, state = train(
+        lambda key: {"z": jnp.zeros((), jnp.complex64)},
+        loss_fn,
+        optim=lenient(optax.sgd(0.1)),
+        accumulate=accumulate,
+    )
+    # Each step is a fifth of the way.
+    assert found == pytest.approx([25, 25 * 0.8**2])
+    assert complex(state.model["z"]) == pytest.approx(aim * (1 - 0.8**2))
+
+
+def test_complex_losses_are_refused():
+    def loss_fn(model, batch, key):
+        return jax.lax.complex(batch["x"][:, 0], batch["y"][:, 0])
+
+    with pytest.raises(TypeError, match="loss is complex64; return a real number"):
+        train(Linear, loss_fn)
+
+
+def test_double_precision(tmp_path):
+    with jax.enable_x64(True):
+        batch = {name: x.astype(np.float64) for name, x in make_batch(ROWS).items()}
+        _, state = check_like_one_device(
+            tmp_path, lambda key: Linear(key, jnp.float64), batch=batch, rel=1e-12
+        )
+        assert state.model.weight.dtype == jnp.float64
+        # Models in float32 stay so.
+        state = train(Linear, batch=batch)[1]
+        assert state.model.weight.dtype == jnp.float32 and state.step.dtype == jnp.int32
+
+
+# Examples of weight 0
+
+WEIGHT = np.float32(np.arange(ROWS) != 3)
+
+
+def test_what_is_not_finite_in_examples_of_weight_0_is_masked():
+    clean = make_batch(ROWS, weight=WEIGHT)
+    x, y = clean["x"].copy(), clean["y"].copy()
+    x[3, 1], y[3] = np.nan, np.inf
+    found, state = train(batch={**clean, "x": x, "y": y})
+    expected, other = train(batch=clean)
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert_equal(state, other)
+
+
+def rooted(model, batch, key):
+    """Losses whose slope is infinite for rows of zeros."""
+    squares = jnp.sum(jax.vmap(model)(batch["x"]) ** 2, axis=-1)
+    if batch.get("guarded") is not None:
+        squares = jnp.where(batch["guarded"], 1.0, squares)
+    return jnp.sqrt(squares)
+
+
+def test_an_infinite_slope_in_an_example_of_weight_0_skips_the_step():
+    """Zero times infinity: only the loss function itself can keep away from it."""
+    batch = make_batch(ROWS, weight=WEIGHT)
+    batch["x"][3] = 0
+    state, train_step = setup(Linear, rooted)
+    weight = np.array(state.model.weight)
+    state, metrics = train_step(state, batch)
+    assert metrics.compute()["nonfinite"] == 1
+    np.testing.assert_array_equal(state.model.weight, weight)
+    train(Linear, rooted, batch={**batch, "guarded": WEIGHT == 0})
+
+
+# States that were donated
+
+
+def test_states_that_were_donated_are_not_saved(tmp_path):
+    state, train_step = setup()
+    train_step(state, make_batch(ROWS))
+    for save in (
+        lambda: eqxshard.Checkpointer(tmp_path / "run").save(state),
+        lambda: eqxshard.save_weights(tmp_path / "a.safetensors", state.model),
+    ):
+        with pytest.raises(ValueError, match="this state was donated to an earlier step"):
+            save()
+    assert not (tmp_path / "a.safetensors").exists()
+
+
+# Processes, notebooks, debugging
+
+
+def test_trainers_in_turns_do_not_disturb_each_other():
+    """Of different meshes, models and optimizers."""
+    kinds = {
+        "split": {"mesh": "data=2,fsdp=4"},
+        "alone": {"mesh": "data=1", "optim": SGD},
+    }
+    expected = {name: train(**kind)[0] for name, kind in kinds.items()}
+    runs = {name: setup(**kind) for name, kind in kinds.items()}
+    found: dict[str, list[float]] = {name: [] for name in kinds}
+    for _ in range(2):
+        for name, (state, train_step) in runs.items():
+            state, metrics = train_step(state, make_batch(ROWS))
+            runs[name] = state, train_step
+            found[name].append(metrics.compute()["loss"])
+    assert found == expected
+
+
+NOTEBOOK = """
+import asyncio, sys
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+
+def cell(folder, epochs):
+    import eqxshard
+
+    class Model(eqx.Module):
+        weight: jax.Array
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(32, 4)).astype(np.float32)
+    data = eqxshard.data.ArraySource({"x": x, "y": x[:, 0]})
+
+    def loss_fn(model, batch, key):
+        return (batch["x"] @ model.weight - batch["y"]) ** 2
+
+    result = eqxshard.train(
+        lambda key: Model(jnp.zeros(4)),
+        loss_fn,
+        lambda model, batch: {"error": loss_fn(model, batch, None)},
+        lambda steps: optax.adam(0.05),
+        *(data, data),
+        config=eqxshard.RunConfig(output=folder, resume="auto", batch_size=8, devices=2),
+        name="cell",
+        epochs=epochs,
+    )
+    print("finished", result.state.step, result.state.model.weight)
+
+
+async def kernel(cells):
+    for folder, epochs in cells:
+        cell(folder, epochs)
+        # As a reload of everything does.
+        for name in [name for name in sys.modules if name.split(".")[0] == "eqxshard"]:
+            del sys.modules[name]
+
+
+words = sys.argv[1:]
+asyncio.run(kernel(zip(words[::2], map(int, words[1::2]))))
+"""
+
+
+def run_cells(script, *words):
+    run = subprocess.run(
+        [sys.executable, script, *map(str, words)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return [line for line in run.stdout.splitlines() if line.startswith("finished")]
+
+
+@pytest.mark.slow
+def test_cells_of_a_notebook_are_run_again_and_its_kernel_restarted(tmp_path):
+    """In a running event loop, as a kernel has, with the classes defined anew each time."""
+    script = tmp_path / "cells.py"
+    script.write_text(NOTEBOOK)
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    first, second, expected = run_cells(script, run, 1, run, 2, whole, 3)
+    assert first.startswith("finished 4 ") and second.startswith("finished 8 ")
+    assert expected.startswith("finished 12 ")
+    assert run_cells(script, run, 3) == [expected]
+
+
+def test_jax_debug_nans_does_not_disturb_a_run_without_nan():
+    with jax.debug_nans(True):
+        train(batch=make_batch(ROWS, weight=WEIGHT))
+
+
+@pytest.mark.slow
+def test_jax_debug_nans_stops_at_nan_before_the_guard_skips_the_step():
+    batch = make_batch(ROWS)
+    batch["x"][3] = np.nan
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
+        train(batch=batch)
+
+
+def test_jax_disable_jit_is_refused():
+    state, train_step = setup()
+    eval_step = eqxshard.make_eval_step(lambda model, batch: {"x": batch["x"][:, 0]})
+    with jax.disable_jit():
+        for call in (
+            setup,
+            lambda: train_step(state, make_batch(ROWS)),
+            lambda: eval_step(state.model, make_batch(ROWS)),
+        ):
+            with pytest.raises(ValueError, match="jax_disable_jit is on, and it"):
+                call()
+    train_step(state, make_batch(ROWS))
