@@ -122,30 +122,49 @@ def stores(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def tests_lowest(session: nox.Session) -> None:
-    """A quarter of the quick tests, on the oldest versions that pyproject.toml allows."""
+    """A part of every test file, on the oldest versions that pyproject.toml allows."""
     session.install("uv")
     lowest = ["uv", "pip", "install", "--resolution=lowest-direct"]
     session.run(*lowest, *PACKAGE, "--group", "tests", silent=True)
-    session.run(*PYTEST, "--part", "1/4", *session.posargs)
+    session.run(*PYTEST, *part("1/6", session))
+    compile_for_gpus(session, "--part", "1/99", "tests/gpu")
 
 
 @nox.session(default=False, python=newest_python())
 def tests_newest(session: nox.Session) -> None:
-    """Another quarter, on the newest Python here, which has the newest JAX."""
+    """A part of every test file, on the newest Python here, which has the newest JAX."""
     session.install(*PACKAGE, *group("tests"))
-    session.run(*PYTEST, "--part", "3/4", *session.posargs)
+    session.run(*PYTEST, *part("3/4", session))
+    compile_for_gpus(session, "--part", "2/99", "tests/gpu")
+
+
+@nox.session(default=False, python="3.12")
+def tests_previous(session: nox.Session) -> None:
+    """A part of every test file, on the JAX before the newest."""
+    session.install(*PACKAGE, *group("tests"), PREVIOUS_JAX["3.12"])
+    session.run(*PYTEST, *part("5/6", session))
+
+
+def part(text: str, session: nox.Session) -> tuple[str, ...]:
+    """The options of pytest for a part of each file, or what the command line says."""
+    return ("--part", text, "--every-file", *session.posargs)
 
 
 @nox.session(default=False)
 def gpu_compile(session: nox.Session) -> None:
-    """Compile steps for GPUs that are not there: the tests marked `gpu`.
+    """Compile steps for GPUs that are not there: the tests marked `gpu`."""
+    session.install(*PACKAGE, *group("tests"))
+    compile_for_gpus(session, *session.posargs)
 
-    Needs JAX's GPU compiler, a wheel for Linux, in a folder of its own: installed beside
-    JAX, it would make every start look for a GPU.
+
+def compile_for_gpus(session: nox.Session, *options: str) -> None:
+    """Run tests marked `gpu`.
+
+    They need JAX's GPU compiler, a wheel for Linux, in a folder of its own: installed
+    beside JAX, it would make every start look for a GPU.
     """
     if platform.system() != "Linux":
-        session.skip("JAX's GPU compiler is a wheel for Linux only")
-    session.install(*PACKAGE, *group("tests"))
+        return session.log("Nothing for GPUs: JAX's compiler for them is for Linux only.")
     version = session.run("python", "-c", "import jax; print(jax.__version__)", silent=True)
     folder = Path(session.create_tmp()).resolve() / "pjrt"
     wheel = f"jax-cuda12-pjrt=={str(version).strip()}"
@@ -154,8 +173,7 @@ def gpu_compile(session: nox.Session) -> None:
     # Without the flags for CPUs that the tests set by default.
     environment = {"PYTHONPATH": str(folder), "XLA_FLAGS": ""}
     # They share little, so any worker may take any of them.
-    options = ("--dist", "load", "-m", "gpu")
-    session.run(*PYTEST, *options, *session.posargs, env=environment)
+    session.run(*PYTEST, "--dist", "load", "-m", "gpu", *options, env=environment)
 
 
 @nox.session(default=False)

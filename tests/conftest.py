@@ -10,6 +10,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Most of the time of these tests is compilation, which takes half as long without XLA's
 # optimizations for CPUs. Partitioning, and so communication, is the same.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# What JAX deprecates is an error in the processes that tests start, too.
+os.environ.setdefault("PYTHONWARNINGS", "error:jax.:DeprecationWarning")
 
 import jax
 import jaxtyping

@@ -9,6 +9,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -273,6 +274,21 @@ def test_references_in_docstrings_and_pages_exist():
             for part in reference.split("."):
                 assert hasattr(target, part), f"{page.name}: eqxshard.{reference}"
                 target = getattr(target, part)
+
+
+@pytest.mark.parametrize(
+    "kind", [DeprecationWarning, PendingDeprecationWarning, FutureWarning]
+)
+@pytest.mark.parametrize("level", [1, 2, 99])
+def test_warnings_are_errors_in_tests_whoever_is_blamed(kind, level):
+    with pytest.raises(kind):
+        warnings.warn("jax.thing is deprecated", kind, stacklevel=level)
+
+
+def test_what_jax_deprecates_is_an_error_in_other_processes():
+    code = "import warnings; warnings.warn('jax.thing is deprecated', DeprecationWarning)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 1 and "DeprecationWarning: jax.thing" in run.stderr
 
 
 def test_the_version_is_that_of_the_installed_package():

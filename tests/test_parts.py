@@ -24,9 +24,12 @@ def select(items, text):
     """The tests of a part, and the others."""
     others: list[Item] = []
     hook = SimpleNamespace(pytest_deselected=lambda items: others.extend(items))
-    config: Any = SimpleNamespace(getoption=lambda name: text, hook=hook)
+    options = {"part": text, "every_file": False}
+    config: Any = SimpleNamespace(getoption=options.get, hook=hook)
     items = list(items)
-    pytest_collection_modifyitems(config, items)
+    # What runs around other hooks is a generator.
+    for _ in pytest_collection_modifyitems(config, items):
+        pass
     return items, others
 
 
@@ -52,22 +55,41 @@ def test_other_texts_are_not_parts(text):
         select([Item("one", 0)], text)
 
 
-def test_a_part_is_of_the_tests_that_would_run(tmp_path):
-    """Those that are deselected by their marks do not count."""
-    mark = "import pytest\n@pytest.mark.parametrize('n', range(8))\ndef test(n): pass\n"
-    slow = "@pytest.mark.slow\ndef test_slow(): pass\n"
-    (tmp_path / "test_it.py").write_text(mark + slow + mark.replace("test(", "test_b("))
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow")
+PARAMETERS = "import pytest\n@pytest.mark.parametrize('n', range(8))\ndef test(n): pass\n"
+SLOW = "@pytest.mark.slow\n" + PARAMETERS.splitlines()[1] + "\ndef test_slow(n): pass\n"
+BOTH = PARAMETERS + SLOW + PARAMETERS.replace("test(", "test_b(")
+ALL_SLOW = "import pytest\n" + SLOW
+
+
+def passed(folder, files, *options):
+    """The tests that pytest runs of those that are quick, by name."""
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = slow")
     command = [sys.executable, "-m", "pytest", "-p", "parts", "-v", "-m", "not slow"]
     settings = {"PYTHONPATH": str(Path(__file__).parent)}
     settings["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     run = subprocess.run(
-        [*command, "--part", "2/3"],
-        cwd=tmp_path,
+        [*command, *options],
+        cwd=folder,
         env={**os.environ, **settings},
         capture_output=True,
         text=True,
     )
-    names = [line.split()[0] for line in run.stdout.splitlines() if "PASSED" in line]
+    assert run.returncode == 0, run.stdout + run.stderr
+    return [line.split()[0] for line in run.stdout.splitlines() if "PASSED" in line]
+
+
+def test_a_part_is_of_the_tests_that_would_run(tmp_path):
+    """Those that are deselected by their marks do not count."""
+    found = passed(tmp_path, {"test_it.py": BOTH}, "--part", "2/3")
     wanted = [f"{name}[{n}]" for name in ("test", "test_b") for n in range(8)][1::3]
-    assert names == [f"test_it.py::{name}" for name in wanted], run.stdout + run.stderr
+    assert found == [f"test_it.py::{name}" for name in wanted]
+
+
+def test_every_file_takes_part(tmp_path):
+    """Of a file whose tests are all slow one is run, another in each part."""
+    files = {"test_both.py": BOTH, "test_slow.py": ALL_SLOW}
+    found = passed(tmp_path, files, "--part", "3/8", "--every-file")
+    quick = [f"test_both.py::{name}[2]" for name in ("test", "test_b")]
+    assert found == [*quick, "test_slow.py::test_slow[2]"]
