@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from loader_helpers import take
 
 import eqxshard
+from eqxshard.launch import launch
 from eqxshard.testing import collectives
 
 OPTIM = lenient(optax.adam(1e-2))
@@ -280,3 +281,47 @@ def test_many_of_an_eval_step_equals_single_calls(eval_step):
     many = eval_step.many(model, stacked)
     singles = eqxshard.Metrics.stack([eval_step(model, batch) for batch in batches])
     np.testing.assert_array_equal(many["index"], singles["index"])
+
+
+PROCESSES = """
+import jax, jax.numpy as jnp, numpy as np, optax
+import eqxshard
+
+eqxshard.initialize()
+mesh, rule, optim = eqxshard.make_mesh(), eqxshard.replicate(), optax.sgd(0.1)
+x = np.random.default_rng(0).normal(size=(20, 4)).astype(np.float32)
+source = eqxshard.data.ArraySource({"x": x, "index": np.arange(20)})
+
+def loaders():
+    for placement in ("host", "device"):
+        yield eqxshard.Loader(source, batch_size=8, mesh=mesh, placement=placement)
+
+for batch, expected, _ in zip(*loaders(), range(6)):
+    for name, array in expected.items():
+        assert batch[name].sharding == array.sharding
+        for shard, other in zip(batch[name].addressable_shards, array.addressable_shards):
+            np.testing.assert_array_equal(shard.data, other.data)
+
+def loss_fn(model, batch, key):
+    return jnp.sum((batch["x"] * model - 1) ** 2, axis=-1)
+
+found = []
+for loader in loaders():
+    state = eqxshard.init_state(
+        lambda key: jnp.ones(4), optim, key=jax.random.key(0), mesh=mesh, rule=rule
+    )
+    state = eqxshard.fit(state, eqxshard.make_train_step(loss_fn, optim), loader, steps=6)
+    found.append(np.asarray(state.model))
+np.testing.assert_allclose(*found, rtol=1e-5)
+print("the same in both")
+"""
+
+
+@pytest.mark.slow
+def test_each_process_has_the_dataset_on_its_devices(tmp_path, capsys):
+    script = tmp_path / "script.py"
+    script.write_text(PROCESSES)
+    status = launch([str(script)], processes=2, devices_per_process=2)
+    out, err = capsys.readouterr()
+    assert status == 0, out + err
+    assert out.count("the same in both") == 2
