@@ -65,7 +65,7 @@ TESTED_ELSEWHERE = {
     "training/_jaxprs.py": "training/test_compile.py and test_lookups.py",
 }
 
-LONGEST_FILE, LONGEST_FUNCTION, LONGEST_CLASS = 400, 80, 270
+LONGEST_FILE, LONGEST_FUNCTION, LONGEST_CLASS = 400, 80, 290
 MOST_ENTRIES = 23
 
 

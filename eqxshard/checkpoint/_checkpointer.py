@@ -28,12 +28,13 @@ class Checkpointer:
 
     A checkpoint is the folder `directory/STEP`: the state's arrays as
     [Orbax](https://orbax.readthedocs.io) writes them, by path; a readable
-    `description.json` (paths, shapes, dtypes, mesh, versions, loader, metrics); and
-    `checksums.txt`, the SHA-256 of every other file, which is written last: a folder
-    without it was interrupted, and does not count.
+    `description.json` (paths, shapes, dtypes, mesh, versions, the loader's position, the
+    metrics); and `checksums.txt`, the SHA-256 of every other file, which is written last:
+    a folder without it was interrupted, and does not count.
 
-    Saving waits for the step and for the copy of its arrays from the devices; a thread
-    does the rest. If it fails, an error is logged.
+    Saving waits for the state's step and for the copy of its arrays from the devices; a
+    thread does the rest while training continues. If it fails, say because the disk is
+    full, the error is logged, and the older checkpoints stay.
 
     **Arguments:**
 
@@ -41,12 +42,13 @@ class Checkpointer:
         in an object store, `s3://...` or `gs://...`.
     - `max_to_keep`: how many checkpoints to keep: the newest ones.
     - `save_interval_steps`: save every this many steps.
-    - `save_interval_seconds`: save at `fit`'s first report after this many seconds, 10
-        minutes by default; `None` for never.
+    - `save_interval_seconds`: save at the first report of [`eqxshard.fit`][] after this
+        many seconds, 10 minutes by default; `None` for never.
     - `best`: the name of a metric that `fit` reports, such as `"eval/accuracy"`: `fit`
         saves whenever it is better than before, and the best checkpoint is kept, too.
     - `mode`: whether the largest (`"max"`) or the smallest (`"min"`) value is best.
-    - `on_error`: if one cannot be written, `"continue"`, or `"raise"` when the next is due.
+    - `on_error`: if a checkpoint cannot be written: `"continue"` training, or `"raise"`
+        when the next one is due.
 
     **Raises:**
 
@@ -239,7 +241,8 @@ class Checkpointer:
         **Arguments:**
 
         - `step`: the number of steps taken.
-        - `reporting`: whether `save_interval_seconds` applies (in all processes alike).
+        - `reporting`: whether `save_interval_seconds` applies at this step. (All
+            processes must ask at the same steps, so `fit` asks when it reports.)
         """
         if self.save_interval_steps and step % self.save_interval_steps == 0:
             return True
@@ -259,8 +262,9 @@ class Checkpointer:
     ) -> None:
         """Save a state; return before it is written.
 
-        A state with NaN is not saved, nor one whose step has a checkpoint. Waits for the
-        last save. Call [`eqxshard.Checkpointer.wait`][] before the program ends.
+        A state that contains NaN is not saved, nor one whose step has a checkpoint
+        already. If the last save is still being written, wait for it first. Call
+        [`eqxshard.Checkpointer.wait`][] before the program ends.
 
         **Arguments:**
 
