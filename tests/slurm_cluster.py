@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -150,8 +151,11 @@ class Slurm:
         return self.state(job)
 
     def start_now(self, job: str) -> None:
-        """Start a requeued job now; SLURM itself waits for two minutes."""
+        """Start a requeued job soon; SLURM itself waits for two minutes."""
         wait_for("the requeued job", lambda: self.state(job)["JobState"] == "PENDING")
+        # Nodes refuse credentials of the second in which they ended the job, and what they
+        # still say of its end would count against the new start.
+        time.sleep(5)
         self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def _configure(self) -> None:
