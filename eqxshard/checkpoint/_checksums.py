@@ -9,6 +9,8 @@ import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from ._object_store import is_remote
+
 #: The file that marks a folder as complete, with the checksum of every other file.
 CHECKSUMS = "checksums.txt"
 
@@ -21,8 +23,13 @@ def write_checksums(folder: Any) -> None:
     - `folder`: an `etils.epath.Path`.
     """
     lines = [f"{digest}  {name}\n" for name, digest in sorted(_digests(folder).items())]
+    text = "".join(lines)
+    if is_remote(folder):
+        # Objects appear whole, and some stores cannot rename them.
+        (folder / CHECKSUMS).write_text(text)
+        return
     part = folder / f".{CHECKSUMS}.part"
-    part.write_text("".join(lines))
+    part.write_text(text)
     part.replace(folder / CHECKSUMS)
 
 
