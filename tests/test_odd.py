@@ -1,8 +1,6 @@
 """What is legal but unusual: each case works, or is refused in one sentence."""
 
 import functools
-import subprocess
-import sys
 
 import equinox as eqx
 import jax
@@ -11,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from helpers import RULES, assert_equal, lenient, make_batch, make_mesh
-from run_helpers import environment
 
 import eqxshard
 
@@ -144,31 +141,6 @@ def test_models_without_parameters(make_model, tmp_path):
     assert_equal(checkpointer.restore(state), state)
 
 
-@pytest.mark.slow
-def test_a_model_of_5000_arrays(tmp_path):
-    """Of which 100 are trained: XLA takes minutes to compile an update of them all."""
-
-    def make_model(key):
-        return [jnp.full(8, number % 7, jnp.float32) for number in range(5000)]
-
-    def loss_fn(model, batch, key):
-        return jnp.mean(jnp.stack(model[:200]) ** 2) + 0 * batch["x"][:, 0]
-
-    where = {"mesh": make_mesh("fsdp=2"), "rule": RULES["fsdp"]}
-    chosen = [number < 100 for number in range(5000)]
-    state = eqxshard.init_state(
-        make_model, SGD, key=jax.random.key(0), trainable=chosen, **where
-    )
-    train_step = eqxshard.make_train_step(loss_fn, SGD)
-    state, first = train_step(state, make_batch(ROWS))
-    state, second = train_step(state, make_batch(ROWS))
-    assert float(second["loss"]) < float(first["loss"])
-    checkpointer = eqxshard.Checkpointer(tmp_path)
-    checkpointer.save(state)
-    checkpointer.wait()
-    assert_equal(checkpointer.restore(state), state)
-
-
 # Complex and double precision
 
 
@@ -281,90 +253,9 @@ def test_trainers_in_turns_do_not_disturb_each_other():
     assert found == expected
 
 
-NOTEBOOK = """
-import asyncio, sys
-
-import equinox as eqx
-import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
-
-
-def cell(folder, epochs):
-    import eqxshard
-
-    class Model(eqx.Module):
-        weight: jax.Array
-
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(32, 4)).astype(np.float32)
-    data = eqxshard.data.ArraySource({"x": x, "y": x[:, 0]})
-
-    def loss_fn(model, batch, key):
-        return (batch["x"] @ model.weight - batch["y"]) ** 2
-
-    result = eqxshard.train(
-        lambda key: Model(jnp.zeros(4)),
-        loss_fn,
-        lambda model, batch: {"error": loss_fn(model, batch, None)},
-        lambda steps: optax.adam(0.05),
-        *(data, data),
-        config=eqxshard.RunConfig(output=folder, resume="auto", batch_size=8, devices=2),
-        name="cell",
-        epochs=epochs,
-    )
-    print("finished", result.state.step, result.state.model.weight)
-
-
-async def kernel(cells):
-    for folder, epochs in cells:
-        cell(folder, epochs)
-        # As a reload of everything does.
-        for name in [name for name in sys.modules if name.split(".")[0] == "eqxshard"]:
-            del sys.modules[name]
-
-
-words = sys.argv[1:]
-asyncio.run(kernel(zip(words[::2], map(int, words[1::2]))))
-"""
-
-
-def run_cells(script, *words):
-    run = subprocess.run(
-        [sys.executable, script, *map(str, words)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    return [line for line in run.stdout.splitlines() if line.startswith("finished")]
-
-
-@pytest.mark.slow
-def test_cells_of_a_notebook_are_run_again_and_its_kernel_restarted(tmp_path):
-    """In a running event loop, as a kernel has, with the classes defined anew each time."""
-    script = tmp_path / "cells.py"
-    script.write_text(NOTEBOOK)
-    run, whole = tmp_path / "run", tmp_path / "whole"
-    first, second, expected = run_cells(script, run, 1, run, 2, whole, 3)
-    assert first.startswith("finished 4 ") and second.startswith("finished 8 ")
-    assert expected.startswith("finished 12 ")
-    assert run_cells(script, run, 3) == [expected]
-
-
 def test_jax_debug_nans_does_not_disturb_a_run_without_nan():
     with jax.debug_nans(True):
         train(batch=make_batch(ROWS, weight=WEIGHT))
-
-
-@pytest.mark.slow
-def test_jax_debug_nans_stops_at_nan_before_the_guard_skips_the_step():
-    batch = make_batch(ROWS)
-    batch["x"][3] = np.nan
-    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="nan"):
-        train(batch=batch)
 
 
 def test_jax_disable_jit_is_refused():

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from helpers import lenient
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -273,11 +272,4 @@ def check(case):
 @settings(max_examples=10)
 @given(cases())
 def test_random_models_train_as_by_hand(case):
-    check(case)
-
-
-@pytest.mark.slow
-@settings(max_examples=500)
-@given(cases())
-def test_500_random_models_train_as_by_hand(case):
     check(case)
