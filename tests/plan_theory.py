@@ -29,13 +29,21 @@ MESHES: dict[str, dict[str, int]] = {
 }
 
 
+#: A pipeline, and the microbatches that it gets. (Of two stages, XLA for GPUs unrolls the
+#: last tick, and drops what that sends and nobody takes.)
+PIPELINE, MICROBATCHES = {"stage": 4, "data": 2}, [4, 8]
+
+
 def plan_gpt(
-    mesh_shape: dict[str, int], shape: Shape = SHAPE, **options: Any
+    mesh_shape: dict[str, int],
+    shape: Shape = SHAPE,
+    microbatches: int = 1,
+    **options: Any,
 ) -> eqxshard.Plan:
     """A plan of the recipe's step, in bfloat16, with layers that are computed again."""
     tokens = jax.ShapeDtypeStruct((ROWS, shape.block), jnp.int32)
     return eqxshard.plan(
-        partial(GPT, shape=shape, remat="full"),
+        partial(GPT, shape=shape, remat="full", microbatches=microbatches),
         gpt.loss_fn,
         gpt.make_optimizer(gpt.Args(), 1000),
         {"tokens": tokens, "targets": tokens},
@@ -116,6 +124,30 @@ def theory_of_experts(devices: int, shape: Shape) -> dict[tuple[str, str], float
         ("expert", "all-to-all"): s.layers * 12 * 2 * rows * part,
         ("expert", "all-gather"): 2 * gathered * part,
         ("expert", "all-reduce"): 2 * (2 * dense + 4 * routes + 4 * ROWS) * part,
+    }
+
+
+def theory_of_stages(microbatches: int) -> dict[tuple[str, str], float]:
+    """The same of the pipeline, by 1F1B."""
+    stages, data = PIPELINE.values()
+    s = SHAPE
+    qkv = s.kv_heads * (s.heads // s.kv_heads + 2) * s.head_dim * s.embed
+    layer = qkv + s.embed * s.embed + 3 * s.mlp * s.embed + 2 * s.embed
+    table = s.vocab * s.embed
+    activations = ROWS // data * s.block * s.embed
+    # A pipeline sums gradients in float32: over the rows those of its layers and of the
+    # input's table; those of the output's table and norm over the stages, too.
+    by_rows, by_all = s.layers * layer / stages + table, table + s.embed
+    devices = stages * data
+    return {
+        # In each tick, a microbatch to the next stage; then its gradient the way back.
+        ("stage", "collective-permute"): (
+            2 * (microbatches + stages - 1) * 2 * activations / microbatches
+        ),
+        # The gradient of the input, which the first stage has.
+        ("stage", "all-reduce"): 2 * 4 * activations * (stages - 1) / stages,
+        ("data", "all-reduce"): 2 * 4 * by_rows * (data - 1) / data,
+        ("stage,data", "all-reduce"): 2 * 4 * by_all * (devices - 1) / devices,
     }
 
 

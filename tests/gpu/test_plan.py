@@ -6,11 +6,14 @@ import gpt
 import pytest
 from plan_theory import (
     MESHES,
+    MICROBATCHES,
+    PIPELINE,
     SHAPE,
     plan_gpt,
     state_bytes,
     theory,
     theory_of_experts,
+    theory_of_stages,
     traffic,
 )
 
@@ -44,6 +47,13 @@ def test_tokens_travel_to_experts_and_nothing_of_experts_is_gathered():
     experts = [leaf for leaf in plan.leaves if ".experts." in leaf.path]
     expert = 4 * shape.layers * 3 * shape.mlp * shape.embed
     assert sum(leaf.bytes for leaf in experts) == expert
+
+
+@pytest.mark.parametrize("microbatches", MICROBATCHES)
+def test_stages_pass_microbatches_on_in_each_tick(microbatches):
+    plan = plan_gpt(PIPELINE, microbatches=microbatches, backend="gpu")
+    print(plan)
+    assert traffic(plan) == pytest.approx(theory_of_stages(microbatches), abs=64)
 
 
 def test_communication_in_the_layers_is_hidden_and_has_causes():

@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import optax
 import pytest
 from plan_helpers import BATCH, OPTIM, RULE, SIZES
-from plan_theory import MESHES, plan_gpt, state_bytes, theory, traffic
+from plan_theory import (
+    MESHES,
+    PIPELINE,
+    plan_gpt,
+    state_bytes,
+    theory,
+    theory_of_stages,
+    traffic,
+)
 from transformer import Transformer, next_token_losses
 
 import eqxshard
@@ -96,6 +104,13 @@ def test_communication_of_a_language_model_is_what_theory_counts(name):
     plan = plan_gpt(MESHES[name], backend="cpu")
     assert traffic(plan) == pytest.approx(theory(MESHES[name]), rel=0.05)
     assert plan.memory.parameters == state_bytes(MESHES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_scripts_run")
+def test_communication_of_a_pipeline_is_what_theory_counts():
+    plan = plan_gpt(PIPELINE, microbatches=4, backend="cpu")
+    assert traffic(plan) == pytest.approx(theory_of_stages(4), rel=0.05)
 
 
 def refuse(message, **options):
