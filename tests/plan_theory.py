@@ -34,14 +34,29 @@ MESHES: dict[str, dict[str, int]] = {
 PIPELINE, MICROBATCHES = {"stage": 4, "data": 2}, [4, 8]
 
 
+#: Sizes and meshes that are not powers of two.
+ODD = Shape(
+    layers=3, heads=6, kv_heads=2, embed=96, mlp=200, block=48, vocab=250, tied=False
+)
+ODD_ROWS = 12
+ODD_MESHES: dict[str, dict[str, int]] = {
+    "data=6": {"data": 6},
+    "fsdp=6": {"fsdp": 6},
+    "data=3,fsdp=2": {"data": 3, "fsdp": 2},
+    "data=3,tensor=2": {"data": 3, "tensor": 2},
+    "fsdp=3,tensor=2": {"fsdp": 3, "tensor": 2},
+}
+
+
 def plan_gpt(
     mesh_shape: dict[str, int],
     shape: Shape = SHAPE,
+    rows: int = ROWS,
     microbatches: int = 1,
     **options: Any,
 ) -> eqxshard.Plan:
     """A plan of the recipe's step, in bfloat16, with layers that are computed again."""
-    tokens = jax.ShapeDtypeStruct((ROWS, shape.block), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((rows, shape.block), jnp.int32)
     return eqxshard.plan(
         partial(GPT, shape=shape, remat="full", microbatches=microbatches),
         gpt.loss_fn,
@@ -52,19 +67,21 @@ def plan_gpt(
     )
 
 
-def theory(mesh_shape: dict[str, int]) -> dict[tuple[str, str], float]:
+def theory(
+    mesh_shape: dict[str, int], shape: Shape = SHAPE, rows: int = ROWS
+) -> dict[tuple[str, str], float]:
     """By axes and kind, the bytes that each device has to send in a step.
 
     Everything is bfloat16, of two bytes, but what is said to be otherwise.
     """
     axes = ("data", "fsdp", "tensor", "context")
     data, fsdp, tensor, context = (mesh_shape.get(axis, 1) for axis in axes)
-    s = SHAPE
+    s = shape
     qkv = s.kv_heads * (s.heads // s.kv_heads + 2) * s.head_dim * s.embed
     layer = qkv + s.embed * s.embed + 3 * s.mlp * s.embed
     layers, table = s.layers * layer / tensor, s.vocab * s.embed / tensor
     norms = (2 * s.layers + 1) * s.embed
-    rows = ROWS // (data * fsdp)
+    rows //= data * fsdp
     activations = rows * s.block * s.embed
     sent: dict[tuple[str, str], float] = {}
 

@@ -9,6 +9,9 @@ import pytest
 from plan_helpers import BATCH, OPTIM, RULE, SIZES
 from plan_theory import (
     MESHES,
+    ODD,
+    ODD_MESHES,
+    ODD_ROWS,
     PIPELINE,
     plan_gpt,
     state_bytes,
@@ -104,6 +107,15 @@ def test_communication_of_a_language_model_is_what_theory_counts(name):
     plan = plan_gpt(MESHES[name], backend="cpu")
     assert traffic(plan) == pytest.approx(theory(MESHES[name]), rel=0.05)
     assert plan.memory.parameters == state_bytes(MESHES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_scripts_run")
+@pytest.mark.parametrize("name", ODD_MESHES)
+def test_communication_of_odd_sizes_is_what_theory_counts(name):
+    plan = plan_gpt(ODD_MESHES[name], ODD, ODD_ROWS, backend="cpu")
+    wanted = theory(ODD_MESHES[name], ODD, ODD_ROWS)
+    assert traffic(plan) == pytest.approx(wanted, rel=0.05)
 
 
 @pytest.mark.slow
