@@ -242,7 +242,8 @@ def test_processes_killed_while_they_save(bucket, tmp_path):
         assert "checksums.txt" not in names(f"{folder}/10"), "it was too late to kill"
         out, _ = process.communicate(timeout=300)
     assert process.returncode == 0, out
-    assert "resuming from step 5 in 2 processes" in out
+    # From 10 if the killed process had written its part: the other one completes it.
+    assert re.search(r"resuming from step (5|10) in 2 processes", out), out
     assert eqxshard.Checkpointer(folder).steps() == [5, 10, 15]
     assert set(names(f"{folder}/10/written")) == {"0", "1"}
     ours, theirs = arrays_of(folder), arrays_of(tmp_path / "local")
