@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from ..parallel import ring_attention
 from ..parallel._ring import CHUNK
+from ..sharding._placement import constrain
 from ..sharding._spec import check_axis
 from ..transforms._dtypes import accumulation_dtype
 from . import _cudnn
@@ -136,11 +138,25 @@ def _exact(
         return ring_attention(
             query, key, value, causal=causal, segments=segments, scale=scale, axis=axis
         )
+    query, key, value = map(_whole, (query, key, value))
     seen = _causal_mask(seq, seq, 0) if causal else None
     if segments is not None:
         same = segments[..., :, None] == segments[..., None, :]
         seen = same if seen is None else same & jnp.broadcast_to(seen, same.shape)
-    return checkpoint_name(_plain(query, key, value, seen, scale), "attention")
+    out = _whole(_plain(query, key, value, seen, scale))
+    return checkpoint_name(out, "attention")
+
+
+def _whole(x: Float[Array, "*batch seq heads head_dim"]) -> Array:
+    """Keep sequences whole where experts would have the compiler split them.
+
+    cuDNN needs it; elsewhere it makes the step the same, on whatever platform.
+    """
+    if _is_split("expert"):
+        any_of_batch = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 3)
+        spec = *any_of_batch, None, PartitionSpec.UNCONSTRAINED, None
+        x = constrain(x, PartitionSpec(*spec))
+    return x
 
 
 def _by_rows(query: Array, key: Array, value: Array, offset: Any, scale: float) -> Array:

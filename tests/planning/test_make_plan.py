@@ -1,3 +1,4 @@
+import dataclasses
 import math
 import os
 import re
@@ -13,9 +14,11 @@ from plan_theory import (
     ODD_MESHES,
     ODD_ROWS,
     PIPELINE,
+    SHAPE,
     plan_gpt,
     state_bytes,
     theory,
+    theory_of_experts,
     theory_of_stages,
     traffic,
 )
@@ -116,6 +119,14 @@ def test_communication_of_odd_sizes_is_what_theory_counts(name):
     plan = plan_gpt(ODD_MESHES[name], ODD, ODD_ROWS, backend="cpu")
     wanted = theory(ODD_MESHES[name], ODD, ODD_ROWS)
     assert traffic(plan) == pytest.approx(wanted, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("as_scripts_run")
+def test_communication_of_experts_is_what_theory_counts():
+    shape = dataclasses.replace(SHAPE, experts=8, top_k=2)
+    plan = plan_gpt({"expert": 8}, shape, backend="cpu")
+    assert traffic(plan) == pytest.approx(theory_of_experts(8, shape), rel=0.05)
 
 
 @pytest.mark.slow
