@@ -7,6 +7,7 @@ from helpers import lenient
 from transformer import Transformer, next_token_losses
 
 import eqxshard
+from eqxshard.inspect._lint import Findings
 from eqxshard.planning._request import Request
 
 OPTIM = lenient(optax.adam(1e-3))
@@ -27,3 +28,26 @@ REQUEST = Request(
     precision=None,
     options={"accumulate": 1, "nonfinite": "skip", "grad_norms": False},
 )
+
+
+def made_by_hand(memory, collectives=(), **fields):
+    """A plan for eight H200s, of which only these fields are given."""
+    given = dict(
+        target=eqxshard.Target.named("h200"),
+        backend="gpu",
+        mesh={"fsdp": 8},
+        devices=8,
+        memory=eqxshard.PlannedMemory(*memory),
+        flops={},
+        collectives=tuple(collectives),
+        time=None,
+        examples=16,
+        tokens=None,
+        compile_seconds=1.0,
+        notes=(),
+        leaves=(),
+        timeline=None,
+        settings={},
+        findings=Findings(),
+    )
+    return eqxshard.Plan(**{**given, **fields})

@@ -67,6 +67,17 @@ def plan_gpt(
     )
 
 
+def attention_size(shape: Shape) -> int:
+    """The parameters of a layer's attention."""
+    heads = shape.heads + 2 * shape.kv_heads
+    return heads * shape.head_dim * shape.embed + shape.embed * shape.embed
+
+
+def layer_size(shape: Shape) -> int:
+    """The parameters of a dense layer's matrices."""
+    return attention_size(shape) + 3 * shape.mlp * shape.embed
+
+
 def theory(
     mesh_shape: dict[str, int], shape: Shape = SHAPE, rows: int = ROWS
 ) -> dict[tuple[str, str], float]:
@@ -77,8 +88,7 @@ def theory(
     axes = ("data", "fsdp", "tensor", "context")
     data, fsdp, tensor, context = (mesh_shape.get(axis, 1) for axis in axes)
     s = shape
-    qkv = s.kv_heads * (s.heads // s.kv_heads + 2) * s.head_dim * s.embed
-    layer = qkv + s.embed * s.embed + 3 * s.mlp * s.embed
+    layer = layer_size(s)
     layers, table = s.layers * layer / tensor, s.vocab * s.embed / tensor
     norms = (2 * s.layers + 1) * s.embed
     rows //= data * fsdp
@@ -131,8 +141,7 @@ def theory_of_experts(devices: int, shape: Shape) -> dict[tuple[str, str], float
     qkv = tokens * (s.heads + 2 * s.kv_heads) * s.head_dim
     gathered = s.layers * (2 * qkv + tokens * s.embed) + tokens * s.embed
     # Gradients of all but the experts' own parameters and the input's table.
-    weights = (s.heads + 2 * s.kv_heads) * s.head_dim * s.embed + s.embed * s.embed
-    layer = weights + 2 * s.embed + s.experts * s.embed
+    layer = attention_size(s) + 2 * s.embed + s.experts * s.embed
     dense = s.layers * layer + s.embed + s.vocab * s.embed
     # How often each device's tokens choose each expert, twice; the mean probabilities of
     # the experts; the loss of each example.
@@ -148,8 +157,7 @@ def theory_of_stages(microbatches: int) -> dict[tuple[str, str], float]:
     """The same of the pipeline, by 1F1B."""
     stages, data = PIPELINE.values()
     s = SHAPE
-    qkv = s.kv_heads * (s.heads // s.kv_heads + 2) * s.head_dim * s.embed
-    layer = qkv + s.embed * s.embed + 3 * s.mlp * s.embed + 2 * s.embed
+    layer = layer_size(s) + 2 * s.embed
     table = s.vocab * s.embed
     activations = ROWS // data * s.block * s.embed
     # A pipeline sums gradients in float32: over the rows those of its layers and of the

@@ -114,6 +114,11 @@ def check_mesh(mesh: Mesh) -> None:
         )
 
 
+def is_on_cpus(mesh: Mesh) -> bool:
+    """Whether the devices of a mesh are CPUs."""
+    return mesh.devices.flat[0].platform == "cpu"
+
+
 def check_batch_size(batch_size: int, mesh: Mesh, *, accumulate: int = 1) -> None:
     """Raise `ValueError` unless each microbatch divides over the mesh's batch axes."""
     sizes = {axis: mesh.shape[axis] for axis in BATCH_AXES}

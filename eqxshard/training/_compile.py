@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from ..compiled._stderr import read_stderr
+from ..sharding._mesh import is_on_cpus
 from ..transforms._compiles import THREAD, Watch
 from ._checks import Checks, collect_checks
 from ._jaxprs import call_equation, is_jaxpr, map_jaxpr
@@ -49,7 +50,7 @@ def jit_on(
 
     The compiled function, which raises if a check by `equinox.error_if` in it fails.
     """
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    on_cpu = is_on_cpus(mesh)
 
     @ft.wraps(fn)
     def checked(*args: Any) -> tuple[Any, Checks | None]:

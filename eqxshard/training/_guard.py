@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int, PyTree
 
+from ..sharding._mesh import is_on_cpus
 from ..sharding._spec import spec_axes
 
 #: On CPUs, leaves with fewer elements are checked together: with a reduction for each, a
@@ -33,7 +34,7 @@ def all_finite(
 
     def count_bad(leaves: list[Array]) -> Int[Array, ""]:
         bad = jnp.int32(0)
-        for group in _groups(leaves, _is_on_cpus(mesh)):
+        for group in _groups(leaves, is_on_cpus(mesh)):
             finite = jnp.concatenate([jnp.isfinite(leaf).ravel() for leaf in group])
             bad += jnp.any(~finite).astype(jnp.int32)
         return jax.lax.psum(bad, axes) if axes else bad
@@ -54,15 +55,11 @@ def _groups(leaves: list[Array], on_cpus: bool) -> list[list[Array]]:
     return [*large, small] if small else large
 
 
-def _is_on_cpus(mesh: Mesh) -> bool:
-    return mesh.devices.flat[0].platform == "cpu"
-
-
 def select_update(
     condition: Bool[Array, ""], update: Callable[[], PyTree], old: PyTree, mesh: Mesh
 ) -> PyTree:
     """The new values if the condition holds; otherwise the old ones, bit for bit."""
-    if _is_on_cpus(mesh):
+    if is_on_cpus(mesh):
         # With a select, XLA:CPU would copy the optimizer's state, because it has no
         # kernel that writes several results at once.
         arrays, static = eqx.partition(old, eqx.is_array)

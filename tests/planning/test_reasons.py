@@ -5,13 +5,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from plan_helpers import OPTIM, RULE
+from plan_helpers import OPTIM, RULE, made_by_hand
 from transformer import Transformer, next_token_losses
 
 import eqxshard
-from eqxshard.inspect._lint import Findings
 from eqxshard.planning._collectives import PlannedCollective
-from eqxshard.planning._plan import PlannedMemory, PlannedTime
+from eqxshard.planning._plan import PlannedTime
 from eqxshard.planning._reasons import Tried, judge, lack_of_state
 from eqxshard.planning._request import Request
 from eqxshard.planning._survey import Surveyed
@@ -30,23 +29,13 @@ def make_plan(mesh, peak, compute, waiting, sent):
         for axis, size in sent.items()
     ]
     step = compute + sum(waiting.values())
-    return eqxshard.Plan(
+    return made_by_hand(
+        (20, 40, 0, 0, 20, peak - 60, peak, int(100e9)),
+        collectives,
         target=H200,
-        backend="gpu",
         mesh=mesh,
-        devices=8,
-        memory=PlannedMemory(20, 40, 0, 0, 20, peak - 60, peak, int(100e9)),
         flops={"bfloat16": compute * 1e12},
-        collectives=tuple(collectives),
         time=PlannedTime(step, compute, 0.0, waiting, waiting),
-        examples=16,
-        tokens=None,
-        compile_seconds=1.0,
-        notes=(),
-        leaves=(),
-        timeline=None,
-        settings={},
-        findings=Findings(),
     )
 
 

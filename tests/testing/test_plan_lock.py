@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import pytest
+from plan_helpers import made_by_hand
 
 import eqxshard
 from eqxshard import testing
@@ -27,24 +28,8 @@ REDUCE = dataclasses.replace(
 
 
 def make_plan(*collectives):
-    return eqxshard.Plan(
-        target=eqxshard.Target.named("h200"),
-        backend="gpu",
-        mesh={"data": 2, "fsdp": 4},
-        devices=8,
-        memory=eqxshard.PlannedMemory(1, 1, 1, 1, 1, 1, 7, None),
-        flops={},
-        collectives=collectives,
-        time=None,
-        examples=8,
-        tokens=None,
-        compile_seconds=1.0,
-        notes=(),
-        leaves=(),
-        timeline=None,
-        settings={},
-        findings=eqxshard.Findings(),
-    )
+    memory = 1, 1, 1, 1, 1, 1, 7, None
+    return made_by_hand(memory, collectives, mesh={"data": 2, "fsdp": 4})
 
 
 PLAN = make_plan(GATHER, dataclasses.replace(REDUCE, leaves=(), line=None, function=None))
