@@ -29,11 +29,13 @@ from ._cache import keep_compiled
 from ._collectives import PlannedCollective, has_peers
 from ._costs import Costs
 from ._failure import Failure
+from ._format import format_bytes
 from ._leaves import mesh_of, on_host, plan_leaves, shard_bytes, stored_gradients
 from ._plan import Plan, PlannedMemory, PlannedTime
 from ._request import Request, load_request
 from ._rewrites import rewrite_collectives
 from ._schedule import Elapsed, Schedule, compute_seconds
+from ._scratch import convolution_scratch
 from ._targets import TPU_HOST, Target
 
 
@@ -86,7 +88,11 @@ def compile_plan(request: Request, dump: Path) -> Plan:
     causes = Causes(module, sizes, _model_arrays(state), gradients)
     rows, tokens = count_examples(request.batch)
     predicted = _time(request, flops, operations, sizes, elapsed)
-    notes = list(_notes(request, module))
+    scratch = 0
+    if request.target.compiler == "cpu":
+        scratch = convolution_scratch(parse_module(program.text), mesh.size)
+    analysis = program.compiled.memory_analysis()
+    notes = list(_notes(request, module, scratch))
     if request.cache is not None:
         lower = functools.partial(step.lower, state, request.batch)
         notes.append(keep_compiled(lower, Path(request.cache)))
@@ -95,7 +101,7 @@ def compile_plan(request: Request, dump: Path) -> Plan:
         backend=request.backend,
         mesh={axis: size for axis, size in sizes.items() if size > 1} or {"data": 1},
         devices=mesh.size,
-        memory=_memory(request, state, gradients, program.compiled.memory_analysis()),
+        memory=_memory(request, state, gradients, analysis, scratch // mesh.size),
         flops=flops,
         collectives=tuple(
             _describe(each, sizes, causes, None if on_cpu else elapsed)
@@ -166,8 +172,13 @@ def _partitioned(dump: Path) -> str:
 
 
 def _memory(
-    request: Request, state: TrainState, gradients: list[Leaf], analysis: Any
+    request: Request,
+    state: TrainState,
+    gradients: list[Leaf],
+    analysis: Any,
+    scratch: int,
 ) -> PlannedMemory:
+    """What one device needs, with `scratch` bytes that the compiler does not count."""
     params = _bytes_of(state.model)
     opt_state = _bytes_of(state.opt_state)
     rows = batch_sharding(mesh_of(state))
@@ -181,11 +192,12 @@ def _memory(
         other_state=_bytes_of(state) - params - opt_state,
         batch=sum(shard_bytes(x, rows) for x in jax.tree.leaves(request.batch)),
         gradients=sum(leaf.bytes for leaf in gradients),
-        temporaries=analysis.temp_size_in_bytes,
+        temporaries=analysis.temp_size_in_bytes + scratch,
         peak=analysis.argument_size_in_bytes
         + analysis.output_size_in_bytes
         - analysis.alias_size_in_bytes
         + analysis.temp_size_in_bytes
+        + scratch
         - not_here,
         device=None if total is None else int(total),
         host=offloaded
@@ -300,13 +312,15 @@ def _settings(request: Request) -> dict[str, str]:
     return settings | {name: str(value) for name, value in request.options.items()}
 
 
-def _notes(request: Request, module: Module) -> list[str]:
+def _notes(request: Request, module: Module, scratch: int) -> list[str]:
     notes = []
     if request.target.compiler == "cpu":
-        notes.append(
-            "simulated devices share the memory of one process, and convolutions may take "
-            "more of it than XLA counts"
-        )
+        notes.append("simulated devices share the memory of one process")
+        if scratch:
+            notes.append(
+                f"convolutions were run to measure what XLA does not count, "
+                f"{format_bytes(scratch // request.devices)} of the temporaries"
+            )
     elif request.backend == "cpu":
         notes.append(
             "compiled for CPUs: temporaries are an upper estimate, and no schedule says "
