@@ -140,14 +140,27 @@ def exit_process(status: int) -> NoReturn:
 
     - `status`: the exit status, 0 for success.
     """
+    if status and jax.distributed.is_initialized():
+        abort_process(status)
     sys.stdout.flush()
     sys.stderr.flush()
-    if status and jax.distributed.is_initialized():
+    sys.exit(status)
+
+
+def abort_process(status: int) -> NoReturn:
+    """End this process from any thread, without waiting for the others or its own threads.
+
+    **Arguments:**
+
+    - `status`: the exit status.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if jax.distributed.is_initialized():
         # The others may be about to print the same error, and are killed once one is gone.
         # Process 0 goes last, because the others log at length that it is gone.
         time.sleep(_LAST_WORDS_SECONDS * (1.5 if is_main_process() else 1))
-        os._exit(status)
-    sys.exit(status)
+    os._exit(status)
 
 
 def count_cores() -> int:
@@ -220,20 +233,20 @@ def allgather_json(value: Any) -> list[Any]:
     return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes)]
 
 
-def post(value: Any) -> None:
+def post(subject: str, value: Any) -> None:
     """Leave a JSON value where all processes can read it, without waiting for them."""
     store = _store()
     if store is not None:
-        key = f"{_POSTED}{jax.process_index()}"
+        key = f"{_POSTED}{subject}/{jax.process_index()}"
         store.key_value_set(key, json.dumps(value), allow_overwrite=True)
 
 
-def read_posts() -> dict[int, Any]:
-    """By process, what it has posted last."""
+def read_posts(subject: str) -> dict[int, Any]:
+    """By process, what it has posted last on a subject."""
     store = _store()
     if store is None:
         return {}
-    entries = store.key_value_dir_get(_POSTED)
+    entries = store.key_value_dir_get(f"{_POSTED}{subject}/")
     return {int(key.rpartition("/")[2]): json.loads(value) for key, value in entries}
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 import eqxshard
+from eqxshard.loop import _stragglers
 
 RULES = {
     "data": eqxshard.replicate(),
@@ -62,12 +63,14 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--seconds-per-step", type=float, default=0.0)
     parser.add_argument("--checkpoints", help="where, if not in the folder")
-    parser.add_argument("--stall-process", type=int, help="which stalls in step 8")
+    parser.add_argument("--stall-process", type=int, help="stalls in step 8, from step 0")
+    parser.add_argument("--slow-process", type=int, help="which alone sleeps in each step")
     parser.add_argument("--ahead-process", type=int, help="whose clocks are ahead")
     parser.add_argument("--save-seconds", type=float, default=600.0)
     parser.add_argument("--linger", help="in compilation or evaluation")
     parser.add_argument("--full-process", type=int, help="whose disk is full for a while")
     parser.add_argument("--stall-seconds", type=float, default=300.0)
+    parser.add_argument("--hang-seconds", type=float)
     parser.add_argument("--heartbeat-seconds", type=int, default=30)
     parser.add_argument("--address")
     parser.add_argument("--process", type=int)
@@ -84,6 +87,9 @@ def main() -> None:
         for name in ("time", "monotonic"):
             clock = getattr(time, name)
             setattr(time, name, lambda clock=clock: clock() + 3600)
+    if args.slow_process is not None:
+        # It is told sooner.
+        _stragglers._WINDOW_SECONDS = 1.0
     # Mistakes: something that is not the same in all processes.
     differ = os.environ.get("DIFFER")
     first = jax.process_index() == 0
@@ -103,7 +109,8 @@ def main() -> None:
     source = eqxshard.data.ArraySource({k: v[:examples] for k, v in arrays.items()})
 
     def slowly(batch):
-        time.sleep(args.seconds_per_step)
+        if args.slow_process in (None, jax.process_index()):
+            time.sleep(args.seconds_per_step)
         if args.full_process == jax.process_index():
             # From its eighth batch on, until the twelfth, it cannot write files.
             count = next(batches)
@@ -112,7 +119,8 @@ def main() -> None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         if differ == "exception" and not first and next(calls) == 8:
             raise RuntimeError("a bad file")
-        if args.stall_process == jax.process_index() and next(calls) == 8:
+        stalls = begin == 0 and args.stall_process == jax.process_index()
+        if stalls and next(calls) == 8:
             time.sleep(3600)
         return batch
 
@@ -164,6 +172,7 @@ def main() -> None:
         checkpointer=None if differ == "checkpointer" and not first else checkpointer,
         trackers=trackers,
         stall_seconds=args.stall_seconds,
+        hang_seconds=args.hang_seconds,
     )
     print(f"finished at step {int(state.step)}")
 

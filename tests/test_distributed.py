@@ -284,17 +284,6 @@ def test_a_process_that_stalls_is_named(tmp_path):
                 os.kill(worker, signal.SIGKILL)
 
 
-@pytest.mark.slow
-def test_a_process_that_is_frozen_is_named(tmp_path):
-    options = ("--seconds-per-step=0.2", "--heartbeat-seconds=5", "--batch-size=15")
-    with start(tmp_path, *options, processes=3, devices=1) as process:
-        wait_for_step(tmp_path, 5)
-        os.kill(workers_of(process)[1], signal.SIGSTOP)
-        out, _ = process.communicate(timeout=300)
-    assert process.returncode != 0
-    assert "because process 1 stopped responding" in out, out
-
-
 # Whom a process waits for
 
 

@@ -129,6 +129,10 @@ class CallbackList:
         for each in callbacks:
             getattr(each, method)(self._run)
         if jax.process_count() > 1:
+            self._watchdog.waits_for(
+                f"the others' callbacks ({method}) of step {self._run.step}"
+            )
+            clock.enter("other")
             everyone = allgather_json([self._run._why_stop, self._run._wants_save])
             reasons = [why for why, _ in everyone if why is not None]
             self._run._why_stop = reasons[0] if reasons else None

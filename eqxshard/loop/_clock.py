@@ -34,7 +34,8 @@ class Clock:
     - `checkpoint`: saving, and waiting for saves.
     - `callbacks`: callbacks.
     - `log`: reports and trackers.
-    - `other`: the rest: what comes before the first batch and after the last step.
+    - `other`: the rest: what comes before the first batch and after the last step, and
+        waiting for the callbacks of other processes.
 
     It starts when it is made. Compiling is seen within its `with` block.
     """

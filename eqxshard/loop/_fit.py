@@ -19,7 +19,7 @@ from ._protocols import Batches, Tracker
 from ._report import Report, tell
 from ._rescue import Rescue, save
 from ._run import Run
-from ._schedule import Schedule, evaluation_interval, last_step, steps_per_epoch
+from ._schedule import Due, Schedule, evaluation_interval, last_step, steps_per_epoch
 from ._signals import announce_stop, stop_signals
 from ._watchdog import Watchdog
 
@@ -41,6 +41,7 @@ def fit(
     log_every: int = 50,
     max_nonfinite: int = 10,
     stall_seconds: float | None = 300.0,
+    hang_seconds: float | None = None,
     extra: PyTree = None,
 ) -> _State:
     """Train until a number of steps or epochs is reached.
@@ -89,6 +90,10 @@ def fit(
     - `stall_seconds`: log an error, with the stacks of all threads, if the run waits
         longer than this for a batch, a step (including compilation), an evaluation or a
         checkpoint; `None` for never.
+    - `hang_seconds`: end this process, with exit status 1, if one such wait takes longer
+        than this, so that a launcher or scheduler starts the run again from its newest
+        checkpoint; `None` for never. It must be longer than the longest compilation,
+        evaluation or save, or the run ends there each time.
     - `extra`: given to each step, such as a teacher; see [`eqxshard.TrainStep`][]. A
         callback may replace it. It is not saved.
 
@@ -131,7 +136,7 @@ def fit(
         first = step_of(state)
         last = last_step(steps, epochs, log_every, max_nonfinite, epoch)
         between = evaluation_interval(evaluate_every, epoch, evaluates=evaluate is not None)
-        watchdog = stack.enter_context(Watchdog(stall_seconds))
+        watchdog = stack.enter_context(Watchdog(stall_seconds, hang_seconds))
         numbers = {"step": first, "stop": last, "log_every": log_every}
         numbers |= {"evaluate_every": between, "max_nonfinite": max_nonfinite}
         _assert_same(numbers, callbacks, checkpointer)
@@ -168,7 +173,7 @@ def fit(
             report.flush()
             if step == called.next_step:
                 called.after_step()
-            due = schedule.after(step)
+            due = _due_after(step, schedule, clock)
             report.add(step, run._metrics, count, due=due.report)
             if due.evaluate or due.save or (due.report and called.need_reports):
                 report.read()
@@ -200,6 +205,14 @@ def fit(
             watchdog.waits_for("the last checkpoint to be written")
             checkpointer.wait()
     return run.state
+
+
+def _due_after(step: int, schedule: Schedule, clock: Clock) -> Due:
+    """What is due after a step, which several processes may wait for to ask each other."""
+    clock.enter("device")
+    due = schedule.after(step)
+    clock.enter("log")
+    return due
 
 
 def _evaluate(

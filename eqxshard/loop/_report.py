@@ -13,6 +13,7 @@ from ..distributed import is_main_process
 from ..training._metrics import Metrics
 from ._clock import Clock, describe_time, goodput
 from ._protocols import Tracker
+from ._stragglers import Stragglers
 
 _LOG = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class Report:
         #: Splits the time of the run.
         self.clock = Clock()
         self._since = self.clock.mark
+        self._stragglers = Stragglers()
         self._nonfinite_steps: list[int] = []
         #: The values of the last report that was read, and what was logged since.
         self.values: dict[str, Any] = {}
@@ -108,7 +110,7 @@ class Report:
         if self._due is not None:
             self.read()
             step, self._due = self._due, None
-            self.values |= {**self._take_logged(), **self._times()}
+            self.values |= {**self._take_logged(), **self._times(step)}
             self._send(step, self.values)
             self.restart_speed()
         elif self._logged:
@@ -135,10 +137,11 @@ class Report:
         self.clock.enter("log")
         self._since = self.clock.mark
 
-    def _times(self) -> dict[str, float]:
+    def _times(self, step: int) -> dict[str, float]:
         """The time since the last report, and the goodput of the run until now."""
-        seconds = prefixed("seconds", self.clock.read())
-        return {**seconds, "goodput": goodput(self.clock.totals)}
+        seconds = self.clock.read()
+        self._stragglers.add(step, seconds)
+        return {**prefixed("seconds", seconds), "goodput": goodput(self.clock.totals)}
 
     def _with_epoch(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
         epoch = self.epoch(step)

@@ -63,6 +63,8 @@ class RunConfig:
     """Steps between evaluations."""
     log_every: int = 50
     """Steps between reports."""
+    hang_seconds: Annotated[float | None, default("never", "SECONDS")] = None
+    """End a run that waits longer for one thing, so that it is started again."""
     profile: Annotated[str | None, default("none", "START:STOP")] = None
     """Write a profile of these steps to the folder profile in --output."""
 
@@ -78,6 +80,11 @@ class RunConfig:
             if value is not None and value < 1:
                 flag = f"--{name.replace('_', '-')}"
                 raise ValueError(f"{flag} {value} is too small; use 1 or more.")
+        if self.hang_seconds is not None and not self.hang_seconds > 0:
+            raise ValueError(
+                f"--hang-seconds {self.hang_seconds} is too small; use more than 0, and "
+                "more than the longest evaluation or compilation takes."
+            )
         if self.epochs is not None and self.steps is not None:
             raise ValueError(
                 f"--epochs {self.epochs} and --steps {self.steps} contradict each other; "

@@ -220,6 +220,7 @@ def train(
         trackers=trackers,
         callbacks=callbacks,
         log_every=config.log_every,
+        hang_seconds=config.hang_seconds,
     )
     facts = {
         "data": data_name,

@@ -2,11 +2,17 @@
 
 from typing import Any
 
+import jax
 import pytest
 from loop_helpers import Recorder, count_dispatched, fresh, make_loader
 
 import eqxshard
 from eqxshard.callbacks import Callback
+from eqxshard.loop import _callbacks
+from eqxshard.loop._callbacks import CallbackList
+from eqxshard.loop._report import Report
+from eqxshard.loop._run import Run
+from eqxshard.loop._watchdog import Watchdog
 
 # Epochs of 6 steps.
 
@@ -165,3 +171,30 @@ def test_mistakes_are_refused(mistake, unannotated):
     callback, sentence = MISTAKES[mistake]
     with pytest.raises((TypeError, ValueError), match=sentence):
         fit(callbacks=[callback])
+
+
+def test_waiting_for_the_callbacks_of_others_is_not_their_time(monkeypatch):
+    report = Report([], steps_per_epoch=None, max_nonfinite=10)
+    clock = report.clock
+    run = Run(None, 7, make_loader(), report, True, None)
+    watchdog = Watchdog(None)
+    seen = []
+
+    def wait(value):
+        seen.append((clock._part, watchdog._waits[0]))
+        return [value, ["the other asks", True]]
+
+    class Notes(Callback):
+        def after_report(self, run):
+            seen.append((clock._part, watchdog._waits[0]))
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(_callbacks, "allgather_json", wait)
+    called = CallbackList([Notes()], run, watchdog)
+    called.after("report")
+    assert seen == [
+        ("callbacks", "the callbacks (after_report) of step 7"),
+        ("other", "the others' callbacks (after_report) of step 7"),
+    ]
+    assert clock._part == "log"
+    assert (run._why_stop, run._wants_save) == ("the other asks", True)

@@ -12,6 +12,8 @@ from helpers import compiles
 from loop_helpers import OPTIM, ROWS, loss_fn, make, make_loader, make_mesh, run
 
 import eqxshard
+from eqxshard.loop import _watchdog
+from eqxshard.loop._watchdog import Watchdog
 
 
 def wait_until_logged(caplog, text):
@@ -70,11 +72,73 @@ def test_a_stalled_step_is_reported(caplog):
     assert re.search(r"step [2-5] came after \d+ s; training continues\.", caplog.text)
 
 
+@pytest.fixture
+def ended(monkeypatch):
+    """The exit statuses of processes that a watchdog ends."""
+    statuses = []
+    # As it does not end here, it is ended again and again.
+    monkeypatch.setattr(_watchdog, "abort_process", statuses.append)
+    monkeypatch.setattr(_watchdog, "_LATER_SECONDS", 0.1)
+    return statuses
+
+
+def test_a_run_that_hangs_is_ended(caplog, ended):
+    # Without stall_seconds, too, it first says where it hangs.
+    says = "longer than hang_seconds"
+    with Watchdog(None, 0.2) as watchdog:
+        watchdog.waits_for("the batch of step 1")
+        wait_until_logged(caplog, says)
+    assert set(ended) == {1}
+    first, second = (record.getMessage() for record in caplog.records[:2])
+    assert "waiting for the batch of step 1. The stacks" in first and "in test_a" in first
+    assert re.fullmatch(
+        r"no progress for \d+ s, longer than hang_seconds=0\.2: waiting for the batch of "
+        r"step 1\. This process ends with status 1; start the run again, to resume from "
+        r"its newest checkpoint\.",
+        second,
+    )
+
+
+def test_a_run_whose_stall_ends_in_time_is_not_ended(caplog, ended):
+    caplog.set_level(logging.WARNING)
+    with Watchdog(0.1, 60.0) as watchdog:
+        watchdog.waits_for("step 1")
+        wait_until_logged(caplog, "no progress")
+        # Until the others would have posted what they wait for.
+        time.sleep(0.3)
+        watchdog.waits_for("step 2")
+        wait_until_logged(caplog, "step 1 came after 0 s")
+    assert ended == [] and "longer than" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "waits, guess",
+    [
+        ({0: "step 9", 1: "the batch of step 8"}, " Most likely all wait for process 1."),
+        # One that computes without a pause says nothing.
+        ({0: "step 9"}, " Most likely all wait for process 1."),
+        (
+            {0: "the others' callbacks (after_step) of step 9", 1: "the callbacks"},
+            " Most likely all wait for process 1.",
+        ),
+        ({0: "step 9", 1: "step 9"}, ""),
+    ],
+)
+def test_the_process_that_the_others_wait_for_is_named(monkeypatch, waits, guess):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(_watchdog, "read_posts", lambda _: waits)
+    says = _watchdog._describe_posts()
+    assert says is not None
+    assert says.partition(".")[2] == guess
+    assert says.startswith(f"the processes wait: process 0 for {waits[0]}; process 1 ")
+
+
 def test_a_run_that_does_not_stall_is_not_reported(caplog):
     run(None, make_loader(), epochs=1, stall_seconds=60.0)
     assert caplog.text == ""
 
 
-def test_a_stall_cannot_be_shorter_than_nothing():
-    with pytest.raises(ValueError, match=r"stall_seconds must be positive, got 0\.0; use"):
-        run(None, make_loader(), epochs=1, stall_seconds=0.0)
+@pytest.mark.parametrize("name", ["stall_seconds", "hang_seconds"])
+def test_a_stall_cannot_be_shorter_than_nothing(name):
+    with pytest.raises(ValueError, match=rf"{name} must be positive, got 0\.0; use"):
+        Watchdog(**{"stall_seconds": None, name: 0.0})

@@ -18,6 +18,7 @@ from eqxshard.run import RunConfig, default
         ),
         ({"evaluate_every": 0}, "^--evaluate-every 0 is too small; use 1 or more"),
         ({"log_every": 0}, "^--log-every 0 is too small; use 1 or more"),
+        ({"hang_seconds": 0.0}, "^--hang-seconds 0.0 is too small; use more than 0, and"),
         ({"epochs": 2, "steps": 9}, "--epochs 2 and --steps 9 contradict each other; give"),
         ({"seed": -1}, r"--seed -1 must be between 0 and 2\*\*32 - 1"),
         ({"seed": 2**32}, "--seed 4294967296 must be between"),
