@@ -1,9 +1,12 @@
 """Random models under random rules on random meshes train as one writes it by hand.
 
-By hand is NumPy in float64: no mesh, no rule, no derivative by JAX.
+By hand is NumPy in float64: no mesh, no rule, no derivative by JAX. More of them than the
+tests of a day try: `EQXSHARD_RANDOM_MODELS=500 pytest -m slow tests/test_random_models.py`.
 """
 
+import itertools
 import math
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from helpers import lenient
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,11 +24,13 @@ from jaxtyping import Array, Shaped
 
 import eqxshard
 
-ROWS, STEPS, RATE, MOMENTUM = 16, 2, 0.1, 0.9
+ROWS, STEPS, RATE, MOMENTUM = 16, 2, 0.05, 0.9
 OPTIM = lenient(optax.sgd(RATE, momentum=MOMENTUM))
 AXES = ("stage", "data", "fsdp", "context", "expert", "tensor")
-#: By dtype, the difference that its rounding may make in a few steps.
-TRAINED = {"float32": 2e-5, "complex64": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
+#: By dtype, the relative error of rounding to it: its significand has 24, 11 or 8 bits.
+TRAINED = {"float32": 2**-24, "complex64": 2**-24, "float16": 2**-11, "bfloat16": 2**-8}
+#: What a handful of operations in float32 may add up to; the loss computes in it.
+SINGLE = 16 * 2**-24
 DTYPES = (*TRAINED, "float32", "int32", "uint8", "bool")
 SIZES = (1, 2, 3, 4, 6, 8, 8, 16, 0)
 
@@ -161,19 +167,19 @@ def make_batch(seed, weight):
 # Training, by eqxshard and by hand
 
 
-def mean_of(array, x):
-    """A number of one array for one example."""
+def number_of(array, x):
+    """One number of an array for one example, which no element hardly changes."""
     wide = [jnp.real(array), jnp.imag(array)] if jnp.iscomplexobj(array) else [array]
     total = sum(jnp.sum(jnp.sin(part.astype(jnp.float32) * x)) for part in wide)
-    return total / max(array.size, 1)
+    return total / math.sqrt(max(array.size, 1))
 
 
 def loss_fn(model, batch, key):
     arrays = jax.tree.leaves(eqx.filter(model, eqx.is_array))
 
     def one(x, y):
-        means = (n * mean_of(array, x) for n, array in enumerate(arrays, 1))
-        return (sum(means, jnp.zeros(())) - y) ** 2
+        numbers = (n * number_of(array, x) for n, array in enumerate(arrays, 1))
+        return (sum(numbers, jnp.zeros(())) - y) ** 2
 
     return jax.vmap(one)(batch["x"], batch["y"])
 
@@ -211,35 +217,80 @@ def arrays_of(state):
     return jax.tree.leaves(eqx.filter(state.model, eqx.is_array))
 
 
+class ByHand:
+    """The real or the imaginary part of an array, in float64.
+
+    The `off`s bound how far rounding may have taken eqxshard's numbers from these. They are
+    no estimates: sines and cosines change by no more than their arguments do.
+    """
+
+    def __init__(self, array, n, trained):
+        self.now = np.asarray(array).astype(float)
+        self.scale = n / math.sqrt(max(self.now.size, 1))
+        self.unit = TRAINED[str(array.dtype)] if trained else None
+        self.off = self.momentum = self.momentum_off = np.zeros(self.now.shape)
+
+    def forward(self, x):
+        """What is added to the prediction for each example."""
+        angles = np.multiply.outer(x, self.now)
+        off = np.abs(np.multiply.outer(x, self.off)) + SINGLE * (1 + np.abs(angles))
+        each = np.reshape([np.sin(angles), off], (2, ROWS, -1))
+        return self.scale * each.sum(2)
+
+    def update(self, x, slope, slope_off):
+        """Go down the slope of the loss as the prediction for each example has it."""
+        if self.unit is None:
+            return
+        cosines = np.cos(np.multiply.outer(x, self.now))
+        grad = self.scale * np.tensordot(slope, cosines, 1)
+        most = self.scale * np.sum(np.abs(slope))
+        grad_off = self.scale * (np.sum(slope_off) + np.abs(slope * x).sum() * self.off)
+        # Rounded are the gradient of each microbatch, and their sum.
+        grad_off += most * (2 * self.unit + SINGLE) + SINGLE
+        # Rounded is the result of each operation, and the constant of each product.
+        momentum = MOMENTUM * self.momentum
+        off = MOMENTUM * self.momentum_off
+        off += 2 * self.unit * (np.abs(momentum) + off) + grad_off
+        self.momentum = momentum + grad
+        self.momentum_off = off + self.unit * (np.abs(self.momentum) + off)
+        change = RATE * self.momentum
+        off = RATE * self.momentum_off
+        off += 2 * self.unit * (np.abs(change) + off) + self.off
+        self.now = self.now - change
+        self.off = off + self.unit * (np.abs(self.now) + off)
+
+
 def train_by_hand(case):
-    """The losses and the arrays at the end, in NumPy."""
+    """The losses, each with its bound, and the parts of the arrays at the end."""
     leaves, treedef = jax.tree.flatten(case.model)
     chosen = treedef.flatten_up_to(case.trainable)
     pairs = [pair for pair in zip(leaves, chosen) if isinstance(pair[0], np.ndarray)]
-    arrays = [array for array, _ in pairs]
-    trained = [chosen and str(array.dtype) in TRAINED for array, chosen in pairs]
-    momenta: list[Any] = [0.0] * len(arrays)
+    arrays = [
+        [
+            ByHand(part, n, chosen and str(array.dtype) in TRAINED)
+            for part in parts_of(array)
+        ]
+        for n, (array, chosen) in enumerate(pairs, 1)
+    ]
     weight = np.ones(ROWS) if case.weight is None else case.weight.astype(float)
+    weight /= weight.sum()
     losses = []
     for seed in range(STEPS):
         batch = make_batch(seed, case.weight)
         x = batch["x"].astype(float)
-        each = [[*map(wide, parts_of(array))] for array in arrays]
-        errors = -batch["y"].astype(float)
-        for n, parts in enumerate(each, 1):
-            sines = sum(np.sin(np.multiply.outer(x, part)) for part in parts)
-            errors += n * np.reshape(sines, (ROWS, -1)).sum(1) / max(parts[0].size, 1)
-        losses.append(np.sum(weight * errors**2) / weight.sum())
-        slope = 2 * weight * errors * x / weight.sum()
-        for i, parts in enumerate(each):
-            if trained[i]:
-                slopes = [np.cos(np.multiply.outer(x, part)) for part in parts]
-                grads = [np.tensordot(slope, cos, 1) for cos in slopes]
-                scale = (i + 1) / max(arrays[i].size, 1)
-                grad = scale * (grads[0] + 1j * grads[1] if len(grads) > 1 else grads[0])
-                momenta[i] = MOMENTUM * momenta[i] + grad
-                new = parts[0] + 1j * parts[1] if len(parts) > 1 else parts[0]
-                arrays[i] = (new - RATE * momenta[i]).astype(arrays[i].dtype)
+        error, off = -batch["y"].astype(float), np.zeros(ROWS)
+        for part in itertools.chain(*arrays):
+            added, added_off = part.forward(x)
+            error, off = error + added, off + added_off + SINGLE * np.abs(error)
+        off += SINGLE * np.abs(error)
+        loss = np.sum(weight * error**2)
+        losses.append(
+            (loss, np.sum(weight * off * (2 * np.abs(error) + off)) + SINGLE * loss)
+        )
+        slope = 2 * weight * error * x
+        slope_off = 2 * weight * np.abs(x) * off + SINGLE * np.abs(slope)
+        for part in itertools.chain(*arrays):
+            part.update(x, slope, slope_off)
     return losses, arrays
 
 
@@ -248,28 +299,34 @@ def parts_of(array):
     return (array.real, array.imag) if array.dtype == "complex64" else (array,)
 
 
-def wide(array):
-    return np.asarray(array).astype(float)
+def compare(trained, by_hand):
+    _, losses, arrays = trained
+    expected_losses, expected_arrays = by_hand
+    for loss, (expected, off) in zip(losses, expected_losses, strict=True):
+        assert abs(loss - expected) <= off
+    for array, parts in zip(arrays, expected_arrays, strict=True):
+        for part, expected in zip(parts_of(np.asarray(array)), parts, strict=True):
+            assert part.shape == expected.now.shape
+            assert (np.abs(part.astype(float) - expected.now) <= expected.off).all()
 
 
 def check(case):
-    initial, losses, arrays = train(case)
+    trained = initial, _, arrays = train(case)
     given = [x for x in jax.tree.leaves(case.model) if isinstance(x, np.ndarray)]
-    for array, expected in zip(initial, given, strict=True):
+    for array, expected, after in zip(initial, given, arrays, strict=True):
         np.testing.assert_array_equal(array, expected)
-    expected_losses, expected_arrays = train_by_hand(case)
-    # One array's rounding is in the others' gradients.
-    rounding = max([TRAINED.get(str(x.dtype), 0) for x in given] + [TRAINED["float32"]])
-    np.testing.assert_allclose(losses, expected_losses, rtol=rounding, atol=rounding)
-    for array, expected in zip(arrays, expected_arrays, strict=True):
-        assert array.dtype == expected.dtype
-        for part, right in zip(parts_of(np.asarray(array)), parts_of(expected)):
-            np.testing.assert_allclose(
-                wide(part), wide(right), rtol=rounding, atol=rounding
-            )
+        assert after.dtype == expected.dtype
+    compare(trained, train_by_hand(case))
 
 
 @settings(max_examples=10)
 @given(cases())
 def test_random_models_train_as_by_hand(case):
+    check(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=int(os.environ.get("EQXSHARD_RANDOM_MODELS", "20")))
+@given(cases())
+def test_more_random_models_train_as_by_hand(case):
     check(case)
