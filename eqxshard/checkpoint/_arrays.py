@@ -26,6 +26,8 @@ from ._object_store import ARRAYS, Upload, context, is_remote, kvstore
 _CHUNK_BYTES = 2**21
 _CHUNKS_AT_A_TIME = 4
 _FILE_BYTES = 2**28
+#: TensorStore's name for the memory of the tables that say where in its files an array is.
+_TABLES, _TABLE_BYTES = "cache_pool#tables", 2**24
 #: How long processes that have written wait for others. By default 20 minutes, for which a
 #: process that has given up cannot end, because Orbax's thread does not.
 _PATIENCE_SECONDS = 300
@@ -74,7 +76,10 @@ def read(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Array]:
     # that straddle chunks: several times the memory of the arrays that are read.
     import tensorstore as ts
 
-    base, settings = _base(folder), context() if is_remote(folder) else None
+    base = _base(folder)
+    # Else each array would read the table of all of them again.
+    tables = {_TABLES: {"total_bytes_limit": _TABLE_BYTES}}
+    settings = ts.Context(tables, parent=context() if is_remote(folder) else None)
     arrays = {}
     for path, leaf in wanted.items():
         target = _target(leaf)
@@ -114,6 +119,7 @@ def _base(folder: Any) -> dict[str, Any]:
     base = f"{os.fspath(manifest.parent)}/"
     return {
         "driver": "ocdbt",
+        "cache_pool": _TABLES,
         "base": base if is_remote(base) else {"driver": "file", "path": base},
     }
 

@@ -42,14 +42,19 @@ def refer(item: Any, where: str) -> str:
 
     **Raises:**
 
-    `TypeError` if it cannot be imported, such as a lambda.
+    `TypeError` if it cannot be imported, such as a lambda, or anything of a notebook.
     """
     module = getattr(item, "__module__", None)
     name = getattr(item, "__qualname__", None) or getattr(item, "__name__", None)
     found = _lookup(sys.modules.get(str(module)), str(name))
-    if found is item:
-        return f"{module}:{name}"
     kind = "class" if isinstance(item, type) else type(item).__name__
+    if found is item:
+        if module == "__main__" and refer_to_script() is None:
+            raise TypeError(
+                f"{where} is the {kind} {name} of a notebook or a prompt, which cannot be "
+                "imported; define it in a module."
+            )
+        return f"{module}:{name}"
     what = "lambda" if str(name).endswith("<lambda>") else f"{kind} {name}"
     raise TypeError(
         f"{where} is a {what} that cannot be imported; define it by name at the top level "

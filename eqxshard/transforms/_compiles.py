@@ -315,8 +315,14 @@ def _differences(before: _Description, now: _Description) -> Iterator[_Differenc
             kinds = {getattr(old, "kind", None), getattr(new, "kind", None)}
             kind = "static" if kinds == {"static"} else "structure"
             was, is_now = str(old or "absent"), str(new or "absent")
-            again = "another object like it"
-            yield _Difference(kind, path, was, again if is_now == was else is_now)
+            yield _Difference(kind, path, was, _again(old) if is_now == was else is_now)
+
+
+def _again(value: _Value | None) -> str:
+    """What differs from a value, and has the same text."""
+    is_node = value is not None and value.kind == "structure"
+    # As if the cell of a notebook that defines it ran again.
+    return "another class of this name" if is_node else "another object like it"
 
 
 def _property_texts(was: Any, now: Any) -> tuple[str, str]:

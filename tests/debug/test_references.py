@@ -1,4 +1,6 @@
 import functools
+import sys
+import types
 
 import equinox as eqx
 import jax
@@ -60,6 +62,16 @@ def test_what_cannot_be_imported_is_named(item, what):
         f"model.act is {what} that cannot be imported; define it by name at the top level "
         "of a module."
     )
+
+
+def test_what_a_notebook_defines_cannot_be_imported(monkeypatch):
+    main = types.ModuleType("__main__")
+    exec("def loss_fn(): pass", main.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    with pytest.raises(TypeError, match="the function loss_fn of a notebook or a prompt"):
+        refer(main.loss_fn, "loss_fn")
+    main.__file__ = "train.py"
+    assert refer(main.loss_fn, "loss_fn") == "__main__:loss_fn"
 
 
 @pytest.mark.parametrize("item", [3, "x", functools.partial(squared_errors)])
