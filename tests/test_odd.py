@@ -1,6 +1,8 @@
 """What is legal but unusual: each case works, or is refused in one sentence."""
 
 import functools
+import os
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -42,7 +44,9 @@ def make_step(loss_fn, optim, mesh, **options):
     return eqxshard.make_train_step(loss_fn, optim, **options)
 
 
-def setup(make_model=Linear, loss_fn=losses, mesh="data=2,fsdp=4", optim=ADAM, **options):
+def setup(
+    make_model: Any = Linear, loss_fn=losses, mesh="data=2,fsdp=4", optim=ADAM, **options
+):
     """A state, split wherever that is possible, and its step."""
     key = options.pop("key", jax.random.key(0))
     where = {"mesh": make_mesh(mesh), "rule": RULES["fsdp"]}
@@ -124,6 +128,35 @@ def test_leaves_of_many_types_and_no_size(tmp_path):
             assert not np.array_equal(other[name], was())
         elif name in ("bytes", "flags"):
             np.testing.assert_array_equal(other[name], was())
+
+
+@pytest.mark.slow
+def test_a_model_of_many_leaves(tmp_path):
+    """`EQXSHARD_LEAVES=5000` takes minutes, most of them in XLA."""
+    groups = int(os.environ.get("EQXSHARD_LEAVES", "1000")) // 50
+
+    def make_model(key):
+        return [
+            {f"w{j}": jnp.full(2, i - j / 50) for j in range(50)} for i in range(groups)
+        ]
+
+    def loss_fn(model, batch, key):
+        total = jax.tree.reduce(jnp.add, model) / (50 * groups)
+        return (batch["x"][:, :2] @ total - batch["y"][:, 0]) ** 2
+
+    state, train_step = setup(make_model, loss_fn, "fsdp=2", SGD)
+    before = jax.tree.leaves(jax.tree.map(np.array, state.model))
+    state, metrics = train_step(state, make_batch(ROWS))
+    assert metrics.compute().keys() == {"loss"}
+    assert len(before) == 50 * groups
+    for was, leaf in zip(before, jax.tree.leaves(state.model), strict=True):
+        assert not np.array_equal(was, leaf)
+    table = eqxshard.explain(state.model, make_mesh("fsdp=2"), RULES["fsdp"])
+    assert len(table.leaves) == 50 * groups and str(table)
+    checkpointer = eqxshard.Checkpointer(tmp_path)
+    checkpointer.save(state)
+    checkpointer.wait()
+    assert_equal(checkpointer.restore(state), state)
 
 
 @pytest.mark.parametrize(
@@ -256,6 +289,33 @@ def test_trainers_in_turns_do_not_disturb_each_other():
 def test_jax_debug_nans_does_not_disturb_a_run_without_nan():
     with jax.debug_nans(True):
         train(batch=make_batch(ROWS, weight=WEIGHT))
+
+
+def make_nan():
+    batch = make_batch(ROWS)
+    return {**batch, "y": np.full_like(batch["y"], np.nan)}
+
+
+def test_jax_debug_nans_raises_at_nan_and_keeps_the_state():
+    state, _ = setup()
+    train_step = eqxshard.make_train_step(losses, ADAM)
+    with jax.debug_nans(True):
+        with pytest.raises(FloatingPointError) as raised:
+            train_step(state, make_nan())
+        assert "The state was not donated" in raised.value.__notes__[-1]
+        state, _ = train_step(state, make_batch(ROWS))
+    state, metrics = train_step(state, make_nan())
+    assert metrics.compute()["nonfinite"] == 1 and int(state.step) == 2
+
+
+def test_jax_debug_nans_that_is_turned_on_later_says_that_the_state_is_lost():
+    state, train_step = setup()
+    state, _ = train_step(state, make_batch(ROWS))
+    with (
+        jax.debug_nans(True),
+        pytest.raises(FloatingPointError, match="turn it on before the step is first call"),
+    ):
+        train_step(state, make_nan())
 
 
 def test_jax_disable_jit_is_refused():

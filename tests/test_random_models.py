@@ -7,7 +7,7 @@ tests of a day try: `EQXSHARD_RANDOM_MODELS=500 pytest -m slow tests/test_random
 import itertools
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import equinox as eqx
@@ -317,6 +317,32 @@ def check(case):
         np.testing.assert_array_equal(array, expected)
         assert after.dtype == expected.dtype
     compare(trained, train_by_hand(case))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_errors_are_larger_than_the_bound_on_rounding(dtype):
+    model = {name: make_array(n, (8, 2), dtype) for n, name in enumerate("ab")}
+    weight = np.ones(ROWS)
+    case = Case(
+        model=model,
+        sizes=dict.fromkeys(AXES, 1) | {"data": 2, "fsdp": 2},
+        rule=(("fsdp", {"min_size": 1}),),
+        trainable={"a": True, "b": True},
+        weight=weight,
+        accumulate=1,
+        in_one_dispatch=False,
+    )
+    trained = train(case)
+    compare(trained, train_by_hand(case))
+    wrong = {
+        "a lost gradient": {"trainable": {"a": True, "b": False}},
+        "a doubled example": {"weight": weight + (np.arange(ROWS) == 3)},
+        "a lost shard": {"weight": weight * (np.arange(ROWS) < ROWS - 4)},
+        "swapped arrays": {"model": {"a": model["b"], "b": model["a"]}},
+    }
+    for change in wrong.values():
+        with pytest.raises(AssertionError):
+            compare(trained, train_by_hand(replace(case, **change)))
 
 
 @settings(max_examples=10)

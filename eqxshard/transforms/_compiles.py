@@ -318,9 +318,9 @@ def _differences(before: _Description, now: _Description) -> Iterator[_Differenc
             yield _Difference(kind, path, was, _again(old) if is_now == was else is_now)
 
 
-def _again(value: _Value | None) -> str:
+def _again(value: _Array | _Value | None) -> str:
     """What differs from a value, and has the same text."""
-    is_node = value is not None and value.kind == "structure"
+    is_node = isinstance(value, _Value) and value.kind == "structure"
     # As if the cell of a notebook that defines it ran again.
     return "another class of this name" if is_node else "another object like it"
 
