@@ -24,6 +24,7 @@ from ..compiled._stderr import read_stderr
 from ..sharding._mesh import is_on_cpus
 from ..transforms._compiles import THREAD, Watch
 from ._checks import Checks, collect_checks
+from ._extra import any_donated
 from ._jaxprs import call_equation, is_jaxpr, map_jaxpr
 
 #: XLA's default without convolutions.
@@ -32,6 +33,11 @@ _CPU_OPTIONS = {
         f"LIBRARY_FUSION_TYPE_{kind}" for kind in ("DOT", "INDIVIDUAL_DOT", "REDUCE")
     )
 }
+
+_DEBUG_NANS_LATE = (
+    "jax_debug_nans found a nan in this step, and the state was donated; turn it on before "
+    "the step is first called, so that JAX donates nothing, and go on from what you saved."
+)
 
 
 def jit_on(
@@ -54,6 +60,11 @@ def jit_on(
 
     @ft.wraps(fn)
     def checked(*args: Any) -> tuple[Any, Checks | None]:
+        # Under jax_debug_nans, JAX calls this again with the arrays of a call that met nan,
+        # to find the operation, and segfaults on those that were donated.
+        leaves = [x for x in jax.tree.leaves(args) if not isinstance(x, jax.core.Tracer)]
+        if any_donated(leaves):
+            raise FloatingPointError(_DEBUG_NANS_LATE)
         jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
         if on_cpu:
             jaxpr = map_jaxpr(_order_convolutions, jaxpr)

@@ -132,10 +132,6 @@ _DEBUG_NANS = (
     "on from it. To find the cause, turn jax_debug_nans off and replay the crash dump that "
     "eqxshard.fit writes."
 )
-_DEBUG_NANS_LATE = (
-    "jax_debug_nans found a nan in this step, and the state was donated; turn it on before "
-    "the step is first called, so that JAX donates nothing, and go on from what you saved."
-)
 
 #: What a compiled step is for: the state's static part, the kind of input, the extra.
 _Key = tuple[Static, StepInput, Signature | None]
@@ -278,12 +274,8 @@ class TrainStep:
             compiled.check_inputs(state, batch)
             raise
         except FloatingPointError as error:
-            error.add_note(_DEBUG_NANS)
-            raise
-        except RuntimeError as error:
-            # To find the operation, JAX calls the step again, with what it has donated.
-            if jax.config.jax_debug_nans and "has been deleted" in str(error):  # pyright: ignore[reportAttributeAccessIssue]
-                raise FloatingPointError(_DEBUG_NANS_LATE) from error
+            if not arrays[0].is_deleted():
+                error.add_note(_DEBUG_NANS)
             raise
         state = unflatten_state(arrays, static)
         if self.config.nonfinite == "raise":
