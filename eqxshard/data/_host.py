@@ -83,13 +83,20 @@ class HostBatches:
     def padded(
         self, steps: range, positions: Int[np.ndarray, " positions"]
     ) -> tuple[Int[np.ndarray, "steps positions"], Bool[np.ndarray, "steps positions"]]:
-        """The rows at some positions of some steps' batches, and which are real."""
+        """The rows at some positions of some steps' batches, and which are real.
+
+        **Arguments:**
+
+        - `steps`: the steps.
+        - `positions`: in ascending order.
+        """
         real = np.zeros((len(steps), len(positions)), bool)
         padded = np.zeros((len(steps), len(positions)), np.int64)
         for i, step in enumerate(steps):
             rows = self.rows(step)
-            real[i] = positions < len(rows)
-            padded[i, real[i]] = rows[positions[real[i]]]
+            held = positions[: np.searchsorted(positions, len(rows))]
+            real[i, : len(held)] = True
+            padded[i, : len(held)] = rows[held]
         return padded, real
 
     def gather(self, steps: range) -> list[HostBatch]:
@@ -221,8 +228,10 @@ def _contents(array: np.ndarray) -> str:
 def check_integers(arrays: Mapping[str, np.ndarray]) -> None:
     """Raise `ValueError` where JAX, which has 32 bits by default, would wrap integers."""
     for name, array in arrays.items():
+        if array.dtype.kind not in "iu" or array.dtype.itemsize < 8:
+            continue
         dtype = jax.dtypes.canonicalize_dtype(array.dtype)
-        if array.dtype.kind in "iu" and dtype != array.dtype:
+        if dtype != array.dtype:
             low, high = int(array.min(initial=0)), int(array.max(initial=0))
             if low < np.iinfo(dtype).min or high > np.iinfo(dtype).max:
                 raise ValueError(

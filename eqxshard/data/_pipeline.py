@@ -52,15 +52,20 @@ class HostPipeline:
     def _host_batches(self, steps: range) -> Generator[HostBatch, None, None]:
         if not steps:
             return
+        if not self._prefetch and not self._workers:
+            # Passing through Grain takes as long as gathering a small batch.
+            for step in steps:
+                yield from self._host.gather(range(step, step + 1))
+            return
         # Later: it takes as long to import as JAX itself.
         import grain
 
         first, stop = steps.start, steps.stop
         (batch,) = self._host.gather(range(first, first + 1))
-        threads, together, ahead = min(self._prefetch, 1), 1, self._prefetch
+        together, ahead = 1, self._prefetch
         nbytes = sum(array.nbytes for array in batch.arrays.values())
         small = 2 * nbytes <= _TOGETHER_BYTES and self._host.transform is None
-        if self._prefetch and small and not self._workers:
+        if small and not self._workers:
             together = min(_TOGETHER_BYTES // max(nbytes, 1), _TOGETHER_BATCHES)
             # At least two: with one, the thread would wait for us as often as we for it.
             ahead = max(math.ceil(self._prefetch / together), 2)
@@ -77,7 +82,7 @@ class HostPipeline:
             )
         else:
             dataset = chunks.to_iter_dataset(
-                grain.ReadOptions(num_threads=threads, prefetch_buffer_size=ahead)
+                grain.ReadOptions(num_threads=1, prefetch_buffer_size=ahead)
             )
         with closing(iter(dataset)) as gathered:
             gathered.start_prefetch()

@@ -1,6 +1,7 @@
 """Sources: datasets that return many examples at a time."""
 
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, runtime_checkable
@@ -8,6 +9,10 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int
 from numpy.typing import ArrayLike
+
+#: In bytes: where memory must start that JAX shares with NumPy, and what JAX copies at once.
+_ALIGNMENT = 64
+_SMALL_BYTES = 2**16
 
 
 @runtime_checkable
@@ -122,7 +127,26 @@ class ArraySource:
 def _gather(array: np.ndarray, indices: Int[np.ndarray, " n"]) -> np.ndarray:
     # np.take takes two thirds of the time of indexing, but would copy the whole of an
     # array that is not contiguous.
-    return np.take(array, indices, axis=0) if array.flags.c_contiguous else array[indices]
+    if not array.flags.c_contiguous:
+        return array[indices]
+    rows = _empty((len(indices), *array.shape[1:]), array.dtype)
+    if rows is None or indices.min() < 0 or indices.max() >= len(array):
+        return np.take(array, indices, axis=0)
+    # With mode="raise", np.take would fill memory of its own first.
+    return np.take(array, indices, axis=0, out=rows, mode="clip")
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray | None:
+    """Memory that a CPU device of JAX can share, or None if it copies the array at once.
+
+    It can share what starts at a multiple of 64 bytes, and NumPy's memory starts at one of
+    16. It has a thread copy what is large, which takes longer than to gather small images.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < _SMALL_BYTES or dtype.hasobject:
+        return None
+    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    return np.ndarray(shape, dtype, memory, -memory.ctypes.data % _ALIGNMENT)
 
 
 @runtime_checkable
@@ -244,4 +268,6 @@ def _stack(
                 f"{arrays[0].shape} in example {indices[0]}; pad or crop them to the same "
                 "shape, in the dataset or with decode=."
             )
-    return np.stack(arrays)
+    shape, dtypes = arrays[0].shape, {array.dtype for array in arrays}
+    out = _empty((len(arrays), *shape), arrays[0].dtype) if len(dtypes) == 1 else None
+    return np.stack(arrays, out=out)

@@ -34,8 +34,33 @@ def test_gather_from_a_view_does_not_copy_all_of_it(view):
     assert peak < image.nbytes / 10
 
 
-def test_gather_beyond_the_last_row_is_an_error():
-    source = eqxshard.data.ArraySource({"x": np.zeros(3)})
+@pytest.mark.parametrize("count", [1, 64, 257])
+@pytest.mark.parametrize("records", [False, True])
+def test_large_batches_are_where_cpu_devices_can_share_them(count, records):
+    images = np.arange(300 * 4096, dtype=np.int32).reshape(300, 64, 64)
+    source = eqxshard.data.ArraySource({"x": images})
+    if records:
+        source = eqxshard.data.RecordSource([{"x": image} for image in images], threads=1)
+    indices = np.arange(count)[::-1]
+    # Alive, so that each has memory of its own.
+    gathered = [source.gather(indices)["x"] for _ in range(8)]
+    for rows in gathered:
+        np.testing.assert_array_equal(rows, images[indices])
+        assert rows.ctypes.data % 64 == 0 or rows.nbytes < 2**16
+
+
+def test_large_arrays_of_strings_objects_and_none_are_gathered():
+    text = np.array(["a", "bc"] * 5000)
+    for array in (text, text.astype(object), np.zeros((10_000, 0))):
+        indices = np.arange(9_999, -1, -1)
+        gathered = eqxshard.data.ArraySource({"x": array}).gather(indices)["x"]
+        np.testing.assert_array_equal(gathered, array[::-1])
+        assert gathered.dtype == array.dtype
+
+
+@pytest.mark.parametrize("row_bytes", [1, 2**16])
+def test_gather_beyond_the_last_row_is_an_error(row_bytes):
+    source = eqxshard.data.ArraySource({"x": np.zeros((3, row_bytes), np.uint8)})
     with pytest.raises(IndexError):
         source.gather(np.array([3]))
 
