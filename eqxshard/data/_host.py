@@ -12,8 +12,11 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from ._random import ExampleRandom, RandomTransform, example_keys
-from ._samplers import Sampler, count_repeats, sample
+from ._samplers import InParts, Sampler, count_repeats, sample
 from ._sources import Source
+
+#: How many rows of an epoch are computed at a time, if they need not be all.
+_STRETCH_ROWS = 2**16
 
 #: What the loader calls with each batch.
 Transform = Callable[[dict[str, Any]], dict[str, Any]] | RandomTransform
@@ -27,12 +30,14 @@ class HostBatch(NamedTuple):
     real: Bool[np.ndarray, " rows"]
 
 
-class Epoch(NamedTuple):
-    """The rows of an epoch, in order."""
+class Stretch(NamedTuple):
+    """The rows of consecutive batches of an epoch, in order."""
 
-    number: int
+    epoch: int
+    #: The first of the batches.
+    first: int
     rows: Int[np.ndarray, " n"]
-    #: How often each row came before in this epoch; only known for random transforms.
+    #: How often each row came before in its epoch; only known for random transforms.
     repeats: Int[np.ndarray, " n"] | None
 
 
@@ -50,7 +55,7 @@ class HostBatches:
     def __init__(
         self,
         source: Source,
-        sampler: Sampler,
+        sampler: Sampler | InParts,
         *,
         batch_size: int,
         seed: int,
@@ -69,16 +74,18 @@ class HostBatches:
         self.pads = fills and left > 0
         #: The number of batches in an epoch.
         self.length = full + self.pads
-        # The last one used, because it takes long to make and much memory.
-        self._epoch: Epoch | None = None
+        whole = not isinstance(sampler, InParts)
+        self._together = self.length if whole else max(_STRETCH_ROWS // batch_size, 1)
+        # The last one used, because it takes long to make.
+        self._stretch: Stretch | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_epoch": None}
+        return self.__dict__ | {"_stretch": None}
 
     def rows(self, step: int) -> Int[np.ndarray, " n"]:
         """The examples of a step's batch, on all processes."""
-        epoch, batch = divmod(step, self.length)
-        return self._epoch_of(epoch).rows[self._rows_of(batch)]
+        stretch, part = self._find(step)
+        return stretch.rows[part]
 
     def padded(
         self, steps: range, positions: Int[np.ndarray, " positions"]
@@ -166,25 +173,32 @@ class HostBatches:
         """Random numbers for this process's rows of a step, if the transform wants any."""
         if not isinstance(self.transform, RandomTransform):
             return None
-        number, batch = divmod(step, self.length)
-        epoch = self._epoch_of(number)
-        assert epoch.repeats is not None
-        found = epoch.repeats[self._rows_of(batch)]
+        stretch, part = self._find(step)
+        assert stretch.repeats is not None
+        found = stretch.repeats[part]
         repeats = np.pad(found, (0, self.batch_size - len(found)))[self.positions]
-        return ExampleRandom(example_keys(self._seed, number, rows, repeats))
+        return ExampleRandom(example_keys(self._seed, stretch.epoch, rows, repeats))
 
-    def _rows_of(self, batch: int) -> slice:
-        """Where a batch's rows are in its epoch."""
-        return slice(batch * self.batch_size, (batch + 1) * self.batch_size)
+    def _find(self, step: int) -> tuple[Stretch, slice]:
+        """A stretch that has a step's batch, and where its rows are in that."""
+        epoch, batch = divmod(step, self.length)
+        first = batch - batch % self._together
+        stretch = self._stretch
+        if stretch is None or (stretch.epoch, stretch.first) != (epoch, first):
+            stretch = self._stretch = self._make_stretch(epoch, first)
+        start = (batch - first) * self.batch_size
+        return stretch, slice(start, start + self.batch_size)
 
-    def _epoch_of(self, number: int) -> Epoch:
-        epoch = self._epoch
-        if epoch is None or epoch.number != number:
-            rows = sample(self._sampler, len(self.source), self._seed, number)
-            random = isinstance(self.transform, RandomTransform)
-            epoch = Epoch(number, rows, count_repeats(rows) if random else None)
-            self._epoch = epoch
-        return epoch
+    def _make_stretch(self, epoch: int, first: int) -> Stretch:
+        sampler = self._sampler
+        if isinstance(sampler, InParts):
+            start = first * self.batch_size
+            stop = min(start + self._together * self.batch_size, len(sampler))
+            rows = sampler.part(self._seed, epoch, start, stop)
+            return Stretch(epoch, first, rows, np.zeros_like(rows))
+        rows = sample(sampler, len(self.source), self._seed, epoch)
+        random = isinstance(self.transform, RandomTransform)
+        return Stretch(epoch, first, rows, count_repeats(rows) if random else None)
 
 
 class Chunks:

@@ -22,7 +22,7 @@ from ..sharding._mesh import batch_sharding, check_batch_size
 from ._host import HostBatches, Transform
 from ._pipeline import HostPipeline, positions_on_this_process
 from ._resident import DeviceBatches, ResidentDataset
-from ._samplers import InOrder, Sampler, Shuffled, digest, sample
+from ._samplers import Permuted, Sampler, default_sampler, digest, sample
 from ._sources import Source
 
 Remainder = Literal["pad", "drop", "error"]
@@ -124,20 +124,22 @@ class Loader:
             "sampler": _digest(sampler, len(source), seed, shuffle),
             "remainder": remainder,
         }
+        rows = default_sampler(len(source), shuffle) if sampler is None else sampler
+        if isinstance(rows, Permuted):
+            # Earlier versions had another order for so many examples.
+            self._fingerprint["order"] = "permuted"
         if spans_processes(mesh.devices.flat):
             assert_same_on_all_processes("loader", self._fingerprint)
         # Only now, because it may be empty in one process alone.
         if len(source) == 0:
             raise ValueError("the source is empty; give one with at least one example.")
         check_batch_size(batch_size, mesh)
-        if sampler is None:
-            sampler = (Shuffled if shuffle else InOrder)(len(source))
-        _check_remainder(remainder, len(sampler), batch_size)
+        _check_remainder(remainder, len(rows), batch_size)
         _check_placement(placement, transform, workers)
         sharding = batch_sharding(mesh)
         self._host = HostBatches(
             source,
-            sampler,
+            rows,
             batch_size=batch_size,
             seed=seed,
             fills=remainder == "pad",

@@ -1,11 +1,17 @@
 """Samplers: which examples make up an epoch, and in which order."""
 
+import functools
 import hashlib
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
+
+from ._permutation import Permutation
+
+#: An order of more rows than that is not kept in memory as a whole.
+_WHOLE_ROWS = 2**20
 
 
 @runtime_checkable
@@ -61,13 +67,31 @@ class InOrder:
     def __len__(self) -> int:
         return self._length
 
-    def rows(self, examples: int, seed: int, epoch: int) -> Int[np.ndarray, " n"]:
-        """The rows of an epoch, in order."""
-        return np.arange(examples)
+    def part(self, seed: int, epoch: int, start: int, stop: int) -> Int[np.ndarray, " n"]:
+        """Some consecutive rows of an epoch."""
+        return np.arange(start, stop)
+
+
+class Permuted:
+    """Each example once, in another order in each epoch, for any number of examples."""
+
+    def __init__(self, length: int):
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def part(self, seed: int, epoch: int, start: int, stop: int) -> Int[np.ndarray, " n"]:
+        """Some consecutive rows of an epoch."""
+        return _permutation(self._length, seed, epoch).rows(start, stop)
+
+
+#: The samplers that give any part of an epoch, in which no row comes twice.
+InParts = InOrder | Permuted
 
 
 class Shuffled:
-    """Each example once, in another order in each epoch."""
+    """Each example once, in another order in each epoch, which is made as a whole."""
 
     def __init__(self, length: int):
         self._length = length
@@ -226,6 +250,13 @@ class ClassBalancedSampler:
         return self._by_class[self._starts[drawn] + within]
 
 
+def default_sampler(length: int, shuffle: bool) -> Sampler | InParts:
+    """The sampler of a loader that has none."""
+    if not shuffle:
+        return InOrder(length)
+    return Shuffled(length) if length <= _WHOLE_ROWS else Permuted(length)
+
+
 def sample(sampler: Sampler, examples: int, seed: int, epoch: int) -> Int[np.ndarray, " n"]:
     """The rows of an epoch, checked."""
     rows, length = np.asarray(sampler.rows(examples, seed, epoch)), len(sampler)
@@ -257,6 +288,11 @@ def count_repeats(rows: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
         order = np.argsort(rows, kind="stable")
         repeats[order] = np.arange(len(rows)) - np.repeat(starts, counts)
     return repeats
+
+
+@functools.lru_cache(maxsize=2)
+def _permutation(length: int, seed: int, epoch: int) -> Permutation:
+    return Permutation(length, _random_state(seed, epoch))
 
 
 def _random_state(seed: int, epoch: int) -> np.random.RandomState:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 from numpy.typing import ArrayLike
 
-#: In bytes: where memory must start that JAX shares with NumPy, and what JAX copies at once.
+#: In bytes: where memory starts that JAX shares with NumPy, and what it copies at once.
 _ALIGNMENT = 64
 _SMALL_BYTES = 2**16
 

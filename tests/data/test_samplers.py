@@ -1,11 +1,20 @@
 import json
+import tracemalloc
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
-from loader_helpers import MESHES, flat, loader_of, numbers, read
+from loader_helpers import MESHES, flat, loader_of, numbers, read, take
 
-from eqxshard.data import ClassBalancedSampler, UniformSampler, WeightedSampler
+import eqxshard
+from eqxshard.data import (
+    ClassBalancedSampler,
+    UniformSampler,
+    WeightedSampler,
+    _host,
+    _samplers,
+)
 
 LABELS = np.repeat([7, 3, 5], [40, 9, 1])
 
@@ -62,6 +71,72 @@ def test_a_state_from_before_there_were_samplers_is_accepted():
     state = loader.state()
     del state["fingerprint"]["sampler"]
     loader.restore(state)
+
+
+@pytest.fixture
+def orders_in_parts(monkeypatch):
+    """Treat more than 10 examples as too many for an order in memory."""
+    monkeypatch.setattr(_samplers, "_WHOLE_ROWS", 10)
+    monkeypatch.setattr(_host, "_STRETCH_ROWS", 16)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_orders_in_parts_have_each_example_once_from_any_step(orders_in_parts, prefetch):
+    loader = loader_of(numbers(61), epochs=2, prefetch=prefetch)
+    batches = read(loader)
+    first, second = (flat(part) for part in (batches[:8], batches[8:]))
+    assert sorted(first) == sorted(second) == list(range(61))
+    assert first != second
+    for step in (1, 7, 8, 11):
+        loader.seek(step)
+        assert read(loader) == batches[step:]
+        assert loader.rows(step).tolist() == batches[step]
+    assert read(loader_of(numbers(61), mesh=MESHES[4], epochs=2)) == batches
+
+
+def test_random_transforms_draw_for_examples_of_orders_in_parts(orders_in_parts):
+    def draw(batch, random):
+        return {**batch, "key": random.keys}
+
+    transform = eqxshard.data.RandomTransform(draw)
+    batch = take(loader_of(numbers(61), transform=transform), 12)[-1]
+    epoch = jax.random.fold_in(jax.random.key(0), 1)
+    for row, key in zip(batch["x"], batch["key"]):
+        assert jax.random.wrap_key_data(key) == jax.random.fold_in(epoch, row)
+
+
+def test_the_state_of_another_order_of_many_examples_is_an_error(orders_in_parts):
+    loader = loader_of(numbers(61))
+    state = loader.state()
+    loader.restore(state)
+    del state["fingerprint"]["order"]
+    with pytest.raises(ValueError, match="order was None and is 'permuted'"):
+        loader.restore(state)
+    assert "order" not in loader_of(numbers(61), shuffle=False).state()["fingerprint"]
+    assert "order" not in loader_of(numbers(10)).state()["fingerprint"]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_the_order_of_ten_million_examples_takes_little_memory(shuffle):
+    class Many:
+        def __len__(self):
+            return 10_000_000
+
+        def gather(self, indices):
+            return {"x": indices.astype(np.int32)}
+
+    transform = eqxshard.data.RandomTransform(lambda batch, random: batch)
+    tracemalloc.start()
+    try:
+        loader = loader_of(Many(), batch_size=256, shuffle=shuffle, transform=transform)
+        for step in (0, len(loader) - 2):
+            loader.seek(step)
+            take(loader, 3)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # The whole order would take 80 MB.
+    assert peak < 8 * 2**20
 
 
 class Wrong(Half):
