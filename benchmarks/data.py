@@ -41,7 +41,7 @@ import eqxshard
 
 IMAGES, SHAPE, BATCH_SIZE = 60_000, (28, 28), 256
 #: Batches that are not measured, because they were prefetched during startup.
-WARMUP_BATCHES = 8
+WARMUP_BATCHES = 32
 FILES = 4
 MEAN, STD = np.float32(127.5), np.float32(73.6)
 RANDOM = np.random.default_rng(0)

@@ -96,8 +96,8 @@ def _check_complete(name: str, column: np.ndarray, indices: Int[np.ndarray, " n"
 class TorchSource:
     """A map-style dataset of [PyTorch](https://pytorch.org/docs/stable/data.html).
 
-    Examples are read in threads, as by an [`eqxshard.data.RecordSource`][]: in one call for
-    many, if the dataset has `__getitems__`. Tensors become NumPy arrays.
+    Examples are read as by an [`eqxshard.data.RecordSource`][]: in threads or, if the
+    dataset has `__getitems__`, in one call for all. Tensors become NumPy arrays.
 
     For an `IterableDataset`, or to keep a `DataLoader`, use
     [`eqxshard.data.from_iterator`][].

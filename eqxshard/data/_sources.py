@@ -165,10 +165,10 @@ class Records(Protocol):
 class RecordSource:
     """Examples that are read one by one, such as files, or records of an ArrayRecord.
 
-    The examples of a batch are divided among threads. A thread reads its share in one call
-    if `records` has a method `__getitems__(indices)`, as sources of Grain and PyTorch may.
-    If reading is work in Python rather than waiting for a disk, the `workers` of
-    [`eqxshard.Loader`][] help more.
+    If `records` has a method `__getitems__(indices)`, as sources of Grain and PyTorch may,
+    one call of it reads all examples of a batch, or of several small ones, and threads
+    share the decoding. Otherwise threads share both. If either is work in Python rather
+    than waiting for a disk, the `workers` of [`eqxshard.Loader`][] help more.
 
     **Arguments:**
 
@@ -176,7 +176,7 @@ class RecordSource:
         `__getitem__`.
     - `decode`: called with a record, returns a dict of arrays and numbers; by default,
         records must be such dicts.
-    - `threads`: the number of examples to read at a time.
+    - `threads`: the number of examples to read or decode at a time.
 
     **Raises:**
 
@@ -226,8 +226,14 @@ class RecordSource:
         """The examples at some indices, in that order; indices may repeat."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(self._threads, "eqxshard-records")
-        parts = np.array_split(indices, min(self._threads, len(indices)))
-        examples = list(itertools.chain.from_iterable(self._pool.map(self._read, parts)))
+        items, work = indices.tolist(), self._read
+        get_many = getattr(self._records, "__getitems__", None)
+        if get_many is not None:
+            # Not in parts: such sources have threads of their own, or read in order.
+            items, work = list(zip(items, get_many(items))), self._decode_all
+        size = -(-len(items) // self._threads)
+        parts = (items[start : start + size] for start in range(0, len(items), size))
+        examples = list(itertools.chain.from_iterable(self._pool.map(work, parts)))
         names = examples[0].keys()
         for index, example in zip(indices, examples):
             if example.keys() != names:
@@ -237,14 +243,11 @@ class RecordSource:
                 )
         return {name: _stack(name, indices, examples) for name in names}
 
-    def _read(self, part: Int[np.ndarray, " n"]) -> list[Mapping[str, Any]]:
-        indices = part.tolist()
-        get_many = getattr(self._records, "__getitems__", None)
-        if get_many is not None:
-            records = get_many(indices)
-        else:
-            records = [self._records[index] for index in indices]
-        return [self._example(i, record) for i, record in zip(indices, records)]
+    def _read(self, indices: list[int]) -> list[Mapping[str, Any]]:
+        return [self._example(index, self._records[index]) for index in indices]
+
+    def _decode_all(self, records: list[tuple[int, Any]]) -> list[Mapping[str, Any]]:
+        return [self._example(index, record) for index, record in records]
 
     def _example(self, index: int, example: Any) -> Mapping[str, Any]:
         if self._decode is not None:
