@@ -5,7 +5,8 @@ Fashion-MNIST: small enough that the loader's own overhead shows. The baseline o
 is bare NumPy, which leaves batches on the host. So do Grain and PyTorch; the batches of
 eqxshard and of `jax.device_put` are on the devices. The tasks:
 
-- from memory: the host's or, with `placement="device"`, the devices';
+- from memory: the host's or, with `placement="device"`, the devices'; with nine more small
+  arrays; and in two processes, each of which gathers half of a batch;
 - with a transform that converts bytes to floats, normalises them and mirrors images with
   probability 1/2. It gets whole batches where the loader supports that, else one record;
 - from a memory-mapped file, which this script writes first. If it fits in memory, it is
@@ -22,11 +23,10 @@ Workers are processes. Starting a loader and its workers is not measured.
 import importlib
 import importlib.util
 import itertools
-import multiprocessing
 import random
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,22 +34,27 @@ from typing import Any
 import grain
 import jax
 import numpy as np
-from _side_by_side import Contest, Report, parser, take_turns
-from absl import flags
+from _loading import (
+    BATCH_SIZE,
+    Batches,
+    Contestants,
+    compare,
+    prepare_for_workers,
+    with_grain,
+    with_torch,
+)
+from _peers._task import LOADER_STEPS, Task
+from _processes import Contestant
+from _side_by_side import Contest, Report, Turn, parser, take_turns
 
 import eqxshard
 
-IMAGES, SHAPE, BATCH_SIZE = 60_000, (28, 28), 256
-#: Batches that are not measured, because they were prefetched during startup.
+IMAGES, SHAPE = 60_000, (28, 28)
+#: Batches that are not measured: more than any loader makes ahead.
 WARMUP_BATCHES = 32
 FILES = 4
 MEAN, STD = np.float32(127.5), np.float32(73.6)
 RANDOM = np.random.default_rng(0)
-
-#: An endless iterator of batches with a `close` method.
-Batches = Any
-#: Functions by name, the baseline first. Each turn makes a new iterator of batches.
-Contestants = dict[str, Callable[[], Batches]]
 
 
 def augment(images: np.ndarray) -> np.ndarray:
@@ -92,18 +97,6 @@ def with_eqxshard(source: Any, devices: int = 1, **options: Any) -> Batches:
     return iter(eqxshard.Loader(source, batch_size=BATCH_SIZE, mesh=mesh, **options))
 
 
-def with_grain(
-    source: Any,
-    prepare: Callable[[grain.MapDataset], grain.MapDataset] = lambda records: records,
-    workers: int = 0,
-) -> Batches:
-    records = prepare(grain.MapDataset.source(source).seed(0).shuffle())
-    dataset = records.repeat().batch(BATCH_SIZE).to_iter_dataset()
-    if workers:
-        dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers))
-    return iter(dataset)
-
-
 class TorchRecords:
     """A map-style PyTorch dataset: one example per index."""
 
@@ -116,18 +109,6 @@ class TorchRecords:
 
     def __getitem__(self, index: int) -> np.ndarray:
         return self.transform(self.images[index])
-
-
-def with_torch(dataset: Any, workers: int = 0, **options: Any) -> Batches:
-    data = importlib.import_module("torch.utils.data")
-    if workers:
-        # Not forked from this process, because JAX has threads.
-        options |= {"multiprocessing_context": "forkserver", "persistent_workers": True}
-    loader = data.DataLoader(
-        dataset, BATCH_SIZE, shuffle=True, drop_last=True, num_workers=workers, **options
-    )
-    while True:
-        yield from loader
 
 
 def with_torch_in_bulk(dataset: Any) -> Batches:
@@ -249,6 +230,45 @@ def from_records(paths: Sequence[str], workers: int) -> Contestants:
     return contestants
 
 
+def in_processes(counts: Sequence[int], rounds: int) -> Contest:
+    """Batches from memory, of which each of several processes gathers its own rows."""
+    with ExitStack() as stack:
+        turns: dict[str, Turn] = {}
+        for count in counts:
+            for name, variant in {"NumPy, by hand": "hand", "eqxshard": ""}.items():
+                task = Task("", "", batch_size=BATCH_SIZE, variant=variant)
+                process = stack.enter_context(
+                    Contestant("loader_steps", task, processes=count)
+                )
+                process.ready()
+                turns[f"{name}, {count} process(es)"] = partial(steps_per_second, process)
+        return Contest("from memory, in processes", "batches/s", take_turns(turns, rounds))
+
+
+def steps_per_second(process: Contestant) -> float:
+    return LOADER_STEPS / process.ask("train")["seconds"]
+
+
+def from_ten_arrays(images: np.ndarray) -> Contestants:
+    arrays = {"image": images} | {
+        f"x{i}": RANDOM.integers(0, 256, (IMAGES, 16), np.uint8) for i in range(9)
+    }
+
+    def baseline() -> Batches:
+        for rows in shuffled(IMAGES):
+            yield {name: np.take(array, rows, axis=0) for name, array in arrays.items()}
+
+    source = eqxshard.data.ArraySource(arrays)
+    contestants: Contestants = {
+        "NumPy": baseline,
+        "NumPy, jax.device_put": partial(on_device, baseline),
+    }
+    for prefetch in (2, 0):
+        name = f"eqxshard, prefetch={prefetch}"
+        contestants[name] = partial(with_eqxshard, source, prefetch=prefetch)
+    return contestants
+
+
 def write_array(path: Path, gigabytes: float) -> None:
     rows = max(int(gigabytes * 2**30) // 784, BATCH_SIZE)
     array = np.lib.format.open_memmap(path, "w+", np.uint8, (rows, *SHAPE))
@@ -272,35 +292,6 @@ def write_records(folder: Path, images: np.ndarray) -> list[str]:
     return paths
 
 
-def batches_per_second(make: Callable[[], Batches], seconds: float) -> float:
-    batches = make()
-    batch: Any = None
-    for _ in range(WARMUP_BATCHES):
-        batch = next(batches)
-    count, start = 0, time.perf_counter()
-    while time.perf_counter() - start < seconds:
-        batch = next(batches)
-        count += 1
-    jax.block_until_ready(batch)
-    elapsed = time.perf_counter() - start
-    batches.close()
-    del batches
-    wait_until_quiet()
-    return count / elapsed
-
-
-def wait_until_quiet() -> None:
-    """Wait until the contestant's workers and threads are idle, before the next turn."""
-    while multiprocessing.active_children():
-        time.sleep(0.01)
-    quiet = False
-    # Not until all threads have ended: some of Grain's stay alive, idle.
-    while not quiet:
-        start, used = time.perf_counter(), time.process_time()
-        time.sleep(0.02)
-        quiet = time.process_time() - used < 0.1 * (time.perf_counter() - start)
-
-
 def main() -> None:
     options = parser(__doc__, rounds=7)
     options.add_argument("--devices", type=int, nargs="+", default=[1], metavar="N")
@@ -313,38 +304,30 @@ def main() -> None:
     )
     args = options.parse_args()
     jax.config.update("jax_num_cpu_devices", max(args.devices))
-    # Grain's workers read absl flags, which must have been parsed.
-    flags.FLAGS.mark_as_parsed()
+    prepare_for_workers()
     images = RANDOM.integers(0, 256, (IMAGES, *SHAPE), np.uint8)
-    if importlib.util.find_spec("torch"):
-        # Imported once by the fork server, so that workers start quickly.
-        multiprocessing.set_forkserver_preload(["__main__", "torch"])
-    else:
-        print("PyTorch is not installed; it is left out.")
-
     contests = []
 
-    def compare(title: str, contestants: Contestants) -> None:
-        turns = {
-            name: partial(batches_per_second, make, args.seconds)
-            for name, make in contestants.items()
-        }
-        contests.append(Contest(title, "batches/s", take_turns(turns, args.rounds)))
+    def add(title: str, contestants: Contestants) -> None:
+        turns = {"seconds": args.seconds, "warmup": WARMUP_BATCHES, "rounds": args.rounds}
+        contests.append(compare(title, contestants, **turns))
 
-    compare("from memory", from_memory(images, args.devices, args.workers))
-    compare("from memory, with a transform", with_transform(images, args.workers))
+    add("from memory", from_memory(images, args.devices, args.workers))
+    add("from memory, ten arrays", from_ten_arrays(images))
+    contests.append(in_processes((1, 2), args.rounds))
+    add("from memory, with a transform", with_transform(images, args.workers))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "images.npy")
         write_array(path, args.mapped_gigabytes)
         # As a plain array: np.memmap takes longer to index.
         mapped = np.asarray(np.load(path, mmap_mode="r"))
         title = f"from a memory-mapped file of {args.mapped_gigabytes:g} GB"
-        compare(title, from_mapped_file(mapped))
+        add(title, from_mapped_file(mapped))
         del mapped
         path.unlink()
         if importlib.util.find_spec("array_record"):
             paths = write_records(Path(folder), images)
-            compare("from ArrayRecord files", from_records(paths, args.workers))
+            add("from ArrayRecord files", from_records(paths, args.workers))
         else:
             print("array_record is not installed; ArrayRecord files are left out.")
     setting = {"images": IMAGES, "batch_size": BATCH_SIZE, "rounds": args.rounds}

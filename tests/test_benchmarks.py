@@ -21,6 +21,7 @@ SHORT = {
     "epoch": "--models lenet --devices 1 --examples 960 --device cpu",
     "fit_overhead": "--steps 20",
     "gpt": "--device cpu",
+    "images": "--images 40 --batch-size 8 --seconds 0.05 --workers 1",
     "growth": "--devices 2 --depths 2 --examples 1000 --seconds 0.05",
     "memory": "--depth 2 --width 64 --batch-size 64",
     "start": "",

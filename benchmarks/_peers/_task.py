@@ -9,6 +9,8 @@ import numpy as np
 LEARNING_RATE, B2, WEIGHT_DECAY = 1e-3, 0.98, 0.01
 #: The number of steps that `mlp_steps.py` takes per command.
 MLP_STEPS = 20
+#: The number of batches that `loader_steps.py` reads per command.
+LOADER_STEPS = 1000
 MEAN, DEVIATION = 0.2860, 0.3530  # of the pixels
 #: Channels of both convolutions, kernel size of the second, width of the hidden layer.
 SIZES = {"lenet": (20, 50, 5, 128), "cnn": (32, 64, 3, 256)}

@@ -9,6 +9,7 @@ from ._adapters import TorchSource as TorchSource
 from ._fashion_mnist._choose import load_fashion_mnist as load_fashion_mnist
 from ._fashion_mnist._load import fashion_mnist as fashion_mnist
 from ._fashion_mnist._synthetic import synthetic_fashion as synthetic_fashion
+from ._images import ImageFolder as ImageFolder
 from ._loader import Loader as Loader
 from ._mixture import Mixture as Mixture
 from ._random import ExampleRandom as ExampleRandom
