@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grain
 import jax
@@ -94,6 +95,13 @@ class TorchImages:
         return np.ascontiguousarray(image), label
 
 
+def stack_for_torch(examples: Sequence[tuple[np.ndarray, int]]) -> list[Any]:
+    # PyTorch's own function takes longer, above all if cores are busy.
+    torch = importlib.import_module("torch")
+    images, labels = zip(*examples)
+    return [torch.from_numpy(np.stack(images)), torch.tensor(labels)]
+
+
 def by_hand(files: Sequence[tuple[str, int]], batch_size: int) -> Iterator[dict]:
     dataset = TorchImages(files)
     for epoch in itertools.count():
@@ -121,7 +129,7 @@ def contestants(folder: Path, batch_size: int, workers: int) -> Contestants:
     def crop_all(records: grain.MapDataset) -> grain.MapDataset:
         return records.random_map(crop_with_grain)
 
-    loaders: dict[str, Callable[[int], Batches]] = {
+    loaders: dict[str, Callable[..., Batches]] = {
         "eqxshard": partial(with_eqxshard, folder, batch_size),
         "Grain": partial(
             with_grain, files, crop_all, batch_size=batch_size, options=GRAIN_OPTIONS
@@ -129,7 +137,9 @@ def contestants(folder: Path, batch_size: int, workers: int) -> Contestants:
     }
     if importlib.util.find_spec("torch"):
         dataset = TorchImages(files)
-        loaders["PyTorch"] = partial(with_torch, dataset, batch_size=batch_size)
+        loaders["PyTorch"] = partial(
+            with_torch, dataset, batch_size=batch_size, collate_fn=stack_for_torch
+        )
     found: Contestants = {"Pillow and NumPy": partial(by_hand, files, batch_size)}
     for name, loader in loaders.items():
         for count in (0, workers):
