@@ -65,7 +65,7 @@ class HostPipeline:
         together, ahead = 1, self._prefetch
         nbytes = sum(array.nbytes for array in batch.arrays.values())
         small = 2 * nbytes <= _TOGETHER_BYTES and self._host.transform is None
-        if small and not self._workers:
+        if small:
             together = min(_TOGETHER_BYTES // max(nbytes, 1), _TOGETHER_BATCHES)
             # At least two: with one, the thread would wait for us as often as we for it.
             ahead = max(math.ceil(self._prefetch / together), 2)
