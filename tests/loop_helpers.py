@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from helpers import lenient, make_mesh
+from helpers import copied, lenient, make_mesh
 
 import eqxshard
 
@@ -54,16 +54,25 @@ def make_loader(bad=None, batch_size=8, **options):
     return eqxshard.Loader(source, **options)
 
 
-def make(make_model: Any = Layers, loss_fn: Any = loss_fn, **options):
-    """A state and its step, on eight devices."""
-    where: dict[str, Any] = {"mesh": make_mesh(), "rule": eqxshard.replicate(), **options}
+def make(make_model: Any = Layers, loss_fn: Any = loss_fn):
+    """A state, and a step that is not compiled yet, on eight devices."""
+    where: dict[str, Any] = {"mesh": make_mesh(), "rule": eqxshard.replicate()}
     state = eqxshard.init_state(make_model, OPTIM, key=jax.random.key(0), **where)
     return state, eqxshard.make_train_step(loss_fn, OPTIM, **where)
 
 
+make_once = functools.cache(make)
+
+
+def fresh(make_model: Any = Layers, loss_fn: Any = loss_fn):
+    """A state, and the same step each time, which compiles once."""
+    state, step = make_once(make_model, loss_fn)
+    return copied(state), step
+
+
 def run(folder, loader, make_model: Any = Layers, loss_fn: Any = loss_fn, **options):
     """Train from the start; save each step, if there is a folder."""
-    state, step = make(make_model, loss_fn)
+    state, step = fresh(make_model, loss_fn)
     checkpointer = None
     if folder is not None:
         checkpointer = eqxshard.Checkpointer(folder, save_interval_steps=1)
@@ -86,15 +95,6 @@ class Recorder:
     def steps(self, name):
         """The steps whose reports have an entry."""
         return [step for step, values in self.lines if name in values]
-
-
-made_once = functools.cache(make)
-
-
-def fresh():
-    """A state, and the same step each time, which compiles once."""
-    state, step = made_once()
-    return jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, state), step
 
 
 def count_dispatched(monkeypatch) -> list[int]:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from helpers import RULES, Model, lenient, make_batch, make_mesh, squared_errors
+from helpers import RULES, Model, copied, lenient, make_batch, make_mesh, squared_errors
 
 import eqxshard
 
@@ -31,7 +31,7 @@ make_once = functools.cache(make)
 def setup(mesh="data=8", rule="replicate", **options):
     """A fresh state, and a step that may be compiled already."""
     state, train_step = make_once(mesh, rule, **options)
-    return jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, state), train_step
+    return copied(state), train_step
 
 
 def train(make_model, loss_fn, mesh, rule, *, optim=OPTIM, steps=3, batch=None, **options):

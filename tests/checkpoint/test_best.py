@@ -1,5 +1,5 @@
 import pytest
-from loop_helpers import make, make_loader
+from loop_helpers import fresh, make_loader
 
 import eqxshard
 
@@ -18,7 +18,7 @@ def scored(tmp_path_factory):
                 super().save(state, **options)
 
         folder = tmp_path_factory.mktemp(mode)
-        state, train_step = make()
+        state, train_step = fresh()
         eqxshard.fit(
             state,
             train_step,

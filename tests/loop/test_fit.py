@@ -1,3 +1,4 @@
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -11,6 +12,7 @@ from helpers import (
     Model,
     assert_close,
     assert_equal,
+    copied,
     lenient,
     make_batch,
     make_loader,
@@ -33,10 +35,14 @@ def train_step():
     return eqxshard.make_train_step(squared_errors, OPTIM, mesh=make_mesh(), rule=RULE)
 
 
+@functools.cache
+def first_state():
+    where = {"mesh": make_mesh(), "rule": RULE}
+    return eqxshard.init_state(Model, OPTIM, key=jax.random.key(0), **where)
+
+
 def new_state():
-    return eqxshard.init_state(
-        Model, OPTIM, key=jax.random.key(0), mesh=make_mesh(), rule=RULE
-    )
+    return copied(first_state())
 
 
 def test_fit_is_the_loop_written_by_hand(train_step):
@@ -350,10 +356,6 @@ def test_several_states_are_stepped_saved_and_resumed(train_step, tmp_path):
     assert losses == ["train/first/loss", "train/second/loss"]
     model = checkpointer.restore_model(whole["first"].model, of="second")
     assert_equal(model, whole["second"].model)
-
-
-def copied(tree):
-    return jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, tree)
 
 
 def test_several_states_must_count_alike(train_step):

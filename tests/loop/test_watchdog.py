@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import compiles
-from loop_helpers import OPTIM, ROWS, loss_fn, make, make_loader, make_mesh, run
+from loop_helpers import OPTIM, ROWS, fresh, loss_fn, make_loader, make_mesh, run
 
 import eqxshard
 from eqxshard.loop import _watchdog
@@ -36,7 +36,7 @@ def test_a_stalled_source_is_reported_with_its_stack(caplog):
     loader = eqxshard.Loader(
         Slow(), batch_size=8, mesh=make_mesh(), shuffle=False, prefetch=0
     )
-    state, step = make()
+    state, step = fresh()
     # Compiles, so that only the source can stall the run.
     state = eqxshard.fit(state, step, make_loader(), steps=1)
     with caplog.at_level(logging.WARNING):
@@ -60,7 +60,7 @@ def test_a_stalled_step_is_reported(caplog):
         one = jax.pure_callback(wait, like, jnp.float32(1))
         return loss_fn(model, batch, key) * jax.lax.stop_gradient(one)
 
-    state, _ = make()
+    state, _ = fresh()
     step = eqxshard.make_train_step(slow_loss, OPTIM, lint={"dtype": "off"})
     state = eqxshard.fit(state, step, make_loader(), steps=1)
     sleeps[0] = 1.5

@@ -28,12 +28,12 @@ def by_hand(weight, x):
 @pytest.mark.parametrize("shape", [(8,), (3, 8), (3, 5, 8), (2, 3, 5, 8), (0, 5, 8)])
 def test_is_the_function_itself_and_has_its_gradients(shape):
     x = jnp.asarray(RNG.normal(size=shape), jnp.float32)
-    y = rowwise(perceptron(WEIGHT), x)
+    y = jax.jit(lambda x: rowwise(perceptron(WEIGHT), x))(x)
     assert y.shape == (*shape[:-1], 16)
     np.testing.assert_allclose(y, perceptron(WEIGHT)(x), rtol=1e-5, atol=1e-6)
     found, expected = (
-        jax.grad(loss, (0, 1))(WEIGHT, x),
-        jax.grad(by_hand, (0, 1))(WEIGHT, x),
+        jax.jit(jax.grad(loss, (0, 1)))(WEIGHT, x),
+        jax.jit(jax.grad(by_hand, (0, 1)))(WEIGHT, x),
     )
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-3)
