@@ -1,8 +1,6 @@
 """A plan as one page of HTML, which loads nothing from elsewhere."""
 
-import importlib.resources
 import math
-import string
 from collections.abc import Iterator, Sequence
 
 from ._charts import (
@@ -17,6 +15,17 @@ from ._charts import (
 from ._collectives import group_collectives
 from ._format import format_bytes, format_seconds, join_axes
 from ._html import Markup, join, tag
+from ._page_parts import (
+    card,
+    draw_tiles,
+    fill_page,
+    number_cell,
+    pair,
+    plain_table,
+    scroller,
+    settings_list,
+    sortable_table,
+)
 from ._plan import Plan
 from ._targets import how_sure
 from ._timeline import PlannedSpan
@@ -24,30 +33,23 @@ from ._timeline import PlannedSpan
 
 def render_page(plan: Plan) -> str:
     """The page, as text."""
-    folder = importlib.resources.files("eqxshard.planning") / "page"
-    text = {
-        file.name: file.read_text(encoding="utf-8")
-        for file in folder.iterdir()
-        if file.is_file()
-    }
     mesh = " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
     devices = f"{plan.devices:,} x {plan.target.kind}"
-    return string.Template(text["page.html"]).substitute(
-        style=text["page.css"],
-        script=text["page.js"],
-        title=join(f"{devices}: {mesh}"),
-        about=join(f"{devices}, {mesh}, compiled by the backend {plan.backend}"),
-        headline=join(_headline(plan)),
+    cards = (
+        _findings(plan),
+        _time(plan),
+        pair(_mesh(plan), _memory(plan)),
+        _schedule(plan),
+        _collectives(plan),
+        _leaves(plan),
+        pair(_notes(plan), _settings(plan)),
+    )
+    return fill_page(
+        title=f"{devices}: {mesh}",
+        about=f"{devices}, {mesh}, compiled by the backend {plan.backend}",
+        headline=_headline(plan),
         tiles=_tiles(plan),
-        time=_time(plan),
-        mesh=_mesh(plan),
-        memory=_memory(plan),
-        leaves=_leaves(plan),
-        schedule=_schedule(plan),
-        collectives=_collectives(plan),
-        findings=_findings(plan),
-        notes=_notes(plan),
-        settings=_settings(plan),
+        cards=join(*cards),
     )
 
 
@@ -83,11 +85,7 @@ def _tiles(plan: Plan) -> Markup:
     tiles["Memory of a device"] = format_bytes(memory.peak), f"{of}{fits}"
     if plan.utilisation is not None:
         tiles["Utilisation"] = f"{plan.utilisation:.0%}", "of the peak, at that speed"
-    boxes = [
-        tag("div", tag("dt", name), tag("dd", value, tag("small", more)))
-        for name, (value, more) in tiles.items()
-    ]
-    return tag("dl", *boxes, class_="tiles")
+    return draw_tiles(tiles)
 
 
 def _time(plan: Plan) -> Markup:
@@ -112,7 +110,7 @@ def _time(plan: Plan) -> Markup:
         said = "A roofline over the compiler's schedule. Real steps take longer."
         legend = draw_legend(parts, time.step, "Seconds of a step")
         content = [draw_bar(parts, time.step), legend]
-    return _card("time", "Time of a step", tag("p", said), *content)
+    return card("time", "Time of a step", tag("p", said), *content)
 
 
 def _seconds_part(style: str, name: str, seconds: int | float) -> Part:
@@ -141,11 +139,9 @@ def _mesh(plan: Plan) -> Markup:
         said += f" on {hosts:,} hosts of {per_host:,}; neighbouring hosts differ in shade"
     if len(plan.mesh) > 4:
         said += f"; the picture is without {', '.join([*plan.mesh][:-4])}"
-    caption = tag("caption", "Axes of the mesh", class_="unseen")
-    head = [tag("th", name, scope="col") for name in ("Axis", "Size", "Links")]
-    table = tag("table", caption, tag("thead", tag("tr", *head)), tag("tbody", *rows))
-    picture = _scroller("picture of the mesh", draw_mesh(plan.mesh, per_host))
-    return _card("mesh", "Mesh", tag("p", f"{said}."), picture, table)
+    table = plain_table("Axes of the mesh", ("Axis", "Size", "Links"), rows)
+    picture = scroller("picture of the mesh", draw_mesh(plan.mesh, per_host))
+    return card("mesh", "Mesh", tag("p", f"{said}."), picture, table)
 
 
 def _memory(plan: Plan) -> Markup:
@@ -177,7 +173,7 @@ def _memory(plan: Plan) -> Markup:
     )
     if memory.host:
         gradients += f" What is offloaded takes {format_bytes(memory.host)} of the host."
-    return _card(
+    return card(
         "memory",
         "Memory of a device",
         tag("p", f"{said}."),
@@ -199,12 +195,12 @@ def _leaves(plan: Plan) -> Markup:
             tag("td", shape, data_value=math.prod(leaf.shape)),
             tag("td", leaf.dtype),
             tag("td", tag("code", leaf.spec)),
-            *[_number(format_bytes(size), size) for size in sizes],
+            *[number_cell(format_bytes(size), size) for size in sizes],
         ]
         rows.append(tag("tr", *cells))
     said = "One device's part of each array, of its gradient and of its optimizer state."
-    table = _table("leaves", "Arrays of the model", columns, rows, "arrays")
-    return _card("arrays", "Arrays of the model", tag("p", said), table)
+    table = sortable_table("leaves", "Arrays of the model", columns, rows, "arrays")
+    return card("arrays", "Arrays of the model", tag("p", said), table)
 
 
 def _schedule(plan: Plan) -> Markup:
@@ -220,11 +216,11 @@ def _schedule(plan: Plan) -> Markup:
             "What a device does, and what its links do meanwhile. Of each loop, one "
             "iteration is drawn, with how often a step runs it above."
         )
-        return _card(
+        return card(
             "timeline",
             "Time line",
             tag("p", said),
-            _scroller("time line", draw_timeline(plan.timeline, plan.collectives)),
+            scroller("time line", draw_timeline(plan.timeline, plan.collectives)),
             tag("ul", *key, class_="key"),
             _loops(plan.timeline),
         )
@@ -240,7 +236,7 @@ def _schedule(plan: Plan) -> Markup:
     )
     largest = max((part.size for part in parts), default=0)
     bars = draw_bars(parts, largest, "Bytes sent by axes and kind")
-    return _card("traffic", "Traffic", tag("p", said), bars)
+    return card("traffic", "Traffic", tag("p", said), bars)
 
 
 def _loops(spans: Sequence[PlannedSpan]) -> Markup:
@@ -285,17 +281,17 @@ def _collectives(plan: Plan) -> Markup:
         cells = [
             tag("td", join_axes(each.axes)),
             tag("td", tag("span", class_=f"swatch {kind_style(each.kind)}"), each.kind),
-            _number("?" if each.times is None else f"{each.times:,}", each.times),
-            _number(format_bytes(each.sent), each.sent),
-            _number(format_bytes(each.sent_in_all), each.sent_in_all),
-            _number(hidden, each.hidden),
+            number_cell("?" if each.times is None else f"{each.times:,}", each.times),
+            number_cell(format_bytes(each.sent), each.sent),
+            number_cell(format_bytes(each.sent_in_all), each.sent_in_all),
+            number_cell(hidden, each.hidden),
             tag("td", "yes" if each.in_loop else ""),
             tag("td", *_cause(each.leaves, each.line), class_="cause"),
         ]
         rows.append(tag("tr", *cells))
     said = "What each device sends: each time, and in all of a step."
-    table = _table("collectives", "Collectives", columns, rows, "collectives")
-    return _card("collectives", "Collectives", tag("p", said), table)
+    table = sortable_table("collectives", "Collectives", columns, rows, "collectives")
+    return card("collectives", "Collectives", tag("p", said), table)
 
 
 def _cause(leaves: Sequence[str], line: str | None) -> Iterator[Markup]:
@@ -312,12 +308,12 @@ def _findings(plan: Plan) -> Markup:
         return Markup("")
     items = [tag("li", tag("strong", each.kind), f": {each}") for each in plan.findings]
     said = "What is most likely not meant, as eqxshard.lint finds it."
-    return _card("findings", "Findings", tag("p", said), tag("ul", *items))
+    return card("findings", "Findings", tag("p", said), tag("ul", *items))
 
 
 def _notes(plan: Plan) -> Markup:
     notes = [tag("li", f"{note}.") for note in plan.notes]
-    return _card("notes", "Notes", tag("ul", *notes)) if notes else Markup("")
+    return card("notes", "Notes", tag("ul", *notes)) if notes else Markup("")
 
 
 def _settings(plan: Plan) -> Markup:
@@ -326,56 +322,4 @@ def _settings(plan: Plan) -> Markup:
     }
     found = dict(plan.settings) | flops
     found["compiled in"] = format_seconds(plan.compile_seconds)
-    pairs = [tag("div", tag("dt", name), tag("dd", text)) for name, text in found.items()]
-    return _card("settings", "Settings", tag("dl", *pairs, class_="settings"))
-
-
-def _card(name: str, title: str, *content: Markup) -> Markup:
-    heading = tag("h2", title, id=f"{name}-title")
-    return tag(
-        "section",
-        heading,
-        *content,
-        id=name,
-        aria_labelledby=f"{name}-title",
-        class_="card",
-    )
-
-
-def _table(
-    name: str, caption: str, columns: dict[str, bool], rows: Sequence[Markup], what: str
-) -> Markup:
-    """A table to search and sort; of the columns, whether they are numbers."""
-    label = tag("label", f"Search {what}", for_=f"{name}-search")
-    field = tag("input", id=f"{name}-search", type="search", autocomplete="off")
-    count = tag("output", f"{len(rows):,} {what}", for_=f"{name}-search", data_what=what)
-    search = tag("div", label, field, count, class_="search", hidden=True)
-    head = [
-        tag(
-            "th",
-            tag("button", text, type="button"),
-            scope="col",
-            aria_sort="descending" if text == "In all" else "none",
-            class_="number" if is_number else None,
-        )
-        for text, is_number in columns.items()
-    ]
-    table = tag(
-        "table",
-        tag("caption", caption, class_="unseen"),
-        tag("thead", tag("tr", *head)),
-        tag("tbody", *rows),
-        id=f"{name}-table",
-        class_="sortable",
-    )
-    return join(search, _scroller(caption, table))
-
-
-def _number(text: str, value: int | float | None) -> Markup:
-    return tag("td", text, data_value=value, class_="number")
-
-
-def _scroller(name: str, content: Markup) -> Markup:
-    """A box that scrolls sideways, also by the keyboard."""
-    options = {"role": "region", "aria_label": name, "tabindex": 0}
-    return tag("div", content, class_="scroller", **options)
+    return card("settings", "Settings", settings_list(found))
