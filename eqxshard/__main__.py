@@ -1,7 +1,8 @@
-"""`python -m eqxshard plan SCRIPT --devices 512 --device h200`: what a run will need.
+"""`python -m eqxshard COMMAND`: plans, and pages of runs.
 
-The script is one of [`eqxshard.train`][], which is planned instead of run; see
-[`eqxshard.plan`][], and for `search` [`eqxshard.plan_search`][].
+`plan` and `search` take a script of [`eqxshard.train`][], which is planned instead of run;
+see [`eqxshard.plan`][] and [`eqxshard.plan_search`][]. `page` and `compare` make pages of
+run folders.
 """
 
 import argparse
@@ -12,14 +13,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
-
-import jax
-from rich.console import Console
-
-from .planning._make_plan import plan
-from .planning._search import search
-from .run._cli import exit_on_errors
-from .run._planned import collect, collect_all
 
 
 class _Parser(argparse.ArgumentParser):
@@ -34,22 +27,34 @@ def main(args: Sequence[str] | None = None) -> int:
     """The command."""
     parser = _Parser(
         prog="python -m eqxshard",
-        description="What a run will need, before there is hardware.",
+        description="Plan runs, and look at runs.",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_plan(commands)
     _add_search(commands)
+    _add_page(commands)
+    _add_compare(commands)
     options, others = parser.parse_known_args(args)
-    # The accelerators of this machine are not needed.
-    jax.config.update("jax_platforms", "cpu")
+    if others and not options.has_script:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
-        with exit_on_errors():
-            options.run(options, others)
+        _run(options, others)
     except KeyboardInterrupt:
         print("stopped.", file=sys.stderr)
         return 130
     return 0
+
+
+def _run(options: argparse.Namespace, others: Sequence[str]) -> None:
+    import jax
+
+    from .run._cli import exit_on_errors
+
+    # The accelerators of this machine are not needed.
+    jax.config.update("jax_platforms", "cpu")
+    with exit_on_errors():
+        options.run(options, others)
 
 
 def _add_plan(commands: Any) -> None:
@@ -63,7 +68,7 @@ def _add_plan(commands: Any) -> None:
         epilog="All other options are the script's, such as --mesh data=8,fsdp=64 and "
         "--batch-size 512.",
     )
-    parser.set_defaults(run=_plan)
+    parser.set_defaults(run=_plan, has_script=True)
     _add_script(parser)
     parser.add_argument("--json", metavar="FILE", help="also write the plan as JSON")
     parser.add_argument("--html", metavar="FILE", help="also write the plan as a page")
@@ -85,7 +90,7 @@ def _add_search(commands: Any) -> None:
         epilog="All other options are the script's, such as --batch-size 512; its --mesh "
         "is not used.",
     )
-    parser.set_defaults(run=_search)
+    parser.set_defaults(run=_search, has_script=True)
     _add_script(parser)
     parser.add_argument(
         "--search-axes",
@@ -110,6 +115,36 @@ def _add_search(commands: Any) -> None:
     parser.add_argument("--json", metavar="FILE", help="also write the search as JSON")
 
 
+def _add_page(commands: Any) -> None:
+    parser = commands.add_parser(
+        "page",
+        allow_abbrev=False,
+        help="the page of a run, made anew",
+        description="Write index.html into the folder of a run: of one that was killed, or "
+        "still runs, or after a plan was put beside it as plan.json.",
+    )
+    parser.set_defaults(run=_page, has_script=False)
+    parser.add_argument("folder", metavar="RUN", help="the folder of a run")
+
+
+def _add_compare(commands: Any) -> None:
+    parser = commands.add_parser(
+        "compare",
+        allow_abbrev=False,
+        help="one page of several runs",
+        description="Write one page of several runs: their curves over each other, their "
+        "results, and in what they differ.",
+    )
+    parser.set_defaults(run=_compare, has_script=False)
+    parser.add_argument("folders", metavar="RUN", nargs="+", help="the folder of a run")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        default="compare.html",
+        help="the page (default: compare.html)",
+    )
+
+
 def _add_script(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "script", metavar="SCRIPT", help="the path of a script that calls eqxshard.train"
@@ -132,6 +167,11 @@ def _add_script(parser: argparse.ArgumentParser) -> None:
 
 
 def _plan(options: argparse.Namespace, others: Sequence[str]) -> None:
+    from rich.console import Console
+
+    from .planning._make_plan import plan
+    from .run._planned import collect
+
     _check_folders(options.json, options.html)
     console = Console(stderr=True)
     with (
@@ -153,6 +193,9 @@ def _plan(options: argparse.Namespace, others: Sequence[str]) -> None:
 
 
 def _search(options: argparse.Namespace, others: Sequence[str]) -> None:
+    from .planning._search import search
+    from .run._planned import collect_all
+
     _check_folders(options.json)
     axes = [axis for axis in options.search_axes.split(",") if axis]
     variants = _variants(options.vary)
@@ -178,6 +221,23 @@ def _search(options: argparse.Namespace, others: Sequence[str]) -> None:
         print(f"note: {note}.")
     if options.json:
         Path(options.json).write_text(json.dumps(found.to_json(), indent=2) + "\n")
+
+
+def _page(options: argparse.Namespace, others: Sequence[str]) -> None:
+    from .run._folder import RunFolder
+    from .run._page import save_page
+
+    folder = RunFolder(options.folder)
+    save_page(folder)
+    print(folder.page)
+
+
+def _compare(options: argparse.Namespace, others: Sequence[str]) -> None:
+    from .run._compare_page import compare_runs
+
+    _check_folders(options.output)
+    compare_runs(options.folders, options.output)
+    print(options.output)
 
 
 def _variants(texts: Sequence[str]) -> dict[str, list[str]]:

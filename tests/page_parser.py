@@ -1,7 +1,9 @@
 """Reads a page of HTML as a tree."""
 
+import re
 from html.parser import HTMLParser
 
+LOADING = ("src", "href", "action", "data", "srcset", "poster")
 VOID = {"meta", "link", "input", "br", "img"}
 
 
@@ -62,3 +64,16 @@ def rows(page, name):
     return [
         [x for x in row.children if x.tag in ("td", "th")] for row in body.find_all("tr")
     ]
+
+
+def assert_loads_nothing(page):
+    """No element, style or script of a page asks for anything from elsewhere."""
+    for element in page:
+        for name in LOADING:
+            assert element.attributes.get(name, "data:,") == "data:,"
+    text = "".join(x.text for x in page if x.tag in ("style", "script"))
+    # The name of a kind of XML is not loaded.
+    text = text.replace("http://www.w3.org/2000/svg", "")
+    assert not re.search(r"https?:|url\(|@import|fetch\(|XMLHttp", text)
+    policy = page.find("meta", http_equiv="Content-Security-Policy").attributes["content"]
+    assert policy.startswith("default-src 'none'; ")

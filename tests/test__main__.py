@@ -8,6 +8,7 @@ import sys
 import pytest
 from plan_recipes import CASES, check_recipe
 from run_helpers import ROOT, SCRIPT, assert_refused, environment
+from run_page_helpers import make_record, make_run
 
 from eqxshard.__main__ import main
 
@@ -150,6 +151,23 @@ def test_a_search_of_nothing(command):
     assert_refused(refused, "fdsp")
     refused = command(*words, "--json=nowhere/search.json")
     assert_refused(refused, "there is no folder nowhere; make it first.")
+
+
+def test_pages_of_runs_are_written(command, tmp_path):
+    for name in ("one", "two"):
+        make_run(tmp_path / name, record=make_record())
+    status, out, err = command("page", "one")
+    assert (status, out, err) == (0, "one/index.html\n", "")
+    assert (tmp_path / "one" / "index.html").exists()
+    assert command("compare", "one", "two")[:2] == (0, "compare.html\n")
+    assert (tmp_path / "compare.html").exists()
+    assert_refused(command("compare", "one", "one"), "the same; give each run once")
+    assert_refused(command("page", "three"), "there is no folder three; give the folder")
+    assert_refused(
+        command("page", "one", "--small"), "unrecognized arguments: --small; see"
+    )
+    words = ("compare", "one", "two", "--output=out/page.html")
+    assert_refused(command(*words), "there is no folder out; make it first.")
 
 
 @pytest.mark.slow

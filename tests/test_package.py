@@ -36,7 +36,7 @@ RANKS = [
 ]
 #: Rooms and modules aside, and the rooms that they may import from.
 ASIDE = {
-    "__main__": {"debug", "planning", "run"},
+    "__main__": {"planning", "run"},
     "callbacks": {"loop"},
     "nn": {"sharding", "transforms", "parallel"},
     "parallel": {"sharding", "transforms"},

@@ -111,7 +111,7 @@ def goodput(seconds: Mapping[str, float]) -> float:
 def describe_time(seconds: Mapping[str, float]) -> str:
     """A line with the goodput, and the parts that the rest of the time went to."""
     total = sum(seconds.values())
-    parts = [f"goodput {100 * goodput(seconds):.0f} % of {_duration(total)}"]
+    parts = [f"goodput {100 * goodput(seconds):.0f} % of {format_duration(total)}"]
     for part in sorted(seconds, key=lambda part: -seconds[part]):
         percent = round(100 * seconds[part] / total)
         if percent and part not in ("dispatch", "device"):
@@ -123,7 +123,8 @@ def _no_seconds() -> dict[str, float]:
     return dict.fromkeys(get_args(Part), 0.0)
 
 
-def _duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
+    """Seconds as `1.5 s`, `2 min 30 s` or `3 h 5 min`."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,9 +1,11 @@
-"""The folder of a run: checkpoints, metrics, curves, a summary."""
+"""The folder of a run: checkpoints, metrics, curves, a summary, a page."""
 
 import importlib.util
 import json
+import logging
 import os
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,10 @@ from ..trackers._curves import Curves
 from ..trackers._jsonl import JSONLines, read_jsonl
 from ..trackers._progress import ProgressBar
 from ..trackers._tensorboard import TensorBoard
+from ..trackers._values import is_evaluation
 from ._config import Resume
+
+_LOG = logging.getLogger(__name__)
 
 
 class RunFolder:
@@ -26,6 +31,11 @@ class RunFolder:
     - `metrics`: `metrics.jsonl`, a line for each report.
     - `curves`: `curves.png`, if Matplotlib is installed.
     - `summary`: `summary.json`, written at the end.
+    - `page`: `index.html`, to look at: all of this and more in one file, which loads
+        nothing. It is written during the run and at the end.
+    - `record`: `run.json`, in which [`eqxshard.train`][] says what the run is, and how it
+        ended.
+    - `warnings`: `warnings.jsonl`, what was warned of during [`eqxshard.train`][].
 
     **Arguments:**
 
@@ -47,6 +57,9 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.curves = self.path / "curves.png"
         self.summary = self.path / "summary.json"
+        self.page = self.path / "index.html"
+        self.record = self.path / "run.json"
+        self.warnings = self.path / "warnings.jsonl"
 
     def should_resume(self, resume: Resume, checkpointer: Checkpointer) -> bool:
         """Whether to continue an earlier run in this folder.
@@ -111,7 +124,7 @@ class RunFolder:
             trackers.append(TensorBoard(self.path / "tensorboard", purge_after=first))
         # An earlier run's would contradict the metrics if this one is stopped.
         self.summary.unlink(missing_ok=True)
-        return [*trackers, ProgressBar(total_steps, title=title)]
+        return [*trackers, _PageTracker(self), ProgressBar(total_steps, title=title)]
 
     def history(self) -> list[dict[str, Any]]:
         """Every line of `metrics.jsonl`."""
@@ -120,6 +133,37 @@ class RunFolder:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`."""
         self.summary.write_text(json.dumps(summary, indent=2) + "\n")
+
+    def write_page(self) -> None:
+        """Write `index.html` from the other files.
+
+        If that fails, it is logged: a page is not worth a run.
+        """
+        from ._page import save_page  # It imports this module.
+
+        try:
+            save_page(self)
+        except Exception as error:
+            _LOG.error("%s cannot be written: %r. Training continues.", self.page, error)
+
+
+class _PageTracker:
+    """Writes the page of a run after evaluations, and at the end."""
+
+    def __init__(self, folder: RunFolder):
+        self._folder = folder
+        self._next = 0.0
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the page, if this takes less than a hundredth of the time."""
+        start = time.monotonic()
+        if is_evaluation(values) and start >= self._next:
+            self._folder.write_page()
+            self._next = time.monotonic() + 100 * (time.monotonic() - start)
+
+    def close(self) -> None:
+        """Write it for the last time."""
+        self._folder.write_page()
 
 
 def script_name() -> str:

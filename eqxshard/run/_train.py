@@ -42,6 +42,7 @@ from ..training._train_step import make_train_step
 from ._config import RunConfig, last_step
 from ._folder import RunFolder, default_folder, script_name
 from ._planned import can_be_planned
+from ._record import RunRecord, describe_devices, versions
 from ._summary import flatten_settings, summarize
 
 
@@ -102,8 +103,8 @@ def train(
     Makes the mesh, the state (or reads it from the newest checkpoint), the loaders and
     the steps, calls [`eqxshard.fit`][] with a progress bar, and writes to the run's
     folder: checkpoints, `metrics.jsonl`, `curves.png` (with Matplotlib), `tensorboard`
-    (with TensorBoard) and `summary.json`. Everything it does can be written by hand with
-    the public names of this library.
+    (with TensorBoard), `summary.json` and a page to look at, `index.html`. Everything it
+    does can be written by hand with the public names of this library.
 
     **Arguments:**
 
@@ -183,55 +184,62 @@ def train(
     rule = rule or replicate()
     options: Any = {"key": jax.random.key(config.seed), "mesh": mesh, "rule": rule}
     options |= {"trainable": trainable, "precision": precision}
-    if resumes:
-        state = checkpointer.restore(abstract_state(make_model, optim, **options))
-    else:
-        state = init_state(make_model, optim, **options, load=load)
-    _check_split(state, mesh, rule)
-    train_step = make_train_step(
-        loss_fn,
-        optim,
-        accumulate=accumulate,
-        nonfinite=nonfinite,
-        grad_norms=grad_norms,
-        lint=lint,
-    )
-    evaluator = None
-    if metric_fn is not None and eval_loader is not None:
-        eval_step = make_eval_step(metric_fn, precision=precision, lint=lint)
-        evaluator = lambda model: evaluate(model, eval_step, eval_loader)  # noqa: E731
+    with RunRecord(folder) as record:
+        if resumes:
+            state = checkpointer.restore(abstract_state(make_model, optim, **options))
+        else:
+            state = init_state(make_model, optim, **options, load=load)
+        _check_split(state, mesh, rule, record)
+        train_step = make_train_step(
+            loss_fn,
+            optim,
+            accumulate=accumulate,
+            nonfinite=nonfinite,
+            grad_norms=grad_norms,
+            lint=lint,
+        )
+        evaluator = None
+        if metric_fn is not None and eval_loader is not None:
+            eval_step = make_eval_step(metric_fn, precision=precision, lint=lint)
+            evaluator = lambda model: evaluate(model, eval_step, eval_loader)  # noqa: E731
+        first = int(state.step)
+        # Before the trackers, which empty the files of an earlier run.
+        checkpointer.claim_run(first, loader)
+        facts = {
+            "data": data_name,
+            "parameters": _count_parameters(state.model),
+            "settings": flatten_settings({"settings": settings or {}, "config": config})
+            | {"epochs": last / len(loader)},
+            "versions": versions(),
+        }
+        if is_main_process():
+            _announce(warning, first, last, resumes)
+            extra = {"data": data_name} if data_name else {}
+            own = folder.trackers(title=title, total_steps=last, first=first, extra=extra)
+            trackers = (*trackers, *own)
+            about = {"title": title, "steps": last, "batch_size": config.batch_size}
+            about |= {"unit": _unit(train_data), **describe_devices(mesh)}
+            record.begin(about | facts, first)
+        state = fit(
+            state,
+            train_step,
+            loader,
+            steps=last,
+            evaluate=evaluator,
+            evaluate_every=config.evaluate_every or "epoch",
+            checkpointer=checkpointer,
+            trackers=trackers,
+            callbacks=callbacks,
+            log_every=config.log_every,
+            hang_seconds=config.hang_seconds,
+        )
+    facts["devices"] = describe_mesh(mesh)
+    return _finish(folder, state, title, facts, train_data, len(sampler or train_data))
 
-    first = int(state.step)
-    # Before the trackers, which empty the files of an earlier run.
-    checkpointer.claim_run(first, loader)
-    if is_main_process():
-        _announce(warning, first, last, resumes)
-        extra = {"data": data_name} if data_name else {}
-        own = folder.trackers(title=title, total_steps=last, first=first, extra=extra)
-        trackers = (*trackers, *own)
-    state = fit(
-        state,
-        train_step,
-        loader,
-        steps=last,
-        evaluate=evaluator,
-        evaluate_every=config.evaluate_every or "epoch",
-        checkpointer=checkpointer,
-        trackers=trackers,
-        callbacks=callbacks,
-        log_every=config.log_every,
-        hang_seconds=config.hang_seconds,
-    )
-    facts = {
-        "data": data_name,
-        "devices": describe_mesh(mesh),
-        "parameters": _count_parameters(state.model),
-        "settings": flatten_settings({"settings": settings or {}, "config": config})
-        | {"epochs": last / len(loader)},
-        "versions": _versions(),
-    }
-    examples = len(sampler or train_data)
-    return _finish(folder, state, title, facts, train_data, examples)
+
+def _unit(source: Source) -> str:
+    """What an example is called."""
+    return getattr(source, "unit", "examples")
 
 
 def _describe_data(source: Source) -> tuple[str, str]:
@@ -280,18 +288,19 @@ def _profile(config: RunConfig, folder: RunFolder, last: int) -> list[Callback]:
     return [Profile.parse(config.profile, folder.path / "profile")]
 
 
-def _check_split(state: TrainState, mesh: Mesh, rule: Rule) -> None:
+def _check_split(state: TrainState, mesh: Mesh, rule: Rule, record: RunRecord) -> None:
     """Warn if a rule that should split arrays splits none of them on this mesh."""
     if mesh.size == 1 or rule == replicate() or not is_main_process():
         return
     arrays = filter(is_array, jax.tree.leaves((state.model, state.opt_state)))
     if all(array.sharding.is_fully_replicated for array in arrays):
-        print(
-            f"warning: {rule_name(rule)} splits no array on {describe_mesh(mesh)}, so each "
+        warning = (
+            f"{rule_name(rule)} splits no array on {describe_mesh(mesh)}, so each "
             "device holds the whole model; choose another --mesh, such as fsdp=-1, or "
-            "another rule (a smaller min_size).",
-            file=sys.stderr,
+            "another rule (a smaller min_size)."
         )
+        print(f"warning: {warning}", file=sys.stderr)
+        record.warn(warning)
 
 
 def _announce(warning: str, first: int, last: int, resumes: bool) -> None:
@@ -311,12 +320,6 @@ def _count_parameters(model: PyTree) -> int:
     return sum(map(jnp.size, jax.tree.leaves(eqx.filter(model, eqx.is_array))))
 
 
-def _versions() -> dict[str, str]:
-    # Not by an import, as this module is a part of it.
-    modules = (sys.modules["eqxshard"], jax, optax)
-    return {module.__name__: module.__version__ for module in modules}
-
-
 def _finish(
     folder: RunFolder,
     state: TrainState,
@@ -326,11 +329,11 @@ def _finish(
     examples: int,
 ) -> RunResult:
     """Write the summary in process 0, and share it."""
-    summary, unit = None, getattr(train_data, "unit", "examples")
+    summary, unit = None, _unit(train_data)
     if is_main_process():
         summary = summarize(folder.history(), examples, unit) | facts
         folder.write_summary(summary)
-        print(f"metrics, curves and checkpoints are in {folder.path}")
+        print(f"metrics, checkpoints and a page, index.html, are in {folder.path}")
     summary = broadcast_from_first(summary)
     tests = {k: v for k, v in summary.items() if k.startswith("test_")}
     metrics = {

@@ -1,5 +1,6 @@
 """Metrics as lines of JSON."""
 
+import contextlib
 import json
 import math
 import os
@@ -61,7 +62,9 @@ class JSONLines:
         with writing(self._path):
             if keep_until is not None and self._path.exists():
                 part = self._path.with_name(f".{self._path.name}.part")
-                part.write_text("".join(_kept(self._path, keep_until)), encoding="utf-8")
+                whole = read_whole_lines(self._path)
+                kept = [text + "\n" for text, line in whole if _step(line) <= keep_until]
+                part.write_text("".join(kept), encoding="utf-8")
                 os.replace(part, self._path)
             mode = "w" if keep_until is None else "a"
             self._file = self._path.open(mode, encoding="utf-8")
@@ -99,14 +102,26 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         ) from None
 
 
-def _kept(path: Path, until: int) -> Iterator[str]:
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        # The last line of a killed run may be incomplete.
-        try:
-            if json.loads(line)["step"] <= until:
-                yield line + "\n"
-        except (ValueError, LookupError, TypeError):
-            continue
+def read_whole_lines(
+    path: str | os.PathLike[str],
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each line that is whole, as text and as values; none if there is no such file.
+
+    The last line of a killed run may be incomplete, and so may that of one that runs.
+    """
+    path = Path(path)
+    if not path.exists():
+        return
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError):
+            line = json.loads(text)
+            if isinstance(line, dict):
+                yield text, line
+
+
+def _step(line: Mapping[str, Any]) -> int | float:
+    step = line.get("step")
+    return step if isinstance(step, int) else math.inf
 
 
 def _or_null(value: float) -> float | None:

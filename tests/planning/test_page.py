@@ -1,16 +1,16 @@
 import dataclasses
 import json
 import re
-import shutil
 
 import pytest
-from page_parser import parse, rows
+from browser import assert_fits_without_errors, browser, open_page
+from page_parser import assert_loads_nothing, parse, rows
 
 import eqxshard
 from eqxshard.inspect._lint import Findings
 from eqxshard.planning._collectives import group_collectives
 
-LOADING = ("src", "href", "action", "data", "srcset", "poster")
+_ = browser  # A fixture.
 
 
 @pytest.fixture(scope="module")
@@ -155,13 +155,7 @@ def test_everything_is_escaped(plan, tmp_path):
 
 
 def test_it_loads_nothing(page):
-    for element in page:
-        for name in LOADING:
-            assert element.attributes.get(name, "data:,") == "data:,"
-    text = page.find("style").text + page.find("script").text
-    assert not re.search(r"https?:|url\(|@import|fetch\(|XMLHttp", text)
-    policy = page.find("meta", http_equiv="Content-Security-Policy").attributes["content"]
-    assert policy.startswith("default-src 'none'; ")
+    assert_loads_nothing(page)
 
 
 def test_it_can_be_read_by_ear_and_used_by_keyboard(page):
@@ -182,40 +176,10 @@ def test_it_can_be_read_by_ear_and_used_by_keyboard(page):
     assert len(ids) == len({*ids})
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    """Chromium without a window."""
-    webdriver = pytest.importorskip("selenium.webdriver")
-    program = shutil.which("chromium") or shutil.which("google-chrome")
-    driver = shutil.which("chromedriver")
-    if program is None or driver is None:
-        pytest.skip("neither Chromium nor Chrome is installed with its chromedriver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = program
-    for flag in (
-        "headless",
-        "no-sandbox",
-        "disable-gpu",
-        "disable-quic",
-        "no-first-run",
-        "disable-background-networking",
-        "disable-component-update",
-        "disable-sync",
-        f"user-data-dir={tmp_path_factory.mktemp('profile')}",
-    ):
-        options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    service = webdriver.ChromeService(driver)
-    found = webdriver.Chrome(options, service)
-    yield found
-    found.quit()
-
-
 TEXTS = """
 return [...document.querySelectorAll("#leaves-table tbody tr")].filter(
   (row) => row.checkVisibility()).map((row) => row.cells[arguments[0]].textContent)
 """
-OVERFLOW = "return document.documentElement.scrollWidth - innerWidth"
 
 
 @pytest.mark.slow
@@ -229,16 +193,10 @@ def test_in_a_browser(browser, plan, tmp_path, width):
     assert len(kinds) > 2
     for name, timeline in (("bars", None), ("spans", tuple(spans))):
         dataclasses.replace(plan, timeline=timeline).save(tmp_path / f"{name}.html")
-        # Windows have a least width, and what is emulated has none.
-        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        browser.get((tmp_path / f"{name}.html").as_uri())
-        assert browser.execute_script("return innerWidth") == width
-        assert browser.execute_script(OVERFLOW) <= 0
+        open_page(browser, tmp_path / f"{name}.html", width)
         search(browser, plan)
         sort(browser, plan)
-        assert browser.execute_script(OVERFLOW) <= 0
-        assert browser.get_log("browser") == []
+        assert_fits_without_errors(browser)
 
 
 def search(browser, plan):

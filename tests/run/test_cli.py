@@ -27,7 +27,9 @@ def test_the_last_line_is_what_main_returns(script, tmp_path):
     assert status == 0, err
     *_, before, last = out.splitlines()
     assert re.fullmatch(LINE, last), last
-    assert before == f"metrics, curves and checkpoints are in {tmp_path / 'run'}"
+    assert (
+        before == f"metrics, checkpoints and a page, index.html, are in {tmp_path / 'run'}"
+    )
 
 
 def test_help_groups_options_and_shows_defaults(script):

@@ -1,4 +1,5 @@
 import importlib.util
+import itertools
 import json
 import sys
 
@@ -7,7 +8,7 @@ from run_helpers import PNG
 
 import eqxshard
 from eqxshard.run import RunFolder
-from eqxshard.run._folder import default_folder
+from eqxshard.run._folder import _PageTracker, default_folder
 from eqxshard.trackers import Curves, JSONLines, ProgressBar, TensorBoard
 
 
@@ -74,7 +75,7 @@ def start(folder, first=0):
 
 
 def test_trackers_write_what_they_are_named_for(folder):
-    kinds = [JSONLines, Curves, ProgressBar]
+    kinds = [JSONLines, Curves, _PageTracker, ProgressBar]
     kinds[2:2] = [TensorBoard] if importlib.util.find_spec("tensorboard") else []
     assert [*map(type, start(folder))] == kinds
     assert folder.history() == [
@@ -82,6 +83,7 @@ def test_trackers_write_what_they_are_named_for(folder):
         {"step": 2, "epoch": 1.0, "train/loss": 0.5, "data": "lines"},
     ]
     assert folder.curves.read_bytes().startswith(PNG)
+    assert folder.page.read_text().startswith("<!doctype html>")
 
 
 def test_a_resumed_run_keeps_the_log_up_to_its_first_step(folder):
@@ -117,6 +119,25 @@ def test_events_are_those_that_tensorboard_reads(folder):
     found.Reload()
     assert found.Tags()["scalars"] == ["epoch", "train/loss"]
     assert [event.step for event in found.Scalars("train/loss")] == [1, 2, 3]
+
+
+def test_the_page_is_written_after_evaluations_but_seldom(folder, monkeypatch):
+    now, written = [1000.0], []
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+
+    def write(self):
+        written.append(now[0])
+        now[0] += 2.0
+
+    monkeypatch.setattr(RunFolder, "write_page", write)
+    tracker = _PageTracker(folder)
+    for step in range(1, 1000):
+        now[0] += 1.0
+        tracker.log(step, {"eval/loss": 1.0} if step % 2 else {"train/loss": 1.0})
+    tracker.close()
+    # Each takes two seconds, so the next is due 200 later.
+    between = [round(b - a) for a, b in itertools.pairwise(written[:-1])]
+    assert between == [202] * len(between) and len(between) == 4
 
 
 def test_thedefault_folder_is_named_after_the_script(monkeypatch):

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import re
 import shutil
 import sys
 from functools import partial
@@ -14,6 +15,7 @@ import jax
 import optax
 import pytest
 from helpers import assert_equal, lenient
+from page_parser import parse, rows
 from run_helpers import PNG, SCRIPT, files, measured, read_lines
 
 import eqxshard
@@ -86,6 +88,7 @@ def test_the_result_says_what_was_reached(finished):
 
 def test_the_folder_has_everything(finished):
     names = {"checkpoints", "metrics.jsonl", "summary.json", "curves.png"}
+    names |= {"run.json", "index.html"}
     names |= {"tensorboard"} if importlib.util.find_spec("tensorboard") else set()
     assert {path.name for path in finished.folder.iterdir()} == names
     lines = read_lines(finished.folder)
@@ -107,10 +110,21 @@ def test_the_summary_says_how_it_was_made(finished):
     assert summary["points_per_second"] == EXAMPLES / summary["seconds_per_epoch"]
     assert (summary["data"], summary["devices"]) == ("lines", "2 x cpu (data=2)")
     assert summary["parameters"] == 3 * 8 + 8 + 8 * 2 + 2
-    assert summary["versions"].keys() == {"eqxshard", "jax", "optax"}
+    assert {"python", "eqxshard", "jax", "jaxlib", "optax"} <= summary["versions"].keys()
     settings = summary["settings"]
     assert settings.keys() == {field.name for field in dataclasses.fields(RunConfig)}
     assert (settings["epochs"], settings["batch_size"]) == (2.0, 16)
+
+
+def test_the_page_says_what_the_run_was(finished):
+    record = json.loads((finished.folder / "run.json").read_text())
+    assert (record["title"], record["steps"]) == (finished.title, STEPS)
+    assert record["devices"] == {"kind": "cpu", "count": 2, "per_process": 2}
+    assert (record["unit"], record["mesh"]) == ("points", {"data": 2})
+    assert record["settings"] == finished.summary["settings"]
+    page = parse((finished.folder / "index.html").read_text())
+    assert page.find("h1").text == "Finished after 12 steps"
+    assert [cells[0].text for cells in rows(page, "checkpoints")] == ["4", "8", "12"]
 
 
 def test_the_scripts_own_settings_are_in_the_summary(tmp_path):
@@ -208,6 +222,8 @@ def test_a_rule_that_splits_nothing_is_reported(tmp_path, capsys):
     # ZeRO-1 splits the optimizer's state.
     train(tmp_path / "zero1", steps=1, epochs=None, rule=eqxshard.zero1(min_size=1))
     assert "splits no array" not in capsys.readouterr().err
+    assert "splits no array" in (tmp_path / "warnings.jsonl").read_text()
+    assert not (tmp_path / "zero1" / "warnings.jsonl").exists()
 
 
 def test_a_profile_is_written_to_the_folder_of_the_run(tmp_path, monkeypatch):
@@ -404,3 +420,8 @@ def test_a_run_that_diverges_names_the_command_to_look_with(tmp_path):
     dump = tmp_path / "checkpoints" / "crash_dump"
     assert (dump / "checksums.txt").exists()
     assert str(error.value).endswith(f"with `python -m eqxshard.replay {dump}`.")
+    page = parse((tmp_path / "index.html").read_text())
+    assert re.match(r"Stopped at step \d+ of 12: Floating", page.find("h1").text)
+    warnings = page.find("section", id="warnings")
+    assert warnings.find("code").text == f"python -m eqxshard.replay {dump}"
+    assert "the checkpoint of step 12 is saved." in warnings.text

@@ -49,7 +49,7 @@ function makeSearchable(search, table) {
     const some = `${found.toLocaleString("en")} of ${whole}`;
     count.value = `${words.length ? some : whole} ${count.dataset.what}`;
   });
-  search.hidden = false;
+  search.hidden = rows.length <= 5;
 }
 
 for (const table of document.querySelectorAll("table.sortable")) {

@@ -1,0 +1,220 @@
+"""A run as its folder tells it, whether it is finished, stopped, killed or running."""
+
+import contextlib
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..checkpoint._folder import CheckpointFolder
+from ..loop._clock import goodput
+from ..trackers._jsonl import read_whole_lines
+from ..trackers._values import Metric, metrics, times
+from ._folder import RunFolder
+
+
+class Reported(NamedTuple):
+    """A line of the log: values that were not finite are nan.
+
+    - `parts`: the seconds of each part of the run, since the last report.
+    - `metrics`: what describes the model.
+    """
+
+    step: int
+    epoch: float | None
+    values: Mapping[str, float]
+    parts: Mapping[str, float]
+    metrics: Sequence[Metric]
+
+
+@dataclass(frozen=True)
+class SavedStep:
+    """A checkpoint: its size on disk, when it was complete, and its metrics."""
+
+    step: int
+    nbytes: int
+    time: datetime
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """What the files of a run say; all but the log may be missing.
+
+    - `path`: its folder.
+    - `record`: of `run.json`, with what only `summary.json` of an older run has.
+    - `lines`: of `metrics.jsonl`, those that are whole.
+    - `written`: when the last of them was written.
+    - `warnings`: of `warnings.jsonl`.
+    - `checkpoints`: in order.
+    - `plan`: of `plan.json`, as [`eqxshard.Plan.to_json`][] makes it.
+    - `crash_dump`: the folder of a crash dump.
+    """
+
+    path: Path
+    record: Mapping[str, Any]
+    lines: Sequence[Mapping[str, Any]]
+    written: datetime
+    warnings: Sequence[Mapping[str, Any]]
+    checkpoints: Sequence[SavedStep]
+    plan: Mapping[str, Any] | None
+    crash_dump: Path | None
+
+    @property
+    def title(self) -> str:
+        """Its name, devices and mesh."""
+        return self.record.get("title") or self.path.name
+
+    @property
+    def step(self) -> int:
+        """The last step that is logged or saved."""
+        logged = [line["step"] for line in self.lines[-1:]]
+        return max([0, *logged, *(each.step for each in self.checkpoints)])
+
+    @property
+    def steps(self) -> int | None:
+        """The step to end at, if it is known."""
+        return self.record.get("steps")
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has taken all of its steps, and no error came after them."""
+        failed = (self.record.get("ended") or {}).get("why")
+        return self.steps is not None and self.step >= self.steps and not failed
+
+    @property
+    def state(self) -> str:
+        """A sentence on how far it is."""
+        of = "" if self.steps is None else f" of {self.steps:,}"
+        at = f"step {self.step:,}{of}"
+        ended = self.record.get("ended")
+        if self.is_finished:
+            return f"Finished after {self.step:,} steps"
+        if not ended:
+            return f"At {at} on {self.written:%Y-%m-%d %H:%M}, and not ended since"
+        why = ended.get("why") or ""
+        return f"Stopped at {at}{': ' if why else ''}{why}"
+
+    @property
+    def short_state(self) -> str:
+        """The same in a word or two."""
+        if self.is_finished:
+            return "finished"
+        return "stopped" if self.record.get("ended") else "not ended"
+
+    @cached_property
+    def reports(self) -> list[Reported]:
+        """The numbers of each line."""
+        return [_report(line) for line in self.lines]
+
+    @cached_property
+    def evaluations(self) -> list[Reported]:
+        """The reports that have an evaluation."""
+        return [x for x in self.reports if any(m.kind == "eval" for m in x.metrics)]
+
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        """The seconds of each part of the wall time."""
+        total: dict[str, float] = {}
+        for report in self.reports:
+            for part, seconds in report.parts.items():
+                total[part] = total.get(part, 0.0) + seconds
+        return total
+
+    @property
+    def goodput(self) -> float | None:
+        """The share of the wall time in which steps ran, if it is known."""
+        known = {"dispatch", "device"} <= self.parts.keys() and sum(self.parts.values())
+        return goodput(self.parts) if known else None
+
+    @cached_property
+    def step_seconds(self) -> float | None:
+        """The median time of a step, without the first report, in which it compiles."""
+        found, last = list[float](), 0
+        for report in self.reports:
+            seconds = report.values.get("train/seconds")
+            if seconds and report.step > last:
+                found.append(seconds / (report.step - last))
+            last = report.step
+        return statistics.median(found[1:] or found) if found else None
+
+    @cached_property
+    def examples_per_second(self) -> float | None:
+        """The median of the reports, without the first."""
+        key = "train/examples_per_second"
+        found = [each.values[key] for each in self.reports if each.values.get(key)]
+        return statistics.median(found[1:] or found) if found else None
+
+    def last(self, key: str) -> float | None:
+        """The last value of this name that is finite."""
+        found = (each.values.get(key, math.nan) for each in reversed(self.reports))
+        return next(filter(math.isfinite, found), None)
+
+
+def read_run(folder: RunFolder) -> RecordedRun:
+    """Read the folder of a run.
+
+    **Raises:**
+
+    `ValueError` if it is not one.
+    """
+    if not folder.path.is_dir():
+        raise ValueError(f"there is no folder {folder.path}; give the folder of a run.")
+    if not (folder.metrics.exists() or folder.record.exists()):
+        raise ValueError(
+            f"{folder.path} is not the folder of a run: it has no {folder.metrics.name}; "
+            "give one such as runs/NAME."
+        )
+    summary, record = _values(folder.summary), _values(folder.record)
+    kept = ("settings", "versions", "parameters", "data")
+    known = {name: summary[name] for name in kept if name in summary}
+    newest = folder.metrics if folder.metrics.exists() else folder.record
+    crash = folder.checkpoints / "crash_dump"
+    return RecordedRun(
+        path=folder.path,
+        record=known | record,
+        lines=[
+            x for _, x in read_whole_lines(folder.metrics) if isinstance(x.get("step"), int)
+        ],
+        written=datetime.fromtimestamp(newest.stat().st_mtime).astimezone(),
+        warnings=[line for _, line in read_whole_lines(folder.warnings)],
+        checkpoints=_checkpoints(folder.checkpoints),
+        plan=_values(folder.path / "plan.json") or None,
+        crash_dump=crash if crash.is_dir() else None,
+    )
+
+
+def _report(line: Mapping[str, Any]) -> Reported:
+    found = {k: math.nan if v is None else v for k, v in line.items() if k != "step"}
+    values = {k: float(v) for k, v in found.items() if isinstance(v, int | float)}
+    own = list(metrics(values))
+    return Reported(line["step"], values.get("epoch"), values, times(values), own)
+
+
+def _values(path: Path) -> dict[str, Any]:
+    """The values of a file of JSON; none if it is missing, or damaged."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _checkpoints(path: Path) -> list[SavedStep]:
+    folder, found = CheckpointFolder(path), list[SavedStep]()
+    for step in folder.known_steps():
+        # Another process may remove it meanwhile, and it may be damaged.
+        with contextlib.suppress(OSError):
+            files = [file for file in Path(folder.at(step)).rglob("*") if file.is_file()]
+            time = datetime.fromtimestamp(max(file.stat().st_mtime for file in files))
+            metrics: Mapping[str, float] = {}
+            with contextlib.suppress(ValueError, TypeError):
+                metrics = folder.description(step).metrics
+            size = sum(file.stat().st_size for file in files)
+            found.append(SavedStep(step, size, time.astimezone(), metrics))
+    return found

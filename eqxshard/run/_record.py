@@ -1,0 +1,158 @@
+"""The record of a run, `run.json`: what it is, when it started and how it ended.
+
+It is written when a run starts, so that a run that is killed has one, too.
+"""
+
+import contextlib
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from ._folder import RunFolder
+from ._warnings import HeardWarnings
+
+_LOG = logging.getLogger(__name__)
+
+#: The packages whose versions matter most; the second line is for accelerators.
+_PACKAGES = ("jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain", "numpy")
+_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
+
+
+class RunRecord:
+    """Writes the record of a run, its warnings and its page; a context manager.
+
+    Only the process that calls `begin` writes anything. What cannot be written is logged,
+    and the run goes on.
+
+    **Arguments:**
+
+    - `folder`: the run's.
+    """
+
+    def __init__(self, folder: RunFolder):
+        self._folder = folder
+        self._facts: dict[str, Any] = {}
+        self._heard = HeardWarnings()
+
+    def __enter__(self) -> "RunRecord":
+        self._heard.start()
+        return self
+
+    def warn(self, text: str) -> None:
+        """Add a warning that was printed."""
+        self._heard.add("eqxshard", text)
+
+    def begin(self, facts: Mapping[str, Any], first: int) -> None:
+        """Write the record of a run that starts, or resumes, at a step."""
+        starts = _read(self._folder.record).get("starts", []) if first else []
+        start = {"time": _now(), "step": first}
+        self._facts = {**facts, "starts": [*starts, start], "ended": None}
+        self._write()
+        with _not_fatal(self._folder.warnings):
+            self._heard.write_to(self._folder.warnings, keep=bool(first))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._heard.stop()
+        if not self._facts:
+            return
+        why = "" if error is None else _in_a_line(error)
+        self._facts |= {"ended": {"time": _now(), "why": why}, "memory": _memory()}
+        self._write()
+        self._folder.write_page()
+
+    def _write(self) -> None:
+        with _not_fatal(self._folder.record):
+            # Settings may be of any type.
+            text = json.dumps(self._facts, indent=1, default=str) + "\n"
+            self._folder.path.mkdir(parents=True, exist_ok=True)
+            part = self._folder.record.with_name(f".{self._folder.record.name}.part")
+            part.write_text(text, encoding="utf-8")
+            os.replace(part, self._folder.record)
+
+
+def describe_devices(mesh: Mesh) -> dict[str, Any]:
+    """The mesh of a run, and the devices that it is made of, as values for JSON."""
+    devices = list(mesh.devices.flat)
+    return {
+        "mesh": {axis: size for axis, size in mesh.shape.items() if size > 1},
+        "devices": {
+            "kind": devices[0].device_kind,
+            "count": mesh.size,
+            "per_process": sum(
+                device.process_index == devices[0].process_index for device in devices
+            ),
+        },
+        "host": f"{platform.node()}, {platform.platform()}",
+        "command": shlex.join(sys.argv),
+    }
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python, of this library, and of the packages that it is built on."""
+    # Not by an import, as this module is a part of it.
+    ours = {"python": platform.python_version()}
+    ours |= {"eqxshard": sys.modules["eqxshard"].__version__}
+    for name in (*_PACKAGES, *_PLUGINS):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            ours[name] = importlib.metadata.version(name)
+    return ours
+
+
+@contextlib.contextmanager
+def _not_fatal(path: Path) -> Any:
+    """Log that a file could not be written, instead of ending the run."""
+    try:
+        yield
+    except OSError as error:
+        _LOG.error("%s cannot be written: %s. Training continues.", path, error)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The record of an earlier start; empty if there is none, or it is damaged."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _memory() -> dict[str, int] | None:
+    """The most bytes that were in use on a device of this process, if devices tell."""
+    found = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [each["peak_bytes_in_use"] for each in found if "peak_bytes_in_use" in each]
+    if not peaks:
+        return None
+    limits = [each["bytes_limit"] for each in found if "bytes_limit" in each]
+    return {"peak": max(peaks)} | ({"limit": min(limits)} if limits else {})
+
+
+def _in_a_line(error: BaseException) -> str:
+    """What ended a run, in words."""
+    if isinstance(error, KeyboardInterrupt):
+        return "SIGINT, such as by Ctrl-C"
+    if isinstance(error, SystemExit) and error.code == 143:
+        return "SIGTERM, such as by a scheduler"
+    said = " ".join(str(error).split())
+    name = type(error).__name__
+    return f"{name}: {said}"[:400] if said else name
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")

@@ -1,0 +1,218 @@
+import json
+import shutil
+
+import pytest
+from browser import assert_fits_without_errors, browser, open_page
+from page_parser import assert_loads_nothing, parse, rows
+from run_page_helpers import make_lines, make_plan, make_record, make_run
+
+from eqxshard.run import RunFolder
+from eqxshard.run._page import names_of, save_page
+from eqxshard.run._read_run import read_run
+
+_ = browser  # A fixture.
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "lenet"
+    lines = make_lines()
+    lines[3]["train/loss"] = None
+    return make_run(
+        path,
+        lines=lines,
+        record=make_record(),
+        warnings=["a table is left whole."],
+        plan=make_plan(),
+    )
+
+
+def page_of(folder):
+    save_page(folder)
+    return parse(folder.page.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def page(folder):
+    return page_of(folder)
+
+
+def cards(page):
+    return [x.attributes["id"] for x in page.find_all("section")]
+
+
+def tiles(page):
+    boxes = page.find("dl", class_="tiles").find_all("div")
+    return {x.find("dt").text: x.find("dd").text for x in boxes}
+
+
+def test_everything_of_a_run_is_there(page):
+    wanted = ["warnings", "curves", "ledger", "plan", "metrics", "evaluations", "mesh"]
+    assert cards(page) == [*wanted, "settings", "versions"]
+    assert page.find("h1").text == "Finished after 2,000 steps"
+    found = tiles(page)
+    assert found["Test accuracy"].startswith("0.9155")
+    assert found["Step"].startswith("0.13 s")
+    assert found["Images per second"].startswith("492.3")
+    assert found["Memory of a device"].startswith("61.00 GB")
+    assert page.find("section", id="warnings").find("li").text == (
+        "eqxshard: a table is left whole."
+    )
+    assert "python" in [x.text for x in page.find("section", id="versions").find_all("dt")]
+
+
+def test_the_ledger_is_that_of_the_log(page):
+    body = page.find("section", id="ledger").find("tbody")
+    found = [[c.text for c in row if c.tag in ("th", "td")] for row in body.find_all("tr")]
+    assert found[0] == ["device", "4 min 0 s", "65.0%"]
+    assert ["compile", "9.0 s", "2.4%"] in found
+    assert "callbacks" not in [row[0] for row in found]
+
+
+def test_metrics_have_their_ends_and_what_is_missing(page):
+    found = {cells[0].text: [x.text for x in cells[1:]] for cells in rows(page, "metrics")}
+    first, last, low, low_at, high, high_at, missing = found["eval/accuracy"]
+    assert (first, low, low_at) == ("0.4991", "0.4991", "200")
+    assert (last, high, high_at, missing) == ("0.9155", "0.9155", "2,000", "")
+    assert found["train/loss"][-1] == "1"
+    assert len(rows(page, "evaluations")) == 10
+
+
+def test_a_plan_is_beside_what_was_measured(page, tmp_path):
+    body = page.find("section", id="plan").find("tbody")
+    texts = [[x.text for x in row if x.tag in ("th", "td")] for row in body.find_all("tr")]
+    assert texts[0] == ["time of a step", "0.1 s", "0.13 s", "1.3"]
+    other = make_run(tmp_path / "a", record=make_record(), plan={"what": "another"})
+    assert "is not a plan" in page_of(other).find("section", id="plan").find("p").text
+
+
+def test_a_run_that_is_killed_has_a_page(folder, tmp_path):
+    """Its last line is cut off, and nobody wrote how it ended."""
+    copy = RunFolder(shutil.copytree(folder.path, tmp_path / "killed"))
+    whole = make_lines(10)
+    text = "".join(json.dumps(line) + "\n" for line in whole)
+    copy.metrics.write_text(text[:-30])
+    copy.record.write_text(json.dumps(make_record(ended=None, memory=None)))
+    found = page_of(copy)
+    assert found.find("h1").text.startswith("At step 450 of 2,000 on ")
+    ended = {"time": "2026-03-01T10:06:00+00:00", "why": "SystemExit: 143"}
+    copy.record.write_text(json.dumps(make_record(ended=ended)))
+    assert page_of(copy).find("h1").text == "Stopped at step 450 of 2,000: SystemExit: 143"
+
+
+def test_a_run_by_hand_has_only_its_log(tmp_path):
+    found = page_of(make_run(tmp_path / "mine"))
+    assert found.find("h1").text.startswith("At step 2,000 on ")
+    assert cards(found) == ["curves", "ledger", "metrics", "evaluations"]
+
+
+def test_a_run_without_a_report_has_a_page(tmp_path):
+    folder = make_run(tmp_path / "new", record=make_record(ended=None))
+    folder.metrics.unlink()
+    assert page_of(folder).find("section", id="curves").find("p").text == (
+        "Nothing is logged yet."
+    )
+
+
+def test_a_crash_dump_names_the_command(folder, tmp_path):
+    copy = RunFolder(shutil.copytree(folder.path, tmp_path / "crashed"))
+    (copy.checkpoints / "crash_dump").mkdir(parents=True)
+    code = page_of(copy).find("section", id="warnings").find("code").text
+    assert code == f"python -m eqxshard.replay {copy.checkpoints / 'crash_dump'}"
+
+
+def test_everything_is_escaped(tmp_path):
+    bad = "</script><b>&\"'"
+    lines = make_lines(4)
+    for line in lines:
+        line[f"train/{bad}"] = 1.0
+    record = make_record(
+        title=bad,
+        unit=bad,
+        mesh={bad: 8},
+        command=bad,
+        settings={bad: bad},
+        versions={bad: bad},
+        host=bad,
+        devices={"kind": bad, "count": 8, "per_process": 8},
+        ended={"time": "2026-03-01T10:06:00+00:00", "why": bad},
+    )
+    folder = make_run(tmp_path / "bad", lines=lines, record=record, warnings=[bad])
+    found = page_of(folder)
+    text = folder.page.read_text()
+    assert text.count("</script>") == 2 and "<b>" not in text
+    assert found.find("title").text == bad
+    assert bad in [x.text for x in found.find_all("figcaption")]
+    assert json.loads(found.find("script", id="curves-data").text)
+
+
+def test_it_loads_nothing_and_is_small(page, folder):
+    assert_loads_nothing(page)
+    assert folder.page.stat().st_size < 100_000
+
+
+def test_it_can_be_read_by_ear_and_used_by_keyboard(page):
+    assert next(x.tag for x in page if x.tag in ("h1", "h2", "h3")) == "h1"
+    for frame in page.find_all("div", class_="frame"):
+        assert frame.attributes["tabindex"] == "0"
+        assert frame.attributes["aria-label"]
+    assert all("caption" in [x.tag for x in table] for table in page.find_all("table"))
+    ids = [x.attributes["id"] for x in page if "id" in x.attributes]
+    assert len(ids) == len({*ids})
+
+
+def test_names_are_short_and_unlike(tmp_path):
+    paths = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
+    runs = [read_run(make_run(path)) for path in paths]
+    assert names_of(runs) == ["a/run", "b/run"]
+    assert names_of(runs[:1]) == ["run"]
+    with pytest.raises(ValueError, match="two of the folders are the same; give each"):
+        names_of([runs[0], runs[0]])
+
+
+RANGE = """
+return [...document.querySelectorAll(".chart")[0].querySelectorAll(".x")].map(
+  (x) => x.textContent)
+"""
+TIP = "return document.querySelector('.tip')?.innerText ?? ''"
+SAID = "return document.querySelector('[aria-live]').textContent"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 400])
+def test_in_a_browser(browser, page, folder, width):
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    open_page(browser, folder.page, width)
+    frame = browser.find_element("css selector", ".frame")
+    everything = browser.execute_script(RANGE)
+    assert everything[-1] == "2000"
+    # By keyboard: the last point, the one before, its neighbourhood, all.
+    frame.send_keys(Keys.END)
+    assert browser.execute_script(TIP).startswith("step 2,000, epoch 10, 6.15 min")
+    assert "train\n0.2888" in browser.execute_script(TIP)
+    frame.send_keys(Keys.ARROW_LEFT)
+    assert browser.execute_script(SAID).startswith("step 1,950, epoch 9.75")
+    frame.send_keys("++")
+    zoomed = browser.execute_script(RANGE)
+    assert zoomed != everything and all(int(tick) > 1000 for tick in zoomed)
+    assert browser.execute_script(TIP).startswith("step 1,950")
+    frame.send_keys("-")
+    assert browser.execute_script(RANGE) != zoomed
+    frame.send_keys(Keys.ESCAPE)
+    assert browser.execute_script(RANGE) == everything
+    # By pointer: all charts zoom together.
+    plot = browser.find_element("css selector", ".plot")
+    size = plot.size["width"]
+    drag = ActionChains(browser).move_to_element_with_offset(plot, -size // 4, 0)
+    drag.click_and_hold().move_by_offset(size // 4, 0).release().perform()
+    ticks = [int(tick) for tick in browser.execute_script(RANGE)]
+    assert ticks and min(ticks) >= 500 and max(ticks) <= 1100
+    assert_fits_without_errors(browser)
+    browser.find_element("css selector", "button[data-do=reset]").click()
+    assert browser.execute_script(RANGE) == everything
+    browser.find_element("id", "curves-over").send_keys("epochs")
+    assert browser.execute_script(RANGE)[-1] == "10"
+    browser.find_element("id", "curves-log").click()
+    assert_fits_without_errors(browser)

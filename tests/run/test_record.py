@@ -1,0 +1,87 @@
+import json
+import warnings
+
+import jax
+import pytest
+
+import eqxshard
+from eqxshard.run import RunFolder
+from eqxshard.run._record import RunRecord, describe_devices, versions
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return RunFolder(tmp_path / "run")
+
+
+def read(folder):
+    return json.loads(folder.record.read_text())
+
+
+def test_a_run_is_recorded_when_it_starts_and_ends(folder):
+    with RunRecord(folder) as record:
+        record.begin({"title": "small", "steps": 3, "settings": {"path": folder.path}}, 0)
+        found = read(folder)
+        assert (found["title"], found["ended"]) == ("small", None)
+        assert found["settings"] == {"path": str(folder.path)}
+    found = read(folder)
+    assert found["ended"]["why"] == "" and found["memory"] is None
+    assert [start["step"] for start in found["starts"]] == [0]
+    assert folder.page.read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    "error, why",
+    [
+        (ValueError("a\n long  name"), "ValueError: a long name"),
+        (KeyError(), "KeyError"),
+        (KeyboardInterrupt(), "SIGINT, such as by Ctrl-C"),
+        (SystemExit(143), "SIGTERM, such as by a scheduler"),
+        (SystemExit(3), "SystemExit: 3"),
+    ],
+)
+def test_what_ends_a_run_is_recorded(folder, error, why):
+    with pytest.raises(type(error)), RunRecord(folder) as record:
+        record.begin({}, 0)
+        raise error
+    assert read(folder)["ended"]["why"] == why
+
+
+def test_a_resumed_run_keeps_its_starts_and_warnings(folder):
+    for first, text in ((0, "one"), (4, "two"), (0, "three")):
+        with RunRecord(folder) as record:
+            record.warn(text)
+            record.begin({}, first)
+        if first:
+            assert [start["step"] for start in read(folder)["starts"]] == [0, 4]
+            assert folder.warnings.read_text().count("\n") == 2
+    assert [start["step"] for start in read(folder)["starts"]] == [0]
+    assert "three" in folder.warnings.read_text()
+    assert folder.warnings.read_text().count("\n") == 1
+
+
+def test_a_run_that_does_not_begin_writes_nothing(folder):
+    with pytest.raises(ValueError), RunRecord(folder), warnings.catch_warnings():
+        raise ValueError
+    assert not folder.path.exists()
+
+
+def test_what_cannot_be_written_is_logged(folder, caplog):
+    folder.record.mkdir(parents=True)
+    folder.page.mkdir()
+    with RunRecord(folder) as record:
+        record.begin({}, 0)
+    said = [each.getMessage() for each in caplog.records]
+    # Of the record twice: at the start and at the end.
+    assert [text.partition(" cannot be written")[0] for text in said] == [
+        *(str(folder.record), str(folder.record), str(folder.page))
+    ]
+    assert all(text.endswith("Training continues.") for text in said)
+
+
+def test_devices_and_versions():
+    found = describe_devices(eqxshard.make_mesh(data=2, fsdp=4))
+    assert found["mesh"] == {"data": 2, "fsdp": 4}
+    assert found["devices"] == {"kind": "cpu", "count": 8, "per_process": 8}
+    assert versions()["jax"] == jax.__version__
+    assert list(versions())[:2] == ["python", "eqxshard"]
