@@ -1,8 +1,9 @@
-"""`python -m eqxshard COMMAND`: plans, and pages of runs.
+"""`python -m eqxshard COMMAND`: plans, pages of runs, and what is wrong with a machine.
 
 `plan` and `search` take a script of [`eqxshard.train`][], which is planned instead of run;
 see [`eqxshard.plan`][] and [`eqxshard.plan_search`][]. `page` and `compare` make pages of
-run folders.
+run folders. `doctor` works where JAX cannot even be imported, so this module imports
+neither JAX nor the rooms that do.
 """
 
 import argparse
@@ -13,6 +14,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+
+from .debug._doctor._report import doctor
 
 
 class _Parser(argparse.ArgumentParser):
@@ -27,7 +30,7 @@ def main(args: Sequence[str] | None = None) -> int:
     """The command."""
     parser = _Parser(
         prog="python -m eqxshard",
-        description="Plan runs, and look at runs.",
+        description="Plan runs, look at runs, and find what is wrong with a machine.",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -35,10 +38,13 @@ def main(args: Sequence[str] | None = None) -> int:
     _add_search(commands)
     _add_page(commands)
     _add_compare(commands)
+    _add_doctor(commands)
     options, others = parser.parse_known_args(args)
     if others and not options.has_script:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
+        if options.run is doctor:
+            return doctor()
         _run(options, others)
     except KeyboardInterrupt:
         print("stopped.", file=sys.stderr)
@@ -143,6 +149,18 @@ def _add_compare(commands: Any) -> None:
         default="compare.html",
         help="the page (default: compare.html)",
     )
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        allow_abbrev=False,
+        help="what is wrong with this machine, and what mends it",
+        description="Print versions, devices, links, folders and limits of this machine, "
+        "what is wrong with them, and the command that mends it. The exit status is 1 if "
+        "something is wrong.",
+    )
+    parser.set_defaults(run=doctor, has_script=False)
 
 
 def _add_script(parser: argparse.ArgumentParser) -> None:

@@ -11,6 +11,7 @@ from run_helpers import ROOT, SCRIPT, assert_refused, environment
 from run_page_helpers import make_record, make_run
 
 from eqxshard.__main__ import main
+from eqxshard.debug._doctor._facts import Facts
 
 REGRESSION = ROOT / "recipes" / "regression.py"
 
@@ -168,6 +169,15 @@ def test_pages_of_runs_are_written(command, tmp_path):
     )
     words = ("compare", "one", "two", "--output=out/page.html")
     assert_refused(command(*words), "there is no folder out; make it first.")
+
+
+def test_the_doctor_says_whether_something_is_wrong(command, monkeypatch):
+    facts = Facts(python="3.9.1")
+    monkeypatch.setattr("eqxshard.debug._doctor._report.gather", lambda: facts)
+    status, out, err = command("doctor")
+    assert (status, err) == (1, "") and "Python 3.9.1 is older than 3.11" in out
+    monkeypatch.setattr("eqxshard.debug._doctor._report.gather", Facts)
+    assert command("doctor")[0] == 0
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ RANKS = [
 ]
 #: Rooms and modules aside, and the rooms that they may import from.
 ASIDE = {
-    "__main__": {"planning", "run"},
+    "__main__": {"debug", "planning", "run"},
     "callbacks": {"loop"},
     "nn": {"sharding", "transforms", "parallel"},
     "parallel": {"sharding", "transforms"},
@@ -224,7 +224,7 @@ def re_exported(front):
 FRONTS = sorted(PACKAGE.rglob("__init__.py"))
 #: Their public names are those of `eqxshard`.
 PRIVATE_ROOMS = ("checkpoint", "compiled", "debug", "inspect", "loop", "planning")
-PRIVATE_ROOMS += ("sharding", "training", "transforms", "_fashion_mnist")
+PRIVATE_ROOMS += ("sharding", "training", "transforms", "_fashion_mnist", "_doctor")
 
 
 @pytest.mark.parametrize("front", FRONTS, ids=lambda file: file.parent.name)

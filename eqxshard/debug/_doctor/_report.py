@@ -1,0 +1,123 @@
+"""The report of the doctor: facts, then what is wrong and what mends it."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from . import _check_devices, _check_machine, _check_versions
+from ._facts import Facts, Finding
+from ._gather import gather
+
+CHECKS = (
+    _check_versions.check_python,
+    _check_versions.check_packages,
+    _check_versions.check_jaxlib,
+    _check_versions.check_plugins,
+    _check_versions.check_stray_client,
+    _check_devices.check_start,
+    _check_devices.check_gpus,
+    _check_devices.check_visible,
+    _check_devices.check_platforms,
+    _check_devices.check_flags,
+    _check_devices.check_simulated,
+    _check_devices.check_count,
+    _check_devices.check_links,
+    _check_machine.check_folders,
+    _check_machine.check_disks,
+    _check_machine.check_shared_memory,
+    _check_machine.check_memory,
+    _check_machine.check_cores,
+    _check_machine.check_hostname,
+    _check_machine.check_processes,
+    _check_machine.check_slurm,
+)
+
+
+def doctor() -> int:
+    """Print the report of this machine; return 1 if something is wrong, else 0."""
+    facts = gather()
+    findings = find(facts)
+    print(describe(facts, findings))
+    return int(any(finding.is_wrong for finding in findings))
+
+
+def find(facts: Facts) -> list[Finding]:
+    """What all checks find."""
+    return [finding for check in CHECKS for finding in check(facts)]
+
+
+def describe(facts: Facts, findings: Sequence[Finding]) -> str:
+    """The report, as text that can be pasted into an issue."""
+    wrong = [finding for finding in findings if finding.is_wrong]
+    others = [finding for finding in findings if not finding.is_wrong]
+    parts = [
+        "\n".join(_lines(facts)),
+        "\n".join(_listed("What is wrong", wrong)) if wrong else "Nothing is wrong.",
+    ]
+    if others:
+        parts.append("\n".join(_listed("Worth knowing", others)))
+    # A home folder has somebody's name in it.
+    home = str(Path.home())
+    text = "\n\n".join(parts)
+    return text.replace(home + os.sep, "~" + os.sep) if len(home) > 1 else text
+
+
+def _listed(title: str, findings: Sequence[Finding]) -> Iterator[str]:
+    yield f"{title}:"
+    for number, finding in enumerate(findings, 1):
+        yield f"{number}. {finding.sentence}"
+        yield f"     {finding.command}"
+
+
+def _lines(facts: Facts) -> Iterator[str]:
+    yield "versions"
+    versions = {"python": facts.python} | dict(facts.packages)
+    yield from _table({**versions, "system": facts.system})
+    yield "devices"
+    yield from _table(_device_lines(facts))
+    if facts.links:
+        yield "links"
+        yield from ("  " + line for line in facts.links.rstrip().splitlines())
+    yield "machine"
+    yield from _table(_machine_lines(facts))
+    if facts.environment:
+        yield "environment"
+        yield from _table(facts.environment)
+
+
+def _table(rows: Mapping[str, str]) -> Iterator[str]:
+    width = max(map(len, rows), default=0)
+    yield from (f"  {name:<{width}}  {value}" for name, value in rows.items())
+
+
+def _device_lines(facts: Facts) -> dict[str, str]:
+    found = {"jax": "nothing: " + (facts.failure or "it hangs")}
+    if facts.devices is not None:
+        kinds = ", ".join(f"{n} x {kind}" for kind, n in facts.devices.kinds.items())
+        found = {"jax": f"{kinds} ({facts.devices.platform})"}
+    found["nvidia driver"] = facts.driver or "none"
+    if facts.gpus:
+        found["nvidia-smi"] = ", ".join(facts.gpus)
+    return found
+
+
+def _machine_lines(facts: Facts) -> dict[str, str]:
+    cores = f"{facts.usable_cores} of {facts.cores}"
+    if facts.quota is not None:
+        cores += f", of which {facts.quota:g} may be busy"
+    found = {"cores": cores}
+    if facts.memory is not None and facts.memory_free is not None:
+        found["memory"] = f"{_gb(facts.memory_free)} free of {_gb(facts.memory)}"
+    for disk in facts.disks:
+        found[disk.name] = f"{_gb(disk.free)} free of {_gb(disk.total)} ({disk.path})"
+    for folder in facts.folders:
+        if folder.name != "current":
+            size = "" if folder.nbytes is None else f", {_gb(folder.nbytes)}"
+            there = size if folder.exists else ", not made yet"
+            found[folder.name] = f"{folder.path}{there}"
+    found["host"] = facts.hostname + ("" if facts.resolves else " (has no address)")
+    return found
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"
