@@ -64,7 +64,7 @@ TESTED_ELSEWHERE = {
     "trackers/_values.py": "trackers/test_jsonl.py and test_tensorboard.py",
     "training/_compiled_step.py": "training/test_train_step.py, which compiles steps",
     "training/_gather.py": "training/test_scan_layers.py and test_train_step.py",
-    "training/_jaxprs.py": "training/test_compile.py and test_lookups.py",
+    "training/_jaxprs.py": "training/test_convolutions.py and test_lookups.py",
 }
 
 LONGEST_FILE, LONGEST_FUNCTION, LONGEST_CLASS = 400, 80, 290

@@ -1,33 +1,24 @@
-"""`jit_on`: `jax.jit`, with checks that raise, and with fast convolutions on CPUs.
-
-The speed of a convolution on CPUs (JAX 0.10 to 0.12) depends on two things that do not
-change its result:
-
-- By default XLA hands it to YNNPACK, which takes five times as long as XLA's own kernel
-  for the gradient of a weight.
-- XLA's own kernel takes dims in one order only. XLA transposes others into that order, but
-  not in loops: there, any other order runs as a plain loop, ten times slower. JAX
-  differentiates into other orders, and `equinox.nn.Conv` starts with another.
-"""
+"""`jit_on`: `jax.jit`, with checks that raise, and with fast convolutions on CPUs."""
 
 import functools as ft
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
 
 from ..compiled._stderr import read_stderr
 from ..sharding._mesh import is_on_cpus
 from ..transforms._compiles import THREAD, Watch
 from ._checks import Checks, collect_checks
+from ._convolutions import fast_convolutions
 from ._extra import any_donated
-from ._jaxprs import call_equation, is_jaxpr, map_jaxpr
+from ._jaxprs import map_jaxpr
 
-#: XLA's default without convolutions.
+#: XLA's default without convolutions: YNNPACK, which XLA (JAX 0.10 to 0.12) hands them to,
+#: takes five times as long as XLA's own kernel for the gradient of a weight.
 _CPU_OPTIONS = {
     "xla_cpu_experimental_ynn_fusion_type": ",".join(
         f"LIBRARY_FUSION_TYPE_{kind}" for kind in ("DOT", "INDIVIDUAL_DOT", "REDUCE")
@@ -62,12 +53,12 @@ def jit_on(
     def checked(*args: Any) -> tuple[Any, Checks | None]:
         # Under jax_debug_nans, JAX calls this again with the arrays of a call that met nan,
         # to find the operation, and segfaults on those that were donated.
-        leaves = [x for x in jax.tree.leaves(args) if not isinstance(x, jax.core.Tracer)]
+        leaves = [x for x in jax.tree.leaves(args) if not isinstance(x, Tracer)]
         if any_donated(leaves):
             raise FloatingPointError(_DEBUG_NANS_LATE)
         jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
         if on_cpu:
-            jaxpr = map_jaxpr(_order_convolutions, jaxpr)
+            jaxpr = map_jaxpr(fast_convolutions, jaxpr)
         jaxpr, callbacks = collect_checks(jaxpr)
         flat = core.jaxpr_as_fun(jaxpr)(*jax.tree.leaves(args))
         checks = Checks(flat.pop(), callbacks) if callbacks else None
@@ -149,43 +140,3 @@ class Jitted:
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """As that of `jax.jit`."""
         return self._jitted.lower(*args)
-
-
-def _order_convolutions(jaxpr: Any) -> Any:
-    """Rewrite the convolutions of a jaxpr in the dim order of XLA's kernel."""
-    return jaxpr.replace(eqns=[*map(_rewrite_equation, jaxpr.eqns)])
-
-
-def _rewrite_equation(eqn: Any) -> Any:
-    if eqn.primitive is jax.lax.conv_general_dilated_p:
-        return call_equation(ft.partial(_convolution, **eqn.params), eqn)
-    # Per-device code has types of its own, which say along which axes values vary.
-    if eqn.primitive.name == "shard_map":
-        return eqn
-    params = {name: _rewrite_inside(part) for name, part in eqn.params.items()}
-    return eqn.replace(params=params)
-
-
-def _rewrite_inside(part: Any) -> Any:
-    if is_jaxpr(part):
-        return map_jaxpr(_order_convolutions, part)
-    if isinstance(part, tuple) and part and is_jaxpr(part[0]):  # Branches of a condition.
-        return tuple(map(_rewrite_inside, part))
-    return part
-
-
-def _convolution(lhs: Array, rhs: Array, *, dimension_numbers: Any, **params: Any) -> Array:
-    """A convolution of (batch, ..., in) with (..., in, out) to (batch, ..., out)."""
-    lhs_spec, rhs_spec, out_spec = dimension_numbers
-    last = lhs.ndim - 1
-    batch_first = (0, last, *range(1, last))
-    out = jax.lax.conv_general_dilated_p.bind(
-        jnp.transpose(lhs, (lhs_spec[0], *lhs_spec[2:], lhs_spec[1])),
-        jnp.transpose(rhs, (*rhs_spec[2:], rhs_spec[1], rhs_spec[0])),
-        dimension_numbers=jax.lax.ConvDimensionNumbers(
-            batch_first, (last, last - 1, *range(last - 1)), batch_first
-        ),
-        **params,
-    )
-    order = (out_spec[0], *out_spec[2:], out_spec[1])
-    return jnp.transpose(out, [order.index(dim) for dim in range(lhs.ndim)])
