@@ -20,6 +20,8 @@ from .inspect._explanation import Explanation as Explanation
 from .inspect._explanation import Leaf as Leaf
 from .inspect._lint import Findings as Findings
 from .inspect._lint import lint as lint
+from .inspect._pictures import Picture as Picture
+from .inspect._pictures import draw as draw
 from .loop._evaluate import evaluate as evaluate
 from .loop._fit import fit as fit
 from .loop._predict import predict as predict

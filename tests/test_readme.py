@@ -4,7 +4,8 @@ The Python blocks of a page are one program, in order. A `text` block right afte
 its output, in which `...` stands for anything and `/runs` for the working folder. A Python
 block with a title is a file of its own; a page with files has commands that run them, all
 in one folder. Recipes run shortened, with the flags of `SHORT`. A block under
-`<!-- not run -->` is only read.
+`<!-- not run -->` is only read. The pictures that a program draws are those in
+`docs/pictures`, which the site shows below the code.
 """
 
 import ast
@@ -25,6 +26,7 @@ import pytest
 import eqxshard
 
 ROOT = Path(__file__).parent.parent
+PICTURES = ROOT / "docs" / "pictures"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 #: Flags that make a recipe take seconds; `{}` is a folder to write to.
@@ -42,6 +44,8 @@ _BLOCK = re.compile(
     r'(?: title="(?P<title>[\w.]+)")?[^\n]*\n(?P<text>.*?)^(?P=indent)```$',
     re.MULTILINE | re.DOTALL,
 )
+#: The file of a picture that a program draws.
+_PICTURE = re.compile(r"^eqxshard\.draw\(.*\)\.save\(\"([\w-]+\.html)\"\)$", re.MULTILINE)
 _OUTPUT = re.compile(r"\s*^ *```text\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 
@@ -189,6 +193,14 @@ def test_the_python_of_a_page_runs_and_prints_what_it_shows(page, tmp_path):
             # The end of each fit, of which the pages speak once.
             printed = re.sub(r"^goodput \d+ % of .*\n", "", printed, flags=re.MULTILINE)
         assert prints(block, printed), f"{page.name}:{block.line} prints\n{printed}"
+        for name in _PICTURE.findall(block.text):
+            drawn, shown = tmp_path / name, PICTURES / name
+            assert drawn.read_text() == shown.read_text(), f"copy {drawn} to {shown}"
+
+
+def test_every_picture_is_drawn_by_one_page():
+    drawn = [name for page in PAGES for name in _PICTURE.findall(page.read_text())]
+    assert sorted(drawn) == sorted(path.name for path in PICTURES.iterdir())
 
 
 def test_a_wrong_output_is_noticed(tmp_path):

@@ -40,10 +40,14 @@ class _Block(NamedTuple):
     top: int
     width: int
     height: int
-    label: str
+    devices: list[int]
+
+    @property
+    def label(self) -> str:
+        return format_devices(self.devices)
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
     """A rectangle of blocks.
 
     - `rows`, `columns`: the dims along its two sides. If more than two dims are split,
@@ -66,7 +70,7 @@ def draw_panels(panels: Sequence[Panel], title: str, footnote: str) -> "Figure":
         raise ImportError(
             "draw needs Matplotlib; install it with `pip install 'eqxshard[recipes]'`."
         ) from error
-    layouts = [_lay_out(panel.shape, panel.sharding) for panel in panels]
+    layouts = [lay_out(panel.shape, panel.sharding) for panel in panels]
     width = max([3.0, *map(_least_width, layouts)])
     heights = [_least_height(layout, width) for layout in layouts]
     columns = max(1, min(len(panels), 4, int(15 / width)))
@@ -85,7 +89,7 @@ def draw_panels(panels: Sequence[Panel], title: str, footnote: str) -> "Figure":
     return figure
 
 
-def _numbers(devices: Sequence[int]) -> str:
+def format_devices(devices: Sequence[int]) -> str:
     """Numbers in a few characters: `0-3`, `0,2,4,6`."""
     runs: list[list[int]] = []
     for number in sorted(devices):
@@ -101,7 +105,7 @@ def _numbers(devices: Sequence[int]) -> str:
     return ",".join(words)
 
 
-def _lay_out(shape: tuple[int, ...], sharding: NamedSharding) -> _Layout:
+def lay_out(shape: tuple[int, ...], sharding: NamedSharding) -> Layout:
     holders: dict[tuple[tuple[int, int], ...], list[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         ends = [part.indices(size) for part, size in zip(index, shape, strict=True)]
@@ -126,17 +130,17 @@ def _lay_out(shape: tuple[int, ...], sharding: NamedSharding) -> _Layout:
     blocks = []
     for where, devices in holders.items():
         (left, width), (top, height) = along(columns, where), along(rows, where)
-        blocks.append(_Block(left, top, width, height, _numbers(devices)))
-    return _Layout(rows, columns, cuts, sorted(blocks, key=lambda b: (b.top, b.left)))
+        blocks.append(_Block(left, top, width, height, devices))
+    return Layout(rows, columns, cuts, sorted(blocks, key=lambda b: (b.top, b.left)))
 
 
-def _least_width(layout: _Layout) -> float:
+def _least_width(layout: Layout) -> float:
     """The width of a panel whose blocks fit the longest word of a label, in inches."""
     words = [word for block in layout.blocks for word in _words(block.label).split()]
     return _parts(layout, layout.columns) * _inches(max(map(len, words)), _WIDTH)
 
 
-def _least_height(layout: _Layout, width: float) -> float:
+def _least_height(layout: Layout, width: float) -> float:
     """The height of a panel of this width whose blocks fit their labels, in inches."""
     room = width / _parts(layout, layout.columns)
     lines = max(len(_lines(block.label, room, _FONT_SIZES[-1])) for block in layout.blocks)
@@ -144,7 +148,7 @@ def _least_height(layout: _Layout, width: float) -> float:
     return max(least, _parts(layout, layout.rows) * _inches(lines, _HEIGHT))
 
 
-def _parts(layout: _Layout, side: tuple[int, ...]) -> int:
+def _parts(layout: Layout, side: tuple[int, ...]) -> int:
     return math.prod(layout.cuts[dim] for dim in side)
 
 
@@ -165,7 +169,7 @@ def _lines(label: str, room: float, points: int) -> list[str]:
     return [line.replace(", ", ",") for line in lines]
 
 
-def _font_size(layout: _Layout, width: float, height: float) -> int:
+def _font_size(layout: Layout, width: float, height: float) -> int:
     """The largest font size in which every label fits its block."""
     width /= _parts(layout, layout.columns)
     height /= _parts(layout, layout.rows)
@@ -184,7 +188,7 @@ def _font_size(layout: _Layout, width: float, height: float) -> int:
     return _FONT_SIZES[-1]
 
 
-def _draw(axes: "Axes", panel: Panel, layout: _Layout, width: float, height: float) -> None:
+def _draw(axes: "Axes", panel: Panel, layout: Layout, width: float, height: float) -> None:
     blocks, last = layout.blocks, layout.blocks[-1]
     right, bottom = last.left + last.width, last.top + last.height
     points = _font_size(layout, width, height)
@@ -215,8 +219,8 @@ def _draw(axes: "Axes", panel: Panel, layout: _Layout, width: float, height: flo
         # A strip, aligned with the top of its neighbours.
         axes.set_box_aspect(height / width)
         axes.set_anchor("N")
-    axes.set_xlabel(_wrap(_side(layout.columns, panel), width, 8), fontsize=8)
-    axes.set_ylabel(_wrap(_side(layout.rows, panel), height, 8), fontsize=8)
+    axes.set_xlabel(_wrap(format_side(layout.columns, panel), width, 8), fontsize=8)
+    axes.set_ylabel(_wrap(format_side(layout.rows, panel), height, 8), fontsize=8)
     axes.set_xticks(_ticks(layout.columns, layout, right, 5))
     axes.set_yticks(_ticks(layout.rows, layout, bottom, 9))
     axes.tick_params(labelsize=7, length=2, color="#999999")
@@ -247,7 +251,7 @@ def _wrap(text: str, width: float, points: int) -> str:
     return "\n".join(textwrap.wrap(text, int(width / (_WIDTH * points))))
 
 
-def _side(dims: tuple[int, ...], panel: Panel) -> str:
+def format_side(dims: tuple[int, ...], panel: Panel) -> str:
     """The label of a side."""
     labels = []
     for dim in dims:
@@ -258,7 +262,7 @@ def _side(dims: tuple[int, ...], panel: Panel) -> str:
     return ", ".join(labels)
 
 
-def _ticks(side: tuple[int, ...], layout: _Layout, length: int, most: int) -> list[int]:
+def _ticks(side: tuple[int, ...], layout: Layout, length: int, most: int) -> list[int]:
     """The elements where blocks begin. With several dims there is no single number."""
     if len(side) != 1:
         return []

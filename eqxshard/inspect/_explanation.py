@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -178,6 +179,13 @@ class Explanation:
 
     def __str__(self) -> str:
         return render(self) + "\n"
+
+    def _repr_html_(self) -> str:
+        from ._pictures import draw_panels
+
+        panels = [self._panel(leaf, leaf.path, leaf.spec) for leaf in self.leaves]
+        table = f'<pre style="line-height:1.2">{escape(str(self))}</pre>'
+        return f"{table}\n{draw_panels(panels)._repr_html_()}" if panels else table
 
     def _table(self) -> Any:
         from rich.table import Table

@@ -1,0 +1,278 @@
+"""`draw`: meshes and arrays as pictures for notebooks and pages."""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import PyTree
+
+from ..sharding._leaves import array_leaves
+from ..sharding._mesh import describe_mesh
+from ..sharding._spec import check_axis, format_spec
+from ._diagram import Panel, format_devices, format_side, lay_out
+from ._explanation import format_shape
+
+#: Of devices, in turn: the hues of Okabe and Ito, which colour-blind readers can tell
+#: apart, light enough for black labels.
+_COLOURS = ("#56b4e9", "#e69f00", "#3cbf9b", "#f0e442")
+_COLOURS += ("#92a8e8", "#f08a5d", "#dda0c8", "#bfbfbf")
+#: Panels of a picture; it says how many there are besides.
+_MOST = 12
+#: In pixels: a line of text, a letter, a bold one.
+_LINE, _LETTER, _BOLD = 15, 6.3, 6.9
+#: In pixels: a device of a mesh, and the sides of an array.
+_CELL, _WIDTH, _HEIGHT = 34, 150, 96
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    """One panel: SVG elements, and the size that they need."""
+
+    width: int | float
+    height: int | float
+    label: str
+    elements: list[str]
+
+
+@dataclass(frozen=True, repr=False)
+class Picture:
+    """A picture of a mesh or of arrays, from [`eqxshard.draw`][].
+
+    Notebooks show it. Text and lines have the colour of the text around the picture, so it
+    suits light and dark pages.
+    """
+
+    _panels: tuple[_Drawing, ...]
+    _note: str
+
+    def save(self, file: str | Path) -> None:
+        """Write the picture.
+
+        **Arguments:**
+
+        - `file`: one image if its name ends with `.svg`; if it ends with `.html`, a part of
+            a page, whose panels wrap to the page's width.
+
+        **Raises:**
+
+        `ValueError` for any other name.
+        """
+        file = Path(file)
+        if file.suffix not in (".svg", ".html"):
+            raise ValueError(
+                f"a picture cannot be saved as {file.name!r}; give a name that ends with "
+                ".svg or .html."
+            )
+        file.write_text(self._svg() if file.suffix == ".svg" else self._repr_html_())
+
+    def _repr_html_(self) -> str:
+        panels = "\n".join(map(_element, self._panels))
+        note = f"\n<p>{escape(self._note)}</p>" if self._note else ""
+        style = "display:flex;flex-wrap:wrap;gap:16px 28px;align-items:flex-start"
+        return f'<div class="eqxshard" style="{style}">\n{panels}{note}\n</div>\n'
+
+    def _svg(self) -> str:
+        """One image: as many panels in a row as four average ones."""
+        row = 4 * (sum(panel.width for panel in self._panels) / len(self._panels) + 28)
+        x = y = height = width = 0.0
+        parts = []
+        for panel in self._panels:
+            if x and x + panel.width > row:
+                x, y, height = 0.0, y + height + 16, 0.0
+            parts.append(_element(panel, f' x="{x:g}" y="{y:g}"'))
+            width, height = max(width, x + panel.width), max(height, panel.height)
+            x += panel.width + 28
+        if self._note:
+            parts.append(_text(0, y + height + _LINE, self._note))
+            height += 2 * _LINE
+        whole = _Drawing(width, y + height, "", parts)
+        return _element(whole) + "\n"
+
+
+def draw(thing: Mesh | PyTree, *, along: Sequence[str] = ()) -> Picture:
+    """Draw a mesh, or which device holds which block of arrays.
+
+    Each device has a colour and its number. A block of an array that several devices hold
+    has the colours of all of them.
+
+    **Arguments:**
+
+    - `thing`: a mesh; or an array or a PyTree of arrays that are on a mesh, such as a batch
+        or `state.model`, of which the twelve largest are drawn. Arrays may be
+        `jax.ShapeDtypeStruct`s with a sharding.
+    - `along`: for a mesh, axes of it: devices that communicate along these axes get the
+        same colour.
+
+    **Returns:**
+
+    An [`eqxshard.Picture`][]: the last line of a notebook's cell shows it.
+
+    **Raises:**
+
+    `TypeError` if an array is not on a mesh; `ValueError` if there are no arrays, or
+    `along` names an axis that the mesh does not have, or is given for arrays.
+
+    !!! Example
+
+        ```python
+        mesh = eqxshard.make_mesh(data=2, fsdp=4)
+        eqxshard.draw(mesh).save("mesh.svg")
+        ```
+    """
+    if isinstance(thing, Mesh):
+        for axis in along:
+            check_axis(axis, thing, "along")
+        panels = [*_mesh_panels(thing, along)]
+        return _picture(panels[:_MOST], "parts of the mesh", len(panels))
+    if along:
+        raise ValueError("along is for meshes; leave it out to draw arrays.")
+    panels = [_array_panel(path, leaf) for path, leaf in array_leaves(thing)]
+    if not panels:
+        raise ValueError("draw: there are no arrays; give it a mesh, a model or a batch.")
+    return draw_panels(panels)
+
+
+def draw_panels(panels: Sequence[Panel]) -> Picture:
+    """Draw the twelve largest of some arrays."""
+    largest = sorted(panels, key=lambda panel: -math.prod(panel.shape))[:_MOST]
+    shown = [_draw_array(panel) for panel in panels if panel in largest]
+    return _picture(shown, "arrays", len(panels))
+
+
+def _array_panel(path: str, leaf: Any) -> Panel:
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        raise TypeError(
+            f"draw: {path or 'the array'} {tuple(leaf.shape)} is not on a mesh; place it "
+            "with eqxshard.filter_shard."
+        )
+    subtitle = f"{format_shape(leaf.shape)}, {format_spec(sharding.spec)}"
+    return Panel(path, subtitle, tuple(leaf.shape), sharding)
+
+
+def _picture(panels: Sequence[_Drawing], what: str, count: int) -> Picture:
+    note = f"{count - _MOST} more {what} are not drawn" if count > _MOST else ""
+    return Picture(tuple(panels), note)
+
+
+def _mesh_panels(mesh: Mesh, along: Sequence[str]) -> Iterator[_Drawing]:
+    """A grid of the last two axes that are used, for each index of those before them."""
+    used = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1] or ["data"]
+    sizes = [mesh.shape[axis] for axis in used]
+    devices = np.array([device.id for device in mesh.devices.flat]).reshape(sizes)
+    apart = [size for axis, size in zip(used, sizes) if axis not in along]
+    groups = np.arange(math.prod(apart)).reshape(
+        [1 if axis in along else size for axis, size in zip(used, sizes)]
+    )
+    colours = np.broadcast_to(groups, sizes)
+    for index in itertools.product(*map(range, sizes[:-2])):
+        where = ", ".join(f"{axis}={i}" for axis, i in zip(used, index))
+        grid = np.atleast_2d(devices[index]), np.atleast_2d(colours[index])
+        title = where or describe_mesh(mesh)
+        title += f", along {', '.join(along)}" if along else ""
+        yield _draw_mesh(mesh, title, used[-2:], *grid)
+
+
+def _draw_mesh(
+    mesh: Mesh, title: str, axes: list[str], devices: np.ndarray, colours: np.ndarray
+) -> _Drawing:
+    rows, columns = devices.shape
+    cell = max(6.0, min(_CELL, 640 / columns))
+    left, top = (_LINE + 3 if len(axes) > 1 else 0), 2.4 * _LINE
+    width, height = left + columns * cell, top + rows * cell
+    elements = [_text(0, _LINE - 4, title, bold=True)]
+    elements.append(_text(left, top - 5, f"{axes[-1]} →", faint=True))
+    if len(axes) > 1:
+        turned = f' transform="translate({_LINE - 7} {top:g}) rotate(90)"'
+        elements.append(_text(0, 0, f"{axes[0]} →", faint=True, more=turned))
+    for row, column in np.ndindex(rows, columns):
+        x, y = left + column * cell, top + row * cell
+        number, colour = int(devices[row, column]), int(colours[row, column])
+        elements += _block((x, y, cell, cell), [colour], [number])
+    label = ", ".join(dict.fromkeys((describe_mesh(mesh), title)))
+    return _Drawing(max(width, len(title) * _BOLD), height, label, elements)
+
+
+def _draw_array(panel: Panel) -> _Drawing:
+    layout = lay_out(panel.shape, panel.sharding)
+    places = {device.id: i for i, device in enumerate(panel.sharding.mesh.devices.flat)}
+    last = layout.blocks[-1]
+    wide, high = last.left + last.width, last.top + last.height
+    lines = [panel.title, panel.subtitle, format_side(layout.columns, panel)]
+    elements, top = [], 0.0
+    for i, line in enumerate(lines):
+        if line:
+            top += _LINE
+            elements.append(_text(0, top - 4, line, bold=i == 0, faint=i == 2))
+    left = _LINE + 3 if layout.rows else 0
+    height = _HEIGHT if layout.rows else 30
+    if layout.rows:
+        turned = f' transform="translate({_LINE - 7} {top:g}) rotate(90)"'
+        side = format_side(layout.rows, panel)
+        elements.append(_text(0, 0, side, faint=True, more=turned))
+        height = max(height, len(side) * _LETTER)
+    for block in layout.blocks:
+        x, y = left + block.left / wide * _WIDTH, top + block.top / high * height
+        size = block.width / wide * _WIDTH, block.height / high * height
+        elements += _block((x, y, *size), [places[i] for i in block.devices], block.devices)
+    width = max(left + _WIDTH, *(len(line) * _BOLD for line in lines))
+    label = f"{panel.title} {panel.subtitle}".strip()
+    return _Drawing(width, top + height, label, elements)
+
+
+def _block(
+    box: tuple[int | float, ...], places: Sequence[int], devices: Sequence[int]
+) -> Iterator[str]:
+    """A rectangle with a band for each of a few devices, and their numbers if these fit."""
+    x, y, width, height = box
+    colours = [_COLOURS[place % len(_COLOURS)] for place in places]
+    if len(colours) > len(_COLOURS):
+        colours = [_COLOURS[-1]]
+    band = width / len(colours)
+    for i, colour in enumerate(colours):
+        yield (
+            f'<rect x="{x + i * band:g}" y="{y:g}" width="{band:g}" height="{height:g}" '
+            f'fill="{colour}"/>'
+        )
+    yield (
+        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="none" '
+        'stroke="#333" stroke-width="1.2"/>'
+    )
+    labels, part = [*map(str, devices)], band
+    if len(colours) < len(labels) or max(map(len, labels)) * _LETTER > band:
+        labels, part = [format_devices(devices)], width
+    if len(labels[0]) * _LETTER < part and height > 11:
+        black = ' text-anchor="middle" style="fill:#111"'
+        for i, label in enumerate(labels):
+            yield _text(x + (i + 0.5) * part, y + height / 2 + 4, label, more=black)
+
+
+def _text(
+    x: int | float,
+    y: int | float,
+    text: str,
+    *,
+    bold: bool = False,
+    faint: bool = False,
+    more: str = "",
+) -> str:
+    style = ' font-weight="600"' * bold + ' opacity=".75"' * faint + more
+    return f'<text x="{x:g}" y="{y:g}"{style}>{escape(text)}</text>'
+
+
+def _element(drawing: _Drawing, where: str = "") -> str:
+    width, height = math.ceil(drawing.width) + 2, math.ceil(drawing.height) + 2
+    label = f' role="img" aria-label="{escape(drawing.label)}"' if drawing.label else ""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="eqxshard"{where} width="{width}" '
+        f'height="{height}" viewBox="-1 -1 {width} {height}"{label} fill="currentColor" '
+        'font-family="ui-sans-serif, system-ui, sans-serif" font-size="11">\n'
+        + "\n".join(drawing.elements)
+        + "\n</svg>"
+    )
