@@ -12,6 +12,7 @@ _PLOTS = "benchmarks/results"
 _BLOCK = re.compile(
     r"^```python\n(.*?)^```\n(\n```text\n.*?^```\n)?", re.DOTALL | re.MULTILINE
 )
+_NAMED = re.compile(r"^<!-- picture: ([\w-]+\.html) -->$", re.MULTILINE)
 _PICTURE = re.compile(r"^eqxshard\.draw\(.*\)\.save\(\"([\w-]+\.html)\"\)$", re.MULTILINE)
 
 
@@ -25,14 +26,14 @@ def on_files(files: Any, config: Any) -> None:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Link to these plots where they are now, and show what code draws below it."""
     markdown = markdown.replace(f"](../../{_PLOTS}/", f"]({_PLOTS}/")
-    return _BLOCK.sub(_with_pictures, markdown)
+    markdown = _NAMED.sub(lambda name: _show([name[1]]), markdown)
+    return _BLOCK.sub(lambda block: block[0] + _show(_PICTURE.findall(block[1])), markdown)
 
 
-def _with_pictures(block: re.Match[str]) -> str:
-    """A block of Python, and the pictures that it saves, which a test holds to be these."""
-    files = [_ROOT / "docs/pictures" / name for name in _PICTURE.findall(block[1])]
-    pictures = "".join(file.read_text() for file in files)
-    return f'{block[0]}\n<div class="figures">\n{pictures}</div>\n' if files else block[0]
+def _show(names: list[str]) -> str:
+    """Pictures, which a test holds to be what programs of the pages draw."""
+    pictures = [(_ROOT / "docs/pictures" / name).read_text() for name in names]
+    return f'\n<div class="figures">\n{"".join(pictures)}</div>\n' if names else ""
 
 
 def on_env(env: Any, config: Any, files: Any) -> None:

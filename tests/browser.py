@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-OVERFLOW = "return document.documentElement.scrollWidth - innerWidth"
+OVERFLOW = "document.documentElement.scrollWidth - innerWidth"
 
 
 @pytest.fixture(scope="session")
@@ -29,18 +29,23 @@ def browser(tmp_path_factory):
         f"user-data-dir={tmp_path_factory.mktemp('profile')}",
     ):
         options.add_argument(f"--{flag}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    logs = {"browser": "ALL", "performance": "ALL"}
+    options.set_capability("goog:loggingPrefs", logs)
     service = webdriver.ChromeService(driver)
     found = webdriver.Chrome(options, service)
     yield found
     found.quit()
 
 
-def open_page(browser, file, width):
-    """Show a file in a window of this width, which it fits."""
-    # Windows have a least width, and what is emulated has none.
+def resize(browser, width):
+    """Give the page a width. Windows have a least one; what is emulated has none."""
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+
+def open_page(browser, file, width):
+    """Show a file in a window of this width, which it fits."""
+    resize(browser, width)
     browser.get(file.as_uri())
     assert browser.execute_script("return innerWidth") == width
     assert_fits_without_errors(browser)
@@ -48,5 +53,5 @@ def open_page(browser, file, width):
 
 def assert_fits_without_errors(browser):
     """Nothing is beyond the right edge, and nothing is in the console."""
-    assert browser.execute_script(OVERFLOW) <= 0
+    assert browser.execute_script(f"return {OVERFLOW}") <= 0
     assert browser.get_log("browser") == []

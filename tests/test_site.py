@@ -1,10 +1,19 @@
 """The site: every public name has its place, and the pages work in a browser."""
 
+import functools
+import http.server
 import importlib
+import importlib.util
+import json
 import re
+import threading
 from pathlib import Path
 
+import pytest
+from browser import OVERFLOW, browser, resize
 from test_package import FRONTS, PACKAGE, PRIVATE_ROOMS, re_exported
+
+_ = browser  # A fixture.
 
 ROOT = Path(__file__).parent.parent
 API = ROOT / "docs" / "pages" / "api"
@@ -34,3 +43,119 @@ def test_every_public_name_is_on_a_page_of_the_api():
     missing = [name for name in public_names() if find(name) not in objects]
     # Rooms have pages of their own.
     assert [name for name in missing if not hasattr(find(name), "__path__")] == []
+
+
+def load(file):
+    """A module of the folder `docs`, which is not a package."""
+    spec = importlib.util.spec_from_file_location(f"_docs_{file.stem}", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_of_errors_has_what_is_raised():
+    found = load(ROOT / "docs" / "errors.py").page()
+    texts = re.sub(r"</?em>", "*", found)
+    assert (
+        "<dt><code>ValueError</code> batch size *batch size* does not divide over "
+        "*format sizes* = *devices* devices*each*.</dt>\n"
+        "<dd>Use a multiple of *parts*, such as *nearest multiples*.</dd>"
+    ) in texts
+    assert texts.count("<dt>") > 400
+    assert not re.search(r"<dd></dd>|<dt><code>\w+</code> +</dt>", found)
+
+
+def test_the_files_that_the_page_of_internals_names_exist():
+    page = (API.parent / "internals.md").read_text()
+    lines = re.findall(r"^- `(.*/)(\w+\.py)`((?:, `\w+\.py`)*):", page, re.MULTILINE)
+    for folder, first, others in lines:
+        for name in [first, *re.findall(r"\w+\.py", others)]:
+            assert (ROOT / folder / name).exists(), folder + name
+    assert len(lines) == page.count("- `eqxshard/") > 20
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The address of the built site, as version 0.1 of two, as mike has them."""
+    built = ROOT / "build" / "docs"
+    if not (built / "index.html").exists():
+        pytest.skip("the site is not built: run nox -s docs")
+    root = tmp_path_factory.mktemp("site")
+    (root / "0.1").symlink_to(built)
+    versions = [{"version": x, "title": x, "aliases": []} for x in ("0.2", "0.1")]
+    (root / "versions.json").write_text(json.dumps(versions))
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, format, *args):
+            pass
+
+    handler = functools.partial(Handler, directory=str(root))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/0.1/"
+        server.shutdown()
+        thread.join()
+
+
+#: One page of each kind.
+KINDS = ["", "guide/ten-minutes/", "guide/from-pytorch/", "guide/plan/", "api/sharding/"]
+KINDS += ["performance/", "errors/", "internals/"]
+MOST_BYTES = 2_000_000
+
+
+def requested(browser):
+    """The addresses that were requested since the last call."""
+    entries = (json.loads(entry["message"]) for entry in browser.get_log("performance"))
+    messages = (entry["message"] for entry in entries)
+    sent = (x["params"] for x in messages if x["method"] == "Network.requestWillBeSent")
+    return {each["request"]["url"] for each in sent}
+
+
+def wait_until(browser, script):
+    """The value of an expression, once it is true."""
+    wait = pytest.importorskip("selenium.webdriver.support.wait")
+    script = f"return {script}"
+    return wait.WebDriverWait(browser, 60).until(lambda x: x.execute_script(script))
+
+
+@pytest.mark.slow
+def test_pages_in_a_browser(browser, site):
+    """Wide and narrow, light and dark: no overflow, no error, nothing from elsewhere."""
+    browser.get("about:blank")
+    requested(browser)
+    for page in KINDS:
+        for scheme, name in (("light", "default"), ("dark", "slate")):
+            feature = {"name": "prefers-color-scheme", "value": scheme}
+            media = {"features": [feature]}
+            browser.execute_cdp_cmd("Emulation.setEmulatedMedia", media)
+            browser.get(site + page)
+            used = "document.body.getAttribute('data-md-color-scheme')"
+            wait_until(browser, f"{used} == '{name}'")
+            for width in (1280, 400):
+                resize(browser, width)
+                # For a moment, the theme moves its search field.
+                wait_until(browser, f"{OVERFLOW} <= 0")
+        sizes = (
+            "[...performance.getEntriesByType('resource'), ...performance."
+            "getEntriesByType('navigation')].reduce((n, x) => n + x.decodedBodySize, 0)"
+        )
+        assert browser.execute_script(f"return {sizes}") < MOST_BYTES, page
+        assert browser.get_log("browser") == []
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+    elsewhere = [x for x in requested(browser) if not x.startswith((site[:-4], "data:"))]
+    assert elsewhere == []
+
+
+@pytest.mark.slow
+def test_search_and_versions_in_a_browser(browser, site):
+    resize(browser, 1280)
+    browser.get(site)
+    versions = "[...document.querySelectorAll('.md-version__link')].map(x => x.textContent)"
+    assert wait_until(browser, f"{versions}.length && {versions}") == ["0.2", "0.1"]
+    browser.find_element("css selector", ".md-search__input").send_keys("ring_attention")
+    found = "[...document.querySelectorAll('.md-search-result__link')].map(x => x.href)"
+    links = wait_until(browser, f"{found}.length && {found}")
+    names = {link.partition("#")[2] for link in links}
+    assert "eqxshard.parallel.ring_attention" in names

@@ -201,7 +201,8 @@ def _draw_mesh(
 
 def _draw_array(panel: Panel) -> _Drawing:
     layout = lay_out(panel.shape, panel.sharding)
-    places = {device.id: i for i, device in enumerate(panel.sharding.mesh.devices.flat)}
+    devices = panel.sharding.devices_indices_map(panel.shape)  # In the mesh's order.
+    places = {device.id: place for place, device in enumerate(devices)}
     last = layout.blocks[-1]
     wide, high = last.left + last.width, last.top + last.height
     lines = [panel.title, panel.subtitle, format_side(layout.columns, panel)]

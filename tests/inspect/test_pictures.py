@@ -26,7 +26,7 @@ def panels(picture):
 
 
 def texts(panel):
-    return [x.text for x in panel if x.tag.endswith("text")]
+    return [x.text or "" for x in panel if x.tag.endswith("text")]
 
 
 def bands(panel):
