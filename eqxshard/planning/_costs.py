@@ -150,7 +150,7 @@ def _flops(instruction: Instruction, shapes: list[Shape]) -> int:
     if "__cudnn$fmha" in attributes:
         return _attention(attributes, shapes[0])
     if "__cudnn$conv" in attributes:
-        return _any_convolution([*shapes[:2], instruction.shapes[0]])
+        return _convolution_by_cudnn(attributes, shapes, instruction.shapes[0])
     if "contracting_dim" in attributes:  # cuBLAS and its relatives.
         return 2 * _size(instruction.shapes[:1]) * _contracted(attributes, shapes[0])
     return 0
@@ -169,10 +169,17 @@ def _convolution(attributes: str, kernel: Shape, out: Shape) -> int:
     return 2 * _size((out,)) * _size((kernel,)) // max(features, 1)
 
 
-def _any_convolution(arrays: list[Shape]) -> int:
-    """Of input, kernel and output, in any roles, the product of any two over the third."""
-    sizes = [float(_size((array,))) for array in arrays]
-    return int(2 * math.sqrt(math.prod(sizes)))
+def _convolution_by_cudnn(attributes: str, shapes: list[Shape], out: Shape) -> int:
+    """Of a convolution or one of its gradients, which have as many operations.
+
+    Their labels are those of the convolution, whose kernel and result are among the arrays.
+    """
+    lhs, rhs = shapes[:2]
+    if "BackwardFilter" in attributes:
+        return _convolution(attributes, out, rhs)
+    if "BackwardInput" in attributes:
+        return _convolution(attributes, rhs, lhs)
+    return _convolution(attributes, rhs, out)
 
 
 def _attention(attributes: str, query: Shape) -> int:

@@ -38,6 +38,37 @@ def test_a_convolution():
     assert total_flops(convolve, x, kernel) == {"float32": 2 * 2 * 4 * 100 * 3 * 25}
 
 
+@pytest.mark.parametrize(
+    "target, operands, result",
+    [
+        ("BiasActivationForward", "x, kernel", "y"),
+        ("BackwardFilter", "x, y", "kernel"),
+        ("BackwardInput", "y, kernel", "x"),
+    ],
+)
+def test_a_convolution_by_cudnn_and_its_gradients(target, operands, result):
+    shapes = {
+        "x": "f32[256,13,13,20]{3,2,1,0}",
+        "kernel": "f32[50,5,5,20]{3,2,1,0}",
+        "y": "f32[256,9,9,50]{3,2,1,0}",
+    }
+    names = operands.split(", ")
+    lines = [f"  %{x} = {shapes[x]} parameter({i})" for i, x in enumerate(names)]
+    text = "\n".join(
+        [
+            "ENTRY %main () -> f32[] {",
+            *lines,
+            f"  ROOT %out = ({shapes[result]}, u8[0]{{0}}) custom-call(%{names[0]}, "
+            f"%{names[1]}), window={{size=5x5}}, dim_labels=b01f_o01i->b01f, "
+            f'custom_call_target="__cudnn$conv{target}"',
+            "}",
+        ]
+    )
+    module = parse_module(text)
+    flops = Costs(module).flops(module.computations["main"][-1])
+    assert flops == {"float32": 2 * (256 * 9 * 9 * 50) * (5 * 5 * 20)}
+
+
 def test_elementwise_operations_do_not_count():
     assert total_flops(lambda x: jnp.tanh(x) + x, A) == {}
 
