@@ -167,22 +167,28 @@ def gpu_compile(session: nox.Session) -> None:
 
 
 def compile_for_gpus(session: nox.Session, *options: str) -> None:
-    """Run tests marked `gpu`.
-
-    They need JAX's GPU compiler, a wheel for Linux, in a folder of its own: installed
-    beside JAX, it would make every start look for a GPU.
-    """
-    if platform.system() != "Linux":
-        return session.log("Nothing for GPUs: JAX's compiler for them is for Linux only.")
-    version = session.run("python", "-c", "import jax; print(jax.__version__)", silent=True)
-    folder = Path(session.create_tmp()).resolve() / "pjrt"
-    wheel = f"jax-cuda12-pjrt=={str(version).strip()}"
-    target = ("--no-deps", "--target", str(folder))
-    session.run("uv", "pip", "install", *target, wheel, external=True, silent=True)
+    """Run tests marked `gpu`."""
+    if (folder := gpu_compiler(session)) is None:
+        return
     # Without the flags for CPUs that the tests set by default.
     environment = {"PYTHONPATH": str(folder), "XLA_FLAGS": ""}
     # They share little, so any worker may take any of them.
     session.run(*PYTEST, "--dist", "load", "-m", "gpu", *options, env=environment)
+
+
+def gpu_compiler(session: nox.Session) -> Path | None:
+    """Install JAX's GPU compiler, a wheel for Linux, and return the folder it is in.
+
+    A folder of its own: installed beside JAX, it would make every start look for a GPU.
+    """
+    if platform.system() != "Linux":
+        session.log("Nothing for GPUs: JAX's compiler for them is for Linux only.")
+        return None
+    version = session.run("python", "-c", "import jax; print(jax.__version__)", silent=True)
+    folder = Path(session.create_tmp()).resolve() / "pjrt"
+    wheel = f"jax-cuda12-pjrt=={str(version).strip()}"
+    session.install("--no-deps", "--upgrade", "--target", str(folder), wheel)
+    return folder
 
 
 @nox.session(default=False)
@@ -236,12 +242,11 @@ def matrix(session: nox.Session, jax: str) -> None:
 def bench(session: nox.Session) -> None:
     """The benchmarks, beside their peers: `nox -s bench`, or `-- data epoch` for some.
 
-    Figures and plots are written into build/benchmarks.
+    Figures and plots are written into build/benchmarks. What is there already, of the same
+    code on the same machine, is not measured again.
     """
     session.install(*PACKAGE, *group("bench"))
-    names = session.posargs or sorted(
-        path.stem for path in Path("benchmarks").glob("*.py") if path.stem[0] != "_"
-    )
-    for name in names:
-        output = ("--output", "build/benchmarks")
-        session.run("python", f"benchmarks/{name}.py", *output)
+    folder = gpu_compiler(session)
+    # Where the benchmarks find the compiler for GPUs.
+    environment = {} if folder is None else {"EQXSHARD_PLAN_DIR": str(folder)}
+    session.run("python", "benchmarks/_run.py", *session.posargs, env=environment)

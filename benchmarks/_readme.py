@@ -99,6 +99,16 @@ SUMMARY: dict[str, tuple[str, str, Sequence[str | None]]] = {
             "PyTorch",
         ),
     ),
+    "a small GPT": (
+        "gpt",
+        "small",
+        ("eqxshard, 1 device", None, None, None, "PyTorch"),
+    ),
+    "a step in the loop": (
+        "fit_overhead",
+        "depth 2",
+        ("eqxshard.fit", "a loop by hand", None, None, None),
+    ),
     "memory of a step": (
         "memory",
         "one device",

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import jax
 import matplotlib
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -59,22 +60,62 @@ class Contest:
 
 
 @dataclass(frozen=True)
+class Growth:
+    """Contests at one task of growing size.
+
+    - `title`: what grows, such as `a step by the number of its parameters`.
+    - `sizes`: one for each contest.
+    - `contests`: of the same contestants.
+    """
+
+    title: str
+    sizes: Sequence[float]
+    contests: Sequence[Contest]
+
+    @property
+    def exponents(self) -> dict[str, float]:
+        """For each contestant, the power of the size that fits its figures best.
+
+        A straight line through the logarithms of size and median.
+        """
+        if len(set(self.sizes)) < 2:
+            return {}
+        sizes = np.log(self.sizes)
+        return {
+            name: float(np.polyfit(sizes, np.log(medians), 1)[0])
+            for name, medians in self.medians.items()
+        }
+
+    @property
+    def medians(self) -> dict[str, list[float]]:
+        """For each contestant, the figure at each size."""
+        return {
+            name: [statistics.median(contest.values[name]) for contest in self.contests]
+            for name in self.contests[0].values
+        }
+
+
+@dataclass(frozen=True)
 class Report:
     """All results of one benchmark.
 
     - `name`: the name of the benchmark and of its files.
     - `contests`: the measurements.
     - `setting`: options of the benchmark that affect the figures.
+    - `growths`: more measurements, plotted as lines over a size.
     """
 
     name: str
     contests: Sequence[Contest]
     setting: Mapping[str, Any] = field(default_factory=dict)
+    growths: Sequence[Growth] = ()
 
     def show_and_write(self, output: Path | None) -> None:
         """Print the tables, and write NAME.json and NAME.png to a folder, if given."""
         console = Console(width=110)
-        for contest in self.contests:
+        grown = [contest for growth in self.growths for contest in growth.contests]
+        contests = [*self.contests, *grown]
+        for contest in contests:
             table = Table(
                 "", contest.unit, "min to max", "ratio", title=contest.title, expand=False
             )
@@ -85,6 +126,9 @@ class Report:
                 ratio = f"{contest.ratio(name):.3g}"
                 table.add_row(name, middle, f"{low} to {high}", ratio)
             console.print(table)
+        for growth in self.growths:
+            fitted = [f"{name}: {power:.2f}" for name, power in growth.exponents.items()]
+            console.print(f"{growth.title}, fitted exponents: {', '.join(fitted)}")
         results = {"name": self.name, **machine(), **self.setting}
         console.print(", ".join(f"{key}: {value}" for key, value in results.items()))
         if output is not None:
@@ -92,13 +136,18 @@ class Report:
             results["contests"] = [
                 asdict(contest)
                 | {"ratios": {name: contest.ratio(name) for name in contest.values}}
-                for contest in self.contests
+                for contest in contests
+            ]
+            results["growths"] = [
+                {"title": each.title, "sizes": each.sizes, "exponents": each.exponents}
+                for each in self.growths
             ]
             (output / f"{self.name}.json").write_text(json.dumps(results, indent=1) + "\n")
             self._plot(output / f"{self.name}.png")
 
     def _plot(self, path: Path) -> None:
         heights = [0.9 + 0.32 * len(contest.values) for contest in self.contests]
+        heights += [3.2] * len(self.growths)
         figure, axes = plt.subplots(
             len(heights),
             figsize=(9, sum(heights)),
@@ -106,23 +155,46 @@ class Report:
             gridspec_kw={"height_ratios": heights},
             layout="constrained",
         )
-        for contest, ax in zip(self.contests, axes[:, 0]):
-            names = list(contest.values)[::-1]
-            medians = [statistics.median(contest.values[name]) for name in names]
-            ends = [
-                [m - min(contest.values[n]) for n, m in zip(names, medians)],
-                [max(contest.values[n]) - m for n, m in zip(names, medians)],
-            ]
-            colors = ["#c44e52" if "eqxshard" in name else "#8da0cb" for name in names]
-            ax.barh(names, medians, xerr=ends, color=colors, ecolor="#444444", height=0.7)
-            if max(medians) > 30 * min(medians) > 0:
-                ax.set_xscale("log")
-            ax.set_title(contest.title, loc="left", fontsize=10)
-            ax.set_xlabel(contest.unit, fontsize=9)
+        for shown, ax in zip([*self.contests, *self.growths], axes[:, 0]):
+            if isinstance(shown, Growth):
+                _draw_lines(shown, ax)
+            else:
+                _draw_bars(shown, ax)
+            ax.set_title(shown.title, loc="left", fontsize=10)
             ax.tick_params(labelsize=8)
             ax.spines[["top", "right"]].set_visible(False)
         figure.savefig(path, dpi=120)
         plt.close(figure)
+
+
+def _draw_bars(contest: Contest, ax: Any) -> None:
+    names = list(contest.values)[::-1]
+    medians = [statistics.median(contest.values[name]) for name in names]
+    ends = [
+        [m - min(contest.values[n]) for n, m in zip(names, medians)],
+        [max(contest.values[n]) - m for n, m in zip(names, medians)],
+    ]
+    colors = ["#c44e52" if "eqxshard" in name else "#8da0cb" for name in names]
+    ax.barh(names, medians, xerr=ends, color=colors, ecolor="#444444", height=0.7)
+    if max(medians) > 30 * min(medians) > 0:
+        ax.set_xscale("log")
+    ax.set_xlabel(contest.unit, fontsize=9)
+
+
+def _draw_lines(growth: Growth, ax: Any) -> None:
+    styles = {True: iter(("o-", "^-", "v-")), False: iter(("s--", "D--", "x--"))}
+    for name, medians in growth.medians.items():
+        ours = "eqxshard" in name
+        power = growth.exponents.get(name)
+        label = name if power is None else f"{name}: exponent {power:.2f}"
+        color = "#c44e52" if ours else "#8da0cb"
+        ax.plot(growth.sizes, medians, next(styles[ours]), color=color, label=label)
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.set_xticks(growth.sizes, [f"{size:,}" for size in growth.sizes])
+    ax.minorticks_off()
+    ax.set_ylabel(growth.contests[0].unit, fontsize=9)
+    ax.legend(fontsize=8, frameon=False)
 
 
 def take_turns(

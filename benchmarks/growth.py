@@ -1,10 +1,9 @@
-"""How speed scales with the number of devices, the depth and the size of the dataset.
+"""How time grows with the model, with the number of steps, and with the dataset.
 
-- Steps per second of an MLP against the number of simulated CPU devices, with a fixed
-  number of examples per device. The baseline is the same global batch on one device. The
-  simulated devices share the machine's cores, so a step on 8 devices has 4 times the work
-  of one on 2, and ideally takes 4 times as long: a ratio to the baseline of 1. (More than 1
-  is possible, because one device does not always keep all cores busy.)
+- Microseconds per step against the number of parameters, of leaves and of layers, and
+  seconds of a loop against its number of steps. The baseline is `jax.jit` over arrays that
+  were flattened by hand. A power is fitted to each contestant's medians: an exponent of 1
+  is proportional growth, one near 0 a fixed cost.
 - Seconds to compile a step, and microseconds per step, against the number of layers. The
   baseline is a Python loop over the layers, compared with `eqxshard.scan_layers`, which
   compiles one layer. By default `scan_layers` recomputes each layer in the backward pass
@@ -15,44 +14,160 @@
     python benchmarks/growth.py --output build/benchmarks
 """
 
+import argparse
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
-import _processes
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _peers._task import MLP_STEPS, Task
-from _side_by_side import Contest, Report, Turn, parser, take_turns
+from _side_by_side import Contest, Growth, Report, Turn, parser, take_turns
 
 import eqxshard
 
 BATCH_SIZE, WIDTH = 128, 64
+#: Of a batch of the models that grow, and the elements of a small leaf.
+ROWS, LEAF = 32, 16
+OPTIM = optax.adam(1e-3)
 
 
-def against_devices(counts: list[int], rounds: int) -> list[Contest]:
+class Line(eqx.Module):
+    """Layers of `width` in a row, without biases."""
+
+    layers: list[eqx.nn.Linear]
+
+    def __init__(self, depth: int, width: int, key: Any):
+        self.layers = [
+            eqx.nn.Linear(width, width, use_bias=False, key=each)
+            for each in jax.random.split(key, depth)
+        ]
+
+    def __call__(self, x):
+        """The output of the last layer."""
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return x
+
+
+class Scales(eqx.Module):
+    """Many small leaves: vectors that scale the input one after the other."""
+
+    scales: list[jax.Array]
+
+    def __init__(self, leaves: int, key: Any):
+        self.scales = [*jax.random.normal(key, (leaves, LEAF))]
+
+    def __call__(self, x):
+        """The product of all."""
+        for scale in self.scales:
+            x = x * scale
+        return x
+
+
+def mean_squares(model: Any, batch: Any, key: Any) -> Any:
+    return jnp.mean(jax.vmap(model)(batch["x"]) ** 2, axis=-1)
+
+
+def make_steps(make: Callable[[Any], Any], width: int) -> dict[str, Callable[[int], None]]:
+    """Functions that take a number of steps: by hand, and by eqxshard."""
+    mesh, rule, key = eqxshard.make_mesh(data=1), eqxshard.replicate(), jax.random.key(0)
+    x = jax.random.normal(jax.random.key(1), (ROWS, width))
+    batch = eqxshard.filter_shard({"x": x}, eqxshard.batch_sharding(mesh))
+    state = eqxshard.init_state(make, OPTIM, key=key, mesh=mesh, rule=rule)
+    train_step = eqxshard.make_train_step(mean_squares, OPTIM, mesh=mesh, rule=rule)
+    params, static = eqx.partition(make(key), eqx.is_array)
+    flat, treedef = jax.tree.flatten((params, OPTIM.init(params)))
+
+    @partial(jax.jit, donate_argnums=0)
+    def jitted(flat, batch):
+        params, opt_state = jax.tree.unflatten(treedef, flat)
+
+        def mean(params):
+            return jnp.mean(mean_squares(eqx.combine(params, static), batch, None))
+
+        loss, grads = jax.value_and_grad(mean)(params)
+        updates, opt_state = OPTIM.update(grads, opt_state, params)
+        return jax.tree.leaves((optax.apply_updates(params, updates), opt_state)), loss
+
+    def by_hand(steps: int) -> None:
+        nonlocal flat
+        loss = None
+        for _ in range(steps):
+            flat, loss = jitted(flat, batch)
+        jax.block_until_ready(loss)
+
+    def by_eqxshard(steps: int) -> None:
+        nonlocal state
+        metrics = None
+        for _ in range(steps):
+            state, metrics = train_step(state, batch)
+        jax.block_until_ready(metrics)
+
+    return {"jax.jit, flattened by hand": by_hand, "eqxshard": by_eqxshard}
+
+
+def seconds_of(run: Callable[[int], None], steps: int) -> float:
+    start = time.perf_counter()
+    run(steps)
+    return time.perf_counter() - start
+
+
+def microseconds_of(run: Callable[[int], None], seconds: float) -> float:
+    """Of one step, over about so many seconds."""
+    once = seconds_of(run, 1)
+    steps = max(int(seconds / once), 1)
+    return seconds_of(run, steps) / steps * 1e6
+
+
+def grow(
+    what: str, sizes: list[int], make: Callable[[int], Any], rounds: int, seconds: float
+) -> Growth:
+    """The time of a step of models of growing size: `make` gives one, and its width."""
     contests = []
+    for size in sizes:
+        runs = make_steps(*make(size))
+        turns = {name: partial(microseconds_of, run, seconds) for name, run in runs.items()}
+        title = f"a step, {size:,} {what}"
+        contests.append(Contest(title, "us/step", take_turns(turns, rounds)))
+    return Growth(f"a step by the number of {what}", sizes, contests)
+
+
+def against_model(args: argparse.Namespace) -> list[Growth]:
+    """The time of a step by the number of parameters, leaves and layers."""
+
+    def of_size(parameters: int) -> Any:
+        width = math.isqrt(parameters // 4)
+        return partial(Line, 4, width), width
+
+    def of_leaves(leaves: int) -> Any:
+        return partial(Scales, leaves), LEAF
+
+    def of_depth(layers: int) -> Any:
+        return partial(Line, layers, 64), 64
+
+    given = args.rounds, args.seconds
+    return [
+        grow("parameters", args.parameters, of_size, *given),
+        grow("leaves", args.leaves, of_leaves, *given),
+        grow("layers of 64 x 64", args.layers, of_depth, *given),
+    ]
+
+
+def against_steps(counts: list[int], rounds: int) -> Growth:
+    """The time of a loop by its number of steps."""
+    runs, contests = make_steps(partial(Line, 4, 16), 16), []
     for count in counts:
-        with ExitStack() as stack:
-            turns = {}
-            for devices in sorted({1, count}):
-                task = Task("mlp", "", devices=devices, batch_size=BATCH_SIZE * count)
-                process = stack.enter_context(_processes.Contestant("mlp_steps", task))
-                process.ready()
-                turns[f"eqxshard, {devices} device(s)"] = steps_per_second(process)
-            title = f"{count} device(s), batch of {BATCH_SIZE * count}"
-            contests.append(Contest(title, "steps/s", take_turns(turns, rounds)))
-    return contests
-
-
-def steps_per_second(process: _processes.Contestant) -> Turn:
-    return lambda: MLP_STEPS / process.ask("train")["seconds"]
+        turns = {name: partial(seconds_of, run, count) for name, run in runs.items()}
+        values = take_turns(turns, rounds)
+        contests.append(Contest(f"a loop of {count:,} steps", "s", values))
+    return Growth("a loop by the number of steps", counts, contests)
 
 
 class Block(eqx.Module):
@@ -92,7 +207,7 @@ def scanned(depth: int, remat: Any) -> tuple[Any, Any]:
 
 def against_depth(depths: list[int], rounds: int) -> list[Contest]:
     contests = []
-    mesh, rule, optim = eqxshard.make_mesh(data=1), eqxshard.replicate(), optax.adam(1e-3)
+    mesh, rule, optim = eqxshard.make_mesh(data=1), eqxshard.replicate(), OPTIM
     x = jax.random.normal(jax.random.key(1), (BATCH_SIZE, WIDTH))
     batch = eqxshard.filter_shard({"x": x}, eqxshard.batch_sharding(mesh))
     for depth in depths:
@@ -195,23 +310,26 @@ def batches_per_second(
 
 def main() -> None:
     options = parser(__doc__, rounds=5)
-    options.add_argument(
-        "--devices", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N"
-    )
+    sizes = {
+        "--parameters": [1_024, 16_384, 262_144, 4_194_304],
+        "--leaves": [8, 32, 128],
+        "--layers": [2, 8, 32],
+        "--steps": [100, 1_000, 10_000],
+    }
+    for name, default in sizes.items():
+        options.add_argument(name, type=int, nargs="+", default=default, metavar="N")
     options.add_argument("--depths", type=int, nargs="+", default=[4, 16, 64], metavar="N")
     options.add_argument(
         "--examples", type=int, nargs="+", default=[60_000, 600_000, 6_000_000], metavar="N"
     )
-    options.add_argument(
-        "--seconds", type=float, default=0.5, help="length of a loader's turn"
-    )
+    options.add_argument("--seconds", type=float, default=0.5, help="length of a turn")
     args = options.parse_args()
     contests = [
-        *against_devices(args.devices, args.rounds),
         *against_depth(args.depths, args.rounds),
         *against_examples(args.examples, args.rounds, args.seconds),
     ]
-    Report("growth", contests, {"rounds": args.rounds}).show_and_write(args.output)
+    growths = [*against_model(args), against_steps(args.steps, args.rounds)]
+    Report("growth", contests, {"rounds": args.rounds}, growths).show_and_write(args.output)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,12 @@ memory can be counted: parameters, Adam's two moments, the batch, and the peak o
 arrays. That peak is reached in the backward pass of some layer i: the outputs of the layers
 up to i, the parameter gradients of the layers after it, and the gradients of its input and
 output. The figures for compiled steps come from XLA's memory analysis: arguments,
-temporaries, and results that do not reuse donated arguments. Nothing is run.
+temporaries, and results that do not reuse donated arguments. Nothing is run. Where JAX's
+compiler for GPUs is installed, which `nox -s bench` does, the same steps are compiled for
+an H200, too.
+
+Of each step for CPUs, the instruction with the largest result is printed: most often it
+explains what the compiled step needs beyond the count.
 
     python benchmarks/memory.py --output build/benchmarks
 """
@@ -13,6 +18,7 @@ temporaries, and results that do not reuse donated arguments. Nothing is run.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -22,6 +28,8 @@ import optax
 from _side_by_side import Contest, Report, parser
 
 import eqxshard
+from eqxshard.compiled._hlo import Instruction, parse_module
+from eqxshard.planning._backends import find_backend
 
 OPTIM = optax.adam(1e-3)
 MIB = 2**20
@@ -109,13 +117,71 @@ def peak(compiled: Any) -> int:
     )
 
 
-def by_eqxshard(
-    make: Callable[[Any], Any], batch: Any, mesh: Any, rule: Any, **options: Any
-) -> int:
-    key = jax.random.key(0)
-    state = eqxshard.abstract_state(make, OPTIM, key=key, mesh=mesh, rule=rule)
-    step = eqxshard.make_train_step(losses, OPTIM, mesh=mesh, rule=rule, **options)
-    return peak(step.lower(state, batch).compile())
+@dataclass(frozen=True)
+class Case:
+    """A step of eqxshard: `options` are those of `make_train_step`."""
+
+    make: Callable[[Any], Any]
+    batch: Any
+    axes: dict[str, int]
+    rule: Any
+    options: dict[str, Any]
+
+    def on_cpus(self) -> int:
+        count, key = math.prod(self.axes.values()), jax.random.key(0)
+        axes: dict[str, Any] = dict(self.axes)
+        mesh = eqxshard.make_mesh(devices=jax.devices()[:count], **axes)
+        given: dict[str, Any] = {"mesh": mesh, "rule": self.rule}
+        state = eqxshard.abstract_state(self.make, OPTIM, key=key, **given)
+        step = eqxshard.make_train_step(losses, OPTIM, **given, **self.options)
+        compiled = step.lower(state, self.batch).compile()
+        print(f"{self.axes}, {self.options}: {largest(compiled)}")
+        return peak(compiled)
+
+    def on_gpus(self) -> int:
+        plan = eqxshard.plan(
+            self.make,
+            losses,
+            OPTIM,
+            self.batch,
+            mesh_shape=self.axes,
+            rule=self.rule,
+            target="h200",
+            backend="gpu",
+            **self.options,
+        )
+        return plan.memory.peak
+
+    def measures(self, name: str = "eqxshard") -> dict[str, Callable[[], int]]:
+        found = {name: self.on_cpus}
+        if find_backend(eqxshard.Target.named("h200"), None).compiler == "gpu":
+            found[f"{name}, compiled for an H200"] = self.on_gpus
+        return found
+
+
+def largest(compiled: Any) -> str:
+    """The instruction with the largest result, of those that allocate one."""
+    views = {"parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional"}
+
+    def size(instruction: Instruction) -> int:
+        return sum(shape.bytes for shape in instruction.shapes)
+
+    module = parse_module(compiled.as_text())
+    # Inside of a fusion, values are not stored.
+    fused = {
+        name
+        for x in module.instructions()
+        if x.opcode == "fusion"
+        for _, name in x.called()
+    }
+    stored = [
+        x
+        for x in module.instructions()
+        if x.opcode not in views and x.computation not in fused
+    ]
+    found = max(stored, key=size)
+    shapes = ", ".join(map(str, found.shapes))
+    return f"%{found.name} = ({shapes}) {found.opcode}, {size(found) / MIB:.1f} MiB"
 
 
 def state_bytes(make: Callable[[Any], Any], mesh: Any, rule: Any) -> int:
@@ -163,16 +229,13 @@ def main() -> None:
     def sizes(devices: int = 1) -> Sizes:
         return Sizes(depth, 4 * width * width, 4 * rows * width // devices)
 
-    def plain(key):
-        return Plain(depth, width, key)
+    plain, scanned = partial(Plain, depth, width), partial(Scanned, depth, width)
+    replicate, fsdp = eqxshard.replicate(), eqxshard.fsdp(min_size=1)
+    one = eqxshard.make_mesh(data=1, devices=jax.devices()[:1])
 
-    def scanned(key):
-        return Scanned(depth, width, key)
+    def case(axes: dict[str, int], rule: Any = replicate, **options: Any) -> Case:
+        return Case(plain, batch, axes, rule, options)
 
-    def mesh(count: int, **axes: Any) -> Any:
-        return eqxshard.make_mesh(devices=jax.devices()[:count], **axes)
-
-    one, replicate, fsdp = mesh(1), eqxshard.replicate(), eqxshard.fsdp(min_size=1)
     single, of_8 = sizes(), sizes(8)
     arguments = single.state + single.batch
     # A scan allocates the stacked gradients of all layers at its start.
@@ -182,12 +245,10 @@ def main() -> None:
             arguments + single.backward(),
             {
                 "hand-written jax.jit": lambda: by_jax(plain, batch, True),
-                "eqxshard, nonfinite='ignore'": lambda: by_eqxshard(
-                    plain, batch, one, replicate, nonfinite="ignore"
+                **case({"data": 1}, nonfinite="ignore").measures(
+                    "eqxshard, nonfinite='ignore'"
                 ),
-                "eqxshard, nonfinite='skip'": lambda: by_eqxshard(
-                    plain, batch, one, replicate
-                ),
+                **case({"data": 1}).measures("eqxshard, nonfinite='skip'"),
             },
         ),
         "one device, nothing donated": (
@@ -196,19 +257,28 @@ def main() -> None:
         ),
         "one device, the batch in 4 parts": (
             arguments + single.backward(microbatches=4),
-            {"eqxshard": lambda: by_eqxshard(plain, batch, one, replicate, accumulate=4)},
+            case({"data": 1}, accumulate=4).measures(),
         ),
         "one device, scan_layers, which computes again": (
             arguments + stacked,
-            {"eqxshard": lambda: by_eqxshard(scanned, batch, one, replicate)},
+            Case(scanned, batch, {"data": 1}, replicate, {}).measures(),
         ),
         "each of 8 devices, data=8": (
             single.state + of_8.batch + of_8.backward(),
-            {"eqxshard": lambda: by_eqxshard(plain, batch, mesh(8), replicate)},
+            case({"data": 8}).measures(),
         ),
         "each of 8 devices, fsdp=8": (
             single.state // 8 + of_8.batch + of_8.backward(),
-            {"eqxshard": lambda: by_eqxshard(plain, batch, mesh(8, data=1, fsdp=8), fsdp)},
+            case({"data": 1, "fsdp": 8}, fsdp).measures(),
+        ),
+        "each of 8 devices, fsdp=8, scan_layers": (
+            # Whole are only the weights and the gradients of one layer.
+            single.state // 8
+            + of_8.batch
+            + depth * (single.layer // 8 + of_8.activation)
+            + 3 * of_8.activation
+            + 2 * single.layer,
+            Case(scanned, batch, {"data": 1, "fsdp": 8}, fsdp, {}).measures(),
         ),
         "one device, between steps": (
             single.state,

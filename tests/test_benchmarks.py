@@ -1,10 +1,12 @@
 """Each benchmark runs and writes its results; no test checks how fast anything is."""
 
+import importlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -22,8 +24,11 @@ SHORT = {
     "fit_overhead": "--steps 20",
     "gpt": "--device cpu",
     "images": "--images 40 --batch-size 8 --seconds 0.05 --workers 1",
-    "growth": "--devices 2 --depths 2 --examples 1000 --seconds 0.05",
+    "growth": "--parameters 64 256 --leaves 2 4 --layers 1 2 --steps 1 2 --depths 2 "
+    "--examples 1000 --seconds 0.05",
+    "gpu_compiled": "--models mlp",
     "memory": "--depth 2 --width 64 --batch-size 64",
+    "scaling": "--devices 2 --processes 2 --steps 1",
     "start": "",
     "step_overhead": "--depths 2 --seconds 0.01",
 }
@@ -45,11 +50,25 @@ def run(script, output, *options):
 
 @pytest.mark.slow
 # That of the language model is run by what is rehearsed for GPUs.
-@pytest.mark.parametrize("name", [x.stem for x in SCRIPTS if x.stem != "gpt"])
+@pytest.mark.parametrize(
+    "name", [x.stem for x in SCRIPTS if x.stem not in ("gpt", "gpu_compiled")]
+)
 def test_a_benchmark_writes_its_results(name, tmp_path):
     assert name in SHORT, f"add options to SHORT that make {name}.py short"
     run(ROOT / "benchmarks" / f"{name}.py", tmp_path)
     assert_complete(tmp_path, name)
+
+
+@pytest.mark.gpu
+def test_steps_are_compiled_for_a_gpu_and_read(tmp_path):
+    results = run(ROOT / "benchmarks" / "gpu_compiled.py", tmp_path)
+    assert_complete(tmp_path, "gpu_compiled")
+    figures = {contest["unit"]: contest["values"] for contest in results["contests"]}
+    # The guard reads all gradients; many steps in one program launch no more each.
+    moved, kernels = figures["MB moved/step"], figures["kernels/step"]
+    ignore, skip = "eqxshard, nonfinite='ignore'", "eqxshard, nonfinite='skip'"
+    assert moved[skip][0] >= moved[ignore][0] >= moved["jax.jit"][0] * 0.99
+    assert kernels[skip][0] >= kernels[ignore][0]
 
 
 def assert_complete(folder, name):
@@ -64,6 +83,74 @@ def assert_complete(folder, name):
         for name, figures in values.items():
             assert len(figures) == 1 and figures[0] > 0, (contest["title"], name, figures)
         assert ratios[next(iter(values))] == 1
+
+
+def write_script(folder, name):
+    """A benchmark that notes that it ran, and writes a result."""
+    lines = f"""
+        from pathlib import Path
+        with open(r"{folder}/ran", "a") as file:
+            file.write("{name} ")
+        Path(r"{folder}/{name}.json").write_text("")
+    """
+    (folder / f"{name}.py").write_text(textwrap.dedent(lines))
+
+
+@pytest.fixture
+def runner(monkeypatch, tmp_path):
+    """The module that runs all benchmarks, with two of its own that note when they run."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    module = importlib.import_module("_run")
+    for name in ("first", "second"):
+        write_script(tmp_path, name)
+    monkeypatch.setattr(module, "HERE", tmp_path)
+    monkeypatch.setattr(
+        module, "ENTRIES", {n: module.Entry(1) for n in ("first", "second")}
+    )
+    monkeypatch.setattr(module, "find_setting", lambda: {"commit": "one"})
+    return module
+
+
+def test_a_benchmark_that_was_measured_is_skipped(runner, tmp_path, monkeypatch, capsys):
+    (tmp_path / "second.py").write_text("import sys; sys.exit(1)")
+    assert runner.run_all(["first", "second"], False, tmp_path) == ["second"]
+    out = capsys.readouterr().out
+    assert "1 of 2: first, about 1.0 min | 0.0 min so far, about 2 min left" in out
+    assert "second FAILED" in out
+
+    # Only what failed runs again.
+    write_script(tmp_path, "second")
+    assert runner.run_all(["first", "second"], False, tmp_path) == []
+    assert "first has been measured" in capsys.readouterr().out
+    assert (tmp_path / "ran").read_text().split() == ["first", "second"]
+
+    runner.run_all(["first"], True, tmp_path)
+    monkeypatch.setattr(runner, "find_setting", lambda: {"commit": "another"})
+    runner.run_all(["second"], False, tmp_path)
+    assert (tmp_path / "ran").read_text().split() == ["first", "second"] * 2
+
+
+def test_all_benchmarks_are_run_and_take_at_most_forty_minutes(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    entries = importlib.import_module("_run").ENTRIES
+    assert entries.keys() == {path.stem for path in SCRIPTS}
+    assert sum(entry.minutes for entry in entries.values()) <= 40
+    page = (ROOT / "docs" / "pages" / "performance.md").read_text()
+    for name in entries:
+        assert f"results/{name}.png" in page and f"<!-- table: {name} -->" in page
+
+
+def test_a_power_is_fitted_to_what_grows(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    module = importlib.import_module("_side_by_side")
+    sizes = [1, 10, 100]
+    contests = [
+        module.Contest("", "s", {"flat": [2, 2, 9], "square": [3 * size**2]})
+        for size in sizes
+    ]
+    growth = module.Growth("", sizes, contests)
+    assert growth.exponents == pytest.approx({"flat": 0, "square": 2})
+    assert module.Growth("", [1], contests[:1]).exponents == {}
 
 
 @pytest.mark.slow

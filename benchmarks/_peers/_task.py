@@ -7,8 +7,6 @@ from typing import NamedTuple
 import numpy as np
 
 LEARNING_RATE, B2, WEIGHT_DECAY = 1e-3, 0.98, 0.01
-#: The number of steps that `mlp_steps.py` takes per command.
-MLP_STEPS = 20
 #: The number of batches that `loader_steps.py` reads per command.
 LOADER_STEPS = 1000
 MEAN, DEVIATION = 0.2860, 0.3530  # of the pixels
