@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from ..sharding._mesh import batch_sharding
 from ..sharding._placement import filter_shard
@@ -91,7 +91,7 @@ def compute_gradients(
     else:
         microbatches = split_microbatches(batch, config.accumulate, config.mesh)
         grads, (sums, model_state) = accumulate_gradients(
-            gradient, microbatches, state.model_state, key
+            gradient, microbatches, config.accumulate, state.model_state, key
         )
     # JAX's gradient of a complex number is the conjugate of the direction of ascent.
     grads = jax.tree.map(jnp.conj, grads)
@@ -194,22 +194,32 @@ def step_context(
         yield model, batch
 
 
-def split_microbatches(batch: PyTree, count: int, mesh: Mesh) -> PyTree:
-    """Give a batch a leading dim of microbatches; each device keeps its own rows.
+def split_microbatches(
+    batch: PyTree, count: int, mesh: Mesh
+) -> Callable[[Int[Array, ""]], PyTree]:
+    """Return a function from a number to a microbatch; each device keeps its own rows.
 
     Microbatch `i` is every `count`-th row from row `i`, because consecutive rows would
-    all be on a few of the devices.
+    all be on a few of the devices. It is taken out of the batch when it is its turn: to
+    make them all at once would need the memory of another batch.
     """
+    sharding = batch_sharding(mesh)
+    rows = jax.tree.map(lambda leaf: leaf.reshape(-1, count, *leaf.shape[1:]), batch)
+    rows = filter_shard(rows, sharding)
 
-    def split(leaf: Array) -> Array:
-        return jnp.swapaxes(leaf.reshape(-1, count, *leaf.shape[1:]), 0, 1)
+    def microbatch(index: Int[Array, ""]) -> PyTree:
+        taken = jax.tree.map(
+            lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 1, keepdims=False), rows
+        )
+        return filter_shard(taken, sharding)
 
-    return filter_shard(jax.tree.map(split, batch), batch_sharding(mesh, stacked=True))
+    return microbatch
 
 
 def accumulate_gradients(
     gradient: Callable[..., tuple[PyTree, tuple[PyTree, PyTree]]],
-    microbatches: PyTree,
+    microbatch: Callable[[Int[Array, ""]], PyTree],
+    count: int,
     model_state: PyTree,
     key: Array,
 ) -> tuple[PyTree, tuple[PyTree, PyTree]]:
@@ -218,20 +228,18 @@ def accumulate_gradients(
     `gradient(microbatch, model_state, key)` returns `(grads, (sums, model_state))`.
     """
 
-    def body(carry: Any, numbered: tuple[Array, PyTree]) -> tuple[Any, None]:
+    def body(carry: Any, index: Int[Array, ""]) -> tuple[Any, None]:
         total, model_state = carry
-        index, microbatch = numbered
         grads, (sums, model_state) = gradient(
-            microbatch, model_state, jax.random.fold_in(key, index)
+            microbatch(index), model_state, jax.random.fold_in(key, index)
         )
         return (jax.tree.map(jnp.add, total, (grads, sums)), model_state), None
 
-    first = jax.tree.map(lambda leaf: leaf[0], microbatches)
+    numbers = jnp.arange(count)
+    first = jax.eval_shape(microbatch, numbers[0])
     grads, (sums, _) = jax.eval_shape(gradient, first, model_state, key)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, sums))
-    count = jax.tree.leaves(microbatches)[0].shape[0]
-    numbered = jnp.arange(count), microbatches
-    ((grads, sums), model_state), _ = jax.lax.scan(body, (zeros, model_state), numbered)
+    ((grads, sums), model_state), _ = jax.lax.scan(body, (zeros, model_state), numbers)
     return grads, (sums, model_state)
 
 
