@@ -63,17 +63,6 @@ def newest_python() -> str:
     return next(filter(runs, reversed(PYTHONS)), running)
 
 
-def run_tests(session: nox.Session, *options: str, **environment: str) -> None:
-    """Run pytest. What several tests compile, and their processes, is compiled once."""
-    compiled = Path(session.create_tmp()).resolve() / "compiled"
-    shutil.rmtree(compiled, ignore_errors=True)
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(compiled),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-    session.run(*PYTEST, *options, env={**cache, **environment})
-
-
 @nox.session
 def lint(session: nox.Session) -> None:
     """Style and format."""
@@ -102,7 +91,7 @@ def docs(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """The quick tests, on the newest versions of all dependencies."""
     session.install(*PACKAGE, *group("tests"))
-    run_tests(session, *session.posargs)
+    session.run(*PYTEST, *session.posargs)
 
 
 @nox.session(default=False)
@@ -120,7 +109,7 @@ def slow(session: nox.Session) -> None:
     session.install(*PACKAGE, *group("tests"))
     # They often wait for other processes: one worker more than there are cores.
     workers = str(min((os.cpu_count() or 1) + 1, 4))
-    run_tests(session, "-n", workers, "-m", "slow", *session.posargs)
+    session.run(*PYTEST, "-n", workers, "-m", "slow", *session.posargs)
 
 
 @nox.session(default=False)
@@ -137,7 +126,7 @@ def tests_lowest(session: nox.Session) -> None:
     session.install("uv")
     lowest = ["uv", "pip", "install", "--resolution=lowest-direct"]
     session.run(*lowest, *PACKAGE, "--group", "tests", silent=True)
-    run_tests(session, "--part", "1/8", "--every-file", *session.posargs)
+    session.run(*PYTEST, "--part", "1/8", "--every-file", *session.posargs)
     compile_for_gpus(session, "--part", "1/99", "tests/gpu")
 
 
@@ -145,7 +134,7 @@ def tests_lowest(session: nox.Session) -> None:
 def tests_newest(session: nox.Session) -> None:
     """A part of every test file, on the newest Python here, which has the newest JAX."""
     session.install(*PACKAGE, *group("tests"))
-    run_tests(session, "--part", "3/5", "--every-file", *session.posargs)
+    session.run(*PYTEST, "--part", "3/5", "--every-file", *session.posargs)
     compile_for_gpus(session, "--part", "2/99", "tests/gpu")
 
 
@@ -156,7 +145,7 @@ def tests_between(session: nox.Session, jax: str) -> None:
     version = [] if jax == "newest" else [PREVIOUS_JAX["3.12"]]
     session.install(*PACKAGE, *group("tests"), *version)
     number = {"newest": "4/12", "previous": "8/12"}[jax]
-    run_tests(session, "--part", number, *session.posargs)
+    session.run(*PYTEST, "--part", number, *session.posargs)
 
 
 @nox.session(default=False)
@@ -200,7 +189,7 @@ def slurm(session: nox.Session) -> None:
     if shutil.which("slurmctld") is None or not Path("/usr/sbin/sshd").exists():
         install_debian_packages(session, "slurm-wlm", "munge", "openssh-server")
     session.install(*PACKAGE, *group("tests"), *group("cluster"))
-    run_tests(session, "-m", "cluster", *session.posargs)
+    session.run(*PYTEST, "-m", "cluster", *session.posargs)
 
 
 def install_debian_packages(session: nox.Session, *packages: str) -> None:
@@ -234,7 +223,7 @@ def matrix(session: nox.Session, jax: str) -> None:
     """The quick tests on each supported Python, with two releases of JAX."""
     version = [] if jax == "newest" else [PREVIOUS_JAX[str(session.python)]]
     session.install(*PACKAGE, *group("tests"), *version)
-    run_tests(session, *session.posargs)
+    session.run(*PYTEST, *session.posargs)
 
 
 # With pip, because only pip finds the build of PyTorch for CPUs where it is told of one.

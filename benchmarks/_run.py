@@ -44,7 +44,7 @@ ENTRIES = {
     "growth": Entry(4, "--rounds 3 --depths 4 16"),
     "gpt": Entry(2.5, "--rounds 4"),
     "data": Entry(4, "--rounds 3 --devices 1 2 --mapped-gigabytes 0.5"),
-    "images": Entry(2.5, "--rounds 2 --images 300 --seconds 2"),
+    "images": Entry(2.5, "--rounds 3 --images 600"),
     "epoch": Entry(9.5, "--models lenet --rounds 1"),
 }
 
