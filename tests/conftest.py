@@ -27,11 +27,7 @@ from parts import pytest_collection_modifyitems as pytest_collection_modifyitems
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 jax.config.update("jax_num_cpu_devices", 8)
-# What several tests compile is compiled once. Not so in other processes, which tests kill:
-# JAX does not write an entry of this cache in one piece.
 _COMPILED = tempfile.TemporaryDirectory(prefix="eqxshard-compiled-")
-jax.config.update("jax_compilation_cache_dir", _COMPILED.name)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -42,6 +38,17 @@ settings.register_profile(
     "patient", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("patient")
+
+
+def pytest_configure(config):
+    """What several tests compile is compiled once.
+
+    Not so in other processes, which tests kill: JAX does not write an entry of its cache in
+    one piece. And JAX cannot read what it compiled for GPUs that are not there.
+    """
+    if config.option.markexpr != "gpu":
+        jax.config.update("jax_compilation_cache_dir", _COMPILED.name)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def pytest_unconfigure():
