@@ -182,8 +182,8 @@ def test_the_python_of_a_page_runs_and_prints_what_it_shows(page, tmp_path):
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     parts = program_blocks(page)
     text = program(parts, mark=f"print({_MARK!r}, end='')")
-    # With what Python logs, but not what C++ does.
-    code = "import sys; sys.stderr = sys.stdout\n"
+    # With what Python logs, but not what C++ does; and as a script, not as a notebook.
+    code = f"import sys; sys.stderr = sys.stdout; __file__ = {str(page)!r}\n"
     code += f"exec(compile({text!r}, {str(page)!r}, 'exec'))"
     done = run(["-c", code], tmp_path, JAX_NUM_CPU_DEVICES="8")
     assert done.returncode == 0, done.stdout + done.stderr

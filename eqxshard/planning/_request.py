@@ -113,6 +113,10 @@ class _Pickler(cloudpickle.Pickler):
     """Sends what is at the top level of the script that runs by name."""
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, types.CodeType):
+            # cloudpickle 3.1.3 leaves out the file, which errors and findings name.
+            make, arguments = self.dispatch_table[types.CodeType](obj)
+            return _make_code, (make, arguments, obj.co_filename)
         is_code = isinstance(obj, type | types.FunctionType)
         if is_code and getattr(obj, "__module__", None) == "__main__":
             script = refer_to_script()
@@ -125,3 +129,9 @@ class _Pickler(cloudpickle.Pickler):
             if isinstance(obj, type) and issubclass(obj, eqx.Module):
                 raise TypeError(f"class {obj.__name__} is in no file's top level")
         return super().reducer_override(obj)
+
+
+def _make_code(
+    make: Callable[..., types.CodeType], arguments: tuple[Any, ...], file: str
+) -> types.CodeType:
+    return make(*arguments).replace(co_filename=file)
