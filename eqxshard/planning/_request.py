@@ -115,8 +115,8 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, types.CodeType):
             # cloudpickle 3.1.3 leaves out the file, which errors and findings name.
-            make, arguments = self.dispatch_table[types.CodeType](obj)
-            return _make_code, (make, arguments, obj.co_filename)
+            reduced: Any = self.dispatch_table[types.CodeType](obj)
+            return _make_code, (*reduced, obj.co_filename)
         is_code = isinstance(obj, type | types.FunctionType)
         if is_code and getattr(obj, "__module__", None) == "__main__":
             script = refer_to_script()

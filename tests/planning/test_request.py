@@ -40,6 +40,8 @@ def test_closures_and_optimizers_arrive():
     )
     model = eqx.filter_eval_shape(request.make_model, jax.random.key(0))
     assert model.blocks.norm1.weight.shape == (3, 32)
+    # Errors and findings name it.
+    assert request.make_model.__code__.co_filename == __file__
     assert request.batch == BATCH and request.target == Target.named("h200")
     params = {"w": jnp.ones(3)}
     assert jax.tree.structure(request.optim.init(params)) == jax.tree.structure(
