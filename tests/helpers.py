@@ -99,9 +99,9 @@ def make_batch(rows=32, seed=0, weight=None):
     return batch if weight is None else {**batch, "weight": np.float32(weight)}
 
 
-def copied(state):
-    """A state with arrays of its own, which a step may donate: no init is compiled."""
-    return jax.tree.map(lambda leaf: leaf.copy() if eqx.is_array(leaf) else leaf, state)
+def copied(tree):
+    """A PyTree with arrays of its own, which a step may donate."""
+    return jax.tree.map(lambda leaf: leaf.copy() if eqx.is_array(leaf) else leaf, tree)
 
 
 def stack(batches):

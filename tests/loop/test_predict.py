@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import RULES, Model, lenient, make_loader, make_mesh, source
+from helpers import RULES, Model, copied, lenient, make_loader, make_mesh, source
 from jax.sharding import NamedSharding, PartitionSpec
 from process_helpers import finished
 
@@ -157,7 +157,7 @@ def test_what_cannot_be_predicted_is_refused(state):
         )
     with pytest.raises(TypeError, match=r"output\.name of fn is a str; return arrays"):
         eqxshard.predict(state.model, lambda model, batch: {"name": "x"}, loader_of())
-    gone = jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, state.model)
+    gone = copied(state.model)
     gone.first.weight.delete()
     with pytest.raises(ValueError, match="was donated to an earlier step"):
         eqxshard.predict(gone, outputs, loader_of())

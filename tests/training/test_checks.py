@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import RULES, Model, lenient, make_batch, make_mesh, source
+from helpers import RULES, Model, copied, lenient, make_batch, make_mesh, source
 from process_helpers import finished
 
 import eqxshard
@@ -176,7 +176,7 @@ def train_step(request):
     where = placed(request.param)
     step = eqxshard.make_train_step(losses, OPTIM, accumulate=2, lint=LINT, **where)
     state = eqxshard.init_state(Model, OPTIM, key=KEY, **where)
-    return step, lambda: jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, state)
+    return step, lambda: copied(state)
 
 
 def test_training_reports_each_check(train_step):
