@@ -114,10 +114,12 @@ def slow(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def stores(session: nox.Session) -> None:
-    """Checkpoints in S3, by a server of its protocol on this machine."""
-    # Not with the other tests: the server brings the SDK of Amazon, and much else.
-    session.install("-e", ".[recipes,s3]", *group("tests"), "moto[server,s3]>=5.1")
-    session.run("pytest", "-m", "slow", "tests/checkpoint/test_object_store.py")
+    """Checkpoints in S3 and in Google's store, by servers of their protocols."""
+    # Not with the other tests: a server brings the SDK of Amazon, and much else.
+    servers = ["moto[server,s3]>=5.1", "gcp-storage-emulator>=2026.7"]
+    session.install("-e", ".[recipes,s3,gs]", *group("tests"), *servers)
+    files = [f"tests/checkpoint/test_{name}_store.py" for name in ("object", "google")]
+    session.run("pytest", "-m", "slow", *files)
 
 
 @nox.session(default=False)

@@ -1,32 +1,23 @@
 """Checkpoints in S3, by a real server of its protocol; `nox -s stores` installs it."""
 
-import contextlib
 import functools as ft
 import logging
 import os
 import re
-import signal
-import socket
-import subprocess
 import sys
-import threading
 import time
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from checkpoint_helpers import like, new_state, placed
-from cluster_run import make_model
-from helpers import arrays, assert_equal, lenient, make_loader, make_mesh
-from process_helpers import started, workers_of
+from helpers import assert_equal, make_loader, make_mesh
+from store_helpers import At, arrays_of, kill_while_saving, linked, names, start, train
 
 import eqxshard
-from eqxshard.launch import _free_port
 
 pytest.importorskip("moto", reason="the server is not installed; run nox -s stores")
 pytest.importorskip("s3fs", reason="s3fs is not installed; run nox -s stores")
@@ -37,62 +28,17 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
-SCRIPT = Path(__file__).parent.parent / "cluster_run.py"
-
-
-class Link:
-    """A way to a server on this machine that can be closed and opened again."""
-
-    def __init__(self, port: int):
-        self._port = port
-        self.port = _free_port()
-        self.open()
-
-    def open(self):
-        self._open: list[socket.socket] = []
-        self._listener = socket.create_server(("127.0.0.1", self.port))
-        threading.Thread(target=self._listen, args=(self._listener,), daemon=True).start()
-
-    def close(self):
-        for each in [self._listener, *self._open]:
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
-
-    def _listen(self, listener):
-        with contextlib.suppress(OSError):
-            while True:
-                near, _ = listener.accept()
-                far = socket.create_connection(("127.0.0.1", self._port))
-                self._open += [near, far]
-                for pair in ((near, far), (far, near)):
-                    threading.Thread(target=self._copy, args=pair, daemon=True).start()
-
-    def _copy(self, source, target):
-        with contextlib.suppress(OSError):
-            while data := source.recv(2**16):
-                target.sendall(data)
-            target.shutdown(socket.SHUT_WR)
-
 
 @pytest.fixture(scope="module")
 def link():
     """A way to a server of S3."""
-    port = _free_port()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with started(command, **quiet) as server, pytest.MonkeyPatch.context() as m:
-        deadline = time.monotonic() + 60
-        while socket.socket().connect_ex(("127.0.0.1", port)):
-            assert time.monotonic() < deadline and server.poll() is None
-            time.sleep(0.1)
-        link = Link(port)
+    command = [sys.executable, "-m", "moto.server", "--host=127.0.0.1"]
+    with linked(command) as link, pytest.MonkeyPatch.context() as m:
         m.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{link.port}")
         m.setenv("AWS_ACCESS_KEY_ID", "someone")
         m.setenv("AWS_SECRET_ACCESS_KEY", "secret")
         m.setenv("AWS_DEFAULT_REGION", "us-east-1")
         yield link
-        link.close()
 
 
 @pytest.fixture
@@ -102,28 +48,6 @@ def bucket(link):
     url = f"{os.environ['AWS_ENDPOINT_URL']}/{name}"
     urllib.request.urlopen(urllib.request.Request(url, method="PUT")).close()
     return f"s3://{name}"
-
-
-def names(folder):
-    import fsspec
-
-    files = fsspec.filesystem("s3", use_listings_cache=False).find(folder)
-    return [file.removeprefix(folder.removeprefix("s3://")).strip("/") for file in files]
-
-
-def train(checkpointer, train_step, *callbacks, steps=15):
-    state = new_state()
-    if checkpointer.steps():
-        state = checkpointer.restore(like())
-    return eqxshard.fit(
-        state,
-        train_step,
-        make_loader(),
-        steps=steps,
-        log_every=1,
-        checkpointer=checkpointer,
-        callbacks=callbacks,
-    )
 
 
 def test_a_run_saves_and_resumes_on_any_mesh(bucket, train_step, tmp_path):
@@ -160,18 +84,6 @@ def test_every_dtype_and_shape(bucket):
     checkpointer.save(state)
     checkpointer.wait()
     assert_equal(checkpointer.restore(state), state)
-
-
-class At(eqxshard.callbacks.Callback):
-    """Does something after a step."""
-
-    every = 1
-
-    def __init__(self, actions):
-        self._actions = actions
-
-    def after_step(self, run):
-        self._actions.get(run.step, lambda: None)()
 
 
 def test_a_server_that_dies_and_comes_back(bucket, link, train_step, caplog):
@@ -214,48 +126,14 @@ def test_an_error_may_end_the_run(bucket, link, train_step):
     assert checkpointer.steps() == [5]
 
 
-def start(folder, checkpoints, *, launch=()):
-    """Two processes of two devices each, whose checkpoints are in a bucket."""
-    folder.mkdir()
-    command = [
-        *(sys.executable, "-m", "eqxshard.launch", "--processes=2", *launch),
-        *("--devices-per-process=2", SCRIPT, folder, f"--checkpoints={checkpoints}"),
-        *("--mesh=data=2,fsdp=2", "--rule=fsdp", "--seconds-per-step=0.5"),
-    ]
-    settings = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    return started(command, env=settings, stderr=subprocess.STDOUT)
-
-
 def test_processes_killed_while_they_save(bucket, tmp_path):
     with start(tmp_path / "whole", tmp_path / "local") as process:
         out, _ = process.communicate(timeout=300)
     assert process.returncode == 0, out
-    folder = f"{bucket}/run"
-    with start(tmp_path / "killed", folder, launch=["--restarts=1"]) as process:
-        deadline = time.monotonic() + 300
-        while not names(f"{folder}/5/checksums.txt"):
-            assert time.monotonic() < deadline
-        workers = workers_of(process)
-        while not names(f"{folder}/10/arrays"):
-            assert time.monotonic() < deadline
-        os.kill(workers[1], signal.SIGKILL)
-        assert "checksums.txt" not in names(f"{folder}/10"), "it was too late to kill"
-        out, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, out
-    # From 10 if the killed process had written its part: the other one completes it.
-    assert re.search(r"resuming from step (5|10) in 2 processes", out), out
-    assert eqxshard.Checkpointer(folder).steps() == [5, 10, 15]
-    assert set(names(f"{folder}/10/written")) == {"0", "1"}
+    folder = kill_while_saving(bucket, tmp_path)
     ours, theirs = arrays_of(folder), arrays_of(tmp_path / "local")
     for path, array in theirs.items():
         np.testing.assert_array_equal(ours[path], array, err_msg=path)
-
-
-def arrays_of(folder):
-    where = {"mesh": make_mesh("data=1"), "rule": eqxshard.replicate()}
-    optim, key = lenient(optax.adam(1e-2)), jax.random.key(0)
-    like = eqxshard.abstract_state(make_model, optim, key=key, **where)
-    return arrays(eqxshard.Checkpointer(folder).restore(like))
 
 
 def set_open_requests(count):

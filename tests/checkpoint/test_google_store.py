@@ -1,0 +1,100 @@
+"""Checkpoints in Google's store, by a server of its protocol; see `nox -s stores`."""
+
+import importlib.util
+import json
+import logging
+import os
+import sys
+import time
+import urllib.request
+
+import pytest
+from checkpoint_helpers import like, placed
+from helpers import assert_equal
+from store_helpers import arrays_of, kill_while_saving, linked, names, train
+
+import eqxshard
+from eqxshard.checkpoint import _object_store
+from eqxshard.checkpoint._object_store import Upload
+
+# Not imported yet: gcsfs reads the environment then.
+for package in ("gcp_storage_emulator", "gcsfs"):
+    if importlib.util.find_spec(package) is None:
+        reason = f"{package} is not installed; run nox -s stores"
+        pytest.skip(reason, allow_module_level=True)
+pytestmark = [
+    pytest.mark.slow,
+    # Of the server's client, in its own threads.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def link():
+    """A way to a server of Google Cloud Storage, which asks for no credentials."""
+    server = [sys.executable, "-m", "gcp_storage_emulator", "start"]
+    command = [*server, "--host=127.0.0.1", "--in-memory", "--quiet"]
+    with linked(command) as link, pytest.MonkeyPatch.context() as m:
+        address = f"http://127.0.0.1:{link.port}"
+        m.setenv("TENSORSTORE_GCS_HTTP_URL", address)
+        m.setenv("STORAGE_EMULATOR_HOST", address)
+        # Or gcsfs would ask Google itself what kind of bucket it is.
+        m.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+        yield link
+
+
+@pytest.fixture
+def bucket(link):
+    """A new bucket."""
+    name = f"bucket-{time.monotonic_ns()}"
+    url = f"{os.environ['STORAGE_EMULATOR_HOST']}/storage/v1/b?project=some"
+    content = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, json.dumps({"name": name}).encode(), content)
+    urllib.request.urlopen(request).close()
+    return f"gs://{name}"
+
+
+def test_a_run_saves_and_resumes_on_any_mesh(bucket, train_step, tmp_path):
+    folder = f"{bucket}/runs/one"
+    checkpointer = eqxshard.Checkpointer(folder, max_to_keep=2, save_interval_steps=2)
+    state = train(checkpointer, train_step, steps=6)
+    assert checkpointer.steps() == [4, 6]
+    # Nothing is left of step 2.
+    assert {name.split("/")[0] for name in names(folder)} == {"4", "6", "eqxshard.txt"}
+    again = eqxshard.Checkpointer(folder)
+    assert_equal(again.restore(like()), state)
+    assert_equal(again.restore(like(**placed("data=2,fsdp=4", "fsdp"))), state)
+    local = eqxshard.Checkpointer(tmp_path, save_interval_steps=2)
+    assert_equal(train(checkpointer, train_step), train(local, train_step))
+
+
+def test_a_server_that_dies_during_a_save(bucket, link, train_step, caplog, monkeypatch):
+    write = Upload._write
+    attempts: list[object] = []
+
+    def write_without_a_server(upload):
+        attempts.append(upload)
+        if len(attempts) > 1:
+            return write(upload)
+        link.close()
+        try:
+            write(upload)
+        finally:
+            link.open()
+
+    monkeypatch.setattr(Upload, "_write", write_without_a_server)
+    monkeypatch.setitem(_object_store._RETRIES, "max_retries", 2)
+    checkpointer = eqxshard.Checkpointer(bucket, save_interval_steps=5)
+    with caplog.at_level(logging.ERROR):
+        train(checkpointer, train_step, steps=10)
+    (line,) = [r.message for r in caplog.records if r.name.startswith("eqxshard")]
+    says = f"the checkpoint of step 5 could not be written to {bucket}: "
+    assert line.startswith(says) and line.endswith("Training continues.")
+    assert checkpointer.steps() == [10]
+    # Nothing is left of the one that was interrupted.
+    assert {name.split("/")[0] for name in names(bucket)} == {"10", "eqxshard.txt"}
+
+
+def test_processes_killed_while_they_save(bucket, tmp_path):
+    assert arrays_of(kill_while_saving(bucket, tmp_path))
