@@ -33,6 +33,8 @@ from gpt_model import GPT, Shape
 
 SHAPE = Shape(layers=4, heads=8, kv_heads=4, embed=384, mlp=1024, block=128, vocab=8192)
 OPTIM = optax.adamw(1e-3)
+#: The more there are, the nearer the devices come to being at their peaks together.
+STEPS = 12
 #: What is freed goes back to the system at once, so that it does not count.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
@@ -64,7 +66,7 @@ class Case(NamedTuple):
     """What is trained, and how.
 
     - `options`: of `plan`.
-    - `allowed`: how far the plan may be off, as a part.
+    - `below`, `above`: how far the plan may be off on either side, as parts.
     """
 
     make_model: Any
@@ -73,7 +75,8 @@ class Case(NamedTuple):
     mesh: Mapping[str, int]
     rule: Any
     options: Mapping[str, Any] = MappingProxyType({})
-    allowed: float = 0.1
+    below: float = 0.1
+    above: float = 0.1
 
 
 FSDP = eqxshard.fsdp(min_size=2**10)
@@ -100,17 +103,23 @@ DOTS = (partial(GPT, shape=SHAPE, remat="dots"), gpt.loss_fn, texts(16))
 FULL = (partial(GPT, shape=SHAPE, remat="full"), gpt.loss_fn, texts(16))
 MOE = (partial(GPT, shape=EXPERTS, remat="none"), gpt.loss_fn, texts(8))
 
+#: How much convolutions copy at a time depends on how threads meet. A plan adds up the
+#: peaks of all devices; what is freed by one that runs early serves one that runs late, so
+#: a process may never take all of it. With the same plan of 400 MB for a CNN on data x
+#: fsdp, processes grew by 337 to 365 MB on one machine, also with one core or beside other
+#: work, and by 339 on another. So a plan may say more, but hardly less.
+THREADS = {"above": 0.25}
+
 CASES = {
     "MLP, replicate": Case(*MLP, {"data": 4}, WHOLE),
     "MLP, fsdp": Case(*MLP, {"fsdp": 8}, FSDP),
     # The library that XLA uses for products copies what it takes into an order of its own.
     # XLA does not count these copies, which here are many.
-    "MLP, tensor": Case(*MLP, {"tensor": 4}, TENSOR, allowed=0.13),
+    "MLP, tensor": Case(*MLP, {"tensor": 4}, TENSOR, below=0.13),
     "MLP, zero1, accumulate": Case(*MLP, {"data": 8}, ZERO1, {"accumulate": 2}),
-    "CNN, replicate": Case(*SMALL, images(160), {"data": 2}, WHOLE),
-    # How much convolutions copy at a time depends on how threads meet.
-    "CNN, data x fsdp": Case(*CNN, {"data": 2, "fsdp": 2}, FSDP, allowed=0.13),
-    "LeNet, fsdp": Case(*LENET, images(256), {"fsdp": 4}, FSDP, allowed=0.13),
+    "CNN, replicate": Case(*SMALL, images(160), {"data": 2}, WHOLE, **THREADS),
+    "CNN, data x fsdp": Case(*CNN, {"data": 2, "fsdp": 2}, FSDP, **THREADS),
+    "LeNet, fsdp": Case(*LENET, images(256), {"fsdp": 4}, FSDP, **THREADS),
     "GPT, fsdp": Case(*DOTS, {"fsdp": 4}, RULE),
     "GPT, fsdp x tensor, full remat": Case(*FULL, {"fsdp": 2, "tensor": 2}, RULE),
     "GPT, replicate, bfloat16, accumulate": Case(
@@ -122,10 +131,10 @@ CASES = {
     # Chosen once all else was settled.
     "GPT, context, ring attention": Case(*DOTS, {"data": 2, "context": 2}, RULE),
     "GPT, stage x fsdp": Case(*DOTS, {"stage": 2, "fsdp": 2}, RULE),
-    "CNN, fsdp": Case(*CNN, {"fsdp": 8}, FSDP, allowed=0.13),
-    "CNN, zero1": Case(*CNN, {"data": 4}, ZERO1, allowed=0.13),
+    "CNN, fsdp": Case(*CNN, {"fsdp": 8}, FSDP, **THREADS),
+    "CNN, zero1": Case(*CNN, {"data": 4}, ZERO1, **THREADS),
     "LeNet, replicate, accumulate": Case(
-        *(*LENET, images(512), {"data": 8}, WHOLE), {"accumulate": 2}, allowed=0.13
+        *(*LENET, images(512), {"data": 8}, WHOLE), {"accumulate": 2}, **THREADS
     ),
 }
 
@@ -144,6 +153,10 @@ class Measured(NamedTuple):
     @property
     def error(self) -> float:
         return self.planned / self.grown - 1
+
+    def is_near(self, case: Case) -> bool:
+        """Whether the plan is off by no more than it may."""
+        return -case.below <= self.error <= case.above
 
 
 def measure(name: str) -> Measured:
@@ -193,7 +206,7 @@ def _prepare(case: Case) -> Callable[[], None]:
     def train() -> None:
         batch = eqxshard.filter_shard(dict(case.batch), eqxshard.batch_sharding(mesh))
         state = eqx.combine(copy(arrays), rest)
-        for _ in range(6):
+        for _ in range(STEPS):
             state, _ = step(state, batch)
         jax.block_until_ready(state)
 
@@ -211,7 +224,7 @@ def main() -> int:
         found = measure(name)
         sizes = " | ".join(f"{size / 1e6:,.0f}" for size in found)
         print(f"| {name} | {sizes} | {found.error:+.1%} |", flush=True)
-        failed = failed or abs(found.error) > CASES[name].allowed
+        failed = failed or not found.is_near(CASES[name])
     return int(failed)
 
 
