@@ -7,7 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from ..inspect._tables import render
-from ._format import format_bytes, format_seconds
+from ..pages._format import format_bytes, format_seconds
 from ._plan import Plan
 
 

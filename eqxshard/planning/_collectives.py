@@ -1,5 +1,6 @@
 """The collectives of a planned step, one by one and in groups."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,6 +39,11 @@ class PlannedCollective:
     function: str | None
     leaves: tuple[str, ...]
     hidden: float | None
+
+
+def join_axes(axes: Iterable[str] | None) -> str:
+    """The axes of a mesh as one word: `data,fsdp`."""
+    return "unknown" if axes is None else ",".join(axes)
 
 
 def has_peers(operation: Operation) -> bool:

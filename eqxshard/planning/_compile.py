@@ -20,6 +20,7 @@ from ..compiled._causes import Causes, Leaf
 from ..compiled._communication import Operation, find_collectives
 from ..compiled._hlo import Module, parse_module
 from ..inspect._lint import Findings
+from ..pages._format import format_bytes
 from ..sharding._leaves import array_leaves, format_array
 from ..sharding._mesh import batch_sharding, make_mesh
 from ..training._init import abstract_state
@@ -29,7 +30,6 @@ from ._cache import keep_compiled
 from ._collectives import PlannedCollective, has_peers
 from ._costs import Costs
 from ._failure import Failure
-from ._format import format_bytes
 from ._leaves import mesh_of, on_host, plan_leaves, shard_bytes, stored_gradients
 from ._plan import Plan, PlannedMemory, PlannedTime
 from ._request import Request, load_request

@@ -3,19 +3,11 @@
 import math
 from collections.abc import Iterator, Sequence
 
-from ._charts import (
-    Part,
-    draw_bar,
-    draw_bars,
-    draw_legend,
-    draw_mesh,
-    draw_timeline,
-    kind_style,
-)
-from ._collectives import group_collectives
-from ._format import format_bytes, format_seconds, join_axes
-from ._html import Markup, join, tag
-from ._page_parts import (
+from ..pages._bars import Part, draw_bar, draw_bars, draw_legend
+from ..pages._format import format_bytes, format_seconds
+from ..pages._html import Markup, join, tag
+from ..pages._mesh import draw_mesh
+from ..pages._parts import (
     card,
     draw_tiles,
     fill_page,
@@ -26,6 +18,8 @@ from ._page_parts import (
     settings_list,
     sortable_table,
 )
+from ._collectives import group_collectives, join_axes
+from ._draw_timeline import draw_timeline, kind_style
 from ._plan import Plan
 from ._targets import how_sure
 from ._timeline import PlannedSpan

@@ -13,8 +13,8 @@ from rich.table import Table
 
 from ..inspect._lint import Findings
 from ..inspect._tables import BreakablePath, render
-from ._collectives import PlannedCollective, group_collectives
-from ._format import format_bytes, format_flops, format_seconds, join_axes
+from ..pages._format import format_bytes, format_flops, format_seconds
+from ._collectives import PlannedCollective, group_collectives, join_axes
 from ._leaves import PlannedLeaf
 from ._targets import Compiler, Target, how_sure
 from ._timeline import PlannedSpan

@@ -5,10 +5,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from ..pages._format import format_bytes, format_seconds
 from ..sharding._mesh import BATCH_AXES
 from ._candidates import Candidate
 from ._compile import count_examples
-from ._format import format_bytes, format_seconds
 from ._plan import Plan
 from ._request import Request
 from ._survey import Surveyed

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..planning._format import format_seconds
-from ..planning._html import Markup, join, tag
-from ..planning._page_parts import card, number_cell, scroller, sortable_table
+from ..pages._format import format_seconds
+from ..pages._html import Markup, join, tag
+from ..pages._parts import card, number_cell, scroller, sortable_table
 from ._folder import RunFolder
 from ._page import fill_run_page, names_of, write_whole
 from ._read_run import RecordedRun, read_run

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ..loop._clock import format_duration
-from ..planning._charts import Part, draw_bar, draw_legend, draw_mesh
-from ..planning._format import format_bytes, format_seconds
-from ..planning._html import Markup, join, tag
-from ..planning._page_parts import (
+from ..pages._bars import Part, draw_bar, draw_legend
+from ..pages._format import format_bytes, format_seconds
+from ..pages._html import Markup, join, tag
+from ..pages._mesh import draw_mesh
+from ..pages._parts import (
     card,
     draw_tiles,
     fill_page,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..planning._html import Markup, join, tag
+from ..pages._html import Markup, join, tag
 from ._read_run import RecordedRun
 
 #: The most points of a curve that are on the page.

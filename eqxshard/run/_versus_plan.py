@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..planning._format import format_bytes, format_seconds
+from ..pages._format import format_bytes, format_seconds
 from ._read_run import RecordedRun
 
 

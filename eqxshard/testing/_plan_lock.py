@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 import jax
 
-from ..planning._collectives import PlannedCollective
-from ..planning._format import join_axes
+from ..planning._collectives import PlannedCollective, join_axes
 from ..planning._plan import Plan
 from ..sharding._spec import format_sizes
 from ._lock import UPDATE, check_file

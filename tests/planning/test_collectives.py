@@ -1,6 +1,6 @@
 from eqxshard.compiled._communication import find_collectives
 from eqxshard.compiled._hlo import parse_module
-from eqxshard.planning._collectives import group_collectives, has_peers
+from eqxshard.planning._collectives import group_collectives, has_peers, join_axes
 
 TEXT = """
 HloModule jit_train_step
@@ -33,3 +33,7 @@ def test_the_function_of_a_line_is_named(plan):
     functions = {x.line: x.function for x in plan.collectives if x.line is not None}
     assert {"MLP.__call__", "Transformer.__call__"} <= {*functions.values()}
     assert None not in functions.values()
+
+
+def test_axes_as_one_word():
+    assert (join_axes(("data", "fsdp")), join_axes(None)) == ("data,fsdp", "unknown")

@@ -1,4 +1,4 @@
-"""What pages are made of, those of plans and those of runs: a frame, cards, tables."""
+"""What every page is made of: a frame, cards, tables."""
 
 import importlib.resources
 import string
@@ -26,7 +26,7 @@ def fill_page(
     - `cards`: all else.
     - `style`, `script`: more of CSS and of JavaScript than every page has.
     """
-    own = read_assets("eqxshard.planning")
+    own = read_assets("eqxshard.pages")
     return string.Template(own["page.html"]).substitute(
         style=own["page.css"] + style,
         script=own["page.js"] + script,

@@ -1,7 +1,6 @@
-"""How tables and pages of a plan write numbers."""
+"""How pages and tables write numbers."""
 
 import math
-from collections.abc import Iterable
 
 
 def format_bytes(size: int | float) -> str:
@@ -30,8 +29,3 @@ def format_seconds(seconds: int | float) -> str:
         if seconds >= 0.1 * size:
             return f"{seconds / size:,.3g} {unit}"
     return f"{1e6 * seconds:.3g} us"
-
-
-def join_axes(axes: Iterable[str] | None) -> str:
-    """The axes of a mesh as one word: `data,fsdp`."""
-    return "unknown" if axes is None else ",".join(axes)

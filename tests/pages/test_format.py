@@ -1,4 +1,4 @@
-from eqxshard.planning._format import format_bytes, format_flops, format_seconds, join_axes
+from eqxshard.pages._format import format_bytes, format_flops, format_seconds
 
 
 def test_bytes_are_written_in_the_unit_that_fits():
@@ -19,7 +19,3 @@ def test_seconds():
     assert [*map(format_seconds, (0, 1.5, 0.0132, 3e-6))] == [
         *("0 s", "1.5 s", "13.2 ms", "3 us")
     ]
-
-
-def test_axes():
-    assert (join_axes(("data", "fsdp")), join_axes(None)) == ("data,fsdp", "unknown")

@@ -1,4 +1,4 @@
-from eqxshard.planning._html import Markup, join, tag
+from eqxshard.pages._html import Markup, join, tag
 
 
 def test_what_is_not_markup_is_escaped():
