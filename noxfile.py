@@ -123,6 +123,17 @@ def stores(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def release(session: nox.Session) -> None:
+    """Build the sdist and the wheel into build/dist; check them and try the wheel alone."""
+    session.install(*PACKAGE, *group("tests"), *group("release"))
+    folder = Path("build/dist").resolve()
+    shutil.rmtree(folder, ignore_errors=True)
+    environment = {"EQXSHARD_DIST": str(folder)}
+    command = ["pytest", "-m", "release or not slow", "tests/test_release.py"]
+    session.run(*command, *session.posargs, env=environment)
+
+
+@nox.session(default=False)
 def tests_lowest(session: nox.Session) -> None:
     """A part of every test file, on the oldest versions that pyproject.toml allows."""
     session.install("uv")

@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: links to names of JAX, plots of the benchmarks, pictures of arrays."""
+"""Hooks of MkDocs: links to names of JAX, and what the pages show from other folders."""
 
 import re
 from pathlib import Path
@@ -17,10 +17,13 @@ _PICTURE = re.compile(r"^eqxshard\.draw\(.*\)\.save\(\"([\w-]+\.html)\"\)$", re.
 
 
 def on_files(files: Any, config: Any) -> None:
-    """Add the plots of the benchmarks, which are not in the folder of the pages."""
+    """Add what is not in the folder of the pages: plots, and the page that GitHub shows."""
     for plot in sorted((_ROOT / _PLOTS).glob("*.png")):
         uri = f"{_PLOTS}/{plot.name}"
         files.append(File.generated(config, uri, abs_src_path=str(plot)))
+    text = (_ROOT / ".github" / "CONTRIBUTING.md").read_text()
+    text = text.replace("](../docs/pages/", "](")
+    files.append(File.generated(config, "contributing.md", content=text))
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:

@@ -1,4 +1,4 @@
-"""The package as a whole: its rooms, its names, its pages, its wheel."""
+"""The package as a whole: its rooms, its names, its pages."""
 
 import ast
 import importlib
@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import warnings
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -294,38 +293,3 @@ def test_what_jax_deprecates_is_an_error_in_other_processes():
 
 def test_the_version_is_that_of_the_installed_package():
     assert importlib.metadata.version("eqxshard") == eqxshard.__version__
-
-
-def test_the_wheel_has_every_file_and_works_alone(tmp_path):
-    """Built by way of the sdist, as a release is."""
-    subprocess.run(
-        [sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path, ROOT],
-        check=True,
-        capture_output=True,
-    )
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "site")
-    site = tmp_path / "site"
-    files = [
-        *FILES,
-        PACKAGE / "__init__.pyi",
-        PACKAGE / "py.typed",
-        *(file for file in PACKAGE.glob("*/page/*") if file.is_file()),
-    ]
-    ours = {str(file.relative_to(ROOT)) for file in files}
-    built = {str(file.relative_to(site)) for file in (site / "eqxshard").rglob("*.*")}
-    assert built == ours
-    (info,) = site.glob("*.dist-info")
-    assert {path.name for path in site.iterdir()} == {"eqxshard", info.name}
-    assert (info / "licenses" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
-    assert f"\nVersion: {eqxshard.__version__}\n" in (info / "METADATA").read_text()
-    run = subprocess.run(
-        [sys.executable, "-c", "import eqxshard; print(eqxshard.__file__)"],
-        env={**os.environ, "PYTHONPATH": str(site)},
-        cwd=tmp_path,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert Path(run.stdout.strip()) == site / "eqxshard" / "__init__.py"

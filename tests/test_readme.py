@@ -27,7 +27,8 @@ import eqxshard
 
 ROOT = Path(__file__).parent.parent
 PICTURES = ROOT / "docs" / "pictures"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / ".github" / "CONTRIBUTING.md"]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 
 #: Flags that make a recipe take seconds; `{}` is a folder to write to.
 SHORT = {
