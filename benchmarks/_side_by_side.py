@@ -21,6 +21,14 @@ from rich.table import Table
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
+#: Text and lines, on pages that are light or dark: as far from white as from near black.
+_INK = "#7f7f7f"
+_STYLE = {f"{name}.color": _INK for name in ("text", "xtick", "ytick")} | {
+    "axes.labelcolor": _INK,
+    "axes.edgecolor": _INK,
+    "axes.titlecolor": _INK,
+}
+
 #: One turn of a contestant: does its work once and returns the measured figure.
 Turn = Callable[[], float]
 
@@ -143,9 +151,11 @@ class Report:
                 for each in self.growths
             ]
             (output / f"{self.name}.json").write_text(json.dumps(results, indent=1) + "\n")
-            self._plot(output / f"{self.name}.png")
+            self.plot(output / f"{self.name}.png")
 
-    def _plot(self, path: Path) -> None:
+    @matplotlib.rc_context(_STYLE)
+    def plot(self, path: Path) -> None:
+        """Draw the figures, on nothing, for pages of any colour."""
         heights = [0.9 + 0.32 * len(contest.values) for contest in self.contests]
         heights += [3.2] * len(self.growths)
         figure, axes = plt.subplots(
@@ -163,8 +173,21 @@ class Report:
             ax.set_title(shown.title, loc="left", fontsize=10)
             ax.tick_params(labelsize=8)
             ax.spines[["top", "right"]].set_visible(False)
-        figure.savefig(path, dpi=120)
+        figure.savefig(path, dpi=120, transparent=True)
         plt.close(figure)
+
+
+def read_report(results: Mapping[str, Any]) -> Report:
+    """The figures that a report wrote as JSON, to be drawn again."""
+    contests = [
+        Contest(each["title"], each["unit"], each["values"]) for each in results["contests"]
+    ]
+    growths, end = [], len(contests)
+    for each in reversed(results.get("growths", ())):
+        start = end - len(each["sizes"])
+        growths.insert(0, Growth(each["title"], each["sizes"], contests[start:end]))
+        end = start
+    return Report(results["name"], contests[:end], growths=growths)
 
 
 def _draw_bars(contest: Contest, ax: Any) -> None:
@@ -175,7 +198,7 @@ def _draw_bars(contest: Contest, ax: Any) -> None:
         [max(contest.values[n]) - m for n, m in zip(names, medians)],
     ]
     colors = ["#c44e52" if "eqxshard" in name else "#8da0cb" for name in names]
-    ax.barh(names, medians, xerr=ends, color=colors, ecolor="#444444", height=0.7)
+    ax.barh(names, medians, xerr=ends, color=colors, ecolor="#5f5f5f", height=0.7)
     if max(medians) > 30 * min(medians) > 0:
         ax.set_xscale("log")
     ax.set_xlabel(contest.unit, fontsize=9)
