@@ -6,15 +6,17 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from helpers import Model, assert_equal, lenient, make_batch, make_mesh, part
+from helpers import Model, assert_equal, make_mesh, part
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.layout import Format, Layout
 from safetensors.numpy import load_file, save_file
+from weights_helpers import FSDP, file, make_mlp, mlp, placed
 
 import eqxshard
+
+_ = file, mlp  # Fixtures.
 
 #: All that safetensors and JAX both have.
 TYPES = (
@@ -22,31 +24,6 @@ TYPES = (
     *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
     *(f"{kind}int{bits}" for kind in ("", "u") for bits in (8, 16, 32, 64)),
 )
-FSDP = eqxshard.fsdp(min_size=1)
-ADAM = lenient(optax.chain(optax.adam(1e-3), eqxshard.ema_weights(0.9)))
-
-
-def make_mlp(key):
-    # Its activation is a leaf that is not an array.
-    return eqx.nn.MLP(8, 4, 16, 2, key=key)
-
-
-def placed(model, mesh="fsdp=8", rule=FSDP):
-    return eqxshard.filter_shard(model, eqxshard.shardings(model, make_mesh(mesh), rule))
-
-
-@pytest.fixture(scope="module")
-def mlp():
-    return make_mlp(jax.random.key(0))
-
-
-@pytest.fixture(scope="module")
-def file(mlp, tmp_path_factory):
-    path = tmp_path_factory.mktemp("weights") / "mlp.safetensors"
-    eqxshard.save_weights(path, mlp)
-    return path
-
-
 # There and back
 
 
@@ -351,86 +328,6 @@ def test_what_is_kept_is_moved_to_its_sharding(mlp, file):
     )
     assert part(loaded["scale"]) == (1,) and part(loaded["layers"][1].weight) == (2, 16)
     assert_equal(loaded, {"layers": mlp.layers, "scale": jnp.arange(8.0)})
-
-
-# Into a state
-
-
-def init(mesh, load, make_model=make_mlp, optim=ADAM, **options):
-    return eqxshard.init_state(
-        make_model,
-        optim,
-        key=jax.random.key(1),
-        mesh=make_mesh(mesh),
-        rule=FSDP,
-        load=load,
-        **options,
-    )
-
-
-def loss_fn(model, batch, key):
-    return jnp.sum((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2, axis=-1)
-
-
-def addresses(tree):
-    leaves = jax.tree.leaves(eqx.filter(tree, eqx.is_array))
-    return [leaf.addressable_shards[0].data.unsafe_buffer_pointer() for leaf in leaves]
-
-
-@pytest.mark.parametrize("mesh", ["data=1", "fsdp=8"])
-def test_a_state_takes_loaded_weights_over_without_a_copy(file, mesh):
-    read = []
-
-    def load(like):
-        loaded = eqxshard.load_weights(file, like)
-        read.extend(addresses(loaded))
-        return loaded
-
-    state = init(mesh, load)
-    assert addresses(state.model) == read
-    # The arrays of one shape may change places.
-    before = addresses((state.step, state.model, state.opt_state))
-    assert len(set(before)) == len(before)
-    train_step = eqxshard.make_train_step(loss_fn, ADAM, mesh=make_mesh(mesh), rule=FSDP)
-    after, _ = train_step(state, make_batch())
-    assert {*addresses((after.step, after.model, after.opt_state))} == {*before}
-
-
-def test_the_optimizer_begins_at_what_was_loaded(mlp, file):
-    state = init("fsdp=8", lambda like: eqxshard.load_weights(file, like))
-    assert_equal(state.model, mlp)
-    assert_equal(eqxshard.ema_model(state), mlp)
-
-
-def test_what_is_not_loaded_is_made(mlp, file):
-    fresh = init("fsdp=8", None)
-
-    def load(like):
-        head = {r"layers\.2\.": None}
-        return eqxshard.load_weights(file, like, rename=head, partial=True)
-
-    state = init("fsdp=8", load)
-    assert_equal(state.model.layers[:2], mlp.layers[:2])
-    assert_equal(state.model.layers[2], fresh.model.layers[2])
-    assert_equal(state.key, fresh.key)
-
-
-def test_weights_are_loaded_in_the_types_of_the_state(mlp, file):
-    state = init(
-        "fsdp=8",
-        lambda like: eqxshard.load_weights(file, like),
-        precision=eqxshard.Precision(params=jnp.bfloat16),
-    )
-    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if eqx.is_array(x) else x, mlp)
-    assert_equal(state.model, half)
-
-
-def test_another_model_is_refused(mlp):
-    with pytest.raises(ValueError, match=r"load returned a model with other arrays than"):
-        init("data=1", lambda like: like.layers)
-    half = eqx.tree_at(lambda m: m.layers[0].bias, mlp, jnp.zeros(16, jnp.bfloat16))
-    with pytest.raises(ValueError, match=r"layers\.0\.bias as bfloat16\[16\], .* float32"):
-        init("data=1", lambda like: half)
 
 
 # Saving that fails

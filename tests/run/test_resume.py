@@ -1,0 +1,145 @@
+"""`train` in the folder of a run that was stopped, or of another one."""
+
+import dataclasses
+import json
+from functools import partial
+
+import equinox as eqx
+import jax
+import pytest
+from helpers import assert_equal
+from run_helpers import PNG, files, measured, read_lines
+from run_script import EXAMPLES, Line, make_data
+from run_train_helpers import (
+    CONFIG,
+    STEPS,
+    copy,
+    finished,
+    make_sgd,
+    refusal,
+    saved_steps,
+    train,
+)
+
+import eqxshard
+
+_ = copy, finished  # Fixtures.
+
+
+def assert_ended_as(folder, finished):
+    """The same numbers, each step's once, and the same weights, bit for bit."""
+    assert measured(folder) == measured(finished.folder)
+    like = eqx.filter_eval_shape(partial(Line, 8), jax.random.key(0))
+    checkpointer = eqxshard.Checkpointer(folder / "checkpoints")
+    assert checkpointer.steps()[-1] == STEPS
+    assert_equal(checkpointer.restore_model(like), jax.device_get(finished.state.model))
+    assert (folder / "summary.json").exists()
+    assert (folder / "curves.png").read_bytes().startswith(PNG)
+
+
+class Killed(BaseException):
+    """As sudden as SIGKILL, for a test in this process."""
+
+
+class Dies:
+    def log(self, step, values):
+        if step == 10:
+            raise Killed
+
+    def close(self):
+        pass
+
+
+def resume(how):
+    return dataclasses.replace(CONFIG, resume=how)
+
+
+def test_a_run_that_died_resumes_as_if_it_had_not(finished, tmp_path, capsys, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr("eqxshard.loop._rescue.Rescue.leave", lambda *error: False)
+        train(tmp_path, trackers=(Dies(),))
+    # Its last steps are not saved.
+    assert saved_steps(tmp_path)[-1] == 8
+    run = train(tmp_path, resume("yes"))
+    assert "resuming from step 8." in capsys.readouterr().out.splitlines()
+    assert_ended_as(tmp_path, finished)
+    assert run.metrics == finished.metrics
+
+
+def test_a_finished_run_is_left_as_it_is(copy, finished, capsys):
+    checkpoints = files(copy / "checkpoints")
+    run = train(copy, resume("yes"))
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert first == f"training already finished at step {STEPS}; nothing is left to do."
+    assert files(copy / "checkpoints") == checkpoints
+    assert_ended_as(copy, finished)
+    unlike = {"settings"}
+    ours, theirs = (
+        {k: v for k, v in each.summary.items() if k not in unlike}
+        for each in (run, finished)
+    )
+    assert ours == theirs
+
+
+def test_a_damaged_checkpoint_is_skipped(copy, finished, caplog, capsys):
+    (copy / "checkpoints" / str(STEPS) / "description.json").write_text("{")
+    train(copy, resume("yes"))
+    assert f"the checkpoint of step {STEPS} in" in caplog.text
+    assert "resuming from step 8." in capsys.readouterr().out.splitlines()
+    assert_ended_as(copy, finished)
+
+
+def test_auto_starts_a_new_run_where_there_is_none(tmp_path, finished, capsys):
+    train(tmp_path / "new", resume("auto"))
+    assert "resuming" not in capsys.readouterr().out
+    assert_ended_as(tmp_path / "new", finished)
+
+
+def test_a_log_with_values_that_were_not_finite_is_continued(copy):
+    """They are null in JSON."""
+    lines = read_lines(copy)
+    lines[0]["train/loss"] = None
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (copy / "metrics.jsonl").write_text(text)
+    train(copy, resume("auto"))
+    assert read_lines(copy) == lines
+
+
+def test_yes_needs_a_run(tmp_path):
+    says = refusal(tmp_path / "none", resume("yes"))
+    assert says.startswith(f"{tmp_path / 'none'} has no run to resume; leave")
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    "how, options, message",
+    [
+        (
+            "no",
+            {},
+            "has a run at step 12; add --resume to continue it, or give another",
+        ),
+        ("yes", {"width": 4}, "model.hidden.bias has shape [8] there, not [4]"),
+        ("yes", {"make_optim": make_sgd}, "opt_state.0.mu.hidden.bias float32[8] is only"),
+        ("yes", {"train_data": make_data(EXAMPLES - 1, 0)}, "length was 96 and is 95"),
+        ("auto", {"epochs": 1}, None),
+    ],
+    ids=["second run", "model", "optimizer", "data", "finished"],
+)
+def test_another_run_in_the_same_folder_is_refused(copy, how, options, message):
+    before = files(copy)
+    if message is None:
+        train(copy, resume(how), **options)
+        return
+    assert message in refusal(copy, resume(how), **options)
+    assert files(copy) == before
+
+
+def test_another_seed_or_batch_size_is_refused(copy):
+    before = files(copy)
+    for change, message in (
+        ({"seed": 1}, "seed was 0 and is 1"),
+        ({"batch_size": 32}, "batch_size was 16 and is 32"),
+    ):
+        assert message in refusal(copy, dataclasses.replace(resume("yes"), **change))
+    assert files(copy) == before
