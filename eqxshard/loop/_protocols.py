@@ -5,13 +5,19 @@ from typing import Protocol, runtime_checkable
 
 from jaxtyping import PyTree
 
+from ._media import Value
+
 
 @runtime_checkable
 class Tracker(Protocol):
     """Receives what [`eqxshard.fit`][] reports, and shows or stores it."""
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Receive values by name, after a number of finished steps."""
+    def log(self, step: int, values: Mapping[str, Value]) -> None:
+        """Receive values by name, after a number of finished steps.
+
+        They are numbers; and, if a callback or an evaluation of the run logs them,
+        [`eqxshard.trackers.Image`][]s and [`eqxshard.trackers.Histogram`][]s.
+        """
         ...
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from ..distributed import is_main_process
 from ..training._metrics import Metrics
 from ._clock import Clock, describe_time, goodput
+from ._media import Media, Value
 from ._protocols import Tracker
 from ._stragglers import Stragglers
 
@@ -90,7 +91,7 @@ class Report:
                 self.too_many_nonfinite = self._nonfinite_steps
 
     def add_evaluation(self, values: Mapping[str, Any], prefix: str = "eval") -> None:
-        """Add the result of an evaluation, of which trackers get the numbers."""
+        """Add the result of an evaluation, of which trackers get all but arrays."""
         if not isinstance(values, Mapping):
             raise TypeError(
                 f"evaluate returned a {type(values).__name__}; return a dict of metrics."
@@ -147,16 +148,16 @@ class Report:
         epoch = self.epoch(step)
         return {**values} if epoch is None else {"epoch": epoch, **values}
 
-    def _take_logged(self) -> dict[str, float]:
+    def _take_logged(self) -> dict[str, Value]:
         """Wait for the values that were logged."""
         logged, self._logged = self._logged, {}
-        return {name: _number(name, value) for name, value in logged.items()}
+        return {name: _value(name, value) for name, value in logged.items()}
 
     def _send(self, step: int, values: Mapping[str, Any]) -> None:
         with contextlib.ExitStack() as stack:
             # If one fails, the others still get the report.
             for tracker in reversed(self._trackers):
-                stack.callback(tell, tracker.log, step, numbers(values))
+                stack.callback(tell, tracker.log, step, shown(values))
 
 
 def tell(method: Callable[..., None], *args: Any) -> None:
@@ -168,6 +169,13 @@ def tell(method: Callable[..., None], *args: Any) -> None:
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values that are numbers: not arrays, nor pictures."""
+    return {
+        name: value for name, value in shown(values).items() if not isinstance(value, Media)
+    }
+
+
+def shown(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values without arrays, such as confusion matrices, which are for callbacks."""
     return {name: value for name, value in values.items() if np.ndim(value) == 0}
 
@@ -177,10 +185,13 @@ def prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{prefix}/{name}": value for name, value in values.items()}
 
 
-def _number(name: str, value: Any) -> float:
+def _value(name: str, value: Any) -> Value:
+    if isinstance(value, Media):
+        return value
     try:
         return float(value)
     except (TypeError, ValueError):
         raise TypeError(
-            f"{name} was logged as a {type(value).__name__}; log numbers."
+            f"{name} was logged as a {type(value).__name__}; log numbers, or make it an "
+            "eqxshard.trackers.Image or Histogram."
         ) from None

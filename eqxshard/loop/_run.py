@@ -89,7 +89,7 @@ class Run:
         """The values of the last report by name, and what was logged since.
 
         After an evaluation, this is the report that the evaluation is a part of, with the
-        arrays that it returned (trackers get numbers only).
+        arrays that it returned (trackers get none).
         """
         return self._report.values
 
@@ -106,7 +106,8 @@ class Run:
 
         **Arguments:**
 
-        - `values`: numbers, or arrays of one, by name. Nothing waits for arrays here.
+        - `values`: by name: numbers, or arrays of one, which nothing waits for here;
+            [`eqxshard.trackers.Image`][]s and [`eqxshard.trackers.Histogram`][]s.
         """
         self._report.log(self.step, values)
 

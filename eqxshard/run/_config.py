@@ -4,6 +4,7 @@ A script gets them by a field `run: RunConfig = RunConfig()` in the dataclass of
 arguments, where it may set other defaults, and passes them to `train` as `config`.
 """
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -14,6 +15,7 @@ from ..loop._callbacks_steps import Profile
 from ._devices import mesh_from_text, parse_mesh
 
 Resume = Literal["no", "yes", "auto"]
+Service = Literal["wandb", "mlflow"]
 
 
 def default(text: str, metavar: str | None = None) -> Any:
@@ -63,6 +65,8 @@ class RunConfig:
     """Steps between evaluations."""
     log_every: int = 50
     """Steps between reports."""
+    track: Annotated[tuple[Service, ...], default("none")] = ()
+    """Services that get the metrics, too: wandb, mlflow, or both."""
     hang_seconds: Annotated[float | None, default("never", "SECONDS")] = None
     """End a run that waits longer for one thing, so that it is started again."""
     profile: Annotated[str | None, default("none", "START:STOP")] = None
@@ -96,6 +100,12 @@ class RunConfig:
             raise ValueError("--output is empty; give a folder, or leave the option out.")
         if self.resume not in ("no", "yes", "auto"):
             raise ValueError(f"--resume {self.resume} is not no, yes or auto.")
+        for service in self.track:
+            if importlib.util.find_spec(service) is None:
+                raise ValueError(
+                    f"--track {service} needs the package {service}, which is not "
+                    f"installed; install it with `pip install 'eqxshard[{service}]'`."
+                )
         if self.mesh is not None:
             parse_mesh(self.mesh)
         if self.profile is not None:

@@ -6,19 +6,22 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint._checkpointer import Checkpointer
 from ..distributed import broadcast_from_first
+from ..loop._media import Value
 from ..loop._protocols import Tracker
 from ..trackers._curves import Curves
 from ..trackers._jsonl import JSONLines, read_jsonl
+from ..trackers._mlflow import MLflow
 from ..trackers._progress import ProgressBar
 from ..trackers._tensorboard import TensorBoard
 from ..trackers._values import is_evaluation
-from ._config import Resume
+from ..trackers._wandb import WandB
+from ._config import Resume, Service
 
 _LOG = logging.getLogger(__name__)
 
@@ -96,6 +99,8 @@ class RunFolder:
         total_steps: int,
         first: int = 0,
         extra: Mapping[str, object] = {},
+        services: Sequence[Service] = (),
+        settings: Mapping[str, Any] = {},
     ) -> list[Tracker]:
         """The trackers that write to this folder, and a progress bar.
 
@@ -108,7 +113,17 @@ class RunFolder:
         - `total_steps`: the step that the run ends at.
         - `first`: the step that it starts from.
         - `extra`: entries to add to every line of `metrics.jsonl`.
+        - `services`: of `"wandb"` and `"mlflow"`, those that get a run, too.
+        - `settings`: what these runs are to have as their settings.
+
+        **Raises:**
+
+        `ImportError` if the package of a service is not installed, and `ValueError` if the
+        service refuses the run.
         """
+        kinds = {"wandb": WandB, "mlflow": MLflow}
+        started: Any = {"name": title, "settings": settings, "resume": first > 0}
+        remote = [kinds[service](self.path, **started) for service in services]
         # Before the log is emptied: it fails if its file cannot be written.
         curves = None
         if importlib.util.find_spec("matplotlib"):
@@ -124,7 +139,8 @@ class RunFolder:
             trackers.append(TensorBoard(self.path / "tensorboard", purge_after=first))
         # An earlier run's would contradict the metrics if this one is stopped.
         self.summary.unlink(missing_ok=True)
-        return [*trackers, _PageTracker(self), ProgressBar(total_steps, title=title)]
+        trackers += [*remote, _PageTracker(self)]
+        return [*trackers, ProgressBar(total_steps, title=title)]
 
     def history(self) -> list[dict[str, Any]]:
         """Every line of `metrics.jsonl`."""
@@ -154,7 +170,7 @@ class _PageTracker:
         self._folder = folder
         self._next = 0.0
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, Value]) -> None:
         """Write the page, if this takes less than a hundredth of the time."""
         start = time.monotonic()
         if is_evaluation(values) and start >= self._next:

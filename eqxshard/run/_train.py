@@ -215,8 +215,9 @@ def train(
         if is_main_process():
             _announce(warning, first, last, resumes)
             extra = {"data": data_name} if data_name else {}
-            own = folder.trackers(title=title, total_steps=last, first=first, extra=extra)
-            trackers = (*trackers, *own)
+            more: Any = {"services": config.track, "settings": facts["settings"]}
+            more |= {"title": title, "total_steps": last, "first": first}
+            trackers = (*trackers, *folder.trackers(extra=extra, **more))
             about = {"title": title, "steps": last, "batch_size": config.batch_size}
             about |= {"unit": _unit(train_data), **describe_devices(mesh)}
             record.begin(about | facts, first)

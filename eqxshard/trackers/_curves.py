@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..loop._media import Value
 from ._files import writing
-from ._values import is_evaluation, metrics, times
+from ._values import is_evaluation, metrics, numbers, times
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -81,11 +82,11 @@ class Curves:
             self._part.touch()
             self._part.unlink()
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, Value]) -> None:
         """Add the values; redraw the plot if they are an evaluation's."""
         if "epoch" not in values:
             self._x_label = "step"
-        x = float(values.get("epoch", step))
+        x = float(numbers(values).get("epoch", step))
         self._x_last = max(self._x_last, x)
         for kind, name, value in metrics(values):
             xs, ys = self._series.setdefault(name, {}).setdefault(kind, ([], []))

@@ -8,7 +8,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..loop._media import Value
 from ._files import writing
+from ._values import numbers
 
 
 class JSONLines:
@@ -69,14 +71,14 @@ class JSONLines:
             mode = "w" if keep_until is None else "a"
             self._file = self._path.open(mode, encoding="utf-8")
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write a line."""
+    def log(self, step: int, values: Mapping[str, Value]) -> None:
+        """Write a line of the numbers, without pictures and histograms."""
         if self._file.closed:
             raise ValueError(
                 f"{os.fspath(self._path)!r} is closed; continue with a new "
                 f"JSONLines(..., keep_until={step - 1})."
             )
-        finite = {name: _or_null(float(value)) for name, value in values.items()}
+        finite = {k: _or_null(float(value)) for k, value in numbers(values).items()}
         logged = {"step": step, **finite}
         # Merged twice, so that extra comes last but replaces nothing.
         line = json.dumps(logged | self._extra | logged, allow_nan=False)

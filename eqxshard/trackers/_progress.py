@@ -13,7 +13,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ._values import metrics
+from ..loop._media import Value
+from ._values import metrics, numbers
 
 
 class ProgressBar:
@@ -54,8 +55,9 @@ class ProgressBar:
         if title:
             self._print(title)
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, Value]) -> None:
         """Move the bar, or print a line; evaluations always get a line."""
+        values = numbers(values)
         if self._console.is_interactive:
             if _has(values, "train"):
                 self._move(step, values)

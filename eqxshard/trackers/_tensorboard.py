@@ -5,6 +5,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from ..loop._media import Histogram, Image, Value
+from ._png import encode_png
+
 
 class TensorBoard:
     """Writes each report to an event file of [TensorBoard](https://www.tensorflow.org/tensorboard).
@@ -43,18 +46,42 @@ class TensorBoard:
             start = self._events.SessionLog(status=self._events.SessionLog.START)
             self._add(purge_after + 1, session_log=start)
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, Value]) -> None:
         """Write the values of a step."""
-        scalars = [
-            self._summaries.Summary.Value(tag=name, simple_value=float(value))
+        found = [
+            self._summaries.Summary.Value(tag=name, **self._native(value))
             for name, value in values.items()
         ]
-        self._add(step, summary=self._summaries.Summary(value=scalars))
+        self._add(step, summary=self._summaries.Summary(value=found))
         self._writer.flush()
 
     def close(self) -> None:
         """Close the file."""
         self._writer.close()
+
+    def _native(self, value: Value) -> dict[str, Any]:
+        """The field of a summary that holds a value."""
+        if isinstance(value, Image):
+            height, width, channels = value.pixels.shape
+            image = {"height": height, "width": width, "colorspace": channels}
+            encoded = encode_png(value.pixels)
+            summary = self._summaries.Summary
+            return {"image": summary.Image(encoded_image_string=encoded, **image)}
+        if isinstance(value, Histogram):
+            middles = (value.edges[1:] + value.edges[:-1]) / 2
+            return {
+                "histo": self._summaries.HistogramProto(
+                    min=value.edges[0],
+                    max=value.edges[-1],
+                    num=value.counts.sum(),
+                    # As exactly as the bins know them.
+                    sum=value.counts @ middles,
+                    sum_squares=value.counts @ middles**2,
+                    bucket_limit=value.edges[1:],
+                    bucket=value.counts,
+                )
+            }
+        return {"simple_value": float(value)}
 
     def _add(self, step: int, **content: object) -> None:
         event = self._events.Event(wall_time=time.time(), step=step, **content)

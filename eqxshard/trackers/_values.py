@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from ..loop._media import Media, Value
+
 #: Values that describe the run, not the model.
 SPEEDS = ("seconds", "examples_per_second", "goodput")
 
@@ -15,21 +17,26 @@ class Metric(NamedTuple):
     value: float
 
 
-def metrics(values: Mapping[str, float]) -> Iterator[Metric]:
-    """The values that describe the model, in order."""
-    for key, value in values.items():
+def numbers(values: Mapping[str, Value]) -> dict[str, float]:
+    """The values that are numbers."""
+    return {k: value for k, value in values.items() if not isinstance(value, Media)}
+
+
+def metrics(values: Mapping[str, Value]) -> Iterator[Metric]:
+    """The numbers that describe the model, in order."""
+    for key, value in numbers(values).items():
         kind, slash, name = key.partition("/")
         metric = Metric(kind, name, value) if slash else Metric("", key, value)
         if key != "epoch" and kind != "seconds" and metric.name not in SPEEDS:
             yield metric
 
 
-def times(values: Mapping[str, float]) -> dict[str, float]:
+def times(values: Mapping[str, Value]) -> dict[str, float]:
     """The seconds of each part of the run since the last values."""
-    named = (key.partition("/") for key in values)
-    return {name: values[f"seconds/{name}"] for kind, _, name in named if kind == "seconds"}
+    named = ((*key.partition("/"), value) for key, value in numbers(values).items())
+    return {name: value for kind, _, name, value in named if kind == "seconds"}
 
 
-def is_evaluation(values: Mapping[str, float]) -> bool:
+def is_evaluation(values: Mapping[str, Value]) -> bool:
     """Whether these are the values of an evaluation."""
     return any(metric.kind == "eval" for metric in metrics(values))

@@ -7,7 +7,7 @@ import pytest
 from loop_helpers import Recorder, make_loader, run
 
 import eqxshard
-from eqxshard.loop._report import Report
+from eqxshard.loop._report import Report, numbers
 
 
 def metrics(loss, weight=1.0, nonfinite=0):
@@ -45,6 +45,24 @@ def test_arrays_are_for_callbacks_and_not_for_trackers():
     ((_, values),) = recorder.lines
     assert "eval/accuracy" in values and "eval/confusion" not in values
     assert report.values["eval/confusion"].shape == (2, 2)
+
+
+def test_images_and_histograms_are_for_trackers_but_no_metrics():
+    recorder = Recorder()
+    report = Report([recorder], steps_per_epoch=4, max_nonfinite=10)
+    image = eqxshard.trackers.Image(np.zeros((2, 2)))
+    histogram = eqxshard.trackers.Histogram(np.zeros(3))
+    report.add(1, metrics(1.0), 1, due=True)
+    report.read()
+    report.add_evaluation({"samples": image})
+    report.log(1, {"weights": histogram})
+    report.flush()
+    ((_, values),) = recorder.lines
+    assert (values["eval/samples"], values["weights"]) == (image, histogram)
+    assert not {"eval/samples", "weights"} & numbers(values).keys()
+    report.log(2, {"name": "LeNet"})
+    with pytest.raises(TypeError, match="name was logged as a str; log numbers, or make"):
+        report.flush()
 
 
 def test_without_epochs_none_is_reported():

@@ -83,7 +83,7 @@ def test_every_option_is_in_the_help(main):
         *("--model", "--optimizer", "--learning-rate", "--rule", "--data", "--data-dir"),
         *("--epochs", "--steps", "--batch-size", "--seed", "--devices", "--mesh"),
         *("--output", "--resume", "--save-every", "--evaluate-every", "--log-every"),
-        *("--hang-seconds", "--profile"),
+        *("--track", "--hang-seconds", "--profile"),
     }
 
 

@@ -42,8 +42,8 @@ def test_help_groups_options_and_shows_defaults(script):
     assert flags == [
         {"--model", "--optimizer", "--learning-rate", "--fail", "--seconds-per-step"},
         {"--epochs", "--steps", "--batch-size", "--seed", "--devices", "--mesh", "--output"}
-        | {"--resume", "--save-every", "--evaluate-every", "--log-every", "--hang-seconds"}
-        | {"--profile"},
+        | {"--resume", "--save-every", "--evaluate-every", "--log-every", "--track"}
+        | {"--hang-seconds", "--profile"},
     ]
     text = " ".join(out.replace("│", " ").split())
     assert text.startswith("usage: ") and "Fit some points." in text

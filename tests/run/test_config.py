@@ -1,3 +1,4 @@
+import sys
 from typing import get_type_hints
 
 import pytest
@@ -35,6 +36,16 @@ from eqxshard.run import RunConfig, default
 def test_options_that_make_no_sense_are_refused(options, message, unannotated):
     with pytest.raises(ValueError, match=message):
         RunConfig(**options).check()
+
+
+def test_a_service_that_is_not_installed_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ValueError) as error:
+        RunConfig(track=("wandb",)).check()
+    assert str(error.value) == (
+        "--track wandb needs the package wandb, which is not installed; install it with "
+        "`pip install 'eqxshard[wandb]'`."
+    )
 
 
 def test_the_defaults_and_whole_ranges_are_accepted():

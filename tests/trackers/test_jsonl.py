@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import eqxshard
-from eqxshard.trackers import JSONLines
+from eqxshard.trackers import Histogram, Image, JSONLines
 from eqxshard.trackers._jsonl import read_jsonl
 
 
@@ -51,6 +51,15 @@ def test_numpy_scalars_are_numbers(tmp_path):
     tracker.log(1, {"train/loss": np.float64("nan"), "lr": np.float64(0.5)})
     assert lines(tmp_path / "m.jsonl") == [{"step": 1, "train/loss": None, "lr": 0.5}]
     tracker.close()
+
+
+def test_images_and_histograms_are_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    tracker = JSONLines(path)
+    image, histogram = Image(np.zeros((2, 2))), Histogram(np.zeros(3))
+    tracker.log(1, {"loss": 1.0, "samples": image, "weights": histogram})
+    tracker.close()
+    assert read_jsonl(path) == [{"step": 1, "loss": 1.0}]
 
 
 def test_extra_is_in_every_line(tmp_path):

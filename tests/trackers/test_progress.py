@@ -2,11 +2,12 @@ import re
 import sys
 from io import StringIO
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 import eqxshard
-from eqxshard.trackers import ProgressBar
+from eqxshard.trackers import Image, ProgressBar
 
 TRAIN = {
     "epoch": 0.5,
@@ -48,6 +49,15 @@ def test_training_and_evaluation_in_one_report_are_two_lines():
         "epoch 1  step 10/20  train loss 1.250  accuracy 0.5000  12,346 examples/s",
         "epoch 1  step 10/20  eval accuracy 0.7500",
     ]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_images_are_not_shown(terminal):
+    out = console(terminal)
+    bar = ProgressBar(7, console=out)
+    bar.log(7, {"train/loss": 1.0, "eval/samples": Image(np.zeros((2, 2)))})
+    bar.close()
+    assert "loss 1.000" in written(out) and "samples" not in written(out)
 
 
 def test_an_epoch_may_be_an_integer(unannotated):

@@ -1,11 +1,13 @@
+import io
 import subprocess
 import sys
 
 import numpy as np
+import PIL.Image
 import pytest
 
 import eqxshard
-from eqxshard.trackers import TensorBoard
+from eqxshard.trackers import Histogram, Image, TensorBoard
 
 
 @pytest.fixture
@@ -23,6 +25,30 @@ def read(tmp_path):
         }
 
     return read_events
+
+
+def test_images_and_histograms_are_read_back(tmp_path):
+    module = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    pixels = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
+    tracker = TensorBoard(tmp_path)
+    histogram = Histogram(np.array([0, 0, 0, 1, 3, np.nan]), bins=3)
+    tracker.log(7, {"x": Image(pixels), "w": histogram, "train/loss": 1.0})
+    tracker.close()
+    events = module.EventAccumulator(str(tmp_path))
+    events.Reload()
+    tags = events.Tags()
+    assert (tags["images"], tags["histograms"], tags["scalars"]) == (
+        *(["x"], ["w"], ["train/loss"]),
+    )
+    (image,) = events.Images("x")
+    assert (image.step, image.width, image.height) == (7, 4, 2)
+    decoded = PIL.Image.open(io.BytesIO(image.encoded_image_string))
+    np.testing.assert_array_equal(np.asarray(decoded), pixels)
+    (found,) = events.Histograms("w")
+    value = found.histogram_value
+    assert (found.step, value.min, value.max, value.num) == (7, 0, 3, 5)
+    assert (value.bucket, value.bucket_limit) == ([3, 1, 1], [1, 2, 3])
+    assert value.sum == 3 * 0.5 + 1.5 + 2.5
 
 
 def test_values_are_in_the_file_when_log_returns(tmp_path, read):

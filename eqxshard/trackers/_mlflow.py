@@ -1,0 +1,144 @@
+"""Runs of MLflow."""
+
+import functools
+import importlib
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..loop._media import Histogram, Image, Value
+from ._service import Ending, KeptRun, Sender, is_first_process, one_line
+from ._values import numbers
+
+_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+#: Of MLflow: parameters in a request, and letters of a parameter.
+_MOST_PARAMETERS, _LONGEST_PARAMETER = 100, 6_000
+
+
+class MLflow:
+    """Sends each report to a run of [MLflow](https://mlflow.org).
+
+    Where it goes is set as for MLflow itself, by the environment's `MLFLOW_TRACKING_URI`
+    and `MLFLOW_EXPERIMENT_NAME`; by default, into a database in the working folder. Images
+    are those of the run, and histograms are artifacts, `histograms/NAME/STEP.json`. With
+    several processes, only process 0 has a run.
+
+    **Arguments:**
+
+    - `directory`: for `mlflow.json`, in which the run's id is kept. Created if necessary.
+    - `name`: the run's name; by default, MLflow makes one up.
+    - `settings`: what the run's parameters are to be, such as the script's arguments.
+    - `resume`: continue the run whose id the folder has, if there is one. Steps that it has
+        already are not sent again.
+
+    **Raises:**
+
+    `ImportError` if MLflow is not installed. `ValueError` if a new run cannot be created,
+    because the server cannot be reached, say. During training, nothing: what fails is
+    logged, and training does not wait for the server.
+
+    !!! Example
+
+        ```python
+        tracker = eqxshard.trackers.MLflow("runs/mlp", name="mlp", settings={"width": 64})
+        ```
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        name: str | None = None,
+        settings: Mapping[str, Any] = {},
+        resume: bool = False,
+    ):
+        try:
+            mlflow: Any = importlib.import_module("mlflow")
+        except ImportError as error:
+            raise ImportError(
+                "the MLflow tracker needs MLflow; install it with `pip install "
+                "'eqxshard[mlflow]'`."
+            ) from error
+        self._mlflow = mlflow
+        self._sender: Sender | None = None
+        if not is_first_process():
+            return
+        self._ending = Ending()
+        self._kept = KeptRun(Path(directory) / "mlflow.json", resume=resume)
+        try:
+            self._client: Any = mlflow.MlflowClient()
+            new = self._kept.id is None
+            if new:
+                self._kept.id = self._create(name, settings)
+        except Exception as error:
+            raise ValueError(
+                f"MLflow cannot create a run at {mlflow.get_tracking_uri()}: "
+                f"{one_line(error)} Set MLFLOW_TRACKING_URI to a server that answers."
+            ) from error
+        self._kept.keep(self._kept.after)
+        self._sender = Sender("MLflow")
+        if not new:
+            update = functools.partial(self._client.update_run, self._kept.id)
+            self._sender.send(functools.partial(update, status="RUNNING"))
+
+    def log(self, step: int, values: Mapping[str, Value]) -> None:
+        """Send the values of a step, in a thread."""
+        if self._sender is not None and step > self._kept.after:
+            now = int(1000 * time.time())
+            self._sender.send(functools.partial(self._send, step, dict(values), now))
+
+    def close(self) -> None:
+        """End the run, as it ended; waits until all has arrived, for a minute at most."""
+        if self._sender is None:
+            return
+        sender, self._sender = self._sender, None
+        status = _STATUS[self._ending.outcome()]
+        end = functools.partial(self._client.set_terminated, self._kept.id, status)
+        try:
+            sender.send(end)
+        finally:
+            sender.close(60)
+
+    def _create(self, name: str | None, settings: Mapping[str, Any]) -> str:
+        """A new run's id."""
+        wanted = os.environ.get("MLFLOW_EXPERIMENT_NAME", "Default")
+        experiment = self._client.get_experiment_by_name(wanted)
+        found = experiment and experiment.experiment_id
+        id = found or self._client.create_experiment(wanted)
+        run = self._client.create_run(id, run_name=name)
+        parameters = [
+            self._mlflow.entities.Param(_plain(key), str(value)[:_LONGEST_PARAMETER])
+            for key, value in settings.items()
+        ]
+        for start in range(0, len(parameters), _MOST_PARAMETERS):
+            part = parameters[start : start + _MOST_PARAMETERS]
+            self._client.log_batch(run.info.run_id, params=part)
+        return run.info.run_id
+
+    def _send(self, step: int, values: dict[str, Value], now: int) -> None:
+        run = self._kept.id
+        metrics = [
+            self._mlflow.entities.Metric(_plain(name), float(value), now, step)
+            for name, value in numbers(values).items()
+        ]
+        self._client.log_batch(run, metrics=metrics)
+        for name, value in values.items():
+            if isinstance(value, Image):
+                # Grey has no channels there.
+                grey = value.pixels.shape[-1] == 1
+                pixels = value.pixels[..., 0] if grey else value.pixels
+                options: Any = {"key": _plain(name), "step": step, "synchronous": True}
+                self._client.log_image(run, pixels, **options)
+            elif isinstance(value, Histogram):
+                found = {"counts": value.counts.tolist(), "edges": value.edges.tolist()}
+                file = f"histograms/{_plain(name)}/{step}.json"
+                self._client.log_dict(run, found, file)
+        self._kept.keep(step)
+
+
+def _plain(name: str) -> str:
+    """A name without the letters that MLflow refuses."""
+    return re.sub(r"[^\w\-. /]", "_", name)

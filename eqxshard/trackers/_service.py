@@ -1,0 +1,130 @@
+"""What trackers of services share: runs that are continued, and how runs ended."""
+
+import contextlib
+import json
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import jax
+
+from ._files import writing
+
+Outcome = Literal["finished", "stopped", "failed"]
+
+
+class KeptRun:
+    """Keeps in a file which of a service's runs this one is, and the last step it has.
+
+    - `id`: the run's; `None` for one that is new.
+    - `after`: the run has the steps until this one, which a resumed run takes again.
+
+    **Arguments:**
+
+    - `path`: the file.
+    - `resume`: whether to continue the run that the file names, if there is one.
+    """
+
+    def __init__(self, path: Path, *, resume: bool):
+        with writing(path):
+            pass  # Its folder is there now.
+        self._path = path
+        self.id: str | None = None
+        self.after = -1
+        if resume:
+            # A damaged one is that of a run that cannot be continued.
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+                kept = json.loads(path.read_text(encoding="utf-8"))
+                self.id, self.after = str(kept["id"]), int(kept["step"])
+
+    def keep(self, step: int) -> None:
+        """Write the file, for a run whose last step is `step`."""
+        part = self._path.with_name(f".{self._path.name}.part")
+        text = json.dumps({"id": self.id, "step": step})
+        part.write_text(text + "\n", encoding="utf-8")
+        os.replace(part, self._path)
+
+
+class Ending:
+    """Tells how a run ended, which is not said to trackers.
+
+    They are closed while the error that ended the run is on its way, if there is one.
+    """
+
+    def __init__(self):
+        # The run may be a second try, after an error that is still being handled.
+        self._earlier = sys.exc_info()[1]
+
+    def outcome(self) -> Outcome:
+        """How the run ended, if it is being closed now."""
+        error = sys.exc_info()[1]
+        if error is None or error is self._earlier:
+            return "finished"
+        stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+        return "stopped" if stopped else "failed"
+
+
+def is_first_process() -> bool:
+    """Whether this process tells services of the run, so that there is one run of it."""
+    return jax.process_index() == 0
+
+
+class Sender:
+    """Calls functions in a thread, one after the other, so that a run waits for no server.
+
+    Errors are raised as `OSError`s at the next call, which `fit` logs.
+
+    **Arguments:**
+
+    - `name`: of the service, in errors.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        # Reports of hours. If a server is away for longer, the newer ones are lost.
+        self._queue: queue.Queue[Callable[[], object] | None] = queue.Queue(1_000)
+        self._errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+        # A process does not wait for it to end.
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def send(self, call: Callable[[], object]) -> None:
+        """Call a function soon."""
+        try:
+            self._queue.put_nowait(call)
+        except queue.Full:
+            raise OSError(f"{self._name} is too slow, so a report is lost") from None
+        self._raise()
+
+    def close(self, seconds: int | float) -> None:
+        """Wait until all has been called, but not longer than some seconds."""
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(None)
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            waiting = self._queue.qsize()
+            raise OSError(
+                f"{self._name} has not taken the last {waiting} reports in {seconds:g} s"
+            )
+        self._raise()
+
+    def _work(self) -> None:
+        while (call := self._queue.get()) is not None:
+            try:
+                call()
+            except Exception as error:
+                self._errors.put(error)
+
+    def _raise(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            error = self._errors.get_nowait()
+            raise OSError(f"{self._name} refused a report: {error}") from error
+
+
+def one_line(error: Exception) -> str:
+    """What an error says, as a sentence on one line."""
+    return f"{' '.join(str(error).split()).rstrip('.')}."

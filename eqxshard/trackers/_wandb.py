@@ -1,0 +1,119 @@
+"""Runs of Weights & Biases."""
+
+import importlib
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..loop._media import Histogram, Image, Value
+from ._service import Ending, KeptRun, is_first_process, one_line
+
+_LOG = logging.getLogger(__name__)
+
+
+class WandB:
+    """Sends each report to a run of [Weights & Biases](https://docs.wandb.ai).
+
+    Where it goes is set as for W&B itself: by `wandb login`, and by the environment's
+    `WANDB_PROJECT`, `WANDB_ENTITY`, `WANDB_TAGS` and the like. With `WANDB_MODE=offline`,
+    or while the server cannot be reached when the run starts, everything is written to the
+    folder, and `wandb sync` uploads it later. With several processes, only process 0 has a
+    run.
+
+    **Arguments:**
+
+    - `directory`: for W&B's files, and `wandb.json`, in which the run's id is kept. Created
+        if necessary.
+    - `name`: the run's name; by default, W&B makes one up.
+    - `settings`: what the run's config is to have, such as the script's arguments.
+    - `resume`: continue the run whose id the folder has, if there is one. Steps that it has
+        already are not sent again.
+
+    **Raises:**
+
+    `ImportError` if wandb is not installed. `ValueError` if W&B refuses the run, because
+    nobody is logged in, say. During training, nothing: what fails is logged.
+
+    !!! Example
+
+        ```python
+        tracker = eqxshard.trackers.WandB("runs/mlp", name="mlp", settings={"width": 64})
+        ```
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        name: str | None = None,
+        settings: Mapping[str, Any] = {},
+        resume: bool = False,
+    ):
+        try:
+            self._wandb: Any = importlib.import_module("wandb")
+        except ImportError as error:
+            raise ImportError(
+                "the WandB tracker needs wandb; install it with `pip install "
+                "'eqxshard[wandb]'`."
+            ) from error
+        self._run: Any = None
+        if not is_first_process():
+            return
+        self._ending = Ending()
+        self._kept = KeptRun(Path(directory) / "wandb.json", resume=resume)
+        options = {"dir": os.fspath(directory), "name": name, "config": dict(settings)}
+        # Beside other runs of the process, which a script may have.
+        options |= {"id": self._kept.id, "resume": "allow", "reinit": "create_new"}
+        self._run = self._start(options)
+        self._kept.id = self._run.id
+        self._kept.keep(self._kept.after)
+
+    def log(self, step: int, values: Mapping[str, Value]) -> None:
+        """Send the values of a step; nothing waits until they have arrived."""
+        if self._run is None or step <= self._kept.after:
+            return
+        try:
+            sent = {name: self._native(value) for name, value in values.items()}
+            self._run.log(sent, step=step)
+        except Exception as error:
+            # `fit` logs errors of this type, and goes on.
+            raise OSError(f"W&B did not take the values of step {step}: {error}") from error
+        self._kept.keep(step)
+
+    def close(self) -> None:
+        """Finish the run, as finished or as failed; waits until all has arrived."""
+        if self._run is None:
+            return
+        run, self._run = self._run, None
+        try:
+            run.finish(exit_code=0 if self._ending.outcome() == "finished" else 1)
+        except Exception as error:
+            raise OSError(f"W&B did not finish the run: {error}") from error
+
+    def _start(self, options: dict[str, Any]) -> Any:
+        errors = self._wandb.errors
+        try:
+            return self._wandb.init(**options)
+        except (errors.UsageError, errors.AuthenticationError) as error:
+            raise ValueError(
+                f"W&B refuses the run: {one_line(error)} Log in with `wandb login`, or set "
+                "WANDB_MODE=offline to write files that `wandb sync` uploads later."
+            ) from error
+        except errors.CommError as error:
+            _LOG.error(
+                "W&B cannot be reached: %s The run is written to %s, for `wandb sync`.",
+                one_line(error),
+                options["dir"],
+            )
+            # Or the id would still be in use.
+            self._wandb.teardown()
+            return self._wandb.init(**options, mode="offline")
+
+    def _native(self, value: Value) -> Any:
+        if isinstance(value, Image):
+            return self._wandb.Image(value.pixels)
+        if isinstance(value, Histogram):
+            return self._wandb.Histogram(np_histogram=(value.counts, value.edges))
+        return float(value)

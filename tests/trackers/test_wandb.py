@@ -1,0 +1,177 @@
+"""Runs of W&B in its offline mode, whose files are read back."""
+
+import importlib
+import json
+import struct
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from loop_helpers import make_loader, run
+
+import eqxshard
+from eqxshard.trackers import Histogram, Image, WandB
+
+BLOCK = 32_768
+
+
+@pytest.fixture
+def offline(monkeypatch, tmp_path):
+    """W&B, as it is used without a server."""
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for name in ("CONFIG", "CACHE", "DATA"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / "home"))
+    wandb.teardown()  # It reads the environment once.
+    yield wandb
+    wandb.teardown()
+
+
+def records(file):
+    """The records of a file of W&B, which has the format of LevelDB's log."""
+    protocol: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    data, position, part = file.read_bytes(), 7, b""
+    while position + 7 <= len(data):
+        if BLOCK - position % BLOCK < 7:  # The rest of a block.
+            position += BLOCK - position % BLOCK
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        part += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # Whole, or the last part.
+            record = protocol.Record()
+            record.ParseFromString(part)
+            part = b""
+            yield record
+
+
+def read(folder, wandb):
+    """Of each time that a run was started: its id, config, history by step, exit code."""
+    wandb.teardown()  # Its own process may still be writing.
+    for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        found = {"history": {}}
+        for record in records(file):
+            kind = record.WhichOneof("record_type")
+            if kind == "run":
+                found["id"], found["name"] = record.run.run_id, record.run.display_name
+                config = record.run.config.update
+                found["config"] = {x.key: json.loads(x.value_json) for x in config}
+            elif kind == "history":
+                items = record.history.item
+                values = {
+                    x.key or ".".join(x.nested_key): json.loads(x.value_json) for x in items
+                }
+                row = found["history"].setdefault(values.pop("_step"), {})
+                row |= {k: v for k, v in values.items() if not k.startswith("_")}
+            elif kind == "exit":
+                found["exit"] = record.exit.exit_code
+        yield found
+
+
+@pytest.mark.slow
+def test_numbers_images_and_histograms_are_in_the_run(offline, tmp_path):
+    tracker = WandB(tmp_path, name="mlp", settings={"width": 64})
+    assert isinstance(tracker, eqxshard.Tracker)
+    tracker.log(2, {"train/loss": 2.0})
+    image, histogram = Image(np.zeros((4, 5, 3))), Histogram(np.arange(4.0), bins=2)
+    tracker.log(4, {"train/loss": np.float64(1.5), "x": image, "w": histogram})
+    tracker.close()
+    tracker.close()
+    (found,) = read(tmp_path, offline)
+    assert found["name"] == "mlp" and found["config"]["width"] == 64
+    assert found["exit"] == 0 and found["history"][2] == {"train/loss": 2.0}
+    row = found["history"][4]
+    assert row["train/loss"] == 1.5
+    assert row["x._type"] == "image-file" and row["w.values"] == [2, 2]
+    assert len([*tmp_path.glob("wandb/offline-*/files/media/images/*.png")]) == 1
+
+
+@pytest.mark.slow
+def test_a_resumed_run_sends_each_step_once(offline, tmp_path):
+    def stop(step):
+        if step == 4:
+            raise KeyboardInterrupt
+
+    loader = make_loader()
+
+    def train(steps, resume, callback=None):
+        tracker = WandB(tmp_path, resume=resume)
+        callbacks = [eqxshard.callbacks.Every(1, callback)] if callback else []
+        run(None, loader, steps=steps, log_every=1, trackers=[tracker], callbacks=callbacks)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(6, False, lambda run: stop(run.step))
+    train(6, True)
+    stopped, resumed = read(tmp_path, offline)
+    assert stopped["id"] == resumed["id"]
+    assert (stopped["exit"], resumed["exit"]) == (1, 0)
+    assert [*stopped["history"], *resumed["history"]] == [1, 2, 3, 4, 5, 6]
+    train(1, False)
+    assert json.loads((tmp_path / "wandb.json").read_text())["id"] != stopped["id"]
+
+
+@pytest.mark.slow
+def test_a_server_that_is_away_does_not_matter(offline, tmp_path, monkeypatch, caplog):
+    offline.teardown()
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("WANDB_API_KEY", 40 * "a")
+    monkeypatch.setenv("WANDB_INIT_TIMEOUT", "2")
+    tracker = WandB(tmp_path)
+    tracker.log(1, {"train/loss": 2.0})
+    tracker.close()
+    assert "W&B cannot be reached: " in caplog.text and "for `wandb sync`." in caplog.text
+    (found,) = read(tmp_path, offline)
+    assert found["history"] == {1: {"train/loss": 2.0}}
+
+
+@pytest.mark.slow
+def test_nobody_is_logged_in(offline, tmp_path, monkeypatch):
+    def refuse(**options):
+        raise offline.errors.UsageError("No API key configured.")
+
+    monkeypatch.setattr(offline, "init", refuse)
+    with pytest.raises(ValueError, match=r"W&B refuses the run: No API .* Log in with `wa"):
+        WandB(tmp_path)
+
+
+@pytest.mark.slow
+def test_what_it_does_not_take_is_logged(offline, tmp_path, monkeypatch, caplog):
+    tracker = WandB(tmp_path)
+
+    def fail(*args, **options):
+        raise RuntimeError("the service is gone")
+
+    monkeypatch.setattr(tracker._run, "log", fail)
+    run(None, make_loader(), steps=2, log_every=1, trackers=[tracker])
+    said = "a tracker failed: W&B did not take the values of step 2: the service is gone. "
+    assert f"{said}Training continues." in caplog.text
+
+
+def test_only_the_first_process_has_a_run(offline, tmp_path, monkeypatch):
+    monkeypatch.setattr("jax.process_index", lambda: 1)
+    tracker = WandB(tmp_path / "wandb")
+    tracker.log(1, {"loss": 1.0})
+    tracker.close()
+    assert not (tmp_path / "wandb").exists()
+
+
+@pytest.mark.parametrize("name, package", [("WandB", "wandb"), ("MLflow", "mlflow")])
+def test_without_the_package_the_error_names_the_extra(tmp_path, name, package):
+    code = f"""if True:
+        import sys
+        from eqxshard import trackers
+        assert not {{"wandb", "mlflow"}} & {{*sys.modules}}
+        sys.modules["{package}"] = None  # as if it were not installed
+        trackers.{name}("run")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"ImportError: the {name} tracker needs ")
+    assert last.endswith(f"; install it with `pip install 'eqxshard[{package}]'`.")
+    assert list(tmp_path.iterdir()) == []
