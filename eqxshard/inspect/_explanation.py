@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..sharding._mesh import describe_mesh
 from ..sharding._spec import axes_of, format_spec
+from ..sharding._text import format_bytes
 from ._tables import BreakablePath, render
 
 if TYPE_CHECKING:
@@ -263,18 +264,6 @@ class Explanation:
 def format_shape(shape: tuple[int, ...]) -> str:
     """A shape in a table: `4 x 256 x 64`."""
     return " x ".join(map(str, shape)) or "scalar"
-
-
-def format_bytes(count: int) -> str:
-    """A number of bytes to three digits: `32.8 kB`."""
-    if count < 1000:
-        return f"{count} B"
-    size = float(count)
-    for unit in ("kB", "MB", "GB"):
-        size /= 1000
-        if size < 1000:
-            return f"{size:.3g} {unit}" if size < 100 else f"{size:.0f} {unit}"
-    return f"{size / 1000:.3g} TB"
 
 
 def _matches(pattern: str, leaf: Leaf) -> bool:

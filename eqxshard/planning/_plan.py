@@ -226,6 +226,11 @@ class Plan:
     def __str__(self) -> str:
         return "\n\n".join(self._parts())
 
+    def _repr_html_(self) -> str:
+        from ._plan_html import plan_html  # It imports this module.
+
+        return plan_html(self)
+
     def _parts(self) -> Iterator[str]:
         mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         yield (

@@ -1,4 +1,4 @@
-"""Phrases that error messages share."""
+"""Phrases and numbers, as messages and tables write them."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -29,3 +29,15 @@ def nearest_multiples(size: int, factor: int) -> str:
     """The multiples on both sides of a size that is not one: `"96 or 104"`."""
     below, above = size // factor * factor, -(-size // factor) * factor
     return f"{below} or {above}" if below else f"{above}"
+
+
+def format_bytes(count: int) -> str:
+    """A number of bytes to three digits: `32.8 kB`."""
+    if count < 1000:
+        return f"{count} B"
+    size = float(count)
+    for unit in ("kB", "MB", "GB"):
+        size /= 1000
+        if size < 1000:
+            return f"{size:.3g} {unit}" if size < 100 else f"{size:.0f} {unit}"
+    return f"{size / 1000:.3g} TB"

@@ -14,6 +14,7 @@ from rich.progress import (
 )
 
 from ..loop._media import Value
+from ._notebook import NotebookBar
 from ._values import metrics, numbers
 
 
@@ -22,7 +23,8 @@ class ProgressBar:
 
     On a terminal this is a bar with the step, the epoch, the training metrics, the speed
     and the time left, and above it a line for each evaluation. Elsewhere (a file, a job's
-    log) it is a plain line for each epoch and each evaluation.
+    log) it is a plain line for each epoch and each evaluation. A notebook has a bar, too,
+    with the lines of evaluations below it.
 
     **Arguments:**
 
@@ -52,13 +54,19 @@ class ProgressBar:
         # Started with the first values, so that a run that fails before its first step
         # leaves the terminal alone.
         self._live: tuple[Progress, TaskID] | None = None
+        self._in_notebook = NotebookBar(total_steps)
         if title:
             self._print(title)
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
         """Move the bar, or print a line; evaluations always get a line."""
         values = numbers(values)
-        if self._console.is_interactive:
+        if self._console.is_jupyter:
+            if _has(values, "train"):
+                where = f"{_epoch(values)}{_text(values, 'train')}"
+                self._in_notebook.move(step, where)
+            due = {"eval"}
+        elif self._console.is_interactive:
             if _has(values, "train"):
                 self._move(step, values)
             due = {"eval"}

@@ -183,6 +183,11 @@ class TrainState:
         )
         return f"TrainState(\n{''.join(fields)})"
 
+    def _repr_html_(self) -> str:
+        from ._state_html import state_html  # Only notebooks need it.
+
+        return state_html(self)
+
 
 def flatten_state(state: TrainState) -> tuple[list[Any], Static]:
     """A state's arrays and the rest of it, which is free if a step returned the state."""
