@@ -101,7 +101,7 @@ def site(tmp_path_factory):
 
 #: One page of each kind.
 KINDS = ["", "guide/ten-minutes/", "guide/from-pytorch/", "guide/plan/", "api/sharding/"]
-KINDS += ["performance/", "errors/", "internals/"]
+KINDS += ["performance/", "errors/", "internals/", "notebooks/sharding_by_pictures/"]
 MOST_BYTES = 2_000_000
 
 

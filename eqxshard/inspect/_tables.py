@@ -11,7 +11,9 @@ def render(renderable: Any) -> str:
     from rich.console import Console
 
     text = io.StringIO()
-    Console(file=text, width=140, color_system=None).print(renderable)
+    # In a notebook, rich would show the table there instead.
+    console = Console(file=text, width=140, color_system=None, force_jupyter=False)
+    console.print(renderable)
     return text.getvalue().rstrip("\n")
 
 

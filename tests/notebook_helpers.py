@@ -1,0 +1,62 @@
+"""Runs the notebooks of the site.
+
+`python tests/notebook_helpers.py` stores what they show.
+"""
+
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import nbclient
+import nbformat
+
+FOLDER = Path(__file__).parent.parent / "docs" / "notebooks"
+
+
+def read(path: Path) -> Any:
+    return nbformat.read(path, as_version=4)
+
+
+def execute(path: Path, folder: str) -> Any:
+    """A notebook, run in a folder from top to bottom in a kernel of its own."""
+    notebook = read(path)
+    where = {"metadata": {"path": folder}}
+    nbclient.NotebookClient(notebook, timeout=600, resources=where).execute()
+    for cell in code_cells(notebook):
+        cell.metadata.pop("execution", None)  # When it ran.
+        cell.outputs = [tidy(x) for x in cell.outputs if x.get("name") != "stderr"]
+    return notebook
+
+
+def code_cells(notebook: Any) -> list[Any]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def varies(cell: Any) -> bool:
+    """Whether a cell shows what another machine, or another JAX, may show otherwise."""
+    return "varies" in cell.metadata.get("tags", [])
+
+
+def tidy(output: Any) -> Any:
+    """An output as readers see it, without how fast a machine is."""
+    data = output.get("data", {})
+    if "text/html" in data:
+        data.pop("text/plain", None)  # Nobody sees it, and it may have addresses.
+        data["text/html"] = re.sub(r"  [\d,]+ examples/s", "", data["text/html"])
+    return output
+
+
+def main() -> None:
+    """Store the outputs."""
+    for path in sorted(FOLDER.glob("*.ipynb")):
+        with tempfile.TemporaryDirectory() as folder:
+            notebook = execute(path, folder)
+        notebook.metadata.language_info = {"name": "python"}
+        nbformat.write(notebook, path)
+        print(path, path.stat().st_size, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
