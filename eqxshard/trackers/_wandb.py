@@ -67,7 +67,7 @@ class WandB:
         # Beside other runs of the process, which a script may have.
         options |= {"id": self._kept.id, "resume": "allow", "reinit": "create_new"}
         self._run = self._start(options)
-        self._kept.id = self._run.id
+        self._kept.id = self._kept.id or self._run.id
         self._kept.keep(self._kept.after)
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
@@ -102,14 +102,15 @@ class WandB:
                 "WANDB_MODE=offline to write files that `wandb sync` uploads later."
             ) from error
         except errors.CommError as error:
+            # Under a new id, because this process still has the other in use.
+            run = self._wandb.init(**(options | {"id": None}), mode="offline")
             _LOG.error(
-                "W&B cannot be reached: %s The run is written to %s, for `wandb sync`.",
+                "W&B cannot be reached: %s Upload the run later: `wandb sync --id %s %s`.",
                 one_line(error),
-                options["dir"],
+                self._kept.id or run.id,
+                Path(run.dir).parent,
             )
-            # Or the id would still be in use.
-            self._wandb.teardown()
-            return self._wandb.init(**options, mode="offline")
+            return run
 
     def _native(self, value: Value) -> Any:
         if isinstance(value, Image):

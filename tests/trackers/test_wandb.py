@@ -115,17 +115,24 @@ def test_a_resumed_run_sends_each_step_once(offline, tmp_path):
 
 @pytest.mark.slow
 def test_a_server_that_is_away_does_not_matter(offline, tmp_path, monkeypatch, caplog):
+    tracker = WandB(tmp_path)
+    tracker.log(1, {"train/loss": 3.0})
+    tracker.close()
+    id = json.loads((tmp_path / "wandb.json").read_text())["id"]
     offline.teardown()
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", 40 * "a")
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "2")
-    tracker = WandB(tmp_path)
-    tracker.log(1, {"train/loss": 2.0})
+    tracker = WandB(tmp_path, resume=True)
+    tracker.log(2, {"train/loss": 2.0})
     tracker.close()
-    assert "W&B cannot be reached: " in caplog.text and "for `wandb sync`." in caplog.text
-    (found,) = read(tmp_path, offline)
-    assert found["history"] == {1: {"train/loss": 2.0}}
+    assert "W&B cannot be reached: " in caplog.text
+    assert f". Upload the run later: `wandb sync --id {id} {tmp_path}" in caplog.text
+    kept = {"id": id, "step": 2}
+    assert json.loads((tmp_path / "wandb.json").read_text()) == kept
+    histories = [found["history"] for found in read(tmp_path, offline)]
+    assert {2: {"train/loss": 2.0}} in histories and len(histories) == 2
 
 
 @pytest.mark.slow
