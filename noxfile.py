@@ -119,7 +119,8 @@ def stores(session: nox.Session) -> None:
     servers = ["moto[server,s3]>=5.1", "gcp-storage-emulator>=2026.7"]
     session.install("-e", ".[recipes,s3,gs]", *group("tests"), *servers)
     files = [f"tests/checkpoint/test_{name}_store.py" for name in ("object", "google")]
-    session.run("pytest", "-m", "slow", *files)
+    # They mostly wait, for processes and for a server that is away.
+    session.run("pytest", "-n", "3", "-m", "slow", *files)
 
 
 @nox.session(default=False)
