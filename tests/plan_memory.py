@@ -108,7 +108,7 @@ MOE = (partial(GPT, shape=EXPERTS, remat="none"), gpt.loss_fn, texts(8))
 #: a process may never take all of it. With the same plan of 400 MB for a CNN on data x
 #: fsdp, processes grew by 337 to 365 MB on one machine, also with one core or beside other
 #: work, and by 339 on another. So a plan may say more, but hardly less.
-THREADS = {"above": 0.25}
+THREADS: Any = {"above": 0.25}
 
 CASES = {
     "MLP, replicate": Case(*MLP, {"data": 4}, WHOLE),

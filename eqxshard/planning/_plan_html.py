@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from html import escape
 
+from ..pages._format import format_bytes, format_seconds
 from ..sharding._html import html_table
-from ._format import format_bytes, format_seconds
 from ._plan import Plan
 from ._targets import how_sure
 
