@@ -26,7 +26,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
 PYTHONS = ["3.11", "3.12", "3.13"]
-PACKAGE = ("-e", ".[recipes]")
+PACKAGE = ("-e", ".[recipes,gallery]")
 # The tests of a file share what they compile, so they stay together.
 PYTEST = (
     "pytest",

@@ -17,13 +17,16 @@ _PICTURE = re.compile(r"^eqxshard\.draw\(.*\)\.save\(\"([\w-]+\.html)\"\)$", re.
 
 
 def on_files(files: Any, config: Any) -> None:
-    """Add what is not in the folder of the pages: plots, and the page that GitHub shows."""
+    """Add what is not in the folder of the pages: plots, recipes, a page for GitHub."""
     for plot in sorted((_ROOT / _PLOTS).glob("*.png")):
         uri = f"{_PLOTS}/{plot.name}"
         files.append(File.generated(config, uri, abs_src_path=str(plot)))
     text = (_ROOT / ".github" / "CONTRIBUTING.md").read_text()
     text = text.replace("](../docs/pages/", "](")
     files.append(File.generated(config, "contributing.md", content=text))
+    for file in sorted((_ROOT / "recipes/gallery").glob("*.py")):
+        text = f"# {file.name}\n\n```python\n{file.read_text()}```\n"
+        files.append(File.generated(config, f"gallery/{file.stem}.md", content=text))
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:

@@ -1,0 +1,120 @@
+"""A diffusion model that draws garments: flow matching, with an average of the weights."""
+
+from dataclasses import dataclass
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from equinox import nn
+from garments import Garments
+from pictures import save_images
+
+import eqxshard
+
+PATCH, TOKENS, WIDTH, DEPTH = 4, 49, 96, 4
+ROWS, STEPS = 6, 50  # To draw: garments of each kind, and steps.
+
+
+class Block(eqx.Module):
+    """A mixer, told how to scale and shift by the time and the kind of garment."""
+
+    tokens: nn.MLP
+    features: nn.MLP
+    told: nn.Linear
+
+    def __init__(self, key):
+        k1, k2, k3 = jax.random.split(key, 3)
+        self.tokens = nn.MLP(TOKENS, TOKENS, 2 * TOKENS, 1, jax.nn.gelu, key=k1)
+        self.features = nn.MLP(WIDTH, WIDTH, 2 * WIDTH, 1, jax.nn.gelu, key=k2)
+        self.told = nn.Linear(WIDTH, 2 * WIDTH, key=k3)
+
+    def __call__(self, x, about):
+        scale, shift = jnp.split(self.told(about), 2)
+        y = jax.nn.standardize(x) * (1 + scale) + shift
+        x = x + jax.vmap(self.tokens)(y.T).T
+        return x + jax.vmap(self.features)(jax.nn.standardize(x))
+
+
+class Flow(eqx.Module):
+    """How an image should change at a time between noise (0) and a garment (1)."""
+
+    patches: nn.Linear
+    position: jax.Array
+    kinds: nn.Embedding
+    time: nn.MLP
+    blocks: Block  # Stacked: every array has a leading dim of DEPTH.
+    out: nn.Linear
+
+    def __init__(self, key):
+        k1, k2, k3, k4, k5, k6 = jax.random.split(key, 6)
+        self.patches = nn.Linear(PATCH**2, WIDTH, key=k1)
+        self.position = 0.1 * jax.random.normal(k2, (TOKENS, WIDTH))
+        self.kinds = nn.Embedding(10, WIDTH, key=k3)
+        self.time = nn.MLP("scalar", WIDTH, WIDTH, 1, jax.nn.silu, key=k4)
+        self.blocks = eqx.filter_vmap(Block)(jax.random.split(k5, DEPTH))
+        self.out = nn.Linear(WIDTH, PATCH**2, key=k6)
+
+    def __call__(self, image, time, kind):
+        x = image.reshape(7, PATCH, 7, PATCH).swapaxes(1, 2).reshape(TOKENS, -1)
+        x = jax.vmap(self.patches)(x) + self.position
+        about = self.time(time) + self.kinds(kind)
+        x = eqxshard.scan_layers(self.blocks, x, about, remat="none")
+        x = jax.vmap(self.out)(x).reshape(7, 7, PATCH, PATCH).swapaxes(1, 2)
+        return x.reshape(28, 28)
+
+
+def loss_fn(model, batch, key):
+    images = batch["image"] / 127.5 - 1
+    k1, k2 = jax.random.split(key)
+    noise = jax.random.normal(k1, images.shape)
+    time = jax.nn.sigmoid(jax.random.normal(k2, (len(images), 1, 1)))
+    mixed = time * images + (1 - time) * noise
+    flow = jax.vmap(model)(mixed, time[:, 0, 0], batch["label"])
+    return jnp.mean((flow - (images - noise)) ** 2, axis=(1, 2))
+
+
+def metric_fn(model, batch):
+    return {"loss": loss_fn(model, batch, jax.random.key(0))}
+
+
+@eqxshard.filter_jit
+def draw(model, key):
+    kinds = jnp.tile(jnp.arange(10), ROWS)
+
+    def step(images, time):
+        return images + jax.vmap(model, (0, None, 0))(images, time, kinds) / STEPS, None
+
+    noise, times = jax.random.normal(key, (len(kinds), 28, 28)), jnp.arange(STEPS) / STEPS
+    images, _ = jax.lax.scan(step, noise, times)
+    return jnp.uint8(jnp.clip(127.5 * images + 127.5, 0, 255)).reshape(ROWS, 10, 28, 28)
+
+
+@dataclass(frozen=True)
+class Args:
+    """Learn to draw the garments of Fashion-MNIST."""
+
+    run: eqxshard.RunConfig = eqxshard.RunConfig(batch_size=64)
+    garments: Garments = Garments()
+
+
+def main(args: Args) -> str:
+    rate, average = optax.cosine_decay_schedule, eqxshard.ema_weights(0.99)
+    run = eqxshard.train(
+        Flow,
+        loss_fn,
+        metric_fn,
+        lambda steps: optax.chain(optax.adam(rate(2e-3, steps)), average),
+        *args.garments.load(),
+        config=args.run,
+        epochs=1,
+        settings=args,
+    )
+    images = draw(eqxshard.ema_model(run.state), jax.random.key(args.run.seed))
+    save_images(run.folder / "drawn.png", np.asarray(images))
+    return f"test loss {run.metrics['loss']:.4f} | {run.speed} | {run.title}"
+
+
+if __name__ == "__main__":
+    eqxshard.cli(main, Args)

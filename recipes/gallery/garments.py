@@ -1,0 +1,96 @@
+"""Images of 32x32 pixels in colour, as those of CIFAR-10: garments, or CIFAR-10 itself."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+
+import eqxshard
+
+GARMENTS = ["t-shirt", "trousers", "pullover", "dress", "coat"]
+GARMENTS += ["sandal", "shirt", "sneaker", "bag", "boot"]
+CIFAR = ["plane", "car", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+
+
+class Coloured:
+    """Garments of a random colour on a ground of another, at a random place of 32x32.
+
+    The colours and the place are those of the image in every epoch.
+    """
+
+    def __init__(self, source: Any, seed: int):
+        rng = np.random.default_rng(seed)
+        self.source = source
+        self.warning = source.warning
+        self.name, self.unit = f"coloured {source.name}", "images"
+        self.colors = rng.integers(0, 256, size=(len(source), 2, 1, 1, 3))
+        self.places = rng.integers(0, 5, size=(len(source), 2))
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def gather(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        batch = self.source.gather(indices)
+        cover = np.zeros((len(indices), 32, 32, 1))
+        for canvas, image, (top, left) in zip(cover, batch["image"], self.places[indices]):
+            canvas[top : top + 28, left : left + 28, 0] = image / 255
+        ground, garment = np.moveaxis(self.colors[indices], 1, 0)
+        image = ground + cover * (garment - ground)
+        return {"image": image.astype(np.uint8), "label": batch["label"]}
+
+
+@dataclass(frozen=True)
+class Garments:
+    """Which garments."""
+
+    data: Literal["auto", "fashion_mnist", "synthetic"] = "auto"
+    """auto: the real images or, if they cannot be downloaded, generated ones."""
+
+    def load(self) -> tuple[Any, Any]:
+        """Training and test data."""
+        return eqxshard.data.load_fashion_mnist(self.data)
+
+
+@dataclass(frozen=True)
+class Images:
+    """Which images."""
+
+    garments: Garments = Garments()
+    cifar: Annotated[str | None, eqxshard.run.default("garments", "DIR")] = None
+    """Use CIFAR-10 instead, from the folder of its binary version."""
+
+    @property
+    def names(self) -> list[str]:
+        """What the labels mean."""
+        return CIFAR if self.cifar else GARMENTS
+
+    def load(self, tests: int = 2000) -> tuple[Any, Any]:
+        """All training data, and the first of the test data."""
+        if self.cifar:
+            numbers = range(1, 6)
+            train = read_cifar(self.cifar, [f"data_batch_{n}.bin" for n in numbers])
+            return train, first(read_cifar(self.cifar, ["test_batch.bin"]), tests)
+        train, test = self.garments.load()
+        return Coloured(train, seed=0), Coloured(first(test, tests), seed=1)
+
+
+def first(source: Any, count: int) -> Any:
+    """The first examples."""
+    few = source.gather(np.arange(min(count, len(source))))
+    about = {"name": source.name, "unit": source.unit, "warning": source.warning}
+    return eqxshard.data.ArraySource(few, **about)
+
+
+def read_cifar(folder: str, names: list[str]) -> Any:
+    """Each record is a label and 32x32 bytes of red, then of green, then of blue."""
+    records = np.concatenate([np.fromfile(Path(folder) / name, np.uint8) for name in names])
+    if records.size % 3073:
+        raise ValueError(f"{folder} has files that are cut off; download CIFAR-10 again.")
+    records = records.reshape(-1, 3073)
+    images = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+    arrays = {
+        "image": np.ascontiguousarray(images),
+        "label": records[:, 0].astype(np.int32),
+    }
+    return eqxshard.data.ArraySource(arrays, name="CIFAR-10", unit="images")

@@ -1,0 +1,120 @@
+"""A neural ODE (diffrax): learn what drives a spiral from pictures of its paths."""
+
+from dataclasses import dataclass
+
+import diffrax
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from pictures import COLORS, figure
+
+import eqxshard
+
+TIMES = np.linspace(0, 8, 40, dtype=np.float32)
+WINDOW = 10  # Times in a piece of a path to learn from.
+SHOWN = 5
+
+
+def solve(field, start, times):
+    """The path from `start`, at some times."""
+    solution = diffrax.diffeqsolve(
+        diffrax.ODETerm(lambda t, y, args: field(y)),
+        diffrax.Tsit5(),
+        t0=times[0],
+        t1=times[-1],
+        dt0=0.1,
+        y0=start,
+        saveat=diffrax.SaveAt(ts=times),
+        stepsize_controller=diffrax.PIDController(rtol=1e-3, atol=1e-5),
+        max_steps=512,
+    )
+    return solution.ys
+
+
+def spiral(y):
+    """What is to be found."""
+    return jnp.array([[-0.1, 1.0], [-1.0, -0.1]]) @ y**3
+
+
+def make_field(key):
+    return eqx.nn.MLP(2, 2, 64, depth=2, activation=jax.nn.tanh, key=key)
+
+
+def predict(field, batch):
+    times = TIMES[: batch["path"].shape[1]]
+    return jax.vmap(lambda path: solve(field, path[0], times))(batch["path"])
+
+
+def loss_fn(field, batch, key):
+    return jnp.mean((predict(field, batch) - batch["path"]) ** 2, axis=(1, 2))
+
+
+def metric_fn(field, batch):
+    return {"loss": loss_fn(field, batch, None)}
+
+
+def make_paths(count, seed):
+    """Paths from points around the middle."""
+    rng = np.random.default_rng(seed)
+    angle, radius = rng.uniform(0, 2 * np.pi, count), rng.uniform(0.6, 1.4, count)
+    start = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1)
+    paths = jax.jit(jax.vmap(lambda start: solve(spiral, start, TIMES)))(np.float32(start))
+    return eqxshard.data.ArraySource({"path": np.asarray(paths)}, unit="paths")
+
+
+def windows(batch, random):
+    """A piece of each path, another one in every epoch: short ones are easier to follow."""
+    first = random.integers(0, len(TIMES) - WINDOW + 1)
+    rows = np.arange(len(first))[:, None]
+    return {"path": batch["path"][rows, first[:, None] + np.arange(WINDOW)]}
+
+
+def draw(path, field, true, found):
+    grid = np.linspace(-1.4, 1.4, 15, dtype=np.float32)
+    points = np.stack(np.meshgrid(grid, grid), axis=-1)
+    arrows = np.asarray(eqxshard.filter_jit(jax.vmap(jax.vmap(field)))(points))
+    with figure(path, 1, 2, size=(7, 3.4)) as axes:
+        left, right = axes[0]
+        for ours, theirs in zip(found, true):
+            left.plot(*theirs.T, ".", color=COLORS[1], markersize=4)
+            left.plot(*ours.T, color=COLORS[0], linewidth=1)
+        left.set_title("unseen paths: true (dots), learned (lines)")
+        right.quiver(grid, grid, arrows[..., 0], arrows[..., 1], color=COLORS[0])
+        right.set_title("the learned field")
+        for ax in axes[0]:
+            ax.set_aspect("equal")
+
+
+@dataclass(frozen=True)
+class Args:
+    """Learn a vector field from 1,024 paths through it."""
+
+    run: eqxshard.RunConfig = eqxshard.RunConfig(
+        batch_size=64, evaluate_every=250, save_every=250
+    )
+
+
+def main(args: Args) -> str:
+    args.run.make_mesh("data=-1")  # Simulates devices, before JAX computes the paths.
+    test_data = make_paths(256, args.run.seed + 1)
+    run = eqxshard.train(
+        make_field,
+        loss_fn,
+        metric_fn,
+        lambda steps: optax.adam(optax.cosine_decay_schedule(5e-3, steps)),
+        make_paths(1024, args.run.seed),
+        test_data,
+        transform=eqxshard.data.RandomTransform(windows),
+        config=args.run,
+        steps=1000,
+    )
+    few = test_data.gather(np.arange(SHOWN))
+    found = np.asarray(eqxshard.filter_jit(predict)(run.state.model, few))
+    draw(run.folder / "paths.png", run.state.model, few["path"], found)
+    return f"test loss {run.metrics['loss']:.2e} | {run.speed} | {run.title}"
+
+
+if __name__ == "__main__":
+    eqxshard.cli(main, Args)

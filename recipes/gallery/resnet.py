@@ -1,0 +1,111 @@
+"""A ResNet with BatchNorm, whose statistics are those of the whole batch on all devices."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from equinox import nn
+from garments import Images
+from pictures import save_guesses
+
+import eqxshard
+
+WIDTHS = (16, 32, 64)
+
+
+class Block(eqx.Module):
+    conv1: nn.Conv2d
+    norm1: nn.BatchNorm
+    conv2: nn.Conv2d
+    norm2: nn.BatchNorm
+    skip: nn.Conv2d
+
+    def __init__(self, inside, outside, key):
+        k1, k2, k3 = jax.random.split(key, 3)
+        plain: Any = {"padding": 1, "use_bias": False}
+        self.conv1 = nn.Conv2d(inside, outside, 3, stride=2, **plain, key=k1)
+        self.norm1 = nn.BatchNorm(outside, "batch", mode="batch")
+        self.conv2 = nn.Conv2d(outside, outside, 3, **plain, key=k2)
+        self.norm2 = nn.BatchNorm(outside, "batch", mode="batch")
+        self.skip = nn.Conv2d(inside, outside, 1, stride=2, use_bias=False, key=k3)
+
+    def __call__(self, x, state):
+        y, state = self.norm1(self.conv1(x), state)
+        y, state = self.norm2(self.conv2(jax.nn.relu(y)), state)
+        return jax.nn.relu(self.skip(x) + y), state
+
+
+class ResNet(eqx.Module):
+    stem: nn.Conv2d
+    blocks: list[Block]
+    logits: nn.Linear
+
+    def __init__(self, key):
+        k1, k2, *keys = jax.random.split(key, 2 + len(WIDTHS))
+        self.stem = nn.Conv2d(3, WIDTHS[0], 3, padding=1, key=k1)
+        sizes = zip((WIDTHS[0], *WIDTHS), WIDTHS, keys)
+        self.blocks = [Block(inside, outside, k) for inside, outside, k in sizes]
+        self.logits = nn.Linear(WIDTHS[-1], 10, key=k2)
+
+    def __call__(self, x, state):
+        x = jax.nn.relu(self.stem(x))
+        for block in self.blocks:
+            x, state = block(x, state)
+        return self.logits(x.mean(axis=(1, 2))), state
+
+
+def predict(pair, batch):
+    model, state = pair
+    images = jnp.moveaxis(batch["image"], -1, 1) / 128 - 1
+    run = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+    return run(images, state)
+
+
+def loss_fn(pair, batch, key):
+    logits, state = predict(pair, batch)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+    return losses, state
+
+
+def metric_fn(pair, batch):
+    logits, _ = predict(pair, batch)
+    return {"accuracy": jnp.argmax(logits, axis=-1) == batch["label"]}
+
+
+@dataclass(frozen=True)
+class Args:
+    """Train a ResNet on 32x32 images in colour: Fashion-MNIST, painted, or CIFAR-10."""
+
+    run: eqxshard.RunConfig = eqxshard.RunConfig(batch_size=64, save_every=400)
+    images: Images = Images()
+
+
+def main(args: Args) -> str:
+    train_data, test_data = args.images.load()
+    run = eqxshard.train(
+        nn.make_with_state(ResNet),
+        loss_fn,
+        metric_fn,
+        lambda steps: optax.adamw(
+            optax.cosine_decay_schedule(3e-3, steps), weight_decay=0.01
+        ),
+        train_data,
+        test_data,
+        config=args.run,
+        steps=1200,
+        remainder="drop",
+        settings=args,
+    )
+    few = test_data.gather(np.arange(24))
+    pair = nn.inference_mode((run.state.model, run.state.model_state))
+    logits, _ = eqxshard.filter_jit(predict)(pair, few)
+    save_guesses(run.folder / "guesses.png", few, logits, args.images.names)
+    return f"test accuracy {run.metrics['accuracy']:.4f} | {run.speed} | {run.title}"
+
+
+if __name__ == "__main__":
+    eqxshard.cli(main, Args)
