@@ -23,7 +23,7 @@ from matplotlib import pyplot as plt
 
 #: Text and lines, on pages that are light or dark: as far from white as from near black.
 _INK = "#7f7f7f"
-_STYLE = {f"{name}.color": _INK for name in ("text", "xtick", "ytick")} | {
+_STYLE: dict[Any, Any] = {f"{name}.color": _INK for name in ("text", "xtick", "ytick")} | {
     "axes.labelcolor": _INK,
     "axes.edgecolor": _INK,
     "axes.titlecolor": _INK,
