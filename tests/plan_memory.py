@@ -33,8 +33,6 @@ from gpt_model import GPT, Shape
 
 SHAPE = Shape(layers=4, heads=8, kv_heads=4, embed=384, mlp=1024, block=128, vocab=8192)
 OPTIM = optax.adamw(1e-3)
-#: The more there are, the nearer the devices come to being at their peaks together.
-STEPS = 12
 #: What is freed goes back to the system at once, so that it does not count.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 
@@ -66,6 +64,7 @@ class Case(NamedTuple):
     """What is trained, and how.
 
     - `options`: of `plan`.
+    - `steps`: how many it takes.
     - `below`, `above`: how far the plan may be off on either side, as parts.
     """
 
@@ -75,6 +74,7 @@ class Case(NamedTuple):
     mesh: Mapping[str, int]
     rule: Any
     options: Mapping[str, Any] = MappingProxyType({})
+    steps: int = 6
     below: float = 0.1
     above: float = 0.1
 
@@ -107,8 +107,9 @@ MOE = (partial(GPT, shape=EXPERTS, remat="none"), gpt.loss_fn, texts(8))
 #: peaks of all devices; what is freed by one that runs early serves one that runs late, so
 #: a process may never take all of it. With the same plan of 400 MB for a CNN on data x
 #: fsdp, processes grew by 337 to 365 MB on one machine, also with one core or beside other
-#: work, and by 339 on another. So a plan may say more, but hardly less.
-THREADS: Any = {"above": 0.25}
+#: work, and by 339 on another. So a plan may say more, but hardly less. The more steps
+#: there are, the nearer the devices come to being at their peaks together.
+THREADS: Any = {"steps": 12, "above": 0.25}
 
 CASES = {
     "MLP, replicate": Case(*MLP, {"data": 4}, WHOLE),
@@ -206,7 +207,7 @@ def _prepare(case: Case) -> Callable[[], None]:
     def train() -> None:
         batch = eqxshard.filter_shard(dict(case.batch), eqxshard.batch_sharding(mesh))
         state = eqx.combine(copy(arrays), rest)
-        for _ in range(STEPS):
+        for _ in range(case.steps):
             state, _ = step(state, batch)
         jax.block_until_ready(state)
 
