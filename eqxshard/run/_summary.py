@@ -50,7 +50,10 @@ def summarize(history: list[dict[str, Any]], examples: int, unit: str) -> dict[s
 
 
 def flatten_settings(settings: Any) -> dict[str, Any]:
-    """The fields of nested dataclasses, or the entries of a dict, side by side."""
+    """The fields of nested dataclasses, or the entries of a dict, side by side.
+
+    Tuples become lists, as they do in JSON.
+    """
     if isinstance(settings, Mapping):
         entries = dict(settings)
     else:
@@ -58,6 +61,8 @@ def flatten_settings(settings: Any) -> dict[str, Any]:
         entries = {name: getattr(settings, name) for name in names}
     flat: dict[str, Any] = {}
     for name, value in entries.items():
-        nested = dataclasses.is_dataclass(value) or isinstance(value, Mapping)
-        flat |= flatten_settings(value) if nested else {name: value}
+        if dataclasses.is_dataclass(value) or isinstance(value, Mapping):
+            flat |= flatten_settings(value)
+        else:
+            flat[name] = list(value) if isinstance(value, tuple) else value
     return flat

@@ -59,3 +59,4 @@ def test_nested_settings_are_side_by_side():
     assert flatten_settings(Outer(Inner(), "x")) == flat
     assert flatten_settings({"settings": Outer(Inner(), "x")}) == flat
     assert flatten_settings({"a": {"b": {"c": 1}}, "d": None}) == {"c": 1, "d": None}
+    assert flatten_settings({"of_json": ("a", "b")}) == {"of_json": ["a", "b"]}
