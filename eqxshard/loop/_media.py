@@ -93,7 +93,8 @@ class Histogram:
             whole = NamedSharding(array.sharding.mesh, PartitionSpec())
         counts, low, high = jax.device_get(_jitted(whole)(array, bins))
         self.counts = np.asarray(counts)
-        self.edges = np.linspace(low, high, bins + 1, dtype=np.float64)
+        # As Python's floats: in float32, neighbouring edges could be equal.
+        self.edges = np.linspace(float(low), float(high), bins + 1)
 
 
 @functools.cache
@@ -108,8 +109,8 @@ def _count(array: jax.Array, bins: int) -> tuple[jax.Array, jax.Array, jax.Array
     low = jnp.min(array, initial=jnp.inf, where=finite)
     high = jnp.max(array, initial=-jnp.inf, where=finite)
     low, high = (jnp.where(finite.any(), edge, 0.0) for edge in (low, high))
-    # Values that are all the same need room.
-    room = jnp.where(high > low, 0.0, 0.5)
+    # Values that are all the same need room: more of it where float32 is coarser.
+    room = jnp.where(high > low, 0.0, jnp.maximum(0.5, 1e-6 * jnp.abs(low)))
     low, high = low - room, high + room
     bin_of = jnp.clip(jnp.floor((array - low) / (high - low) * bins), 0, bins - 1)
     bin_of = jnp.where(finite, bin_of, -1)
