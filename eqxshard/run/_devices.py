@@ -1,8 +1,8 @@
 """Meshes from text, on the accelerators of this machine or on simulated CPU devices."""
 
-import contextlib
 import math
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -94,16 +94,25 @@ def simulate_devices(count: int) -> None:
     """Simulate CPU devices, for machines without accelerators.
 
     Call it before JAX has looked for devices. It does nothing if `$JAX_NUM_CPU_DEVICES`
-    gives a number, several processes were started, each with devices of its own, or JAX
-    has looked already; and it makes no difference to accelerators.
+    gives a number, or several processes were started, each with devices of its own; and it
+    makes no difference to accelerators. If JAX has looked already, it does nothing either,
+    and warns on stderr if that leaves a single CPU device where more were asked for.
 
     **Arguments:**
 
     - `count`: how many.
     """
     if "JAX_NUM_CPU_DEVICES" not in os.environ and not jax.distributed.is_initialized():
-        with contextlib.suppress(RuntimeError):  # JAX has looked for devices already.
+        try:
             jax.config.update("jax_num_cpu_devices", count)
+        except RuntimeError:  # JAX has looked for devices already.
+            if jax.default_backend() == "cpu" and jax.device_count() == 1 < count:
+                print(
+                    f"warning: JAX was used before {count} CPU devices could be simulated, "
+                    "so there is only one; call eqxshard.train before other JAX functions, "
+                    f"or set JAX_NUM_CPU_DEVICES={count}.",
+                    file=sys.stderr,
+                )
 
 
 def find_devices(count: int | None = None) -> list[Any]:

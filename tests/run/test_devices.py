@@ -130,6 +130,21 @@ def test_devices_are_simulated_before_jax_looks():
     assert out == "6 6", err
 
 
+def test_one_device_because_jax_looked_too_early_is_told():
+    code = """
+jax.devices()
+simulate_devices(1)  # No more than there are.
+simulate_devices(4)
+print(jax.device_count())
+"""
+    assert run(code) == (
+        "1",
+        "warning: JAX was used before 4 CPU devices could be simulated, so there is only "
+        "one; call eqxshard.train before other JAX functions, or set "
+        "JAX_NUM_CPU_DEVICES=4.\n",
+    )
+
+
 def test_the_number_of_devices_in_the_environment_comes_first():
     code = """
 try:
