@@ -121,13 +121,14 @@ class RunFolder:
         `ImportError` if the package of a service is not installed, and `ValueError` if the
         service refuses the run.
         """
-        kinds = {"wandb": WandB, "mlflow": MLflow}
-        started: Any = {"name": title, "settings": settings, "resume": first > 0}
-        remote = [kinds[service](self.path, **started) for service in services]
-        # Before the log is emptied: it fails if its file cannot be written.
+        # Before the log is emptied: curves fail if their file cannot be written, and after
+        # them services if they refuse the run.
         curves = None
         if importlib.util.find_spec("matplotlib"):
             curves = Curves(self.curves, title=title)
+        kinds = {"wandb": WandB, "mlflow": MLflow}
+        started: Any = {"name": title, "settings": settings, "resume": first > 0}
+        remote = [kinds[service](self.path, **started) for service in services]
         log = JSONLines(self.metrics, extra=extra, keep_until=first or None)
         trackers: list[Tracker] = [log]
         if curves is not None:

@@ -97,10 +97,7 @@ class MLflow:
         sender, self._sender = self._sender, None
         status = _STATUS[self._ending.outcome()]
         end = functools.partial(self._client.set_terminated, self._kept.id, status)
-        try:
-            sender.send(end)
-        finally:
-            sender.close(60)
+        sender.close(end, 60)
 
     def _create(self, name: str | None, settings: Mapping[str, Any]) -> str:
         """A new run's id."""

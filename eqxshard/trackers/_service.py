@@ -6,6 +6,7 @@ import os
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -50,9 +51,9 @@ class KeptRun:
 
 
 class Ending:
-    """Tells how a run ended, which is not said to trackers.
+    """Tells how a run ended, which trackers are not told.
 
-    They are closed while the error that ended the run is on its way, if there is one.
+    If an error ended the run, they are closed while it is being raised.
     """
 
     def __init__(self):
@@ -100,11 +101,13 @@ class Sender:
             raise OSError(f"{self._name} is too slow, so a report is lost") from None
         self._raise()
 
-    def close(self, seconds: int | float) -> None:
-        """Wait until all has been called, but not longer than some seconds."""
+    def close(self, last: Callable[[], object], seconds: int | float) -> None:
+        """Call a last function after all others; wait for them some seconds at most."""
+        end = time.monotonic() + seconds
         with contextlib.suppress(queue.Full):
-            self._queue.put_nowait(None)
-        self._thread.join(seconds)
+            for call in (last, None):
+                self._queue.put(call, timeout=max(0, end - time.monotonic()))
+        self._thread.join(max(0, end - time.monotonic()))
         if self._thread.is_alive():
             waiting = self._queue.qsize()
             raise OSError(

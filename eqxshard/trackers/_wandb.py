@@ -66,6 +66,9 @@ class WandB:
         options = {"dir": os.fspath(directory), "name": name, "config": dict(settings)}
         # Beside other runs of the process, which a script may have.
         options |= {"id": self._kept.id, "resume": "allow", "reinit": "create_new"}
+        if "WANDB_FINISH_TIMEOUT" not in os.environ:
+            # Otherwise a server that is away at the end would hold the devices for ever.
+            options["settings"] = {"finish_timeout": 600}
         self._run = self._start(options)
         self._kept.id = self._kept.id or self._run.id
         self._kept.keep(self._kept.after)
@@ -83,7 +86,11 @@ class WandB:
         self._kept.keep(step)
 
     def close(self) -> None:
-        """Finish the run, as finished or as failed; waits until all has arrived."""
+        """Finish the run, as finished or as failed; waits until all has arrived.
+
+        If that takes longer than `WANDB_FINISH_TIMEOUT` seconds, ten minutes by default,
+        the rest stays in the folder, for `wandb sync`.
+        """
         if self._run is None:
             return
         run, self._run = self._run, None

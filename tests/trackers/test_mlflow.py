@@ -15,7 +15,7 @@ from eqxshard.trackers import Histogram, Image, MLflow
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     """A client of a database, which takes seconds to make."""
-    mlflow = pytest.importorskip("mlflow")
+    mlflow = pytest.importorskip("mlflow", reason="no MLflow; run nox -s slow")
     folder = tmp_path_factory.mktemp("mlflow")
     client = mlflow.MlflowClient(f"sqlite:///{folder}/mlflow.db")
     client.create_experiment("tests", artifact_location=folder.as_uri())

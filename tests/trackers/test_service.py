@@ -66,12 +66,12 @@ def test_calls_are_made_in_order_and_errors_come_later():
         sender.send(lambda i=i: called.append(i))
     ready.set()
     with pytest.raises(OSError, match="MLflow refused a report: no route to host"):
-        sender.close(60)
-    assert called == [0, 1, 2]
+        sender.close(lambda: called.append("the end"), 60)
+    assert called == [0, 1, 2, "the end"]
 
 
 def test_a_server_that_hangs_holds_nothing_up():
-    ready = threading.Event()
+    ready, ended = threading.Event(), threading.Event()
     sender = Sender("MLflow")
     for _ in range(1_000):
         sender.send(ready.wait)
@@ -79,7 +79,8 @@ def test_a_server_that_hangs_holds_nothing_up():
         for _ in range(2):
             sender.send(ready.wait)
     with pytest.raises(OSError, match=r"not taken the last \d+ reports in 0.01 s"):
-        sender.close(0.01)
-    ready.set()
-    sender._queue.get()  # Room for the end, if there was none.
-    sender.close(60)
+        sender.close(ended.set, 0.01)
+    # It answers again while the run waits for room.
+    threading.Timer(0.1, ready.set).start()
+    sender.close(ended.set, 60)
+    assert ended.is_set()

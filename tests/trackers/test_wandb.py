@@ -20,7 +20,7 @@ BLOCK = 32_768
 @pytest.fixture
 def offline(monkeypatch, tmp_path):
     """W&B, as it is used without a server."""
-    wandb = pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed; run nox -s slow")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     for name in ("CONFIG", "CACHE", "DATA"):
@@ -75,6 +75,7 @@ def read(folder, wandb):
 def test_numbers_images_and_histograms_are_in_the_run(offline, tmp_path):
     tracker = WandB(tmp_path, name="mlp", settings={"width": 64})
     assert isinstance(tracker, eqxshard.Tracker)
+    assert tracker._run.settings.finish_timeout == 600
     tracker.log(2, {"train/loss": 2.0})
     image, histogram = Image(np.zeros((4, 5, 3))), Histogram(np.arange(4.0), bins=2)
     tracker.log(4, {"train/loss": np.float64(1.5), "x": image, "w": histogram})
@@ -115,7 +116,9 @@ def test_a_resumed_run_sends_each_step_once(offline, tmp_path):
 
 @pytest.mark.slow
 def test_a_server_that_is_away_does_not_matter(offline, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("WANDB_FINISH_TIMEOUT", "5")
     tracker = WandB(tmp_path)
+    assert tracker._run.settings.finish_timeout == 5
     tracker.log(1, {"train/loss": 3.0})
     tracker.close()
     id = json.loads((tmp_path / "wandb.json").read_text())["id"]
@@ -158,6 +161,7 @@ def test_what_it_does_not_take_is_logged(offline, tmp_path, monkeypatch, caplog)
     assert f"{said}Training continues." in caplog.text
 
 
+@pytest.mark.slow
 def test_only_the_first_process_has_a_run(offline, tmp_path, monkeypatch):
     monkeypatch.setattr("jax.process_index", lambda: 1)
     tracker = WandB(tmp_path / "wandb")
