@@ -106,7 +106,7 @@ def recipes(session: nox.Session) -> None:
 @nox.session(default=False)
 def slow(session: nox.Session) -> None:
     """The tests that take minutes: whole runs, and the code on the pages."""
-    session.install("-e", ".[recipes,wandb,mlflow]", *group("tests"))
+    session.install("-e", ".[recipes,gallery,wandb,mlflow]", *group("tests"))
     # They often wait for other processes: one worker more than there are cores.
     workers = str(min((os.cpu_count() or 1) + 1, 4))
     session.run(*PYTEST, "-n", workers, "-m", "slow", *session.posargs)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import P
+from jax.experimental.multihost_utils import process_allgather
 from pictures import COLORS, figure
 
 import eqxshard
@@ -95,7 +96,9 @@ def main(args: Args) -> str:
         settings=args,
     )
     x = jnp.linspace(-3.2, 3.2, 300)
-    outputs = np.asarray(eqxshard.filter_jit(predict)(run.state.model, x))
+    outputs = eqxshard.filter_jit(predict)(run.state.model, x)
+    # Each process may have some of the members.
+    outputs = process_allgather(outputs, tiled=True)
     draw(run.folder / "spread.png", train_data.gather(np.arange(256)), x, outputs)
     one, mean = run.metrics["loss_of_one"], run.metrics["loss_of_mean"]
     return f"test loss {one:.4f} of one member, {mean:.4f} of their mean | {run.title}"

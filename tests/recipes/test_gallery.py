@@ -1,6 +1,7 @@
 """The recipes of the gallery, shortened: they learn, draw, and refuse mistakes."""
 
 import re
+import sys
 
 import equinox as eqx
 import jax
@@ -10,7 +11,8 @@ import pytest
 from example_helpers import execute
 from garments import Coloured, Images
 from helpers import assert_equal, copied, lenient
-from run_helpers import PNG, ROOT, call, read_lines
+from process_helpers import finished
+from run_helpers import PNG, ROOT, call, environment, read_lines
 from safetensors.numpy import load_file
 
 import eqxshard
@@ -175,7 +177,6 @@ RUNS = {
     "neural_ode": (20, ["paths"], 0.9),
     "rnn": (12, ["rows"], 0.99),
     "lora": (20, ["before", "after"], 0.9),
-    "ensemble": (60, ["spread"], 0.6),
 }
 SHORT = "--batch-size 32 --save-every 99 --evaluate-every 99"
 
@@ -203,7 +204,7 @@ def short(capsys, monkeypatch, tmp_path):
 @pytest.mark.parametrize("name", RUNS)
 def test_a_recipe_learns_and_draws(short, name, monkeypatch):
     if name == "neural_ode":
-        pytest.importorskip("diffrax")
+        pytest.importorskip("diffrax", reason="diffrax is not installed; run nox -s slow")
     steps, pictures, factor = RUNS[name]
     # Every report draws all curves, which takes longer than these steps.
     options = f"{SHORT} --steps {steps} --log-every {steps // 2}"
@@ -213,7 +214,7 @@ def test_a_recipe_learns_and_draws(short, name, monkeypatch):
         eqxshard, "train", lambda *a, **k: runs.append(train(*a, **k)) or runs[-1]
     )
     folder, out = short(name, options)
-    assert re.search(r"on 2 x cpu \((data|fsdp|tensor)=2\)", out.splitlines()[-1]), out
+    assert re.search(r"on 2 x cpu \((data|fsdp)=2\)", out.splitlines()[-1]), out
     found = losses(folder)
     assert found[-1] < factor * found[0], found
     for picture in pictures:
@@ -277,6 +278,19 @@ def test_both_states_of_the_gan_move_and_resume(short, monkeypatch):
         assert len(losses(folder, f"{name}/loss")) > 0
     assert_equal(resumed, whole)
     assert (folder / "drawn.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.slow
+def test_two_processes_have_members_of_their_own(tmp_path):
+    how = ["--processes=2", "--devices-per-process=1", GALLERY / "ensemble.py"]
+    options = [*SHORT.split(), "--steps", "60", "--log-every", "30", "--output", "run"]
+    command = [sys.executable, "-m", "eqxshard.launch", *how, *options]
+    status, out, err = finished(command, cwd=tmp_path, env=environment())
+    assert status == 0, err
+    assert out.splitlines()[-1].endswith("on 2 x cpu (tensor=2)"), out
+    found = losses(tmp_path / "run")
+    assert found[-1] < 0.6 * found[0], found
+    assert (tmp_path / "run" / "spread.png").read_bytes().startswith(PNG)
 
 
 @pytest.mark.slow
