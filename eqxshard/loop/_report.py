@@ -91,7 +91,7 @@ class Report:
                 self.too_many_nonfinite = self._nonfinite_steps
 
     def add_evaluation(self, values: Mapping[str, Any], prefix: str = "eval") -> None:
-        """Add the result of an evaluation, of which trackers get all but arrays."""
+        """Add the result of an evaluation; trackers get all of it but arrays."""
         if not isinstance(values, Mapping):
             raise TypeError(
                 f"evaluate returned a {type(values).__name__}; return a dict of metrics."

@@ -83,8 +83,8 @@ def _where(state: Any, arrays: Sequence[_Array]) -> str:
     }
     on = f", on {describe_mesh(*meshes)}" if len(meshes) == 1 else ""
     step = state.step
-    if isinstance(step, jax.Array) and step.is_deleted():
-        return f"that a step has taken{on}; look at the one that the step returned"
-    if isinstance(step, jax.Array) and step.is_fully_addressable:
+    if isinstance(step, jax.Array):
+        if step.is_deleted():
+            return f"that a step has taken{on}; look at the one that the step returned"
         return f"at step {int(step)}{on}"
     return f"of shapes only{on}" if is_array(step) else f"without a step{on}"
