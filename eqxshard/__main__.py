@@ -13,22 +13,15 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from ._parser import Parser
 from .debug._doctor._report import doctor
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        print(f"error: {message}; see {self.prog} --help.", file=sys.stderr)
-        sys.exit(2)
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = _Parser(
+    parser = Parser(
         prog="python -m eqxshard",
         description="Plan runs, look at runs, and find what is wrong with a machine.",
         allow_abbrev=False,

@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ._parser import Parser
 from .distributed import ADDRESS, PROCESS, PROCESSES
 
 #: How long the others may take to stop once one has died, before they are killed.
@@ -294,9 +295,10 @@ def _gpus() -> list[str]:
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eqxshard.launch",
         description="Run a script in several processes on this machine.",
+        allow_abbrev=False,
     )
     parser.add_argument(
         "--processes", type=int, required=True, help="the number of processes"

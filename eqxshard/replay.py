@@ -4,9 +4,9 @@ Reads the crash dump that [`eqxshard.fit`][] left behind, and goes through the s
 device, one operation at a time: the batch, the parameters, the loss, the gradients.
 """
 
-import argparse
 import sys
 
+from ._parser import Parser
 from .checkpoint._folder import folder_path
 from .debug._crash_dump import read_crash_dump
 from .debug._replay import replay
@@ -14,7 +14,7 @@ from .debug._replay import replay
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eqxshard.replay",
         description="Find the first value that was not finite in the step of a crash dump.",
     )

@@ -219,6 +219,7 @@ def wait_until_gone(pid):
         ),
         ("--processes 2", "there is no script; give one"),
         ("--processes 2 nowhere.py", "there is no script 'nowhere.py'"),
+        ("--process 2 x.py", "required: --processes; see python -m eqxshard.launch --help"),
     ],
 )
 def test_mistakes_are_named(monkeypatch, capsys, options, says):
@@ -226,7 +227,8 @@ def test_mistakes_are_named(monkeypatch, capsys, options, says):
     with pytest.raises(SystemExit) as error:
         eqxshard.launch.main()
     assert error.value.code == 2
-    assert says in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert says in err and err.startswith("error: ") and err.count("\n") == 1
 
 
 def test_each_process_has_a_gpu_of_its_own(script, capsys, monkeypatch):

@@ -22,7 +22,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 #: A room may import from rooms of the ranks above its own line, and from itself.
 RANKS = [
-    {"distributed", "pages"},
+    {"_parser", "distributed", "pages"},
     {"sharding"},
     {"transforms", "compiled", "data"},
     {"training"},
@@ -35,13 +35,13 @@ RANKS = [
 ]
 #: Rooms and modules aside, and the rooms that they may import from.
 ASIDE = {
-    "__main__": {"debug", "planning", "run"},
+    "__main__": {"_parser", "debug", "planning", "run"},
     "callbacks": {"loop"},
     "nn": {"sharding", "transforms", "parallel"},
     "parallel": {"sharding", "transforms"},
     "trackers": {"loop"},
-    "launch": {"distributed"},
-    "replay": {"checkpoint", "debug"},
+    "launch": {"_parser", "distributed"},
+    "replay": {"_parser", "checkpoint", "debug"},
 }
 #: The rooms aside that a room may import from.
 USES = {"run": {"trackers"}}
@@ -66,7 +66,7 @@ TESTED_ELSEWHERE = {
 }
 
 LONGEST_FILE, LONGEST_FUNCTION, LONGEST_CLASS = 400, 80, 290
-MOST_ENTRIES = 24
+MOST_ENTRIES = 25
 
 
 def module_of(file):

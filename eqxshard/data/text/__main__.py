@@ -3,16 +3,16 @@
 Encodes files of text into token files, in all cores; see [`eqxshard.data.text.prepare`][].
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 
+from ..._parser import Parser
 from ._prepare import prepare
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eqxshard.data.text",
         description="Encode files of text into token files, for training.",
         epilog="If it is stopped, the same command goes on where it stopped.",
