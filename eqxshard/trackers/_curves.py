@@ -2,6 +2,7 @@
 
 import math
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,8 +36,8 @@ class Curves:
 
     Each metric has a panel, with its values in training and in evaluation. The last panel
     is the wall time: how much each part of the run has taken until then. The plot is
-    redrawn after each evaluation and at the end, and replaced atomically, so it can be
-    viewed at any time.
+    redrawn after evaluations, unless that would take more than a twentieth of the time,
+    and at the end. It is replaced atomically, so it can be viewed at any time.
 
     **Arguments:**
 
@@ -76,6 +77,7 @@ class Curves:
         # The seconds of each part up to each x.
         self._times: list[tuple[float, dict[str, float]]] = []
         self._x_label, self._x_last = "epoch", 0.0
+        self._next = 0.0
         with writing(self._path):
             if self._path.is_dir():
                 raise IsADirectoryError(0, "it is a folder")
@@ -83,7 +85,7 @@ class Curves:
             self._part.unlink()
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
-        """Add the values; redraw the plot if they are an evaluation's."""
+        """Add the values; if they are an evaluation's, and it is time, redraw the plot."""
         if "epoch" not in values:
             self._x_label = "step"
         x = float(numbers(values).get("epoch", step))
@@ -96,8 +98,10 @@ class Curves:
             before = self._times[-1][1] if self._times else {}
             total = {part: before.get(part, 0.0) + added[part] for part in added}
             self._times.append((x, before | total))
-        if is_evaluation(values):
+        start = time.monotonic()
+        if is_evaluation(values) and start >= self._next:
             self._write()
+            self._next = time.monotonic() + 20 * (time.monotonic() - start)
 
     def close(self) -> None:
         """Draw the final plot, if there are any values."""

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -38,6 +39,24 @@ def test_the_plot_is_drawn_after_each_evaluation_and_at_the_end(tmp_path):
     assert plots[3] == plots[4]
     # No partial files are left.
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_drawing_takes_a_twentieth_of_the_time_at_most(tmp_path, monkeypatch):
+    now, drawn = [100.0], []
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    tracker = Curves(tmp_path / "c.png")
+
+    def write():
+        drawn.append(now[0])
+        now[0] += 1.0
+
+    monkeypatch.setattr(tracker, "_write", write)
+    for moment in (100.0, 119.0, 120.0, 121.0, 300.0):
+        now[0] = moment
+        tracker.log(len(drawn), {"eval/loss": 1.0})
+    assert drawn == [100.0, 121.0, 300.0]
+    tracker.close()
+    assert drawn[-1] == 301.0
 
 
 def size(path):
@@ -109,7 +128,8 @@ def test_a_report_of_both_kinds_is_drawn_like_two_reports(tmp_path):
             test = {"epoch": step / 10, "eval/loss": 0.1 + 1 / step, "eval/f1": 0.5}
             for report in [training, test] if separate else [training | test]:
                 tracker.log(step, report)
-            # Drawn by now, because the report includes an evaluation.
+            # Draws in any case, where an evaluation may come too soon after the last.
+            tracker.close()
             plots.append((tmp_path / "c.png").read_bytes())
     assert plots[:2] == plots[2:]
     assert plots[0] != plots[1]
