@@ -60,8 +60,10 @@ class Rescue:
         if run.step == first or any_donated(jax.tree.leaves(run.state)):
             return False
         if self._checkpointer and _is_saved(run, callbacks, self._checkpointer):
-            # Not a note, which would follow what the error says to do.
-            _LOG.warning("the checkpoint of step %d is saved.", run.step)
+            # A signal has said so already.
+            if isinstance(error, Exception):
+                # Not a note, which would follow what the error says to do.
+                _LOG.warning("the checkpoint of step %d is saved.", run.step)
         else:
             # Any exception may have attributes.
             handed: Any = error

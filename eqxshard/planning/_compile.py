@@ -324,7 +324,8 @@ def _notes(request: Request, module: Module, scratch: int) -> list[str]:
     elif request.backend == "cpu":
         notes.append(
             "compiled for CPUs: temporaries are an upper estimate, and no schedule says "
-            "what communication is hidden"
+            f"what communication is hidden. The backend {request.target.compiler} knows "
+            "both; ask for it to see how to install it"
         )
     if request.backend == "gpu":
         notes.append(

@@ -56,6 +56,7 @@ def test_a_signal_saves_and_ends_the_run(running, tmp_path, number):
     assert out.splitlines()[-2:] == [f"step {step}", "closed"]
     assert "stopping after this step, to save a checkpoint; a second signal" in err
     assert f"stopped after step {step}; the checkpoint of step {step} is saved." in err
+    assert err.count("is saved") == 1
     assert re.search(r"^goodput \d+ % of \d+\.\d s \| ", err, re.MULTILINE), err
     if number == signal.SIGTERM:
         assert running.returncode == 128 + signal.SIGTERM

@@ -67,3 +67,8 @@ def test_findings_are_those_of_lint(tmp_path):
     assert [each.kind for each in plan.findings] == ["constant"]
     step = eqxshard.make_train_step(losses_with_a_table, lint_helpers.OPTIM)
     assert plan.findings == eqxshard.lint(step, lint_helpers.make_state(fsdp=8), batch)
+
+
+def test_another_compiler_than_the_devices_is_named_in_a_note(plan):
+    (note,) = (note for note in plan.notes if note.startswith("compiled for CPUs"))
+    assert note.endswith("The backend gpu knows both; ask for it to see how to install it")

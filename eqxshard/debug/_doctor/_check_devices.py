@@ -23,8 +23,8 @@ def check_start(facts: Facts) -> Iterator[Finding]:
             "nvidia-smi" if facts.driver else "JAX_PLATFORMS=cpu python -m eqxshard doctor"
         )
         yield Finding(
-            "JAX looks for devices and does not come back: a driver hangs, or another "
-            "program holds the device.",
+            "JAX looks for devices and does not come back: a driver hangs, another program "
+            "holds the device, or other programs keep all cores busy.",
             command,
         )
     elif facts.devices is None and "jax" in facts.packages:
