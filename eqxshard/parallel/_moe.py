@@ -64,8 +64,10 @@ def mixture_of_experts(
     results back, and no device gathers either. The results, and the choices that are
     dropped, do not depend on the mesh. The mesh is the one in context, as for
     [`eqxshard.constrain`][]: inside a step of [`eqxshard.make_train_step`][] it is the
-    step's. Without one, or with `expert=1`, there is no communication. In per-device code
-    along `expert` this takes and returns the device's own parts.
+    step's. Without one there is no communication. With `expert=1` tokens are not sent to
+    experts; but where a mesh splits the batch, the compiler for GPUs gathers tokens for all
+    rounds (below) but the first, which [`eqxshard.lint`][] finds. In per-device code along
+    `expert` this takes and returns the device's own parts.
 
     This is the layer of GShard (Lepikhin et al. 2020, https://arxiv.org/abs/2006.16668)
     and of the Switch Transformer (Fedus et al. 2021, https://arxiv.org/abs/2101.03961),
