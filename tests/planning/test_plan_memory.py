@@ -7,7 +7,6 @@ NAMES = [
     "MLP, zero1, accumulate",
     "CNN, data x fsdp",
     "LeNet, replicate, accumulate",
-    "GPT, fsdp x tensor, full remat",
     "mixture of experts, data x expert, no remat",
     "GPT, context, ring attention",
     "GPT, stage x fsdp",
