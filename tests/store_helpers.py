@@ -14,9 +14,9 @@ from pathlib import Path
 
 import jax
 import optax
-from checkpoint_helpers import like, new_state
+from checkpoint_helpers import like, new_state, placed
 from cluster_run import make_model
-from helpers import arrays, lenient, make_loader, make_mesh
+from helpers import arrays, assert_equal, lenient, make_loader, make_mesh
 from process_helpers import started, workers_of
 
 import eqxshard
@@ -99,6 +99,20 @@ def train(checkpointer, train_step, *callbacks, steps=15):
         checkpointer=checkpointer,
         callbacks=callbacks,
     )
+
+
+def save_and_resume(folder, train_step, local):
+    """Train in a store, restore on two meshes, and go on as a local run does."""
+    checkpointer = eqxshard.Checkpointer(folder, max_to_keep=2, save_interval_steps=2)
+    state = train(checkpointer, train_step, steps=6)
+    assert checkpointer.steps() == [4, 6]
+    # Nothing is left of step 2.
+    assert {name.split("/")[0] for name in names(folder)} == {"4", "6", "eqxshard.txt"}
+    again = eqxshard.Checkpointer(folder)
+    assert_equal(again.restore(like()), state)
+    assert_equal(again.restore(like(**placed("data=2,fsdp=4", "fsdp"))), state)
+    whole = train(eqxshard.Checkpointer(local, save_interval_steps=2), train_step)
+    assert_equal(train(checkpointer, train_step), whole)
 
 
 class At(eqxshard.callbacks.Callback):

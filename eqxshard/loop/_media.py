@@ -1,6 +1,7 @@
 """Pictures and histograms, which are logged like numbers."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -128,3 +129,8 @@ def _count(array: jax.Array, bins: int) -> tuple[jax.Array, jax.Array, jax.Array
 Media = Image | Histogram
 #: What can be logged.
 Value = float | Image | Histogram
+
+
+def numbers(values: Mapping[str, Value]) -> dict[str, float]:
+    """The values that are numbers."""
+    return {k: value for k, value in values.items() if not isinstance(value, Media)}

@@ -168,13 +168,6 @@ def tell(method: Callable[..., None], *args: Any) -> None:
         _LOG.error("a tracker failed: %s. Training continues.", error)
 
 
-def numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values that are numbers: not arrays, nor pictures."""
-    return {
-        name: value for name, value in shown(values).items() if not isinstance(value, Media)
-    }
-
-
 def shown(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values without arrays, such as confusion matrices, which are for callbacks."""
     return {name: value for name, value in values.items() if np.ndim(value) == 0}

@@ -9,7 +9,8 @@ import jax
 from ..checkpoint._checkpointer import Checkpointer
 from ..training._extra import any_donated
 from ._callbacks import CallbackList
-from ._report import numbers
+from ._media import numbers
+from ._report import shown
 from ._run import Run
 
 _LOG = logging.getLogger(__name__)
@@ -20,7 +21,7 @@ def save(run: Run, callbacks: CallbackList, checkpointer: Checkpointer) -> None:
     clock = run._report.clock
     clock.enter("checkpoint")
     # Those of an earlier step are not this state's.
-    metrics = numbers(run.values) if run._report.step == run.step else {}
+    metrics = numbers(shown(run.values)) if run._report.step == run.step else {}
     checkpointer.save(
         run.state, loader=run.loader, metrics=metrics, callbacks=callbacks.state()
     )

@@ -6,8 +6,9 @@ from pathlib import Path
 from ..pages._format import format_seconds
 from ..pages._html import Markup, join, tag
 from ..pages._parts import card, number_cell, scroller, sortable_table
+from ..trackers._files import write_whole
 from ._folder import RunFolder
-from ._page import fill_run_page, names_of, write_whole
+from ._page import fill_run_page, names_of
 from ._read_run import RecordedRun, read_run
 from ._run_curves import draw_curves, format_value
 

@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from ..distributed import broadcast_from_first
 from ..loop._media import Value
 from ..loop._protocols import Tracker
 from ..trackers._curves import Curves
+from ..trackers._files import Seldom
 from ..trackers._jsonl import JSONLines, read_jsonl
 from ..trackers._mlflow import MLflow
 from ..trackers._progress import ProgressBar
@@ -169,14 +169,12 @@ class _PageTracker:
 
     def __init__(self, folder: RunFolder):
         self._folder = folder
-        self._next = 0.0
+        self._seldom = Seldom(100)
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
         """Write the page, if this takes less than a hundredth of the time."""
-        start = time.monotonic()
-        if is_evaluation(values) and start >= self._next:
-            self._folder.write_page()
-            self._next = time.monotonic() + 100 * (time.monotonic() - start)
+        if is_evaluation(values):
+            self._seldom.call(self._folder.write_page)
 
     def close(self) -> None:
         """Write it for the last time."""

@@ -1,10 +1,8 @@
 """The page of a run: one file of HTML, which loads nothing from elsewhere."""
 
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
 from ..loop._clock import format_duration
@@ -24,6 +22,7 @@ from ..pages._parts import (
     settings_list,
     sortable_table,
 )
+from ..trackers._files import write_whole
 from ._folder import RunFolder
 from ._read_run import RecordedRun, read_run
 from ._run_curves import draw_curves, format_value
@@ -41,13 +40,6 @@ def save_page(folder: RunFolder) -> None:
     `ValueError` if it is not the folder of a run, and `OSError` if it cannot be written.
     """
     write_whole(folder.page, render_run(read_run(folder)))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file such that it is never seen half written."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
 
 
 def render_run(run: RecordedRun) -> str:

@@ -7,7 +7,6 @@ import contextlib
 import importlib.metadata
 import json
 import logging
-import os
 import platform
 import shlex
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from ..trackers._files import write_whole
 from ._folder import RunFolder
 from ._warnings import HeardWarnings
 
@@ -82,9 +82,7 @@ class RunRecord:
             # Settings may be of any type.
             text = json.dumps(self._facts, indent=1, default=str) + "\n"
             self._folder.path.mkdir(parents=True, exist_ok=True)
-            part = self._folder.record.with_name(f".{self._folder.record.name}.part")
-            part.write_text(text, encoding="utf-8")
-            os.replace(part, self._folder.record)
+            write_whole(self._folder.record, text)
 
 
 def describe_devices(mesh: Mesh) -> dict[str, Any]:

@@ -2,14 +2,13 @@
 
 import math
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..loop._media import Value
-from ._files import writing
-from ._values import is_evaluation, metrics, numbers, times
+from ..loop._media import Value, numbers
+from ._files import Seldom, writing
+from ._values import is_evaluation, metrics, times
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,7 +76,7 @@ class Curves:
         # The seconds of each part up to each x.
         self._times: list[tuple[float, dict[str, float]]] = []
         self._x_label, self._x_last = "epoch", 0.0
-        self._next = 0.0
+        self._seldom = Seldom(20)
         with writing(self._path):
             if self._path.is_dir():
                 raise IsADirectoryError(0, "it is a folder")
@@ -98,10 +97,8 @@ class Curves:
             before = self._times[-1][1] if self._times else {}
             total = {part: before.get(part, 0.0) + added[part] for part in added}
             self._times.append((x, before | total))
-        start = time.monotonic()
-        if is_evaluation(values) and start >= self._next:
-            self._write()
-            self._next = time.monotonic() + 20 * (time.monotonic() - start)
+        if is_evaluation(values):
+            self._seldom.call(self._write)
 
     def close(self) -> None:
         """Draw the final plot, if there are any values."""

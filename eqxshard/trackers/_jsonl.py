@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..loop._media import Value
+from ..loop._media import Value, numbers
 from ._files import writing
-from ._values import numbers
 
 
 class JSONLines:

@@ -1,7 +1,6 @@
 """Runs of MLflow."""
 
 import functools
-import importlib
 import os
 import re
 import time
@@ -9,9 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..loop._media import Histogram, Image, Value
-from ._service import Ending, KeptRun, Sender, is_first_process, one_line
-from ._values import numbers
+from ..loop._media import Histogram, Image, Value, numbers
+from ._service import Ending, KeptRun, Sender, is_first_process, load_service, one_line
 
 _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 #: Of MLflow: parameters in a request, and letters of a parameter.
@@ -55,14 +53,7 @@ class MLflow:
         settings: Mapping[str, Any] = {},
         resume: bool = False,
     ):
-        try:
-            mlflow: Any = importlib.import_module("mlflow")
-        except ImportError as error:
-            raise ImportError(
-                "the MLflow tracker needs MLflow; install it with `pip install "
-                "'eqxshard[mlflow]'`."
-            ) from error
-        self._mlflow = mlflow
+        self._mlflow = mlflow = load_service("mlflow", "MLflow", "MLflow")
         self._sender: Sender | None = None
         if not is_first_process():
             return

@@ -13,9 +13,9 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from ..loop._media import Value
+from ..loop._media import Value, numbers
 from ._notebook import NotebookBar
-from ._values import metrics, numbers
+from ._values import metrics
 
 
 class ProgressBar:

@@ -1,19 +1,19 @@
 """What trackers of services share: runs that are continued, and how runs ended."""
 
 import contextlib
+import importlib
 import json
-import os
 import queue
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
-from ._files import writing
+from ._files import write_whole, writing
 
 Outcome = Literal["finished", "stopped", "failed"]
 
@@ -44,10 +44,7 @@ class KeptRun:
 
     def keep(self, step: int) -> None:
         """Write the file, for a run whose last step is `step`."""
-        part = self._path.with_name(f".{self._path.name}.part")
-        text = json.dumps({"id": self.id, "step": step})
-        part.write_text(text + "\n", encoding="utf-8")
-        os.replace(part, self._path)
+        write_whole(self._path, json.dumps({"id": self.id, "step": step}) + "\n")
 
 
 class Ending:
@@ -67,6 +64,22 @@ class Ending:
             return "finished"
         stopped = isinstance(error, KeyboardInterrupt | SystemExit)
         return "stopped" if stopped else "failed"
+
+
+def load_service(package: str, tracker: str, name: str) -> Any:
+    """Import a service's package, which is that of our extra, too.
+
+    **Raises:**
+
+    `ImportError` naming the extra, if it is not installed.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ImportError(
+            f"the {tracker} tracker needs {name}; install it with `pip install "
+            f"'eqxshard[{package}]'`."
+        ) from error
 
 
 def is_first_process() -> bool:

@@ -1,12 +1,14 @@
 """TensorBoard event files."""
 
+import io
 import os
 import time
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from ..loop._media import Histogram, Image, Value
-from ._png import encode_png
 
 
 class TensorBoard:
@@ -64,7 +66,7 @@ class TensorBoard:
         if isinstance(value, Image):
             height, width, channels = value.pixels.shape
             image = {"height": height, "width": width, "colorspace": channels}
-            encoded = encode_png(value.pixels)
+            encoded = _encode_png(value.pixels)
             summary = self._summaries.Summary
             return {"image": summary.Image(encoded_image_string=encoded, **image)}
         if isinstance(value, Histogram):
@@ -86,3 +88,12 @@ class TensorBoard:
     def _add(self, step: int, **content: object) -> None:
         event = self._events.Event(wall_time=time.time(), step=step, **content)
         self._writer.add_event(event)
+
+
+def _encode_png(pixels: np.ndarray) -> bytes:
+    from PIL import Image  # TensorBoard needs it, too.
+
+    file = io.BytesIO()
+    grey = pixels.shape[-1] == 1
+    Image.fromarray(pixels[..., 0] if grey else pixels).save(file, "PNG")
+    return file.getvalue()

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from ..loop._media import Media, Value
+from ..loop._media import Value, numbers
 
 #: Values that describe the run, not the model.
 SPEEDS = ("seconds", "examples_per_second", "goodput")
@@ -15,11 +15,6 @@ class Metric(NamedTuple):
     kind: str
     name: str
     value: float
-
-
-def numbers(values: Mapping[str, Value]) -> dict[str, float]:
-    """The values that are numbers."""
-    return {k: value for k, value in values.items() if not isinstance(value, Media)}
 
 
 def metrics(values: Mapping[str, Value]) -> Iterator[Metric]:

@@ -1,6 +1,5 @@
 """Runs of Weights & Biases."""
 
-import importlib
 import logging
 import os
 from collections.abc import Mapping
@@ -8,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..loop._media import Histogram, Image, Value
-from ._service import Ending, KeptRun, is_first_process, one_line
+from ._service import Ending, KeptRun, is_first_process, load_service, one_line
 
 _LOG = logging.getLogger(__name__)
 
@@ -51,13 +50,7 @@ class WandB:
         settings: Mapping[str, Any] = {},
         resume: bool = False,
     ):
-        try:
-            self._wandb: Any = importlib.import_module("wandb")
-        except ImportError as error:
-            raise ImportError(
-                "the WandB tracker needs wandb; install it with `pip install "
-                "'eqxshard[wandb]'`."
-            ) from error
+        self._wandb = load_service("wandb", "WandB", "wandb")
         self._run: Any = None
         if not is_first_process():
             return

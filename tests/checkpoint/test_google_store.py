@@ -9,9 +9,14 @@ import time
 import urllib.request
 
 import pytest
-from checkpoint_helpers import like, placed
-from helpers import assert_equal
-from store_helpers import arrays_of, kill_while_saving, linked, names, train
+from store_helpers import (
+    arrays_of,
+    kill_while_saving,
+    linked,
+    names,
+    save_and_resume,
+    train,
+)
 
 import eqxshard
 from eqxshard.checkpoint import _object_store
@@ -56,17 +61,7 @@ def bucket(link):
 
 
 def test_a_run_saves_and_resumes_on_any_mesh(bucket, train_step, tmp_path):
-    folder = f"{bucket}/runs/one"
-    checkpointer = eqxshard.Checkpointer(folder, max_to_keep=2, save_interval_steps=2)
-    state = train(checkpointer, train_step, steps=6)
-    assert checkpointer.steps() == [4, 6]
-    # Nothing is left of step 2.
-    assert {name.split("/")[0] for name in names(folder)} == {"4", "6", "eqxshard.txt"}
-    again = eqxshard.Checkpointer(folder)
-    assert_equal(again.restore(like()), state)
-    assert_equal(again.restore(like(**placed("data=2,fsdp=4", "fsdp"))), state)
-    local = eqxshard.Checkpointer(tmp_path, save_interval_steps=2)
-    assert_equal(train(checkpointer, train_step), train(local, train_step))
+    save_and_resume(f"{bucket}/runs/one", train_step, tmp_path)
 
 
 def test_a_server_that_dies_during_a_save(bucket, link, train_step, caplog, monkeypatch):

@@ -13,9 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checkpoint_helpers import like, new_state, placed
+from checkpoint_helpers import new_state
 from helpers import assert_equal, make_loader, make_mesh
-from store_helpers import At, arrays_of, kill_while_saving, linked, names, start, train
+from store_helpers import (
+    At,
+    arrays_of,
+    kill_while_saving,
+    linked,
+    names,
+    save_and_resume,
+    start,
+    train,
+)
 
 import eqxshard
 
@@ -51,18 +60,7 @@ def bucket(link):
 
 
 def test_a_run_saves_and_resumes_on_any_mesh(bucket, train_step, tmp_path):
-    folder = f"{bucket}/runs/one"
-    checkpointer = eqxshard.Checkpointer(folder, max_to_keep=2, save_interval_steps=2)
-    state = train(checkpointer, train_step, steps=6)
-    assert checkpointer.steps() == [4, 6]
-    # Nothing is left of step 2.
-    tops = {name.split("/")[0] for name in names(folder)}
-    assert tops == {"4", "6", "eqxshard.txt"}
-    again = eqxshard.Checkpointer(folder)
-    assert_equal(again.restore(like()), state)
-    assert_equal(again.restore(like(**placed("data=2,fsdp=4", "fsdp"))), state)
-    local = eqxshard.Checkpointer(tmp_path, save_interval_steps=2)
-    assert_equal(train(checkpointer, train_step), train(local, train_step))
+    save_and_resume(f"{bucket}/runs/one", train_step, tmp_path)
 
 
 def test_every_dtype_and_shape(bucket):

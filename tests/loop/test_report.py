@@ -7,7 +7,8 @@ import pytest
 from loop_helpers import Recorder, make_loader, run
 
 import eqxshard
-from eqxshard.loop._report import Report, numbers
+from eqxshard.loop._media import numbers
+from eqxshard.loop._report import Report
 
 
 def metrics(loss, weight=1.0, nonfinite=0):

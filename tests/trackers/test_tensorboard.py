@@ -51,6 +51,22 @@ def test_images_and_histograms_are_read_back(tmp_path):
     assert value.sum == 3 * 0.5 + 1.5 + 2.5
 
 
+@pytest.mark.parametrize("channels, mode", [(1, "L"), (3, "RGB"), (4, "RGBA")])
+def test_a_picture_is_what_pillow_reads(channels, mode, tmp_path):
+    module = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    pixels = np.random.default_rng(0).integers(256, size=(5, 7, channels), dtype=np.uint8)
+    tracker = TensorBoard(tmp_path)
+    tracker.log(1, {"x": Image(pixels)})
+    tracker.close()
+    events = module.EventAccumulator(str(tmp_path))
+    events.Reload()
+    (found,) = events.Images("x")
+    image = PIL.Image.open(io.BytesIO(found.encoded_image_string))
+    image.load()
+    assert (image.format, image.mode, image.size) == ("PNG", mode, (7, 5))
+    np.testing.assert_array_equal(np.asarray(image).reshape(pixels.shape), pixels)
+
+
 def test_values_are_in_the_file_when_log_returns(tmp_path, read):
     tracker = TensorBoard(tmp_path)
     assert isinstance(tracker, eqxshard.Tracker)
