@@ -74,8 +74,9 @@ def attention_size(shape: Shape) -> int:
 
 
 def layer_size(shape: Shape) -> int:
-    """The parameters of a dense layer's matrices."""
-    return attention_size(shape) + 3 * shape.mlp * shape.embed
+    """The parameters of a layer's matrices, those of all experts and their router too."""
+    matrices = attention_size(shape) + max(shape.experts, 1) * 3 * shape.mlp * shape.embed
+    return matrices + shape.experts * shape.embed
 
 
 def theory(

@@ -11,21 +11,21 @@ Glossary:
 import functools as ft
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_batching import custom_vmap
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
 from ..sharding._leaves import array_leaves
-from ..sharding._placement import constrain
+from ..sharding._mesh import BATCH_AXES, automatic_axes
 from ..sharding._text import nearest_multiples
 from ..transforms._dtypes import at_least_float32
 from ..transforms._shard_map import filter_shard_map
+from ._moe_devices import Devices
 from ._moe_routes import Routes, route
 
 #: The slots of a round, as a multiple of an even load. Longer queues take further rounds:
@@ -64,9 +64,7 @@ def mixture_of_experts(
     results back, and no device gathers either. The results, and the choices that are
     dropped, do not depend on the mesh. The mesh is the one in context, as for
     [`eqxshard.constrain`][]: inside a step of [`eqxshard.make_train_step`][] it is the
-    step's. Without one there is no communication. With `expert=1` tokens are not sent to
-    experts; but where a mesh splits the batch, the compiler for GPUs gathers tokens for all
-    rounds (below) but the first, which [`eqxshard.lint`][] finds. In per-device code along
+    step's. Without one, or with `expert=1`, no tokens are sent. In per-device code along
     `expert` this takes and returns the device's own parts.
 
     This is the layer of GShard (Lepikhin et al. 2020, https://arxiv.org/abs/2006.16668)
@@ -98,8 +96,10 @@ def mixture_of_experts(
         experts, as from `equinox.filter_vmap` over their keys. Each expert maps a token,
         an array of shape `embed`, to an array of rank 1. Store them with the spec
         `P("expert")`.
-    - `x`: the tokens, usually those of one example, under `jax.vmap` over the batch;
-        leading batch dims do the same.
+    - `x`: the tokens of a batch, or those of one example under `jax.vmap` over the batch.
+        The results are the same; but under `jax.vmap`, where the mesh splits the batch, the
+        compiler for GPUs gathers tokens for further rounds, which [`eqxshard.lint`][]
+        finds.
     - `router_logits`: the router's score of each expert for each token, before the
         softmax.
     - `k`: the number of experts that each token goes to.
@@ -144,72 +144,66 @@ def mixture_of_experts(
         )
         ```
     """
-    if x.ndim > 2:
-        one = ft.partial(mixture_of_experts, experts, k=k, capacity=capacity)
-        return jax.vmap(one)(x, router_logits)
     mesh = jax.sharding.get_abstract_mesh()
-    devices = mesh.shape.get("expert", 1)
-    parts = devices if "expert" in mesh.manual_axes else 1
-    _check(experts, x, router_logits, k, capacity, devices, parts)
-    tokens, count = x.shape[0] * parts, router_logits.shape[1]
+    size = mesh.shape.get("expert", 1)
+    parts = size if "expert" in mesh.manual_axes else 1
+    _check(experts, x, router_logits, k, capacity, size, parts)
+    tokens, count = x.shape[-2] * parts, router_logits.shape[-1]
     # No token chooses an expert twice.
     limit = tokens
     if capacity is not None:
         limit = min(tokens, math.ceil(capacity * k * tokens / count))
-    return _mixture(experts, x, router_logits, k, limit, _Devices(devices, parts))
+    mix = ft.partial(_mixture, k=k, limit=limit)
+    devices = Devices(size, parts, ())
+    if x.ndim > 2:
+        return _mixtures(mix, experts, x, router_logits, devices)
+    return mix(experts, x, router_logits, devices)
 
 
-class _Devices(NamedTuple):
-    """The devices along the axis `expert`, and how code runs on them.
+def _mixtures(
+    mix: Callable[..., Mixture],
+    experts: PyTree,
+    x: Float[Array, "*batch tokens embed"],
+    logits: Float[Array, "*batch tokens experts"],
+    devices: Devices,
+) -> Mixture:
+    """The mixtures of a batch, per device where the mesh splits it.
 
-    - `size`: their number.
-    - `parts`: the number of parts of the arrays that the code sees one of: all in code
-        that is per device already, otherwise 1.
+    Left to itself, the compiler for GPUs gathers the tokens of a batch for the branch that
+    takes further rounds.
     """
 
-    size: int
-    parts: int
+    def mix_all(experts: PyTree, x: Array, logits: Array, devices: Devices) -> Mixture:
+        def mix_one(x: Array, logits: Array) -> Mixture:
+            return mix(experts, x, logits, devices)
 
-    def run(
-        self,
-        fn: Callable[..., Any],
-        in_specs: tuple[P, ...],
-        out_specs: PyTree,
-        *args: PyTree,
-    ) -> Any:
-        """Call a function per device."""
-        if self.size > self.parts:
-            fn = filter_shard_map(fn, None, in_specs, out_specs, axis_names={"expert"})
-        return fn(*args)
+        for _ in range(x.ndim - 2):
+            mix_one = jax.vmap(mix_one)
+        return mix_one(x, logits)
 
-    def constrain(self, tree: PyTree) -> PyTree:
-        """Keep arrays, and so their gradients, split over the devices.
+    sizes = jax.sharding.get_abstract_mesh().shape
+    axes = automatic_axes(BATCH_AXES, len(x))
+    axes = tuple(axis for axis in axes if sizes[axis] > 1)
+    if not axes or devices.parts > 1:
+        return mix_all(experts, x, logits, devices)
+    inside = Devices(devices.size, devices.size, axes)
 
-        For what goes into a branch of `jax.lax.cond` in a loop: XLA would gather its
-        gradient there, which is zero in the other branch.
-        """
+    def per_device(experts: PyTree, x: Array, logits: Array) -> tuple[Array, ...]:
+        # Their gradients are summed over the batch here, once, and not in every round.
+        arrays, static = eqx.partition(experts, eqx.is_array)
+        arrays = lax.pcast(arrays, axes, to="varying")
+        return tuple(mix_all(eqx.combine(arrays, static), x, logits, inside))
 
-        def split(leaf: Any) -> Any:
-            if not eqx.is_array(leaf):
-                return leaf
-            return constrain(leaf, P("expert", *[P.UNCONSTRAINED] * (leaf.ndim - 1)))
-
-        return jax.tree.map(split, tree) if self.size > self.parts else tree
-
-    def exchange(self, rows: Array, split: int, whole: int) -> Array:
-        """Have the devices split another dim of some rows.
-
-        XLA makes an all-to-all of the constraint, and leaves the examples of the batch on
-        their devices. An all-to-all in code that is per device along `expert`, and not
-        along the axes of the batch, would have it gather them.
-        """
-        if self.size == 1:
-            return rows
-        if self.size == self.parts:
-            return lax.all_to_all(rows, "expert", split, whole)
-        spec: list[Any] = [P.UNCONSTRAINED] * rows.ndim
-        spec[split], spec[whole] = "expert", None
-        return constrain(rows, P(*spec))
+    expert = "expert" if devices.size > 1 else None
+    rows, batch = P(axes, *[None] * (x.ndim - 3), expert), P(axes)
+    fn = filter_shard_map(
+        per_device,
+        None,
+        (P(expert), rows, rows),
+        (rows, batch, batch),
+        axis_names={*axes, "expert"} if expert else {*axes},
+    )
+    return Mixture(*fn(experts, x, logits))
 
 
 class _Sizes(NamedTuple):
@@ -224,9 +218,10 @@ def _mixture(
     experts: PyTree,
     x: Float[Array, "tokens embed"],
     logits: Float[Array, "tokens experts"],
+    devices: Devices,
+    *,
     k: int,
     limit: int,
-    devices: _Devices,
 ) -> Mixture:
     """The mixture, per device but for the exchanges."""
     own, others, whole = P("expert"), P(None, "expert"), P()
@@ -234,7 +229,7 @@ def _mixture(
     routes, longest, balance_loss, dropped = devices.run(
         find_routes, (own,), (own, whole, whole, whole), logits
     )
-    longest = _max_over_batch(longest)
+    longest = devices.longest(longest)
     tokens, count = x.shape[0] * devices.parts // devices.size, logits.shape[1]
     longest_possible = min(limit, tokens)
     slots = math.ceil(_SLOTS_PER_EVEN_LOAD * k * tokens / count)
@@ -266,21 +261,6 @@ def _mixture(
     if slots < longest_possible:
         output = lax.cond(longest > slots, run_further_rounds, lambda out: out, output)
     return Mixture(output.astype(x.dtype), balance_loss, dropped)
-
-
-@custom_vmap
-def _max_over_batch(value: Int[Array, ""]) -> Int[Array, ""]:
-    """The maximum over all examples that `jax.vmap` runs over.
-
-    It makes the condition of `jax.lax.cond` one for the whole batch. With a condition for
-    each example, both branches would be computed.
-    """
-    return value
-
-
-@_max_over_batch.def_vmap
-def _(axis_size: int, in_batched: Any, value: Int[Array, " batch"]) -> Any:
-    return _max_over_batch(jnp.max(value)), False
 
 
 def _send(
@@ -339,12 +319,12 @@ def _check(
     parts: int,
 ) -> None:
     """Check the arguments, which are one of `parts` parts, for a number of devices."""
-    if x.ndim != 2 or logits.ndim != 2 or x.shape[0] != logits.shape[0]:
+    if x.ndim < 2 or logits.ndim != x.ndim or x.shape[:-1] != logits.shape[:-1]:
         raise ValueError(
             f"x has shape {x.shape} and router_logits {logits.shape}; give both a row for "
             "each token, with shapes (tokens, embed) and (tokens, experts)."
         )
-    tokens, count = x.shape[0] * parts, logits.shape[1]
+    tokens, count = x.shape[-2] * parts, logits.shape[-1]
     if not 1 <= k <= count:
         raise ValueError(f"k={k} must be between 1 and the number of experts, {count}.")
     if capacity is not None and not 0 < capacity < math.inf:

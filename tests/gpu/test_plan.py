@@ -60,6 +60,18 @@ def test_tokens_travel_to_experts_and_nothing_of_experts_is_gathered():
     assert sum(leaf.bytes for leaf in experts) == expert
 
 
+@pytest.mark.parametrize("name", ["fsdp", "data x fsdp"])
+def test_tokens_stay_on_their_devices_where_these_have_all_experts(name):
+    shape = dataclasses.replace(SHAPE, experts=8, top_k=2)
+    plan = plan_gpt(MESHES[name], shape, backend="gpu")
+    print(plan)
+    # Weights and their gradients, as without experts. Beyond that, in each layer whether
+    # any device needs further rounds: one number.
+    sent, wanted = traffic(plan), theory(MESHES[name], shape)
+    assert {key: sent.get(key) for key in wanted} == pytest.approx(wanted, abs=128)
+    assert sum(size for key, size in sent.items() if key not in wanted) < 128
+
+
 @pytest.mark.parametrize("microbatches", MICROBATCHES)
 def test_stages_pass_microbatches_on_in_each_tick(microbatches):
     plan = plan_gpt(PIPELINE, microbatches=microbatches, backend="gpu")

@@ -1,0 +1,127 @@
+"""A mixture of experts for a whole batch runs per device where the mesh splits it."""
+
+import functools as ft
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+from moe_helpers import (
+    BATCH,
+    CASES,
+    EXPERTS,
+    ROWS,
+    STATIC,
+    TOKENS,
+    assert_close,
+    make_arrays,
+    make_inputs,
+    on_mesh,
+    reference,
+    scalar,
+)
+
+import eqxshard
+from eqxshard import testing
+from eqxshard.parallel import mixture_of_experts
+
+SIZES: dict[str, dict[str, Any]] = {
+    "data=2,fsdp=2": dict(data=2, fsdp=2),
+    "fsdp=2,expert=4": dict(fsdp=2, expert=4),
+    "data=2,fsdp=2,expert=2": dict(data=2, fsdp=2, expert=2),
+    "data=2,tensor=2": dict(data=2, tensor=2),
+}
+
+
+def mesh_of(name):
+    sizes = {"data": 1} | SIZES[name]
+    count = math.prod(sizes.values())
+    return eqxshard.make_mesh(**sizes, devices=jax.devices()[:count])
+
+
+def backward(experts, x, logits, k, capacity):
+    """The result, and the gradients of a scalar of it."""
+
+    def loss(args):
+        experts, x, logits = args
+        experts = eqx.combine(experts, STATIC)
+        out = mixture_of_experts(experts, x, logits, k=k, capacity=capacity)
+        return scalar(out.output, out.balance_loss), tuple(out)
+
+    (_, out), grads = jax.value_and_grad(loss, has_aux=True)((experts, x, logits))
+    return out, grads
+
+
+@ft.cache
+def compiled_on(name, case):
+    args = (make_arrays(), *make_inputs())
+    k, capacity = CASES[case]
+    experts = P("expert" if "expert" in name else None)
+    fn = ft.partial(backward, k=k, capacity=capacity)
+    return on_mesh(mesh_of(name), fn, *args, split=(experts, ROWS, ROWS))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", SIZES)
+def test_results_and_gradients_equal_the_reference(name, case):
+    k, capacity = CASES[case]
+    x, logits = make_inputs(scale=3.0)
+    # Of one device alone, all tokens want three experts: it takes all rounds.
+    logits[0, :, [3, 5, 11]] += 100
+    args = (make_arrays(), x, logits)
+    out, grads = compiled_on(name, case)[0](*args)
+    expected, expected_grads = reference(*args, k, capacity)
+    assert_close(out, expected)
+    assert_close(grads, expected_grads)
+
+
+@pytest.mark.parametrize("name", ["data=2,fsdp=2", "data=2,fsdp=2,expert=2"])
+def test_no_tokens_are_gathered_and_gradients_are_summed_once(name):
+    _, compiled = compiled_on(name, "dropless")
+    found = testing.collectives(compiled)
+    assert set(found.counts) <= {"all-reduce", "all-to-all"}
+    assert ("all-to-all" in found.counts) == ("expert" in name)
+    # Experts' gradients are summed outside of the rounds' loop.
+    experts = sum(leaf.size for leaf in jax.tree.leaves(make_arrays())) * 4
+    experts //= 2 if "expert" in name else 1
+    summed = [op for op in found.ops if op.kind == "all-reduce" and op.bytes >= experts / 4]
+    assert summed and all(op.times == 1 for op in summed)
+    assert sum(op.bytes for op in summed) < 1.1 * experts
+
+
+def test_a_batch_that_does_not_divide_is_left_to_the_compiler():
+    x, logits = (array[:3] for array in make_inputs(scale=3.0))
+    args = (make_arrays(), x, logits)
+    fn = ft.partial(backward, k=2, capacity=None)
+    run, _ = on_mesh(mesh_of("data=2,fsdp=2"), fn, *args, split=(P(), P(), P()))
+    assert_close(run(*args), reference(*args, 2, None))
+
+
+def test_leading_dims_are_a_batch_per_device_too():
+    experts, x, logits = make_arrays(), *make_inputs(scale=3.0)
+    pairs = (x.reshape(2, 2, TOKENS, -1), logits.reshape(2, 2, TOKENS, EXPERTS))
+
+    def fn(experts, *pairs):
+        return tuple(mixture_of_experts(eqx.combine(experts, STATIC), *pairs))
+
+    split = (P("expert"), P("fsdp"), P("fsdp"))
+    run, compiled = on_mesh(mesh_of("fsdp=2,expert=4"), fn, experts, *pairs, split=split)
+    out = run(experts, *pairs)
+    expected, _ = reference(experts, x, logits, 2, None)
+    assert_close([leaf.reshape(BATCH, *leaf.shape[2:]) for leaf in out], expected)
+    assert set(testing.collectives(compiled).counts) <= {"all-reduce", "all-to-all"}
+
+
+def test_tokens_that_do_not_divide_are_an_error():
+    x, logits = jnp.zeros((BATCH, 18, 4)), jnp.zeros((BATCH, 18, EXPERTS))
+    experts = eqx.combine(make_arrays(), STATIC)
+    with (
+        pytest.raises(
+            ValueError, match=r"18 tokens do not divide over expert=4; use a mul"
+        ),
+        jax.sharding.use_abstract_mesh(mesh_of("fsdp=2,expert=4").abstract_mesh),
+    ):
+        eqx.filter_eval_shape(mixture_of_experts, experts, x, logits)
