@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 from collections.abc import Generator
 from contextlib import closing
 from typing import Any
@@ -57,11 +58,17 @@ class HostPipeline:
             for step in steps:
                 yield from self._host.gather(range(step, step + 1))
             return
-        # Later: it takes as long to import as JAX itself.
-        import grain
-
         first, stop = steps.start, steps.stop
         (batch,) = self._host.gather(range(first, first + 1))
+        # Grain takes as long to import as JAX, so the first step of a process does not wait
+        # for it; but workers, which take longer to start, do so during that step.
+        late = not self._workers and "grain" not in sys.modules
+        if late or first + 1 == stop:
+            yield batch
+        if first + 1 == stop:
+            return
+        import grain
+
         together, ahead = 1, self._prefetch
         nbytes = sum(array.nbytes for array in batch.arrays.values())
         small = 2 * nbytes <= _TOGETHER_BYTES and self._host.transform is None
@@ -86,7 +93,8 @@ class HostPipeline:
             )
         with closing(iter(dataset)) as gathered:
             gathered.start_prefetch()
-            yield batch
+            if not late:
+                yield batch
             yield from itertools.chain.from_iterable(gathered)
 
     def _place(self, array: np.ndarray) -> Array:

@@ -6,6 +6,7 @@ import threading
 from contextlib import closing
 from pathlib import Path
 
+import grain  # noqa: F401 - the first pipeline of a process imports it after a batch
 import numpy as np
 import pytest
 from loader_helpers import (
@@ -176,10 +177,23 @@ def run(program):
     return done.returncode, done.stdout, done.stderr
 
 
+def test_the_first_step_of_a_process_does_not_wait_for_grain():
+    program = """
+import sys
+batches = iter(loader)
+next(batches)
+print("grain" in sys.modules)
+next(batches)
+print("grain" in sys.modules)
+batches.close()
+"""
+    assert run(program) == (0, "False\nTrue\n", "")
+
+
 def test_a_program_ends_even_if_iterators_are_open():
     program = """
 batches = iter(loader)
-next(batches)
+next(batches), next(batches)
 for batch in loader:
     break
 print("end")
