@@ -18,6 +18,7 @@ from ..pages._parts import (
     settings_list,
     sortable_table,
 )
+from ..sharding._text import format_mesh
 from ._collectives import group_collectives, join_axes
 from ._draw_timeline import draw_timeline, kind_style
 from ._plan import Plan
@@ -27,7 +28,7 @@ from ._timeline import PlannedSpan
 
 def render_page(plan: Plan) -> str:
     """The page, as text."""
-    mesh = " x ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
+    mesh = format_mesh(plan.mesh)
     devices = f"{plan.devices:,} x {plan.target.kind}"
     cards = (
         _findings(plan),

@@ -14,6 +14,7 @@ from rich.table import Table
 from ..inspect._lint import Findings
 from ..inspect._tables import BreakablePath, render
 from ..pages._format import format_bytes, format_flops, format_seconds
+from ..sharding._text import format_mesh
 from ._collectives import PlannedCollective, group_collectives, join_axes
 from ._leaves import PlannedLeaf
 from ._targets import Compiler, Target, how_sure
@@ -232,9 +233,8 @@ class Plan:
         return plan_html(self)
 
     def _parts(self) -> Iterator[str]:
-        mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         yield (
-            f"{self.devices} x {self.target.kind} ({mesh}), compiled in "
+            f"{self.devices} x {self.target.kind} ({format_mesh(self.mesh)}), compiled in "
             f"{self.compile_seconds:.0f} s by the backend {self.backend}"
         )
         yield render(self._memory_table())

@@ -5,14 +5,14 @@ from html import escape
 
 from ..pages._format import format_bytes, format_seconds
 from ..sharding._html import html_table
+from ..sharding._text import format_mesh
 from ._plan import Plan
 from ._targets import how_sure
 
 
 def plan_html(plan: Plan) -> str:
     """What a plan says first; its page has all of it."""
-    mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.items())
-    title = f"{plan.devices:,} x {plan.target.kind} ({mesh})"
+    title = f"{plan.devices:,} x {plan.target.kind} ({format_mesh(plan.mesh)})"
     lines = [
         f"<p><strong>Plan</strong> for {escape(title)}</p>",
         html_table([], [*_rows(plan)]),

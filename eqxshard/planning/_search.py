@@ -12,6 +12,7 @@ import optax
 from jaxtyping import PyTree
 
 from ..sharding._rule import Rule
+from ..sharding._text import format_mesh
 from ..training._config import Nonfinite
 from ..training._precision import Precision
 from ._backends import Backend, find_backend
@@ -247,7 +248,7 @@ def _try(
 def _candidate(sizes: Mapping[str, int], step: _Step, counts_differ: bool) -> Candidate:
     mesh = {axis: size for axis, size in sizes.items() if size > 1} or {"data": 1}
     count = step.request.options["accumulate"]
-    parts = [f"{axis}={size}" for axis, size in mesh.items()]
+    parts = [format_mesh(mesh)]
     parts += [part for part in (step.model, step.rule) if part]
     parts += [f"accumulate={count}"] if counts_differ else []
     return Candidate(

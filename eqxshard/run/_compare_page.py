@@ -6,6 +6,7 @@ from pathlib import Path
 from ..pages._format import format_seconds
 from ..pages._html import Markup, join, tag
 from ..pages._parts import card, number_cell, scroller, sortable_table
+from ..sharding._text import format_mesh
 from ..trackers._files import write_whole
 from ._folder import RunFolder
 from ._page import fill_run_page, names_of
@@ -111,10 +112,7 @@ def _facts(run: RecordedRun) -> dict[str, str]:
     facts = {"data": record.get("data"), "mesh": None, "devices": None}
     if isinstance(record.get("devices"), Mapping):
         facts["devices"] = f"{record['devices']['count']} x {record['devices']['kind']}"
-        mesh = record.get("mesh") or {}
-        facts["mesh"] = (
-            ", ".join(f"{axis}={size}" for axis, size in mesh.items()) or "one device"
-        )
+        facts["mesh"] = format_mesh(record.get("mesh") or {})
     facts |= {"parameters": record.get("parameters")}
     facts |= dict(record.get("settings") or {})
     # Of every run its own.

@@ -101,6 +101,8 @@ class RunConfig:
         if self.resume not in ("no", "yes", "auto"):
             raise ValueError(f"--resume {self.resume} is not no, yes or auto.")
         for service in self.track:
+            if self.track.count(service) > 1:
+                raise ValueError(f"--track names {service} twice; name it once.")
             if importlib.util.find_spec(service) is None:
                 raise ValueError(
                     f"--track {service} needs the package {service}, which is not "

@@ -1,5 +1,6 @@
 """The folder of a run: checkpoints, metrics, curves, a summary, a page."""
 
+import contextlib
 import importlib.util
 import json
 import logging
@@ -128,7 +129,13 @@ class RunFolder:
             curves = Curves(self.curves, title=title)
         kinds = {"wandb": WandB, "mlflow": MLflow}
         started: Any = {"name": title, "settings": settings, "resume": first > 0}
-        remote = [kinds[service](self.path, **started) for service in services]
+        remote: list[Tracker] = []
+        with contextlib.ExitStack() as refused:
+            for service in services:
+                tracker = kinds[service](self.path, **started)
+                refused.callback(tracker.close)
+                remote.append(tracker)
+            refused.pop_all()
         log = JSONLines(self.metrics, extra=extra, keep_until=first or None)
         trackers: list[Tracker] = [log]
         if curves is not None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..pages._format import format_bytes, format_seconds
+from ..sharding._text import format_mesh
 from ._read_run import RecordedRun
 
 
@@ -60,7 +61,9 @@ def _differences(plan: Mapping[str, Any], run: RecordedRun) -> list[str]:
     if "kind" in devices:
         found.append(("kind of device", plan["target"]["kind"], devices["kind"]))
         found.append(("number of devices", plan["devices"], devices["count"]))
-        found.append(("mesh", _in_words(plan["mesh"]), _in_words(record.get("mesh") or {})))
+        found.append(
+            ("mesh", format_mesh(plan["mesh"]), format_mesh(record.get("mesh") or {}))
+        )
     if "batch_size" in record:
         found.append(("batch size", plan["examples"], record["batch_size"]))
     return [
@@ -68,7 +71,3 @@ def _differences(plan: Mapping[str, Any], run: RecordedRun) -> list[str]:
         for name, planned, actual in found
         if str(planned).lower() != str(actual).lower()
     ]
-
-
-def _in_words(mesh: Mapping[str, int]) -> str:
-    return ", ".join(f"{axis}={size}" for axis, size in mesh.items()) or "one device"

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..distributed import assert_same_on_all_processes, spans_processes
 from ._spec import format_sizes
-from ._text import nearest_multiples
+from ._text import format_mesh, nearest_multiples
 
 #: The axes of every mesh, slowest link first. All exist on every mesh, so a rule written
 #: once is valid on all of them.
@@ -149,7 +149,7 @@ def describe_mesh(mesh: Mesh) -> str:
     The number of devices, their platform, and the axes that are larger than 1.
     """
     used = {axis: size for axis, size in mesh.shape.items() if size > 1}
-    sizes = ", ".join(f"{axis}={size}" for axis, size in (used or {"data": 1}).items())
+    sizes = format_mesh(used or {"data": 1})
     return f"{mesh.size} x {mesh.devices.flat[0].platform} ({sizes})"
 
 
@@ -197,8 +197,8 @@ def resolve_sizes(asked: dict[str, int], count: int) -> dict[str, int]:
     if product != count:
         raise ValueError(
             f"mesh sizes {terms} = {product} do not use exactly the {count} devices; "
-            f"choose sizes whose product is {count}, set one axis to -1, or pass "
-            "devices=."
+            f"choose sizes whose product is {count}, set one axis to -1, or use another "
+            "number of devices."
         )
     return asked
 

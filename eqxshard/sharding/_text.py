@@ -1,7 +1,7 @@
 """Phrases and numbers, as messages and tables write them."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 #: How many of many things an error or a warning names.
@@ -17,6 +17,11 @@ def did_you_mean(word: str, words: Iterable[str], cutoff: float = 0.6) -> str:
 def comma_list(items: Iterable[Any]) -> str:
     """`a, b, c`."""
     return ", ".join(map(str, items))
+
+
+def format_mesh(sizes: Mapping[str, int]) -> str:
+    """The sizes of a mesh's axes: `data=2, fsdp=4`."""
+    return comma_list(f"{axis}={size}" for axis, size in sizes.items()) or "one device"
 
 
 def first_few(items: Sequence[str], joint: str = ", ") -> str:

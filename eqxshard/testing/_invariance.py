@@ -17,6 +17,7 @@ from ..sharding._leaf_rules import replicate
 from ..sharding._leaves import array_leaves
 from ..sharding._mesh import make_mesh
 from ..sharding._rule import Rule, rule_name
+from ..sharding._text import format_mesh
 from ..training._init import init_state
 from ..training._precision import Precision
 from ..training._state import TrainState
@@ -306,7 +307,7 @@ def _named_meshes(
     if isinstance(meshes, Mapping):
         named = [*meshes.items()]
     else:
-        named = [(", ".join(f"{a}={n}" for a, n in m.items()), m) for m in meshes]
+        named = [(format_mesh(sizes), sizes) for sizes in meshes]
     if not named:
         raise ValueError("meshes is empty; give at least one, such as {'data': 2}.")
     for name, sizes in named:

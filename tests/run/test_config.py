@@ -31,6 +31,7 @@ from eqxshard.run import RunConfig, default
         ),
         ({"mesh": ""}, "the mesh '' names the axis ''"),
         ({"mesh": "dta=2"}, "did you mean 'data'"),
+        ({"track": ("wandb", "wandb")}, "--track names wandb twice; name it once"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, message, unannotated):
