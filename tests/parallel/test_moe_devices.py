@@ -37,7 +37,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def mesh_of(name):
-    sizes = {"data": 1} | SIZES[name]
+    sizes: dict[str, Any] = {"data": 1} | SIZES[name]
     count = math.prod(sizes.values())
     return eqxshard.make_mesh(**sizes, devices=jax.devices()[:count])
 
