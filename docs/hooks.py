@@ -1,5 +1,7 @@
 """Hooks of MkDocs: links to names of JAX, and what the pages show from other folders."""
 
+import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -56,3 +58,10 @@ def on_env(env: Any, config: Any, files: Any) -> None:
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
     """Load plots when they come into view: the page of performance has a dozen."""
     return html.replace("<img ", '<img loading="lazy" ')
+
+
+def on_post_build(config: Any) -> None:
+    """List this one version, unless mike does: browsers report a list that is not there."""
+    if "MIKE_DOCS_VERSION" not in os.environ:
+        version = {"version": ".", "title": "this checkout", "aliases": []}
+        Path(config.site_dir, "versions.json").write_text(json.dumps([version]))

@@ -23,8 +23,9 @@ def render(notebook: Path) -> str:
     title, *cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     parts = [
         _text(title["source"]),
-        f"*[This notebook]({notebook.name}) runs in Jupyter, in VS Code, and in Colab "
-        "(File, Upload notebook).*",
+        f"*[This notebook]({notebook.name}) runs in Jupyter (`pip install jupyterlab`), in "
+        "VS Code, and in Colab (File, Upload notebook). In a checkout it is in "
+        "`docs/notebooks`.*",
     ]
     for cell in cells:
         source = _text(cell["source"])

@@ -1,5 +1,6 @@
 """The site: every public name has its place, and the pages work in a browser."""
 
+import contextlib
 import functools
 import http.server
 import importlib
@@ -75,28 +76,41 @@ def test_the_files_that_the_page_of_internals_names_exist():
     assert len(lines) == page.count("- `eqxshard/") > 20
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """The address of the built site, as version 0.1 of two, as mike has them."""
-    built = ROOT / "build" / "docs"
-    if not (built / "index.html").exists():
-        pytest.skip("the site is not built: run nox -s docs")
-    root = tmp_path_factory.mktemp("site")
-    (root / "0.1").symlink_to(built)
-    versions = [{"version": x, "title": x, "aliases": []} for x in ("0.2", "0.1")]
-    (root / "versions.json").write_text(json.dumps(versions))
+@contextlib.contextmanager
+def serve(folder):
+    """Serve a folder; the address of its root."""
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def log_message(self, format, *args):
             pass
 
-    handler = functools.partial(Handler, directory=str(root))
+    handler = functools.partial(Handler, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/0.1/"
+        yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
         thread.join()
+
+
+@pytest.fixture(scope="module")
+def built():
+    """The folder of the built site."""
+    built = ROOT / "build" / "docs"
+    if not (built / "index.html").exists():
+        pytest.skip("the site is not built: run nox -s docs")
+    return built
+
+
+@pytest.fixture(scope="module")
+def site(built, tmp_path_factory):
+    """The address of the built site, as version 0.1 of two, as mike has them."""
+    root = tmp_path_factory.mktemp("site")
+    (root / "0.1").symlink_to(built)
+    versions = [{"version": x, "title": x, "aliases": []} for x in ("0.2", "0.1")]
+    (root / "versions.json").write_text(json.dumps(versions))
+    with serve(root) as address:
+        yield f"{address}0.1/"
 
 
 #: One page of each kind.
@@ -146,6 +160,19 @@ def test_pages_in_a_browser(browser, site):
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
     elsewhere = [x for x in requested(browser) if not x.startswith((site[:-4], "data:"))]
     assert elsewhere == []
+
+
+@pytest.mark.slow
+def test_a_site_of_one_version_in_a_browser(browser, built):
+    browser.get("about:blank")
+    browser.get_log("browser")
+    with serve(built) as address:
+        browser.get(address)
+        links = "[...document.querySelectorAll('.md-version__link')]"
+        found = f"{links}.map(x => [x.textContent, x.href])"
+        wanted = [["this checkout", address]]
+        assert wait_until(browser, f"{links}.length && {found}") == wanted
+        assert browser.get_log("browser") == []
 
 
 @pytest.mark.slow
