@@ -314,6 +314,7 @@ def train(mesh):
     return np.array(losses), state.model, compiled
 
 
+@pytest.mark.slow
 def test_training_on_a_mesh_equals_one_device():
     expected, expected_model, _ = train(make_mesh("1"))
     assert expected[-1, 0] < 0.8 * expected[0, 0]

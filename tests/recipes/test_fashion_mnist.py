@@ -202,6 +202,7 @@ def numbers(output):
 SPLIT = ["--mesh", "data=2,fsdp=2", "--rule", "fsdp"]
 
 
+@pytest.mark.slow
 def test_a_split_run_has_the_same_numbers(main, small, tmp_path):
     options = ["--model", "mlp", "--epochs", "1", "--batch-size", "64"]
     one = tmp_path / "one"

@@ -54,8 +54,16 @@ def main(monkeypatch, capsys):
 # The same on every mesh
 
 
-MESHES = ["data=2,fsdp=2,tensor=2", "stage=2,data=4"]
-SLOW = ["fsdp=4,context=2", "data=8", "fsdp=8", "tensor=8", "context=8", "stage=8"]
+MESHES = ["stage=2,data=4"]
+SLOW = [
+    "data=2,fsdp=2,tensor=2",
+    "fsdp=4,context=2",
+    "data=8",
+    "fsdp=8",
+    "tensor=8",
+    "context=8",
+    "stage=8",
+]
 
 
 @pytest.mark.parametrize(
@@ -69,10 +77,8 @@ def test_every_mesh_has_the_losses_of_one_device(one_device, mesh):
     np.testing.assert_allclose(found, expected, rtol=ROUNDING)
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    ["expert=4,data=2", pytest.param("fsdp=2,expert=2,tensor=2", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["expert=4,data=2", "fsdp=2,expert=2,tensor=2"])
 def test_experts_have_the_losses_of_one_device(mesh):
     shape = gpt_steps.change(experts=4, layers=2)
     expected = gpt_steps.losses("data=1", shape, steps=4)
@@ -125,7 +131,8 @@ def test_a_step_does_not_grow_with_the_depth():
         batch = next(iter(loader))
         return step.lower(state, batch).as_text().count("\n")
 
-    counts = [count(layers) for layers in (12, 24)]
+    # So deep that the guard of a step reads all stacked gradients one by one.
+    counts = [count(layers) for layers in (24, 48)]
     assert counts[0] == counts[1]
 
 
@@ -162,6 +169,7 @@ def test_sizes_are_those_of_their_names(size, parameters):
 # Text from a model
 
 
+@pytest.mark.slow
 def test_samples_are_the_same_on_one_and_on_eight_devices():
     shape = gpt_steps.change(layers=2, dropout=0.0)
     prompt = np.asarray([[3, 1, 4, 1, 5]], np.int32)
@@ -207,6 +215,7 @@ def words(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_training_logs_what_it_costs_and_resumes_and_writes(main, words, tmp_path):
     common = ["--data", words, *SHORT, "--log-every", 5, "--save-every", 20]
     common += ["--evaluate-every", 20, "--eval-windows", 16]
@@ -248,6 +257,7 @@ def test_killed_runs_end_as_the_whole_one():
     assert "all ended as one" in run.stdout
 
 
+@pytest.mark.slow
 def test_tokens_without_a_tokenizer_train_but_write_nothing(main, tmp_path):
     tokens = np.random.default_rng(0).integers(0, 50, 2000).astype(np.uint16)
     for name in ("train.bin", "val.bin"):

@@ -18,6 +18,8 @@ from run_helpers import PNG, assert_refused, call, environment, files, read_line
 
 import eqxshard
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("vit.py")
 #: Five epochs of 20 steps, by default.
 SMALL = ["--width", 16, "--log-every", 10, "--save-every", 25]
@@ -166,7 +168,6 @@ def test_another_width_does_not_resume(main, whole, tmp_path):
     assert files(folder) == before
 
 
-@pytest.mark.slow
 def test_ctrl_c_saves_and_the_run_resumes(main, tmp_path):
     options = ["--width", 16, "--log-every", 2, "--devices", 2, "--output", tmp_path]
     command = [sys.executable, SCRIPT, *options, "--epochs", 100_000]
