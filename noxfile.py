@@ -140,7 +140,7 @@ def tests_lowest(session: nox.Session) -> None:
     session.install("uv")
     lowest = ["uv", "pip", "install", "--resolution=lowest-direct"]
     session.run(*lowest, *PACKAGE, "--group", "tests", silent=True)
-    session.run(*PYTEST, "--part", "1/12", "--every-file", *session.posargs)
+    session.run(*PYTEST, "--part", "1/20", "--every-file", *session.posargs)
     compile_for_gpus(session, "--part", "1/99", "tests/gpu")
 
 
@@ -148,7 +148,7 @@ def tests_lowest(session: nox.Session) -> None:
 def tests_newest(session: nox.Session) -> None:
     """A part of every test file, on the newest Python here, which has the newest JAX."""
     session.install(*PACKAGE, *group("tests"))
-    session.run(*PYTEST, "--part", "3/8", "--every-file", *session.posargs)
+    session.run(*PYTEST, "--part", "3/12", "--every-file", *session.posargs)
     compile_for_gpus(session, "--part", "2/99", "tests/gpu")
 
 
@@ -158,7 +158,7 @@ def tests_between(session: nox.Session, jax: str) -> None:
     """A part of the quick tests on Python 3.12, with the newest JAX and the one before."""
     version = [] if jax == "newest" else [PREVIOUS_JAX["3.12"]]
     session.install(*PACKAGE, *group("tests"), *version)
-    number = {"newest": "4/12", "previous": "8/12"}[jax]
+    number = {"newest": "4/20", "previous": "8/20"}[jax]
     session.run(*PYTEST, "--part", number, *session.posargs)
 
 

@@ -71,7 +71,8 @@ def test_a_model_of_equinox_trains_as_in_a_plain_loop(name):
     assert len({*plain.losses}) == STEPS
     losses_may = max(2e-7, 10 * loss_difference(nudged, plain))
     changes = plain_loop.differences(nudged[1:], plain[1:])
-    weights_may = max(2e-7, 10 * max(changes.values()))
+    # One nudge may by chance do less than the rounding of another order of sums.
+    weights_may = max(2e-7, 30 * max(changes.values()))
 
     for rule, (state, train_step, loader, _) in runs.items():
         recorder = Recorder()
