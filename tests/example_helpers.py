@@ -167,7 +167,7 @@ BERT |= {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_dropout_prob"
 BERT |= {"attention_probs_dropout_prob": 0.1, "max_position_embeddings": 8}
 BERT |= {"type_vocab_size": 2}
 UNET = {"data_shape": (1, 8, 8), "is_biggan": False, "dim_mults": [1, 2], "hidden_size": 8}
-UNET |= {"heads": 2, "dim_head": 4, "dropout_rate": 0.1, "num_res_blocks": 1}
+UNET |= {"heads": 2, "dim_head": 4, "dropout_rate": 0.1, "num_res_blocks": 2}
 UNET |= {"attn_resolutions": [4]}
 
 MODELS_OF_EQUINOX = {
