@@ -1,10 +1,10 @@
 """Equinox's example models, trained over 8 devices, equal a plain Equinox loop.
 
 Losses and weights differ by at most 2e-7, relative to the norm of an array, or by what
-rounding explains: a multiple of the largest change that the plain loop shows when each initial
-weight is off by one unit in its last place. Most of that is due to gradients that are zero
-but for rounding, such as those of biases before a BatchNorm, which Adam scales up to whole
-steps.
+rounding explains: ten times (losses) or thirty times (weights) the largest change that the
+plain loop shows when each initial weight is off by one unit in its last place. Most of that
+is due to gradients that are zero but for rounding, such as those of biases before a
+BatchNorm, which Adam scales up to whole steps.
 """
 
 import functools as ft
