@@ -59,9 +59,9 @@ def on_one_device(tree):
     return eqx.combine(copied, rest)
 
 
-def nudge(model):
-    """Move each weight by one unit in its last place."""
-    rng = np.random.default_rng(0)
+def nudge(model, seed=0):
+    """Move each weight by one unit in its last place, up or down at random."""
+    rng = np.random.default_rng(seed)
 
     def one(leaf):
         if not eqx.is_inexact_array(leaf):

@@ -1,10 +1,10 @@
 """Equinox's example models, trained over 8 devices, equal a plain Equinox loop.
 
 Losses and weights differ by at most 2e-7, relative to the norm of an array, or by what
-rounding explains: ten times (losses) or thirty times (weights) the largest change that the
-plain loop shows when each initial weight is off by one unit in its last place. Most of that
-is due to gradients that are zero but for rounding, such as those of biases before a
-BatchNorm, which Adam scales up to whole steps.
+rounding explains: ten times the largest change that the plain loop shows when each initial
+weight is off by one unit in its last place. Most of that is due to gradients that are zero
+but for rounding, such as those of biases before a BatchNorm, which Adam scales up to whole
+steps.
 """
 
 import functools as ft
@@ -67,12 +67,14 @@ def test_a_model_of_equinox_trains_as_in_a_plain_loop(name):
     batches = [source.gather(loader.rows(step)) for step in range(STEPS)]
     train = ft.partial(plain_loop.train, example.loss_fn, example.optim)
     plain = train(model, model_state, batches, key)
-    nudged = train(plain_loop.nudge(model), model_state, batches, key)
+    # What one of them changes is left to chance.
+    nudged = [
+        train(plain_loop.nudge(model, seed), model_state, batches, key) for seed in range(4)
+    ]
     assert len({*plain.losses}) == STEPS
-    losses_may = max(2e-7, 10 * loss_difference(nudged, plain))
-    changes = plain_loop.differences(nudged[1:], plain[1:])
-    # One nudge may by chance do less than the rounding of another order of sums.
-    weights_may = max(2e-7, 30 * max(changes.values()))
+    losses_may = max(2e-7, *(10 * loss_difference(run, plain) for run in nudged))
+    changes = [plain_loop.differences(run[1:], plain[1:]).values() for run in nudged]
+    weights_may = max(2e-7, *(10 * max(each) for each in changes))
 
     for rule, (state, train_step, loader, _) in runs.items():
         recorder = Recorder()
