@@ -16,12 +16,19 @@ from jax.sharding import PartitionSpec as P
 import eqxshard
 from eqxshard.parallel import mixture_of_experts
 
-MESHES: dict[str, tuple[dict[str, Any], int]] = {
-    "1": (dict(data=1), 1),
-    "expert=2": (dict(data=1, expert=2), 2),
-    "expert=4": (dict(data=1, expert=4), 4),
-    "expert=8": (dict(data=1, expert=8), 8),
-    "data=2,expert=4": (dict(data=2, expert=4), 8),
+MESHES: dict[str, dict[str, Any]] = {
+    "1": dict(data=1),
+    "expert=2": dict(data=1, expert=2),
+    "expert=4": dict(data=1, expert=4),
+    "expert=8": dict(data=1, expert=8),
+    "data=2,expert=4": dict(data=2, expert=4),
+}
+#: Those of the tests that give a whole batch.
+BATCH_MESHES: dict[str, dict[str, Any]] = {
+    "data=2,fsdp=2": dict(data=2, fsdp=2),
+    "fsdp=2,expert=4": dict(data=1, fsdp=2, expert=4),
+    "data=2,fsdp=2,expert=2": dict(data=2, fsdp=2, expert=2),
+    "data=2,tensor=2": dict(data=2, tensor=2),
 }
 #: By name: k and the capacity factor. The exchange takes up to four rounds and three.
 CASES = {"dropless": (2, None), "capacity": (3, 1.0)}
@@ -37,7 +44,8 @@ ROWS, EXPERTS_SPLIT = P(("data", "fsdp")), P("expert")
 
 
 def make_mesh(name):
-    sizes, count = MESHES[name]
+    sizes = (MESHES | BATCH_MESHES)[name]
+    count = math.prod(sizes.values())
     return eqxshard.make_mesh(**sizes, devices=jax.devices()[:count])
 
 
@@ -150,7 +158,13 @@ def forward(experts, x, logits, k, capacity):
     return jax.vmap(one)(x, logits)
 
 
-def backward(*args, k, capacity):
+def forward_batch(experts, x, logits, k, capacity):
+    """As `forward`, from the whole batch."""
+    experts = eqx.combine(experts, STATIC)
+    return mixture_of_experts(experts, x, logits, k=k, capacity=capacity)
+
+
+def backward(*args, k, capacity, forward=forward):
     def loss(args):
         out = forward(*args, k=k, capacity=capacity)
         return scalar(out.output, out.balance_loss), tuple(out)

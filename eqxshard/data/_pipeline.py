@@ -60,13 +60,14 @@ class HostPipeline:
             return
         first, stop = steps.start, steps.stop
         (batch,) = self._host.gather(range(first, first + 1))
+        if first + 1 == stop:
+            yield batch
+            return
         # Grain takes as long to import as JAX, so the first step of a process does not wait
         # for it; but workers, which take longer to start, do so during that step.
         late = not self._workers and "grain" not in sys.modules
-        if late or first + 1 == stop:
+        if late:
             yield batch
-        if first + 1 == stop:
-            return
         import grain
 
         together, ahead = 1, self._prefetch

@@ -1,8 +1,6 @@
 """A mixture of experts for a whole batch runs per device where the mesh splits it."""
 
 import functools as ft
-import math
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -11,48 +9,24 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from moe_helpers import (
     BATCH,
+    BATCH_MESHES,
     CASES,
     EXPERTS,
     ROWS,
     STATIC,
     TOKENS,
     assert_close,
+    backward,
+    forward_batch,
     make_arrays,
     make_inputs,
+    make_mesh,
     on_mesh,
     reference,
-    scalar,
 )
 
-import eqxshard
 from eqxshard import testing
 from eqxshard.parallel import mixture_of_experts
-
-SIZES: dict[str, dict[str, Any]] = {
-    "data=2,fsdp=2": dict(data=2, fsdp=2),
-    "fsdp=2,expert=4": dict(fsdp=2, expert=4),
-    "data=2,fsdp=2,expert=2": dict(data=2, fsdp=2, expert=2),
-    "data=2,tensor=2": dict(data=2, tensor=2),
-}
-
-
-def mesh_of(name):
-    sizes: dict[str, Any] = {"data": 1} | SIZES[name]
-    count = math.prod(sizes.values())
-    return eqxshard.make_mesh(**sizes, devices=jax.devices()[:count])
-
-
-def backward(experts, x, logits, k, capacity):
-    """The result, and the gradients of a scalar of it."""
-
-    def loss(args):
-        experts, x, logits = args
-        experts = eqx.combine(experts, STATIC)
-        out = mixture_of_experts(experts, x, logits, k=k, capacity=capacity)
-        return scalar(out.output, out.balance_loss), tuple(out)
-
-    (_, out), grads = jax.value_and_grad(loss, has_aux=True)((experts, x, logits))
-    return out, grads
 
 
 @ft.cache
@@ -60,12 +34,12 @@ def compiled_on(name, case):
     args = (make_arrays(), *make_inputs())
     k, capacity = CASES[case]
     experts = P("expert" if "expert" in name else None)
-    fn = ft.partial(backward, k=k, capacity=capacity)
-    return on_mesh(mesh_of(name), fn, *args, split=(experts, ROWS, ROWS))
+    fn = ft.partial(backward, k=k, capacity=capacity, forward=forward_batch)
+    return on_mesh(make_mesh(name), fn, *args, split=(experts, ROWS, ROWS))
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", BATCH_MESHES)
 def test_results_and_gradients_equal_the_reference(name, case):
     k, capacity = CASES[case]
     x, logits = make_inputs(scale=3.0)
@@ -95,8 +69,8 @@ def test_no_tokens_are_gathered_and_gradients_are_summed_once(name):
 def test_a_batch_that_does_not_divide_is_left_to_the_compiler():
     x, logits = (array[:3] for array in make_inputs(scale=3.0))
     args = (make_arrays(), x, logits)
-    fn = ft.partial(backward, k=2, capacity=None)
-    run, _ = on_mesh(mesh_of("data=2,fsdp=2"), fn, *args, split=(P(), P(), P()))
+    fn = ft.partial(backward, k=2, capacity=None, forward=forward_batch)
+    run, _ = on_mesh(make_mesh("data=2,fsdp=2"), fn, *args, split=(P(), P(), P()))
     assert_close(run(*args), reference(*args, 2, None))
 
 
@@ -104,11 +78,11 @@ def test_leading_dims_are_a_batch_per_device_too():
     experts, x, logits = make_arrays(), *make_inputs(scale=3.0)
     pairs = (x.reshape(2, 2, TOKENS, -1), logits.reshape(2, 2, TOKENS, EXPERTS))
 
-    def fn(experts, *pairs):
-        return tuple(mixture_of_experts(eqx.combine(experts, STATIC), *pairs))
+    def fn(*args):
+        return tuple(forward_batch(*args, k=2, capacity=None))
 
     split = (P("expert"), P("fsdp"), P("fsdp"))
-    run, compiled = on_mesh(mesh_of("fsdp=2,expert=4"), fn, experts, *pairs, split=split)
+    run, compiled = on_mesh(make_mesh("fsdp=2,expert=4"), fn, experts, *pairs, split=split)
     out = run(experts, *pairs)
     expected, _ = reference(experts, x, logits, 2, None)
     assert_close([leaf.reshape(BATCH, *leaf.shape[2:]) for leaf in out], expected)
@@ -122,6 +96,6 @@ def test_tokens_that_do_not_divide_are_an_error():
         pytest.raises(
             ValueError, match=r"18 tokens do not divide over expert=4; use a mul"
         ),
-        jax.sharding.use_abstract_mesh(mesh_of("fsdp=2,expert=4").abstract_mesh),
+        jax.sharding.use_abstract_mesh(make_mesh("fsdp=2,expert=4").abstract_mesh),
     ):
         eqx.filter_eval_shape(mixture_of_experts, experts, x, logits)
