@@ -1,8 +1,8 @@
 """Every check of the project.
 
 `pip install nox && nox` runs what a newcomer needs: lint, types, docs and the quick tests,
-on the Python that runs Nox. Continuous integration runs the other sessions, too
-(`.ci/run`): `nox --list` shows them.
+on the Python that runs Nox. Continuous integration runs other sessions, too (`.ci/run`);
+those that take longest are run before a release. `nox --list` shows them.
 """
 
 import os
@@ -109,7 +109,14 @@ def slow(session: nox.Session) -> None:
     session.install("-e", ".[recipes,gallery,wandb,mlflow]", *group("tests"))
     # They often wait for other processes: one worker more than there are cores.
     workers = str(min((os.cpu_count() or 1) + 1, 4))
-    session.run(*PYTEST, "-n", workers, "-m", "slow", *session.posargs)
+    session.run(*PYTEST, "-n", workers, "-m", "slow and not thorough", *session.posargs)
+
+
+@nox.session(default=False)
+def thorough(session: nox.Session) -> None:
+    """More cases of what the other tests cover, before a release: half an hour."""
+    session.install("-e", ".[recipes,gallery,wandb,mlflow]", *group("tests"))
+    session.run(*PYTEST, "-m", "thorough", *session.posargs)
 
 
 @nox.session(default=False)

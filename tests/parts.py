@@ -31,6 +31,7 @@ def pytest_collection_modifyitems(
         files = {test.path for test in items}
         slow = [test for test in everything if test.get_closest_marker("slow")]
         slow = [test for test in slow if test.path not in files]
+        slow = [test for test in slow if not test.get_closest_marker("thorough")]
     one_of_each = _choose(slow, part, len(slow) or 1)
     items[:] = [test for test in items if test in chosen]
     items += [test for test in slow if test in one_of_each]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from grades import graded
 from plan_recipes import CASES, check_recipe
 from run_helpers import ROOT, SCRIPT, assert_refused, environment
 from run_page_helpers import make_record, make_run
@@ -242,8 +243,7 @@ def test_the_command_is_a_process_without_devices(script, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("as_scripts_run")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", graded(CASES, slow=[*CASES][::3]))
 def test_recipes_send_what_their_rules_say(name):
     check_recipe(name, backend="cpu")

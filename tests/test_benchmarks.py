@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from grades import graded
 from PIL import Image
 
 ROOT = Path(__file__).parents[1]
@@ -50,10 +51,13 @@ def run(script, output, *options):
     return json.loads((output / f"{script.stem}.json").read_text())
 
 
-@pytest.mark.slow
-# That of the language model is run by what is rehearsed for GPUs.
 @pytest.mark.parametrize(
-    "name", [x.stem for x in SCRIPTS if x.stem not in ("gpt", "gpu_compiled")]
+    "name",
+    graded(
+        # That of the language model is run by what is rehearsed for GPUs.
+        [x.stem for x in SCRIPTS if x.stem not in ("gpt", "gpu_compiled")],
+        slow=["checkpoint", "fit_overhead", "images", "memory", "scaling"],
+    ),
 )
 def test_a_benchmark_writes_its_results(name, tmp_path):
     assert name in SHORT, f"add options to SHORT that make {name}.py short"
@@ -178,7 +182,7 @@ def test_a_power_is_fitted_to_what_grows(monkeypatch):
     assert module.Growth("", [1], contests[:1]).exponents == {}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_step_overhead_compares_two_checkouts(tmp_path):
     script = ROOT / "benchmarks" / "step_overhead.py"
     results = run(script, tmp_path, "--against", str(ROOT))
@@ -203,7 +207,7 @@ def test_a_gpt_learns_the_same_as_in_pytorch(tmp_path):
         assert losses == pytest.approx(reference, rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_all_that_runs_on_a_gpu_was_rehearsed(tmp_path):
     environment = {"PYTHON": sys.executable, "REHEARSE": "1"}
     environment["ONLY"] = "gpt_124m profile_gpt gpt_1b shakespeare_gpu"

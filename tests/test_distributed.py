@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 from cluster_run import make_model
+from grades import graded
 from helpers import arrays, lenient
 from process_helpers import read_until, started, workers_of
 
@@ -126,8 +127,7 @@ STRATEGIES = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", graded(STRATEGIES, slow=["fsdp"]))
 def test_the_number_of_processes_does_not_change_the_results(tmp_path, strategy):
     options, (one, *several) = STRATEGIES[strategy]
     for processes in (one, *several):
@@ -161,8 +161,7 @@ def test_when_one_is_killed_the_others_end_soon(tmp_path, which, step):
     assert f"process {which} of 3 was killed by SIGKILL; the others were stopped" in out
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("elastic", [False, True])
+@pytest.mark.parametrize("elastic", graded([False, True], slow=[True]))
 def test_a_restarted_run_ends_as_the_whole_one(tmp_path, whole, elastic):
     launch = ["--restarts=2", *(["--elastic"] if elastic else [])]
     # Elastic, two of four go on, which is fewer and yet more than one.

@@ -6,6 +6,7 @@ import signal
 import time
 
 import pytest
+from grades import graded
 from process_helpers import read_until, workers_of
 from test_distributed import assert_same, run, start, wait_for_step
 from test_distributed import whole as whole
@@ -15,7 +16,9 @@ import eqxshard
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("where", ["compilation", "evaluation"])
+@pytest.mark.parametrize(
+    "where", graded(["compilation", "evaluation"], slow=["evaluation"])
+)
 def test_a_notice_during_something_long(tmp_path, whole, where):
     with start(tmp_path, f"--linger={where}", processes=2, devices=1) as process:
         read_until(process, process.stdout, f"in the {where}")
@@ -36,7 +39,7 @@ def test_clocks_may_differ_by_an_hour(tmp_path, whole):
     assert_same(tmp_path, whole)
 
 
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", graded([0, 1], slow=[1]))
 def test_a_disk_that_is_full_on_one_host_is_told_soon(tmp_path, whole, which):
     options = (f"--full-process={which}", "--seconds-per-step=0.3")
     with start(tmp_path, *options, processes=2, devices=1) as process:
@@ -77,6 +80,7 @@ def test_a_process_that_is_slow_is_named_once(tmp_path):
     assert re.search(says, out) and out.count("is slow") == 1, out
 
 
+@pytest.mark.thorough
 def test_a_process_that_is_frozen_for_a_while_and_then_for_good(tmp_path, whole):
     options = ("--seconds-per-step=0.3", "--heartbeat-seconds=10")
     how = {"processes": 2, "devices": 1, "launch": ["--restarts=1"]}

@@ -130,7 +130,7 @@ def test_leaves_of_many_types_and_no_size(tmp_path):
             np.testing.assert_array_equal(other[name], was())
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_model_of_many_leaves(tmp_path):
     """`EQXSHARD_LEAVES=5000` takes minutes, most of them in XLA."""
     groups = int(os.environ.get("EQXSHARD_LEAVES", "1000")) // 50

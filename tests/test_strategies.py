@@ -1,6 +1,7 @@
 """Every strategy trains as one device does, for 20 steps on 1, 2 and 8 devices.
 
-`pytest -m slow -s tests/test_strategies.py` prints the largest relative differences.
+`pytest -m "slow or thorough" -s tests/test_strategies.py` prints the largest relative
+differences.
 """
 
 import functools
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from grades import graded
 from helpers import arrays, compiled_by_jit, lenient
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
@@ -210,8 +212,7 @@ def differences():
     Console(width=100).print("\n", table)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name, count", CASES)
+@pytest.mark.parametrize("name, count", graded(CASES, slow=[x for x in CASES if x[1] == 8]))
 def test_a_strategy_is_the_same_as_one_device(name, count, differences):
     kind, rule, axes = STRATEGIES[name]
     rest = max(1, count // math.prod(size or 1 for size in axes.values()))

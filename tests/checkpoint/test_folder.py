@@ -72,6 +72,7 @@ def files_of(folder):
     return [path.relative_to(folder) for path in paths]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_damage_is_found_and_the_one_before_is_used(checkpoints, tmp_path_factory, data):

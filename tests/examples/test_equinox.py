@@ -15,6 +15,7 @@ import numpy as np
 import plain_loop
 import pytest
 from example_helpers import MODELS_OF_EQUINOX, load_models
+from grades import graded
 from helpers import RULES, make_mesh
 from loop_helpers import Recorder
 
@@ -22,8 +23,7 @@ import eqxshard
 
 STEPS, BATCH_SIZE = 4, 16
 MESHES = {"replicate": "data=8", "fsdp": "data=2,fsdp=4"}
-#: The others are slow to compile, all together.
-QUICK = ("stateful",)
+QUICK, SLOW = ("stateful",), ("mnist", "rnn", "vit")
 #: These are so slow that they are trained with one rule.
 LARGE = ("bert", "unet")
 
@@ -49,13 +49,7 @@ def loss_difference(run, other):
 
 
 @pytest.mark.filterwarnings("ignore:When `eqx.nn.BatchNorm")
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
-        for name in MODELS_OF_EQUINOX
-    ],
-)
+@pytest.mark.parametrize("name", graded(MODELS_OF_EQUINOX, QUICK, SLOW))
 def test_a_model_of_equinox_trains_as_in_a_plain_loop(name):
     example = MODELS_OF_EQUINOX[name]
     rules = ["fsdp"] if name in LARGE else RULES

@@ -10,6 +10,7 @@ import optax
 import plain_loop
 import pytest
 from example_helpers import load_file
+from grades import graded
 from helpers import RULES, make_mesh
 from loop_helpers import Recorder
 
@@ -75,8 +76,7 @@ def plain_gan(states, batches):
     return {name: model[:2] for name, model in made.items()}, losses
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", graded(RULES, slow=["fsdp"]))
 def test_a_gan_with_batch_norm_equals_a_plain_loop(rule):
     models = load_file("gan.py")
     make = {

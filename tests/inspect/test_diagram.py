@@ -211,7 +211,7 @@ def test_a_picture_is_readable():
     assert file.getvalue().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_picture_of_many_devices_is_readable():
     """It uses no figure of pyplot, and Matplotlib is imported only when needed."""
     code = """if True:

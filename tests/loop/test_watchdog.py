@@ -48,6 +48,7 @@ def test_a_stalled_source_is_reported_with_its_stack(caplog):
     assert re.search(r"the batch of step 4 came after \d+ s; training con", caplog.text)
 
 
+@pytest.mark.slow
 def test_a_stalled_step_is_reported(caplog):
     sleeps = [0.0]
 

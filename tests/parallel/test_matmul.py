@@ -227,6 +227,7 @@ def train(**sizes):
     return np.array(found), helpers.arrays(state.model), program
 
 
+@pytest.mark.slow
 def test_training_on_a_mesh_equals_one_device():
     expected, expected_model, _ = train()
     assert expected[-1] < 0.95 * expected[0]

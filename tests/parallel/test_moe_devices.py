@@ -1,11 +1,13 @@
 """A mixture of experts for a whole batch runs per device where the mesh splits it."""
 
 import functools as ft
+import itertools
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from grades import graded
 from jax.sharding import PartitionSpec as P
 from moe_helpers import (
     BATCH,
@@ -38,8 +40,13 @@ def compiled_on(name, case):
     return on_mesh(make_mesh(name), fn, *args, split=(experts, ROWS, ROWS))
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", BATCH_MESHES)
+#: Each mesh with one of the cases.
+QUICK = [*zip(BATCH_MESHES, itertools.cycle(CASES))]
+
+
+@pytest.mark.parametrize(
+    "name, case", graded(itertools.product(BATCH_MESHES, CASES), QUICK)
+)
 def test_results_and_gradients_equal_the_reference(name, case):
     k, capacity = CASES[case]
     x, logits = make_inputs(scale=3.0)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from grades import graded
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from parallel_helpers import (
@@ -69,7 +70,7 @@ FAST: list[tuple] = [
     ("gpipe", 8, 2, dict(stage=4, data=2)),
     ("1f1b", 8, 2, dict(stage=4, data=2)),
 ]
-SLOW = [
+MORE = [
     (schedule, microbatches, chunks, sizes)
     for sizes, chunks, microbatches in (
         (dict(stage=1), None, 4),
@@ -92,7 +93,7 @@ SLOW = [
 
 @pytest.mark.parametrize(
     "schedule, microbatches, chunks, sizes",
-    [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    graded([*FAST, *MORE], FAST, [case for case in MORE if case[3].get("stage") == 8]),
 )
 def test_loss_and_gradients_equal_one_device(schedule, microbatches, chunks, sizes):
     _, result = pipelined(schedule, microbatches, chunks, **sizes)
@@ -244,7 +245,7 @@ def trained_on_one_device():
         ("1f1b", None, dict(stage=4, data=2)),
         pytest.param("gpipe", None, dict(stage=4, data=2), marks=pytest.mark.slow),
         *(
-            pytest.param(schedule, chunks, sizes, marks=pytest.mark.slow)
+            pytest.param(schedule, chunks, sizes, marks=pytest.mark.thorough)
             for chunks, sizes in (
                 (None, dict(stage=8)),
                 (None, dict(stage=2, data=2)),

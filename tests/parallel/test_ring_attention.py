@@ -369,6 +369,7 @@ def losses_of_three_steps(mesh):
     return losses, text
 
 
+@pytest.mark.slow
 def test_training_on_a_ring_equals_one_device():
     expected, _ = losses_of_three_steps(make_mesh())
     losses, text = losses_of_three_steps(make_mesh(data=2, context=4))

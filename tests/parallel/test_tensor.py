@@ -32,7 +32,7 @@ MESHES = {
     "data=2,fsdp=2,tensor=2": {"data": 2, "fsdp": 2, "tensor": 2},
 }
 ALL_AXES = "data=2,fsdp=2,tensor=2"
-QUICK = ("data=2,tensor=4", ALL_AXES)
+QUICK, SLOW = (ALL_AXES,), ("data=2,tensor=4", "tensor=8")
 
 # The vocabulary is split over both axes. If the features of a table were split over `fsdp`,
 # the gradient of a lookup would be summed over `tensor` for the whole vocabulary.
@@ -88,19 +88,16 @@ def assert_same_training(run, reference):
         np.testing.assert_allclose(run.model[path], expected, 0, atol, err_msg=path)
 
 
+MARKS: dict[str, Any] = {name: pytest.mark.thorough for name in MESHES}
+MARKS |= {name: () for name in QUICK} | {name: pytest.mark.slow for name in SLOW}
+del MARKS["one device"]
+OTHERS = {"untied": {"tied": False}, "no-remat": {"remat": "none"}}
 on_meshes = pytest.mark.parametrize(
     "mesh_name, options",
-    [
-        pytest.param(name, {}, id=name, marks=[] if name in QUICK else pytest.mark.slow)
-        for name in MESHES
-        if name != "one device"
-    ]
+    [pytest.param(name, {}, id=name, marks=mark) for name, mark in MARKS.items()]
     + [
-        pytest.param(ALL_AXES, options, id=f"{ALL_AXES},{option}", marks=pytest.mark.slow)
-        for option, options in {
-            "untied": {"tied": False},
-            "no-remat": {"remat": "none"},
-        }.items()
+        pytest.param(ALL_AXES, more, id=f"{ALL_AXES},{name}", marks=pytest.mark.thorough)
+        for name, more in OTHERS.items()
     ],
 )
 

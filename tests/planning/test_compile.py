@@ -69,6 +69,7 @@ def test_findings_are_those_of_lint(tmp_path):
     assert plan.findings == eqxshard.lint(step, lint_helpers.make_state(fsdp=8), batch)
 
 
+@pytest.mark.slow
 def test_another_compiler_than_the_devices_is_named_in_a_note(plan):
     (note,) = (note for note in plan.notes if note.startswith("compiled for CPUs"))
     assert note.endswith("The backend gpu knows both; ask for it to see how to install it")

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from grades import graded
 from plan_helpers import BATCH, OPTIM, RULE, SIZES
 from plan_theory import (
     MESHES,
@@ -103,18 +104,18 @@ def test_the_time_is_what_links_and_arithmetic_take(plan):
     assert 0 < plan.utilisation < 1
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("as_scripts_run")
-@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize(
+    "name", graded(MESHES, slow=["fsdp", "data x fsdp x tensor", "context"])
+)
 def test_communication_of_a_language_model_is_what_theory_counts(name):
     plan = plan_gpt(MESHES[name], backend="cpu")
     assert traffic(plan) == pytest.approx(theory(MESHES[name]), rel=0.05)
     assert plan.memory.parameters == state_bytes(MESHES[name])
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("as_scripts_run")
-@pytest.mark.parametrize("name", ODD_MESHES)
+@pytest.mark.parametrize("name", graded(ODD_MESHES, slow=["fsdp=3,tensor=2"]))
 def test_communication_of_odd_sizes_is_what_theory_counts(name):
     plan = plan_gpt(ODD_MESHES[name], ODD, ODD_ROWS, backend="cpu")
     wanted = theory(ODD_MESHES[name], ODD, ODD_ROWS)

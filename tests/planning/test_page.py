@@ -20,6 +20,7 @@ def page(plan, tmp_path_factory):
     return parse(file.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_a_plan_is_saved_as_its_name_says(plan, tmp_path):
     plan.save(tmp_path / "plan.json")
     values = json.loads((tmp_path / "plan.json").read_text())

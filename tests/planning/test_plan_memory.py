@@ -1,5 +1,6 @@
 import plan_memory
 import pytest
+from grades import graded
 
 #: Of those that `python tests/plan_memory.py` measures, which takes minutes.
 NAMES = [
@@ -13,8 +14,7 @@ NAMES = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", graded(NAMES, slow=NAMES[:2]))
 def test_a_plan_for_cpus_says_what_steps_on_them_take(name, monkeypatch):
     # As users run them: these tests compile without optimizations.
     monkeypatch.setenv("XLA_FLAGS", "")

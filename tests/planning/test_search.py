@@ -52,6 +52,7 @@ def searches(tmp_path_factory):
     return search(), search()
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_by_its_state_is_not_compiled(searches):
     search, _ = searches
     assert search.best is not None and search.best.mesh == {"fsdp": 8}
@@ -166,7 +167,7 @@ def test_fewer_rows_than_devices_and_a_large_layer_need_fsdp_and_tensor(tmp_path
     assert "of size 2 over tensor=4, which does not" in find(search, tensor=4).reason
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.usefixtures("as_scripts_run")
 def test_a_long_sequence_needs_context(tmp_path):
     shape = Shape(layers=1, heads=1, kv_heads=1, embed=32, mlp=64, block=2048, vocab=64)

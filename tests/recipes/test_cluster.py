@@ -145,7 +145,7 @@ sys.exit(max(task.wait() for task in tasks))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_tasks_of_slurm_find_each_other(fake, tmp_path):
     fake("srun", SRUN)
     options = ["--model", "mlp", "--epochs", "1", "--data", "synthetic"]

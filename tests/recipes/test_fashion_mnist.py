@@ -159,6 +159,7 @@ def assert_a_whole_run(result, output, *, data, synthetic):
     return summary
 
 
+@pytest.mark.slow
 def test_a_run_on_synthetic_data(tmp_path):
     options = ["--data", "synthetic", "--model", "mlp", "--epochs", "1"]
     result = run(*options, "--output", tmp_path)
@@ -179,6 +180,7 @@ def test_a_run_on_the_real_data(tmp_path):
     assert summary["test_accuracy"] > 0.8
 
 
+@pytest.mark.slow
 def test_auto_without_the_data_says_so_everywhere(main, monkeypatch, tmp_path):
     small = partial(synthetic_fashion, size=512)
     choose = sys.modules["eqxshard.data._fashion_mnist._choose"]
@@ -202,7 +204,7 @@ def numbers(output):
 SPLIT = ["--mesh", "data=2,fsdp=2", "--rule", "fsdp"]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_split_run_has_the_same_numbers(main, small, tmp_path):
     options = ["--model", "mlp", "--epochs", "1", "--batch-size", "64"]
     one = tmp_path / "one"
@@ -254,7 +256,7 @@ def whole(tmp_path_factory):
     return output
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_killed_run_resumes_as_if_it_had_not(whole, tmp_path):
     killed = tmp_path / "killed"
     options = [*ONE_EPOCH, "--devices", 2]
@@ -293,7 +295,7 @@ def two(tmp_path_factory):
     return output, out
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_processes_are_one_run(two, whole):
     output, out = two
     ours, theirs = measured(output), measured(whole)
@@ -347,7 +349,7 @@ runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_hosts_with_different_data_do_not_start(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(ONE_HAS_DATA)
@@ -361,7 +363,7 @@ def test_hosts_with_different_data_do_not_start(tmp_path):
         assert line in out
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_second_start_compiles_nothing(tmp_path):
     compiled = tmp_path / "compiled"
     options = ["--data", "synthetic", "--model", "mlp", "--steps", 40, "--save-every", 20]

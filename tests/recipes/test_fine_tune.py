@@ -177,6 +177,7 @@ def test_the_base_stays_in_bfloat16_without_optimizer_state(page, file, trainabl
     assert len(adapters) == 8 and sorted(state_shapes) == sorted([(), *adapters * 2])
 
 
+@pytest.mark.slow
 def test_adapters_are_saved_alone_and_merged(page, trainable, tmp_path):
     model = jax.tree.map(
         # In float32, so that merging rounds nothing, and with adapters that do something.

@@ -250,7 +250,7 @@ def test_a_pole_stands_longer(short):
     assert (folder / "pole.png").read_bytes().startswith(PNG)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_both_states_of_the_gan_move_and_resume(short, monkeypatch):
     seen = []
     fit = eqxshard.fit
@@ -280,7 +280,7 @@ def test_both_states_of_the_gan_move_and_resume(short, monkeypatch):
     assert (folder / "drawn.png").read_bytes().startswith(PNG)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_processes_have_members_of_their_own(tmp_path):
     how = ["--processes=2", "--devices-per-process=1", GALLERY / "ensemble.py"]
     options = [*SHORT.split(), "--steps", "60", "--log-every", "30", "--output", "run"]

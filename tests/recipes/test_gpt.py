@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpt_model import GPT, SIZES
+from grades import graded
 from run_helpers import ROOT, assert_refused, call, environment, measured, read_lines
 
 from eqxshard.testing import collectives
@@ -54,10 +55,9 @@ def main(monkeypatch, capsys):
 # The same on every mesh
 
 
-MESHES = ["stage=2,data=4"]
-SLOW = [
-    "data=2,fsdp=2,tensor=2",
-    "fsdp=4,context=2",
+SLOW = ["stage=2,data=4", "data=2,fsdp=2,tensor=2", "fsdp=4,context=2"]
+MESHES = [
+    *SLOW,
     "data=8",
     "fsdp=8",
     "tensor=8",
@@ -66,9 +66,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize(
-    "mesh", [*MESHES, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in SLOW)]
-)
+@pytest.mark.parametrize("mesh", graded(MESHES, slow=SLOW))
 def test_every_mesh_has_the_losses_of_one_device(one_device, mesh):
     # With dropout, packed documents and accumulation.
     expected = one_device()
@@ -77,8 +75,13 @@ def test_every_mesh_has_the_losses_of_one_device(one_device, mesh):
     np.testing.assert_allclose(found, expected, rtol=ROUNDING)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["expert=4,data=2", "fsdp=2,expert=2,tensor=2"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param("expert=4,data=2", marks=pytest.mark.slow),
+        pytest.param("fsdp=2,expert=2,tensor=2", marks=pytest.mark.thorough),
+    ],
+)
 def test_experts_have_the_losses_of_one_device(mesh):
     shape = gpt_steps.change(experts=4, layers=2)
     expected = gpt_steps.losses("data=1", shape, steps=4)
@@ -104,6 +107,7 @@ def test_dropout_and_packing_make_a_difference(one_device):
     assert abs(plain[1] / one_device()[1] - 1) > 10 * ROUNDING
 
 
+@pytest.mark.slow
 def test_a_document_does_not_see_those_before_it_in_its_sequence():
     shape = gpt_steps.change(dropout=0.0, layers=2)
     model = GPT(jax.random.key(0), shape)
@@ -124,6 +128,7 @@ def test_a_document_does_not_see_those_before_it_in_its_sequence():
     assert not np.allclose(all_changed, same)
 
 
+@pytest.mark.slow
 def test_a_step_does_not_grow_with_the_depth():
     def count(layers):
         shape = gpt_steps.change(layers=layers)
@@ -136,6 +141,7 @@ def test_a_step_does_not_grow_with_the_depth():
     assert counts[0] == counts[1]
 
 
+@pytest.mark.slow
 def test_one_layer_at_a_time_is_gathered():
     state, step, loader = gpt_steps.start("fsdp=8", accumulate=1)
     ops = collectives(step, state, next(iter(loader))).ops
@@ -247,7 +253,7 @@ def test_training_logs_what_it_costs_and_resumes_and_writes(main, words, tmp_pat
     assert out.startswith("the quick ") and len(out) == len("the quick ") + 40 + 1
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_killed_runs_end_as_the_whole_one():
     # In a process of its own, which forks before it has touched a device.
     script = ROOT / "tests" / "kill_gpt.py"

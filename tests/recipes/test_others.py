@@ -22,6 +22,7 @@ def run(recipe, *options):
     return finished(command, seconds=600, env=settings)
 
 
+@pytest.mark.slow
 def test_the_sine_is_learned(tmp_path):
     options = ["--steps", 300, "--devices", 2, "--log-every", 10]
     status, out, err = run("regression.py", *options)
@@ -64,7 +65,7 @@ def test_all_strategies_end_at_the_same_loss():
         assert words in out
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_strategies_that_do_not_fit_few_devices_are_left_out():
     status, out, err = run("parallel_tour.py", "--steps", 1, "--devices", 2)
     assert status == 0, err

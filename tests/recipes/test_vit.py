@@ -122,6 +122,7 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(main, whole, tmp_path):
     assert (folder / "summary.json").exists() and (folder / "curves.png").exists()
 
 
+@pytest.mark.thorough
 def test_a_split_run_has_the_same_numbers(main, whole, tmp_path, monkeypatch):
     runs = []
     train = eqxshard.train
@@ -168,6 +169,7 @@ def test_another_width_does_not_resume(main, whole, tmp_path):
     assert files(folder) == before
 
 
+@pytest.mark.thorough
 def test_ctrl_c_saves_and_the_run_resumes(main, tmp_path):
     options = ["--width", 16, "--log-every", 2, "--devices", 2, "--output", tmp_path]
     command = [sys.executable, SCRIPT, *options, "--epochs", 100_000]

@@ -210,6 +210,7 @@ def saved(tmp_path):
     return eqxshard.Checkpointer(tmp_path / "run" / "checkpoints").steps()
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_ends_with_130(running, tmp_path):
     running.send_signal(signal.SIGINT)
     out, err = running.communicate(timeout=60)

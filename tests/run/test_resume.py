@@ -54,6 +54,7 @@ def resume(how):
     return dataclasses.replace(CONFIG, resume=how)
 
 
+@pytest.mark.slow
 def test_a_run_that_died_resumes_as_if_it_had_not(finished, tmp_path, capsys, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr("eqxshard.loop._rescue.Rescue.leave", lambda *error: False)

@@ -128,6 +128,7 @@ def test_callbacks_and_evaluations_at_any_step(tmp_path):
     assert len(result.summary["test_accuracy_by_epoch"]) == 2
 
 
+@pytest.mark.slow
 def test_loaded_weights_and_a_sampler(tmp_path, finished):
     eqxshard.save_weights(tmp_path / "w.safetensors", finished.state.model)
     sampler = eqxshard.data.WeightedSampler([1.0] * EXAMPLES, 64)
@@ -153,6 +154,7 @@ def fail(like):
     raise AssertionError
 
 
+@pytest.mark.slow
 def test_a_mesh_and_a_rule_of_the_scripts_own(tmp_path, finished):
     mesh = eqxshard.make_mesh(data=1, fsdp=2, devices=jax.devices()[:2])
     config = dataclasses.replace(CONFIG, devices=None)
@@ -164,6 +166,7 @@ def test_a_mesh_and_a_rule_of_the_scripts_own(tmp_path, finished):
         assert ours == pytest.approx(theirs, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_rule_that_splits_nothing_is_reported(tmp_path, capsys):
     train(tmp_path, steps=1, epochs=None, rule=eqxshard.fsdp(min_size=1))
     assert capsys.readouterr().err.startswith(

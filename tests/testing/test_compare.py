@@ -79,7 +79,7 @@ class Attending(eqx.Module):
         return self.attention(x, x, x)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_updates_that_normalize_a_gradient_of_rounding_are_allowed():
     def loss_fn(model, batch, key):
         return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2, axis=(1, 2))

@@ -44,7 +44,7 @@ def test_a_correct_model_passes_and_the_report_has_the_differences():
     assert f"{split.gradients:.1e}" in table
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_default_meshes_have_two_to_eight_devices():
     rules = [eqxshard.replicate(), eqxshard.fsdp(min_size=1)]
     report = testing.assert_mesh_invariant(

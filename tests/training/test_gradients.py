@@ -102,6 +102,7 @@ def normed():
     return {mesh: (losses, state) for mesh, (losses, state, _) in runs.items()}
 
 
+@pytest.mark.slow
 def test_batch_norm_takes_its_statistics_over_the_whole_batch(normed):
     (one, state_one), (eight, state_eight) = normed.values()
     np.testing.assert_allclose(one, eight, rtol=1e-5)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from grades import graded
 from helpers import assert_close, make_mesh
 from jax.sharding import PartitionSpec as P
 from process_helpers import finished
@@ -89,7 +90,7 @@ SPLITS = {
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("vocab", [8, 128], ids=["fewer rows", "more rows"])
-@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("split", graded(SPLITS, ["features", "rows of a group", "both"]))
 def test_steps_are_those_of_one_device(split, vocab, tied):
     """With fewer rows than a device has tokens, tables are summed; else features."""
     state, train_step = make(*SPLITS[split], vocab, tied)

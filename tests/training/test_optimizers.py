@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from grades import graded
 from helpers import assert_close, make_mesh
 from optax import contrib
 
@@ -96,6 +97,9 @@ WRAPPED: dict[str, optax.GradientTransformation] = {
 }
 OPTIMS = {k: v for k, v in ALIASES.items() if k not in LEFT_OUT} | WRAPPED
 QUICK = ("adam", "multi_transform", "sam")
+#: Of each kind of state: none, factored, counted, projected, with copies of parameters.
+SLOW = ("sgd", "adafactor", "lion", "muon", "MultiSteps", "schedule_free", "prodigy")
+SLOW += ("flatten", "inject_hyperparams", "apply_if_finite", "lbfgs without line search")
 
 
 def plain(optim, steps):
@@ -129,10 +133,7 @@ def train(optim, steps):
     return state.model
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in OPTIMS],
-)
+@pytest.mark.parametrize("name", graded(OPTIMS, QUICK, SLOW))
 def test_two_steps_are_those_of_plain_optax(name):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         optim = OPTIMS[name]

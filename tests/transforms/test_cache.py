@@ -62,6 +62,7 @@ def test_what_jax_was_told_is_kept(tmp_path):
     assert any(folder.iterdir())
 
 
+@pytest.mark.slow
 def test_the_default_is_in_the_users_cache(tmp_path):
     environment = {"XDG_CACHE_HOME": str(tmp_path), "JAX_COMPILATION_CACHE_DIR": ""}
     folder, *_ = start(**environment)
@@ -149,6 +150,7 @@ SMALL = """if True:
 """
 
 
+@pytest.mark.slow
 def test_entries_that_are_half_written_are_removed_once(tmp_path):
     """By two processes that start together, as the next run of killed ones does."""
     command = [sys.executable, "-c", SMALL, str(tmp_path)]

@@ -1,0 +1,22 @@
+"""How long the cases of a test take: quick, `slow`, or, one more of many, `thorough`."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def graded(
+    cases: Iterable[Any], quick: Collection[Any] = (), slow: Collection[Any] = ()
+) -> list[Any]:
+    """Parameters of a test, marked; what is in neither collection is `thorough`."""
+
+    def marked(case: Any) -> Any:
+        marks = [] if case in quick else [mark(case)]
+        values = case if isinstance(case, tuple) else (case,)
+        return pytest.param(*values, marks=marks)
+
+    def mark(case: Any) -> pytest.MarkDecorator:
+        return pytest.mark.slow if case in slow else pytest.mark.thorough
+
+    return [marked(case) for case in cases]
