@@ -1,14 +1,14 @@
 """Make a training state, each array sharded from the start."""
 
-import itertools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Key, PyTree, UInt32
 
@@ -28,7 +28,6 @@ from ._state import (
     flatten_state,
     split_model,
     unflatten_state,
-    with_state,
     without_state,
 )
 
@@ -100,25 +99,20 @@ def init_state(
     """
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         raise jit_is_off()
-    options = {"trainable": trainable, "precision": precision}
-    like = abstract_state(make_model, optim, key=key, mesh=mesh, rule=rule, **options)
-    leaves, static = flatten_state(like)
-    model_arrays = [] if load is None else _load(load, like.model)
-    # One entry for each array of the state, in order; before the model is the step.
-    loaded = dict(enumerate(model_arrays, start=1))
-    loaded = {i: x for i, x in loaded.items() if x is not None}
-    made = [i for i in range(len(leaves)) if i not in loaded]
+    traced = _trace(make_model, optim, key, mesh, rule, trainable, precision)
+    leaves, static = flatten_state(traced.like)
+    model_arrays = [] if load is None else _load(load, traced.like.model)
+    # By their number among the model's arrays.
+    loaded = {i: x for i, x in enumerate(model_arrays) if x is not None}
+    # Before the model is the step.
+    made = [i for i in range(len(leaves)) if i - 1 not in loaded]
 
-    def init_arrays(key_data: Array, loaded: dict[int, Array]) -> list[Array]:
+    def init_arrays(key_data: Array, loaded: dict[int, Array]) -> list[Any]:
         if is_key(key):
             key_data = jax.random.wrap_key_data(key_data, impl=key.dtype)
-
-        def make_loaded(key: Array) -> PyTree:
-            model, model_state = without_state(make_model(key))
-            return with_state(_replace(model, loaded), model_state)
-
-        make = make_init_fn(make_loaded, optim, rule, trainable, precision)
-        arrays = flatten_state(make(key_data)[0])[0]
+        model = core.jaxpr_as_fun(traced.make_model)(key_data)
+        model = [loaded.get(i, x) for i, x in enumerate(model)]
+        arrays = core.jaxpr_as_fun(traced.make_state)(*model, key_data)
         return [arrays[i] for i in made]
 
     # All processes have the key's numbers on their hosts.
@@ -128,7 +122,8 @@ def init_state(
         in_shardings=(whole, {i: x.sharding for i, x in loaded.items()}),
         out_shardings=[leaves[i].sharding for i in made],
     )
-    arrays = dict(zip(made, init(_key_data(key), loaded), strict=True)) | loaded
+    arrays = dict(zip(made, init(_key_data(key), loaded), strict=True))
+    arrays |= {i + 1: x for i, x in loaded.items()}
     return unflatten_state([arrays[i] for i in range(len(leaves))], static)
 
 
@@ -168,6 +163,32 @@ def abstract_state(
         state = checkpointer.restore(like)
         ```
     """
+    return _trace(make_model, optim, key, mesh, rule, trainable, precision).like
+
+
+class _Traced(NamedTuple):
+    """How a state is made, traced: the user's code runs once.
+
+    - `like`: the state, with a `jax.ShapeDtypeStruct` for each array.
+    - `make_model`: from a key to the arrays of the model, then those of its own state.
+    - `make_state`: from those and the key to the arrays of the state, in order.
+    """
+
+    like: TrainState
+    make_model: core.ClosedJaxpr
+    make_state: core.ClosedJaxpr
+
+
+def _trace(
+    make_model: Callable[[Any], PyTree],
+    optim: optax.GradientTransformation,
+    key: Any,
+    mesh: Mesh,
+    rule: Rule,
+    trainable: PyTree,
+    precision: Precision | None,
+) -> _Traced:
+    """Trace what makes a state, and place what it makes."""
     check_mesh(mesh)
     check_optim(optim)
     _check_function(make_model)
@@ -175,8 +196,39 @@ def abstract_state(
         raise TypeError(f"key={key!r} is not a random key; use jax.random.key(0).")
     if spans_processes(mesh.devices.flat):
         assert_same_on_all_processes("state", {"key": _key_data(key).tolist()})
-    make = make_init_fn(make_model, optim, rule, trainable, precision)
-    state, params = eqx.filter_eval_shape(make, key)
+
+    def make(key: Array) -> tuple[Any, PyTree, PyTree]:
+        model, model_state = without_state(make_model(key))
+        _check_not_shared(model)
+        params, frozen = split_model(model, trainable)
+        trained = _trained(model, params, trainable)
+        if precision is not None:
+            params = cast(params, precision.params)
+        return trained, eqx.combine(params, frozen), model_state
+
+    def make_state(made: tuple[Any, PyTree, PyTree], key: Array) -> tuple[Any, PyTree]:
+        trained, model, model_state = made
+        params, _ = split_model(model, _as_spec(trained, model))
+        loss_scale = None
+        if precision is not None and precision.scales_loss:
+            loss_scale = LossScale.init(precision)
+        opt_state = optim.init(params)
+        _check_one_copy(opt_state)
+        state = TrainState(
+            step=jnp.zeros((), jnp.int32),
+            model=model,
+            opt_state=opt_state,
+            # Any number works that `make_model` does not fold in itself.
+            key=jax.random.fold_in(key, 2**32 - 1),
+            model_state=model_state,
+            loss_scale=loss_scale,
+            made_with=MadeWith(rule, trained, precision),
+        )
+        return state, params
+
+    model_jaxpr, *made = eqx.filter_make_jaxpr(make)(key)
+    state_jaxpr, *made = eqx.filter_make_jaxpr(make_state)(eqx.combine(*made), key)
+    state, params = eqx.combine(*made)
     check_rule(rule, dict(named_leaves(state.model)), mesh)
     layout = make_layout(state.model, params, state.opt_state, mesh, rule)
     shardings = iter(layout.flat(state))
@@ -186,42 +238,7 @@ def abstract_state(
             return leaf
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=next(shardings))
 
-    return jax.tree.map(shaped, state)
-
-
-def make_init_fn(
-    make_model: Callable[[Any], PyTree],
-    optim: optax.GradientTransformation,
-    rule: Rule,
-    trainable: PyTree,
-    precision: Precision | None,
-) -> Callable[[Array], tuple[TrainState, PyTree]]:
-    """A function from a key to a state at step 0 and the trained part of its model."""
-
-    def make(key: Array) -> tuple[TrainState, PyTree]:
-        model, model_state = without_state(make_model(key))
-        _check_not_shared(model)
-        params, frozen = split_model(model, trainable)
-        if precision is not None:
-            params = cast(params, precision.params)
-        loss_scale = None
-        if precision is not None and precision.scales_loss:
-            loss_scale = LossScale.init(precision)
-        opt_state = optim.init(params)
-        _check_one_copy(opt_state)
-        state = TrainState(
-            step=jnp.zeros((), jnp.int32),
-            model=eqx.combine(params, frozen),
-            opt_state=opt_state,
-            # Any number works that `make_model` does not fold in itself.
-            key=jax.random.fold_in(key, 2**32 - 1),
-            model_state=model_state,
-            loss_scale=loss_scale,
-            made_with=MadeWith(rule, _trained(model, params, trainable), precision),
-        )
-        return state, params
-
-    return make
+    return _Traced(jax.tree.map(shaped, state), model_jaxpr, state_jaxpr)
 
 
 def _check_one_copy(opt_state: PyTree) -> None:
@@ -241,6 +258,11 @@ def _trained(
         return True
     leaves = jax.tree.structure(model).flatten_up_to(params)
     return tuple(leaf is not None for leaf in leaves)
+
+
+def _as_spec(trained: tuple[bool, ...] | Literal[True], model: PyTree) -> PyTree:
+    """The reverse of `_trained`."""
+    return trained is True or jax.tree.unflatten(jax.tree.structure(model), trained)
 
 
 def _check_function(make_model: Any) -> None:
@@ -274,14 +296,6 @@ def _load(load: Callable[[Any], PyTree], like: PyTree) -> list[Array | None]:
     }
     own = dict(zip(placed, copy_shared([*placed.values()])))
     return [own.get(i) for i in range(len(wanted))]
-
-
-def _replace(model: PyTree, loaded: dict[int, Array]) -> PyTree:
-    """The model with some of its arrays replaced, by their number in the state."""
-    numbers = itertools.count(1)
-    return jax.tree.map(
-        lambda leaf: loaded.get(next(numbers), leaf) if is_array(leaf) else leaf, model
-    )
 
 
 def _key_data(key: Array) -> np.ndarray:
