@@ -116,7 +116,8 @@ def slow(session: nox.Session) -> None:
 def thorough(session: nox.Session) -> None:
     """More cases of what the other tests cover, before a release: half an hour."""
     session.install("-e", ".[recipes,gallery,wandb,mlflow]", *group("tests"))
-    session.run(*PYTEST, "-m", "thorough", *session.posargs)
+    session.run(*PYTEST, "-m", "thorough and not gpu", *session.posargs)
+    compile_for_gpus(session, *session.posargs, mark="gpu and thorough")
 
 
 @nox.session(default=False)
@@ -176,14 +177,16 @@ def gpu_compile(session: nox.Session) -> None:
     compile_for_gpus(session, *session.posargs)
 
 
-def compile_for_gpus(session: nox.Session, *options: str) -> None:
+def compile_for_gpus(
+    session: nox.Session, *options: str, mark: str = "gpu and not thorough"
+) -> None:
     """Run tests marked `gpu`."""
     if (folder := gpu_compiler(session)) is None:
         return
     # Without the flags for CPUs that the tests set by default.
     environment = {"PYTHONPATH": str(folder), "XLA_FLAGS": ""}
     # They share little, so any worker may take any of them.
-    session.run(*PYTEST, "--dist", "load", "-m", "gpu", *options, env=environment)
+    session.run(*PYTEST, "--dist", "load", "-m", mark, *options, env=environment)
 
 
 def gpu_compiler(session: nox.Session) -> Path | None:

@@ -46,7 +46,7 @@ def pytest_configure(config):
     Not so in other processes, which tests kill: JAX does not write an entry of its cache in
     one piece. And JAX cannot read what it compiled for GPUs that are not there.
     """
-    if config.option.markexpr != "gpu":
+    if not config.option.markexpr.startswith("gpu"):
         jax.config.update("jax_compilation_cache_dir", _COMPILED.name)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 

@@ -8,7 +8,11 @@ from transformer import Transformer, next_token_losses
 
 import eqxshard
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("as_scripts_run")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.thorough,
+    pytest.mark.usefixtures("as_scripts_run"),
+]
 
 
 def test_the_same_step_has_the_same_entry_and_another_another(tmp_path):

@@ -22,6 +22,7 @@ from communication_cases import (
     sizes_of,
     step_collectives,
 )
+from grades import graded
 from helpers import lenient
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -43,6 +44,7 @@ SIZES = {1: {"data": 1}, 8: {"data": 2, "fsdp": 4}}
 abstract: Any = jax.ShapeDtypeStruct
 #: Strategies with code for each device.
 PER_DEVICE = ["context", "stage (GPipe)", "stage (1F1B)", "expert"]
+EIGHT = [(name, 8) for name in STRATEGIES]
 DENSE = [name for name in MODELS if "Embedding" not in name]
 
 
@@ -86,7 +88,7 @@ def bytes_per_device(state):
 @pytest.mark.parametrize(
     "name, devices",
     # On one GPU the others are all the same step.
-    [(name, 8) for name in STRATEGIES] + [(name, 1) for name in PER_DEVICE],
+    graded([*EIGHT, *((name, 1) for name in PER_DEVICE)], EIGHT),
 )
 def test_every_strategy_compiles_and_reuses_the_memory_of_its_state(gpus, name, devices):
     kind, rule, axes = STRATEGIES[name]
@@ -96,7 +98,7 @@ def test_every_strategy_compiles_and_reuses_the_memory_of_its_state(gpus, name, 
     check_step(compiled, state)
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", graded([1, 8], [8]))
 @pytest.mark.parametrize(
     "options",
     [
@@ -114,7 +116,7 @@ def test_every_option_compiles_and_reuses_the_memory_of_its_state(gpus, options,
     check_step(compiled, state)
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", graded([1, 8], [8]))
 @pytest.mark.parametrize("batches", ["stacked", "resident"])
 def test_several_steps_in_one_program_reuse_the_memory_of_the_state(
     gpus, batches, devices, unannotated
