@@ -23,7 +23,7 @@ import eqxshard
 
 STEPS, BATCH_SIZE = 4, 16
 MESHES = {"replicate": "data=8", "fsdp": "data=2,fsdp=4"}
-QUICK, SLOW = ("stateful",), ("mnist", "rnn", "vit")
+QUICK, SLOW = ("stateful",), ("mnist", "rnn")
 #: These are so slow that they are trained with one rule.
 LARGE = ("bert", "unet")
 

@@ -122,7 +122,7 @@ def test_communication_of_odd_sizes_is_what_theory_counts(name):
     assert traffic(plan) == pytest.approx(wanted, rel=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.usefixtures("as_scripts_run")
 def test_communication_of_experts_is_what_theory_counts():
     shape = dataclasses.replace(SHAPE, experts=8, top_k=2)
@@ -130,7 +130,7 @@ def test_communication_of_experts_is_what_theory_counts():
     assert traffic(plan) == pytest.approx(theory_of_experts(8, shape), rel=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.usefixtures("as_scripts_run")
 def test_communication_of_a_pipeline_is_what_theory_counts():
     plan = plan_gpt(PIPELINE, microbatches=4, backend="cpu")

@@ -310,7 +310,7 @@ def test_two_processes_are_one_run(two, whole):
     assert sum("SYNTHETIC DATA" in line for line in lines) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_run_continues_when_one_of_its_processes_is_killed(two, tmp_path):
     with started(
         launcher(tmp_path, "--resume=auto", restarts=1),

@@ -55,9 +55,10 @@ def main(monkeypatch, capsys):
 # The same on every mesh
 
 
-SLOW = ["stage=2,data=4", "data=2,fsdp=2,tensor=2", "fsdp=4,context=2"]
+SLOW = ["stage=2,data=4", "fsdp=4,context=2"]
 MESHES = [
     *SLOW,
+    "data=2,fsdp=2,tensor=2",
     "data=8",
     "fsdp=8",
     "tensor=8",
@@ -75,13 +76,8 @@ def test_every_mesh_has_the_losses_of_one_device(one_device, mesh):
     np.testing.assert_allclose(found, expected, rtol=ROUNDING)
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        pytest.param("expert=4,data=2", marks=pytest.mark.slow),
-        pytest.param("fsdp=2,expert=2,tensor=2", marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("mesh", ["expert=4,data=2", "fsdp=2,expert=2,tensor=2"])
 def test_experts_have_the_losses_of_one_device(mesh):
     shape = gpt_steps.change(experts=4, layers=2)
     expected = gpt_steps.losses("data=1", shape, steps=4)
@@ -96,7 +92,7 @@ def test_each_device_has_its_own_experts():
         assert array.sharding.shard_shape(array.shape) == (2, 1, *array.shape[2:])
 
 
-@pytest.mark.parametrize("remat", ["dots", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("remat", graded(["dots", "full"], slow=["dots"]))
 def test_recomputing_changes_nothing(one_device, remat):
     found = gpt_steps.losses("data=1", remat=remat, steps=4)
     np.testing.assert_allclose(found, one_device()[:4], rtol=1e-6)
@@ -274,7 +270,7 @@ def test_tokens_without_a_tokenizer_train_but_write_nothing(main, tmp_path):
     assert_refused(main(*common, "--resume", "--sample", "x"), "has no tokenizer.json")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_checkpoint_is_read_on_another_mesh(main, words, tmp_path):
     common = ["--data", words, *SHORT, "--vocab", 32, "--output", tmp_path / "run"]
     status, _, err = main(*common, "--steps", 4)

@@ -53,7 +53,7 @@ def test_a_mistake_is_one_line(capsys, monkeypatch, recipe, options, sentence):
     assert_refused(result, sentence)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_all_strategies_end_at_the_same_loss():
     status, out, err = run("parallel_tour.py", "--steps", 4)
     assert status == 0, err
