@@ -4,8 +4,7 @@ The step trains LeNet on 256 random images. The time includes imports, parameter
 optimizer, loader, compilation and waiting for the result. The baseline is hand-written JAX
 without a compilation cache. eqxshard is measured without JAX's persistent compilation
 cache, with an empty one (a first start, which fills it) and with a filled one (a second
-start). Its model comes from `recipes/fashion_mnist.py`, whose imports count too. Each turn
-starts a new process; the files that it imports are in the page cache.
+start). Each turn starts a new process; the files that it imports are in the page cache.
 
     python benchmarks/start.py --output build/benchmarks
 """
