@@ -102,16 +102,15 @@ def init_state(
     traced = _trace(make_model, optim, key, mesh, rule, trainable, precision)
     leaves, static = flatten_state(traced.like)
     model_arrays = [] if load is None else _load(load, traced.like.model)
-    # By their number among the model's arrays.
-    loaded = {i: x for i, x in enumerate(model_arrays) if x is not None}
-    # Before the model is the step.
-    made = [i for i in range(len(leaves)) if i - 1 not in loaded]
+    # By their number among the state's arrays; before the model is the step.
+    loaded = {i: x for i, x in enumerate(model_arrays, start=1) if x is not None}
+    made = [i for i in range(len(leaves)) if i not in loaded]
 
     def init_arrays(key_data: Array, loaded: dict[int, Array]) -> list[Any]:
         if is_key(key):
             key_data = jax.random.wrap_key_data(key_data, impl=key.dtype)
         model = core.jaxpr_as_fun(traced.make_model)(key_data)
-        model = [loaded.get(i, x) for i, x in enumerate(model)]
+        model = [loaded.get(i, x) for i, x in enumerate(model, start=1)]
         arrays = core.jaxpr_as_fun(traced.make_state)(*model, key_data)
         return [arrays[i] for i in made]
 
@@ -122,8 +121,7 @@ def init_state(
         in_shardings=(whole, {i: x.sharding for i, x in loaded.items()}),
         out_shardings=[leaves[i].sharding for i in made],
     )
-    arrays = dict(zip(made, init(_key_data(key), loaded), strict=True))
-    arrays |= {i + 1: x for i, x in loaded.items()}
+    arrays = dict(zip(made, init(_key_data(key), loaded), strict=True)) | loaded
     return unflatten_state([arrays[i] for i in range(len(leaves))], static)
 
 
