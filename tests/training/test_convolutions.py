@@ -201,6 +201,35 @@ def test_the_first_layer_multiplies_patches(channels, options):
     assert_model_close(ours, slopes(layer, x))
 
 
+SPREAD = [
+    # The layer, the size of its images, and the padding of the input's gradient by dim.
+    (eqx.nn.Conv2d(2, 3, 5, key=KEY), (9, 8), [(0, 0), (4, 4)]),
+    (eqx.nn.Conv2d(2, 3, (1, 5), key=KEY), (9, 8), [(0, 0), (0, 0)]),
+    (
+        eqx.nn.Conv2d(2, 3, (4, 3), padding=[(1, 0), (0, 0)], key=KEY),
+        (9, 8),
+        [(0, 0), (2, 2)],
+    ),
+    (eqx.nn.Conv3d(2, 3, 3, key=KEY), (6, 7, 5), [(0, 0), (2, 2), (2, 2)]),
+]
+WHOLE = [
+    # Little padding, in which the sums would cost more than is saved, or another kind.
+    (eqx.nn.Conv2d(2, 3, 3, key=KEY), (17, 17), [(2, 2), (2, 2)]),
+    (eqx.nn.Conv2d(2, 3, 5, stride=2, key=KEY), (9, 9), [(4, 4), (4, 4)]),
+    (eqx.nn.Conv2d(2, 3, 3, dilation=2, key=KEY), (9, 9), [(4, 4), (4, 4)]),
+    (eqx.nn.Conv2d(2, 2, 5, groups=2, key=KEY), (9, 9), [(4, 4), (4, 4)]),
+]
+
+
+@pytest.mark.parametrize(("layer", "size", "padding"), SPREAD + WHOLE)
+def test_the_gradient_of_an_input_pads_one_dim_less(layer, size, padding):
+    """In that dim, the rows of the kernel are channels, and their results are summed."""
+    x = normal(3, 2, *size)
+    ours, text = rewritten(layer, x)
+    assert f"padding={tuple(padding)}" in text
+    assert_model_close(ours, slopes(layer, x))
+
+
 @pytest.mark.parametrize(
     ("pool", "shape"),
     [
