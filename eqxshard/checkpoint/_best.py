@@ -30,6 +30,14 @@ class Best:
         scores = self._scores()
         return max(scores, key=lambda step: (scores[step], step), default=None)
 
+    def check(self, metrics: Mapping[str, float]) -> None:
+        """Raise `ValueError` if metrics do not have the one that decides."""
+        if self.metric is not None and self.metric not in metrics:
+            raise ValueError(
+                f"best={self.metric!r} is not a metric of this run; use one of "
+                f"{', '.join(metrics)}."
+            )
+
     def is_beaten_by(self, metrics: Mapping[str, float]) -> bool:
         """Whether metrics are better than those of every checkpoint."""
         if self.metric is None:

@@ -104,7 +104,13 @@ class Checkpointer:
         """Whether metrics are better, by `best`, than those of every checkpoint.
 
         [`eqxshard.fit`][] asks after each evaluation, to save.
+
+        **Raises:**
+
+        `ValueError` if they are of an evaluation, which does not have `best`.
         """
+        if any(name.startswith("eval/") for name in metrics):
+            self._best.check(metrics)
         for _ in range(2):
             if not broadcast_from_first(self._best.is_beaten_by(metrics)):
                 return False

@@ -325,7 +325,7 @@ def _notes(request: Request, module: Module, scratch: int) -> list[str]:
         notes.append(
             "compiled for CPUs: temporaries are an upper estimate, and no schedule says "
             f"what communication is hidden. The backend {request.target.compiler} knows "
-            "both; ask for it to see how to install it"
+            "both (--backend, or backend=), and says how to install it"
         )
     if request.backend == "gpu":
         notes.append(

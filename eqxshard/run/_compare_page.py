@@ -109,12 +109,14 @@ def _differences(runs: Mapping[str, RecordedRun]) -> list[Markup]:
 def _facts(run: RecordedRun) -> dict[str, str]:
     """The settings of a run and what else it may differ in, as text."""
     record = run.record
-    facts = {"data": record.get("data"), "mesh": None, "devices": None}
-    if isinstance(record.get("devices"), Mapping):
-        facts["devices"] = f"{record['devices']['count']} x {record['devices']['kind']}"
-        facts["mesh"] = format_mesh(record.get("mesh") or {})
-    facts |= {"parameters": record.get("parameters")}
-    facts |= dict(record.get("settings") or {})
+    ran = {"data": record.get("data")}
+    if isinstance(devices := record.get("devices"), Mapping):
+        ran |= {"mesh": format_mesh(record.get("mesh") or {})}
+        ran |= {"devices": f"{devices['count']} x {devices['kind']}"}
+        ran |= {"devices of a process": devices.get("per_process")}
+    ran |= {"parameters": record.get("parameters")}
+    # Options have such names, too, and may not say what they came to.
+    facts = ran | dict(record.get("settings") or {}) | ran
     # Of every run its own.
     facts = {k: v for k, v in facts.items() if k not in ("output", "resume")}
     facts |= {f"version of {k}": v for k, v in (record.get("versions") or {}).items()}

@@ -154,6 +154,10 @@ class RunFolder:
         """Every line of `metrics.jsonl`."""
         return read_jsonl(self.metrics)
 
+    def read_summary(self) -> dict[str, Any]:
+        """What `summary.json` has; empty if there is none, or it is damaged."""
+        return read_values(self.summary)
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`."""
         self.summary.write_text(json.dumps(summary, indent=2) + "\n")
@@ -198,3 +202,12 @@ def default_folder(name: str | None) -> str:
     """The folder of a run of this script, if the user does not choose another."""
     words = [script_name(), *(name or "").lower().split()]
     return f"runs/{'-'.join(filter(None, words)) or 'run'}"
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """The values of a file of JSON; none if it is missing, or damaged."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+    return {}

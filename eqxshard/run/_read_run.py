@@ -1,7 +1,6 @@
 """A run as its folder tells it, whether it is finished, stopped, killed or running."""
 
 import contextlib
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from ..checkpoint._folder import CheckpointFolder
 from ..loop._clock import goodput
 from ..trackers._jsonl import read_whole_lines
 from ..trackers._values import Metric, metrics, times
-from ._folder import RunFolder
+from ._folder import RunFolder, read_values
 
 
 class Reported(NamedTuple):
@@ -170,7 +169,7 @@ def read_run(folder: RunFolder) -> RecordedRun:
             f"{folder.path} is not the folder of a run: it has no {folder.metrics.name}; "
             "give one such as runs/NAME."
         )
-    summary, record = _values(folder.summary), _values(folder.record)
+    summary, record = read_values(folder.summary), read_values(folder.record)
     kept = ("settings", "versions", "parameters", "data")
     known = {name: summary[name] for name in kept if name in summary}
     newest = folder.metrics if folder.metrics.exists() else folder.record
@@ -184,7 +183,7 @@ def read_run(folder: RunFolder) -> RecordedRun:
         written=datetime.fromtimestamp(newest.stat().st_mtime).astimezone(),
         warnings=[line for _, line in read_whole_lines(folder.warnings)],
         checkpoints=_checkpoints(folder.checkpoints),
-        plan=_values(folder.path / "plan.json") or None,
+        plan=read_values(folder.path / "plan.json") or None,
         crash_dump=crash if crash.is_dir() else None,
     )
 
@@ -194,15 +193,6 @@ def _report(line: Mapping[str, Any]) -> Reported:
     values = {k: float(v) for k, v in found.items() if isinstance(v, int | float)}
     own = list(metrics(values))
     return Reported(line["step"], values.get("epoch"), values, times(values), own)
-
-
-def _values(path: Path) -> dict[str, Any]:
-    """The values of a file of JSON; none if it is missing, or damaged."""
-    with contextlib.suppress(OSError, ValueError):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return found
-    return {}
 
 
 def _checkpoints(path: Path) -> list[SavedStep]:

@@ -20,7 +20,7 @@ import jax
 from jax.sharding import Mesh
 
 from ..trackers._files import write_whole
-from ._folder import RunFolder
+from ._folder import RunFolder, read_values
 from ._warnings import HeardWarnings
 
 _LOG = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class RunRecord:
 
     def begin(self, facts: Mapping[str, Any], first: int) -> None:
         """Write the record of a run that starts, or resumes, at a step."""
-        starts = _read(self._folder.record).get("starts", []) if first else []
+        starts = read_values(self._folder.record).get("starts", []) if first else []
         start = {"time": _now(), "step": first}
         self._facts = {**facts, "starts": [*starts, start], "ended": None}
         self._write()
@@ -120,15 +120,6 @@ def _not_fatal(path: Path) -> Any:
         yield
     except OSError as error:
         _LOG.error("%s cannot be written: %s. Training continues.", path, error)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """The record of an earlier start; empty if there is none, or it is damaged."""
-    with contextlib.suppress(OSError, ValueError):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return found
-    return {}
 
 
 def _memory() -> dict[str, int] | None:

@@ -198,11 +198,10 @@ def train(
             grad_norms=grad_norms,
             lint=lint,
         )
-        evaluator = None
-        if metric_fn is not None and eval_loader is not None:
-            eval_step = make_eval_step(metric_fn, precision=precision, lint=lint)
-            evaluator = lambda model: evaluate(model, eval_step, eval_loader)  # noqa: E731
+        evaluator = _make_evaluator(metric_fn, eval_loader, precision, lint)
         first = int(state.step)
+        # A start that takes no step leaves what is written of the run as it is.
+        kept = folder.read_summary() if first >= last else {}
         # Before the trackers, which empty the files of an earlier run.
         checkpointer.claim_run(first, loader)
         facts = {
@@ -220,7 +219,8 @@ def train(
             trackers = (*trackers, *folder.trackers(extra=extra, **more))
             about = {"title": title, "steps": last, "batch_size": config.batch_size}
             about |= {"unit": _unit(train_data), **describe_devices(mesh)}
-            record.begin(about | facts, first)
+            if not kept:
+                record.begin(about | facts, first)
         state = fit(
             state,
             train_step,
@@ -235,7 +235,7 @@ def train(
             hang_seconds=config.hang_seconds,
         )
     facts["devices"] = describe_mesh(mesh)
-    return _finish(folder, state, title, facts, train_data, len(sampler or train_data))
+    return _finish(folder, state, title, facts, train_data, sampler, kept)
 
 
 def _unit(source: Source) -> str:
@@ -276,6 +276,19 @@ def _make_loaders(
     return loader, Loader(eval_data, batch_size=config.batch_size, mesh=mesh, shuffle=False)
 
 
+def _make_evaluator(
+    metric_fn: Callable[[Any, Any], Mapping[str, Any]] | None,
+    loader: Loader | None,
+    precision: Precision | None,
+    lint: Lint,
+) -> Callable[[Any], Any] | None:
+    """What evaluates a model, if there is anything to measure, and to measure it on."""
+    if metric_fn is None or loader is None:
+        return None
+    eval_step = make_eval_step(metric_fn, precision=precision, lint=lint)
+    return lambda model: evaluate(model, eval_step, loader)
+
+
 def _profile(config: RunConfig, folder: RunFolder, last: int) -> list[Callback]:
     """The profile that `--profile` asks for."""
     if config.profile is None:
@@ -297,8 +310,8 @@ def _check_split(state: TrainState, mesh: Mesh, rule: Rule, record: RunRecord) -
     if all(array.sharding.is_fully_replicated for array in arrays):
         warning = (
             f"{rule_name(rule)} splits no array on {describe_mesh(mesh)}, so each "
-            "device holds the whole model; choose another --mesh, such as fsdp=-1, or "
-            "another rule (a smaller min_size)."
+            "device holds the whole model; choose a --mesh with an axis that the rule "
+            "splits over, or another rule (a smaller min_size)."
         )
         print(f"warning: {warning}", file=sys.stderr)
         record.warn(warning)
@@ -327,12 +340,14 @@ def _finish(
     title: str,
     facts: dict[str, Any],
     train_data: Source,
-    examples: int,
+    sampler: Sampler | None,
+    kept: dict[str, Any],
 ) -> RunResult:
-    """Write the summary in process 0, and share it."""
+    """Write the summary in process 0, unless one is kept, and share it."""
     summary, unit = None, _unit(train_data)
     if is_main_process():
-        summary = summarize(folder.history(), examples, unit) | facts
+        examples = len(sampler or train_data)
+        summary = kept or summarize(folder.history(), examples, unit) | facts
         folder.write_summary(summary)
         print(f"metrics, checkpoints and a page, index.html, are in {folder.path}")
     summary = broadcast_from_first(summary)

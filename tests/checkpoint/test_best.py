@@ -59,6 +59,13 @@ def test_metrics_are_best_if_they_are_better_than_all(scored, mode, sign):
     assert not found.is_best({}) and not found.is_best({"score": sign * 2.0})
 
 
+def test_a_misspelt_metric_is_noticed_at_the_first_evaluation(scored):
+    found = checkpointer(scored, "max")
+    with pytest.raises(ValueError, match="best='eval/score' is not a metric of this run"):
+        found.is_best({"train/loss": 1.0, "eval/scroe": 2.0})
+    assert not found.is_best({"train/loss": 1.0})
+
+
 def test_without_a_metric_nothing_is_best(scored):
     found = eqxshard.Checkpointer(scored["max"][0])
     assert found.best_step() is None and not found.is_best({"eval/score": 2.0})

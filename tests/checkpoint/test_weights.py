@@ -285,9 +285,15 @@ def test_a_damaged_file_is_refused_or_is_no_other_model(mlp, file, tmp_path_fact
         content[data.draw(st.integers(0, start - 1))] ^= 1 << data.draw(st.integers(0, 7))
     path = tmp_path_factory.mktemp("damaged") / "x.safetensors"
     path.write_bytes(content)
-    # Whatever was flipped in a header, some array is lost or has another name or type.
-    with pytest.raises(ValueError, match=r"x.safetensors"):
-        eqxshard.load_weights(path, mlp)
+    # Whatever was flipped in a header, some array is lost or has another name or type,
+    # unless it was in the header's own notes.
+    try:
+        loaded = eqxshard.load_weights(path, mlp)
+    except ValueError as error:
+        assert "x.safetensors" in str(error)
+    else:
+        assert len(content) == len(file.read_bytes())
+        assert_equal(loaded, mlp)
 
 
 # A part of a model

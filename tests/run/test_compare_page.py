@@ -44,6 +44,24 @@ def test_runs_that_are_alike(tmp_path):
     assert section.find("p").text.endswith("versions are the same.")
 
 
+def test_the_devices_of_a_run_are_those_that_it_had(tmp_path):
+    """The options may be the same, and name none: the mesh is of what there was."""
+    for name, count in {"a": 8, "b": 4}.items():
+        settings = {"mesh": "fsdp=-1", "devices": None}
+        devices = {"kind": "cpu", "count": count, "per_process": count}
+        record = make_record(settings=settings, mesh={"fsdp": count}, devices=devices)
+        make_run(tmp_path / name, record=record)
+    compare_runs([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "c.html"))
+    table = parse((tmp_path / "c.html").read_text()).find("table", class_="differs")
+    body = table.find("tbody").find_all("tr")
+    found = [[x.text for x in row if x.tag in ("th", "td")] for row in body]
+    assert found == [
+        ["mesh", "fsdp=8", "fsdp=4"],
+        ["devices", "8 x cpu", "4 x cpu"],
+        ["devices of a process", "8", "4"],
+    ]
+
+
 def test_one_run_is_refused(tmp_path):
     with pytest.raises(ValueError, match="only one run to compare; give two"):
         compare_runs([str(tmp_path)], "compare.html")

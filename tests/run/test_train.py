@@ -48,6 +48,23 @@ def test_the_folder_has_everything(finished):
     assert saved_steps(finished.folder) == [4, 8, 12]
 
 
+def test_a_start_that_has_nothing_to_do_changes_no_record(copy, finished):
+    """The speed that was measured is that of the devices that it was measured on."""
+    files = [copy / name for name in ("run.json", "summary.json")]
+    before = [file.read_text() for file in files]
+    config = dataclasses.replace(CONFIG, devices=1, resume="auto")
+    again = train(copy, config)
+    assert [file.read_text() for file in files] == before
+    assert again.speed == finished.speed and again.metrics == finished.metrics
+
+
+def test_a_summary_that_is_damaged_is_written_again(copy, finished):
+    (copy / "summary.json").write_text('{"test_')
+    train(copy, dataclasses.replace(CONFIG, resume="auto"))
+    summary = json.loads((copy / "summary.json").read_text())
+    assert summary.keys() == finished.summary.keys()
+
+
 def test_the_summary_says_how_it_was_made(finished):
     summary = json.loads((finished.folder / "summary.json").read_text())
     assert summary == finished.summary
