@@ -121,6 +121,40 @@ def thorough(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def errors(session: nox.Session) -> None:
+    """Run the quick tests, and keep an example of each error that they raise.
+
+    The page of errors shows it. To do after an error's words have changed.
+    """
+    session.install(*PACKAGE, *group("tests"))
+    recorded = Path(session.create_tmp()).resolve() / "recorded.txt"
+    recorded.unlink(missing_ok=True)
+    stale = (
+        "tests/test_site.py::test_the_examples_on_the_page_of_errors_are_what_they_say_now"
+    )
+    environment = {"EQXSHARD_RAISED": str(recorded)}
+    session.run(*PYTEST, "--deselect", stale, *session.posargs, env=environment)
+    session.run("python", "docs/errors.py", str(recorded))
+
+
+# With pip, because only pip finds the build of PyTorch for CPUs where it is told of one.
+@nox.session(default=False, venv_backend="virtualenv")
+def peers(session: nox.Session) -> None:
+    """What is tested beside PyTorch, transformers, Flax and Haliax."""
+    # The lowest PyTorch that the group allows.
+    session.install(*PACKAGE, *group("tests"), *group("peers"), "torch==2.13.*")
+    tests = [
+        "tests/test_readme.py::test_the_files_of_a_page_run_as_it_says",
+        "tests/test_benchmarks.py::test_a_gpt_learns_the_same_as_in_pytorch",
+        "tests/checkpoint/test_torch_files.py::test_files_of_torch_itself_are_read",
+        "tests/recipes/test_gpt_weights.py::test_transformers_reads_what_is_saved",
+    ]
+    # What JAX deprecates is an error in tests, but peers may use it.
+    environment = {"PYTHONWARNINGS": "default"}
+    session.run("pytest", "-n", "2", "-m", "not thorough", *tests, env=environment)
+
+
+@nox.session(default=False)
 def stores(session: nox.Session) -> None:
     """Checkpoints in S3 and in Google's store, by servers of their protocols."""
     # Not with the other tests: a server brings the SDK of Amazon, and much else.
@@ -156,7 +190,7 @@ def tests_lowest(session: nox.Session) -> None:
 def tests_newest(session: nox.Session) -> None:
     """A part of every test file, on the newest Python here, which has the newest JAX."""
     session.install(*PACKAGE, *group("tests"))
-    session.run(*PYTEST, "--part", "3/12", "--every-file", *session.posargs)
+    session.run(*PYTEST, "--part", "3/20", "--every-file", *session.posargs)
     compile_for_gpus(session, "--part", "2/99", "tests/gpu")
 
 
@@ -250,8 +284,7 @@ def matrix(session: nox.Session, jax: str) -> None:
     session.run(*PYTEST, *session.posargs)
 
 
-# With pip, because only pip finds the build of PyTorch for CPUs where it is told of one.
-@nox.session(default=False, venv_backend="virtualenv")
+@nox.session(default=False, venv_backend="virtualenv")  # As for peers.
 def bench(session: nox.Session) -> None:
     """The benchmarks, beside their peers: `nox -s bench`, or `-- data epoch` for some.
 

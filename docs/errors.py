@@ -1,19 +1,29 @@
-"""A hook of MkDocs: the page of all errors, from the lines that raise them."""
+"""A hook of MkDocs: the page of all errors, from the lines and the tests that raise them.
 
+`nox -s errors` records what the tests raise, and has this keep an example of each error in
+`errors.json`:
+
+    python docs/errors.py recorded.txt
+"""
+
+import argparse
 import ast
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
 _PACKAGE = Path(__file__).parent.parent / "eqxshard"
+_EXAMPLES = Path(__file__).with_suffix(".json")
 
 _HEAD = """# Errors
 
 Errors of eqxshard say what is wrong, with names and sizes, and what to do. Search this page
 for what you saw: it is made from the lines that raise them. *Words in italics* are what
-differs from case to case. The most common ones are shown with examples in [Coming from
+differs from case to case; below is what a test of the error saw. The most common ones are
+shown with the code that raises them in [Coming from
 Equinox](guide/from-equinox.md#errors-and-what-they-mean). At a command line an error is one
 line, and the exit status is 2.
 """
@@ -41,12 +51,13 @@ _OTHERS = "Processes and commands"
 
 
 class Error(NamedTuple):
-    """An error, as HTML."""
+    """An error, as HTML, and the pattern of its messages."""
 
     room: str
     kind: str
     wrong: str
     remedy: str
+    pattern: str
 
 
 def on_files(files: Any, config: Any) -> None:
@@ -59,7 +70,7 @@ def on_files(files: Any, config: Any) -> None:
 def page() -> str:
     """The page, in Markdown."""
     parts = [_HEAD]
-    found = list(errors())
+    found, seen = list(errors()), examples()
     for room in dict.fromkeys([*_ROOMS.values(), _OTHERS]):
         here = sorted({error for error in found if error.room == room})
         if here:
@@ -67,6 +78,9 @@ def page() -> str:
             for error in here:
                 parts.append(f"<dt><code>{error.kind}</code> {error.wrong}</dt>")
                 parts.append(f"<dd>{error.remedy}</dd>" if error.remedy else "")
+                example = example_of(error, seen)
+                if example and "<em>" in error.wrong + error.remedy:
+                    parts.append(f"<dd class='example'>{escape(example)}</dd>")
             parts.append("</dl>")
     return "\n".join(parts) + "\n"
 
@@ -76,15 +90,46 @@ def errors() -> Iterator[Error]:
     for file in sorted(_PACKAGE.rglob("*.py")):
         room = _ROOMS.get(file.relative_to(_PACKAGE).parts[0], _OTHERS)
         for node in ast.walk(ast.parse(file.read_text())):
-            if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call):
+            exc = node.exc if isinstance(node, ast.Raise) else None
+            # A few are returned, for others to raise.
+            if isinstance(node, ast.Return) and _is_error(node.value):
+                exc = node.value
+            if not isinstance(exc, ast.Call):
                 continue
-            kind = ast.unparse(node.exc.func)
-            message = _words(node.exc.args[0]) if node.exc.args else ""
+            kind = ast.unparse(exc.func)
+            message = _words(exc.args[0]) if exc.args else ""
             # What ends without a full stop becomes a part of another message.
             if len(message.split()) > 3 and not re.search(r"[\w)]$", message):
                 wrong, found, remedy = message.partition("; ")
                 remedy = remedy[:1].upper() + remedy[1:]
-                yield Error(room, kind, wrong + "." * bool(found), remedy)
+                pattern = _pattern(exc.args[0])
+                yield Error(room, kind, wrong + "." * bool(found), remedy, pattern)
+
+
+def _is_error(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Error")
+
+
+def examples() -> list[str]:
+    """The messages that are kept, an example of each error that a test raises."""
+    return json.loads(_EXAMPLES.read_text())
+
+
+def example_of(error: Error, messages: Iterable[str]) -> str | None:
+    """The shortest of some messages that are of an error."""
+    fitting = [text for text in messages if re.fullmatch(error.pattern, text, re.DOTALL)]
+    return min(fitting, key=lambda text: (len(text), text), default=None)
+
+
+def _pattern(node: ast.expr) -> str:
+    """A regular expression for what an expression may be."""
+    if isinstance(node, ast.Constant):
+        return re.escape(str(node.value))
+    if isinstance(node, ast.JoinedStr):
+        return "".join(map(_pattern, node.values))
+    if isinstance(node, ast.BinOp):
+        return _pattern(node.left) + _pattern(node.right)
+    return ".*"
 
 
 def _words(node: ast.expr) -> str:
@@ -103,3 +148,21 @@ def _words(node: ast.expr) -> str:
     last = names[0] if names else None
     name = last.attr if isinstance(last, ast.Attribute) else getattr(last, "id", "…")
     return f"<em>{escape(name.strip('_').replace('_', ' '))}</em>"
+
+
+def main() -> None:
+    """Keep an example of each error, of those before and of those recorded."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recorded", type=Path, help="messages, as JSON, one in each line")
+    lines = parser.parse_args().recorded.read_text().splitlines()
+    old, new = examples(), sorted({json.loads(line) for line in lines})
+    # What was kept stays, if it is still what an error says: so little changes at a time.
+    found = [example_of(error, old) or example_of(error, new) for error in errors()]
+    text = json.dumps(sorted({*filter(None, found)}), indent=1, ensure_ascii=False)
+    _EXAMPLES.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

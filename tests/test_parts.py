@@ -59,14 +59,16 @@ PARAMETERS = "import pytest\n@pytest.mark.parametrize('n', range(8))\ndef test(n
 SLOW = "@pytest.mark.slow\n" + PARAMETERS.splitlines()[1] + "\ndef test_slow(n): pass\n"
 BOTH = PARAMETERS + SLOW + PARAMETERS.replace("test(", "test_b(")
 ALL_SLOW = "import pytest\n" + SLOW
+THOROUGH = "import pytest\n@pytest.mark.thorough\n" + SLOW.replace("test_", "test_more_")
 
 
 def passed(folder, files, *options):
     """The tests that pytest runs of those that are quick, by name."""
     for name, text in files.items():
         (folder / name).write_text(text)
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers = slow")
-    command = [sys.executable, "-m", "pytest", "-p", "parts", "-v", "-m", "not slow"]
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n  slow\n  thorough")
+    command = [sys.executable, "-m", "pytest", "-p", "parts", "-v", "-m"]
+    command += ["not slow and not thorough"]
     settings = {"PYTHONPATH": str(Path(__file__).parent)}
     settings["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     run = subprocess.run(
@@ -88,8 +90,8 @@ def test_a_part_is_of_the_tests_that_would_run(tmp_path):
 
 
 def test_every_file_takes_part(tmp_path):
-    """Of a file whose tests are all slow one is run, another in each part."""
-    files = {"test_both.py": BOTH, "test_slow.py": ALL_SLOW}
+    """Of a file without quick tests a slow one is run, another in each part."""
+    files = {"test_both.py": BOTH, "test_slow.py": THOROUGH + ALL_SLOW}
     found = passed(tmp_path, files, "--part", "3/8", "--every-file")
     quick = [f"test_both.py::{name}[2]" for name in ("test", "test_b")]
     assert found == [*quick, "test_slow.py::test_slow[2]"]

@@ -317,8 +317,8 @@ def test_the_files_of_a_page_run_as_it_says(page, tmp_path):
             ran |= used
     assert ran == files(page).keys()
     if any(lacking.values()):
-        # The group `bench` of pyproject.toml has them.
-        pytest.skip(f"not installed: {', '.join(set().union(*lacking.values()))}")
+        missing = ", ".join(set().union(*lacking.values()))
+        pytest.skip(f"not installed: {missing}; run nox -s peers")
 
 
 def test_a_package_that_is_not_installed_is_noticed():

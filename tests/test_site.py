@@ -67,6 +67,28 @@ def test_the_page_of_errors_has_what_is_raised():
     assert not re.search(r"<dd></dd>|<dt><code>\w+</code> +</dt>", found)
 
 
+def test_examples_of_errors_are_what_they_say_now():
+    """If not, an error has other words: `nox -s errors` finds a new example."""
+    module = load(ROOT / "docs" / "errors.py")
+    found, kept = list(module.errors()), module.examples()
+    shown = {module.example_of(error, kept) for error in found}
+    assert [text for text in kept if text not in shown] == []
+    assert len(kept) > 0.7 * len(found)
+
+
+def test_an_error_has_the_shortest_of_its_examples():
+    module = load(ROOT / "docs" / "errors.py")
+    (error,) = (
+        each
+        for each in module.errors()
+        if "batch size</em> does not divide over <" in each.wrong
+    )
+    end = "does not divide over data=8 = 8 devices; use a multiple of 8, such as"
+    short, long = f"batch size 2 {end} 8.", f"batch size 20 {end} 16 or 24."
+    assert module.example_of(error, [long, short, "batch size 2"]) == short
+    assert module.example_of(error, [f"The {long}", "batch size 2"]) is None
+
+
 def test_the_files_that_the_page_of_internals_names_exist():
     page = (API.parent / "internals.md").read_text()
     lines = re.findall(r"^- `(.*/)(\w+\.py)`((?:, `\w+\.py`)*):", page, re.MULTILINE)
