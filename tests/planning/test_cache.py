@@ -56,7 +56,7 @@ def steps(folder):
     return sorted(folder.glob("jit_train_step-*-cache"))
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_run_compiles_nothing_that_was_planned(tmp_path, monkeypatch):
     folder = tmp_path / "cache"
     notes = plan(folder).notes
