@@ -123,23 +123,34 @@ def example_of(error: Error, messages: Iterable[str]) -> str | None:
 
 def _pattern(node: ast.expr) -> str:
     """A regular expression for what an expression may be."""
-    if isinstance(node, ast.Constant):
-        return re.escape(str(node.value))
-    if isinstance(node, ast.JoinedStr):
-        return "".join(map(_pattern, node.values))
-    if isinstance(node, ast.BinOp):
-        return _pattern(node.left) + _pattern(node.right)
-    return ".*"
+    parts = _parts(node)
+    return "".join(re.escape(x) if isinstance(x, str) else ".*" for x in parts)
 
 
 def _words(node: ast.expr) -> str:
     """The text of an expression, with the names of what is filled in."""
+    parts = _parts(node)
+    return "".join(
+        escape(x, quote=False) if isinstance(x, str) else _name(x) for x in parts
+    )
+
+
+def _parts(node: ast.expr) -> Iterator[str | ast.expr]:
+    """The texts of an expression, and between them the expressions that fill it in."""
     if isinstance(node, ast.Constant):
-        return escape(str(node.value), quote=False)
-    if isinstance(node, ast.JoinedStr):
-        return "".join(map(_words, node.values))
-    if isinstance(node, ast.BinOp):
-        return _words(node.left) + _words(node.right)
+        yield str(node.value)
+    elif isinstance(node, ast.JoinedStr):
+        for value in node.values:
+            yield from _parts(value)
+    elif isinstance(node, ast.BinOp):
+        yield from _parts(node.left)
+        yield from _parts(node.right)
+    else:
+        yield node
+
+
+def _name(node: ast.expr) -> str:
+    """What is filled in, in words."""
     if isinstance(node, ast.IfExp):
         return _words(node.body)
     if isinstance(node, ast.FormattedValue):

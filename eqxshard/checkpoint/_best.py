@@ -30,18 +30,19 @@ class Best:
         scores = self._scores()
         return max(scores, key=lambda step: (scores[step], step), default=None)
 
-    def check(self, metrics: Mapping[str, float]) -> None:
-        """Raise `ValueError` if metrics do not have the one that decides."""
-        if self.metric is not None and self.metric not in metrics:
+    def is_beaten_by(self, metrics: Mapping[str, float]) -> bool:
+        """Whether metrics are better than those of every checkpoint.
+
+        Raises `ValueError` if they are of an evaluation, and the one that decides is not
+        among them.
+        """
+        if self.metric is None:
+            return False
+        if self.metric not in metrics and any(name.startswith("eval/") for name in metrics):
             raise ValueError(
                 f"best={self.metric!r} is not a metric of this run; use one of "
                 f"{', '.join(metrics)}."
             )
-
-    def is_beaten_by(self, metrics: Mapping[str, float]) -> bool:
-        """Whether metrics are better than those of every checkpoint."""
-        if self.metric is None:
-            return False
         value = metrics.get(self.metric, math.nan)
         best = max(self._scores().values(), default=-math.inf)
         better = math.isfinite(value) and self._sign * value > best

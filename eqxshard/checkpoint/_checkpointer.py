@@ -109,10 +109,8 @@ class Checkpointer:
 
         `ValueError` if they are of an evaluation, which does not have `best`.
         """
-        if any(name.startswith("eval/") for name in metrics):
-            self._best.check(metrics)
         for _ in range(2):
-            if not broadcast_from_first(self._best.is_beaten_by(metrics)):
+            if not self._best.is_beaten_by(metrics):
                 return False
             # The checkpoint that is being written may be better.
             self._writer.settle()

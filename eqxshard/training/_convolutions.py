@@ -89,6 +89,7 @@ def _convolution(lhs: Array, rhs: Array, *, dimension_numbers: Any, **params: An
 
 
 def _in_order(lhs: Array, rhs: Array, **params: Any) -> Array:
+    """A convolution of dims in the order that XLA's kernel takes."""
     last = lhs.ndim - 1
     batch_first = (0, last, *range(1, last))
     return jax.lax.conv_general_dilated_p.bind(
