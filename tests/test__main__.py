@@ -123,7 +123,7 @@ def test_bad_input_is_one_sentence_with_the_remedy(command, monkeypatch, tmp_pat
         *(REGRESSION, "--devices=3", "--batch-size=64"),
     )
     refuse(
-        "mesh sizes data=3 = 3 do not divide the 8 devices; choose",
+        "mesh data=3 does not divide the 8 devices; choose",
         *(REGRESSION, "--devices=8", "--mesh=data=3,fsdp=-1"),
     )
     monkeypatch.setenv("EQXSHARD_PLAN_DIR", str(tmp_path))

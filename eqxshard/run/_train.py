@@ -52,7 +52,8 @@ class RunResult:
 
     - `state`: the state at the end.
     - `metrics`: the last evaluation, by metric.
-    - `speed`: time per epoch and throughput: `14.7 s/epoch | 4 072 images/s`.
+    - `speed`: time per epoch and throughput: `14.7 s/epoch | 4,072 images/s`. A run of
+      one epoch includes its compiling.
     - `title`: its name, devices and mesh: `LeNet on 2 x cpu (data=2)`.
     - `folder`: the folder of its files.
     - `summary`: the contents of its `summary.json`.
@@ -357,6 +358,6 @@ def _finish(
         for key, value in tests.items()
         if not key.endswith("_by_epoch")
     }
-    per_second = f"{summary[f'{unit}_per_second']:,.0f}".replace(",", " ")
+    per_second = f"{summary[f'{unit}_per_second']:,.0f}"
     speed = f"{summary['seconds_per_epoch']:.1f} s/epoch | {per_second} {unit}/s"
     return RunResult(state, metrics, speed, title, folder.path, summary)

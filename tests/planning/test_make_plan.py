@@ -146,9 +146,9 @@ def refuse(message, **options):
 def test_bad_input_is_one_sentence_with_the_remedy(monkeypatch, tmp_path):
     monkeypatch.setenv("EQXSHARD_PLAN_DIR", str(tmp_path))
     refuse("there is no target 'h20'; did you mean 'h200'? use one of", target="h20")
-    refuse("data=2 x fsdp=4 = 8 do not use exactly the 12 devices; choose", devices=12)
+    refuse("data=2 x fsdp=4 = 8 does not use exactly the 12 devices; choose", devices=12)
     shape = {"fsdp": 5, "data": -1}
-    refuse("do not divide the 12 devices; choose sizes", devices=12, mesh_shape=shape)
+    refuse("does not divide the 12 devices; choose sizes", devices=12, mesh_shape=shape)
     refuse("give devices= their number.", mesh_shape={"fsdp": -1})
     refuse("there is no mesh axis 'fdsp'; did you mean", mesh_shape={"fdsp": 2})
     refuse("the compiler for b200 is not installed; run", target="b200", backend="gpu")

@@ -108,7 +108,7 @@ def test_rows_that_cannot_divide_are_a_reason(tmp_path):
     "message, options",
     [
         ("there is no mesh axis 'fdsp'", {"meshes": [{"fdsp": 8}]}),
-        ("do not use exactly the 8 devices", {"meshes": [{"fsdp": 4}]}),
+        ("does not use exactly the 8 devices", {"meshes": [{"fsdp": 4}]}),
         ("meshes is empty, so there is nothing to try; give", {"axes": ()}),
         ("rules is empty, so there is nothing to try; give", {"rules": {}}),
         ("there is no target 'h20'", {"target": "h20"}),

@@ -24,7 +24,7 @@ SCRIPT = Path(__file__).with_name("vit.py")
 #: Five epochs of 20 steps, by default.
 SMALL = ["--width", 16, "--log-every", 10, "--save-every", 25]
 LAST_LINE = re.compile(
-    r"test accuracy (0\.\d{4}|1\.0000) \| \d+\.\d s/epoch \| \d{1,3}( \d{3})* examples/s"
+    r"test accuracy (0\.\d{4}|1\.0000) \| \d+\.\d s/epoch \| \d{1,3}(,\d{3})* examples/s"
     r" \| vit on 1 x cpu \(data=1\)"
 )
 
@@ -142,7 +142,7 @@ def test_a_split_run_has_the_same_numbers(main, whole, tmp_path, monkeypatch):
 
 
 MISTAKES = {
-    "--devices 8 --mesh data=3": "mesh sizes data=3 = 3 do not use exactly the 8 devices",
+    "--devices 8 --mesh data=3": "mesh data=3 does not use exactly the 8 devices",
     "--devices 8 --batch-size 60": "batch size 60 does not divide over data=8",
     "--devices 1 --resume yes": "run to resume; leave --resume out",
     "--widht 8": "Unrecognized options: --widht, 8. Did you mean --width?",

@@ -17,7 +17,7 @@ sys.path.insert(0, str(SCRIPT.parent))
 from run_script import Args
 
 LINE = (
-    r"accuracy 0\.\d{4} \| \d+\.\d s/epoch \| [\d ]+ points/s "
+    r"accuracy 0\.\d{4} \| \d+\.\d s/epoch \| [\d,]+ points/s "
     r"\| small on 2 x cpu \(data=2\)"
 )
 
@@ -72,7 +72,7 @@ MISTAKES = {
     "--mesh": "--mesh",
     "--epochs 0": "--epochs 0 is too small; use 1 or more",
     "--mesh dta=2": "names the axis 'dta'; did you mean 'data'?",
-    "--mesh data=3": "mesh sizes data=3 = 3 do not use exactly the 8 devices",
+    "--mesh data=3": "mesh data=3 does not use exactly the 8 devices",
     "--batch-size 12": "batch size 12 does not divide over data=8",
 }
 

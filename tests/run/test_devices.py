@@ -58,9 +58,9 @@ def test_a_mesh_takes_the_devices_that_there_are(text, devices, batch_size, desc
 @pytest.mark.parametrize(
     "text, devices, message",
     [
-        ("data=3", None, "mesh sizes data=3 = 3 do not use exactly the 8 devices"),
-        ("fsdp=3", None, "mesh sizes fsdp=3 = 3 do not divide the 8 devices"),
-        ("data=2,fsdp=2", None, "data=2 x fsdp=2 = 4 do not use exactly the 8 devices"),
+        ("data=3", None, "mesh data=3 does not use exactly the 8 devices"),
+        ("fsdp=3", None, "mesh fsdp=3 does not divide the 8 devices"),
+        ("data=2,fsdp=2", None, "data=2 x fsdp=2 = 4 does not use exactly the 8 devices"),
         ("data=-1,fsdp=-1", None, "data and fsdp are both -1"),
         ("data=0", None, "axis data=0 must be at least 1"),
         ("data=-1", 0, "0 devices are too few; use 1 or more"),
@@ -153,7 +153,7 @@ except ValueError as error:
     print(error)
 """
     out, err = run(code, JAX_NUM_CPU_DEVICES="8")
-    says = "mesh sizes data=3 = 3 do not use exactly the 8 devices; choose sizes whose"
+    says = "mesh data=3 does not use exactly the 8 devices; choose sizes whose"
     assert out.startswith(says), err
 
 

@@ -179,7 +179,7 @@ def test_a_script_that_makes_its_own_mesh(write):
 def test_bad_input_is_one_sentence_with_the_remedy(write, tmp_path):
     refuse("there is no script nowhere.py; give the path", "nowhere.py")
     refuse("--devices 0 is too small; use 1", SCRIPT, devices=0)
-    refuse("do not divide the 8 devices; choose", SCRIPT, "--mesh=fsdp=3", devices=8)
+    refuse("does not divide the 8 devices; choose", SCRIPT, "--mesh=fsdp=3", devices=8)
     script = write(text="print('hello')")
     refuse("simple.py does not call eqxshard.train, so there is nothing to plan", script)
 

@@ -212,7 +212,7 @@ def test_a_profile_is_written_to_the_folder_of_the_run(tmp_path, monkeypatch):
     [
         ({"batch_size": 97}, {}, "--batch-size 97 is more than the 96 examples; use fewer"),
         ({"batch_size": 15}, {}, "batch size 15 does not divide over data=2"),
-        ({"mesh": "data=3", "devices": 8}, {}, "data=3 = 3 do not use exactly the 8 devic"),
+        ({"mesh": "data=3", "devices": 8}, {}, "data=3 does not use exactly the 8 devic"),
         ({"mesh": "dta=3"}, {}, "did you mean 'data'?"),
         ({"devices": 9}, {}, "9 devices are more than the 8 x cpu that there are"),
         ({"epochs": 0}, {}, "--epochs 0 is too small"),

@@ -31,9 +31,9 @@ def test_tensor_neighbours_are_device_neighbours():
 @pytest.mark.parametrize(
     "sizes, message",
     [
-        (dict(data=3), "data=3 = 3 do not use exactly the 8 devices"),
-        (dict(data=2, fsdp=2), "data=2 x fsdp=2 = 4 do not use exactly the 8 devices"),
-        (dict(fsdp=3), "fsdp=3 = 3 do not divide the 8 devices"),
+        (dict(data=3), "data=3 does not use exactly the 8 devices"),
+        (dict(data=2, fsdp=2), "data=2 x fsdp=2 = 4 does not use exactly the 8 devices"),
+        (dict(fsdp=3), "fsdp=3 does not divide the 8 devices"),
         (dict(fsdp=-1), "data and fsdp are both -1"),
         (dict(tensor=0), "axis tensor=0 must be at least 1, or -1 for what is left"),
         (dict(tensor=-2), "axis tensor=-2 must be at least 1, or -1 for what is left"),
