@@ -1,4 +1,4 @@
-"""`pytest --part 2/3`: a part of each file's tests, for runs that need not repeat all."""
+"""`pytest --part 2/3`: a part of the tests, for runs that need not repeat all."""
 
 import re
 from collections.abc import Generator
@@ -8,11 +8,11 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", metavar="N/M", help="run only a part of each file's tests")
+    parser.addoption("--part", metavar="N/M", help="run only a part of the tests")
     parser.addoption(
         "--every-file",
         action="store_true",
-        help="run one slow test of each file that has no quick ones",
+        help="run at least one test of each file, slow if there are no quick ones",
     )
 
 
@@ -24,17 +24,16 @@ def pytest_collection_modifyitems(
     everything = list(items)
     yield
     part, parts = _parse(config.getoption("part"))
-    chosen = _choose(items, part, parts)
-    config.hook.pytest_deselected(items=[test for test in items if test not in chosen])
-    slow: list[Any] = []
+    chosen = set(items[part - 1 :: parts])
     if config.getoption("every_file"):
-        files = {test.path for test in items}
-        slow = [test for test in everything if test.get_closest_marker("slow")]
-        slow = [test for test in slow if test.path not in files]
-        slow = [test for test in slow if not test.get_closest_marker("thorough")]
-    one_of_each = _choose(slow, part, len(slow) or 1)
-    items[:] = [test for test in items if test in chosen]
-    items += [test for test in slow if test in one_of_each]
+        for tests in _by_file(everything, {test.path for test in chosen}).values():
+            usable = [test for test in tests if test in items]
+            usable = usable or [test for test in tests if _is_slow(test)]
+            if usable:
+                chosen.add(usable[(part - 1) % len(usable)])
+    left_out = [test for test in items if test not in chosen]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [test for test in everything if test in chosen]
 
 
 def _parse(text: str | None) -> tuple[int, int]:
@@ -46,13 +45,14 @@ def _parse(text: str | None) -> tuple[int, int]:
     return part, parts
 
 
-def _choose(tests: list[Any], part: int, parts: int) -> set[Any]:
-    """One part of each file's tests: at least one, and some of each kind."""
-    by_file: dict[Any, list[Any]] = {}
+def _is_slow(test: Any) -> bool:
+    thorough = test.get_closest_marker("thorough") is not None
+    return not thorough and test.get_closest_marker("slow") is not None
+
+
+def _by_file(tests: list[Any], without: set[Any]) -> dict[Any, list[Any]]:
+    found: dict[Any, list[Any]] = {}
     for test in tests:
-        by_file.setdefault(test.path, []).append(test)
-    return {
-        test
-        for found in by_file.values()
-        for test in found[(part - 1) % len(found) :: parts]
-    }
+        if test.path not in without:
+            found.setdefault(test.path, []).append(test)
+    return found

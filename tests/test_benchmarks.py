@@ -56,7 +56,7 @@ def run(script, output, *options):
     graded(
         # That of the language model is run by what is rehearsed for GPUs.
         [x.stem for x in SCRIPTS if x.stem not in ("gpt", "gpu_compiled")],
-        slow=["checkpoint", "fit_overhead", "memory"],
+        slow=["memory"],
     ),
 )
 def test_a_benchmark_writes_its_results(name, tmp_path):

@@ -147,8 +147,7 @@ def whole(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("which, step", [(0, 3), (2, 12)])
+@pytest.mark.parametrize("which, step", graded([(0, 3), (2, 12)], slow=[(0, 3)]))
 def test_when_one_is_killed_the_others_end_soon(tmp_path, which, step):
     options = ("--seconds-per-step=0.2", "--steps=500", "--batch-size=15")
     with start(tmp_path, *options, processes=3, devices=1) as process:
@@ -237,8 +236,7 @@ def test_hosts_are_the_outer_part_of_an_axis(tmp_path):
     assert_same(tmp_path / "hybrid", tmp_path / "plain", rtol=2e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["exception", "checkpointer"])
+@pytest.mark.parametrize("what", graded(["exception", "checkpointer"], slow=["exception"]))
 def test_an_exception_in_one_process_ends_all(tmp_path, what):
     with start(tmp_path, processes=2, devices=1, DIFFER=what) as process:
         lines = read_until(process, process.stdout, "resuming from step 0")
@@ -262,7 +260,7 @@ def test_a_folder_that_cannot_be_written_to_ends_all(tmp_path):
     assert status == 1 and "is a file, not a folder; give the checkpoints" in out, out
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_process_that_stalls_is_named(tmp_path):
     options = ("--stall-process=1", "--stall-seconds=3")
     with start(tmp_path, *options, processes=2, devices=1) as process:

@@ -32,6 +32,7 @@ def test_a_notice_during_something_long(tmp_path, whole, where):
     assert_same(tmp_path, whole)
 
 
+@pytest.mark.thorough
 def test_clocks_may_differ_by_an_hour(tmp_path, whole):
     how = {"processes": 2, "devices": 1}
     status, out = run(tmp_path, "--ahead-process=1", "--save-seconds=1", **how)
@@ -72,6 +73,7 @@ def test_a_run_with_a_process_that_hangs_is_ended_and_starts_again(tmp_path, who
     assert_same(tmp_path, whole)
 
 
+@pytest.mark.thorough
 def test_a_process_that_is_slow_is_named_once(tmp_path):
     options = ("--slow-process=1", "--seconds-per-step=0.7")
     status, out = run(tmp_path, *options, processes=2, devices=1)

@@ -33,14 +33,12 @@ def select(items, text):
     return items, others
 
 
-def test_the_parts_have_tests_of_each_file_and_together_they_are_all():
+def test_the_parts_together_are_all():
     files = {"long": 8, "short": 2, "one": 1}
     everything = [Item(path, n) for path, count in files.items() for n in range(count)]
-    for number, of_long in enumerate(([0, 3, 6], [1, 4, 7], [2, 5])):
+    for number in range(3):
         chosen, others = select(everything, f"{number + 1}/3")
-        assert [item.number for item in chosen if item.path == "long"] == of_long
-        assert {Item("short", number % 2), Item("one", 0)} <= set(chosen)
-        assert {item.path for item in chosen} == set(files)
+        assert chosen == everything[number::3]
         assert {*chosen, *others} == set(everything) and not {*chosen} & {*others}
 
 
@@ -91,7 +89,9 @@ def test_a_part_is_of_the_tests_that_would_run(tmp_path):
 
 def test_every_file_takes_part(tmp_path):
     """Of a file without quick tests a slow one is run, another in each part."""
-    files = {"test_both.py": BOTH, "test_slow.py": THOROUGH + ALL_SLOW}
-    found = passed(tmp_path, files, "--part", "3/8", "--every-file")
-    quick = [f"test_both.py::{name}[2]" for name in ("test", "test_b")]
-    assert found == [*quick, "test_slow.py::test_slow[2]"]
+    files = {"test_both.py": BOTH, "test_few.py": PARAMETERS.replace("8", "3")}
+    files |= {"test_slow.py": THOROUGH + ALL_SLOW}
+    found = passed(tmp_path, files, "--part", "4/16", "--every-file")
+    wanted = ["test_both.py::test[3]", "test_few.py::test[0]", "test_slow.py::test_slow[3]"]
+    assert found == wanted
+    assert passed(tmp_path, files, "--part", "4/16") == wanted[:1]

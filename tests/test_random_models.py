@@ -352,7 +352,7 @@ def test_random_models_train_as_by_hand(case):
     check(case)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @settings(max_examples=int(os.environ.get("EQXSHARD_RANDOM_MODELS", "20")))
 @given(cases())
 def test_more_random_models_train_as_by_hand(case):

@@ -70,7 +70,7 @@ def test_a_confusion_matrix_counts_each_example_once():
     assert 100 < expected.trace() < 250
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_distillation_equals_a_plain_loop():
     names = run("Distillation", ("epochs=10", "epochs=1"), ("epochs=20", "epochs=1"))
     optim, state = names["optim"], names["student"]
@@ -83,7 +83,7 @@ def test_distillation_equals_a_plain_loop():
     assert not np.allclose(state.model.layers[0].weight, student.layers[0].weight)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_gan_of_two_states_equals_a_plain_loop():
     names = run("A GAN: two states", ("steps=300", "steps=3"))
     optim = names["optim"]

@@ -93,7 +93,7 @@ MORE = [
 
 @pytest.mark.parametrize(
     "schedule, microbatches, chunks, sizes",
-    graded([*FAST, *MORE], FAST, [case for case in MORE if case[3].get("stage") == 8]),
+    graded([*FAST, *MORE], FAST, [case for case in MORE if case[3] == dict(stage=8)][:2]),
 )
 def test_loss_and_gradients_equal_one_device(schedule, microbatches, chunks, sizes):
     _, result = pipelined(schedule, microbatches, chunks, **sizes)
@@ -165,7 +165,7 @@ def test_gpipe_differentiates_what_layers_get_of_each_example(chunks):
     assert relative(grad(make_mesh(stage=4, data=2)), grad(None)) < 1e-6
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("chunks", [None, 2])
 def test_other_mesh_axes_are_left_to_the_compiler(chunks):
     spec = P("stage", "tensor") if chunks is None else P("stage", None, "tensor")
@@ -243,7 +243,7 @@ def trained_on_one_device():
     "schedule, chunks, sizes",
     [
         ("1f1b", None, dict(stage=4, data=2)),
-        pytest.param("gpipe", None, dict(stage=4, data=2), marks=pytest.mark.slow),
+        pytest.param("gpipe", None, dict(stage=4, data=2), marks=pytest.mark.thorough),
         *(
             pytest.param(schedule, chunks, sizes, marks=pytest.mark.thorough)
             for chunks, sizes in (

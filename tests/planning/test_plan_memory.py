@@ -14,7 +14,7 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", graded(NAMES, slow=NAMES[:2]))
+@pytest.mark.parametrize("name", graded(NAMES, slow=NAMES[:1]))
 def test_a_plan_for_cpus_says_what_steps_on_them_take(name, monkeypatch):
     # As users run them: these tests compile without optimizations.
     monkeypatch.setenv("XLA_FLAGS", "")

@@ -146,7 +146,7 @@ def test_what_fits_on_one_device_needs_only_data(tmp_path):
     assert "fits, but takes" in find(search, fsdp=4).reason
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.usefixtures("as_scripts_run")
 def test_what_does_not_fit_whole_needs_fsdp(tmp_path):
     meshes = [{"data": 4}, {"fsdp": 4}]
@@ -155,7 +155,7 @@ def test_what_does_not_fit_whole_needs_fsdp(tmp_path):
     assert "does not fit" in find(search, data=4).reason
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.usefixtures("as_scripts_run")
 def test_fewer_rows_than_devices_and_a_large_layer_need_fsdp_and_tensor(tmp_path):
     # Two heads, so that tensor is at most 2.

@@ -156,7 +156,7 @@ def test_the_tasks_of_slurm_find_each_other(fake, tmp_path):
     assert (tmp_path / "run" / "checkpoints" / "235" / "checksums.txt").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_processes_of_open_mpi_find_each_other(tmp_path, fake):
     def settings(number):
         return os.environ | {

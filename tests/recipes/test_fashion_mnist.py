@@ -15,6 +15,7 @@ import time
 from functools import partial
 
 import pytest
+from grades import graded
 from helpers import REAL, needs_real_data
 from process_helpers import finished, started, workers_of
 from run_helpers import (
@@ -180,7 +181,7 @@ def test_a_run_on_the_real_data(tmp_path):
     assert summary["test_accuracy"] > 0.8
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_auto_without_the_data_says_so_everywhere(main, monkeypatch, tmp_path):
     small = partial(synthetic_fashion, size=512)
     choose = sys.modules["eqxshard.data._fashion_mnist._choose"]
@@ -218,10 +219,9 @@ def test_a_split_run_has_the_same_numbers(main, small, tmp_path):
             assert ours == pytest.approx(theirs, rel=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "model, optimizer",
-    [("lenet", "adamw"), ("cnn", "adam"), ("mlp", "sgd")],
+    graded([("lenet", "adamw"), ("cnn", "adam"), ("mlp", "sgd")], slow=[("cnn", "adam")]),
 )
 def test_every_model_and_optimizer_learns(main, small, tmp_path, model, optimizer):
     options = ["--model", model, "--optimizer", optimizer, "--epochs", "3"]

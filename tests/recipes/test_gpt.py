@@ -55,9 +55,10 @@ def main(monkeypatch, capsys):
 # The same on every mesh
 
 
-SLOW = ["stage=2,data=4", "fsdp=4,context=2"]
+SLOW = ["fsdp=4,context=2"]
 MESHES = [
     *SLOW,
+    "stage=2,data=4",
     "data=2,fsdp=2,tensor=2",
     "data=8",
     "fsdp=8",
@@ -124,7 +125,7 @@ def test_a_document_does_not_see_those_before_it_in_its_sequence():
     assert not np.allclose(all_changed, same)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_step_does_not_grow_with_the_depth():
     def count(layers):
         shape = gpt_steps.change(layers=layers)
@@ -259,7 +260,7 @@ def test_killed_runs_end_as_the_whole_one():
     assert "all ended as one" in run.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_tokens_without_a_tokenizer_train_but_write_nothing(main, tmp_path):
     tokens = np.random.default_rng(0).integers(0, 50, 2000).astype(np.uint16)
     for name in ("train.bin", "val.bin"):

@@ -270,7 +270,7 @@ def test_mistakes_are_located(make):
     assert error.match(MISTAKES[make])
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_mistakes_are_found_in_bfloat16_too():
     precision = eqxshard.Precision(compute=jnp.bfloat16)
     # The loss differs as well, but no more than bfloat16 explains.

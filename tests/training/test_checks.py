@@ -139,7 +139,7 @@ def placed(mesh):
 
 @pytest.fixture(
     scope="module",
-    params=["data=1", pytest.param("data=2,fsdp=4", marks=pytest.mark.slow)],
+    params=["data=1", pytest.param("data=2,fsdp=4", marks=pytest.mark.thorough)],
 )
 def eval_step(request):
     where = placed(request.param)
@@ -170,7 +170,7 @@ def test_evaluation_goes_on_after_an_error(eval_step):
 
 @pytest.fixture(
     scope="module",
-    params=["data=2,fsdp=4", pytest.param("data=1", marks=pytest.mark.slow)],
+    params=["data=2,fsdp=4", pytest.param("data=1", marks=pytest.mark.thorough)],
 )
 def train_step(request):
     where = placed(request.param)

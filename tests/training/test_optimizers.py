@@ -98,8 +98,7 @@ WRAPPED: dict[str, optax.GradientTransformation] = {
 OPTIMS = {k: v for k, v in ALIASES.items() if k not in LEFT_OUT} | WRAPPED
 QUICK = ("adam", "multi_transform", "sam")
 #: Of each kind of state: none, factored, counted, projected, with copies of parameters.
-SLOW = ("sgd", "adafactor", "lion", "muon", "MultiSteps", "schedule_free", "prodigy")
-SLOW += ("flatten", "inject_hyperparams", "apply_if_finite", "lbfgs without line search")
+SLOW = ("sgd", "adafactor", "muon", "MultiSteps", "lbfgs without line search")
 
 
 def plain(optim, steps):

@@ -71,7 +71,7 @@ def test_the_default_is_in_the_users_cache(tmp_path):
     assert os.path.isdir(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_damaged_entry_is_compiled_again(tmp_path):
     _, loss, _, misses = start(tmp_path)
     for file in tmp_path.glob("*-cache"):
