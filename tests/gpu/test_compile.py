@@ -45,6 +45,7 @@ abstract: Any = jax.ShapeDtypeStruct
 #: Strategies with code for each device.
 PER_DEVICE = ["context", "stage (GPipe)", "stage (1F1B)", "expert"]
 EIGHT = [(name, 8) for name in STRATEGIES]
+OFTEN = [(name, 8) for name in (*PER_DEVICE, "FSDP", "tensor")]
 DENSE = [name for name in MODELS if "Embedding" not in name]
 
 
@@ -88,7 +89,7 @@ def bytes_per_device(state):
 @pytest.mark.parametrize(
     "name, devices",
     # On one GPU the others are all the same step.
-    graded([*EIGHT, *((name, 1) for name in PER_DEVICE)], EIGHT),
+    graded([*EIGHT, *((name, 1) for name in PER_DEVICE)], OFTEN),
 )
 def test_every_strategy_compiles_and_reuses_the_memory_of_its_state(gpus, name, devices):
     kind, rule, axes = STRATEGIES[name]
