@@ -178,6 +178,7 @@ def test_offload_is_explained_by_the_rule_inside():
 
 def test_offload_on_an_older_jax_is_refused(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 1))
+    monkeypatch.setattr(jax, "__version__", "0.10.1")
     tree, rule = {"x": jnp.ones(4)}, eqxshard.offload(eqxshard.replicate())
     with pytest.raises(
         ValueError, match=r"offload\(replicate\(\)\) needs JAX 0\.10\.2 or n"
