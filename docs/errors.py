@@ -48,6 +48,7 @@ _ROOMS = {
     "trackers": "Trackers",
 }
 _OTHERS = "Processes and commands"
+_NO_STOP = r"[\w),] ?(<em>[^<]*</em>)?$"
 
 
 class Error(NamedTuple):
@@ -98,8 +99,9 @@ def errors() -> Iterator[Error]:
                 continue
             kind = ast.unparse(exc.func)
             message = _words(exc.args[0]) if exc.args else ""
-            # What ends without a full stop becomes a part of another message.
-            if len(message.split()) > 3 and not re.search(r"[\w)]$", message):
+            # Private ones, and what ends without a full stop, become a part of another.
+            part = kind.startswith("_") or re.search(_NO_STOP, message)
+            if len(message.split()) > 3 and not part:
                 wrong, found, remedy = message.partition("; ")
                 remedy = remedy[:1].upper() + remedy[1:]
                 pattern = _pattern(exc.args[0])

@@ -34,24 +34,34 @@ class Link:
         self.open()
 
     def open(self):
-        self._open: list[socket.socket] = []
+        self._open: set[socket.socket] = set()
         self._listener = socket.create_server(("127.0.0.1", self.port))
-        threading.Thread(target=self._listen, args=(self._listener,), daemon=True).start()
+        listen = (self._listener, self._open)
+        threading.Thread(target=self._listen, args=listen, daemon=True).start()
 
     def close(self):
         for each in [self._listener, *self._open]:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
-            each.close()
+        self._listener.close()
 
-    def _listen(self, listener):
+    def _listen(self, listener, connections):
         with contextlib.suppress(OSError):
             while True:
                 near, _ = listener.accept()
-                far = socket.create_connection(("127.0.0.1", self._port))
-                self._open += [near, far]
-                for pair in ((near, far), (far, near)):
-                    threading.Thread(target=self._copy, args=pair, daemon=True).start()
+                relay = (near, connections)
+                threading.Thread(target=self._relay, args=relay, daemon=True).start()
+
+    def _relay(self, near, connections):
+        """Pass data on in both directions; close both ends, of which there are many."""
+        with near, contextlib.suppress(OSError):
+            with socket.create_connection(("127.0.0.1", self._port)) as far:
+                connections |= {near, far}
+                back = threading.Thread(target=self._copy, args=(far, near), daemon=True)
+                back.start()
+                self._copy(near, far)
+                back.join()
+                connections -= {near, far}
 
     def _copy(self, source, target):
         with contextlib.suppress(OSError):
@@ -146,6 +156,7 @@ def kill_while_saving(bucket, tmp_path):
         deadline = time.monotonic() + 300
         while not names(f"{folder}/5/checksums.txt"):
             assert time.monotonic() < deadline
+            time.sleep(0.1)
         workers = workers_of(process)
         while not names(f"{folder}/10/arrays"):
             assert time.monotonic() < deadline

@@ -245,6 +245,9 @@ class _Passes:
                 )
 
 
+_END: Any = object()
+
+
 def _ahead(
     batches: Generator[Batch, None, None], count: int
 ) -> Generator[Batch, None, None]:
@@ -255,10 +258,10 @@ def _ahead(
         return
     # Not a Grain pipeline, whose elements are functions of their index.
     pool = ThreadPoolExecutor(1, "eqxshard-batches")
-    waiting = deque(pool.submit(next, batches, None) for _ in range(count))
+    waiting = deque(pool.submit(next, batches, _END) for _ in range(count))
     try:
-        while (batch := waiting.popleft().result()) is not None:
-            waiting.append(pool.submit(next, batches, None))
+        while (batch := waiting.popleft().result()) is not _END:
+            waiting.append(pool.submit(next, batches, _END))
             yield batch
     finally:
         for future in waiting:

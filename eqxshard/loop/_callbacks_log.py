@@ -125,9 +125,9 @@ class LearningRate(Callback):
 
     **Arguments:**
 
-    - `schedule`: the optimizer's, a function of the number of steps taken before. By
-        default, the rate is read from the optimizer's state, where
-        `optax.inject_hyperparams` keeps it.
+    - `schedule`: the optimizer's, a function of the number of steps taken before. Steps
+        that were skipped count here, but not in the optimizer. By default, the rate is
+        read from the optimizer's state, where `optax.inject_hyperparams` keeps it.
 
     !!! Example
 

@@ -84,7 +84,9 @@ class EarlyStopping(Callback):
             return
         self._waited += 1
         if self._waited >= self._patience:
-            run.stop(f"{self._metric} has not improved on {best} in {self._waited} reports")
+            what = "been a number" if best is None else f"improved on {best}"
+            reports = "1 report" if self._waited == 1 else f"{self._waited} reports"
+            run.stop(f"{self._metric} has not {what} in {reports}")
 
     def state(self) -> dict[str, Any]:
         """The best value and the number of evaluations since."""

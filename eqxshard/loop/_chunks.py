@@ -65,7 +65,8 @@ def _single_steps(
             if batch is None:
                 raise ValueError(
                     f"the loader ended after step {step - 1}, before step "
-                    f"{schedule.last}; make it with epochs=None, and let fit stop."
+                    f"{schedule.last}; take fewer steps, or make one that goes on, such as "
+                    "Loader with epochs=None."
                 )
             watchdog.waits_for(f"step {step}")
             take = lambda s, *extra, batch=batch: train_step(s, batch, *extra)  # noqa: E731

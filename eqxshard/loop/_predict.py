@@ -84,7 +84,7 @@ def predict(
         ```
     """
     arrays, signature = take_model(model, "predict")
-    mesh = mesh_of(arrays, None, "model")
+    mesh = mesh_of(arrays, None, "model", more="")
     compiled = _compile(fn, signature, mesh, precision)
     rows = _rows(loader)
     parts: list[PyTree[np.ndarray | Array]] = []

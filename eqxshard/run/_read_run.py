@@ -201,6 +201,8 @@ def _checkpoints(path: Path) -> list[SavedStep]:
         # Another process may remove it meanwhile, and it may be damaged.
         with contextlib.suppress(OSError):
             files = [file for file in Path(folder.at(step)).rglob("*") if file.is_file()]
+            if not files:
+                continue
             time = datetime.fromtimestamp(max(file.stat().st_mtime for file in files))
             metrics: Mapping[str, float] = {}
             with contextlib.suppress(ValueError, TypeError):

@@ -68,8 +68,10 @@ def restore_model(
     """
     config = RunConfig() if config is None else config
     config.check()
-    options: Any = {"key": jax.random.key(config.seed), "mesh": config.make_mesh(mesh)}
-    options |= {"rule": rule or replicate()}
+    # Before the first array, because it may simulate devices.
+    mesh = config.make_mesh(mesh)
+    options: Any = {"mesh": mesh, "rule": rule or replicate()}
+    options |= {"key": jax.random.key(config.seed)}
     folder = RunFolder(config.output or default_folder(name))
     checkpointer = Checkpointer(folder.checkpoints, best=best, mode=mode)
     if load is not None and not _reads_run(config, checkpointer):

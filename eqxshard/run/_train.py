@@ -1,5 +1,6 @@
 """`train`: everything a training script does around `fit`."""
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -354,7 +355,8 @@ def _finish(
     summary = broadcast_from_first(summary)
     tests = {k: v for k, v in summary.items() if k.startswith("test_")}
     metrics = {
-        key.removeprefix("test_"): value
+        # JSON has no nan.
+        key.removeprefix("test_"): math.nan if value is None else value
         for key, value in tests.items()
         if not key.endswith("_by_epoch")
     }

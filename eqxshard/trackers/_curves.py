@@ -110,9 +110,8 @@ class Curves:
         return self._path.with_name(f".{self._path.name}.part")
 
     def _write(self) -> None:
-        with writing(self._path):
-            self._draw().savefig(self._part, format="png", dpi=150)
-            os.replace(self._part, self._path)
+        self._draw().savefig(self._part, format="png", dpi=150)
+        os.replace(self._part, self._path)
 
     def _draw(self) -> "Figure":
         count = len(self._series) + bool(self._times)

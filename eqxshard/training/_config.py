@@ -32,7 +32,12 @@ def takes_value(optim: optax.GradientTransformation) -> bool:
     return anything or "value" in parameters
 
 
-def mesh_of(arrays: Iterable[Any], given: Mesh | None, what: str) -> Mesh:
+def mesh_of(
+    arrays: Iterable[Any],
+    given: Mesh | None,
+    what: str,
+    more: str = ", or give the step mesh= and rule=",
+) -> Mesh:
     """The mesh that was given, or else the one that arrays are on."""
     if given is not None:
         return given
@@ -41,8 +46,7 @@ def mesh_of(arrays: Iterable[Any], given: Mesh | None, what: str) -> Mesh:
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
             return sharding.mesh
     raise ValueError(
-        f"the arrays of this {what} are not on a mesh; place them with filter_shard, or "
-        "give the step mesh= and rule=."
+        f"the arrays of this {what} are not on a mesh; place them with filter_shard{more}."
     )
 
 

@@ -250,10 +250,16 @@ class EvalStep:
             model,
             batch_for_use,
         ):
-            pair = with_state(eqx.nn.inference_mode(model), model_state)
-            values = self._metric_fn(pair, batch_for_use)
+            model = eqx.nn.inference_mode(model)
+
+            def measure(batch: PyTree) -> Any:
+                # `State.set` invalidates its input.
+                own_state = jax.tree.map(lambda leaf: leaf, model_state)
+                return self._metric_fn(with_state(model, own_state), batch)
+
+            values = measure(batch_for_use)
             check_metric_names("the result of metric_fn", values, "nonfinite")
-            check_scalars(values, lambda b: self._metric_fn(pair, b), batch_for_use)
+            check_scalars(values, measure, batch_for_use)
         sums = sum_over_examples(values, batch, mesh)
         return Metrics(sums, jnp.sum(example_weights(batch)), jnp.zeros((), jnp.int32))
 

@@ -29,6 +29,7 @@ from ._examples import (
 from ._gather import gathered
 from ._layout import StateLayout
 from ._lookups import reduce_lookups
+from ._norms import norm_names
 from ._precision import Precision, cast
 from ._state import TrainState, split_model, with_state
 
@@ -117,8 +118,6 @@ def _measure(
     key: Array,
 ) -> tuple[dict[str, Array], PyTree]:
     """Call the user's loss function, and sum its results over the batch."""
-    # `State.set` invalidates its input; keep a copy to return if the step is skipped.
-    model_state = jax.tree.map(lambda leaf: leaf, model_state)
     if model_state is not None and has_entry(batch, WEIGHT):
         raise ValueError(
             "the model has state, such as BatchNorm's, which padded rows (the batch has "
@@ -135,7 +134,9 @@ def _measure(
     ) as ((model, extra), batch_for_use):
 
         def measure(batch: PyTree) -> tuple[dict[str, Any], PyTree]:
-            out = config.loss_fn(with_state(model, model_state), batch, key, *extra)
+            # `State.set` invalidates its input, which a skipped step returns.
+            own_state = jax.tree.map(lambda leaf: leaf, model_state)
+            out = config.loss_fn(with_state(model, own_state), batch, key, *extra)
             return _split_result(out, model_state is not None, config)
 
         values, new_state = measure(batch_for_use)
@@ -164,10 +165,8 @@ def _split_result(
             "return losses, or losses and a dict of metrics."
         )
     losses, metrics = values if len(values) == 2 else (*values, {})
-    reserved = ("grad_norm",) if config.grad_norms else ()
-    check_metric_names(
-        "the loss function's metrics", metrics, "loss", "nonfinite", *reserved
-    )
+    reserved = ("loss", "nonfinite", *norm_names(config.grad_norms))
+    check_metric_names("the loss function's metrics", metrics, *reserved)
     return {**metrics, "loss": losses}, model_state
 
 

@@ -63,7 +63,7 @@ def argument(
         bytes=leaf.size * leaf.dtype.itemsize,
         spec=() if sharding is None else tuple(sharding.spec),
         donated=donated and not in_host_memory,
-        in_model=path.startswith("model"),
+        in_model=path == "model" or path.startswith("model."),
     )
 
 

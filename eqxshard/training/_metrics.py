@@ -73,6 +73,10 @@ class Metrics(eqx.Module):
         An [`eqxshard.Metrics`][] with the names `model/metric`, which is not finite where
         one of the parts is not.
 
+        **Raises:**
+
+        `ValueError` if there are no parts.
+
         !!! Example
 
             ```python

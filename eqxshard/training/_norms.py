@@ -41,3 +41,11 @@ def norms(grads: PyTree, wanted: bool | Mapping[str, str]) -> dict[str, Float[Ar
             )
         out[f"grad_norm/{group}"] = optax.tree.norm(found)
     return {name: jnp.asarray(norm) for name, norm in out.items()}
+
+
+def norm_names(wanted: bool | Mapping[str, str]) -> tuple[str, ...]:
+    """The names of the metrics that `norms` returns."""
+    if wanted is False:
+        return ()
+    groups = wanted if isinstance(wanted, Mapping) else ()
+    return ("grad_norm", *(f"grad_norm/{group}" for group in groups))

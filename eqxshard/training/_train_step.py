@@ -93,8 +93,9 @@ def make_train_step(
 
     **Raises:**
 
-    `ValueError` if `accumulate`, `nonfinite`, `max_compiles` or `lint` is invalid, or
-    `nonfinite` does not suit float16, which needs `"skip"`.
+    `TypeError` if `optim` is not an optimizer. `ValueError` if `accumulate`, `nonfinite`,
+    `max_compiles` or `lint` is invalid, or `nonfinite` does not suit float16, which needs
+    `"skip"`.
 
     !!! Example
 

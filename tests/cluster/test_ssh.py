@@ -61,7 +61,7 @@ def servers(folder):
     known.append(f"[127.0.0.1]:{ports[1]} {key}")
     (folder / "known_hosts").write_text("".join(known))
     here = {k: os.environ[k] for k in ("XLA_FLAGS", "PYTHONPATH") if k in os.environ}
-    settings = " ".join(f"{name}={value}" for name, value in (SETTINGS | here).items())
+    settings = " ".join(f'"{name}={value}"' for name, value in (SETTINGS | here).items())
     (folder / "sshd_config").write_text(SERVER.format(folder=folder, settings=settings))
     text = CLIENT.format(folder=folder, ports=ports, user=getpass.getuser())
     (folder / "ssh_config").write_text(text)

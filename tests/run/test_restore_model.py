@@ -1,6 +1,7 @@
 """The model of a run, read for scripts that use it."""
 
 import dataclasses
+import subprocess
 import sys
 from functools import partial
 
@@ -115,3 +116,25 @@ def test_mistakes_are_one_sentence(trained, tmp_path):
     with pytest.raises(ValueError, match="9 devices are more than the 8 x cpu"):
         restore_model(MAKE, config=dataclasses.replace(config, devices=9))
     assert not (tmp_path / "none").exists()
+
+
+ALONE = """
+import sys
+from functools import partial
+from pathlib import Path
+import jax
+import eqxshard
+sys.path.insert(0, {scripts!r})
+from run_script import Line
+config = eqxshard.RunConfig(devices=2, mesh="fsdp=2", output={output!r})
+model = eqxshard.run.restore_model(partial(Line, 8), config=config)
+print(len(jax.tree.leaves(model)[0].sharding.device_set), "devices")
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_reads_a_model_simulates_the_devices_it_asks_for(trained):
+    _, config = trained
+    code = ALONE.format(scripts=str(SCRIPT.parent), output=config.output)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "2 devices\n", done.stderr

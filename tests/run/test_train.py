@@ -3,9 +3,11 @@
 import dataclasses
 import importlib.util
 import json
+import math
 import re
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 from helpers import assert_equal, lenient
@@ -128,6 +130,14 @@ def test_the_optimizer_gets_the_number_of_steps(tmp_path):
         with pytest.raises(KeyError):
             train(tmp_path, make_optim=stops, **options)
         assert seen.pop() == steps
+
+
+def test_a_last_evaluation_that_is_not_a_number_is_nan(tmp_path):
+    def metric_fn(model, batch):
+        return {"accuracy": jnp.full(len(batch["x"]), jnp.nan)}
+
+    result = train(tmp_path, metric_fn=metric_fn, epochs=1)
+    assert math.isnan(result.metrics["accuracy"])
 
 
 def test_callbacks_and_evaluations_at_any_step(tmp_path):

@@ -8,6 +8,7 @@ from matplotlib import image
 from matplotlib.figure import Figure
 
 import eqxshard
+from eqxshard.loop._report import tell
 from eqxshard.trackers import Curves
 
 
@@ -156,6 +157,18 @@ def test_a_path_that_cannot_be_written_is_an_error_at_once(tmp_path):
             Curves(path)
 
 
+def test_a_disk_that_is_full_during_a_run_does_not_end_it(tmp_path, monkeypatch, caplog):
+    tracker = Curves(tmp_path / "curves.png")
+
+    def refuse(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", refuse)
+    tell(tracker.log, 1, {"eval/loss": 1.0})
+    tell(tracker.close)
+    assert caplog.text.count("No space left on device. Training continues.") == 2
+
+
 def test_another_extension_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"e\.pdf' has another extension; use 'e\.png'"):
         Curves(tmp_path / "e.pdf")
@@ -172,7 +185,8 @@ def run(code, cwd):
 def test_matplotlib_is_imported_late_and_without_pyplot(tmp_path):
     code = """if True:
         import sys
-        from eqxshard.trackers import Curves
+        from eqxshard.loop._report import tell
+from eqxshard.trackers import Curves
         assert "matplotlib" not in sys.modules
         tracker = Curves("curves.png")
         tracker.log(1, {"epoch": 1.0, "eval/loss": 1.0})
@@ -186,7 +200,8 @@ def test_matplotlib_is_imported_late_and_without_pyplot(tmp_path):
 def test_without_matplotlib_the_error_names_the_package(tmp_path):
     code = """if True:
         import sys
-        from eqxshard.trackers import Curves
+        from eqxshard.loop._report import tell
+from eqxshard.trackers import Curves
         sys.modules["matplotlib"] = None  # as if it were not installed
         Curves("curves.png")
     """

@@ -192,6 +192,22 @@ def test_state_may_be_set_outside_of_vmap():
     np.testing.assert_allclose(seen, 2 * batch["x"].sum(), rtol=1e-4)
 
 
+def test_state_may_be_set_by_functions_that_are_traced_twice():
+    """What returns one number for a weighted batch is looked at before it is used."""
+
+    def metric_fn(pair, batch):
+        model, state = pair
+        state.set(model.seen, jnp.ones(()))
+        errors = jax.vmap(model.last)(batch["x"]) - batch["y"]
+        return {"loss": jnp.sum(errors**2, axis=-1), "bias": jnp.sum(model.last.bias)}
+
+    batch = {**make_batch(), "weight": np.ones(16, np.float32)}
+    pair = eqx.nn.make_with_state(Counter)(KEY)
+    model, state = eqxshard.filter_shard(pair, make_mesh("data=8"), RULES["replicate"])
+    values = eqxshard.make_eval_step(metric_fn)((model, state), batch).compute()
+    assert values["bias"] == pytest.approx(float(model.last.bias.sum()), rel=1e-5)
+
+
 def test_fit_evaluates_the_pair():
     placed: dict = dict(mesh=make_mesh("data=1"), rule=RULES["replicate"])
     state = eqxshard.init_state(make_normed, OPTIM, key=KEY, **placed)

@@ -34,3 +34,17 @@ def test_a_group_without_parameters_is_refused():
     state, train_step = make("data=8", "replicate", without_dropout, grad_norms=norms)
     with pytest.raises(ValueError, match=r"'nowhere'} is found in no path .* first.weight"):
         train_step(state, make_batch())
+
+
+@pytest.mark.parametrize("groups", [{}, {"head": "last"}])
+def test_metrics_of_ones_own_keep_their_names(groups):
+    """A name that the step would replace is refused, and no other."""
+
+    def loss_fn(model, batch, key):
+        losses = without_dropout(model, batch, key)
+        return losses, {name: losses}
+
+    for name in ("grad_norm", *(f"grad_norm/{group}" for group in groups)):
+        state, train_step = make("data=8", "replicate", loss_fn, grad_norms=groups)
+        with pytest.raises(ValueError, match=f"a metric is named '{name}'"):
+            train_step(state, make_batch())
