@@ -54,14 +54,18 @@ class Link:
 
     def _relay(self, near, connections):
         """Pass data on in both directions; close both ends, of which there are many."""
-        with near, contextlib.suppress(OSError):
-            with socket.create_connection(("127.0.0.1", self._port)) as far:
-                connections |= {near, far}
-                back = threading.Thread(target=self._copy, args=(far, near), daemon=True)
-                back.start()
-                self._copy(near, far)
-                back.join()
-                connections -= {near, far}
+        server = ("127.0.0.1", self._port)
+        with (
+            near,
+            contextlib.suppress(OSError),
+            socket.create_connection(server) as far,
+        ):
+            connections |= {near, far}
+            back = threading.Thread(target=self._copy, args=(far, near), daemon=True)
+            back.start()
+            self._copy(near, far)
+            back.join()
+            connections -= {near, far}
 
     def _copy(self, source, target):
         with contextlib.suppress(OSError):
