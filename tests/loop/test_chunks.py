@@ -29,6 +29,6 @@ def test_a_loader_that_ends_too_early_is_named():
     where: dict[str, Any] = {"mesh": make_mesh(), "rule": eqxshard.replicate()}
     state = eqxshard.init_state(Model, OPTIM, key=jax.random.key(0), **where)
     train_step = eqxshard.make_train_step(squared_errors, OPTIM, **where)
-    message = "ended after step 4, before step 12; make it with epochs=None"
+    message = "ended after step 4, before step 12; take fewer steps"
     with pytest.raises(ValueError, match=message):
         eqxshard.fit(state, train_step, make_loader(epochs=1), epochs=3)

@@ -185,8 +185,7 @@ def run(code, cwd):
 def test_matplotlib_is_imported_late_and_without_pyplot(tmp_path):
     code = """if True:
         import sys
-        from eqxshard.loop._report import tell
-from eqxshard.trackers import Curves
+        from eqxshard.trackers import Curves
         assert "matplotlib" not in sys.modules
         tracker = Curves("curves.png")
         tracker.log(1, {"epoch": 1.0, "eval/loss": 1.0})
@@ -200,8 +199,7 @@ from eqxshard.trackers import Curves
 def test_without_matplotlib_the_error_names_the_package(tmp_path):
     code = """if True:
         import sys
-        from eqxshard.loop._report import tell
-from eqxshard.trackers import Curves
+        from eqxshard.trackers import Curves
         sys.modules["matplotlib"] = None  # as if it were not installed
         Curves("curves.png")
     """

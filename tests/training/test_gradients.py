@@ -201,11 +201,11 @@ def test_state_may_be_set_by_functions_that_are_traced_twice():
         errors = jax.vmap(model.last)(batch["x"]) - batch["y"]
         return {"loss": jnp.sum(errors**2, axis=-1), "bias": jnp.sum(model.last.bias)}
 
-    batch = {**make_batch(), "weight": np.ones(16, np.float32)}
-    pair = eqx.nn.make_with_state(Counter)(KEY)
-    model, state = eqxshard.filter_shard(pair, make_mesh("data=8"), RULES["replicate"])
-    values = eqxshard.make_eval_step(metric_fn)((model, state), batch).compute()
-    assert values["bias"] == pytest.approx(float(model.last.bias.sum()), rel=1e-5)
+    batch = {**make_batch(), "weight": np.ones(32, np.float32)}
+    where = jax.NamedSharding(make_mesh("data=8"), jax.P())
+    pair = eqxshard.filter_shard(eqx.nn.make_with_state(Counter)(KEY), where)
+    values = eqxshard.make_eval_step(metric_fn)(pair, batch).compute()
+    assert values["bias"] == pytest.approx(float(pair[0].last.bias.sum()), rel=1e-5)
 
 
 def test_fit_evaluates_the_pair():
