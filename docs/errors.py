@@ -99,7 +99,8 @@ def errors() -> Iterator[Error]:
                 continue
             kind = ast.unparse(exc.func)
             message = _words(exc.args[0]) if exc.args else ""
-            # Private ones, and what ends without a full stop, become a part of another.
+            # Private ones, and what ends without a full stop, become a part of another
+            # message.
             part = kind.startswith("_") or re.search(_NO_STOP, message)
             if len(message.split()) > 3 and not part:
                 wrong, found, remedy = message.partition("; ")

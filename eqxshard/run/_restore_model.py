@@ -70,8 +70,8 @@ def restore_model(
     config.check()
     # Before the first array, because it may simulate devices.
     mesh = config.make_mesh(mesh)
-    options: Any = {"mesh": mesh, "rule": rule or replicate()}
-    options |= {"key": jax.random.key(config.seed)}
+    key = jax.random.key(config.seed)
+    options: Any = {"key": key, "mesh": mesh, "rule": rule or replicate()}
     folder = RunFolder(config.output or default_folder(name))
     checkpointer = Checkpointer(folder.checkpoints, best=best, mode=mode)
     if load is not None and not _reads_run(config, checkpointer):

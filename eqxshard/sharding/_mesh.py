@@ -186,24 +186,23 @@ def resolve_sizes(asked: dict[str, int], count: int) -> dict[str, int]:
         )
     fixed = {axis: size for axis, size in asked.items() if size != -1}
     product = math.prod(fixed.values())
+    if rest and count % product == 0:
+        return asked | {rest[0]: count // product}
+    if not rest and count == product:
+        return asked
     used = {axis: size for axis, size in fixed.items() if size > 1}
     terms = format_sizes(used) or "data=1"
     if len(used) > 1:
         terms = f"{terms} = {product}"
-    if rest and count % product == 0:
-        return asked | {rest[0]: count // product}
     if rest:
         raise ValueError(
             f"mesh {terms} does not divide the {count} devices; choose "
             f"sizes whose product divides {count}."
         )
-    if product != count:
-        raise ValueError(
-            f"mesh {terms} does not use exactly the {count} devices; "
-            f"choose sizes whose product is {count}, set one axis to -1, or use another "
-            "number of devices."
-        )
-    return asked
+    raise ValueError(
+        f"mesh {terms} does not use exactly the {count} devices; choose sizes whose "
+        f"product is {count}, set one axis to -1, or use another number of devices."
+    )
 
 
 def _across_hosts(sizes: Mapping[str, int], dcn: Mapping[str, int]) -> tuple[int, ...]:

@@ -134,9 +134,7 @@ def _measure(
     ) as ((model, extra), batch_for_use):
 
         def measure(batch: PyTree) -> tuple[dict[str, Any], PyTree]:
-            # `State.set` invalidates its input, which a skipped step returns.
-            own_state = jax.tree.map(lambda leaf: leaf, model_state)
-            out = config.loss_fn(with_state(model, own_state), batch, key, *extra)
+            out = config.loss_fn(with_state(model, model_state), batch, key, *extra)
             return _split_result(out, model_state is not None, config)
 
         values, new_state = measure(batch_for_use)

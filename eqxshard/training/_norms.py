@@ -31,21 +31,24 @@ def norms(grads: PyTree, wanted: bool | Mapping[str, str]) -> dict[str, Float[Ar
     if wanted is False:
         return {}
     grads = jax.tree.map(at_least_float32, grads)
-    out = {"grad_norm": optax.tree.norm(grads)}
-    for group, pattern in (wanted if isinstance(wanted, Mapping) else {}).items():
-        found = [leaf for path, leaf in array_leaves(grads) if re.search(pattern, path)]
-        if not found:
+    found = [optax.tree.norm(grads)]
+    for group, pattern in _groups(wanted).items():
+        leaves = [leaf for path, leaf in array_leaves(grads) if re.search(pattern, path)]
+        if not leaves:
             raise ValueError(
                 f"grad_norms={{{group!r}: {pattern!r}}} is found in no path of a trained "
                 f"parameter, such as {array_leaves(grads)[0][0]}."
             )
-        out[f"grad_norm/{group}"] = optax.tree.norm(found)
-    return {name: jnp.asarray(norm) for name, norm in out.items()}
+        found.append(optax.tree.norm(leaves))
+    return {name: jnp.asarray(norm) for name, norm in zip(norm_names(wanted), found)}
 
 
 def norm_names(wanted: bool | Mapping[str, str]) -> tuple[str, ...]:
     """The names of the metrics that `norms` returns."""
     if wanted is False:
         return ()
-    groups = wanted if isinstance(wanted, Mapping) else ()
-    return ("grad_norm", *(f"grad_norm/{group}" for group in groups))
+    return ("grad_norm", *(f"grad_norm/{group}" for group in _groups(wanted)))
+
+
+def _groups(wanted: bool | Mapping[str, str]) -> Mapping[str, str]:
+    return wanted if isinstance(wanted, Mapping) else {}

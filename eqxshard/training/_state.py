@@ -228,7 +228,10 @@ def split_model(model: PyTree, trainable: PyTree) -> tuple[PyTree, PyTree]:
 
 def with_state(model: PyTree, model_state: eqx.nn.State | None) -> PyTree:
     """A model as user code gets it: paired with its state, if it has one."""
-    return model if model_state is None else (model, model_state)
+    if model_state is None:
+        return model
+    # A copy, because `State.set` invalidates its input, which others may use again.
+    return model, jax.tree.map(lambda leaf: leaf, model_state)
 
 
 def without_state(made: PyTree) -> tuple[PyTree, eqx.nn.State | None]:

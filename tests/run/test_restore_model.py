@@ -121,7 +121,6 @@ def test_mistakes_are_one_sentence(trained, tmp_path):
 ALONE = """
 import sys
 from functools import partial
-from pathlib import Path
 import jax
 import eqxshard
 sys.path.insert(0, {scripts!r})
