@@ -183,7 +183,7 @@ def tests_lowest(session: nox.Session) -> None:
     lowest = ["uv", "pip", "install", "--resolution=lowest-direct"]
     session.run(*lowest, *PACKAGE, "--group", "tests", silent=True)
     session.run(*PYTEST, "--part", "1/40", "--every-file", *session.posargs)
-    compile_for_gpus(session, "--part", "1/40", "tests/gpu")
+    compile_for_gpus(session, "--part", "1/20", "tests/gpu")
 
 
 @nox.session(default=False, python=newest_python())
@@ -191,7 +191,7 @@ def tests_newest(session: nox.Session) -> None:
     """Some tests of every file, on the newest Python here, which has the newest JAX."""
     session.install(*PACKAGE, *group("tests"))
     session.run(*PYTEST, "--part", "2/40", "--every-file", *session.posargs)
-    compile_for_gpus(session, "--part", "2/40", "tests/gpu")
+    compile_for_gpus(session, "--part", "2/20", "tests/gpu")
 
 
 @nox.session(default=False, python="3.12")

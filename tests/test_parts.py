@@ -19,6 +19,10 @@ class Item:
     path: str
     number: int
 
+    @property
+    def nodeid(self):
+        return f"{self.path}::test[{self.number}]"
+
 
 def select(items, text):
     """The tests of a part, and the others."""
@@ -36,10 +40,20 @@ def select(items, text):
 def test_the_parts_together_are_all():
     files = {"long": 8, "short": 2, "one": 1}
     everything = [Item(path, n) for path, count in files.items() for n in range(count)]
+    found: list[Item] = []
     for number in range(3):
         chosen, others = select(everything, f"{number + 1}/3")
-        assert chosen == everything[number::3]
         assert {*chosen, *others} == set(everything) and not {*chosen} & {*others}
+        found += chosen
+    assert sorted(found, key=everything.index) == everything
+
+
+def test_a_new_test_does_not_move_the_others():
+    items = [Item("one", number) for number in range(9)]
+    old, _ = select(items, "2/3")
+    new, _ = select([Item("a new one", 0), *items], "2/3")
+    assert [item for item in new if item.path == "one"] == old
+    assert 0 < len(old) < len(items)
 
 
 def test_without_the_option_all_are_run():
@@ -82,16 +96,18 @@ def passed(folder, files, *options):
 
 def test_a_part_is_of_the_tests_that_would_run(tmp_path):
     """Those that are deselected by their marks do not count."""
-    found = passed(tmp_path, {"test_it.py": BOTH}, "--part", "2/3")
-    wanted = [f"{name}[{n}]" for name in ("test", "test_b") for n in range(8)][1::3]
-    assert found == [f"test_it.py::{name}" for name in wanted]
+    files = {"test_it.py": BOTH}
+    first, second = (passed(tmp_path, files, "--part", f"{n}/2") for n in (1, 2))
+    quick = [f"test_it.py::{name}[{n}]" for name in ("test", "test_b") for n in range(8)]
+    assert first and second and sorted(first + second) == sorted(quick)
 
 
 def test_every_file_takes_part(tmp_path):
     """Of a file without quick tests a slow one is run, another in each part."""
     files = {"test_both.py": BOTH, "test_few.py": PARAMETERS.replace("8", "3")}
     files |= {"test_slow.py": THOROUGH + ALL_SLOW}
+    part = passed(tmp_path, files, "--part", "4/16")
     found = passed(tmp_path, files, "--part", "4/16", "--every-file")
-    wanted = ["test_both.py::test[3]", "test_few.py::test[0]", "test_slow.py::test_slow[3]"]
-    assert found == wanted
-    assert passed(tmp_path, files, "--part", "4/16") == wanted[:1]
+    assert {name.partition("::")[0] for name in found} == set(files)
+    assert set(part) < set(found) and "test_slow.py::test_slow[3]" in found
+    assert not [name for name in found if "slow" in name or "more" in name][1:]

@@ -43,8 +43,8 @@ def scan_layers(
         `"full"`: nothing. `"none"`: everything but gathered parameters. `"dots"`: the
         products with weights and the arrays named `"attention"`, as
         [`eqxshard.nn.attention`][] names its output. `"offload"`: the same, in the host's
-        memory. Or a policy of [`jax.checkpoint`][], such as
-        `jax.checkpoint_policies.dots_saveable`.
+        memory. (JAX 0.10.1 cannot compile that for several CPU devices.) Or a policy of
+        [`jax.checkpoint`][], such as `jax.checkpoint_policies.dots_saveable`.
 
     **Returns:**
 

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import needs_new_jax
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
@@ -140,10 +141,6 @@ def test_first_match_asks_the_same_rule_about_the_optimizer_state():
 
 # offload
 
-#: One release of JAX that we support cannot do it.
-OLD = jax.__version_info__ < (0, 10, 2)
-new_jax = pytest.mark.skipif(OLD, reason="offload needs JAX 0.10.2 or newer")
-
 
 @pytest.mark.parametrize("maker", [eqxshard.combine, eqxshard.first_match])
 def test_offload_goes_around_all_rules(maker):
@@ -151,7 +148,7 @@ def test_offload_goes_around_all_rules(maker):
         maker(eqxshard.offload(eqxshard.fsdp()), eqxshard.replicate())
 
 
-@new_jax
+@needs_new_jax
 def test_offload_to_devices_without_host_memory_is_refused(monkeypatch):
     class Device:
         def addressable_memories(self):
@@ -167,7 +164,7 @@ def test_offload_to_devices_without_host_memory_is_refused(monkeypatch):
         eqxshard.shardings(tree, make_mesh(), rule)
 
 
-@new_jax
+@needs_new_jax
 def test_offload_is_explained_by_the_rule_inside():
     explained = eqxshard.explain(
         {"x": jnp.ones(4)}, make_mesh(), eqxshard.offload(eqxshard.replicate())

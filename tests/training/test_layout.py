@@ -13,6 +13,7 @@ from helpers import (
     lenient,
     make_batch,
     make_mesh,
+    needs_new_jax,
     squared_errors,
     stack,
 )
@@ -21,9 +22,6 @@ from jax.sharding import PartitionSpec as P
 
 import eqxshard
 
-#: One release of JAX that we support cannot do it.
-OLD = jax.__version_info__ < (0, 10, 2)
-new_jax = pytest.mark.skipif(OLD, reason="offload needs JAX 0.10.2 or newer")
 OPTIM = lenient(optax.adamw(1e-2))
 KEY = jax.random.key(0)
 INNER = {
@@ -100,7 +98,7 @@ def kinds(tree):
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.shape}
 
 
-@new_jax
+@needs_new_jax
 @pytest.mark.parametrize("inner", INNER)
 def test_steps_are_the_same_bit_for_bit(inner):
     state = run(eqxshard.offload(INNER[inner]))
@@ -109,14 +107,14 @@ def test_steps_are_the_same_bit_for_bit(inner):
     assert kinds(eqx.filter(state.model, eqx.is_array)) == {"device"}
 
 
-@new_jax
+@needs_new_jax
 @pytest.mark.parametrize("options", [{"many": True}, {"accumulate": 2}])
 def test_in_loops_too(options):
     rule = INNER["fsdp"]
     assert_equal(run(eqxshard.offload(rule), **options), run(rule, **options))
 
 
-@new_jax
+@needs_new_jax
 def test_the_state_is_initialised_there_and_split_as_without():
     mesh, rule = make_mesh(MESH), INNER["fsdp"]
     there = eqxshard.init_state(
@@ -129,7 +127,7 @@ def test_the_state_is_initialised_there_and_split_as_without():
         np.testing.assert_array_equal(ours, theirs)
 
 
-@new_jax
+@needs_new_jax
 def test_checkpoints_are_restored_to_host_memory(tmp_path):
     rule = eqxshard.offload(INNER["fsdp"])
     state = run(rule)
@@ -142,7 +140,7 @@ def test_checkpoints_are_restored_to_host_memory(tmp_path):
     assert_equal(restored, state)
 
 
-@new_jax
+@needs_new_jax
 def test_host_memory_is_donated():
     mesh, rule = make_mesh(MESH), eqxshard.offload(INNER["fsdp"])
     state = eqxshard.init_state(Model, OPTIM, key=KEY, mesh=mesh, rule=rule)
@@ -152,7 +150,7 @@ def test_host_memory_is_donated():
     assert all(leaf.is_deleted() for leaf in old)
 
 
-@new_jax
+@needs_new_jax
 def test_a_state_of_another_memory_is_refused():
     mesh, rule = make_mesh(MESH), INNER["fsdp"]
     state = eqxshard.init_state(Model, OPTIM, key=KEY, mesh=mesh, rule=rule)
