@@ -99,8 +99,10 @@ def recipes(session: nox.Session) -> None:
     """The README's recipe, shortened: one epoch of the smallest model on generated data."""
     session.install(*PACKAGE)
     options = ["--model", "mlp", "--epochs", "1", "--data", "synthetic"]
-    output = session.create_tmp()
-    session.run("python", "recipes/fashion_mnist.py", *options, "--output", output)
+    output = Path(session.create_tmp()) / "run"
+    # Of an earlier run in the same environment.
+    shutil.rmtree(output, ignore_errors=True)
+    session.run("python", "recipes/fashion_mnist.py", *options, "--output", str(output))
 
 
 @nox.session(default=False)

@@ -18,9 +18,9 @@ REAL = os.environ.get("EQXSHARD_DATA_DIR")
 needs_real_data = pytest.mark.skipif(
     not REAL, reason="$EQXSHARD_DATA_DIR does not say where Fashion-MNIST is"
 )
-#: One release of JAX that we support does not do it over several CPU devices.
+#: For what one release of JAX that we support cannot do.
 needs_new_jax = pytest.mark.skipif(
-    jax.__version_info__ < (0, 10, 2), reason="offload needs JAX 0.10.2 or newer"
+    jax.__version_info__ < (0, 10, 2), reason="it needs JAX 0.10.2 or newer"
 )
 
 #: By name: sizes of mesh axes and the number of devices they need.

@@ -20,7 +20,7 @@ from ._report import Report, tell
 from ._rescue import Rescue, save
 from ._run import Run
 from ._schedule import Due, Schedule, evaluation_interval, last_step, steps_per_epoch
-from ._signals import announce_stop, stop_signals
+from ._signals import Stop, announce_stop, stop_signals
 from ._watchdog import Watchdog
 
 _State = TypeVar("_State")
@@ -84,8 +84,9 @@ def fit(
         the run, which then returns its state as at the end, but does not evaluate again.
     - `log_every`: the number of steps between reports. There is also one at the end of
         each epoch, after each evaluation and whenever a checkpoint is saved.
-    - `max_nonfinite`: give up after this many steps in a row that were skipped because
-        their loss or gradients were not finite. The state and the batch are written to
+    - `max_nonfinite`: give up if this many steps in a row, or more, were skipped because
+        their loss or gradients were not finite, and the last of a report's was one of
+        them. The state and the batch are written to
         the folder `crash_dump` in the checkpointer's, for `python -m eqxshard.replay`.
     - `stall_seconds`: log an error, with the stacks of all threads, if the run waits
         longer than this for a batch, a step (including compilation), an evaluation or a
@@ -202,8 +203,7 @@ def fit(
             clock.enter("data")
         if checkpointer is not None:
             clock.enter("checkpoint")
-            watchdog.waits_for("the last checkpoint to be written")
-            checkpointer.wait()
+            _finish_saving(checkpointer, run.step, stop, watchdog)
     return run.state
 
 
@@ -227,6 +227,16 @@ def _evaluate(
     run._report.add_evaluation(evaluate(map_models(run.state)))
     run._report.clock.enter("log")
     called.after("evaluation")
+
+
+def _finish_saving(
+    checkpointer: Checkpointer, step: int, stop: Stop, watchdog: Watchdog
+) -> None:
+    """Wait for the last checkpoint, and leave if a signal came after the last step."""
+    watchdog.waits_for("the last checkpoint to be written")
+    checkpointer.wait()
+    if stop.signal is not None:
+        stop.leave(step, checkpointer)
 
 
 @contextmanager

@@ -87,8 +87,9 @@ class Report:
         first = self._due - len(metrics.nonfinite) + 1
         for step, nonfinite in enumerate(metrics.nonfinite, start=first):
             self._nonfinite_steps = [*self._nonfinite_steps, step] if nonfinite else []
-            if len(self._nonfinite_steps) >= self._max_nonfinite:
-                self.too_many_nonfinite = self._nonfinite_steps
+        # Not if later steps are finite: then the state is another than in the first.
+        if len(self._nonfinite_steps) >= self._max_nonfinite:
+            self.too_many_nonfinite = self._nonfinite_steps
 
     def add_evaluation(self, values: Mapping[str, Any], prefix: str = "eval") -> None:
         """Add the result of an evaluation; trackers get all of it but arrays."""

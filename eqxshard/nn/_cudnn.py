@@ -28,6 +28,10 @@ def supports(
     """Whether cuDNN is installed and can do this attention and its gradient."""
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return False
+    # It can be compiled in per-device code since JAX 0.10.2.
+    per_device = jax.sharding.get_abstract_mesh().manual_axes
+    if per_device and jax.__version_info__ < (0, 10, 2):
+        return False
     attend = ft.partial(_attend, causal, scale)
     like = [jax.ShapeDtypeStruct(x.shape[-3:], x.dtype) for x in (query, key, key)]
     mask = None

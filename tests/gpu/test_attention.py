@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import needs_new_jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -81,6 +82,7 @@ def test_a_policy_keeps_what_cudnn_needs_to_go_backward(gpus):
         assert calls(compile_layers(gpus[:1], {"data": 1}, remat=remat))[0] == forward
 
 
+@needs_new_jax
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
 def test_cudnn_computes_each_device_s_rows_and_heads_in_a_pipeline(gpus, packed):
     mesh = eqxshard.make_mesh(stage=2, data=2, tensor=2, devices=gpus)

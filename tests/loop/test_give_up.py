@@ -38,6 +38,13 @@ def test_too_many_in_a_row_end_the_run_with_a_crash_dump(tmp_path, log_every):
     assert eqxshard.Checkpointer(tmp_path).steps()[-1] >= 2
 
 
+def test_steps_that_are_finite_again_at_the_report_do_not_end_the_run():
+    """The state has changed since, so it would not show why the others failed."""
+    loader = make_loader(bad=[1, 9, 17])
+    state = run(None, loader, epochs=2, log_every=50, max_nonfinite=3)
+    assert int(state.step) == 12
+
+
 def test_a_run_without_a_checkpointer_ends_too():
     loader = make_loader(bad=list(range(ROWS)))
     with pytest.raises(FloatingPointError) as error:

@@ -6,7 +6,7 @@ import signal
 import sys
 
 import pytest
-from loop_helpers import make_loader, run
+from loop_helpers import Recorder, make_loader, run
 from process_helpers import read_until, started
 
 import eqxshard
@@ -88,6 +88,25 @@ def handlers():
 def test_signals_are_as_they_were_after_a_run(tmp_path, handlers):
     run(tmp_path, make_loader(), steps=1)
     assert {number: signal.getsignal(number) for number in NUMBERS} == handlers
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_signal_in_the_last_evaluation_ends_the_run(tmp_path, handlers, capfd, number):
+    """Once its result is reported and the state is saved."""
+    recorder = Recorder()
+
+    def evaluate(model):
+        os.kill(os.getpid(), number)
+        return {"score": 1.0}
+
+    ends = {signal.SIGTERM: SystemExit, signal.SIGINT: KeyboardInterrupt}[number]
+    with pytest.raises(ends):
+        run(tmp_path, make_loader(), epochs=1, evaluate=evaluate, trackers=[recorder])
+    assert recorder.lines[-1][1]["eval/score"] == 1
+    assert eqxshard.Checkpointer(tmp_path).steps()[-1] == 6
+    said = "stopped after step 6; the checkpoint of step 6 is saved."
+    assert said in capfd.readouterr().err
+    assert {each: signal.getsignal(each) for each in NUMBERS} == handlers
 
 
 def test_signals_that_are_ignored_stay_ignored(tmp_path, handlers):

@@ -76,14 +76,19 @@ def test_elsewhere_it_is_exact(way, cudnn):
         np.testing.assert_allclose(result, array, 0, 2**-6 * np.abs(array).max())
 
 
-def test_inside_per_device_code_it_is_exact(cudnn):
+@pytest.mark.parametrize("jax_version", [None, (0, 10, 1)], ids=["this JAX", "0.10.1"])
+def test_inside_per_device_code_it_is_exact(cudnn, monkeypatch, jax_version):
+    if jax_version:
+        monkeypatch.setattr(jax, "__version_info__", jax_version)
+    old = jax.__version_info__ < (0, 10, 2)
     mesh, (query, key, value, _) = make_mesh(stage=2, tensor=2), arrays(jnp.bfloat16, (4,))
     attend = jax.vmap(ft.partial(attention, causal=True))
     spec = P("stage")
     staged = jax.shard_map(
         attend, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"stage"}
     )
-    assert "dot_product_attention_fwd" in primitives(staged, query, key, value)
+    uses_cudnn = "dot_product_attention_fwd" in primitives(staged, query, key, value)
+    assert uses_cudnn == (not old)
     result = jax.jit(staged)(query, key, value).astype(jnp.float32)
     exact = attend(*(x.astype(jnp.float32) for x in (query, key, value)))
     np.testing.assert_allclose(result, exact, 0, 2**-6)

@@ -7,6 +7,7 @@ import lint_helpers
 import numpy as np
 import optax
 import pytest
+from helpers import needs_new_jax
 from plan_helpers import BATCH, REQUEST
 
 import eqxshard
@@ -37,6 +38,7 @@ def test_tokens_are_integers_in_rows():
     assert count_examples({"image": images, "label": labels}) == (8, None)
 
 
+@needs_new_jax
 def test_offloaded_state_is_counted_apart(tmp_path):
     def plan(rule):
         given: dict[str, Any] = {
