@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from grades import graded
 from jax.sharding import PartitionSpec as P
 from transformer import Transformer, make_tokens, next_token_losses
 
@@ -32,7 +33,6 @@ MESHES = {
     "data=2,fsdp=2,tensor=2": {"data": 2, "fsdp": 2, "tensor": 2},
 }
 ALL_AXES = "data=2,fsdp=2,tensor=2"
-QUICK, SLOW = (ALL_AXES,), ("data=2,tensor=4",)
 
 # The vocabulary is split over both axes. If the features of a table were split over `fsdp`,
 # the gradient of a lookup would be summed over `tensor` for the whole vocabulary.
@@ -88,17 +88,10 @@ def assert_same_training(run, reference):
         np.testing.assert_allclose(run.model[path], expected, 0, atol, err_msg=path)
 
 
-MARKS: dict[str, Any] = {name: pytest.mark.thorough for name in MESHES}
-MARKS |= {name: () for name in QUICK} | {name: pytest.mark.slow for name in SLOW}
-del MARKS["one device"]
-OTHERS = {"untied": {"tied": False}, "no-remat": {"remat": "none"}}
+CASES = [(name, {}) for name in MESHES if name != "one device"]
+CASES += [(ALL_AXES, {"tied": False}), (ALL_AXES, {"remat": "none"})]
 on_meshes = pytest.mark.parametrize(
-    "mesh_name, options",
-    [pytest.param(name, {}, id=name, marks=mark) for name, mark in MARKS.items()]
-    + [
-        pytest.param(ALL_AXES, more, id=f"{ALL_AXES},{name}", marks=pytest.mark.thorough)
-        for name, more in OTHERS.items()
-    ],
+    "mesh_name, options", graded(CASES, [(ALL_AXES, {})], [("data=2,tensor=4", {})])
 )
 
 
