@@ -184,6 +184,8 @@ def _plan(options: argparse.Namespace, others: Sequence[str]) -> None:
     from .run._planned import collect
 
     _check_folders(options.json, options.html)
+    if options.html and Path(options.html).suffix.lower() != ".html":
+        raise ValueError(f"--html {options.html} is no page; give a name like plan.html.")
     console = Console(stderr=True)
     with (
         collect(options.script, others, devices=options.devices) as (arguments, notes),

@@ -117,6 +117,7 @@ def test_bad_input_is_one_sentence_with_the_remedy(command, monkeypatch, tmp_pat
     refuse("'gpus' (choose from", REGRESSION, "--devices=8", "--backend=gpus")
     refuse("there is no script nowhere.py; give", "nowhere.py", "--devices=8")
     refuse("no folder out; make it", REGRESSION, "--devices=8", "--json=out/plan.json")
+    refuse("plan.htm is no page; give", REGRESSION, "--devices=8", "--html=plan.htm")
     refuse("there is no target 'h20'; did you", REGRESSION, "--devices=8", "--device=h20")
     refuse(
         "64 does not divide over data=3 x fsdp=1 = 3 devices; use a multiple of 3",

@@ -34,8 +34,11 @@ class Encoder:
         """The JSON value of a node; `TypeError` names what cannot be written."""
         if isinstance(node, _PLAIN):
             return node
-        if is_array(node):
+        if is_array(node) and id(node) in self._paths:
             return {"array": self._paths[id(node)]}
+        # In a static field, such as a size that NumPy computed.
+        if isinstance(node, np.generic) and isinstance(node.item(), _PLAIN):
+            return {"scalar": [node.dtype.name, node.item()]}
         if isinstance(node, Mesh):
             return {"mesh": list(node.axis_names)}
         if isinstance(node, PartitionSpec):
@@ -117,6 +120,8 @@ class Decoder:
             return PartitionSpec(*(tuple(e) if isinstance(e, list) else e for e in content))
         if kind == "dtype":
             return np.dtype(content)
+        if kind == "scalar":
+            return np.dtype(content[0]).type(content[1])
         if kind == "partial":
             parts = {name: self.decode(part) for name, part in content.items()}
             return ft.partial(parts["fn"], *parts["args"], **parts["kwargs"])

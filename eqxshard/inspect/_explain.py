@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ..sharding._combinators import optimizer_rule
+from ..sharding._combinators import HOST_MEMORY, optimizer_rule
 from ..sharding._leaves import array_leaves, is_inexact
 from ..sharding._placement import decide_leaves, named_leaves
 from ..sharding._rule import Decision, Rule, check_rule
@@ -94,12 +94,19 @@ def explain(
         decision = Decision(PartitionSpec(), "model state")
         other.append((leaf, NamedSharding(mesh, decision.spec)))
         rows.append(_row(path, leaf, mesh, decision, None, ["whole under every rule"]))
-    optimizer_state = None
+    optimizer_state, host = None, 0
     if optim is not None:
         layout = make_layout(model, params, opt_state, mesh, rule)
         arrays = [leaf for _, leaf in array_leaves(opt_state)]
         shardings = jax.tree.leaves(layout.opt_state)
-        optimizer_state = _bytes(zip(arrays, shardings, strict=True))
+        placed = list(zip(arrays, shardings, strict=True))
+        optimizer_state = _bytes(placed)
+        # They are in memory of the host's, so no device holds them.
+        away = [pair for pair in placed if pair[1].memory_kind == HOST_MEMORY]
+        host = _bytes(away).per_device
+        optimizer_state = optimizer_state._replace(
+            per_device=optimizer_state.per_device - host
+        )
     return Explanation(
         leaves=tuple(rows),
         mesh=mesh,
@@ -107,6 +114,7 @@ def explain(
         other=_bytes(other),
         gradients=_bytes(gradients),
         optimizer_state=optimizer_state,
+        host=host,
     )
 
 

@@ -71,6 +71,8 @@ class Explanation:
     - `other`: the bytes of the other arrays.
     - `gradients`: the bytes of the gradients.
     - `optimizer_state`: the bytes of the optimizer's state; `None` without an optimizer.
+    - `host`: the bytes of each device's part of the optimizer's state that are in the
+        host's memory, under [`eqxshard.offload`][]. They are not in `per_device`.
     """
 
     leaves: tuple[Leaf, ...]
@@ -79,6 +81,7 @@ class Explanation:
     other: Bytes
     gradients: Bytes
     optimizer_state: Bytes | None
+    host: int
 
     @property
     def bytes_per_device(self) -> int:
@@ -98,8 +101,8 @@ class Explanation:
         A dict with the entries `mesh` (`axes`, by name; `devices`; `platform`), `leaves`
         (the fields of each [`eqxshard.Leaf`][]) and `totals` (`bytes_whole` and
         `bytes_per_device` of the `parameters`, of `other` arrays, of the `gradients`, of
-        the `optimizer_state` and in `total`). A spec is a list with one entry per dim: an
-        axis, a list of axes, or `None`.
+        the `optimizer_state` and in `total`; and `host`, as above). A spec is a list with
+        one entry per dim: an axis, a list of axes, or `None`.
         """
 
         def plain(size: Bytes) -> dict[str, int]:
@@ -127,6 +130,7 @@ class Explanation:
                 "gradients": plain(self.gradients),
                 "optimizer_state": optimizer_state and plain(optimizer_state),
                 "total": plain(self._total()),
+                "host": self.host,
             },
         }
 
@@ -234,6 +238,8 @@ class Explanation:
         for kind, size in kinds.items():
             if size is not None:
                 table.add_row(kind, format_bytes(size.per_device), format_bytes(size.whole))
+        if self.host:
+            table.add_row("the host's memory", format_bytes(self.host))
         return table
 
     def _total(self) -> Bytes:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -174,9 +175,9 @@ def automatic_axes(axes: Sequence[str], *sizes: int) -> tuple[str, ...]:
 def resolve_sizes(asked: dict[str, int], count: int) -> dict[str, int]:
     """Replace -1 by the remaining devices; check that the product is `count`."""
     for axis, size in asked.items():
-        if size < 1 and size != -1:
+        if not isinstance(size, int | np.integer) or (size < 1 and size != -1):
             raise ValueError(
-                f"axis {axis}={size} must be at least 1, or -1 for what is left."
+                f"axis {axis}={size!r} must be at least 1, or -1 for what is left."
             )
     rest = [axis for axis, size in asked.items() if size == -1]
     if len(rest) > 1:

@@ -1,5 +1,6 @@
 """Compute shardings, and place arrays by them."""
 
+from collections.abc import Collection
 from functools import cache, partial
 from typing import Any
 
@@ -160,7 +161,8 @@ def constrain(x: PyTree, spec: PartitionSpec) -> PyTree:
 
     Inside a step of [`eqxshard.make_train_step`][] the mesh is the step's. Without a
     mesh, and in the per-device code of [`jax.shard_map`][], this does nothing, so the
-    model itself needs no mesh.
+    model itself needs no mesh. (In code that is per device along some axes, these are left
+    out of the spec.)
 
     **Arguments:**
 
@@ -186,11 +188,20 @@ def constrain(x: PyTree, spec: PartitionSpec) -> PyTree:
     mesh = jax.sharding.get_abstract_mesh()
     if AxisType.Auto not in mesh.axis_types:
         return x
+    if mesh.manual_axes:
+        spec = PartitionSpec(*(_without(mesh.manual_axes, entry) for entry in spec))
     for path, leaf in array_leaves(x):
         check_spec(path, leaf.shape, spec, mesh)
     return jax.tree.map(
         lambda x: jax.lax.with_sharding_constraint(x, spec) if is_array(x) else x, x
     )
+
+
+def _without(axes: Collection[str], entry: Any) -> Any:
+    """An entry of a spec without some axes of the mesh."""
+    if entry is PartitionSpec.UNCONSTRAINED:
+        return entry
+    return tuple(axis for axis in axes_of(entry) if axis not in axes) or None
 
 
 def compute_sharding(storage: NamedSharding) -> NamedSharding:
@@ -199,8 +210,5 @@ def compute_sharding(storage: NamedSharding) -> NamedSharding:
     A weight split over the same axis as the batch must be gathered before it meets the
     batch's rows; left to itself, the compiler may split features instead of rows.
     """
-
-    def without_batch(entry: Any) -> tuple[str, ...] | None:
-        return tuple(axis for axis in axes_of(entry) if axis not in BATCH_AXES) or None
-
-    return NamedSharding(storage.mesh, PartitionSpec(*map(without_batch, storage.spec)))
+    without_batch = PartitionSpec(*(_without(BATCH_AXES, entry) for entry in storage.spec))
+    return NamedSharding(storage.mesh, without_batch)

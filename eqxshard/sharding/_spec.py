@@ -16,7 +16,7 @@ def axes_of(entry: Any) -> tuple[str, ...]:
     """The mesh axes in one entry of a spec."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
-    return entry if isinstance(entry, tuple) else (entry,)
+    return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
 
 
 def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:

@@ -105,9 +105,9 @@ def main(args: Args) -> str:
     states = saver.restore(states) if resumes else states
     first = int(states["generator"].step)
     saver.claim_run(first, loader)  # Before trackers empty the files of an earlier run.
-    trackers, title = [], f"gan on {eqxshard.describe_mesh(mesh)} | {data.name}"
-    if jax.process_index() == 0:
-        trackers = folder.trackers(title=title, total_steps=steps, first=first)
+    title = f"gan on {eqxshard.describe_mesh(mesh)} | {data.name}"
+    about = {"title": title, "total_steps": steps, "first": first, "services": config.track}
+    trackers = folder.trackers(**about) if jax.process_index() == 0 else []
     how = {"checkpointer": saver, "trackers": trackers, "log_every": config.log_every}
     states = eqxshard.fit(states, step, loader, steps=steps, hang_seconds=hang, **how)
     draw = eqxshard.filter_jit(lambda model: sample(model, jax.random.key(1), 60))

@@ -68,6 +68,16 @@ def test_arrays_come_back_by_path():
     assert isinstance(back["b"], Scale) and back["b"].power == 3
 
 
+def test_numbers_of_numpy_in_static_fields_come_back():
+    back = there_and_back(Pair(np.prod((2, 4)), np.bool_(True)))
+    assert back == (8, True) and back.first.dtype == np.int64
+
+
+def test_an_array_that_is_no_leaf_is_named():
+    with pytest.raises(TypeError, match=r"^model\.first is a ndarray, which a crash dump"):
+        Encoder({}).encode(Pair(np.zeros(3), 1), "model")
+
+
 def test_a_partial_comes_back():
     back = there_and_back(functools.partial(squared_errors, 1, key=(2,)))
     assert (back.func, back.args, back.keywords) == (squared_errors, (1,), {"key": (2,)})

@@ -123,6 +123,20 @@ def test_the_totals_are_what_devices_hold(rule):
         assert explanation.bytes_per_device == on_first_device(state.model)
 
 
+@helpers.needs_new_jax
+def test_what_is_in_the_memory_of_the_host_is_on_no_device():
+    rule, optim = eqxshard.fsdp(min_size=16), optax.trace(0.9)
+    here, there = (
+        eqxshard.explain(Model(), make_mesh(), each, optim=optim)
+        for each in (rule, eqxshard.offload(rule))
+    )
+    assert here.optimizer_state and there.optimizer_state
+    assert (here.host, there.host) == (0, here.optimizer_state.per_device)
+    assert there.optimizer_state == (here.optimizer_state.whole, 0)
+    assert there.to_dict()["totals"]["host"] == there.host
+    assert "the host's memory" in str(there) and "the host's" not in str(here)
+
+
 def test_without_an_optimizer():
     explanation = eqxshard.explain(Model(), make_mesh(), RULE)
     key = Model().key.dtype.itemsize

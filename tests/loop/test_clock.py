@@ -362,7 +362,8 @@ def test_slow_devices_are_told_from_dispatch():
     eqxshard.fit(state, step, make_loader(), **options)
     # The first report may have what compiled.
     _, (_, found) = recorder.lines
-    assert found["seconds/device"] >= LONG
+    # The devices begin a little before anybody waits for them.
+    assert found["seconds/device"] >= LONG / 2
 
 
 class Weight(np.ndarray):

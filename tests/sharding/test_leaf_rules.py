@@ -1,5 +1,5 @@
 import math
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import equinox as eqx
 import jax
@@ -220,6 +220,12 @@ def test_a_dim_that_no_leaf_has_is_an_error_if_it_looks_misspelt():
     assert "no leaf has a dim 'heads'; their dims are embed, mlp." in message
     message = rule_error(eqxshard.by_dim({"mlp": "tensor"}), tree={"w": jnp.zeros(8)})
     assert "their dims are not annotated" in message
+
+
+def test_several_axes_may_be_a_list(unannotated):
+    axes: Any = {"mlp": ["fsdp", "tensor"]}
+    rule = eqxshard.combine(eqxshard.by_dim(axes), eqxshard.replicate())
+    assert specs(rule)["up"] == P(("fsdp", "tensor"))
 
 
 def test_an_axis_that_the_mesh_does_not_have_is_an_error_of_by_dim():

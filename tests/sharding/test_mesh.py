@@ -47,6 +47,11 @@ def test_bad_sizes_are_one_sentence(sizes, message):
         make_mesh(**sizes)
 
 
+def test_a_size_that_is_no_number(unannotated):
+    with pytest.raises(ValueError, match="axis tensor='2' must be at least 1, or -1"):
+        make_mesh(tensor="2")  # pyright: ignore[reportArgumentType]
+
+
 def test_dcn_of_one_host_is_the_plain_mesh():
     assert make_mesh(fsdp=2, dcn={"data": 1}).shape == make_mesh(fsdp=2).shape
 

@@ -233,6 +233,22 @@ def test_dims_are_whole_unless_named_or_unconstrained():
     assert part(constrained(P("fsdp", P.UNCONSTRAINED))) == (4, 4)
 
 
+@pytest.mark.parametrize("spec", [P("fsdp"), P("fsdp", "tensor")])
+def test_axes_that_code_is_per_device_along_are_left_out(spec):
+    along_fsdp = jax.shard_map(
+        lambda x: eqxshard.constrain(jnp.sin(x), spec),
+        mesh=make_mesh(fsdp=4, tensor=2),
+        in_specs=P("fsdp"),
+        out_specs=P("fsdp"),
+        axis_names={"fsdp"},
+    )
+    # Of four rows, which do not divide over `fsdp` once more.
+    x = np.arange(32, dtype=np.float32).reshape(4, 8)
+    np.testing.assert_allclose(jax.jit(along_fsdp)(x), np.sin(x), rtol=1e-5)
+    text = jax.jit(along_fsdp).lower(x).compile().as_text() or ""
+    assert ("f32[1,4]" in text) == (spec == P("fsdp", "tensor"))
+
+
 def test_in_per_device_code_constrain_does_nothing():
     x = np.arange(8.0)
     per_device = jax.shard_map(
