@@ -250,7 +250,7 @@ def test_a_pole_stands_longer(short):
     assert (folder / "pole.png").read_bytes().startswith(PNG)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_both_states_of_the_gan_move_and_resume(short, monkeypatch):
     seen = []
     fit = eqxshard.fit
