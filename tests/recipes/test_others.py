@@ -65,7 +65,7 @@ def test_all_strategies_end_at_the_same_loss():
         assert words in out
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_strategies_that_do_not_fit_few_devices_are_left_out():
     status, out, err = run("parallel_tour.py", "--steps", 1, "--devices", 2)
     assert status == 0, err
