@@ -166,7 +166,9 @@ class _Signals:
         self._workers = workers
         # A terminal sends SIGHUP when it is closed.
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        self._before = {number: signal.signal(number, self._pass_on) for number in numbers}
+        # What is ignored, as by nohup or a shell's background jobs, stays ignored.
+        handled = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._pass_on) for number in handled}
 
     def _pass_on(self, number: int, frame: object) -> None:
         self.seen += 1

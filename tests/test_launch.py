@@ -160,6 +160,23 @@ time.sleep(60)
     assert out == "[0] asked to stop\n" and err == ""
 
 
+def test_signals_that_are_ignored_stay_ignored(script):
+    """As under nohup, or in the background of a shell."""
+    body = """
+time.sleep(0.5)  # The launcher may still be starting its threads.
+print("ready", flush=True)
+time.sleep(1)
+print("done", flush=True)
+"""
+    words = [sys.executable, "-m", "eqxshard.launch", "--processes=1", script(body)]
+    with started(["sh", "-c", 'trap "" HUP INT; exec "$@"', "sh", *words]) as process:
+        read_until(process, process.stdout, "[0] ready")
+        for number in (signal.SIGHUP, signal.SIGINT):
+            process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (0, "[0] done\n", "")
+
+
 def test_a_second_signal_kills(script):
     body = """
 signal.signal(signal.SIGTERM, lambda *_: print("busy", flush=True))

@@ -86,6 +86,9 @@ def cli(
             file=sys.stderr,
             flush=True,
         )
+        # What reads it may be gone.
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
         # Not sys.exit: JAX 0.10 crashes at exit if a compilation was interrupted.
         os._exit(130)
     exit_process(0)

@@ -144,7 +144,9 @@ class RunFolder:
                 curves.log(line["step"], {k: v for k, v in numbers.items() if k != "step"})
             trackers.append(curves)
         if importlib.util.find_spec("tensorboard"):
-            trackers.append(TensorBoard(self.path / "tensorboard", purge_after=first))
+            # A run that begins anew hides all of an earlier attempt.
+            events = self.path / "tensorboard"
+            trackers.append(TensorBoard(events, purge_after=first or -1))
         # An earlier run's would contradict the metrics if this one is stopped.
         self.summary.unlink(missing_ok=True)
         trackers += [*remote, _PageTracker(self)]

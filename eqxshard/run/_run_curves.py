@@ -14,6 +14,9 @@ MOST_POINTS = 600
 #: The size of a picture in its own units; it is stretched to the room that it gets.
 _WIDTH, _HEIGHT = 1000, 400
 _SPEED = "examples per second"
+#: The largest value, and the smallest difference, that an axis shows: those of 64-bit
+#: floats themselves leave no room to calculate with.
+_LARGEST, _SMALLEST = 1e300, 1e-300
 
 
 class Point(NamedTuple):
@@ -215,16 +218,19 @@ def _picture(series: Sequence[Series]) -> Markup:
 
 def _span(values: Sequence[int | float], margin: float) -> tuple[float, float]:
     """The ends of an axis for some values."""
-    low, high = float(min(values)), float(max(values))
-    if low == high:
-        return low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
-    return low - margin * (high - low), high + margin * (high - low)
+    low, high = max(min(values), -_LARGEST), min(max(values), _LARGEST)
+    room = margin * (high - low)
+    if high - low < _SMALLEST:
+        room = max(abs(low), abs(high)) / 2
+        room = room if room > _SMALLEST else 0.5
+    return low - room, high + room
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Three to seven round numbers between two others."""
+    """Three to eight round numbers between two others."""
     power = 10.0 ** math.floor(math.log10((high - low) / 3))
-    step = next(n * power for n in (5, 2, 1) if n * power <= (high - low) / 3)
+    # A power that is rounded up may be too large.
+    step = next(n * power for n in (5, 2, 1, 0.5) if n * power <= (high - low) / 3)
     return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 

@@ -22,7 +22,7 @@ def summarize(history: list[dict[str, Any]], examples: int, unit: str) -> dict[s
 
     For each evaluated metric its last value, and a list of all; the median seconds of an
     epoch, and the examples per second; the wall time by part, and the share of it in which
-    training steps ran.
+    training steps ran. Without any times of training, the pace and the speed are `None`.
     """
     summary: dict[str, Any] = {}
     times: dict[str, float] = {}
@@ -43,16 +43,17 @@ def summarize(history: list[dict[str, Any]], examples: int, unit: str) -> dict[s
         epochs[number] = epochs.get(number, 0.0) + line["epoch"] - last
         last = line["epoch"]
     paces = [seconds[n] / epochs[n] for n in seconds if epochs[n] and seconds[n]]
-    pace = statistics.median(paces) if paces else math.nan
+    pace = statistics.median(paces) if paces else None
+    speed = None if pace is None else examples / pace
     if times:
         summary |= {"seconds": times, "goodput": goodput(times)}
-    return summary | {"seconds_per_epoch": pace, f"{unit}_per_second": examples / pace}
+    return summary | {"seconds_per_epoch": pace, f"{unit}_per_second": speed}
 
 
 def flatten_settings(settings: Any) -> dict[str, Any]:
     """The fields of nested dataclasses, or the entries of a dict, side by side.
 
-    Tuples become lists, as they do in JSON.
+    Their values are as JSON has them; what it has no kind for, such as a path, is text.
     """
     if isinstance(settings, Mapping):
         entries = dict(settings)
@@ -64,5 +65,15 @@ def flatten_settings(settings: Any) -> dict[str, Any]:
         if dataclasses.is_dataclass(value) or isinstance(value, Mapping):
             flat |= flatten_settings(value)
         else:
-            flat[name] = list(value) if isinstance(value, tuple) else value
+            flat[str(name)] = _to_json(value)
     return flat
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _to_json(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_json(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, str | int | float | None) else str(value)

@@ -260,12 +260,15 @@ def _make_loaders(
     config: RunConfig,
     loading: Mapping[str, Any],
 ) -> tuple[Loader, Loader | None]:
-    examples = len(loading["sampler"] or train_data)
-    if config.batch_size > examples:
-        raise ValueError(
-            f"--batch-size {config.batch_size} is more than the {examples} examples; use "
-            "fewer."
-        )
+    sampler = loading["sampler"]
+    # What is no source or no sampler is for the loader to refuse.
+    if isinstance(train_data, Source) and isinstance(sampler, Sampler | None):
+        examples = len(sampler or train_data)
+        if config.batch_size > examples:
+            raise ValueError(
+                f"--batch-size {config.batch_size} is more than the {examples} examples; "
+                "use fewer."
+            )
     loader = Loader(
         train_data,
         batch_size=config.batch_size,
@@ -355,11 +358,16 @@ def _finish(
     summary = broadcast_from_first(summary)
     tests = {k: v for k, v in summary.items() if k.startswith("test_")}
     metrics = {
-        # JSON has no nan.
-        key.removeprefix("test_"): math.nan if value is None else value
+        key.removeprefix("test_"): _from_json(value)
         for key, value in tests.items()
         if not key.endswith("_by_epoch")
     }
-    per_second = f"{summary[f'{unit}_per_second']:,.0f}"
-    speed = f"{summary['seconds_per_epoch']:.1f} s/epoch | {per_second} {unit}/s"
+    per_second = f"{_from_json(summary[f'{unit}_per_second']):,.0f}"
+    pace = _from_json(summary["seconds_per_epoch"])
+    speed = f"{pace:.1f} s/epoch | {per_second} {unit}/s"
     return RunResult(state, metrics, speed, title, folder.path, summary)
+
+
+def _from_json(value: float | None) -> float:
+    """A number of a summary, which has null for nan, as JSON has no nan."""
+    return math.nan if value is None else value

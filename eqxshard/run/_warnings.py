@@ -80,7 +80,9 @@ class _Handler(logging.Handler):
         self._heard = heard
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._heard(record.name, record.getMessage())
+        # A malformed call must not raise into its caller; those that show it say so.
+        with contextlib.suppress(Exception):
+            self._heard(record.name, record.getMessage())
         # With a handler, even one that shows nothing, `logging` leaves out its last resort.
         if logging.lastResort is not None and not self._is_shown(record):
             logging.lastResort.handle(record)

@@ -18,7 +18,8 @@ class TensorBoard:
 
     - `directory`: the folder of the event files, created if necessary.
     - `purge_after`: hide the values of earlier event files after this step, as a resumed
-        run does, which takes those steps again. By default, nothing is hidden.
+        run does, which takes those steps again; -1 hides all. By default, nothing is
+        hidden.
 
     **Raises:**
 
@@ -31,7 +32,9 @@ class TensorBoard:
         ```
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, purge_after: int = 0):
+    def __init__(
+        self, directory: str | os.PathLike[str], *, purge_after: int | None = None
+    ):
         try:
             from tensorboard.compat.proto import event_pb2, summary_pb2
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -44,7 +47,7 @@ class TensorBoard:
         self._events: Any = event_pb2
         self._summaries: Any = summary_pb2
         self._writer = EventFileWriter(os.fspath(directory))
-        if purge_after:
+        if purge_after is not None:
             start = self._events.SessionLog(status=self._events.SessionLog.START)
             self._add(purge_after + 1, session_log=start)
 

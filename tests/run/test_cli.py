@@ -1,6 +1,7 @@
 """What a script prints, and the status that it ends with."""
 
 import dataclasses
+import io
 import re
 import signal
 import subprocess
@@ -191,6 +192,41 @@ def test_steps_replace_the_epochs_of_a_script():
 
 LONG = ["--epochs", 100_000, "--seconds-per-step", 0.02, "--devices", 2]
 STOPPED = "stopped; everything logged and saved so far is kept: --resume continues."
+
+
+def end_by_ctrl_c(monkeypatch, stdout):
+    """Interrupt a script that prints; return what of it was written, and the status."""
+    written = []
+
+    def main(args):
+        print("early")
+        raise KeyboardInterrupt
+
+    def end(status):
+        # As os._exit does, without flushing.
+        written.append(stdout.buffer.getvalue())
+        sys.exit(status)
+
+    monkeypatch.setattr("eqxshard.run._cli.cache_compilations", lambda: None)
+    monkeypatch.setattr("os._exit", end)
+    monkeypatch.setattr("sys.stdout", stdout)
+    with pytest.raises(SystemExit) as stop:
+        eqxshard.cli(main, Args, args=[])
+    return written, stop.value.code
+
+
+class Broken(io.TextIOWrapper):
+    """What a script writes to, when what reads it is gone."""
+
+    def flush(self):
+        raise BrokenPipeError
+
+
+def test_ctrl_c_keeps_what_was_printed(monkeypatch, capsys):
+    for kind, kept in ((io.TextIOWrapper, b"early\n"), (Broken, b"")):
+        found = end_by_ctrl_c(monkeypatch, kind(io.BytesIO()))
+        assert found == ([kept], 130)
+        assert capsys.readouterr().err == f"{STOPPED}\n"
 
 
 def start(folder, *options):

@@ -143,6 +143,22 @@ def test_events_are_those_that_tensorboard_reads(folder):
     assert [event.step for event in found.Scalars("train/loss")] == [1, 2, 3]
 
 
+def test_a_run_that_begins_anew_hides_the_events_of_the_earlier_one(folder):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    start(folder)
+    # TensorBoard reads files by name, and those of the same second in no useful order.
+    (first,) = (folder.path / "tensorboard").iterdir()
+    first.rename(first.with_name("events.out.tfevents.0000000001.first"))
+    (log, *others) = folder.trackers(title="small", total_steps=4)
+    for tracker in others:
+        tracker.log(1, {"epoch": 0.5, "train/loss": 7.0})
+        tracker.close()
+    log.close()
+    found = events.EventAccumulator(str(folder.path / "tensorboard"))
+    found.Reload()
+    assert [(x.step, x.value) for x in found.Scalars("train/loss")] == [(1, 7.0)]
+
+
 def test_the_page_is_written_after_evaluations_but_seldom(folder, monkeypatch):
     now, written = [1000.0], []
     monkeypatch.setattr("time.monotonic", lambda: now[0])

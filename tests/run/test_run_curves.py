@@ -1,12 +1,24 @@
 import json
 import math
+import sys
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from page_parser import parse
 from run_page_helpers import make_lines, make_run
 
 from eqxshard.run._read_run import read_run
-from eqxshard.run._run_curves import MOST_POINTS, Point, draw_curves, thin
+from eqxshard.run._run_curves import (
+    MOST_POINTS,
+    Point,
+    Series,
+    _picture,
+    _span,
+    _ticks,
+    draw_curves,
+    thin,
+)
 
 
 def draw(tmp_path, **logs):
@@ -60,6 +72,31 @@ def test_a_single_value_and_a_constant_are_drawn(tmp_path):
     assert (
         "nan" not in page.find("svg").find("path", class_="dots train c0").attributes["d"]
     )
+
+
+VALUES = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@given(VALUES, VALUES)
+@example(0.3, 0.3)
+@example(0.0, 0.27)
+@example(5e-324, 5e-324)
+@example(-sys.float_info.max, sys.float_info.max)
+@example(1.0, 1.0 + 2**-52)
+def test_every_axis_has_ticks(a, b):
+    low, high = _span([a, b], 0.06)
+    assert 0 < high - low < math.inf
+    ticks = _ticks(low, high)
+    assert 2 <= len(ticks) <= 9
+    slack = 1e-9 * max(abs(low), abs(high))
+    assert all(low - slack <= tick <= high + slack for tick in ticks)
+
+
+@given(st.lists(VALUES, min_size=1, max_size=5))
+def test_any_values_are_drawn(values):
+    points = [Point(n, value, None, 0.0) for n, value in enumerate(values)]
+    series = Series("train", 0, "c0", points, True)
+    assert "nan" not in _picture([series])
 
 
 @pytest.mark.parametrize("count", [10, MOST_POINTS, MOST_POINTS + 1, 5_432])

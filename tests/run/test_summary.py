@@ -1,5 +1,7 @@
 import dataclasses
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +42,8 @@ def test_the_wall_time_is_that_of_all_lines():
 
 @pytest.mark.parametrize("history", [[], [{"epoch": 1.0, "eval/loss": 2.0}]])
 def test_a_run_without_times_has_no_speed(history):
-    assert math.isnan(summarize(history, 100, "examples")["seconds_per_epoch"])
+    found = summarize(history, 100, "examples")
+    assert found["seconds_per_epoch"] is found["examples_per_second"] is None
 
 
 @dataclasses.dataclass
@@ -60,3 +63,26 @@ def test_nested_settings_are_side_by_side():
     assert flatten_settings({"settings": Outer(Inner(), "x")}) == flat
     assert flatten_settings({"a": {"b": {"c": 1}}, "d": None}) == {"c": 1, "d": None}
     assert flatten_settings({"of_json": ("a", "b")}) == {"of_json": ["a", "b"]}
+
+
+def test_settings_are_what_json_has():
+    settings = {
+        "path": Path("/data"),
+        "sizes": (1, (2.5, Path("x"))),
+        "inner": [{3: {4}}],
+        "limits": [math.inf, -math.inf, math.nan],
+        "none": None,
+        "flag": True,
+        7: "number",
+    }
+    flat = flatten_settings(settings)
+    assert flat == {
+        "path": "/data",
+        "sizes": [1, [2.5, "x"]],
+        "inner": [{"3": "{4}"}],
+        "limits": ["inf", "-inf", "nan"],
+        "none": None,
+        "flag": True,
+        "7": "number",
+    }
+    assert json.loads(json.dumps(flat, allow_nan=False)) == flat

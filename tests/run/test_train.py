@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -102,6 +103,22 @@ def test_the_scripts_own_settings_are_in_the_summary(tmp_path):
     assert run.summary["settings"]["rate"] == 0.01
     assert run.summary["settings"]["epochs"] == pytest.approx(1 / 6)
     assert run.metrics == {}
+
+
+def test_settings_of_any_type_are_written(tmp_path):
+    config = dataclasses.replace(CONFIG, steps=1)
+    run = train(tmp_path, config, eval_data=None, settings={"data_dir": Path("/data")})
+    assert run.summary["settings"]["data_dir"] == "/data"
+    assert json.loads((tmp_path / "summary.json").read_text()) == run.summary
+
+
+def test_without_a_log_there_is_no_speed(copy):
+    (copy / "summary.json").unlink()
+    (copy / "metrics.jsonl").unlink()
+    run = train(copy, dataclasses.replace(CONFIG, resume="auto"))
+    assert run.speed == "nan s/epoch | nan points/s"
+    assert run.summary["seconds_per_epoch"] is run.summary["points_per_second"] is None
+    assert "NaN" not in (copy / "summary.json").read_text()
 
 
 def test_warnings_and_names_of_data_are_shown_everywhere(tmp_path, capsys):
@@ -240,6 +257,30 @@ def test_a_mistake_is_one_sentence_and_writes_nothing(tmp_path, change, options,
         options = {"mesh": eqxshard.make_mesh(devices=jax.devices()[:2])}
     config = dataclasses.replace(CONFIG, **change)
     assert message in refusal(tmp_path / "run", config, **options)
+    assert not (tmp_path / "run").exists()
+
+
+class Endless:
+    """A sampler without a length."""
+
+    def rows(self, examples, seed, epoch):
+        return []
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            {"train_data": {"x": [1.0], "y": [1.0]}},
+            "a dict is not a source; give something",
+        ),
+        ({"train_data": iter(())}, "a tuple_iterator is not a source; give something"),
+        ({"sampler": Endless()}, "a Endless is not a sampler; give something"),
+    ],
+)
+def test_what_is_no_data_is_named(tmp_path, unannotated, options, message):
+    with pytest.raises(TypeError, match=message):
+        train(tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
 
 

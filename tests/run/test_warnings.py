@@ -69,11 +69,14 @@ def test_where_nobody_else_shows_them_they_are_shown():
         heard.start()
         logging.getLogger("a.b").warning("logged")
         warnings.warn("warned")
+        logging.getLogger("a.b").warning("malformed %d", "x")
         logging.getLogger("a").addHandler(logging.NullHandler())
         logging.getLogger("a.b").warning("silent")
         print(*heard._lines.values())
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stderr.count("logged") == 1, done.stderr
+    # It does not raise into its caller.
+    assert done.stderr.count("--- Logging error ---") == 1, done.stderr
     assert "UserWarning: warned" in done.stderr and "silent" not in done.stderr
     assert '"source": "UserWarning", "text": "warned"' in done.stdout

@@ -90,12 +90,15 @@ def test_values_that_are_not_finite_are_kept(tmp_path, read):
     assert first == np.inf and np.isnan(second)
 
 
-@pytest.mark.parametrize("purge_after, steps", [(2, [1, 2, 9]), (0, [1, 2, 3, 9])])
+@pytest.mark.parametrize(
+    "purge_after, steps",
+    [(2, [0, 1, 2, 9]), (0, [0, 9]), (-1, [9]), (None, [0, 1, 2, 3, 9])],
+)
 def test_a_resumed_run_hides_the_steps_that_it_takes_again(
     tmp_path, read, purge_after, steps
 ):
     tracker = TensorBoard(tmp_path)
-    for step in (1, 2, 3):
+    for step in (0, 1, 2, 3):
         tracker.log(step, {"train/loss": 1.0})
     tracker.close()
     # TensorBoard reads files by name, and those of the same second in no useful order.

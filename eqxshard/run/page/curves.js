@@ -20,7 +20,8 @@ function stroke(classes, d) {
 
 function ticks(low, high) {
   const power = 10 ** Math.floor(Math.log10((high - low) / 3));
-  const step = [5, 2, 1].map((n) => n * power).find((n) => n <= (high - low) / 3);
+  // A power that is rounded up may be too large.
+  const step = [5, 2, 1, 0.5].map((n) => n * power).find((n) => n <= (high - low) / 3);
   const found = [];
   for (let n = Math.ceil(low / step); n * step <= high; n += 1) found.push(n * step);
   return found;
