@@ -38,6 +38,16 @@ def dataset_folder(data_dir: str | os.PathLike[str] | None) -> Path:
     return Path(directory or platformdirs.user_cache_dir("eqxshard")).expanduser()
 
 
+def mirrors(variable: str, default: Sequence[str]) -> Sequence[str]:
+    """The URLs to download from: that of an environment variable, or the default ones."""
+    url = os.environ.get(variable)
+    if not url:
+        return default
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"${variable} is {url!r}; make it an http:// or https:// URL.")
+    return (url,)
+
+
 def download(path: Path, urls: Sequence[str], *, sha256: str) -> None:
     """Download a file to `path`, from the first mirror that has it.
 

@@ -2,12 +2,15 @@
 
 import importlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Int
 
 from ._sources import RecordSource
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 #: The ends of the names of files that are read.
 _SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
@@ -19,8 +22,8 @@ class ImageFolder:
     An example has an `"image"` of type uint8 and shape `[height, width, 3]`, and a
     `"label"`, its class. Images are decoded in threads, by
     [Pillow](https://pillow.readthedocs.io) (`pip install eqxshard[images]`); the `workers`
-    of [`eqxshard.Loader`][] decode in more processes. Random crops and mirror images are
-    for an [`eqxshard.data.RandomTransform`][].
+    of [`eqxshard.Loader`][] decode in more processes. Of 16 bits the upper 8 are kept.
+    Random crops and mirror images are for an [`eqxshard.data.RandomTransform`][].
 
     The attribute `classes` has the names of the classes, in the order of their numbers, and
     `files` the path and the class of each example.
@@ -37,7 +40,8 @@ class ImageFolder:
     **Raises:**
 
     `ImportError` without Pillow. `ValueError` if the folder has no images in folders, or a
-    number is not positive. While reading, `ValueError` if a file cannot be decoded.
+    number is not positive. While reading, `ValueError` if a file cannot be decoded or
+    has pixels of 32 bits.
 
     !!! Example
 
@@ -97,7 +101,7 @@ class ImageFolder:
                 # Has JPEGs decoded at a half, a quarter or an eighth of their size, if
                 # that is enough.
                 image.draft("RGB", self._size)
-                pixels = image.convert("RGB")
+                pixels = _to_rgb(image, file)
         except (OSError, SyntaxError) as error:
             raise ValueError(
                 f"{file} cannot be decoded ({error}); replace it or remove it."
@@ -105,3 +109,21 @@ class ImageFolder:
         if pixels.size != self._size:
             pixels = ImageOps.fit(pixels, self._size, Image.Resampling.BILINEAR)
         return {"image": np.asarray(pixels), "label": np.int32(label)}
+
+
+def _to_rgb(image: "Image", file: str) -> "Image":
+    """An image in colour, of 8 bits; Pillow alone would clip grey values above 255."""
+    from PIL import Image
+
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        image.load()
+        pixels = np.asarray(image)
+        # PNGs and PGMs of 16 bits may have the mode I, and 32-bit TIFFs have it.
+        if pixels.min() >= 0 and pixels.max() < 2**16:
+            return Image.fromarray((pixels >> 8).astype(np.uint8)).convert("RGB")
+    elif image.mode != "F":
+        return image.convert("RGB")
+    raise ValueError(
+        f"{file} has pixels of 32 bits (Pillow's mode {image.mode}), whose range is "
+        "unknown; convert it to 8 bits, or remove it."
+    )

@@ -1,9 +1,11 @@
 """Loaders of batches that somebody else makes: any iterator, of any length."""
 
+import atexit
 import inspect
-from collections import deque
+import queue
+import threading
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from typing import Any, overload
 
@@ -17,6 +19,10 @@ from ._host import check_dtypes, check_integers
 from ._pipeline import place_rows, positions_on_this_process
 
 Batch = Mapping[str, Any]
+_Arrays = dict[str, np.ndarray]
+
+#: How long a process that ends waits for an iterator that is being closed.
+_CLOSE_SECONDS = 2
 
 
 class Stream:
@@ -27,7 +33,7 @@ class Stream:
 
     def __init__(
         self,
-        start: Callable[[int], Generator[Batch, None, None]],
+        start: Callable[[int], Generator[_Arrays, None, None]],
         *,
         mesh: Mesh,
         prefetch: int,
@@ -45,9 +51,9 @@ class Stream:
     def __iter__(self) -> Generator[dict[str, Array], None, None]:
         """The batches from the position on; close it to end its thread early."""
         with closing(_ahead(self._start(self._step), self._prefetch)) as batches:
-            for step, batch in enumerate(batches, start=self._step):
+            for step, arrays in enumerate(batches, start=self._step):
                 self._step = step + 1
-                yield self._place(batch, step)
+                yield self._place(arrays, step)
 
     def seek(self, step: int) -> None:
         """Go to the batch of a step, counted from 0."""
@@ -55,13 +61,7 @@ class Stream:
             raise ValueError(f"step {step} is before the start; seek to 0 or a later step.")
         self._step = int(step)
 
-    def _place(self, batch: Any, step: int) -> dict[str, Array]:
-        if not isinstance(batch, Mapping) or not batch:
-            raise TypeError(
-                f"the iterator gave a {type(batch).__name__} for step {step}; give dicts "
-                "of arrays by name, such as {'x': x, 'y': y}."
-            )
-        arrays = {name: np.asarray(array) for name, array in batch.items()}
+    def _place(self, arrays: _Arrays, step: int) -> dict[str, Array]:
         check_dtypes(arrays, "convert it to numbers, or leave it out")
         check_integers(arrays)
         rows = self._check_shapes({n: a.shape for n, a in arrays.items()}, step)
@@ -161,8 +161,9 @@ def from_iterator(
     **Arguments:**
 
     - `make_iterator`: returns an iterator of dicts of NumPy arrays, or of what
-        `np.asarray` converts, such as tensors. It may have a parameter `step`, the step
-        of the first batch, counted from 0. It is called again for each pass over the data.
+        `np.asarray` converts, such as tensors. They are copied, so the iterator may use its
+        arrays again. The function may have a parameter `step`, the step of the first
+        batch, counted from 0. It is called again for each pass over the data.
     - `mesh`: from [`eqxshard.make_mesh`][].
     - `length`: the number of batches in an epoch. An iterator that ends there is made
         anew for the next epoch. By default there are no epochs, and the loader ends with
@@ -221,7 +222,7 @@ class _Passes:
             parameters = inspect.signature(make_iterator).parameters
             self._takes_step = "step" in parameters
 
-    def __call__(self, first: int) -> Generator[Batch, None, None]:
+    def __call__(self, first: int) -> Generator[_Arrays, None, None]:
         step = first if self._takes_step else 0
         while True:
             start = step
@@ -231,7 +232,7 @@ class _Passes:
                 for batch in iterator:
                     step += 1
                     if step > first:
-                        yield batch
+                        yield _copied(batch, step - 1)
             finally:
                 # Generators have one; other iterators may.
                 getattr(iterator, "close", lambda: None)()
@@ -245,27 +246,64 @@ class _Passes:
                 )
 
 
-_END: Any = object()
+def _copied(batch: Any, step: int) -> _Arrays:
+    """The arrays of a batch; CPU devices would share those that the iterator may refill."""
+    if not isinstance(batch, Mapping) or not batch:
+        raise TypeError(
+            f"the iterator gave a {type(batch).__name__} for step {step}; give dicts "
+            "of arrays by name, such as {'x': x, 'y': y}."
+        )
+    # np.array would ask tensors for the copy, which some refuse with a warning.
+    return {name: np.asarray(array).copy() for name, array in batch.items()}
+
+
+#: Threads whose iterators are being closed.
+_closing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@atexit.register
+def _let_close() -> None:
+    """Give iterators time to close when the process ends; blocked ones never would."""
+    for thread in list(_closing):
+        thread.join(_CLOSE_SECONDS)
 
 
 def _ahead(
-    batches: Generator[Batch, None, None], count: int
-) -> Generator[Batch, None, None]:
+    batches: Generator[_Arrays, None, None], count: int
+) -> Generator[_Arrays, None, None]:
     """The batches of a generator, made ahead by a thread of its own."""
     if count == 0:
         with closing(batches):
             yield from batches
         return
     # Not a Grain pipeline, whose elements are functions of their index.
-    pool = ThreadPoolExecutor(1, "eqxshard-batches")
-    waiting = deque(pool.submit(next, batches, _END) for _ in range(count))
+    made: queue.SimpleQueue[_Arrays | BaseException | None] = queue.SimpleQueue()
+    room = threading.Semaphore(count - 1)
+    closed = threading.Event()
+
+    def work() -> None:
+        try:
+            with closing(batches):
+                for batch in batches:
+                    made.put(batch)
+                    room.acquire()
+                    if closed.is_set():
+                        return
+        except BaseException as error:
+            made.put(error)
+        else:
+            made.put(None)
+
+    # A process does not wait for a daemon, which the iterator may block.
+    thread = threading.Thread(target=work, name="eqxshard-batches", daemon=True)
+    thread.start()
     try:
-        while (batch := waiting.popleft().result()) is not _END:
-            waiting.append(pool.submit(next, batches, _END))
+        while (batch := made.get()) is not None:
+            if isinstance(batch, BaseException):
+                raise batch
+            room.release()
             yield batch
     finally:
-        for future in waiting:
-            future.cancel()
-        # In its thread, which may be within the generator.
-        pool.submit(batches.close)
-        pool.shutdown(wait=False)
+        _closing.add(thread)
+        closed.set()
+        room.release()

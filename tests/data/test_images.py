@@ -65,6 +65,30 @@ def test_images_are_scaled_and_cropped_in_the_middle(tmp_path):
     assert (ImageFolder(tmp_path, size=16).gather(np.arange(4))["image"] > 200).all()
 
 
+@pytest.mark.parametrize("name", ["x.png", "x.tif", "big.tif", "x.pgm"])
+def test_images_of_16_bits_keep_the_upper_ones(tmp_path, monkeypatch, name):
+    values = np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000
+    image = Image.fromarray(values)
+    if name == "big.tif":
+        image = Image.frombytes("I;16B", (8, 8), values.astype(">u2").tobytes())
+    (tmp_path / "a").mkdir()
+    # Pillow reads a PGM of 16 bits in 32, as older versions of it do a PNG.
+    file = tmp_path / "a" / name.replace("pgm", "png")
+    image.save(file, "PPM" if name == "x.pgm" else None)
+    found = ImageFolder(tmp_path, size=8).gather(np.array([0]))["image"][0]
+    np.testing.assert_array_equal(found, np.stack([values >> 8] * 3, axis=-1))
+
+
+@pytest.mark.parametrize("mode, dtype", [("I", np.int32), ("F", np.float32)])
+def test_images_of_32_bits_are_refused(tmp_path, mode, dtype):
+    (tmp_path / "a").mkdir()
+    pixels = np.arange(64, dtype=dtype).reshape(8, 8) * 10_000
+    Image.fromarray(pixels).save(tmp_path / "a" / "x.tif")
+    says = rf"x\.tif has pixels of 32 bits \(Pillow's mode {mode}\), .*; convert it"
+    with pytest.raises(ValueError, match=says):
+        ImageFolder(tmp_path, size=8).gather(np.array([0]))
+
+
 def test_loaders_of_images_can_be_pickled_and_augmented(folder):
     source = pickle.loads(pickle.dumps(ImageFolder(folder, size=(8, 12))))
 

@@ -1,6 +1,7 @@
 """Loaders of anybody's batches."""
 
 import itertools
+import sys
 import threading
 import time
 from contextlib import closing
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from loader_helpers import MESHES, mesh_of, take
+from process_helpers import finished
 
 import eqxshard
 from eqxshard.data import from_iterator
@@ -166,6 +168,83 @@ def test_errors_of_the_iterator_reach_the_caller(prefetch):
 
     with pytest.raises(KeyError, match="shard 7"):
         take(stream(damaged, prefetch=prefetch))
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_the_iterator_may_use_its_arrays_again(prefetch):
+    # Memory that a device could share.
+    raw = np.empty(8 * 64 + 64, np.uint8)
+    shared = raw[-raw.ctypes.data % 64 :][: 8 * 64].view(np.float32).reshape(8, 16)
+
+    def refilled():
+        for number in range(6):
+            shared[:] = number
+            yield {"x": shared}
+
+    loader = stream(refilled, prefetch=prefetch)
+    assert [float(batch["x"][0, 0]) for batch in list(loader)] == [0, 1, 2, 3, 4, 5]
+
+
+def test_tensors_are_converted():
+    class Tensor:
+        # As PyTorch has it, without the `copy` of NumPy 2.
+        def __array__(self, dtype=None):
+            return np.arange(8, dtype=dtype)
+
+    (batch,) = stream(lambda: iter([{"x": Tensor()}]))
+    np.testing.assert_array_equal(batch["x"], np.arange(8))
+
+
+BLOCKED = """
+import queue
+import numpy as np
+import eqxshard
+
+waiting = queue.Queue()
+for number in range(4):
+    waiting.put({"x": np.full(8, number)})
+
+def batches():
+    while True:
+        yield waiting.get()
+
+mesh = eqxshard.make_mesh()
+batches = iter(eqxshard.data.from_iterator(batches, mesh=mesh))
+for _ in range(3):
+    next(batches)
+batches.close()
+print("leaving")
+"""
+
+
+def test_a_process_ends_while_the_iterator_is_blocked():
+    status, out, err = finished([sys.executable, "-c", BLOCKED], seconds=60)
+    assert (status, out) == (0, "leaving\n"), err
+
+
+CLOSING = """
+import time
+import numpy as np
+import eqxshard
+
+def batches():
+    try:
+        while True:
+            yield {"x": np.zeros(8)}
+    finally:
+        time.sleep(0.2)
+        print("closed", flush=True)
+
+mesh = eqxshard.make_mesh()
+batches = iter(eqxshard.data.from_iterator(batches, mesh=mesh))
+next(batches)
+batches.close()
+"""
+
+
+def test_a_process_that_ends_lets_the_iterator_close():
+    status, out, err = finished([sys.executable, "-c", CLOSING], seconds=60)
+    assert (status, out) == (0, "closed\n"), err
 
 
 def test_fit_and_evaluate_take_it_and_resume(train_and_evaluate):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import UInt8
 
-from .._download import dataset_folder
+from .._download import dataset_folder, mirrors
 from .._download import download as download_file
 from .._planning import is_planning
 from .._sources import ArraySource
@@ -122,7 +122,8 @@ def _fetch(file: _File, directory: Path, download: bool) -> Path:
             f"{file.name} is neither in {path.parent} nor in {directory}; set data_dir or "
             "$EQXSHARD_DATA_DIR to its directory, or pass download=True."
         )
-    urls = [f"{base.rstrip('/')}/{file.name}" for base in _mirrors()]
+    bases = mirrors("EQXSHARD_FASHION_MNIST_URL", _MIRRORS)
+    urls = [f"{base.rstrip('/')}/{file.name}" for base in bases]
     try:
         download_file(path, urls, sha256=file.sha256)
     except OSError as error:
@@ -132,17 +133,6 @@ def _fetch(file: _File, directory: Path, download: bool) -> Path:
             "$EQXSHARD_DATA_DIR to its directory."
         ) from error
     return path
-
-
-def _mirrors() -> tuple[str, ...]:
-    base = os.environ.get("EQXSHARD_FASHION_MNIST_URL")
-    if not base:
-        return _MIRRORS
-    if not base.startswith(("http://", "https://")):
-        raise ValueError(
-            f"$EQXSHARD_FASHION_MNIST_URL is {base!r}; make it an http:// or https:// URL."
-        )
-    return (base,)
 
 
 def _read(path: Path, file: _File) -> UInt8[np.ndarray, "..."]:

@@ -127,4 +127,13 @@ def _text_of(line: bytes, path: Path, start: int) -> str:
             f"{path} has no document in the line at byte {start:,}; give lines such as "
             '{"text": "..."}.'
         )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        # JSON can escape half of a character: "\ud83d".
+        raise ValueError(
+            f"{path} has the lone surrogate {text[error.start]!r} in the line at byte "
+            f"{start:,}, which is not text; replace it, by '\\ufffd' or the character that "
+            "was meant."
+        ) from None
     return text

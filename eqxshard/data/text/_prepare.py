@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,14 @@ from jaxtyping import Int64
 
 from ...distributed import count_cores
 from ._inputs import Piece, documents, find_inputs, pieces
-from ._token_files import RECORD_FILE, SUFFIX, TokenFiles, read_header, write_tokens
+from ._token_files import (
+    RECORD_FILE,
+    SUFFIX,
+    TokenFiles,
+    read_header,
+    read_record,
+    write_tokens,
+)
 from ._tokenizers import TOKENIZER_FILE, CharTokenizer, Tokenizer, load_tokenizer
 
 #: Bytes of input for which another process is worth its start.
@@ -121,6 +128,9 @@ def _claim(
     shard_tokens: int,
 ) -> dict[str, Any]:
     """The record of a folder, which must be of this preparation, or new."""
+    record = None
+    with suppress(FileNotFoundError):
+        record = read_record(folder)
     saved = folder / TOKENIZER_FILE
     part = folder / f"{TOKENIZER_FILE}.part"
     tokenizer.save(part)
@@ -129,9 +139,7 @@ def _claim(
         "tokenizer": hashlib.sha256(part.read_bytes()).hexdigest(),
         "shard_tokens": shard_tokens,
     }
-    try:
-        record = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if record is None:
         record = settings | {"shards": None}
         if any(folder.glob(f"*{SUFFIX}")):
             record["inputs"] = "unknown"

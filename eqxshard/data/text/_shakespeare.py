@@ -5,7 +5,7 @@ import os
 import string
 from pathlib import Path
 
-from .._download import dataset_folder, download
+from .._download import dataset_folder, download, mirrors
 from .._planning import is_planning
 from ._corpus import Corpus, encode_corpus
 from ._tokenizers import Tokenizer
@@ -69,9 +69,9 @@ def shakespeare(
 
 
 def _fetch(path: Path) -> None:
-    url = os.environ.get("EQXSHARD_SHAKESPEARE_URL")
+    urls = mirrors("EQXSHARD_SHAKESPEARE_URL", _MIRRORS)
     try:
-        download(path, (url,) if url else _MIRRORS, sha256=_SHA256)
+        download(path, urls, sha256=_SHA256)
     except OSError as error:
         raise FileNotFoundError(
             f"there is no {path}, and it could not be downloaded ({error}); put the file "

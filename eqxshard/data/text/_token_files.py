@@ -15,6 +15,7 @@ nanoGPT's files, `.bin`, are uint16 tokens and nothing else.
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -175,6 +176,19 @@ def is_prepared(folder: Path) -> bool:
     return folder.is_dir() and any(any(folder.glob(name)) for name in names)
 
 
+def read_record(folder: Path) -> dict[str, Any]:
+    """How a folder of token files was, or is being, prepared."""
+    path = folder / RECORD_FILE
+    with suppress(ValueError):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(record, dict) and "shards" in record:
+            return record
+    raise ValueError(
+        f"{path} is damaged, or not from eqxshard; delete the folder, and prepare the "
+        "text again."
+    )
+
+
 def read_header(path: Path) -> Header:
     """The header of a token file, checked against its size."""
     try:
@@ -249,20 +263,11 @@ def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     files = sorted(path.glob(f"*{SUFFIX}"))
-    record = path / RECORD_FILE
-    if record.is_file():
-        try:
-            expected = json.loads(record.read_text(encoding="utf-8"))["shards"]
-        except (ValueError, LookupError, TypeError):
-            raise ValueError(
-                f"{record} is damaged, or not from eqxshard; delete the folder, and "
-                "prepare the text again."
-            ) from None
-        if expected != len(files):
-            raise ValueError(
-                f"the preparation of {path} did not finish, or files are missing; run it "
-                "again, which goes on where it stopped."
-            )
+    if (path / RECORD_FILE).is_file() and read_record(path)["shards"] != len(files):
+        raise ValueError(
+            f"the preparation of {path} did not finish, or files are missing; run it "
+            "again, which goes on where it stopped."
+        )
     return files
 
 

@@ -12,7 +12,8 @@ class Windows:
 
     By default every offset is an example, so examples overlap. Train on these with an
     [`eqxshard.data.UniformSampler`][], as an epoch of all of them would be `block` times
-    the text. With `stride=block` each token is a target once, which is how to evaluate.
+    the text. With `stride=block` no token is a target twice, which is how to evaluate. All
+    are targets but the first one and, at the end, those that do not fill a block.
 
     An example has `"tokens"` and `"targets"`, int32 of shape `(block,)`.
 

@@ -66,6 +66,11 @@ def test_a_text_with_empty_lines_between_all_paragraphs_is_read_in_pieces(
         ("x.jsonl", b'{"text": 1}', r"x\.jsonl .* line at byte 0; give"),
         ("x.jsonl", b"\xff\xff", r"x\.jsonl .* line at byte 0; give"),
         ("x.txt", b"", "there are no tokens"),
+        (
+            "x.jsonl",
+            b'{"text": "a"}\n{"text": "b\\ud83d"}\n',
+            r"x\.jsonl has the lone surrogate '\\ud83d' in the line at byte 14, .*; repl",
+        ),
     ],
 )
 def test_what_is_not_text_is_an_error(tmp_path, name, data, says):

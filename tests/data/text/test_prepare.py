@@ -155,6 +155,18 @@ def test_a_folder_of_other_settings_is_refused(tmp_path, change, says):
         run(**options)
 
 
+@pytest.mark.parametrize("record", ["", "[]", "{", "{}", "[1", "null"])
+def test_a_damaged_record_is_an_error(tmp_path, record):
+    (tmp_path / "x.txt").write_text("text")
+    prepare(tmp_path / "x.txt", tmp_path / "out", "byte")
+    (tmp_path / "out" / "prepared.json").write_text(record)
+    before = contents(tmp_path / "out")
+    says = r"prepared\.json is damaged, or not from eqxshard; delete the folder, and"
+    with pytest.raises(ValueError, match=says):
+        prepare(tmp_path / "x.txt", tmp_path / "out", "byte")
+    assert contents(tmp_path / "out") == before
+
+
 @pytest.mark.parametrize("name", ["shard_tokens", "workers"])
 def test_numbers_are_positive(tmp_path, name):
     with pytest.raises(ValueError, match=f"{name}=0 must be at least 1"):

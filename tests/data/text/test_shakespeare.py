@@ -57,6 +57,13 @@ def test_without_a_download_it_says_where_to_put_it(tmp_path, monkeypatch, mirro
         shakespeare(tmp_path)
 
 
+def test_a_mirror_must_be_a_url(tmp_path, monkeypatch):
+    monkeypatch.setenv("EQXSHARD_SHAKESPEARE_URL", "example.org/x")
+    says = r"\$EQXSHARD_SHAKESPEARE_URL is 'example.org/x'; make it an http:// or https://"
+    with pytest.raises(ValueError, match=says):
+        shakespeare(tmp_path)
+
+
 def test_a_damaged_file_is_an_error_and_is_kept(tmp_path):
     path = written(tmp_path) / "shakespeare" / "input.txt"
     path.write_bytes(TEXT[:-1])

@@ -20,7 +20,7 @@ def test_every_offset_is_an_example():
 
 
 @pytest.mark.parametrize("size, expected", [(10, [0, 3, 6]), (12, [0, 3, 6]), (4, [0])])
-def test_with_a_stride_each_token_is_a_target_once(size, expected):
+def test_with_a_stride_no_token_is_a_target_twice(size, expected):
     source = Windows(np.arange(size), 3, stride=3)
     assert starts(source) == expected
     targets = source.gather(np.arange(len(source)))["targets"]
