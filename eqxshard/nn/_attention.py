@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ..parallel import ring_attention
 from ..parallel._ring import CHUNK
+from ..parallel._ring_attention import check_shapes
 from ..sharding._placement import constrain
 from ..sharding._spec import check_axis
 from ..transforms._dtypes import accumulation_dtype
@@ -81,12 +82,14 @@ def attention(
         out = eqxshard.nn.attention(query, key, value, causal=True, segments=segments)
         ```
     """
-    _check(query, key, value, causal, segments is not None, offset is not None)
+    check_shapes("attention", query, key, value, segments)
+    seq, keys = query.shape[-3], key.shape[-3]
+    _check_options(seq, keys, causal, segments is not None, offset is not None)
     factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:
         check_axis(axis, mesh, "attention")
-    if offset is not None or query.shape[-3] != key.shape[-3]:
+    if offset is not None or seq != keys:
         return _by_rows(query, key, value, offset, factor)
     options = _Options(causal, factor, axis)
     if _is_split(axis) or not _cudnn.supports(query, key, segments, causal, factor):
@@ -96,17 +99,7 @@ def attention(
     )
 
 
-def _check(
-    query: Array, key: Array, value: Array, causal: bool, segments: bool, offset: bool
-) -> None:
-    heads, kv_heads = query.shape[-2], key.shape[-2]
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(
-            f"attention: the {heads} heads of query {query.shape} are not a multiple of "
-            f"the {kv_heads} of key {key.shape}; give each head of keys the same number of "
-            "heads of queries."
-        )
-    seq, keys = query.shape[-3], key.shape[-3]
+def _check_options(seq: int, keys: int, causal: bool, segments: bool, offset: bool) -> None:
     if offset and (segments or not causal):
         raise ValueError(
             "attention: an offset is for causal attention without segments; leave out "

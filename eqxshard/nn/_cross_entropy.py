@@ -57,7 +57,7 @@ def cross_entropy(
 
     **Raises:**
 
-    `ValueError` if `chunk` is not positive.
+    `ValueError` if the shapes do not fit each other, or `chunk` is not positive.
 
     !!! Example
 
@@ -70,6 +70,9 @@ def cross_entropy(
     """
     if chunk < 1:
         raise ValueError(f"chunk={chunk} must be at least 1.")
+    _check_shapes(hidden, weight, targets)
+    # In 8 bits the indices of a longer vocabulary would wrap around.
+    targets = targets.astype(jnp.int32)
     *batch, seq, _ = hidden.shape
     devices, row_axes = _split(BATCH_AXES, math.prod(batch))
     parts, part_axes = _split(("context",), seq)
@@ -112,6 +115,16 @@ def cross_entropy(
     losses = jnp.moveaxis(jax.lax.scan(body, None, chunks)[1], 0, 3)
     losses = losses.reshape(*losses.shape[:3], count * size)[..., :length]
     return losses.reshape(*batch, seq)
+
+
+def _check_shapes(hidden: Array, weight: Array, targets: Array) -> None:
+    embed = hidden.shape[-1] if hidden.ndim >= 2 else None
+    if weight.shape[1:] != (embed,) or targets.shape != hidden.shape[:-1]:
+        raise ValueError(
+            f"cross_entropy: hidden, weight and targets have the shapes {hidden.shape}, "
+            f"{weight.shape} and {targets.shape}; give hidden (*batch, seq, embed), weight "
+            "(vocab, embed) and targets (*batch, seq)."
+        )
 
 
 def _losses(

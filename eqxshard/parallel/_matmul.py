@@ -80,8 +80,9 @@ def all_gather_matmul(
     ring = _make_ring("all_gather_matmul", x, weight, axis)
     if ring is None:
         return x @ weight
-    ring.check_divides(x.shape[-2], "rows of x")
-    ring.check_divides(weight.shape[1], "columns of weight")
+    if ring.mesh is not None:
+        ring.check_divides(x.shape[-2], "rows of x")
+        ring.check_divides(weight.shape[1], "columns of weight")
     return _on_parts(ring, _gather_matmul, (-2, 1, -1), x, weight)
 
 
@@ -250,7 +251,7 @@ def _matmul_scatter(ring: _Ring, rank: Array, x: Array, weight: Array) -> Array:
     def part(owner: Array) -> Array:
         return _dot(_take_rows(ring, x, owner), weight)
 
-    return _scatter_ring(ring, rank, part, x.dtype)
+    return _scatter_ring(ring, rank, part, jnp.result_type(x, weight))
 
 
 @_matmul_scatter.defjvp
@@ -266,7 +267,7 @@ def _(
         return _dot(_take_rows(ring, dx, owner), weight) + at_least_float32(rows)
 
     out = _matmul_scatter(ring, rank, x, weight)
-    return out, _scatter_ring(ring, rank, part, x.dtype)
+    return out, _scatter_ring(ring, rank, part, out.dtype)
 
 
 def _scatter_ring(
@@ -288,4 +289,5 @@ def _take_rows(ring: _Ring, x: Array, owner: Array) -> Array:
 
 def _dot(x: Array, weight: Array) -> Array:
     """A product that may be added to others."""
-    return jnp.matmul(x, weight, preferred_element_type=accumulation_dtype(x.dtype))
+    dtype = accumulation_dtype(jnp.result_type(x, weight))
+    return jnp.matmul(x, weight, preferred_element_type=dtype)

@@ -3,6 +3,7 @@
 The terms are those of `_pipeline.py`.
 """
 
+import functools as ft
 from collections.abc import Callable
 from typing import Any
 
@@ -46,14 +47,15 @@ def pipeline_loss(
     https://arxiv.org/abs/2006.09503 and https://arxiv.org/abs/2104.04473): a microbatch
     goes backward as soon as the last stage has its loss, and from then on each stage does
     one forward and one backward in every tick. It is idle as long as under GPipe, but
-    stage `i`, counted from 0, holds the activations of at most `2 (stages - i) - 1`
-    microbatches, whatever their number. With `chunks` it is interleaved, as for
+    each stage has room for the activations of `2 stages - 1` microbatches only, whatever
+    their number. With `chunks` it is interleaved, as for
     [`eqxshard.parallel.pipeline`][]: idle for less time, with activations of about the
     same size.
 
     The gradients with respect to `layers`, `head` and `x` are computed together with the
     loss if it is differentiated (in reverse mode, and once). Those of `target`, `args` and
-    `weight` are not, and asking for them is an error if there are stages.
+    `weight` are not, and asking for them is an error if there are stages; where one of
+    these depends on what is differentiated, use [`jax.lax.stop_gradient`][].
 
     **Arguments:**
 
@@ -74,7 +76,8 @@ def pipeline_loss(
     **Raises:**
 
     `ValueError` as for [`eqxshard.parallel.pipeline`][]; if `target` or `weight` does not
-    have the batch's size; or if `loss_fn` does not return a scalar.
+    have the batch's size; if `loss_fn` does not return a scalar; or if `target`, `args` or
+    `weight` is differentiated and there are stages.
 
     !!! Example
 
@@ -97,10 +100,31 @@ def pipeline_loss(
     dtype = accumulation_dtype(x.dtype)
     counts = jnp.ones(len(x), dtype) if weight is None else jnp.asarray(weight, dtype)
     check_rows({"args": args, "target": target, "weight": counts}, len(x))
+    if schedule.stages > 1:
+        target = jax.tree.map(ft.partial(_constant, "target"), target)
+        args = jax.tree.map(ft.partial(_constant, "args"), args)
+        counts = _constant("weight", counts)
     total = jnp.sum(counts)
     share = counts / jnp.where(total == 0, 1, total)
     loss = _loss if schedule.stages == 1 else _one_f_one_b_loss
     return loss((layers, head, x), loss_fn, Examples(args, target, share), schedule, key)
+
+
+@ft.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _constant(name: str, x: Array) -> Array:
+    """`x`, which must not depend on what is differentiated."""
+    del name
+    return x
+
+
+@_constant.defjvp
+def _(name: str, *_: Any) -> tuple[Array, Array]:
+    # Called only if there is something to differentiate.
+    raise ValueError(
+        f"pipeline_loss has no gradient of {name}, which depends here on what is "
+        f"differentiated; use jax.lax.stop_gradient({name}), or "
+        "eqxshard.parallel.pipeline where you need the gradient."
+    )
 
 
 def _loss(

@@ -81,9 +81,15 @@ def ring_attention(
         out = eqxshard.parallel.ring_attention(query, key, value, causal=True)
         ```
     """
-    group = _check_shapes(query, key, value)
+    check_shapes("ring_attention", query, key, value, segments)
+    length, keys = query.shape[-3], key.shape[-3]
+    if length != keys:
+        raise ValueError(
+            f"ring_attention: {length} queries and {keys} keys; give the same number of "
+            "both, or use eqxshard.nn.attention."
+        )
     mesh = jax.sharding.get_abstract_mesh()
-    length, size, split_on = query.shape[-3], 1, None
+    size, split_on = 1, None
     if not mesh.empty:
         check_axis(axis, mesh, "ring_attention")
         size = mesh.shape[axis]
@@ -96,22 +102,33 @@ def ring_attention(
             )
         length //= size
     factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    group = query.shape[-2] // key.shape[-2]
     ring = Ring(split_on, axis, size, length, group, causal, factor)
     return _attention(ring, query, key, value, segments)
 
 
-def _check_shapes(query: Array, key: Array, value: Array) -> int:
-    """How many heads of queries share one of keys."""
-    *_, heads, _ = query.shape if query.ndim >= 3 else (0, 0)
-    kv_heads = key.shape[-2] if key.ndim >= 3 else 0
-    fits = key.shape == value.shape == (*query.shape[:-2], kv_heads, query.shape[-1])
-    if not fits or 0 in (*query.shape[-3:], kv_heads) or heads % kv_heads:
+def check_shapes(
+    name: str, query: Array, key: Array, value: Array, segments: Array | None
+) -> None:
+    """Raise `ValueError` unless the arrays of attention fit each other."""
+    fits = query.ndim == key.ndim >= 3 and key.shape == value.shape
+    fits = fits and (*query.shape[:-3], query.shape[-1]) == (*key.shape[:-3], key.shape[-1])
+    if (
+        not fits
+        or 0 in (*query.shape[-3:], *key.shape[-3:])
+        or query.shape[-2] % key.shape[-2]
+    ):
         raise ValueError(
-            f"query, key and value have the shapes {query.shape}, {key.shape} and "
-            f"{value.shape}; give all three the same shape (*batch, seq, heads, dim), with "
-            "sizes of at least 1; the heads of query may also be a multiple of the others'."
+            f"{name}: query, key and value have the shapes {query.shape}, {key.shape} and "
+            f"{value.shape}; give query (*batch, seq, heads, dim), and key and value "
+            "(*batch, keys, kv_heads, dim), with sizes of at least 1 and a number of heads "
+            "that is a multiple of kv_heads."
         )
-    return heads // kv_heads
+    if segments is not None and segments.shape != query.shape[:-2]:
+        raise ValueError(
+            f"{name}: segments have the shape {segments.shape} and query {query.shape}; "
+            f"give segments the shape {query.shape[:-2]}, one for each position."
+        )
 
 
 @ft.partial(jax.custom_vjp, nondiff_argnums=(0,))

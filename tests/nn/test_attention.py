@@ -167,8 +167,7 @@ def mistake(*shapes, **options):
 
 
 def test_mistakes():
-    same, few = [(8, 4, 8)] * 3, [(8, 4, 8), (8, 3, 8), (8, 3, 8)]
-    assert "the 4 heads of query (8, 4, 8) are not a multiple of the 3" in mistake(*few)
+    same = [(8, 4, 8)] * 3
     longer = [(4, 4, 8), (8, 4, 8), (8, 4, 8)]
     message = mistake(*longer, causal=True)
     assert "4 queries and 8 keys; give the offset of the first query" in message
@@ -178,3 +177,40 @@ def test_mistakes():
     assert "leave out segments" in message
     with jax.sharding.use_abstract_mesh(make_mesh(data=2).abstract_mesh):
         assert "did you mean 'context'?" in mistake(*same, axis="contxt")
+
+
+@pytest.mark.parametrize(
+    "query, key, value",
+    [
+        # Heads, and those of value, the size of heads, keys, the batch, too few dims.
+        ((8, 4, 8), (8, 3, 8), (8, 3, 8)),
+        ((8, 4, 8), (8, 0, 8), (8, 0, 8)),
+        ((2, 8, 4, 8), (2, 8, 4, 8), (2, 8, 2, 8)),
+        ((8, 4, 8), (8, 4, 8), (8, 4, 4)),
+        ((8, 4, 8), (8, 4, 4), (8, 4, 4)),
+        ((8, 4, 8), (8, 4, 8), (9, 4, 8)),
+        ((2, 8, 4, 8), (3, 8, 4, 8), (3, 8, 4, 8)),
+        ((2, 8, 4, 8), (8, 4, 8), (8, 4, 8)),
+        ((8, 8), (8, 8), (8, 8)),
+    ],
+)
+@pytest.mark.parametrize("vmapped", [False, True])
+def test_shapes_that_do_not_fit(query, key, value, vmapped, unannotated):
+    fn = jax.vmap(attention) if vmapped else attention
+    shapes = [(3, *shape) if vmapped else shape for shape in (query, key, value)]
+    with pytest.raises(ValueError) as info:
+        jax.eval_shape(fn, *(jax.ShapeDtypeStruct(x, jnp.float32) for x in shapes))
+    assert str(info.value) == (
+        f"attention: query, key and value have the shapes {query}, {key} and {value}; give "
+        "query (*batch, seq, heads, dim), and key and value (*batch, keys, kv_heads, dim), "
+        "with sizes of at least 1 and a number of heads that is a multiple of kv_heads."
+    )
+
+
+@pytest.mark.parametrize("shape", [(2, 7), (8,), (2, 8, 1)])
+def test_segments_that_do_not_fit(shape, unannotated):
+    segments = jnp.zeros(shape, jnp.int32)
+    assert mistake(*[(2, 8, 4, 8)] * 3, segments=segments) == (
+        f"attention: segments have the shape {shape} and query (2, 8, 4, 8); give segments "
+        "the shape (2, 8), one for each position."
+    )

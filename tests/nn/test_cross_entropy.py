@@ -154,6 +154,43 @@ def test_only_the_logits_of_a_chunk_exist():
     assert temporary_bytes(chunked(64), *shapes) < logits / 8
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8])
+@pytest.mark.parametrize("chunk", [8, 24])
+def test_targets_of_8_bits(dtype, chunk, unannotated):
+    hidden, _, targets, _ = arrays()
+    # More words than 8 bits can count.
+    weight = jnp.asarray(np.random.default_rng(0).normal(size=(300, EMBED)), jnp.float32)
+    targets = jnp.maximum(targets, 0)
+    losses = jax.jit(chunked(chunk))(hidden, weight, targets.astype(dtype))
+    assert_close([losses], [plain(hidden, weight, targets)])
+
+
+@pytest.mark.parametrize("vmapped", [False, True])
+def test_shapes_that_do_not_fit(vmapped, unannotated):
+    def error(hidden, weight, targets):
+        batch = (3,) if vmapped else ()
+        like = [
+            jax.ShapeDtypeStruct((*batch, *hidden), jnp.float32),
+            jax.ShapeDtypeStruct(weight, jnp.float32),
+            jax.ShapeDtypeStruct((*batch, *targets), jnp.int32),
+        ]
+        fn = chunked(2)
+        with pytest.raises(ValueError) as info:
+            jax.eval_shape(jax.vmap(fn, (0, None, 0)) if vmapped else fn, *like)
+        assert str(info.value) == (
+            f"cross_entropy: hidden, weight and targets have the shapes {hidden}, {weight} "
+            f"and {targets}; give hidden (*batch, seq, embed), weight (vocab, embed) and "
+            "targets (*batch, seq)."
+        )
+
+    # Half of the targets, transposed, in another order of dims, without a batch.
+    for targets in ((2, 4), (8, 2), (4, 4), (2, 1), (8,)):
+        error((2, 8, 4), (5, 4), targets)
+    for weight in ((4, 5), (4,), (1, 5, 4)):
+        error((2, 8, 4), weight, (2, 8))
+    error((4,), (5, 4), ())
+
+
 def test_mistakes():
     hidden, weight, targets, _ = arrays()
     with pytest.raises(ValueError, match="chunk=0 must be at least 1"):

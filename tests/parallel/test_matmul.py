@@ -144,6 +144,35 @@ def test_in_per_device_code():
     assert_close(grads, jax.grad(expected, (0, 1, 2))(*args), 2e-6)
 
 
+def test_in_per_device_code_parts_need_not_divide_again():
+    mesh = make_mesh(data=2, tensor=4)
+    # A device has 3 rows of 4 devices, and 2 columns.
+    x, weight = (jnp.cos(jnp.arange(n * m)).reshape(n, m) for n, m in ((12, 16), (16, 8)))
+    rows, columns = P("tensor"), P(None, "tensor")
+    for fn, specs in (
+        (all_gather_matmul, (rows, columns, columns)),
+        (matmul_reduce_scatter, (columns, rows, rows)),
+    ):
+        mapped = jax.shard_map(fn, mesh=mesh, in_specs=specs[:2], out_specs=specs[2])
+        assert_close([jax.jit(mapped)(x, weight)], [x @ weight])
+
+
+@pytest.mark.parametrize("fn", [all_gather_matmul, matmul_reduce_scatter])
+@pytest.mark.parametrize(
+    "dtypes", [(jnp.bfloat16, jnp.float32), (jnp.float32, jnp.bfloat16)]
+)
+def test_different_types_give_what_they_give_without_a_mesh(fn, dtypes, as_scripts_run):
+    primals = tuple(a.astype(d) for a, d in zip(random()[:2], dtypes))
+    args = primals, tuple(map(jnp.cos, primals))
+    with_tangents, mesh = ft.partial(jax.jvp, fn), make_mesh(tensor=4)
+    expected = jax.jit(with_tangents)(*args)
+    placed = jax.device_put(args, NamedSharding(mesh, P()))
+    results = jax.jit(on(mesh, with_tangents))(*placed)
+    for result, array in zip(results, expected):
+        assert result.dtype == array.dtype == jnp.float32
+    assert_close(results, expected)
+
+
 def test_forward_mode():
     mesh = make_mesh(tensor=2)
     primals = random()[:3]

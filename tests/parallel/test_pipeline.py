@@ -378,13 +378,28 @@ def test_what_layers_get_of_each_example_has_its_size():
         pipeline_loss(loss_fn, SCALE, None, X, None, args=(1.0,), microbatches=1)
 
 
-def test_1f1b_does_not_differentiate_them():
-    def loss(scales):
-        loss_fn = lambda head, h, target: jnp.sum(h)  # noqa: E731
-        return pipeline_loss(loss_fn, SCALE, None, X, None, args=(scales,), microbatches=2)
+@pytest.mark.parametrize("name", ["args", "target", "weight"])
+def test_1f1b_does_not_differentiate_what_is_not_trained(name):
+    def run(stage, stop=lambda h: h):
+        def loss(h):
+            given = {"args": (), "target": {"y": X, "of": jnp.arange(8)}, "weight": None}
+            given[name] = {"args": (stop(h),), "target": {"y": stop(h)}}.get(name, stop(h))
+            return pipeline_loss(
+                lambda head, h, target: jnp.sum(h),
+                Apply(jnp.ones(2), lambda scale, h, *args: scale * h),
+                None,
+                X + h[:, None],
+                microbatches=2,
+                **given,
+            )
 
-    with pytest.raises(RuntimeError, match="cannot be autodiff"):
-        trace(lambda: jax.grad(loss)(jnp.ones(8)), stage=2)
+        trace(lambda: jax.jit(jax.grad(loss))(jnp.ones(8)), stage=stage)
+
+    message = f"no gradient of {name}, which .*; use jax.lax.stop_gradient[(]{name}[)], or"
+    with pytest.raises(ValueError, match=message):
+        run(stage=2)
+    run(stage=2, stop=jax.lax.stop_gradient)
+    run(stage=1)
 
 
 def test_a_batch_without_weight_has_no_loss():
