@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import jax
+
 from ..distributed import is_main_process
 from ..sharding._text import comma_list, did_you_mean, first_few
 
@@ -57,6 +59,11 @@ class Finding:
 
 def lint_levels(lint: Lint) -> Mapping[str, Level]:
     """The level of each kind; raise `ValueError` if a kind or a level does not exist."""
+    if not isinstance(lint, str | Mapping):
+        raise ValueError(
+            f"lint={lint!r} is not a level; use 'warn', 'error' or 'off', or a mapping "
+            "from kinds of findings to one of these."
+        )
     given: Mapping[str, Level]
     given = dict.fromkeys(KINDS, lint) if isinstance(lint, str) else lint
     for kind, level in given.items():
@@ -73,12 +80,18 @@ def lint_levels(lint: Lint) -> Mapping[str, Level]:
 def report(findings: Iterable[Finding], levels: Mapping[str, Level], where: str) -> None:
     """Raise `ValueError` for findings that are errors, and warn of the others.
 
+    With several processes, a rematerialization is only ever a warning.
+
     **Arguments:**
 
     - `findings`: what was found.
     - `levels`: from `lint_levels`.
     - `where`: what the compiled step is called.
     """
+    levels = dict(levels)
+    if levels["rematerialization"] == "error" and jax.process_count() > 1:
+        # One whose program was cached does not see it, and would wait for the others.
+        levels["rematerialization"] = "warn"
     by_kind: dict[str, list[Finding]] = {}
     for finding in findings:
         by_kind.setdefault(finding.kind, []).append(finding)

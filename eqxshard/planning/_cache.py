@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from ..transforms._cache import cache_compilations
 
@@ -23,6 +24,9 @@ def keep_compiled(lower: Callable[[], jax.stages.Lowered], folder: Path) -> str:
 
     What to say of it.
     """
+    # Plans are compiled without it, and JAX decides once whether to use it.
+    jax.config.update("jax_enable_compilation_cache", True)
+    reset_cache()
     before = {path.name for path in folder.glob("*-cache")}
     if cache_compilations(folder) is None:
         return f"nothing is kept in {folder}, which others may write to"

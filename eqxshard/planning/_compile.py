@@ -77,13 +77,14 @@ def compile_plan(request: Request, dump: Path) -> Plan:
     program, findings = step._inspect(state, request.batch)
     seconds = time.perf_counter() - start
     on_cpu = request.backend == "cpu"
-    module = parse_module(_partitioned(dump) if on_cpu else program.text)
+    text = read_dump(dump, mesh.size) if on_cpu else program.text
+    module = parse_module(text)
     operations = [x for x in find_collectives(module, mesh.size) if has_peers(x)]
     if on_cpu:
         operations = rewrite_collectives(module, operations)
     schedule = Schedule(module, operations, request.target)
     elapsed = schedule.elapsed(module.entry)
-    flops = _flops(module)
+    flops = count_flops(module)
     gradients = stored_gradients(state)
     causes = Causes(module, sizes, _model_arrays(state), gradients)
     rows, tokens = count_examples(request.batch)
@@ -164,11 +165,17 @@ def _prime_factors(n: int) -> list[int]:
     return found[::-1]
 
 
-def _partitioned(dump: Path) -> str:
-    """The text of the step right after it was partitioned."""
-    files = dump.glob("*train_step*after_spmd-partitioning*.txt")
+def read_dump(dump: Path, devices: int) -> str:
+    """The text of the step right after it was partitioned, which one device's never is."""
+    name = "after_spmd-partitioning" if devices > 1 else "before_optimizations"
+    files = dump.glob(f"*train_step*{name}*.txt")
     latest = max(files, key=lambda file: file.stat().st_mtime, default=None)
-    return "" if latest is None else latest.read_text()
+    if latest is None:
+        raise ValueError(
+            "XLA wrote no text of the step, so nothing can be counted; remove --xla_dump "
+            "flags from XLA_FLAGS, or use another version of JAX."
+        )
+    return latest.read_text()
 
 
 def _memory(
@@ -218,18 +225,31 @@ def _model_arrays(state: TrainState) -> dict[int, str]:
     return dict(enumerate((path for path, _ in array_leaves(state.model)), start=1))
 
 
-def _flops(module: Module) -> dict[str, float]:
-    """The operations of one step on one device, by dtype."""
-    costs, total = Costs(module), Counter[str]()
-    for computation, instructions in module.computations.items():
-        times = module.times(computation)
-        called = {caller.opcode for caller in module.callers.get(computation, ())}
-        if called & {"fusion", "custom-call"}:  # Counted where it is called.
-            continue
-        for instruction in instructions:
-            for dtype, count in costs.flops(instruction).items():
-                total[dtype] += count * (1 if times is None else times)
-    return {dtype: float(count) for dtype, count in total.items() if count}
+def count_flops(module: Module) -> dict[str, float]:
+    """The operations of one step on one device, by dtype.
+
+    Of the branches of a condition, those of the one that has the most.
+    """
+    costs = Costs(module)
+
+    @functools.cache
+    def inside(computation: str) -> Counter[str]:
+        total = Counter[str]()
+        for instruction in module.computations.get(computation, ()):
+            total.update(costs.flops(instruction))
+            if instruction.opcode in ("fusion", "custom-call"):  # All of it was counted.
+                continue
+            parts = [inside(name) for _, name in instruction.called()]
+            if instruction.opcode == "conditional":
+                parts = [max(parts, key=Counter.total, default=Counter())]
+            times = module.trips(instruction)
+            for part in parts:
+                for dtype, count in part.items():
+                    total[dtype] += count * (1 if times is None else times)
+        return total
+
+    counts = inside(module.entry)
+    return {dtype: float(count) for dtype, count in counts.items() if count}
 
 
 def _describe(

@@ -98,4 +98,5 @@ def _tick(whole: float) -> float:
     if not whole:
         return 0.0
     power = 10.0 ** math.floor(math.log10(whole / 4))
-    return next(n * power for n in (5, 2, 1) if n * power <= whole / 4)
+    # A power that is rounded up may be too large.
+    return next(n * power for n in (5, 2, 1, 0.5) if n * power <= whole / 4)

@@ -88,6 +88,8 @@ def _environment(folder: Path, backend: Backend) -> dict[str, str]:
     return {
         **os.environ,
         **(tpu if backend.compiler == "tpu" else {}),
+        # What comes out of it is not compiled, and XLA says nothing of it.
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(path),
         "XLA_FLAGS": flags.strip(),

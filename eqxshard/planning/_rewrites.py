@@ -10,6 +10,8 @@ reduce-scatter, and the sum of two all-reduces one all-reduce of the sum.
 import dataclasses
 from collections.abc import Iterable, Mapping
 
+import numpy as np
+
 from ..compiled._communication import Operation
 from ..compiled._hlo import VIEWS, Instruction, Module, Shape
 
@@ -23,7 +25,12 @@ def rewrite_collectives(module: Module, operations: Iterable[Operation]) -> list
     for operation in operations:
         start = operation.start
         if (start.computation, start.name) in used:
-            same = (start.computation, start.opcode, start.type, start.operands)
+            groups = None if operation.groups is None else operation.groups.tolist()
+            same = (
+                *(start.computation, start.opcode, start.type, start.operands),
+                *(start.attribute("dimensions"), str(groups)),
+                _reduction(module, operation),
+            )
             kept.setdefault(same, operation)
     found = {(op.start.computation, op.start.name): op for op in kept.values()}
     scattered = {key: _scatter(op, users) for key, op in found.items()}
@@ -53,6 +60,12 @@ def _find_used(module: Module) -> tuple[set[_Key], Mapping[_Key, list[Instructio
     return used, users
 
 
+def _reduction(module: Module, operation: Operation) -> tuple[str, ...]:
+    """What a reduction computes of two values, whatever its computation is called."""
+    name = dict(operation.start.called()).get("to_apply", "")
+    return tuple(x.opcode for x in module.computations.get(name, ()))
+
+
 def _scatter(operation: Operation, users: Mapping[_Key, list[Instruction]]) -> Operation:
     """The reduce-scatter that an all-reduce is, if each device keeps only its part."""
     if operation.kind != "all-reduce" or operation.groups is None:
@@ -79,11 +92,13 @@ def _merge_sums(
     operations: Mapping[_Key, Operation],
     users: Mapping[_Key, list[Instruction]],
 ) -> set[_Key]:
-    """The collectives that are added to another one of the same kind and groups."""
+    """The sums that are added to another one of the same kind and groups."""
     merged: set[_Key] = set()
     for key, operation in operations.items():
         uses = list(_uses(operation.start, users, ("dynamic-slice",)))
         if len(uses) != 1 or uses[0].opcode != "add" or operation.groups is None:
+            continue
+        if _reduction(module, operation)[-1:] != ("add",):
             continue
         others = [
             other
@@ -92,9 +107,13 @@ def _merge_sums(
         ]
         for other in others:
             twin = operations[other]
-            same = twin.groups is not None and (twin.kind, twin.shapes) == (
-                operation.kind,
-                operation.shapes,
+            same = (
+                (twin.kind, twin.shapes) == (operation.kind, operation.shapes)
+                and _reduction(module, twin) == _reduction(module, operation)
+                and twin.groups is not None
+                and np.array_equal(twin.groups, operation.groups)
+                # If something else needs it, both are sent.
+                and list(_uses(twin.start, users, ("dynamic-slice",))) == uses
             )
             if other != key and other not in merged and same:
                 merged.add(key)

@@ -150,6 +150,8 @@ def search(
     - `devices` and all others: as for `plan_search`.
     """
     start = time.perf_counter()
+    if devices < 1:
+        raise ValueError(f"devices={devices} must be at least 1.")
     if not 0 <= margin < 1:
         raise ValueError(f"margin={margin} is not a part; use one from 0 to 1, as 0.05.")
     if workers is not None and workers < 1:

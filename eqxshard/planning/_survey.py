@@ -136,7 +136,7 @@ def _survey(request: Request, model: _Model, mesh: Mesh, code: str) -> Surveyed:
     split_rows = batch_sharding(mesh)
     batch = [(x, split_rows) for x in jax.tree.leaves(request.batch)]
     return Surveyed(
-        _hash([code, text, *_settings(request), *_specs(layout, state)]),
+        _hash([code, text, *compiler_settings(request), *_specs(layout, state)]),
         _bytes(zip(arrays, layout.flat(state), strict=True)),
         _bytes(batch) + _least_gradients(request, params, layout),
     )
@@ -178,15 +178,18 @@ def _specs(layout: StateLayout, state: TrainState) -> list[str]:
     return found
 
 
-def _settings(request: Request) -> list[str]:
+def compiler_settings(request: Request) -> list[str]:
     """What the compiler is told, other than the step."""
     flags = os.environ.get("XLA_FLAGS", "").split()
+    # Of several, Python imports the first. The compiler for GPUs has JAX's version.
+    libtpu = [x.version for x in importlib.metadata.distributions(name="libtpu")][:1]
     return [
         jax.__version__,
         importlib.metadata.version("jaxlib"),
         repr(dict(request.mesh_shape)),
         repr(dataclasses.asdict(request.target)),
         request.backend,
+        *(libtpu if request.backend == "tpu" else []),
         *[flag for flag in flags if not flag.startswith("--xla_dump")],
         os.environ.get("LIBTPU_INIT_ARGS", ""),
     ]

@@ -50,10 +50,24 @@ def test_every_line_is_one_of_the_user(found):
     assert files <= {"transformer.py", "test_causes.py"}
 
 
-def test_sums_over_other_axes_are_of_no_array(found):
-    for op, causes in found:
-        if op.kind == "all-reduce" and max(op.bytes, 64) == 64:
-            assert causes.leaves(op) == ()
+SUM = """
+ENTRY %main (a: f32[4,8]) -> f32[4,8] {
+  %a = f32[4,8] parameter(0)
+  ROOT %sum = f32[4,8] all-reduce(%a), replica_groups=GROUPS, to_apply=%add
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("groups", "leaves"),
+    # Along `data`, along `tensor` and along both.
+    [("{{0,2},{1,3}}", ("up",)), ("{{0,1},{2,3}}", ()), ("{{0,1,2,3}}", ("up",))],
+)
+def test_sums_over_other_axes_are_of_no_array(groups, leaves):
+    module = parse_module(SUM.replace("GROUPS", groups))
+    causes = Causes(module, {"data": 2, "tensor": 2}, {}, [Leaf("up", (4, 8), 128)])
+    (operation,) = find_collectives(module, 4)
+    assert causes.leaves(operation) == leaves
 
 
 TWO = """

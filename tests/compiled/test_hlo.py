@@ -52,8 +52,8 @@ def test_loops_may_start_anywhere_and_take_any_steps(start, stop, step):
     text = jax.jit(count).lower(X).compile().as_text() or ""
     for shown in (text, text.replace("known_trip_count", "other")):
         counts = list(products(parse_module(shown)).values())
-        assert counts in ([len(range(start, stop, step))], [])
-    assert counts or start > stop
+        # What never runs may be gone.
+        assert counts == [len(range(start, stop, step))] or (start > stop and not counts)
 
 
 def test_loops_of_unknown_length_have_no_count():

@@ -11,8 +11,25 @@ from helpers import needs_new_jax
 from plan_helpers import BATCH, REQUEST
 
 import eqxshard
-from eqxshard.planning._compile import compile_plan, count_examples, tpu_topology
+from eqxshard.compiled._hlo import parse_module
+from eqxshard.planning._compile import (
+    compile_plan,
+    count_examples,
+    count_flops,
+    read_dump,
+    tpu_topology,
+)
 from eqxshard.planning._targets import Target
+
+PARTITIONED = "module_0001.jit_train_step.0001.after_spmd-partitioning.txt"
+
+
+@pytest.fixture
+def dump(tmp_path):
+    """Where the compiler for CPUs would have written the step's text."""
+    text = "ENTRY %main () -> f32[] {\n  ROOT %zero = f32[] constant(0)\n}\n"
+    (tmp_path / PARTITIONED).write_text(text)
+    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -39,7 +56,7 @@ def test_tokens_are_integers_in_rows():
 
 
 @needs_new_jax
-def test_offloaded_state_is_counted_apart(tmp_path):
+def test_offloaded_state_is_counted_apart(dump):
     def plan(rule):
         given: dict[str, Any] = {
             "make_model": lint_helpers.MLP,
@@ -48,7 +65,7 @@ def test_offloaded_state_is_counted_apart(tmp_path):
         given |= {"loss_fn": lint_helpers.square_losses, "rule": rule}
         batch = {"x": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
         request = dataclasses.replace(REQUEST, **given, batch=batch)
-        return compile_plan(request, tmp_path).memory
+        return compile_plan(request, dump).memory
 
     here, there = plan(lint_helpers.FSDP), plan(eqxshard.offload(lint_helpers.FSDP))
     assert here.host == 0 and here.optimizer == here.parameters
@@ -61,14 +78,32 @@ def losses_with_a_table(model, batch, key):
     return lint_helpers.square_losses(model, batch, key) + jnp.sum(table * batch["x"][0, 0])
 
 
-def test_findings_are_those_of_lint(tmp_path):
+def test_findings_are_those_of_lint(dump):
     given: dict[str, Any] = {"make_model": lint_helpers.MLP, "loss_fn": losses_with_a_table}
     batch = {"x": jax.ShapeDtypeStruct((512, 64), jnp.float32)}
     given |= {"optim": lint_helpers.OPTIM, "batch": batch, "rule": lint_helpers.FSDP}
-    plan = compile_plan(dataclasses.replace(REQUEST, **given), tmp_path)
+    plan = compile_plan(dataclasses.replace(REQUEST, **given), dump)
     assert [each.kind for each in plan.findings] == ["constant"]
     step = eqxshard.make_train_step(losses_with_a_table, lint_helpers.OPTIM)
     assert plan.findings == eqxshard.lint(step, lint_helpers.make_state(fsdp=8), batch)
+
+
+def test_a_step_without_its_text_is_an_error_not_zeros(dump):
+    assert "ENTRY" in read_dump(dump, 8)
+    (dump / PARTITIONED).unlink()
+    with pytest.raises(ValueError, match="nothing can be counted; remove --xla_dump flags"):
+        read_dump(dump, 8)
+
+
+def test_of_a_condition_the_branch_with_the_most_operations_counts():
+    def switch(i, x):
+        branches = [lambda x: x, lambda x: x @ x, lambda x: x @ x @ x]
+        return jax.lax.scan(lambda x, _: (jax.lax.switch(i, branches, x), None), x, None, 5)
+
+    x = jax.ShapeDtypeStruct((32, 32), jnp.float32)
+    text = jax.jit(switch).lower(jnp.int32(0), x).compile().as_text() or ""
+    assert "branch_computations" in text
+    assert count_flops(parse_module(text)) == {"float32": 5 * 2 * 2 * 32**3}
 
 
 @pytest.mark.slow

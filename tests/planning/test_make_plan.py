@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import lint_helpers
 import optax
 import pytest
 from grades import graded
@@ -55,6 +56,27 @@ def test_the_state_has_the_bytes_that_it_has_on_devices(plan):
     assert memory.batch == 16 * 17 * 4 // 8
     assert memory.device == 151_397_597_184 and plan.fits
     assert memory.peak > memory.temporaries > memory.gradients
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_operations_are_those_counted_by_hand(devices, monkeypatch, tmp_path):
+    # A step out of the cache is not compiled, and XLA would say nothing of it.
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    plan = eqxshard.plan(
+        lint_helpers.MLP,
+        lint_helpers.square_losses,
+        lint_helpers.OPTIM,
+        {"x": jax.ShapeDtypeStruct((512, 64), jnp.float32)},
+        mesh_shape={"data": devices},
+        rule=eqxshard.replicate(),
+        nonfinite="ignore",
+        backend="cpu",
+    )
+    # Two products forward, two for the weights, one for what the second layer takes.
+    assert plan.flops == {"float32": 5 * 2 * 512 * 64 * 256 / devices}
+    assert plan.time is not None and plan.time.compute > 0
+    assert not [*tmp_path.iterdir()]
 
 
 def test_layers_are_gathered_in_the_loop_and_named(plan):

@@ -4,7 +4,10 @@ from eqxshard.compiled._communication import find_collectives
 from eqxshard.compiled._hlo import parse_module
 from eqxshard.planning._rewrites import rewrite_collectives
 
-HEAD = "ENTRY %main (p: f32[32,32], i: s32[]) -> f32[] {\n"
+ADD = "%add (x: f32[], y: f32[]) -> f32[] {\n  %x = f32[] parameter(0)\n"
+ADD += "  %y = f32[] parameter(1)\n  ROOT %z = f32[] add(%x, %y)\n}\n\n"
+HEAD = ADD + ADD.replace("%add", "%again") + ADD.replace("add", "maximum")
+HEAD += "ENTRY %main (p: f32[32,32], i: s32[]) -> f32[] {\n"
 HEAD += "  %p = f32[32,32]{1,0} parameter(0)\n  %i = s32[] parameter(1)\n"
 REDUCE = "f32[32,32]{1,0} all-reduce(%p), replica_groups=[2,4]<=[8], to_apply=%add"
 PART = "dynamic-slice(%{}, %i, %i), dynamic_slice_sizes={{8,32}}"
@@ -51,7 +54,49 @@ def test_sums_of_reductions_are_reductions_of_sums():
     assert len(rewritten(*lines)) == 2
 
 
+OTHER_WAYS = [
+    ("replica_groups=[2,4]<=[8]", "replica_groups=[2,4]<=[4,2]T(1,0)"),
+    ("to_apply=%add", "to_apply=%maximum"),
+]
+
+
+@pytest.mark.parametrize("ways", OTHER_WAYS)
+def test_reductions_along_other_axes_or_of_another_kind_are_not_one(ways):
+    lines = [
+        "%q = f32[32,32]{1,0} tanh(%p)",
+        f"%y = {REDUCE}",
+        f"%z = {REDUCE.replace(*ways)}",
+        "ROOT %s = f32[32,32]{1,0} add(%y, %z)",
+    ]
+    assert len(rewritten(*lines)) == 2
+    lines[2] = lines[2].replace("%p", "%q")
+    assert len(rewritten(*lines)) == 2
+
+
+def test_the_sum_of_maxima_is_not_the_maximum_of_sums():
+    largest = REDUCE.replace("%add", "%maximum")
+    lines = ["%q = f32[32,32]{1,0} tanh(%p)", f"%y = {largest}"]
+    lines += [f"%z = {largest.replace('%p', '%q')}"]
+    assert len(rewritten(*lines, "ROOT %s = f32[32,32]{1,0} add(%y, %z)")) == 2
+
+
+def test_a_reduction_that_something_else_needs_stays():
+    lines = [
+        "%q = f32[32,32]{1,0} tanh(%p)",
+        f"%y = {REDUCE}",
+        f"%z = {REDUCE.replace('%p', '%q')}",
+        "%s = f32[32,32]{1,0} add(%y, %z)",
+        "ROOT %t = (f32[32,32]{1,0}, f32[32,32]{1,0}) tuple(%s, %y)",
+    ]
+    assert len(rewritten(*lines)) == 2
+
+
 def test_equal_collectives_are_one_and_unused_ones_none():
     twice = "ROOT %z = f32[32,32]{1,0} multiply(%a, %b)"
-    assert len(rewritten(f"%a = {REDUCE}", f"%b = {REDUCE}", twice)) == 1
+    again = REDUCE.replace("%add", "%again")
+    assert len(rewritten(f"%a = {REDUCE}", f"%b = {again}", twice)) == 1
+    moved = "f32[32,32]{1,0} all-to-all(%p), replica_groups=[2,4]<=[8], dimensions={0}"
+    other = moved.replace("{0}", "{1}")
+    assert len(rewritten(f"%a = {moved}", f"%b = {moved}", twice)) == 1
+    assert len(rewritten(f"%a = {moved}", f"%b = {other}", twice)) == 2
     assert rewritten(f"%a = {REDUCE}", "ROOT %z = f32[32,32]{1,0} tanh(%p)") == []

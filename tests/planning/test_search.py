@@ -52,6 +52,12 @@ def searches(tmp_path_factory):
     return search(), search()
 
 
+@pytest.mark.parametrize("devices", [0, -4])
+def test_devices_are_counted_from_one(devices):
+    with pytest.raises(ValueError, match=f"devices={devices} must be at least 1"):
+        eqxshard.plan_search(*GIVEN, devices=devices, rules=RULE)
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_by_its_state_is_not_compiled(searches):
     search, _ = searches

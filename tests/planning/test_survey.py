@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from types import SimpleNamespace
 
 import equinox as eqx
 import jax
@@ -11,7 +12,7 @@ from transformer import Transformer
 
 import eqxshard
 from eqxshard.planning._request import Survey
-from eqxshard.planning._survey import describe, survey_all
+from eqxshard.planning._survey import compiler_settings, describe, survey_all
 
 OPTIONS = REQUEST.options
 
@@ -81,3 +82,15 @@ def test_functions_are_told_apart_by_the_values_that_they_hold(other):
         return partial(lambda x, y: (x, value), y=[value])
 
     assert describe(make(1)) == describe(make(1)) != describe(make(other))
+
+
+def test_a_plan_for_tpus_is_one_of_a_version_of_their_compiler(monkeypatch):
+    def settings(version, **changes):
+        def installed(name):
+            return [SimpleNamespace(version=version)]
+
+        monkeypatch.setattr("importlib.metadata.distributions", installed)
+        return compiler_settings(dataclasses.replace(REQUEST, **changes))
+
+    assert settings("0.0.40", backend="tpu") != settings("0.0.41", backend="tpu")
+    assert settings("0.0.40") == settings("0.0.41")
