@@ -1,7 +1,7 @@
 """The best checkpoint of a folder, by a metric."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from ..distributed import broadcast_from_first
@@ -27,8 +27,13 @@ class Best:
 
     def step(self) -> int | None:
         """The step of the best checkpoint; of equals, the latest."""
-        scores = self._scores()
-        return max(scores, key=lambda step: (scores[step], step), default=None)
+        return _best_of(self._scores(self._folder.known_steps())[0])
+
+    def candidates(self, steps: Iterable[int]) -> set[int]:
+        """The best of some steps, and those that may be better but cannot be read now."""
+        scores, unread = self._scores(steps)
+        best = _best_of(scores)
+        return unread if best is None else {best, *unread}
 
     def is_beaten_by(self, metrics: Mapping[str, float]) -> bool:
         """Whether metrics are better than those of every checkpoint.
@@ -44,11 +49,29 @@ class Best:
                 f"{', '.join(metrics)}."
             )
         value = metrics.get(self.metric, math.nan)
-        best = max(self._scores().values(), default=-math.inf)
+        scores, _ = self._scores(self._folder.known_steps())
+        best = max(scores.values(), default=-math.inf)
         better = math.isfinite(value) and self._sign * value > best
         # Processes may see a shared folder at different times.
         return broadcast_from_first(better)
 
-    def _scores(self) -> dict[int, float]:
-        values = {} if self.metric is None else self._folder.metric(self.metric)
-        return {step: self._sign * value for step, value in values.items()}
+    def _scores(self, steps: Iterable[int]) -> tuple[dict[int, float], set[int]]:
+        """By step, the scores of those that have one; and the steps that cannot be read."""
+        scores: dict[int, float] = {}
+        unread: set[int] = set()
+        if self.metric is None:
+            return scores, unread
+        for step in steps:
+            try:
+                value = self._folder.metric(step, self.metric)
+            # Not only OSError: packages for object stores have errors of their own.
+            except Exception:
+                unread.add(step)
+                continue
+            if value is not None:
+                scores[step] = self._sign * value
+        return scores, unread
+
+
+def _best_of(scores: Mapping[int, float]) -> int | None:
+    return max(scores, key=lambda step: (scores[step], step), default=None)

@@ -90,7 +90,7 @@ class Checkpointer:
         self._save_interval_seconds = save_interval_seconds
         self._best = Best(self._folder, best, mode)
         self._last_save = time.monotonic()
-        self._writer = CheckpointWriter(self._folder, self._keep, on_error == "raise")
+        self._writer = CheckpointWriter(self._folder, self._outdated, on_error == "raise")
 
     def steps(self) -> list[int]:
         """The steps with complete checkpoints, in order."""
@@ -303,9 +303,12 @@ class Checkpointer:
         """
         self._writer.wait()
 
-    def _keep(self, newest: int) -> set[int | None]:
-        last = self._folder.good_steps()[-self._max_to_keep :]
-        return {*last, newest, self.best_step()}
+    def _outdated(self, newest: int) -> set[int]:
+        # Listed once: what is not seen now, and may be the best, must not be removed.
+        steps = self._folder.steps()
+        good = self._folder.good_ones(steps)
+        last = good[-self._max_to_keep :]
+        return {*steps} - {*last, newest} - self._best.candidates(good)
 
 
 def _combine(like: Any, static: Static, values: list[Any]) -> Any:

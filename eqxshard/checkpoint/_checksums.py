@@ -6,6 +6,7 @@ verifies it, too.
 """
 
 import hashlib
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,8 +23,8 @@ def write_checksums(folder: Any) -> None:
 
     - `folder`: an `etils.epath.Path`.
     """
-    lines = [f"{digest}  {name}\n" for name, digest in sorted(_digests(folder).items())]
-    text = "".join(lines)
+    digests = _digests(_files(folder))
+    text = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
     if is_remote(folder):
         # Objects appear whole, and some stores cannot rename them.
         (folder / CHECKSUMS).write_text(text)
@@ -40,11 +41,18 @@ def invalidate(folder: Any) -> None:
 
 def is_complete(folder: Any) -> bool:
     """Whether a folder was completed, whatever has happened to it since."""
-    return (folder / CHECKSUMS).exists()
+    # Not `exists`, which takes an error of the file system for absence.
+    try:
+        return any(path.name == CHECKSUMS for path in folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def verify(folder: Any) -> str | None:
-    """A sentence on how a folder differs from when it was completed; `None` if equal."""
+    """A sentence on how a folder differs from when it was completed; `None` if equal.
+
+    Hidden files that were added do not count, such as the `.DS_Store` of macOS.
+    """
     try:
         lines = (folder / CHECKSUMS).read_text().splitlines()
         digests = (line.split("  ", 1) for line in lines)
@@ -52,7 +60,8 @@ def verify(folder: Any) -> str | None:
     except (OSError, ValueError):
         return f"{CHECKSUMS} cannot be read"
     try:
-        found = _digests(folder)
+        files = _files(folder)
+        found = _digests({k: v for k, v in files.items() if k in written or not _hidden(k)})
     except OSError as error:
         return f"{error.filename or 'a file'} cannot be read: {error.strerror or error}"
     for name in sorted(written.keys() | found.keys()):
@@ -65,20 +74,25 @@ def verify(folder: Any) -> str | None:
     return None
 
 
-def _digests(folder: Any) -> dict[str, str]:
-    files = {name: file for name, file in _files(folder, "") if name != CHECKSUMS}
+def _hidden(name: str) -> bool:
+    return any(part.startswith(".") for part in name.split("/"))
+
+
+def _digests(files: Mapping[str, Any]) -> dict[str, str]:
     # One core does a gigabyte a second.
     with ThreadPoolExecutor() as threads:
         return dict(zip(files, threads.map(_digest, files.values())))
 
 
-def _files(folder: Any, prefix: str) -> list[tuple[str, Any]]:
-    files = []
+def _files(folder: Any, prefix: str = "") -> dict[str, Any]:
+    """By name, every file but that of the checksums."""
+    files: dict[str, Any] = {}
     for path in folder.iterdir():
+        name = prefix + path.name
         if path.is_dir():
-            files += _files(path, f"{prefix}{path.name}/")
-        else:
-            files.append((prefix + path.name, path))
+            files |= _files(path, f"{name}/")
+        elif name != CHECKSUMS:
+            files[name] = path
     return files
 
 

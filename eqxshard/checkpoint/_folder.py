@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import os
-from collections.abc import Collection
+from collections.abc import Iterable
 from typing import Any
 
 from ..distributed import (
@@ -74,7 +74,11 @@ class CheckpointFolder:
 
     def good_steps(self) -> list[int]:
         """The steps whose checkpoints were not found damaged."""
-        return [step for step in self.steps() if step not in self._damaged]
+        return self.good_ones(self.steps())
+
+    def good_ones(self, steps: Iterable[int]) -> list[int]:
+        """Those of some steps whose checkpoints were not found damaged."""
+        return [step for step in steps if step not in self._damaged]
 
     def known_steps(self) -> list[int]:
         """As `good_steps`; none if the folder cannot be listed at the moment."""
@@ -91,14 +95,12 @@ class CheckpointFolder:
             raise ValueError(f"{FILE} is not text") from None
         return Description.from_json(text)
 
-    def metric(self, name: str) -> dict[int, float]:
-        """By step, a metric of each good checkpoint that has it."""
-        values: dict[int, float] = {}
-        for step in self.known_steps():
-            # Read without verifying: damage must not end a run.
-            with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-                values[step] = self.description(step).metrics[name]
-        return values
+    def metric(self, step: int, name: str) -> float | None:
+        """A metric of a checkpoint, or `None` if it has no such metric."""
+        # Read without verifying: damage must not end a run.
+        with contextlib.suppress(ValueError, LookupError, TypeError):
+            return self.description(step).metrics[name]
+        return None
 
     def check(self, step: int) -> Description:
         """Verify a checkpoint and return its description; raise if missing or damaged."""
@@ -176,14 +178,16 @@ class CheckpointFolder:
         folder = self.at(description.step)
         (folder / FILE).write_text(description.to_json())
         write_checksums(folder)
-        self._damaged.discard(description.step)
 
-    def keep_only(self, steps: Collection[int | None]) -> None:
-        """Remove the checkpoints of all other steps."""
-        for step in set(self.steps()) - set(steps):
+    def forget_damage(self, step: int) -> None:
+        """Count a step's checkpoint as good again: it is about to be replaced."""
+        self._damaged.discard(step)
+
+    def remove_all(self, steps: Iterable[int]) -> None:
+        """Remove the checkpoints of some steps."""
+        for step in steps:
             invalidate(self.at(step))
             self.remove(step)
-            self._damaged.discard(step)
 
     def claim_from(self, step: int) -> None:
         """Claim the folder for a run that starts from a step, or raise `ValueError`."""

@@ -214,7 +214,8 @@ def _substitute(
                 names_of[path] = (
                     None if replacement is None else re.sub(pattern, replacement, name)
                 )
-            except re.error as error:
+            # The replacement may name a group that the pattern lacks: an IndexError.
+            except (re.error, IndexError) as error:
                 raise ValueError(
                     f"rename: {pattern!r} or its replacement {replacement!r} is not a "
                     f"regular expression ({error}); escape special characters with a "

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..distributed import fetch_whole, is_main_process
+from ..distributed import broadcast_from_first, fetch_whole, is_main_process
 from ._weight_files import DTYPES, index_of
 from ._weight_matching import (
     Index,
@@ -66,7 +66,7 @@ def write_weights(
 ) -> None:
     """Write arrays to a file or, where they are too large for one, to several.
 
-    Process 0 writes; the others only take the arrays.
+    Process 0 writes; the others only take the arrays, and raise if it fails.
 
     **Arguments:**
 
@@ -79,10 +79,31 @@ def write_weights(
 
     `OSError` if a file cannot be written. What was at `path` before is still there then.
     """
-    if not is_main_process():
-        for _ in arrays:
-            pass  # All processes fetch each array together.
-        return
+    arrays, error = iter(arrays), None
+    if is_main_process():
+        try:
+            _write(path, arrays, max_bytes)
+        except Exception as first:
+            error = first
+    if jax.process_count() > 1:
+        # All processes fetch each array together, even if process 0 cannot write it.
+        try:
+            for _ in arrays:
+                pass
+        except Exception as other:
+            error = error or other
+    fault = None if error is None else str(error) or type(error).__name__
+    # So nobody goes on before the file is there, either.
+    fault = broadcast_from_first(fault)
+    if error is not None:
+        raise error
+    if fault is not None:
+        raise OSError(f"process 0 could not write {os.fspath(path)!r}: {fault}")
+
+
+def _write(
+    path: Path, arrays: Iterable[tuple[str, np.ndarray]], max_bytes: int | None
+) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     written: list[tuple[Path, list[str]]] = []
     few: dict[str, np.ndarray] = {}

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -27,18 +27,19 @@ class CheckpointWriter:
     **Arguments:**
 
     - `folder`: the run's checkpoints.
-    - `keep`: called with the step of a new checkpoint, returns the steps to keep.
+    - `outdated`: called with the step of a new checkpoint, returns the steps whose
+        checkpoints to remove.
     - `raises`: whether a failure is raised when the next checkpoint is due.
     """
 
     def __init__(
         self,
         folder: CheckpointFolder,
-        keep: Callable[[int], Collection[int | None]],
+        outdated: Callable[[int], Iterable[int]],
         raises: bool,
     ):
         self._folder = folder
-        self._keep = keep
+        self._outdated = outdated
         self._raises = raises
         self._cleaned = False
         # One thread, so that checkpoints do not overlap; started when first needed.
@@ -66,6 +67,8 @@ class CheckpointWriter:
         try:
             if fault is not None:
                 raise OSError(fault)
+            # In all processes, which must agree on what is damaged.
+            self._folder.forget_damage(step)
             response = write(self._folder.at(step), dict(leaves))
         # Whatever keeps a checkpoint from being written, training continues.
         except Exception as error:
@@ -113,10 +116,10 @@ class CheckpointWriter:
         fault = self._folder.claim()
         if fault is not None:
             return fault
+        if not self._cleaned:
+            self._cleaned = True
+            self._remove_old(self._folder.clean)
         try:
-            if not self._cleaned:
-                self._folder.clean()
-                self._cleaned = True
             self._folder.remove(step)
         except Exception as error:
             return reason(error)
@@ -138,10 +141,18 @@ class CheckpointWriter:
                 )
                 return
             self._folder.complete(description)
-            self._folder.keep_only(self._keep(step))
         except Exception as error:
             if response is self._current:
                 self._report_failure(step, error)
+            return
+        self._remove_old(lambda: self._folder.remove_all(self._outdated(step)))
+
+    def _remove_old(self, remove: Callable[[], None]) -> None:
+        """Call a function that removes old checkpoints; a new one does not need it."""
+        try:
+            remove()
+        except Exception as error:
+            _LOG.error("old checkpoints could not be removed: %s.", reason(error))
 
     def _report_failure(self, step: int, error: Exception) -> None:
         why = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__

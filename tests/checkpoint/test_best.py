@@ -1,7 +1,12 @@
+import errno
+
+import equinox as eqx
 import pytest
+from checkpoint_helpers import new_state
 from loop_helpers import fresh, make_loader
 
 import eqxshard
+from eqxshard.checkpoint._folder import CheckpointFolder
 
 
 @pytest.fixture(scope="module")
@@ -74,3 +79,39 @@ def test_without_a_metric_nothing_is_best(scored):
 def test_in_an_empty_folder_anything_finite_is_best(tmp_path):
     found = eqxshard.Checkpointer(tmp_path, best="eval/score")
     assert found.best_step() is None and found.is_best({"eval/score": -5.0})
+
+
+@pytest.mark.parametrize("kind", [OSError, RuntimeError])
+def test_the_best_is_kept_if_it_cannot_be_read_for_a_moment(tmp_path, monkeypatch, kind):
+    found = eqxshard.Checkpointer(tmp_path, max_to_keep=1, best="eval/score")
+
+    def save(step, score):
+        state = new_state()
+        state = eqx.tree_at(lambda s: s.step, state, state.step + step)
+        found.save(state, metrics={"eval/score": score})
+        found.wait()
+
+    save(1, 0.9)
+    save(2, 0.1)
+    read = CheckpointFolder.description
+
+    def fails(self, step):
+        if step == 1:
+            raise kind(errno.EIO, "Input/output error")
+        return read(self, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointFolder, "description", fails)
+        save(3, 0.2)
+        assert found.best_step() == 3 and found.is_best({"eval/score": 0.3})
+    # Step 3 was the best that could be read; the others were removed as always.
+    assert found.steps() == [1, 3] and found.best_step() == 1
+    save(4, 0.1)
+    assert found.steps() == [1, 4]
+
+
+def test_the_best_is_kept_if_it_is_not_listed_for_a_moment(tmp_path, monkeypatch):
+    found = eqxshard.Checkpointer(tmp_path, max_to_keep=1, best="eval/score")
+    listings = iter([[2], [1, 2]])
+    monkeypatch.setattr(CheckpointFolder, "steps", lambda self: next(listings, [1, 2]))
+    assert found._outdated(2) == set()

@@ -46,6 +46,32 @@ def test_damage_is_named(folder, damage, says):
     assert verify(folder) == says
 
 
+def test_hidden_files_that_were_added_do_not_count(folder):
+    # As the Finder of macOS, editors and network file systems leave them.
+    (folder / ".DS_Store").write_text("x")
+    (folder / "below" / "._b.txt").write_text("x")
+    (folder / ".ipynb_checkpoints").mkdir()
+    (folder / ".ipynb_checkpoints" / "a.txt").write_text("x")
+    assert verify(folder) is None
+
+
+def test_hidden_files_that_were_there_count(folder):
+    (folder / ".hidden").write_text("x")
+    write_checksums(folder)
+    (folder / ".hidden").write_text("y")
+    assert verify(folder) == ".hidden has changed since it was written"
+
+
+def test_a_folder_that_cannot_be_read_is_not_called_incomplete(tmp_path):
+    (tmp_path / "file").touch()
+    assert not is_complete(epath.Path(tmp_path / "file"))
+    assert not is_complete(epath.Path(tmp_path / "nothing"))
+    # An error of the file system.
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(OSError, match="loop"):
+        is_complete(epath.Path(tmp_path / "loop"))
+
+
 def test_an_invalidated_folder_does_not_count(folder):
     invalidate(folder)
     assert not is_complete(folder)

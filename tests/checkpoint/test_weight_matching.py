@@ -80,7 +80,9 @@ def test_a_pattern_that_matches_nothing_is_refused(file):
         load(file, {"norm": {"weight": like((8,))}}, {"nrom": "x"})
 
 
-@pytest.mark.parametrize(("pattern", "replacement"), [("(", ""), ("norm", r"\2")])
+@pytest.mark.parametrize(
+    ("pattern", "replacement"), [("(", ""), ("norm", r"\2"), ("(norm)", r"\g<w>")]
+)
 def test_what_is_not_a_regular_expression_is_refused(file, pattern, replacement):
     with pytest.raises(ValueError, match=r"is not a regular expression \(.*; escape"):
         load(file, {"norm": like((8,))}, {pattern: replacement})

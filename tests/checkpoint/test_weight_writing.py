@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import tracemalloc
 
 import jax
@@ -9,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_equal, make_mesh
+from process_helpers import finished
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
 import eqxshard
+from eqxshard.checkpoint import _weight_writing
 
 RNG = np.random.default_rng(0)
 
@@ -270,6 +273,72 @@ def test_the_host_holds_one_file_at_a_time(tmp_path):
     # A file, the array that did not fit into it, and what JAX keeps of its programs.
     assert peak - before < most + size / 8 + most < size
     assert after - before < most
+
+
+# Several processes
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_all_processes_learn_that_nothing_was_written(tmp_path, monkeypatch, is_main):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(_weight_writing, "is_main_process", lambda: is_main)
+    sent = []
+
+    def broadcast(value):
+        sent.append(value)
+        return value if is_main else "Not a directory"
+
+    monkeypatch.setattr(_weight_writing, "broadcast_from_first", broadcast)
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "model.safetensors"
+    arrays = iter([("a", np.zeros(2)), ("b", np.zeros(2))])
+    says = "File exists" if is_main else f"process 0 could not write '{path}': Not a dir"
+    with pytest.raises(OSError, match=says):
+        _weight_writing.write_weights(path, arrays, None)
+    # Each array is fetched by all processes together, and then they meet once.
+    assert [*arrays] == [] and len(sent) == 1
+
+
+PROCESSES = """
+import sys
+import jax, jax.numpy as jnp
+import eqxshard
+
+eqxshard.initialize()
+mesh = eqxshard.make_mesh(data=1, fsdp=2)
+there = jax.NamedSharding(mesh, jax.P("fsdp"))
+x = jax.jit(lambda: jnp.arange(8.0), out_shardings=there)()
+for path in sys.argv[1:]:
+    try:
+        eqxshard.save_weights(path, {"x": x, "y": 2 * x})
+        print("is there:", eqxshard.load_weights(path, {"x": x, "y": x})["y"].shape)
+    except OSError as error:
+        print(error)
+print("sum:", float(jnp.sum(x)))
+"""
+
+
+@pytest.mark.slow
+def test_an_error_of_process_0_is_raised_in_all(tmp_path):
+    script, file = tmp_path / "script.py", tmp_path / "file"
+    script.write_text(PROCESSES)
+    file.touch()
+    bad, good = file / "w.safetensors", tmp_path / "w.safetensors"
+    command = [sys.executable, "-m", "eqxshard.launch", "--processes=2"]
+    env = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    status, out, err = finished(
+        [*command, "--devices-per-process=1", script, bad, good], env=env
+    )
+    assert status == 0, out + err
+    why = f"[Errno 17] File exists: '{file}'"
+    assert sorted(out.splitlines()) == [
+        "[0] " + why,
+        "[0] is there: (8,)",
+        "[0] sum: 28.0",
+        "[1] is there: (8,)",
+        f"[1] process 0 could not write '{bad}': {why}",
+        "[1] sum: 28.0",
+    ]
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o002, 0o027])

@@ -1,17 +1,19 @@
 """Checkpoints that are written while training continues, and failures of that."""
 
+import errno
 import gc
 import os
 
 import equinox as eqx
 import jax.numpy as jnp
 import pytest
-from checkpoint_helpers import like, new_state
+from checkpoint_helpers import copied, like, new_state
 from helpers import (
     make_loader,
 )
 
 import eqxshard
+from eqxshard.checkpoint import _folder
 
 
 def test_nan_is_never_saved(tmp_path, train_step, caplog):
@@ -115,3 +117,58 @@ def test_an_error_of_a_save_is_logged_and_raised_by_wait(tmp_path, monkeypatch, 
     checkpointer.save(new_state())
     checkpointer.wait()
     assert checkpointer.steps() == [0]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_only_logged(
+    tmp_path, train_step, monkeypatch, caplog
+):
+    remove = _folder._remove
+
+    def fails(path):
+        if path.name == "1":
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+        remove(path)
+
+    checkpointer = eqxshard.Checkpointer(
+        tmp_path, max_to_keep=1, save_interval_steps=1, on_error="raise"
+    )
+    state = eqxshard.fit(
+        new_state(), train_step, make_loader(), steps=1, checkpointer=checkpointer
+    )
+    monkeypatch.setattr(_folder, "_remove", fails)
+    eqxshard.fit(state, train_step, make_loader(), steps=3, checkpointer=checkpointer)
+    (line,) = [r.message for r in caplog.records if r.name.startswith("eqxshard")]
+    assert line == "old checkpoints could not be removed: Directory not empty."
+    assert checkpointer.steps() == [3]
+    # What is left of it does not keep a later run from saving.
+    again = eqxshard.Checkpointer(tmp_path, on_error="raise")
+    state = again.restore(like())
+    eqxshard.fit(state, train_step, make_loader(), steps=4, checkpointer=again)
+    assert again.steps() == [3, 4]
+
+
+class Written:
+    """What `write` returns, for a process whose part is written."""
+
+    def result(self):
+        pass
+
+
+def test_a_damaged_checkpoint_that_is_replaced_is_good_in_all_processes(
+    checkpoints, tmp_path, monkeypatch
+):
+    folder = copied(checkpoints, tmp_path)
+    (folder / "10" / "description.json").write_text("{")
+    first, other = eqxshard.Checkpointer(folder), eqxshard.Checkpointer(folder)
+    for each in (first, other):
+        assert int(each.restore(like()).step) == 8
+    states = {"history": [1, 2]}
+    first.save(checkpoints[1], callbacks=states)
+    first.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr("eqxshard.checkpoint._writer.is_main_process", lambda: False)
+        patch.setattr("eqxshard.checkpoint._writer.write", lambda *args: Written())
+        other.save(checkpoints[1], callbacks=states)
+        other.wait()
+    for each in (first, other):
+        assert each.claim_run(10, None) == states
