@@ -313,6 +313,9 @@ def test_the_files_of_a_page_run_as_it_says(page, tmp_path):
         if used - ran:
             settings, words = split_command(command.words)
             done = run(words, tmp_path, **settings)
+            if "terminate called without an active exception" in done.stderr:
+                # Once in many runs, a thread of PyTorch's aborts the exit of Python.
+                done = run(words, tmp_path, **settings)
             assert done.returncode == 0, f"{command}: {done.stderr}"
             ran |= used
     assert ran == files(page).keys()
