@@ -100,13 +100,10 @@ def explain(
         arrays = [leaf for _, leaf in array_leaves(opt_state)]
         shardings = jax.tree.leaves(layout.opt_state)
         placed = list(zip(arrays, shardings, strict=True))
-        optimizer_state = _bytes(placed)
-        # They are in memory of the host's, so no device holds them.
+        # What is in the host's memory, no device holds.
         away = [pair for pair in placed if pair[1].memory_kind == HOST_MEMORY]
-        host = _bytes(away).per_device
-        optimizer_state = optimizer_state._replace(
-            per_device=optimizer_state.per_device - host
-        )
+        host, (whole, parts) = _bytes(away).per_device, _bytes(placed)
+        optimizer_state = Bytes(whole, parts - host)
     return Explanation(
         leaves=tuple(rows),
         mesh=mesh,

@@ -1,10 +1,9 @@
 """The time line of a plan's page: what a device does above what its links do."""
 
-import math
 from collections.abc import Sequence
 
 from ..pages._bars import percent
-from ..pages._format import format_seconds
+from ..pages._format import format_seconds, round_number
 from ..pages._html import Markup, tag
 from ._collectives import PlannedCollective, join_axes
 from ._timeline import PlannedSpan
@@ -95,8 +94,4 @@ def kind_style(kind: str) -> str:
 
 def _tick(whole: float) -> float:
     """A round number of seconds, of which a time line has four to ten."""
-    if not whole:
-        return 0.0
-    power = 10.0 ** math.floor(math.log10(whole / 4))
-    # A power that is rounded up may be too large.
-    return next(n * power for n in (5, 2, 1, 0.5) if n * power <= whole / 4)
+    return round_number(whole / 4) if whole else 0.0

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ..checkpoint._folder import CheckpointFolder
 from ..loop._clock import goodput
-from ..trackers._jsonl import read_whole_lines
+from ..trackers._jsonl import or_nan, read_whole_lines
 from ..trackers._values import Metric, metrics, times
 from ._folder import RunFolder, read_values
 
@@ -189,8 +189,8 @@ def read_run(folder: RunFolder) -> RecordedRun:
 
 
 def _report(line: Mapping[str, Any]) -> Reported:
-    found = {k: math.nan if v is None else v for k, v in line.items() if k != "step"}
-    values = {k: float(v) for k, v in found.items() if isinstance(v, int | float)}
+    found = {k: v for k, v in line.items() if isinstance(v, int | float | None)}
+    values = {k: float(or_nan(v)) for k, v in found.items() if k != "step"}
     own = list(metrics(values))
     return Reported(line["step"], values.get("epoch"), values, times(values), own)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..pages._format import round_number
 from ..pages._html import Markup, join, tag
 from ._read_run import RecordedRun
 
@@ -228,9 +229,7 @@ def _span(values: Sequence[int | float], margin: float) -> tuple[float, float]:
 
 def _ticks(low: float, high: float) -> list[float]:
     """Three to eight round numbers between two others."""
-    power = 10.0 ** math.floor(math.log10((high - low) / 3))
-    # A power that is rounded up may be too large.
-    step = next(n * power for n in (5, 2, 1, 0.5) if n * power <= (high - low) / 3)
+    step = round_number((high - low) / 3)
     return [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 

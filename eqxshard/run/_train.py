@@ -1,6 +1,5 @@
 """`train`: everything a training script does around `fit`."""
 
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from ..sharding._leaf_rules import replicate
 from ..sharding._leaves import is_array
 from ..sharding._mesh import describe_mesh
 from ..sharding._rule import Rule, rule_name
+from ..trackers._jsonl import or_nan
 from ..training._config import Nonfinite
 from ..training._eval_step import make_eval_step
 from ..training._init import abstract_state, init_state
@@ -358,16 +358,11 @@ def _finish(
     summary = broadcast_from_first(summary)
     tests = {k: v for k, v in summary.items() if k.startswith("test_")}
     metrics = {
-        key.removeprefix("test_"): _from_json(value)
+        key.removeprefix("test_"): or_nan(value)
         for key, value in tests.items()
         if not key.endswith("_by_epoch")
     }
-    per_second = f"{_from_json(summary[f'{unit}_per_second']):,.0f}"
-    pace = _from_json(summary["seconds_per_epoch"])
+    per_second = f"{or_nan(summary[f'{unit}_per_second']):,.0f}"
+    pace = or_nan(summary["seconds_per_epoch"])
     speed = f"{pace:.1f} s/epoch | {per_second} {unit}/s"
     return RunResult(state, metrics, speed, title, folder.path, summary)
-
-
-def _from_json(value: float | None) -> float:
-    """A number of a summary, which has null for nan, as JSON has no nan."""
-    return math.nan if value is None else value

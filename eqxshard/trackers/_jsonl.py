@@ -125,5 +125,10 @@ def _step(line: Mapping[str, Any]) -> int | float:
     return step if isinstance(step, int) else math.inf
 
 
+def or_nan(value: float | None) -> float:
+    """A number of a log or a summary, where null stands for what JSON cannot write."""
+    return math.nan if value is None else value
+
+
 def _or_null(value: float) -> float | None:
     return value if math.isfinite(value) else None

@@ -1,4 +1,25 @@
-from eqxshard.pages._format import format_bytes, format_flops, format_seconds
+import math
+
+import pytest
+
+from eqxshard.pages._format import (
+    format_bytes,
+    format_flops,
+    format_seconds,
+    round_number,
+)
+
+
+@pytest.mark.parametrize(
+    "most, number", [(1.0, 1.0), (4.9, 2.0), (70.0, 50.0), (0.1, 0.1), (0.0999, 0.05)]
+)
+def test_round_numbers_are_at_most_what_is_asked_for(most, number):
+    assert round_number(most) == pytest.approx(number, rel=1e-12)
+
+
+def test_a_power_of_ten_that_is_rounded_up_is_not_taken():
+    # Its logarithm is -1.
+    assert round_number(math.nextafter(0.1, 0)) == 0.05
 
 
 def test_bytes_are_written_in_the_unit_that_fits():

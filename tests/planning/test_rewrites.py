@@ -13,6 +13,13 @@ REDUCE = "f32[32,32]{1,0} all-reduce(%p), replica_groups=[2,4]<=[8], to_apply=%a
 PART = "dynamic-slice(%{}, %i, %i), dynamic_slice_sizes={{8,32}}"
 
 
+def joined(y, z, *more, by="add"):
+    """A result of two collectives."""
+    lines = ["%q = f32[32,32]{1,0} tanh(%p)", f"%y = {y}", f"%z = {z}"]
+    last = f"%s = f32[32,32]{{1,0}} {by}(%y, %z)"
+    return rewritten(*lines, last if more else f"ROOT {last}", *more)
+
+
 def rewritten(*lines):
     module = parse_module(HEAD + "".join(f"  {line}\n" for line in lines) + "}\n")
     found = rewrite_collectives(module, find_collectives(module, 8))
@@ -43,15 +50,8 @@ def test_other_all_reduces_stay(use):
 
 def test_sums_of_reductions_are_reductions_of_sums():
     other = REDUCE.replace("%p", "%q")
-    lines = [
-        "%q = f32[32,32]{1,0} tanh(%p)",
-        f"%y = {REDUCE}",
-        f"%z = {other}",
-        "ROOT %s = f32[32,32]{1,0} add(%y, %z)",
-    ]
-    assert len(rewritten(*lines)) == 1
-    lines[-1] = "ROOT %s = f32[32,32]{1,0} multiply(%y, %z)"
-    assert len(rewritten(*lines)) == 2
+    assert len(joined(REDUCE, other)) == 1
+    assert len(joined(REDUCE, other, by="multiply")) == 2
 
 
 OTHER_WAYS = [
@@ -62,33 +62,19 @@ OTHER_WAYS = [
 
 @pytest.mark.parametrize("ways", OTHER_WAYS)
 def test_reductions_along_other_axes_or_of_another_kind_are_not_one(ways):
-    lines = [
-        "%q = f32[32,32]{1,0} tanh(%p)",
-        f"%y = {REDUCE}",
-        f"%z = {REDUCE.replace(*ways)}",
-        "ROOT %s = f32[32,32]{1,0} add(%y, %z)",
-    ]
-    assert len(rewritten(*lines)) == 2
-    lines[2] = lines[2].replace("%p", "%q")
-    assert len(rewritten(*lines)) == 2
+    other = REDUCE.replace(*ways)
+    assert len(joined(REDUCE, other)) == 2
+    assert len(joined(REDUCE, other.replace("%p", "%q"))) == 2
 
 
 def test_the_sum_of_maxima_is_not_the_maximum_of_sums():
     largest = REDUCE.replace("%add", "%maximum")
-    lines = ["%q = f32[32,32]{1,0} tanh(%p)", f"%y = {largest}"]
-    lines += [f"%z = {largest.replace('%p', '%q')}"]
-    assert len(rewritten(*lines, "ROOT %s = f32[32,32]{1,0} add(%y, %z)")) == 2
+    assert len(joined(largest, largest.replace("%p", "%q"))) == 2
 
 
 def test_a_reduction_that_something_else_needs_stays():
-    lines = [
-        "%q = f32[32,32]{1,0} tanh(%p)",
-        f"%y = {REDUCE}",
-        f"%z = {REDUCE.replace('%p', '%q')}",
-        "%s = f32[32,32]{1,0} add(%y, %z)",
-        "ROOT %t = (f32[32,32]{1,0}, f32[32,32]{1,0}) tuple(%s, %y)",
-    ]
-    assert len(rewritten(*lines)) == 2
+    both = "ROOT %t = (f32[32,32]{1,0}, f32[32,32]{1,0}) tuple(%s, %y)"
+    assert len(joined(REDUCE, REDUCE.replace("%p", "%q"), both)) == 2
 
 
 def test_equal_collectives_are_one_and_unused_ones_none():
