@@ -122,23 +122,6 @@ def thorough(session: nox.Session) -> None:
     compile_for_gpus(session, *session.posargs, mark="gpu and thorough")
 
 
-@nox.session(default=False)
-def errors(session: nox.Session) -> None:
-    """Run the quick tests, and keep an example of each error that they raise.
-
-    The page of errors shows it. To do after an error's words have changed.
-    """
-    session.install(*PACKAGE, *group("tests"))
-    recorded = Path(session.create_tmp()).resolve() / "recorded.txt"
-    recorded.unlink(missing_ok=True)
-    stale = (
-        "tests/test_site.py::test_the_examples_on_the_page_of_errors_are_what_they_say_now"
-    )
-    environment = {"EQXSHARD_RAISED": str(recorded)}
-    session.run(*PYTEST, "--deselect", stale, *session.posargs, env=environment)
-    session.run("python", "docs/errors.py", str(recorded))
-
-
 # With pip, because only pip finds the build of PyTorch for CPUs where it is told of one.
 @nox.session(default=False, venv_backend="virtualenv")
 def peers(session: nox.Session) -> None:

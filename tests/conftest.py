@@ -28,7 +28,6 @@ from jaxtyping import install_import_hook
 # The option --part.
 from parts import pytest_addoption as pytest_addoption
 from parts import pytest_collection_modifyitems as pytest_collection_modifyitems
-from raised import record
 
 # A shell has its background jobs ignore SIGINT, and the processes of tests inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -56,8 +55,6 @@ def pytest_configure(config):
     if not config.option.markexpr.startswith("gpu"):
         jax.config.update("jax_compilation_cache_dir", _COMPILED.name)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    if path := os.environ.get("EQXSHARD_RAISED"):
-        record(path)
 
 
 def pytest_unconfigure():

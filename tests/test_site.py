@@ -4,7 +4,6 @@ import contextlib
 import functools
 import http.server
 import importlib
-import importlib.util
 import json
 import re
 import threading
@@ -44,49 +43,6 @@ def test_every_public_name_is_on_a_page_of_the_api():
     missing = [name for name in public_names() if find(name) not in objects]
     # Rooms have pages of their own.
     assert [name for name in missing if not hasattr(find(name), "__path__")] == []
-
-
-def load(file):
-    """A module of the folder `docs`, which is not a package."""
-    spec = importlib.util.spec_from_file_location(f"_docs_{file.stem}", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_page_of_errors_has_what_is_raised():
-    found = load(ROOT / "docs" / "errors.py").page()
-    texts = re.sub(r"</?em>", "*", found)
-    assert (
-        "<dt><code>ValueError</code> batch size *batch size* does not divide over "
-        "*format sizes* = *devices* devices*each*.</dt>\n"
-        "<dd>Use a multiple of *parts*, such as *nearest multiples*.</dd>"
-    ) in texts
-    assert texts.count("<dt>") > 400
-    assert not re.search(r"<dd></dd>|<dt><code>\w+</code> +</dt>", found)
-
-
-def test_examples_of_errors_are_what_they_say_now():
-    """If not, an error has other words: `nox -s errors` finds a new example."""
-    module = load(ROOT / "docs" / "errors.py")
-    found, kept = list(module.errors()), module.examples()
-    shown = {module.example_of(error, kept) for error in found}
-    assert [text for text in kept if text not in shown] == []
-    assert len(kept) > 0.7 * len(found)
-
-
-def test_an_error_has_the_shortest_of_its_examples():
-    module = load(ROOT / "docs" / "errors.py")
-    (error,) = (
-        each
-        for each in module.errors()
-        if "batch size</em> does not divide over <" in each.wrong
-    )
-    end = "does not divide over data=8 = 8 devices; use a multiple of 8, such as"
-    short, long = f"batch size 2 {end} 8.", f"batch size 20 {end} 16 or 24."
-    assert module.example_of(error, [long, short, "batch size 2"]) == short
-    assert module.example_of(error, [f"The {long}", "batch size 2"]) is None
 
 
 def test_the_files_that_the_page_of_internals_names_exist():
@@ -137,7 +93,7 @@ def site(built, tmp_path_factory):
 
 #: One page of each kind.
 KINDS = ["", "guide/ten-minutes/", "guide/from-pytorch/", "guide/plan/", "api/sharding/"]
-KINDS += ["performance/", "errors/", "internals/", "notebooks/sharding_by_pictures/"]
+KINDS += ["performance/", "internals/", "notebooks/sharding_by_pictures/"]
 MOST_BYTES = 2_000_000
 
 
