@@ -6,16 +6,16 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
-from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..compiled._stderr import read_stderr
 from ..sharding._mesh import is_on_cpus
 from ..transforms._compiles import THREAD, Watch
-from ._checks import Checks, collect_checks
-from ._convolutions import fast_convolutions
 from ._extra import any_donated
-from ._jaxprs import map_jaxpr
+from .rewrite._checks import Checks, Errors, collect_checks
+from .rewrite._convolutions import fast_convolutions
+from .rewrite._jaxprs import map_jaxpr
+from .rewrite._rewrite import call_rewritten
 
 #: XLA's default without convolutions: YNNPACK, which XLA (JAX 0.10 to 0.12) hands them to,
 #: takes five times as long as XLA's own kernel for the gradient of a weight.
@@ -56,13 +56,15 @@ def jit_on(
         leaves = [x for x in jax.tree.leaves(args) if not isinstance(x, Tracer)]
         if any_donated(leaves):
             raise FloatingPointError(_DEBUG_NANS_LATE)
-        jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
-        if on_cpu:
-            jaxpr = map_jaxpr(fast_convolutions, jaxpr)
-        jaxpr, callbacks = collect_checks(jaxpr)
-        flat = core.jaxpr_as_fun(jaxpr)(*jax.tree.leaves(args))
-        checks = Checks(flat.pop(), callbacks) if callbacks else None
-        return jax.tree.unflatten(jax.tree.structure(out), flat), checks
+        errors = Errors()
+
+        def rewrite(jaxpr: Any) -> Any:
+            if on_cpu:
+                jaxpr = map_jaxpr(fast_convolutions, jaxpr)
+            return collect_checks(jaxpr, errors, mesh.size > 1)
+
+        out, failed = call_rewritten(fn, rewrite, *args)
+        return out, Checks(*failed, errors) if failed else None
 
     whole = NamedSharding(mesh, PartitionSpec())
     options["out_shardings"] = (options["out_shardings"], whole)

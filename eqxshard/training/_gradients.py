@@ -28,10 +28,10 @@ from ._examples import (
 )
 from ._gather import gathered
 from ._layout import StateLayout
-from ._lookups import reduce_lookups
 from ._norms import norm_names
 from ._precision import Precision, cast
 from ._state import TrainState, split_model, with_state
+from .rewrite._lookups import reduce_lookups
 
 
 class Gradients(NamedTuple):

@@ -14,7 +14,7 @@ from ..compiled._causes import user_line
 from ..compiled._findings import SMALL, Finding
 from ..compiled._hlo import Frame
 from ..sharding._leaves import format_array
-from ._jaxprs import is_jaxpr, open_jaxpr
+from .rewrite._jaxprs import jaxprs_in, open_jaxpr
 
 _LARGE = 10**6
 #: The part of the arithmetic from which on float32 is not one layer that needs it.
@@ -80,15 +80,8 @@ def _places(jaxpr: Any, names: str, times: int) -> Iterator[_Place]:
         inside = f"{names}/{eqn.source_info.name_stack}"
         yield _Place(eqn, inside, times)
         count = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
-        for part in _parts(eqn):
+        for part in jaxprs_in(eqn.params):
             yield from _places(part, inside, times * count)
-
-
-def _parts(eqn: Any) -> Iterator[Any]:
-    for value in eqn.params.values():
-        for part in value if isinstance(value, tuple | list) else (value,):
-            if is_jaxpr(part):
-                yield part
 
 
 def _constants(jaxpr: Any) -> Iterator[Finding]:
@@ -111,7 +104,7 @@ def _constants(jaxpr: Any) -> Iterator[Finding]:
             "batch, or a part of extra.",
         )
     for eqn in open_jaxpr(jaxpr).eqns:
-        for part in _parts(eqn):
+        for part in jaxprs_in(eqn.params):
             yield from _constants(part)
 
 

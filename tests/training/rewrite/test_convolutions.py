@@ -15,8 +15,9 @@ from grades import graded
 from helpers import lenient, make_mesh
 
 import eqxshard
-from eqxshard.training._convolutions import fast_convolutions
-from eqxshard.training._jaxprs import rewrite_function
+from eqxshard.training.rewrite._convolutions import fast_convolutions
+from eqxshard.training.rewrite._jaxprs import map_jaxpr
+from eqxshard.training.rewrite._rewrite import call_rewritten
 
 OPTIM = lenient(optax.sgd(0.1))
 KEY = jax.random.key(0)
@@ -159,6 +160,12 @@ def test_per_device_code_with_a_convolution_runs():
 # Layers alone
 
 
+def fast(fn):
+    """A function with its convolutions rewritten."""
+    rewrite = functools.partial(map_jaxpr, fast_convolutions)
+    return lambda *args: call_rewritten(fn, rewrite, *args)[0]
+
+
 def slopes(layer, x):
     """The gradients of a layer of one example, for a batch, in its weights and inputs."""
     params, static = eqx.partition(layer, eqx.is_inexact_array)
@@ -172,7 +179,7 @@ def slopes(layer, x):
 
 def rewritten(layer, x):
     """The gradients of a rewritten layer, and its jaxpr as text."""
-    fn = rewrite_function(lambda x: slopes(layer, x), fast_convolutions)
+    fn = fast(lambda x: slopes(layer, x))
     return jax.jit(fn)(x), str(jax.make_jaxpr(fn)(x))
 
 
@@ -266,7 +273,7 @@ def test_gradients_are_those_by_hand():
         pooled = jax.lax.reduce_window(y, 0.0, jax.lax.add, ones, ones, "VALID")
         return jnp.sum(pooled * slope[..., :1, :1])
 
-    fn = rewrite_function(jax.grad(loss, (0, 1)), fast_convolutions)
+    fn = fast(jax.grad(loss, (0, 1)))
     weight, bias = fn(normal(10, 1, 3, 3), normal(10), x)
     # Pools of 3 x 3 outputs leave the last row and column over.
     there = np.zeros((2, 10, 3, 3), np.float32)

@@ -26,9 +26,10 @@ from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from ..sharding._mesh import BATCH_AXES
-from ..sharding._spec import axes_of, spec_axes
-from ._jaxprs import call_equation, is_jaxpr, map_jaxpr, open_jaxpr, rewrite_function
+from ...sharding._mesh import BATCH_AXES
+from ...sharding._spec import axes_of, spec_axes
+from ._jaxprs import call_equation, is_jaxpr, map_jaxpr, open_jaxpr
+from ._rewrite import call_rewritten
 
 #: Operations that a gradient passes through on its way from the lookup, unchanged but for
 #: its dtype and placement.
@@ -58,7 +59,11 @@ def reduce_lookups(
     }
     if not split:
         return gradient
-    return rewrite_function(gradient, lambda jaxpr: _rewrite(jaxpr, split))
+
+    def rewrite(jaxpr: Any) -> Any:
+        return map_jaxpr(lambda jaxpr: _rewrite(jaxpr, split), jaxpr)
+
+    return lambda *args: call_rewritten(gradient, rewrite, *args)[0]
 
 
 def _rewrite(jaxpr: Any, outputs: dict[int, NamedSharding]) -> Any:

@@ -18,7 +18,7 @@ from process_helpers import finished
 
 import eqxshard
 from eqxshard.testing import collectives
-from eqxshard.training._lookups import reduce_lookups
+from eqxshard.training.rewrite._lookups import reduce_lookups
 
 ROWS, SEQ, EMBED = 16, 6, 8
 OPTIM = optax.sgd(0.5)

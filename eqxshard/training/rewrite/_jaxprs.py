@@ -1,0 +1,72 @@
+"""Walking through jaxprs, and making equations of functions."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+
+def is_jaxpr(part: Any) -> bool:
+    """Whether a parameter of an equation is a jaxpr."""
+    return isinstance(part, core.ClosedJaxpr | core.Jaxpr)
+
+
+def map_jaxpr(rewrite: Callable[[Any], Any], part: Any) -> Any:
+    """Apply a function of open jaxprs to one that may be closed."""
+    # In this order: JAX 0.11 has one type for both.
+    if isinstance(part, core.Jaxpr):
+        return rewrite(part)
+    return part.replace(jaxpr=rewrite(part.jaxpr))
+
+
+def open_jaxpr(part: Any) -> Any:
+    """A jaxpr without its constants."""
+    return part if isinstance(part, core.Jaxpr) else part.jaxpr
+
+
+def jaxprs_in(part: Any) -> Iterator[Any]:
+    """The jaxprs in the parameters of an equation, in containers of any kind."""
+    if is_jaxpr(part):
+        yield part
+    elif isinstance(part, dict):
+        yield from jaxprs_in([*part.values()])
+    elif isinstance(part, tuple | list):
+        for each in part:
+            yield from jaxprs_in(each)
+
+
+def map_jaxprs_in(rewrite: Callable[[Any], Any], part: Any) -> Any:
+    """Apply a function of open jaxprs to all of `jaxprs_in`.
+
+    Containers keep their type; one without a jaxpr stays the same object.
+    """
+    if is_jaxpr(part):
+        return map_jaxpr(rewrite, part)
+    if not any(True for _ in jaxprs_in(part)):
+        return part
+    if isinstance(part, dict):
+        return {key: map_jaxprs_in(rewrite, each) for key, each in part.items()}
+    parts = [map_jaxprs_in(rewrite, each) for each in part]
+    # The fields of a named tuple are arguments of their own.
+    return type(part)(*parts) if hasattr(part, "_fields") else type(part)(parts)
+
+
+def call_function(fn: Callable[..., Any], variables: Sequence[Any]) -> Any:
+    """An equation that calls a function on variables."""
+    avals = [variable.aval for variable in variables]
+    (call,) = jax.make_jaxpr(jax.jit(fn))(*avals).eqns
+    return call.replace(invars=[*variables])
+
+
+def call_equation(
+    fn: Callable[..., Any], eqn: Any, variables: Sequence[Any] | None = None
+) -> Any:
+    """An equation that calls a function instead, on the same inputs or on others.
+
+    If the function returns arrays of other types, the equation stays as it is.
+    """
+    call = call_function(fn, eqn.invars if variables is None else variables)
+    if [x.aval for x in call.outvars] != [x.aval for x in eqn.outvars]:
+        return eqn
+    return call.replace(outvars=eqn.outvars, source_info=eqn.source_info, ctx=eqn.ctx)

@@ -1,0 +1,89 @@
+"""Rewrites of the program that a user wrote: the one door to all of them.
+
+A rewrite never makes a program fail, or differ beyond rounding, where plain JAX runs it.
+What a rewrite does not understand, it leaves alone. If what it made does not trace, the
+program runs as it was, and a warning says so. `EQXSHARD_REWRITE=off` in the environment
+turns all rewriting off.
+"""
+
+import functools as ft
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+
+def is_rewriting() -> bool:
+    """Whether programs are rewritten.
+
+    **Raises:**
+
+    `ValueError` if `EQXSHARD_REWRITE` is neither `on` nor `off`.
+    """
+    switch = os.environ.get("EQXSHARD_REWRITE", "on")
+    if switch not in ("on", "off"):
+        raise ValueError(f"EQXSHARD_REWRITE is {switch!r}; set it to 'on' or 'off'.")
+    return switch == "on"
+
+
+def call_rewritten(
+    fn: Callable[..., Any], rewrite: Callable[[Any], Any], *args: Any
+) -> tuple[Any, list[Any]]:
+    """Call a function of PyTrees of arrays, with its jaxpr rewritten.
+
+    **Arguments:**
+
+    - `fn`: the function.
+    - `rewrite`: from a closed jaxpr to another, which computes the same, and may return
+        more after it.
+    - `args`: what to call it with.
+
+    **Returns:**
+
+    What the function returns, and what the rewritten jaxpr returns after that.
+    """
+    if not is_rewriting():
+        return fn(*args), []
+    # A mistake in the user's code is raised here, and is not one of the rewrite.
+    jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
+    leaves, structure = jax.tree.leaves(args), jax.tree.structure(out)
+    flat = core.jaxpr_as_fun(_rewrite_or_leave(rewrite, jaxpr, leaves))(*leaves)
+    # A constant, such as a flag that `BatchNorm` sets, comes back as a NumPy scalar.
+    flat = [
+        x if isinstance(x, jax.Array) else jnp.asarray(x, aval.dtype)
+        for x, aval in zip(flat, jaxpr.out_avals)
+    ] + flat[len(jaxpr.out_avals) :]
+    count = structure.num_leaves
+    return jax.tree.unflatten(structure, flat[:count]), flat[count:]
+
+
+def _rewrite_or_leave(rewrite: Callable[[Any], Any], jaxpr: Any, leaves: list[Any]) -> Any:
+    """A jaxpr rewritten, if the result can be traced and returns the same types."""
+    try:
+        rewritten = rewrite(jaxpr)
+        traced = jax.make_jaxpr(core.jaxpr_as_fun(rewritten))(*leaves)
+        ours, wanted = _types(traced), _types(jaxpr)
+        if ours[: len(wanted)] != wanted:
+            raise TypeError(f"it returns {ours} in place of {wanted}")
+        return rewritten
+    except Exception as error:
+        _warn_once(f"{type(error).__name__}: {error}")
+        return jaxpr
+
+
+def _types(jaxpr: Any) -> list[Any]:
+    return [aval.strip_weak_type() for aval in jaxpr.out_avals]
+
+
+@ft.cache
+def _warn_once(error: str) -> None:
+    warnings.warn(
+        f"eqxshard could not rewrite a step, which runs as plain JAX runs it ({error}); "
+        "please report this, and set EQXSHARD_REWRITE=off until it is mended.",
+        RuntimeWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,584 @@
+"""Small programs that between them use most of what JAX and its neighbours can do.
+
+Each is a function of a matrix `w` of 4 x 4, which is trained, and of a batch `x` of 8 x 4,
+to arrays of any kind.
+"""
+
+import diffrax
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.scipy as jsp
+import lineax
+import numpy as np
+import optimistix
+from jax import lax
+from jax.experimental import pallas, sparse
+from jax.experimental.ode import odeint
+
+KEY = jax.random.key(3)
+EYE = np.eye(4, dtype=np.float32)
+
+
+def spd(w):
+    """A positive definite matrix."""
+    return w @ w.T + 4 * EYE
+
+
+def image(w, x):
+    """Images of 8 x 8 with 2 channels, a batch of 2."""
+    return jnp.tanh(jnp.einsum("bi,ij,cj->bcij", x, w, x)).reshape(2, 2, 8, 8)
+
+
+def kernel(w, *shape):
+    return jnp.cos(jnp.arange(np.prod(shape), dtype=w.dtype) + w.sum()).reshape(shape)
+
+
+LINALG = {
+    "solve": lambda w, x: jnp.linalg.solve(spd(w), x.T),
+    "inv": lambda w, x: jnp.linalg.inv(spd(w)),
+    "slogdet": lambda w, x: jnp.linalg.slogdet(spd(w)),
+    "det": lambda w, x: jnp.linalg.det(spd(w)),
+    "cholesky": lambda w, x: jnp.linalg.cholesky(spd(w)),
+    "qr": lambda w, x: jnp.linalg.qr(spd(w))[1],
+    "svd": lambda w, x: jnp.linalg.svd(w)[1],
+    "eigh": lambda w, x: jnp.linalg.eigh(spd(w) + jnp.diag(jnp.arange(4.0)))[0],
+    "lstsq": lambda w, x: jnp.linalg.lstsq(x @ w, x[:, 0])[0],
+    "pinv": lambda w, x: jnp.linalg.pinv(spd(w)),
+    "matrix_power": lambda w, x: jnp.linalg.matrix_power(w, 3),
+    "nuclear": lambda w, x: jnp.linalg.norm(w, "nuc"),
+    "cond": lambda w, x: jnp.linalg.cond(spd(w)),
+    "tensorsolve": lambda w, x: jnp.linalg.tensorsolve(spd(w), x[0]),
+    "cho_solve": lambda w, x: jsp.linalg.cho_solve(jsp.linalg.cho_factor(spd(w)), x.T),
+    "lu": lambda w, x: jsp.linalg.lu(spd(w))[1:],
+    "lu_solve": lambda w, x: jsp.linalg.lu_solve(jsp.linalg.lu_factor(spd(w)), x.T),
+    "solve_triangular": lambda w, x: jsp.linalg.solve_triangular(spd(w), x.T, lower=True),
+    "expm": lambda w, x: jsp.linalg.expm(w),
+    "expm_frechet": lambda w, x: jsp.linalg.expm_frechet(w, spd(w)),
+    "batched": lambda w, x: jax.vmap(lambda v: jnp.linalg.solve(spd(w) + jnp.outer(v, v), v))(x),
+    "householder": lambda w, x: lax.linalg.householder_product(w, 0.1 * x[0]),
+    "tridiagonal_solve": lambda w, x: lax.linalg.tridiagonal_solve(
+        x[0], x[1] + 9, x[2], x[:, :1][:4] + w[:, :1]
+    ),
+    "multivariate_normal": lambda w, x: jsp.stats.multivariate_normal.logpdf(x, x[0], spd(w)),
+    "gaussian_kde": lambda w, x: jsp.stats.gaussian_kde((x @ w).T[:2]).pdf(x.T[:2]),
+}
+LINALG_VALUES = {
+    "eig": lambda w, x: jnp.abs(jnp.linalg.eigvals(spd(w))).sum(),
+    "matrix_rank": lambda w, x: jnp.linalg.matrix_rank(spd(w)),
+    "schur": lambda w, x: jsp.linalg.schur(spd(w))[0],
+    "sqrtm": lambda w, x: jsp.linalg.sqrtm(spd(w)),
+    "polar": lambda w, x: jsp.linalg.polar(spd(w)),
+    "hessenberg": lambda w, x: jsp.linalg.hessenberg(spd(w)),
+    "eigh_tridiagonal": lambda w, x: jsp.linalg.eigh_tridiagonal(
+        x[0], x[1][:3], eigvals_only=True
+    ),
+    "cholesky_update": lambda w, x: lax.linalg.cholesky_update(spd(w), x[0]),
+    "qdwh": lambda w, x: lax.linalg.qdwh(spd(w))[0],
+    "tridiagonal": lambda w, x: lax.linalg.tridiagonal(spd(w))[1],
+    "roots": lambda w, x: jnp.abs(jnp.roots(w[0], strip_zeros=False)).sum(),
+}
+
+ARRAYS = {
+    "fft": lambda w, x: jnp.abs(jnp.fft.fft(x @ w)) ** 2,
+    "rfft": lambda w, x: jnp.abs(jnp.fft.rfft2(x @ w)) ** 2,
+    "irfft": lambda w, x: jnp.fft.irfft(jnp.fft.rfft(x @ w) ** 2),
+    "ifftn": lambda w, x: jnp.fft.ifftn(x @ w).real,
+    "sort": lambda w, x: jnp.sort(x @ w, axis=0) * jnp.arange(8.0)[:, None],
+    "sort_several": lambda w, x: lax.sort((x @ w, x), num_keys=1)[1] * jnp.arange(4.0),
+    "cumulative": lambda w, x: (
+        jnp.cumsum(x @ w, 0),
+        jnp.cumprod(w),
+        lax.cummax(w),
+        lax.cummin(w, reverse=True),
+        lax.cumlogsumexp(w),
+    ),
+    "quantiles": lambda w, x: (jnp.median(x @ w), jnp.quantile(w, jnp.array([0.2, 0.7]))),
+    "top_k": lambda w, x: lax.top_k(x @ w, 2)[0],
+    "approx_max_k": lambda w, x: lax.approx_max_k(x @ w, 2)[0],
+    "scatter": lambda w, x: (
+        x.at[jnp.array([1, 3])].set(w[:2]).at[2].add(w[0]).at[3, 1].multiply(w[1, 1]),
+        w.at[0].min(x[0]).at[1].max(x[1]),
+    ),
+    "gather": lambda w, x: jnp.take_along_axis(x @ w, jnp.argsort(x, axis=1), axis=1),
+    "dynamic": lambda w, x: lax.dynamic_update_slice(
+        x, lax.dynamic_slice(w, (jnp.argmax(x[0]), 0), (2, 2)), (1, 1)
+    ),
+    "pads": lambda w, x: [
+        jnp.pad(w, 2, mode=mode) for mode in ("constant", "edge", "reflect", "wrap", "mean")
+    ],
+    "interpolate": lambda w, x: jnp.interp(x[0], jnp.sort(x[1]), w[0]),
+    "map_coordinates": lambda w, x: jsp.ndimage.map_coordinates(w, jnp.abs(x[:2]), 1),
+    "resize": lambda w, x: jax.image.resize(w, (7, 3), "cubic"),
+    "segments": lambda w, x: jax.ops.segment_sum(x @ w, jnp.arange(8) % 3, 3),
+    "complex": lambda w, x: jnp.abs(jnp.exp(1j * w) @ lax.complex(x.T, x.T)) ** 2,
+    "precision": lambda w, x: lax.reduce_precision(jnp.tan(w), 8, 10),
+    "dtypes": lambda w, x: (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype("float32"),
+    "ragged_dot": lambda w, x: lax.ragged_dot(x, w[None] * x[:2, :1, None], jnp.array([3, 5])),
+    "barrier": lambda w, x: lax.optimization_barrier((w, x[0]))[0] ** 2,
+    "sparse": lambda w, x: sparse.BCOO.fromdense(EYE) @ w,
+    "attention": lambda w, x: jax.nn.dot_product_attention(*[(x @ w)[None, :, None]] * 3),
+    "polyfit": lambda w, x: jnp.polyfit(x[0], (x @ w)[1], 2),
+    "einsum": lambda w, x: jnp.einsum("bi,ij,bj->b", x, w, x),
+    "stft": lambda w, x: jnp.abs(jsp.signal.stft((x @ w).ravel(), nperseg=8)[2]) ** 2,
+    "signal": lambda w, x: jsp.signal.fftconvolve(x, w),
+    "logsumexp": lambda w, x: jsp.special.logsumexp(x @ w, axis=1),
+    "nans": lambda w, x: jnp.nan_to_num(jnp.where(w > 0, w, 0) + jnp.sinc(w)),
+}
+ARRAY_VALUES = {
+    "integers": lambda w, x: (
+        jnp.bitwise_xor(n := jnp.round(9 * w).astype(jnp.int32), 5) << 2,
+        jnp.bitwise_count(n),
+        lax.clz(n),
+        n // 3 % 7,
+        lax.shift_right_logical(n, 3),
+    ),
+    "bits": lambda w, x: jnp.unpackbits(lax.bitcast_convert_type(w, jnp.uint8)),
+    "logic": lambda w, x: (jnp.all(w > 0, axis=0), jnp.any(w > 0), ~(w > 0)),
+    "reduce_xor": lambda w, x: lax.reduce_xor(w.astype(jnp.int32), axes=(0,)),
+    "unique": lambda w, x: jnp.unique(jnp.round(w), size=5),
+    "search": lambda w, x: jnp.searchsorted(jnp.sort(x[0]), w),
+    "histogram": lambda w, x: jnp.histogram(x, 4)[0],
+    "nextafter": lambda w, x: jnp.nextafter(w, 1.0),
+    "frexp": lambda w, x: jnp.frexp(w),
+    "rank": lambda w, x: jsp.stats.rankdata(x),
+    "mode": lambda w, x: jsp.stats.mode(jnp.round(x)),
+    "minimize": lambda w, x: jsp.optimize.minimize(
+        lambda v: jnp.sum((v - w[0]) ** 2), x[0], method="BFGS"
+    ).x,
+    "rotation": lambda w, x: jsp.spatial.transform.Rotation.from_rotvec(w[0, :3]).as_quat(),
+    "float8": lambda w, x: w.astype(jnp.float8_e4m3fn).astype(jnp.float32),
+}
+
+_POSITIVE = {
+    name: getattr(jsp.special, name)
+    for name in (
+        "gammaln digamma erf erfc erfinv expit logit log_ndtr ndtr i0 i0e i1 i1e entr spence "
+        "expi"
+    ).split()
+}
+SPECIAL = {
+    **{
+        name: (lambda fn: lambda w, x: fn(0.5 + 0.3 * jnp.tanh(w)))(fn)
+        for name, fn in _POSITIVE.items()
+    },
+    "betainc": lambda w, x: jsp.special.betainc(1.5, 2.0, jax.nn.sigmoid(w)),
+    "gammainc": lambda w, x: jsp.special.gammainc(jnp.exp(w[0]), jnp.exp(x[0])),
+    "polygamma": lambda w, x: jsp.special.polygamma(1, 1 + w**2),
+    "zeta": lambda w, x: jsp.special.zeta(2.5, 1 + w**2),
+    "xlogy": lambda w, x: jsp.special.xlogy(x[:4], 1 + w**2),
+    "bessel": lambda w, x: lax.bessel_i1e(w),
+    "hyp1f1": lambda w, x: jsp.special.hyp1f1(1.0, 2.0, w),
+    "t": lambda w, x: jsp.stats.t.logpdf(x, 3.0, w[0], 2.0),
+    "beta": lambda w, x: jsp.stats.beta.logpdf(jax.nn.sigmoid(x), jnp.exp(w[0]), 2.0),
+    "elementary": lambda w, x: (
+        jnp.arctan2(w, x[0]),
+        jnp.cbrt(w**2 + 1),
+        jnp.log1p(w**2),
+        jnp.expm1(w),
+        jnp.exp2(w),
+        jnp.sinh(w) * jnp.cosh(w) * jnp.arcsinh(w),
+        jnp.arctanh(jnp.tanh(w)),
+        jnp.arcsin(jnp.sin(w) / 2) + jnp.arccos(jnp.cos(w) / 2) + jnp.arccosh(2 + w**2),
+        lax.rsqrt(w**2 + 1) ** 3,
+        lax.clamp(-0.5, w, 0.5) + jnp.abs(w) + jnp.sqrt(1 + w**2),
+        jnp.hypot(w, 1.0) ** jnp.tanh(w) + jnp.fmod(w, 0.7) + jnp.copysign(w, x[0]),
+    ),
+}
+
+#: Convolutions of kinds that differ in their gradients: options of `conv_general_dilated`.
+_CONVOLUTIONS = {
+    "plain": ((3, 2, 3, 3), {}),
+    "same": ((3, 2, 3, 3), {"padding": "SAME"}),
+    "one_channel_out": ((1, 2, 5, 5), {}),
+    "strides": ((3, 2, 3, 3), {"window_strides": (2, 1)}),
+    "dilated": ((3, 2, 3, 2), {"rhs_dilation": (2, 1)}),
+    "transposed": ((3, 2, 3, 3), {"lhs_dilation": (2, 2), "padding": ((2, 2), (1, 3))}),
+    "negative_padding": ((3, 2, 3, 3), {"padding": ((-1, 2), (0, -2))}),
+    "groups": ((4, 1, 3, 3), {"feature_group_count": 2}),
+    "batch_groups": ((4, 2, 3, 3), {"batch_group_count": 2}),
+    "highest": ((3, 2, 3, 3), {"precision": "highest"}),
+    "wide": ((3, 2, 7, 7), {"padding": ((3, 3), (3, 3))}),
+}
+
+
+def _convolution(shape, options):
+    options = {"window_strides": (1, 1), "padding": "VALID", **options}
+
+    def program(w, x):
+        kernels = kernel(w, *shape)
+        return jnp.sin(lax.conv_general_dilated(image(w, x), kernels, **options))
+
+    return program
+
+
+def _pool(window, strides, padding="VALID", **options):
+    def program(w, x):
+        whole = lambda sizes: (1, 1, *sizes)  # noqa: E731
+        padded = padding if isinstance(padding, str) else [(0, 0), (0, 0), *padding]
+        options_ = {name: whole(sizes) for name, sizes in options.items()}
+        sums = lax.reduce_window(
+            image(w, x), 0.0, lax.add, whole(window), whole(strides), padded, **options_
+        )
+        return sums**2
+
+    return program
+
+
+CONVOLUTIONS = {
+    **{name: _convolution(*each) for name, each in _CONVOLUTIONS.items()},
+    "channels_last": lambda w, x: lax.conv_general_dilated(
+        image(w, x).transpose(0, 2, 3, 1),
+        kernel(w, 3, 3, 2, 4),
+        (1, 1),
+        "SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
+    ** 2,
+    "line": lambda w, x: lax.conv(image(w, x).reshape(2, 2, 64), kernel(w, 3, 2, 5), (2,), "SAME")
+    ** 2,
+    "volume": lambda w, x: lax.conv(
+        image(w, x).reshape(1, 2, 4, 8, 4), kernel(w, 2, 2, 3, 3, 3), (1, 1, 1), "SAME"
+    )
+    ** 2,
+    "no_dims": lambda w, x: lax.conv_general_dilated(x, w, (), ()),
+    "half": lambda w, x: lax.conv(
+        image(w, x).astype(jnp.bfloat16), kernel(w, 3, 2, 3, 3).astype(jnp.bfloat16), (1, 1), "SAME"
+    ).astype(jnp.float32),
+    "complex_convolution": lambda w, x: jnp.abs(
+        lax.conv(image(w, x) * (1 + 1j), kernel(w, 3, 2, 3, 3) * (1 - 2j), (1, 1), "SAME")
+    )
+    ** 2,
+    "in_loop": lambda w, x: lax.scan(
+        lambda c, _: (lax.conv(c, kernel(w, 2, 2, 3, 3), (1, 1), "SAME") / 9, c.sum()),
+        image(w, x),
+        length=3,
+    ),
+    "in_checkpoint": lambda w, x: jax.checkpoint(
+        lambda c: lax.conv(c, kernel(w, 2, 2, 3, 3), (1, 1), "VALID")
+    )(image(w, x))
+    ** 2,
+    "convolve": lambda w, x: jnp.convolve(x[0], w[0]) ** 2,
+    "convolve2d": lambda w, x: jsp.signal.convolve2d(x, w) ** 2,
+    "patches": lambda w, x: lax.conv_general_dilated_patches(image(w, x), (3, 3), (1, 1), "SAME")
+    ** 2,
+    "conv_transpose": lambda w, x: lax.conv_transpose(
+        image(w, x).transpose(0, 2, 3, 1), kernel(w, 3, 3, 2, 4), (2, 2), "SAME"
+    )
+    ** 2,
+    "bias": lambda w, x: jnp.tanh(image(w, x) + w[0, :2, None, None]),
+    "means": lambda w, x: jnp.mean(image(w, x), axis=(0, 2, 3)) ** 2,
+    "pool": _pool((2, 2), (2, 2)),
+    "pool_of_one": _pool((1, 1), (1, 1)),
+    "pool_remainder": _pool((3, 5), (3, 5)),
+    "pool_too_large": _pool((9, 2), (9, 2)),
+    "pool_overlapping": _pool((3, 3), (2, 2)),
+    "pool_padded": _pool((2, 2), (2, 2), [(1, 1), (0, 2)]),
+    "pool_dilated": _pool((2, 2), (2, 2), window_dilation=(2, 1)),
+    "pool_base_dilated": _pool((2, 2), (2, 2), base_dilation=(2, 1)),
+    "max_pool": lambda w, x: lax.reduce_window(
+        image(w, x), -jnp.inf, lax.max, (1, 1, 2, 2), (1, 1, 2, 2), "VALID"
+    ),
+    "min_pool": lambda w, x: lax.reduce_window(
+        image(w, x), jnp.inf, lax.min, (1, 1, 3, 3), (1, 1, 1, 1), "SAME"
+    ),
+}
+CONVOLUTION_VALUES = {
+    "integer_convolution": lambda w, x: lax.conv_general_dilated(
+        jnp.round(9 * image(w, x)).astype(jnp.int8),
+        jnp.ones((3, 2, 3, 3), jnp.int8),
+        (1, 1),
+        "SAME",
+        preferred_element_type=jnp.int32,
+    ),
+    "integer_pool": lambda w, x: lax.reduce_window(
+        jnp.round(9 * image(w, x)).astype(jnp.int8),
+        jnp.int8(0),
+        lax.add,
+        (1, 1, 2, 2),
+        (1, 1, 2, 2),
+        "VALID",
+    ),
+    "any_pool": lambda w, x: lax.reduce_window(
+        image(w, x) > 0, False, lax.bitwise_or, (1, 1, 2, 2), (1, 1, 2, 2), "VALID"
+    ),
+    "product_pool": lambda w, x: lax.reduce_window(
+        image(w, x), 1.0, lambda a, b: a * b, (1, 1, 2, 2), (1, 1, 2, 2), "VALID"
+    ),
+    "reduce": lambda w, x: lax.reduce(x, 0.0, lambda a, b: a + jnp.cos(b) - 1, (0,)),
+    "integer_sum": lambda w, x: jnp.round(9 * image(w, x)).astype(jnp.int32).sum((0, 2, 3)),
+}
+
+
+@jax.custom_jvp
+def _jvp(x):
+    return jnp.sin(x)
+
+
+_jvp.defjvp(lambda primals, tangents: (_jvp(*primals), 2 * tangents[0]))
+
+
+@jax.custom_vjp
+def _vjp(x):
+    return jnp.sin(x)
+
+
+_vjp.defvjp(lambda x: (_vjp(x), x), lambda x, g: (3 * g * x,))
+
+
+@jax.custom_batching.custom_vmap
+def _custom_vmap(x):
+    return jnp.sin(x)
+
+
+_custom_vmap.def_vmap(lambda size, batched, x: (jnp.sin(x), True))
+
+
+def _root(w, x):
+    solve = lambda f, guess: lax.fori_loop(0, 20, lambda _, v: v - f(v) / 3, guess)  # noqa: E731
+    tangent = lambda g, y: y / g(1.0)  # noqa: E731
+    return lax.custom_root(lambda v: v**3 + v - w.sum(), 0.5, solve, tangent)
+
+
+def _linear_solve(w, x):
+    matvec = lambda v: spd(w) @ v  # noqa: E731
+    solve = lambda mv, b: jsp.sparse.linalg.cg(mv, b)[0]  # noqa: E731
+    return lax.custom_linear_solve(matvec, x[0], solve, symmetric=True)
+
+
+def _kernel(x_ref, out_ref):
+    out_ref[...] = jnp.sum(x_ref[...] ** 2, axis=0, keepdims=True)
+
+
+def _pallas(w, x):
+    shape = jax.ShapeDtypeStruct((1, 4), jnp.float32)
+    return pallas.pallas_call(_kernel, out_shape=shape, interpret=True)(x)
+
+
+def _reference(w, x):
+    ref = jax.new_ref(w)
+    ref[0] = x[0]
+    ref[1] += w[0]
+    return ref[...] ** 2
+
+
+def _checked(w, x):
+    """Every check holds."""
+
+    def body(carry, row):
+        row = eqx.error_if(row, jnp.any(jnp.isnan(row)), "nan")
+        return carry + row @ w, carry.sum()
+
+    return lax.scan(body, eqx.error_if(x[0], x[0, 0] > 1e6, "large"), x)
+
+
+def _policies(w, x):
+    def layer(v):
+        v = jax.ad_checkpoint.checkpoint_name(jnp.sin(v @ w), "kept")
+        return jnp.cos(v @ w)
+
+    policies = jax.checkpoint_policies
+    kept = policies.save_only_these_names("kept"), policies.dots_saveable, None
+    return [jax.checkpoint(layer, policy=policy)(x) for policy in kept]
+
+
+CONTROL_FLOW = {
+    "cond": lambda w, x: lax.cond(x[0, 0] > 0, lambda w: jnp.sin(w), lambda w: w**2, w),
+    "switch": lambda w, x: lax.switch(
+        jnp.argmax(x[0]), [jnp.sin, jnp.cos, jnp.tanh, jnp.exp], w
+    ),
+    "select": lambda w, x: jax.vmap(
+        lambda v: lax.cond(v[0] > 0, lambda v: v @ w, lambda v: w @ v, v)
+    )(x),
+    "scan": lambda w, x: lax.scan(lambda c, r: (jnp.tanh(c @ w + r), c[0]), x[0], x),
+    "reverse_scan": lambda w, x: lax.scan(
+        lambda c, r: (jnp.tanh(c @ w + r), c[0]), x[0], x, reverse=True, unroll=2
+    ),
+    "fori": lambda w, x: lax.fori_loop(0, 3, lambda i, c: jnp.tanh(c @ w) + i, x),
+    "map": lambda w, x: lax.map(lambda r: jnp.sin(r @ w), x, batch_size=3),
+    "associative_scan": lambda w, x: lax.associative_scan(jnp.matmul, w[None] * x[:, :1, None]),
+    "while": lambda w, x: jax.jvp(
+        lambda w: lax.while_loop(lambda c: c.sum() < 9, lambda c: c * 1.5 + 1, w), (w,), (w,)
+    ),
+    "custom_root": _root,
+    "custom_linear_solve": _linear_solve,
+    "cg": lambda w, x: jsp.sparse.linalg.cg(spd(w), x[0])[0],
+    "gmres": lambda w, x: jsp.sparse.linalg.gmres(spd(w), x[0], restart=4, maxiter=2)[0],
+    "bicgstab": lambda w, x: jsp.sparse.linalg.bicgstab(spd(w), x[0])[0],
+    "custom_jvp": lambda w, x: _jvp(w),
+    "custom_vjp": lambda w, x: _vjp(w),
+    "custom_vmap": lambda w, x: _custom_vmap(w) + jax.vmap(_custom_vmap)(w),
+    "linear_call": lambda w, x: jax.custom_derivatives.linear_call(
+        lambda r, v: r * v, lambda r, v: r * v, x[:4], w
+    ),
+    "checkpoint": _policies,
+    "jit": lambda w, x: jax.jit(lambda w: jnp.sin(w), inline=True)(w) + jax.jit(jnp.cos)(w),
+    "inner_gradients": lambda w, x: jax.jacfwd(jax.grad(lambda v: jnp.sin(v @ w @ v)))(x[0]),
+    "linearize": lambda w, x: jax.linearize(lambda w: jnp.sin(w) ** 2, w)[1](w),
+    "odeint": lambda w, x: odeint(lambda y, t: jnp.tanh(w @ y), x[0], jnp.linspace(0, 1, 3)),
+    "platform": lambda w, x: lax.platform_dependent(w, cpu=jnp.sin, default=jnp.cos),
+    "reference": _reference,
+    "checked": _checked,
+    "named_scope": lambda w, x: jax.named_call(jnp.sin, name="sine")(w),
+    "dropped": lambda w, x: (w**2, jnp.linalg.inv(w))[0],
+}
+CONTROL_FLOW_VALUES = {
+    "pallas": _pallas,
+    "pure_callback": lambda w, x: jax.pure_callback(
+        lambda w: np.sin(w), jax.ShapeDtypeStruct(w.shape, w.dtype), w
+    ),
+    "batched_while": lambda w, x: jax.vmap(
+        lambda v: lax.while_loop(lambda c: c[0] < 9, lambda c: c * 1.5 + 1, v)
+    )(x),
+    "checked_while": lambda w, x: eqx.internal.while_loop(
+        lambda c: c.sum() < 9, lambda c: c + 1, w, kind="lax", max_steps=20
+    ),
+    "constant": lambda w, x: jnp.float32(3),
+}
+
+_SAMPLERS = {
+    name: getattr(jax.random, name)
+    for name in (
+        "ball cauchy exponential gumbel laplace logistic normal rademacher uniform maxwell "
+        "double_sided_maxwell bits rayleigh lognormal"
+    ).split()
+}
+RANDOM = {
+    **{
+        name: (lambda fn: lambda w, x: fn(KEY, shape=(3, 5)))(fn)
+        for name, fn in _SAMPLERS.items()
+        if name != "ball"
+    },
+    "ball": lambda w, x: jax.random.ball(KEY, 3),
+    "beta": lambda w, x: jax.random.beta(KEY, jnp.exp(w), 2.0),
+    "bernoulli": lambda w, x: jax.random.bernoulli(KEY, jax.nn.sigmoid(x)),
+    "binomial": lambda w, x: jax.random.binomial(KEY, 9.0, 0.3, (5,)),
+    "categorical": lambda w, x: jax.random.categorical(KEY, x),
+    "chisquare": lambda w, x: jax.random.chisquare(KEY, 3.0, (5,)),
+    "choice": lambda w, x: jax.random.choice(KEY, x, (3,), p=jax.nn.softmax(x[:, 0])),
+    "dirichlet": lambda w, x: jax.random.dirichlet(KEY, jnp.exp(x)),
+    "f": lambda w, x: jax.random.f(KEY, 3.0, 4.0, (5,)),
+    "fold_in": lambda w, x: jax.random.key_data(jax.random.fold_in(KEY, jnp.argmax(x))),
+    "gamma": lambda w, x: jax.random.gamma(KEY, jnp.exp(w)),
+    "generalized_normal": lambda w, x: jax.random.generalized_normal(KEY, 2.0, (5,)),
+    "geometric": lambda w, x: jax.random.geometric(KEY, 0.3, (5,)),
+    "loggamma": lambda w, x: jax.random.loggamma(KEY, jnp.exp(w)),
+    "multinomial": lambda w, x: jax.random.multinomial(KEY, 9.0, jax.nn.softmax(x)),
+    "multivariate_normal": lambda w, x: jax.random.multivariate_normal(KEY, x[0], spd(w)),
+    "orthogonal": lambda w, x: jnp.abs(jax.random.orthogonal(KEY, 3)),
+    "pareto": lambda w, x: jax.random.pareto(KEY, 2.0, (5,)),
+    "permutation": lambda w, x: jax.random.permutation(KEY, x),
+    "poisson": lambda w, x: jax.random.poisson(KEY, 3.0, (5,)),
+    "randint": lambda w, x: jax.random.randint(KEY, (5,), 0, 9),
+    "rbg": lambda w, x: jax.random.normal(jax.random.key(1, impl="rbg"), (5,)),
+    "unsafe_rbg": lambda w, x: jax.random.normal(jax.random.key(1, impl="unsafe_rbg"), (5,)),
+    "split": lambda w, x: jax.vmap(jax.random.normal)(jax.random.split(KEY, 3)),
+    "t": lambda w, x: jax.random.t(KEY, 3.0, (5,)),
+    "triangular": lambda w, x: jax.random.triangular(KEY, 0.0, 0.5, 1.0, (5,)),
+    "truncated_normal": lambda w, x: jax.random.truncated_normal(KEY, -1.0, 1.0, (5,)),
+    "wald": lambda w, x: jax.random.wald(KEY, 1.0, (5,)),
+    "weibull": lambda w, x: jax.random.weibull_min(KEY, 1.0, 2.0, (5,)),
+}
+
+
+def _lineax(solver, tags=lineax.positive_semidefinite_tag):
+    def program(w, x):
+        operator = lineax.MatrixLinearOperator(spd(w), tags)
+        return lineax.linear_solve(operator, x[0], solver).value
+
+    return program
+
+
+_TOLERANCES = {"rtol": 1e-5, "atol": 1e-5}
+LINEAX = {
+    "auto": _lineax(lineax.AutoLinearSolver(well_posed=None)),
+    "lineax_lu": _lineax(lineax.LU()),
+    "lineax_qr": _lineax(lineax.QR()),
+    "lineax_svd": _lineax(lineax.SVD()),
+    "lineax_cholesky": _lineax(lineax.Cholesky()),
+    "lineax_cg": _lineax(lineax.CG(**_TOLERANCES)),
+    "lineax_gmres": _lineax(lineax.GMRES(**_TOLERANCES)),
+    "lineax_bicgstab": _lineax(lineax.BiCGStab(**_TOLERANCES)),
+    "lineax_function": lambda w, x: lineax.linear_solve(
+        lineax.FunctionLinearOperator(
+            lambda v: spd(w) @ v,
+            jax.ShapeDtypeStruct((4,), jnp.float32),
+            lineax.positive_semidefinite_tag,
+        ),
+        x[0],
+        lineax.CG(**_TOLERANCES),
+    ).value,
+}
+
+_ZEROS = np.zeros(4, np.float32)
+OPTIMISTIX = {
+    "root_find": lambda w, x: optimistix.root_find(
+        lambda y, _: y + 0.1 * jnp.tanh(w @ y) - x[0], optimistix.Newton(**_TOLERANCES), _ZEROS
+    ).value,
+    "fixed_point": lambda w, x: optimistix.fixed_point(
+        lambda y, _: 0.1 * jnp.tanh(w @ y) + x[0],
+        optimistix.FixedPointIteration(**_TOLERANCES),
+        _ZEROS,
+    ).value,
+    "least_squares": lambda w, x: optimistix.least_squares(
+        lambda y, _: spd(w) @ y - x[0], optimistix.LevenbergMarquardt(**_TOLERANCES), _ZEROS
+    ).value,
+    "bfgs": lambda w, x: optimistix.minimise(
+        lambda y, _: jnp.sum((spd(w) @ y - x[0]) ** 2), optimistix.BFGS(**_TOLERANCES), _ZEROS
+    ).value,
+    "bisection": lambda w, x: optimistix.root_find(
+        lambda y, _: y**3 - 1 - jnp.sum(w**2),
+        optimistix.Bisection(**_TOLERANCES),
+        jnp.float32(1),
+        options={"lower": 0.0, "upper": 10.0},
+    ).value,
+    "through_steps": lambda w, x: optimistix.root_find(
+        lambda y, _: y + 0.1 * jnp.tanh(w @ y) - x[0],
+        optimistix.Chord(**_TOLERANCES),
+        _ZEROS,
+        adjoint=optimistix.RecursiveCheckpointAdjoint(),
+        max_steps=20,
+    ).value,
+}
+
+
+def _diffrax(solver, **options):
+    def program(w, x):
+        term = diffrax.ODETerm(lambda t, y, w: jnp.tanh(w @ y))
+        controller = diffrax.PIDController(rtol=1e-4, atol=1e-4)
+        return diffrax.diffeqsolve(
+            term, solver, 0, 1, 0.1, x[0], w, stepsize_controller=controller, **options
+        ).ys
+
+    return program
+
+
+def _sde(w, x):
+    noise = diffrax.VirtualBrownianTree(0.0, 1.0, 1e-2, (), KEY)
+    drift = diffrax.ODETerm(lambda t, y, _: jnp.tanh(w @ y))
+    diffusion = diffrax.ControlTerm(lambda t, y, _: 0.1 * y, noise)
+    terms = diffrax.MultiTerm(drift, diffusion)
+    return diffrax.diffeqsolve(terms, diffrax.Euler(), 0, 1, 0.1, x[0]).ys
+
+
+DIFFRAX = {
+    "tsit5": _diffrax(diffrax.Tsit5()),
+    "direct": _diffrax(diffrax.Tsit5(), adjoint=diffrax.DirectAdjoint(), max_steps=16),
+    "backsolve": _diffrax(diffrax.Tsit5(), adjoint=diffrax.BacksolveAdjoint()),
+    "implicit": _diffrax(diffrax.Kvaerno3()),
+    "dense": _diffrax(diffrax.Dopri5(), saveat=diffrax.SaveAt(ts=[0.2, 0.7])),
+    "sde": _sde,
+}
+
+#: By name: programs that are differentiated, and programs whose values are only computed.
+GROUPS = {
+    "linalg": (LINALG, LINALG_VALUES),
+    "arrays": (ARRAYS, ARRAY_VALUES),
+    "special": (SPECIAL, {}),
+    "convolutions": (CONVOLUTIONS, CONVOLUTION_VALUES),
+    "control flow": (CONTROL_FLOW, CONTROL_FLOW_VALUES),
+    "random": ({}, RANDOM),
+    "lineax": (LINEAX, {}),
+    "optimistix": (OPTIMISTIX, {}),
+    "diffrax": (DIFFRAX, {}),
+}
