@@ -9,10 +9,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.scipy as jsp
+import jax.scipy.optimize
+import jax.scipy.spatial.transform
 import lineax
 import numpy as np
 import optimistix
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas, sparse
 from jax.experimental.ode import odeint
 
@@ -27,7 +30,7 @@ def spd(w):
 
 def image(w, x):
     """Images of 8 x 8 with 2 channels, a batch of 2."""
-    return jnp.tanh(jnp.einsum("bi,ij,cj->bcij", x, w, x)).reshape(2, 2, 8, 8)
+    return jnp.tanh(jnp.einsum("bi,ij,cj->bcij", x[:4], w, x[4:])).reshape(2, 2, 8, 8)
 
 
 def kernel(w, *shape):
@@ -55,12 +58,15 @@ LINALG = {
     "solve_triangular": lambda w, x: jsp.linalg.solve_triangular(spd(w), x.T, lower=True),
     "expm": lambda w, x: jsp.linalg.expm(w),
     "expm_frechet": lambda w, x: jsp.linalg.expm_frechet(w, spd(w)),
-    "batched": lambda w, x: jax.vmap(lambda v: jnp.linalg.solve(spd(w) + jnp.outer(v, v), v))(x),
-    "householder": lambda w, x: lax.linalg.householder_product(w, 0.1 * x[0]),
+    "batched": lambda w, x: jax.vmap(
+        lambda v: jnp.linalg.solve(spd(w) + jnp.outer(v, v), v)
+    )(x),
     "tridiagonal_solve": lambda w, x: lax.linalg.tridiagonal_solve(
         x[0], x[1] + 9, x[2], x[:, :1][:4] + w[:, :1]
     ),
-    "multivariate_normal": lambda w, x: jsp.stats.multivariate_normal.logpdf(x, x[0], spd(w)),
+    "multivariate_normal": lambda w, x: jsp.stats.multivariate_normal.logpdf(
+        x, x[0], spd(w)
+    ),
     "gaussian_kde": lambda w, x: jsp.stats.gaussian_kde((x @ w).T[:2]).pdf(x.T[:2]),
 }
 LINALG_VALUES = {
@@ -75,6 +81,7 @@ LINALG_VALUES = {
     ),
     "cholesky_update": lambda w, x: lax.linalg.cholesky_update(spd(w), x[0]),
     "qdwh": lambda w, x: lax.linalg.qdwh(spd(w))[0],
+    "householder": lambda w, x: lax.linalg.householder_product(w, 0.1 * x[0]),
     "tridiagonal": lambda w, x: lax.linalg.tridiagonal(spd(w))[1],
     "roots": lambda w, x: jnp.abs(jnp.roots(w[0], strip_zeros=False)).sum(),
 }
@@ -113,10 +120,14 @@ ARRAYS = {
     "segments": lambda w, x: jax.ops.segment_sum(x @ w, jnp.arange(8) % 3, 3),
     "complex": lambda w, x: jnp.abs(jnp.exp(1j * w) @ lax.complex(x.T, x.T)) ** 2,
     "precision": lambda w, x: lax.reduce_precision(jnp.tan(w), 8, 10),
-    "dtypes": lambda w, x: (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype("float32"),
-    "ragged_dot": lambda w, x: lax.ragged_dot(x, w[None] * x[:2, :1, None], jnp.array([3, 5])),
+    "dtypes": lambda w, x: (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(
+        "float32"
+    ),
+    "ragged_dot": lambda w, x: lax.ragged_dot(
+        x, w[None] * x[:2, :1, None], jnp.array([3, 5])
+    ),
     "barrier": lambda w, x: lax.optimization_barrier((w, x[0]))[0] ** 2,
-    "sparse": lambda w, x: sparse.BCOO.fromdense(EYE) @ w,
+    "sparse": lambda w, x: sparse.BCOO.fromdense(w, nse=16) @ x.T,
     "attention": lambda w, x: jax.nn.dot_product_attention(*[(x @ w)[None, :, None]] * 3),
     "polyfit": lambda w, x: jnp.polyfit(x[0], (x @ w)[1], 2),
     "einsum": lambda w, x: jnp.einsum("bi,ij,bj->b", x, w, x),
@@ -143,25 +154,23 @@ ARRAY_VALUES = {
     "frexp": lambda w, x: jnp.frexp(w),
     "rank": lambda w, x: jsp.stats.rankdata(x),
     "mode": lambda w, x: jsp.stats.mode(jnp.round(x)),
-    "minimize": lambda w, x: jsp.optimize.minimize(
-        lambda v: jnp.sum((v - w[0]) ** 2), x[0], method="BFGS"
-    ).x,
+    "minimize": lambda w, x: (
+        jsp.optimize.minimize(lambda v: jnp.sum((v - w[0]) ** 2), x[0], method="BFGS").x
+    ),
     "rotation": lambda w, x: jsp.spatial.transform.Rotation.from_rotvec(w[0, :3]).as_quat(),
     "float8": lambda w, x: w.astype(jnp.float8_e4m3fn).astype(jnp.float32),
 }
 
-_POSITIVE = {
-    name: getattr(jsp.special, name)
-    for name in (
-        "gammaln digamma erf erfc erfinv expit logit log_ndtr ndtr i0 i0e i1 i1e entr spence "
-        "expi"
-    ).split()
-}
+
+def _special(name):
+    fn = getattr(jsp.special, name)
+    return lambda w, x: fn(0.5 + 0.3 * jnp.tanh(w))
+
+
+_OF_ONE = ("gammaln", "digamma", "erf", "erfc", "erfinv", "logit", "log_ndtr", "ndtr", "i0")
+_OF_ONE += ("i0e", "i1", "i1e", "entr", "spence", "expi", "expit")
 SPECIAL = {
-    **{
-        name: (lambda fn: lambda w, x: fn(0.5 + 0.3 * jnp.tanh(w)))(fn)
-        for name, fn in _POSITIVE.items()
-    },
+    **{name: _special(name) for name in _OF_ONE},
     "betainc": lambda w, x: jsp.special.betainc(1.5, 2.0, jax.nn.sigmoid(w)),
     "gammainc": lambda w, x: jsp.special.gammainc(jnp.exp(w[0]), jnp.exp(x[0])),
     "polygamma": lambda w, x: jsp.special.polygamma(1, 1 + w**2),
@@ -227,45 +236,62 @@ def _pool(window, strides, padding="VALID", **options):
 
 CONVOLUTIONS = {
     **{name: _convolution(*each) for name, each in _CONVOLUTIONS.items()},
-    "channels_last": lambda w, x: lax.conv_general_dilated(
-        image(w, x).transpose(0, 2, 3, 1),
-        kernel(w, 3, 3, 2, 4),
-        (1, 1),
-        "SAME",
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-    )
-    ** 2,
-    "line": lambda w, x: lax.conv(image(w, x).reshape(2, 2, 64), kernel(w, 3, 2, 5), (2,), "SAME")
-    ** 2,
-    "volume": lambda w, x: lax.conv(
-        image(w, x).reshape(1, 2, 4, 8, 4), kernel(w, 2, 2, 3, 3, 3), (1, 1, 1), "SAME"
-    )
-    ** 2,
+    "channels_last": lambda w, x: (
+        lax.conv_general_dilated(
+            image(w, x).transpose(0, 2, 3, 1),
+            kernel(w, 3, 3, 2, 4),
+            (1, 1),
+            "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
+        ** 2
+    ),
+    "line": lambda w, x: (
+        lax.conv(image(w, x).reshape(2, 2, 64), kernel(w, 3, 2, 5), (2,), "SAME") ** 2
+    ),
+    "volume": lambda w, x: (
+        lax.conv(
+            image(w, x).reshape(1, 2, 4, 8, 4), kernel(w, 2, 2, 3, 3, 3), (1, 1, 1), "SAME"
+        )
+        ** 2
+    ),
     "no_dims": lambda w, x: lax.conv_general_dilated(x, w, (), ()),
     "half": lambda w, x: lax.conv(
-        image(w, x).astype(jnp.bfloat16), kernel(w, 3, 2, 3, 3).astype(jnp.bfloat16), (1, 1), "SAME"
+        image(w, x).astype(jnp.bfloat16),
+        kernel(w, 3, 2, 3, 3).astype(jnp.bfloat16),
+        (1, 1),
+        "SAME",
     ).astype(jnp.float32),
-    "complex_convolution": lambda w, x: jnp.abs(
-        lax.conv(image(w, x) * (1 + 1j), kernel(w, 3, 2, 3, 3) * (1 - 2j), (1, 1), "SAME")
-    )
-    ** 2,
+    "complex_convolution": lambda w, x: (
+        jnp.abs(
+            lax.conv(
+                image(w, x) * (1 + 1j), kernel(w, 3, 2, 3, 3) * (1 - 2j), (1, 1), "SAME"
+            )
+        )
+        ** 2
+    ),
     "in_loop": lambda w, x: lax.scan(
         lambda c, _: (lax.conv(c, kernel(w, 2, 2, 3, 3), (1, 1), "SAME") / 9, c.sum()),
         image(w, x),
         length=3,
     ),
-    "in_checkpoint": lambda w, x: jax.checkpoint(
-        lambda c: lax.conv(c, kernel(w, 2, 2, 3, 3), (1, 1), "VALID")
-    )(image(w, x))
-    ** 2,
+    "in_checkpoint": lambda w, x: (
+        jax.checkpoint(lambda c: lax.conv(c, kernel(w, 2, 2, 3, 3), (1, 1), "VALID"))(
+            image(w, x)
+        )
+        ** 2
+    ),
     "convolve": lambda w, x: jnp.convolve(x[0], w[0]) ** 2,
     "convolve2d": lambda w, x: jsp.signal.convolve2d(x, w) ** 2,
-    "patches": lambda w, x: lax.conv_general_dilated_patches(image(w, x), (3, 3), (1, 1), "SAME")
-    ** 2,
-    "conv_transpose": lambda w, x: lax.conv_transpose(
-        image(w, x).transpose(0, 2, 3, 1), kernel(w, 3, 3, 2, 4), (2, 2), "SAME"
-    )
-    ** 2,
+    "patches": lambda w, x: (
+        lax.conv_general_dilated_patches(image(w, x), (3, 3), (1, 1), "SAME") ** 2
+    ),
+    "conv_transpose": lambda w, x: (
+        lax.conv_transpose(
+            image(w, x).transpose(0, 2, 3, 1), kernel(w, 3, 3, 2, 4), (2, 2), "SAME"
+        )
+        ** 2
+    ),
     "bias": lambda w, x: jnp.tanh(image(w, x) + w[0, :2, None, None]),
     "means": lambda w, x: jnp.mean(image(w, x), axis=(0, 2, 3)) ** 2,
     "pool": _pool((2, 2), (2, 2)),
@@ -358,7 +384,7 @@ def _pallas(w, x):
 def _reference(w, x):
     ref = jax.new_ref(w)
     ref[0] = x[0]
-    ref[1] += w[0]
+    ref[1] = 2 * w[0]
     return ref[...] ** 2
 
 
@@ -374,12 +400,25 @@ def _checked(w, x):
 
 def _policies(w, x):
     def layer(v):
-        v = jax.ad_checkpoint.checkpoint_name(jnp.sin(v @ w), "kept")
+        v = checkpoint_name(jnp.sin(v @ w), "kept")
         return jnp.cos(v @ w)
 
     policies = jax.checkpoint_policies
     kept = policies.save_only_these_names("kept"), policies.dots_saveable, None
     return [jax.checkpoint(layer, policy=policy)(x) for policy in kept]
+
+
+def _per_device(w, x):
+    """A function for each device, on the mesh of the step, or on none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return jnp.sum(jnp.tanh(x @ w), axis=0)
+
+    def local(w, x):
+        return lax.psum(jnp.sum(jnp.tanh(x @ w), axis=0), ("data", "fsdp"))
+
+    specs = dict(in_specs=(jax.P(), jax.P(("data", "fsdp"))), out_specs=jax.P())
+    return jax.shard_map(local, mesh=mesh, **specs)(w, x)
 
 
 CONTROL_FLOW = {
@@ -396,9 +435,8 @@ CONTROL_FLOW = {
     ),
     "fori": lambda w, x: lax.fori_loop(0, 3, lambda i, c: jnp.tanh(c @ w) + i, x),
     "map": lambda w, x: lax.map(lambda r: jnp.sin(r @ w), x, batch_size=3),
-    "associative_scan": lambda w, x: lax.associative_scan(jnp.matmul, w[None] * x[:, :1, None]),
-    "while": lambda w, x: jax.jvp(
-        lambda w: lax.while_loop(lambda c: c.sum() < 9, lambda c: c * 1.5 + 1, w), (w,), (w,)
+    "associative_scan": lambda w, x: lax.associative_scan(
+        jnp.matmul, w[None] * x[:, :1, None]
     ),
     "custom_root": _root,
     "custom_linear_solve": _linear_solve,
@@ -407,23 +445,33 @@ CONTROL_FLOW = {
     "bicgstab": lambda w, x: jsp.sparse.linalg.bicgstab(spd(w), x[0])[0],
     "custom_jvp": lambda w, x: _jvp(w),
     "custom_vjp": lambda w, x: _vjp(w),
-    "custom_vmap": lambda w, x: _custom_vmap(w) + jax.vmap(_custom_vmap)(w),
     "linear_call": lambda w, x: jax.custom_derivatives.linear_call(
         lambda r, v: r * v, lambda r, v: r * v, x[:4], w
     ),
     "checkpoint": _policies,
     "jit": lambda w, x: jax.jit(lambda w: jnp.sin(w), inline=True)(w) + jax.jit(jnp.cos)(w),
-    "inner_gradients": lambda w, x: jax.jacfwd(jax.grad(lambda v: jnp.sin(v @ w @ v)))(x[0]),
+    "inner_gradients": lambda w, x: jax.jacfwd(jax.grad(lambda v: jnp.sin(v @ w @ v)))(
+        x[0]
+    ),
     "linearize": lambda w, x: jax.linearize(lambda w: jnp.sin(w) ** 2, w)[1](w),
-    "odeint": lambda w, x: odeint(lambda y, t: jnp.tanh(w @ y), x[0], jnp.linspace(0, 1, 3)),
+    "odeint": lambda w, x: odeint(
+        lambda y, t: jnp.tanh(w @ y), x[0], jnp.linspace(0, 1, 3)
+    ),
     "platform": lambda w, x: lax.platform_dependent(w, cpu=jnp.sin, default=jnp.cos),
-    "reference": _reference,
     "checked": _checked,
+    "shard_map": _per_device,
     "named_scope": lambda w, x: jax.named_call(jnp.sin, name="sine")(w),
     "dropped": lambda w, x: (w**2, jnp.linalg.inv(w))[0],
 }
 CONTROL_FLOW_VALUES = {
     "pallas": _pallas,
+    "reference": _reference,
+    "custom_vmap": lambda w, x: _custom_vmap(w) + jax.vmap(_custom_vmap)(w),
+    "while": lambda w, x: jax.jvp(
+        lambda w: lax.while_loop(lambda c: c.sum() < 9, lambda c: c * 1.5 + 1, w),
+        (w,),
+        (w,),
+    ),
     "pure_callback": lambda w, x: jax.pure_callback(
         lambda w: np.sin(w), jax.ShapeDtypeStruct(w.shape, w.dtype), w
     ),
@@ -436,19 +484,19 @@ CONTROL_FLOW_VALUES = {
     "constant": lambda w, x: jnp.float32(3),
 }
 
-_SAMPLERS = {
-    name: getattr(jax.random, name)
-    for name in (
-        "ball cauchy exponential gumbel laplace logistic normal rademacher uniform maxwell "
-        "double_sided_maxwell bits rayleigh lognormal"
-    ).split()
-}
+
+def _sampler(name):
+    return lambda w, x: getattr(jax.random, name)(KEY, shape=(3, 5))
+
+
+_SAMPLERS = ("cauchy", "exponential", "gumbel", "laplace", "logistic", "normal", "uniform")
+_SAMPLERS += ("rademacher", "maxwell", "bits", "lognormal")
 RANDOM = {
-    **{
-        name: (lambda fn: lambda w, x: fn(KEY, shape=(3, 5)))(fn)
-        for name, fn in _SAMPLERS.items()
-        if name != "ball"
-    },
+    **{name: _sampler(name) for name in _SAMPLERS},
+    "double_sided_maxwell": lambda w, x: jax.random.double_sided_maxwell(
+        KEY, 0.0, 1.0, (5,)
+    ),
+    "rayleigh": lambda w, x: jax.random.rayleigh(KEY, 1.0, (5,)),
     "ball": lambda w, x: jax.random.ball(KEY, 3),
     "beta": lambda w, x: jax.random.beta(KEY, jnp.exp(w), 2.0),
     "bernoulli": lambda w, x: jax.random.bernoulli(KEY, jax.nn.sigmoid(x)),
@@ -471,7 +519,9 @@ RANDOM = {
     "poisson": lambda w, x: jax.random.poisson(KEY, 3.0, (5,)),
     "randint": lambda w, x: jax.random.randint(KEY, (5,), 0, 9),
     "rbg": lambda w, x: jax.random.normal(jax.random.key(1, impl="rbg"), (5,)),
-    "unsafe_rbg": lambda w, x: jax.random.normal(jax.random.key(1, impl="unsafe_rbg"), (5,)),
+    "unsafe_rbg": lambda w, x: jax.random.normal(
+        jax.random.key(1, impl="unsafe_rbg"), (5,)
+    ),
     "split": lambda w, x: jax.vmap(jax.random.normal)(jax.random.split(KEY, 3)),
     "t": lambda w, x: jax.random.t(KEY, 3.0, (5,)),
     "triangular": lambda w, x: jax.random.triangular(KEY, 0.0, 0.5, 1.0, (5,)),
@@ -499,46 +549,66 @@ LINEAX = {
     "lineax_cg": _lineax(lineax.CG(**_TOLERANCES)),
     "lineax_gmres": _lineax(lineax.GMRES(**_TOLERANCES)),
     "lineax_bicgstab": _lineax(lineax.BiCGStab(**_TOLERANCES)),
-    "lineax_function": lambda w, x: lineax.linear_solve(
-        lineax.FunctionLinearOperator(
-            lambda v: spd(w) @ v,
-            jax.ShapeDtypeStruct((4,), jnp.float32),
-            lineax.positive_semidefinite_tag,
-        ),
-        x[0],
-        lineax.CG(**_TOLERANCES),
-    ).value,
+    "lineax_function": lambda w, x: (
+        lineax.linear_solve(
+            lineax.FunctionLinearOperator(
+                lambda v: spd(w) @ v,
+                jax.ShapeDtypeStruct((4,), jnp.float32),
+                lineax.positive_semidefinite_tag,
+            ),
+            x[0],
+            lineax.CG(**_TOLERANCES),
+        ).value
+    ),
 }
 
 _ZEROS = np.zeros(4, np.float32)
 OPTIMISTIX = {
-    "root_find": lambda w, x: optimistix.root_find(
-        lambda y, _: y + 0.1 * jnp.tanh(w @ y) - x[0], optimistix.Newton(**_TOLERANCES), _ZEROS
-    ).value,
-    "fixed_point": lambda w, x: optimistix.fixed_point(
-        lambda y, _: 0.1 * jnp.tanh(w @ y) + x[0],
-        optimistix.FixedPointIteration(**_TOLERANCES),
-        _ZEROS,
-    ).value,
-    "least_squares": lambda w, x: optimistix.least_squares(
-        lambda y, _: spd(w) @ y - x[0], optimistix.LevenbergMarquardt(**_TOLERANCES), _ZEROS
-    ).value,
-    "bfgs": lambda w, x: optimistix.minimise(
-        lambda y, _: jnp.sum((spd(w) @ y - x[0]) ** 2), optimistix.BFGS(**_TOLERANCES), _ZEROS
-    ).value,
-    "bisection": lambda w, x: optimistix.root_find(
-        lambda y, _: y**3 - 1 - jnp.sum(w**2),
-        optimistix.Bisection(**_TOLERANCES),
-        jnp.float32(1),
-        options={"lower": 0.0, "upper": 10.0},
-    ).value,
-    "through_steps": lambda w, x: optimistix.root_find(
-        lambda y, _: y + 0.1 * jnp.tanh(w @ y) - x[0],
-        optimistix.Chord(**_TOLERANCES),
-        _ZEROS,
-        adjoint=optimistix.RecursiveCheckpointAdjoint(),
-        max_steps=20,
-    ).value,
+    "root_find": lambda w, x: (
+        optimistix.root_find(
+            lambda y, _: y + 0.1 * jnp.tanh(w @ y) - x[0],
+            optimistix.Newton(**_TOLERANCES),
+            _ZEROS,
+        ).value
+    ),
+    "fixed_point": lambda w, x: (
+        optimistix.fixed_point(
+            lambda y, _: 0.1 * jnp.tanh(w @ y) + x[0],
+            optimistix.FixedPointIteration(**_TOLERANCES),
+            _ZEROS,
+        ).value
+    ),
+    "least_squares": lambda w, x: (
+        optimistix.least_squares(
+            lambda y, _: spd(w) @ y - x[0],
+            optimistix.LevenbergMarquardt(**_TOLERANCES),
+            _ZEROS,
+        ).value
+    ),
+    "bfgs": lambda w, x: (
+        optimistix.minimise(
+            lambda y, _: jnp.sum((spd(w) @ y - x[0]) ** 2),
+            optimistix.BFGS(**_TOLERANCES),
+            _ZEROS,
+        ).value
+    ),
+    "bisection": lambda w, x: (
+        optimistix.root_find(
+            lambda y, _: y**3 - 1 - jnp.sum(w**2),
+            optimistix.Bisection(**_TOLERANCES),
+            jnp.float32(1),
+            options={"lower": 0.0, "upper": 10.0},
+        ).value
+    ),
+    "through_steps": lambda w, x: (
+        optimistix.root_find(
+            lambda y, _: y + 0.1 * jnp.tanh(w @ y) - x[0],
+            optimistix.Chord(**_TOLERANCES),
+            _ZEROS,
+            adjoint=optimistix.RecursiveCheckpointAdjoint(),
+            max_steps=20,
+        ).value
+    ),
 }
 
 

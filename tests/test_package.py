@@ -62,7 +62,7 @@ TESTED_ELSEWHERE = {
     "trackers/_values.py": "trackers/test_jsonl.py and test_tensorboard.py",
     "training/_compiled_step.py": "training/test_train_step.py, which compiles steps",
     "training/_gather.py": "training/test_scan_layers.py and test_train_step.py",
-    "training/rewrite/_jaxprs.py": "training/rewrite/test_rewrite.py, on all kinds of jaxprs",
+    "training/rewrite/_jaxprs.py": "training/rewrite/test_rewrite.py, on many jaxprs",
 }
 
 LONGEST_FILE, LONGEST_FUNCTION, LONGEST_CLASS = 400, 80, 290

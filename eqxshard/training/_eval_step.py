@@ -46,6 +46,8 @@ def make_eval_step(
     """Make the compiled step that measures a model on a batch.
 
     The model is put in inference mode (`equinox.nn.inference_mode`) and is never donated.
+    The step is rewritten as a train step is, unless `EQXSHARD_REWRITE=off` is in the
+    environment.
 
     **Arguments:**
 

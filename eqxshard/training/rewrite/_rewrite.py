@@ -2,8 +2,11 @@
 
 A rewrite never makes a program fail, or differ beyond rounding, where plain JAX runs it.
 What a rewrite does not understand, it leaves alone. If what it made does not trace, the
-program runs as it was, and a warning says so. `EQXSHARD_REWRITE=off` in the environment
-turns all rewriting off.
+program runs as it was, and a warning says so.
+
+`EQXSHARD_REWRITE=off` in the environment turns all rewriting off. A check by
+`equinox.error_if` is then left to Equinox, and if it fails on several devices, the step
+does not return.
 """
 
 import functools as ft

@@ -1,0 +1,260 @@
+"""Rewritten programs return what plain JAX returns, whatever is in them."""
+
+import traceback
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import RULES, make_mesh
+from jax.experimental import io_callback
+from jax.extend import core
+from rewrite_programs import GROUPS
+
+import eqxshard
+from eqxshard.training.rewrite._checks import Errors, collect_checks
+from eqxshard.training.rewrite._convolutions import fast_convolutions
+from eqxshard.training.rewrite._jaxprs import jaxprs_in, map_jaxpr, open_jaxpr
+from eqxshard.training.rewrite._rewrite import call_rewritten
+
+#: How many primitives the programs of the sweep have between them, at least.
+MOST_PRIMITIVES = 170
+LINT: Any = {"dtype": "off"}
+BATCH = {"x": np.asarray(jax.random.normal(jax.random.key(1), (8, 4)))}
+
+
+@pytest.fixture(autouse=True)
+def as_users_run():
+    """Other libraries mix dtypes and ranks, which our tests forbid everybody else."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def make_weights(programs):
+    """For each program a matrix of its own, so that its gradient says what it did."""
+    return lambda key: {
+        name: 0.3 * jax.random.normal(jax.random.fold_in(key, i), (4, 4))
+        for i, name in enumerate(programs)
+    }
+
+
+def measure(programs, weights, batch):
+    """A number for each program, from all that it returns."""
+
+    def number(leaf):
+        leaf = jnp.asarray(leaf)
+        real = jnp.abs(leaf) if jnp.iscomplexobj(leaf) else leaf.astype(jnp.float32)
+        return jnp.mean(jnp.sin(real))
+
+    outs = {name: fn(weights[name], batch["x"]) for name, fn in programs.items()}
+    return {name: sum(map(number, jax.tree.leaves(out))) for name, out in outs.items()}
+
+
+def assert_close(ours, theirs):
+    for name, value in theirs.items():
+        np.testing.assert_allclose(ours[name], value, 2e-4, 2e-5, err_msg=name)
+
+
+class Sweep:
+    """The programs of a group, in a train step and an eval step, and as JAX runs them."""
+
+    def __init__(self, group):
+        self.trained, others = GROUPS[group]
+        self.all = self.trained | others
+        self.make_weights = make_weights(self.all)
+        self.weights = self.make_weights(jax.random.key(0))
+
+    def loss(self, weights, batch):
+        return sum(measure(self.trained, weights, batch).values(), jnp.float32(0))
+
+    def plain(self):
+        """The values of all programs, and the gradients, as plain JAX computes them."""
+        both = jax.jit(lambda w, b: (measure(self.all, w, b), jax.grad(self.loss)(w, b)))
+        return both(self.weights, BATCH)
+
+    def trace(self):
+        both = lambda w, b: (measure(self.all, w, b), jax.grad(self.loss)(w, b))  # noqa: E731
+        return jax.make_jaxpr(both)(self.weights, BATCH)
+
+    def steps(self, mesh):
+        """The values of all programs, and the gradients, as the steps compute them."""
+        optim, where = optax.sgd(1.0), {"mesh": make_mesh(mesh), "rule": RULES["fsdp"]}
+        state = eqxshard.init_state(
+            self.make_weights, optim, key=jax.random.key(0), **where
+        )
+        before = jax.tree.map(np.asarray, state.model)
+        eval_step = eqxshard.make_eval_step(
+            lambda weights, batch: measure(self.all, weights, batch), lint=LINT
+        )
+        values = eval_step(state.model, BATCH).compute()
+        if not self.trained:
+            return values, {}
+        train_step = eqxshard.make_train_step(
+            lambda weights, batch, key: self.loss(weights, batch), optim, lint=LINT
+        )
+        state, metrics = train_step(state, BATCH)
+        assert metrics.compute().get("nonfinite", 0) == 0
+        gradients = jax.tree.map(lambda a, b: a - np.asarray(b), before, state.model)
+        return values, gradients
+
+
+SLOW = ("optimistix", "diffrax")
+QUICK = [group for group in GROUPS if group not in SLOW]
+SWEEP = QUICK + [pytest.param(group, marks=pytest.mark.slow) for group in SLOW]
+
+
+@pytest.mark.parametrize("group", SWEEP)
+def test_steps_return_what_jax_returns(group):
+    sweep = Sweep(group)
+    values, gradients = sweep.steps("data=1")
+    expected_values, expected_gradients = sweep.plain()
+    assert_close(values, expected_values)
+    assert_close(gradients, {name: expected_gradients[name] for name in gradients})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", ["linalg", "control flow", "lineax", *SLOW])
+def test_steps_on_eight_devices_return_what_jax_returns_on_one(group):
+    sweep = Sweep(group)
+    values, gradients = sweep.steps("data=2,fsdp=4")
+    expected_values, expected_gradients = sweep.plain()
+    assert_close(values, expected_values)
+    assert_close(gradients, {name: expected_gradients[name] for name in gradients})
+
+
+def test_rewritten_programs_are_well_formed_and_have_most_primitives(record_property):
+    met = set()
+
+    def walk(jaxpr):
+        for eqn in open_jaxpr(jaxpr).eqns:
+            met.add(eqn.primitive.name)
+            for part in jaxprs_in(eqn.params):
+                walk(part)
+
+    for group in GROUPS:
+        jaxpr = Sweep(group).trace()
+        walk(jaxpr)
+        rewritten = collect_checks(map_jaxpr(fast_convolutions, jaxpr), Errors(), True)
+        core.check_jaxpr(open_jaxpr(rewritten))
+    record_property("primitives", len(met))
+    print(f"{len(met)} primitives: {' '.join(sorted(met))}")
+    assert len(met) >= MOST_PRIMITIVES
+
+
+@pytest.mark.parametrize("group", ["convolutions"])
+def test_without_rewrites_steps_return_the_same(group, monkeypatch):
+    monkeypatch.setenv("EQXSHARD_REWRITE", "off")
+    forbid = lambda *_: pytest.fail("rewritten")  # noqa: E731
+    monkeypatch.setattr("eqxshard.training._compile.fast_convolutions", forbid)
+    monkeypatch.setattr("eqxshard.training._compile.collect_checks", forbid)
+    test_steps_return_what_jax_returns(group)
+
+
+# One program
+
+
+def make(loss_fn, mesh="data=1", **options):
+    """A state of one weight, and a train step of a loss function."""
+    optim, where = optax.sgd(1.0), {"mesh": make_mesh(mesh), "rule": RULES["fsdp"]}
+    make_model = lambda key: eqx.nn.Linear(4, 4, key=key)  # noqa: E731
+    state = eqxshard.init_state(make_model, optim, key=jax.random.key(0), **where)
+    return state, eqxshard.make_train_step(loss_fn, optim, lint=LINT, **options)
+
+
+def test_the_switch_is_on_or_off(monkeypatch):
+    monkeypatch.setenv("EQXSHARD_REWRITE", "no")
+    state, train_step = make(lambda model, batch, key: jnp.sum(model.weight))
+    with pytest.raises(ValueError, match="EQXSHARD_REWRITE is 'no'; set it to 'on' or"):
+        train_step(state, BATCH)
+
+
+def broken(_):
+    raise KeyError("num_consts")
+
+
+def wrong(_):
+    return jax.make_jaxpr(lambda *args: args[0].astype(jnp.bfloat16))(jnp.ones(3)).jaxpr
+
+
+@pytest.mark.parametrize("rewrite", [broken, wrong], ids=lambda fn: fn.__name__)
+def test_what_cannot_be_rewritten_runs_as_it_was(rewrite, monkeypatch):
+    monkeypatch.setattr("eqxshard.training._compile.fast_convolutions", rewrite)
+    solves = lambda model, batch, key: jnp.linalg.solve(model.weight, batch["x"].T).sum(0)  # noqa: E731
+    with pytest.warns(RuntimeWarning, match="could not rewrite a step") as warned:
+        for _ in range(2):
+            state, train_step = make(solves)
+            weight = np.asarray(state.model.weight)
+            _, metrics = train_step(state, BATCH)
+    assert len(warned) == 1
+    expected = np.linalg.solve(weight, BATCH["x"].T).sum(0).mean()
+    assert metrics.compute()["loss"] == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("mesh", ["data=1", "data=8"])
+def test_a_mistake_in_a_loss_keeps_its_line(mesh):
+    def loss_fn(model, batch, key):
+        return jnp.sum(batch["x"] @ model.weight[:3], axis=1)
+
+    state, train_step = make(loss_fn, mesh)
+    with pytest.raises(TypeError, match="dot_general") as raised:
+        train_step(state, BATCH)
+    names = [frame.name for frame in traceback.extract_tb(raised.tb)]
+    assert "loss_fn" in names and "_rewrite_or_leave" not in names
+
+
+def test_effects_happen_once_and_in_order():
+    seen = []
+
+    def see(name, value):
+        seen.append((name, int(value)))
+        return np.float32(value)
+
+    def loss_fn(model, batch, key):
+        x = eqx.error_if(batch["x"], jnp.any(jnp.isnan(batch["x"])), "nan")
+
+        def body(carry, step):
+            shape = jax.ShapeDtypeStruct((), jnp.float32)
+            io_callback(lambda n: see("loop", n), shape, step, ordered=True)
+            return eqx.error_if(carry, step > 9, "long") + 1, None
+
+        jax.debug.callback(lambda n: see("first", n), 1, ordered=True)
+        total, _ = jax.lax.scan(body, jnp.float32(0), jnp.arange(3))
+        jax.debug.callback(lambda n: see("last", n), total, ordered=True)
+        return jnp.sum((x @ model.weight) ** 2, axis=1)
+
+    state, train_step = make(loss_fn)
+    train_step(state, BATCH)
+    jax.effects_barrier()
+    assert seen == [("first", 1), *(("loop", n) for n in range(3)), ("last", 3)]
+
+
+ODD = {"inf": np.inf, "-inf": -np.inf, "nan": np.nan}
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("size", [1, 3, 5])
+def test_values_that_are_not_finite_stay_where_plain_jax_has_them(odd, size):
+    """In the outputs and gradients of a convolution, a bias and a pool."""
+
+    def loss(weight, bias, x):
+        y = jax.lax.conv(x, weight, (1, 1), "SAME") + bias[:, None, None]
+        ones = (1, 1, 2, 2)
+        pooled = jax.lax.reduce_window(y, 0.0, jax.lax.add, ones, ones, "VALID")
+        return jnp.sum(pooled, axis=(1, 2, 3)), pooled
+
+    def gradients(weight, bias, x):
+        total = lambda *args: jnp.sum(loss(*args)[0])  # noqa: E731
+        return loss(weight, bias, x), jax.grad(total, (0, 1, 2))(weight, bias, x)
+
+    rng = np.random.default_rng(0)
+    shapes = (2, 1, size, size), (2,), (3, 1, 9, 9)
+    weight, bias, x = (rng.normal(size=shape).astype(np.float32) for shape in shapes)
+    x[1, 0, 4, 3] = ODD[odd]
+    rewrite = lambda jaxpr: map_jaxpr(fast_convolutions, jaxpr)  # noqa: E731
+    fast = lambda *args: call_rewritten(gradients, rewrite, *args)[0]  # noqa: E731
+    ours, theirs = jax.jit(fast)(weight, bias, x), jax.jit(gradients)(weight, bias, x)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
