@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.extend import core
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Key, PyTree, UInt32
 
 from ..distributed import assert_same_on_all_processes, spans_processes
@@ -17,9 +17,11 @@ from ..sharding._leaves import array_leaves, format_array, is_array, is_key
 from ..sharding._mesh import check_mesh
 from ..sharding._placement import named_leaves
 from ..sharding._rule import Rule, check_rule
+from ._build import build_arrays
 from ._compile import jit_is_off
 from ._config import check_optim
 from ._extra import copy_shared
+from ._jaxprs import open_jaxpr
 from ._layout import make_layout
 from ._precision import LossScale, Precision, cast
 from ._state import (
@@ -103,26 +105,31 @@ def init_state(
     leaves, static = flatten_state(traced.like)
     model_arrays = [] if load is None else _load(load, traced.like.model)
     # By their number among the state's arrays; before the model is the step.
-    loaded = {i: x for i, x in enumerate(model_arrays, start=1) if x is not None}
-    made = [i for i in range(len(leaves)) if i not in loaded]
-
-    def init_arrays(key_data: Array, loaded: dict[int, Array]) -> list[Any]:
-        if is_key(key):
-            key_data = jax.random.wrap_key_data(key_data, impl=key.dtype)
-        model = core.jaxpr_as_fun(traced.make_model)(key_data)
-        model = [loaded.get(i, x) for i, x in enumerate(model, start=1)]
-        arrays = core.jaxpr_as_fun(traced.make_state)(*model, key_data)
-        return [arrays[i] for i in made]
-
-    # All processes have the key's numbers on their hosts.
-    whole = NamedSharding(mesh, PartitionSpec())
-    init = jax.jit(
-        init_arrays,
-        in_shardings=(whole, {i: x.sharding for i, x in loaded.items()}),
-        out_shardings=[leaves[i].sharding for i in made],
-    )
-    arrays = dict(zip(made, init(_key_data(key), loaded), strict=True)) | loaded
+    arrays = {i: x for i, x in enumerate(model_arrays, start=1) if x is not None}
+    left = [i for i in range(len(leaves)) if i not in arrays]
+    equations, known, outputs = _one_after_the_other(traced, key, arrays)
+    wanted = [outputs[i] for i in left], [leaves[i].sharding for i in left]
+    arrays |= zip(left, build_arrays(equations, known, *wanted), strict=True)
     return unflatten_state([arrays[i] for i in range(len(leaves))], static)
+
+
+def _one_after_the_other(
+    traced: "_Traced", key: Array, loaded: dict[int, Array]
+) -> tuple[list[Any], dict[Any, Any], list[Any]]:
+    """The equations that make a state of a key, what they read, and the state's arrays."""
+    model, state = map(open_jaxpr, (traced.make_model, traced.make_state))
+    known = dict(zip(model.constvars, traced.make_model.consts, strict=True))
+    known |= zip(state.constvars, traced.make_state.consts, strict=True)
+    known |= {model.invars[0]: key, state.invars[-1]: key}
+    known |= {state.invars[i - 1]: x for i, x in loaded.items()}
+    made = dict(zip(state.invars, model.outvars))
+
+    def follow(atom: Any) -> Any:
+        literal = isinstance(atom, core.Literal)
+        return atom if literal or atom in known else made.get(atom, atom)
+
+    then = [eqn.replace(invars=[*map(follow, eqn.invars)]) for eqn in state.eqns]
+    return [*model.eqns, *then], known, [*map(follow, state.outvars)]
 
 
 def abstract_state(
