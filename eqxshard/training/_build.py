@@ -22,8 +22,8 @@ from ._jaxprs import is_jaxpr, map_jaxpr, open_jaxpr
 from ._layout import fetch_offloaded
 
 #: The most elements of a small value. Keys and integers are the same wherever they are
-#: computed; what is rounded stays with the computation around it, unless it is tiny.
-_SMALL, _SMALL_INEXACT = 2**16, 2**10
+#: computed; what is rounded stays with the one computation that needs it, unless it is tiny.
+_SMALL, _TINY = 2**16, 2**10
 #: How many programs may run at a time: each needs memory, and simulated devices block.
 _IN_FLIGHT = 8
 
@@ -51,7 +51,7 @@ def build_arrays(
     values = {variable: _uncommitted(value) for variable, value in known.items()}
     # Not on the mesh, where each small computation would be one of all processes.
     with jax.default_device(next(iter(mesh.local_devices), None)):
-        equations = _compute_small(_needed(equations, outputs), values)
+        equations = _compute_small(_needed(equations, outputs), outputs, values)
     wanted = _wanted(equations, outputs, shardings, values)
     programs = _Programs(NamedSharding(mesh, PartitionSpec()))
     groups = _groups(equations, wanted, values)
@@ -89,14 +89,18 @@ def _variables(eqn: Any) -> list[Any]:
     return [atom for atom in eqn.invars if _is_variable(atom)]
 
 
-def _is_small(value: Any) -> bool:
-    inexact = jnp.issubdtype(value.dtype, jnp.inexact)
-    return value.size <= (_SMALL_INEXACT if inexact else _SMALL)
+def _is_tiny(aval: Any) -> bool:
+    inexact = jnp.issubdtype(aval.dtype, jnp.inexact)
+    return aval.size <= (_TINY if inexact else _SMALL)
+
+
+def _count_readers(equations: Sequence[Any]) -> Counter[Any]:
+    return Counter(v for eqn in equations for v in {*_variables(eqn)})
 
 
 def _uncommitted(value: Any) -> Any:
     """A small value as NumPy, or as keys, which may be computed with on any device."""
-    if not _is_small(value) or not getattr(value, "is_fully_addressable", True):
+    if value.size > _SMALL or not getattr(value, "is_fully_addressable", True):
         return value
     if is_key(value):
         data = np.asarray(jax.random.key_data(value))
@@ -115,13 +119,23 @@ def _needed(equations: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
     return kept[::-1]
 
 
-def _compute_small(equations: Sequence[Any], values: dict[Any, Any]) -> list[Any]:
+def _compute_small(
+    equations: Sequence[Any], outputs: Sequence[Any], values: dict[Any, Any]
+) -> list[Any]:
     """Add what can be computed of small values alone; return the other equations."""
+    readers = _count_readers(equations)
+    returned = {*filter(_is_variable, outputs)}
+
+    def may_compute(v: Any) -> bool:
+        # Such as one draw of which each layer is a slice.
+        shared = readers[v] > 1 and v not in returned
+        return _is_tiny(v.aval) or (shared and v.aval.size <= _SMALL)
+
     left = []
     for eqn in equations:
         read = _variables(eqn)
-        at_hand = all(v in values and _is_small(v.aval) for v in read)
-        if at_hand and all(_is_small(v.aval) for v in eqn.outvars):
+        at_hand = all(v in values and v.aval.size <= _SMALL for v in read)
+        if at_hand and all(map(may_compute, eqn.outvars)):
             inputs = [_read(atom, values) for atom in eqn.invars]
             values.update(zip(eqn.outvars, _compute(eqn, inputs), strict=True))
         else:
@@ -154,10 +168,10 @@ def _wanted(
     for output, sharding in zip(outputs, shardings, strict=True):
         if _is_variable(output) and output not in values:
             wanted.setdefault(output, sharding)
-    readers = Counter(v for eqn in equations for v in {*_variables(eqn)})
+    readers = _count_readers(equations)
     for eqn in equations:
         for v in eqn.outvars:
-            if readers[v] > 1 and _is_small(v.aval):
+            if readers[v] > 1 and _is_tiny(v.aval):
                 wanted.setdefault(v, whole)
     return wanted
 
