@@ -22,7 +22,8 @@ from ._jaxprs import is_jaxpr, map_jaxpr, open_jaxpr
 from ._layout import fetch_offloaded
 
 #: The most elements of a small value. Keys and integers are the same wherever they are
-#: computed; what is rounded stays with the one computation that needs it, unless it is tiny.
+#: computed; what is rounded stays with the computation that needs it, unless several do or
+#: it is tiny.
 _SMALL, _TINY = 2**16, 2**10
 #: How many programs may run at a time: each needs memory, and simulated devices block.
 _IN_FLIGHT = 8
