@@ -22,6 +22,7 @@ from ._compile import jit_is_off
 from ._config import check_optim
 from ._extra import copy_shared
 from ._jaxprs import open_jaxpr
+from ._kept_tracers import check_no_tracers
 from ._layout import make_layout
 from ._precision import LossScale, Precision, cast
 from ._state import (
@@ -56,9 +57,10 @@ def init_state(
     **Arguments:**
 
     - `make_model`: a function from a random key to a model, or to the pair of a model and
-        its state that `equinox.nn.make_with_state` makes. An array that appears twice in
-        it must be tied with `equinox.nn.Shared`. For a model that you have already,
-        `lambda key: model`: the state gets copies, because steps donate its arrays.
+        its state that `equinox.nn.make_with_state` makes. An array that is trained in two
+        places must be tied with `equinox.nn.Shared`. For a model that you have already, or
+        that cannot be made under jit, `lambda key: model`: it is whole on one device before
+        it is split, and the state gets copies, because steps donate its arrays.
     - `optim`: an optax optimizer, for the model's floating-point (and complex) arrays.
     - `key`: a random key. `make_model` gets it unchanged; the run's own key is derived
         from it.
@@ -83,9 +85,9 @@ def init_state(
     **Raises:**
 
     `TypeError` if `key` is not a random key, `make_model` not a function or `optim` not
-    an optimizer; `ValueError` as [`eqxshard.shardings`][] does, if one array appears
-    twice in the model (the two would drift apart), if `load` returns another model, and
-    under `jax_disable_jit`.
+    an optimizer; `ValueError` as [`eqxshard.shardings`][] does, if one array is trained in
+    two places (the two would drift apart), if `make_model` cannot run under jit, if `load`
+    returns another model, and under `jax_disable_jit`.
 
     !!! Example
 
@@ -203,9 +205,10 @@ def _trace(
         assert_same_on_all_processes("state", {"key": _key_data(key).tolist()})
 
     def make(key: Array) -> tuple[Any, PyTree, PyTree]:
-        model, model_state = without_state(make_model(key))
-        _check_not_shared(model)
+        model, model_state = without_state(_make_traced(make_model, key))
+        check_no_tracers(model)
         params, frozen = split_model(model, trainable)
+        _check_not_shared(params)
         trained = _trained(model, params, trainable)
         if precision is not None:
             params = cast(params, precision.params)
@@ -307,12 +310,29 @@ def _key_data(key: Array) -> np.ndarray:
     return np.asarray(jax.random.key_data(key) if is_key(key) else key)
 
 
-def _check_not_shared(model: PyTree) -> None:
+def _make_traced(make_model: Callable[[Any], PyTree], key: Array) -> PyTree:
+    try:
+        return make_model(key)
+    except (TypeError, IndexError, ValueError) as error:
+        kinds = jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError
+        # JAX has no type of its own for others, such as of a shape that is traced.
+        if not isinstance(error, kinds) and "Tracer" not in f"{type(error)} {error}":
+            raise
+        raise ValueError(
+            "make_model needs the value of an array, and init_state runs it under jit, "
+            "where arrays have no values; make the model first and write "
+            "make_model=lambda key: model (it is then whole on one device before it is "
+            "split)."
+        ) from error
+
+
+def _check_not_shared(params: PyTree) -> None:
     paths: dict[int, str] = {}
-    for path, leaf in array_leaves(model):
+    for path, leaf in array_leaves(params):
         first = paths.setdefault(id(leaf), path)
         if first != path:
             raise ValueError(
-                f"{first} and {path} are the same array, and would be trained as two; "
-                "tie them with equinox.nn.Shared."
+                f"{first} and {path} are the same array, and would be trained as two; tie "
+                "them with equinox.nn.Shared, make one a copy with jnp.copy, or train only "
+                "one with trainable=."
             )
