@@ -49,6 +49,7 @@ def build_arrays(
     The outputs. None shares memory with another, or with what was known.
     """
     mesh = shardings[0].mesh
+    equations, known, outputs = _inline(equations, known, outputs)
     values = {variable: _uncommitted(value) for variable, value in known.items()}
     # Not on the mesh, where each small computation would be one of all processes.
     with jax.default_device(next(iter(mesh.local_devices), None)):
@@ -107,6 +108,47 @@ def _uncommitted(value: Any) -> Any:
         data = np.asarray(jax.random.key_data(value))
         return jax.random.wrap_key_data(data, impl=value.dtype)
     return np.asarray(value)
+
+
+def _inline(
+    equations: Sequence[Any], known: Mapping[Any, Any], outputs: Sequence[Any]
+) -> tuple[list[Any], dict[Any, Any], list[Any]]:
+    """Take apart jitted functions that make several arrays, such as a whole model."""
+    flat: list[Any] = []
+    known = dict(known)
+    new_variable = core.gensym()
+
+    def read(atoms: Sequence[Any], names: Mapping[Any, Any]) -> list[Any]:
+        return [names.get(x, x) if _is_variable(x) else x for x in atoms]
+
+    def add(equations: Sequence[Any], names: dict[Any, Any]) -> None:
+        for eqn in equations:
+            inputs = read(eqn.invars, names)
+            if _makes_several(eqn):
+                called = eqn.params["jaxpr"]
+                jaxpr = open_jaxpr(called)
+                inside = dict(zip(jaxpr.invars, inputs, strict=True))
+                for variable, value in zip(jaxpr.constvars, called.consts, strict=True):
+                    inside[variable] = new_variable(variable.aval)
+                    known[inside[variable]] = value
+                add(jaxpr.eqns, inside)
+                outvars = read(jaxpr.outvars, inside)
+            else:
+                outvars = [new_variable(v.aval) for v in eqn.outvars]
+                flat.append(eqn.replace(invars=inputs, outvars=outvars))
+            names |= zip(eqn.outvars, outvars, strict=True)
+
+    names: dict[Any, Any] = {}
+    add(equations, names)
+    return flat, known, read(outputs, names)
+
+
+def _makes_several(eqn: Any) -> bool:
+    """Whether an equation calls a jitted function that returns several arrays."""
+    if eqn.primitive.name not in ("jit", "pjit") or len(eqn.outvars) < 2:
+        return False
+    given = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
+    return not any(isinstance(each, jax.sharding.Sharding) for each in given)
 
 
 def _needed(equations: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
