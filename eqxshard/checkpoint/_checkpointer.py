@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from ..distributed import assert_same_on_all_processes, broadcast_from_first
 from ..training._state import TrainState, flatten_state, unflatten_state
-from ..training._states import step_of
+from ..training._states import step_of, trained_paths
 from ..transforms._partition import Static
 from ._arrays import check_not_donated, check_structure, partition_by_path, read
 from ._best import Best
@@ -266,9 +266,10 @@ class Checkpointer:
     ) -> None:
         """Save a state; return before it is written.
 
-        A state that contains NaN is not saved, nor one whose step has a checkpoint
-        already. If the last save is still being written, wait for it first. Call
-        [`eqxshard.Checkpointer.wait`][] before the program ends.
+        A state that contains NaN is not saved, nor one with infinite trained parameters,
+        nor one whose step has a checkpoint already. If the last save is still being
+        written, wait for it first. Call [`eqxshard.Checkpointer.wait`][] before the
+        program ends.
 
         **Arguments:**
 
@@ -288,7 +289,7 @@ class Checkpointer:
         if self._writer.make_ready(step):
             leaves, _ = partition_by_path(state)
             described = Description.of(step, leaves, loader, metrics, callbacks)
-            self._writer.start(leaves, described)
+            self._writer.start(leaves, trained_paths(state), described)
 
     def close(self) -> None:
         """Wait for the last save to end, whether or not it succeeds."""

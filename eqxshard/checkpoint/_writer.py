@@ -2,15 +2,16 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, Bool
 
 from ..distributed import allgather_json, broadcast_from_first, is_main_process
+from ..sharding._text import first_few
 from ._arrays import write
 from ._description import Description
 from ._folder import CheckpointFolder, listed, reason
@@ -19,6 +20,8 @@ _LOG = logging.getLogger(__name__)
 
 #: How long processes wait for a checkpoint before they ask each other how it goes.
 _TOGETHER_SECONDS = 2.0
+#: How many arrays are looked through at a time.
+_AT_A_TIME = 16
 
 
 class CheckpointWriter:
@@ -57,12 +60,24 @@ class CheckpointWriter:
         has = is_main_process() and step in self._folder.known_steps()
         return not broadcast_from_first(has)
 
-    def start(self, leaves: Mapping[str, Array], description: Description) -> None:
-        """Begin to write a checkpoint; return once its arrays are copied."""
+    def start(
+        self,
+        leaves: Mapping[str, Array],
+        trained: Container[str],
+        description: Description,
+    ) -> None:
+        """Begin to write a checkpoint; return once its arrays are copied.
+
+        **Arguments:**
+
+        - `leaves`: the arrays by their paths.
+        - `trained`: the paths of those that must be finite. Others may be infinite, such
+            as a mask, or the best loss so far, but not NaN.
+        - `description`: what is written beside them.
+        """
         self._error = None
         step = description.step
-        # Read when everything is written: reading it now would wait for the step.
-        has_nan = _has_nan([*leaves.values()])
+        flaws = _find_flaws(leaves, trained)
         fault = broadcast_from_first(self._make_room(step) if is_main_process() else None)
         try:
             if fault is not None:
@@ -77,7 +92,7 @@ class CheckpointWriter:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "eqxshard-checkpoint")
         self._current = response
-        self._pending = self._thread.submit(self._finish, response, description, has_nan)
+        self._pending = self._thread.submit(self._finish, response, description, flaws)
 
     def close(self) -> None:
         """Wait for the last checkpoint, whether or not it succeeds."""
@@ -125,18 +140,22 @@ class CheckpointWriter:
             return reason(error)
         return None
 
-    def _finish(self, response: Any, description: Description, has_nan: Array) -> None:
+    def _finish(
+        self, response: Any, description: Description, flaws: Mapping[str, Array]
+    ) -> None:
         step = description.step
         try:
             response.result()
             if not is_main_process() or response is not self._current:
                 return
-            if bool(has_nan):
+            flawed = [path for path, flaw in flaws.items() if flaw]
+            if flawed:
                 self._folder.remove(step)
                 _LOG.error(
-                    "the state of step %d contains NaN and was not saved; the newest "
+                    "the state of step %d is not finite (%s) and was not saved; the newest "
                     "checkpoint: %s.",
                     step,
+                    first_few(flawed),
                     listed(self._folder.steps()[-1:]),
                 )
                 return
@@ -174,7 +193,29 @@ class CheckpointWriter:
                 self._folder.clean()
 
 
+def _find_flaws(
+    leaves: Mapping[str, Array], trained: Container[str]
+) -> dict[str, Bool[Array, ""]]:
+    """Whether each array has a number that it must not have.
+
+    One small program for all arrays of a shape: one for all would take minutes to compile
+    for thousands of arrays.
+    """
+    flaws: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            flaws[path] = (_is_not_finite if path in trained else _has_nan)(leaf)
+            # Simulated devices block if too many programs run at a time.
+            if len(flaws) % _AT_A_TIME == 0:
+                jax.block_until_ready(flaws[path])
+    return flaws
+
+
 @jax.jit
-def _has_nan(arrays: PyTree) -> Bool[Array, ""]:
-    floats = [x for x in jax.tree.leaves(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    return jnp.any(jnp.stack([jnp.any(jnp.isnan(x)) for x in floats] or [jnp.array(False)]))
+def _is_not_finite(x: Array) -> Bool[Array, ""]:
+    return ~jnp.all(jnp.isfinite(x))
+
+
+@jax.jit
+def _has_nan(x: Array) -> Bool[Array, ""]:
+    return jnp.any(jnp.isnan(x))

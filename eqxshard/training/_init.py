@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.extend import core
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Key, PyTree, UInt32
 
 from ..distributed import assert_same_on_all_processes, spans_processes
@@ -17,9 +17,12 @@ from ..sharding._leaves import array_leaves, format_array, is_array, is_key
 from ..sharding._mesh import check_mesh
 from ..sharding._placement import named_leaves
 from ..sharding._rule import Rule, check_rule
+from ._build import build_arrays
 from ._compile import jit_is_off
 from ._config import check_optim
 from ._extra import copy_shared
+from ._jaxprs import open_jaxpr
+from ._kept_tracers import check_no_tracers
 from ._layout import make_layout
 from ._precision import LossScale, Precision, cast
 from ._state import (
@@ -54,9 +57,10 @@ def init_state(
     **Arguments:**
 
     - `make_model`: a function from a random key to a model, or to the pair of a model and
-        its state that `equinox.nn.make_with_state` makes. An array that appears twice in
-        it must be tied with `equinox.nn.Shared`. For a model that you have already,
-        `lambda key: model`: the state gets copies, because steps donate its arrays.
+        its state that `equinox.nn.make_with_state` makes. An array that is trained in two
+        places must be tied with `equinox.nn.Shared`. For a model that you have already, or
+        that cannot be made under jit, `lambda key: model`: it is whole on one device before
+        it is split, and the state gets copies, because steps donate its arrays.
     - `optim`: an optax optimizer, for the model's floating-point (and complex) arrays.
     - `key`: a random key. `make_model` gets it unchanged; the run's own key is derived
         from it.
@@ -81,9 +85,9 @@ def init_state(
     **Raises:**
 
     `TypeError` if `key` is not a random key, `make_model` not a function or `optim` not
-    an optimizer; `ValueError` as [`eqxshard.shardings`][] does, if one array appears
-    twice in the model (the two would drift apart), if `load` returns another model, and
-    under `jax_disable_jit`.
+    an optimizer; `ValueError` as [`eqxshard.shardings`][] does, if one array is trained in
+    two places (the two would drift apart), if `make_model` cannot run under jit, if `load`
+    returns another model, and under `jax_disable_jit`.
 
     !!! Example
 
@@ -103,26 +107,31 @@ def init_state(
     leaves, static = flatten_state(traced.like)
     model_arrays = [] if load is None else _load(load, traced.like.model)
     # By their number among the state's arrays; before the model is the step.
-    loaded = {i: x for i, x in enumerate(model_arrays, start=1) if x is not None}
-    made = [i for i in range(len(leaves)) if i not in loaded]
-
-    def init_arrays(key_data: Array, loaded: dict[int, Array]) -> list[Any]:
-        if is_key(key):
-            key_data = jax.random.wrap_key_data(key_data, impl=key.dtype)
-        model = core.jaxpr_as_fun(traced.make_model)(key_data)
-        model = [loaded.get(i, x) for i, x in enumerate(model, start=1)]
-        arrays = core.jaxpr_as_fun(traced.make_state)(*model, key_data)
-        return [arrays[i] for i in made]
-
-    # All processes have the key's numbers on their hosts.
-    whole = NamedSharding(mesh, PartitionSpec())
-    init = jax.jit(
-        init_arrays,
-        in_shardings=(whole, {i: x.sharding for i, x in loaded.items()}),
-        out_shardings=[leaves[i].sharding for i in made],
-    )
-    arrays = dict(zip(made, init(_key_data(key), loaded), strict=True)) | loaded
+    arrays = {i: x for i, x in enumerate(model_arrays, start=1) if x is not None}
+    left = [i for i in range(len(leaves)) if i not in arrays]
+    equations, known, outputs = _one_after_the_other(traced, key, arrays)
+    wanted = [outputs[i] for i in left], [leaves[i].sharding for i in left]
+    arrays |= zip(left, build_arrays(equations, known, *wanted), strict=True)
     return unflatten_state([arrays[i] for i in range(len(leaves))], static)
+
+
+def _one_after_the_other(
+    traced: "_Traced", key: Array, loaded: dict[int, Array]
+) -> tuple[list[Any], dict[Any, Any], list[Any]]:
+    """The equations that make a state of a key, what they read, and the state's arrays."""
+    model, state = map(open_jaxpr, (traced.make_model, traced.make_state))
+    known = dict(zip(model.constvars, traced.make_model.consts, strict=True))
+    known |= zip(state.constvars, traced.make_state.consts, strict=True)
+    known |= {model.invars[0]: key, state.invars[-1]: key}
+    known |= {state.invars[i - 1]: x for i, x in loaded.items()}
+    made = dict(zip(state.invars, model.outvars))
+
+    def follow(atom: Any) -> Any:
+        literal = isinstance(atom, core.Literal)
+        return atom if literal or atom in known else made.get(atom, atom)
+
+    then = [eqn.replace(invars=[*map(follow, eqn.invars)]) for eqn in state.eqns]
+    return [*model.eqns, *then], known, [*map(follow, state.outvars)]
 
 
 def abstract_state(
@@ -196,9 +205,10 @@ def _trace(
         assert_same_on_all_processes("state", {"key": _key_data(key).tolist()})
 
     def make(key: Array) -> tuple[Any, PyTree, PyTree]:
-        model, model_state = without_state(make_model(key))
-        _check_not_shared(model)
+        model, model_state = without_state(_make_traced(make_model, key))
+        check_no_tracers(model)
         params, frozen = split_model(model, trainable)
+        _check_not_shared(params)
         trained = _trained(model, params, trainable)
         if precision is not None:
             params = cast(params, precision.params)
@@ -300,12 +310,29 @@ def _key_data(key: Array) -> np.ndarray:
     return np.asarray(jax.random.key_data(key) if is_key(key) else key)
 
 
-def _check_not_shared(model: PyTree) -> None:
+def _make_traced(make_model: Callable[[Any], PyTree], key: Array) -> PyTree:
+    try:
+        return make_model(key)
+    except (TypeError, IndexError, ValueError) as error:
+        kinds = jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError
+        # JAX has no type of its own for others, such as of a shape that is traced.
+        if not isinstance(error, kinds) and "Tracer" not in f"{type(error)} {error}":
+            raise
+        raise ValueError(
+            "make_model needs the value of an array, and init_state runs it under jit, "
+            "where arrays have no values; make the model first and write "
+            "make_model=lambda key: model (it is then whole on one device before it is "
+            "split)."
+        ) from error
+
+
+def _check_not_shared(params: PyTree) -> None:
     paths: dict[int, str] = {}
-    for path, leaf in array_leaves(model):
+    for path, leaf in array_leaves(params):
         first = paths.setdefault(id(leaf), path)
         if first != path:
             raise ValueError(
-                f"{first} and {path} are the same array, and would be trained as two; "
-                "tie them with equinox.nn.Shared."
+                f"{first} and {path} are the same array, and would be trained as two; tie "
+                "them with equinox.nn.Shared, make one a copy with jnp.copy, or train only "
+                "one with trainable=."
             )

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from ..sharding._leaves import leaf_path
-from ._state import TrainState, with_state
+from ..sharding._leaves import array_leaves, leaf_path
+from ._state import TrainState, split_model, with_state
 
 
 def _is_state(node: Any) -> bool:
@@ -42,6 +42,23 @@ def step_of(states: PyTree[Any]) -> int:
 def states_of(states: PyTree[Any]) -> list[TrainState]:
     """All states of a run."""
     return jax.tree.leaves(states, is_leaf=_is_state)
+
+
+def trained_paths(states: PyTree[Any]) -> set[str]:
+    """The paths of the arrays that training changes, as far as the states know."""
+    paths: set[str] = set()
+    found = jax.tree_util.tree_leaves_with_path(states, is_leaf=_is_state)
+    for path, state in found:
+        trained = True if state.made_with is None else state.made_with.trained
+        treedef = jax.tree.structure(state.model)
+        if trained is not True:
+            # A model that was exchanged has its trained arrays elsewhere.
+            known = treedef.num_leaves == len(trained)
+            trained = jax.tree.unflatten(treedef, trained) if known else False
+        params, _ = split_model(state.model, trained)
+        root = leaf_path((*path, jax.tree_util.GetAttrKey("model")))
+        paths.update(path for path, _ in array_leaves(params, root))
+    return paths
 
 
 def map_models(

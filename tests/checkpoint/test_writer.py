@@ -7,7 +7,7 @@ import os
 import equinox as eqx
 import jax.numpy as jnp
 import pytest
-from checkpoint_helpers import copied, like, new_state
+from checkpoint_helpers import copied, like, new_state, placed
 from helpers import (
     make_loader,
 )
@@ -16,17 +16,34 @@ import eqxshard
 from eqxshard.checkpoint import _folder
 
 
-def test_nan_is_never_saved(tmp_path, train_step, caplog):
+@pytest.mark.parametrize(
+    "where, value, named",
+    [
+        (lambda s: s.model.first.bias, jnp.nan, "model.first.bias"),
+        (lambda s: s.model.first.bias, -jnp.inf, "model.first.bias"),
+        (lambda s: s.opt_state[0].mu.first.bias, jnp.nan, "opt_state.0.mu.first.bias"),
+        # Such as the best loss so far.
+        (lambda s: s.opt_state[0].mu.first.bias, jnp.inf, None),
+    ],
+)
+def test_a_state_that_is_not_finite_is_never_saved(tmp_path, caplog, where, value, named):
     checkpointer = eqxshard.Checkpointer(tmp_path)
-    state = new_state()
-    state = eqx.tree_at(lambda s: s.model.first.bias, state, jnp.full((32,), jnp.nan))
-    checkpointer.save(state)
+    checkpointer.save(eqx.tree_at(where, new_state(), jnp.full((32,), value)))
     checkpointer.wait()
-    assert checkpointer.steps() == []
-    assert (
-        "the state of step 0 contains NaN and was not saved; the newest checkpoint: none."
-        in caplog.text
-    )
+    assert checkpointer.steps() == ([] if named else [0])
+    says = f"the state of step 0 is not finite ({named}) and was not saved; the newest"
+    assert (says in caplog.text) == (named is not None)
+
+
+def test_what_is_frozen_may_be_infinite(tmp_path):
+    def make_model(key):
+        return {"mask": jnp.full((4,), -jnp.inf), "weight": jnp.ones((4,))}
+
+    frozen = {"mask": False, "weight": True}
+    checkpointer = eqxshard.Checkpointer(tmp_path)
+    checkpointer.save(new_state(make_model, trainable=frozen, **placed()))
+    checkpointer.wait()
+    assert checkpointer.steps() == [0]
 
 
 def _cannot_save(*args):

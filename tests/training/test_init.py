@@ -94,11 +94,13 @@ def test_no_array_is_whole_on_the_way_in(monkeypatch):
             eqxshard.fsdp(),
             make_model=lambda key: eqx.nn.MLP(side, side, side, 3, key=key),
         )
-    (memory,) = [c.memory_analysis() for c in compiled]
+    memory = [c.memory_analysis() for c in compiled]
     largest = side * side * 4
     parts = sum(x.addressable_shards[0].data.nbytes for x in plain_arrays(state))
-    assert memory.output_size_in_bytes == pytest.approx(parts, rel=0.01)
-    assert memory.temp_size_in_bytes < largest
+    made = sum(each.output_size_in_bytes for each in memory)
+    assert made == pytest.approx(parts, rel=0.01)
+    assert max(each.temp_size_in_bytes for each in memory) < largest
+    assert max(each.argument_size_in_bytes for each in memory) < largest // 8
     sizes = {x.addressable_shards[0].data.shape for x in plain_arrays(state.model)}
     assert sizes == {(side // 8, side), (side,)}
 
@@ -114,13 +116,134 @@ def plain_arrays(tree):
 # Shared arrays
 
 
-def test_an_array_in_two_places_is_refused():
-    def make(key):
-        model = eqx.nn.MLP(8, 8, 8, 2, key=key)
-        return eqx.tree_at(lambda m: m.layers[1].weight, model, model.layers[0].weight)
+def tied(key):
+    model = eqx.nn.MLP(8, 8, 8, 2, key=key)
+    return eqx.tree_at(lambda m: m.layers[1].weight, model, model.layers[0].weight)
 
+
+def test_an_array_that_is_trained_in_two_places_is_refused():
     with pytest.raises(ValueError, match=r"layers.0.weight and layers.1.weight .*Shared"):
+        init(make_mesh(), eqxshard.replicate(), make_model=tied)
+
+
+def test_arrays_that_are_not_trained_may_be_in_several_places():
+    """Each place has memory of its own, which a step donates."""
+
+    def make(key):
+        table, mask = jnp.arange(8), jnp.arange(8.0)
+        linear = eqx.nn.Linear(8, 4, key=key)
+        return {"a": [linear, table, mask], "b": [table, mask, linear.weight]}
+
+    linear = eqx.filter_eval_shape(make, KEY)["a"][0]
+    trainable = {"a": [jax.tree.map(lambda _: True, linear), True, False], "b": False}
+    # It keeps the weights themselves in its state, beside an average of them.
+    optim = lenient(optax.chain(optax.sgd(0.1), eqxshard.ema_weights(0.9)))
+    placed: dict = {"mesh": make_mesh("fsdp=8"), "rule": RULES["fsdp"]}
+    state = eqxshard.init_state(make, optim, key=KEY, trainable=trainable, **placed)
+
+    def loss_fn(model, batch, key):
+        one, other = model["a"], model["b"]
+        scale = (one[1] * other[0]).astype(jnp.float32) * one[2] * other[1]
+        return jax.vmap(lambda x: one[0](x * scale).sum())(batch["x"])
+
+    train_step = eqxshard.make_train_step(loss_fn, optim)
+    before = np.asarray(state.model["b"][2])
+    for _ in range(2):
+        state, _ = train_step(state, {"x": np.ones((8, 8), np.float32)})
+    for part in ("a", "b"):
+        tables = [x for x in state.model[part] if getattr(x, "shape", None) == (8,)]
+        for table in tables:
+            np.testing.assert_array_equal(table, np.arange(8))
+    np.testing.assert_array_equal(state.model["b"][2], before)
+    assert (np.asarray(state.model["a"][0].weight) != before).any()
+
+
+# Models that cannot be made under jit
+
+
+class Keeps(eqx.Module):
+    """A model of one weight, and something that is no array."""
+
+    weight: jax.Array
+    other: Any
+    static: Any = eqx.field(static=True, default=None)
+
+
+def closes_over(x):
+    return lambda y: x * y
+
+
+class Holder:
+    """Not a PyTree."""
+
+    def __init__(self, x):
+        self.x = [x]
+
+    def method(self):
+        """A function that is bound to it."""
+
+
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda w, c: Keeps(w, closes_over(c)),
+        lambda w, c: Keeps(w, {"deep": [jax.jit(closes_over(c))]}),
+        lambda w, c: Keeps(w, functools.partial(jnp.add, c)),
+        lambda w, c: Keeps(w, Holder(c).method),
+        lambda w, c: Keeps(w, jax.custom_jvp(closes_over({"c": c}))),
+        lambda w, c: Keeps(w, None, static=(Holder(c),)),
+        lambda w, c: [Keeps(w, eqx.filter_jit(closes_over(Holder(c))))],
+    ],
+)
+def test_a_model_that_keeps_a_traced_array_is_refused(keep):
+    def make(key):
+        return keep(jax.random.normal(key, (8,)), jnp.arange(6.0) * 2)
+
+    says = (
+        r"(other|static).* keeps an array, float32\[6\], .*; .*make_model=lambda key: model"
+    )
+    with pytest.raises(ValueError, match=says):
         init(make_mesh(), eqxshard.replicate(), make_model=make)
+    # As it says.
+    model = make(KEY)
+    assert_equal(
+        init(make_mesh(), eqxshard.replicate(), make_model=lambda _: model).model, model
+    )
+
+
+def branches(key):
+    weight = jax.random.normal(key, (8,))
+    return weight if weight[0] > 0 else -weight
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        branches,
+        lambda key: jnp.asarray(np.asarray(jax.random.normal(key, (8,)))),
+        lambda key: jnp.ones(int(jax.random.randint(key, (), 8, 9))),
+        lambda key: (x := jax.random.normal(key, (8,)))[x > -9],
+        lambda key: jnp.asarray([0] * 9)[: jax.random.randint(key, (), 8, 9)],
+    ],
+)
+def test_a_model_that_needs_values_says_what_to_write(make):
+    with pytest.raises(
+        ValueError, match=r"; .* write make_model=lambda key: model"
+    ) as error:
+        init(make_mesh(), eqxshard.replicate(), make_model=make)
+    # The user's line is in the traceback.
+    frames = []
+    cause = error.value.__cause__
+    assert cause is not None
+    trace = cause.__traceback__
+    while trace is not None:
+        frames.append(trace.tb_frame.f_code.co_filename)
+        trace = trace.tb_next
+    assert __file__ in frames
+    model = make(KEY)
+    assert_equal(
+        init(make_mesh(), eqxshard.replicate(), make_model=lambda _: model).model, model
+    )
 
 
 def test_a_shared_array_is_trained_as_one():

@@ -1,0 +1,193 @@
+"""How the arrays of a state are made: each by a small program of its own."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import arrays, compiled_by_jit, lenient, make_mesh
+
+import eqxshard
+
+KEY = jax.random.key(0)
+normal = jax.random.normal
+make_mlp = eqx.filter_jit(eqx.nn.MLP)
+
+
+def init(make_model, mesh="data=2,fsdp=4", optim=None, key=KEY, **options):
+    optim = lenient(optax.sgd(0.1)) if optim is None else optim
+    placed: dict = {"mesh": make_mesh(mesh), "rule": eqxshard.fsdp(min_size=1)}
+    return eqxshard.init_state(make_model, optim, key=key, **placed, **options)
+
+
+def scaled(key):
+    """A table, and layers that are scaled by its norm."""
+    keys = jax.random.split(key, 4)
+    table = normal(keys[0], (64, 64))
+    return [table, *[normal(key, (64, 64)) / jnp.linalg.norm(table) for key in keys[1:]]]
+
+
+def cut(key):
+    """Layers that are parts of one draw, which is no part of the model itself."""
+    whole = normal(key, (3, 256, 256))
+    return [*whole, whole.mean()]
+
+
+def entangled(key):
+    """The first and the last share a draw, and the last needs what is made of the first."""
+    whole = normal(key, (64, 64))
+    first = whole * 2
+    second = jnp.sin(first)
+    return [first, second, jnp.cos(whole) + second]
+
+
+def scanned(key):
+    def layer(total, key):
+        return total + normal(key, (64, 64)), {"weight": normal(key, (64, 64))}
+
+    return jax.lax.scan(layer, jnp.zeros((64, 64)), jax.random.split(key, 3))
+
+
+def branched(key):
+    """Control flow, on values that are small and on ones that are not."""
+    weight = jax.lax.cond(
+        jax.random.uniform(key) > 0.5,
+        lambda: normal(key, (64, 64)),
+        lambda: jnp.ones((64, 64)),
+    )
+    _, total = jax.lax.while_loop(
+        lambda c: c[0] < 3,
+        lambda c: (c[0] + 1, c[1] + normal(jax.random.fold_in(key, c[0]), (64, 64))),
+        (0, weight),
+    )
+    return [weight, total]
+
+
+@eqx.filter_jit
+def stacked(key):
+    make = lambda key: eqx.nn.MLP(16, 16, 64, 2, key=key)  # noqa: E731
+    return eqx.filter_vmap(make)(jax.random.split(key, 3))
+
+
+@jax.custom_vjp
+def doubled(x):
+    return x * 2
+
+
+doubled.defvjp(lambda x: (doubled(x), None), lambda residuals, g: (g,))
+
+
+def drawn(key):
+    """Draws of all kinds, and arrays that are not drawn."""
+    keys, inits = jax.random.split(key, 4), jax.nn.initializers
+    return {
+        "draws": [
+            inits.truncated_normal(0.02)(keys[0], (64, 64)),
+            inits.orthogonal()(keys[1], (64, 64)),
+            jax.random.permutation(keys[2], 128),
+            doubled(jax.nn.relu(normal(keys[3], (64, 64), jnp.bfloat16))),
+        ],
+        "integers": [jnp.arange(100_000), jax.random.randint(key, (8,), 0, 9)],
+        "constants": [jnp.asarray(np.arange(70_000.0)), jnp.asarray(2), jnp.zeros((0, 4))],
+        "masks": jnp.tri(512, dtype=bool),
+    }
+
+
+@pytest.mark.parametrize(
+    "make",
+    [scaled, cut, entangled, scanned, branched, stacked, drawn],
+    ids=lambda f: f.__name__,
+)
+def test_values_are_those_of_one_program_on_every_mesh(make):
+    expected = arrays(jax.jit(lambda key: eqx.filter(make(key), eqx.is_array))(KEY))
+    for mesh in ("data=1", "data=2,fsdp=4"):
+        state = init(make, mesh)
+        for path, found in arrays(state.model).items():
+            assert found.dtype == expected[path].dtype
+            # Sums over parts round differently.
+            np.testing.assert_allclose(
+                found.astype(np.float32), expected[path].astype(np.float32), 1e-5, 1e-4
+            )
+
+
+def programs_of(make, monkeypatch):
+    with compiled_by_jit(monkeypatch) as compiled:
+        init(make)
+    return {program.as_text() for program in compiled}
+
+
+def test_more_layers_compile_no_more_programs(monkeypatch):
+    """Not even of a jitted function, or if all are scaled by the norm of one of them."""
+
+    def model(depth):
+        def make(key):
+            mlp = make_mlp(64, 64, 64, depth, key=key)
+            table = normal(key, (64, 64))
+            scale = lambda x: x / jnp.linalg.norm(table)  # noqa: E731
+            return table, jax.tree.map(lambda x: scale(x) if eqx.is_array(x) else x, mlp)
+
+        return make
+
+    few, many = (programs_of(model(depth), monkeypatch) for depth in (3, 12))
+    assert len(few) == len(many) < 20
+
+
+def test_what_differs_in_a_constant_is_not_shared():
+    def make(key):
+        one = normal(key, (64, 64))
+        arrays = [np.full((64, 64), value, np.float32) for value in (3.0, 4.0)]
+        factors = [1.0, 2.0, 0.0, -0.0, *arrays]
+        return [one, *[jax.jit(lambda x, by=by: x * by)(one) for by in factors]]
+
+    expected, found = make(KEY), init(make).model
+    for ours, theirs in zip(found, expected):
+        # The sign of 0 counts.
+        assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
+
+
+def test_a_draw_that_arrays_share_is_drawn_once(monkeypatch):
+    """So is one that an optimizer keeps a copy of."""
+    optim = lenient(optax.chain(optax.sgd(0.1), eqxshard.ema_weights(0.9)))
+    with compiled_by_jit(monkeypatch) as compiled:
+        init(cut, optim=optim)
+    drawing = [p for p in compiled if "xor" in p.as_text()]
+    assert len(drawing) == 1
+
+
+def test_what_make_model_prints_and_checks_is_done_once(capfd):
+    def make(key):
+        weight = normal(key, (64, 64))
+        jax.debug.print("small {}", jax.random.uniform(key))
+        jax.debug.print("large {}", weight[0, 0])
+        return eqx.error_if(weight, weight[0, 0] > 9, "too large")
+
+    init(make)
+    jax.effects_barrier()
+    assert sorted(capfd.readouterr().out.split()[::2]) == ["large", "small"]
+    wrong = lambda key: eqx.error_if(make(key), True, "wrong weights")  # noqa: E731
+    with pytest.raises(Exception, match="wrong weights"):
+        init(wrong)
+
+
+@pytest.mark.parametrize("key", [jax.random.PRNGKey(0), jax.random.key(0, impl="rbg")])
+def test_keys_of_all_types_are_split(key):
+    def make(key):
+        return [normal(each, (64, 64)) for each in jax.random.split(key, 3)] + [key]
+
+    expected, found = make(key), init(make, key=key).model
+    for ours, theirs in zip(found[:3], expected[:3]):
+        np.testing.assert_allclose(ours, theirs, 1e-5, 1e-6)
+    assert found[3].dtype == key.dtype
+
+
+def test_what_depends_on_loaded_weights_is_made_of_those():
+    def load(like):
+        return eqx.tree_at(lambda m: m[0], like, jnp.full((64, 64), 3.0))
+
+    optim = lenient(optax.chain(optax.sgd(0.1), eqxshard.ema_weights(0.9)))
+    state = init(entangled, optim=optim, load=load)
+    assert (np.asarray(state.model[0]) == 3).all()
+    # The optimizer's state is, and the model's other arrays are as they were made.
+    assert (np.asarray(state.opt_state[1].ema[0]) == 3).all()
+    np.testing.assert_allclose(state.model[1], entangled(KEY)[1], 1e-5, 1e-6)
