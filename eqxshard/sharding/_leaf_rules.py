@@ -235,14 +235,14 @@ class ByPath(AbstractRule):
         for pattern, _ in self.specs:
             if not any(re.search(pattern, path) for path in leaves):
                 raise ValueError(
-                    f"by_path: {pattern!r} matches no leaf; {_near_paths(pattern, leaves)}"
+                    f"by_path: {pattern!r} matches no leaf; {near_paths(pattern, leaves)}"
                 )
 
     def __repr__(self) -> str:
         return f"by_path({comma_list(repr(pattern) for pattern, _ in self.specs)})"
 
 
-def _near_paths(pattern: str, paths: Iterable[str]) -> str:
+def near_paths(pattern: str, paths: Iterable[str]) -> str:
     """The path that a pattern may have meant, or the first few."""
     words = {word for path in paths for word in path.split(".")}
     for word in re.findall(r"\w+", pattern):

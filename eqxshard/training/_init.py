@@ -21,6 +21,7 @@ from ._compile import jit_is_off
 from ._config import check_optim
 from ._extra import copy_shared
 from ._layout import make_layout
+from ._per_layer import warn_of_stacks
 from ._precision import LossScale, Precision, cast
 from ._state import (
     MadeWith,
@@ -228,6 +229,7 @@ def _trace(
     state_jaxpr, *made = eqx.filter_make_jaxpr(make_state)(eqx.combine(*made), key)
     state, params = eqx.combine(*made)
     check_rule(rule, dict(named_leaves(state.model)), mesh)
+    warn_of_stacks(optim, params)
     layout = make_layout(state.model, params, state.opt_state, mesh, rule)
     shardings = iter(layout.flat(state))
 
