@@ -18,6 +18,7 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 from jaxtyping import PyTree
 
 from ._hints import (
+    AnnotationError,
     Hint,
     allows_any_dims,
     annotation_of,
@@ -54,7 +55,8 @@ def logical_dims(tree: PyTree, path: tuple[Any, ...]) -> Dims | None:
 
     **Raises:**
 
-    `ValueError` if the annotation cannot be resolved, or does not fit the array.
+    `AnnotationError` if an annotation on the way cannot be resolved, or the last one does
+    not fit the array.
     """
     leaf = reduce(_child, path, tree)
     return _walk(tree, [Hint(Any, "")], path, leaf)
@@ -63,6 +65,9 @@ def logical_dims(tree: PyTree, path: tuple[Any, ...]) -> Dims | None:
 def _walk(node: Any, hints: list[Hint], path: tuple[Any, ...], leaf: Any) -> Dims | None:
     """The dims of `leaf` at `path` in `node`, which one or more of `hints` describe."""
     hints = [plain for hint in hints for plain in unwrap_hint(hint)]
+    for wrong in (hint.type for hint in hints):
+        if isinstance(wrong, AnnotationError):
+            raise _without(wrong, node, hints, path, leaf)
     if not path:
         return _dims_of_array(hints, leaf)
     name = getattr(path[0], "name", None)
@@ -83,6 +88,19 @@ def _walk(node: Any, hints: list[Hint], path: tuple[Any, ...], leaf: Any) -> Dim
         if inside in known:
             return _dims_in_layer(layer, known, inside, hints, leaf)
     return _walk(*below)
+
+
+def _without(
+    wrong: AnnotationError, node: Any, hints: list[Hint], path: tuple[Any, ...], leaf: Any
+) -> AnnotationError:
+    """A wrong annotation, with the dims that the array has without it."""
+    others = [hint for hint in hints if hint.type is not wrong] or [Hint(Any, "")]
+    words = wrong.words
+    try:
+        dims = _walk(node, others, path, leaf)
+    except AnnotationError as another:
+        words, dims = words | another.words, another.dims
+    return AnnotationError(str(wrong), words, dims, wrong.is_read)
 
 
 def _hints_below(node: Any, hints: list[Hint], key: Any) -> list[Hint]:
@@ -133,10 +151,12 @@ def _dims_of_array(hints: list[Hint], leaf: Any) -> Dims | None:
     if not named:
         for hint in hints:
             if isinstance(hint.type, TypeVar):
-                raise ValueError(
+                raise AnnotationError(
                     f"{hint} names no dims, because {format_hint(hint.type)} has no "
                     "argument; give it one where the class is a base or in an annotation: "
-                    f'{hint.field.partition(".")[0]}[Float[Array, "mlp embed"]].'
+                    f'{hint.field.partition(".")[0]}[Float[Array, "mlp embed"]].',
+                    [],
+                    is_read=False,
                 )
         return None
     ndim = len(leaf.shape)
@@ -145,10 +165,11 @@ def _dims_of_array(hints: list[Hint], leaf: Any) -> Dims | None:
     if not fits:
         if any(allows_any_dims(hint.type) for hint in hints):
             return None
-        raise ValueError(
+        raise AnnotationError(
             f"{named[0]} names more dims than the array has, which is "
             f"{format_array(leaf)}; name one per dim of the array, or write `...` for any "
-            "number of them."
+            "number of them.",
+            [hint.type.dim_str for hint in named],
         )
     # The dtype decides before the rank, because stacked modules have a rank of their own.
     typed = [hint for hint in fits if isinstance(leaf, hint.type.dtype[Any, "..."])]
@@ -156,9 +177,10 @@ def _dims_of_array(hints: list[Hint], leaf: Any) -> Dims | None:
     best = {fits[hint]: hint for hint in exact or typed or fits}
     if len(best) > 1:
         both = " and ".join(format_hint(hint.type) for hint in best.values())
-        raise ValueError(
+        raise AnnotationError(
             f"{named[0].field}: {both} both fit the array, which is {format_array(leaf)}; "
-            "give their dims the same names, or remove one of them."
+            "give their dims the same names, or remove one of them.",
+            [hint.type.dim_str for hint in named],
         )
     return next(iter(best))
 
@@ -178,9 +200,10 @@ def _dims_in_layer(
     parsed = [_Dim(names.get(dim, dim), rest) for dim, rest in _parse(known[inside])]
     dims = _fit(parsed, len(leaf.shape))
     if dims is None:
-        raise ValueError(
+        raise AnnotationError(
             f"{layer.__name__}.{inside} has the dims {known[inside]!r}, and the array "
-            f"there is {format_array(leaf)}; keep it in an annotated field of your own."
+            f"there is {format_array(leaf)}; keep it in an annotated field of your own.",
+            filter(None, (dim.name for dim in parsed)),
         )
     return dims
 
@@ -197,10 +220,11 @@ def _renamed(
         own = [*dict.fromkeys(name for name in dims if name)]
         new = [dim.name for dim in _parse(hint.words)]
         if len(new) != len(own):
-            raise ValueError(
+            raise AnnotationError(
                 f"{hint.field}: {hint.words!r} names {len(new)} dims, and "
                 f"{layer.__name__} has {len(own)} with names ({', '.join(own)}); write one "
-                "word for each, in this order."
+                "word for each, in this order.",
+                [hint.words, *own],
             )
         return dict(zip(own, new))
     return {}

@@ -10,11 +10,32 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Final, NamedTuple, TypeVar, Union
 
 from jaxtyping import AbstractArray, PyTree
+
+
+class AnnotationError(ValueError):
+    """An annotation that is wrong: an error for the rules that need it.
+
+    - `words`: what it says, dims and all.
+    - `dims`: those of the array as if the annotation were not there.
+    - `is_read`: whether its dims are among the words; they are not if it has names that
+        nothing defines.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        words: Iterable[str],
+        dims: tuple[str | None, ...] | None = None,
+        is_read: bool = True,
+    ):
+        super().__init__(message)
+        self.words = frozenset(word for text in words for word in re.findall(r"\w+", text))
+        self.dims, self.is_read = dims, is_read
 
 
 class Hint(NamedTuple):
@@ -55,7 +76,8 @@ def unwrap_hint(hint: Hint) -> Iterator[Hint]:
         try:
             value = alias.__value__
         except Exception as error:
-            raise _unresolved(str(hint), alias.__module__, error) from None
+            yield hint._replace(type=_unresolved(str(hint), alias.__module__, error))
+            return
         value = _substitute(value, dict(zip(alias.__type_params__, args)))
         yield from unwrap_hint(hint._replace(type=value))
     else:
@@ -68,10 +90,17 @@ def field_hints(cls: type, hint: Any, name: str) -> list[Hint]:
     if annotated is None:
         return []
     owner, annotation = annotated
-    arguments = _arguments(cls, hint)
-    inherited = _inherited(cls).get(owner, {})
+    field = f"{owner.__name__}.{name}"
+    variables = getattr(annotation, "__parameters__", ())
+    if not (variables or is_pytree(annotation) or isinstance(annotation, TypeVar)):
+        return [Hint(annotation, field)]
+    try:
+        arguments = _arguments(cls, hint)
+        inherited = _inherited(cls).get(owner, {})
+    except AnnotationError as error:
+        return [Hint(error, field)]
     arguments = {var: _substitute(arg, arguments) for var, arg in inherited.items()}
-    return [Hint(_substitute(annotation, arguments), f"{owner.__name__}.{name}")]
+    return [Hint(_substitute(annotation, arguments), field)]
 
 
 def _arguments(cls: type, hint: Any) -> dict[Any, Any]:
@@ -127,12 +156,15 @@ def _fallback(var: Any) -> Any:
 
 @lru_cache(maxsize=4096)
 def annotation_of(cls: type, name: str | None) -> tuple[type, Any] | None:
-    """The class that annotates a field, and the annotation."""
+    """The class that annotates a field, and the annotation, or what is wrong with it."""
     for owner in cls.__mro__:
         annotations = inspect.get_annotations(owner)
         if name in annotations:
             text = f"{owner.__name__}.{name}: {format_hint(annotations[name])}"
-            return owner, _resolve(owner, annotations[name], text)
+            try:
+                return owner, _resolve(owner, annotations[name], text)
+            except AnnotationError as error:
+                return owner, error
     return None
 
 
@@ -150,10 +182,12 @@ def _resolve(owner: type, annotation: Any, where: str) -> Any:
         raise _unresolved(where, owner.__module__, error) from None
 
 
-def _unresolved(where: str, module: str, error: Exception) -> ValueError:
-    return ValueError(
+def _unresolved(where: str, module: str, error: Exception) -> AnnotationError:
+    return AnnotationError(
         f"{where} cannot be resolved ({error}); import or define its names at the top "
-        f"of {module}, outside of TYPE_CHECKING."
+        f"of {module}, outside of TYPE_CHECKING.",
+        [where],
+        is_read=False,
     )
 
 

@@ -101,6 +101,7 @@ def init_state(
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         raise jit_is_off()
     traced = _trace(make_model, optim, key, mesh, rule, trainable, precision)
+    warn_of_stacks(optim, traced.params)
     leaves, static = flatten_state(traced.like)
     model_arrays = [] if load is None else _load(load, traced.like.model)
     # By their number among the state's arrays; before the model is the step.
@@ -169,11 +170,13 @@ class _Traced(NamedTuple):
     """How a state is made, traced: the user's code runs once.
 
     - `like`: the state, with a `jax.ShapeDtypeStruct` for each array.
+    - `params`: the trained part of its model.
     - `make_model`: from a key to the arrays of the model, then those of its own state.
     - `make_state`: from those and the key to the arrays of the state, in order.
     """
 
     like: TrainState
+    params: PyTree
     make_model: core.ClosedJaxpr
     make_state: core.ClosedJaxpr
 
@@ -229,7 +232,6 @@ def _trace(
     state_jaxpr, *made = eqx.filter_make_jaxpr(make_state)(eqx.combine(*made), key)
     state, params = eqx.combine(*made)
     check_rule(rule, dict(named_leaves(state.model)), mesh)
-    warn_of_stacks(optim, params)
     layout = make_layout(state.model, params, state.opt_state, mesh, rule)
     shardings = iter(layout.flat(state))
 
@@ -238,7 +240,7 @@ def _trace(
             return leaf
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=next(shardings))
 
-    return _Traced(jax.tree.map(shaped, state), model_jaxpr, state_jaxpr)
+    return _Traced(jax.tree.map(shaped, state), params, model_jaxpr, state_jaxpr)
 
 
 def _check_one_copy(opt_state: PyTree) -> None:

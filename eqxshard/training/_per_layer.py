@@ -205,7 +205,7 @@ def warn_of_stacks(optim: optax.GradientTransformation, params: PyTree) -> None:
             f"eqxshard.per_layer(optim, {odd[0].partition('.')[0]!r}), and outside of it "
             "what looks at all parameters, as in optax.chain(optax.clip_by_global_norm(1), "
             "per_layer(...)).",
-            stacklevel=2,
+            stacklevel=3,
         )
 
 
@@ -239,7 +239,7 @@ def _updated_otherwise(
     extra = {"value": 1.0} if takes_value(optim) else {}
 
     @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-    def step(states: list[PyTree]) -> tuple[list[PyTree], list[PyTree]]:
+    def update_both(states: list[PyTree]) -> tuple[list[PyTree], list[PyTree]]:
         (stack, one), (layers, other) = (
             optim.update(grads, state, params, **extra)
             for (grads, params), state in zip(trees, states)
@@ -257,7 +257,7 @@ def _updated_otherwise(
     paths = [path for path, _ in array_leaves(params)]
     odd: dict[str, None] = {}
     for _ in range(4):  # The first learning rates may be 0.
-        updates, states = step(states)
+        updates, states = update_both(states)
         odd |= {path: None for path, *pair in zip(paths, *updates) if not _close(*pair)}
     return [*odd]
 

@@ -143,14 +143,14 @@ def warned(optim, listed=False):
     kw = dict(mesh=eqxshard.make_mesh(), rule=eqxshard.replicate())
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        eqxshard.abstract_state(ft.partial(make, listed), lenient(optim), key=KEY, **kw)
+        eqxshard.init_state(ft.partial(make, listed), lenient(optim), key=KEY, **kw)
     return [str(each.message) for each in said if "per_layer" in str(each.message)]
 
 
 @pytest.mark.parametrize("optim", cases(LOOKING))
 def test_an_optimizer_that_looks_at_shapes_is_warned_of(optim):
     (said,) = warned(optim)
-    assert "layers.bias" in said and "write eqxshard.per_layer(optim, 'layers')" in said
+    assert "layers." in said and "write eqxshard.per_layer(optim, 'layers')" in said
 
 
 CLIP = optax.clip_by_global_norm(1.0)
