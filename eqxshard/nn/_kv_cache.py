@@ -5,6 +5,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 
@@ -99,7 +100,7 @@ class KVCache(eqx.Module):
                 f"{self.key.shape}; make it by KVCache.empty((batch, capacity, kv_heads, "
                 "head_dim)) with a capacity of all tokens to come."
             )
-        if not isinstance(self.length, jax.core.Tracer):
+        if not isinstance(self.length, Tracer):
             self._check_room(int(self.length), seq)
         fits = self.length + seq <= self.capacity
         zero = jnp.zeros((), self.length.dtype)

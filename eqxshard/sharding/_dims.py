@@ -10,7 +10,7 @@ The vocabulary is that of `_hints.py`. The *dims* of an array are names, or `Non
 import typing
 from collections.abc import Mapping
 from functools import reduce
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 from equinox import nn
@@ -22,7 +22,6 @@ from ._hints import (
     Hint,
     allows_any_dims,
     annotation_of,
-    field_hints,
     format_hint,
     is_jaxtyping,
     is_pytree,
@@ -116,10 +115,8 @@ def _hints_below(node: Any, hints: list[Hint], key: Any) -> list[Hint]:
 
 def _hints_of_item(node: Any, hint: Hint, key: Any) -> list[Hint]:
     kind, args = typing.get_origin(hint.type) or hint.type, typing.get_args(hint.type)
-    if isinstance(kind, TypeVar) or is_pytree(kind):
+    if is_pytree(kind):
         return [hint]
-    if isinstance(key, DictKey) and typing.is_typeddict(kind):
-        return field_hints(kind, hint.type, key.key)
     if not isinstance(kind, type) or kind.__module__ not in _CONTAINERS or not args:
         return []
     if issubclass(kind, Mapping) != isinstance(key, DictKey):
@@ -133,31 +130,22 @@ _CONTAINERS = ("builtins", "collections", "collections.abc")
 
 
 def _hints_of_field(node: Any, hints: list[Hint], name: str) -> list[Hint]:
-    cls = type(node)
-    below: list[Hint] = []
     for hint in hints:
         kind = typing.get_origin(hint.type) or hint.type
         if kind in (nn.WeightNorm, nn.SpectralNorm) and name == "layer" and hint.words:
             # The wrappers have no dims of their own: the words are the layer's.
             return [hint._replace(type=type(node.layer))]
-        if kind in cls.__mro__:
-            below += field_hints(cls, hint.type, name)
-    return below or field_hints(cls, Any, name)
+    annotated = annotation_of(type(node), name)
+    if annotated is None:
+        return []
+    owner, annotation = annotated
+    return [Hint(annotation, f"{owner.__name__}.{name}")]
 
 
 def _dims_of_array(hints: list[Hint], leaf: Any) -> Dims | None:
     """The dims of the hints that fit an array best, which must agree."""
     named = [hint for hint in hints if is_jaxtyping(hint.type)]
     if not named:
-        for hint in hints:
-            if isinstance(hint.type, TypeVar):
-                raise AnnotationError(
-                    f"{hint} names no dims, because {format_hint(hint.type)} has no "
-                    "argument; give it one where the class is a base or in an annotation: "
-                    f'{hint.field.partition(".")[0]}[Float[Array, "mlp embed"]].',
-                    [],
-                    is_read=False,
-                )
         return None
     ndim = len(leaf.shape)
     fits = {h: _fit(_parse(h.type.dim_str), ndim) for h in named}

@@ -38,7 +38,10 @@ def replicate() -> Rule:
 class Replicate(AbstractRule):
     """What [`eqxshard.replicate`][] returns."""
 
-    label = "replicate()"
+    @property
+    def label(self) -> str:
+        """Its name."""
+        return "replicate()"
 
     def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision:
         """Whole."""
@@ -295,7 +298,8 @@ def by_dim(axes: Mapping[str, Axes | None]) -> Rule:
 
     The names are those in the jaxtyping annotations of a module's fields: with
     `up: Float[Array, "mlp embed"]` the dims of `up` are `mlp` and `embed`. They are found
-    through inheritance, generics, containers, optional fields and unions. The arrays of
+    through inheritance, containers, optional fields and unions, and a type variable has
+    none. The arrays of
     stacked modules have more dims than their annotation says: the first of them is called
     `layers`. The layers of `equinox.nn` have names too, such as `vocab embed` for the
     weight of `Embedding` and `out in` for that of `Linear`, and a field can rename them:
@@ -339,16 +343,6 @@ def _dims_without(
         return error.dims or ()
 
 
-def _read_dims(leaf: jax.ShapeDtypeStruct, names: list[str]) -> Iterable[str | None]:
-    """As `leaf_dims`; of a wrong annotation those of `names` that it has."""
-    try:
-        return leaf_dims(leaf)
-    except AnnotationError as error:
-        if not error.is_read:
-            warnings.warn(f"by_dim leaves out what it cannot read: {error}", stacklevel=2)
-        return {*error.words.intersection(names), *(error.dims or ())}
-
-
 @dataclass(frozen=True, repr=False)
 class ByDim(AbstractRule):
     """What [`eqxshard.by_dim`][] returns."""
@@ -377,16 +371,28 @@ class ByDim(AbstractRule):
         for _, entry in self.axes:
             for axis in axes_of(entry):
                 check_axis(axis, mesh, "by_dim")
-        found = {dim for leaf in leaves.values() for dim in _read_dims(leaf, names) if dim}
+        found, unread = set[str](), list[AnnotationError]()
+        for leaf in leaves.values():
+            try:
+                found.update(filter(None, leaf_dims(leaf)))
+            except AnnotationError as error:
+                found.update(
+                    filter(None, error.dims or ()), error.words.intersection(names)
+                )
+                unread += [] if error.is_read else [error]
         missing = [name for name in names if name not in found]
         for name in missing:
             # Rules are shared between models, so a name may well be absent from one.
             hint = did_you_mean(name, found - set(names), cutoff=0.75)
             if hint or len(missing) == len(names):
+                if unread:  # It may have the name.
+                    raise unread[0]
                 raise ValueError(
                     f"by_dim: no leaf has a dim {name!r}; {hint}their dims are "
                     f"{comma_list(sorted(found)) or 'not annotated'}."
                 )
+        for error in unread:
+            warnings.warn(f"by_dim leaves out what it cannot read: {error}", stacklevel=2)
 
     def __repr__(self) -> str:
         return f"by_dim({dict(self.axes)})"

@@ -1,5 +1,6 @@
 import sys
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import pytest
@@ -59,13 +60,14 @@ def test_dcn_of_one_host_is_the_plain_mesh():
     assert make_mesh(fsdp=2, dcn={"data": 1}).shape == make_mesh(fsdp=2).shape
 
 
-class Chip(NamedTuple):
+@dataclass(frozen=True)
+class Chip:
     """As much of a device as a mesh needs."""
 
     id: int
     process_index: int
     slice_index: int | None = None
-    platform: str = "tpu"
+    platform: str = "gpu"
     device_kind: str = "made up"
     client: Any = None
 

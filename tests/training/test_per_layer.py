@@ -115,7 +115,7 @@ def updated(optim, listed, steps=4):
 
     @jax.jit
     def step(params, state, key):
-        grads = make(True, key)
+        grads: Any = make(True, key)
         grads = grads if listed else stack(grads)
         updates, state = optim.update(grads, state, params, value=jnp.float32(1))
         return optax.apply_updates(params, updates), state
@@ -140,7 +140,7 @@ def test_stacked_layers_are_updated_as_a_list_of_layers_is(optim):
 
 
 def warned(optim, listed=False):
-    kw = dict(mesh=eqxshard.make_mesh(), rule=eqxshard.replicate())
+    kw: Any = dict(mesh=eqxshard.make_mesh(), rule=eqxshard.replicate())
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         eqxshard.init_state(ft.partial(make, listed), lenient(optim), key=KEY, **kw)
@@ -272,15 +272,15 @@ def test_hyperparameters_are_injected_around_it():
 
 def test_layers_draw_noise_of_their_own():
     optim = lenient(eqxshard.per_layer(optax.add_noise(1.0, 0.0, 0), "layers"))
-    zeros = jax.tree.map(jnp.zeros_like, make(False))
-    updates, _ = optim.update(zeros, optim.init(zeros), zeros)
-    first, second, _ = updates.layers.weight
+    zeros: Any = jax.tree.map(jnp.zeros_like, make(False))
+    noise: Any = optim.update(zeros, optim.init(zeros), zeros)[0]
+    first, second, _ = noise.layers.weight
     assert np.abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.5
 
 
 def test_an_average_inside_of_it_is_refused():
     optim = eqxshard.per_layer(eqxshard.ema_weights(0.9), "layers")
-    kw = dict(mesh=eqxshard.make_mesh(), rule=eqxshard.replicate())
+    kw: Any = dict(mesh=eqxshard.make_mesh(), rule=eqxshard.replicate())
     state = eqxshard.init_state(ft.partial(make, False), optim, key=KEY, **kw)
     with pytest.raises(ValueError, match="outside of it, last in the chain"):
         eqxshard.ema_model(state)
