@@ -64,6 +64,7 @@ from .training._eval_step import make_eval_step as make_eval_step
 from .training._init import abstract_state as abstract_state
 from .training._init import init_state as init_state
 from .training._metrics import Metrics as Metrics
+from .training._per_layer import per_layer as per_layer
 from .training._precision import Precision as Precision
 from .training._scan_layers import scan_layers as scan_layers
 from .training._state import TrainState as TrainState

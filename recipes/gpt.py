@@ -83,7 +83,10 @@ class Args:
     """Evaluate on this many sequences, always the same."""
     learning_rate: float = 1e-3
     """The highest one: it rises over a hundredth of the steps, then falls to a tenth."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: for the matrices of the layers; the rest by Adam."""
     beta2: float = 0.99
+    """Of AdamW."""
     weight_decay: float = 0.1
     """Of matrices and tables only."""
     clip: float = 1.0
@@ -119,10 +122,31 @@ def make_optimizer(args, steps):
         raise ValueError(f"--learning-rate {peak} is not positive; use one such as 0.001.")
     warm_up = min(max(steps // 100, 1), steps - 1)
     rate = optax.warmup_cosine_decay_schedule(0.0, peak, warm_up, steps, peak / 10)
-    return optax.chain(
-        optax.clip_by_global_norm(args.clip),
-        optax.adamw(rate, b2=args.beta2, weight_decay=args.weight_decay, mask=is_decayed),
-    )
+    if args.optimizer == "muon":
+        # The layers are stacked, and Muon is for the matrices of one.
+        muon = optax.contrib.muon(
+            rate,
+            weight_decay=args.weight_decay,
+            consistent_rms=0.2,  # Then AdamW's learning rates fit.
+            muon_weight_dimension_numbers=find_matrices,
+        )
+        optim = eqxshard.per_layer(muon, "blocks")
+    else:
+        decay = {"weight_decay": args.weight_decay, "mask": is_decayed}
+        optim = optax.adamw(rate, b2=args.beta2, **decay)
+    return optax.chain(optax.clip_by_global_norm(args.clip), optim)
+
+
+def find_matrices(params):
+    """The axes of inputs and outputs of each matrix of a layer; `None` for the rest."""
+    axes = {"qkv": (-1, (-4, -3, -2)), "out": ((-2, -1), -3)}
+    axes |= {"up": (-1, (-3, -2)), "down": (-1, -2)}
+    numbers = {k: optax.contrib.MuonDimensionNumbers(*v) for k, v in axes.items()}
+
+    def find(path, _):
+        return numbers.get(jax.tree_util.keystr(path[-1:], simple=True))
+
+    return jax.tree_util.tree_map_with_path(find, params)
 
 
 def is_decayed(params):

@@ -224,6 +224,11 @@ class GPT(eqx.Module):
         return self.norm, self.embedding if self.unembedding is None else self.unembedding
 
     def embed(self, tokens, positions, key=None) -> Float[Array, "batch seq embed"]:
+        if self.position is not None and tokens.shape[1] > len(self.position):
+            raise ValueError(
+                f"{tokens.shape[1]} tokens are more than the {len(self.position)} positions"
+                " that the model has learned; cut them, or use a longer block."
+            )
         x = self.embedding[tokens]
         x = x if self.position is None else x + self.position[positions]
         x = eqxshard.constrain(x, P(("data", "fsdp"), "context"))

@@ -37,7 +37,9 @@ def start(mesh: str, shape: Shape = TINY, *, accumulate=ACCUMULATE, **options: A
     made = eqxshard.make_mesh(**sizes, devices=jax.devices()[:count])
     model_options = {k: options.pop(k) for k in ("remat", "microbatches") if k in options}
     make_model = partial(GPT, shape=shape, **model_options)
-    optim = gpt.make_optimizer(gpt.Args(learning_rate=2e-3), STEPS)
+    optimizer = options.pop("optimizer", "adamw")
+    args = gpt.Args(learning_rate=2e-3, optimizer=optimizer)
+    optim = gpt.make_optimizer(args, STEPS)
     state = eqxshard.init_state(
         make_model, optim, key=jax.random.key(0), mesh=made, rule=gpt.make_rule(shape)
     )

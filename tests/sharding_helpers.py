@@ -1,7 +1,7 @@
 """Rules applied to small trees, and the dims that rules see."""
 
 import sys
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -90,22 +90,6 @@ def opt_specs(rule, mesh=None):
 
 # Dims
 
-T = TypeVar("T")
-S = TypeVar("S")
-
-
-class Box(eqx.Module, Generic[T]):
-    value: T
-
-
-class Two(eqx.Module, Generic[T, S]):
-    first: list[T]
-    second: S | None
-
-
-class Swapped(Two[S, T], Generic[T, S]):
-    third: tuple[T, S]
-
 
 def dims(tree):
     """The names of the dims of every array of a PyTree, as rules see them."""
@@ -145,7 +129,11 @@ def module(*bases, defined_in=__name__, **annotations):
 
 def names(text):
     """`"mlp _ embed"` as dims."""
-    return tuple(None if name == "_" else name for name in text.split())
+    return (
+        text
+        if text is None
+        else tuple(None if name == "_" else name for name in text.split())
+    )
 
 
 def shapes(make):

@@ -5,6 +5,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 
@@ -83,12 +84,13 @@ class KVCache(eqx.Module):
 
         **Returns:**
 
-        A cache with them.
+        A cache with them. Under jit, where the number of tokens is not known, those that
+        no longer fit are written as NaN, and so is all that attends to them.
 
         **Raises:**
 
         `ValueError` if the cache is that of several layers, or of another shape, or there
-        are more tokens than it has positions.
+        are more tokens than it has positions left.
         """
         batch, seq, *heads = key.shape
         fits = self.key.shape == (batch, self.capacity, *heads)
@@ -98,12 +100,26 @@ class KVCache(eqx.Module):
                 f"{self.key.shape}; make it by KVCache.empty((batch, capacity, kv_heads, "
                 "head_dim)) with a capacity of all tokens to come."
             )
+        if not isinstance(self.length, Tracer):
+            self._check_room(int(self.length), seq)
+        fits = self.length + seq <= self.capacity
         zero = jnp.zeros((), self.length.dtype)
         start = (zero, self.length, zero, zero)
+
+        def write(old: Array, new: Array) -> Array:
+            # JAX would write the last tokens over those that are there, and say nothing.
+            new = jnp.where(fits, new.astype(old.dtype), jnp.asarray(jnp.nan, old.dtype))
+            return jax.lax.dynamic_update_slice(old, new, start)
+
         return KVCache(
-            key=jax.lax.dynamic_update_slice(self.key, key.astype(self.key.dtype), start),
-            value=jax.lax.dynamic_update_slice(
-                self.value, value.astype(self.value.dtype), start
-            ),
+            key=write(self.key, key),
+            value=write(self.value, value),
             length=self.length + seq,
         )
+
+    def _check_room(self, taken: int, seq: int) -> None:
+        if taken + seq > self.capacity:
+            raise ValueError(
+                f"{seq} more tokens do not fit a cache of {self.capacity} positions, of "
+                f"which {taken} are taken; make it with a capacity of all tokens to come."
+            )

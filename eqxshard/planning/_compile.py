@@ -31,6 +31,7 @@ from ._collectives import PlannedCollective, has_peers
 from ._costs import Costs
 from ._failure import Failure
 from ._leaves import mesh_of, on_host, plan_leaves, shard_bytes, stored_gradients
+from ._links import link_seconds
 from ._plan import Plan, PlannedMemory, PlannedTime
 from ._request import Request, load_request
 from ._rewrites import rewrite_collectives
@@ -94,6 +95,9 @@ def compile_plan(request: Request, dump: Path) -> Plan:
         scratch = convolution_scratch(parse_module(program.text), mesh.size)
     analysis = program.compiled.memory_analysis()
     notes = list(_notes(request, module, scratch))
+    unknown = _unknown(operations, request.target)
+    if request.target.flops and unknown:
+        notes.append(f"no time is predicted, because the {unknown} is not known")
     if request.cache is not None:
         lower = functools.partial(step.lower, state, request.batch)
         notes.append(keep_compiled(lower, Path(request.cache)))
@@ -278,6 +282,18 @@ def _describe(
     )
 
 
+def _unknown(operations: list[Operation], target: Target) -> str:
+    """What has to be known to predict the time of a step, and is not."""
+    if target.bandwidth is None:
+        return "bandwidth"
+    missing = [each for each in operations if link_seconds(each, target) is None]
+    if not missing:
+        return ""
+    if any(each.groups is None for each in missing):
+        return "groups of devices that communicate"
+    return "link" if target.link is None else "network"
+
+
 def _time(
     request: Request,
     flops: dict[str, float],
@@ -286,7 +302,7 @@ def _time(
     elapsed: Elapsed,
 ) -> PlannedTime | None:
     target = request.target
-    if not target.flops or target.link is None:
+    if not target.flops or _unknown(operations, target):
         return None
     links, waiting = defaultdict[str, float](float), defaultdict[str, float](float)
     for operation in operations:

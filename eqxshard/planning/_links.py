@@ -15,16 +15,19 @@ def link_seconds(operation: Operation, target: Target) -> float | None:
 
     **Returns:**
 
-    The seconds; `None` if the links of the target or the groups are not known.
+    The seconds; `None` if the links that it goes over, or the groups, are not known.
     """
     groups = operation.groups
-    if groups is None or target.link is None or target.network is None:
+    if groups is None or target.link is None:
         return None
-    link, network = (x * target.efficiency for x in (target.link, target.network))
+    link = target.link * target.efficiency
     hosts = groups // target.per_host
     crossing = bool((hosts != hosts[:, :1]).any())
     if not crossing:
         return operation.sent / link
+    if target.network is None:
+        return None
+    network = target.network * target.efficiency
     devices = groups.shape[1]
     if operation.kind == "collective-permute":
         return operation.sent / network

@@ -11,8 +11,11 @@ from jax.sharding import Mesh
 
 from ..data._planning import is_planning
 from ..distributed import count_cores
-from ..sharding._mesh import AXES, make_mesh
+from ..sharding._mesh import AXES, BATCH_AXES, make_mesh
 from ..sharding._text import comma_list, did_you_mean
+
+#: CPU devices that JAX can make in a few seconds.
+_SIMULATED = 4096
 
 
 def mesh_from_text(
@@ -28,7 +31,7 @@ def mesh_from_text(
     - `text`: sizes of axes, as for [`eqxshard.make_mesh`][], separated by commas; `-1`
         takes the remaining devices. If neither `data` nor a `-1` is given, `data` is -1.
     - `devices`: how many devices to use, all by default.
-    - `batch_size`: simulate only a number of devices that divides this.
+    - `batch_size`: simulate only a number of devices that splits this evenly.
 
     **Returns:**
 
@@ -36,8 +39,8 @@ def mesh_from_text(
 
     **Raises:**
 
-    `ValueError` if the text is not of this form, there are no devices or not enough, or
-    the sizes do not fit them.
+    `ValueError` if the text is not of this form, there are no devices or not enough, the
+    sizes do not fit them, or the axes of the batch have more devices than it has examples.
 
     !!! Example
 
@@ -169,11 +172,17 @@ def _count_to_simulate(
         raise ValueError(f"{devices} devices are too few; use 1 or more.")
     fixed = math.prod(size for size in sizes.values() if size > 0)
     counts = range(fixed, count_cores() + 1, fixed) if -1 in sizes.values() else ()
-    whole = (n for n in counts if batch_size is None or batch_size % n == 0)
-    count = max(whole, default=fixed) if devices is None else devices
-    if batch_size is not None and count > batch_size:
+
+    def parts(count: int) -> int:
+        """How many parts of a batch that many devices take."""
+        rows = (sizes.get(axis, 1) for axis in BATCH_AXES)
+        return math.prod(max(1, count // fixed if size == -1 else size) for size in rows)
+
+    fits = (n for n in counts if batch_size is None or batch_size % parts(n) == 0)
+    count = max(fits, default=fixed) if devices is None else devices
+    if batch_size is not None and parts(count) > batch_size:
         raise ValueError(
-            f"{count} devices are more than the {batch_size} examples of a batch; use "
-            "fewer devices, or a larger batch size."
+            f"{parts(count)} devices along {' and '.join(BATCH_AXES)} are more than the "
+            f"{batch_size} examples of a batch; use fewer, or a larger batch size."
         )
-    return count
+    return min(count, _SIMULATED)

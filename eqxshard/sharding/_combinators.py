@@ -16,7 +16,6 @@ from ._rule import (
     apply_rule,
     axes_by_dim,
     check_rule,
-    leaf_dims,
     rule_name,
 )
 from ._spec import axes_of, make_spec
@@ -59,6 +58,11 @@ class FirstMatch(AbstractRule):
     def __post_init__(self):
         _refuse_offload(self.rules, "first_match")
 
+    @property
+    def label(self) -> str:
+        """Those of the rules."""
+        return f"first_match({comma_list(map(rule_name, self.rules))})"
+
     def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision | None:
         """The first decision."""
         decisions = (apply_rule(rule, path, leaf, mesh) for rule in self.rules)
@@ -70,7 +74,7 @@ class FirstMatch(AbstractRule):
             check_rule(rule, leaves, mesh)
 
     def __repr__(self) -> str:
-        return f"first_match({comma_list(map(rule_name, self.rules))})"
+        return f"first_match({comma_list(map(_say, self.rules))})"
 
 
 def combine(*rules: Rule) -> Rule:
@@ -111,6 +115,11 @@ class Combine(AbstractRule):
     def __post_init__(self):
         _refuse_offload(self.rules, "combine")
 
+    @property
+    def label(self) -> str:
+        """Those of the rules."""
+        return f"combine({comma_list(map(rule_name, self.rules))})"
+
     def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision | None:
         """The union of all decisions."""
         decisions: list[Decision] = []
@@ -132,7 +141,9 @@ class Combine(AbstractRule):
                     split_by[axis] = decision.rule
                 taken[dim] += axes_of(entry)
             sharding = NamedSharding(mesh, make_spec(taken))
-            leaf = NamedLeaf(leaf.shape, leaf.dtype, partial(leaf_dims, leaf), sharding)
+            leaf = NamedLeaf(
+                leaf.shape, leaf.dtype, partial(getattr, leaf, "dims", None), sharding
+            )
         return _union(decisions, leaf) if decisions else None
 
     def check(self, leaves: Leaves, mesh: Mesh) -> None:
@@ -141,7 +152,7 @@ class Combine(AbstractRule):
             check_rule(rule, leaves, mesh)
 
     def __repr__(self) -> str:
-        return f"combine({comma_list(map(rule_name, self.rules))})"
+        return f"combine({comma_list(map(_say, self.rules))})"
 
 
 def _union(decisions: list[Decision], leaf: jax.ShapeDtypeStruct) -> Decision:
@@ -193,6 +204,11 @@ class Offload(AbstractRule):
 
     rule: Rule
 
+    @property
+    def label(self) -> str:
+        """That of the rule inside."""
+        return f"offload({rule_name(self.rule)})"
+
     def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision | None:
         """As the rule inside."""
         return apply_rule(self.rule, path, leaf, mesh)
@@ -201,7 +217,7 @@ class Offload(AbstractRule):
         """The devices must reach host memory; the rule inside checks itself."""
         if jax.__version_info__ < (0, 10, 2):
             raise ValueError(
-                f"{self!r} needs JAX 0.10.2 or newer, and this is {jax.__version__}; "
+                f"{self.label} needs JAX 0.10.2 or newer, and this is {jax.__version__}; "
                 "upgrade it, or leave offload out."
             )
         for device in mesh.local_devices or ():
@@ -209,20 +225,25 @@ class Offload(AbstractRule):
             # Devices that are only there to compile for list none.
             if kinds and HOST_MEMORY not in kinds:
                 raise ValueError(
-                    f"{self!r} needs memory of the kind {HOST_MEMORY!r}, and {device} has "
-                    f"{comma_list(kinds)}; leave offload out."
+                    f"{self.label} needs memory of the kind {HOST_MEMORY!r}, and {device} "
+                    f"has {comma_list(kinds)}; leave offload out."
                 )
         check_rule(self.rule, leaves, mesh)
 
     def __repr__(self) -> str:
-        return f"offload({rule_name(self.rule)})"
+        return f"offload({_say(self.rule)})"
+
+
+def _say(rule: Rule) -> str:
+    """A rule with every argument, or the name of a function."""
+    return repr(rule) if isinstance(rule, AbstractRule) else rule_name(rule)
 
 
 def _refuse_offload(rules: tuple[Rule, ...], maker: str) -> None:
     for rule in rules:
         if offloads(rule):
             raise ValueError(
-                f"{rule_name(rule)} is inside {maker}, and offload goes around all: write "
+                f"{rule_name(rule)} is inside {maker}, and offload goes around all; write "
                 f"offload({maker}(...))."
             )
 

@@ -10,7 +10,7 @@ The vocabulary is that of `_hints.py`. The *dims* of an array are names, or `Non
 import typing
 from collections.abc import Mapping
 from functools import reduce
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 from equinox import nn
@@ -18,10 +18,10 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 from jaxtyping import PyTree
 
 from ._hints import (
+    AnnotationError,
     Hint,
     allows_any_dims,
     annotation_of,
-    field_hints,
     format_hint,
     is_jaxtyping,
     is_pytree,
@@ -54,7 +54,8 @@ def logical_dims(tree: PyTree, path: tuple[Any, ...]) -> Dims | None:
 
     **Raises:**
 
-    `ValueError` if the annotation cannot be resolved, or does not fit the array.
+    `AnnotationError` if an annotation on the way cannot be resolved, or the last one does
+    not fit the array.
     """
     leaf = reduce(_child, path, tree)
     return _walk(tree, [Hint(Any, "")], path, leaf)
@@ -63,6 +64,9 @@ def logical_dims(tree: PyTree, path: tuple[Any, ...]) -> Dims | None:
 def _walk(node: Any, hints: list[Hint], path: tuple[Any, ...], leaf: Any) -> Dims | None:
     """The dims of `leaf` at `path` in `node`, which one or more of `hints` describe."""
     hints = [plain for hint in hints for plain in unwrap_hint(hint)]
+    for wrong in (hint.type for hint in hints):
+        if isinstance(wrong, AnnotationError):
+            raise _without(wrong, node, hints, path, leaf)
     if not path:
         return _dims_of_array(hints, leaf)
     name = getattr(path[0], "name", None)
@@ -85,6 +89,19 @@ def _walk(node: Any, hints: list[Hint], path: tuple[Any, ...], leaf: Any) -> Dim
     return _walk(*below)
 
 
+def _without(
+    wrong: AnnotationError, node: Any, hints: list[Hint], path: tuple[Any, ...], leaf: Any
+) -> AnnotationError:
+    """A wrong annotation, with the dims that the array has without it."""
+    others = [hint for hint in hints if hint.type is not wrong] or [Hint(Any, "")]
+    words = wrong.words
+    try:
+        dims = _walk(node, others, path, leaf)
+    except AnnotationError as another:
+        words, dims = words | another.words, another.dims
+    return AnnotationError(str(wrong), words, dims, wrong.is_read)
+
+
 def _hints_below(node: Any, hints: list[Hint], key: Any) -> list[Hint]:
     """The hints that describe the child of a node at `key`."""
     if isinstance(key, GetAttrKey):
@@ -98,10 +115,8 @@ def _hints_below(node: Any, hints: list[Hint], key: Any) -> list[Hint]:
 
 def _hints_of_item(node: Any, hint: Hint, key: Any) -> list[Hint]:
     kind, args = typing.get_origin(hint.type) or hint.type, typing.get_args(hint.type)
-    if isinstance(kind, TypeVar) or is_pytree(kind):
+    if is_pytree(kind):
         return [hint]
-    if isinstance(key, DictKey) and typing.is_typeddict(kind):
-        return field_hints(kind, hint.type, key.key)
     if not isinstance(kind, type) or kind.__module__ not in _CONTAINERS or not args:
         return []
     if issubclass(kind, Mapping) != isinstance(key, DictKey):
@@ -115,29 +130,22 @@ _CONTAINERS = ("builtins", "collections", "collections.abc")
 
 
 def _hints_of_field(node: Any, hints: list[Hint], name: str) -> list[Hint]:
-    cls = type(node)
-    below: list[Hint] = []
     for hint in hints:
         kind = typing.get_origin(hint.type) or hint.type
         if kind in (nn.WeightNorm, nn.SpectralNorm) and name == "layer" and hint.words:
             # The wrappers have no dims of their own: the words are the layer's.
             return [hint._replace(type=type(node.layer))]
-        if kind in cls.__mro__:
-            below += field_hints(cls, hint.type, name)
-    return below or field_hints(cls, Any, name)
+    annotated = annotation_of(type(node), name)
+    if annotated is None:
+        return []
+    owner, annotation = annotated
+    return [Hint(annotation, f"{owner.__name__}.{name}")]
 
 
 def _dims_of_array(hints: list[Hint], leaf: Any) -> Dims | None:
     """The dims of the hints that fit an array best, which must agree."""
     named = [hint for hint in hints if is_jaxtyping(hint.type)]
     if not named:
-        for hint in hints:
-            if isinstance(hint.type, TypeVar):
-                raise ValueError(
-                    f"{hint} names no dims, because {format_hint(hint.type)} has no "
-                    "argument; give it one where the class is a base or in an annotation: "
-                    f'{hint.field.partition(".")[0]}[Float[Array, "mlp embed"]].'
-                )
         return None
     ndim = len(leaf.shape)
     fits = {h: _fit(_parse(h.type.dim_str), ndim) for h in named}
@@ -145,10 +153,11 @@ def _dims_of_array(hints: list[Hint], leaf: Any) -> Dims | None:
     if not fits:
         if any(allows_any_dims(hint.type) for hint in hints):
             return None
-        raise ValueError(
+        raise AnnotationError(
             f"{named[0]} names more dims than the array has, which is "
             f"{format_array(leaf)}; name one per dim of the array, or write `...` for any "
-            "number of them."
+            "number of them.",
+            [hint.type.dim_str for hint in named],
         )
     # The dtype decides before the rank, because stacked modules have a rank of their own.
     typed = [hint for hint in fits if isinstance(leaf, hint.type.dtype[Any, "..."])]
@@ -156,9 +165,10 @@ def _dims_of_array(hints: list[Hint], leaf: Any) -> Dims | None:
     best = {fits[hint]: hint for hint in exact or typed or fits}
     if len(best) > 1:
         both = " and ".join(format_hint(hint.type) for hint in best.values())
-        raise ValueError(
+        raise AnnotationError(
             f"{named[0].field}: {both} both fit the array, which is {format_array(leaf)}; "
-            "give their dims the same names, or remove one of them."
+            "give their dims the same names, or remove one of them.",
+            [hint.type.dim_str for hint in named],
         )
     return next(iter(best))
 
@@ -178,9 +188,10 @@ def _dims_in_layer(
     parsed = [_Dim(names.get(dim, dim), rest) for dim, rest in _parse(known[inside])]
     dims = _fit(parsed, len(leaf.shape))
     if dims is None:
-        raise ValueError(
+        raise AnnotationError(
             f"{layer.__name__}.{inside} has the dims {known[inside]!r}, and the array "
-            f"there is {format_array(leaf)}; keep it in an annotated field of your own."
+            f"there is {format_array(leaf)}; keep it in an annotated field of your own.",
+            filter(None, (dim.name for dim in parsed)),
         )
     return dims
 
@@ -197,10 +208,11 @@ def _renamed(
         own = [*dict.fromkeys(name for name in dims if name)]
         new = [dim.name for dim in _parse(hint.words)]
         if len(new) != len(own):
-            raise ValueError(
+            raise AnnotationError(
                 f"{hint.field}: {hint.words!r} names {len(new)} dims, and "
                 f"{layer.__name__} has {len(own)} with names ({', '.join(own)}); write one "
-                "word for each, in this order."
+                "word for each, in this order.",
+                [hint.words, *own],
             )
         return dict(zip(own, new))
     return {}

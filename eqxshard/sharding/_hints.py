@@ -1,8 +1,6 @@
-"""Type annotations of fields: read, resolved, with their arguments filled in.
+"""Type annotations of fields, read and resolved.
 
-Glossary: a *hint* is a type expression, the annotation of a field or a part of one. An
-*argument* fills in a type variable: `Float[Array, "mlp embed"]` in
-`Box[Float[Array, "mlp embed"]]`.
+A *hint* is a type expression: the annotation of a field, or a part of one.
 """
 
 import inspect
@@ -10,11 +8,32 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Final, NamedTuple, TypeVar, Union
+from typing import Annotated, Any, ClassVar, Final, NamedTuple, Union
 
 from jaxtyping import AbstractArray, PyTree
+
+
+class AnnotationError(ValueError):
+    """An annotation that is wrong: an error for the rules that need it.
+
+    - `words`: what it says, dims and all.
+    - `dims`: those of the array as if the annotation were not there.
+    - `is_read`: whether its dims are among the words; they are not if it has names that
+        nothing defines.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        words: Iterable[str],
+        dims: tuple[str | None, ...] | None = None,
+        is_read: bool = True,
+    ):
+        super().__init__(message)
+        self.words = frozenset(word for text in words for word in re.findall(r"\w+", text))
+        self.dims, self.is_read = dims, is_read
 
 
 class Hint(NamedTuple):
@@ -30,104 +49,28 @@ class Hint(NamedTuple):
 
 def unwrap_hint(hint: Hint) -> Iterator[Hint]:
     """A hint without aliases and `Annotated`; every member of a union."""
-    kind, origin = hint.type, typing.get_origin(hint.type)
-    args = typing.get_args(kind)
-    alias = kind if origin is None else origin
+    kind, origin, args = hint.type, typing.get_origin(hint.type), typing.get_args(hint.type)
     if origin is Annotated:
         words = [word for word in kind.__metadata__ if isinstance(word, str)]
-        yield from unwrap_hint(
-            hint._replace(type=args[0], words=(words or [hint.words])[-1])
-        )
-    elif origin in (Union, types.UnionType):
-        for arg in args:
-            yield from unwrap_hint(hint._replace(type=arg))
-    elif origin in (Final, ClassVar, typing.Required, typing.NotRequired):
-        yield from unwrap_hint(hint._replace(type=args[0]))
-    elif isinstance(kind, typing.NewType):
-        yield from unwrap_hint(hint._replace(type=kind.__supertype__))
-    elif isinstance(kind, TypeVar):
-        yield hint
-        yield from unwrap_hint(hint._replace(type=_fallback(kind)))
+        args, hint = args[:1], hint._replace(words=(words or [hint.words])[-1])
     elif is_pytree(kind):
         yield hint
-        yield from unwrap_hint(Hint(kind.leaftype, hint.field))
-    elif type(alias).__name__ == "TypeAliasType":  # of typing, or its extensions
+        args, hint = (kind.leaftype,), hint._replace(words=None)
+    elif type(kind).__name__ == "TypeAliasType":  # `type Up = Float[Array, "mlp embed"]`
         try:
-            value = alias.__value__
+            args = (kind.__value__,)
         except Exception as error:
-            raise _unresolved(str(hint), alias.__module__, error) from None
-        value = _substitute(value, dict(zip(alias.__type_params__, args)))
-        yield from unwrap_hint(hint._replace(type=value))
-    else:
+            args = (_unresolved(str(hint), kind.__module__, error),)
+    elif origin not in (Union, types.UnionType, Final, ClassVar):
         yield hint
-
-
-def field_hints(cls: type, hint: Any, name: str) -> list[Hint]:
-    """The hints of a field of a class that `hint` describes."""
-    annotated = annotation_of(cls, name)
-    if annotated is None:
-        return []
-    owner, annotation = annotated
-    arguments = _arguments(cls, hint)
-    inherited = _inherited(cls).get(owner, {})
-    arguments = {var: _substitute(arg, arguments) for var, arg in inherited.items()}
-    return [Hint(_substitute(annotation, arguments), f"{owner.__name__}.{name}")]
-
-
-def _arguments(cls: type, hint: Any) -> dict[Any, Any]:
-    """The arguments of a class, from a hint that names it or a base of it."""
-    base, args = typing.get_origin(hint) or hint, typing.get_args(hint)
-    if base not in cls.__mro__:
-        return {var: _fallback(var) for var in getattr(cls, "__parameters__", ())}
-    given = zip(_inherited(cls)[base].values(), args)
-    return _bind(cls, ()) | {var: arg for var, arg in given if isinstance(var, TypeVar)}
-
-
-@lru_cache(maxsize=1024)
-def _inherited(cls: type) -> dict[type, dict[Any, Any]]:
-    """The arguments of a class and of each of its bases, by their type variables."""
-    found = {cls: {var: var for var in getattr(cls, "__parameters__", ())}}
-    for base in cls.__dict__.get("__orig_bases__", cls.__bases__):
-        origin, args = typing.get_origin(base) or base, typing.get_args(base)
-        if not isinstance(origin, type) or origin is typing.Generic:
-            continue
-        if args:
-            args = typing.get_args(_resolve(cls, base, f"class {cls.__name__}"))
-        arguments = _bind(origin, args)
-        for owner, inner in _inherited(origin).items():
-            inner = {var: _substitute(arg, arguments) for var, arg in inner.items()}
-            found.setdefault(owner, inner)
-    return found
-
-
-def _bind(cls: type, args: tuple[Any, ...]) -> dict[Any, Any]:
-    params = getattr(cls, "__parameters__", ())
-    # Equinox itself omits the arguments of its classes.
-    optional = params if cls.__module__.startswith("equinox.") else ()
-    return dict.fromkeys(optional, Any) | dict(zip(params, args))
-
-
-def _substitute(hint: Any, arguments: Mapping[Any, Any]) -> Any:
-    if isinstance(hint, TypeVar):
-        return arguments.get(hint, hint)
-    if is_pytree(hint):
-        return typing.cast(Any, PyTree)[_substitute(hint.leaftype, arguments)]
-    params = getattr(hint, "__parameters__", ())
-    if isinstance(hint, type) or not params:
-        return hint
-    return hint[tuple(arguments.get(var, var) for var in params)]
-
-
-def _fallback(var: Any) -> Any:
-    """The meaning of a type variable without an argument."""
-    if getattr(var, "has_default", lambda: False)():
-        return var.__default__
-    return getattr(var, "__bound__", None) or Any
+        return
+    for arg in args:
+        yield from unwrap_hint(hint._replace(type=arg))
 
 
 @lru_cache(maxsize=4096)
 def annotation_of(cls: type, name: str | None) -> tuple[type, Any] | None:
-    """The class that annotates a field, and the annotation."""
+    """The class that annotates a field, and the annotation, or what is wrong with it."""
     for owner in cls.__mro__:
         annotations = inspect.get_annotations(owner)
         if name in annotations:
@@ -137,9 +80,12 @@ def annotation_of(cls: type, name: str | None) -> tuple[type, Any] | None:
 
 
 def _resolve(owner: type, annotation: Any, where: str) -> Any:
-    """An annotation without strings, independent of the other fields of its class."""
+    """An annotation without strings, independent of the other fields of its class.
+
+    What is wrong with it, if it cannot be resolved.
+    """
     module = sys.modules.get(owner.__module__)
-    params = (*getattr(owner, "__parameters__", ()), *getattr(owner, "__type_params__", ()))
+    params = getattr(owner, "__type_params__", ())
     # As in `typing`, the module comes before the class, whose defaults may hide types.
     inner = {owner.__name__: owner, **vars(owner)}
     outer = {**(vars(module) if module else {}), **{var.__name__: var for var in params}}
@@ -147,13 +93,15 @@ def _resolve(owner: type, annotation: Any, where: str) -> Any:
     try:
         return typing.get_type_hints(lone, inner, outer, include_extras=True)["field"]
     except Exception as error:
-        raise _unresolved(where, owner.__module__, error) from None
+        return _unresolved(where, owner.__module__, error)
 
 
-def _unresolved(where: str, module: str, error: Exception) -> ValueError:
-    return ValueError(
+def _unresolved(where: str, module: str, error: Exception) -> AnnotationError:
+    return AnnotationError(
         f"{where} cannot be resolved ({error}); import or define its names at the top "
-        f"of {module}, outside of TYPE_CHECKING."
+        f"of {module}, outside of TYPE_CHECKING.",
+        [where],
+        is_read=False,
     )
 
 
@@ -167,7 +115,7 @@ def is_pytree(hint: Any) -> bool:
 
 def allows_any_dims(hint: Any) -> bool:
     """Whether a hint allows arrays of any dims."""
-    speaks = is_jaxtyping(hint) or is_pytree(hint) or isinstance(hint, TypeVar)
+    speaks = is_jaxtyping(hint) or is_pytree(hint)
     return not speaks and hint is not types.NoneType
 
 

@@ -3,14 +3,24 @@
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
+from ._hints import AnnotationError
 from ._rule import AbstractRule, Decision, Leaves, Rule, axes_by_dim, leaf_dims
-from ._spec import Axes, axes_of, check_axis, format_sizes, make_spec
+from ._spec import (
+    Axes,
+    as_axes,
+    axes_of,
+    check_axis,
+    format_sizes,
+    format_spec,
+    make_spec,
+)
 from ._text import comma_list, did_you_mean
 
 
@@ -28,15 +38,20 @@ def replicate() -> Rule:
 class Replicate(AbstractRule):
     """What [`eqxshard.replicate`][] returns."""
 
+    @property
+    def label(self) -> str:
+        """Its name."""
+        return "replicate()"
+
     def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision:
         """Whole."""
-        return Decision(PartitionSpec(), repr(self))
+        return Decision(PartitionSpec(), self.label)
 
     def check(self, leaves: Leaves, mesh: Mesh) -> None:
         """Names nothing, so nothing can be missing."""
 
     def __repr__(self) -> str:
-        return "replicate()"
+        return self.label
 
 
 def fsdp(min_size: int = 2**18, axis: Axes = "fsdp") -> Rule:
@@ -69,7 +84,7 @@ def fsdp(min_size: int = 2**18, axis: Axes = "fsdp") -> Rule:
     `TypeError` if `min_size` is not a number; when used, `ValueError` if the mesh does
     not have the axis.
     """
-    return SplitLargest("fsdp", min_size, axis)
+    return SplitLargest("fsdp", min_size, as_axes(axis))
 
 
 @dataclass(frozen=True, repr=False)
@@ -87,24 +102,30 @@ class SplitLargest(AbstractRule):
                 f"write {self.maker}(axis={self.min_size!r}) to name an axis."
             )
 
+    @property
+    def label(self) -> str:
+        """The axis, unless it is the usual one."""
+        default = {"fsdp": "fsdp", "zero1": "data"}[self.maker]
+        return f"{self.maker}({'' if self.axis == default else repr(self.axis)})"
+
     def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision:
         """Split the largest dim that divides, of those that no other rule has split."""
         sizes = {axis: mesh.shape[axis] for axis in self._checked_axes(mesh)}
         taken, parts = axes_by_dim(leaf), math.prod(sizes.values())
         if not sizes.keys().isdisjoint(axis for axes in taken for axis in axes):
-            return Decision(PartitionSpec(), repr(self))
+            return Decision(PartitionSpec(), self.label)
         count = math.prod(leaf.shape)
         if count < self.min_size:
             note = f"size {count:,}, below min_size={self.min_size:,}"
-            return Decision(PartitionSpec(), repr(self), note)
+            return Decision(PartitionSpec(), self.label, note)
         shape = leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape
         dims = [d for d, size in enumerate(shape) if size and size % parts == 0]
         if not dims:
             note = f"whole: no dim of {shape} divides by {format_sizes(sizes)}"
-            return Decision(PartitionSpec(), repr(self), note, undivided=True)
+            return Decision(PartitionSpec(), self.label, note, undivided=True)
         vocab = _vocab_dim(leaf) if len(dims) > 1 else None
         dim = max(dims, key=lambda d: (not taken[d], d != vocab, shape[d]))
-        return Decision(PartitionSpec(*[None] * dim, self.axis), repr(self))
+        return Decision(PartitionSpec(*[None] * dim, self.axis), self.label)
 
     def check(self, leaves: Leaves, mesh: Mesh) -> None:
         """The mesh must have the axes."""
@@ -113,12 +134,11 @@ class SplitLargest(AbstractRule):
     def _checked_axes(self, mesh: Mesh) -> tuple[str, ...]:
         axes = axes_of(self.axis)
         for axis in axes:
-            check_axis(axis, mesh, repr(self))
+            check_axis(axis, mesh, self.label)
         return axes
 
     def __repr__(self) -> str:
-        default = {"fsdp": "fsdp", "zero1": "data"}[self.maker]
-        return f"{self.maker}({'' if self.axis == default else repr(self.axis)})"
+        return f"{self.maker}(min_size={self.min_size}, axis={self.axis!r})"
 
 
 def _vocab_dim(leaf: jax.ShapeDtypeStruct) -> int | None:
@@ -159,7 +179,7 @@ def zero1(min_size: int = 2**18, axis: Axes = "data") -> Rule:
         rule = eqxshard.combine(eqxshard.by_dim({"mlp": "tensor"}), eqxshard.zero1())
         ```
     """
-    return Zero1(SplitLargest("zero1", min_size, axis))
+    return Zero1(SplitLargest("zero1", min_size, as_axes(axis)))
 
 
 @dataclass(frozen=True, repr=False)
@@ -168,9 +188,14 @@ class Zero1(AbstractRule):
 
     update: SplitLargest
 
+    @property
+    def label(self) -> str:
+        """That of `update`."""
+        return self.update.label
+
     def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision:
         """Whole; `update` decides for the optimizer's state."""
-        return Decision(PartitionSpec(), repr(self))
+        return Decision(PartitionSpec(), self.label)
 
     def check(self, leaves: Leaves, mesh: Mesh) -> None:
         """The mesh must have the axes."""
@@ -197,7 +222,7 @@ def by_path(specs: Mapping[str, PartitionSpec]) -> Rule:
     **Raises:**
 
     `ValueError` if an expression is invalid; when the rule is used, if one matches no
-    leaf at all.
+    leaf at all. `TypeError` if a spec is not one.
 
     !!! Example
 
@@ -214,6 +239,12 @@ def by_path(specs: Mapping[str, PartitionSpec]) -> Rule:
                 f"by_path: {pattern!r} is not a regular expression ({error}); escape its "
                 "special characters with a backslash."
             ) from None
+    for pattern, spec in specs.items():
+        if not isinstance(spec, PartitionSpec):
+            raise TypeError(
+                f"by_path: {pattern!r} has {spec!r}, which is not a PartitionSpec; write a "
+                "jax.P, such as P('tensor'), or P() to keep the array whole."
+            )
     return ByPath(tuple(specs.items()))
 
 
@@ -222,6 +253,11 @@ class ByPath(AbstractRule):
     """What [`eqxshard.by_path`][] returns."""
 
     specs: tuple[tuple[str, PartitionSpec], ...]
+
+    @property
+    def label(self) -> str:
+        """The patterns."""
+        return f"by_path({comma_list(repr(pattern) for pattern, _ in self.specs)})"
 
     def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision | None:
         """The spec of the first pattern found in the path."""
@@ -235,14 +271,15 @@ class ByPath(AbstractRule):
         for pattern, _ in self.specs:
             if not any(re.search(pattern, path) for path in leaves):
                 raise ValueError(
-                    f"by_path: {pattern!r} matches no leaf; {_near_paths(pattern, leaves)}"
+                    f"by_path: {pattern!r} matches no leaf; {near_paths(pattern, leaves)}"
                 )
 
     def __repr__(self) -> str:
-        return f"by_path({comma_list(repr(pattern) for pattern, _ in self.specs)})"
+        specs = comma_list(f"{name!r}: {format_spec(spec)}" for name, spec in self.specs)
+        return f"by_path({{{specs}}})"
 
 
-def _near_paths(pattern: str, paths: Iterable[str]) -> str:
+def near_paths(pattern: str, paths: Iterable[str]) -> str:
     """The path that a pattern may have meant, or the first few."""
     words = {word for path in paths for word in path.split(".")}
     for word in re.findall(r"\w+", pattern):
@@ -261,7 +298,8 @@ def by_dim(axes: Mapping[str, Axes | None]) -> Rule:
 
     The names are those in the jaxtyping annotations of a module's fields: with
     `up: Float[Array, "mlp embed"]` the dims of `up` are `mlp` and `embed`. They are found
-    through inheritance, generics, containers, optional fields and unions. The arrays of
+    through inheritance, containers, optional fields and unions, and a type variable has
+    none. The arrays of
     stacked modules have more dims than their annotation says: the first of them is called
     `layers`. The layers of `equinox.nn` have names too, such as `vocab embed` for the
     weight of `Embedding` and `out in` for that of `Linear`, and a field can rename them:
@@ -279,8 +317,9 @@ def by_dim(axes: Mapping[str, Axes | None]) -> Rule:
 
     **Raises:**
 
-    When it is used, `ValueError` if an annotation cannot be resolved, if no leaf has any
-    of the names, or if one is missing that looks like a misspelt one.
+    When it is used, `ValueError` if an annotation that has one of the names is wrong, if no
+    leaf has any of the names, or if one is missing that looks like a misspelt one. Wrong
+    annotations without these names are left alone, with a warning if they cannot be read.
 
     !!! Example
 
@@ -289,7 +328,19 @@ def by_dim(axes: Mapping[str, Axes | None]) -> Rule:
         rule = eqxshard.first_match(split, eqxshard.replicate())
         ```
     """
-    return ByDim(tuple(axes.items()))
+    return ByDim(tuple((dim, as_axes(entry)) for dim, entry in axes.items()))
+
+
+def _dims_without(
+    leaf: jax.ShapeDtypeStruct, names: Container[str]
+) -> tuple[str | None, ...]:
+    """The names of a leaf's dims, without wrong annotations that have none of `names`."""
+    try:
+        return leaf_dims(leaf)
+    except AnnotationError as error:
+        if any(word in names for word in error.words):
+            raise
+        return error.dims or ()
 
 
 @dataclass(frozen=True, repr=False)
@@ -298,13 +349,19 @@ class ByDim(AbstractRule):
 
     axes: tuple[tuple[str, Axes | None], ...]
 
+    @property
+    def label(self) -> str:
+        """The names."""
+        return f"by_dim({comma_list(name for name, _ in self.axes)})"
+
     def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision | None:
         """Split each dim that has one of the names."""
         axes = dict(self.axes)
-        named = [dim for dim in leaf_dims(leaf) if dim is not None and dim in axes]
+        dims = _dims_without(leaf, axes)
+        named = [dim for dim in dims if dim is not None and dim in axes]
         if not named:
             return None
-        spec = make_spec(axes_of(axes.get(dim) if dim else None) for dim in leaf_dims(leaf))
+        spec = make_spec(axes_of(axes.get(dim) if dim else None) for dim in dims)
         said = comma_list(f"{dim}: {comma_list(axes_of(axes[dim]))}" for dim in named)
         return Decision(spec, f"by_dim({said})")
 
@@ -314,16 +371,28 @@ class ByDim(AbstractRule):
         for _, entry in self.axes:
             for axis in axes_of(entry):
                 check_axis(axis, mesh, "by_dim")
-        found = {dim for leaf in leaves.values() for dim in leaf_dims(leaf) if dim}
+        found, unread = set[str](), list[AnnotationError]()
+        for leaf in leaves.values():
+            try:
+                found.update(filter(None, leaf_dims(leaf)))
+            except AnnotationError as error:
+                found.update(
+                    filter(None, error.dims or ()), error.words.intersection(names)
+                )
+                unread += [] if error.is_read else [error]
         missing = [name for name in names if name not in found]
         for name in missing:
             # Rules are shared between models, so a name may well be absent from one.
             hint = did_you_mean(name, found - set(names), cutoff=0.75)
             if hint or len(missing) == len(names):
+                if unread:  # It may have the name.
+                    raise unread[0]
                 raise ValueError(
                     f"by_dim: no leaf has a dim {name!r}; {hint}their dims are "
                     f"{comma_list(sorted(found)) or 'not annotated'}."
                 )
+        for error in unread:
+            warnings.warn(f"by_dim leaves out what it cannot read: {error}", stacklevel=2)
 
     def __repr__(self) -> str:
-        return f"by_dim({comma_list(name for name, _ in self.axes)})"
+        return f"by_dim({dict(self.axes)})"

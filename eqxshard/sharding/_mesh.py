@@ -1,6 +1,7 @@
 """The device mesh: which devices, in what order, along which axes."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,8 +43,9 @@ def make_mesh(
     - `data`, `fsdp`, `tensor`, `context`, `expert`, `stage`: the number of devices along
         each axis. At most one of them may be `-1`: it takes the devices that are left.
     - `devices`: the devices to use, all of [`jax.devices`][] by default.
-    - `dcn`: how much of an axis crosses hosts, such as `{"data": 4}` on four hosts. The
-        axis keeps its full size; all other axes stay inside a host. (A *hybrid mesh*.)
+    - `dcn`: how much of an axis crosses hosts, such as `{"data": 4}` on four hosts, or
+        slices of TPUs, each of one host or several. The axis keeps its full size; all
+        other axes stay inside a host or slice. (A *hybrid mesh*.)
 
     **Returns:**
 
@@ -53,7 +55,7 @@ def make_mesh(
     **Raises:**
 
     `ValueError` if the sizes do not multiply to the number of devices, or `dcn` names an
-    unknown axis or does not fit.
+    unknown axis or does not fit the hosts and slices.
 
     !!! Example
 
@@ -78,14 +80,11 @@ def make_mesh(
         return jax.make_mesh(shape, AXES, devices=devices, axis_types=auto)
     across = _across_hosts(sizes, dcn)
     within = tuple(size // n for size, n in zip(shape, across))
-    hosts = {device.process_index for device in devices}
-    if math.prod(across) != len(hosts):
-        raise ValueError(
-            f"dcn={dict(dcn)} asks for {math.prod(across)} hosts, but the devices belong "
-            f"to {len(hosts)}; make the product of dcn equal to the number of hosts."
-        )
     grid = mesh_utils.create_hybrid_device_mesh(
-        within, across, devices, process_is_granule=True
+        within,
+        across,
+        devices,
+        process_is_granule=_granule(devices, dcn) == "process_index",
     )
     return Mesh(grid, AXES, axis_types=auto)
 
@@ -177,7 +176,8 @@ def resolve_sizes(asked: dict[str, int], count: int) -> dict[str, int]:
     for axis, size in asked.items():
         if not isinstance(size, int | np.integer) or (size < 1 and size != -1):
             raise ValueError(
-                f"axis {axis}={size!r} must be at least 1, or -1 for what is left."
+                f"axis {axis}={size!r} must be at least 1; give a size, or -1 for what "
+                "is left."
             )
     rest = [axis for axis, size in asked.items() if size == -1]
     if len(rest) > 1:
@@ -203,6 +203,24 @@ def resolve_sizes(asked: dict[str, int], count: int) -> dict[str, int]:
     raise ValueError(
         f"mesh {terms} does not use exactly the {count} devices; choose sizes whose "
         f"product is {count}, set one axis to -1, or use another number of devices."
+    )
+
+
+def _granule(devices: Sequence[Any], dcn: Mapping[str, int]) -> str:
+    """What `dcn` counts: slices, which may have several hosts, or else processes."""
+    counts = {
+        name: Counter(getattr(device, name, None) for device in devices)
+        for name in ("slice_index", "process_index")
+    }
+    asked = math.prod(dcn.values())
+    for name, granules in counts.items():
+        known = None not in granules
+        if known and len(granules) == asked and len({*granules.values()}) == 1:
+            return name
+    raise ValueError(
+        f"dcn={dict(dcn)} asks for {asked} hosts or slices of as many devices each, but "
+        f"the devices belong to {len(counts['process_index'])} and "
+        f"{len(counts['slice_index'])}; make the product of dcn equal to one of these."
     )
 
 

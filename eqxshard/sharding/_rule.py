@@ -62,6 +62,11 @@ class Decision(NamedTuple):
 class AbstractRule(abc.ABC):
     """A rule of this library: called like any other, and able to explain itself."""
 
+    @property
+    @abc.abstractmethod
+    def label(self) -> str:
+        """A short name for tables and errors; `repr` says every argument."""
+
     @abc.abstractmethod
     def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision | None:
         """The decision for one leaf, or `None`: not mine."""
@@ -122,6 +127,8 @@ def check_rule(rule: Rule, leaves: Leaves, mesh: Mesh) -> None:
 
 def rule_name(rule: Rule) -> str:
     """How errors and [`eqxshard.explain`][] call a rule."""
+    if isinstance(rule, AbstractRule):
+        return rule.label
     name = getattr(rule, "__name__", None)
     if name != "<lambda>":
         return name or repr(rule)

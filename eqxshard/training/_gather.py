@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
+from ..sharding._leaves import leaf_path
 from ..sharding._placement import compute_sharding
 from ._precision import cast
 
@@ -22,12 +23,14 @@ class Stored(NamedTuple):
     - `storage`: its sharding.
     - `update`: the sharding of its gradient.
     - `dtype`: the type to compute in, if it is another.
+    - `path`: where it is in the model.
     """
 
     array: Array
     storage: NamedSharding
     update: NamedSharding
     dtype: DTypeLike | None
+    path: str = ""
 
     def gather(self) -> Array:
         """The array as it is used: cast, and whole along the axes that split the batch.
@@ -77,14 +80,16 @@ def gathered(
     """
     pairs: list[tuple[Array, Stored]] = []
 
-    def gather(leaf: Any, storage: Any, update: Any) -> Any:
+    def gather(path: tuple[Any, ...], leaf: Any, storage: Any, update: Any) -> Any:
         if storage is None:
             return cast(leaf, dtype)
-        stored = Stored(leaf, storage, update or storage, dtype)
+        stored = Stored(leaf, storage, update or storage, dtype, leaf_path(path))
         pairs.append((stored.gather(), stored))
         return pairs[-1][0]
 
-    out = jax.tree.map(gather, model, storage, update, is_leaf=lambda leaf: leaf is None)
+    out = jax.tree_util.tree_map_with_path(
+        gather, model, storage, update, is_leaf=lambda leaf: leaf is None
+    )
     with using(pairs):
         yield out
 

@@ -24,6 +24,7 @@ from ._extra import copy_shared
 from ._jaxprs import open_jaxpr
 from ._kept_tracers import check_no_tracers
 from ._layout import make_layout
+from ._per_layer import warn_of_stacks
 from ._precision import LossScale, Precision, cast
 from ._state import (
     MadeWith,
@@ -104,6 +105,7 @@ def init_state(
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         raise jit_is_off()
     traced = _trace(make_model, optim, key, mesh, rule, trainable, precision)
+    warn_of_stacks(optim, traced.params)
     leaves, static = flatten_state(traced.like)
     model_arrays = [] if load is None else _load(load, traced.like.model)
     # By their number among the state's arrays; before the model is the step.
@@ -177,11 +179,13 @@ class _Traced(NamedTuple):
     """How a state is made, traced: the user's code runs once.
 
     - `like`: the state, with a `jax.ShapeDtypeStruct` for each array.
+    - `params`: the trained part of its model.
     - `make_model`: from a key to the arrays of the model, then those of its own state.
     - `make_state`: from those and the key to the arrays of the state, in order.
     """
 
     like: TrainState
+    params: PyTree
     make_model: core.ClosedJaxpr
     make_state: core.ClosedJaxpr
 
@@ -246,7 +250,7 @@ def _trace(
             return leaf
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=next(shardings))
 
-    return _Traced(jax.tree.map(shaped, state), model_jaxpr, state_jaxpr)
+    return _Traced(jax.tree.map(shaped, state), params, model_jaxpr, state_jaxpr)
 
 
 def _check_one_copy(opt_state: PyTree) -> None:

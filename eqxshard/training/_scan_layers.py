@@ -27,7 +27,8 @@ def scan_layers(
     Inside a step, under FSDP, the parameters of one layer at a time are gathered, freed
     before the next layer, and gathered again in the backward pass. (`jax.lax.scan` would
     gather all layers at the start of the step and keep them to its end.) If the rule
-    splits the dim of layers itself, all are gathered at once.
+    splits the dim of layers itself, all are gathered at once. Optimizers that look at
+    shapes, such as Muon, go with stacked layers through [`eqxshard.per_layer`][].
 
     **Arguments:**
 
@@ -117,13 +118,15 @@ def _splits_layers(sharding: NamedSharding) -> bool:
 
 
 def _check_not_computed(path: str, leaf: Array, depth: int) -> None:
-    """Refuse an array that looks like one of the model's but is another object."""
+    """Refuse an array in the place of one of the model's that is another object."""
     used = in_use()
     # In per-device code, arrays are each device's own and nothing is gathered.
     if used is None or jax.sharding.get_abstract_mesh().manual_axes:
         return
-    shapes = {array.shape[1:] for array, _ in used.values() if array.ndim}
-    if leaf.ndim > 1 and leaf.shape[1:] in shapes:
+    own = (
+        array for array, stored in used.values() if f".{stored.path}".endswith(f".{path}")
+    )
+    if path and any(array.ndim and array.shape[1:] == leaf.shape[1:] for array in own):
         raise ValueError(
             f"scan_layers: {path} {format_array(leaf)} is not the model's own array but "
             f"was computed from one (cast, sliced, or traced again by jit or checkpoint), "
@@ -139,4 +142,4 @@ def _slice_of(stored: Stored, part: Array) -> Stored:
         return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
 
     storage, update = without_layers(stored.storage), without_layers(stored.update)
-    return Stored(part, storage, update, stored.dtype)
+    return Stored(part, storage, update, stored.dtype, stored.path)

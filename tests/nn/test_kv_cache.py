@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from eqxshard.nn import KVCache
+from eqxshard.nn import KVCache, attention
 
 
 def random(*shape):
@@ -31,6 +31,28 @@ def test_of_stacked_layers_and_in_bfloat16():
     _, caches = jax.lax.scan(layer, None, caches)
     assert caches.length.tolist() == [4, 4] and caches.key.dtype == jnp.bfloat16
     np.testing.assert_array_equal(caches.key[0], caches.key[1])
+
+
+def test_a_full_cache_is_an_error_or_nan_but_never_written_over():
+    one = random(2, 1, 1, 2, 8)
+    full = KVCache.empty((1, 2, 2, 8)).append(*one).append(*one)
+    assert np.all(full.key == one[0]) and full.length == 2
+    with pytest.raises(ValueError, match=r"1 more tokens do not fit a cache of 2 .*; make"):
+        full.append(*one)
+    two = jnp.concatenate([one, one], 2)
+    with pytest.raises(ValueError, match=r"2 more tokens do not fit .* which 1 are taken"):
+        KVCache.empty((1, 2, 2, 8)).append(*one).append(*two)
+
+    @jax.jit
+    def decode(cache, key, value):
+        cache = cache.append(key, value)
+        return cache, attention(key, cache.key, cache.value, causal=True, offset=1)
+
+    for cache in (full, decode(full, *one)[0]):
+        _, out = decode(cache, *one)
+        assert np.all(np.isnan(out))
+    _, out = decode(KVCache.empty((1, 2, 2, 8)).append(*one), *one)
+    np.testing.assert_allclose(out, one[1], rtol=1e-6)
 
 
 def test_mistakes(unannotated):

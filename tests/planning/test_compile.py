@@ -88,6 +88,29 @@ def test_findings_are_those_of_lint(dump):
     assert plan.findings == eqxshard.lint(step, lint_helpers.make_state(fsdp=8), batch)
 
 
+def test_a_link_that_is_not_known_is_not_free(dump):
+    """No time for a sum over two hosts, where nobody said how fast their network is."""
+    (dump / PARTITIONED).write_text(
+        "ENTRY %main (x: f32[1024]) -> f32[1024] {\n  %x = f32[1024]{0} parameter(0)\n"
+        "  ROOT %sum = f32[1024]{0} all-reduce(%x), replica_groups=[1,8]<=[8], a=1\n}\n"
+    )
+    given: dict[str, Any] = {"make_model": lint_helpers.MLP, "optim": lint_helpers.OPTIM}
+    given |= {"loss_fn": lint_helpers.square_losses, "rule": lint_helpers.FSDP}
+    given["batch"] = {"x": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+
+    def plan(**fields):
+        target = dataclasses.replace(REQUEST.target, **fields)
+        return compile_plan(dataclasses.replace(REQUEST, **given, target=target), dump)
+
+    hosts = plan(per_host=4)
+    assert hosts.time is not None and hosts.time.links["fsdp"] > 0
+    for name in ("network", "link", "bandwidth"):
+        unknown = plan(per_host=4, **{name: None})
+        assert unknown.time is None
+        assert f"no time is predicted, because the {name} is not known" in unknown.notes
+    assert plan(network=None).time is not None
+
+
 def test_a_step_without_its_text_is_an_error_not_zeros(dump):
     assert "ENTRY" in read_dump(dump, 8)
     (dump / PARTITIONED).unlink()

@@ -1,6 +1,5 @@
 import dataclasses
 
-import numpy as np
 import pytest
 
 from eqxshard.compiled._communication import find_collectives
@@ -63,4 +62,8 @@ def test_over_eight_hosts_a_gather_of_weights_and_the_all_reduce_of_a_hybrid():
 
 def test_without_links_there_is_no_time():
     assert seconds("all-gather", "[4,4]<=[16]", Target.named("cpu")) is None
-    assert np.isfinite(TARGET.per_host)
+
+    # Nobody needs the network inside of a host; beyond it, it is not free.
+    alone = dataclasses.replace(TARGET, network=None)
+    assert seconds("all-gather", "[4,4]<=[16]", alone) == SIZE * 3 / 4 / 100
+    assert seconds("all-gather", "[1,16]<=[16]", alone) is None

@@ -147,6 +147,20 @@ def test_one_layer_at_a_time_is_gathered():
     assert max(op.bytes for op in ops if op.kind == "all-gather") <= largest
 
 
+@pytest.mark.slow
+def test_muon_is_for_the_matrices_of_each_layer():
+    shape = gpt_steps.change(layers=2)
+    expected = gpt_steps.losses("data=1", shape, steps=4, optimizer="muon")
+    found = gpt_steps.losses("fsdp=4,tensor=2", shape, steps=4, optimizer="muon")
+    np.testing.assert_allclose(found, expected, rtol=ROUNDING)
+    state, *_ = gpt_steps.start("fsdp=8", shape, optimizer="muon")
+    muon = state.opt_state[1].stacks[0].inner_states["muon"].inner_state[0]
+    moved = [leaf.shape for leaf in jax.tree.leaves(muon.mu)]
+    blocks = state.model.blocks
+    matrices = (blocks.attention.qkv, blocks.attention.out, blocks.mlp.up, blocks.mlp.down)
+    assert moved == [matrix.shape for matrix in matrices]
+
+
 def test_norms_and_biases_do_not_decay():
     model = GPT(jax.random.key(0), gpt_steps.change(bias=True, norm="layer", layers=2))
     mask = gpt.is_decayed(eqx.filter(model, eqx.is_array))

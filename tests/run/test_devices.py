@@ -48,6 +48,10 @@ def test_text_that_is_not_a_mesh_is_refused(text, message):
         ("fsdp=2", None, 64, "8 x cpu (data=4, fsdp=2)"),
         ("fsdp=-1", 4, 64, "4 x cpu (fsdp=4)"),
         ("data=2,tensor=4", None, None, "8 x cpu (data=2, tensor=4)"),
+        # Only the axes of the batch divide it.
+        ("data=1,tensor=8", None, 4, "8 x cpu (tensor=8)"),
+        ("data=2,context=2,stage=2", None, 2, "8 x cpu (stage=2, data=2, context=2)"),
+        ("tensor=-1", 8, 1, "8 x cpu (tensor=8)"),
     ],
 )
 def test_a_mesh_takes_the_devices_that_there_are(text, devices, batch_size, description):
@@ -69,8 +73,13 @@ def test_a_mesh_takes_the_devices_that_there_are(text, devices, batch_size, desc
             9,
             "9 devices are more than the 8 x cpu that there are; use 8 or f",
         ),
-        ("data=999999999", None, "999999999 devices are more than the 256 examples of a"),
-        ("data=-1", 999999999, "999999999 devices are more than the 256 examples of a b"),
+        (
+            "data=999999999",
+            None,
+            "999999999 devices along data and fsdp are more than",
+        ),
+        ("data=-1", 999999999, "999999999 devices along data and fsdp are more than the 2"),
+        ("data=0,fsdp=-1", None, "axis data=0 must be at least 1"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(text, devices, message):
@@ -96,6 +105,10 @@ def test_some_or_all_devices_are_found():
         (2, "data=2,fsdp=2", None, 256, 4),
         (1, "fsdp=4", None, 256, 4),
         (8, "data=-1", 2, 256, 2),
+        (8, "tensor=4,data=-1", None, 2, 8),
+        (8, "tensor=2,data=-1", None, 3, 6),
+        (8, "tensor=-1", None, 3, 8),
+        (1, "tensor=999999999", None, 3, 4096),
     ],
 )
 def test_as_many_devices_are_simulated_as_cores_where_the_batch_divides(

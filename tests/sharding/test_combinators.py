@@ -1,6 +1,7 @@
 import math
 from types import SimpleNamespace
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,6 +53,19 @@ def test_combine_gives_fsdp_what_is_left():
         "norm.bias": P(),
         "table": P(),
     }
+
+
+def test_later_rules_see_the_same_dims():
+    seen = []
+
+    def look(path, leaf, mesh):
+        seen.append((path, leaf.dims))
+        return P()
+
+    tree = {"plain": struct(8, 8), "layer": eqx.nn.Linear(8, 8, key=jax.random.key(0))}
+    eqxshard.shardings(tree, make_mesh(), eqxshard.combine(look, look))
+    dims = {"plain": None, "layer.weight": ("out", "in"), "layer.bias": ("out",)}
+    assert seen == [(path, dims[path]) for path, _ in seen] and len(seen) == 6
 
 
 def test_combine_keeps_leaves_that_are_split_over_the_axis():
@@ -144,7 +158,7 @@ def test_first_match_asks_the_same_rule_about_the_optimizer_state():
 
 @pytest.mark.parametrize("maker", [eqxshard.combine, eqxshard.first_match])
 def test_offload_goes_around_all_rules(maker):
-    with pytest.raises(ValueError, match=r"offload goes around all: write offload\("):
+    with pytest.raises(ValueError, match=r"offload goes around all; write offload\("):
         maker(eqxshard.offload(eqxshard.fsdp()), eqxshard.replicate())
 
 
@@ -170,7 +184,6 @@ def test_offload_is_explained_by_the_rule_inside():
         {"x": jnp.ones(4)}, make_mesh(), eqxshard.offload(eqxshard.replicate())
     )
     assert "replicate()" in str(explained)
-    assert repr(eqxshard.offload(eqxshard.fsdp())) == "offload(fsdp())"
 
 
 def test_offload_on_an_older_jax_is_refused(monkeypatch):

@@ -1,5 +1,5 @@
 import math
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any
 
 import equinox as eqx
 import jax
@@ -242,25 +242,22 @@ def test_a_dim_that_does_not_divide_is_an_error_of_by_dim():
     assert "bias (6,): P('tensor',) splits dim 0 of size 6 over tensor=4" in message
 
 
-T = TypeVar("T")
-
-
 class Attention(eqx.Module):
     query: Float[Array, "heads head_dim embed"]
     output: Float[Array, "embed heads head_dim"]
 
 
-class Decoder(eqx.Module, Generic[T]):
+class Decoder(eqx.Module):
     norm: nn.LayerNorm
     attention: Attention
     up: Annotated[nn.Linear, "mlp embed"]
     down: Annotated[nn.Linear, "embed mlp"]
-    extra: T | None = None
+    extra: Float[Array, " embed"] | None = None
 
 
 class Transformer(eqx.Module):
     embedding: nn.Embedding
-    blocks: Decoder[Float[Array, " embed"]] | list[Decoder[Float[Array, " embed"]]]
+    blocks: Decoder | list[Decoder]
     head: "Float[Array, 'embed vocab'] | None"
 
 
@@ -304,6 +301,57 @@ def test_by_dim_splits_a_transformer(stacked):
         f"{where}.down.bias": P(*lead, "fsdp"),
         f"{where}.extra": P(*lead, "fsdp"),
     }
+
+
+class Careless(eqx.Module):
+    """With annotations of too many dims, of a name that nothing defines, and of both."""
+
+    head: nn.Linear
+    delta: Float[Array, " state"]
+    lost: "Nothing"  # pyright: ignore # noqa: F821
+    renamed: Annotated["Nothing", "mlp embed"]  # pyright: ignore # noqa: F821
+    linear: Annotated[nn.Linear, "a b c"]
+
+    def __init__(self, key):
+        self.head = self.renamed = self.linear = nn.Linear(4, 8, key=key)
+        self.lost = [nn.Linear(4, 8, key=key)]
+        self.delta = jnp.ones(())
+
+
+def careless(rule):
+    model = eqx.filter_eval_shape(Careless, jax.random.key(0))
+    rule = eqxshard.first_match(rule, eqxshard.replicate())
+    explained = eqxshard.explain(model, make_mesh(), rule)
+    return {leaf.path: leaf.spec for leaf in explained.leaves}
+
+
+LINEAR = eqxshard.by_path({"^linear": P()})
+
+
+@pytest.mark.filterwarnings("ignore:by_dim leaves out")
+def test_a_wrong_annotation_is_an_error_only_where_the_rule_needs_it():
+    found = careless(eqxshard.first_match(LINEAR, eqxshard.by_dim({"in": "tensor"})))
+    # What lies below a name that nothing defines has names of its own.
+    split = {"head.weight", "lost.0.weight", "renamed.weight"}
+    assert {path for path, spec in found.items() if spec == P(None, "tensor")} == split
+    assert all(found[path] == P() for path in found.keys() - split)
+    for name, message in {
+        "state": r"Careless\.delta: .* names more dims than the array has",
+        "mlp": r"Careless\.renamed: .* cannot be resolved",
+        "in": r"Careless\.linear: 'a b c' names 3 dims, and Linear has 2",
+        "b": r"Careless\.linear: 'a b c' names 3 dims, and Linear has 2",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            careless(eqxshard.by_dim({name: "tensor"}))
+    # An earlier rule decides about the leaf.
+    rest = eqxshard.by_path({"^(delta|renamed)": P()})
+    careless(eqxshard.first_match(rest, eqxshard.by_dim({"state": None, "mlp": "tensor"})))
+
+
+def test_an_annotation_that_by_dim_cannot_read_is_warned_of():
+    rule = eqxshard.first_match(LINEAR, eqxshard.by_dim({"in": "tensor"}))
+    with pytest.warns(UserWarning, match=r"Careless\.(lost|renamed): .* cannot be"):
+        careless(rule)
 
 
 # zero1

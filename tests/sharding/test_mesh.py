@@ -1,3 +1,7 @@
+import sys
+from dataclasses import dataclass
+from typing import Any
+
 import jax
 import pytest
 from jax.sharding import AxisType
@@ -35,11 +39,11 @@ def test_tensor_neighbours_are_device_neighbours():
         (dict(data=2, fsdp=2), "data=2 x fsdp=2 = 4 does not use exactly the 8 devices"),
         (dict(fsdp=3), "fsdp=3 does not divide the 8 devices"),
         (dict(fsdp=-1), "data and fsdp are both -1"),
-        (dict(tensor=0), "axis tensor=0 must be at least 1, or -1 for what is left"),
-        (dict(tensor=-2), "axis tensor=-2 must be at least 1, or -1 for what is left"),
+        (dict(tensor=0), "axis tensor=0 must be at least 1; give a size, or -1"),
+        (dict(tensor=-2), "axis tensor=-2 must be at least 1; give a size, or -1"),
         (dict(dcn={"pipeline": 2}), "no axis 'pipeline'"),
         (dict(dcn={"data": 3}), "does not divide data=8"),
-        (dict(dcn={"data": 2}), "asks for 2 hosts, but the devices belong to 1"),
+        (dict(dcn={"data": 2}), "asks for 2 hosts or slices of as many devices each, but"),
     ],
 )
 def test_bad_sizes_are_one_sentence(sizes, message):
@@ -48,12 +52,56 @@ def test_bad_sizes_are_one_sentence(sizes, message):
 
 
 def test_a_size_that_is_no_number(unannotated):
-    with pytest.raises(ValueError, match="axis tensor='2' must be at least 1, or -1"):
+    with pytest.raises(ValueError, match="axis tensor='2' must be at least 1; give"):
         make_mesh(tensor="2")  # pyright: ignore[reportArgumentType]
 
 
 def test_dcn_of_one_host_is_the_plain_mesh():
     assert make_mesh(fsdp=2, dcn={"data": 1}).shape == make_mesh(fsdp=2).shape
+
+
+@dataclass(frozen=True)
+class Chip:
+    """As much of a device as a mesh needs."""
+
+    id: int
+    process_index: int
+    slice_index: int | None = None
+    platform: str = "gpu"
+    device_kind: str = "made up"
+    client: Any = None
+
+
+@pytest.mark.parametrize(
+    "hosts, slices, across",
+    [
+        ([0, 0, 1, 1, 2, 2, 3, 3], [0, 0, 0, 0, 1, 1, 1, 1], 2),  # of two hosts each
+        ([0, 0, 1, 1, 2, 2, 3, 3], [0, 0, 0, 0, 1, 1, 1, 1], 4),
+        ([0, 1, 2, 3, 4, 5, 6, 7], [0, 0, 0, 0, 1, 1, 1, 1], 2),
+        ([0, 0, 0, 0, 1, 1, 1, 1], [None] * 8, 2),
+        ([0, 0, 0, 0, 1, 1, 1, 1], [0] * 8, 2),
+    ],
+)
+def test_dcn_counts_slices_or_hosts(monkeypatch, unannotated, hosts, slices, across):
+    module = sys.modules["eqxshard.sharding._mesh"]
+    monkeypatch.setattr(module, "spans_processes", lambda devices: False)
+    monkeypatch.setattr(module, "Mesh", lambda grid, *_, **__: grid)
+    chips = [Chip(i, *each) for i, each in enumerate(zip(hosts, slices))]
+    grid: Any = make_mesh(data=across, fsdp=-1, dcn={"data": across}, devices=chips)
+    rows = grid.reshape(across, -1)
+    parts = slices if len(set(slices)) == across else hosts
+    assert [{parts[chip.id] for chip in row} for row in rows] == [
+        {i} for i in range(across)
+    ]
+
+
+def test_dcn_refuses_hosts_of_unlike_sizes(monkeypatch, unannotated):
+    monkeypatch.setattr(
+        sys.modules["eqxshard.sharding._mesh"], "spans_processes", lambda devices: False
+    )
+    chips = [Chip(i, int(i > 2)) for i in range(8)]
+    with pytest.raises(ValueError, match=r"of as many devices each.*; make the product"):
+        make_mesh(data=2, fsdp=4, dcn={"data": 2}, devices=chips)
 
 
 def test_batch_size_errors_show_the_arithmetic():

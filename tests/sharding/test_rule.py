@@ -81,8 +81,38 @@ def test_a_parameter_cannot_be_unconstrained():
     assert "by_path('up') leaves a dim of up UNCONSTRAINED" in message
 
 
-def test_rules_have_readable_reprs():
-    rule = eqxshard.first_match(eqxshard.by_path({"a": P(), "b": P()}), fsdp(axis="data"))
-    assert repr(rule) == "first_match(by_path('a', 'b'), fsdp('data'))"
-    assert repr(eqxshard.fsdp()) == "fsdp()"
-    assert repr(eqxshard.replicate()) == "replicate()"
+def mine(path, leaf, mesh):
+    return P()
+
+
+RULES = (
+    eqxshard.replicate(),
+    eqxshard.fsdp(min_size=16),
+    eqxshard.fsdp(axis=["data", "fsdp"]),
+    eqxshard.zero1(min_size=3, axis="fsdp"),
+    eqxshard.by_path({r"a\.b$": P(["data", "fsdp"], None), "c": P()}),
+    eqxshard.by_dim({"mlp": "tensor", "embed": ["data", "fsdp"], "in": None}),
+)
+RULES += (
+    eqxshard.first_match(*RULES),
+    eqxshard.offload(eqxshard.combine(RULES[3], eqxshard.first_match(RULES[1], mine))),
+)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_says_every_argument(rule):
+    made = eval(repr(rule), vars(eqxshard) | {"P": P, "mine": mine})
+    assert made == rule and hash(made) == hash(rule) and repr(made) == repr(rule)
+    assert [each for each in RULES if each == rule] == [rule]
+
+
+def test_a_rule_is_short_in_tables():
+    mesh, leaf = make_mesh(), {"a": struct(8, 8)}
+    rule = eqxshard.first_match(eqxshard.by_path({"a": P("fsdp")}), fsdp())
+    assert eqxshard.explain(leaf, mesh, rule).leaves[0].rule == "by_path('a')"
+    assert eqxshard.explain(leaf, mesh, fsdp(axis="data")).leaves[0].rule == "fsdp('data')"
+
+
+def test_a_spec_that_is_none_is_refused(unannotated):
+    with pytest.raises(TypeError, match=r"'w' has 'tensor', .* not a PartitionSpec; write"):
+        eqxshard.by_path({"w": "tensor"})  # pyright: ignore

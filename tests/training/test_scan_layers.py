@@ -176,6 +176,27 @@ def test_it_trains_as_one_device_does(remat, options):
         np.testing.assert_allclose(new, expected, rtol=1e-4, atol=1e-6)
 
 
+class Scaled(eqx.Module):
+    layer: Layer
+    scale: jax.Array
+
+    def __call__(self, x, key=None):
+        return self.scale * self.layer(x, key=key)
+
+
+def test_other_arrays_than_the_models_are_scanned_with_its_layers():
+    """Of the shape of its biases."""
+
+    def with_scale(scan, layers, x, *, key):
+        scale = jnp.linspace(0.5, 1.0, DEPTH * WIDTH).reshape(DEPTH, WIDTH)
+        return scan(Scaled(layers, scale), x, key=key)
+
+    plain = make(ft.partial(with_scale, plain_scan), sizes={"data": 1})
+    one, _ = run(*plain, steps=2)
+    found, _ = run(*make(ft.partial(with_scale, eqxshard.scan_layers)), steps=2)
+    np.testing.assert_allclose(found, one, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     "change",
     [

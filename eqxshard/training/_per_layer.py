@@ -1,0 +1,296 @@
+"""Optimizers that look at the shapes of arrays, applied to stacked layers one by one."""
+
+import re
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, PyTree
+
+from ..sharding._leaf_rules import near_paths
+from ..sharding._leaves import array_leaves, is_array, is_key, leaf_path, stacked_depth
+from ..sharding._placement import named_leaves
+from ..sharding._rule import leaf_dims
+from ..sharding._text import first_few
+from ._config import check_optim, takes_value
+
+
+class PerLayerState(NamedTuple):
+    """The state of an optimizer that is applied layer by layer.
+
+    - `stacks`: for each stack of layers, the states of its layers, stacked like them.
+    - `rest`: the state of everything else.
+    """
+
+    stacks: tuple[Any, ...]
+    rest: Any
+
+
+def per_layer(
+    optim: optax.GradientTransformation, *stacks: str
+) -> optax.GradientTransformationExtraArgs:
+    """Apply an optimizer to stacked layers as if each were a module of its own.
+
+    Layers are stacked for [`eqxshard.scan_layers`][], so their arrays have one dim more
+    than those of a layer. Muon, Adafactor, LAMB, LARS, Novograd, SM3, clipping by block
+    and masks such as `ndim >= 2` look at shapes, and would take a stack of biases for a
+    matrix, or all layers for one. Adam, Lion and the like do not need this.
+
+    The optimizer's update runs under [`jax.vmap`][] over the dim of layers, with a state
+    for each layer that is sharded like its parameters. Everything else is updated by the
+    optimizer as it is. Both see the whole tree of parameters, with `optax.MaskedNode` in
+    the place of the others, so that masks and labels by path keep their meaning.
+
+    Keep outside what looks at all parameters at once, such as clipping by the global norm,
+    and [`eqxshard.ema_weights`][].
+
+    **Arguments:**
+
+    - `optim`: an optax optimizer.
+    - `stacks`: the paths of the stacked modules, such as `"layers"` or
+        `"encoder.layers"`: regular expressions that match from the start of a path to a
+        dot or its end. All arrays of one module have the same leading dim.
+
+    **Returns:**
+
+    An optax optimizer.
+
+    **Raises:**
+
+    `TypeError` if `optim` is not an optimizer or no stack is named; from its `init`,
+    `ValueError` if a path is that of no array, or of arrays without a common leading dim.
+
+    !!! Example
+
+        ```python
+        optim = optax.chain(
+            optax.clip_by_global_norm(1.0),
+            eqxshard.per_layer(optax.contrib.muon(1e-3), "blocks"),
+        )
+        ```
+    """
+    check_optim(optim)
+    patterns = _compile_patterns(stacks)
+    optim = optax.with_extra_args_support(optim)
+
+    def init(params: PyTree) -> PerLayerState:
+        _check_found(patterns, params)
+        parts, rest = _split(patterns, params)
+        states = []
+        for part in parts:
+            depth = stacked_depth(part)
+            states.append(_own_keys(jax.vmap(optim.init)(part), depth))
+        return PerLayerState(tuple(states), optim.init(rest))
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, PerLayerState]:
+        def apply(*layer: Any) -> tuple[PyTree, PyTree]:
+            return optim.update(*layer, **extra)
+
+        parts, rest = _split(patterns, updates)
+        likes, like = _split(patterns, params)
+        new = [
+            jax.vmap(apply)(*layers)
+            for layers in zip(parts, state.stacks, likes or [None] * len(parts))
+        ]
+        new_rest, rest_state = apply(rest, state.rest, like)
+        states = PerLayerState(tuple(state for _, state in new), rest_state)
+        return _join(updates, [new_rest, *(part for part, _ in new)]), states
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _compile_patterns(stacks: Sequence[Any]) -> list[re.Pattern[str]]:
+    if not stacks or not all(isinstance(stack, str) for stack in stacks):
+        raise TypeError(
+            f"per_layer got {stacks} for the paths of the stacked layers; give them as "
+            'text, as in per_layer(optim, "layers").'
+        )
+    try:
+        return [re.compile(rf"(?:{stack})(?=\.|$)") for stack in stacks]
+    except re.error as error:
+        raise ValueError(
+            f"per_layer: {stacks} are not all regular expressions ({error}); escape their "
+            "special characters with a backslash."
+        ) from None
+
+
+def _check_found(patterns: list[re.Pattern[str]], params: PyTree) -> None:
+    """Each pattern must be the path of something, maybe frozen or masked."""
+    is_leaf = lambda node: node is None or isinstance(node, optax.MaskedNode)  # noqa: E731
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_leaf)
+    paths = [leaf_path(path) for path, _ in leaves]
+    for pattern in patterns:
+        if not any(map(pattern.match, paths)):
+            stack = pattern.pattern.removeprefix("(?:").removesuffix(r")(?=\.|$)")
+            raise ValueError(
+                f"per_layer: there are no layers at {stack!r}; {near_paths(stack, paths)}"
+            )
+    for path, leaf in named_leaves(params):
+        stack = next(filter(None, (pattern.match(path) for pattern in patterns)), None)
+        if stack and re.match(r"\.\d+", path[stack.end() :]) and not _is_stacked(leaf):
+            raise ValueError(
+                f"per_layer: {stack.group()!r} is a list, whose layers are not stacked; "
+                f"leave it out, or name what is stacked: '{stack.group()}.0'."
+            )
+
+
+def _split(patterns: list[re.Pattern[str]], tree: PyTree) -> tuple[list[PyTree], PyTree]:
+    """The part of a tree in each stack, and the rest of it."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
+
+    def stack_of(path: tuple[Any, ...]) -> str | None:
+        if any(key is _LAYER for key in path):
+            return None
+        matches = (pattern.match(leaf_path(path)) for pattern in patterns)
+        return next((match.group() for match in matches if match), None)
+
+    stacks = [stack_of(path) for path, _ in leaves]
+
+    def part(stack: str | None) -> PyTree:
+        own = [
+            leaf if each == stack else optax.MaskedNode()
+            for each, (_, leaf) in zip(stacks, leaves)
+        ]
+        return jax.tree.unflatten(treedef, own)
+
+    return [part(stack) for stack in dict.fromkeys(stacks) if stack is not None], part(None)
+
+
+def _join(like: PyTree, parts: list[PyTree]) -> PyTree:
+    """The reverse of `_split`."""
+    treedef = jax.tree.structure(like)
+    columns = zip(*(treedef.flatten_up_to(part) for part in parts))
+    is_masked = lambda leaf: isinstance(leaf, optax.MaskedNode)  # noqa: E731
+    own = [next(leaf for leaf in leaves if not is_masked(leaf)) for leaves in columns]
+    return jax.tree.unflatten(treedef, own)
+
+
+def _own_keys(states: PyTree, depth: int) -> PyTree:
+    """Give each layer random keys of its own."""
+
+    def fold(leaf: Any) -> Any:
+        if not (is_array(leaf) and is_key(leaf)):
+            return leaf
+        return jax.vmap(jax.random.fold_in)(leaf, jnp.arange(depth))
+
+    return jax.tree.map(fold, states)
+
+
+def warn_of_stacks(optim: optax.GradientTransformation, params: PyTree) -> None:
+    """Warn if an optimizer updates stacked layers otherwise than a list of layers.
+
+    A few updates of two small layers tell. Stacked arrays are known by their annotations.
+    """
+    stacked = [
+        (leaf.ndim, path) for path, leaf in named_leaves(params) if _is_stacked(leaf)
+    ]
+    if not stacked:
+        return
+    try:
+        # Two of them, because each takes time to compile.
+        odd = _updated_otherwise(optim, params, {min(stacked)[1], max(stacked)[1]})
+    except Exception:  # Only what can be tried is warned of.
+        return
+    if odd:
+        warnings.warn(
+            f"the optimizer updates the stacked layers {first_few(odd)} otherwise than a "
+            "list of layers, because it looks at whole arrays or their shapes; write "
+            f"eqxshard.per_layer(optim, {odd[0].partition('.')[0]!r}), and outside of it "
+            "what looks at all parameters, as in optax.chain(optax.clip_by_global_norm(1), "
+            "per_layer(...)).",
+            stacklevel=3,
+        )
+
+
+def _is_stacked(leaf: Any) -> bool:
+    try:
+        return leaf_dims(leaf)[:1] == ("layers",)
+    except ValueError:  # A wrong annotation.
+        return False
+
+
+def _updated_otherwise(
+    optim: optax.GradientTransformation, params: PyTree, stacked: set[str]
+) -> list[str]:
+    """Which of the stacked arrays are not updated like a list of their layers."""
+    rng = np.random.default_rng(0)
+
+    def sample(path: tuple[Any, ...], leaf: Any) -> Any:
+        if leaf_path(path) not in stacked:
+            return optax.MaskedNode()
+        # Large enough for what Adafactor factors. Of unlike layers only one is clipped.
+        most = [2] * (leaf.ndim - 2) + [128, 128]
+        layer = [*map(min, leaf.shape, most)][1:]
+        layers = [10.0**power * rng.normal(size=layer) for power in (-3, 2)]
+        return jnp.asarray(np.stack(layers), leaf.dtype)
+
+    def listed(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda leaf: _Listed([*leaf]), tree)
+
+    params, grads = (jax.tree_util.tree_map_with_path(sample, params) for _ in range(2))
+    trees = [(grads, params), (listed(grads), listed(params))]
+    extra = {"value": 1.0} if takes_value(optim) else {}
+
+    @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def update_both(states: list[PyTree]) -> tuple[list[PyTree], list[PyTree]]:
+        (stack, one), (layers, other) = (
+            optim.update(grads, state, params, **extra)
+            for (grads, params), state in zip(trees, states)
+        )
+        layers = jax.tree.map(
+            lambda node: jnp.stack(node.layers),
+            layers,
+            is_leaf=lambda node: isinstance(node, _Listed),
+        )
+        return [jax.tree.leaves(stack), jax.tree.leaves(layers)], [one, other]
+
+    states = jax.jit(lambda: [optim.init(params) for _, params in trees])()
+    if any(is_key(leaf) for leaf in jax.tree.leaves(states)):
+        return []  # Random numbers differ anyway.
+    paths = [path for path, _ in array_leaves(params)]
+    odd: dict[str, None] = {}
+    for _ in range(4):  # The first learning rates may be 0.
+        updates, states = update_both(states)
+        odd |= {path: None for path, *pair in zip(paths, *updates) if not _close(*pair)}
+    return [*odd]
+
+
+def _close(stack: Array, layers: Array) -> bool:
+    return all(
+        np.allclose(one, other, rtol=0, atol=1e-2 * np.abs(other).max())
+        for one, other in zip(np.asarray(stack), np.asarray(layers))
+    )
+
+
+class _LayerKey:
+    """The step from a list of layers to one of them, which adds nothing to a path."""
+
+    def __str__(self) -> str:
+        return ""
+
+
+_LAYER = _LayerKey()
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class _Listed:
+    """The layers of a stacked array, in its place."""
+
+    def __init__(self, layers: Any):
+        self.layers = layers
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[_LayerKey, Any]], None]:
+        """The layers, which all have the path of the array."""
+        return [(_LAYER, layer) for layer in self.layers], None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, layers: Any) -> "_Listed":
+        """As JAX makes one."""
+        return cls(layers)
