@@ -72,7 +72,7 @@ def test_differences_of_structure_are_all_named():
         check_structure(wanted, saved, "the file")
     assert str(error.value).startswith(
         "the file does not fit this model: new float32[3,2] is missing there; shape has "
-        "shape [5] there, not [4]; old int32[] is only there. Use the model"
+        "shape [5] there, not [4]; old int32[] is only there; use the model"
     )
 
 
