@@ -35,7 +35,8 @@ def in_little_memory(code: str, *, gigabytes: int = 4, seconds: float = 60) -> s
     """What a program prints in a process with this much address space and time."""
 
     def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_AS, (gigabytes * 2**30,) * 2)
+        most = gigabytes * 2**30
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -176,7 +176,7 @@ def forge(folder, **changes):
     write_checksums(folder)
 
 
-def refused(folder, says, kind=ValueError, make_model=Layers):
+def refused(folder, says, kind: Any = ValueError, make_model: Any = Layers):
     with pytest.raises(kind, match=says) as error:
         read_crash_dump(folder, make_model)
     assert "; " in str(error.value) and "\n" not in str(error.value)
