@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -34,16 +33,13 @@ def deep_json(depth: int = 100_000) -> str:
 def in_little_memory(code: str, *, gigabytes: int = 4, seconds: float = 60) -> str:
     """What a program prints in a process with this much address space and time."""
 
-    def limit() -> None:
-        most = gigabytes * 2**30
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
-
+    most = gigabytes * 2**30
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({most}, {most}))"
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", f"{limit}\n{code}"],
         capture_output=True,
         text=True,
         timeout=seconds,
-        preexec_fn=limit,
         check=False,
     )
     assert done.returncode == 0, done.stderr
