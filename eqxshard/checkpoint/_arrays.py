@@ -3,6 +3,7 @@
 import functools as ft
 import itertools
 import logging
+import operator
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -218,7 +219,7 @@ def abstract_array(described: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
     dtype = described["dtype"]
     if "impl" in described:
         dtype = jax.eval_shape(lambda: jax.random.key(0, impl=described["impl"])).dtype
-    return jax.ShapeDtypeStruct(tuple(described["shape"]), dtype)
+    return jax.ShapeDtypeStruct(tuple(map(operator.index, described["shape"])), dtype)
 
 
 def target_sharding(leaf: Any) -> Sharding:

@@ -54,9 +54,9 @@ def verify(folder: Any) -> str | None:
 
     Hidden files that were added do not count, such as the `.DS_Store` of macOS.
     """
-    if (odd := odd_file(folder)) is not None:
-        return odd
     try:
+        if (odd := odd_file(folder)) is not None:
+            return odd
         lines = read_bytes(folder / CHECKSUMS).decode().splitlines()
         digests = (line.split("  ", 1) for line in lines)
         written = {name: digest for digest, name in digests}

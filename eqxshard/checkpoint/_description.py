@@ -84,7 +84,7 @@ class Description:
                 abstract_array(leaf)
             for value in (found.step, *found.metrics.values(), *found.mesh.values()):
                 math.isfinite(value)
-        except (LookupError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{FILE} was not written by eqxshard ({error})") from None
         return found
 

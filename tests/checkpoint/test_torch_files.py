@@ -36,9 +36,9 @@ GROWING = {
     # A memo that is a list as long as its largest index.
     "memo": b"}" + pickle.LONG_BINPUT + (2**32 - 1).to_bytes(4, "little"),
     # Dicts, each with the one before it twice.
-    "dicts": b"}" + b"q\0" + b"".join(
-        b"}(X\1\0\0\0ah\0X\1\0\0\0bh\0uq\0" for _ in range(60)
-    ),
+    "dicts": b"}"
+    + b"q\0"
+    + b"".join(b"}(X\1\0\0\0ah\0X\1\0\0\0bh\0uq\0" for _ in range(60)),
     # A dict in itself.
     "itself": b"}q\0X\1\0\0\0ah\0s",
     # Tuples, each with the one before it twice, whose hash is a key.
@@ -51,7 +51,9 @@ GROWING = {
     "bytes": b"\x96" + (2**42).to_bytes(8, "little"),
     "text": b"\x8d" + (2**42).to_bytes(8, "little"),
     # Long keys on the way to many tensors.
-    "keys": b"X\x40\x42\x0f\0" + b"k" * 1_000_000 + b"q\1}q\0"
+    "keys": b"X\x40\x42\x0f\0"
+    + b"k" * 1_000_000
+    + b"q\1}q\0"
     + b"".join(b"}h\1h\0sq\0" for _ in range(500)),
 }
 
