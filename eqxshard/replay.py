@@ -1,15 +1,23 @@
-"""`python -m eqxshard.replay DIR`: find the first value of a step that was not finite.
+"""`python -m eqxshard.replay DUMP SCRIPT`: find the first value that was not finite.
 
-Reads the crash dump that [`eqxshard.fit`][] left behind, and goes through the step on one
-device, one operation at a time: the batch, the parameters, the loss, the gradients.
+Goes through the step of a crash dump that [`eqxshard.fit`][] left behind on one device, one
+operation at a time: the batch, the parameters, the loss, the gradients. The dump has the
+arrays. The model and the loss function come from the script, which must be yours.
 """
 
 import sys
+import traceback
+from types import ModuleType
+from typing import Any
 
 from ._parser import Parser
 from .checkpoint._folder import folder_path
 from .debug._crash_dump import read_crash_dump
 from .debug._replay import replay
+from .debug._script import import_script
+
+#: Run as a command, this module is `__main__`.
+_OURS = ("eqxshard", "__main__")
 
 
 def main() -> int:
@@ -19,16 +27,55 @@ def main() -> int:
         description="Find the first value that was not finite in the step of a crash dump.",
     )
     parser.add_argument("folder", help="the crash_dump folder that a run named")
-    folder = parser.parse_args().folder
+    parser.add_argument("script", help="your script, which is imported")
+    parser.add_argument(
+        "--model",
+        default="make_model",
+        metavar="NAME",
+        help="the script's function that makes the model from a key (default: make_model)",
+    )
+    parser.add_argument(
+        "--loss",
+        metavar="NAME",
+        help="the script's loss function (default: loss_fn)",
+    )
+    args = parser.parse_args()
     try:
-        dump = read_crash_dump(folder_path(folder))
+        script = import_script(args.script)
+        make_model = _function(script, args.model, "--model", "makes the model from a key")
+        dump = read_crash_dump(folder_path(args.folder), make_model)
+        # Another one would find nothing, or something else.
+        if args.loss is None and dump.loss_name not in (None, "loss_fn"):
+            raise ValueError(
+                f"the loss function of the run was {dump.loss_name!r}; give its name in "
+                f"{args.script} by --loss."
+            )
+        loss_fn = _function(script, args.loss or "loss_fn", "--loss", "is the loss")
     except (FileNotFoundError, ValueError) as error:
+        if not _is_ours(error):
+            raise
         print(f"error: {error}", file=sys.stderr)
         return 2
     first, last = dump.steps[0], dump.steps[-1]
     print(f"steps {first} to {last} were not finite; step {first}:")
-    print(replay(dump))
+    print(replay(dump, loss_fn))
     return 0
+
+
+def _is_ours(error: Exception) -> bool:
+    """Whether this library raised an error, and not the script."""
+    trace = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return trace[-1].f_globals.get("__name__", "").partition(".")[0] in _OURS
+
+
+def _function(script: ModuleType, name: str, option: str, does: str) -> Any:
+    found = getattr(script, name, None)
+    if not callable(found):
+        raise ValueError(
+            f"{script.__file__} has no function {name}; name the one that {does} by "
+            f"{option} NAME."
+        )
+    return found
 
 
 if __name__ == "__main__":

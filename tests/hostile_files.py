@@ -1,8 +1,49 @@
-"""Pickles that run code when they are read, and whether they did."""
+"""Files that were made to do harm: they run code, never end, or ask for all memory."""
 
+import os
 import pickle
 import subprocess
+import sys
 from pathlib import Path
+
+#: What a folder of plain files must not have, and what errors call it.
+FORBIDDEN = {
+    "fifo": "a FIFO",
+    "device": "a symbolic link",
+    "loop": "a symbolic link",
+    "outside": "a symbolic link",
+    "parent": "a symbolic link",
+}
+
+
+def forbid(path: Path, kind: str) -> None:
+    """Put a thing of `FORBIDDEN` at a path."""
+    if kind == "fifo":
+        os.mkfifo(path)
+    else:
+        targets = {"device": "/dev/zero", "loop": path, "outside": __file__, "parent": ".."}
+        os.symlink(targets[kind], path)
+
+
+def deep_json(depth: int = 100_000) -> str:
+    """Lists in lists."""
+    return "[" * depth + "]" * depth
+
+
+def in_little_memory(code: str, *, gigabytes: int = 4, seconds: float = 60) -> str:
+    """What a program prints in a process with this much address space and time."""
+
+    most = gigabytes * 2**30
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({most}, {most}))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{limit}\n{code}"],
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 class HostilePickle:

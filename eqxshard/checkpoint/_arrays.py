@@ -3,6 +3,7 @@
 import functools as ft
 import itertools
 import logging
+import operator
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -94,6 +95,11 @@ def read(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Array]:
                 raise ValueError(
                     f"{path} in {folder} cannot be read ({why}); use another checkpoint."
                 ) from None
+            if store.shape != target.shape:
+                raise ValueError(
+                    f"{path} in {folder} has the shape {[*store.shape]}, not "
+                    f"{[*target.shape]}; it is damaged, so use another one."
+                )
             array = place_parts(ft.partial(_read_part, store, dtype=target.dtype), target)
         else:
             empty = np.zeros(target.shape, target.dtype)
@@ -213,7 +219,7 @@ def abstract_array(described: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
     dtype = described["dtype"]
     if "impl" in described:
         dtype = jax.eval_shape(lambda: jax.random.key(0, impl=described["impl"])).dtype
-    return jax.ShapeDtypeStruct(tuple(described["shape"]), dtype)
+    return jax.ShapeDtypeStruct(tuple(map(operator.index, described["shape"])), dtype)
 
 
 def target_sharding(leaf: Any) -> Sharding:
@@ -245,7 +251,7 @@ def check_structure(
             faults.append(f"{path} has dtype {theirs['dtype']} there, not {ours.dtype}")
     if faults:
         raise ValueError(
-            f"{where} does not fit this model: {first_few(faults, '; ')}. Use the model "
+            f"{where} does not fit this model: {first_few(faults, '; ')}; use the model "
             "(and the optimizer) that it was made with, or read a part of it."
         )
 

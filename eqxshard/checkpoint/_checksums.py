@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from ..sharding._files import odd_file, read_bytes
 from ._object_store import is_remote
 
 #: The file that marks a folder as complete, with the checksum of every other file.
@@ -54,7 +55,9 @@ def verify(folder: Any) -> str | None:
     Hidden files that were added do not count, such as the `.DS_Store` of macOS.
     """
     try:
-        lines = (folder / CHECKSUMS).read_text().splitlines()
+        if (odd := odd_file(folder)) is not None:
+            return odd
+        lines = read_bytes(folder / CHECKSUMS).decode().splitlines()
         digests = (line.split("  ", 1) for line in lines)
         written = {name: digest for digest, name in digests}
     except (OSError, ValueError):

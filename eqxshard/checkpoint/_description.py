@@ -13,7 +13,8 @@ from typing import Any
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
-from ._arrays import array_metadata
+from ..sharding._files import parse_json
+from ._arrays import abstract_array, array_metadata
 
 #: The file in a checkpoint's folder.
 FILE = "description.json"
@@ -68,17 +69,24 @@ class Description:
         )
 
     @staticmethod
-    def from_json(text: str) -> "Description":
+    def from_json(text: str | bytes) -> "Description":
         """Read a description; raise `ValueError` if it is not one."""
         try:
-            values = json.loads(text)
-        except json.JSONDecodeError as error:
+            values = parse_json(text)
+        except ValueError as error:
             raise ValueError(f"{FILE} is not JSON ({error})") from None
-        names = {each.name for each in dataclasses.fields(Description)}
-        # Checkpoints from before there were callbacks have no entry for them.
-        if not isinstance(values, dict) or set(values) | {"callbacks"} != names:
-            raise ValueError(f"{FILE} was not written by eqxshard")
-        return Description(**values)
+        try:
+            found = Description(**values)
+            dicts = (found.metrics, found.loader or {}, found.mesh, found.leaves)
+            if not all(isinstance(x, dict) for x in (*dicts, found.callbacks)):
+                raise TypeError("a part of it is not a dict")
+            for leaf in found.leaves.values():
+                abstract_array(leaf)
+            for value in (found.step, *found.metrics.values(), *found.mesh.values()):
+                math.isfinite(value)
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"{FILE} was not written by eqxshard ({error})") from None
+        return found
 
     def to_json(self) -> str:
         """The text of the file."""

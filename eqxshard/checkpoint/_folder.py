@@ -11,6 +11,7 @@ from ..distributed import (
     broadcast_from_first,
     is_main_process,
 )
+from ..sharding._files import read_bytes
 from ..sharding._text import comma_list
 from ._checksums import invalidate, is_complete, verify, write_checksums
 from ._description import FILE, Description
@@ -89,11 +90,7 @@ class CheckpointFolder:
 
     def description(self, step: int) -> Description:
         """The description of a checkpoint, unchecked."""
-        try:
-            text = (self.at(step) / FILE).read_text()
-        except UnicodeDecodeError:
-            raise ValueError(f"{FILE} is not text") from None
-        return Description.from_json(text)
+        return Description.from_json(read_bytes(self.at(step) / FILE))
 
     def metric(self, step: int, name: str) -> float | None:
         """A metric of a checkpoint, or `None` if it has no such metric."""

@@ -9,9 +9,10 @@ import os
 import pickle
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +36,17 @@ _DTYPES = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 _DTYPES += ("float8_e8m0fnu", "uint16", "uint32", "uint64")
 
 
-class _Storage(NamedTuple):
+#: The instructions that `torch.save` writes. Others reserve memory by what they say.
+_INSTRUCTIONS = b".N})]\x88\x89(GJKM\x8aXQ\x80RabcehjqrstuU\x85\x86\x87"
+_TUPLES = b")t\x85\x86\x87"
+#: Longer tuples, or deeper ones, would take for ever as keys of dicts.
+_MOST_ITEMS = 100
+#: Python's own in Python, whose memo takes no more memory than is in use.
+_PythonUnpickler: Any = vars(pickle)["_Unpickler"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Storage:
     """Some bytes of the file, and their dtype."""
 
     data: np.ndarray
@@ -59,7 +70,7 @@ def map_torch(path: Path) -> dict[str, np.ndarray]:
     """
     try:
         unpickler = _Unpickler(path)
-        return dict(_tensors(unpickler.load(), ()))
+        return _tensors(unpickler.load(), 10 * len(unpickler.content))
     except _Refused as error:
         raise ValueError(f"{os.fspath(path)!r} {error}") from error
     # A damaged pickle, or one made to do harm, can raise anything.
@@ -70,11 +81,36 @@ def map_torch(path: Path) -> dict[str, np.ndarray]:
         ) from error
 
 
-class _Unpickler(pickle.Unpickler):
+def _loads_tuple(load: Callable[[Any], None]) -> Callable[[Any], None]:
+    def load_checked(unpickler: Any) -> None:
+        load(unpickler)
+        _check_tuple(unpickler.stack[-1])
+
+    return load_checked
+
+
+def _check_tuple(made: tuple[Any, ...]) -> tuple[Any, ...]:
+    inner = [part for part in made if isinstance(part, tuple)]
+    if len(made) > _MOST_ITEMS or any(isinstance(x, tuple) for y in inner for x in y):
+        raise _Refused(
+            "has longer or deeper tuples than torch.save writes for weights; write them "
+            "alone with torch.save(model.state_dict(), path)."
+        )
+    return made
+
+
+_LOADS = {code: _PythonUnpickler.dispatch[code] for code in _INSTRUCTIONS}
+_LOADS |= {code: _loads_tuple(_LOADS[code]) for code in _TUPLES}
+
+
+class _Unpickler(_PythonUnpickler):
     """Makes containers and views of the file, and calls nothing else.
 
-    As Python's documentation has it under "Restricting Globals".
+    As Python's documentation has it under "Restricting Globals". Time and memory are
+    those of the file: nothing in it can make them grow faster.
     """
+
+    dispatch = _LOADS
 
     def __init__(self, path: Path):
         self._file = np.asarray(np.memmap(path, np.uint8, "r"))
@@ -92,12 +128,13 @@ class _Unpickler(pickle.Unpickler):
         order = f"{self._root}byteorder"
         if order in self._entries and self._bytes(order).tobytes() != b"little":
             raise _Refused("was written on a big-endian machine; write it on another.")
-        super().__init__(io.BytesIO(self._bytes(pickles[0]).tobytes()))
+        self.content = self._bytes(pickles[0]).tobytes()
+        super().__init__(io.BytesIO(self.content))
 
     def find_class(self, module: str, name: str) -> Any:
         """What a pickle may call: nothing that does more than make an array."""
         if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
+            return lambda: OrderedDict()
         if module == "torch._utils" and name in (
             "_rebuild_tensor_v2",
             "_rebuild_tensor_v3",
@@ -107,7 +144,7 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) == ("torch._utils", "_rebuild_parameter"):
             return lambda data, *_: data
         if (module, name) == ("torch", "Size"):
-            return tuple
+            return lambda sizes: _check_tuple(tuple(sizes))
         if (module, name) == ("torch.storage", "UntypedStorage"):
             return "uint8"
         if module == "torch" and name in _STORAGES:
@@ -122,8 +159,8 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> _Storage:
         """A storage."""
         kind, dtype, key, _, count = pid
-        if kind != "storage" or not isinstance(dtype, str):
-            raise _Refused(f"has a storage of an unknown kind ({kind!r}).")
+        if kind != "storage" or not isinstance(dtype, str) or not isinstance(key, str):
+            raise _Refused("has a storage of an unknown kind; write it again.")
         data = self._bytes(f"{self._root}data/{key}")
         if count * jnp.dtype(dtype).itemsize > data.size:
             raise ValueError(f"storage {key} has only {data.size} bytes")
@@ -167,9 +204,26 @@ def _rebuild_tensor(
     )
 
 
-def _tensors(tree: Any, keys: tuple[str, ...]) -> Iterator[tuple[str, np.ndarray]]:
-    if isinstance(tree, np.ndarray):
-        yield ".".join(keys), tree
-    elif isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _tensors(value, (*keys, str(key)))
+def _tensors(tree: Any, most: int) -> dict[str, np.ndarray]:
+    """The tensors in dicts of dicts, by their keys, joined to so many characters at most.
+
+    The same dict may be in several places, and these in the same place twice, and so on.
+    """
+    found: dict[str, np.ndarray] = {}
+    nodes = [("", tree)]
+    while nodes:
+        name, node = nodes.pop()
+        most -= len(name)
+        if isinstance(node, np.ndarray):
+            found[name] = node
+        elif isinstance(node, dict):
+            most -= len(node) * (1 + len(name))
+            if most < 0:
+                raise _Refused(
+                    "has dicts in so many places that they have no end; write weights "
+                    "alone with torch.save(model.state_dict(), path)."
+                )
+            start = f"{name}." if name else ""
+            below = [(f"{start}{key}", part) for key, part in node.items()]
+            nodes += below[::-1]
+    return found

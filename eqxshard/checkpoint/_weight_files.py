@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from ..sharding._files import open_file, read_json
 from ..sharding._leaves import is_array, leaf_path
 from ..sharding._text import comma_list
 from ._torch_files import map_torch
@@ -65,7 +66,12 @@ def map_weights(path: Path, like: PyTree) -> dict[str, np.ndarray]:
         )
     if path.name.endswith(".index.json"):
         return _map_index(path, like)
-    with path.open("rb") as file:
+    return _map_file(path, like)
+
+
+def _map_file(path: Path, like: PyTree) -> dict[str, np.ndarray]:
+    """The arrays of one file, by what it begins with."""
+    with open_file(path) as file:
         start = file.read(_LINE_BYTES)
     if path.suffix == ".safetensors":
         return _map_safetensors(path)
@@ -113,7 +119,7 @@ def _choose(folder: Path) -> Path:
 def _map_index(path: Path, like: PyTree) -> dict[str, np.ndarray]:
     """The arrays of all files that an index names."""
     try:
-        file_of = json.loads(path.read_bytes())["weight_map"]
+        file_of = read_json(path)["weight_map"]
         files = sorted(set(file_of.values()))
         outside = [name for name in files if Path(name).name != name]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -126,7 +132,7 @@ def _map_index(path: Path, like: PyTree) -> dict[str, np.ndarray]:
             f"{os.fspath(path)!r} names {outside[0]!r}, which is not beside it; put all "
             "files in one folder."
         )
-    missing = [name for name in files if not (path.parent / name).is_file()]
+    missing = [name for name in files if not os.path.isfile(path.parent / name)]
     if missing:
         more = f" and {len(missing) - 1} more" if missing[1:] else ""
         raise FileNotFoundError(
@@ -135,7 +141,7 @@ def _map_index(path: Path, like: PyTree) -> dict[str, np.ndarray]:
         )
     arrays: dict[str, np.ndarray] = {}
     for name in files:
-        arrays |= map_weights(path.parent / name, like)
+        arrays |= _map_file(path.parent / name, like)
     lost = [name for name in file_of if name not in arrays]
     if lost:
         raise ValueError(
@@ -158,7 +164,7 @@ def _map_safetensors(path: Path) -> dict[str, np.ndarray]:
             "safetensors file."
         ) from error
     # It cannot read 8-bit floats into NumPy. A memory map can, and reads only parts.
-    with path.open("rb") as file:
+    with open_file(path) as file:
         length = int.from_bytes(file.read(8), "little")
         header: dict[str, Any] = json.loads(file.read(length))
     header.pop("__metadata__", None)
@@ -173,7 +179,14 @@ def _map_safetensors(path: Path) -> dict[str, np.ndarray]:
             )
         start, stop = entry["data_offsets"]
         flat = data[start:stop].view(jnp.dtype(DTYPES[entry["dtype"]]))
-        arrays[name] = flat.reshape(entry["shape"])
+        try:
+            arrays[name] = flat.reshape(entry["shape"])
+        # One without elements may have sizes beyond NumPy's.
+        except (ValueError, OverflowError) as error:
+            raise ValueError(
+                f"{name} in {os.fspath(path)!r} has an impossible shape ({error}); fetch "
+                "the file again."
+            ) from None
     return arrays
 
 
@@ -186,7 +199,8 @@ def _map_equinox(path: Path, like: PyTree) -> dict[str, np.ndarray]:
     ]
     try:
         arrays = list(_npy_arrays(path))
-    except (ValueError, EOFError) as error:
+    # NumPy evaluates headers, which may nest too deep.
+    except (ValueError, EOFError, RecursionError, MemoryError, OverflowError) as error:
         raise ValueError(
             f"{os.fspath(path)!r} cannot be read ({error}); it is damaged, or not a file "
             "of equinox.tree_serialise_leaves."
@@ -222,6 +236,9 @@ def _npy_arrays(path: Path) -> Iterator[np.ndarray]:
         if dtype == np.dtype("V2"):
             # NumPy has no name for it. `jax.numpy.load` reads it like this, too.
             dtype = jnp.dtype("bfloat16")
+        # Or the next array would begin before this one.
+        if any(size < 0 for size in shape):
+            raise ValueError(f"an array has the shape {[*shape]}")
         if dtype.kind not in "biufc" and dtype != jnp.bfloat16:
             raise ValueError(f"an array has dtype {dtype}")
         start += file.tell()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..distributed import broadcast_from_first, fetch_whole, is_main_process
+from ..sharding._files import read_json
 from ._weight_files import DTYPES, index_of
 from ._weight_matching import (
     Index,
@@ -208,7 +210,7 @@ def _save(path: Path, part: Path, arrays: dict[str, np.ndarray]) -> None:
 def _replace(path: Path, written: list[tuple[Path, list[str]]], total: int) -> None:
     """Give files that are written their names, and remove those that they replace."""
     index = index_of(path)
-    old = {path, *_indexed_files(index)}
+    old = {path, *_indexed_files(path)}
     if len(written) == 1:
         new = [path]
     else:
@@ -229,10 +231,11 @@ def _replace(path: Path, written: list[tuple[Path, list[str]]], total: int) -> N
         file.unlink(missing_ok=True)
 
 
-def _indexed_files(index: Path) -> set[Path]:
-    """The files beside an earlier index that it names."""
+def _indexed_files(path: Path) -> set[Path]:
+    """The files that an earlier index names, of those that `_replace` would write."""
+    ours = re.compile(rf"{re.escape(path.stem)}-\d+-of-\d+{re.escape(path.suffix)}")
     try:
-        names = json.loads(index.read_bytes())["weight_map"].values()
-        return {index.parent / name for name in names if Path(name).name == name}
+        names = read_json(index_of(path))["weight_map"].values()
+        return {path.with_name(name) for name in names if ours.fullmatch(name)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return set()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Int
 
+from ..sharding._files import open_file
 from ._sources import RecordSource
 
 if TYPE_CHECKING:
@@ -97,22 +98,31 @@ class ImageFolder:
 
         file, label = record
         try:
-            with Image.open(file) as image:
+            with open_file(file) as stream, Image.open(stream) as image:
                 # Has JPEGs decoded at a half, a quarter or an eighth of their size, if
                 # that is enough.
                 image.draft("RGB", self._size)
-                pixels = _to_rgb(image, file)
-        except (OSError, SyntaxError) as error:
+                pixels = _to_rgb(image)
+        # A damaged file, or one made to do harm, can make Pillow raise anything.
+        except Exception as error:
             raise ValueError(
                 f"{file} cannot be decoded ({error}); replace it or remove it."
             ) from error
+        if pixels is None:
+            raise ValueError(
+                f"{file} has pixels of 32 bits (Pillow's mode {image.mode}), whose range "
+                "is unknown; convert it to 8 bits, or remove it."
+            )
         if pixels.size != self._size:
             pixels = ImageOps.fit(pixels, self._size, Image.Resampling.BILINEAR)
         return {"image": np.asarray(pixels), "label": np.int32(label)}
 
 
-def _to_rgb(image: "Image", file: str) -> "Image":
-    """An image in colour, of 8 bits; Pillow alone would clip grey values above 255."""
+def _to_rgb(image: "Image") -> "Image | None":
+    """An image in colour, of 8 bits; Pillow alone would clip grey values above 255.
+
+    `None` if its pixels have 32 bits.
+    """
     from PIL import Image
 
     if image.mode == "I" or image.mode.startswith("I;16"):
@@ -123,7 +133,4 @@ def _to_rgb(image: "Image", file: str) -> "Image":
             return Image.fromarray((pixels >> 8).astype(np.uint8)).convert("RGB")
     elif image.mode != "F":
         return image.convert("RGB")
-    raise ValueError(
-        f"{file} has pixels of 32 bits (Pillow's mode {image.mode}), whose range is "
-        "unknown; convert it to 8 bits, or remove it."
-    )
+    return None

@@ -1,7 +1,7 @@
 """Replay a step one operation at a time, to find the first that is not finite."""
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -17,12 +17,13 @@ from ..training._state import split_model, with_state
 from ._crash_dump import CrashDump
 
 
-def replay(dump: CrashDump) -> str:
+def replay(dump: CrashDump, loss_fn: Callable[..., Any]) -> str:
     """Find the first value that was not finite.
 
     **Arguments:**
 
-    - `dump`: a step's model, batch, key and loss function.
+    - `dump`: a step's model, batch and key.
+    - `loss_fn`: as for [`eqxshard.make_train_step`][].
 
     **Returns:**
 
@@ -38,11 +39,11 @@ def replay(dump: CrashDump) -> str:
         if bool(jnp.any(jnp.isnan(leaf))):
             return f"the parameter {path} contains NaN."
     model, batch, extra = dump.model, dump.batch, [*dump.extra]
-    if dump.precision is not None and dump.precision.compute is not None:
-        model, batch, extra = cast((model, batch, extra), dump.precision.compute)
+    if dump.compute is not None:
+        model, batch, extra = cast((model, batch, extra), dump.compute)
 
     def loss(model: PyTree) -> Any:
-        out = dump.loss_fn(with_state(model, dump.model_state), batch, dump.key, *extra)
+        out = loss_fn(with_state(model, dump.model_state), batch, dump.key, *extra)
         return out[0] if isinstance(out, tuple) else out
 
     losses = np.asarray(loss(model), np.float64)

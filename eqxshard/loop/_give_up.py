@@ -1,5 +1,6 @@
 """The end of a run whose steps are not finite any more."""
 
+import shlex
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -7,6 +8,7 @@ from jaxtyping import PyTree
 
 from ..checkpoint._checkpointer import Checkpointer
 from ..debug._crash_dump import write_crash_dump
+from ..debug._script import name_in_script, script_path
 from ..training._state import TrainState
 from ..training._train_step import TrainStep
 from ._chunks import closing_iterator
@@ -42,11 +44,13 @@ def give_up(
     folder = checkpointer.directory / "crash_dump"
     try:
         write_crash_dump(folder, state, steps, batch, train_step, loader, extra)
-    # A full disk, say, or a part of the model that cannot be written.
+    # A full disk, say, or a part of the batch that cannot be written.
     except Exception as error:
         raise FloatingPointError(
             f"{message}; a crash dump could not be written: {error}"
         ) from error
-    raise FloatingPointError(
-        f"{message}; find the cause with `python -m eqxshard.replay {folder}`."
-    )
+    command = ["python", "-m", "eqxshard.replay", str(folder), script_path() or "SCRIPT"]
+    name = name_in_script(train_step.config.loss_fn)
+    if name != "loss_fn":
+        command += ["--loss", name or "NAME"]
+    raise FloatingPointError(f"{message}; find the cause with `{shlex.join(command)}`.")

@@ -11,6 +11,7 @@ from typing import Any
 
 from ..compiled._findings import Finding
 from ..inspect._lint import Findings
+from ..sharding._files import read_bytes
 from ._collectives import PlannedCollective
 from ._leaves import PlannedLeaf
 from ._plan import Plan, PlannedMemory, PlannedTime
@@ -42,7 +43,7 @@ def keep_plan(plan: Plan, file: Path) -> None:
 def read_plan(file: Path) -> Plan | None:
     """Read a plan that `keep_plan` wrote; `None`, with a warning, if it is damaged."""
     try:
-        plan = json.loads(file.read_bytes(), object_hook=_decode)
+        plan = json.loads(read_bytes(file), object_hook=_decode)
     except OSError:
         return None
     # Another version may have written it.

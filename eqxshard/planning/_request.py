@@ -9,6 +9,7 @@ the other process imports the script.
 import dataclasses
 import io
 import pickle
+import sys
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,7 +20,7 @@ import jax
 import optax
 from jaxtyping import PyTree
 
-from ..debug._references import refer, refer_to_script, resolve
+from ..debug._script import import_script, script_path
 from ..sharding._rule import Rule
 from ..training._precision import Precision
 from ._targets import Compiler, Target
@@ -119,16 +120,23 @@ class _Pickler(cloudpickle.Pickler):
             return _make_code, (*reduced, obj.co_filename)
         is_code = isinstance(obj, type | types.FunctionType)
         if is_code and getattr(obj, "__module__", None) == "__main__":
-            script = refer_to_script()
-            try:
-                reference = refer(obj, "it")
-            except TypeError:
-                reference = None
-            if script is not None and reference is not None:
-                return resolve, (reference, script)
+            script, name = script_path(), obj.__qualname__
+            if script is not None and _lookup(sys.modules["__main__"], name) is obj:
+                return _from_script, (script, name)
             if isinstance(obj, type) and issubclass(obj, eqx.Module):
                 raise TypeError(f"class {obj.__name__} is in no file's top level")
         return super().reducer_override(obj)
+
+
+def _from_script(script: str, name: str) -> Any:
+    return _lookup(import_script(script), name)
+
+
+def _lookup(module: Any, name: str) -> Any:
+    found = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
 
 
 def _make_code(

@@ -19,7 +19,7 @@ import jax
 import tyro
 
 from ..data._planning import is_planning
-from ..debug._references import refuse_import
+from ..debug._script import refuse_import
 from ..distributed import exit_process, initialize
 from ..transforms._cache import cache_compilations
 from ._config import RunConfig

@@ -14,6 +14,7 @@ from ..checkpoint._checkpointer import Checkpointer
 from ..distributed import broadcast_from_first
 from ..loop._media import Value
 from ..loop._protocols import Tracker
+from ..sharding._files import read_json
 from ..trackers._curves import Curves
 from ..trackers._files import Seldom
 from ..trackers._jsonl import JSONLines, read_jsonl
@@ -209,7 +210,7 @@ def default_folder(name: str | None) -> str:
 def read_values(path: Path) -> dict[str, Any]:
     """The values of a file of JSON; none if it is missing, or damaged."""
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
         if isinstance(found, dict):
             return found
     return {}

@@ -127,8 +127,9 @@ def _warnings(run: RecordedRun) -> Markup:
     ]
     content = [tag("ul", *items)] if items else []
     if run.crash_dump is not None:
-        command = f"python -m eqxshard.replay {shlex.quote(str(run.crash_dump))}"
-        said = "Steps were not finite, and one is kept. This finds where it began: "
+        command = f"python -m eqxshard.replay {shlex.quote(str(run.crash_dump))} SCRIPT"
+        said = "Steps were not finite, and one is kept. With your script, this finds where "
+        said += "it began: "
         content.append(tag("p", said, tag("code", command)))
     return card("warnings", "Warnings", *content) if content else Markup("")
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from ..data._host import HostBatches
 from ..data._planning import is_planning, planning
 from ..data._samplers import InOrder
-from ..debug._references import refuse_import
+from ..debug._script import refuse_import
 from ..sharding._leaf_rules import replicate
 from ..sharding._mesh import AXES, BATCH_AXES, resolve_sizes
 from ..sharding._spec import format_sizes

@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from ..loop._media import Value, numbers
+from ..sharding._files import open_file, parse_json
 from ._files import writing
+
+#: A longer line, in bytes, is none of ours.
+_LONGEST_LINE = 2**24
 
 
 class JSONLines:
@@ -95,7 +99,8 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        with open_file(path) as file:
+            return [parse_json(line) for line in file]
     except ValueError as error:
         raise ValueError(
             f"{os.fspath(path)!r} is not a file of JSON lines ({error}); delete it, or "
@@ -113,11 +118,13 @@ def read_whole_lines(
     path = Path(path)
     if not path.exists():
         return
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with contextlib.suppress(ValueError):
-            line = json.loads(text)
-            if isinstance(line, dict):
-                yield text, line
+    with open_file(path) as file:
+        while data := file.readline(_LONGEST_LINE):
+            with contextlib.suppress(ValueError):
+                text = data.decode(errors="replace").rstrip("\r\n")
+                line = parse_json(text)
+                if isinstance(line, dict):
+                    yield text, line
 
 
 def _step(line: Mapping[str, Any]) -> int | float:

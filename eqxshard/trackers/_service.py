@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import jax
 
+from ..sharding._files import read_json
 from ._files import write_whole, writing
 
 Outcome = Literal["finished", "stopped", "failed"]
@@ -38,8 +39,8 @@ class KeptRun:
         self.after = -1
         if resume:
             # A damaged one is that of a run that cannot be continued.
-            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-                kept = json.loads(path.read_text(encoding="utf-8"))
+            with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
+                kept = read_json(path)
                 self.id, self.after = str(kept["id"]), int(kept["step"])
 
     def keep(self, step: int) -> None:

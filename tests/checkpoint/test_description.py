@@ -4,6 +4,7 @@ import math
 import jax
 import numpy as np
 import pytest
+from hostile_files import deep_json
 
 import eqxshard
 from eqxshard.checkpoint._description import Description
@@ -35,9 +36,37 @@ def test_a_description_comes_back_from_its_text(checkpoints):
     assert description.step == 10
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"step": 1}'])
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"step": 1}', deep_json(), b"\xff"])
 def test_other_text_is_refused(text):
-    with pytest.raises(ValueError):
+    with pytest.raises(
+        ValueError, match=r"^description.json (is not JSON|was not written)"
+    ):
+        Description.from_json(text)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"step": "x"},
+        {"metrics": {"loss": "x"}},
+        {"metrics": {"loss": 10**400}},
+        {"metrics": []},
+        {"loader": [1]},
+        {"mesh": {"data": None}},
+        {"leaves": []},
+        {"leaves": {"x": []}},
+        {"leaves": {"x": {"shape": [1], "dtype": "no"}}},
+        {"leaves": {"x": {"shape": "x", "dtype": "float32"}}},
+        {"leaves": {"x": {"shape": [2], "dtype": "key<fry>", "impl": "no"}}},
+        {"callbacks": 1},
+    ],
+    ids=json.dumps,
+)
+def test_a_description_of_other_types_is_refused(wrong):
+    plain = Description(1, {}, None, {}, {}, {})
+    text = json.dumps(json.loads(plain.to_json()) | wrong)
+    assert Description.from_json(plain.to_json()) == plain
+    with pytest.raises(ValueError, match="was not written by eqxshard"):
         Description.from_json(text)
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import make_mesh, part
+from hostile_files import in_little_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,6 +28,33 @@ STORAGES = {
     "int32": "IntStorage",
     "int8": "CharStorage",
     "uint8": "ByteStorage",
+}
+
+
+#: Pickles whose reading, or what is read, grows much faster than they do.
+GROWING = {
+    # A memo that is a list as long as its largest index.
+    "memo": b"}" + pickle.LONG_BINPUT + (2**32 - 1).to_bytes(4, "little"),
+    # Dicts, each with the one before it twice.
+    "dicts": b"}"
+    + b"q\0"
+    + b"".join(b"}(X\1\0\0\0ah\0X\1\0\0\0bh\0uq\0" for _ in range(60)),
+    # A dict in itself.
+    "itself": b"}q\0X\1\0\0\0ah\0s",
+    # Tuples, each with the one before it twice, whose hash is a key.
+    "tuples": b"}" + b")" + b"q\0h\0\x86" * 60 + b"K\1s",
+    # One long tuple in another.
+    "long tuples": b"}(" + b"K\1" * 101 + b"tK\1s",
+    # A list that is copied into tuples, again and again.
+    "copies": b"](" + b"K\1" * 101 + b"eq\0" + b"ctorch\nSize\nh\0\x85R",
+    # Many bytes, as an instruction of a later protocol says.
+    "bytes": b"\x96" + (2**42).to_bytes(8, "little"),
+    "text": b"\x8d" + (2**42).to_bytes(8, "little"),
+    # Long keys on the way to many tensors.
+    "keys": b"X\x40\x42\x0f\0"
+    + b"k" * 1_000_000
+    + b"q\1}q\0"
+    + b"".join(b"}h\1h\0sq\0" for _ in range(500)),
 }
 
 
@@ -236,6 +264,24 @@ def test_files_of_torch_itself_are_read(tmp_path):
 
 
 # Files that are refused
+
+
+def test_pickles_cannot_grow(tmp_path):
+    """They are refused at once, or take no more than their bytes."""
+    for name, content in GROWING.items():
+        with zipfile.ZipFile(tmp_path / f"{name}.pt", "w") as archive:
+            archive.writestr("archive/data.pkl", b"\x80\2" + content + b".")
+    code = f"""
+import pathlib
+import eqxshard
+for path in pathlib.Path({str(tmp_path)!r}).iterdir():
+    try:
+        eqxshard.load_weights(path, {{}})
+    except ValueError as error:
+        print(error)
+"""
+    lines = in_little_memory(code).splitlines()
+    assert len(lines) == len(GROWING) - 1 and all("; " in line for line in lines)
 
 
 class Call:

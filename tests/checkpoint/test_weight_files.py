@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_equal
-from hostile_files import HostilePickle
+from hostile_files import HostilePickle, deep_json, forbid
 from safetensors.numpy import save_file
 
 import eqxshard
@@ -95,7 +95,17 @@ def test_an_index_leads_nowhere_else(tmp_path):
         eqxshard.load_weights(path, LIKE)
 
 
-@pytest.mark.parametrize("text", ["", "[1]", "{}", '{"weight_map": [2]}', "\0"])
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "x.bin.index.json"])
+def test_an_index_that_names_an_index_is_refused(tmp_path, name):
+    path = index(tmp_path, norm=name)
+    (tmp_path / "x.bin.index.json").write_text(json.dumps({"weight_map": {"norm": name}}))
+    with pytest.raises(ValueError, match=r"is not a file of safetensors, .*; fetch it"):
+        eqxshard.load_weights(path, LIKE)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[1]", "{}", '{"weight_map": [2]}', "\0", deep_json()], ids=range(6)
+)
 def test_a_damaged_index_is_refused(tmp_path, text):
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(text)
@@ -184,7 +194,51 @@ def test_objects_are_not_unpickled(tmp_path):
         eqxshard.load_weights(path, {"x": jnp.zeros(1)})
 
 
+@pytest.mark.parametrize("shape", [(-1, 16), (-4,), (2, -3), (2**62, 2**62)])
+def test_an_array_of_impossible_sizes_is_refused(tmp_path, shape):
+    """The first one takes as many bytes back as its header has: there would be no end."""
+    path = tmp_path / "x.eqx"
+    about = {"descr": "<c8", "fortran_order": False, "shape": shape}
+    path.write_bytes(npy_header(about))
+    with pytest.raises(ValueError, match=r"x\.eqx' cannot be read .*; it is damaged"):
+        eqxshard.load_weights(path, {"x": jnp.zeros(1)})
+
+
+def test_a_header_that_nests_too_deep_is_refused(tmp_path):
+    path = tmp_path / "x.eqx"
+    text = b"-" * 9000 + b"1\n"
+    path.write_bytes(b"\x93NUMPY\1\0" + len(text).to_bytes(2, "little") + text)
+    with pytest.raises(ValueError, match=r"x\.eqx' cannot be read .*; it is damaged"):
+        eqxshard.load_weights(path, {"x": jnp.zeros(1)})
+
+
+@pytest.mark.parametrize("shape", [[0, 2**62, 2**62], [0] * 70, [0, 2**63]])
+def test_a_tensor_of_impossible_sizes_is_refused(tmp_path, shape):
+    path = tmp_path / "x.safetensors"
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
+    header = json.dumps({"x": entry}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ValueError, match=r"x.safetensors' (has|cannot).*; .*"):
+        eqxshard.load_weights(path, {"x": jnp.zeros(1)})
+
+
+@pytest.mark.parametrize("length", [2**63, 2**40, 2**64 - 1])
+def test_a_header_that_is_longer_than_its_file_is_refused(tmp_path, length):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(length.to_bytes(8, "little") + b"{}")
+    with pytest.raises(ValueError, match=r"x.safetensors' cannot be read .*; it is"):
+        eqxshard.load_weights(path, LIKE)
+
+
 # Anything else
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "loop"])
+@pytest.mark.parametrize("name", ["x.safetensors", "x.pt", "x.eqx", "x.bin.index.json"])
+def test_what_is_no_file_is_not_opened(tmp_path, kind, name):
+    forbid(tmp_path / name, kind)
+    with pytest.raises(FileNotFoundError, match=rf"{name}' does not exist; give a file of"):
+        eqxshard.load_weights(tmp_path / name, LIKE)
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"{}", bytes(100), b"PAR1" * 9])

@@ -1,11 +1,14 @@
 import os
 import pickle
 import sys
+import zlib
 
 import numpy as np
 import pytest
+from hostile_files import forbid
 from loader_helpers import loader_of, take
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 import eqxshard
 from eqxshard.data import ImageFolder
@@ -103,10 +106,26 @@ def test_loaders_of_images_can_be_pickled_and_augmented(folder):
     assert sorted(batch["image"][:, 0, 0, 0].tolist()) == [0, 10, 20, 30]
 
 
-@pytest.mark.parametrize("damage", ["text", "cut"])
+@pytest.mark.parametrize("damage", ["text", "cut", "fifo", "bomb", "long text"])
 def test_a_file_that_cannot_be_decoded_is_an_error_that_names_it(folder, damage):
     file = folder / "dog/a/2.jpg"
-    file.write_bytes(b"text" if damage == "text" else file.read_bytes()[:-300])
+    content = {"text": b"text", "cut": file.read_bytes()[:-300]}
+    if damage == "fifo":
+        file.unlink()
+        forbid(file, "fifo")
+    elif damage == "bomb":
+        # 64 gigapixels.
+        Image.new("1", (2**18, 1)).save(file, "png")
+        data = bytearray(file.read_bytes())
+        data[20:24] = (2**18).to_bytes(4, "big")
+        data[29:33] = zlib.crc32(data[12:29]).to_bytes(4, "big")
+        file.write_bytes(data)
+    elif damage == "long text":
+        more = PngInfo()
+        more.add_text("x", "x" * 2**27, zip=True)
+        Image.new("RGB", (1, 1)).save(file, "png", pnginfo=more)
+    else:
+        file.write_bytes(content[damage])
     source = ImageFolder(folder, size=8)
     with pytest.raises(ValueError, match=r"2\.jpg cannot be decoded \(.*\); replace it"):
         source.gather(np.arange(4))

@@ -1,5 +1,7 @@
 """What a replay finds first, and the command that prints it."""
 
+import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,35 +12,36 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import make_mesh
-from loop_helpers import Layers, loss_fn, make_loader, nan_loss, run
+from loop_helpers import Layers, loss_fn, nan_loss
 from process_helpers import finished
 
-import eqxshard
-from eqxshard.debug._crash_dump import CrashDump, read_crash_dump
+from eqxshard.checkpoint._checksums import write_checksums
+from eqxshard.debug._crash_dump import CrashDump
 from eqxshard.debug._replay import replay
 from eqxshard.replay import main
 
 
-def dump_of(make_model: Any = Layers, loss_fn: Any = loss_fn, x=None) -> CrashDump:
-    """A step on one device, as if it were read from a crash dump."""
+def replayed(make_model: Any = Layers, loss_fn: Any = loss_fn, x=None) -> str:
+    """What is found in a step on one device, as if it were read from a crash dump."""
     rows = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
-    return CrashDump(
+    dump = CrashDump(
         steps=[1],
         rows=list(range(20, 28)),
         model=make_model(jax.random.key(0)),
         model_state=None,
         batch={"x": jnp.asarray(rows if x is None else x)},
         key=jax.random.key(1),
-        loss_fn=loss_fn,
-        precision=None,
+        loss_name="loss_fn",
+        compute=None,
         trainable=True,
     )
+    return replay(dump, loss_fn)
 
 
 def test_rows_of_the_batch_are_named():
     x = np.ones((8, 4), np.float32)
     x[[2, 5], 1] = [np.nan, np.inf]
-    assert replay(dump_of(x=x)) == (
+    assert replayed(x=x) == (
         "batch entry x is not finite in rows [2, 5] of the batch (examples [22, 25] of the "
         "source)."
     )
@@ -46,7 +49,7 @@ def test_rows_of_the_batch_are_named():
 
 def test_many_rows_are_counted():
     x = np.full((20, 4), np.nan, np.float32)
-    says = replay(dump_of(x=x))
+    says = replayed(x=x)
     assert "in rows [0, 1, 2, 3, 4, 5, 6, 7] and 12 more of the batch" in says
 
 
@@ -55,7 +58,7 @@ def test_a_parameter_is_named():
         bad = jnp.full((8,), jnp.nan)
         return eqx.tree_at(lambda m: m.layers[1].bias, Layers(key), bad)
 
-    assert replay(dump_of(make_model)) == "the parameter layers.1.bias contains NaN."
+    assert replayed(make_model) == "the parameter layers.1.bias contains NaN."
 
 
 class Root(eqx.Module):
@@ -87,7 +90,7 @@ class Roots(eqx.Module):
 
 def test_a_layer_and_its_line_are_named():
     line = Root.__call__.__code__.co_firstlineno + 1
-    assert replay(dump_of(Roots)).startswith(
+    assert replayed(Roots).startswith(
         f"the first NaN appears in roots.1 (Root), {Path(__file__)}:{line}; the loss is "
         "not finite in rows [0, 1, 2, 3, 4, 5, 6, 7] of the batch (examples [20, 21"
     )
@@ -97,7 +100,7 @@ def test_an_infinity_is_named():
     def overflows(model, batch, key):
         return jnp.exp(1000 + jax.vmap(model)(batch["x"]))
 
-    says = replay(dump_of(loss_fn=overflows))
+    says = replayed(loss_fn=overflows)
     assert says.startswith("the first infinity appears in the loss function, ")
 
 
@@ -106,7 +109,7 @@ def test_a_gradient_is_named():
         # The gradient of a square root at 0 is infinite.
         return jnp.sqrt(jnp.abs(jax.vmap(model)(batch["x"]) * 0))
 
-    says = replay(dump_of(loss_fn=kink))
+    says = replayed(loss_fn=kink)
     assert says.startswith(
         "the loss is finite and its gradient is not; the first parameter whose gradient is "
         "not finite is layers.0.weight (of 6: layers.0.weight, layers.0.bias,"
@@ -114,7 +117,7 @@ def test_a_gradient_is_named():
 
 
 def test_a_step_that_is_finite_here():
-    says = replay(dump_of())
+    says = replayed()
     assert says.startswith("nothing: on one device, the loss and its gradients are finite")
 
 
@@ -127,34 +130,11 @@ def loss_on_mesh(model, batch, key):
 
 
 def test_a_loss_that_knows_a_mesh_is_replayed():
-    says = replay(dump_of(loss_fn=loss_on_mesh))
+    says = replayed(loss_fn=loss_on_mesh)
     assert says.startswith("the first NaN appears in the loss function")
 
 
 # From a run to the command
-
-
-def test_the_command_names_the_layer_and_refuses_other_folders(
-    tmp_path, monkeypatch, capsys
-):
-    with pytest.raises(FloatingPointError):
-        run(tmp_path, make_loader(), loss_fn=nan_loss, epochs=1, max_nonfinite=1)
-    folder = tmp_path / "crash_dump"
-    assert read_crash_dump(eqxshard.Checkpointer(folder).directory).loss_fn is nan_loss
-    monkeypatch.setattr(sys, "argv", ["replay", str(folder)])
-    assert main() == 0
-    out = capsys.readouterr().out
-    assert out.startswith(
-        "steps 1 to 1 were not finite; step 1:\nthe first NaN appears in the loss function"
-    )
-    (folder / "crash_dump.json").write_text("{}")
-    assert main() == 2
-    err = capsys.readouterr().err
-    assert "is damaged: crash_dump.json has changed since it was written." in err
-    assert err.startswith("error: ") and err.count("\n") == 1
-    monkeypatch.setattr(sys, "argv", ["replay", str(tmp_path / "none")])
-    assert main() == 2
-    assert "is not a crash dump; give the folder that the run" in capsys.readouterr().err
 
 
 SCRIPT = """
@@ -162,20 +142,11 @@ import equinox as eqx, jax, jax.numpy as jnp, numpy as np, optax
 import eqxshard
 from losses import losses
 
-class Base(eqx.Module):
-    scale: float = eqx.field(static=True, default=1.0)
-
-class Root(Base):
+class Root(eqx.Module):
     inner: eqx.nn.Linear
-    depth: int = eqx.field(static=True)
-
-    def __init__(self, key):
-        super().__init__(scale=2.0)
-        self.inner = eqx.nn.Linear(4, 1, key=key)
-        self.depth = 3
 
     def __call__(self, x):
-        return jnp.sqrt(-self.depth - self.scale * jnp.square(self.inner(x)))
+        return jnp.sqrt(-3 - jnp.square(self.inner(x)))
 
 class Model(eqx.Module):
     roots: list[Root]
@@ -184,10 +155,15 @@ class Model(eqx.Module):
         return self.roots[1](x)
 
 def make_model(key):
-    return Model([Root(key) for key in jax.random.split(key)])
+    return Model([Root(eqx.nn.Linear(4, 1, key=key)) for key in jax.random.split(key)])
 
 def loss_fn(model, batch, key):
     return losses(model, batch)
+
+def other_loss(model, batch, key):
+    return losses(model, batch) * 0
+
+broken = 3
 
 if __name__ == "__main__":
     where = {"mesh": eqxshard.make_mesh(), "rule": eqxshard.replicate()}
@@ -201,19 +177,129 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
-def test_a_scripts_own_modules_are_replayed_in_another_process(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    (tmp_path / "losses.py").write_text(
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory):
+    """The folder of a run that gave up, and the command that it named."""
+    folder = tmp_path_factory.mktemp("failed")
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "losses.py").write_text(
         "import jax\ndef losses(model, batch): return jax.vmap(model)(batch['x'])[:, 0]\n"
     )
-    _, _, err = finished([sys.executable, "train.py"], cwd=tmp_path)
-    command = err.splitlines()[-1].split("`")[1]
-    assert command == f"python -m eqxshard.replay {tmp_path}/run/crash_dump"
-    status, out, err = finished([sys.executable, *command.split()[1:]], cwd=tmp_path)
+    _, _, err = finished([sys.executable, "train.py"], cwd=folder)
+    return folder, err.splitlines()[-1].split("`")[1]
+
+
+@pytest.mark.slow
+def test_the_command_that_a_run_names_finds_the_line(failed):
+    folder, command = failed
+    assert command == f"python -m eqxshard.replay {folder}/run/crash_dump {folder}/train.py"
+    status, out, err = finished([sys.executable, *command.split()[1:]], cwd=folder)
     assert status == 0, err
     line = 1 + SCRIPT.splitlines().index(
-        "        return jnp.sqrt(-self.depth - self.scale * jnp.square(self.inner(x)))"
+        "        return jnp.sqrt(-3 - jnp.square(self.inner(x)))"
     )
-    says = f"the first NaN appears in roots.1 (Root), {tmp_path}/train.py:{line}; the loss"
-    assert out.splitlines()[1].startswith(says), out
+    head, says = out.splitlines()
+    assert head == "steps 1 to 3 were not finite; step 1:"
+    assert says.startswith(
+        f"the first NaN appears in roots.1 (Root), {folder}/train.py:{line}; the loss"
+    )
+
+
+@pytest.fixture
+def command(failed, monkeypatch, capsys):
+    """Runs the command with options; returns its status and what it printed."""
+    folder, _ = failed
+    before = {*sys.modules}
+
+    def run(*options, dump=folder / "run" / "crash_dump", script=folder / "train.py"):
+        monkeypatch.delitem(sys.modules, "eqxshard_imported_script", raising=False)
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        monkeypatch.setattr(sys, "argv", ["replay", str(dump), str(script), *options])
+        return main(), *capsys.readouterr()
+
+    yield run
+    for name in {*sys.modules} - before:
+        if name in ("eqxshard_imported_script", "losses"):
+            del sys.modules[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (["--model", "make"], "has no function make; name the one that makes the model"),
+        (["--loss", "broken"], "has no function broken; name the one that is the loss by"),
+        (["--model", "Root"], "run/crash_dump does not fit this model: "),
+    ],
+)
+def test_the_command_refuses_other_names(command, options, says):
+    status, out, err = command(*options)
+    assert status == 2 and not out
+    assert says in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_the_command_takes_another_loss_only_by_name(command, failed, tmp_path):
+    folder = failed[0] / "run" / "crash_dump"
+    dump = tmp_path / "crash_dump"
+    shutil.copytree(folder, dump)
+    path = dump / "crash_dump.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"loss_fn": "other_loss"}))
+    write_checksums(dump)
+    status, _, err = command(dump=dump)
+    assert status == 2
+    assert "the loss function of the run was 'other_loss'; give its name in " in err
+    status, out, _ = command("--loss", "loss_fn", dump=dump)
+    assert status == 0 and "roots.1 (Root)" in out
+
+
+@pytest.mark.slow
+def test_the_command_refuses_other_folders_and_scripts(command, tmp_path):
+    assert "none is not a crash dump; give" in command(dump=tmp_path / "none")[2]
+    says = command(script=tmp_path / "none.py")[2]
+    assert f"there is no Python script '{tmp_path}/none.py'; give the path" in says
+
+
+@pytest.mark.slow
+def test_an_error_of_the_script_keeps_its_traceback(command, tmp_path):
+    (tmp_path / "train.py").write_text("raise ValueError('mine')")
+    with pytest.raises(ValueError, match=r"^mine$"):
+        command(script=tmp_path / "train.py")
+
+
+def test_work_of_a_script_that_is_imported_is_refused(command, tmp_path):
+    (tmp_path / "train.py").write_text("import eqxshard\neqxshard.cli(print, dict)\n")
+    status, _, err = command(script=tmp_path / "train.py")
+    assert status == 2 and "eqxshard.cli is called when this script is imported" in err
+
+
+NAMES = [
+    *("os:system", "subprocess:run", "builtins:exec", "module:run", "__main__:loss_fn"),
+    "jax.experimental.serialize_executable:deserialize_and_load",
+    "equinox:tree_serialise_leaves",
+]
+
+
+@pytest.mark.slow
+def test_a_forged_dump_imports_and_calls_nothing(command, failed, tmp_path):
+    """Whatever it names, and whatever lies beside it."""
+    folder = tmp_path / "run"
+    dump = folder / "crash_dump"
+    shutil.copytree(failed[0] / "run" / "crash_dump", dump)
+    for file in (folder / "module.py", folder / "train.py", tmp_path / "module.py"):
+        file.write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    path = dump / "crash_dump.json"
+    plain = json.loads(path.read_text())
+    for name in NAMES:
+        code = {"code": name, "object": name, "partial": {"fn": {"code": name}}}
+        told = {"script": str(folder / "train.py"), "code": {"loss_fn": code}}
+        told |= {"tree": {"model": code}, "loss_fn": name}
+        for forged in (told, told | {"batch": {"code": name}}, {"extra": [code]}):
+            path.write_text(json.dumps(plain | forged))
+            write_checksums(dump)
+            status, _, err = command("--loss", "loss_fn", dump=dump)
+            if "batch" in forged or "extra" in forged:
+                assert status == 2 and "; " in err and err.count("\n") == 1, err
+            else:
+                assert status == 0
+    assert not (tmp_path / "ran").exists()

@@ -81,10 +81,10 @@ def test_a_crash_dump_keeps_the_companion(tmp_path):
             checkpointer=checkpointer,
             extra=target,
         )
-    dump = read_crash_dump(checkpointer.directory / "crash_dump")
+    dump = read_crash_dump(checkpointer.directory / "crash_dump", Layers)
     (kept,) = dump.extra
     np.testing.assert_array_equal(kept.layers[0].weight, target.layers[0].weight)
-    assert replay(dump).startswith("the first NaN appears in")
+    assert replay(dump, nan_with).startswith("the first NaN appears in")
 
 
 def test_a_confusion_matrix_of_an_evaluation_reaches_callbacks(tmp_path):

@@ -118,7 +118,7 @@ def test_a_crash_dump_names_the_command(folder, tmp_path):
     copy = RunFolder(shutil.copytree(folder.path, tmp_path / "crashed"))
     (copy.checkpoints / "crash_dump").mkdir(parents=True)
     code = page_of(copy).find("section", id="warnings").find("code").text
-    assert code == f"python -m eqxshard.replay {copy.checkpoints / 'crash_dump'}"
+    assert code == f"python -m eqxshard.replay {copy.checkpoints / 'crash_dump'} SCRIPT"
 
 
 def test_everything_is_escaped(tmp_path):

@@ -5,6 +5,7 @@ one big-endian 32-bit size for each dimension; the elements follow, last axis fa
 """
 
 import gzip
+import io
 import math
 import struct
 import zlib
@@ -13,16 +14,20 @@ import numpy as np
 from jaxtyping import UInt8
 
 
-def gunzip(data: bytes) -> bytes:
-    """Decompress a gzip file; raise `ValueError` if it is damaged."""
+def gunzip(data: bytes, most: int = 2**30) -> bytes:
+    """Decompress a gzip file; raise `ValueError` if it is damaged, or has more bytes."""
     if not data.startswith(b"\x1f\x8b"):
         raise ValueError("it is empty" if not data else "it is not a gzip file")
     try:
-        return gzip.decompress(data)
+        with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+            found = file.read(most + 1)
     except EOFError:
         raise ValueError(f"its gzip data end after {len(data):,} bytes") from None
     except (gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"its gzip data are corrupt ({error})") from None
+    if len(found) > most:
+        raise ValueError(f"it has more than {most:,} bytes")
+    return found
 
 
 def parse_idx(data: bytes, shape: tuple[int, ...]) -> UInt8[np.ndarray, "..."]:

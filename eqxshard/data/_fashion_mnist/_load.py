@@ -1,6 +1,7 @@
 """Fashion-MNIST (Xiao, Rasul and Vollgraf, 2017, arXiv:1708.07747)."""
 
 import hashlib
+import math
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -8,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import UInt8
 
+from ...sharding._files import read_bytes
 from .._download import dataset_folder, mirrors
 from .._download import download as download_file
 from .._planning import is_planning
@@ -137,7 +139,7 @@ def _fetch(file: _File, directory: Path, download: bool) -> Path:
 
 def _read(path: Path, file: _File) -> UInt8[np.ndarray, "..."]:
     try:
-        data = path.read_bytes()
+        data = read_bytes(path)
     except OSError as error:
         raise FileNotFoundError(
             f"{path} cannot be read ({error.strerror}); make it readable, or set data_dir "
@@ -145,7 +147,7 @@ def _read(path: Path, file: _File) -> UInt8[np.ndarray, "..."]:
         ) from error
     try:
         # The digest comes last, because the other errors are more specific.
-        array = parse_idx(gunzip(data), file.shape)
+        array = parse_idx(gunzip(data, 2 * math.prod(file.shape)), file.shape)
         found = hashlib.sha256(data).hexdigest()
         if found != file.sha256:
             raise ValueError(f"its SHA-256 is {found}, not {file.sha256}")

@@ -3,12 +3,13 @@
 A *piece* is a part of a file that can be read, and encoded, by itself.
 """
 
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
+
+from ...sharding._files import open_file, parse_json
 
 #: What a piece has of a file, about, in bytes.
 PIECE_BYTES = 2**20
@@ -64,7 +65,7 @@ def find_inputs(inputs: Sequence[str | os.PathLike[str]]) -> list[Path]:
 def pieces(files: Iterable[Path]) -> Iterator[Piece]:
     """The files in pieces, in order; always the same ones."""
     for path in files:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             start, rest, done = 0, b"", False
             while not done:
                 cut, rest, done = _next(file, rest, path.suffix == ".jsonl")
@@ -118,7 +119,7 @@ def decode_text(data: bytes, path: Path, start: int = 0) -> str:
 def _text_of(line: bytes, path: Path, start: int) -> str:
     text: Any = None
     try:
-        record = json.loads(line)
+        record = parse_json(line)
         text = record.get("text") if isinstance(record, dict) else None
     except ValueError:
         pass

@@ -12,7 +12,6 @@ A file has, in little-endian order:
 nanoGPT's files, `.bin`, are uint16 tokens and nothing else.
 """
 
-import json
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,6 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int, Int32, Int64
+
+from ...sharding._files import open_file, read_json
 
 #: The suffix of token files.
 SUFFIX = ".tokens"
@@ -136,13 +137,22 @@ class TokenFiles:
     def take(self, indices: Int[np.ndarray, "..."]) -> Int32[np.ndarray, "..."]:
         """The tokens at some indices, in an array of the same shape."""
         if len(self._arrays) == 1:
-            return self._arrays[0][indices].astype(np.int32)
+            return self._take(0, indices)
         found = np.empty(indices.shape, np.int32)
         files = np.searchsorted(self._firsts, indices, side="right") - 1
-        for file in np.unique(files):
+        for file in np.unique(files).tolist():
             here = files == file
-            found[here] = self._arrays[file][indices[here] - self._firsts[file]]
+            found[here] = self._take(file, indices[here] - self._firsts[file])
         return found
+
+    def _take(self, file: int, indices: np.ndarray) -> np.ndarray:
+        found, vocab = self._arrays[file][indices], self._headers[file].vocab
+        if vocab and found.size and found.max() >= vocab:
+            raise ValueError(
+                f"{self.paths[file]} has the token {found.max()}, and its header tells of "
+                f"a vocabulary of {vocab}; it is damaged, so prepare the text again."
+            )
+        return found.astype(np.int32)
 
     def ends(self) -> Int64[np.ndarray, " documents"]:
         """Where each document ends: the index after its last token, in order."""
@@ -180,7 +190,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     """How a folder of token files was, or is being, prepared."""
     path = folder / RECORD_FILE
     with suppress(ValueError):
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_json(path)
         if isinstance(record, dict) and "shards" in record:
             return record
     raise ValueError(
@@ -192,8 +202,8 @@ def read_record(folder: Path) -> dict[str, Any]:
 def read_header(path: Path) -> Header:
     """The header of a token file, checked against its size."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
             head = file.read(_HEADER_BYTES)
     except FileNotFoundError:
         raise FileNotFoundError(
@@ -218,6 +228,12 @@ def read_header(path: Path) -> Header:
         )
     if size != header.nbytes:
         raise _truncated(path, size, f"{header.nbytes:,}")
+    if header.vocab > 256**header.item_bytes or header.documents > header.size + 1:
+        raise ValueError(
+            f"{path} is damaged: its header tells of {header.documents:,} documents in "
+            f"{header.size:,} tokens of {header.item_bytes} bytes, and of a vocabulary of "
+            f"{header.vocab:,}; prepare the text again."
+        )
     return header
 
 
@@ -283,7 +299,14 @@ def _map_tokens(path: Path, header: Header) -> np.ndarray:
 def _map_ends(path: Path, header: Header) -> Int64[np.ndarray, " documents"]:
     with path.open("rb") as file:
         file.seek(header.ends_at)
-        return np.frombuffer(file.read(), "<u8").astype(np.int64)
+        ends = np.frombuffer(file.read(8 * header.documents), "<u8").astype(np.int64)
+    inside = not len(ends) or (ends[0] >= 0 and ends[-1] <= header.size)
+    if not inside or np.any(np.diff(ends) <= 0):
+        raise ValueError(
+            f"{path} is damaged: the ends of its documents do not increase from 0 to its "
+            f"{header.size:,} tokens; prepare the text again."
+        )
+    return ends
 
 
 def _largest(array: np.ndarray) -> int:

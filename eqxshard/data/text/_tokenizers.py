@@ -10,6 +10,8 @@ import numpy as np
 from jaxtyping import Int
 from numpy.typing import ArrayLike
 
+from ...sharding._files import parse_json, read_bytes
+
 #: The name of a tokenizer's file in a folder of token files.
 TOKENIZER_FILE = "tokenizer.json"
 #: The entry that tells our files from those of Hugging Face.
@@ -252,8 +254,8 @@ def load_tokenizer(
         return CharTokenizer.of(text)
     path = _file(tokenizer)
     try:
-        saved = json.loads(_read(path))
-    except json.JSONDecodeError as error:
+        saved = parse_json(_read(path))
+    except ValueError as error:
         raise ValueError(
             f"{path} is not a tokenizer: it is not JSON ({error}); give 'byte', 'char' or "
             "the tokenizer.json of a model."
@@ -262,7 +264,8 @@ def load_tokenizer(
     if kind == "byte":
         return ByteTokenizer()
     if kind == "char":
-        return CharTokenizer(saved.get("chars", ""))
+        chars = saved.get("chars")
+        return CharTokenizer(chars if isinstance(chars, str) else "")
     return HFTokenizer(path)
 
 
@@ -273,7 +276,7 @@ def _file(path: str | os.PathLike[str]) -> Path:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_bytes(path).decode()
     except FileNotFoundError:
         raise FileNotFoundError(
             f"there is no tokenizer {path}; give 'byte', 'char' or the tokenizer.json of "

@@ -99,6 +99,13 @@ def test_gunzip_never_returns_other_data(content, data):
         assert any(words in str(error) for words in ("corrupt", "end after"))
 
 
+def test_gunzip_stops_at_a_size():
+    packed = gzip.compress(bytes(2**20)) * 1000
+    with pytest.raises(ValueError, match=r"^it has more than 1,000 bytes$"):
+        gunzip(packed, 1000)
+    assert gunzip(gzip.compress(bytes(1000)), 1000) == bytes(1000)
+
+
 def test_gunzip_checks_the_checksum():
     packed = bytearray(gzip.compress(b"garment"))
     packed[-5] ^= 1

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from hostile_files import deep_json, forbid
 
 from eqxshard.data.text import ByteTokenizer, prepare
 from eqxshard.data.text._inputs import pieces
@@ -62,6 +63,7 @@ def test_a_text_with_empty_lines_between_all_paragraphs_is_read_in_pieces(
         ("x.txt", b"abc\xff", r"x\.txt is not text in UTF-8 \(at byte 3\)"),
         ("x.jsonl", b'{"text": "a"}\n{"txt": 1}\n', r"x\.jsonl .* line at byte 14; give"),
         ("x.jsonl", b'{"text": "a"', r"x\.jsonl .* line at byte 0; give"),
+        ("x.jsonl", deep_json().encode(), r"x\.jsonl .* line at byte 0; give"),
         ("x.jsonl", b"[1]", r"x\.jsonl .* line at byte 0; give"),
         ("x.jsonl", b'{"text": 1}', r"x\.jsonl .* line at byte 0; give"),
         ("x.jsonl", b"\xff\xff", r"x\.jsonl .* line at byte 0; give"),
@@ -77,6 +79,14 @@ def test_what_is_not_text_is_an_error(tmp_path, name, data, says):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ValueError, match=says):
         prepare(tmp_path / name, tmp_path / "out", "byte")
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+def test_what_is_no_file_is_not_opened(tmp_path, kind):
+    (tmp_path / "in").mkdir()
+    forbid(tmp_path / "in" / "x.txt", kind)
+    with pytest.raises(ValueError, match=r"x\.txt' is a .*; give a regular file"):
+        prepare(tmp_path / "in", tmp_path / "out", "byte")
 
 
 def test_missing_and_empty_inputs_are_errors(tmp_path):

@@ -2,10 +2,11 @@ import pickle
 
 import numpy as np
 import pytest
-from hostile_files import HostilePickle
+from hostile_files import HostilePickle, deep_json, forbid, in_little_memory
 from loader_helpers import flat
 
 from eqxshard.data.text import TokenFiles, Tokens, prepare
+from eqxshard.data.text._token_files import write_tokens
 
 
 @pytest.fixture
@@ -88,6 +89,85 @@ def test_a_damaged_file_is_an_error(folder, change, says):
     assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match=says):
         TokenFiles(folder)
+
+
+def write(path, tokens, ends, **header):
+    """A token file whose header may lie."""
+    write_tokens(path, np.array(tokens, np.uint16), np.array(ends), vocab=9, pieces=1)
+    places = {"item_bytes": 16, "vocab": 24, "size": 32, "documents": 40}
+    data = bytearray(path.read_bytes())
+    for name, value in header.items():
+        data[places[name] : places[name] + 8] = value.to_bytes(8, "little")
+    path.write_bytes(data)
+    return path
+
+
+@pytest.mark.parametrize(
+    "ends", [[4, 3], [2, 2, 4], [5], [-1, 4], [4, 2**40], [0, 0], [0, 1, 2, 3, 4, 4]]
+)
+def test_ends_that_do_not_increase_within_the_file_are_refused(tmp_path, ends):
+    path = write(tmp_path / "x.tokens", [1, 2, 3, 4], ends)
+    with pytest.raises(ValueError, match=r"x.tokens is damaged: .*; prepare the text"):
+        TokenFiles(path).ends()
+
+
+def test_ends_of_a_file_that_another_file_goes_on(tmp_path):
+    path = write(tmp_path / "x.tokens", [1, 2, 3, 4], [0, 3])
+    assert TokenFiles(path).ends().tolist() == [0, 3, 4]
+
+
+def test_tokens_beyond_the_vocabulary_are_refused(tmp_path):
+    path = write(tmp_path / "x.tokens", [1, 8, 9], [3])
+    for tokens in (TokenFiles(path), TokenFiles([path, path])):
+        assert tokens.take(np.arange(2)).tolist() == [1, 8]
+        with pytest.raises(ValueError, match=r"has the token 9, .* a vocabulary of 9; it"):
+            tokens.take(np.arange(3))
+
+
+@pytest.mark.parametrize("vocab", [2**16 + 1, 2**62])
+def test_a_vocabulary_that_tokens_cannot_reach_is_refused(tmp_path, vocab):
+    path = write(tmp_path / "x.tokens", [1], [1], vocab=vocab)
+    with pytest.raises(ValueError, match=r"is damaged: its header .*; prepare the text"):
+        TokenFiles(path)
+
+
+def test_more_documents_than_tokens_are_refused_before_they_are_read(tmp_path):
+    """Although the file is as long as its header says: it has a hole."""
+    path = write(tmp_path / "x.tokens", [1, 2, 3, 4], [4], documents=2**37)
+    with path.open("r+b") as file:
+        file.truncate(64 + 8 + 8 * 2**37)
+    code = f"""
+from eqxshard.data.text import TokenFiles
+try:
+    TokenFiles({str(path)!r}).ends()
+except ValueError as error:
+    print(error)
+"""
+    assert "137,438,953,472 documents in 4 tokens" in in_little_memory(code)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+@pytest.mark.parametrize("name", ["x.tokens", "x.bin"])
+def test_what_is_no_file_is_not_opened(tmp_path, kind, name):
+    forbid(tmp_path / name, kind)
+    with pytest.raises(ValueError, match=rf"{name}' is a .*; give a regular file"):
+        TokenFiles(tmp_path / name)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "deep"])
+def test_a_record_that_never_ends_is_refused(folder, kind):
+    path = folder / "prepared.json"
+    path.unlink()
+    if kind == "deep":
+        path.write_text(deep_json())
+    else:
+        forbid(path, kind)
+    # It is no record, and the files are as whole without one.
+    if kind == "deep":
+        with pytest.raises(ValueError, match=r"prepared\.json is damaged, or .*; delete"):
+            TokenFiles(folder)
+    else:
+        assert len(TokenFiles(folder))
 
 
 def test_a_truncated_file_of_nanogpt_is_an_error(tmp_path):

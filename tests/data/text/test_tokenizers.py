@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from hostile_files import deep_json, forbid
 
 from eqxshard.data.text import (
     ByteTokenizer,
@@ -101,6 +102,12 @@ def test_tokenizers_by_name():
     [
         (b"not JSON", r"x\.json is not a tokenizer: it is not JSON"),
         (b"\xff", r"x\.json is not a tokenizer: it is not text"),
+        (
+            deep_json().encode(),
+            r"x\.json is not a tokenizer: it is not JSON \(it nests too",
+        ),
+        (b'{"eqxshard_tokenizer": "char", "chars": []}', "there are no characters; give"),
+        (b'{"eqxshard_tokenizer": "char", "chars": 3}', "there are no characters; give"),
         (b'{"model": 3}', r"x\.json is not a tokenizer of Hugging Face"),
         (b"[1, 2]", r"x\.json is not a tokenizer of Hugging Face"),
     ],
@@ -111,6 +118,13 @@ def test_a_file_that_is_not_a_tokenizer_is_an_error(tmp_path, data, says):
     with pytest.raises(ValueError, match=says) as caught:
         load_tokenizer(tmp_path / "x.json")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+def test_what_is_no_file_is_not_opened(tmp_path, kind):
+    forbid(tmp_path / "tokenizer.json", kind)
+    with pytest.raises(ValueError, match=r"tokenizer\.json' is a .*; give a regular file"):
+        load_tokenizer(tmp_path)
 
 
 def test_a_missing_file_is_an_error(tmp_path):

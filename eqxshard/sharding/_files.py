@@ -1,0 +1,112 @@
+"""Reading files that somebody else may have made.
+
+A file may be a FIFO that never answers, a link to a device that never ends, larger than
+the memory, or JSON that nests deeper than Python can follow.
+"""
+
+import json
+import os
+import stat
+from collections.abc import Iterable
+from typing import Any, BinaryIO
+
+#: The largest file that is read into memory in one piece.
+_MOST_BYTES = 2**30
+#: How deep JSON may nest. Ours nests less than 10 deep.
+_MOST_DEPTH = 100
+
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+}
+
+
+def open_file(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a file to read its bytes; links to it are followed.
+
+    **Raises:**
+
+    `OSError` if it cannot be opened, `ValueError` if it is a FIFO, a device or a folder.
+    """
+    # Opening a FIFO would wait for somebody who writes.
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise ValueError(f"{os.fspath(path)!r} is {_kind(mode)}; give a regular file.")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bytes(path: Any) -> bytes:
+    """The bytes of a file; `ValueError` also if it is too large."""
+    if _is_remote(path):
+        return path.read_bytes()
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > _MOST_BYTES:
+            raise ValueError(
+                f"{os.fspath(path)!r} has {size:,} bytes, more than a file of its kind; "
+                "give another one."
+            )
+        return file.read()
+
+
+def read_json(path: Any) -> Any:
+    """The values of a file of JSON; `ValueError` also if it is not JSON."""
+    data = read_bytes(path)
+    try:
+        return parse_json(data)
+    except ValueError as error:
+        raise ValueError(
+            f"{os.fspath(path)!r} is not JSON ({error}); it is damaged, or another file."
+        ) from None
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The values of JSON; `ValueError` if it is not, or nests too deep."""
+    try:
+        values = json.loads(text)
+    except RecursionError:
+        raise ValueError("it nests too deep") from None
+    level = [values]
+    for _ in range(_MOST_DEPTH):
+        level = [part for node in level for part in _children(node)]
+    if level:
+        raise ValueError("it nests too deep")
+    return values
+
+
+def _children(node: Any) -> Iterable[Any]:
+    if isinstance(node, dict):
+        return node.values()
+    return node if isinstance(node, list) else ()
+
+
+def odd_file(folder: str | os.PathLike[str]) -> str | None:
+    """A phrase on what is neither a file nor a folder below a folder, if anything is.
+
+    Links are not followed: where they lead is not a part of the folder.
+    """
+    folders = [] if _is_remote(folder) else [os.fspath(folder)]
+    while folders:
+        with os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+                elif not entry.is_file(follow_symlinks=False):
+                    kind = _kind(entry.stat(follow_symlinks=False).st_mode)
+                    return f"{entry.path} is {kind}, not a file"
+    return None
+
+
+def _is_remote(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a URL of an object store, which has only regular files."""
+    return "://" in os.fspath(path)
+
+
+def _kind(mode: int) -> str:
+    return _KINDS.get(stat.S_IFMT(mode), "not a regular file")

@@ -1,0 +1,72 @@
+"""Files that never end, are no files, or nest too deep: each is one sentence, at once."""
+
+import os
+
+import pytest
+from hostile_files import FORBIDDEN, deep_json, forbid
+
+from eqxshard.sharding._files import odd_file, open_file, parse_json, read_bytes, read_json
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder", "huge"])
+def test_only_regular_files_are_read(tmp_path, kind):
+    path = tmp_path / "file"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "huge":
+        with path.open("wb") as file:
+            file.truncate(2**40)
+    else:
+        forbid(path, kind)
+    says = {"huge": "has 1,099,511,627,776 bytes, more than a", "fifo": "is a FIFO; give a"}
+    with pytest.raises(ValueError, match=says.get(kind, f"is a {kind}; give a")):
+        read_bytes(path)
+
+
+def test_links_to_files_are_read_and_loops_are_not(tmp_path):
+    (tmp_path / "file").write_text("[1]")
+    os.symlink("file", tmp_path / "link")
+    assert read_json(tmp_path / "link") == [1]
+    forbid(tmp_path / "loop", "loop")
+    with pytest.raises(OSError, match="Too many levels of symbolic links"):
+        open_file(tmp_path / "loop")
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("", "Expecting value"),
+        (deep_json(), "it nests too deep"),
+        (deep_json(101), "it nests too deep"),
+        ('{"a":' * 200 + "1" + "}" * 200, "it nests too deep"),
+        ("9" * 5000, "Exceeds the limit"),
+        (b"\xff\xfe\xfa", ".*codec can't decode"),
+    ],
+    ids=["empty", "deep", "101", "dicts", "digits", "bytes"],
+)
+def test_what_is_not_json_is_a_sentence(tmp_path, text, says):
+    path = tmp_path / "x.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=rf"x.json' is not JSON \({says}.*; it is damaged"):
+        read_json(path)
+
+
+def test_json_of_moderate_depth_is_read():
+    assert parse_json(deep_json(100)) is not None
+    assert parse_json('{"a": [1, {"b": null}]}') == {"a": [1, {"b": None}]}
+
+
+@pytest.mark.parametrize("kind", FORBIDDEN)
+def test_what_is_neither_a_file_nor_a_folder_is_found(tmp_path, kind):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "file").write_text("x")
+    assert odd_file(tmp_path) is None
+    forbid(tmp_path / "a" / "b" / "odd", kind)
+    assert odd_file(tmp_path) == f"{tmp_path}/a/b/odd is {FORBIDDEN[kind]}, not a file"
+
+
+def test_a_folder_that_is_itself_a_link_is_fine(tmp_path):
+    (tmp_path / "a").mkdir()
+    os.symlink("a", tmp_path / "link")
+    assert odd_file(tmp_path / "link") is None
+    assert odd_file("s3://bucket/run") is None
