@@ -53,14 +53,14 @@ def make_train_step(
         `losses` has one entry per example of the batch, or is a scalar, their mean. Each
         entry of the dict `metrics` has one number or array per example, or is a scalar;
         its name is not `loss` or `nonfinite`. The step minimises the mean over examples.
-        If the batch is a dict, its entry `"weight"` says how much each example counts, in
-        the loss and in metrics, and `"loss_weight"` how much in the loss alone; both need
-        losses per example. Examples of weight 0 may contain nan, for which the loss
-        function gets 0; but an infinite slope at their finite values, such as that of a
-        root at 0, makes the gradient nan, because 0 times infinity is. For a model with
-        state, `model` is the pair `(model, state)`, and the new state is returned last:
-        `(losses, state)` or `(losses, metrics, state)`. If the step is given an `extra`,
-        it is the fourth argument.
+        If the batch is a dict, its entry `"__weight__"` says how much each example
+        counts, in the loss and in metrics, and `"__loss_weight__"` how much in the loss
+        alone; both need losses per example. Examples of weight 0 may contain nan, for
+        which the loss function gets 0; but an infinite slope at their finite values,
+        such as that of a root at 0, makes the gradient nan, because 0 times infinity is.
+        For a model with state, `model` is the pair `(model, state)`, and the new state is
+        returned last: `(losses, state)` or `(losses, metrics, state)`. If the step is
+        given an `extra`, it is the fourth argument.
     - `optim`: an optax optimizer, the one the state was made with. It gets gradients that
         point uphill, which for complex parameters are the conjugates of `jax.grad`'s.
     - `mesh`, `rule`, `trainable`, `precision`: by default those that

@@ -65,7 +65,7 @@ def by_hand(state, batch, weight):
 def test_a_step_equals_one_written_by_hand(mesh, rule, weight):
     state, train_step = setup(mesh, rule)
     batch = make_batch(weight=WEIGHTS[weight])
-    given = np.ones(32, np.float32) if WEIGHTS[weight] is None else batch["weight"]
+    given = np.ones(32, np.float32) if WEIGHTS[weight] is None else batch["__weight__"]
     loss, params, opt_state = by_hand(state, batch, given)
     state, metrics = train_step(state, batch)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
