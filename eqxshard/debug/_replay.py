@@ -59,7 +59,7 @@ def replay(dump: CrashDump) -> str:
         )
     return (
         "nothing: on one device, the loss and its gradients are finite; the cause may have "
-        "been rounding, or a faulty device."
+        "been the optimizer's update (look at its eps), rounding, or a faulty device."
     )
 
 

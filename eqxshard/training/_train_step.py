@@ -15,9 +15,17 @@ from ..sharding._rule import Rule
 from ..transforms._compiles import CompileLog, function_name
 from ..transforms._partition import Static
 from ._compile import Program
-from ._compiled_step import DONATED, CompiledStep, check_shardings
+from ._compiled_step import CompiledStep, check_shardings
 from ._config import Nonfinite, StepConfig, check_optim
-from ._extra import Signature, check_not_donated, copy_shared, copy_taken, take_extra
+from ._extra import (
+    DONATED,
+    Signature,
+    any_donated,
+    check_not_donated,
+    copy_shared,
+    copy_taken,
+    take_extra,
+)
 from ._in_flight import InFlight
 from ._inputs import ONE_BATCH, StepInput, several_batches
 from ._lint import StepLint
@@ -69,8 +77,9 @@ def make_train_step(
         in turn, to save memory. The result is that of the whole batch, whatever the
         weights; each microbatch gets a key of its own, and a model's state passes from
         one to the next.
-    - `nonfinite`: what to do if the loss or a gradient is not finite. `"skip"` leaves
-        parameters and optimizer state exactly as they were, counts the step in
+    - `nonfinite`: what to do if the loss, a gradient, or what the step would write is not
+        finite: a parameter, or what the optimizer and the model keep, where it was finite
+        before. `"skip"` leaves all of these exactly as they were, counts the step in
         `Metrics.nonfinite` and excludes it from means; `"raise"` waits for every step and
         raises (the state was donated, so continue from what you saved); `"ignore"` does
         not check.
@@ -255,18 +264,21 @@ class TrainStep:
         extra_arrays, signature = take_extra(extra)
         key = static, kind, signature
         compiled = self._ready.get(key) or self._prepare(state, batch, extra_arrays, key)
-        if extra_arrays:
-            check_not_donated(extra_arrays)
-            arrays = copy_taken(arrays, extra_arrays)
+        kind.check_ready(batch, compiled.mesh)
+        check_not_donated(extra_arrays)
+        # JAX 0.10 segfaults on deleted buffers. Only if somebody has read the state can
+        # others share its arrays; until then they are donated together, and the first one
+        # tells.
+        seen = arrays[:1] if state._values is None else arrays
+        if any_donated(seen):
+            raise ValueError(DONATED)
+        kept = [*jax.tree.leaves(batch), *extra_arrays]
+        arrays = copy_taken(seen, kept) + arrays[len(seen) :]
         self._in_flight.make_room()
         if state._flat is None:
             # Not from a step, so it may be anywhere.
             check_shardings(state, compiled.shardings)
             arrays = copy_shared(filter_shard(arrays, compiled.shardings))
-        elif arrays[0].is_deleted():
-            # JAX 0.10 segfaults on deleted buffers. One check suffices: all are donated
-            # together.
-            raise ValueError(DONATED)
         try:
             arrays, metrics = compiled.jitted(arrays, batch, extra_arrays)
         except (TypeError, ValueError):
@@ -327,6 +339,6 @@ def _raise_if_nonfinite(state: TrainState, metrics: Metrics, taken: int) -> None
     if steps.any():
         number = int(state.step) - taken + 1 + int(np.argmax(steps))
         raise FloatingPointError(
-            f"the loss or a gradient was not finite in step {number}; look at its batch, "
-            "or use nonfinite='skip' to leave such steps out."
+            f"the loss, a gradient or an update was not finite in step {number}; look at "
+            "its batch, or use nonfinite='skip' to leave such steps out."
         )
