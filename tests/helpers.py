@@ -100,7 +100,7 @@ def make_batch(rows=32, seed=0, weight=None):
         "x": rng.normal(size=(rows, 8)).astype(np.float32),
         "y": rng.normal(size=(rows, 4)).astype(np.float32),
     }
-    return batch if weight is None else {**batch, "weight": np.float32(weight)}
+    return batch if weight is None else {**batch, "__weight__": np.float32(weight)}
 
 
 def copied(tree):

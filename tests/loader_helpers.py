@@ -53,8 +53,8 @@ def read(loader, count=None):
 def rows(batch):
     """The examples of a batch, without padding."""
     x = np.asarray(batch["x"])
-    if "weight" in batch:
-        weight = np.asarray(batch["weight"])
+    if "__weight__" in batch:
+        weight = np.asarray(batch["__weight__"])
         assert weight.dtype == np.float32
         assert set(weight.tolist()) <= {0, 1}
         x = x[weight == 1]

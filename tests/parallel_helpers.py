@@ -126,7 +126,7 @@ def one_f_one_b(model, batch, key, microbatches, chunks=None):
         args=(batch["places"],),
         microbatches=microbatches,
         chunks=chunks,
-        weight=batch["weight"],
+        weight=batch["__weight__"],
         key=key,
     )
 
@@ -139,7 +139,7 @@ def mean_loss(schedule, model, batch, key, *sizes):
     losses = SCHEDULES[schedule](model, batch, key, *sizes)
     if losses.ndim == 0:
         return losses
-    return jnp.sum(losses * batch["weight"]) / jnp.sum(batch["weight"])
+    return jnp.sum(losses * batch["__weight__"]) / jnp.sum(batch["__weight__"])
 
 
 def make_mesh(**sizes):

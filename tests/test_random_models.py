@@ -161,7 +161,7 @@ def cases(draw):
 def make_batch(seed, weight):
     rng = np.random.default_rng(seed)
     batch = {name: rng.uniform(-1, 1, ROWS).astype(np.float32) for name in "xy"}
-    return batch if weight is None else {**batch, "weight": weight.astype(np.float32)}
+    return batch if weight is None else {**batch, "__weight__": weight.astype(np.float32)}
 
 
 # Training, by eqxshard and by hand
@@ -336,8 +336,8 @@ def test_errors_are_larger_than_the_bound_on_rounding(dtype):
     compare(trained, train_by_hand(case))
     wrong = {
         "a lost gradient": {"trainable": {"a": True, "b": False}},
-        "a doubled example": {"weight": weight + (np.arange(ROWS) == 3)},
-        "a lost shard": {"weight": weight * (np.arange(ROWS) < ROWS - 4)},
+        "a doubled example": {"__weight__": weight + (np.arange(ROWS) == 3)},
+        "a lost shard": {"__weight__": weight * (np.arange(ROWS) < ROWS - 4)},
         "swapped arrays": {"model": {"a": model["b"], "b": model["a"]}},
     }
     for change in wrong.values():

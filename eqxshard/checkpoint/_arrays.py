@@ -17,8 +17,7 @@ from jaxtyping import Array, PyTree
 
 from ..sharding._leaves import array_leaves, format_array, is_key
 from ..sharding._text import first_few
-from ..training._compiled_step import DONATED
-from ..training._extra import any_donated
+from ..training._extra import DONATED, any_donated
 from ..transforms._partition import Static, partition
 from ._object_store import ARRAYS, Upload, context, is_remote, kvstore
 

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Int
 from ._random import ExampleRandom, RandomTransform, example_keys
 from ._samplers import InParts, Sampler, count_repeats, sample
 from ._sources import Source
+from ._weights import WEIGHT
 
 #: How many rows of an epoch are computed at a time, if they need not be all.
 _STRETCH_ROWS = 2**16
@@ -134,7 +135,7 @@ class HostBatches:
             for name, array in arrays.items()
         }
         weight = jax.ShapeDtypeStruct((self.batch_size,), np.float32)
-        return {"weight": weight} | found if self.pads else found
+        return {WEIGHT: weight} | found if self.pads else found
 
     def everything(self) -> dict[str, np.ndarray]:
         """All the examples of the source, in its order."""
@@ -159,14 +160,14 @@ class HostBatches:
             _check_rows("the transform", arrays, size)
         arrays = {name: np.asarray(array) for name, array in arrays.items()}
         check_dtypes(arrays, "use a transform that converts it to numbers, or drops it")
-        if self.pads and "weight" in arrays:
-            weight = arrays["weight"]
+        if self.pads and WEIGHT in arrays:
+            weight = arrays[WEIGHT]
             if weight.shape != (size,):
                 raise ValueError(
-                    f"'weight' has shape {weight.shape} for {size} examples; give one "
+                    f"{WEIGHT!r} has shape {weight.shape} for {size} examples; give one "
                     "number per example, or use another name."
                 )
-            arrays = arrays | {"weight": np.where(real, weight, 0).astype(np.float32)}
+            arrays = arrays | {WEIGHT: np.where(real, weight, 0).astype(np.float32)}
         return HostBatch(arrays, real)
 
     def _random(self, step: int, rows: Int[np.ndarray, " rows"]) -> ExampleRandom | None:

@@ -56,9 +56,9 @@ class Loader:
     - `epochs`: the number of epochs, counted from step 0; endless by default.
     - `remainder`: what to do with the last examples of an epoch if `batch_size` does not
         divide its length. `"pad"` fills the batch up with rows of weight 0, and gives
-        every batch a float32 entry `"weight"` (if the source has one, padding sets it to
-        0); `"drop"` leaves the examples out; `"error"` raises at once. If it divides, no
-        batch gets a `"weight"`.
+        every batch a float32 entry `"__weight__"` (if the source has one, padding sets it
+        to 0); `"drop"` leaves the examples out; `"error"` raises at once. If it divides,
+        no batch gets a `"__weight__"`.
     - `transform`: called with a dict of NumPy arrays, the rows of a batch that this
         process holds; returns one with the same number of rows, which must not change
         afterwards. It runs in the loader's thread, or in its workers. An

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from ._host import Chunks, HostBatch, HostBatches, check_integers
+from ._weights import WEIGHT
 
 #: Passing something from one thread to another costs as much as gathering a batch of
 #: small images, so small batches are gathered and passed on together.
@@ -46,8 +47,8 @@ class HostPipeline:
                 # Here and not ahead, as jax.enable_x64 may hold for this thread only.
                 check_integers(arrays)
                 batch = {name: self._place(array) for name, array in arrays.items()}
-                if self._host.pads and "weight" not in batch:
-                    batch["weight"] = self._weight(real)
+                if self._host.pads and WEIGHT not in batch:
+                    batch[WEIGHT] = self._weight(real)
                 yield batch
 
     def _host_batches(self, steps: range) -> Generator[HostBatch, None, None]:

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 from ..sharding._mesh import batch_sharding
 from ..sharding._placement import filter_shard
 from ._host import HostBatches, check_integers
+from ._weights import WEIGHT
 
 
 class DeviceBatches(eqx.Module):
@@ -37,9 +38,9 @@ class DeviceBatches(eqx.Module):
         batch = {name: jnp.take(x, rows, axis=0) for name, x in self.examples.items()}
         if self.weight is not None:
             weight = self.weight[step]
-            if "weight" in batch:
-                weight = jnp.where(weight == 0, weight, batch["weight"])
-            batch["weight"] = weight
+            if WEIGHT in batch:
+                weight = jnp.where(weight == 0, weight, batch[WEIGHT])
+            batch[WEIGHT] = weight
         return filter_shard(batch, batch_sharding(mesh))
 
 

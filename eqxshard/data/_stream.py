@@ -17,6 +17,7 @@ from ..distributed import assert_same_on_all_processes, spans_processes
 from ..sharding._mesh import batch_sharding, check_batch_size
 from ._host import check_dtypes, check_integers
 from ._pipeline import place_rows, positions_on_this_process
+from ._weights import WEIGHT
 
 Batch = Mapping[str, Any]
 _Arrays = dict[str, np.ndarray]
@@ -91,8 +92,8 @@ class Stream:
             raise ValueError(
                 f"the batch of step {step} has the shapes {shapes}, and the first one had "
                 f"{self._shapes}; give all batches the same shapes, by dropping the last "
-                "one of an epoch (drop_last=True), or by padding it with rows of 'weight' "
-                "0."
+                "one of an epoch (drop_last=True), or by padding it with rows whose "
+                f"{WEIGHT!r} is 0."
             )
         return rows
 

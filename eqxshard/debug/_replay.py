@@ -60,7 +60,7 @@ def replay(dump: CrashDump, loss_fn: Callable[..., Any]) -> str:
         )
     return (
         "nothing: on one device, the loss and its gradients are finite; the cause may have "
-        "been rounding, or a faulty device."
+        "been the optimizer's update (look at its eps), rounding, or a faulty device."
     )
 
 

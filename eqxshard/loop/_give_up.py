@@ -25,8 +25,8 @@ def give_up(
 ) -> NoReturn:
     """Write a crash dump of the first of some steps; raise `FloatingPointError`."""
     message = (
-        f"the loss or a gradient of {len(steps)} steps in a row, from step {steps[0]} on, "
-        "was not finite"
+        f"the loss, a gradient or an update of {len(steps)} steps in a row, from step "
+        f"{steps[0]} on, was not finite"
     )
     if checkpointer is None:
         raise FloatingPointError(

@@ -66,7 +66,7 @@ def pipeline_loss(
     - `head`: the trained part after the layers: a module, or any PyTree.
     - `target`: everything else the loss needs from the batch: a PyTree of arrays of
         leading size batch.
-    - `weight`: how much each example counts, such as `batch["weight"]`; 1 by default.
+    - `weight`: how much each example counts, such as `batch["__weight__"]`; 1 by default.
 
     **Returns:**
 

@@ -14,7 +14,7 @@ from ..sharding._mesh import format_sharding
 from ..transforms._compiles import CompileLog, Watch, function_name
 from ._compile import Program, jit_on
 from ._config import ResolvedConfig, StepConfig
-from ._extra import Signature
+from ._extra import DONATED, Signature, any_donated
 from ._gradients import LossInputs
 from ._inputs import StepInput, is_elsewhere
 from ._layout import fetch_offloaded, make_layout, offload_to_host
@@ -22,11 +22,6 @@ from ._lint import argument, lint_model, lint_program
 from ._metrics import Metrics
 from ._state import TrainState, flatten_state, split_model
 from ._update import update_state
-
-DONATED = (
-    "this state was donated to an earlier step, and its model with it; use the state that "
-    "the step returned."
-)
 
 
 class CompiledStep:
@@ -43,7 +38,10 @@ class CompiledStep:
         arrays, static = flatten_state(state)
         self._config = config = config.of(state, arrays)
         self._kind = kind
-        mesh = config.mesh
+        #: The mesh that it runs on.
+        self.mesh = mesh = config.mesh
+        if extra is not None:
+            extra.check_on(mesh, "extra")
         params, _ = split_model(state.model, config.trainable)
         _check_optimizer(config, state, params)
         layout = make_layout(state.model, params, state.opt_state, mesh, config.rule)
@@ -113,13 +111,13 @@ class CompiledStep:
 
     def check_shapes(self, batch: PyTree) -> None:
         """Raise `ValueError` unless the rows of a batch divide over the mesh."""
-        self._kind.check_shapes(batch, self._config.mesh, self._config.accumulate)
+        self._kind.check_shapes(batch, self.mesh, self._config.accumulate)
 
     def check_inputs(self, state: TrainState, batch: PyTree) -> None:
         """Raise `ValueError` if a state or a batch does not fit this step."""
         self.check_shapes(batch)
         check_shardings(state, self.shardings)
-        self._kind.check_placement(batch, self._config.mesh)
+        self._kind.check_placement(batch, self.mesh)
 
 
 def _abstract(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
@@ -129,9 +127,10 @@ def _abstract(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
 
 def check_shardings(state: TrainState, shardings: list[NamedSharding]) -> None:
     """Refuse a donated state, and one that is sharded by another mesh or rule."""
-    for (path, leaf), wanted in zip(array_leaves(state), shardings, strict=True):
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            raise ValueError(DONATED)
+    leaves = array_leaves(state)
+    if any_donated(leaf for _, leaf in leaves):
+        raise ValueError(DONATED)
+    for (path, leaf), wanted in zip(leaves, shardings, strict=True):
         if is_elsewhere(leaf, wanted):
             raise ValueError(
                 f"{path} is sharded as {format_sharding(leaf.sharding)}, and the step "

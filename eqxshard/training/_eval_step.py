@@ -16,7 +16,6 @@ from ..sharding._placement import assign_shardings
 from ..sharding._rule import Rule
 from ..transforms._compiles import CompileLog, Watch, function_name
 from ._compile import jit_on
-from ._compiled_step import DONATED
 from ._config import mesh_of
 from ._examples import (
     check_metric_names,
@@ -24,7 +23,7 @@ from ._examples import (
     example_weights,
     sum_over_examples,
 )
-from ._extra import Signature, any_donated
+from ._extra import DONATED, Signature, any_donated
 from ._gradients import step_context
 from ._in_flight import InFlight
 from ._inputs import ONE_BATCH, StepInput, several_batches
@@ -166,6 +165,7 @@ class EvalStep:
         ready = self._ready.get((signature, kind))
         mesh, jitted = ready or self._compile(arrays, signature, kind)
         kind.check_shapes(batch, mesh, 1)
+        kind.check_ready(batch, mesh)
         if ready is None:
             self._prepare(arrays, signature, kind, batch)
         self._in_flight.make_room()
@@ -211,6 +211,7 @@ class EvalStep:
         compiled = self._compiled.get(key)
         if compiled is None:
             mesh = mesh_of(arrays, self._mesh, "model")
+            signature.check_on(mesh, "model")
             compiled = self._compiled[key] = mesh, self._jit(signature, kind, mesh)
         return compiled
 

@@ -10,12 +10,10 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, PyTree
 
+from ..data._weights import LOSS_WEIGHT, WEIGHT
 from ..sharding._mesh import batch_sharding
 from ..sharding._placement import filter_shard
 from ..transforms._dtypes import at_least_float32
-
-#: The entries of a batch that weigh its examples: in everything, and in the loss alone.
-WEIGHT, LOSS_WEIGHT = "weight", "loss_weight"
 
 
 def has_entry(batch: PyTree, name: str) -> bool:
@@ -147,7 +145,7 @@ def check_scalars(
 
 _REMEDIES = {
     WEIGHT: ", so padding would count; return one value per example, or make the loader "
-    "with remainder='drop' (weights of the source's own can be called 'loss_weight')",
+    f"with remainder='drop' (weights of the source's own can be called {LOSS_WEIGHT!r})",
     LOSS_WEIGHT: "; return one loss per example, or leave that entry out",
 }
 

@@ -9,7 +9,13 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
 from ..sharding._leaves import is_key
+from ..sharding._mesh import describe_mesh
 from ..transforms._partition import Static, partition
+
+DONATED = (
+    "this state was donated to an earlier step, and its model with it; use the state that "
+    "the step returned."
+)
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,15 @@ class Signature:
         """The arrays of an argument, and its signature; `name` is for errors."""
         arrays, static = partition(argument, name)
         return arrays, Signature(static, tuple(map(_sharding_on_mesh, arrays)))
+
+    def check_on(self, mesh: Mesh, name: str) -> None:
+        """Refuse arrays on other devices than those of a step's mesh."""
+        for sharding in self.shardings:
+            if sharding and [*sharding.mesh.devices.flat] != [*mesh.devices.flat]:
+                raise ValueError(
+                    f"the {name} is on {describe_mesh(sharding.mesh)}, and the step on "
+                    f"{describe_mesh(mesh)}; make both with the same mesh."
+                )
 
     def storage(self) -> PyTree[NamedSharding | None]:
         """`shardings` as a PyTree like the argument itself."""

@@ -10,13 +10,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int, PyTree
 
+from ..data._weights import LOSS_WEIGHT, WEIGHT
 from ..sharding._mesh import batch_sharding
 from ..sharding._placement import filter_shard
 from ..transforms._dtypes import at_least_float32
 from ._config import ResolvedConfig
 from ._examples import (
-    LOSS_WEIGHT,
-    WEIGHT,
     check_metric_names,
     check_scalars,
     example_loss_weights,
@@ -121,8 +120,8 @@ def _measure(
     if model_state is not None and has_entry(batch, WEIGHT):
         raise ValueError(
             "the model has state, such as BatchNorm's, which padded rows (the batch has "
-            "'weight') would change; make the loader with remainder='drop', or call "
-            "weights of the loss 'loss_weight'."
+            f"{WEIGHT!r}) would change; make the loader with remainder='drop', or call "
+            f"weights of the loss {LOSS_WEIGHT!r}."
         )
     with step_context(
         (model, inputs.extra),

@@ -1,82 +1,188 @@
 """The guard against steps that are not finite: find them, and keep the old state."""
 
-from collections.abc import Callable
+import collections
+import functools as ft
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int, PyTree
 
+from ..sharding._leaves import is_inexact
 from ..sharding._mesh import is_on_cpus
 from ..sharding._spec import spec_axes
 
-#: On CPUs, leaves with fewer elements are checked together: with a reduction for each, a
+#: On CPUs, arrays with fewer elements are checked together: with a reduction for each, a
 #: small model would take longer to check than to update.
 _SMALL = 2**13
-#: Elsewhere, so many leaves of any size are.
-_TOGETHER = 64
+#: Elsewhere, so many arrays are checked together, as XLA reads no more than 96 in a kernel.
+_TOGETHER = 80
+#: There, an array with so many elements has a kernel of its own.
+_LARGE = 2**20
+#: What makes an update too expensive to be computed twice.
+_EXPENSIVE = {"dot_general", "scan", "while", "cholesky", "eigh", "lu", "qr", "svd"}
 
 
-def all_finite(
-    grads: PyTree, shardings: PyTree[NamedSharding | None], mesh: Mesh
-) -> Bool[Array, ""]:
-    """Whether no gradient is infinite or nan. Each device checks its own shards."""
+class Written(NamedTuple):
+    """An array that a step computes.
+
+    - `new`: the array.
+    - `old`: what it takes the place of; `None` for a gradient.
+    - `sharding`: that of both.
+    """
+
+    new: Any
+    old: Any
+    sharding: NamedSharding
+
+
+def written(
+    new: PyTree, old: PyTree, shardings: PyTree[NamedSharding | None]
+) -> list[Written]:
+    """The arrays of a PyTree, for `all_finite`; `old` is `None` for gradients."""
+    arrays = [*filter(eqx.is_array, jax.tree.leaves(new))]
+    olds = [*filter(eqx.is_array, jax.tree.leaves(old))] or [None] * len(arrays)
+    parts = zip(arrays, olds, jax.tree.leaves(shardings), strict=True)
+    return [Written(*each) for each in parts]
+
+
+def all_finite(arrays: Iterable[Written], mesh: Mesh) -> Bool[Array, ""]:
+    """Whether no new array is infinite or nan where the old one was finite.
+
+    (The best loss so far, in the state of an optimizer, may be infinite at first.) Each
+    device checks its own shards.
+    """
     # XLA fails on per-device code whose arguments are all of size 0.
-    parts = zip(jax.tree.leaves(grads), jax.tree.leaves(shardings), strict=True)
-    found = [(leaf, sharding.spec) for leaf, sharding in parts if leaf.size]
+    found = [each for each in arrays if is_inexact(each.new) and each.new.size]
     if not found:
         return jnp.array(True)
-    leaves, specs = map(list, zip(*found))
+    new, old, shardings = map(list, zip(*found))
+    specs = [sharding.spec for sharding in shardings]
+    places = _places(new, old, specs)
     used = {axis for spec in specs for axis in spec_axes(spec)}
     # In the mesh's order: a set's would differ from one process to the next.
     axes = tuple(axis for axis in mesh.axis_names if axis in used)
 
-    def count_bad(leaves: list[Array]) -> Int[Array, ""]:
-        bad = jnp.int32(0)
-        large, groups = _groups(leaves, is_on_cpus(mesh))
-        for leaf in large:
-            # A product with 0 is nan if it is not 0. XLA:CPU multiplies by a vector as fast
-            # as it can read, and takes three times as long to look at each element.
-            rows = leaf.reshape(-1, leaf.shape[-1])
-            zeros = jnp.zeros(leaf.shape[-1], leaf.dtype)
-            bad += (jnp.sum(rows @ zeros) != 0).astype(jnp.int32)
-        for group in groups:
-            finite = jnp.concatenate([jnp.isfinite(leaf).ravel() for leaf in group])
-            bad += jnp.any(~finite).astype(jnp.int32)
-        return jax.lax.psum(bad, axes) if axes else bad
+    def count_bad(new: list[Array], old: list[Array | None]) -> Int[Array, ""]:
+        together = collections.defaultdict(list)
+        for place, leaf, before in zip(places, new, old):
+            bad = ~jnp.isfinite(leaf)
+            together[place].append(bad if before is None else bad & jnp.isfinite(before))
+        groups = _cpu_groups if is_on_cpus(mesh) else _gpu_groups
+        count = sum(jnp.any(x).astype(jnp.int32) for x in groups([*together.values()]))
+        return jax.lax.psum(count, axes) if axes else count
 
-    in_specs, whole = (specs,), PartitionSpec()
+    in_specs = specs, [spec if leaf is not None else None for spec, leaf in zip(specs, old)]
+    whole = PartitionSpec()
     count = jax.shard_map(count_bad, mesh=mesh, in_specs=in_specs, out_specs=whole)
-    return count(leaves) == 0
+    return count(new, old) == 0
 
 
-def _groups(leaves: list[Array], on_cpus: bool) -> tuple[list[Array], list[list[Array]]]:
-    """The leaves to read one by one, and those that one reduction reads."""
-    if not on_cpus:
-        # XLA reads them all in the kernel that reduces them, unless there are too many.
-        starts = range(0, len(leaves), _TOGETHER)
-        return [], [leaves[i : i + _TOGETHER] for i in starts]
-    # XLA:CPU first copies what is to be reduced together.
-    small = [leaf for leaf in leaves if leaf.size < _SMALL]
-    return [leaf for leaf in leaves if leaf.size >= _SMALL], [small] if small else []
+def _places(
+    new: Sequence[Array], old: Sequence[Array | None], specs: Sequence[PartitionSpec]
+) -> list[tuple[Any, ...]]:
+    """For each array a name that it shares with those to read in the same pass.
+
+    These are a gradient, its parameter and what the optimizer keeps for it: the arrays of
+    one kind come in the order of the gradients of that kind.
+    """
+    kinds = [(leaf.shape, spec) for leaf, spec in zip(new, specs)]
+    gradients = collections.Counter(kind for kind, leaf in zip(kinds, old) if leaf is None)
+    seen: collections.Counter[Any] = collections.Counter()
+    places = []
+    for kind in kinds:
+        places.append((kind, seen[kind] % max(gradients[kind], 1)))
+        seen[kind] += 1
+    return places
+
+
+def _cpu_groups(places: list[list[Array]]) -> list[Array]:
+    """What to reduce, one by one. XLA:CPU first copies what is reduced together."""
+    leaves = [ft.reduce(operator.or_, place) for place in places]
+    small = [leaf.ravel() for leaf in leaves if leaf.size < _SMALL]
+    large = [leaf for leaf in leaves if leaf.size >= _SMALL]
+    return [*large, jnp.concatenate(small)] if small else large
+
+
+def _gpu_groups(places: list[list[Array]]) -> list[Array]:
+    """What to reduce, one by one: few kernels, whatever the number of arrays."""
+    groups: list[list[Array]] = []
+    count = _TOGETHER
+    for place in places:
+        if count + len(place) > _TOGETHER:
+            groups.append([])
+            count = 0
+        count += len(place)
+        bad = ft.reduce(operator.or_, place)
+        # A kernel of its own, without which the whole mask would be written down.
+        bad = jnp.any(bad, axis=-1) if bad.size >= _LARGE else bad
+        groups[-1].append(bad.ravel())
+    # Behind barriers, as XLA would reduce each leaf by itself.
+    masks = [jax.lax.optimization_barrier(jnp.concatenate(group)) for group in groups]
+    longest = max(mask.size for mask in masks)
+    padded = [jnp.pad(mask, (0, longest - mask.size)) for mask in masks]
+    return [ft.reduce(operator.or_, padded)]
 
 
 def select_update(
-    condition: Bool[Array, ""], update: Callable[[], PyTree], old: PyTree, mesh: Mesh
+    finite: Bool[Array, ""],
+    update: "Update",
+    new: PyTree,
+    old: PyTree,
+    mesh: Mesh,
 ) -> PyTree:
-    """The new values if the condition holds; otherwise the old ones, bit for bit."""
+    """The new values if they are finite; otherwise the old ones, bit for bit.
+
+    `new` is what `update` returned.
+    """
     if is_on_cpus(mesh):
         # With a select, XLA:CPU would copy the optimizer's state, because it has no
-        # kernel that writes several results at once.
+        # kernel that writes several results at once. A cheap update is computed again, in
+        # the place of the old values, rather than kept until it is known to be finite.
         arrays, static = eqx.partition(old, eqx.is_array)
-        new = jax.lax.cond(
-            condition, lambda: eqx.filter(update(), eqx.is_array), lambda: arrays
+        make = (lambda: new) if update.is_expensive() else update
+        taken = jax.lax.cond(
+            finite, lambda: eqx.filter(make(), eqx.is_array), lambda: arrays
         )
-        return eqx.combine(new, static)
+        return eqx.combine(taken, static)
     # With a branch, a GPU would wait for the host to decide.
     return jax.tree.map(
-        lambda new, old: jnp.where(condition, new, old) if eqx.is_array(new) else old,
-        update(),
+        lambda new, old: jnp.where(finite, new, old) if eqx.is_array(new) else old,
+        new,
         old,
+    )
+
+
+class Update:
+    """An update, which is traced once and can be computed twice."""
+
+    def __init__(self, update: Callable[[], PyTree]):
+        def arrays() -> PyTree:
+            found, self._static = eqx.partition(update(), eqx.is_array)
+            return found
+
+        self._jaxpr, shapes = jax.make_jaxpr(arrays, return_shape=True)()
+        self._structure = jax.tree.structure(shapes)
+
+    def __call__(self) -> PyTree:
+        """The new values."""
+        arrays = jax.tree.unflatten(self._structure, core.jaxpr_as_fun(self._jaxpr)())
+        return eqx.combine(arrays, self._static)
+
+    def is_expensive(self) -> bool:
+        """Whether it does more than to read each array a few times."""
+        return _has(self._jaxpr.jaxpr, _EXPENSIVE)
+
+
+def _has(jaxpr: Any, primitives: set[str]) -> bool:
+    """Whether a jaxpr, or one inside of it, has an equation of one of some primitives."""
+    return any(
+        eqn.primitive.name in primitives
+        or any(_has(inner, primitives) for inner in core.jaxprs_in_params(eqn.params))
+        for eqn in jaxpr.eqns
     )

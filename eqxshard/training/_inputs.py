@@ -43,6 +43,22 @@ class StepInput(abc.ABC):
     def check_placement(self, batch: PyTree, mesh: Mesh) -> None:
         """Raise `ValueError` if a batch is committed elsewhere than the step takes it."""
 
+    def check_ready(self, batch: PyTree, mesh: Mesh) -> None:
+        """Raise `ValueError` if a batch was donated, or is committed elsewhere.
+
+        JAX 0.10 ends the process on either.
+        """
+        wanted, leaves = self.sharding(mesh), jax.tree.leaves(batch)
+        arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
+        if any(array.is_deleted() for array in arrays):
+            raise ValueError(
+                "an array of the batch was deleted, or donated to an earlier call; make "
+                "the batch anew, or copy the array before it is donated."
+            )
+        # The usual case is quick to tell.
+        if any(array.sharding != wanted for array in arrays):
+            self.check_placement(batch, mesh)
+
     @abc.abstractmethod
     def program(self, step: str, batch: PyTree) -> str:
         """What users call the program for a batch, whose first compile is expected.
@@ -98,8 +114,9 @@ class _Batch(StepInput):
             if is_elsewhere(leaf, wanted):
                 raise ValueError(
                     f"batch entry {leaf_path(path)} is sharded as "
-                    f"{format_sharding(leaf.sharding)}; place it with "
-                    "filter_shard(batch, batch_sharding(mesh))."
+                    f"{format_sharding(leaf.sharding)}, and the step takes it as "
+                    f"{format_sharding(wanted)}; make the loader with the step's mesh, or "
+                    "place it with filter_shard(batch, batch_sharding(mesh))."
                 )
 
     def program(self, step: str, batch: PyTree) -> str:

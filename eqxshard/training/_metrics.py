@@ -22,7 +22,7 @@ class Metrics(eqx.Module):
         array (such as a confusion matrix); one entry per step if several steps are
         stacked.
     - `weight`: the sum of the weights: the number of examples, padding excluded.
-    - `nonfinite`: 1 for a step whose loss or gradients were not finite, else 0.
+    - `nonfinite`: 1 for a step whose loss, gradients or update were not finite, else 0.
     """
 
     totals: Mapping[str, Float[Array | np.ndarray, "*steps_and_value"]]

@@ -26,8 +26,9 @@ class Precision:
     not finite, which is skipped.
 
     - `compute`: the type of the model, and of the batch's floating-point entries other
-        than `"weight"` and `"loss_weight"`, inside the loss function; `None` to leave each
-        as it is, such as a frozen base in bfloat16 beside trained parameters in float32.
+        than `"__weight__"` and `"__loss_weight__"`, inside the loss function; `None` to
+        leave each as it is, such as a frozen base in bfloat16 beside trained parameters in
+        float32.
     - `params`: the type of trained parameters between steps, and so of gradients and
         optimizer state. Frozen arrays keep their own.
     - `initial_scale`, `scale_every`: the initial loss scale of float16, and after how many

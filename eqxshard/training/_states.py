@@ -7,6 +7,7 @@ import jax
 from jaxtyping import PyTree
 
 from ..sharding._leaves import array_leaves, leaf_path
+from ._extra import DONATED, any_donated
 from ._state import TrainState, split_model, with_state
 
 
@@ -19,8 +20,8 @@ def step_of(states: PyTree[Any]) -> int:
 
     **Raises:**
 
-    `TypeError` if there is no state; `ValueError` naming those that took other numbers of
-    steps than the first.
+    `TypeError` if there is no state; `ValueError` if one was donated, or naming those that
+    took other numbers of steps than the first.
     """
     found = jax.tree_util.tree_leaves_with_path(states, is_leaf=_is_state)
     others = [leaf for _, leaf in found if not _is_state(leaf)]
@@ -29,6 +30,8 @@ def step_of(states: PyTree[Any]) -> int:
             f"a {type(others[0] if others else states).__name__} is not a TrainState; make "
             "one with init_state."
         )
+    if any_donated(state.step for _, state in found):
+        raise ValueError(DONATED)
     steps = {leaf_path(path): int(state.step) for path, state in found}
     if len(set(steps.values())) > 1:
         says = ", ".join(f"{path} is at step {step}" for path, step in steps.items())

@@ -15,9 +15,17 @@ from ..sharding._rule import Rule
 from ..transforms._compiles import CompileLog, function_name
 from ..transforms._partition import Static
 from ._compile import Program
-from ._compiled_step import DONATED, CompiledStep, check_shardings
+from ._compiled_step import CompiledStep, check_shardings
 from ._config import Nonfinite, StepConfig, check_optim
-from ._extra import Signature, check_not_donated, copy_shared, copy_taken, take_extra
+from ._extra import (
+    DONATED,
+    Signature,
+    any_donated,
+    check_not_donated,
+    copy_shared,
+    copy_taken,
+    take_extra,
+)
 from ._in_flight import InFlight
 from ._inputs import ONE_BATCH, StepInput, several_batches
 from ._lint import StepLint
@@ -58,14 +66,14 @@ def make_train_step(
         `losses` has one entry per example of the batch, or is a scalar, their mean. Each
         entry of the dict `metrics` has one number or array per example, or is a scalar;
         its name is not `loss` or `nonfinite`. The step minimises the mean over examples.
-        If the batch is a dict, its entry `"weight"` says how much each example counts, in
-        the loss and in metrics, and `"loss_weight"` how much in the loss alone; both need
-        losses per example. Examples of weight 0 may contain nan, for which the loss
-        function gets 0; but an infinite slope at their finite values, such as that of a
-        root at 0, makes the gradient nan, because 0 times infinity is. For a model with
-        state, `model` is the pair `(model, state)`, and the new state is returned last:
-        `(losses, state)` or `(losses, metrics, state)`. If the step is given an `extra`,
-        it is the fourth argument.
+        If the batch is a dict, its entry `"__weight__"` says how much each example
+        counts, in the loss and in metrics, and `"__loss_weight__"` how much in the loss
+        alone; both need losses per example. Examples of weight 0 may contain nan, for
+        which the loss function gets 0; but an infinite slope at their finite values,
+        such as that of a root at 0, makes the gradient nan, because 0 times infinity is.
+        For a model with state, `model` is the pair `(model, state)`, and the new state is
+        returned last: `(losses, state)` or `(losses, metrics, state)`. If the step is
+        given an `extra`, it is the fourth argument.
     - `optim`: an optax optimizer, the one the state was made with. It gets gradients that
         point uphill, which for complex parameters are the conjugates of `jax.grad`'s.
     - `mesh`, `rule`, `trainable`, `precision`: by default those that
@@ -74,8 +82,9 @@ def make_train_step(
         in turn, to save memory. The result is that of the whole batch, whatever the
         weights; each microbatch gets a key of its own, and a model's state passes from
         one to the next.
-    - `nonfinite`: what to do if the loss or a gradient is not finite. `"skip"` leaves
-        parameters and optimizer state exactly as they were, counts the step in
+    - `nonfinite`: what to do if the loss, a gradient, or what the step would write is not
+        finite: a parameter, or what the optimizer and the model keep, where it was finite
+        before. `"skip"` leaves all of these exactly as they were, counts the step in
         `Metrics.nonfinite` and excludes it from means; `"raise"` waits for every step and
         raises (the state was donated, so continue from what you saved); `"ignore"` does
         not check.
@@ -260,18 +269,21 @@ class TrainStep:
         extra_arrays, signature = take_extra(extra)
         key = static, kind, signature
         compiled = self._ready.get(key) or self._prepare(state, batch, extra_arrays, key)
-        if extra_arrays:
-            check_not_donated(extra_arrays)
-            arrays = copy_taken(arrays, extra_arrays)
+        kind.check_ready(batch, compiled.mesh)
+        check_not_donated(extra_arrays)
+        # JAX 0.10 segfaults on deleted buffers. Only if somebody has read the state can
+        # others share its arrays; until then they are donated together, and the first one
+        # tells.
+        seen = arrays[:1] if state._values is None else arrays
+        if any_donated(seen):
+            raise ValueError(DONATED)
+        kept = [*jax.tree.leaves(batch), *extra_arrays]
+        arrays = copy_taken(seen, kept) + arrays[len(seen) :]
         self._in_flight.make_room()
         if state._flat is None:
             # Not from a step, so it may be anywhere.
             check_shardings(state, compiled.shardings)
             arrays = copy_shared(filter_shard(arrays, compiled.shardings))
-        elif arrays[0].is_deleted():
-            # JAX 0.10 segfaults on deleted buffers. One check suffices: all are donated
-            # together.
-            raise ValueError(DONATED)
         try:
             arrays, metrics = compiled.jitted(arrays, batch, extra_arrays)
         except (TypeError, ValueError):
@@ -332,6 +344,6 @@ def _raise_if_nonfinite(state: TrainState, metrics: Metrics, taken: int) -> None
     if steps.any():
         number = int(state.step) - taken + 1 + int(np.argmax(steps))
         raise FloatingPointError(
-            f"the loss or a gradient was not finite in step {number}; look at its batch, "
-            "or use nonfinite='skip' to leave such steps out."
+            f"the loss, a gradient or an update was not finite in step {number}; look at "
+            "its batch, or use nonfinite='skip' to leave such steps out."
         )

@@ -3,6 +3,7 @@
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
@@ -10,7 +11,7 @@ from jaxtyping import Array, Int, PyTree
 from ..sharding._placement import filter_shard
 from ._config import ResolvedConfig, takes_value
 from ._gradients import Gradients, LossInputs, compute_gradients
-from ._guard import all_finite, select_update
+from ._guard import Update, all_finite, select_update, written
 from ._metrics import Metrics
 from ._norms import norms
 from ._state import TrainState, split_model
@@ -36,20 +37,29 @@ def update_state(
     params, frozen = split_model(state.model, config.trainable)
     old = filter_shard(params, layout.update), state.opt_state, state.model_state
 
-    def update() -> tuple[PyTree, PyTree, PyTree]:
+    def apply() -> tuple[PyTree, PyTree, PyTree]:
         return apply_gradients(config.optim, gradients, *old[:2])
 
     nonfinite: Int[Array, ""] = jnp.zeros((), jnp.int32)
     loss_scale: Any = state.loss_scale
     if config.nonfinite == "ignore":
-        params, opt_state, model_state = update()
+        params, opt_state, model_state = apply()
     else:
-        finite = all_finite(gradients.grads, layout.update, config.mesh)
-        finite &= jnp.isfinite(gradients.loss)
-        params, opt_state, model_state = select_update(finite, update, old, config.mesh)
+        update = Update(apply)
+        new = update()
+        whole = jax.tree.map(lambda _: layout.whole, eqx.filter(old[2], eqx.is_array))
+        grads = written(gradients.grads, None, layout.update)
+        values = written(new, old, (layout.update, layout.opt_state, whole))
+        loss_is_finite = jnp.isfinite(gradients.loss)
+        finite = all_finite([*grads, *values], config.mesh) & loss_is_finite
+        params, opt_state, model_state = select_update(
+            finite, update, new, old, config.mesh
+        )
         nonfinite = 1 - finite.astype(jnp.int32)
         if loss_scale is not None:
-            loss_scale = loss_scale.after(finite, config.precision)
+            # Another scale helps against gradients that do not fit, not against updates.
+            fits = all_finite(grads, config.mesh) & loss_is_finite
+            loss_scale = loss_scale.after(fits, config.precision)
     state = TrainState(
         step=state.step + 1,
         model=eqx.combine(params, frozen),

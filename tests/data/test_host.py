@@ -93,19 +93,19 @@ def test_without_epochs_there_is_no_end():
 
 def test_weights_of_the_source_are_kept_and_those_of_padding_are_0():
     source = eqxshard.data.ArraySource(
-        {"x": np.arange(10, dtype=np.int32), "weight": np.linspace(1, 2, 10)}
+        {"x": np.arange(10, dtype=np.int32), "__weight__": np.linspace(1, 2, 10)}
     )
     loader = loader_of(source, shuffle=False, epochs=1)
-    first, last = (np.asarray(batch["weight"]) for batch in loader)
+    first, last = (np.asarray(batch["__weight__"]) for batch in loader)
     assert first.dtype == last.dtype == np.float32
     np.testing.assert_allclose(first, np.linspace(1, 2, 10)[:8], rtol=1e-6)
     np.testing.assert_allclose(last, [17 / 9, 2, 0, 0, 0, 0, 0, 0], rtol=1e-6)
 
 
 def test_padding_has_weight_0_even_if_the_source_has_nan():
-    source = eqxshard.data.ArraySource({"weight": np.array([np.nan] + [1.0] * 8)})
+    source = eqxshard.data.ArraySource({"__weight__": np.array([np.nan] + [1.0] * 8)})
     last = list(loader_of(source, shuffle=False, epochs=1))[-1]
-    assert np.asarray(last["weight"]).tolist() == [1, 0, 0, 0, 0, 0, 0, 0]
+    assert np.asarray(last["__weight__"]).tolist() == [1, 0, 0, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -118,11 +118,11 @@ def test_without_padding_there_are_no_weights(examples, remainder, placement):
 
 
 def test_padding_leaves_the_weights_of_the_loss_alone():
-    source = eqxshard.data.ArraySource({"loss_weight": np.arange(1.0, 11)})
+    source = eqxshard.data.ArraySource({"__loss_weight__": np.arange(1.0, 11)})
     _, last = loader_of(source, shuffle=False, epochs=1)
     # Padding repeats the first example.
-    assert np.asarray(last["loss_weight"]).tolist() == [9, 10, 1, 1, 1, 1, 1, 1]
-    assert np.asarray(last["weight"]).tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
+    assert np.asarray(last["__loss_weight__"]).tolist() == [9, 10, 1, 1, 1, 1, 1, 1]
+    assert np.asarray(last["__weight__"]).tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
 
 
 def test_a_transform_gets_whole_batches():
@@ -132,7 +132,7 @@ def test_a_transform_gets_whole_batches():
 
     loader = loader_of(numbers(12), transform=transform, shuffle=False, epochs=1)
     first, last = loader
-    assert sorted(last) == ["square", "weight", "x"]
+    assert sorted(last) == ["__weight__", "square", "x"]
     assert np.asarray(first["square"]).tolist() == [i**2 for i in range(8)]
     assert rows(last) == [16, 18, 20, 22]
 
@@ -162,8 +162,8 @@ def test_a_transform_that_returns_nothing_is_an_error(unannotated):
 
 
 def test_weights_must_be_one_number_per_example():
-    source = eqxshard.data.ArraySource({"weight": np.ones((9, 2), np.float32)})
-    with pytest.raises(ValueError, match=r"'weight' has shape \(8, 2\) for 8 examples"):
+    source = eqxshard.data.ArraySource({"__weight__": np.ones((9, 2), np.float32)})
+    with pytest.raises(ValueError, match=r"'__weight__' has shape \(8, 2\) for 8 examples"):
         list(loader_of(source, epochs=1))
 
 

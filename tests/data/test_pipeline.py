@@ -29,19 +29,19 @@ import eqxshard
 def test_all_batches_have_the_same_structure_and_weights_count_the_examples():
     with closing(iter(loader_of(numbers(20), epochs=1))) as batches:
         parts = list(batches)
-    assert [sorted(part) for part in parts] == [["weight", "x"]] * 3
+    assert [sorted(part) for part in parts] == [["__weight__", "x"]] * 3
     assert {part["x"].shape for part in parts} == {(8,)}
-    assert [float(part["weight"].sum()) for part in parts] == [8, 8, 4]
-    avals = {(part["weight"].aval, part["weight"].sharding) for part in parts}
+    assert [float(part["__weight__"].sum()) for part in parts] == [8, 8, 4]
+    avals = {(part["__weight__"].aval, part["__weight__"].sharding) for part in parts}
     assert len(avals) == 1
 
 
 def test_full_batches_share_their_weights_until_they_are_donated():
     with closing(iter(loader_of(numbers(60)))) as batches:
         first, second = next(batches), next(batches)
-        assert first["weight"] is second["weight"]
-        first["weight"].delete()
-        assert float(next(batches)["weight"].sum()) == 8
+        assert first["__weight__"] is second["__weight__"]
+        first["__weight__"].delete()
+        assert float(next(batches)["__weight__"].sum()) == 8
 
 
 @pytest.mark.parametrize("mesh", MESHES)

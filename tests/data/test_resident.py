@@ -90,12 +90,12 @@ def test_batches_equal_those_of_the_host(
 
 def test_weights_of_the_source_are_kept_and_those_of_padding_are_0():
     weight = np.r_[np.nan, np.arange(1, 10)].astype(np.float32)
-    data = eqxshard.data.ArraySource({"weight": weight})
+    data = eqxshard.data.ArraySource({"__weight__": weight})
     options = {"batch_size": 8, "mesh": make_mesh(), "shuffle": False}
     host = eqxshard.Loader(data, **options)
     device = eqxshard.Loader(data, placement="device", **options)
     for batch, expected in zip(take(device, 2), take(host, 2)):
-        np.testing.assert_array_equal(batch["weight"], expected["weight"])
+        np.testing.assert_array_equal(batch["__weight__"], expected["__weight__"])
 
 
 def test_many_on_gathered_batches_equals_single_steps(train_step):

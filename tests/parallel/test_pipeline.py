@@ -52,7 +52,7 @@ def test_without_a_mesh_layers_are_applied_in_turn():
 
         h, _ = jax.lax.scan(apply, jax.vmap(model.embed)(batch["x"]), arrays)
         losses = jnp.sum((jax.vmap(model.head)(h) - batch["y"]) ** 2, axis=-1)
-        return jnp.sum(losses * batch["weight"]) / jnp.sum(batch["weight"])
+        return jnp.sum(losses * batch["__weight__"]) / jnp.sum(batch["__weight__"])
 
     def pipelined(schedule, model):
         return mean_loss(schedule, model, batch, None, 4)

@@ -102,12 +102,12 @@ def test_the_script_is_main_only_inside(write):
 
 def test_padding_brings_weights_and_an_epoch_has_a_step_at_least(write, capsys):
     arguments, _ = collected(write(config(batch_size=64)))
-    assert arguments["batch"].keys() == {"x", "label", "weight"}
-    assert arguments["batch"]["weight"].shape == (64,)
+    assert arguments["batch"].keys() == {"x", "label", "__weight__"}
+    assert arguments["batch"]["__weight__"].shape == (64,)
     assert "steps 2\n" in capsys.readouterr().out
     drop = "; options['remainder'] = 'drop'"
     arguments, _ = collected(write(config(batch_size=64) + drop))
-    assert "weight" not in arguments["batch"]
+    assert "__weight__" not in arguments["batch"]
 
 
 def test_transforms_decide_the_batch(write):

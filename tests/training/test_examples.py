@@ -76,7 +76,7 @@ def test_a_metric_may_not_take_the_name_of_the_loss():
 
 def test_weights_must_be_one_per_example():
     state, train_step = setup()
-    with pytest.raises(ValueError, match=r"'weight' has shape \(32, 1\) for 32 examples"):
+    with pytest.raises(ValueError, match=r"'__weight__' has shape \(32, 1\) for 32"):
         train_step(state, make_batch(weight=np.ones((32, 1))))
 
 
@@ -90,7 +90,7 @@ def test_weights_of_the_loss_leave_metrics_alone(mesh, rule):
     model = Model(KEY)
     plain = np.asarray(without_dropout(model, batch, KEY))
     loss_weight, weight = np.linspace(0, 2, 32), (np.arange(32) < 27).astype(float)
-    batch |= {"loss_weight": np.float32(loss_weight), "weight": np.float32(weight)}
+    batch |= {"__loss_weight__": np.float32(loss_weight), "__weight__": np.float32(weight)}
     for accumulate in (1, 2):
         state, train_step = make(mesh, rule, loss_fn, accumulate=accumulate)
         values = train_step(state, batch)[1].compute()
@@ -110,7 +110,7 @@ def test_the_gradient_is_that_of_the_weighted_loss():
 
     norm = float(optax.tree.norm(jax.grad(loss)(params)))
     state, train_step = make("data=8", "replicate", without_dropout, grad_norms=True)
-    values = train_step(state, {**batch, "loss_weight": loss_weight})[1].compute()
+    values = train_step(state, {**batch, "__loss_weight__": loss_weight})[1].compute()
     assert values["grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
@@ -124,11 +124,11 @@ def test_a_scalar_cannot_leave_padding_out():
 
     for name, loss_fn in {"loss": scalar_loss, "double": scalar_metric}.items():
         state, train_step = make("data=8", "replicate", loss_fn)
-        with pytest.raises(ValueError, match=f"{name} is one .* 'weight'.* remainder='dro"):
+        with pytest.raises(ValueError, match=f"{name} is one .* '__weight__'.* remainder="):
             train_step(state, make_batch(weight=np.ones(32, np.float32)))
     state, train_step = make("data=8", "replicate", scalar_loss)
-    with pytest.raises(ValueError, match=r"'loss_weight'.* leave that entry out"):
-        train_step(state, make_batch() | {"loss_weight": np.ones(32, np.float32)})
+    with pytest.raises(ValueError, match=r"'__loss_weight__'.* leave that entry out"):
+        train_step(state, make_batch() | {"__loss_weight__": np.ones(32, np.float32)})
     eval_step = eqxshard.make_eval_step(lambda model, batch: {"m": jnp.mean(batch["x"])})
     with pytest.raises(ValueError, match=r"m is one number .* remainder='drop'"):
         eval_step(state.model, make_batch(weight=np.ones(32, np.float32)))
@@ -137,7 +137,7 @@ def test_a_scalar_cannot_leave_padding_out():
 def test_a_scalar_may_apply_the_weights_itself():
     def loss_fn(model, batch, key):
         losses = without_dropout(model, batch, key)
-        mean = jnp.sum(losses * batch["weight"]) / jnp.sum(batch["weight"])
+        mean = jnp.sum(losses * batch["__weight__"]) / jnp.sum(batch["__weight__"])
         return mean, {"constant": jnp.float32(3), "of_the_model": jnp.sum(model.last.bias)}
 
     batch = make_batch(weight=np.float32(np.arange(32) < 27))
@@ -167,7 +167,7 @@ def measure(values, rows=8, weight=None):
         lambda model, batch: values, mesh=mesh, rule=eqxshard.replicate()
     )
     batch = {"x": np.zeros(rows, np.float32)}
-    return step(None, batch if weight is None else batch | {"weight": weight}).compute()
+    return step(None, batch if weight is None else batch | {"__weight__": weight}).compute()
 
 
 def test_values_of_any_type_and_scalars():

@@ -201,7 +201,7 @@ def test_state_may_be_set_by_functions_that_are_traced_twice():
         errors = jax.vmap(model.last)(batch["x"]) - batch["y"]
         return {"loss": jnp.sum(errors**2, axis=-1), "bias": jnp.sum(model.last.bias)}
 
-    batch = {**make_batch(), "weight": np.ones(32, np.float32)}
+    batch = {**make_batch(), "__weight__": np.ones(32, np.float32)}
     where = jax.NamedSharding(make_mesh("data=8"), jax.P())
     pair = eqxshard.filter_shard(eqx.nn.make_with_state(Counter)(KEY), where)
     values = eqxshard.make_eval_step(metric_fn)(pair, batch).compute()

@@ -1,13 +1,24 @@
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from helpers import arrays, make_batch, make_mesh, squared_errors, stack
+from helpers import (
+    RULES,
+    Model,
+    arrays,
+    lenient,
+    make_batch,
+    make_mesh,
+    squared_errors,
+    stack,
+)
 from jax.sharding import PartitionSpec as P
-from step_helpers import setup, with_nan
+from step_helpers import KEY, OPTIM, setup, with_nan
 
 import eqxshard
-from eqxshard.training._guard import all_finite
+from eqxshard.training._guard import all_finite, written
 
 
 # The slope of the root at 0 is infinite, so a batch can have a finite loss and a gradient
@@ -44,6 +55,104 @@ def test_a_step_that_is_not_finite_changes_nothing_and_is_counted(mesh, rule, ba
     assert not np.array_equal(state.model.last.weight, before["[0].last.weight"])
 
 
+HUGE = optax.chain(optax.scale(1e38), optax.scale(1e38))
+
+
+def with_a_product():
+    """SGD whose update has a matrix product, which a step does not compute twice."""
+
+    def turn(grads, params):
+        return jax.tree.map(lambda g: g @ jnp.eye(8) if g.shape[-1] == 8 else g, grads)
+
+    return optax.chain(optax.stateless(turn), HUGE)
+
+
+# Gradients are finite, and what is made of them is not: a parameter, in the first two; the
+# square of a gradient, in the third; a number that the optimizer keeps, in the last.
+OVERFLOWS = {
+    "a parameter": HUGE,
+    "a product": with_a_product(),
+    "a division": optax.adam(1e-2, eps=0.0),
+    "a square": optax.chain(optax.scale(1e25), optax.scale_by_adam(), optax.scale(0.0)),
+    "an average": optax.chain(optax.scale(3e38), optax.trace(2.0), optax.scale(0.0)),
+}
+
+
+@pytest.mark.parametrize("name", OVERFLOWS)
+@pytest.mark.parametrize("mesh, rule", [("data=8", "replicate"), ("fsdp=8", "fsdp")])
+def test_a_step_whose_update_is_not_finite_is_skipped(mesh, rule, name):
+    batch = make_batch()
+    if name == "a division":
+        batch["x"] *= np.arange(8) > 0  # A column of gradients that are 0.
+    state, train_step = setup(mesh, rule, optim=lenient(OVERFLOWS[name]))
+    before = arrays((state.model, state.opt_state))
+    for _ in range(2):
+        state, metrics = train_step(state, batch)
+    after = arrays((state.model, state.opt_state))
+    assert all(np.isfinite(x).all() for x in after.values() if x.dtype == np.float32)
+    assert metrics.compute()["nonfinite"] == 1
+    if name != "an average":  # Whose second step is the first that overflows.
+        for path, array in after.items():
+            np.testing.assert_array_equal(array, before[path], err_msg=path)
+
+
+def test_what_was_infinite_before_may_stay():
+    """Such as the best loss so far, before there is one."""
+    keep = optax.GradientTransformation(
+        lambda params: (jnp.float32(jnp.inf), jnp.array([jnp.nan, 1.0])),
+        lambda grads, state, params=None: (grads, (state[0], state[1] + 1)),
+    )
+    state, train_step = setup(optim=lenient(optax.chain(optax.sgd(0.1), keep)))
+    for _ in range(2):
+        state, metrics = train_step(state, make_batch())
+    assert "nonfinite" not in metrics.compute()
+    np.testing.assert_array_equal(state.opt_state[1][1], [np.nan, 3.0])
+
+
+def test_a_models_state_that_is_not_finite_is_not_kept():
+    class Counts(eqx.Module):
+        linear: eqx.nn.Linear
+        total: eqx.nn.StateIndex
+
+        def __init__(self, key):
+            self.linear = eqx.nn.Linear(8, 4, key=key)
+            self.total = eqx.nn.StateIndex(jnp.zeros(()))
+
+    def losses(model, batch, key):
+        model, state = model
+        state = state.set(model.total, state.get(model.total) + jnp.sum(batch["y"]))
+        return jnp.sum(jax.vmap(model.linear)(batch["x"]) ** 2, axis=-1), state
+
+    state = eqxshard.init_state(
+        eqx.nn.make_with_state(Counts),
+        OPTIM,
+        key=KEY,
+        mesh=make_mesh("data=8"),
+        rule=RULES["replicate"],
+    )
+    train_step = eqxshard.make_train_step(losses, OPTIM)
+    batch = make_batch()
+    state, _ = train_step(state, batch)
+    kept = float(state.model_state.get(state.model.total))
+    state, metrics = train_step(state, {**batch, "y": batch["y"] + np.float32(np.inf)})
+    assert metrics.compute()["nonfinite"] == 1
+    assert float(state.model_state.get(state.model.total)) == kept
+
+
+def test_only_gradients_that_do_not_fit_shrink_the_loss_scale():
+    precision = eqxshard.Precision(compute=jnp.float16)
+    placed = {"mesh": make_mesh("data=8"), "rule": RULES["replicate"]}
+    for optim, batch, scale in (
+        (HUGE, make_batch(), 2.0**15),
+        (optax.sgd(0.1), with_nan(make_batch()), 2.0**14),
+    ):
+        state = eqxshard.init_state(Model, optim, key=KEY, precision=precision, **placed)
+        train_step = eqxshard.make_train_step(squared_errors, optim, lint="off")
+        state, metrics = train_step(state, batch)
+        assert metrics.compute()["nonfinite"] == 1
+        assert float(state.loss_scale.scale) == scale
+
+
 def test_nonfinite_raise_names_the_step_and_ignore_does_not_check():
     state, train_step = setup(nonfinite="raise")
     state, _ = train_step(state, make_batch())
@@ -74,5 +183,5 @@ def test_each_device_checks_its_own_part(where, bad):
     if where is not None:
         grads[where][-1, -1] = bad
     placed = jax.device_put(grads, shardings)
-    check = jax.jit(lambda grads: all_finite(grads, shardings, mesh))
+    check = jax.jit(lambda grads: all_finite(written(grads, None, shardings), mesh))
     assert bool(check(placed)) == (where is None)

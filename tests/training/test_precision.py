@@ -47,7 +47,7 @@ def test_only_the_loss_function_sees_the_compute_type(accumulate):
         assert entries == {
             "x": "bfloat16",
             "y": "bfloat16",
-            "weight": "float32",
+            "__weight__": "float32",
             "index": "int32",
         }
     assert dtypes(state.model) == dtypes(state.opt_state) == {"float32"}

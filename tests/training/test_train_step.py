@@ -21,6 +21,7 @@ from helpers import (
     compiles,
     lenient,
     make_batch,
+    make_loader,
     make_mesh,
     squared_errors,
     stack,
@@ -65,7 +66,7 @@ def by_hand(state, batch, weight):
 def test_a_step_equals_one_written_by_hand(mesh, rule, weight):
     state, train_step = setup(mesh, rule)
     batch = make_batch(weight=WEIGHTS[weight])
-    given = np.ones(32, np.float32) if WEIGHTS[weight] is None else batch["weight"]
+    given = np.ones(32, np.float32) if WEIGHTS[weight] is None else batch["__weight__"]
     loss, params, opt_state = by_hand(state, batch, given)
     state, metrics = train_step(state, batch)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
@@ -335,15 +336,67 @@ def test_the_batch_is_not_donated():
 def test_a_state_that_was_donated_is_refused():
     """JAX 0.10 would crash."""
     state, train_step = setup()
-    eval_step = eqxshard.make_eval_step(
-        mean_of_x, mesh=make_mesh(), rule=RULES["replicate"]
-    )
+    eval_step = eqxshard.make_eval_step(mean_of_x)
     model = state.model
     train_step(state, make_batch())
     with pytest.raises(ValueError, match="this state was donated to an earlier step"):
         train_step(state, make_batch())
     with pytest.raises(ValueError, match="donated to an earlier step, and its model"):
         eval_step(model, make_batch())
+    with pytest.raises(ValueError, match="this state was donated to an earlier step"):
+        eqxshard.fit(state, train_step, make_loader(), steps=1)
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_state_of_which_any_array_is_gone_is_refused(many):
+    first, train_step = setup()
+    first, _ = train_step(first, make_batch())
+    # A state that shares the model, which its own step takes.
+    other = eqx.tree_at(lambda s: s.model, setup()[0], first.model)
+    train_step(other, make_batch())
+    deleted, _ = train_step(setup()[0], make_batch())
+    jax.tree.leaves(deleted.opt_state)[-1].delete()
+    for state in (first, deleted):
+        with pytest.raises(ValueError, match="this state was donated to an earlier step"):
+            if many:
+                train_step.many(state, stack([make_batch()] * 2))
+            else:
+                train_step(state, make_batch())
+
+
+def test_a_batch_that_is_gone_or_on_other_devices_is_refused():
+    state, train_step = setup()
+    state, _ = train_step(state, make_batch())
+    eval_step = eqxshard.make_eval_step(mean_of_x)
+    gone = eqxshard.filter_shard(make_batch(), eqxshard.batch_sharding(make_mesh()))
+    gone["x"].delete()
+    # JAX 0.10 would crash on the same devices in another order.
+    turned = eqxshard.make_mesh(devices=jax.devices()[::-1])
+    elsewhere = eqxshard.filter_shard(make_batch(), eqxshard.batch_sharding(turned))
+    for call in (train_step, lambda state, batch: eval_step(state.model, batch)):
+        with pytest.raises(ValueError, match=r"of the batch was deleted, or .*; make the"):
+            call(state, gone)
+        with pytest.raises(ValueError, match=r"x is sharded as .*; make the loader with"):
+            call(state, elsewhere)
+    there = eqxshard.make_eval_step(mean_of_x, mesh=turned, rule=RULES["replicate"])
+    with pytest.raises(ValueError, match=r"the model is on .*; make both with the same"):
+        there(state.model, make_batch())
+
+
+def test_a_batch_may_hold_an_array_of_the_state():
+    def losses(model, batch, key):
+        return jnp.mean(jax.vmap(model.first)(batch["x"]) ** 2, axis=-1)
+
+    def rows(state):
+        return state.model.first.weight
+
+    state, train_step = setup("data=1", loss_fn=losses)
+    for _ in range(2):
+        copy = np.asarray(rows(state))
+        bias = np.asarray(state.model.first.bias)
+        expected = np.mean((copy @ copy.T + bias) ** 2)
+        state, metrics = train_step(state, {"x": rows(state)})
+        assert metrics.compute()["loss"] == pytest.approx(float(expected), rel=1e-5)
 
 
 # States from elsewhere

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Int, Int64
 from numpy.typing import ArrayLike
 
+from .._weights import WEIGHT
 from ._tokens import Tokens, as_tokens
 
 
@@ -38,7 +39,7 @@ class PackedDocuments:
     - `"segments"`: 1 for the first piece, 2 for the next, and so on, 0 for padding;
     - `"positions"`: from 0 in each piece;
 
-    and `"weight"`, the number of its targets, by which steps average over targets.
+    and `"__weight__"`, the number of its targets, by which steps average over targets.
 
     **Arguments:**
 
@@ -110,7 +111,7 @@ class PackedDocuments:
             "targets": spread(found[1], -1),
             "segments": spread(np.repeat(within + 1, lengths), 0),
             "positions": spread(positions, 0),
-            "weight": totals.astype(np.float32),
+            WEIGHT: totals.astype(np.float32),
         }
 
 

@@ -24,7 +24,7 @@ def test_documents_share_an_example():
     assert example["targets"].tolist() == [1, 2, 3, 5, 6]
     assert example["segments"].tolist() == [1, 1, 1, 2, 2]
     assert example["positions"].tolist() == [0, 1, 2, 0, 1]
-    assert example["weight"] == 5
+    assert example["__weight__"] == 5
 
 
 def test_what_is_left_of_a_block_is_padding():
@@ -34,9 +34,9 @@ def test_what_is_left_of_a_block_is_padding():
     assert example["targets"].tolist() == [8, -1, -1, -1, -1]
     assert example["segments"].tolist() == [1, 0, 0, 0, 0]
     assert example["positions"].tolist() == [0, 0, 0, 0, 0]
-    assert example["weight"] == 1
+    assert example["__weight__"] == 1
     dtypes = {name: str(array.dtype) for name, array in everything(source).items()}
-    assert dtypes.pop("weight") == "float32" and set(dtypes.values()) == {"int32"}
+    assert dtypes.pop("__weight__") == "float32" and set(dtypes.values()) == {"int32"}
 
 
 def test_long_documents_are_cut_and_keep_all_their_targets():
@@ -60,7 +60,7 @@ def test_every_token_with_a_successor_is_in_one_example(lengths, block):
     batch = everything(PackedDocuments(tokens, block))
     real = batch["targets"] >= 0
     np.testing.assert_array_equal(real, batch["segments"] > 0)
-    np.testing.assert_array_equal(real.sum(axis=1), batch["weight"])
+    np.testing.assert_array_equal(real.sum(axis=1), batch["__weight__"])
     lasts = tokens.ends() - 1
     expected = np.setdiff1d(np.arange(len(tokens)), lasts)
     assert sorted(batch["tokens"][real].tolist()) == expected.tolist()
@@ -86,7 +86,7 @@ def test_little_is_left_empty():
 def test_a_loader_weighs_batches_by_their_targets():
     source = PackedDocuments(documents_of([5] * 9), 8)
     batches = take(loader_of(source, batch_size=4, epochs=1))
-    weights = [np.asarray(batch["weight"]) for batch in batches]
+    weights = [np.asarray(batch["__weight__"]) for batch in batches]
     assert np.concatenate(weights).sum() == 9 * 4
     assert len(batches) == 2 and (weights[1][1:] == 0).all()
 
