@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ._object_store import is_remote
+from ..sharding._paths import is_remote
+
 
 #: The file that marks a folder as complete, with the checksum of every other file.
 CHECKSUMS = "checksums.txt"
