@@ -159,8 +159,9 @@ class Checkpointer:
         **Raises:**
 
         `FileNotFoundError` if there is no checkpoint. `ValueError` if all are damaged, if
-        `step` is `None`, as of a best checkpoint that there is not, or if `like` does not have the same arrays: it names each that is missing, superfluous
-        or of another shape.
+        `step` is `None`, as of a best checkpoint that there is not, or if `like` does not
+        have the same arrays: it names each that is missing, superfluous or of another
+        shape.
         """
         description = self._choose(step)
         wanted, static = partition_by_path(like)
@@ -234,8 +235,8 @@ class Checkpointer:
         **Raises:**
 
         `ValueError` if the directory is not writable, is in use by another program, has
-        checkpoints of later steps or other things with numbers for names, or its checkpoint of this step belongs to a
-        loader with other batches.
+        checkpoints of later steps or other things with numbers for names, or its
+        checkpoint of this step belongs to a loader with other batches.
         """
         facts = {"directory": str(self.directory), "first step": step}
         facts |= {"save_interval_steps": self.save_interval_steps}

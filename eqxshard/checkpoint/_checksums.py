@@ -12,7 +12,6 @@ from typing import Any
 
 from ..sharding._paths import is_remote
 
-
 #: The file that marks a folder as complete, with the checksum of every other file.
 CHECKSUMS = "checksums.txt"
 

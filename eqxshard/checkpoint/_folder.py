@@ -219,7 +219,7 @@ class CheckpointFolder:
         Folders in it with numbers for names are removed one day, so they must be ours.
         """
         try:
-            if not (self.path / _MARK).exists():
+            if not is_claimed(self.path):
                 there = self.path.iterdir() if self.path.exists() else ()
                 numbered = [path.name for path in there if _is_ours(path.name)]
                 if numbered and not self.steps():
@@ -266,6 +266,11 @@ class CheckpointFolder:
         for path in self.path.iterdir():
             if _is_ours(path.name) and not (_is_step(path.name) and is_complete(path)):
                 _remove(path)
+
+
+def is_claimed(path: Any) -> bool:
+    """Whether a folder is one of checkpoints."""
+    return (path / _MARK).exists()
 
 
 def folder_path(path: str | os.PathLike[str]) -> Any:

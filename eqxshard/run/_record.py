@@ -60,7 +60,7 @@ class RunRecord:
         start = {"time": _now(), "step": first}
         self._facts = {**facts, "starts": [*starts, start], "ended": None}
         self._write()
-        with _not_fatal(self._folder.warnings):
+        with not_fatal(self._folder.warnings):
             self._heard.write_to(self._folder.warnings, keep=bool(first))
 
     def __exit__(
@@ -78,10 +78,9 @@ class RunRecord:
         self._folder.write_page()
 
     def _write(self) -> None:
-        with _not_fatal(self._folder.record):
+        with not_fatal(self._folder.record):
             # Settings may be of any type.
             text = json.dumps(self._facts, indent=1, default=str) + "\n"
-            self._folder.path.mkdir(parents=True, exist_ok=True)
             write_whole(self._folder.record, text)
 
 
@@ -114,12 +113,12 @@ def versions() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _not_fatal(path: Path) -> Any:
+def not_fatal(path: Path) -> Any:
     """Log that a file could not be written, instead of ending the run."""
     try:
         yield
     except OSError as error:
-        _LOG.error("%s cannot be written: %s. Training continues.", path, error)
+        _LOG.error("%s cannot be written: %s. The run goes on.", path, error)
 
 
 def _memory() -> dict[str, int] | None:

@@ -30,7 +30,7 @@ def local_path(path: str | os.PathLike[str], what: str) -> Path:
     """
     text = as_text(path)
     if is_remote(text):
-        raise ValueError(f"{what} {text!r} is a URL; give a folder of this machine.")
+        raise ValueError(f"{what} {text!r} is a URL; give a path on this machine.")
     if not text.strip():
-        raise ValueError(f"{what} {text!r} is blank; give the name of a folder.")
+        raise ValueError(f"{what} {text!r} is blank; give a path.")
     return Path(os.path.abspath(os.path.expanduser(text)))
