@@ -60,7 +60,7 @@ class RunRecord:
         start = {"time": _now(), "step": first}
         self._facts = {**facts, "starts": [*starts, start], "ended": None}
         self._write()
-        with not_fatal(self._folder.warnings):
+        with _not_fatal(self._folder.warnings):
             self._heard.write_to(self._folder.warnings, keep=bool(first))
 
     def __exit__(
@@ -78,7 +78,7 @@ class RunRecord:
         self._folder.write_page()
 
     def _write(self) -> None:
-        with not_fatal(self._folder.record):
+        with _not_fatal(self._folder.record):
             # Settings may be of any type.
             text = json.dumps(self._facts, indent=1, default=str) + "\n"
             write_whole(self._folder.record, text)
@@ -113,12 +113,12 @@ def versions() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def not_fatal(path: Path) -> Any:
+def _not_fatal(path: Path) -> Any:
     """Log that a file could not be written, instead of ending the run."""
     try:
         yield
     except OSError as error:
-        _LOG.error("%s cannot be written: %s. The run goes on.", path, error)
+        _LOG.error("%s cannot be written: %s. Training continues.", path, error)
 
 
 def _memory() -> dict[str, int] | None:

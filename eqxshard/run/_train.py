@@ -1,6 +1,7 @@
 """`train`: everything a training script does around `fit`."""
 
 import contextlib
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,8 +45,10 @@ from ..training._train_step import make_train_step
 from ._config import RunConfig, last_step
 from ._folder import RunFolder, default_folder, script_name
 from ._planned import can_be_planned
-from ._record import RunRecord, describe_devices, not_fatal, versions
+from ._record import RunRecord, describe_devices, versions
 from ._summary import flatten_settings, summarize
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -354,9 +357,13 @@ def _finish(
     if is_main_process():
         examples = len(sampler or train_data)
         summary = kept or summarize(folder.history(), examples, unit) | facts
-        if not kept:
-            with not_fatal(folder.summary):
+        try:
+            if not kept:
                 folder.write_summary(summary)
+        except OSError as error:
+            _LOG.error(
+                "%s cannot be written: %s. The run is finished.", folder.summary, error
+            )
         # What reads it may be gone.
         with contextlib.suppress(OSError):
             print(f"metrics, checkpoints and a page, index.html, are in {folder.path}")
