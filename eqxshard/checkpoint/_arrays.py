@@ -16,10 +16,11 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jaxtyping import Array, PyTree
 
 from ..sharding._leaves import array_leaves, format_array, is_key
+from ..sharding._paths import is_remote
 from ..sharding._text import first_few
 from ..training._extra import DONATED, any_donated
 from ..transforms._partition import Static, partition
-from ._object_store import ARRAYS, Upload, context, is_remote, kvstore
+from ._object_store import ARRAYS, Upload, context, kvstore
 
 #: Arrays are written in chunks of at most this many bytes, and read this many chunks at a
 #: time: the memory that reading takes besides the part of an array that is read.

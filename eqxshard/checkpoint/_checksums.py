@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ..sharding._files import odd_file, read_bytes
-from ._object_store import is_remote
+from ..sharding._paths import is_remote
 
 #: The file that marks a folder as complete, with the checksum of every other file.
 CHECKSUMS = "checksums.txt"

@@ -12,10 +12,11 @@ from ..distributed import (
     is_main_process,
 )
 from ..sharding._files import read_bytes
+from ..sharding._paths import as_text, is_remote, local_path
 from ..sharding._text import comma_list
 from ._checksums import invalidate, is_complete, verify, write_checksums
 from ._description import FILE, Description
-from ._object_store import is_remote
+from ._lock import FolderLock
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,8 +40,11 @@ class CheckpointFolder:
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = folder_path(path)
+        #: Held from `claim` on, in process 0.
+        self.lock = FolderLock(self.path)
         #: The steps whose checkpoints were found damaged.
         self._damaged: set[int] = set()
+        self._claimed = False
 
     def at(self, step: int) -> Any:
         """The folder of a step."""
@@ -89,8 +93,13 @@ class CheckpointFolder:
             return []
 
     def description(self, step: int) -> Description:
-        """The description of a checkpoint, unchecked."""
-        return Description.from_json(read_bytes(self.at(step) / FILE))
+        """The description of a checkpoint, whose files are unchecked."""
+        description = Description.from_json(read_bytes(self.at(step) / FILE))
+        if description.step != step:
+            raise ValueError(
+                f"{FILE} says step {description.step}, so the folder was renamed or copied"
+            )
+        return description
 
     def metric(self, step: int, name: str) -> float | None:
         """A metric of a checkpoint, or `None` if it has no such metric."""
@@ -202,22 +211,29 @@ class CheckpointFolder:
             )
 
     def claim(self) -> str | None:
-        """Make the folder ours; return a sentence if that failed, else `None`.
+        """Make the folder ours, and lock it; return a sentence if that failed.
 
         Folders in it with numbers for names are removed one day, so they must be ours.
         """
         try:
-            if (self.path / _MARK).exists():
-                return None
-            there = self.path.iterdir() if self.path.exists() else ()
-            numbered = [path.name for path in there if _is_ours(path.name)]
-            if numbered and not self.steps():
-                return (
-                    f"{self.path} has {min(numbered)!r}, which is not a checkpoint of "
-                    "eqxshard; give the run a folder of its own."
-                )
-            self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / _MARK).write_text(_MARK_TEXT)
+            if not is_claimed(self.path):
+                there = self.path.iterdir() if self.path.exists() else ()
+                numbered = [path.name for path in there if _is_ours(path.name)]
+                if numbered and not self.steps():
+                    return (
+                        f"{self.path} has {min(numbered)!r}, which is not a checkpoint of "
+                        "eqxshard; give the run a folder of its own."
+                    )
+                if self._claimed:
+                    _LOG.warning(
+                        "%s is gone, with its checkpoints: it was deleted, renamed or "
+                        "unmounted during the run. It is made again, for the next ones.",
+                        self.path,
+                    )
+                self.path.mkdir(parents=True, exist_ok=True)
+                (self.path / _MARK).write_text(_MARK_TEXT)
+            self._claimed = True
+            return self.lock.acquire()
         except ValueError as error:
             return str(error)
         # Not only OSError: packages for object stores have errors of their own.
@@ -226,7 +242,17 @@ class CheckpointFolder:
                 f"checkpoints cannot be written to {self.path}: {reason(error)}; give a "
                 "folder that can be written to."
             )
-        return None
+
+    def check_unused(self) -> None:
+        """Raise `ValueError` if another program is writing to the folder."""
+        if is_remote(self.path):
+            return
+        if is_main_process():
+            # If anything else is wrong, whoever writes will say so.
+            self.claim()
+        fault = broadcast_from_first(self.lock.refusal)
+        if fault is not None:
+            raise ValueError(fault)
 
     def remove(self, step: int) -> None:
         """Remove the folder of a step, if there is one."""
@@ -239,27 +265,33 @@ class CheckpointFolder:
                 _remove(path)
 
 
+def is_claimed(path: Any) -> bool:
+    """Whether a folder is one of checkpoints."""
+    return (path / _MARK).exists()
+
+
 def folder_path(path: str | os.PathLike[str]) -> Any:
     """A folder, local or not, as an `etils.epath.Path`."""
     # Later: it takes a while to import, and not every run needs it.
     from etils import epath
 
     if not is_remote(path):
-        return epath.Path(os.path.abspath(path))
+        return epath.Path(local_path(path, "the folder of checkpoints"))
     import fsspec
     from fsspec.config import conf
 
-    scheme = os.fspath(path).partition("://")[0]
+    path = as_text(path)
+    scheme = path.partition("://")[0]
     if scheme not in _PACKAGES:
         raise ValueError(
-            f"checkpoints cannot be written to {os.fspath(path)!r}; use a local folder, or "
+            f"checkpoints cannot be written to {path!r}; use a local folder, or "
             f"one of {comma_list([f'{name}://' for name in _PACKAGES])}."
         )
     try:
         fsspec.get_filesystem_class(scheme)
     except ImportError as error:
         raise ValueError(
-            f"no installed package reaches {os.fspath(path)!r} ({error}); use a local "
+            f"no installed package reaches {path!r} ({error}); use a local "
             f"folder, or install {_PACKAGES[scheme]}."
         ) from error
     # Or it would not see what other processes, and TensorStore, have written since.

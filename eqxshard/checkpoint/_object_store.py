@@ -27,11 +27,6 @@ _POLL_SECONDS = 0.5
 _RETRIES = {"max_retries": 6, "initial_delay": "1s", "max_delay": "8s"}
 
 
-def is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a URL."""
-    return "://" in os.fspath(path)
-
-
 def kvstore(folder: Any) -> dict[str, Any]:
     """How TensorStore names a folder of an object store."""
     scheme, _, rest = os.fspath(folder).partition("://")

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, Sharding
 from jaxtyping import PyTree
 
 from ..distributed import is_main_process
+from ..sharding._paths import local_path
 from ..sharding._placement import broadcast_prefix
 from ..sharding._spec import check_spec
 from ..sharding._text import first_few
@@ -83,7 +84,11 @@ def save_weights(
         raise ValueError(f"max_bytes must be positive, got {max_bytes}.")
     check_not_donated(model)
     leaves, _ = partition_by_path(model)
-    write_weights(Path(path), outgoing(leaves, rename, transform), max_bytes)
+    write_weights(
+        local_path(path, "the file of weights"),
+        outgoing(leaves, rename, transform),
+        max_bytes,
+    )
 
 
 def load_weights(

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 
 import platformdirs
 
+from ..sharding._paths import local_path
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
@@ -35,7 +37,8 @@ class _MirrorError(Exception):
 def dataset_folder(data_dir: str | os.PathLike[str] | None) -> Path:
     """Where datasets are: as given, in `$EQXSHARD_DATA_DIR`, or in the user's cache."""
     directory = data_dir or os.environ.get("EQXSHARD_DATA_DIR")
-    return Path(directory or platformdirs.user_cache_dir("eqxshard")).expanduser()
+    directory = directory or platformdirs.user_cache_dir("eqxshard")
+    return local_path(directory, "the folder of the data ($EQXSHARD_DATA_DIR)")
 
 
 def mirrors(variable: str, default: Sequence[str]) -> Sequence[str]:

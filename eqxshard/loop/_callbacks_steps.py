@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import jax
 
+from ..sharding._paths import as_text, is_remote
 from ._callbacks import Callback
 from ._run import Run
 
@@ -76,7 +77,8 @@ class Profile(Callback):
                 f"Profile({first}, {last}) cannot be recorded; use 2 <= first <= last."
             )
         self._first, self._last = operator.index(first), operator.index(last)
-        self._directory = os.fspath(directory)
+        is_url = is_remote(directory)
+        self._directory = as_text(directory) if is_url else os.path.abspath(directory)
         self._recording = False
 
     @staticmethod

@@ -1,5 +1,6 @@
 """What is left of a run that an error ends: its state, saved or handed back."""
 
+import contextlib
 import logging
 from types import TracebackType
 from typing import Any
@@ -14,6 +15,12 @@ from ._report import shown
 from ._run import Run
 
 _LOG = logging.getLogger(__name__)
+
+_OUT_OF_MEMORY = (
+    "The devices are out of memory. Use a smaller batch, accumulate= (the same batch in "
+    "parts), remat (activations computed again), bfloat16, or a rule and a mesh that split "
+    "the state, such as fsdp()."
+)
 
 
 def save(run: Run, callbacks: CallbackList, checkpointer: Checkpointer) -> None:
@@ -32,7 +39,8 @@ def save(run: Run, callbacks: CallbackList, checkpointer: Checkpointer) -> None:
 class Rescue:
     """Keeps the state of a run, whatever error ends it.
 
-    It is saved. If that is not possible, the error gets it as its attribute `state`.
+    It is saved. If that is not possible, the error gets it as its attribute `state`. If
+    the step that failed took it, the error says what was saved before.
 
     **Arguments:**
 
@@ -57,10 +65,13 @@ class Rescue:
         if error is None or self._kept is None:
             return False
         run, callbacks, first = self._kept
-        # A step that failed may have taken the state with it.
-        if run.step == first or any_donated(jax.tree.leaves(run.state)):
-            return False
-        if self._checkpointer and _is_saved(run, callbacks, self._checkpointer):
+        if _is_out_of_memory(error):
+            error.add_note(_OUT_OF_MEMORY)
+        if not _is_readable(run.state):
+            error.add_note(_describe_lost(self._checkpointer))
+        elif run.step == first:
+            pass  # Nothing was taken yet.
+        elif self._checkpointer and _is_saved(run, callbacks, self._checkpointer):
             # A signal has said so already.
             if isinstance(error, Exception):
                 # Not a note, which would follow what the error says to do.
@@ -71,6 +82,41 @@ class Rescue:
             handed.state = run.state
             error.add_note(f"The state after step {run.step} is the error's `state`.")
         return False
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, jax.errors.JaxRuntimeError) and (
+        "RESOURCE_EXHAUSTED" in str(error)
+    )
+
+
+def _is_readable(state: Any) -> bool:
+    """Whether a state can be read: no step took it, and the one that made it succeeded."""
+    arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
+    if any_donated(arrays):
+        return False
+    if jax.process_count() > 1:
+        # The others may be gone, and what waits for them would wait forever.
+        arrays = [x for x in arrays if x.is_ready()]
+    try:
+        jax.block_until_ready(arrays)
+    except Exception:
+        return False
+    return True
+
+
+def _describe_lost(checkpointer: Checkpointer | None) -> str:
+    """What is left of a run whose last state cannot be read."""
+    lost = "The state cannot be read any more: a step that failed took it;"
+    if checkpointer is None:
+        return f"{lost} give fit a checkpointer, to have one to resume from."
+    saved: list[int] = []
+    with contextlib.suppress(OSError, ValueError):
+        saved = checkpointer.steps()
+    if not saved:
+        return f"{lost} nothing was saved before, so the run has to start again."
+    folder = checkpointer.directory / str(saved[-1])
+    return f"{lost} resume from the newest checkpoint, of step {saved[-1]}: {folder}"
 
 
 def _is_saved(run: Run, callbacks: CallbackList, checkpointer: Checkpointer) -> bool:

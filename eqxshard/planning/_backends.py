@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import platformdirs
 
+from ..sharding._paths import local_path
 from ._targets import Compiler, Target
 
 #: The names of a compiler's wheel, and of the module that it installs.
@@ -74,7 +75,9 @@ def find_backend(target: Target, wanted: Compiler | None) -> Backend:
 def wheels_folder() -> Path:
     """The folder for compilers: `$EQXSHARD_PLAN_DIR`, or one in the user's cache."""
     given = os.environ.get("EQXSHARD_PLAN_DIR")
-    return Path(given) if given else platformdirs.user_cache_path("eqxshard") / "plan"
+    if given:
+        return local_path(given, "$EQXSHARD_PLAN_DIR")
+    return platformdirs.user_cache_path("eqxshard") / "plan"
 
 
 def install(compiler: str) -> str:

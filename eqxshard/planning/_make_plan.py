@@ -3,7 +3,6 @@
 import math
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ import optax
 from jaxtyping import PyTree
 
 from ..sharding._mesh import AXES, resolve_sizes
+from ..sharding._paths import local_path
 from ..sharding._rule import Rule
 from ..sharding._text import comma_list, did_you_mean, nearest_multiples
 from ..training._config import Nonfinite, check_optim
@@ -113,7 +113,7 @@ def plan(
             "nonfinite": nonfinite,
             "grad_norms": grad_norms,
         },
-        cache=None if cache is None else str(Path(cache).absolute()),
+        cache=None if cache is None else str(local_path(cache, "cache=")),
     )
     return make_plan(dump_request(request), where)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import optax
 from jaxtyping import PyTree
 
+from ..sharding._paths import local_path
 from ..sharding._rule import Rule
 from ..sharding._text import format_mesh
 from ..training._config import Nonfinite
@@ -169,7 +170,7 @@ def search(
         (_candidate(size, step, len(counts) > 1), step.on(size))
         for size, step in itertools.product(sizes, steps)
     ]
-    folder = default_folder() if cache is None else Path(cache)
+    folder = default_folder() if cache is None else local_path(cache, "cache=")
     where = find_backend(found, backend)
     tried = _try(candidates, where, folder, workers or default_workers(), margin)
     ranked, why = judge(tried, margin)

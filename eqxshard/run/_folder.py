@@ -5,19 +5,22 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint._checkpointer import Checkpointer
+from ..checkpoint._folder import is_claimed
 from ..distributed import broadcast_from_first
 from ..loop._media import Value
 from ..loop._protocols import Tracker
 from ..sharding._files import read_json
+from ..sharding._paths import local_path
 from ..trackers._curves import Curves
-from ..trackers._files import Seldom
-from ..trackers._jsonl import JSONLines, read_jsonl
+from ..trackers._files import Seldom, write_whole
+from ..trackers._jsonl import JSONLines, read_whole_lines
 from ..trackers._mlflow import MLflow
 from ..trackers._progress import ProgressBar
 from ..trackers._tensorboard import TensorBoard
@@ -46,6 +49,10 @@ class RunFolder:
 
     - `path`: the folder, which need not exist yet.
 
+    **Raises:**
+
+    `ValueError` if it is the URL of an object store.
+
     !!! Example
 
         ```python
@@ -57,7 +64,7 @@ class RunFolder:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(path)
+        self.path = local_path(path, "the folder of a run (--output)")
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
         self.curves = self.path / "curves.png"
@@ -65,6 +72,7 @@ class RunFolder:
         self.page = self.path / "index.html"
         self.record = self.path / "run.json"
         self.warnings = self.path / "warnings.jsonl"
+        self._log: JSONLines | None = None
 
     def should_resume(self, resume: Resume, checkpointer: Checkpointer) -> bool:
         """Whether to continue an earlier run in this folder.
@@ -80,8 +88,13 @@ class RunFolder:
         `ValueError` if there is a run and there should be none, or the reverse.
         """
         # As process 0 sees it, before it creates the folder: all must do the same.
-        found = [checkpointer.steps(), self.path.is_dir()]
-        steps, exists = broadcast_from_first(found)
+        found = [checkpointer.steps(), self.path.is_dir(), is_claimed(self.path)]
+        steps, exists, has_checkpoints = broadcast_from_first(found)
+        if has_checkpoints:
+            raise ValueError(
+                f"{self.path} is a folder of checkpoints, not of a run; give the run's, "
+                f"such as {self.path.parent}."
+            )
         if resume == "no" and steps:
             raise ValueError(
                 f"{self.path} has a run at step {steps[-1]}; add --resume to continue it, "
@@ -137,8 +150,8 @@ class RunFolder:
                 refused.callback(tracker.close)
                 remote.append(tracker)
             refused.pop_all()
-        log = JSONLines(self.metrics, extra=extra, keep_until=first or None)
-        trackers: list[Tracker] = [log]
+        self._log = JSONLines(self.metrics, extra=extra, keep_until=first or None)
+        trackers: list[Tracker] = [self._log]
         if curves is not None:
             for line in self.history():
                 numbers = {k: v for k, v in line.items() if isinstance(v, int | float)}
@@ -154,8 +167,11 @@ class RunFolder:
         return [*trackers, ProgressBar(total_steps, title=title)]
 
     def history(self) -> list[dict[str, Any]]:
-        """Every line of `metrics.jsonl`."""
-        return read_jsonl(self.metrics)
+        """Every line of `metrics.jsonl`, and those that wait for room on a full disk."""
+        waiting = self._log.waiting if self._log else []
+        return [line for _, line in read_whole_lines(self.metrics)] + [
+            json.loads(text) for text in waiting
+        ]
 
     def read_summary(self) -> dict[str, Any]:
         """What `summary.json` has; empty if there is none, or it is damaged."""
@@ -163,7 +179,7 @@ class RunFolder:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`."""
-        self.summary.write_text(json.dumps(summary, indent=2) + "\n")
+        write_whole(self.summary, json.dumps(summary, indent=2, default=str) + "\n")
 
     def write_page(self) -> None:
         """Write `index.html` from the other files.
@@ -203,7 +219,8 @@ def script_name() -> str:
 
 def default_folder(name: str | None) -> str:
     """The folder of a run of this script, if the user does not choose another."""
-    words = [script_name(), *(name or "").lower().split()]
+    # A slash would make a folder in a folder.
+    words = [script_name(), *re.split(r"[\s/\\]+", (name or "").lower())]
     return f"runs/{'-'.join(filter(None, words)) or 'run'}"
 
 

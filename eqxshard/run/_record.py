@@ -81,7 +81,6 @@ class RunRecord:
         with _not_fatal(self._folder.record):
             # Settings may be of any type.
             text = json.dumps(self._facts, indent=1, default=str) + "\n"
-            self._folder.path.mkdir(parents=True, exist_ok=True)
             write_whole(self._folder.record, text)
 
 

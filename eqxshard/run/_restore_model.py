@@ -88,7 +88,7 @@ def restore_model(
             f"no checkpoint in {folder.checkpoints} has a value of {best}; use another "
             "metric, or none for the newest checkpoint."
         )
-    return checkpointer.restore_model(like.model, step=step)
+    return checkpointer.restore_model(like.model, step="newest" if step is None else step)
 
 
 def _reads_run(config: RunConfig, checkpointer: Checkpointer) -> bool:

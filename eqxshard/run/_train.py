@@ -1,5 +1,7 @@
 """`train`: everything a training script does around `fit`."""
 
+import contextlib
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +47,8 @@ from ._folder import RunFolder, default_folder, script_name
 from ._planned import can_be_planned
 from ._record import RunRecord, describe_devices, versions
 from ._summary import flatten_settings, summarize
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -186,7 +190,7 @@ def train(
     rule = rule or replicate()
     options: Any = {"key": jax.random.key(config.seed), "mesh": mesh, "rule": rule}
     options |= {"trainable": trainable, "precision": precision}
-    with RunRecord(folder) as record:
+    with contextlib.closing(checkpointer), RunRecord(folder) as record:
         if resumes:
             state = checkpointer.restore(abstract_state(make_model, optim, **options))
         else:
@@ -218,10 +222,10 @@ def train(
             extra = {"data": data_name} if data_name else {}
             more: Any = {"services": config.track, "settings": facts["settings"]}
             more |= {"title": title, "total_steps": last, "first": first}
-            trackers = (*trackers, *folder.trackers(extra=extra, **more))
             about = {"title": title, "steps": last, "batch_size": config.batch_size}
             about |= {"unit": _unit(train_data), **describe_devices(mesh)}
             if not kept:
+                trackers = (*trackers, *folder.trackers(extra=extra, **more))
                 record.begin(about | facts, first)
         state = fit(
             state,
@@ -236,8 +240,8 @@ def train(
             log_every=config.log_every,
             hang_seconds=config.hang_seconds,
         )
-    facts["devices"] = describe_mesh(mesh)
-    return _finish(folder, state, title, facts, train_data, sampler, kept)
+        facts["devices"] = describe_mesh(mesh)
+        return _finish(folder, state, title, facts, train_data, sampler, kept)
 
 
 def _unit(source: Source) -> str:
@@ -353,8 +357,16 @@ def _finish(
     if is_main_process():
         examples = len(sampler or train_data)
         summary = kept or summarize(folder.history(), examples, unit) | facts
-        folder.write_summary(summary)
-        print(f"metrics, checkpoints and a page, index.html, are in {folder.path}")
+        try:
+            if not kept:
+                folder.write_summary(summary)
+        except OSError as error:
+            _LOG.error(
+                "%s cannot be written: %s. The run is finished.", folder.summary, error
+            )
+        # What reads it may be gone.
+        with contextlib.suppress(OSError):
+            print(f"metrics, checkpoints and a page, index.html, are in {folder.path}")
     summary = broadcast_from_first(summary)
     tests = {k: v for k, v in summary.items() if k.startswith("test_")}
     metrics = {
@@ -362,7 +374,7 @@ def _finish(
         for key, value in tests.items()
         if not key.endswith("_by_epoch")
     }
-    per_second = f"{or_nan(summary[f'{unit}_per_second']):,.0f}"
-    pace = or_nan(summary["seconds_per_epoch"])
+    per_second = f"{or_nan(summary.get(f'{unit}_per_second')):,.0f}"
+    pace = or_nan(summary.get("seconds_per_epoch"))
     speed = f"{pace:.1f} s/epoch | {per_second} {unit}/s"
     return RunResult(state, metrics, speed, title, folder.path, summary)

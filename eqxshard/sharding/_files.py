@@ -10,6 +10,8 @@ import stat
 from collections.abc import Iterable
 from typing import Any, BinaryIO
 
+from ._paths import is_remote
+
 #: The largest file that is read into memory in one piece.
 _MOST_BYTES = 2**30
 #: How deep JSON may nest. Ours nests less than 10 deep.
@@ -43,7 +45,7 @@ def open_file(path: str | os.PathLike[str]) -> BinaryIO:
 
 def read_bytes(path: Any) -> bytes:
     """The bytes of a file; `ValueError` also if it is too large."""
-    if _is_remote(path):
+    if is_remote(path):
         return path.read_bytes()
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -91,7 +93,7 @@ def odd_file(folder: str | os.PathLike[str]) -> str | None:
 
     Links are not followed: where they lead is not a part of the folder.
     """
-    folders = [] if _is_remote(folder) else [os.fspath(folder)]
+    folders = [] if is_remote(folder) else [os.fspath(folder)]
     while folders:
         with os.scandir(folders.pop()) as entries:
             for entry in entries:
@@ -101,11 +103,6 @@ def odd_file(folder: str | os.PathLike[str]) -> str | None:
                     kind = _kind(entry.stat(follow_symlinks=False).st_mode)
                     return f"{entry.path} is {kind}, not a file"
     return None
-
-
-def _is_remote(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a URL of an object store, which has only regular files."""
-    return "://" in os.fspath(path)
 
 
 def _kind(mode: int) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..loop._media import Value, numbers
-from ._files import Seldom, writing
+from ._files import Seldom, local_file, writing
 from ._values import is_evaluation, metrics, times
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Curves:
                 "'eqxshard[recipes]'`."
             ) from error
         self._new_figure = matplotlib.figure.Figure
-        self._path = Path(path)
+        self._path = local_file(path)
         if self._path.suffix.lower() not in (".png", ""):
             raise ValueError(
                 f"Curves writes a PNG, but {os.fspath(path)!r} has another extension; use "
@@ -110,6 +110,7 @@ class Curves:
         return self._path.with_name(f".{self._path.name}.part")
 
     def _write(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         self._draw().savefig(self._part, format="png", dpi=150)
         os.replace(self._part, self._path)
 

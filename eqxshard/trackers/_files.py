@@ -2,9 +2,19 @@
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+
+def local_file(path: str | os.PathLike[str]) -> Path:
+    """The path of a file to write, wherever the program goes later (`os.chdir`)."""
+    if re.match(r"[A-Za-z][\w+.-]+:/", os.fspath(path)):
+        raise ValueError(
+            f"cannot write {os.fspath(path)!r}, which is a URL; use a path on this machine."
+        )
+    return Path(os.path.abspath(path))
 
 
 @contextlib.contextmanager
@@ -24,7 +34,8 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file such that it is never seen half written."""
+    """Write a file such that it is never seen half written, and its folder if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)

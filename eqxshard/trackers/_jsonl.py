@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -10,7 +11,9 @@ from typing import Any
 
 from ..loop._media import Value, numbers
 from ..sharding._files import open_file, parse_json
-from ._files import writing
+from ._files import local_file, writing
+
+_LOG = logging.getLogger(__name__)
 
 #: A longer line, in bytes, is none of ours.
 _LONGEST_LINE = 2**24
@@ -21,7 +24,11 @@ class JSONLines:
 
     A line is `{"step": 50, "epoch": 0.21, "train/loss": 0.83, ...}`. It is in the file
     when `log` returns, so the file of a killed run is complete. Values that are not
-    finite are `null`, because JSON has no nan or infinity.
+    finite are `null`, because JSON has no nan or infinity. If the disk is full, lines wait
+    until there is room. If the file is deleted or renamed during the run, it is written
+    again.
+
+    - `waiting`: the lines that are not in the file yet.
 
     **Arguments:**
 
@@ -62,8 +69,9 @@ class JSONLines:
             raise ValueError(
                 f"extra is not JSON: {error}; use text, finite numbers, lists and dicts."
             ) from error
-        self._path = Path(path)
+        self._path = local_file(path)
         self._extra = dict(extra)
+        self.waiting: list[str] = []
         with writing(self._path):
             if keep_until is not None and self._path.exists():
                 part = self._path.with_name(f".{self._path.name}.part")
@@ -71,8 +79,10 @@ class JSONLines:
                 kept = [text + "\n" for text, line in whole if _step(line) <= keep_until]
                 part.write_text("".join(kept), encoding="utf-8")
                 os.replace(part, self._path)
-            mode = "w" if keep_until is None else "a"
-            self._file = self._path.open(mode, encoding="utf-8")
+            if keep_until is None:
+                self._path.write_bytes(b"")
+            # Readable, so that it can be written again.
+            self._file = self._path.open("ab+", buffering=0)
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
         """Write a line of the numbers, without pictures and histograms."""
@@ -85,27 +95,42 @@ class JSONLines:
         logged = {"step": step, **finite}
         # Merged twice, so that extra comes last but replaces nothing.
         line = json.dumps(logged | self._extra | logged, allow_nan=False)
-        self._file.write(line + "\n")
-        self._file.flush()
+        self.waiting.append(line + "\n")
+        self._write()
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._file.closed:
+            return
+        try:
+            self._write()
+        finally:
+            self._file.close()
 
-
-def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a file of JSON lines; an empty list if it does not exist."""
-    path = Path(path)
-    if not path.exists():
-        return []
-    try:
-        with open_file(path) as file:
-            return [parse_json(line) for line in file]
-    except ValueError as error:
-        raise ValueError(
-            f"{os.fspath(path)!r} is not a file of JSON lines ({error}); delete it, or "
-            "give the run another folder."
-        ) from None
+    def _write(self) -> None:
+        """Write the lines that wait; and those before them again, if the file is gone."""
+        if not self._path.exists():
+            _LOG.warning(
+                "%s is gone: it was deleted, renamed or unmounted during the run. It is "
+                "written again.",
+                self._path,
+            )
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            new = self._path.open("ab+", buffering=0)
+            self._file.seek(0)
+            self.waiting.insert(0, self._file.read().decode("utf-8"))
+            self._file.close()
+            self._file = new
+        rest = "".join(self.waiting).encode("utf-8")
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(end)  # No half line stays.
+            raise
+        self.waiting.clear()
 
 
 def read_whole_lines(

@@ -34,7 +34,7 @@ class KeptRun:
     def __init__(self, path: Path, *, resume: bool):
         with writing(path):
             pass  # Its folder is there now.
-        self._path = path
+        self._path = path.absolute()
         self.id: str | None = None
         self.after = -1
         if resume:

@@ -8,10 +8,12 @@ import platform
 import stat
 import time
 import zlib
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import jax
 import platformdirs
+
+from ..sharding._paths import as_text, is_remote, local_path
 
 _LOG = logging.getLogger(__name__)
 
@@ -21,7 +23,7 @@ _CHECKED = ".eqxshard-checked"
 _WRITING_SECONDS = 60.0
 
 
-def cache_compilations(directory: str | os.PathLike[str] | None = None) -> Path | None:
+def cache_compilations(directory: str | os.PathLike[str] | None = None) -> PurePath | None:
     """Keep compiled programs in a folder, so that the next start need not compile them.
 
     This is JAX's persistent compilation cache, for programs of any size. Call it before
@@ -33,7 +35,8 @@ def cache_compilations(directory: str | os.PathLike[str] | None = None) -> Path 
 
     **Arguments:**
 
-    - `directory`: the folder; by default that of JAX's own setting (such as
+    - `directory`: the folder, or the address of one in an object store that JAX reaches,
+        such as `gs://...`; by default that of JAX's own setting (such as
         `JAX_COMPILATION_CACHE_DIR`), else one in the user's cache directory for
         processors like this one, since a program for a CPU runs only on its like.
 
@@ -48,7 +51,13 @@ def cache_compilations(directory: str | os.PathLike[str] | None = None) -> Path 
         ```
     """
     given = directory or jax.config.values["jax_compilation_cache_dir"]
-    folder = Path(given) if given else _default_folder()
+    if given and is_remote(given):
+        from etils import epath  # Which JAX reads and writes it with.
+
+        # The store knows who may write to it.
+        _keep_all_in(as_text(given))
+        return epath.Path(as_text(given))
+    folder = local_path(given or _default_folder(), "the folder of compiled programs")
     fault = _fault(folder)
     if fault is not None:
         _LOG.warning(
@@ -60,12 +69,16 @@ def cache_compilations(directory: str | os.PathLike[str] | None = None) -> Path 
         jax.config.update("jax_compilation_cache_dir", None)
         return None
     _remove_damaged(folder)
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+    _keep_all_in(str(folder))
+    return folder
+
+
+def _keep_all_in(folder: str) -> None:
+    jax.config.update("jax_compilation_cache_dir", folder)
     # JAX's defaults leave out what compiles in less than a second, as most of a small
     # model's start does.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    return folder
 
 
 def _fault(folder: Path) -> str | None:

@@ -153,20 +153,49 @@ def test_an_evaluation_of_an_earlier_step_is_not_of_this_state(tmp_path):
     assert checkpointer.steps() == [2, 3] and checkpointer.best_step() == 2
 
 
-def test_a_state_that_went_with_its_step_is_not_saved(tmp_path):
+def fails_fifth(error):
+    """A step that fails once it has taken the state, as steps on devices do."""
     _, train_step = fresh()
 
-    def fails_third(state, batch):
-        if int(state.step) == 2:
+    def step(state, batch):
+        if int(state.step) == 4:
             jax.tree.map(lambda leaf: leaf.delete(), (state.model, state.opt_state))
-            boom()
+            raise error
         return train_step(state, batch)
 
-    state, _ = fresh()
-    checkpointer = eqxshard.Checkpointer(tmp_path)
-    with pytest.raises(Boom) as caught:
-        eqxshard.fit(state, fails_third, make_loader(), steps=6, checkpointer=checkpointer)
-    assert checkpointer.steps() == [] and not hasattr(caught.value, "state")
+    return step
+
+
+def run_into(error, checkpointer):
+    with pytest.raises(type(error)) as caught:
+        eqxshard.fit(
+            fresh()[0],
+            fails_fifth(error),
+            make_loader(),
+            steps=6,
+            checkpointer=checkpointer,
+        )
+    # What cannot be read is not handed back.
+    assert not hasattr(caught.value, "state")
+    return caught.value.__notes__
+
+
+def test_out_of_memory_says_what_to_try_and_where_the_last_checkpoint_is(tmp_path):
+    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 B")
+    checkpointer = eqxshard.Checkpointer(tmp_path, save_interval_steps=3)
+    advice, saved = run_into(error, checkpointer)
+    assert "a smaller batch, accumulate=" in advice
+    where = f"; resume from the newest checkpoint, of step 3: {tmp_path / '3'}"
+    assert saved.endswith(where)
+    assert_equal(checkpointer.restore(fresh()[0]), fit(3))
+
+
+@pytest.mark.parametrize("error", [FloatingPointError("nan"), KeyboardInterrupt()])
+def test_a_state_that_a_step_took_is_not_promised(tmp_path, error):
+    *_, note = run_into(error, None)
+    assert note.endswith("; give fit a checkpointer, to have one to resume from.")
+    *_, note = run_into(error, eqxshard.Checkpointer(tmp_path))
+    assert note.endswith("; nothing was saved before, so the run has to start again.")
 
 
 def test_an_error_before_the_first_step_saves_nothing(tmp_path):

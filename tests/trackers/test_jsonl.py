@@ -1,15 +1,17 @@
 import json
 import math
+import resource
+import shutil
+import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
-from hostile_files import HostilePickle
 from hypothesis import given
 from hypothesis import strategies as st
 
 import eqxshard
 from eqxshard.trackers import Histogram, Image, JSONLines
-from eqxshard.trackers._jsonl import read_jsonl
 
 
 def lines(path):
@@ -59,7 +61,7 @@ def test_images_and_histograms_are_left_out(tmp_path):
     image, histogram = Image(np.zeros((2, 2))), Histogram(np.zeros(3))
     tracker.log(1, {"loss": 1.0, "samples": image, "weights": histogram})
     tracker.close()
-    assert read_jsonl(path) == [{"step": 1, "loss": 1.0}]
+    assert lines(path) == [{"step": 1, "loss": 1.0}]
 
 
 def test_extra_is_in_every_line(tmp_path):
@@ -144,9 +146,54 @@ def test_a_file_in_place_of_a_folder_is_an_error(tmp_path):
             JSONLines(path)
 
 
-def test_other_files_are_refused(tmp_path):
-    hostile = HostilePickle(tmp_path)
-    (tmp_path / "metrics.jsonl").write_bytes(hostile.content)
-    with pytest.raises(ValueError, match=r"is not a file of JSON lines \(.*\); delete"):
-        read_jsonl(tmp_path / "metrics.jsonl")
-    assert not hostile.has_run()
+def test_a_url_is_refused():
+    for path in ("gs://bucket/metrics.jsonl", Path("gs://bucket/metrics.jsonl")):
+        with pytest.raises(ValueError, match=r"which is a URL; use a path on this machine"):
+            JSONLines(path)
+
+
+def test_the_file_stays_where_it_is_if_the_program_goes_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tracker = JSONLines("run/m.jsonl")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    tracker.log(1, {"train/loss": 1.0})
+    tracker.close()
+    assert lines(tmp_path / "run" / "m.jsonl") == [{"step": 1, "train/loss": 1.0}]
+
+
+@pytest.mark.parametrize("how", ["deleted", "renamed", "deleted after the last line"])
+def test_a_file_that_is_gone_is_written_again(tmp_path, how, caplog):
+    folder = tmp_path / "run"
+    tracker = JSONLines(folder / "m.jsonl")
+    last = 3 if how.endswith("line") else 2
+    for step in range(1, last + 1):
+        tracker.log(step, {"train/loss": 1.0})
+    folder.rename(tmp_path / "other")
+    if how != "renamed":
+        shutil.rmtree(tmp_path / "other")
+    for step in range(last + 1, 4):
+        tracker.log(step, {"train/loss": 1.0})
+    tracker.close()
+    assert [line["step"] for line in lines(folder / "m.jsonl")] == [1, 2, 3]
+    assert caplog.text.count("m.jsonl is gone: it was deleted, renamed or unmounted") == 1
+
+
+def test_lines_wait_for_room_on_a_full_disk(tmp_path):
+    """The limit of a file's size stands for a full disk: it, too, takes half a line."""
+    path = tmp_path / "m.jsonl"
+    tracker = JSONLines(path)
+    tracker.log(1, {"train/loss": 1.0})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            tracker.log(2, {"train/loss": 2.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert [line["step"] for line in lines(path)] == [1]
+    assert [json.loads(line)["step"] for line in tracker.waiting] == [2]
+    tracker.close()
+    assert [line["step"] for line in lines(path)] == [1, 2]

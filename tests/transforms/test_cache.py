@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import jax
 import pytest
@@ -98,6 +99,21 @@ def test_a_folder_that_is_given_comes_before_what_jax_was_told(tmp_path, setting
     assert eqxshard.cache_compilations(tmp_path / "given") == tmp_path / "given"
     assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "given")
     assert (tmp_path / "given").stat().st_mode & 0o777 == 0o777 & ~umask()
+
+
+@pytest.mark.parametrize("given", ["gs://bucket/cache", Path("gs://bucket/cache")])
+def test_a_bucket_is_jaxs_business(tmp_path, settings, monkeypatch, given):
+    monkeypatch.chdir(tmp_path)
+    jax.config.update("jax_compilation_cache_dir", str(given))
+    assert os.fspath(eqxshard.cache_compilations()) == "gs://bucket/cache"
+    assert jax.config.values["jax_compilation_cache_dir"] == "gs://bucket/cache"
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_the_folder_stays_where_it_is(tmp_path, settings, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert eqxshard.cache_compilations("cache") == tmp_path / "cache"
+    assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "cache")
 
 
 def umask():

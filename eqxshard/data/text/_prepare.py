@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from ...distributed import count_cores
+from ...sharding._paths import local_path
 from ._inputs import Piece, documents, find_inputs, pieces
 from ._token_files import (
     RECORD_FILE,
@@ -94,7 +95,7 @@ def prepare(
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1.")
     given = [inputs] if isinstance(inputs, str | os.PathLike) else inputs
-    files, folder = find_inputs(given), Path(output)
+    files, folder = find_inputs(given), local_path(output, "output=")
     if not isinstance(tokenizer, Tokenizer):
         tokenizer = _load(tokenizer, files)
     sizes = [file.stat().st_size for file in files]

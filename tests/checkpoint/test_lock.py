@@ -1,0 +1,155 @@
+"""The lock on a folder of checkpoints: one program at a time, and nothing stays locked."""
+
+import fcntl
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import equinox as eqx
+import pytest
+from checkpoint_helpers import new_state
+from helpers import make_loader
+
+import eqxshard
+
+OTHER = """
+import sys
+from etils import epath
+from eqxshard.checkpoint._folder import CheckpointFolder
+folder = CheckpointFolder(sys.argv[1])
+print(folder.claim(), flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def other_program(folder):
+    """Another program that writes to a folder, until it is killed."""
+    command = [sys.executable, "-c", OTHER, str(folder)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "None\n"
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGKILL)
+
+
+def fit(folder, train_step):
+    checkpointer = eqxshard.Checkpointer(folder)
+    loader = make_loader()
+    eqxshard.fit(new_state(), train_step, loader, steps=2, checkpointer=checkpointer)
+    return checkpointer
+
+
+def test_a_folder_is_one_programs_until_that_is_gone(tmp_path, train_step, monkeypatch):
+    folder = tmp_path / "run"
+    with other_program(folder) as process:
+        host = re.escape(os.uname().nodename)
+        says = rf"{folder} is in use by process {process.pid} on {host} since 20.*; wait"
+        with pytest.raises(ValueError, match=says):
+            fit(folder, train_step)
+        with pytest.raises(ValueError, match=says):
+            eqxshard.Checkpointer(folder).save(new_state())
+        assert sorted(os.listdir(folder)) == ["eqxshard.txt", "lock"]
+    # It was killed, and its file is still there.
+    assert (folder / "lock").exists()
+    assert fit(folder, train_step).steps() == [2]
+    assert sorted(os.listdir(folder)) == ["2", "eqxshard.txt"]
+
+
+def test_a_host_that_died_is_waited_for(tmp_path, train_step, monkeypatch):
+    """Its locks end a while after it, and a scheduler has started the run elsewhere."""
+    other = (tmp_path / "lock").open("w")
+    json.dump({"pid": 7, "host": "another", "since": "yesterday"}, other)
+    other.flush()
+    fcntl.flock(other, fcntl.LOCK_EX)
+    monkeypatch.setattr("eqxshard.checkpoint._lock.time.sleep", lambda _: other.close())
+    assert fit(tmp_path, train_step).steps() == [2]
+    assert other.closed
+
+
+def test_a_run_that_fails_lets_go_of_its_folder(tmp_path, train_step):
+    with pytest.raises(ZeroDivisionError):
+        eqxshard.fit(
+            new_state(),
+            train_step,
+            make_loader(),
+            steps=2,
+            checkpointer=eqxshard.Checkpointer(tmp_path),
+            callbacks=[eqxshard.callbacks.Every(1, lambda run: 1 / 0)],
+        )
+    assert sorted(os.listdir(tmp_path)) == ["1", "eqxshard.txt"]
+
+
+def test_a_program_has_its_folder_from_the_first_save_to_wait(tmp_path):
+    checkpointer = eqxshard.Checkpointer(tmp_path)
+    checkpointer.save(new_state())
+    # A second one of the same program may save there, too.
+    again = eqxshard.Checkpointer(tmp_path)
+    state = new_state()
+    again.save(eqx.tree_at(lambda s: s.step, state, state.step + 1))
+    holder = json.loads((tmp_path / "lock").read_text())
+    assert holder["pid"] == os.getpid()
+    again.wait()
+    assert (tmp_path / "lock").exists()
+    checkpointer.wait()
+    assert not (tmp_path / "lock").exists() and checkpointer.steps() == [0, 1]
+
+
+@pytest.mark.slow
+def test_a_child_does_not_keep_the_lock_of_its_parent(tmp_path):
+    """Such as a data worker that was forked, and outlives its parent."""
+    code = OTHER.replace(
+        "sys.stdin.read()", "import os; os.fork() or sys.stdin.read(); os._exit(0)"
+    )
+    done = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        stdin=(pipe := os.pipe())[0],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with done:
+        assert done.stdout is not None
+        assert done.stdout.readline() == "None\n"
+        done.wait()
+        # The child still waits for its end of the pipe.
+        with other_program(tmp_path):
+            pass
+        os.close(pipe[0])
+        os.close(pipe[1])
+
+
+def test_a_file_system_without_locks_is_not_locked(tmp_path, train_step, monkeypatch):
+    def fails(*args):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", fails)
+    assert fit(tmp_path, train_step).steps() == [2]
+
+
+def test_a_folder_that_is_gone_is_made_again(tmp_path, train_step, caplog):
+    folder = tmp_path / "run"
+    checkpointer = eqxshard.Checkpointer(folder, save_interval_steps=2)
+
+    def rename(run):
+        if run.step == 3:
+            checkpointer.wait()
+            folder.rename(tmp_path / "elsewhere")
+
+    eqxshard.fit(
+        new_state(),
+        train_step,
+        make_loader(),
+        steps=4,
+        checkpointer=checkpointer,
+        callbacks=[eqxshard.callbacks.Every(1, rename)],
+    )
+    assert checkpointer.steps() == [4]
+    assert caplog.text.count("is gone, with its checkpoints: it was deleted, renamed") == 1
+    assert eqxshard.Checkpointer(tmp_path / "elsewhere").steps() == [2]
