@@ -142,7 +142,7 @@ def test_shardings_that_xla_cannot_convert():
 
 def test_what_xla_says_of_a_rematerialization():
     module = parse_module("HloModule step\n\nENTRY %main () -> f32[] {\n}\n")
-    text = TextLint(module, {"data": 2, "fsdp": 4}, [], [])
+    text = TextLint(module, {"data": 2, "fsdp": 4}, [], {})
     said = (
         "W0000 spmd_partitioner.cc:652] [spmd] Involuntary full rematerialization. The "
         "compiler was not able to go from sharding {devices=[8,1]<=[8]} to {devices=[1,8]"
