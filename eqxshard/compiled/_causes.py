@@ -12,6 +12,7 @@ from ._communication import Operation
 from ._hlo import VIEWS, Frame, Instruction, Module
 
 _OURS = str(Path(__file__).parent.parent)
+_STEP = str(Path(_OURS, "training", "_compile.py"))
 _LIBRARIES = ("site-packages", "dist-packages", f"{Path(os.__file__).parent}")
 
 #: Instructions that have the values of their first operand, or a part of them.
@@ -249,6 +250,8 @@ def user_line(stack: Iterable[Frame]) -> str | None:
 
 def _user_frame(stack: Iterable[Frame]) -> Frame | None:
     for frame in stack:
+        if frame.file == _STEP:
+            return None  # What follows is the line that calls the step.
         ours = frame.file.startswith(_OURS)
         known = frame.file and not frame.file.startswith("<")
         if known and not ours and not any(part in frame.file for part in _LIBRARIES):

@@ -68,6 +68,9 @@ class TextLint:
         self._module = module
         self._sizes = sizes
         self._arguments = arguments
+        others = [i for i, each in enumerate(arguments) if not each.in_model]
+        #: The step, keys and the optimizer's state, as the text names them.
+        self._other_arguments = {f"arrays[{i}]" for i in others}
         model = [(i, each) for i, each in enumerate(arguments) if each.in_model]
         self._by_path = {each.path: each for _, each in model}
         paths = {i: each.path for i, each in model}
@@ -75,6 +78,7 @@ class TextLint:
         self._causes = Causes(module, sizes, paths, [])
         self._batch = {name: path for name, (path, _) in batch.items()}
         shapes = [shape for _, shape in batch.values()]
+        self._batch_shapes = dict(batch.values())
         self._rows = min((shape[0] for shape in shapes), default=0) // microbatches
         self._row_counts = _row_counts(shapes, microbatches)
         self._array_sizes = self._sizes_of_arrays()
@@ -111,42 +115,44 @@ class TextLint:
     def _of_batch(
         self, collectives: Sequence[Operation]
     ) -> list[tuple[Operation, set[str]]]:
-        """Those that move entries of the batch, or what nothing of the model is part of."""
+        """Those that move what is computed from entries of the batch, and not the model."""
         found = []
         for operation in collectives:
             if not self._batch_axes & {*(operation.axes(self._sizes) or ())}:
                 continue
             entries = set[str]()
             for name in self._causes.depends_on(operation):
-                number = _ARGUMENT.match(name)
-                if number and self._arguments[int(number[1])].in_model:
+                if name in self._batch:
+                    entries.add(self._batch[name])
+                elif name not in self._other_arguments:
                     break
-                entries |= {self._batch[name]} if name in self._batch else set()
             else:
                 found += [(operation, entries)] if entries else []
         return found
 
     def _batch_itself(self, moved: list[tuple[Operation, set[str]]]) -> Iterator[Finding]:
         """Entries of which each device gets all rows, in one gather or row by row."""
-        lines: dict[str, str | None] = {}
-        pieces: dict[str, int] = {}
+        lines = dict[str, str | None]()
+        pieces = dict[str, int]()
         for operation, entries in moved:
             for entry in sorted(entries):
-                at_once = operation.kind in ("all-gather", "all-to-all")
-                # A loop of Python's over all examples is as many small broadcasts.
-                pieces[entry] = pieces.get(entry, 0) + len(operation.shapes)
-                if at_once or pieces[entry] >= self._rows:
-                    lines.setdefault(entry, self._causes.line(operation))
+                # A loop of Python's over all examples is as many small broadcasts; an
+                # all-to-all brings a device no more than it gives away.
+                if operation.kind != "all-to-all":
+                    pieces[entry] = pieces.get(entry, 0) + len(operation.shapes)
+                if operation.kind == "all-gather" or pieces.get(entry, 0) >= self._rows:
+                    line = self._causes.line(operation) or self._line_of_use(operation)
+                    lines.setdefault(entry, line)
         for entry, line in lines.items():
             yield Finding(
                 "global-batch",
                 entry,
                 line,
-                f"{entry} is gathered: every device gets the rows of all devices, over "
-                f"{comma_list(sorted(self._batch_axes))}, and may compute with all of "
-                "them. Use jax.vmap in place of a loop over examples (jax.lax.map, "
-                "jax.lax.scan), and shuffle in the Loader; a loss that compares all "
-                "examples with each other needs this.",
+                f"{entry} {self._batch_shapes[entry]} is gathered: every device gets the "
+                f"rows of all others, over {comma_list(sorted(self._batch_axes))}, and may "
+                "compute with all of them. Use jax.vmap in place of a loop over examples "
+                "(jax.lax.map, jax.lax.scan), and shuffle in the Loader; a loss that "
+                "compares all examples with each other needs this.",
             )
 
     def _global_batch(
@@ -257,7 +263,7 @@ class TextLint:
             for user in self._users(value):
                 if user.opcode == "tuple":
                     number = user.operands.index(value.name)
-                    found += [(x, number) for x in self._users(user) if x.opcode == "while"]
+                    found += [(loop, number) for loop in self._loops(user)]
                 elif user.opcode in _PASS and user.name not in seen:
                     seen.add(user.name)
                     queue.append(user)
@@ -265,6 +271,16 @@ class TextLint:
             self._module.trips(loop) == layers and self._is_sliced(loop, number)
             for loop, number in found
         )
+
+    def _loops(self, values: Instruction) -> Iterator[Instruction]:
+        """The loops over a tuple; compilers for CPUs put small ones in a call."""
+        for user in self._users(values):
+            if user.opcode == "while":
+                yield user
+            elif user.opcode == "call":
+                inside = self._module.computations[next(user.called())[1]]
+                for parameter in (x for x in inside if x.opcode == "parameter"):
+                    yield from self._loops(parameter)
 
     def _is_sliced(self, loop: Instruction, number: int) -> bool:
         """Whether the body of a loop takes slices of one of its values."""
