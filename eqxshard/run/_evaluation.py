@@ -15,6 +15,7 @@ from ..loop._callbacks_steps import Profile
 from ..loop._callbacks_stop import EarlyStopping, TimeLimit
 from ..loop._evaluate import evaluate
 from ..sharding._text import comma_list, did_you_mean
+from ..training._ema import ema_model
 from ..training._eval_step import make_eval_step
 from ..training._precision import Precision
 from ..training._state import TrainState
@@ -73,6 +74,7 @@ class Evaluation:
             metrics, _ = lowered.out_info
             names = [f"eval/{name}" for name in metrics.totals]
         if any(isinstance(each, EvaluateEMA) for each in callbacks):
+            ema_model(state)  # It refuses a state that has no average.
             names += [name.replace("eval/", "ema/", 1) for name in names]
         others = any(not isinstance(each, _KNOWN) for each in callbacks)
         stops = [each.metric for each in callbacks if isinstance(each, EarlyStopping)]

@@ -37,7 +37,7 @@ from ..training._init import abstract_state, init_state
 from ..training._precision import Precision
 from ..training._state import TrainState
 from ..training._train_step import make_train_step
-from ._axes import unused_axes
+from ..training._unused_axes import unused_axes
 from ._config import RunConfig, last_step, optim_for
 from ._evaluation import Evaluation
 from ._folder import RunFolder, default_folder, script_name

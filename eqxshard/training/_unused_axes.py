@@ -1,4 +1,4 @@
-"""Axes of a mesh over which a run splits nothing."""
+"""Axes of a mesh over which a step splits nothing."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -11,10 +11,10 @@ from ..sharding._leaves import is_array
 from ..sharding._mesh import describe_mesh
 from ..sharding._rule import Rule, rule_name
 from ..sharding._spec import spec_axes
-from ..training._state import TrainState
+from ._state import TrainState
 
-#: Where the text of a lowered step names axes that it does not split over.
-_NAMED_ONLY = re.compile(r'"\w+"=\d+|(?:manual_axes|replicated)=\{[^}]*\}')
+#: The dims of a sharding in the text of a lowered step: `<@mesh, [{"data"}, {}]>`.
+_DIMS = re.compile(r"<@\w+, \[([^\]]*)\]")
 
 
 def unused_axes(
@@ -24,7 +24,7 @@ def unused_axes(
 
     **Arguments:**
 
-    - `state`, `mesh`, `rule`: those of the run.
+    - `state`, `mesh`, `rule`: those of the step.
     - `lower`: lowers the step; called if an axis splits no array of the state, which the
         loss may still use.
     """
@@ -42,16 +42,17 @@ def unused_axes(
         n = idle["fsdp"]
         yield (
             f"fsdp={n} splits the batch, but no array of the model, so each device holds "
-            f"all of it, as with data={n}; give train rule=eqxshard.fsdp() (perhaps with a "
+            f"all of it, as with data={n}; use rule=eqxshard.fsdp() (perhaps with a "
             f"smaller min_size), or use data={n}."
         )
     others = idle.keys() - {"data", "fsdp"}
     if not others:
         return
-    used = set(re.findall(r'"(\w+)"', _NAMED_ONLY.sub("", lower().as_text())))
+    dims = " ".join(_DIMS.findall(lower().as_text()))
+    used = {axis for axis in others if f'"{axis}"' in dims}
     for axis in (axis for axis in idle if axis in others - used):
         yield (
             f"nothing is split over {axis}={idle[axis]}, so its devices repeat the same "
-            f"work; use them for data (--mesh data=-1), or give train a rule that splits "
+            f"work; use them for data (--mesh data=-1), or use a rule that splits "
             f"arrays over {axis}."
         )
