@@ -6,7 +6,7 @@ device, one operation at a time: the batch, the parameters, the loss, the gradie
 
 import sys
 
-from ._parser import Parser
+from ._parser import Parser, allow_closed_stdout
 from .checkpoint._folder import folder_path
 from .debug._crash_dump import read_crash_dump
 from .debug._replay import replay
@@ -32,4 +32,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with allow_closed_stdout():
+        sys.exit(main())

@@ -4,7 +4,6 @@ A script gets them by a field `run: RunConfig = RunConfig()` in the dataclass of
 arguments, where it may set other defaults, and passes them to `train` as `config`.
 """
 
-import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import tyro
 from jax.sharding import Mesh
 
 from ..loop._callbacks_steps import Profile
+from ..trackers._packages import is_installed
 from ._devices import mesh_from_text, parse_mesh
 
 Resume = Literal["no", "yes", "auto"]
@@ -106,7 +106,7 @@ class RunConfig:
         for service in self.track:
             if self.track.count(service) > 1:
                 raise ValueError(f"--track names {service} twice; name it once.")
-            if importlib.util.find_spec(service) is None:
+            if not is_installed(service):
                 raise ValueError(
                     f"--track {service} needs the package {service}, which is not "
                     f"installed; install it with `pip install 'eqxshard[{service}]'`."

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import jax
 
 from ._files import write_whole, writing
+from ._packages import is_installed
 
 Outcome = Literal["finished", "stopped", "failed"]
 
@@ -73,13 +74,16 @@ def load_service(package: str, tracker: str, name: str) -> Any:
 
     `ImportError` naming the extra, if it is not installed.
     """
+    missing = ImportError(
+        f"the {tracker} tracker needs {name}; install it with `pip install "
+        f"'eqxshard[{package}]'`."
+    )
+    if not is_installed(package):
+        raise missing
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise ImportError(
-            f"the {tracker} tracker needs {name}; install it with `pip install "
-            f"'eqxshard[{package}]'`."
-        ) from error
+        raise missing from error
 
 
 def is_first_process() -> bool:
