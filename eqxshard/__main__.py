@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ._parser import Parser
+from ._parser import Parser, allow_closed_stdout
 from .debug._doctor._report import doctor
 
 
@@ -289,4 +289,5 @@ def _check_folders(*files: str | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with allow_closed_stdout():
+        sys.exit(main())

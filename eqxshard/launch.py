@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ._parser import Parser
+from ._parser import Parser, allow_closed_stdout
 from .distributed import ADDRESS, PROCESS, PROCESSES
 
 #: How long the others may take to stop once one has died, before they are killed.
@@ -128,8 +128,10 @@ class _Worker:
                 if not line.startswith("    @ "):
                     self.last_lines.append(line.rstrip("\n"))
                 # One write per line, so that lines of processes do not mix.
-                sys.stdout.write(f"[{self.number}] {line.rstrip()}\n")
-                sys.stdout.flush()
+                # If nobody reads them any more, the run goes on.
+                with contextlib.suppress(BrokenPipeError):
+                    sys.stdout.write(f"[{self.number}] {line.rstrip()}\n")
+                    sys.stdout.flush()
 
 
 class _Guard:
@@ -349,4 +351,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with allow_closed_stdout():
+        sys.exit(main())

@@ -10,7 +10,7 @@ import traceback
 from types import ModuleType
 from typing import Any
 
-from ._parser import Parser
+from ._parser import Parser, allow_closed_stdout
 from .checkpoint._folder import folder_path
 from .debug._crash_dump import read_crash_dump
 from .debug._replay import replay
@@ -79,4 +79,5 @@ def _function(script: ModuleType, name: str, option: str, does: str) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with allow_closed_stdout():
+        sys.exit(main())

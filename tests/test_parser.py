@@ -1,6 +1,11 @@
 """What the command lines say about mistakes."""
 
+import os
+import subprocess
+import sys
+
 import pytest
+from run_helpers import SCRIPT, environment
 
 from eqxshard._parser import Parser
 
@@ -17,3 +22,21 @@ def test_a_mistake_is_one_line_and_status_2(capsys, message, says):
         Parser(prog="python -m x").error(message)
     assert error.value.code == 2
     assert capsys.readouterr() == ("", f"error: {says}\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command", ["-m eqxshard doctor", "-u -m eqxshard doctor", f"{SCRIPT} --help"]
+)
+def test_output_that_nobody_reads_ends_a_command_without_a_word(command):
+    reads, writes = os.pipe()
+    os.close(reads)
+    with open(writes, "wb") as output:
+        done = subprocess.run(
+            [sys.executable, *command.split()],
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment(),
+        )
+    assert (done.returncode, done.stderr) == (141, "")

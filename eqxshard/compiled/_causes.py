@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from ._communication import Operation
 from ._hlo import VIEWS, Frame, Instruction, Module
 
 _OURS = str(Path(__file__).parent.parent)
+_STEP = str(Path(_OURS, "training", "_compile.py"))
 _LIBRARIES = ("site-packages", "dist-packages", f"{Path(os.__file__).parent}")
 
 #: Instructions that have the values of their first operand, or a part of them.
@@ -93,6 +94,57 @@ class Causes:
             layer = self._reduced(dims, 1) if operation.in_loop else []
             found |= {*(layer or self._reduced(dims, 0))}
         return tuple(sorted(found))
+
+    def depends_on(self, operation: Operation) -> Iterator[str]:
+        """The arguments that what it moves is computed from, as the text names them.
+
+        Loops are followed value by value, so what only passes through one with the model
+        does not depend on the model.
+        """
+        queue: list[tuple[Instruction, int | None]] = [(operation.start, None)]
+        seen = set[tuple[str, str, int | None]]()
+        while queue:
+            value, element = queue.pop()
+            key = (value.computation, value.name, element)
+            if key in seen:
+                continue
+            seen.add(key)
+            if value.opcode == "parameter" and value.computation == self._module.entry:
+                yield value.op_name.replace("\\", "")
+            else:
+                queue += self._made_of(value, element)
+
+    def _made_of(
+        self, value: Instruction, element: int | None
+    ) -> list[tuple[Instruction, int | None]]:
+        """What a value, or one element of a tuple, is computed from."""
+        if value.opcode == "parameter":
+            found = []
+            for caller in self._module.callers.get(value.computation, ()):
+                if caller.opcode == "while":
+                    found.append((caller, element))
+                elif caller.opcode in ("fusion", "call"):
+                    name = caller.operands[int(value.content)]
+                    found.append((self._module.by_name[caller.computation, name], element))
+                else:
+                    found += [(x, None) for x in self._operands(caller, set())]
+            return found
+        operands = self._operands(value, set())
+        if value.opcode == "get-tuple-element":
+            return [(x, int(value.attribute("index") or 0)) for x in operands]
+        if value.opcode == "tuple" and element is not None:
+            return [
+                (self._module.by_name[value.computation, value.operands[element]], None)
+            ]
+        roots = [
+            (self._module.computations[name][-1], element)
+            for use, name in value.called()
+            if (value.opcode, use)
+            in (("while", "body"), ("fusion", "calls"), ("call", "to_apply"))
+        ]
+        if value.opcode == "while":
+            return roots + [(x, element) for x in operands]
+        return roots or [(x, None) for x in operands]
 
     def _joined(self, operation: Operation) -> list[tuple[int, ...]]:
         """The shapes of what it reduces: compilers join gradients into one of one dim."""
@@ -198,6 +250,8 @@ def user_line(stack: Iterable[Frame]) -> str | None:
 
 def _user_frame(stack: Iterable[Frame]) -> Frame | None:
     for frame in stack:
+        if frame.file == _STEP:
+            return None  # What follows is the line that calls the step.
         ours = frame.file.startswith(_OURS)
         known = frame.file and not frame.file.startswith("<")
         if known and not ours and not any(part in frame.file for part in _LIBRARIES):

@@ -30,7 +30,7 @@ Level = Literal["warn", "error", "off"]
 #: One level for all kinds of findings, or some kinds' own; the others warn.
 Lint = Level | Mapping[str, Level]
 
-#: What is smaller costs too little to speak of it.
+#: Ignore arrays smaller than this.
 SMALL = 2**16
 
 
@@ -101,7 +101,7 @@ def report(findings: Iterable[Finding], levels: Mapping[str, Level], where: str)
                 continue
             text = (
                 f"{where}, {kind}: {first_few([*map(str, found)], ' ')} "
-                f"(lint={{{kind!r}: 'off'}} is for what is meant to be so.)"
+                f"(If this is intended, silence it with lint={{{kind!r}: 'off'}}.)"
             )
             if level == "error":
                 raise ValueError(text)

@@ -1,7 +1,8 @@
 """Lint of the text of a compiled step: what it sends, computes twice and keeps twice.
 
-What looks like a finding and may be none is none: arrays below 64 kB, collectives of the
-user's own per-device code, and everything that the text does not say for sure.
+What looks like a finding and may be none is none: arrays below 64 kB (but for the batch
+itself), collectives of the user's own per-device code, and everything that the text does
+not say for sure.
 """
 
 import math
@@ -52,7 +53,7 @@ class TextLint:
     - `module`: the compiled text.
     - `sizes`: of the axes of the mesh.
     - `arguments`: the arrays that it takes first.
-    - `rows`: the shapes of the arrays of a batch.
+    - `batch`: the path and shape of each array of a batch, by its name in the text.
     - `microbatches`: how many parts of a batch it takes in turn.
     """
 
@@ -61,45 +62,103 @@ class TextLint:
         module: Module,
         sizes: Mapping[str, int],
         arguments: Sequence[Argument],
-        rows: Sequence[tuple[int, ...]],
+        batch: Mapping[str, tuple[str, tuple[int, ...]]],
         microbatches: int = 1,
     ):
         self._module = module
         self._sizes = sizes
         self._arguments = arguments
+        others = [i for i, each in enumerate(arguments) if not each.in_model]
+        #: The step, keys and the optimizer's state, as the text names them.
+        self._other_arguments = {f"arrays[{i}]" for i in others}
         model = [(i, each) for i, each in enumerate(arguments) if each.in_model]
         self._by_path = {each.path: each for _, each in model}
         paths = {i: each.path for i, each in model}
+        self._batch_axes = {axis for axis in BATCH_AXES if sizes.get(axis, 1) > 1}
         self._causes = Causes(module, sizes, paths, [])
-        self._row_counts = _row_counts(rows, microbatches)
+        self._batch = {name: path for name, (path, _) in batch.items()}
+        shapes = [shape for _, shape in batch.values()]
+        self._batch_shapes = dict(batch.values())
+        self._rows = min((shape[0] for shape in shapes), default=0) // microbatches
+        self._row_counts = _row_counts(shapes, microbatches)
         self._array_sizes = self._sizes_of_arrays()
 
     def findings(self, stderr: str) -> Iterator[Finding]:
         """All of them; `stderr` is what the compiler wrote there."""
-        gathers = [
-            (operation, self._causes.leaves(operation))
+        collectives = [
+            operation
             for operation in find_collectives(self._module, math.prod(self._sizes.values()))
             # In per-device code, the user gathers on purpose.
-            if operation.kind == "all-gather" and "shard_map" not in operation.start.op_name
+            if "shard_map" not in operation.start.op_name
         ]
-        large = [(op, paths) for op, paths in gathers if op.bytes >= SMALL]
+        gathers = [
+            (operation, self._causes.leaves(operation))
+            for operation in collectives
+            if operation.kind == "all-gather"
+        ]
+        of_batch = self._of_batch(collectives)
+        yield from self._batch_itself(of_batch)
         by_layer = {
             path
             for op, paths in gathers
             for path in paths
             if self._one_layer(op, self._by_path[path])
         }
-        for operation, paths in large:
-            yield from self._global_batch(operation, paths)
-            for path in paths:
+        for operation, paths in gathers:
+            if not any(operation is each for each, _ in of_batch):
+                yield from self._global_batch(operation, paths)
+            for path in paths if operation.bytes >= SMALL else ():
                 yield from self._gathered(operation, self._by_path[path], by_layer)
         yield from self._donation()
         yield from self._rematerialization(stderr)
 
+    def _of_batch(
+        self, collectives: Sequence[Operation]
+    ) -> list[tuple[Operation, set[str]]]:
+        """Those that move what is computed from entries of the batch, and not the model."""
+        found = []
+        for operation in collectives:
+            if not self._batch_axes & {*(operation.axes(self._sizes) or ())}:
+                continue
+            entries = set[str]()
+            for name in self._causes.depends_on(operation):
+                if name in self._batch:
+                    entries.add(self._batch[name])
+                elif name not in self._other_arguments:
+                    break
+            else:
+                found += [(operation, entries)] if entries else []
+        return found
+
+    def _batch_itself(self, moved: list[tuple[Operation, set[str]]]) -> Iterator[Finding]:
+        """Entries of which each device gets all rows, in one gather or row by row."""
+        lines = dict[str, str | None]()
+        pieces = dict[str, int]()
+        for operation, entries in moved:
+            for entry in sorted(entries):
+                # A loop of Python's over all examples is as many small broadcasts; an
+                # all-to-all brings a device no more than it gives away.
+                if operation.kind != "all-to-all":
+                    pieces[entry] = pieces.get(entry, 0) + len(operation.shapes)
+                if operation.kind == "all-gather" or pieces.get(entry, 0) >= self._rows:
+                    line = self._causes.line(operation) or self._line_of_use(operation)
+                    lines.setdefault(entry, line)
+        for entry, line in lines.items():
+            yield Finding(
+                "global-batch",
+                entry,
+                line,
+                f"{entry} {self._batch_shapes[entry]} is gathered: every device gets the "
+                f"rows of all others, over {comma_list(sorted(self._batch_axes))}, and may "
+                "compute with all of them. Use jax.vmap in place of a loop over examples "
+                "(jax.lax.map, jax.lax.scan), and shuffle in the Loader; a loss that "
+                "compares all examples with each other needs this.",
+            )
+
     def _global_batch(
         self, operation: Operation, paths: tuple[str, ...]
     ) -> Iterator[Finding]:
-        axes = {axis for axis in BATCH_AXES if self._sizes.get(axis, 1) > 1}
+        axes = self._batch_axes
         found = operation.start.attribute("dimensions")
         if paths or not axes or found is None:
             return
@@ -107,18 +166,19 @@ class TextLint:
             return
         dim = int(re.findall(r"\d+", found)[0])
         for shape in operation.shapes:
-            if math.prod(shape.dims) in self._array_sizes or shape.bytes < SMALL:
+            rows = shape.dims[dim]
+            if math.prod(shape.dims) in self._array_sizes or rows not in self._row_counts:
                 continue
-            if shape.dims[dim] in self._row_counts:
+            if shape.bytes >= SMALL or self._is_scanned(operation, rows):
                 yield Finding(
                     "global-batch",
                     None,
                     self._causes.line(operation),
                     f"{shape}, computed from the whole batch, is gathered on every device, "
                     f"over {comma_list(sorted(axes))}: it grows with the number of "
-                    "devices. Use each example's own rows only, or keep them split with "
-                    "eqxshard.constrain; a loss that compares all examples with each "
-                    "other needs this.",
+                    "devices. Use each example's own rows only (jax.vmap in place of a "
+                    "loop over examples), or keep them split with eqxshard.constrain; a "
+                    "loss that compares all examples with each other needs this.",
                 )
 
     def _gathered(
@@ -203,7 +263,7 @@ class TextLint:
             for user in self._users(value):
                 if user.opcode == "tuple":
                     number = user.operands.index(value.name)
-                    found += [(x, number) for x in self._users(user) if x.opcode == "while"]
+                    found += [(loop, number) for loop in self._loops(user)]
                 elif user.opcode in _PASS and user.name not in seen:
                     seen.add(user.name)
                     queue.append(user)
@@ -211,6 +271,16 @@ class TextLint:
             self._module.trips(loop) == layers and self._is_sliced(loop, number)
             for loop, number in found
         )
+
+    def _loops(self, values: Instruction) -> Iterator[Instruction]:
+        """The loops over a tuple; compilers for CPUs put small ones in a call."""
+        for user in self._users(values):
+            if user.opcode == "while":
+                yield user
+            elif user.opcode == "call":
+                inside = self._module.computations[next(user.called())[1]]
+                for parameter in (x for x in inside if x.opcode == "parameter"):
+                    yield from self._loops(parameter)
 
     def _is_sliced(self, loop: Instruction, number: int) -> bool:
         """Whether the body of a loop takes slices of one of its values."""

@@ -57,7 +57,7 @@ class ImageFolder:
         if min(height, width) < 1:
             raise ValueError(f"size={size} must be at least 1.")
         try:
-            importlib.import_module("PIL")
+            importlib.import_module("PIL.Image")
         except ImportError as error:
             raise ImportError(
                 "images are decoded by Pillow; pip install 'eqxshard[images]'."

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Generator, Mapping
 from typing import Any, Literal
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
@@ -161,6 +162,10 @@ class Loader:
     def __len__(self) -> int:
         """The number of batches in an epoch."""
         return self._host.length
+
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes and dtypes of a batch, for which one example is read."""
+        return self._host.shapes()
 
     def __iter__(self) -> Generator[dict[str, Array], None, None]:
         """The batches from the loader's position on; close it to end its thread early."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..sharding._mesh import describe_mesh
-from ..sharding._spec import axes_of, format_spec
+from ..sharding._spec import axes_of, format_sizes, format_spec
 from ..sharding._text import format_bytes
 from ._tables import BreakablePath, render
 
@@ -197,7 +197,7 @@ class Explanation:
         from rich.text import Text
 
         updates = any(leaf.updates_elsewhere for leaf in self.leaves)
-        table = Table(title=f"on {describe_mesh(self.mesh)}")
+        table = Table(title=f"on {describe_mesh(self.mesh)}", caption=self._unused())
         columns = ["path", "shape", "dtype", "spec", "bytes/device", "rule"]
         columns[4:4] = ["update spec"] if updates else []
         for column in columns:
@@ -219,6 +219,14 @@ class Explanation:
             # markup.
             table.add_row(BreakablePath(leaf.path), *map(Text, cells))
         return table
+
+    def _unused(self) -> str | None:
+        """The axes over which no array is split; the batch may be, and activations."""
+        specs = [spec for x in self.leaves for spec in (x.spec, x.update_spec) if spec]
+        split = {axis for spec in specs for entry in spec for axis in axes_of(entry)}
+        sizes = {axis: n for axis, n in self.mesh.shape.items() if n > 1}
+        unused = {axis: n for axis, n in sizes.items() if axis not in {*split, "data"}}
+        return f"no array is split over {format_sizes(unused)}" if unused else None
 
     def _totals(self) -> Any:
         from rich.table import Table

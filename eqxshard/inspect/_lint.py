@@ -39,7 +39,8 @@ def lint(
     - `whole`: an array that its rule could not split, because no dim divides.
     - `unmatched`: a pattern or rule that decides nothing.
     - `large-whole`: a large array that no rule splits, on a mesh that could.
-    - `global-batch`: every device gathers something computed from the whole batch.
+    - `global-batch`: every device gathers the batch, or something computed from all of it,
+        as a loop over examples does (`jax.lax.map`); use `jax.vmap`.
     - `all-layers`: all stacked layers are gathered at once, before the loop over them.
     - `whole-parameter`: a parameter is gathered outside its layer, or along an axis that
         should keep it split.

@@ -59,7 +59,7 @@ class EarlyStopping(Callback):
                 f"patience={patience} must be at least 1, min_delta={min_delta} at least 0 "
                 f"and mode={mode!r} 'min' or 'max'."
             )
-        self._metric = metric
+        self.metric = metric
         self._patience = operator.index(patience)
         self._min_delta = min_delta
         self._sign = 1.0 if mode == "max" else -1.0
@@ -68,14 +68,14 @@ class EarlyStopping(Callback):
 
     def after_report(self, run: Run) -> None:
         """Compare the metric with its best value."""
-        if self._metric not in run.values:
+        if self.metric not in run.values:
             if any(name.startswith("eval/") for name in run.values):
                 raise ValueError(
-                    f"EarlyStopping waits for {self._metric!r}, which the report of step "
+                    f"EarlyStopping waits for {self.metric!r}, which the report of step "
                     f"{run.step} does not have; use one of {', '.join(run.values)}."
                 )
             return
-        value = float(run.values[self._metric])
+        value = float(run.values[self.metric])
         best = self._best
         # A nan is never an improvement, and nothing would improve on it.
         better = best is None or self._sign * (value - best) > self._min_delta
@@ -86,7 +86,7 @@ class EarlyStopping(Callback):
         if self._waited >= self._patience:
             what = "been a number" if best is None else f"improved on {best}"
             reports = "1 report" if self._waited == 1 else f"{self._waited} reports"
-            run.stop(f"{self._metric} has not {what} in {reports}")
+            run.stop(f"{self.metric} has not {what} in {reports}")
 
     def state(self) -> dict[str, Any]:
         """The best value and the number of evaluations since."""

@@ -13,7 +13,6 @@ import jax
 from ..checkpoint._checkpointer import Checkpointer
 from ..distributed import is_main_process
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _NOTICE = (
     b"\nstopping after this step, to save a checkpoint; a second signal stops at once.\n"
 )
@@ -78,15 +77,8 @@ def stop_signals(*, can_save: bool) -> Iterator[Stop]:
         yield stop
         return
 
-    if jax.process_count() > 1:
-        before = signal.signal(
-            signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM)
-        )
-        try:
-            yield stop
-        finally:
-            signal.signal(signal.SIGINT, before)
-        return
+    def tell_all(number: int, frame: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def handle(number: int, frame: Any) -> None:
         stop.signal = number
@@ -95,12 +87,15 @@ def stop_signals(*, can_save: bool) -> Iterator[Stop]:
         # Not print, which the signal may have interrupted.
         os.write(2, _NOTICE)
 
+    several = jax.process_count() > 1
+    numbers = (signal.SIGINT,) if several else (signal.SIGTERM, signal.SIGINT)
     # A signal that is ignored, as by a shell's background jobs, stays ignored.
-    handled = [n for n in _SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, handle) for number in handled}
+    handled = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
+    handler = tell_all if several else handle
+    before = {number: signal.signal(number, handler) for number in handled}
     try:
         yield stop
     finally:
-        for number, handler in before.items():
+        for number, earlier in before.items():
             # A handler that is not Python's cannot be restored.
-            signal.signal(number, handler or signal.SIG_DFL)
+            signal.signal(number, earlier or signal.SIG_DFL)

@@ -103,6 +103,8 @@ def _check_version(wheel: str, version: str, compiler: str) -> None:
 
 def _is_importable(module: str) -> bool:
     try:
-        return importlib.util.find_spec(module) is not None
+        spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:  # Not even its package.
         return False
+    # A folder of its name is none.
+    return spec is not None and spec.has_location

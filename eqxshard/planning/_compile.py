@@ -26,6 +26,7 @@ from ..sharding._mesh import batch_sharding, make_mesh
 from ..training._init import abstract_state
 from ..training._state import TrainState
 from ..training._train_step import make_train_step
+from ..training._unused_axes import unused_axes
 from ._cache import keep_compiled
 from ._collectives import PlannedCollective, has_peers
 from ._costs import Costs
@@ -98,8 +99,10 @@ def compile_plan(request: Request, dump: Path) -> Plan:
     unknown = _unknown(operations, request.target)
     if request.target.flops and unknown:
         notes.append(f"no time is predicted, because the {unknown} is not known")
+    lower = functools.partial(step.lower, state, request.batch)
+    unused = unused_axes(state, mesh, request.rule, lower)
+    notes += [text.removesuffix(".") for text in unused]
     if request.cache is not None:
-        lower = functools.partial(step.lower, state, request.batch)
         notes.append(keep_compiled(lower, Path(request.cache)))
     return Plan(
         target=request.target,

@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import jax
 import tyro
 
+from .._parser import allow_closed_stdout, is_stdout_closed
 from ..data._planning import is_planning
 from ..debug._script import refuse_import
 from ..distributed import exit_process, initialize
@@ -73,7 +74,7 @@ def cli(
     if is_planning():
         raise ScriptReady(functools.partial(_run, main, args_type))
     try:
-        with exit_on_errors():
+        with allow_closed_stdout(), exit_on_errors():
             parsed = _parse(args_type, sys.argv[1:] if args is None else args)
             cache_compilations()
             initialize()
@@ -106,6 +107,8 @@ def exit_on_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, FloatingPointError) as error:
+        if isinstance(error, BrokenPipeError) and is_stdout_closed():
+            raise
         if not _is_plain(error):
             traceback.print_exc()
             exit_process(1)

@@ -4,14 +4,17 @@ A script gets them by a field `run: RunConfig = RunConfig()` in the dataclass of
 arguments, where it may set other defaults, and passes them to `train` as `config`.
 """
 
-import importlib.util
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import optax
 import tyro
 from jax.sharding import Mesh
 
 from ..loop._callbacks_steps import Profile
+from ..trackers._packages import is_installed
 from ._devices import mesh_from_text, parse_mesh
 
 Resume = Literal["no", "yes", "auto"]
@@ -103,7 +106,7 @@ class RunConfig:
         for service in self.track:
             if self.track.count(service) > 1:
                 raise ValueError(f"--track names {service} twice; name it once.")
-            if importlib.util.find_spec(service) is None:
+            if not is_installed(service):
                 raise ValueError(
                     f"--track {service} needs the package {service}, which is not "
                     f"installed; install it with `pip install 'eqxshard[{service}]'`."
@@ -135,6 +138,38 @@ class RunConfig:
                 "give a mesh as text."
             )
         return mesh
+
+
+def optim_for(
+    make_optim: optax.GradientTransformation | Callable[[int], Any], steps: int
+) -> optax.GradientTransformation:
+    """The optimizer of a run of some steps: as it is given, or made for them.
+
+    **Raises:**
+
+    `TypeError` if it is no optimizer and no function of the number of steps, but one of
+    the learning rate, such as `optax.adam`.
+    """
+    if hasattr(make_optim, "init") and hasattr(make_optim, "update"):
+        return make_optim  # pyright: ignore[reportReturnType]
+    name = getattr(make_optim, "__name__", type(make_optim).__name__)
+    if not callable(make_optim):
+        raise TypeError(
+            f"make_optim is a {name}; give an optimizer, such as optax.adam(1e-3), or a "
+            "function from the number of steps to one."
+        )
+    module = getattr(make_optim, "__module__", None) or ""
+    try:
+        parameters = [*inspect.signature(make_optim).parameters]
+    except ValueError:  # Some callables of C have none.
+        parameters = []
+    if module.partition(".")[0] == "optax" or parameters[:1] in (["learning_rate"], ["lr"]):
+        raise TypeError(
+            f"make_optim={name} would get the number of steps, {steps}, as its "
+            f"{', '.join(parameters[:1]) or 'first argument'}; give an optimizer, such as "
+            f"{name}(1e-3), or a function of the steps, such as lambda steps: {name}(1e-3)."
+        )
+    return make_optim(steps)
 
 
 def last_step(config: RunConfig, epochs: int | None, steps: int | None, epoch: int) -> int:

@@ -1,7 +1,6 @@
 """The folder of a run: checkpoints, metrics, curves, a summary, a page."""
 
 import contextlib
-import importlib.util
 import json
 import logging
 import os
@@ -22,6 +21,7 @@ from ..trackers._curves import Curves
 from ..trackers._files import Seldom, write_whole
 from ..trackers._jsonl import JSONLines, read_whole_lines
 from ..trackers._mlflow import MLflow
+from ..trackers._packages import is_installed
 from ..trackers._progress import ProgressBar
 from ..trackers._tensorboard import TensorBoard
 from ..trackers._values import is_evaluation
@@ -139,7 +139,7 @@ class RunFolder:
         # Before the log is emptied: curves fail if their file cannot be written, and after
         # them services if they refuse the run.
         curves = None
-        if importlib.util.find_spec("matplotlib"):
+        if is_installed("matplotlib"):
             curves = Curves(self.curves, title=title)
         kinds = {"wandb": WandB, "mlflow": MLflow}
         started: Any = {"name": title, "settings": settings, "resume": first > 0}
@@ -157,7 +157,7 @@ class RunFolder:
                 numbers = {k: v for k, v in line.items() if isinstance(v, int | float)}
                 curves.log(line["step"], {k: v for k, v in numbers.items() if k != "step"})
             trackers.append(curves)
-        if importlib.util.find_spec("tensorboard"):
+        if is_installed("tensorboard"):
             # A run that begins anew hides all of an earlier attempt.
             events = self.path / "tensorboard"
             trackers.append(TensorBoard(events, purge_after=first or -1))

@@ -22,7 +22,7 @@ from ..sharding._leaf_rules import replicate
 from ..sharding._mesh import AXES, BATCH_AXES, resolve_sizes
 from ..sharding._spec import format_sizes
 from ..sharding._text import nearest_multiples
-from ._config import RunConfig, last_step
+from ._config import RunConfig, last_step, optim_for
 from ._devices import complete_mesh, parse_mesh
 
 _Train = TypeVar("_Train", bound=Callable[..., Any])
@@ -221,8 +221,8 @@ def _arguments(
     )
     epoch = max(batches.length, 1)
     return {name: given[name] for name in _SHARED} | {
-        "optim": given["make_optim"](
-            last_step(config, given["epochs"], given["steps"], epoch)
+        "optim": optim_for(
+            given["make_optim"], last_step(config, given["epochs"], given["steps"], epoch)
         ),
         "batch": batches.shapes(),
         "devices": devices,

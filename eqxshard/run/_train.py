@@ -28,21 +28,20 @@ from ..distributed import (
 )
 from ..loop._callbacks import Callback
 from ..loop._callbacks_steps import Profile
-from ..loop._evaluate import evaluate
 from ..loop._fit import fit
 from ..loop._protocols import Tracker
 from ..sharding._leaf_rules import replicate
-from ..sharding._leaves import is_array
 from ..sharding._mesh import describe_mesh
-from ..sharding._rule import Rule, rule_name
+from ..sharding._rule import Rule
 from ..trackers._jsonl import or_nan
 from ..training._config import Nonfinite
-from ..training._eval_step import make_eval_step
 from ..training._init import abstract_state, init_state
 from ..training._precision import Precision
 from ..training._state import TrainState
 from ..training._train_step import make_train_step
-from ._config import RunConfig, last_step
+from ..training._unused_axes import unused_axes
+from ._config import RunConfig, last_step, optim_for
+from ._evaluation import Evaluation
 from ._folder import RunFolder, default_folder, script_name
 from ._planned import can_be_planned
 from ._record import RunRecord, describe_devices, versions
@@ -77,7 +76,8 @@ def train(
     make_model: Callable[[Any], PyTree],
     loss_fn: Callable[[Any, Any, Any], Any],
     metric_fn: Callable[[Any, Any], Mapping[str, Any]] | None,
-    make_optim: Callable[[int], optax.GradientTransformation],
+    make_optim: optax.GradientTransformation
+    | Callable[[int], optax.GradientTransformation],
     train_data: Source,
     eval_data: Source | None,
     *,
@@ -117,8 +117,8 @@ def train(
     - `make_model`: as for [`eqxshard.init_state`][].
     - `loss_fn`: as for [`eqxshard.make_train_step`][].
     - `metric_fn`: as for [`eqxshard.make_eval_step`][]; `None` to evaluate nothing.
-    - `make_optim`: a function from the number of steps to an optax optimizer, so that a
-        schedule can span the run.
+    - `make_optim`: an optax optimizer; or a function from the number of steps to one, so
+        that a schedule can span the run.
     - `train_data`, `eval_data`: as for [`eqxshard.Loader`][].
     - `config`: the user's options, of the script's command line.
     - `name`: the name of the run, in its title and in its default folder,
@@ -147,7 +147,10 @@ def train(
     **Raises:**
 
     `ValueError` with one clear sentence for each option that does not fit the devices,
-    the data or the run's folder; and as [`eqxshard.fit`][] does.
+    the data or the run's folder, and for a name that no metric has (`best`, of
+    [`eqxshard.callbacks.EarlyStopping`][]); `TypeError` if `make_optim` is neither. All of
+    these, and what `metric_fn` raises for the shapes of the evaluation data, come before
+    the first step and leave no run in the folder. Then as [`eqxshard.fit`][] does.
 
     !!! Example
 
@@ -172,11 +175,20 @@ def train(
     data_name, warning = _describe_data(train_data)
     if warning:
         title += f" | {data_name} data"
-    loading: Any = {"remainder": remainder, "sampler": sampler}
-    loading |= {"transform": transform, "workers": workers}
-    loader, eval_loader = _make_loaders(train_data, eval_data, mesh, config, loading)
+    _check_batch_size(train_data, sampler, config)
+    loader = Loader(
+        train_data,
+        batch_size=config.batch_size,
+        mesh=mesh,
+        seed=config.seed,
+        remainder=remainder,
+        sampler=sampler,
+        transform=transform,
+        workers=workers,
+    )
     last = last_step(config, epochs, steps, len(loader))
-    optim = make_optim(last)
+    optim = optim_for(make_optim, last)
+    evaluation = Evaluation(metric_fn, eval_data, mesh, config, precision, lint)
 
     folder = RunFolder(config.output or default_folder(name))
     callbacks = [*callbacks, *_profile(config, folder, last)]
@@ -188,14 +200,30 @@ def train(
     )
     resumes = folder.should_resume(config.resume, checkpointer)
     rule = rule or replicate()
-    options: Any = {"key": jax.random.key(config.seed), "mesh": mesh, "rule": rule}
-    options |= {"trainable": trainable, "precision": precision}
+    key = jax.random.key(config.seed)
     with contextlib.closing(checkpointer), RunRecord(folder) as record:
         if resumes:
-            state = checkpointer.restore(abstract_state(make_model, optim, **options))
+            like = abstract_state(
+                make_model,
+                optim,
+                key=key,
+                mesh=mesh,
+                rule=rule,
+                trainable=trainable,
+                precision=precision,
+            )
+            state = checkpointer.restore(like)
         else:
-            state = init_state(make_model, optim, **options, load=load)
-        _check_split(state, mesh, rule, record)
+            state = init_state(
+                make_model,
+                optim,
+                key=key,
+                mesh=mesh,
+                rule=rule,
+                trainable=trainable,
+                precision=precision,
+                load=load,
+            )
         train_step = make_train_step(
             loss_fn,
             optim,
@@ -204,7 +232,12 @@ def train(
             grad_norms=grad_norms,
             lint=lint,
         )
-        evaluator = _make_evaluator(metric_fn, eval_loader, precision, lint)
+        evaluation.check(state, best, callbacks)
+        if is_main_process():
+            lower = lambda: train_step.lower(state, loader.shapes())  # noqa: E731
+            for text in unused_axes(state, mesh, rule, lower):
+                print(f"warning: {text}", file=sys.stderr)
+                record.warn(text)
         first = int(state.step)
         # A start that takes no step leaves what is written of the run as it is.
         kept = folder.read_summary() if first >= last else {}
@@ -219,20 +252,33 @@ def train(
         }
         if is_main_process():
             _announce(warning, first, last, resumes)
-            extra = {"data": data_name} if data_name else {}
-            more: Any = {"services": config.track, "settings": facts["settings"]}
-            more |= {"title": title, "total_steps": last, "first": first}
-            about = {"title": title, "steps": last, "batch_size": config.batch_size}
-            about |= {"unit": _unit(train_data), **describe_devices(mesh)}
+            about = {
+                "title": title,
+                "steps": last,
+                "batch_size": config.batch_size,
+                "unit": _unit(train_data),
+                **describe_devices(mesh),
+                **facts,
+            }
             if not kept:
-                trackers = (*trackers, *folder.trackers(extra=extra, **more))
-                record.begin(about | facts, first)
+                trackers = (
+                    *trackers,
+                    *folder.trackers(
+                        title=title,
+                        total_steps=last,
+                        first=first,
+                        extra={"data": data_name} if data_name else {},
+                        services=config.track,
+                        settings=facts["settings"],
+                    ),
+                )
+                record.begin(about, first)
         state = fit(
             state,
             train_step,
             loader,
             steps=last,
-            evaluate=evaluator,
+            evaluate=evaluation if evaluation.measures else None,
             evaluate_every=config.evaluate_every or "epoch",
             checkpointer=checkpointer,
             trackers=trackers,
@@ -257,14 +303,9 @@ def _describe_data(source: Source) -> tuple[str, str]:
     return name, warning
 
 
-def _make_loaders(
-    train_data: Source,
-    eval_data: Source | None,
-    mesh: Mesh,
-    config: RunConfig,
-    loading: Mapping[str, Any],
-) -> tuple[Loader, Loader | None]:
-    sampler = loading["sampler"]
+def _check_batch_size(
+    train_data: Source, sampler: Sampler | None, config: RunConfig
+) -> None:
     # What is no source or no sampler is for the loader to refuse.
     if isinstance(train_data, Source) and isinstance(sampler, Sampler | None):
         examples = len(sampler or train_data)
@@ -273,29 +314,6 @@ def _make_loaders(
                 f"--batch-size {config.batch_size} is more than the {examples} examples; "
                 "use fewer."
             )
-    loader = Loader(
-        train_data,
-        batch_size=config.batch_size,
-        mesh=mesh,
-        seed=config.seed,
-        **loading,
-    )
-    if eval_data is None:
-        return loader, None
-    return loader, Loader(eval_data, batch_size=config.batch_size, mesh=mesh, shuffle=False)
-
-
-def _make_evaluator(
-    metric_fn: Callable[[Any, Any], Mapping[str, Any]] | None,
-    loader: Loader | None,
-    precision: Precision | None,
-    lint: Lint,
-) -> Callable[[Any], Any] | None:
-    """What evaluates a model, if there is anything to measure, and to measure it on."""
-    if metric_fn is None or loader is None:
-        return None
-    eval_step = make_eval_step(metric_fn, precision=precision, lint=lint)
-    return lambda model: evaluate(model, eval_step, loader)
 
 
 def _profile(config: RunConfig, folder: RunFolder, last: int) -> list[Callback]:
@@ -309,21 +327,6 @@ def _profile(config: RunConfig, folder: RunFolder, last: int) -> list[Callback]:
             "of this run."
         )
     return [Profile.parse(config.profile, folder.path / "profile")]
-
-
-def _check_split(state: TrainState, mesh: Mesh, rule: Rule, record: RunRecord) -> None:
-    """Warn if a rule that should split arrays splits none of them on this mesh."""
-    if mesh.size == 1 or rule == replicate() or not is_main_process():
-        return
-    arrays = filter(is_array, jax.tree.leaves((state.model, state.opt_state)))
-    if all(array.sharding.is_fully_replicated for array in arrays):
-        warning = (
-            f"{rule_name(rule)} splits no array on {describe_mesh(mesh)}, so each "
-            "device holds the whole model; choose a --mesh with an axis that the rule "
-            "splits over, or another rule (a smaller min_size)."
-        )
-        print(f"warning: {warning}", file=sys.stderr)
-        record.warn(warning)
 
 
 def _announce(warning: str, first: int, last: int, resumes: bool) -> None:

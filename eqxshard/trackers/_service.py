@@ -15,6 +15,7 @@ import jax
 
 from ..sharding._files import read_json
 from ._files import write_whole, writing
+from ._packages import is_installed
 
 Outcome = Literal["finished", "stopped", "failed"]
 
@@ -74,13 +75,16 @@ def load_service(package: str, tracker: str, name: str) -> Any:
 
     `ImportError` naming the extra, if it is not installed.
     """
+    missing = ImportError(
+        f"the {tracker} tracker needs {name}; install it with `pip install "
+        f"'eqxshard[{package}]'`."
+    )
+    if not is_installed(package):
+        raise missing
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise ImportError(
-            f"the {tracker} tracker needs {name}; install it with `pip install "
-            f"'eqxshard[{package}]'`."
-        ) from error
+        raise missing from error
 
 
 def is_first_process() -> bool:

@@ -107,10 +107,10 @@ def lint_program(
         parse_module(program.text),
         dict(mesh.shape),
         arguments,
-        _row_shapes(kind, batch),
+        _batch_entries(kind, batch),
         microbatches,
     )
-    yield from text.findings(program.stderr)
+    yield from dict.fromkeys(text.findings(program.stderr))
 
 
 def _batch_on_one_device(batch: PyTree, mesh: Mesh) -> Iterator[Finding]:
@@ -133,9 +133,17 @@ def _batch_on_one_device(batch: PyTree, mesh: Mesh) -> Iterator[Finding]:
             )
 
 
-def _row_shapes(kind: StepInput, batch: PyTree) -> list[tuple[int, ...]]:
+def _batch_entries(
+    kind: StepInput, batch: PyTree
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The path of each array of a batch and its shape in one step, by JAX's name for it."""
     if isinstance(batch, DeviceBatches):
         size = batch.rows.shape[1]
-        return [(size, *x.shape[1:]) for x in jax.tree.leaves(batch.examples)]
+        examples = {name: (size, *x.shape[1:]) for name, x in batch.examples.items()}
+        found = {f"batch.examples[{n!r}]": (f"batch.{n}", s) for n, s in examples.items()}
+        return found | {"batch.rows": ("batch", (size,))}
     leading = 1 if kind is STACKED_BATCHES else 0
-    return [tuple(x.shape[leading:]) for x in jax.tree.leaves(batch)]
+    return {
+        f"batch{jax.tree_util.keystr(path)}": (leaf_path(path, "batch"), x.shape[leading:])
+        for path, x in jax.tree_util.tree_leaves_with_path(batch)
+    }

@@ -36,15 +36,15 @@ def test_a_warning_has_the_line_the_remedy_and_how_to_end_it():
     texts = [str(each.message) for each in warned]
     assert texts == [
         "the train step of f, constant: model.py:12: a constant. Make it a field. "
-        "(lint={'constant': 'off'} is for what is meant to be so.)",
+        "(If this is intended, silence it with lint={'constant': 'off'}.)",
         "the train step of f, whole: head.weight is whole. Pad it. "
-        "(lint={'whole': 'off'} is for what is meant to be so.)",
+        "(If this is intended, silence it with lint={'whole': 'off'}.)",
     ]
 
 
 def test_an_error_comes_before_warnings_and_many_are_shortened():
     findings = [FIRST, *[Finding("whole", f"a{i}", None, f"a{i}.") for i in range(9)]]
-    with pytest.raises(ValueError, match=r"whole: a0\. a1\. a2\. a3\. and 5 more \(lint="):
+    with pytest.raises(ValueError, match=r"whole: a0\. a1\. a2\. a3\. and 5 more \(If "):
         report(findings, lint_levels({"whole": "error"}), "it")
     report(findings, lint_levels("off"), "it")
 

@@ -5,6 +5,7 @@ import re
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax import P
@@ -76,6 +77,95 @@ def test_a_loss_that_looks_at_all_examples(loss_fn):
     assert re.match(r"(test_lint_text|lint_helpers)\.py:\d+: ", str(findings[0]))
 
 
+SMALL = {"x": jnp.ones((16, 64)), "y": jnp.zeros(16, jnp.int32)}
+
+
+def mapped(model, batch, key):
+    return jax.lax.map(lambda x: jnp.sum(model(x / 255)), batch["x"])
+
+
+def mapped_outputs(model, batch, key):
+    return jax.lax.map(lambda x: jnp.sum(model(x)), jax.vmap(model)(batch["x"]))
+
+
+def counted(model, batch, key):
+    rows = batch["x"]
+    body = lambda i, sums: sums.at[i].set(jnp.sum(model(rows[i])))  # noqa: E731
+    return jax.lax.fori_loop(0, len(rows), body, jnp.zeros(len(rows)))
+
+
+def one_by_one(model, batch, key):
+    return jnp.stack([jnp.sum(model(x)) for x in batch["x"]])
+
+
+def contrastive(model, batch, key):
+    out = jax.vmap(model)(batch["x"])
+    return jnp.sum(
+        (out @ out.T) * jnp.equal(batch["y"][:, None], batch["y"][None]).astype(out.dtype),
+        axis=-1,
+    )
+
+
+@pytest.mark.parametrize(
+    "loss_fn, leaf",
+    [
+        (mapped, "batch.x"),
+        (mapped_outputs, None),
+        (counted, "batch.x"),
+        (one_by_one, "batch.x"),
+        (shuffle, "batch.x"),
+        (contrastive, "batch.y"),
+    ],
+)
+def test_all_examples_on_every_device_are_found_at_any_size(loss_fn, leaf):
+    finding = found(
+        lint(loss_fn=loss_fn, batch=SMALL, **HYBRID), "global-batch", "jax.vmap"
+    )
+    assert finding.leaf == leaf
+    assert str(finding.line).startswith("test_lint_text.py:")
+
+
+@pytest.mark.parametrize("accumulate, resident", [(2, False), (1, True)])
+def test_loops_over_examples_are_found_in_any_kind_of_step(accumulate, resident):
+    mesh, optim = eqxshard.make_mesh(**HYBRID), optax.sgd(1e-3)
+    state = eqxshard.init_state(MLP, optim, key=jax.random.key(0), mesh=mesh, rule=FSDP)
+    source = eqxshard.data.ArraySource({k: np.asarray(v) for k, v in SMALL.items()})
+    placement = "device" if resident else "host"
+    loader = eqxshard.Loader(source, batch_size=16, mesh=mesh, placement=placement)
+    batches = loader.stacked(1) if resident else {k: v[None] for k, v in SMALL.items()}
+    step = eqxshard.make_train_step(mapped, optim, accumulate=accumulate, lint="error")
+    with pytest.raises(ValueError, match="is gathered: every device"):
+        step.many(state, batches)
+    eval_step = eqxshard.make_eval_step(
+        lambda m, b: {"y": mapped(m, b, None)}, lint="error"
+    )
+    with pytest.raises(ValueError, match="is gathered: every device"):
+        eval_step.many(state.model, batches)
+
+
+def normalized(model, batch, key):
+    x, y = batch["x"], batch["y"]
+    x = x - jnp.mean(x, axis=0, keepdims=True)
+    x = x / (1 + jnp.std(x, axis=0, keepdims=True))
+    counts = jnp.bincount(y, length=8).astype(jnp.float32)
+    losses = square_losses(model, {"x": x}, key) / counts[y]
+    first = jnp.sum(model(batch["x"][0]))
+    return losses, {"median": jnp.median(losses), "first": jnp.full(len(losses), first)}
+
+
+def mixed(model, batch, key):
+    keep = jax.random.bernoulli(key, 0.9, batch["x"].shape).astype(jnp.float32)
+    x = batch["x"] * keep
+    return square_losses(model, {"x": 0.5 * x + 0.5 * x[::-1]}, key)
+
+
+@pytest.mark.parametrize("loss_fn", [normalized, mixed])
+def test_sums_and_pairs_of_examples_are_no_global_batch(loss_fn):
+    assert lint(loss_fn=loss_fn, batch=SMALL, **HYBRID) == ()
+    eight = {name: x[:8] for name, x in SMALL.items()}
+    assert lint(loss_fn=loss_fn, batch=eight, **HYBRID) == ()
+
+
 def test_a_loop_of_jax_over_layers():
     finding = found(
         lint(lambda key: Stack(key, ours=False), batch=WIDE, fsdp=8),
@@ -142,7 +232,7 @@ def test_shardings_that_xla_cannot_convert():
 
 def test_what_xla_says_of_a_rematerialization():
     module = parse_module("HloModule step\n\nENTRY %main () -> f32[] {\n}\n")
-    text = TextLint(module, {"data": 2, "fsdp": 4}, [], [])
+    text = TextLint(module, {"data": 2, "fsdp": 4}, [], {})
     said = (
         "W0000 spmd_partitioner.cc:652] [spmd] Involuntary full rematerialization. The "
         "compiler was not able to go from sharding {devices=[8,1]<=[8]} to {devices=[1,8]"

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import math
 import re
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -14,8 +15,17 @@ import pytest
 from helpers import assert_equal, lenient
 from page_parser import parse, rows
 from run_helpers import PNG, measured, read_lines
-from run_script import EXAMPLES, make_data
-from run_train_helpers import CONFIG, STEPS, copy, finished, refusal, saved_steps, train
+from run_script import EXAMPLES, loss_fn, make_data
+from run_train_helpers import (
+    CONFIG,
+    STEPS,
+    copy,
+    finished,
+    make_optim,
+    refusal,
+    saved_steps,
+    train,
+)
 
 import eqxshard
 from eqxshard import RunConfig
@@ -258,6 +268,97 @@ def test_a_mistake_is_one_sentence_and_writes_nothing(tmp_path, change, options,
     config = dataclasses.replace(CONFIG, **change)
     assert message in refusal(tmp_path / "run", config, **options)
     assert not (tmp_path / "run").exists()
+
+
+def other_entry(model, batch):
+    return {"accuracy": batch["label"]}
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"metric_fn": other_entry}, "label"),
+        ({"best": "accuracy"}, "best='accuracy' .*; did you mean 'eval/accuracy'?"),
+        ({"best": "eval/los"}, "; did you mean 'eval/loss'?"),
+        (
+            {"callbacks": [eqxshard.callbacks.EarlyStopping("eval/acuracy", patience=1)]},
+            "EarlyStopping's metric='eval/acuracy' is no metric .*'eval/accuracy'?",
+        ),
+        (
+            {"callbacks": [eqxshard.callbacks.Every(2, print)], "best": "loss"},
+            "best='loss' .*; did you mean 'eval/loss'?",
+        ),
+        ({"best": "eval/loss", "metric_fn": None}, "evaluates nothing; give train a metr"),
+        ({"callbacks": [eqxshard.callbacks.EvaluateEMA(dict)]}, "average"),
+    ],
+)
+def test_mistakes_in_evaluations_come_before_the_first_step(tmp_path, options, message):
+    steps = []
+    if options.get("metric_fn") is other_entry:
+        counts = eqxshard.callbacks.Every(1, lambda run: steps.append(run.step))
+        options = options | {"callbacks": [counts]}
+    with pytest.raises((KeyError, ValueError), match=message):
+        train(tmp_path / "run", **options)
+    assert not steps and not (tmp_path / "run").exists()
+
+
+def test_a_start_that_failed_is_in_nobodys_way(tmp_path):
+    def broken(model, batch, key):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train(tmp_path, loss_fn=broken)
+    again = train(tmp_path, steps=1, epochs=None)
+    assert int(again.state.step) == 1
+
+
+def test_a_metric_of_a_callback_of_ones_own_may_be_the_best(tmp_path):
+    class Scores(eqxshard.callbacks.Callback):
+        def after_evaluation(self, run):
+            run.log({"score": run.step})
+
+    train(
+        tmp_path,
+        dataclasses.replace(CONFIG, save_every=12),
+        best="score",
+        callbacks=[Scores()],
+    )
+    assert eqxshard.Checkpointer(tmp_path / "checkpoints", best="score").best_step() == 12
+
+
+def test_an_optimizer_or_a_function_of_steps(tmp_path, finished):
+    optim = make_optim(STEPS)
+    run = train(tmp_path / "run", make_optim=optim)
+    assert_equal(run.state.model, finished.state.model)
+    for factory, name in [
+        (optax.adam, "adam"),
+        (partial(optax.adam, b1=0.8), "partial"),
+        (optax.contrib.muon, "muon"),
+        (lambda learning_rate: optax.sgd(learning_rate), "<lambda>"),
+        (optax.inject_hyperparams(optax.sgd), "sgd"),
+    ]:
+        with pytest.raises(TypeError, match=f"{name} would get the number of steps, 12"):
+            train(tmp_path / "no", make_optim=factory)
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.slow
+def test_axes_over_which_nothing_is_split_are_named_once(tmp_path, capsys):
+    config = dataclasses.replace(
+        CONFIG, devices=8, mesh="data=2,context=2,tensor=2", steps=1
+    )
+
+    def in_parts(model, batch, key):
+        # The rows of x are its only sequence here.
+        x = eqxshard.constrain(batch["x"], jax.P(("data", "context")))
+        return loss_fn(model, batch | {"x": x}, key)
+
+    train(tmp_path / "1", config, loss_fn=in_parts)
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if "warning: " in x]
+    assert line.startswith("warning: nothing is split over tensor=2, so its devices repeat")
+    assert "over tensor=2" in (tmp_path / "1" / "warnings.jsonl").read_text()
+    train(tmp_path / "2", dataclasses.replace(config, mesh="data=2,fsdp=4"))
+    assert "warning: fsdp=4 splits the batch, but no array" in capsys.readouterr().err
 
 
 class Endless:

@@ -6,7 +6,7 @@ Encodes files of text into token files, in all cores; see [`eqxshard.data.text.p
 import sys
 from collections.abc import Sequence
 
-from ..._parser import Parser
+from ..._parser import Parser, allow_closed_stdout
 from ._prepare import prepare
 
 
@@ -59,4 +59,5 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with allow_closed_stdout():
+        sys.exit(main())
