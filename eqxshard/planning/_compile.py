@@ -41,7 +41,7 @@ from ._targets import TPU_HOST, Target
 
 def main() -> None:
     """Compile the request in the folder that the command names, and write the plan."""
-    answer(compile_plan)
+    answer(lambda request, dump: compile_plan(request, make_state(request), dump))
 
 
 def answer(work: Callable[[Any, Path], Any]) -> None:
@@ -57,22 +57,31 @@ def answer(work: Callable[[Any, Path], Any]) -> None:
     os.replace(part, folder / "result")
 
 
-def compile_plan(request: Request, dump: Path) -> Plan:
+def make_state(request: Request) -> TrainState:
+    """The state of a step, as shapes on devices that are not there."""
+    sizes: dict[str, Any] = dict(request.mesh_shape)
+    return abstract_state(
+        request.make_model,
+        request.optim,
+        key=jax.random.key(0),
+        mesh=make_mesh(**sizes, devices=find_devices(request)),
+        rule=request.rule,
+        trainable=request.trainable,
+        precision=request.precision,
+    )
+
+
+def compile_plan(request: Request, state: TrainState, dump: Path) -> Plan:
     """Compile a step, and read what it needs.
 
     **Arguments:**
 
     - `request`: what to compile.
+    - `state`: from `make_state`.
     - `dump`: where the compiler for CPUs writes the partitioned text.
     """
     start = time.perf_counter()
-    sizes: dict[str, Any] = dict(request.mesh_shape)
-    mesh = make_mesh(**sizes, devices=find_devices(request))
-    placed: dict[str, Any] = {"mesh": mesh, "rule": request.rule}
-    placed |= {"trainable": request.trainable, "precision": request.precision}
-    state = abstract_state(
-        request.make_model, request.optim, key=jax.random.key(0), **placed
-    )
+    mesh, sizes = mesh_of(state), dict(request.mesh_shape)
     step = make_train_step(request.loss_fn, request.optim, **request.options)
     program, findings = step._inspect(state, request.batch)
     seconds = time.perf_counter() - start

@@ -71,11 +71,19 @@ class PlannedTime:
     waiting: Mapping[str, float] | None
 
     @property
-    def bound(self) -> str:
-        """What takes the most: `compute`, `memory`, or links: `fsdp links`."""
+    def parts(self) -> dict[str, float]:
+        """The seconds by what takes them: `compute`, `memory`, and links: `fsdp links`.
+
+        With a schedule they add up to the step: of links, only what is not hidden counts.
+        """
         links = self.links if self.waiting is None else self.waiting
-        parts = {"compute": self.compute, "memory": self.memory or 0.0}
-        parts |= {f"{axes} links": seconds for axes, seconds in links.items()}
+        waits = {f"{axes} links": seconds for axes, seconds in links.items()}
+        return {"compute": self.compute, "memory": self.memory or 0.0} | waits
+
+    @property
+    def bound(self) -> str:
+        """The part that takes the most."""
+        parts = self.parts
         return max(parts, key=lambda name: parts[name])
 
 

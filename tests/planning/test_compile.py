@@ -16,6 +16,7 @@ from eqxshard.planning._compile import (
     compile_plan,
     count_examples,
     count_flops,
+    make_state,
     read_dump,
     tpu_topology,
 )
@@ -65,7 +66,7 @@ def test_offloaded_state_is_counted_apart(dump):
         given |= {"loss_fn": lint_helpers.square_losses, "rule": rule}
         batch = {"x": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
         request = dataclasses.replace(REQUEST, **given, batch=batch)
-        return compile_plan(request, dump).memory
+        return compile_plan(request, make_state(request), dump).memory
 
     here, there = plan(lint_helpers.FSDP), plan(eqxshard.offload(lint_helpers.FSDP))
     assert here.host == 0 and here.optimizer == here.parameters
@@ -82,7 +83,8 @@ def test_findings_are_those_of_lint(dump):
     given: dict[str, Any] = {"make_model": lint_helpers.MLP, "loss_fn": losses_with_a_table}
     batch = {"x": jax.ShapeDtypeStruct((512, 64), jnp.float32)}
     given |= {"optim": lint_helpers.OPTIM, "batch": batch, "rule": lint_helpers.FSDP}
-    plan = compile_plan(dataclasses.replace(REQUEST, **given), dump)
+    request = dataclasses.replace(REQUEST, **given)
+    plan = compile_plan(request, make_state(request), dump)
     assert [each.kind for each in plan.findings] == ["constant"]
     step = eqxshard.make_train_step(losses_with_a_table, lint_helpers.OPTIM)
     assert plan.findings == eqxshard.lint(step, lint_helpers.make_state(fsdp=8), batch)
