@@ -187,7 +187,7 @@ def test_the_doctor_says_whether_something_is_wrong(command, monkeypatch):
 def test_a_search_ranks_meshes_of_a_script(command, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     words = ("search", REGRESSION, "--devices=2", "--device=cpu", "--json=search.json")
-    status, out, err = command(*words)
+    status, _, err = command(*words)
     assert status == 0, err
     found = json.loads((tmp_path / "search.json").read_text())
     # Its rule splits nothing over tensor, so all of the work is done twice there.
@@ -196,7 +196,7 @@ def test_a_search_ranks_meshes_of_a_script(command, monkeypatch, tmp_path):
     flops = [each["plan"]["flops"]["float32"] for each in (data, tensor)]
     assert flops[1] == 2 * flops[0]
     # A batch that is given need not divide: that is what some meshes cannot do.
-    status, out, err = command(*words, "--batch-size=3")
+    status, _, err = command(*words, "--batch-size=3")
     assert status == 0, err
     found = json.loads((tmp_path / "search.json").read_text())
     assert [each["name"] for each in found["candidates"] if each["fits"]] == ["tensor=2"]

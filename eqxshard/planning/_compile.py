@@ -20,7 +20,6 @@ from ..compiled._causes import Causes, Leaf
 from ..compiled._communication import Operation, find_collectives
 from ..compiled._hlo import Module, parse_module
 from ..inspect._lint import Findings
-from ..pages._format import format_bytes
 from ..sharding._leaves import array_leaves, format_array
 from ..sharding._mesh import batch_sharding, make_mesh
 from ..training._init import abstract_state
@@ -35,7 +34,6 @@ from ._plan import Plan, PlannedMemory, PlannedTime
 from ._request import Request, load_request
 from ._rewrites import rewrite_collectives
 from ._schedule import Elapsed, Schedule, compute_seconds
-from ._scratch import convolution_scratch
 from ._targets import TPU_HOST, Target
 
 
@@ -98,11 +96,8 @@ def compile_plan(request: Request, state: TrainState, dump: Path) -> Plan:
     causes = Causes(module, sizes, _model_arrays(state), gradients)
     rows, tokens = count_examples(request.batch)
     predicted = _time(request, flops, operations, sizes, elapsed)
-    scratch = 0
-    if request.target.compiler == "cpu":
-        scratch = convolution_scratch(parse_module(program.text), mesh.size)
     analysis = program.compiled.memory_analysis()
-    notes = list(_notes(request, module, scratch))
+    notes = list(_notes(request, module))
     if request.cache is not None:
         lower = functools.partial(step.lower, state, request.batch)
         notes.append(keep_compiled(lower, Path(request.cache)))
@@ -111,7 +106,7 @@ def compile_plan(request: Request, state: TrainState, dump: Path) -> Plan:
         backend=request.backend,
         mesh={axis: size for axis, size in sizes.items() if size > 1} or {"data": 1},
         devices=mesh.size,
-        memory=_memory(request, state, gradients, analysis, scratch // mesh.size),
+        memory=_memory(request, state, gradients, analysis),
         flops=flops,
         collectives=tuple(
             _describe(each, sizes, causes, None if on_cpu else elapsed)
@@ -192,9 +187,8 @@ def _memory(
     state: TrainState,
     gradients: list[Leaf],
     analysis: Any,
-    scratch: int,
 ) -> PlannedMemory:
-    """What one device needs, with `scratch` bytes that the compiler does not count."""
+    """What one device needs."""
     params = _bytes_of(state.model)
     opt_state = _bytes_of(state.opt_state)
     rows = batch_sharding(mesh_of(state))
@@ -208,12 +202,11 @@ def _memory(
         other_state=_bytes_of(state) - params - opt_state,
         batch=sum(shard_bytes(x, rows) for x in jax.tree.leaves(request.batch)),
         gradients=sum(leaf.bytes for leaf in gradients),
-        temporaries=analysis.temp_size_in_bytes + scratch,
+        temporaries=analysis.temp_size_in_bytes,
         peak=analysis.argument_size_in_bytes
         + analysis.output_size_in_bytes
         - analysis.alias_size_in_bytes
         + analysis.temp_size_in_bytes
-        + scratch
         - not_here,
         device=None if total is None else int(total),
         host=offloaded
@@ -341,14 +334,13 @@ def _settings(request: Request) -> dict[str, str]:
     return settings | {name: str(value) for name, value in request.options.items()}
 
 
-def _notes(request: Request, module: Module, scratch: int) -> list[str]:
+def _notes(request: Request, module: Module) -> list[str]:
     notes = []
     if request.target.compiler == "cpu":
         notes.append("simulated devices share the memory of one process")
-        if scratch:
+        if any(x.opcode == "convolution" for x in module.instructions()):
             notes.append(
-                f"convolutions were run to measure what XLA does not count, "
-                f"{format_bytes(scratch // request.devices)} of the temporaries"
+                "the peak is too low, as XLA does not count what convolutions on CPUs copy"
             )
     elif request.backend == "cpu":
         notes.append(
