@@ -85,7 +85,7 @@ class Search:
         table.add_column("why it does not run", overflow="fold")
         for each, seconds in zip(self.candidates, parts, strict=True):
             time = None if each.plan is None else each.plan.time
-            mfu = None if each.plan is None else each.plan.utilisation
+            mfu = None if each.plan is None else each.plan.mfu
             least = "" if each.plan is not None else "> "
             table.add_row(
                 each.name,

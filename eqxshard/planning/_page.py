@@ -78,8 +78,8 @@ def _tiles(plan: Plan) -> Markup:
     of = "" if memory.device is None else f"of {format_bytes(memory.device)}: "
     fits = {None: "", True: "it fits", False: "it does not fit"}[plan.fits]
     tiles["Memory of a device"] = format_bytes(memory.peak), f"{of}{fits}"
-    if plan.utilisation is not None:
-        tiles["Utilisation"] = f"{plan.utilisation:.0%}", "of the peak, at that speed"
+    if plan.mfu is not None:
+        tiles["MFU"] = f"{plan.mfu:.0%}", "of the peak, at that speed"
     return draw_tiles(tiles)
 
 

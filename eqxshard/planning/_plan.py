@@ -154,8 +154,11 @@ class Plan:
         return self.tokens / self.time.step
 
     @property
-    def utilisation(self) -> float | None:
-        """The part of the devices' peak that is used, also for what is computed again."""
+    def mfu(self) -> float | None:
+        """The part of the devices' peak that is used: model FLOPs utilization (MFU).
+
+        What a step computes again to save memory counts, too.
+        """
         if not self.time or not self.time.step or not self.flops:
             return None
         slowest = min(self.target.flops.values())
@@ -195,13 +198,7 @@ class Plan:
         plain["memory"]["left"] = self.memory.left
         if self.time is not None:
             plain["time"]["bound"] = self.time.bound
-        names = (
-            "fits",
-            "traffic",
-            "examples_per_second",
-            "tokens_per_second",
-            "utilisation",
-        )
+        names = ("fits", "traffic", "examples_per_second", "tokens_per_second", "mfu")
         return plain | {name: getattr(self, name) for name in names}
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -322,10 +319,8 @@ class Plan:
                     f"{self.tokens_per_second:,.0f} tokens/s in all, {each:,.0f} on each "
                     "device"
                 )
-            used = self.utilisation
-            lines.append(
-                speed if used is None else f"{speed}; {used:.0%} of the peak at that speed"
-            )
+            mfu = self.mfu
+            lines.append(speed if mfu is None else f"{speed}; {mfu:.0%} MFU at that speed")
         if self.fits is False:
             lines.append(self._lack())
         lines += [f"Note: {note}." for note in self.notes]

@@ -38,8 +38,8 @@ def test_a_measured_step_makes_a_target_for_plans_of_others(plan):
     again = dataclasses.replace(plan, target=target, time=slower)
     assert again.calibrate(slower.step) == target
     assert "A step takes about " in str(again)
-    # Utilisation is of the peaks, whatever a run reaches.
-    assert plan.utilisation is not None and again.utilisation == plan.utilisation / 4
+    # It is of the peaks, whatever a run reaches.
+    assert plan.mfu is not None and again.mfu == plan.mfu / 4
     with pytest.raises(ValueError, match=r"seconds=0\.0 must be a positive time"):
         plan.calibrate(0.0)
     with pytest.raises(ValueError, match="the speed of h200 is not known"):
@@ -87,6 +87,6 @@ def test_without_known_speeds_there_is_no_time(plan):
     target = eqxshard.Target.named("cpu")
     memory = dataclasses.replace(plan.memory, device=None)
     other = dataclasses.replace(plan, target=target, time=None, memory=memory)
-    assert (other.fits, other.tokens_per_second, other.utilisation) == (None, None, None)
+    assert (other.fits, other.tokens_per_second, other.mfu) == (None, None, None)
     assert "A step takes" not in str(other) and "left of" not in str(other)
     json.dumps(other.to_json())
