@@ -72,6 +72,11 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("--json", metavar="FILE", help="also write the plan as JSON")
     parser.add_argument("--html", metavar="FILE", help="also write the plan as a page")
     parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="also write the time line as a trace, which Perfetto and Chrome open",
+    )
+    parser.add_argument(
         "--cache",
         metavar="DIR",
         help="also keep the compiled step in JAX's compilation cache in this folder",
@@ -182,7 +187,7 @@ def _plan(options: argparse.Namespace, others: Sequence[str]) -> None:
     from .planning._make_plan import plan
     from .run._planned import collect
 
-    _check_folders(options.json, options.html)
+    _check_folders(options.json, options.html, options.trace)
     if options.html and Path(options.html).suffix.lower() != ".html":
         raise ValueError(f"--html {options.html} is no page; give a name like plan.html.")
     console = Console(stderr=True)
@@ -202,6 +207,8 @@ def _plan(options: argparse.Namespace, others: Sequence[str]) -> None:
         Path(options.json).write_text(json.dumps(made.to_json(), indent=2) + "\n")
     if options.html:
         made.save(options.html)
+    if options.trace:
+        Path(options.trace).write_text(json.dumps(made.to_trace()) + "\n")
 
 
 def _search(options: argparse.Namespace, others: Sequence[str]) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from jax.experimental import topologies
 
 from ..compiled._causes import Causes, Leaf
+from ..compiled._collective import Collective
 from ..compiled._communication import Operation, find_collectives
 from ..compiled._hlo import Module, parse_module
 from ..inspect._lint import Findings
@@ -26,7 +27,6 @@ from ..training._init import abstract_state
 from ..training._state import TrainState
 from ..training._train_step import make_train_step
 from ._cache import keep_compiled
-from ._collectives import PlannedCollective, has_peers
 from ._costs import Costs
 from ._failure import Failure
 from ._leaves import mesh_of, on_host, plan_leaves, shard_bytes, stored_gradients
@@ -122,6 +122,11 @@ def compile_plan(request: Request, state: TrainState, dump: Path) -> Plan:
         settings=_settings(request),
         findings=Findings(findings),
     )
+
+
+def has_peers(operation: Operation) -> bool:
+    """Whether devices take part together, and not each alone."""
+    return operation.groups is None or operation.groups.shape[1] > 1
 
 
 def find_devices(request: Request) -> list[Any]:
@@ -259,13 +264,13 @@ def _describe(
     sizes: dict[str, int],
     causes: Causes,
     elapsed: Elapsed | None,
-) -> PlannedCollective:
+) -> Collective:
     key = operation.start.computation, operation.start.name
     sending = 0.0 if elapsed is None else elapsed.sending[key]
     hidden = None
     if elapsed is not None and sending:
         hidden = min(max(1 - elapsed.waiting[key] / sending, 0.0), 1.0)
-    return PlannedCollective(
+    return Collective(
         kind=operation.kind,
         axes=operation.axes(sizes),
         shapes=tuple(map(str, operation.shapes)),

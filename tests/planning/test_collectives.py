@@ -1,6 +1,6 @@
 from eqxshard.compiled._communication import find_collectives
 from eqxshard.compiled._hlo import parse_module
-from eqxshard.planning._collectives import group_collectives, has_peers, join_axes
+from eqxshard.planning._compile import has_peers
 
 TEXT = """
 HloModule jit_train_step
@@ -19,21 +19,19 @@ def test_what_each_device_does_alone_is_no_communication():
     assert [name for name, x in found.items() if has_peers(x)] == ["unknown", "pairs"]
 
 
-def test_groups_have_all_that_is_sent_and_the_largest_first(plan):
-    groups = group_collectives(plan.collectives)
-    assert len(groups) < len(plan.collectives)
-    totals = [group.sent_in_all for group in groups]
-    assert totals == sorted(totals, reverse=True)
-    assert sum(totals) == sum(sum(kinds.values()) for kinds in plan.traffic.values())
-    in_loop = [group for group in groups if group.in_loop]
-    assert in_loop and all(group.sent_in_all == 2 * group.sent for group in in_loop)
-
-
 def test_the_function_of_a_line_is_named(plan):
     functions = {x.line: x.function for x in plan.collectives if x.line is not None}
     assert {"MLP.__call__", "Transformer.__call__"} <= {*functions.values()}
     assert None not in functions.values()
 
 
-def test_axes_as_one_word():
-    assert (join_axes(("data", "fsdp")), join_axes(None)) == ("data,fsdp", "unknown")
+def test_forward_and_backward_gathers_of_a_weight_are_two(plan):
+    (up,) = (leaf for leaf in plan.leaves if leaf.path == "blocks.mlp.up")
+    gathers = [
+        (each.bytes, each.times)
+        for each in plan.collectives
+        if each.kind == "all-gather" and each.leaves == (up.path,)
+    ]
+    # One layer of the two, all of it.
+    layer = 4 * up.bytes // 2
+    assert gathers == [(layer, 2), (layer, 2)]
