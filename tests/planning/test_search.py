@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 from functools import partial
 
 import equinox as eqx
@@ -12,11 +11,10 @@ import jax.numpy as jnp
 import optax
 import pytest
 from gpt_model import GPT, Shape
-from plan_helpers import BATCH, OPTIM, RULE, made_by_hand
+from plan_helpers import BATCH, OPTIM, RULE, by_hand, not_compiled
 from transformer import Transformer, next_token_losses
 
 import eqxshard
-from eqxshard.planning._plan import PlannedTime
 from eqxshard.planning._search import rank
 
 GIVEN = (Transformer, next_token_losses, OPTIM, BATCH)
@@ -107,23 +105,6 @@ def test_what_cannot_run_is_a_row_with_the_reason(tmp_path):
     assert "Nothing can be compiled; the last column says why." in str(search)
 
 
-def by_hand(mesh, peak=20 * 10**9, step=0.1, fits=True, **waiting):
-    """A candidate whose step computes for most of the time, and waits for links."""
-    plan = made_by_hand(
-        (20, 40, 0, 0, 20, peak - 60, peak, int(100e9)),
-        mesh=mesh,
-        flops={"bfloat16": step * 1e12},
-        time=PlannedTime(step, step - sum(waiting.values()), 0.0, waiting, waiting),
-    )
-    name = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
-    reason = "" if fits else "does not fit: needs 150.00 GB of 95.00 GB"
-    return eqxshard.Candidate(name, mesh, "", "", 1, plan, peak, fits, reason)
-
-
-def not_compiled(name, needs):
-    return eqxshard.Candidate(name, {name: 8}, "", "", 1, None, needs, False, "because")
-
-
 FSDP = by_hand({"fsdp": 8}, step=0.101, fsdp=0.012)
 BOTH = by_hand({"data": 2, "fsdp": 4}, step=0.1, data=0.01)
 
@@ -136,36 +117,6 @@ def test_the_fastest_is_first_and_of_two_as_fast_the_simpler():
     assert ranked == (FSDP, BOTH, slow, *rest[::-1])
     faster = by_hand({"data": 2, "fsdp": 4}, step=0.09)
     assert rank([FSDP, faster]) == (faster, FSDP)
-
-
-def test_a_search_prints_a_column_for_each_cost():
-    found = (FSDP, BOTH, not_compiled("data", int(160e9)))
-    head, table = str(eqxshard.Search(FSDP.plan, found, 3.2)).split("\n\n")
-    assert head == "3 candidates, of which 2 were compiled and 2 fit, in 3 s"
-    rows = [[cell.strip() for cell in re.split("[┃│]", x)] for x in table.splitlines()]
-    _, names, _, *rows, _ = [row[1:-1] for row in rows]
-    assert names == [
-        *("candidate", "memory", "step", "mfu", "arithmetic", "fsdp links", "data links"),
-        "why it does not run",
-    ]
-    assert rows == [
-        ["fsdp=8", "20.00 GB", "0.101 s", "0%", "89 ms", "12 ms", "", ""],
-        ["data=2, fsdp=4", "20.00 GB", "0.1 s", "0%", "90 ms", "", "10 ms", ""],
-        ["data", "> 160.00 GB", "", "", "", "", "", "because"],
-    ]
-
-
-@pytest.mark.parametrize(
-    "nearest, advice",
-    [
-        (by_hand({"fsdp": 8}, 150 * 10**9, fits=False), "try a larger accumulate"),
-        (not_compiled("data", int(160e9)), "even without activations; try more devices"),
-        (not_compiled("data", None), "Nothing can be compiled; the last column says why."),
-    ],
-)
-def test_if_nothing_fits_the_last_line_says_what_to_try(nearest, advice):
-    assert advice in str(eqxshard.Search(None, (nearest,), 1.0)).splitlines()[-1]
-    assert eqxshard.Search(None, (nearest,), 1.0).to_json()["best"] is None
 
 
 @pytest.mark.parametrize(
