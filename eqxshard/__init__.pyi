@@ -28,7 +28,6 @@ from .loop._predict import predict as predict
 from .loop._protocols import Tracker as Tracker
 from .planning._candidates import Candidate as Candidate
 from .planning._candidates import Search as Search
-from .planning._collectives import PlannedCollective as PlannedCollective
 from .planning._leaves import PlannedLeaf as PlannedLeaf
 from .planning._make_plan import plan as plan
 from .planning._plan import Plan as Plan

@@ -72,6 +72,11 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("--json", metavar="FILE", help="also write the plan as JSON")
     parser.add_argument("--html", metavar="FILE", help="also write the plan as a page")
     parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="also write the time line as a trace, which Perfetto and Chrome open",
+    )
+    parser.add_argument(
         "--cache",
         metavar="DIR",
         help="also keep the compiled step in JAX's compilation cache in this folder",
@@ -83,9 +88,8 @@ def _add_search(commands: Any) -> None:
         "search",
         allow_abbrev=False,
         help="which mesh is the fastest of those that fit",
-        description="Plan the step of a script on one mesh after the other, rank them, and "
-        "say why the best is the best. Plans are kept, so that the same search again "
-        "takes seconds.",
+        description="Plan the step of a script on one mesh after the other, and rank them. "
+        "Plans are kept, so that the same search again takes seconds.",
         epilog="All other options are the script's, such as --batch-size 512; its --mesh "
         "is not used.",
     )
@@ -183,7 +187,7 @@ def _plan(options: argparse.Namespace, others: Sequence[str]) -> None:
     from .planning._make_plan import plan
     from .run._planned import collect
 
-    _check_folders(options.json, options.html)
+    _check_folders(options.json, options.html, options.trace)
     if options.html and Path(options.html).suffix.lower() != ".html":
         raise ValueError(f"--html {options.html} is no page; give a name like plan.html.")
     console = Console(stderr=True)
@@ -203,10 +207,12 @@ def _plan(options: argparse.Namespace, others: Sequence[str]) -> None:
         Path(options.json).write_text(json.dumps(made.to_json(), indent=2) + "\n")
     if options.html:
         made.save(options.html)
+    if options.trace:
+        Path(options.trace).write_text(json.dumps(made.to_trace()) + "\n")
 
 
 def _search(options: argparse.Namespace, others: Sequence[str]) -> None:
-    from .planning._search import search
+    from .planning._search import Step, search
     from .run._planned import collect_all
 
     _check_folders(options.json)
@@ -217,13 +223,13 @@ def _search(options: argparse.Namespace, others: Sequence[str]) -> None:
         steps,
         notes,
     ):
-        for arguments in steps:
-            arguments["rules"] = arguments.pop("rule")
-            del arguments["devices"]
-            if options.search_accumulate:
-                arguments["accumulate"] = _counts(options.search_accumulate)
+        counts = _counts(options.search_accumulate)
         found = search(
-            dict(zip(variants, steps, strict=True)),
+            [
+                Step(name, "", {**arguments, "accumulate": count})
+                for name, arguments in zip(variants, steps, strict=True)
+                for count in counts or [arguments["accumulate"]]
+            ],
             devices=options.devices,
             axes=axes,
             target=options.device,
@@ -272,9 +278,9 @@ def _variants(texts: Sequence[str]) -> dict[str, list[str]]:
     }
 
 
-def _counts(text: str) -> list[int]:
+def _counts(text: str | None) -> list[int]:
     try:
-        return [int(part) for part in text.split(",")]
+        return [int(part) for part in text.split(",")] if text else []
     except ValueError:
         raise ValueError(
             f"--search-accumulate {text} is not a list of numbers; use one such as 1,2,4."

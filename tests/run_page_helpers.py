@@ -59,7 +59,7 @@ def make_plan(**changes):
         "examples": 64,
         "time": {"step": 0.1, "bound": "compute"},
         "examples_per_second": 640.0,
-        "utilisation": 0.8,
+        "mfu": 0.8,
         "memory": {"peak": 58_000_000_000},
     }
     return plan | changes

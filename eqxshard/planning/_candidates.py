@@ -24,7 +24,7 @@ class Candidate:
         least: its parameters, optimizer state, gradients and rows of the batch. `None` if
         it cannot run at all.
     - `fits`: whether it can run: it was compiled, and leaves the margin of memory.
-    - `reason`: what it lacks, or why it is the best.
+    - `reason`: why it does not run; empty if it fits.
     """
 
     name: str
@@ -50,14 +50,11 @@ class Search:
     - `best`: the [`eqxshard.Plan`][] of the best candidate; `None` if none fits.
     - `candidates`: all that was tried, each an [`eqxshard.Candidate`][]: those that fit,
         best first, then those that were compiled, then the others.
-    - `why`: in words, why the best is the best and what the others lack, or what would
-        make one fit.
     - `seconds`: how long the search took.
     """
 
     best: Plan | None
     candidates: tuple[Candidate, ...]
-    why: str
     seconds: float
 
     def to_json(self) -> dict[str, Any]:
@@ -65,7 +62,6 @@ class Search:
         return {
             "best": None if self.best is None else self.candidates[0].to_json(),
             "candidates": [each.to_json() for each in self.candidates],
-            "why": self.why,
             "seconds": self.seconds,
         }
 
@@ -76,23 +72,50 @@ class Search:
             f"{tried} candidates, of which {compiled} were compiled and {fit} fit, in "
             f"{self.seconds:.0f} s"
         )
-        return "\n\n".join([head, render(self._table()), self.why])
+        return "\n\n".join(filter(None, [head, render(self._table()), self._advice()]))
 
     def _table(self) -> Table:
+        """A row for each candidate, a column for each cost that any of them has."""
+        parts = [_parts(each.plan) for each in self.candidates]
+        costs = dict.fromkeys(name for each in parts for name in each)
         table = Table("candidate")
-        table.add_column("memory", justify="right", no_wrap=True)
-        table.add_column("step", justify="right", no_wrap=True)
-        table.add_column("of the peak", justify="right")
-        table.add_column("", overflow="fold")
-        for each in self.candidates:
+        names = {"compute": "arithmetic", "memory": "memory traffic"}
+        for column in ("memory", "step", "mfu", *(names.get(x, x) for x in costs)):
+            table.add_column(column, justify="right")
+        table.add_column("why it does not run", overflow="fold")
+        for each, seconds in zip(self.candidates, parts, strict=True):
             time = None if each.plan is None else each.plan.time
-            used = None if each.plan is None else each.plan.utilisation
+            mfu = None if each.plan is None else each.plan.mfu
             least = "" if each.plan is not None else "> "
             table.add_row(
                 each.name,
                 "" if each.needs is None else f"{least}{format_bytes(each.needs)}",
                 "" if time is None else format_seconds(time.step),
-                "" if used is None else f"{used:.0%}",
+                "" if mfu is None else f"{mfu:.0%}",
+                *(format_seconds(seconds[x]) if x in seconds else "" for x in costs),
                 each.reason,
             )
         return table
+
+    def _advice(self) -> str:
+        """What to try if nothing fits."""
+        if self.best is not None:
+            return ""
+        if self.candidates[0].plan is not None:
+            return (
+                "Nothing fits; try a larger accumulate, a model that computes more of its "
+                "layers again (remat), or more devices."
+            )
+        if self.candidates[0].needs is not None:
+            return (
+                "Nothing fits, even without activations; try more devices, a rule that "
+                "splits more of the state, such as eqxshard.fsdp(), or a smaller dtype."
+            )
+        return "Nothing can be compiled; the last column says why."
+
+
+def _parts(plan: Plan | None) -> dict[str, float]:
+    """The seconds of a step by what takes them, without what takes none."""
+    if plan is None or plan.time is None:
+        return {}
+    return {name: seconds for name, seconds in plan.time.parts.items() if seconds}

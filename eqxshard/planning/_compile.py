@@ -17,10 +17,10 @@ import numpy as np
 from jax.experimental import topologies
 
 from ..compiled._causes import Causes, Leaf
+from ..compiled._collective import Collective
 from ..compiled._communication import Operation, find_collectives
 from ..compiled._hlo import Module, parse_module
 from ..inspect._lint import Findings
-from ..pages._format import format_bytes
 from ..sharding._leaves import array_leaves, format_array
 from ..sharding._mesh import batch_sharding, make_mesh
 from ..training._init import abstract_state
@@ -28,7 +28,6 @@ from ..training._state import TrainState
 from ..training._train_step import make_train_step
 from ..training._unused_axes import unused_axes
 from ._cache import keep_compiled
-from ._collectives import PlannedCollective, has_peers
 from ._costs import Costs
 from ._failure import Failure
 from ._leaves import mesh_of, on_host, plan_leaves, shard_bytes, stored_gradients
@@ -37,13 +36,12 @@ from ._plan import Plan, PlannedMemory, PlannedTime
 from ._request import Request, load_request
 from ._rewrites import rewrite_collectives
 from ._schedule import Elapsed, Schedule, compute_seconds
-from ._scratch import convolution_scratch
 from ._targets import TPU_HOST, Target
 
 
 def main() -> None:
     """Compile the request in the folder that the command names, and write the plan."""
-    answer(compile_plan)
+    answer(lambda request, dump: compile_plan(request, make_state(request), dump))
 
 
 def answer(work: Callable[[Any, Path], Any]) -> None:
@@ -59,22 +57,31 @@ def answer(work: Callable[[Any, Path], Any]) -> None:
     os.replace(part, folder / "result")
 
 
-def compile_plan(request: Request, dump: Path) -> Plan:
+def make_state(request: Request) -> TrainState:
+    """The state of a step, as shapes on devices that are not there."""
+    sizes: dict[str, Any] = dict(request.mesh_shape)
+    return abstract_state(
+        request.make_model,
+        request.optim,
+        key=jax.random.key(0),
+        mesh=make_mesh(**sizes, devices=find_devices(request)),
+        rule=request.rule,
+        trainable=request.trainable,
+        precision=request.precision,
+    )
+
+
+def compile_plan(request: Request, state: TrainState, dump: Path) -> Plan:
     """Compile a step, and read what it needs.
 
     **Arguments:**
 
     - `request`: what to compile.
+    - `state`: from `make_state`.
     - `dump`: where the compiler for CPUs writes the partitioned text.
     """
     start = time.perf_counter()
-    sizes: dict[str, Any] = dict(request.mesh_shape)
-    mesh = make_mesh(**sizes, devices=find_devices(request))
-    placed: dict[str, Any] = {"mesh": mesh, "rule": request.rule}
-    placed |= {"trainable": request.trainable, "precision": request.precision}
-    state = abstract_state(
-        request.make_model, request.optim, key=jax.random.key(0), **placed
-    )
+    mesh, sizes = mesh_of(state), dict(request.mesh_shape)
     step = make_train_step(request.loss_fn, request.optim, **request.options)
     program, findings = step._inspect(state, request.batch)
     seconds = time.perf_counter() - start
@@ -91,11 +98,8 @@ def compile_plan(request: Request, dump: Path) -> Plan:
     causes = Causes(module, sizes, _model_arrays(state), gradients)
     rows, tokens = count_examples(request.batch)
     predicted = _time(request, flops, operations, sizes, elapsed)
-    scratch = 0
-    if request.target.compiler == "cpu":
-        scratch = convolution_scratch(parse_module(program.text), mesh.size)
     analysis = program.compiled.memory_analysis()
-    notes = list(_notes(request, module, scratch))
+    notes = list(_notes(request, module))
     unknown = _unknown(operations, request.target)
     if request.target.flops and unknown:
         notes.append(f"no time is predicted, because the {unknown} is not known")
@@ -109,7 +113,7 @@ def compile_plan(request: Request, dump: Path) -> Plan:
         backend=request.backend,
         mesh={axis: size for axis, size in sizes.items() if size > 1} or {"data": 1},
         devices=mesh.size,
-        memory=_memory(request, state, gradients, analysis, scratch // mesh.size),
+        memory=_memory(request, state, gradients, analysis),
         flops=flops,
         collectives=tuple(
             _describe(each, sizes, causes, None if on_cpu else elapsed)
@@ -125,6 +129,11 @@ def compile_plan(request: Request, dump: Path) -> Plan:
         settings=_settings(request),
         findings=Findings(findings),
     )
+
+
+def has_peers(operation: Operation) -> bool:
+    """Whether devices take part together, and not each alone."""
+    return operation.groups is None or operation.groups.shape[1] > 1
 
 
 def find_devices(request: Request) -> list[Any]:
@@ -190,9 +199,8 @@ def _memory(
     state: TrainState,
     gradients: list[Leaf],
     analysis: Any,
-    scratch: int,
 ) -> PlannedMemory:
-    """What one device needs, with `scratch` bytes that the compiler does not count."""
+    """What one device needs."""
     params = _bytes_of(state.model)
     opt_state = _bytes_of(state.opt_state)
     rows = batch_sharding(mesh_of(state))
@@ -206,12 +214,11 @@ def _memory(
         other_state=_bytes_of(state) - params - opt_state,
         batch=sum(shard_bytes(x, rows) for x in jax.tree.leaves(request.batch)),
         gradients=sum(leaf.bytes for leaf in gradients),
-        temporaries=analysis.temp_size_in_bytes + scratch,
+        temporaries=analysis.temp_size_in_bytes,
         peak=analysis.argument_size_in_bytes
         + analysis.output_size_in_bytes
         - analysis.alias_size_in_bytes
         + analysis.temp_size_in_bytes
-        + scratch
         - not_here,
         device=None if total is None else int(total),
         host=offloaded
@@ -264,13 +271,13 @@ def _describe(
     sizes: dict[str, int],
     causes: Causes,
     elapsed: Elapsed | None,
-) -> PlannedCollective:
+) -> Collective:
     key = operation.start.computation, operation.start.name
     sending = 0.0 if elapsed is None else elapsed.sending[key]
     hidden = None
     if elapsed is not None and sending:
         hidden = min(max(1 - elapsed.waiting[key] / sending, 0.0), 1.0)
-    return PlannedCollective(
+    return Collective(
         kind=operation.kind,
         axes=operation.axes(sizes),
         shapes=tuple(map(str, operation.shapes)),
@@ -351,14 +358,13 @@ def _settings(request: Request) -> dict[str, str]:
     return settings | {name: str(value) for name, value in request.options.items()}
 
 
-def _notes(request: Request, module: Module, scratch: int) -> list[str]:
+def _notes(request: Request, module: Module) -> list[str]:
     notes = []
     if request.target.compiler == "cpu":
         notes.append("simulated devices share the memory of one process")
-        if scratch:
+        if any(x.opcode == "convolution" for x in module.instructions()):
             notes.append(
-                f"convolutions were run to measure what XLA does not count, "
-                f"{format_bytes(scratch // request.devices)} of the temporaries"
+                "the peak is too low, as XLA does not count what convolutions on CPUs copy"
             )
     elif request.backend == "cpu":
         notes.append(

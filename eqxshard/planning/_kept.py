@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..compiled._collective import Collective
 from ..compiled._findings import Finding
 from ..inspect._lint import Findings
 from ..sharding._files import read_bytes
-from ._collectives import PlannedCollective
 from ._leaves import PlannedLeaf
 from ._plan import Plan, PlannedMemory, PlannedTime
 from ._targets import Target
@@ -23,7 +23,7 @@ _LOG = logging.getLogger(__name__)
 _CLASSES: dict[str, Any] = {
     cls.__name__: cls
     for cls in (
-        *(Plan, PlannedCollective, PlannedLeaf, PlannedMemory, PlannedSpan),
+        *(Plan, Collective, PlannedLeaf, PlannedMemory, PlannedSpan),
         *(PlannedTime, Target, Finding),
     )
 }

@@ -108,14 +108,12 @@ def plan(
         rule=rule,
         trainable=trainable,
         precision=precision,
-        options={
-            "accumulate": accumulate,
-            "nonfinite": nonfinite,
-            "grad_norms": grad_norms,
-        },
+        accumulate=accumulate,
+        nonfinite=nonfinite,
+        grad_norms=grad_norms,
         cache=None if cache is None else str(local_path(cache, "cache=")),
     )
-    return make_plan(dump_request(request), where)
+    return run(dump_request(request), where)
 
 
 def make_request(
@@ -126,14 +124,15 @@ def make_request(
     backend: Compiler | None,
     optim: optax.GradientTransformation,
     batch: PyTree,
+    accumulate: int,
+    nonfinite: Nonfinite,
+    grad_norms: bool | Mapping[str, str],
     **others: Any,
 ) -> tuple[Request, Backend]:
     """Check the arguments of a plan; choose its compiler.
 
-    **Arguments:**
-
-    - `mesh_shape`, `target`, `devices`, `backend`, `optim`, `batch`: as for `plan`.
-    - `others`: the rest of the request.
+    **Arguments:** as for `plan`; `others` are the fields of the request that are taken
+    as they are.
     """
     check_optim(optim)
     found = Target.named(target) if isinstance(target, str) else target
@@ -148,6 +147,11 @@ def make_request(
         devices=count,
         target=found,
         backend=where.compiler,
+        options={
+            "accumulate": accumulate,
+            "nonfinite": nonfinite,
+            "grad_norms": grad_norms,
+        },
         **others,
     )
     return request, where
@@ -166,11 +170,6 @@ def _check_whole_hosts(target: Target, compiler: Compiler, count: int) -> None:
             f"{nearest_multiples(count, target.per_host)}, or a Target with another "
             "per_host."
         )
-
-
-def make_plan(data: bytes, where: Backend) -> Plan:
-    """Compile a pickled request in another process."""
-    return run(data, where)
 
 
 def mesh_sizes(asked: Mapping[str, int], devices: int | None) -> dict[str, int]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 
+from ..compiled._collective import join_axes
 from ..pages._bars import Part, draw_bar, draw_bars, draw_legend
 from ..pages._format import format_bytes, format_seconds
 from ..pages._html import Markup, join, tag
@@ -19,8 +20,6 @@ from ..pages._parts import (
     sortable_table,
 )
 from ..sharding._text import format_mesh
-from ._collectives import group_collectives, join_axes
-from ._draw_timeline import draw_timeline, kind_style
 from ._plan import Plan
 from ._targets import how_sure
 from ._timeline import PlannedSpan
@@ -34,7 +33,7 @@ def render_page(plan: Plan) -> str:
         _findings(plan),
         _time(plan),
         pair(_mesh(plan), _memory(plan)),
-        _schedule(plan),
+        _traffic(plan),
         _collectives(plan),
         _leaves(plan),
         pair(_notes(plan), _settings(plan)),
@@ -78,8 +77,8 @@ def _tiles(plan: Plan) -> Markup:
     of = "" if memory.device is None else f"of {format_bytes(memory.device)}: "
     fits = {None: "", True: "it fits", False: "it does not fit"}[plan.fits]
     tiles["Memory of a device"] = format_bytes(memory.peak), f"{of}{fits}"
-    if plan.utilisation is not None:
-        tiles["Utilisation"] = f"{plan.utilisation:.0%}", "of the peak, at that speed"
+    if plan.mfu is not None:
+        tiles["MFU"] = f"{plan.mfu:.0%}", "of the peak, at that speed"
     return draw_tiles(tiles)
 
 
@@ -104,7 +103,7 @@ def _time(plan: Plan) -> Markup:
     else:
         said = "A roofline over the compiler's schedule. Real steps take longer."
         legend = draw_legend(parts, time.step, "Seconds of a step")
-        content = [draw_bar(parts, time.step), legend]
+        content = [draw_bar(parts, time.step), legend, _loops(plan.timeline or ())]
     return card("time", "Time of a step", tag("p", said), *content)
 
 
@@ -198,40 +197,23 @@ def _leaves(plan: Plan) -> Markup:
     return card("arrays", "Arrays of the model", tag("p", said), table)
 
 
-def _schedule(plan: Plan) -> Markup:
-    if plan.timeline:
-        kinds = {kind_style(each.kind): each.kind for each in plan.collectives}
-        styles = {"compute": "bound by arithmetic", "memory": "bound by memory"}
-        styles |= {"waiting": "waiting for links"} | kinds | {"loop": "a loop"}
-        key = [
-            tag("li", tag("span", class_=f"swatch {style}"), name)
-            for style, name in styles.items()
-        ]
-        said = (
-            "What a device does, and what its links do meanwhile. Of each loop, one "
-            "iteration is drawn, with how often a step runs it above."
-        )
-        return card(
-            "timeline",
-            "Time line",
-            tag("p", said),
-            scroller("time line", draw_timeline(plan.timeline, plan.collectives)),
-            tag("ul", *key, class_="key"),
-            _loops(plan.timeline),
-        )
+def _traffic(plan: Plan) -> Markup:
     parts = [
-        Part(kind_style(kind), f"{axes} {kind}", sent, format_bytes(sent))
+        Part(_kind_style(kind), f"{axes} {kind}", sent, format_bytes(sent))
         for axes, kinds in plan.traffic.items()
         for kind, sent in kinds.items()
     ]
     parts.sort(key=lambda part: -part.size)
-    said = (
-        "There is no time line, because this backend makes no schedule of the target. What "
-        "each device sends in a step:"
-    )
     largest = max((part.size for part in parts), default=0)
     bars = draw_bars(parts, largest, "Bytes sent by axes and kind")
-    return card("traffic", "Traffic", tag("p", said), bars)
+    said = tag("p", "What each device sends in a step.")
+    return card("traffic", "Traffic", said, bars)
+
+
+def _kind_style(kind: str) -> str:
+    """The class that colours a kind of collective."""
+    known = ("all-gather", "reduce-scatter", "all-reduce")
+    return kind if kind in known else "other-kind"
 
 
 def _loops(spans: Sequence[PlannedSpan]) -> Markup:
@@ -256,26 +238,19 @@ def _loops(spans: Sequence[PlannedSpan]) -> Markup:
             rest, end = rest - inside, loop.end
         add(f"loop {number}", f"{loop.times:,} times", inside)
     add("outside loops", "once", rest)
-    head = [tag("th", name, scope="col") for name in ("Part", "Runs", "In all", "Share")]
-    caption = tag("caption", "Loops of the step", class_="unseen")
-    return tag(
-        "table",
-        caption,
-        tag("thead", tag("tr", *head)),
-        tag("tbody", *rows),
-        class_="loops",
-    )
+    columns = ("Part", "Runs", "In all", "Share")
+    return plain_table("Loops of the step", columns, rows)
 
 
 def _collectives(plan: Plan) -> Markup:
     columns = {"Axes": False, "Kind": False, "Times": True, "Each": True}
     columns |= {"In all": True, "Hidden": True, "In a loop": False, "Cause": False}
     rows = []
-    for each in group_collectives(plan.collectives):
+    for each in sorted(plan.collectives, key=lambda each: -each.sent_in_all):
         hidden = "" if each.hidden is None else f"{each.hidden:.0%}"
         cells = [
             tag("td", join_axes(each.axes)),
-            tag("td", tag("span", class_=f"swatch {kind_style(each.kind)}"), each.kind),
+            tag("td", tag("span", class_=f"swatch {_kind_style(each.kind)}"), each.kind),
             number_cell("?" if each.times is None else f"{each.times:,}", each.times),
             number_cell(format_bytes(each.sent), each.sent),
             number_cell(format_bytes(each.sent_in_all), each.sent_in_all),

@@ -1,24 +1,29 @@
 """A plan: what a step needs, as a value that prints as tables."""
 
 import dataclasses
+import html
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from ..compiled._collective import Collective, join_axes
 from ..inspect._lint import Findings
 from ..inspect._tables import BreakablePath, render
 from ..pages._format import format_bytes, format_flops, format_seconds
 from ..sharding._text import format_mesh
-from ._collectives import PlannedCollective, group_collectives, join_axes
 from ._leaves import PlannedLeaf
 from ._targets import Compiler, Target, how_sure
 from ._timeline import PlannedSpan
+from ._trace import make_trace
+
+#: How many collectives, and how many arrays, are printed.
+_PRINTED = 15
 
 
 @dataclass(frozen=True)
@@ -71,11 +76,19 @@ class PlannedTime:
     waiting: Mapping[str, float] | None
 
     @property
-    def bound(self) -> str:
-        """What takes the most: `compute`, `memory`, or links: `fsdp links`."""
+    def parts(self) -> dict[str, float]:
+        """The seconds by what takes them: `compute`, `memory`, and links: `fsdp links`.
+
+        With a schedule they add up to the step: of links, only what is not hidden counts.
+        """
         links = self.links if self.waiting is None else self.waiting
-        parts = {"compute": self.compute, "memory": self.memory or 0.0}
-        parts |= {f"{axes} links": seconds for axes, seconds in links.items()}
+        waits = {f"{axes} links": seconds for axes, seconds in links.items()}
+        return {"compute": self.compute, "memory": self.memory or 0.0} | waits
+
+    @property
+    def bound(self) -> str:
+        """The part that takes the most."""
+        parts = self.parts
         return max(parts, key=lambda name: parts[name])
 
 
@@ -90,7 +103,7 @@ class Plan:
     - `memory`: of one device, an [`eqxshard.PlannedMemory`][].
     - `flops`: by dtype, the operations of matrix products of one device in a step,
         including what is computed again.
-    - `collectives`: one [`eqxshard.PlannedCollective`][] for each in the compiled text.
+    - `collectives`: one [`eqxshard.testing.Collective`][] for each in the compiled text.
     - `time`: an [`eqxshard.PlannedTime`][]; `None` if the target's speed is not known.
     - `examples`, `tokens`: of a batch; `tokens` if it has an entry of integers in rows.
     - `compile_seconds`: how long it took to compile.
@@ -108,7 +121,7 @@ class Plan:
     devices: int
     memory: PlannedMemory
     flops: Mapping[str, float]
-    collectives: tuple[PlannedCollective, ...]
+    collectives: tuple[Collective, ...]
     time: PlannedTime | None
     examples: int
     tokens: int | None
@@ -129,8 +142,7 @@ class Plan:
         """By mesh axes and by kind, the bytes that each device sends in a step."""
         total: dict[str, Counter[str]] = {}
         for each in self.collectives:
-            sent = each.sent * (1 if each.times is None else each.times)
-            total.setdefault(join_axes(each.axes), Counter())[each.kind] += sent
+            total.setdefault(join_axes(each.axes), Counter())[each.kind] += each.sent_in_all
         return {axes: dict(kinds) for axes, kinds in total.items()}
 
     @property
@@ -146,8 +158,11 @@ class Plan:
         return self.tokens / self.time.step
 
     @property
-    def utilisation(self) -> float | None:
-        """The part of the devices' peak that is used, also for what is computed again."""
+    def mfu(self) -> float | None:
+        """The part of the devices' peak that is used: model FLOPs utilization (MFU).
+
+        What a step computes again to save memory counts, too.
+        """
         if not self.time or not self.time.step or not self.flops:
             return None
         slowest = min(self.target.flops.values())
@@ -187,14 +202,25 @@ class Plan:
         plain["memory"]["left"] = self.memory.left
         if self.time is not None:
             plain["time"]["bound"] = self.time.bound
-        names = (
-            "fits",
-            "traffic",
-            "examples_per_second",
-            "tokens_per_second",
-            "utilisation",
-        )
+        names = ("fits", "traffic", "examples_per_second", "tokens_per_second", "mfu")
         return plain | {name: getattr(self, name) for name in names}
+
+    def to_trace(self) -> dict[str, Any]:
+        """The time line as values for `json.dumps`, which Perfetto and Chrome open.
+
+        It has a row for what the device does, one for the links of each axis, and one for
+        loops, of which it has one iteration.
+
+        **Raises:**
+
+        `ValueError` if there is no time line.
+        """
+        if self.timeline is None:
+            raise ValueError(
+                f"the backend {self.backend} makes no schedule of {self.target.name}, so "
+                "there is no time line; install the compiler of the target."
+            )
+        return make_trace(self.timeline, self.collectives)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a file, as its name says.
@@ -203,23 +229,26 @@ class Plan:
 
         **Arguments:**
 
-        - `path`: `plan.json` for what `to_json` returns, `plan.html` for a page.
+        - `path`: `plan.json` for what `to_json` returns, `plan.html` for a page,
+            `plan.trace.json` for what `to_trace` returns.
 
         **Raises:**
 
-        `ValueError` if the name ends otherwise.
+        `ValueError` if the name ends otherwise, or as `to_trace` does.
         """
         from ._page import render_page  # It imports this module.
 
         file = Path(path)
-        if file.suffix.lower() == ".json":
+        if file.name.lower().endswith(".trace.json"):
+            text = json.dumps(self.to_trace())
+        elif file.suffix.lower() == ".json":
             text = json.dumps(self.to_json(), indent=1) + "\n"
         elif file.suffix.lower() == ".html":
             text = render_page(self)
         else:
             raise ValueError(
                 f"a plan cannot be written as {file.name!r}; give a name that ends with "
-                ".json or .html."
+                ".json, .trace.json or .html."
             )
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
@@ -228,9 +257,7 @@ class Plan:
         return "\n\n".join(self._parts())
 
     def _repr_html_(self) -> str:
-        from ._plan_html import plan_html  # It imports this module.
-
-        return plan_html(self)
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def _parts(self) -> Iterator[str]:
         yield (
@@ -267,12 +294,14 @@ class Plan:
         return table
 
     def _collectives_table(self) -> Table:
-        table = Table("axes", "kind")
+        largest = sorted(self.collectives, key=lambda each: -each.sent_in_all)[:_PRINTED]
+        count = _count(largest, self.collectives, "collectives")
+        table = Table("axes", "kind", title=count, title_justify="left", title_style="none")
         for column in ("times", "sent each", "in all", "hidden"):
             table.add_column(column, justify="right")
         table.add_column("in a loop")
         table.add_column("cause", overflow="fold")
-        for each in group_collectives(self.collectives):
+        for each in largest:
             cause = [_some(each.leaves), each.line or ""]
             table.add_row(
                 join_axes(each.axes),
@@ -287,9 +316,9 @@ class Plan:
         return table
 
     def _leaves_table(self) -> Table:
-        leaves = sorted(self.leaves, key=lambda leaf: -leaf.total)[:10]
-        count = f"{len(leaves)} largest of " if len(leaves) < len(self.leaves) else ""
-        table = Table(f"{count}{len(self.leaves)} arrays", "shape", "split by")
+        leaves = sorted(self.leaves, key=lambda leaf: -leaf.total)[:_PRINTED]
+        count = _count(leaves, self.leaves, "arrays")
+        table = Table(count, "shape", "split by")
         for column in ("memory", "gradient", "optimizer"):
             table.add_column(column, justify="right")
         for leaf in leaves:
@@ -314,10 +343,8 @@ class Plan:
                     f"{self.tokens_per_second:,.0f} tokens/s in all, {each:,.0f} on each "
                     "device"
                 )
-            used = self.utilisation
-            lines.append(
-                speed if used is None else f"{speed}; {used:.0%} of the peak at that speed"
-            )
+            mfu = self.mfu
+            lines.append(speed if mfu is None else f"{speed}; {mfu:.0%} MFU at that speed")
         if self.fits is False:
             lines.append(self._lack())
         lines += [f"Note: {note}." for note in self.notes]
@@ -349,6 +376,11 @@ class Plan:
                 waiting = f" ({format_seconds(time.waiting[axes])} not hidden)"
             parts.append(f"{axes} links {format_seconds(seconds)}{waiting}")
         return ", ".join(parts)
+
+
+def _count(printed: Sequence[Any], of: Sequence[Any], what: str) -> str:
+    part = f"{len(printed)} largest of " if len(printed) < len(of) else ""
+    return f"{part}{len(of)} {what}"
 
 
 def _some(names: tuple[str, ...]) -> str:

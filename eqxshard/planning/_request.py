@@ -11,7 +11,7 @@ import io
 import pickle
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
@@ -61,33 +61,17 @@ class Request:
     cache: str | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Survey:
-    """The requests of a search, all for the same devices and compiler."""
-
-    requests: tuple[Request, ...]
-
-    @property
-    def devices(self) -> int:
-        """Their number."""
-        return self.requests[0].devices
-
-    @property
-    def backend(self) -> Compiler:
-        """The compiler."""
-        return self.requests[0].backend
-
-
-def dump_request(request: Request | Survey) -> bytes:
-    """Pickle a request.
+def dump_request(request: Request | Sequence[Request]) -> bytes:
+    """Pickle a request, or several for the same devices and compiler.
 
     **Raises:**
 
     `TypeError` if a part of it cannot be pickled.
     """
     config = {name: getattr(jax.config, name) for name in _CONFIG}
-    if request.backend == "cpu":
-        config["jax_num_cpu_devices"] = request.devices
+    first = request if isinstance(request, Request) else request[0]
+    if first.backend == "cpu":
+        config["jax_num_cpu_devices"] = first.devices
     out = io.BytesIO()
     pickle.dump(config, out)
     try:

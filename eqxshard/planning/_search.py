@@ -2,15 +2,21 @@
 
 import dataclasses
 import itertools
+import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import optax
+import platformdirs
 from jaxtyping import PyTree
+from rich.console import Console
+from rich.progress import track
 
+from ..pages._format import format_bytes
 from ..sharding._paths import local_path
 from ..sharding._rule import Rule
 from ..sharding._text import format_mesh
@@ -18,15 +24,20 @@ from ..training._config import Nonfinite
 from ..training._precision import Precision
 from ._backends import Backend, find_backend
 from ._candidates import Candidate, Search
-from ._make_plan import make_request, mesh_sizes
+from ._kept import keep_plan, read_plan
+from ._make_plan import make_request
 from ._meshes import SEARCHED, mesh_shapes
 from ._plan import Plan
-from ._pool import compile_all, default_folder, default_workers
 from ._process import run
-from ._reasons import Tried, judge, lack_of_state, limit
-from ._request import Request, Survey, dump_request
+from ._request import Request, dump_request
 from ._survey import Surveyed
 from ._targets import Compiler, Target
+
+#: A step that is slower by this part is as good on a simpler mesh.
+_AS_FAST = 0.02
+
+#: What a compile takes, of memory.
+_EACH = 4e9
 
 
 def plan_search(
@@ -55,7 +66,8 @@ def plan_search(
     Every mesh is tried with every model, rule and number of microbatches. What cannot
     divide, or does not fit by the bytes of its state alone, is not compiled. The rest is
     planned as by [`eqxshard.plan`][], several at a time, and kept on disk: the same
-    search again takes seconds, until your code or a version changes.
+    search again takes seconds, until your code or a version changes. Those that fit are
+    ranked by the time of a step; of several within 2%, the simplest mesh comes first.
 
     As for `plan`, put the call under `if __name__ == "__main__":`.
 
@@ -80,8 +92,8 @@ def plan_search(
 
     **Returns:**
 
-    An [`eqxshard.Search`][], which prints as a table and says why the best is the best. A
-    candidate that cannot be compiled is a row with the reason.
+    An [`eqxshard.Search`][], which prints as a table: a row for each candidate, a column
+    for each of its costs. One that cannot be compiled is a row with the reason.
 
     **Raises:**
 
@@ -106,20 +118,32 @@ def plan_search(
         ```
     """
     models = dict(make_model) if isinstance(make_model, Mapping) else {"": make_model}
-    shared = {
-        "loss_fn": loss_fn,
-        "optim": optim,
-        "batch": batch,
-        "rules": rules,
-        "accumulate": accumulate,
-        "trainable": trainable,
-        "precision": precision,
-        "nonfinite": nonfinite,
-        "grad_norms": grad_norms,
-    }
-    _check("make_model", models)
+    named = dict(rules) if isinstance(rules, Mapping) else {"": rules}
+    counts = (accumulate,) if isinstance(accumulate, int) else tuple(accumulate)
+    for name, given in (("make_model", models), ("rules", named), ("accumulate", counts)):
+        if not given:
+            raise ValueError(f"{name} is empty; give at least one.")
+    steps = [
+        Step(
+            model,
+            rule,
+            {
+                "make_model": models[model],
+                "loss_fn": loss_fn,
+                "optim": optim,
+                "batch": batch,
+                "rule": named[rule],
+                "accumulate": count,
+                "trainable": trainable,
+                "precision": precision,
+                "nonfinite": nonfinite,
+                "grad_norms": grad_norms,
+            },
+        )
+        for model, rule, count in itertools.product(models, named, counts)
+    ]
     return search(
-        {name: {"make_model": model, **shared} for name, model in models.items()},
+        steps,
         devices=devices,
         target=target,
         meshes=meshes,
@@ -131,8 +155,19 @@ def plan_search(
     )
 
 
+class Step(NamedTuple):
+    """A step to search a mesh for: the names of its model and rule, and what `plan` takes.
+
+    - `arguments`: those of `plan` that say what the step is.
+    """
+
+    model: str
+    rule: str
+    arguments: Mapping[str, Any]
+
+
 def search(
-    variants: Mapping[str, Mapping[str, Any]],
+    steps: Sequence[Step],
     *,
     devices: int,
     target: str | Target,
@@ -147,115 +182,54 @@ def search(
 
     **Arguments:**
 
-    - `variants`: by name, the arguments of `plan_search` that say what a step is.
+    - `steps`: each is tried on each mesh.
     - `devices` and all others: as for `plan_search`.
     """
     start = time.perf_counter()
     if devices < 1:
-        raise ValueError(f"devices={devices} must be at least 1.")
+        raise ValueError(f"devices={devices} is too few; give at least 1.")
     if not 0 <= margin < 1:
         raise ValueError(f"margin={margin} is not a part; use one from 0 to 1, as 0.05.")
     if workers is not None and workers < 1:
-        raise ValueError(f"workers={workers} must be at least 1.")
+        raise ValueError(f"workers={workers} is too few; give at least 1.")
     found = Target.named(target) if isinstance(target, str) else target
-    shapes = mesh_shapes(devices, axes, found.per_host) if meshes is None else meshes
-    sizes = [mesh_sizes(shape, devices) for shape in shapes]
-    _check("meshes", sizes, f"give meshes=, or axes= more of {', '.join(SEARCHED)}")
-    steps: list[_Step] = []
-    shared = {"target": found, "devices": devices, "backend": backend}
-    for name, given in variants.items():
-        steps += _steps(name, given, mesh_shape=sizes[0], **shared)
-    counts = {step.request.options["accumulate"] for step in steps}
-    candidates = [
-        (_candidate(size, step, len(counts) > 1), step.on(size))
-        for size, step in itertools.product(sizes, steps)
-    ]
-    folder = default_folder() if cache is None else local_path(cache, "cache=")
+    limit = math.inf if found.memory is None else found.memory * (1 - margin)
+    folder = platformdirs.user_cache_path("eqxshard") / "plans"
+    folder = folder if cache is None else local_path(cache, "cache=")
     where = find_backend(found, backend)
-    tried = _try(candidates, where, folder, workers or default_workers(), margin)
-    ranked, why = judge(tried, margin)
-    best = ranked[0].plan if ranked[0].fits else None
-    return Search(best, ranked, why, time.perf_counter() - start)
-
-
-class _Step(NamedTuple):
-    """What is searched for a mesh: the names of the model and the rule, and the rest."""
-
-    model: str
-    rule: str
-    request: Request
-
-    def on(self, sizes: Mapping[str, int]) -> Request:
-        return dataclasses.replace(self.request, mesh_shape=sizes)
-
-
-def _steps(name: str, given: Mapping[str, Any], **options: Any) -> Iterator[_Step]:
-    """One for each rule and number of microbatches."""
-    rest = dict(given)
-    rules, counts = rest.pop("rules"), rest.pop("accumulate")
-    named = dict(rules) if isinstance(rules, Mapping) else {"": rules}
-    counts = (counts,) if isinstance(counts, int) else tuple(counts)
-    _check("rules", named)
-    _check("accumulate", counts)
-    step_options = {option: rest.pop(option) for option in ("nonfinite", "grad_norms")}
-    # They share their objects, by which a survey knows what differs in the mesh alone.
-    first, _ = make_request(
-        **rest, **options, rule=next(iter(named.values())), options=step_options
-    )
-    for (rule, function), count in itertools.product(named.items(), counts):
-        changes = {"rule": function, "options": {"accumulate": count, **step_options}}
-        yield _Step(name, rule, dataclasses.replace(first, **changes))
-
-
-def _try(
-    candidates: list[tuple[Candidate, Request]],
-    where: Backend,
-    folder: Path,
-    workers: int,
-    margin: float,
-) -> list[Tried]:
-    """Compile all that may fit, what looks cheapest first."""
-    survey = Survey(tuple(request for _, request in candidates))
-    known: list[Surveyed]
-    known = run(dump_request(survey), where, "_survey")
-    results: list[Plan | str] = [""] * len(known)
-    first_of: dict[str, int] = {}
-    for number, ((_, request), each) in enumerate(zip(candidates, known, strict=True)):
-        if each.problem:
-            results[number] = each.problem
-        elif each.least > limit(request, margin):
-            results[number] = lack_of_state(request, each, margin)
-        elif each.fingerprint in first_of:
-            same = candidates[first_of[each.fingerprint]][0].name
-            results[number] = f"is the same step as {same}"
-        else:
-            first_of[each.fingerprint] = number
-
-    def looks(number: int) -> tuple[int, int, int]:
-        candidate, request = candidates[number]
-        return len(candidate.mesh), request.options["accumulate"], known[number].state
-
-    order = sorted(first_of.values(), key=looks)
-    requests = {known[number].fingerprint: candidates[number][1] for number in order}
-    plans = compile_all(requests, where, folder, workers)
-    for number in order:
-        results[number] = plans[known[number].fingerprint]
-    return [
-        Tried(candidate, request, each, result)
-        for (candidate, request), each, result in zip(
-            candidates, known, results, strict=True
+    shapes = mesh_shapes(devices, axes, found.per_host) if meshes is None else meshes
+    if not (shapes := [*shapes]):
+        raise ValueError(
+            f"there is no mesh of {devices} devices to try; give meshes=, or axes= more of "
+            f"{', '.join(SEARCHED)}."
         )
-    ]
+    candidates, requests = list[Candidate](), list[Request]()
+    counts = {step.arguments["accumulate"] for step in steps}
+    for shape, step in itertools.product(shapes, steps):
+        request, _ = make_request(
+            **step.arguments,
+            mesh_shape=shape,
+            target=found,
+            devices=devices,
+            backend=backend,
+        )
+        requests.append(request)
+        candidates.append(_candidate(request, step, show_count=len(counts) > 1))
+    workers = workers or _default_workers()
+    results = _plan_all(requests, limit, where, folder, workers)
+    judged = [_judge(*each, limit) for each in zip(candidates, results, strict=True)]
+    ranked = rank(judged)
+    best = ranked[0].plan if ranked[0].fits else None
+    return Search(best, ranked, time.perf_counter() - start)
 
 
-def _candidate(sizes: Mapping[str, int], step: _Step, counts_differ: bool) -> Candidate:
-    mesh = {axis: size for axis, size in sizes.items() if size > 1} or {"data": 1}
-    count = step.request.options["accumulate"]
-    parts = [format_mesh(mesh)]
-    parts += [part for part in (step.model, step.rule) if part]
-    parts += [f"accumulate={count}"] if counts_differ else []
+def _candidate(request: Request, step: Step, *, show_count: bool) -> Candidate:
+    mesh = {axis: n for axis, n in request.mesh_shape.items() if n > 1} or {"data": 1}
+    count = request.options["accumulate"]
+    parts = [format_mesh(mesh), step.model, step.rule]
+    parts += [f"accumulate={count}"] if show_count else []
     return Candidate(
-        name=", ".join(dict.fromkeys(parts)),
+        name=", ".join(dict.fromkeys(filter(None, parts))),
         mesh=mesh,
         model=step.model,
         rule=step.rule,
@@ -267,7 +241,101 @@ def _candidate(sizes: Mapping[str, int], step: _Step, counts_differ: bool) -> Ca
     )
 
 
-def _check(name: str, values: Any, remedy: str = "give at least one") -> None:
-    """Refuse a search of nothing."""
-    if not values:
-        raise ValueError(f"{name} is empty, so there is nothing to try; {remedy}.")
+def _plan_all(
+    requests: Sequence[Request],
+    limit: float,
+    where: Backend,
+    folder: Path,
+    workers: int,
+) -> list[Plan | Surveyed]:
+    """The plan of each request, or what is known of one that was not compiled."""
+    known: list[Surveyed] = run(dump_request(requests), where, "_survey")
+    files = [folder / f"{each.fingerprint}.json" for each in known]
+    results: list[Plan | Surveyed] = [
+        each if each.problem or each.least > limit else read_plan(file) or each
+        for each, file in zip(known, files, strict=True)
+    ]
+    queue = [
+        number
+        for number, each in enumerate(results)
+        if isinstance(each, Surveyed) and not each.problem and each.least <= limit
+    ]
+    # Pickled here, because JAX's settings may be those of this thread.
+    data = [dump_request(requests[number]) for number in queue]
+    console = Console(stderr=True)
+    with ThreadPoolExecutor(workers) as pool:
+        # An interrupt ends the iterator, which cancels what has not started.
+        compiled = pool.map(lambda each: _compile(each, where), data)
+        shown = track(
+            zip(queue, compiled, strict=True),
+            "compiling",
+            total=len(queue),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        for number, result in shown:
+            results[number] = result
+            if isinstance(result, Plan):
+                keep_plan(result, files[number])
+    return results
+
+
+def _compile(data: bytes, where: Backend) -> Plan | Surveyed:
+    try:
+        return run(data, where)
+    except (ValueError, TypeError, RuntimeError) as error:
+        return Surveyed(problem=str(error).strip().split("\n")[0])
+
+
+def _judge(candidate: Candidate, result: Plan | Surveyed, limit: float) -> Candidate:
+    """A candidate with what it needs, and why it does not run if it does not."""
+    if isinstance(result, Plan):
+        plan, needs, said = result, result.memory.peak, "needs"
+    elif result.problem:
+        return dataclasses.replace(candidate, reason=result.problem)
+    else:
+        plan, needs, said = None, result.least, "needs at least"
+    reason = ""
+    if needs > limit:
+        reason = f"does not fit: {said} {format_bytes(needs)} of {format_bytes(limit)}"
+    return dataclasses.replace(
+        candidate, plan=plan, needs=needs, fits=not reason, reason=reason
+    )
+
+
+def rank(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    """Those that fit, the fastest first; then those that need the least memory."""
+    candidates = [*candidates]
+    fit = [each for each in candidates if each.fits]
+    rest = [each for each in candidates if not each.fits]
+    fastest = min(map(_cost, fit), default=0.0)
+
+    def order(candidate: Candidate) -> tuple[int | float, ...]:
+        cost = _cost(candidate)
+        if cost > fastest * (1 + _AS_FAST):
+            return 1, cost
+        # The simplest of those that are as fast.
+        return 0, len(candidate.mesh), candidate.accumulate, cost
+
+    def nearness(candidate: Candidate) -> tuple[bool, int | float]:
+        needs = math.inf if candidate.needs is None else candidate.needs
+        return candidate.plan is None, needs
+
+    return *sorted(fit, key=order), *sorted(rest, key=nearness)
+
+
+def _cost(candidate: Candidate) -> float:
+    """The seconds of a step; its arithmetic, if the speed of the target is not known."""
+    assert candidate.plan is not None
+    time = candidate.plan.time
+    return sum(candidate.plan.flops.values()) if time is None else time.step
+
+
+def _default_workers() -> int:
+    """How many compiles cores and memory allow at a time."""
+    memory = Path("/proc/meminfo")
+    lines = memory.read_text().splitlines() if memory.exists() else []
+    free = [1024 * int(x.split()[1]) for x in lines if x.startswith("MemAvailable:")]
+    cores = os.cpu_count() or 1
+    return max(1, min(cores, *(int(size / _EACH) for size in free)))

@@ -108,7 +108,8 @@ def collect_all(
     - `script`: its path.
     - `variants`: options of its command line; several if it calls [`eqxshard.cli`][].
     - `devices`: how many to plan for.
-    - `mesh`: whether the arguments have `mesh_shape`, over which the batch must divide.
+    - `mesh`: whether the arguments have `devices` and `mesh_shape`, over which the batch
+        must divide.
 
     **Raises:**
 
@@ -225,9 +226,8 @@ def _arguments(
             given["make_optim"], last_step(config, given["epochs"], given["steps"], epoch)
         ),
         "batch": batches.shapes(),
-        "devices": devices,
         "rule": given["rule"] or replicate(),
-        **({"mesh_shape": sizes} if mesh else {}),
+        **({"devices": devices, "mesh_shape": sizes} if mesh else {}),
     }
 
 

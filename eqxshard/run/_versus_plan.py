@@ -36,8 +36,8 @@ def compare_with_plan(plan: Mapping[str, Any], run: RecordedRun) -> VersusPlan:
         measured = "" if seen is None else f"{seen:,.4g}"
         ratio = "" if seen is None else f"{seen / speed:.3g}"
         rows.append(("examples per second", f"{speed:,.4g}", measured, ratio))
-        if plan["utilisation"] is not None:
-            used = plan["utilisation"]
+        if plan["mfu"] is not None:
+            used = plan["mfu"]
             measured = "" if seconds is None else f"{used * planned / seconds:.1%}"
             ratio = "" if seconds is None else f"{planned / seconds:.3g}"
             rows.append(("of the devices' peak", f"{used:.1%}", measured, ratio))

@@ -9,31 +9,11 @@ import jax
 from jax.sharding import Mesh
 from rich.table import Table
 
+from ..compiled._collective import Collective
 from ..compiled._communication import KINDS, Operation, find_collectives
 from ..compiled._hlo import parse_module
 from ..inspect._tables import render
 from ..sharding._text import comma_list, did_you_mean
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One collective operation of a compiled function.
-
-    - `kind`: such as `all-gather`.
-    - `shapes`: of its results on each device, such as `f32[64,64]`; several if the
-        compiler combined several operations.
-    - `bytes`: of these results.
-    - `times`: how often a call runs it: more than once in the body of a loop, `None` if
-        the compiled text does not give the loop's trip count.
-    - `axes`: the axes of the mesh along which devices take part together; `None` if the
-        mesh is not known, or the compiled text does not say.
-    """
-
-    kind: str
-    shapes: tuple[str, ...]
-    bytes: int
-    times: int | None
-    axes: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -140,7 +120,9 @@ def _describe(operation: Operation, sizes: Mapping[str, int]) -> Collective:
         kind=operation.kind,
         shapes=tuple(map(str, operation.shapes)),
         bytes=operation.bytes,
+        sent=operation.sent,
         times=operation.times,
+        in_loop=operation.in_loop,
         axes=operation.axes(sizes) if sizes else None,
     )
 

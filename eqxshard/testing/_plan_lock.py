@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import jax
 
-from ..planning._collectives import PlannedCollective, join_axes
+from ..compiled._collective import Collective, join_axes
 from ..planning._plan import Plan
 from ..sharding._spec import format_sizes
 from ._lock import UPDATE, check_file
@@ -80,7 +80,7 @@ def _describe(plan: Plan) -> dict[str, str]:
     }
 
 
-def _name(collective: PlannedCollective) -> str:
+def _name(collective: Collective) -> str:
     """Without the number of a line, which an edit elsewhere in its file changes."""
     leaves = f" of {', '.join(collective.leaves)}" if collective.leaves else ""
     file = (collective.line or "").partition(":")[0]

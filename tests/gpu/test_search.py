@@ -35,9 +35,10 @@ def test_a_model_of_8b_is_fastest_split_and_the_second_search_compiles_nothing(t
 
     first, second = search(), search()
     assert first.best is not None and first.best.mesh == {"fsdp": 64}
-    assert second.why == first.why and second.candidates == first.candidates
-    assert second.seconds < first.seconds
+    # Also in how long it took to compile.
+    assert second.candidates == first.candidates
     # Whole it fits, but each device then updates all of its eight billion parameters.
     (whole,) = first.candidates[1:]
     assert whole.needs is not None and 110e9 < whole.needs < 144e9
-    assert "it reads and writes memory for" in whole.reason
+    memory = [x.plan.time.memory or 0 for x in first.candidates if x.plan and x.plan.time]
+    assert memory[1] > 2 * memory[0]

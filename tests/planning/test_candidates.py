@@ -1,25 +1,39 @@
-import json
+import re
+
+import pytest
+from plan_helpers import by_hand, not_compiled
 
 import eqxshard
 
-
-def candidate(name, plan=None, needs=None, fits=False):
-    return eqxshard.Candidate(name, {"fsdp": 8}, "", "", 1, plan, needs, fits, "because")
-
-
-def test_a_search_prints_as_a_table(plan):
-    found = (candidate("fsdp=8", plan, 10**9, True), candidate("data=8", None, 2 * 10**9))
-    search = eqxshard.Search(plan, found, "fsdp=8 wins.", 3.2)
-    head, table, why = str(search).split("\n\n")
-    assert head == "2 candidates, of which 1 were compiled and 1 fit, in 3 s"
-    assert "1.00 GB" in table and "> 2.00 GB" in table and "because" in table
-    assert why == "fsdp=8 wins."
+FSDP = by_hand({"fsdp": 8}, step=0.101, fsdp=0.012)
+BOTH = by_hand({"data": 2, "fsdp": 4}, step=0.1, data=0.01)
 
 
-def test_a_search_is_plain_values_for_json(plan):
-    found = (candidate("fsdp=8", plan, 10**9, True), candidate("data=8"))
-    plain = json.loads(json.dumps(eqxshard.Search(plan, found, "why", 3.2).to_json()))
-    assert plain["best"] == plain["candidates"][0]
-    assert plain["best"]["plan"]["memory"]["peak"] == plan.memory.peak
-    assert plain["candidates"][1]["plan"] is None and plain["why"] == "why"
-    assert eqxshard.Search(None, found[1:], "", 1.0).to_json()["best"] is None
+def test_a_search_prints_a_column_for_each_cost():
+    found = (FSDP, BOTH, not_compiled("data", int(160e9)))
+    head, table = str(eqxshard.Search(FSDP.plan, found, 3.2)).split("\n\n")
+    assert head == "3 candidates, of which 2 were compiled and 2 fit, in 3 s"
+    rows = [[cell.strip() for cell in re.split("[┃│]", x)] for x in table.splitlines()]
+    _, names, _, *rows, _ = [row[1:-1] for row in rows]
+    assert names == [
+        *("candidate", "memory", "step", "mfu", "arithmetic", "fsdp links", "data links"),
+        "why it does not run",
+    ]
+    assert rows == [
+        ["fsdp=8", "20.00 GB", "0.101 s", "0%", "89 ms", "12 ms", "", ""],
+        ["data=2, fsdp=4", "20.00 GB", "0.1 s", "0%", "90 ms", "", "10 ms", ""],
+        ["data", "> 160.00 GB", "", "", "", "", "", "because"],
+    ]
+
+
+@pytest.mark.parametrize(
+    "nearest, advice",
+    [
+        (by_hand({"fsdp": 8}, 150 * 10**9, fits=False), "try a larger accumulate"),
+        (not_compiled("data", int(160e9)), "even without activations; try more devices"),
+        (not_compiled("data", None), "Nothing can be compiled; the last column says why."),
+    ],
+)
+def test_if_nothing_fits_the_last_line_says_what_to_try(nearest, advice):
+    assert advice in str(eqxshard.Search(None, (nearest,), 1.0)).splitlines()[-1]
+    assert eqxshard.Search(None, (nearest,), 1.0).to_json()["best"] is None

@@ -11,15 +11,29 @@ from helpers import needs_new_jax
 from plan_helpers import BATCH, REQUEST
 
 import eqxshard
+from eqxshard.compiled._communication import find_collectives
 from eqxshard.compiled._hlo import parse_module
 from eqxshard.planning._compile import (
     compile_plan,
     count_examples,
     count_flops,
+    has_peers,
+    make_state,
     read_dump,
     tpu_topology,
 )
 from eqxshard.planning._targets import Target
+
+GROUPS = """
+HloModule jit_train_step
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %alone = f32[8]{0} all-reduce(%x), replica_groups={{0},{1},{2},{3}}, to_apply=%add
+  %unknown = f32[8]{0} all-reduce(%alone), to_apply=%add
+  ROOT %pairs = f32[8]{0} all-reduce(%unknown), replica_groups={{0,1},{2,3}}, to_apply=%add
+}
+"""
 
 PARTITIONED = "module_0001.jit_train_step.0001.after_spmd-partitioning.txt"
 
@@ -65,7 +79,7 @@ def test_offloaded_state_is_counted_apart(dump):
         given |= {"loss_fn": lint_helpers.square_losses, "rule": rule}
         batch = {"x": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
         request = dataclasses.replace(REQUEST, **given, batch=batch)
-        return compile_plan(request, dump).memory
+        return compile_plan(request, make_state(request), dump).memory
 
     here, there = plan(lint_helpers.FSDP), plan(eqxshard.offload(lint_helpers.FSDP))
     assert here.host == 0 and here.optimizer == here.parameters
@@ -82,7 +96,8 @@ def test_findings_are_those_of_lint(dump):
     given: dict[str, Any] = {"make_model": lint_helpers.MLP, "loss_fn": losses_with_a_table}
     batch = {"x": jax.ShapeDtypeStruct((512, 64), jnp.float32)}
     given |= {"optim": lint_helpers.OPTIM, "batch": batch, "rule": lint_helpers.FSDP}
-    plan = compile_plan(dataclasses.replace(REQUEST, **given), dump)
+    request = dataclasses.replace(REQUEST, **given)
+    plan = compile_plan(request, make_state(request), dump)
     assert [each.kind for each in plan.findings] == ["constant"]
     step = eqxshard.make_train_step(losses_with_a_table, lint_helpers.OPTIM)
     assert plan.findings == eqxshard.lint(step, lint_helpers.make_state(fsdp=8), batch)
@@ -135,3 +150,26 @@ def test_another_compiler_than_the_devices_is_named_in_a_note(plan):
     assert note.endswith(
         "The backend gpu knows both (--backend, or backend=), and says how to install it"
     )
+
+
+def test_what_each_device_does_alone_is_no_communication():
+    found = {x.start.name: x for x in find_collectives(parse_module(GROUPS), 4)}
+    assert [name for name, x in found.items() if has_peers(x)] == ["unknown", "pairs"]
+
+
+def test_the_function_of_a_line_is_named(plan):
+    functions = {x.line: x.function for x in plan.collectives if x.line is not None}
+    assert {"MLP.__call__", "Transformer.__call__"} <= {*functions.values()}
+    assert None not in functions.values()
+
+
+def test_forward_and_backward_gathers_of_a_weight_are_two(plan):
+    (up,) = (leaf for leaf in plan.leaves if leaf.path == "blocks.mlp.up")
+    gathers = [
+        (each.bytes, each.times)
+        for each in plan.collectives
+        if each.kind == "all-gather" and each.leaves == (up.path,)
+    ]
+    # One layer of the two, all of it.
+    layer = 4 * up.bytes // 2
+    assert gathers == [(layer, 2), (layer, 2)]

@@ -8,7 +8,6 @@ from page_parser import assert_loads_nothing, parse, rows
 
 import eqxshard
 from eqxshard.inspect._lint import Findings
-from eqxshard.planning._collectives import group_collectives
 
 _ = browser  # A fixture.
 
@@ -39,7 +38,7 @@ def test_the_headline_says_what_bounds_the_step(plan, page):
     assert page.find("h1").text.endswith(f"bound by {plan.time.bound}")
     tiles = {x.find("dt").text: x.find("dd").text for x in page.find("dl").find_all("div")}
     assert tiles["Tokens per second"].startswith(f"{plan.tokens_per_second:,.0f}")
-    assert tiles["Utilisation"].startswith(f"{plan.utilisation:.0%}")
+    assert tiles["MFU"].startswith(f"{plan.mfu:.0%}")
     assert tiles["Memory of a device"].endswith("of 151.40 GB: it fits")
 
 
@@ -79,10 +78,9 @@ def test_arrays_are_those_of_the_plan(plan, page):
 
 
 def test_collectives_are_those_of_the_plan(plan, page):
-    groups = group_collectives(plan.collectives)
+    largest = sorted(plan.collectives, key=lambda each: -each.sent_in_all)
     found = rows(page, "collectives")
-    assert len(found) == len(groups)
-    for cells, each in zip(found, groups, strict=True):
+    for cells, each in zip(found, largest, strict=True):
         assert cells[0].text == ",".join(each.axes or ()) and cells[1].text == each.kind
         assert values(cells) == [each.times, each.sent, each.sent_in_all]
         assert [x.text for x in cells[7].find_all("code")] == [*each.leaves]
@@ -91,9 +89,8 @@ def test_collectives_are_those_of_the_plan(plan, page):
     assert sum(values(cells)[2] for cells in found) == sent
 
 
-def test_without_a_schedule_there_are_bars_instead_of_a_time_line(plan, page):
+def test_traffic_is_drawn_by_axes_and_kind(plan, page):
     section = page.find("section", id="traffic")
-    assert "There is no time line" in section.find("p").text
     named = {x.text for x in section.find_all("th")}
     pairs = {f"{axes} {kind}" for axes, kinds in plan.traffic.items() for kind in kinds}
     assert named == pairs
@@ -115,9 +112,11 @@ def test_loops_are_summed(plan, tmp_path):
         loop,
         dataclasses.replace(loop, kind="memory"),
     )
-    dataclasses.replace(plan, timeline=spans).save(tmp_path / "plan.html")
+    time = dataclasses.replace(plan.time, waiting=plan.time.links)
+    dataclasses.replace(plan, timeline=spans, time=time).save(tmp_path / "plan.html")
     found = parse((tmp_path / "plan.html").read_text())
-    body = found.find("table", class_="loops").find("tbody")
+    *_, table = found.find("section", id="time").find_all("table")
+    body = table.find("tbody")
     texts = [[cell.text for cell in row] for row in body.find_all("tr")]
     assert texts == [
         ["loop 1", "3 times", "3 s", "75%"],
@@ -137,13 +136,11 @@ def test_everything_is_escaped(plan, tmp_path):
     bad = "</script><b>&\"'"
     leaves = (dataclasses.replace(plan.leaves[0], path=bad, spec=bad, dtype=bad),)
     collective = dataclasses.replace(plan.collectives[0], line=bad, leaves=(bad,) * 5)
-    span = eqxshard.PlannedSpan("collective", 0.0, 1.0, collective=0)
     plan = dataclasses.replace(
         plan,
         target=dataclasses.replace(plan.target, kind=bad),
         leaves=leaves,
         collectives=(collective,),
-        timeline=(span,),
         notes=(bad,),
         settings={bad: bad},
     )
@@ -186,18 +183,11 @@ return [...document.querySelectorAll("#leaves-table tbody tr")].filter(
 @pytest.mark.slow
 @pytest.mark.parametrize("width", [1280, 400])
 def test_in_a_browser(browser, plan, tmp_path, width):
-    kinds = {each.kind for each in plan.collectives}
-    numbers = range(len(plan.collectives))
-    spans = [
-        eqxshard.PlannedSpan("collective", float(n), n + 0.9, collective=n) for n in numbers
-    ]
-    assert len(kinds) > 2
-    for name, timeline in (("bars", None), ("spans", tuple(spans))):
-        dataclasses.replace(plan, timeline=timeline).save(tmp_path / f"{name}.html")
-        open_page(browser, tmp_path / f"{name}.html", width)
-        search(browser, plan)
-        sort(browser, plan)
-        assert_fits_without_errors(browser)
+    plan.save(tmp_path / "plan.html")
+    open_page(browser, tmp_path / "plan.html", width)
+    search(browser, plan)
+    sort(browser, plan)
+    assert_fits_without_errors(browser)
 
 
 def search(browser, plan):

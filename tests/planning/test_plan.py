@@ -2,6 +2,7 @@ import dataclasses
 import json
 
 import pytest
+from page_parser import parse
 
 import eqxshard
 from eqxshard.inspect._lint import Findings
@@ -38,22 +39,33 @@ def test_a_measured_step_makes_a_target_for_plans_of_others(plan):
     again = dataclasses.replace(plan, target=target, time=slower)
     assert again.calibrate(slower.step) == target
     assert "A step takes about " in str(again)
-    # Utilisation is of the peaks, whatever a run reaches.
-    assert plan.utilisation is not None and again.utilisation == plan.utilisation / 4
+    # It is of the peaks, whatever a run reaches.
+    assert plan.mfu is not None and again.mfu == plan.mfu / 4
     with pytest.raises(ValueError, match=r"seconds=0\.0 must be a positive time"):
         plan.calibrate(0.0)
     with pytest.raises(ValueError, match="the speed of h200 is not known"):
         dataclasses.replace(plan, time=None).calibrate(1.0)
 
 
-def test_only_the_largest_arrays_are_printed(plan):
+def test_only_the_largest_are_printed(plan):
     many = tuple(
         dataclasses.replace(plan.leaves[0], path=f"layer{n}", bytes=10**n)
         for n in range(20)
     )
-    text = str(dataclasses.replace(plan, leaves=many))
-    assert "10 largest of 20 arrays" in text
-    assert "layer19" in text and "layer9 " not in text
+    sent = tuple(
+        dataclasses.replace(plan.collectives[0], leaves=(f"sent{n}",), sent=10**n)
+        for n in range(20)
+    )
+    text = str(dataclasses.replace(plan, leaves=many, collectives=sent))
+    assert "15 largest of 20 arrays" in text and "15 largest of 20 collectives" in text
+    assert "layer5 " in text and "layer4 " not in text
+    assert "sent5 " in text and "sent4 " not in text
+
+
+def test_notebooks_show_what_is_printed(plan):
+    other = dataclasses.replace(plan, notes=("<b>",))
+    page = parse(other._repr_html_())
+    assert page.find("pre").text == str(other)
 
 
 def test_traffic_counts_every_iteration(plan):
@@ -87,6 +99,6 @@ def test_without_known_speeds_there_is_no_time(plan):
     target = eqxshard.Target.named("cpu")
     memory = dataclasses.replace(plan.memory, device=None)
     other = dataclasses.replace(plan, target=target, time=None, memory=memory)
-    assert (other.fits, other.tokens_per_second, other.utilisation) == (None, None, None)
+    assert (other.fits, other.tokens_per_second, other.mfu) == (None, None, None)
     assert "A step takes" not in str(other) and "left of" not in str(other)
     json.dumps(other.to_json())

@@ -38,7 +38,7 @@ def test_a_plan_of_another_step_is_called_so(compare):
 
 
 def test_without_a_known_speed_there_is_only_memory(compare):
-    found = compare(make_record(memory=None), time=None, utilisation=None)
+    found = compare(make_record(memory=None), time=None, mfu=None)
     assert found.rows == (
         ("memory of a device", "58.00 GB", "not told by these devices", ""),
     )
@@ -52,7 +52,7 @@ def test_the_plan_of_this_version_is_understood(tmp_path):
     import eqxshard
 
     names = {field.name for field in dataclasses.fields(eqxshard.Plan)}
-    names |= {"examples_per_second", "utilisation"}
+    names |= {"examples_per_second", "mfu"}
     assert make_plan().keys() <= names
     assert {"peak"} <= {x.name for x in dataclasses.fields(eqxshard.PlannedMemory)}
     assert {"step"} <= {x.name for x in dataclasses.fields(eqxshard.PlannedTime)}

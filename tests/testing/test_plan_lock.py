@@ -6,10 +6,9 @@ import jax
 import pytest
 from plan_helpers import made_by_hand
 
-import eqxshard
 from eqxshard import testing
 
-GATHER = eqxshard.PlannedCollective(
+GATHER = testing.Collective(
     kind="all-gather",
     axes=("fsdp",),
     shapes=("f32[16,8]",),
