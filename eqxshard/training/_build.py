@@ -18,8 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from ..sharding._leaves import is_key
-from ._jaxprs import is_jaxpr, map_jaxpr, open_jaxpr
 from ._layout import fetch_offloaded
+from .rewrite._jaxprs import is_jaxpr, map_jaxpr, open_jaxpr
 
 #: The most elements of a small value. Keys and integers are the same wherever they are
 #: computed; what is rounded stays with the computation that needs it, unless several do or

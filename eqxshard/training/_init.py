@@ -21,7 +21,6 @@ from ._build import build_arrays
 from ._compile import jit_is_off
 from ._config import check_optim
 from ._extra import copy_shared
-from ._jaxprs import open_jaxpr
 from ._kept_tracers import check_no_tracers
 from ._layout import make_layout
 from ._per_layer import warn_of_stacks
@@ -34,6 +33,7 @@ from ._state import (
     unflatten_state,
     without_state,
 )
+from .rewrite._jaxprs import open_jaxpr
 
 
 def init_state(
