@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import UInt8
 
-from ...sharding._files import read_bytes
 from .._download import dataset_folder, mirrors
 from .._download import download as download_file
 from .._planning import is_planning
@@ -139,7 +138,7 @@ def _fetch(file: _File, directory: Path, download: bool) -> Path:
 
 def _read(path: Path, file: _File) -> UInt8[np.ndarray, "..."]:
     try:
-        data = read_bytes(path)
+        data = path.read_bytes()
     except OSError as error:
         raise FileNotFoundError(
             f"{path} cannot be read ({error.strerror}); make it readable, or set data_dir "
