@@ -45,10 +45,11 @@ def main() -> int:
         make_model = _function(script, args.model, "--model", "makes the model from a key")
         dump = read_crash_dump(folder_path(args.folder), make_model)
         # Another one would find nothing, or something else.
-        if args.loss is None and dump.loss_name not in (None, "loss_fn"):
+        if args.loss is None and dump.loss_name != "loss_fn":
+            was = repr(dump.loss_name) if dump.loss_name else "a function without a name"
             raise ValueError(
-                f"the loss function of the run was {dump.loss_name!r}; give its name in "
-                f"{args.script} by --loss."
+                f"the loss function of the run was {was}; give its name in {args.script} "
+                "by --loss."
             )
         loss_fn = _function(script, args.loss or "loss_fn", "--loss", "is the loss")
     except (FileNotFoundError, ValueError) as error:

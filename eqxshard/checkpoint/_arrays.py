@@ -90,17 +90,14 @@ def read(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Array]:
             spec = {"driver": "zarr3", "kvstore": where}
             try:
                 store = ts.open(spec, open=True, read=True, context=settings).result()
+                _check_store(store, target)
+                read_part = ft.partial(_read_part, store, dtype=target.dtype)
+                array = place_parts(read_part, target)
             except ValueError as error:
-                why = str(error).partition(" [")[0]
+                why = str(error).partition(" [source")[0]
                 raise ValueError(
                     f"{path} in {folder} cannot be read ({why}); use another checkpoint."
                 ) from None
-            if store.shape != target.shape:
-                raise ValueError(
-                    f"{path} in {folder} has the shape {[*store.shape]}, not "
-                    f"{[*target.shape]}; it is damaged, so use another one."
-                )
-            array = place_parts(ft.partial(_read_part, store, dtype=target.dtype), target)
         else:
             empty = np.zeros(target.shape, target.dtype)
             there = target.sharding
@@ -110,6 +107,15 @@ def read(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Array]:
             array = jax.jit(wrap, out_shardings=target.sharding)(array)
         arrays[path] = array
     return arrays
+
+
+def _check_store(store: Any, target: jax.ShapeDtypeStruct) -> None:
+    """Refuse arrays that would take more memory than the one that is read."""
+    chunk = store.chunk_layout.read_chunk.shape or store.shape
+    if store.shape != target.shape:
+        raise ValueError(f"its shape is {[*store.shape]}, not {[*target.shape]}")
+    if any(length > size for length, size in zip(chunk, store.shape)):
+        raise ValueError(f"its chunks of shape {[*chunk]} are larger than it is")
 
 
 def _base(folder: Any) -> dict[str, Any]:

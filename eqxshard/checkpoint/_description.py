@@ -73,6 +73,8 @@ class Description:
         """Read a description; raise `ValueError` if it is not one."""
         try:
             values = parse_json(text)
+        except UnicodeDecodeError:
+            raise ValueError(f"{FILE} is not text") from None
         except ValueError as error:
             raise ValueError(f"{FILE} is not JSON ({error})") from None
         try:

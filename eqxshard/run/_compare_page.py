@@ -10,7 +10,7 @@ from ..sharding._text import format_mesh
 from ..trackers._files import write_whole
 from ._folder import RunFolder
 from ._page import fill_run_page, names_of
-from ._read_run import RecordedRun, read_run
+from ._read_run import RecordedRun, read_run, showing
 from ._run_curves import draw_curves, format_value
 
 
@@ -29,7 +29,9 @@ def compare_runs(folders: Sequence[str], output: str) -> None:
     if len(folders) < 2:
         raise ValueError("there is only one run to compare; give two or more folders.")
     runs = [read_run(RunFolder(folder)) for folder in folders]
-    write_whole(Path(output), render_runs(dict(zip(names_of(runs), runs, strict=True))))
+    with showing(*(run.path for run in runs)):
+        text = render_runs(dict(zip(names_of(runs), runs, strict=True)))
+    write_whole(Path(output), text)
 
 
 def render_runs(runs: Mapping[str, RecordedRun]) -> str:

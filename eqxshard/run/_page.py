@@ -24,7 +24,7 @@ from ..pages._parts import (
 )
 from ..trackers._files import write_whole
 from ._folder import RunFolder
-from ._read_run import RecordedRun, read_run
+from ._read_run import RecordedRun, read_run, showing
 from ._run_curves import draw_curves, format_value
 from ._versus_plan import compare_with_plan
 
@@ -39,7 +39,10 @@ def save_page(folder: RunFolder) -> None:
 
     `ValueError` if it is not the folder of a run, and `OSError` if it cannot be written.
     """
-    write_whole(folder.page, render_run(read_run(folder)))
+    run = read_run(folder)
+    with showing(folder.path):
+        text = render_run(run)
+    write_whole(folder.page, text)
 
 
 def render_run(run: RecordedRun) -> str:

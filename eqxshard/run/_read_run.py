@@ -3,7 +3,7 @@
 import contextlib
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -186,6 +186,18 @@ def read_run(folder: RunFolder) -> RecordedRun:
         plan=read_values(folder.path / "plan.json") or None,
         crash_dump=crash if crash.is_dir() else None,
     )
+
+
+@contextlib.contextmanager
+def showing(*folders: Path) -> Iterator[None]:
+    """Say in a sentence that the files of runs, whoever wrote them, make no sense."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f"what the files of {', '.join(map(str, folders))} say cannot be shown "
+            f"({type(error).__name__}: {error}); they are damaged, or of another version."
+        ) from error
 
 
 def _report(line: Mapping[str, Any]) -> Reported:

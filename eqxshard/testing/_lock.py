@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ..compiled._communication import KINDS
+from ..sharding._files import read_bytes
 from ..sharding._leaves import array_leaves, format_array
 from ..sharding._mesh import describe_mesh
 from ..sharding._placement import shardings
@@ -131,7 +132,7 @@ def check_file(
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(new, encoding="utf-8")
         return
-    text = file.read_text(encoding="utf-8")
+    text = read_bytes(file).decode()
     lines = compare(text)
     if not lines:
         return

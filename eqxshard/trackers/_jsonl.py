@@ -15,8 +15,8 @@ from ._files import local_file, writing
 
 _LOG = logging.getLogger(__name__)
 
-#: A longer line, in bytes, is none of ours.
-_LONGEST_LINE = 2**24
+#: More bytes than a line of ours has.
+_LONGEST_LINE = 2**22
 
 
 class JSONLines:
@@ -145,11 +145,16 @@ def read_whole_lines(
         return
     with open_file(path) as file:
         while data := file.readline(_LONGEST_LINE):
+            if len(data) == _LONGEST_LINE:
+                raise ValueError(
+                    f"{os.fspath(path)!r} has a line of {_LONGEST_LINE:,} bytes or more; "
+                    "it is damaged, or another file."
+                )
+            if not data.startswith(b"{"):
+                continue
             with contextlib.suppress(ValueError):
                 text = data.decode(errors="replace").rstrip("\r\n")
-                line = parse_json(text)
-                if isinstance(line, dict):
-                    yield text, line
+                yield text, parse_json(text)
 
 
 def _step(line: Mapping[str, Any]) -> int | float:

@@ -12,7 +12,7 @@ from helpers import (
     assert_equal,
     make_loader,
 )
-from hostile_files import HostilePickle
+from hostile_files import FORBIDDEN, HostilePickle, forbid
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -125,6 +125,32 @@ def test_a_damaged_checkpoint_is_reported_and_replaced(
         checkpointer.restore(like(), step=10)
     eqxshard.fit(state, train_step, make_loader(), steps=10, checkpointer=checkpointer)
     assert_equal(eqxshard.Checkpointer(folder).restore(like(), step=10), checkpoints[1])
+
+
+@pytest.mark.parametrize("kind", FORBIDDEN)
+def test_a_checkpoint_with_what_is_no_file_is_damaged(checkpoints, tmp_path, kind, caplog):
+    """Nothing of it is opened. The folder of all checkpoints may be a link."""
+    folder = copied(checkpoints, tmp_path)
+    os.symlink(folder, tmp_path / "link")
+    forbid(folder / "10" / "odd", kind)
+    checkpointer = eqxshard.Checkpointer(tmp_path / "link")
+    says = rf"step 10 .* is damaged: .*/10/odd is {FORBIDDEN[kind]}, not a file; use ano"
+    with pytest.raises(ValueError, match=says):
+        checkpointer.restore(like(), step=10)
+    assert int(eqxshard.Checkpointer(tmp_path / "link").restore(like()).step) == 8
+    assert "step 10" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+def test_a_description_that_never_ends_is_not_read(checkpoints, tmp_path, kind):
+    folder = copied(checkpoints, tmp_path)
+    for step in ("8", "10"):
+        (folder / step / "description.json").unlink()
+        forbid(folder / step / "description.json", kind)
+    checkpointer = eqxshard.Checkpointer(folder, best="train/loss", mode="min")
+    assert checkpointer.best_step() == 4
+    with pytest.raises(ValueError, match=r"step 8 in .* is damaged: .*; use another"):
+        checkpointer.description(8)
 
 
 @pytest.mark.parametrize("how", ["folder", "nothing", "other"])

@@ -244,11 +244,12 @@ def test_the_command_takes_another_loss_only_by_name(command, failed, tmp_path):
     dump = tmp_path / "crash_dump"
     shutil.copytree(folder, dump)
     path = dump / "crash_dump.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"loss_fn": "other_loss"}))
-    write_checksums(dump)
-    status, _, err = command(dump=dump)
-    assert status == 2
-    assert "the loss function of the run was 'other_loss'; give its name in " in err
+    for name, was in ((None, "a function without a name"), ("other_loss", "'other_loss'")):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"loss_fn": name}))
+        write_checksums(dump)
+        status, _, err = command(dump=dump)
+        assert status == 2
+        assert f"the loss function of the run was {was}; give its name in " in err
     status, out, _ = command("--loss", "loss_fn", dump=dump)
     assert status == 0 and "roots.1 (Root)" in out
 

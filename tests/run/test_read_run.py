@@ -1,9 +1,13 @@
+import json
+
 import pytest
+from hostile_files import deep_json, forbid
 from run_page_helpers import make_lines, make_record, make_run
 
 from eqxshard.checkpoint._checksums import write_checksums
 from eqxshard.checkpoint._description import Description
 from eqxshard.run import RunFolder
+from eqxshard.run._page import save_page
 from eqxshard.run._read_run import read_run
 
 
@@ -81,3 +85,63 @@ def test_another_folder_is_refused(tmp_path):
         read_run(RunFolder(tmp_path / "none"))
     with pytest.raises(ValueError, match=r"has no metrics\.jsonl; give one such as"):
         read_run(RunFolder(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+def test_files_that_never_end_are_not_read(tmp_path, kind):
+    folder = make_run(tmp_path / "run", record=make_record(), plan={"a": 1})
+    for file in (folder.record, folder.path / "plan.json", folder.summary):
+        file.unlink(missing_ok=True)
+        forbid(file, kind)
+    run = read_run(folder)
+    assert (run.record, run.plan, run.step) == ({}, None, 2000)
+    folder.metrics.unlink()
+    forbid(folder.metrics, kind)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl' is a .*; give a regular file"):
+        read_run(folder)
+
+
+def test_json_that_nests_too_deep_is_left_out(tmp_path):
+    folder = make_run(tmp_path / "run", record=make_record(), plan={"a": 1})
+    for file in (folder.record, folder.path / "plan.json", folder.summary):
+        file.write_text(f'{{"settings": {deep_json()}}}')
+    with folder.metrics.open("a") as file:
+        file.write(f'{{"step": {deep_json()}}}\n')
+    run = read_run(folder)
+    assert (run.record, run.plan, run.step) == ({}, None, 2000)
+
+
+def test_a_line_that_never_ends_is_refused(tmp_path):
+    folder = make_run(tmp_path / "run")
+    with folder.metrics.open("ab") as file:
+        file.truncate(2**42)
+    with pytest.raises(ValueError, match=r"metrics\.jsonl' has a line of .*; it is d"):
+        read_run(folder)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"ended": [1]},
+        {"starts": [{}]},
+        {"devices": {"kind": 1}},
+        {"devices": {"kind": "x", "count": 8, "per_process": 0}},
+        {"memory": {"peak": "x"}},
+        {"settings": [1]},
+        {"title": {"a": 1}},
+    ],
+    ids=json.dumps,
+)
+def test_a_record_that_makes_no_sense_is_a_sentence(tmp_path, forged):
+    folder = make_run(tmp_path / "run", record=make_record(**forged))
+    says = rf"what the files of {tmp_path}/run say cannot be shown "
+    with pytest.raises(ValueError, match=says) as error:
+        save_page(folder)
+    assert str(error.value).endswith("); they are damaged, or of another version.")
+
+
+def test_a_number_that_is_too_large_is_a_sentence(tmp_path):
+    line = {"step": 1, "train/loss": 10**400}
+    folder = make_run(tmp_path / "run", lines=[line])
+    with pytest.raises(ValueError, match="run say cannot be shown"):
+        save_page(folder)
