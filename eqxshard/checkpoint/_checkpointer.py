@@ -84,8 +84,7 @@ class Checkpointer:
             max_to_keep, save_interval_steps, save_interval_seconds, mode, on_error
         )
         self._folder = CheckpointFolder(directory)
-        #: The folder, as an `etils.epath.Path`.
-        self.directory = self._folder.path
+        self.directory = self._folder.path  #: The folder, as an `etils.epath.Path`.
         self._max_to_keep = operator.index(max_to_keep)
         every = save_interval_steps
         #: Save every this many steps, if not `None`.
@@ -148,7 +147,7 @@ class Checkpointer:
         - `like`: a state, or a PyTree of several, such as from
             [`eqxshard.abstract_state`][], whose arrays (or `jax.ShapeDtypeStruct`s) give
             dtypes and shardings; the mesh may be another one. Not donated.
-        - `step`: the step to read, by default `"newest"`. `None` of `best_step` is an error.
+        - `step`: the step to read; by default the newest. `None` is an error.
 
         **Returns:**
 
