@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from ..distributed import broadcast_from_first
+from ._description import Description
 from ._folder import CheckpointFolder
 
 
@@ -28,6 +29,21 @@ class Best:
     def step(self) -> int | None:
         """The step of the best checkpoint; of equals, the latest."""
         return _best_of(self._scores(self._folder.known_steps())[0])
+
+    def choose(self, step: int | Literal["newest"] | None) -> Description:
+        """Verify the checkpoint to read, and describe it; `None` is what `step` has found.
+
+        Raises `ValueError` if that is `None`: the newest would not be the best.
+        """
+        if step is None:
+            why = f"no checkpoint in {self._folder.path} has a value of {self.metric}"
+            if self.metric is None:
+                why = f"the Checkpointer of {self._folder.path} has no best="
+            raise ValueError(
+                f"step=None is not a step: {why}; give best= the name of a metric that was "
+                "saved, or leave step out to read the newest."
+            )
+        return self._folder.choose(None if step == "newest" else step)
 
     def candidates(self, steps: Iterable[int]) -> set[int]:
         """The best of some steps, and those that may be better but cannot be read now."""

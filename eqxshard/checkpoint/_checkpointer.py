@@ -22,6 +22,9 @@ from ._writer import CheckpointWriter
 
 _T = TypeVar("_T")
 
+#: A step, or what `best_step` has found.
+Step = int | Literal["newest"] | None
+
 
 class Checkpointer:
     """Saves the states of a run in a folder, and restores them onto any mesh.
@@ -81,16 +84,13 @@ class Checkpointer:
             max_to_keep, save_interval_steps, save_interval_seconds, mode, on_error
         )
         self._folder = CheckpointFolder(directory)
-        #: The folder, as an `etils.epath.Path`.
-        self.directory = self._folder.path
+        self.directory = self._folder.path  #: The folder, as an `etils.epath.Path`.
         self._max_to_keep = operator.index(max_to_keep)
         every = save_interval_steps
         #: Save every this many steps, if not `None`.
         self.save_interval_steps = every and operator.index(every)
         self._save_interval_seconds = save_interval_seconds
         self._best = Best(self._folder, best, mode)
-        #: How many runs have claimed the directory, and not closed this.
-        self._claims = 0
         self._last_save = time.monotonic()
         self._writer = CheckpointWriter(self._folder, self._outdated, on_error == "raise")
 
@@ -99,10 +99,7 @@ class Checkpointer:
         return self._folder.steps()
 
     def best_step(self) -> int | None:
-        """The step whose checkpoint has the best value of `best`, if one has a value.
-
-        `None` if not, or without `best`; to read that is an error, not the newest.
-        """
+        """The step with the best value of `best`; `None` if no checkpoint has a value."""
         return self._best.step()
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
@@ -139,7 +136,7 @@ class Checkpointer:
         """
         return dataclasses.asdict(self._folder.check(step))
 
-    def restore(self, like: _T, *, step: int | Literal["newest"] | None = "newest") -> _T:
+    def restore(self, like: _T, *, step: Step = "newest") -> _T:
         """Read a state, each array straight into its sharding.
 
         Every file is verified first. If the newest checkpoint is damaged, that is logged,
@@ -150,7 +147,7 @@ class Checkpointer:
         - `like`: a state, or a PyTree of several, such as from
             [`eqxshard.abstract_state`][], whose arrays (or `jax.ShapeDtypeStruct`s) give
             dtypes and shardings; the mesh may be another one. Not donated.
-        - `step`: the step whose checkpoint to read; the newest by default.
+        - `step`: the step to read; by default the newest. `None` is an error.
 
         **Returns:**
 
@@ -158,12 +155,11 @@ class Checkpointer:
 
         **Raises:**
 
-        `FileNotFoundError` if there is no checkpoint. `ValueError` if all are damaged, if
-        `step` is `None`, as of a best checkpoint that there is not, or if `like` does not
-        have the same arrays: it names each that is missing, superfluous or of another
-        shape.
+        `FileNotFoundError` if there is no checkpoint. `ValueError` if all are damaged,
+        `step` is `None`, or `like` does not have the same arrays: it names each that is
+        missing, superfluous or of another shape.
         """
-        description = self._choose(step)
+        description = self._best.choose(step)
         wanted, static = partition_by_path(like)
         check_structure(wanted, description.leaves, self._folder.name(description.step))
         values = list(read(self._folder.at(description.step), wanted).values())
@@ -171,12 +167,7 @@ class Checkpointer:
         return _combine(like, static, values)
 
     def restore_model(
-        self,
-        model: _T,
-        *,
-        step: int | Literal["newest"] | None = "newest",
-        only: PyTree = True,
-        of: str = "",
+        self, model: _T, *, step: Step = "newest", only: PyTree = True, of: str = ""
     ) -> _T:
         """Read the model of a state, or a part of it, for evaluation or fine-tuning.
 
@@ -207,7 +198,7 @@ class Checkpointer:
             model = checkpointer.restore_model(model, only=body)
             ```
         """
-        description = self._choose(step)
+        description = self._best.choose(step)
         chosen, rest = eqx.partition(model, only)
         wanted, static = partition_by_path(chosen, f"{of}.model" if of else "model")
         saved = {k: leaf for k, leaf in description.leaves.items() if k in wanted}
@@ -218,10 +209,9 @@ class Checkpointer:
     def claim_run(self, step: int, loader: Any) -> Mapping[str, Any]:
         """Claim the directory for a run, unless its checkpoints would mix with another's.
 
-        The directory is created, marked as ours, and locked: other programs cannot write
-        to it until [`eqxshard.Checkpointer.close`][], or the end of this process. If it has
-        a checkpoint of this step, the loader is moved to where it was then.
-        [`eqxshard.fit`][] calls this.
+        The directory is created, marked as ours, and locked for other programs until
+        `close`, or the end of this process. If it has a checkpoint of this step, the loader
+        is moved to where it was then. [`eqxshard.fit`][] calls this.
 
         **Arguments:**
 
@@ -234,28 +224,24 @@ class Checkpointer:
 
         **Raises:**
 
-        `ValueError` if the directory is not writable, is in use by another program, has
-        checkpoints of later steps or other things with numbers for names, or its
-        checkpoint of this step belongs to a loader with other batches.
+        `ValueError` if the directory is not writable, or in use, has checkpoints of later
+        steps or other things with numbers for names, or its checkpoint of this step belongs
+        to a loader with other batches.
         """
-        facts = {"directory": str(self.directory), "first step": step}
+        facts: dict[str, Any] = {"directory": str(self.directory), "first step": step}
         facts |= {"save_interval_steps": self.save_interval_steps}
-        timed = self._save_interval_seconds is not None
-        facts |= {"timed": timed, "best": self._best.metric}
+        facts |= {
+            "best": self._best.metric,
+            "timed": self._save_interval_seconds is not None,
+        }
         assert_same_on_all_processes("run", facts)
-        self._claims += 1
-        try:
+        with self._folder.lock.claiming():
             self._folder.claim_from(step)
             if step not in self._folder.good_steps():
                 return {}
             description = self._folder.description(step)
-            # A loader of the user's own may have no position but the step.
-            if description.loader is not None and hasattr(loader, "restore"):
-                loader.restore(description.loader)
+            _move(loader, description)
             return description.callbacks
-        except BaseException:
-            self.close()
-            raise
 
     def should_save(self, step: int, *, reporting: bool) -> bool:
         """Whether it is time to save.
@@ -286,8 +272,7 @@ class Checkpointer:
 
         A state that contains NaN is not saved, nor one with infinite trained parameters,
         nor one whose step has a checkpoint already. If the last save is still being
-        written, wait for it first. Call [`eqxshard.Checkpointer.wait`][] before the
-        program ends.
+        written, wait for it first. Call `wait` before the program ends.
 
         **Arguments:**
 
@@ -299,13 +284,11 @@ class Checkpointer:
 
         **Raises:**
 
-        `ValueError` if the state was donated to a step, or another program is writing to
-        the directory.
+        `ValueError` if the state was donated, or another program writes to the directory.
         """
         check_not_donated(state)
         step = step_of(state)
-        if not self._claims:
-            self._folder.check_unused()
+        self._folder.check_unused()
         self._last_save = time.monotonic()
         if self._writer.make_ready(step):
             leaves, _ = partition_by_path(state)
@@ -313,14 +296,9 @@ class Checkpointer:
             self._writer.start(leaves, trained_paths(state), described)
 
     def close(self) -> None:
-        """Wait for the last save, whether or not it succeeds; let others use the directory.
-
-        After several calls of [`eqxshard.Checkpointer.claim_run`][], the last of as many
-        calls of this does.
-        """
+        """Wait for the last save, whether or not it succeeds, and end the last claim."""
         self._writer.close()
-        self._claims = max(0, self._claims - 1)
-        self._unlock()
+        self._folder.lock.end_claim()
 
     def wait(self) -> None:
         """Wait until everything is written.
@@ -329,26 +307,8 @@ class Checkpointer:
 
         `OSError` if the last save failed.
         """
-        try:
-            self._writer.wait()
-        finally:
-            self._unlock()
-
-    def _choose(self, step: int | Literal["newest"] | None) -> Description:
-        """Verify the checkpoint to read."""
-        if step is None:
-            why = f"no checkpoint in {self.directory} has a value of {self._best.metric}"
-            if self._best.metric is None:
-                why = f"the Checkpointer of {self.directory} has no best="
-            raise ValueError(
-                f"step=None is not a step: {why}; give best= the name of a metric that was "
-                "saved, or leave step out to read the newest."
-            )
-        return self._folder.choose(None if step == "newest" else step)
-
-    def _unlock(self) -> None:
-        if not self._claims:
-            self._folder.lock.release()
+        self._writer.wait()
+        self._folder.lock.release()
 
     def _outdated(self, newest: int) -> set[int]:
         # Listed once: what is not seen now, and may be the best, must not be removed.
@@ -356,6 +316,12 @@ class Checkpointer:
         good = self._folder.good_ones(steps)
         last = good[-self._max_to_keep :]
         return {*steps} - {*last, newest} - self._best.candidates(good)
+
+
+def _move(loader: Any, description: Description) -> None:
+    """Move a loader to where it was; one of the user's own may have no position."""
+    if description.loader is not None and hasattr(loader, "restore"):
+        loader.restore(description.loader)
 
 
 def _combine(like: Any, static: Static, values: list[Any]) -> Any:

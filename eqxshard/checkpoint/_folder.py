@@ -244,8 +244,8 @@ class CheckpointFolder:
             )
 
     def check_unused(self) -> None:
-        """Raise `ValueError` if another program is writing to the folder."""
-        if is_remote(self.path):
+        """Raise `ValueError` if another program writes to the folder."""
+        if is_remote(self.path) or self.lock.is_claimed:
             return
         if is_main_process():
             # If anything else is wrong, whoever writes will say so.

@@ -6,6 +6,7 @@ import logging
 import os
 import platform
 import time
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
@@ -36,6 +37,7 @@ class FolderLock:
         self._folder = folder
         self._path = os.path.join(folder, FILE)
         self._file: int | None = None
+        self._claims = 0
         #: A sentence if another program had the folder at the last try.
         self.refusal: str | None = None
 
@@ -54,8 +56,30 @@ class FolderLock:
             time.sleep(0.1)
         return self.refusal
 
+    @property
+    def is_claimed(self) -> bool:
+        """Whether a run that has claimed the folder has not ended yet."""
+        return self._claims > 0
+
+    @contextlib.contextmanager
+    def claiming(self) -> Iterator[None]:
+        """Keep the lock until `end_claim`, unless what is in the block fails."""
+        self._claims += 1
+        try:
+            yield
+        except BaseException:
+            self.end_claim()
+            raise
+
+    def end_claim(self) -> None:
+        """Release the lock once as many claims have ended as there were."""
+        self._claims = max(0, self._claims - 1)
+        self.release()
+
     def release(self) -> None:
-        """Let others write to the folder, if this is what locked it."""
+        """Let others write to the folder, if it is not claimed, and this has locked it."""
+        if self._claims:
+            return
         file, self._file = self._file, None
         if file is None or _HELD.get(self._path) != file:
             return
