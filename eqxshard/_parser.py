@@ -29,8 +29,10 @@ def allow_closed_stdout() -> Iterator[None]:
     try:
         try:
             yield
-        finally:
+        except SystemExit:
             sys.stdout.flush()
+            raise
+        sys.stdout.flush()
     except BrokenPipeError:
         if not is_stdout_closed():
             raise

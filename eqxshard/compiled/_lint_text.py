@@ -140,7 +140,8 @@ class TextLint:
                 # all-to-all brings a device no more than it gives away.
                 if operation.kind != "all-to-all":
                     pieces[entry] = pieces.get(entry, 0) + len(operation.shapes)
-                if operation.kind == "all-gather" or pieces.get(entry, 0) >= self._rows:
+                at_once = operation.kind == "all-gather" or self._is_summed_rows(operation)
+                if at_once or pieces.get(entry, 0) >= self._rows:
                     line = self._causes.line(operation) or self._line_of_use(operation)
                     lines.setdefault(entry, line)
         for entry, line in lines.items():
@@ -154,6 +155,15 @@ class TextLint:
                 "(jax.lax.map, jax.lax.scan), and shuffle in the Loader; a loss that "
                 "compares all examples with each other needs this.",
             )
+
+    def _is_summed_rows(self, operation: Operation) -> bool:
+        """Whether an all-reduce brings rows together: each device adds those it has."""
+        own = self._rows // math.prod(self._sizes[axis] for axis in self._batch_axes)
+        return (
+            operation.kind == "all-reduce"
+            and operation.start.op_name.endswith("/gather")
+            and any(shape.dims[:1] > (own,) for shape in operation.shapes)
+        )
 
     def _global_batch(
         self, operation: Operation, paths: tuple[str, ...]

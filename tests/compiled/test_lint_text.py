@@ -9,7 +9,15 @@ import numpy as np
 import optax
 import pytest
 from jax import P
-from lint_helpers import FSDP, MLP, found, lint, no_warnings_of_jax, square_losses
+from lint_helpers import (
+    FSDP,
+    MLP,
+    found,
+    lint,
+    make_mesh,
+    no_warnings_of_jax,
+    square_losses,
+)
 
 import eqxshard
 from eqxshard.compiled._hlo import parse_module
@@ -125,9 +133,15 @@ def test_all_examples_on_every_device_are_found_at_any_size(loss_fn, leaf):
     assert str(finding.line).startswith("test_lint_text.py:")
 
 
+def test_rows_that_an_all_reduce_brings_together_are_found():
+    # Beside a free axis, XLA has each device look up the rows that it has.
+    finding = found(lint(loss_fn=shuffle, batch=SMALL, data=4, tensor=2), "global-batch")
+    assert finding.leaf == "batch.x"
+
+
 @pytest.mark.parametrize("accumulate, resident", [(2, False), (1, True)])
 def test_loops_over_examples_are_found_in_any_kind_of_step(accumulate, resident):
-    mesh, optim = eqxshard.make_mesh(**HYBRID), optax.sgd(1e-3)
+    mesh, optim = make_mesh(**HYBRID), optax.sgd(1e-3)
     state = eqxshard.init_state(MLP, optim, key=jax.random.key(0), mesh=mesh, rule=FSDP)
     source = eqxshard.data.ArraySource({k: np.asarray(v) for k, v in SMALL.items()})
     placement = "device" if resident else "host"

@@ -49,6 +49,12 @@ def test_it_prints_as_a_table(show):
     assert [*total, f"{194 + key}", "B", "│", f"{658 + key}", "B"] in totals
 
 
+def test_axes_over_which_no_array_is_split_are_named():
+    mesh = eqxshard.make_mesh(data=2, fsdp=2, tensor=2)
+    assert "no array is split over tensor=2" in str(eqxshard.explain(Model(), mesh, RULE))
+    assert "is split over" not in str(eqxshard.explain(Model(), make_mesh(), RULE))
+
+
 def test_a_narrow_terminal_folds_and_loses_nothing():
     text = rendered(eqxshard.explain(Model(), make_mesh(), RULE), width=60)
     assert max(map(len, text.splitlines())) <= 60
