@@ -212,7 +212,7 @@ def _plan(options: argparse.Namespace, others: Sequence[str]) -> None:
 
 
 def _search(options: argparse.Namespace, others: Sequence[str]) -> None:
-    from .planning._search import Step, search
+    from .planning._search import make_search, plan_search
     from .run._planned import collect_all
 
     _check_folders(options.json)
@@ -223,18 +223,25 @@ def _search(options: argparse.Namespace, others: Sequence[str]) -> None:
         steps,
         notes,
     ):
-        counts = _counts(options.search_accumulate)
-        found = search(
-            [
-                Step(name, "", {**arguments, "accumulate": count})
-                for name, arguments in zip(variants, steps, strict=True)
-                for count in counts or [arguments["accumulate"]]
-            ],
-            devices=options.devices,
-            axes=axes,
-            target=options.device,
-            backend=options.backend,
-        )
+        if options.search_accumulate:
+            counts = _counts(options.search_accumulate)
+            steps = [dict[str, Any](each, accumulate=counts) for each in steps]
+        searches = [
+            plan_search(
+                {name: arguments.pop("make_model")},
+                rules=arguments.pop("rule"),
+                devices=options.devices,
+                axes=axes,
+                target=options.device,
+                backend=options.backend,
+                **arguments,
+            )
+            for name, arguments in zip(variants, steps, strict=True)
+        ]
+    found = make_search(
+        [candidate for each in searches for candidate in each.candidates],
+        sum(each.seconds for each in searches),
+    )
     print(found)
     for note in notes:
         print(f"note: {note}.")
@@ -278,9 +285,9 @@ def _variants(texts: Sequence[str]) -> dict[str, list[str]]:
     }
 
 
-def _counts(text: str | None) -> list[int]:
+def _counts(text: str) -> list[int]:
     try:
-        return [int(part) for part in text.split(",")] if text else []
+        return [int(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(
             f"--search-accumulate {text} is not a list of numbers; use one such as 1,2,4."

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import optax
 import platformdirs
@@ -117,85 +117,19 @@ def plan_search(
         print(search)
         ```
     """
+    start = time.perf_counter()
     models = dict(make_model) if isinstance(make_model, Mapping) else {"": make_model}
     named = dict(rules) if isinstance(rules, Mapping) else {"": rules}
     counts = (accumulate,) if isinstance(accumulate, int) else tuple(accumulate)
     for name, given in (("make_model", models), ("rules", named), ("accumulate", counts)):
         if not given:
             raise ValueError(f"{name} is empty; give at least one.")
-    steps = [
-        Step(
-            model,
-            rule,
-            {
-                "make_model": models[model],
-                "loss_fn": loss_fn,
-                "optim": optim,
-                "batch": batch,
-                "rule": named[rule],
-                "accumulate": count,
-                "trainable": trainable,
-                "precision": precision,
-                "nonfinite": nonfinite,
-                "grad_norms": grad_norms,
-            },
-        )
-        for model, rule, count in itertools.product(models, named, counts)
-    ]
-    return search(
-        steps,
-        devices=devices,
-        target=target,
-        meshes=meshes,
-        axes=axes,
-        margin=margin,
-        backend=backend,
-        cache=cache,
-        workers=workers,
-    )
-
-
-class Step(NamedTuple):
-    """A step to search a mesh for: the names of its model and rule, and what `plan` takes.
-
-    - `arguments`: those of `plan` that say what the step is.
-    """
-
-    model: str
-    rule: str
-    arguments: Mapping[str, Any]
-
-
-def search(
-    steps: Sequence[Step],
-    *,
-    devices: int,
-    target: str | Target,
-    backend: Compiler | None,
-    meshes: Sequence[Mapping[str, int]] | None = None,
-    axes: Sequence[str] = ("data", "fsdp", "tensor"),
-    margin: float = 0.05,
-    cache: str | os.PathLike[str] | None = None,
-    workers: int | None = None,
-) -> Search:
-    """`plan_search` for steps that may differ in anything.
-
-    **Arguments:**
-
-    - `steps`: each is tried on each mesh.
-    - `devices` and all others: as for `plan_search`.
-    """
-    start = time.perf_counter()
-    if devices < 1:
-        raise ValueError(f"devices={devices} is too few; give at least 1.")
+    for name, number in (("devices", devices), ("workers", workers)):
+        if number is not None and number < 1:
+            raise ValueError(f"{name}={number} is too few; give at least 1.")
     if not 0 <= margin < 1:
         raise ValueError(f"margin={margin} is not a part; use one from 0 to 1, as 0.05.")
-    if workers is not None and workers < 1:
-        raise ValueError(f"workers={workers} is too few; give at least 1.")
     found = Target.named(target) if isinstance(target, str) else target
-    limit = math.inf if found.memory is None else found.memory * (1 - margin)
-    folder = platformdirs.user_cache_path("eqxshard") / "plans"
-    folder = folder if cache is None else local_path(cache, "cache=")
     where = find_backend(found, backend)
     shapes = mesh_shapes(devices, axes, found.per_host) if meshes is None else meshes
     if not (shapes := [*shapes]):
@@ -204,41 +138,44 @@ def search(
             f"{', '.join(SEARCHED)}."
         )
     candidates, requests = list[Candidate](), list[Request]()
-    counts = {step.arguments["accumulate"] for step in steps}
-    for shape, step in itertools.product(shapes, steps):
+    for shape, model, rule, count in itertools.product(shapes, models, named, counts):
         request, _ = make_request(
-            **step.arguments,
+            make_model=models[model],
+            loss_fn=loss_fn,
+            optim=optim,
+            batch=batch,
             mesh_shape=shape,
+            rule=named[rule],
             target=found,
             devices=devices,
             backend=backend,
+            trainable=trainable,
+            precision=precision,
+            accumulate=count,
+            nonfinite=nonfinite,
+            grad_norms=grad_norms,
         )
+        mesh = {axis: n for axis, n in request.mesh_shape.items() if n > 1} or {"data": 1}
+        parts = [format_mesh(mesh), model, rule]
+        parts += [f"accumulate={count}"] if len(counts) > 1 else []
+        name = ", ".join(dict.fromkeys(filter(None, parts)))
         requests.append(request)
-        candidates.append(_candidate(request, step, show_count=len(counts) > 1))
+        candidates.append(
+            Candidate(name, mesh, model, rule, count, None, None, fits=False, reason="")
+        )
+    limit = math.inf if found.memory is None else found.memory * (1 - margin)
+    default = platformdirs.user_cache_path("eqxshard") / "plans"
+    folder = default if cache is None else local_path(cache, "cache=")
     workers = workers or _default_workers()
     results = _plan_all(requests, limit, where, folder, workers)
     judged = [_judge(*each, limit) for each in zip(candidates, results, strict=True)]
-    ranked = rank(judged)
-    best = ranked[0].plan if ranked[0].fits else None
-    return Search(best, ranked, time.perf_counter() - start)
+    return make_search(judged, time.perf_counter() - start)
 
 
-def _candidate(request: Request, step: Step, *, show_count: bool) -> Candidate:
-    mesh = {axis: n for axis, n in request.mesh_shape.items() if n > 1} or {"data": 1}
-    count = request.options["accumulate"]
-    parts = [format_mesh(mesh), step.model, step.rule]
-    parts += [f"accumulate={count}"] if show_count else []
-    return Candidate(
-        name=", ".join(dict.fromkeys(filter(None, parts))),
-        mesh=mesh,
-        model=step.model,
-        rule=step.rule,
-        accumulate=count,
-        plan=None,
-        needs=None,
-        fits=False,
-        reason="",
-    )
+def make_search(candidates: Iterable[Candidate], seconds: float) -> Search:
+    """A search that tried these candidates, in any order."""
+    ranked = rank(candidates)
+    return Search(ranked[0].plan if ranked[0].fits else None, ranked, seconds)
 
 
 def _plan_all(
@@ -250,42 +187,34 @@ def _plan_all(
 ) -> list[Plan | Surveyed]:
     """The plan of each request, or what is known of one that was not compiled."""
     known: list[Surveyed] = run(dump_request(requests), where, "_survey")
-    files = [folder / f"{each.fingerprint}.json" for each in known]
-    results: list[Plan | Surveyed] = [
-        each if each.problem or each.least > limit else read_plan(file) or each
-        for each, file in zip(known, files, strict=True)
-    ]
-    queue = [
-        number
-        for number, each in enumerate(results)
-        if isinstance(each, Surveyed) and not each.problem and each.least <= limit
-    ]
+
+    def compile(each: Surveyed, data: bytes) -> Plan | Surveyed:
+        if each.problem or each.least > limit:
+            return each
+        file = folder / f"{each.fingerprint}.json"
+        if (kept := read_plan(file)) is not None:
+            return kept
+        try:
+            plan: Plan = run(data, where)
+        except (ValueError, TypeError, RuntimeError) as error:
+            return Surveyed(problem=str(error).strip().split("\n")[0])
+        keep_plan(plan, file)
+        return plan
+
     # Pickled here, because JAX's settings may be those of this thread.
-    data = [dump_request(requests[number]) for number in queue]
+    data = [dump_request(request) for request in requests]
     console = Console(stderr=True)
     with ThreadPoolExecutor(workers) as pool:
         # An interrupt ends the iterator, which cancels what has not started.
-        compiled = pool.map(lambda each: _compile(each, where), data)
-        shown = track(
-            zip(queue, compiled, strict=True),
+        results = track(
+            pool.map(compile, known, data),
             "compiling",
-            total=len(queue),
+            total=len(data),
             console=console,
             transient=True,
             disable=not console.is_terminal,
         )
-        for number, result in shown:
-            results[number] = result
-            if isinstance(result, Plan):
-                keep_plan(result, files[number])
-    return results
-
-
-def _compile(data: bytes, where: Backend) -> Plan | Surveyed:
-    try:
-        return run(data, where)
-    except (ValueError, TypeError, RuntimeError) as error:
-        return Surveyed(problem=str(error).strip().split("\n")[0])
+        return [*results]
 
 
 def _judge(candidate: Candidate, result: Plan | Surveyed, limit: float) -> Candidate:

@@ -15,7 +15,10 @@ from plan_helpers import BATCH, OPTIM, RULE, by_hand, not_compiled
 from transformer import Transformer, next_token_losses
 
 import eqxshard
+from eqxshard.planning import _search
+from eqxshard.planning._request import load_request
 from eqxshard.planning._search import rank
+from eqxshard.planning._survey import Surveyed
 
 GIVEN = (Transformer, next_token_losses, OPTIM, BATCH)
 LARGE = partial(Transformer, vocab=512, embed=64, mlp=256)
@@ -107,6 +110,35 @@ def test_what_cannot_run_is_a_row_with_the_reason(tmp_path):
 
 FSDP = by_hand({"fsdp": 8}, step=0.101, fsdp=0.012)
 BOTH = by_hand({"data": 2, "fsdp": 4}, step=0.1, data=0.01)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_plans_are_kept_and_errors_of_the_compiler_are_rows(
+    plan, tmp_path, monkeypatch, kept
+):
+    folder, compiled = tmp_path / "plans", []
+    if not kept:
+        folder.touch()  # So it can be no folder.
+
+    def run(data, where, module="_compile"):
+        if module == "_survey":
+            return [Surveyed(1, "good"), Surveyed(1, "bad")]
+        mesh = dict(load_request(data).mesh_shape)
+        compiled.append(mesh["fsdp"])
+        if mesh["fsdp"] == 8:
+            raise RuntimeError("XLA said no.\nIn detail")
+        return plan
+
+    monkeypatch.setattr(_search, "run", run)
+    for _ in range(2):
+        search = eqxshard.plan_search(
+            *GIVEN, devices=8, rules=RULE, meshes=[{"data": 8}, {"fsdp": 8}], cache=folder
+        )
+        assert search.best == plan and search.candidates[0].mesh == {"data": 8}
+        (bad,) = search.candidates[1:]
+        assert (bad.plan, bad.needs, bad.reason) == (None, None, "XLA said no.")
+    # Whether they fail may change.
+    assert sorted(compiled) == ([1, 8, 8] if kept else [1, 1, 8, 8])
 
 
 def test_the_fastest_is_first_and_of_two_as_fast_the_simpler():
