@@ -25,7 +25,7 @@ def by_rank(params):
 
 def by_path(params):
     def label(path, _):
-        return "matrix" if jax.tree_util.keystr(path).endswith("weight") else "other"
+        return "matrix" if path[-1].name == "weight" else "other"
 
     return jax.tree_util.tree_map_with_path(label, params)
 
@@ -190,6 +190,7 @@ WARM_UP = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 8)
     [
         optax.chain(CLIP, optax.adamw(WARM_UP, mask=lambda p: by_path(p) and True)),
         optax.chain(CLIP, eqxshard.per_layer(LOOKING["muon"], "layers")),
+        eqxshard.per_layer(LOOKING["by path"], "layers"),
         optax.add_noise(0.1, 0.5, 0),
     ],
 )
