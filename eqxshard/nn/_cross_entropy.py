@@ -69,7 +69,9 @@ def cross_entropy(
         ```
     """
     if chunk < 1:
-        raise ValueError(f"chunk={chunk} must be at least 1.")
+        raise ValueError(
+            f"chunk={chunk} must be at least 1; leave it out for the usual size."
+        )
     _check_shapes(hidden, weight, targets)
     # In 8 bits the indices of a longer vocabulary would wrap around.
     targets = targets.astype(jnp.int32)

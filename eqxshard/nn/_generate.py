@@ -5,6 +5,7 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from ..transforms._dtypes import at_least_float32
@@ -47,7 +48,7 @@ def generate(
 
     **Returns:**
 
-    The prompt and the new tokens.
+    The prompt and the new tokens; -1 for a token whose logits are NaN.
 
     **Raises:**
 
@@ -71,10 +72,12 @@ def generate(
 
     def draw(logits: Array, number: Array) -> Array:
         if temperature == 0:
-            return jnp.argmax(logits, axis=-1).astype(prompt.dtype)
-        likely = keep_likely(at_least_float32(logits) / temperature, top_k, top_p)
-        tokens = jax.random.categorical(jax.random.fold_in(key, number), likely)
-        return tokens.astype(prompt.dtype)
+            tokens = jnp.argmax(logits, axis=-1)
+        else:
+            likely = keep_likely(at_least_float32(logits) / temperature, top_k, top_p)
+            tokens = jax.random.categorical(jax.random.fold_in(key, number), likely)
+        failed = jnp.any(jnp.isnan(logits), axis=-1)  # A cache that is full, say.
+        return jnp.where(failed, -1, tokens).astype(prompt.dtype)
 
     logits, cache = apply(prompt, cache)
     arrays, static = eqx.partition(cache, eqx.is_array)
@@ -109,16 +112,16 @@ def keep_likely(
 
 def _check(length: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
     if length < 0:
-        raise ValueError(f"length={length} must not be negative.")
+        raise ValueError(f"length={length} must not be negative; ask for 0 tokens or more.")
     if temperature < 0:
         raise ValueError(
             f"temperature={temperature} must not be negative; use 0 for the most likely "
             "token, 1 for the model's own probabilities."
         )
     if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k={top_k} must be at least 1, or None for all tokens.")
+        raise ValueError(f"top_k={top_k} must be at least 1; give None for all tokens.")
     if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p={top_p} must be above 0 and at most 1, or None for all.")
+        raise ValueError(f"top_p={top_p} must be above 0 and at most 1; give None for all.")
 
 
 def _check_capacity(cache: PyTree, prompt: int, length: int) -> None:
@@ -127,8 +130,14 @@ def _check_capacity(cache: PyTree, prompt: int, length: int) -> None:
         raise ValueError("the prompt is empty; give at least one token, such as an end.")
     is_cache = lambda node: isinstance(node, KVCache)  # noqa: E731
     for part in jax.tree.leaves(cache, is_leaf=is_cache):
-        if is_cache(part) and part.capacity < prompt + length - 1:
+        if not is_cache(part):
+            continue
+        # Under jit, what is taken is not known; what does not fit is NaN then.
+        known = not isinstance(part.length, Tracer)
+        taken = int(jnp.max(part.length)) if known else 0
+        if part.capacity < taken + prompt + length - 1:
             raise ValueError(
                 f"a prompt of {prompt} tokens and {length} more do not fit a cache of "
-                f"{part.capacity}; make it for {prompt + length}, or ask for fewer tokens."
+                f"{part.capacity}, of which {taken} are taken; make it for "
+                f"{taken + prompt + length}, or ask for fewer tokens."
             )

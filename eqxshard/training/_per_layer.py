@@ -143,11 +143,11 @@ def _check_found(patterns: list[re.Pattern[str]], params: PyTree) -> None:
 
 def _split(patterns: list[re.Pattern[str]], tree: PyTree) -> tuple[list[PyTree], PyTree]:
     """The part of a tree in each stack, and the rest of it."""
+    if any(map(_is_listed, jax.tree.leaves(tree, is_leaf=_is_listed))):
+        patterns = []
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
 
     def stack_of(path: tuple[Any, ...]) -> str | None:
-        if any(key is _LAYER for key in path):
-            return None
         matches = (pattern.match(leaf_path(path)) for pattern in patterns)
         return next((match.group() for match in matches if match), None)
 
@@ -232,7 +232,9 @@ def _updated_otherwise(
         return jnp.asarray(np.stack(layers), leaf.dtype)
 
     def listed(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda leaf: _Listed([*leaf]), tree)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: _Listed(path[-1], [*leaf]), tree
+        )
 
     params, grads = (jax.tree_util.tree_map_with_path(sample, params) for _ in range(2))
     trees = [(grads, params), (listed(grads), listed(params))]
@@ -247,7 +249,7 @@ def _updated_otherwise(
         layers = jax.tree.map(
             lambda node: jnp.stack(node.layers),
             layers,
-            is_leaf=lambda node: isinstance(node, _Listed),
+            is_leaf=_is_listed,
         )
         return [jax.tree.leaves(stack), jax.tree.leaves(layers)], [one, other]
 
@@ -269,28 +271,25 @@ def _close(stack: Array, layers: Array) -> bool:
     )
 
 
-class _LayerKey:
-    """The step from a list of layers to one of them, which adds nothing to a path."""
-
-    def __str__(self) -> str:
-        return ""
-
-
-_LAYER = _LayerKey()
-
-
 @jax.tree_util.register_pytree_with_keys_class
 class _Listed:
-    """The layers of a stacked array, in its place."""
+    """The layers of a stacked array, in its place.
 
-    def __init__(self, layers: Any):
-        self.layers = layers
+    Each has the key of the array, because masks and labels look at the last one.
+    """
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[_LayerKey, Any]], None]:
-        """The layers, which all have the path of the array."""
-        return [(_LAYER, layer) for layer in self.layers], None
+    def __init__(self, key: Any, layers: Any):
+        self.key, self.layers = key, layers
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
+        """The layers."""
+        return [(self.key, layer) for layer in self.layers], self.key
 
     @classmethod
-    def tree_unflatten(cls, _: None, layers: Any) -> "_Listed":
+    def tree_unflatten(cls, key: Any, layers: Any) -> "_Listed":
         """As JAX makes one."""
-        return cls(layers)
+        return cls(key, layers)
+
+
+def _is_listed(node: Any) -> bool:
+    return isinstance(node, _Listed)

@@ -152,6 +152,25 @@ def test_mistakes(model, options, message):
         sample(model, prompts(), **options)
 
 
+def test_a_cache_that_holds_tokens_already_is_refused_or_ends_the_text():
+    """Under jit nobody knows how many there are."""
+    one = jnp.ones((1, 3, 1, 4))
+    taken = nn.KVCache.empty((1, 4, 1, 4)).append(one, one)
+
+    def apply(tokens, cache):
+        new = jnp.ones((1, tokens.shape[1], 1, 4))
+        cache = cache.append(new, new)
+        return jnp.sum(cache.key, (1, 2)), cache
+
+    def add(cache):
+        prompt = jnp.array([[1]])
+        return nn.generate(apply, cache, prompt, 3, key=KEY, temperature=0.0)
+
+    with pytest.raises(ValueError, match="of which 3 are taken; make it for 7"):
+        add(taken)
+    assert jax.jit(add)(taken).tolist() == [[1, 0, -1, -1]]
+
+
 def test_an_empty_prompt_is_an_error(model):
     with pytest.raises(ValueError, match="the prompt is empty"):
         sample(model, prompts()[:, :0])

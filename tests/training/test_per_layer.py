@@ -25,7 +25,7 @@ def by_rank(params):
 
 def by_path(params):
     def label(path, _):
-        return "matrix" if jax.tree_util.keystr(path).endswith("weight") else "other"
+        return "matrix" if path[-1].name == "weight" else "other"
 
     return jax.tree_util.tree_map_with_path(label, params)
 
@@ -45,7 +45,7 @@ LOOKING: dict[str, Any] = {
     "clip_by_block_rms": optax.clip_by_block_rms(1.0),
     "scale_by_param_block_rms": optax.scale_by_param_block_rms(),
     "centralize": optax.centralize(),
-    "MultiSteps": optax.MultiSteps(optax.lamb(1e-2), 2),
+    "MultiSteps": optax.MultiSteps(optax.lamb(1e-2), 2).gradient_transformation(),
     "hyperparameters": optax.inject_hyperparams(optax.lamb)(learning_rate=1e-2),
     "by path": optax.multi_transform(
         {"matrix": optax.contrib.muon(1e-2), "other": optax.adam(1e-2)}, by_path
@@ -66,10 +66,12 @@ ELEMENTWISE: dict[str, Any] = {
     "lion": optax.lion(1e-2),
     "nadamw": optax.nadamw(1e-2),
     "optimistic": optax.optimistic_gradient_descent(1e-2),
+    "optimistic_adam_v2": optax.optimistic_adam_v2(1e-2),
     "radam": optax.radam(1e-2),
     "rmsprop": optax.rmsprop(1e-2, momentum=0.9),
     "rprop": optax.rprop(1e-2),
     "sgd": optax.sgd(1e-2, momentum=0.9, nesterov=True),
+    "sign_sgd": optax.sign_sgd(1e-2),
     "signum": optax.signum(1e-2),
     "yogi": optax.yogi(1e-2),
     "clip": optax.clip(1.0),
@@ -78,7 +80,24 @@ ELEMENTWISE: dict[str, Any] = {
     "adopt": optax.contrib.adopt(1e-2),
     "cocob": optax.contrib.cocob(),
     "madgrad": optax.contrib.madgrad(1e-2),
+    "reduce_on_plateau": optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau()),
+    "simplified_ademamix": optax.contrib.simplified_ademamix(1e-2),
+    "ema": optax.chain(optax.ema(0.9), optax.apply_every(2), optax.sgd(1e-2)),
+    "apply_if_finite": optax.apply_if_finite(optax.adam(1e-2), 3),
     "schedule_free": optax.contrib.schedule_free_adamw(1e-2),
+}
+#: Those that look at all parameters at once.
+GLOBAL: dict[str, Any] = {
+    "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
+    "dadapt_adamw": optax.contrib.dadapt_adamw(),
+    "dog": optax.contrib.dog(),
+    "dowg": optax.contrib.dowg(),
+    "mechanize": optax.contrib.mechanize(optax.sgd(1e-2)),
+    "momo": optax.contrib.momo(),
+    "momo_adam": optax.contrib.momo_adam(),
+    "prodigy": optax.contrib.prodigy(),
+    "flatten": optax.flatten(optax.adam(1e-2)),
+    "lbfgs": optax.lbfgs(1e-2, linesearch=None),
 }
 QUICK = ("muon", "adafactor", "lamb", "adamw, decays matrices", "by path", "adam")
 
@@ -129,14 +148,23 @@ def updated(optim, listed, steps=4):
 
 
 def distance(one, other):
+    """The largest difference, relative to numbers above 1."""
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
-    return max(float(jnp.abs(a - b).max()) for a, b in pairs)
+    return max(
+        float(jnp.max(jnp.abs(a - b) / jnp.maximum(jnp.abs(b), 1))) for a, b in pairs
+    )
 
 
 @pytest.mark.parametrize("optim", cases(LOOKING | ELEMENTWISE))
 def test_stacked_layers_are_updated_as_a_list_of_layers_is(optim):
     found = updated(eqxshard.per_layer(optim, "layers"), listed=False)
     assert distance(found, updated(optim, listed=True)) < 1e-5
+
+
+@pytest.mark.parametrize("optim", cases(GLOBAL))
+def test_one_that_looks_at_all_parameters_takes_them_stacked(optim):
+    assert distance(updated(optim, listed=False), updated(optim, listed=True)) < 1e-5
+    assert not warned(optim)
 
 
 def warned(optim, listed=False):
@@ -162,6 +190,7 @@ WARM_UP = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 8)
     [
         optax.chain(CLIP, optax.adamw(WARM_UP, mask=lambda p: by_path(p) and True)),
         optax.chain(CLIP, eqxshard.per_layer(LOOKING["muon"], "layers")),
+        eqxshard.per_layer(LOOKING["by path"], "layers"),
         optax.add_noise(0.1, 0.5, 0),
     ],
 )
