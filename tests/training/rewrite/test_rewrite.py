@@ -23,6 +23,7 @@ from eqxshard.training.rewrite._rewrite import call_rewritten
 #: How many primitives the programs of the sweep have between them, at least.
 MOST_PRIMITIVES = 170
 LINT: Any = {"dtype": "off"}
+SGD = optax.sgd(1.0)
 BATCH = {"x": np.asarray(jax.random.normal(jax.random.key(1), (8, 4)))}
 
 
@@ -61,44 +62,38 @@ def assert_close(ours, theirs):
 class Sweep:
     """The programs of a group, in a train step and an eval step, and as JAX runs them."""
 
-    def __init__(self, group):
+    def __init__(self, group, mesh="data=1"):
         self.trained, others = GROUPS[group]
         self.all = self.trained | others
-        self.make_weights = make_weights(self.all)
-        self.weights = self.make_weights(jax.random.key(0))
+        where: dict[str, Any] = {"mesh": make_mesh(mesh), "rule": RULES["fsdp"]}
+        self.state = eqxshard.init_state(
+            make_weights(self.all), SGD, key=jax.random.key(0), **where
+        )
+        self.weights = jax.tree.map(np.asarray, self.state.model)
 
     def loss(self, weights, batch):
         return sum(measure(self.trained, weights, batch).values(), jnp.float32(0))
 
-    def plain(self):
-        """The values of all programs, and the gradients, as plain JAX computes them."""
-        both = jax.jit(lambda w, b: (measure(self.all, w, b), jax.grad(self.loss)(w, b)))
-        return both(self.weights, BATCH)
+    def measure(self, weights, batch):
+        values = measure(self.all, weights, batch)
+        return values, jax.grad(self.loss)(weights, batch) if self.trained else {}
 
-    def trace(self):
-        both = lambda w, b: (measure(self.all, w, b), jax.grad(self.loss)(w, b))  # noqa: E731
-        return jax.make_jaxpr(both)(self.weights, BATCH)
-
-    def steps(self, mesh):
-        """The values of all programs, and the gradients, as the steps compute them."""
-        optim, where = optax.sgd(1.0), {"mesh": make_mesh(mesh), "rule": RULES["fsdp"]}
-        state = eqxshard.init_state(
-            self.make_weights, optim, key=jax.random.key(0), **where
-        )
-        before = jax.tree.map(np.asarray, state.model)
+    def check(self):
+        """Compare the values and gradients of the steps with those of plain JAX."""
+        values, gradients = jax.jit(self.measure)(self.weights, BATCH)
         eval_step = eqxshard.make_eval_step(
             lambda weights, batch: measure(self.all, weights, batch), lint=LINT
         )
-        values = eval_step(state.model, BATCH).compute()
+        assert_close(eval_step(self.state.model, BATCH).compute(), values)
         if not self.trained:
-            return values, {}
+            return
         train_step = eqxshard.make_train_step(
-            lambda weights, batch, key: self.loss(weights, batch), optim, lint=LINT
+            lambda weights, batch, key: self.loss(weights, batch), SGD, lint=LINT
         )
-        state, metrics = train_step(state, BATCH)
-        assert metrics.compute().get("nonfinite", 0) == 0
-        gradients = jax.tree.map(lambda a, b: a - np.asarray(b), before, state.model)
-        return values, gradients
+        state, metrics = train_step(self.state, BATCH)
+        assert "nonfinite" not in metrics.compute()
+        ours = jax.tree.map(lambda a, b: a - np.asarray(b), self.weights, state.model)
+        assert_close(ours, gradients)
 
 
 SLOW = ("optimistix", "diffrax")
@@ -108,21 +103,13 @@ SWEEP = QUICK + [pytest.param(group, marks=pytest.mark.slow) for group in SLOW]
 
 @pytest.mark.parametrize("group", SWEEP)
 def test_steps_return_what_jax_returns(group):
-    sweep = Sweep(group)
-    values, gradients = sweep.steps("data=1")
-    expected_values, expected_gradients = sweep.plain()
-    assert_close(values, expected_values)
-    assert_close(gradients, {name: expected_gradients[name] for name in gradients})
+    Sweep(group).check()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("group", ["linalg", "control flow", "lineax", *SLOW])
 def test_steps_on_eight_devices_return_what_jax_returns_on_one(group):
-    sweep = Sweep(group)
-    values, gradients = sweep.steps("data=2,fsdp=4")
-    expected_values, expected_gradients = sweep.plain()
-    assert_close(values, expected_values)
-    assert_close(gradients, {name: expected_gradients[name] for name in gradients})
+    Sweep(group, "data=2,fsdp=4").check()
 
 
 def test_rewritten_programs_are_well_formed_and_have_most_primitives(record_property):
@@ -135,7 +122,8 @@ def test_rewritten_programs_are_well_formed_and_have_most_primitives(record_prop
                 walk(part)
 
     for group in GROUPS:
-        jaxpr = Sweep(group).trace()
+        sweep = Sweep(group)
+        jaxpr = jax.make_jaxpr(sweep.measure)(sweep.weights, BATCH)
         walk(jaxpr)
         rewritten = collect_checks(map_jaxpr(fast_convolutions, jaxpr), Errors(), True)
         core.check_jaxpr(open_jaxpr(rewritten))
@@ -158,10 +146,10 @@ def test_without_rewrites_steps_return_the_same(group, monkeypatch):
 
 def make(loss_fn, mesh="data=1", **options):
     """A state of one weight, and a train step of a loss function."""
-    optim, where = optax.sgd(1.0), {"mesh": make_mesh(mesh), "rule": RULES["fsdp"]}
+    where: dict[str, Any] = {"mesh": make_mesh(mesh), "rule": RULES["fsdp"]}
     make_model = lambda key: eqx.nn.Linear(4, 4, key=key)  # noqa: E731
-    state = eqxshard.init_state(make_model, optim, key=jax.random.key(0), **where)
-    return state, eqxshard.make_train_step(loss_fn, optim, lint=LINT, **options)
+    state = eqxshard.init_state(make_model, SGD, key=jax.random.key(0), **where)
+    return state, eqxshard.make_train_step(loss_fn, SGD, lint=LINT, **options)
 
 
 def test_the_switch_is_on_or_off(monkeypatch):
