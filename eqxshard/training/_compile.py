@@ -64,7 +64,7 @@ def jit_on(
             return collect_checks(jaxpr, errors, mesh.size > 1)
 
         out, failed = call_rewritten(fn, rewrite, *args)
-        return out, Checks(*failed, errors) if failed else None
+        return out, Checks(failed[0], errors) if failed else None
 
     whole = NamedSharding(mesh, PartitionSpec())
     options["out_shardings"] = (options["out_shardings"], whole)

@@ -87,3 +87,12 @@ def test_an_eval_step_is_linted_once():
     step(model, BATCH)
     with pytest.raises(ValueError, match="constant"):
         eqxshard.make_eval_step(metric_fn, lint="error")(model, BATCH)
+
+
+def test_a_step_that_lint_cannot_read_runs(monkeypatch):
+    def broken(*_):
+        raise KeyError("dimension_numbers")
+
+    monkeypatch.setattr("eqxshard.training._lint.lint_jaxpr", broken)
+    with pytest.warns(RuntimeWarning, match="lint could not read a step"):
+        eqxshard.make_train_step(square_losses, OPTIM)(make_state(), BATCH)

@@ -100,18 +100,15 @@ def collect_checks(jaxpr: Any, errors: Errors, several: bool) -> Any:
     The jaxpr, with the number of the first check that failed as its last output. Without
     checks, the jaxpr as it was.
     """
-    collector = _Collector(errors, several)
+    if not any(map(_has_checks, open_jaxpr(jaxpr).eqns)):
+        return jaxpr
 
     def collect(jaxpr: Any) -> Any:
         # Equinox makes no check whose result is not used.
         jaxpr, _ = dce_jaxpr(jaxpr, True, True)
-        return collector.add_number(jaxpr) if any(map(_has_checks, jaxpr.eqns)) else jaxpr
+        return _Collector(errors, several).add_number(jaxpr)
 
-    return (
-        map_jaxpr(collect, jaxpr)
-        if any(map(_has_checks, open_jaxpr(jaxpr).eqns))
-        else jaxpr
-    )
+    return map_jaxpr(collect, jaxpr)
 
 
 def _has_checks(eqn: Any) -> bool:

@@ -49,7 +49,7 @@ def _rewrite(eqn: Any, made_by: Mapping[Any, Any]) -> Any:
         return eqn.replace(params=map_jaxprs_in(fast_convolutions, params))
     if name not in ("conv_general_dilated", "reduce_sum", "reduce_window_sum"):
         return eqn
-    if any(x.aval.dtype not in _DTYPES for x in (*eqn.invars, *eqn.outvars)):
+    if not all(_is_plain(x.aval) for x in (*eqn.invars, *eqn.outvars)):
         return eqn
     if name == "conv_general_dilated":
         fn = _weight_gradient if _is_weight_gradient(eqn) else _convolution
@@ -57,6 +57,11 @@ def _rewrite(eqn: Any, made_by: Mapping[Any, Any]) -> Any:
     if name == "reduce_window_sum":
         return fast_pool(eqn, made_by)
     return call_equation(_bias_gradient, eqn) if _is_bias_gradient(eqn) else eqn
+
+
+def _is_plain(aval: Any) -> bool:
+    """Whether a type is one of `_DTYPES`, and not split over Explicit axes of a mesh."""
+    return aval.dtype in _DTYPES and not any(aval.sharding.spec)
 
 
 def _channels_last(x: Array, spec: Sequence[int]) -> Array:

@@ -157,6 +157,24 @@ def test_per_device_code_with_a_convolution_runs():
     assert float(metrics["loss"]) == pytest.approx(float(expected), rel=1e-4, abs=1e-6)
 
 
+def test_what_is_split_over_explicit_axes_stays_as_it_is():
+    """Its types say how it is split, which an operation in its place would have to."""
+    kind = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=kind)
+    x = jax.device_put(normal(8, 2, 6, 6), jax.NamedSharding(mesh, jax.P("data")))
+    weight = jax.device_put(normal(3, 2, 3, 3), jax.NamedSharding(mesh, jax.P()))
+
+    def loss(weight, x):
+        y = jnp.sin(jax.lax.conv(x, weight, (1, 1), "SAME"))
+        ones = (1, 1, 2, 2)
+        return jnp.sum(jax.lax.reduce_window(y, 0.0, jax.lax.add, ones, ones, "VALID"))
+
+    gradient = jax.grad(loss, (0, 1))
+    ours, theirs = jax.jit(fast(gradient))(weight, x), jax.jit(gradient)(weight, x)
+    assert [jax.typeof(a) for a in ours] == [jax.typeof(b) for b in theirs]
+    assert_model_close(ours, theirs)
+
+
 # Layers alone
 
 

@@ -21,8 +21,9 @@ from eqxshard.training.rewrite._jaxprs import jaxprs_in, map_jaxpr, open_jaxpr
 from eqxshard.training.rewrite._rewrite import call_rewritten
 
 #: How many primitives the programs of the sweep have between them, at least.
-MOST_PRIMITIVES = 170
+PRIMITIVES = 165
 LINT: Any = {"dtype": "off"}
+SGD = optax.sgd(1.0)
 BATCH = {"x": np.asarray(jax.random.normal(jax.random.key(1), (8, 4)))}
 
 
@@ -55,74 +56,71 @@ def measure(programs, weights, batch):
 
 def assert_close(ours, theirs):
     for name, value in theirs.items():
-        np.testing.assert_allclose(ours[name], value, 2e-4, 2e-5, err_msg=name)
+        # One rounds to bfloat16 on the way.
+        rtol, atol = (2e-2, 1e-3) if name == "half" else (2e-4, 2e-5)
+        np.testing.assert_allclose(ours[name], value, rtol, atol, err_msg=name)
 
 
 class Sweep:
     """The programs of a group, in a train step and an eval step, and as JAX runs them."""
 
-    def __init__(self, group):
+    def __init__(self, group, mesh="data=1"):
         self.trained, others = GROUPS[group]
         self.all = self.trained | others
-        self.make_weights = make_weights(self.all)
-        self.weights = self.make_weights(jax.random.key(0))
+        where: dict[str, Any] = {"mesh": make_mesh(mesh), "rule": RULES["fsdp"]}
+        self.state = eqxshard.init_state(
+            make_weights(self.all), SGD, key=jax.random.key(0), **where
+        )
+        self.weights = jax.tree.map(np.asarray, self.state.model)
 
     def loss(self, weights, batch):
         return sum(measure(self.trained, weights, batch).values(), jnp.float32(0))
 
-    def plain(self):
-        """The values of all programs, and the gradients, as plain JAX computes them."""
-        both = jax.jit(lambda w, b: (measure(self.all, w, b), jax.grad(self.loss)(w, b)))
-        return both(self.weights, BATCH)
+    def measure(self, weights, batch):
+        values = measure(self.all, weights, batch)
+        return values, jax.grad(self.loss)(weights, batch) if self.trained else {}
 
-    def trace(self):
-        both = lambda w, b: (measure(self.all, w, b), jax.grad(self.loss)(w, b))  # noqa: E731
-        return jax.make_jaxpr(both)(self.weights, BATCH)
-
-    def steps(self, mesh):
-        """The values of all programs, and the gradients, as the steps compute them."""
-        optim, where = optax.sgd(1.0), {"mesh": make_mesh(mesh), "rule": RULES["fsdp"]}
-        state = eqxshard.init_state(
-            self.make_weights, optim, key=jax.random.key(0), **where
-        )
-        before = jax.tree.map(np.asarray, state.model)
+    def check(self):
+        """Compare the values and gradients of the steps with those of plain JAX."""
+        values, gradients = jax.jit(self.measure)(self.weights, BATCH)
         eval_step = eqxshard.make_eval_step(
             lambda weights, batch: measure(self.all, weights, batch), lint=LINT
         )
-        values = eval_step(state.model, BATCH).compute()
+        assert_close(eval_step(self.state.model, BATCH).compute(), values)
         if not self.trained:
-            return values, {}
+            return
         train_step = eqxshard.make_train_step(
-            lambda weights, batch, key: self.loss(weights, batch), optim, lint=LINT
+            lambda weights, batch, key: self.loss(weights, batch), SGD, lint=LINT
         )
-        state, metrics = train_step(state, BATCH)
-        assert metrics.compute().get("nonfinite", 0) == 0
-        gradients = jax.tree.map(lambda a, b: a - np.asarray(b), before, state.model)
-        return values, gradients
+        state, metrics = train_step(self.state, BATCH)
+        assert "nonfinite" not in metrics.compute()
+        ours = jax.tree.map(lambda a, b: a - np.asarray(b), self.weights, state.model)
+        assert_close(ours, gradients)
 
 
-SLOW = ("optimistix", "diffrax")
-QUICK = [group for group in GROUPS if group not in SLOW]
-SWEEP = QUICK + [pytest.param(group, marks=pytest.mark.slow) for group in SLOW]
+#: Those that run with the quick tests; the others take as long for less that is odd.
+QUICK = ("linalg", "convolutions", "control flow")
 
 
-@pytest.mark.parametrize("group", SWEEP)
+def graded(quick):
+    return [
+        group if group in quick else pytest.param(group, marks=pytest.mark.slow)
+        for group in GROUPS
+    ]
+
+
+@pytest.mark.parametrize("group", graded(QUICK))
 def test_steps_return_what_jax_returns(group):
-    sweep = Sweep(group)
-    values, gradients = sweep.steps("data=1")
-    expected_values, expected_gradients = sweep.plain()
-    assert_close(values, expected_values)
-    assert_close(gradients, {name: expected_gradients[name] for name in gradients})
+    Sweep(group).check()
+
+
+SEVERAL = ("linalg", "control flow", "lineax", "optimistix", "diffrax")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", ["linalg", "control flow", "lineax", *SLOW])
+@pytest.mark.parametrize("group", SEVERAL)
 def test_steps_on_eight_devices_return_what_jax_returns_on_one(group):
-    sweep = Sweep(group)
-    values, gradients = sweep.steps("data=2,fsdp=4")
-    expected_values, expected_gradients = sweep.plain()
-    assert_close(values, expected_values)
-    assert_close(gradients, {name: expected_gradients[name] for name in gradients})
+    Sweep(group, "data=2,fsdp=4").check()
 
 
 def test_rewritten_programs_are_well_formed_and_have_most_primitives(record_property):
@@ -134,17 +132,19 @@ def test_rewritten_programs_are_well_formed_and_have_most_primitives(record_prop
             for part in jaxprs_in(eqn.params):
                 walk(part)
 
-    for group in GROUPS:
-        jaxpr = Sweep(group).trace()
+    # Programs that take long to trace have few that the others do not have.
+    for group in GROUPS.keys() - {"optimistix", "diffrax"}:
+        sweep = Sweep(group)
+        jaxpr = jax.make_jaxpr(sweep.measure)(sweep.weights, BATCH)
         walk(jaxpr)
         rewritten = collect_checks(map_jaxpr(fast_convolutions, jaxpr), Errors(), True)
         core.check_jaxpr(open_jaxpr(rewritten))
     record_property("primitives", len(met))
     print(f"{len(met)} primitives: {' '.join(sorted(met))}")
-    assert len(met) >= MOST_PRIMITIVES
+    assert len(met) >= PRIMITIVES
 
 
-@pytest.mark.parametrize("group", ["convolutions"])
+@pytest.mark.parametrize("group", graded(["convolutions"]))
 def test_without_rewrites_steps_return_the_same(group, monkeypatch):
     monkeypatch.setenv("EQXSHARD_REWRITE", "off")
     forbid = lambda *_: pytest.fail("rewritten")  # noqa: E731
@@ -158,10 +158,10 @@ def test_without_rewrites_steps_return_the_same(group, monkeypatch):
 
 def make(loss_fn, mesh="data=1", **options):
     """A state of one weight, and a train step of a loss function."""
-    optim, where = optax.sgd(1.0), {"mesh": make_mesh(mesh), "rule": RULES["fsdp"]}
+    where: dict[str, Any] = {"mesh": make_mesh(mesh), "rule": RULES["fsdp"]}
     make_model = lambda key: eqx.nn.Linear(4, 4, key=key)  # noqa: E731
-    state = eqxshard.init_state(make_model, optim, key=jax.random.key(0), **where)
-    return state, eqxshard.make_train_step(loss_fn, optim, lint=LINT, **options)
+    state = eqxshard.init_state(make_model, SGD, key=jax.random.key(0), **where)
+    return state, eqxshard.make_train_step(loss_fn, SGD, lint=LINT, **options)
 
 
 def test_the_switch_is_on_or_off(monkeypatch):
@@ -184,13 +184,13 @@ def test_what_cannot_be_rewritten_runs_as_it_was(rewrite, monkeypatch):
     monkeypatch.setattr("eqxshard.training._compile.fast_convolutions", rewrite)
     solves = lambda model, batch, key: jnp.linalg.solve(model.weight, batch["x"].T).sum(0)  # noqa: E731
     with pytest.warns(RuntimeWarning, match="could not rewrite a step") as warned:
-        for _ in range(2):
-            state, train_step = make(solves)
-            weight = np.asarray(state.model.weight)
-            _, metrics = train_step(state, BATCH)
+        losses = [
+            step(state, BATCH)[1]["loss"] for state, step in (make(solves), make(solves))
+        ]
     assert len(warned) == 1
+    weight = np.asarray(make(solves)[0].model.weight)
     expected = np.linalg.solve(weight, BATCH["x"].T).sum(0).mean()
-    assert metrics.compute()["loss"] == pytest.approx(expected, rel=1e-3)
+    np.testing.assert_allclose(losses, [expected] * 2, rtol=1e-3)
 
 
 @pytest.mark.parametrize("mesh", ["data=1", "data=8"])
@@ -208,21 +208,21 @@ def test_a_mistake_in_a_loss_keeps_its_line(mesh):
 def test_effects_happen_once_and_in_order():
     seen = []
 
-    def see(name, value):
-        seen.append((name, int(value)))
-        return np.float32(value)
+    def see(step):
+        seen.append(("loop", int(step)))
+        return np.float32(step)
 
     def loss_fn(model, batch, key):
         x = eqx.error_if(batch["x"], jnp.any(jnp.isnan(batch["x"])), "nan")
 
         def body(carry, step):
             shape = jax.ShapeDtypeStruct((), jnp.float32)
-            io_callback(lambda n: see("loop", n), shape, step, ordered=True)
+            io_callback(see, shape, step, ordered=True)
             return eqx.error_if(carry, step > 9, "long") + 1, None
 
-        jax.debug.callback(lambda n: see("first", n), 1, ordered=True)
+        jax.debug.callback(lambda n: seen.append(("first", int(n))), 1, ordered=True)
         total, _ = jax.lax.scan(body, jnp.float32(0), jnp.arange(3))
-        jax.debug.callback(lambda n: see("last", n), total, ordered=True)
+        jax.debug.callback(lambda n: seen.append(("last", int(n))), total, ordered=True)
         return jnp.sum((x @ model.weight) ** 2, axis=1)
 
     state, train_step = make(loss_fn)
