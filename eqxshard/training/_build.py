@@ -327,9 +327,12 @@ class _Programs:
         sharding = getattr(value, "sharding", None)
         if isinstance(sharding, NamedSharding) and sharding.mesh == there.mesh:
             return _Input(value, sharding)
-        if is_key(value):
-            return _Input(np.asarray(jax.random.key_data(value)), there, value.dtype)
-        return _Input(np.asarray(value), there)
+        impl = value.dtype if is_key(value) else None
+        data = np.asarray(jax.random.key_data(value) if is_key(value) else value)
+        if not there.is_fully_replicated:
+            # From several processes, jit takes only what each device needs all of.
+            data = jax.make_array_from_callback(data.shape, there, data.__getitem__)
+        return _Input(data, there, impl)
 
 
 class _Input(NamedTuple):

@@ -49,8 +49,8 @@ def init_state(
     """Make a model and its optimizer state, each array sharded from the start.
 
     `make_model` is traced as by jit, and each array is made in its sharding, so none is
-    ever whole on one device or on the host unless the rule says so or it is small (a
-    thousand numbers, or 65,536 keys or integers), and JAX's usual initialisers draw in
+    ever whole on one device or on the host unless the rule says so or it is small (at
+    most 65,536 elements, as keys mostly are), and JAX's usual initialisers draw in
     parts. (Some cannot, and are whole for a moment: QR in `orthogonal`,
     `jax.random.permutation`, keys of `rbg`.) The values drawn do not depend on the mesh;
     only sums over split arrays may round differently. Arrays that are made alike, as those
