@@ -190,7 +190,7 @@ def _compute(eqn: Any, inputs: list[Any]) -> list[Any]:
     if eqn.primitive.name == "slice" and {*(eqn.params["strides"] or (1,))} == {1}:
         # Compiled for all slices of one size, such as the keys of layers.
         starts = [*map(np.int32, eqn.params["start_indices"])]
-        return [jax.lax.dynamic_slice(*inputs, starts, eqn.outvars[0].aval.shape)]
+        return [jax.lax.dynamic_slice(inputs[0], starts, eqn.outvars[0].aval.shape)]
     out = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
