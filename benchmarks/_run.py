@@ -41,7 +41,7 @@ ENTRIES = {
     "checkpoint": Entry(2, "--rounds 3 --gigabytes 0.5"),
     "start": Entry(3, "--rounds 2"),
     "scaling": Entry(4, "--rounds 3 --steps 10"),
-    "growth": Entry(4, "--rounds 3 --depths 4 16"),
+    "growth": Entry(4.5, "--rounds 3 --depths 4 16 --listed 12 48 192"),
     "gpt": Entry(2.5, "--rounds 4"),
     "data": Entry(4, "--rounds 3 --devices 1 2 --mapped-gigabytes 0.5"),
     "images": Entry(2.5, "--rounds 3 --images 600"),

@@ -8,6 +8,8 @@
   baseline is a Python loop over the layers, compared with `eqxshard.scan_layers`, which
   compiles one layer. By default `scan_layers` recomputes each layer in the backward pass
   (remat); the loop and `remat="none"` do not.
+- Seconds to make a state of many layers in a list, and to save it for the first time, both
+  with all that is compiled for that. The baseline is Equinox, eagerly, on one device.
 - Batches per second of `eqxshard.Loader` against the number of (tiny) examples. The
   baseline is NumPy, which leaves batches on the host; it also runs with `jax.device_put`.
 
@@ -16,11 +18,15 @@
 
 import argparse
 import contextlib
+import json
 import math
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -308,6 +314,38 @@ def batches_per_second(
     return turn
 
 
+def against_start(
+    layers: list[int], models: list[str], rounds: int
+) -> tuple[list[Contest], list[Growth]]:
+    """The time of making and saving the first state, of published models and by layers."""
+    given = map(str, ["--layers", *layers, "--models", *models, "--rounds", rounds])
+    script = Path(__file__).parent / "_first_state.py"
+    done = subprocess.run(
+        [sys.executable, str(script), *given], check=True, stdout=subprocess.PIPE, text=True
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+
+    def contest(name: str, task: int, title: str) -> Contest:
+        values = {who: [each[task] for each in turns] for who, turns in found[name].items()}
+        return Contest(title, "s", values)
+
+    tasks = ["to make a state", "to save it for the first time"]
+    contests = [
+        contest(name, i, f"{name}, {task}")
+        for name in models
+        for i, task in enumerate(tasks)
+    ]
+    growths = [
+        Growth(
+            f"{task}, by the number of layers",
+            layers,
+            [contest(str(n), i, f"{n} layers of 64 x 64, {task}") for n in layers],
+        )
+        for i, task in enumerate(tasks)
+    ]
+    return contests, growths
+
+
 def main() -> None:
     options = parser(__doc__, rounds=5)
     sizes = {
@@ -318,17 +356,25 @@ def main() -> None:
     }
     for name, default in sizes.items():
         options.add_argument(name, type=int, nargs="+", default=default, metavar="N")
+    options.add_argument(
+        "--listed", type=int, nargs="+", default=[12, 48, 96, 192, 400], metavar="N"
+    )
+    options.add_argument(
+        "--models", nargs="*", default=["resnet50", "vit_b16", "convnext_t"], metavar="NAME"
+    )
     options.add_argument("--depths", type=int, nargs="+", default=[4, 16, 64], metavar="N")
     options.add_argument(
         "--examples", type=int, nargs="+", default=[60_000, 600_000, 6_000_000], metavar="N"
     )
     options.add_argument("--seconds", type=float, default=0.5, help="length of a turn")
     args = options.parse_args()
+    starts, started = against_start(args.listed, args.models, args.rounds)
     contests = [
+        *starts,
         *against_depth(args.depths, args.rounds),
         *against_examples(args.examples, args.rounds, args.seconds),
     ]
-    growths = [*against_model(args), against_steps(args.steps, args.rounds)]
+    growths = [*started, *against_model(args), against_steps(args.steps, args.rounds)]
     Report("growth", contests, {"rounds": args.rounds}, growths).show_and_write(args.output)
 
 

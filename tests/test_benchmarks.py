@@ -28,7 +28,7 @@ SHORT = {
     "gpt": "--device cpu",
     "images": "--images 40 --batch-size 8 --seconds 0.05 --workers 1",
     "growth": "--parameters 64 256 --leaves 2 4 --layers 1 2 --steps 1 2 --depths 2 "
-    "--examples 1000 --seconds 0.05",
+    "--listed 2 4 --models --examples 1000 --seconds 0.05",
     "gpu_compiled": "--models mlp",
     "memory": "--depth 2 --width 64 --batch-size 64",
     "scaling": "--devices 2 --processes 2 --steps 1",

@@ -50,9 +50,9 @@ def build_arrays(
     """
     mesh = shardings[0].mesh
     equations, known, outputs = _inline(equations, known, outputs)
-    values = {variable: _uncommitted(value) for variable, value in known.items()}
     # Not on the mesh, where each small computation would be one of all processes.
-    with jax.default_device(next(iter(mesh.local_devices), None)):
+    with jax.default_device(next(iter(mesh.local_devices or ()), None)):
+        values = {variable: _uncommitted(value) for variable, value in known.items()}
         equations = _compute_small(_needed(equations, outputs), outputs, values)
     wanted = _wanted(equations, outputs, shardings, values)
     programs = _Programs(NamedSharding(mesh, PartitionSpec()))
@@ -106,7 +106,7 @@ def _uncommitted(value: Any) -> Any:
         return value
     if is_key(value):
         data = np.asarray(jax.random.key_data(value))
-        return jax.random.wrap_key_data(data, impl=value.dtype)
+        return jax.random.wrap_key_data(jnp.asarray(data), impl=value.dtype)
     return np.asarray(value)
 
 
@@ -116,7 +116,7 @@ def _inline(
     """Take apart jitted functions that make several arrays, such as a whole model."""
     flat: list[Any] = []
     known = dict(known)
-    new_variable = core.gensym()
+    new_variable: Any = core.gensym()
 
     def read(atoms: Sequence[Any], names: Mapping[Any, Any]) -> list[Any]:
         return [names.get(x, x) if _is_variable(x) else x for x in atoms]
@@ -190,7 +190,7 @@ def _compute(eqn: Any, inputs: list[Any]) -> list[Any]:
     if eqn.primitive.name == "slice" and {*(eqn.params["strides"] or (1,))} == {1}:
         # Compiled for all slices of one size, such as the keys of layers.
         starts = [*map(np.int32, eqn.params["start_indices"])]
-        return [jax.lax.dynamic_slice(*inputs, starts, eqn.outvars[0].aval.shape)]
+        return [jax.lax.dynamic_slice(inputs[0], starts, eqn.outvars[0].aval.shape)]
     out = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
@@ -300,13 +300,13 @@ class _Programs:
         self, what: Any, fn: Any, inputs: Sequence["_Input"], shardings: list[NamedSharding]
     ) -> list[Array]:
         def make_arrays(*given: Any) -> list[Array]:
-            given = [
+            typed = [
                 x if each.impl is None else jax.random.wrap_key_data(x, impl=each.impl)
                 for x, each in zip(given, inputs)
             ]
-            given = fetch_offloaded(given, [each.sharding for each in inputs])
+            typed = fetch_offloaded(typed, [each.sharding for each in inputs])
             # What is returned must not be what was given.
-            return [jnp.copy(x) for x in fn(*given)]
+            return [jnp.copy(x) for x in fn(*typed)]
 
         key = (what, tuple((x.sharding, x.impl) for x in inputs), tuple(shardings))
         program = self._compiled.get(key)
@@ -327,9 +327,12 @@ class _Programs:
         sharding = getattr(value, "sharding", None)
         if isinstance(sharding, NamedSharding) and sharding.mesh == there.mesh:
             return _Input(value, sharding)
-        if is_key(value):
-            return _Input(np.asarray(jax.random.key_data(value)), there, value.dtype)
-        return _Input(np.asarray(value), there)
+        impl = value.dtype if is_key(value) else None
+        data = np.asarray(jax.random.key_data(value) if is_key(value) else value)
+        if not there.is_fully_replicated:
+            # From several processes, jit takes only what each device needs all of.
+            data = jax.make_array_from_callback(data.shape, there, data.__getitem__)
+        return _Input(data, there, impl)
 
 
 class _Input(NamedTuple):

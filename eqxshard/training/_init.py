@@ -49,11 +49,13 @@ def init_state(
 ) -> TrainState:
     """Make a model and its optimizer state, each array sharded from the start.
 
-    `make_model` runs under jit with output shardings, so no array is ever whole on one
-    device or on the host unless the rule says so, and JAX's usual initialisers draw in
+    `make_model` is traced as by jit, and each array is made in its sharding, so none is
+    ever whole on one device or on the host unless the rule says so or it is small (at
+    most 65,536 elements, as keys mostly are), and JAX's usual initialisers draw in
     parts. (Some cannot, and are whole for a moment: QR in `orthogonal`,
     `jax.random.permutation`, keys of `rbg`.) The values drawn do not depend on the mesh;
-    only sums over split arrays may round differently.
+    only sums over split arrays may round differently. Arrays that are made alike, as those
+    of equal layers are, share one compiled program.
 
     **Arguments:**
 
