@@ -1,4 +1,4 @@
-"""Crash dumps: the inputs of a step whose loss or gradients were not finite."""
+"""Crash dumps: the inputs of a step that was not finite."""
 
 import json
 import os

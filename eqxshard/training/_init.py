@@ -21,6 +21,7 @@ from ._compile import jit_is_off
 from ._config import check_optim
 from ._extra import copy_shared
 from ._layout import make_layout
+from ._optimizer import init_optimizer
 from ._precision import LossScale, Precision, cast
 from ._state import (
     MadeWith,
@@ -210,7 +211,7 @@ def _trace(
         loss_scale = None
         if precision is not None and precision.scales_loss:
             loss_scale = LossScale.init(precision)
-        opt_state = optim.init(params)
+        opt_state = init_optimizer(optim, params)
         _check_one_copy(opt_state)
         state = TrainState(
             step=jnp.zeros((), jnp.int32),

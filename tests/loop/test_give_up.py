@@ -50,8 +50,8 @@ def test_a_run_without_a_checkpointer_ends_too():
     with pytest.raises(FloatingPointError) as error:
         run(None, loader, epochs=1, log_every=1, max_nonfinite=2)
     assert str(error.value).startswith(
-        "the loss or a gradient of 2 steps in a row, from step 1 on, was not finite; use a "
-        "lower learning rate, or give fit a checkpointer to get a crash dump"
+        "the loss, a gradient or an update of 2 steps in a row, from step 1 on, was not "
+        "finite; use a lower learning rate, or give fit a checkpointer to get a crash dump"
     )
 
 
@@ -97,7 +97,7 @@ def test_code_that_cannot_be_imported_does_not_hide_why_the_run_ended(tmp_path, 
     with pytest.raises(FloatingPointError) as error:
         run(tmp_path, make_loader(), steps=2, max_nonfinite=1, **options())
     message = str(error.value)
-    assert message.startswith("the loss or a gradient of 1 steps in a row, from step 1 on,")
+    assert message.startswith("the loss, a gradient or an update of 1 steps in a row, from")
     assert f"; a crash dump could not be written: {says}; define it by name " in message
     assert message.endswith("at the top level of a module.") and "\n" not in message
     assert not (tmp_path / "crash_dump").exists()
