@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ..compiled._findings import Finding, Lint
+from ..data._weights import check_weights, fetch_weights
 from ..sharding._placement import filter_shard
 from ..sharding._rule import Rule
 from ..transforms._compiles import CompileLog, function_name
@@ -74,9 +75,11 @@ def make_train_step(
     - `mesh`, `rule`, `trainable`, `precision`: by default those that
         [`eqxshard.init_state`][] made the state with.
     - `accumulate`: split the batch into this many microbatches and take their gradients
-        in turn, to save memory. The result is that of the whole batch, whatever the
-        weights; each microbatch gets a key of its own, and a model's state passes from
-        one to the next.
+        in turn, to save memory. Of values per example the result is that of the whole
+        batch, whatever the weights. Of a scalar it is the mean over microbatches, which a
+        warning says: return values per example where some count more, such as in a mean
+        over tokens. Each microbatch gets a key of its own, and a model's state passes
+        from one to the next.
     - `nonfinite`: what to do if the loss, a gradient, or what the step would write is not
         finite: a parameter, or what the optimizer and the model keep, where it was finite
         before. `"skip"` leaves all of these exactly as they were, counts the step in
@@ -300,6 +303,7 @@ class TrainStep:
         self, state: TrainState, batch: PyTree, extra_arrays: list[Any], key: _Key
     ) -> CompiledStep:
         """Compile a step before its first call, and lint it."""
+        check_weights(fetch_weights(batch))
         compiled = self._compiled.get(key) or self._compile(state, *key)
         if self._lint.is_on:
             try:
