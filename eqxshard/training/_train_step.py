@@ -64,9 +64,12 @@ def make_train_step(
         its name is not `loss` or `nonfinite`. The step minimises the mean over examples.
         If the batch is a dict, its entry `"__weight__"` says how much each example
         counts, in the loss and in metrics, and `"__loss_weight__"` how much in the loss
-        alone; both need losses per example. Examples of weight 0 may contain nan, for
-        which the loss function gets 0; but an infinite slope at their finite values,
-        such as that of a root at 0, makes the gradient nan, because 0 times infinity is.
+        alone; both need losses per example. Weights are not negative, nor is the sum of
+        loss weights. Examples of weight 0 have no loss of their own, but a loss that
+        compares examples, such as a contrastive one, still sees them, and has to mask
+        them itself. They may contain nan, for which the loss function gets 0; but an
+        infinite slope at their finite values, such as that of a root at 0, makes the
+        gradient nan, because 0 times infinity is.
         For a model with state, `model` is the pair `(model, state)`, and the new state is
         returned last: `(losses, state)` or `(losses, metrics, state)`. If the step is
         given an `extra`, it is the fourth argument.

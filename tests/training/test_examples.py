@@ -141,11 +141,11 @@ def test_negative_weights_are_refused():
     batch = make_batch(weight=weight)
     refused = pytest.raises(ValueError, match=r"'__weight__' is -1.* row 5.*; give weights")
     placed = eqxshard.filter_shard(batch, eqxshard.batch_sharding(make_mesh()))
-    for given in (batch, placed):
+    for made in (batch, placed):
         with refused:
-            train_step(state, given)
+            train_step(state, made)
         with refused:
-            eval_step(state.model, given)
+            eval_step(state.model, made)
     with refused:
         train_step.many(state, jax.tree.map(lambda x: np.stack([x, x]), batch))
     loader = eqxshard.Loader(
@@ -194,12 +194,12 @@ def test_a_scalar_that_microbatches_average_is_said_once():
     assert len([w for w in said if "accumulate" in str(w.message)]) == 1
     # The remedy is exact.
     losses = []
-    for loss_fn, given, count in (
+    for loss_fn, fed, count in (
         (masked, batch, 1),
         (per_example, batch | {"__loss_weight__": mask}, 4),
     ):
         state, train_step = make("data=8", "replicate", loss_fn, accumulate=count)
-        losses.append(train_step(state, given)[1].compute()["loss"])
+        losses.append(train_step(state, fed)[1].compute()["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
