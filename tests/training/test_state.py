@@ -73,13 +73,17 @@ class Whole:
 
 
 def test_each_state_keeps_its_own_rule_whatever_was_traced_before():
-    def start(rule):
-        mesh, optim = make_mesh("data=2,fsdp=4"), lenient(optax.sgd(0.1))
-        return eqxshard.init_state(
-            Model, optim, key=jax.random.key(0), mesh=mesh, rule=rule
-        )
+    optim = optax.sgd(0.1)
 
-    train_step = eqxshard.make_train_step(squared_errors, lenient(optax.sgd(0.1)))
+    def start(rule):
+        placed = {"mesh": make_mesh("data=2,fsdp=4"), "rule": rule}
+        make_model = lambda key: eqx.nn.Linear(8, 4, key=key)  # noqa: E731
+        return eqxshard.init_state(make_model, optim, key=jax.random.key(0), **placed)
+
+    def losses(model, batch, key):
+        return jax.vmap(model)(batch["x"])[:, 0] ** 2
+
+    train_step = eqxshard.make_train_step(losses, optim)
     same = jax.jit(lambda state: state)
     for rule in (RULES["fsdp"], RULES["replicate"], Whole(["fsdp"]), Whole([])):
         for change in (same, lambda state: jax.tree.map(lambda x: x, state)):
