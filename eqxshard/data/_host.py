@@ -14,7 +14,7 @@ from jaxtyping import Bool, Int
 from ._random import ExampleRandom, RandomTransform, example_keys
 from ._samplers import InParts, Sampler, count_repeats, sample
 from ._sources import Source
-from ._weights import WEIGHT
+from ._weights import WEIGHT, check_weights, part_to_check
 
 #: How many rows of an epoch are computed at a time, if they need not be all.
 _STRETCH_ROWS = 2**16
@@ -168,6 +168,7 @@ class HostBatches:
                     "number per example, or use another name."
                 )
             arrays = arrays | {WEIGHT: np.where(real, weight, 0).astype(np.float32)}
+        check_weights(part_to_check(arrays, real, self.batch_size))
         return HostBatch(arrays, real)
 
     def _random(self, step: int, rows: Int[np.ndarray, " rows"]) -> ExampleRandom | None:

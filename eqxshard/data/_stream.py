@@ -17,7 +17,7 @@ from ..distributed import assert_same_on_all_processes, spans_processes
 from ..sharding._mesh import batch_sharding, check_batch_size
 from ._host import check_dtypes, check_integers
 from ._pipeline import place_rows, positions_on_this_process
-from ._weights import WEIGHT
+from ._weights import WEIGHT, check_weights, part_to_check
 
 Batch = Mapping[str, Any]
 _Arrays = dict[str, np.ndarray]
@@ -67,6 +67,7 @@ class Stream:
         check_integers(arrays)
         rows = self._check_shapes({n: a.shape for n, a in arrays.items()}, step)
         positions = positions_on_this_process(self._sharding, rows)
+        check_weights(part_to_check(arrays, np.ones(len(positions), bool), rows))
         return {
             name: place_rows(array, self._sharding, positions, rows)
             for name, array in arrays.items()

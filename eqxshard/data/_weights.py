@@ -1,6 +1,59 @@
 """The entries of a batch that say how much its examples count."""
 
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
 #: In the loss and in metrics. No entry of a user's own has such a name by accident.
 WEIGHT = "__weight__"
 #: In the loss alone.
 LOSS_WEIGHT = "__loss_weight__"
+
+
+def part_to_check(
+    arrays: Mapping[str, np.ndarray], real: np.ndarray, batch_size: int
+) -> Mapping[str, np.ndarray]:
+    """The weights of a process's rows, with their sum only if they are a whole batch."""
+    weights = {WEIGHT: real.astype(np.float32)} | {**arrays}
+    names = (WEIGHT, LOSS_WEIGHT) if len(real) == batch_size else (WEIGHT,)
+    return {name: weights[name] for name in names if name in weights}
+
+
+def fetch_weights(batch: Any) -> dict[str, np.ndarray]:
+    """The weights of a batch as NumPy arrays, if this process has all of them."""
+    found = batch if isinstance(batch, Mapping) else {}
+    return {
+        name: np.asarray(found[name])
+        for name in (WEIGHT, LOSS_WEIGHT)
+        if name in found and getattr(found[name], "is_fully_addressable", True)
+    }
+
+
+def check_weights(batch: Any) -> None:
+    """Refuse weights that are negative, which would turn the loss around.
+
+    **Arguments:**
+
+    - `batch`: of which NumPy arrays are looked at. Rows are the last dim of weights.
+
+    **Raises:**
+
+    `ValueError` if a weight is negative, or the sum of a batch's loss weights.
+    """
+    if not isinstance(batch, Mapping):
+        return
+    weight, loss_weight = batch.get(WEIGHT), batch.get(LOSS_WEIGHT)
+    if isinstance(weight, np.ndarray) and weight.ndim and np.any(weight < 0):
+        row = np.argmax(weight < 0) % weight.shape[-1]
+        raise ValueError(
+            f"{WEIGHT!r} is {weight.min()} at its lowest, first negative in row {row}, and "
+            "no example counts less than nothing; give weights of 0 or more."
+        )
+    if isinstance(loss_weight, np.ndarray) and loss_weight.ndim:
+        counted = loss_weight * weight if isinstance(weight, np.ndarray) else loss_weight
+        if np.any(np.sum(counted, axis=-1) < 0):
+            raise ValueError(
+                f"the sum of {LOSS_WEIGHT!r} over a batch is negative, and dividing by it "
+                "would turn the loss around; give weights whose sum is positive."
+            )

@@ -1,4 +1,4 @@
-"""Crash dumps: the inputs of a step whose loss or gradients were not finite.
+"""Crash dumps: the inputs of a step that was not finite.
 
 A dump has arrays, numbers and names. The code comes from whoever replays it: nothing that
 a dump says is imported or called.

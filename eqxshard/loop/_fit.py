@@ -85,8 +85,8 @@ def fit(
     - `log_every`: the number of steps between reports. There is also one at the end of
         each epoch, after each evaluation and whenever a checkpoint is saved.
     - `max_nonfinite`: give up if this many steps in a row, or more, were skipped because
-        their loss or gradients were not finite, and the last of a report's was one of
-        them. The state and the batch are written to the folder `crash_dump` in the
+        their loss, gradients or update were not finite, and the last of a report's was
+        one of them. The state and the batch are written to the folder `crash_dump` in the
         checkpointer's, for `python -m eqxshard.replay`.
     - `stall_seconds`: log an error, with the stacks of all threads, if the run waits
         longer than this for a batch, a step (including compilation), an evaluation or a

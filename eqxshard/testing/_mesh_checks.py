@@ -8,8 +8,9 @@ from ._compare import Arrays, Difference, compare, kind_of
 
 #: Where to look, by the first kind of value that differs.
 _HINTS = {
-    "nonfinite": "It is 1 if the loss or a gradient is not finite: look for an overflow, "
-    "or a division by something that may be 0, in the part of a batch on one device.",
+    "nonfinite": "It is 1 if the loss, a gradient or the update is not finite: look for an "
+    "overflow, or a division by something that may be 0, in the part of a batch on one "
+    "device.",
     "loss": "The parameters are the same, so look at loss_fn and the model: per-device "
     "code (shard_map) without a psum or pmean, or with one key on every device; outside "
     "values that change between calls.",

@@ -20,6 +20,7 @@ from ._inputs import StepInput, is_elsewhere
 from ._layout import fetch_offloaded, make_layout, offload_to_host
 from ._lint import argument, lint_model, lint_program
 from ._metrics import Metrics
+from ._optimizer import check_numbers
 from ._state import TrainState, flatten_state, split_model
 from ._update import update_state
 
@@ -147,6 +148,7 @@ def _check_optimizer(config: ResolvedConfig, state: TrainState, params: PyTree) 
             "the optimizer state in this TrainState does not fit this optimizer and "
             "model; use the optimizer, and trainable=, that the state was made with."
         )
+    check_numbers(state.opt_state)
     scales_loss = config.precision is not None and config.precision.scales_loss
     if scales_loss != (state.loss_scale is not None):
         raise ValueError(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
@@ -9,6 +10,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
+from ..data._weights import LOSS_WEIGHT
 from ..sharding._mesh import check_mesh
 from ..sharding._rule import Rule
 from ._precision import Precision
@@ -66,6 +68,8 @@ class StepConfig:
     precision: Precision | None
     nonfinite: Nonfinite
     grad_norms: bool | Mapping[str, str]
+    #: The scalars that a warning has named.
+    _warned: set[str] = dataclasses.field(default_factory=set)
 
     def __post_init__(self):
         if self.mesh is not None:
@@ -82,6 +86,20 @@ class StepConfig:
                 "float16 finds its loss scale by steps that are not finite, and "
                 f"nonfinite={self.nonfinite!r} does not skip them; use 'skip', or "
                 "bfloat16."
+            )
+
+    def warn_of_scalars(self, names: Iterable[str]) -> None:
+        """Say once which results the step takes the mean of over microbatches."""
+        new = sorted({*names} - self._warned)
+        if new:
+            self._warned.update(new)
+            warnings.warn(
+                f"{', '.join(new)}: one number for a batch, of which accumulate="
+                f"{self.accumulate} takes the mean over microbatches. That is the number "
+                "for the whole batch only if it is a plain mean over examples; otherwise, "
+                "such as for a mean over tokens, return one value per example, and what "
+                f"each counts in the batch's {LOSS_WEIGHT!r}.",
+                stacklevel=2,
             )
 
     def of(self, state: TrainState, arrays: Iterable[Any]) -> "ResolvedConfig":

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from ..compiled._findings import Finding, Lint
+from ..data._weights import check_weights, fetch_weights
 from ..sharding._leaves import array_leaves
 from ..sharding._mesh import check_mesh
 from ..sharding._placement import assign_shardings
@@ -22,6 +23,7 @@ from ._examples import (
     check_scalars,
     example_weights,
     sum_over_examples,
+    total_weight,
 )
 from ._extra import DONATED, Signature, any_donated
 from ._gradients import step_context
@@ -177,6 +179,7 @@ class EvalStep:
         self, arrays: list[Any], signature: Signature, kind: StepInput, batch: PyTree
     ) -> None:
         """Compile a step before its first call, and lint it."""
+        check_weights(fetch_weights(batch))
         if self._lint.is_on:
             where = f"the eval step of {function_name(self._metric_fn)}"
             self._lint.report(self._lint_one(arrays, signature, kind, batch), where)
@@ -262,7 +265,7 @@ class EvalStep:
             check_metric_names("the result of metric_fn", values, "nonfinite")
             check_scalars(values, measure, batch_for_use)
         sums = sum_over_examples(values, batch, mesh)
-        return Metrics(sums, jnp.sum(example_weights(batch)), jnp.zeros((), jnp.int32))
+        return Metrics(sums, total_weight(example_weights(batch)), jnp.zeros((), jnp.int32))
 
 
 def take_model(model: PyTree, who: str) -> tuple[list[Any], Signature]:

@@ -31,6 +31,11 @@ def example_loss_weights(batch: PyTree) -> Float[Array, " batch"]:
     return example_weights(batch) * _read_weights(batch, LOSS_WEIGHT)
 
 
+def total_weight(weights: Float[Array, " batch"]) -> Float[Array, ""]:
+    """The sum of the examples' weights; nan if one of them is negative."""
+    return jnp.where(jnp.any(weights < 0), jnp.nan, jnp.sum(weights))
+
+
 def _read_weights(batch: PyTree, name: str) -> Float[Array, " batch"]:
     rows = jax.tree.leaves(batch)[0].shape[0]
     if not has_entry(batch, name):
@@ -126,21 +131,35 @@ def check_scalars(
     - `measure`: computes them from a batch.
     - `batch`: that batch.
     """
-    names = [name for name, x in values.items() if isinstance(x, jax.Array) and not x.shape]
-    if not names or not any(has_entry(batch, entry) for entry in (WEIGHT, LOSS_WEIGHT)):
+    if not any(has_entry(batch, entry) for entry in (WEIGHT, LOSS_WEIGHT)):
         return
-    wanted = lambda batch: [measure(batch)[name] for name in names]  # noqa: E731
-    jaxpr = jax.make_jaxpr(wanted)(batch).jaxpr
-    entries = [path[0].key for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
-    for name in names:
-        _, is_used = dce_jaxpr(jaxpr, [name == other for other in names])
-        used = {entry for entry, is_used in zip(entries, is_used) if is_used}
+    for name, used in scalars_of_examples(values, measure, batch).items():
         for entry in (WEIGHT, LOSS_WEIGHT) if name == "loss" else (WEIGHT,):
-            if used and has_entry(batch, entry) and entry not in used:
+            if has_entry(batch, entry) and entry not in used:
                 raise ValueError(
                     f"{name} is one number for the batch and ignores its {entry!r}"
                     f"{_REMEDIES[entry]}."
                 )
+
+
+def scalars_of_examples(
+    values: Mapping[str, Any],
+    measure: Callable[[PyTree], Mapping[str, Any]],
+    batch: PyTree,
+) -> dict[str, set[Any]]:
+    """The scalars that are computed from a batch, and the entries that each is made of."""
+    names = [name for name, x in values.items() if isinstance(x, jax.Array) and not x.shape]
+    if not names:
+        return {}
+    wanted = lambda batch: [measure(batch)[name] for name in names]  # noqa: E731
+    jaxpr = jax.make_jaxpr(wanted)(batch).jaxpr
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
+    entries = [getattr(path[0], "key", path[0]) if path else "" for path in paths]
+    used = {}
+    for name in names:
+        _, is_used = dce_jaxpr(jaxpr, [name == other for other in names])
+        used[name] = {entry for entry, is_used in zip(entries, is_used) if is_used}
+    return {name: found for name, found in used.items() if found}
 
 
 _REMEDIES = {

@@ -38,9 +38,11 @@ class Signature:
     def check_on(self, mesh: Mesh, name: str) -> None:
         """Refuse arrays on other devices than those of a step's mesh."""
         for sharding in self.shardings:
-            if sharding and [*sharding.mesh.devices.flat] != [*mesh.devices.flat]:
+            # `_sharding_on_mesh` lets no others through.
+            theirs: Any = sharding and sharding.mesh
+            if theirs and [*theirs.devices.flat] != [*mesh.devices.flat]:
                 raise ValueError(
-                    f"the {name} is on {describe_mesh(sharding.mesh)}, and the step on "
+                    f"the {name} is on {describe_mesh(theirs)}, and the step on "
                     f"{describe_mesh(mesh)}; make both with the same mesh."
                 )
 

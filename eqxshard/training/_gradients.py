@@ -22,8 +22,10 @@ from ._examples import (
     example_weights,
     has_entry,
     mask_padding,
+    scalars_of_examples,
     sum_losses,
     sum_over_examples,
+    total_weight,
 )
 from ._gather import gathered
 from ._layout import StateLayout
@@ -68,7 +70,7 @@ def compute_gradients(
 ) -> Gradients:
     """Differentiate the mean loss over a batch, in `config.accumulate` microbatches."""
     params, frozen = split_model(state.model, config.trainable)
-    weight = jnp.sum(example_weights(batch))
+    weight = total_weight(example_weights(batch))
     loss_weight = jnp.sum(example_loss_weights(batch))
     scale = None if state.loss_scale is None else state.loss_scale.scale
 
@@ -105,7 +107,9 @@ def compute_gradients(
 
 
 def _mean(total: Array, weight: Array) -> Array:
-    return total / jnp.where(weight == 0, 1, weight).astype(total.dtype)
+    # A negative weight would turn the loss around; the step is then not finite.
+    divisor = jnp.where(weight == 0, 1, jnp.where(weight < 0, jnp.nan, weight))
+    return total / divisor.astype(total.dtype)
 
 
 def _measure(
@@ -137,7 +141,10 @@ def _measure(
             return _split_result(out, model_state is not None, config)
 
         values, new_state = measure(batch_for_use)
-        check_scalars(values, lambda batch: measure(batch)[0], batch_for_use)
+        scalars = values, lambda batch: measure(batch)[0], batch_for_use
+        check_scalars(*scalars)
+        if config.accumulate > 1:
+            config.warn_of_scalars(scalars_of_examples(*scalars))
     losses = sum_losses(values.pop("loss"), batch, config.mesh)
     sums = sum_over_examples(values, batch, config.mesh)
     return {**sums, "loss": losses}, new_state

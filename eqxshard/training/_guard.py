@@ -74,7 +74,8 @@ def all_finite(arrays: Iterable[Written], mesh: Mesh) -> Bool[Array, ""]:
             bad = ~jnp.isfinite(leaf)
             together[place].append(bad if before is None else bad & jnp.isfinite(before))
         groups = _cpu_groups if is_on_cpus(mesh) else _gpu_groups
-        count = sum(jnp.any(x).astype(jnp.int32) for x in groups([*together.values()]))
+        bad = [jnp.any(x).astype(jnp.int32) for x in groups([*together.values()])]
+        count = ft.reduce(operator.add, bad)
         return jax.lax.psum(count, axes) if axes else count
 
     in_specs = specs, [spec if leaf is not None else None for spec, leaf in zip(specs, old)]
@@ -162,6 +163,8 @@ class Update:
     """An update, which is traced once and can be computed twice."""
 
     def __init__(self, update: Callable[[], PyTree]):
+        self._static: PyTree = None
+
         def arrays() -> PyTree:
             found, self._static = eqx.partition(update(), eqx.is_array)
             return found

@@ -23,6 +23,7 @@ from ._config import check_optim
 from ._extra import copy_shared
 from ._kept_tracers import check_no_tracers
 from ._layout import make_layout
+from ._optimizer import init_optimizer
 from ._per_layer import warn_of_stacks
 from ._precision import LossScale, Precision, cast
 from ._state import (
@@ -226,7 +227,7 @@ def _trace(
         loss_scale = None
         if precision is not None and precision.scales_loss:
             loss_scale = LossScale.init(precision)
-        opt_state = optim.init(params)
+        opt_state = init_optimizer(optim, params)
         _check_one_copy(opt_state)
         state = TrainState(
             step=jnp.zeros((), jnp.int32),

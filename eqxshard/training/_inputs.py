@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
 from ..data._resident import DeviceBatches
+from ..data._weights import check_weights
 from ..sharding._leaves import is_array, leaf_path
 from ..sharding._mesh import (
     batch_sharding,
@@ -46,8 +47,10 @@ class StepInput(abc.ABC):
     def check_ready(self, batch: PyTree, mesh: Mesh) -> None:
         """Raise `ValueError` if a batch was donated, or is committed elsewhere.
 
-        JAX 0.10 ends the process on either.
+        JAX 0.10 ends the process on either. Also if its weights are negative, as far as
+        they are NumPy arrays; the step takes others for not finite.
         """
+        check_weights(batch)
         wanted, leaves = self.sharding(mesh), jax.tree.leaves(batch)
         arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
         if any(array.is_deleted() for array in arrays):

@@ -19,13 +19,24 @@ _KEYS = tuple(jax.tree_util.GetAttrKey(name) for name in _FIELDS)
 _Fields = collections.namedtuple("_Fields", (*_FIELDS, "made_with"))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MadeWith:
     """The arguments of [`eqxshard.init_state`][] that the steps need too.
 
     - `rule`, `precision`: as they were given.
     - `trained`: whether each leaf of the model is trained; `True` for all that can be.
     """
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, MadeWith)
+            and (self.trained, self.precision) == (other.trained, other.precision)
+            and _same_rule(self.rule, other.rule)
+        )
+
+    def __hash__(self) -> int:
+        # Not of the rule, which may have none.
+        return hash((self.trained, self.precision))
 
     rule: Rule
     trained: tuple[bool, ...] | Literal[True]
@@ -44,10 +55,22 @@ class MadeWith:
         return jax.tree.unflatten(treedef, self.trained)
 
 
+def _same_rule(one: Rule, other: Rule) -> bool:
+    """Whether two rules are equal, or one that cannot be hashed is the other itself."""
+    if one is other:
+        return True
+    try:
+        hash((one, other))
+    except TypeError:
+        return False
+    return one == other
+
+
 class _Aside:
     """Carries a state's `made_with` beside its leaves.
 
-    States of different rules are PyTrees of one structure, so that they can be compared.
+    States of different rules differ in structure, so that what JAX has traced for one is
+    not taken for the other. One that was put together by hand has the structure of any.
     """
 
     def __init__(self, made_with: MadeWith | None):
@@ -60,14 +83,10 @@ class _Aside:
         if not isinstance(other, _Aside):
             return False
         ours, theirs = self.made_with, other.made_with
-        return (
-            ours is None
-            or theirs is None
-            or (ours.trained, ours.precision) == (theirs.trained, theirs.precision)
-        )
+        return ours is None or theirs is None or ours == theirs
 
     def __repr__(self) -> str:
-        return ""
+        return "" if self.made_with is None else repr(self.made_with.rule)
 
 
 @jax.tree_util.register_pytree_with_keys_class

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ..compiled._findings import Finding, Lint
+from ..data._weights import check_weights, fetch_weights
 from ..sharding._placement import filter_shard
 from ..sharding._rule import Rule
 from ..transforms._compiles import CompileLog, function_name
@@ -68,9 +69,12 @@ def make_train_step(
         its name is not `loss` or `nonfinite`. The step minimises the mean over examples.
         If the batch is a dict, its entry `"__weight__"` says how much each example
         counts, in the loss and in metrics, and `"__loss_weight__"` how much in the loss
-        alone; both need losses per example. Examples of weight 0 may contain nan, for
-        which the loss function gets 0; but an infinite slope at their finite values,
-        such as that of a root at 0, makes the gradient nan, because 0 times infinity is.
+        alone; both need losses per example. Weights are not negative, nor is the sum of
+        loss weights. Examples of weight 0 have no loss of their own, but a loss that
+        compares examples, such as a contrastive one, still sees them, and has to mask
+        them itself. They may contain nan, for which the loss function gets 0; but an
+        infinite slope at their finite values, such as that of a root at 0, makes the
+        gradient nan, because 0 times infinity is.
         For a model with state, `model` is the pair `(model, state)`, and the new state is
         returned last: `(losses, state)` or `(losses, metrics, state)`. If the step is
         given an `extra`, it is the fourth argument.
@@ -79,9 +83,11 @@ def make_train_step(
     - `mesh`, `rule`, `trainable`, `precision`: by default those that
         [`eqxshard.init_state`][] made the state with.
     - `accumulate`: split the batch into this many microbatches and take their gradients
-        in turn, to save memory. The result is that of the whole batch, whatever the
-        weights; each microbatch gets a key of its own, and a model's state passes from
-        one to the next.
+        in turn, to save memory. Of values per example the result is that of the whole
+        batch, whatever the weights. Of a scalar it is the mean over microbatches, which a
+        warning says: return values per example where some count more, such as in a mean
+        over tokens. Each microbatch gets a key of its own, and a model's state passes
+        from one to the next.
     - `nonfinite`: what to do if the loss, a gradient, or what the step would write is not
         finite: a parameter, or what the optimizer and the model keep, where it was finite
         before. `"skip"` leaves all of these exactly as they were, counts the step in
@@ -305,6 +311,7 @@ class TrainStep:
         self, state: TrainState, batch: PyTree, extra_arrays: list[Any], key: _Key
     ) -> CompiledStep:
         """Compile a step before its first call, and lint it."""
+        check_weights(fetch_weights(batch))
         compiled = self._compiled.get(key) or self._compile(state, *key)
         if self._lint.is_on:
             try:

@@ -14,6 +14,7 @@ from ._gradients import Gradients, LossInputs, compute_gradients
 from ._guard import Update, all_finite, select_update, written
 from ._metrics import Metrics
 from ._norms import norms
+from ._optimizer import check_update
 from ._state import TrainState, split_model
 
 
@@ -85,7 +86,7 @@ def apply_gradients(
     # Some optimizers use the value of the loss, too; a few cannot be given it.
     extra = {"value": gradients.loss} if takes_value(optim) else {}
     try:
-        updates, opt_state = optim.update(gradients.grads, opt_state, params, **extra)
+        updates, new = optim.update(gradients.grads, opt_state, params, **extra)
     except TypeError as error:
         if "required keyword-only argument" not in str(error):
             raise
@@ -95,4 +96,4 @@ def apply_gradients(
         ) from error
     # Unlike Equinox's, optax's own keeps the parameters' types.
     params = optax.apply_updates(params, updates)
-    return params, opt_state, gradients.model_state
+    return params, check_update(new, opt_state), gradients.model_state

@@ -50,8 +50,8 @@ def test_a_run_without_a_checkpointer_ends_too():
     with pytest.raises(FloatingPointError) as error:
         run(None, loader, epochs=1, log_every=1, max_nonfinite=2)
     assert str(error.value).startswith(
-        "the loss or a gradient of 2 steps in a row, from step 1 on, was not finite; use a "
-        "lower learning rate, or give fit a checkpointer to get a crash dump"
+        "the loss, a gradient or an update of 2 steps in a row, from step 1 on, was not "
+        "finite; use a lower learning rate, or give fit a checkpointer to get a crash dump"
     )
 
 

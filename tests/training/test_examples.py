@@ -134,6 +134,75 @@ def test_a_scalar_cannot_leave_padding_out():
         eval_step(state.model, make_batch(weight=np.ones(32, np.float32)))
 
 
+def test_negative_weights_are_refused():
+    state, train_step = setup()
+    eval_step = eqxshard.make_eval_step(lambda model, batch: {"x": batch["x"][:, 0]})
+    weight = np.where(np.arange(32) == 5, -1, 1).astype(np.float32)
+    batch = make_batch(weight=weight)
+    refused = pytest.raises(ValueError, match=r"'__weight__' is -1.* row 5.*; give weights")
+    placed = eqxshard.filter_shard(batch, eqxshard.batch_sharding(make_mesh()))
+    for made in (batch, placed):
+        with refused:
+            train_step(state, made)
+        with refused:
+            eval_step(state.model, made)
+    with refused:
+        train_step.many(state, jax.tree.map(lambda x: np.stack([x, x]), batch))
+    loader = eqxshard.Loader(
+        eqxshard.data.ArraySource(batch), batch_size=16, mesh=make_mesh(), shuffle=False
+    )
+    with refused:
+        eqxshard.evaluate(state.model, eval_step, loader)
+    # A loss may count negatively, as long as the sum does not.
+    with pytest.raises(
+        ValueError, match=r"the sum of '__loss_weight__' .* negative.*; give"
+    ):
+        train_step(state, make_batch() | {"__loss_weight__": -weight})
+    train_step(state, make_batch() | {"__loss_weight__": weight})
+
+
+def test_weights_that_turn_negative_on_the_devices_skip_the_step():
+    state, train_step = setup()
+    sharding = eqxshard.batch_sharding(make_mesh())
+    for name in ("__weight__", "__loss_weight__"):
+        good = eqxshard.filter_shard(
+            make_batch() | {name: np.ones(32, np.float32)}, sharding
+        )
+        state, _ = train_step(state, good)
+        before = np.asarray(state.model.last.weight)
+        state, metrics = train_step(state, good | {name: -good[name]})
+        assert metrics.compute()["nonfinite"] == 1
+        np.testing.assert_array_equal(state.model.last.weight, before)
+
+
+def test_a_scalar_that_microbatches_average_is_said_once():
+    mask = np.where(np.arange(32) % 4 == 0, 0.01, 1.0).astype(np.float32)
+    batch = make_batch() | {"mask": mask}
+
+    def masked(model, batch, key):
+        losses = without_dropout(model, batch, key)
+        metrics = {"constant": jnp.float32(3.0)}
+        return jnp.sum(losses * batch["mask"]) / jnp.sum(batch["mask"]), metrics
+
+    def per_example(model, batch, key):
+        return without_dropout(model, batch, key)
+
+    state, train_step = make("data=8", "replicate", masked, accumulate=4)
+    with pytest.warns(UserWarning, match=r"^loss: .* accumulate=4 .*; otherwise") as said:
+        state, _ = train_step(state, batch)
+        train_step.many(state, jax.tree.map(lambda x: np.stack([x, x]), batch))
+    assert len([w for w in said if "accumulate" in str(w.message)]) == 1
+    # The remedy is exact.
+    losses = []
+    for loss_fn, fed, count in (
+        (masked, batch, 1),
+        (per_example, batch | {"__loss_weight__": mask}, 4),
+    ):
+        state, train_step = make("data=8", "replicate", loss_fn, accumulate=count)
+        losses.append(train_step(state, fed)[1].compute()["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 def test_a_scalar_may_apply_the_weights_itself():
     def loss_fn(model, batch, key):
         losses = without_dropout(model, batch, key)

@@ -3,7 +3,7 @@
 import inspect
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from grades import graded
-from helpers import assert_close, make_mesh
+from helpers import assert_close, lenient, make_mesh
 from optax import contrib
 
 import eqxshard
@@ -148,6 +148,67 @@ def test_an_optimizer_that_needs_the_objective_is_refused():
         pytest.raises(ValueError, match=r"'grad' and 'value_fn'\); use one without a line"),
     ):
         train(optax.lbfgs(), 1)
+
+
+class Counted(NamedTuple):
+    count: Any
+    rate: Any = 0.5
+    fresh: Any = True
+    scale: Any = None
+
+
+def counted(init, update):
+    """Gradient descent with a state of one's own."""
+
+    def step(grads, state, params=None):
+        rate = 0.1 * (state.count + 1)
+        return jax.tree.map(lambda g: -rate * g, grads), update(state)
+
+    return lenient(optax.GradientTransformation(lambda params: init, step))
+
+
+def start(optim):
+    placed: dict[str, Any] = {"mesh": make_mesh("data=8"), "rule": eqxshard.replicate()}
+    state = eqxshard.init_state(Net, optim, key=KEY, **placed)
+    return state, eqxshard.make_train_step(loss_fn, optim, max_compiles=1)
+
+
+def test_numbers_in_the_state_of_an_optimizer_change():
+    first = Counted(0, scale=np.ones(2))
+    optim = counted(
+        first, lambda s: Counted(s.count + 1, s.rate * 0.5, ~s.fresh, 2 * s.scale)
+    )
+    state, train_step = start(optim)
+    for seed in range(3):
+        state, _ = train_step(state, make_batch(seed))
+    found = jax.tree.map(np.asarray, state.opt_state)
+    assert (found.count, found.rate, found.fresh) == (3, 0.5**4, False)
+    np.testing.assert_array_equal(found.scale, [8, 8])
+    by_hand = eqx.tree_at(lambda s: s.opt_state.count, state, 0)
+    with pytest.raises(ValueError, match=r"opt_state\.count is 0, .*; make it one"):
+        train_step(by_hand, make_batch(0))
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "ignore"])
+@pytest.mark.parametrize(
+    "first, update, says",
+    [
+        (
+            Counted(0),
+            lambda s: Counted(s.count * 0.5),
+            r"opt_state\.count float32\[\]",
+        ),
+        (Counted(0), lambda s: (s.count,), "returned a state of another structure"),
+        (Counted(0, "warm"), lambda s: s._replace(rate="up"), "from 'warm' to 'up'"),
+        (Counted(0, scale=()), lambda s: s._replace(scale=None), "another structure"),
+    ],
+)
+def test_an_update_changes_only_the_values_of_the_state(first, update, says, nonfinite):
+    optim = counted(first, update)
+    state, _ = start(optim)
+    train_step = eqxshard.make_train_step(loss_fn, optim, nonfinite=nonfinite)
+    with pytest.raises(ValueError, match=rf"(?s)the optimizer's update .*{says}.*; "):
+        train_step(state, make_batch(0))
 
 
 def test_an_optimizer_of_two_copies_is_refused():

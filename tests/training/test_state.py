@@ -1,4 +1,5 @@
 import copy
+import dataclasses
 import pickle
 
 import equinox as eqx
@@ -14,6 +15,7 @@ from helpers import (
     make_mesh,
     squared_errors,
 )
+from jax.sharding import PartitionSpec as P
 
 import eqxshard
 from eqxshard.training._state import flatten_state
@@ -58,6 +60,37 @@ def test_a_state_from_a_step_is_a_pytree_like_others(trained, look):
     assert int(seen.step) == 1
     assert eqx.tree_equal(seen, state)
     assert repr(seen).startswith("TrainState(\n  step=i32[],\n  model=Model(")
+
+
+@dataclasses.dataclass
+class Whole:
+    """A rule that cannot be hashed."""
+
+    axes: list
+
+    def __call__(self, path, leaf, mesh):
+        return P()
+
+
+def test_each_state_keeps_its_own_rule_whatever_was_traced_before():
+    optim = optax.sgd(0.1)
+
+    def start(rule):
+        placed = {"mesh": make_mesh("data=2,fsdp=4"), "rule": rule}
+        make_model = lambda key: eqx.nn.Linear(8, 4, key=key)  # noqa: E731
+        return eqxshard.init_state(make_model, optim, key=jax.random.key(0), **placed)
+
+    def losses(model, batch, key):
+        return jax.vmap(model)(batch["x"])[:, 0] ** 2
+
+    train_step = eqxshard.make_train_step(losses, optim)
+    same = jax.jit(lambda state: state)
+    for rule in (RULES["fsdp"], RULES["replicate"], Whole(["fsdp"]), Whole([])):
+        for change in (same, lambda state: jax.tree.map(lambda x: x, state)):
+            state = change(start(rule))
+            assert state.made_with.rule is rule
+            state, _ = train_step(state, make_batch())
+            assert change(state).made_with.rule is rule
 
 
 def test_a_state_from_a_step_pickles(trained):

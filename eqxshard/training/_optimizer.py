@@ -1,0 +1,70 @@
+"""The optimizer's state, of which a step changes the arrays and nothing else."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import PyTree
+
+from ..sharding._leaves import format_array, is_array, leaf_path
+
+
+def init_optimizer(optim: optax.GradientTransformation, params: PyTree) -> PyTree:
+    """The state of an optimizer, in which numbers are arrays."""
+    return jax.tree.map(_as_array, optim.init(params))
+
+
+def _as_array(leaf: Any) -> Any:
+    if not _is_number(leaf):
+        return leaf
+    # Not a weak type, which the first step would turn into another.
+    return jnp.asarray(leaf, jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype))
+
+
+def _is_number(leaf: Any) -> bool:
+    """Whether this is a number of Python's, or an array of NumPy's."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == bool
+    return type(leaf) in (bool, int, float, complex)
+
+
+def check_numbers(opt_state: PyTree) -> None:
+    """Refuse numbers in a state that `init_state` did not make: they would never change."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
+        if _is_number(leaf):
+            raise ValueError(
+                f"{leaf_path(path, 'opt_state')} is {leaf!r}, and a step changes arrays "
+                "alone; make it one, with jnp.asarray."
+            )
+
+
+def check_update(new: PyTree, old: PyTree) -> PyTree:
+    """The state after an update, if it is like the one before in all but its values."""
+    if jax.tree.structure(new) != jax.tree.structure(old):
+        raise ValueError(
+            "the optimizer's update returned a state of another structure than its init: "
+            f"{jax.tree.structure(new)} in place of {jax.tree.structure(old)}; return the "
+            "same structure."
+        )
+    return jax.tree_util.tree_map_with_path(_check_leaf, new, old)
+
+
+def _check_leaf(path: tuple[Any, ...], new: Any, old: Any) -> Any:
+    name = leaf_path(path, "opt_state")
+    if is_array(old):
+        if _is_number(new):
+            new = jnp.asarray(new, old.dtype)
+        if not is_array(new) or (new.shape, new.dtype) != (old.shape, old.dtype):
+            what = format_array(new) if is_array(new) else f"a {type(new).__name__}"
+            raise ValueError(
+                f"the optimizer's update made {name} {what}, and its init "
+                f"{format_array(old)}; cast it to what it was."
+            )
+    elif is_array(new) or not (new is old or callable(new) or new == old):
+        raise ValueError(
+            f"the optimizer's update changed {name} from {old!r} to {new!r}, and a step "
+            "changes arrays alone; keep it as an array."
+        )
+    return new
