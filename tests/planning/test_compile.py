@@ -115,7 +115,8 @@ def test_a_link_that_is_not_known_is_not_free(dump):
 
     def plan(**fields):
         target = dataclasses.replace(REQUEST.target, **fields)
-        return compile_plan(dataclasses.replace(REQUEST, **given, target=target), dump)
+        request = dataclasses.replace(REQUEST, **given, target=target)
+        return compile_plan(request, make_state(request), dump)
 
     hosts = plan(per_host=4)
     assert hosts.time is not None and hosts.time.links["fsdp"] > 0

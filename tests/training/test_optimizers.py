@@ -160,9 +160,9 @@ class Counted(NamedTuple):
 def counted(init, update):
     """Gradient descent with a state of one's own."""
 
-    def step(grads, state, params=None):
+    def step(updates, state, params=None):
         rate = 0.1 * (state.count + 1)
-        return jax.tree.map(lambda g: -rate * g, grads), update(state)
+        return jax.tree.map(lambda g: -rate * g, updates), update(state)
 
     return lenient(optax.GradientTransformation(lambda params: init, step))
 
