@@ -33,7 +33,7 @@ from ._pools import fast_pool
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 #: What runs the jaxprs in its parameters as they are, once or in a loop.
 _CALLS = ("jit", "closed_call", "remat2", "custom_jvp_call", "custom_vjp_call")
-_CONTROL_FLOW = ("cond", "scan", "while", "linear_solve", "custom_vmap_call")
+_CONTROL_FLOW = ("cond", "scan", "while", "custom_linear_solve", "custom_vmap_call")
 
 
 def fast_convolutions(jaxpr: Any) -> Any:
