@@ -146,8 +146,8 @@ def main() -> None:
         }
         contests.append(Contest(f"{args.size}, time of all threads", "ms/step", times))
     operations = gpt_model.flops_per_token(shape)
-    utilisation = {
-        name: eqxshard.nn.utilisation(
+    mfu = {
+        name: eqxshard.nn.mfu(
             statistics.median(each),
             operations,
             devices=jax.devices()[:1] if gpu else None,
@@ -166,7 +166,7 @@ def main() -> None:
             "steps": args.steps,
             "rounds": args.rounds,
             "losses": {n: [each["loss"] for each in results[n]] for n in values},
-            "utilisation": utilisation,
+            "mfu": mfu,
         },
     ).show_and_write(args.output)
 

@@ -293,7 +293,12 @@ def main(args: Args) -> str:
         if not len(tokens):
             raise ValueError("--sample is empty; give it at least one character.")
         model = eqxshard.run.restore_model(
-            make_model, config=args.run, name=name, load=load, **placed
+            make_model,
+            config=args.run,
+            name=name,
+            step="newest",
+            load=load,
+            **placed,
         )
         return write(args, model, corpus.tokenizer, tokens)
 

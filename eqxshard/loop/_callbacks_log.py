@@ -8,7 +8,7 @@ import optax
 from jaxtyping import PyTree
 
 from ..sharding._leaves import leaf_path
-from ..sharding._peaks import utilisation
+from ..sharding._peaks import mfu
 from ..training._ema import ema_model, has_average
 from ..training._states import map_models, states_of
 from ._callbacks import Callback
@@ -61,7 +61,7 @@ class Throughput(Callback):
     """Report tokens per second, and how much of the devices' peak the model uses.
 
     Each report gets `tokens_per_second`, of all devices together, and, if the FLOPs of a
-    token and the peak of the devices are known, `utilisation`, a number between 0 and 1.
+    token and the peak of the devices are known, `mfu`, a number between 0 and 1.
     Evaluations and checkpoints do not count as time.
 
     **Arguments:**
@@ -110,11 +110,11 @@ class Throughput(Callback):
         if self._flops_per_token is None:
             return
         devices = states_of(run.state)[0].step.sharding.device_set
-        used = utilisation(
+        used = mfu(
             tokens_per_second, self._flops_per_token, peak=self._peak, devices=list(devices)
         )
         if used is not None:
-            run.log({"utilisation": used})
+            run.log({"mfu": used})
 
 
 class LearningRate(Callback):

@@ -5,8 +5,8 @@ sampling with a cache; how much of a device's power training uses. May use `shar
 `transforms` and `parallel`.
 """
 
+from ..sharding._peaks import mfu as mfu
 from ..sharding._peaks import peak_flops as peak_flops
-from ..sharding._peaks import utilisation as utilisation
 from ._attention import attention as attention
 from ._cross_entropy import cross_entropy as cross_entropy
 from ._flops import flops_per_token as flops_per_token

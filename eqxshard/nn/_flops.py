@@ -28,7 +28,7 @@ def flops_per_token(
         flops = eqxshard.nn.flops_per_token(
             parameters=124_000_000, layers=12, heads=12, head_dim=64, seq=1024
         )
-        eqxshard.nn.utilisation(tokens_per_second, flops)
+        eqxshard.nn.mfu(tokens_per_second, flops)
         ```
     """
     return 6.0 * parameters + 12.0 * layers * heads * head_dim * seq

@@ -13,7 +13,7 @@ from ..sharding._leaf_rules import replicate
 from ..sharding._rule import Rule
 from ..training._init import abstract_state, init_state
 from ._config import RunConfig
-from ._folder import RunFolder, default_folder
+from ._folder import RunFolder, default_folder, read_values
 
 
 def restore_model(
@@ -25,6 +25,7 @@ def restore_model(
     rule: Rule | None = None,
     best: str | None = None,
     mode: Literal["max", "min"] = "max",
+    step: int | Literal["newest"] | None = None,
     load: Callable[[Any], PyTree] | None = None,
 ) -> PyTree:
     """Read the model of a run of [`eqxshard.train`][], to use it or to evaluate it.
@@ -39,8 +40,9 @@ def restore_model(
     - `config`: the user's options; its `output` is the run's folder.
     - `name`: the name of the run, for its default folder, as for [`eqxshard.train`][].
     - `mesh`, `rule`: as for [`eqxshard.train`][].
-    - `best`, `mode`: read the best checkpoint by this metric, such as `"eval/loss"`; by
-        default, the newest one.
+    - `best`, `mode`: read the best checkpoint by this metric, such as `"eval/loss"`.
+    - `step`: read the checkpoint of this step, or the `"newest"`. A run that was trained
+        without `best=` needs neither: the newest is read.
     - `load`: as for [`eqxshard.init_state`][]: a model without a run, of which only the
         weights are loaded. It is used unless `config.resume` asks for the run:
         `"auto"` reads the run if it has a checkpoint.
@@ -52,7 +54,8 @@ def restore_model(
     **Raises:**
 
     `FileNotFoundError` if the run has no checkpoint. `ValueError` if none has a value of
-    `best`, the model is not the one that was trained, or has a state, and as
+    `best`, the run kept a best checkpoint and neither `best` nor `step` says which one to
+    read, the model is not the one that was trained, or has a state, and as
     [`eqxshard.train`][] does for devices.
 
     !!! Example
@@ -82,13 +85,28 @@ def restore_model(
             "restore_model reads models without state; read this one with "
             "Checkpointer.restore."
         )
+    if step is None:
+        step = _choose(folder, checkpointer, best)
+    return checkpointer.restore_model(like.model, step=step)
+
+
+def _choose(
+    folder: RunFolder, checkpointer: Checkpointer, best: str | None
+) -> int | Literal["newest"]:
+    """The best checkpoint; the newest if nothing is best."""
+    kept = read_values(folder.record).get("best")
+    if best is None and kept is not None:
+        raise ValueError(
+            f"the run in {folder.path} kept the best checkpoint by {kept}, so say which "
+            f"one to read; give best={kept!r} with its mode=, or step='newest'."
+        )
     step = checkpointer.best_step()
     if best is not None and step is None and checkpointer.steps():
         raise ValueError(
             f"no checkpoint in {folder.checkpoints} has a value of {best}; use another "
             "metric, or none for the newest checkpoint."
         )
-    return checkpointer.restore_model(like.model, step="newest" if step is None else step)
+    return "newest" if step is None else step
 
 
 def _reads_run(config: RunConfig, checkpointer: Checkpointer) -> bool:

@@ -257,6 +257,7 @@ def train(
                 "steps": last,
                 "batch_size": config.batch_size,
                 "unit": _unit(train_data),
+                "best": best,
                 **describe_devices(mesh),
                 **facts,
             }

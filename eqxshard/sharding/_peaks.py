@@ -67,7 +67,7 @@ def peaks_of(kind: str) -> Mapping[str, float]:
     return next(found, {})
 
 
-def utilisation(
+def mfu(
     tokens_per_second: float,
     flops_per_token: float,
     *,
@@ -96,7 +96,7 @@ def utilisation(
     !!! Example
 
         ```python
-        utilisation = eqxshard.nn.utilisation(150_000, 8.2e8, peak=989e12)
+        mfu = eqxshard.nn.mfu(150_000, 8.2e8, peak=989e12)
         ```
     """
     devices = jax.devices() if devices is None else devices

@@ -109,13 +109,13 @@ def test_throughput_is_reported_with_the_part_of_the_peak_that_is_used():
         tokens = 10 * line["train/examples_per_second"]
         assert line["tokens_per_second"] == pytest.approx(tokens)
         # 8 devices.
-        assert line["utilisation"] == pytest.approx(tokens * 3 / 800)
+        assert line["mfu"] == pytest.approx(tokens * 3 / 800)
 
 
 @pytest.mark.parametrize("options", [{}, {"flops_per_token": 3.0}])
 def test_without_a_peak_only_tokens_are_reported(options):
     names = {name for line in fit(Throughput(10, **options)) for name in line}
-    assert "tokens_per_second" in names and "utilisation" not in names
+    assert "tokens_per_second" in names and "mfu" not in names
 
 
 def test_devices_that_the_run_does_not_use_do_not_count(unannotated):
@@ -128,13 +128,13 @@ def test_devices_that_the_run_does_not_use_do_not_count(unannotated):
         log=logged.update,
     )
     Throughput(10, 3.0, peak=100.0).after_report(run)
-    assert logged == {"tokens_per_second": 50.0, "utilisation": 0.75}
+    assert logged == {"tokens_per_second": 50.0, "mfu": 0.75}
 
 
 def test_the_peak_is_that_of_the_devices(monkeypatch):
     monkeypatch.setattr("eqxshard.sharding._peaks.peak_flops", lambda *device: 1e3)
     line = fit(Throughput(10, 3.0))[0]
-    assert line["utilisation"] == pytest.approx(line["tokens_per_second"] * 3 / 8e3)
+    assert line["mfu"] == pytest.approx(line["tokens_per_second"] * 3 / 8e3)
 
 
 @pytest.mark.parametrize(

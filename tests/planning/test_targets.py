@@ -10,7 +10,7 @@ NAMES = ["a100", "h100", "h200", "b200", "tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_device_has_the_peaks_that_utilisation_uses(name):
+def test_every_device_has_the_peaks_that_mfu_uses(name):
     target = Target.named(name)
     device = dataclasses.make_dataclass("Device", ["device_kind"])(target.kind)
     peak = peak_flops(device)

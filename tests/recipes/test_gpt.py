@@ -250,7 +250,7 @@ def test_training_logs_what_it_costs_and_resumes_and_writes(main, words, tmp_pat
     reports = [line for line in lines if "train/loss" in line]
     assert all(line["tokens_per_second"] > 0 for line in reports)
     # What a CPU can compute at most is not in the table.
-    assert not any("utilisation" in name for line in lines for name in line)
+    assert not any("mfu" in name for line in lines for name in line)
 
     # Half of it, and then the rest.
     part = ["--output", tmp_path / "part"]

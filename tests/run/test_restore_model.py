@@ -63,6 +63,26 @@ def test_the_best_model_is_read(trained):
     assert (first.out.bias != newest.out.bias).any()
 
 
+def test_a_run_that_kept_the_best_wants_to_know_which_to_read(tmp_path):
+    config = RunConfig(
+        batch_size=16, devices=1, steps=4, evaluate_every=2, output=str(tmp_path / "r")
+    )
+    run = eqxshard.train(
+        MAKE,
+        loss_fn,
+        metric_fn,
+        lenient(optax.sgd(0.1)),
+        make_data(96, 0),
+        make_data(40, 1),
+        config=config,
+        best="eval/loss",
+        mode="min",
+    )
+    with pytest.raises(ValueError, match=r"give best='eval/loss' with its mode=, or step="):
+        restore_model(MAKE, config=config)
+    assert_equal(restore_model(MAKE, config=config, step="newest"), run.state.model)
+
+
 def test_the_default_folder_is_the_one_that_train_writes_to(trained, monkeypatch, tmp_path):
     run, config = trained
     monkeypatch.chdir(tmp_path)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
-from eqxshard.sharding._peaks import peak_flops, utilisation
+from eqxshard.sharding._peaks import mfu, peak_flops
 
 
 def device(kind):
@@ -53,13 +53,13 @@ def test_the_peak_by_dtype():
 
 def test_the_simulated_devices_of_these_tests_have_none():
     assert peak_flops() is None
-    assert utilisation(1e5, 1e9) is None
+    assert mfu(1e5, 1e9) is None
     # 8 of them.
-    assert utilisation(1e5, 1e9, peak=1e14) == pytest.approx(1 / 8)
+    assert mfu(1e5, 1e9, peak=1e14) == pytest.approx(1 / 8)
 
 
-def test_utilisation_counts_devices():
+def test_mfu_counts_devices():
     two = [device("NVIDIA H200")] * 2
-    assert utilisation(989_500.0, 1e9, devices=two) == pytest.approx(0.5)
-    assert utilisation(989_500.0, 1e9, devices=two, dtype="float32") == pytest.approx(1.0)
-    assert utilisation(1e5, 1e9, devices=two, peak=1e14) == pytest.approx(0.5)
+    assert mfu(989_500.0, 1e9, devices=two) == pytest.approx(0.5)
+    assert mfu(989_500.0, 1e9, devices=two, dtype="float32") == pytest.approx(1.0)
+    assert mfu(1e5, 1e9, devices=two, peak=1e14) == pytest.approx(0.5)

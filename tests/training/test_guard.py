@@ -1,3 +1,5 @@
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -98,6 +100,7 @@ def test_a_step_whose_update_is_not_finite_is_skipped(mesh, rule, name):
 
 def test_what_was_infinite_before_may_stay():
     """Such as the best loss so far, before there is one."""
+
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         return updates, (state[0], state[1] + 1)
 
