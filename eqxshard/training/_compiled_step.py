@@ -41,6 +41,7 @@ class CompiledStep:
         self._kind = kind
         #: The mesh that it runs on.
         self.mesh = mesh = config.mesh
+        self._batch_sharding = kind.sharding(mesh)
         if extra is not None:
             extra.check_on(mesh, "extra")
         params, _ = split_model(state.model, config.trainable)
@@ -81,7 +82,7 @@ class CompiledStep:
             train_step,
             Watch(compile_log, train_step.__name__, name_arguments),
             donate_argnums=0,
-            in_shardings=(self.shardings, kind.sharding(mesh), None),
+            in_shardings=(self.shardings, self._batch_sharding, None),
             out_shardings=(self.shardings, whole),
         )
 
@@ -113,6 +114,11 @@ class CompiledStep:
     def check_shapes(self, batch: PyTree) -> None:
         """Raise `ValueError` unless the rows of a batch divide over the mesh."""
         self._kind.check_shapes(batch, self.mesh, self._config.accumulate)
+
+    def check_ready(self, batch: PyTree) -> None:
+        """Raise `ValueError` if a batch was donated, or is on other devices."""
+        accumulate = self._config.accumulate
+        self._kind.check_ready(batch, self.mesh, self._batch_sharding, accumulate)
 
     def check_inputs(self, state: TrainState, batch: PyTree) -> None:
         """Raise `ValueError` if a state or a batch does not fit this step."""

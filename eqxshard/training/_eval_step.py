@@ -167,7 +167,7 @@ class EvalStep:
         ready = self._ready.get((signature, kind))
         mesh, jitted = ready or self._compile(arrays, signature, kind)
         kind.check_shapes(batch, mesh, 1)
-        kind.check_ready(batch, mesh)
+        kind.check_ready(batch, mesh, kind.sharding(mesh))
         if ready is None:
             self._prepare(arrays, signature, kind, batch)
         self._in_flight.make_room()

@@ -68,6 +68,8 @@ def copy_taken(arrays: list[Array], taken: Sequence[Any]) -> list[Array]:
     Such as after `target = state.model`, until the next step has replaced the state's.
     """
     ids = {*map(id, taken)}
+    if ids.isdisjoint(map(id, arrays)):
+        return arrays
     return [copy_array(array) if id(array) in ids else array for array in arrays]
 
 
@@ -78,7 +80,10 @@ def copy_array(array: Array) -> Array:
 
 def any_donated(arrays: Iterable[Any]) -> bool:
     """Whether a step has taken one of some arrays."""
-    return any(x.is_deleted() for x in arrays if isinstance(x, jax.Array))
+    for array in arrays:
+        if isinstance(array, jax.Array) and array.is_deleted():
+            return True
+    return False
 
 
 def check_not_donated(extra: Sequence[Any]) -> None:

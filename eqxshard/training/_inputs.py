@@ -44,22 +44,28 @@ class StepInput(abc.ABC):
     def check_placement(self, batch: PyTree, mesh: Mesh) -> None:
         """Raise `ValueError` if a batch is committed elsewhere than the step takes it."""
 
-    def check_ready(self, batch: PyTree, mesh: Mesh) -> None:
+    def check_ready(
+        self, batch: PyTree, mesh: Mesh, wanted: NamedSharding | None, accumulate: int = 1
+    ) -> None:
         """Raise `ValueError` if a batch was donated, or is committed elsewhere.
 
         JAX 0.10 ends the process on either. Also if its weights are negative, as far as
-        they are NumPy arrays; the step takes others for not finite.
+        they are NumPy arrays; the step takes others for not finite. `wanted` is the
+        sharding of this kind on the mesh, which the usual batch has.
         """
         check_weights(batch)
-        wanted, leaves = self.sharding(mesh), jax.tree.leaves(batch)
-        arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-        if any(array.is_deleted() for array in arrays):
-            raise ValueError(
-                "an array of the batch was deleted, or donated to an earlier call; make "
-                "the batch anew, or copy the array before it is donated."
-            )
-        # The usual case is quick to tell.
-        if any(array.sharding != wanted for array in arrays):
+        elsewhere = False
+        for leaf in jax.tree.leaves(batch):
+            if not isinstance(leaf, jax.Array):
+                continue
+            if leaf.is_deleted():
+                raise ValueError(
+                    "an array of the batch was deleted, or donated to an earlier call; "
+                    "make the batch anew, or copy the array before it is donated."
+                )
+            elsewhere = elsewhere or leaf.sharding != wanted
+        if elsewhere:
+            self.check_shapes(batch, mesh, accumulate)
             self.check_placement(batch, mesh)
 
     @abc.abstractmethod

@@ -275,8 +275,9 @@ class TrainStep:
         extra_arrays, signature = take_extra(extra)
         key = static, kind, signature
         compiled = self._ready.get(key) or self._prepare(state, batch, extra_arrays, key)
-        kind.check_ready(batch, compiled.mesh)
-        check_not_donated(extra_arrays)
+        compiled.check_ready(batch)
+        if extra_arrays:
+            check_not_donated(extra_arrays)
         # JAX 0.10 segfaults on deleted buffers. Only if somebody has read the state can
         # others share its arrays; until then they are donated together, and the first one
         # tells.
