@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
@@ -78,7 +79,8 @@ def copy_array(array: Array) -> Array:
 
 def any_donated(arrays: Iterable[Any]) -> bool:
     """Whether a step has taken one of some arrays."""
-    return any(x.is_deleted() for x in arrays if isinstance(x, jax.Array))
+    concrete = (x for x in arrays if isinstance(x, jax.Array) and not isinstance(x, Tracer))
+    return any(x.is_deleted() for x in concrete)
 
 
 def check_not_donated(extra: Sequence[Any]) -> None:
