@@ -170,6 +170,8 @@ def train(
     """
     config = RunConfig() if config is None else config
     config.check()
+    # The caller's functions may change the working directory.
+    folder = RunFolder(config.output or default_folder(name))
     mesh = config.make_mesh(mesh)
     title = f"{name or script_name() or 'run'} on {describe_mesh(mesh)}"
     data_name, warning = _describe_data(train_data)
@@ -190,7 +192,6 @@ def train(
     optim = optim_for(make_optim, last)
     evaluation = Evaluation(metric_fn, eval_data, mesh, config, precision, lint)
 
-    folder = RunFolder(config.output or default_folder(name))
     callbacks = [*callbacks, *_profile(config, folder, last)]
     checkpointer = Checkpointer(
         folder.checkpoints,
