@@ -31,7 +31,7 @@ def fetch_weights(batch: Any) -> dict[str, np.ndarray]:
 
 
 def check_weights(batch: Any) -> None:
-    """Refuse weights that are negative, which would turn the loss around.
+    """Refuse weights that are negative, which would turn the loss around, or not finite.
 
     **Arguments:**
 
@@ -39,19 +39,32 @@ def check_weights(batch: Any) -> None:
 
     **Raises:**
 
-    `ValueError` if a weight is negative, or the sum of a batch's loss weights.
+    `ValueError` if a weight is negative or not finite, or the sum of a batch's loss
+    weights is negative.
     """
     if not isinstance(batch, Mapping):
         return
-    weight, loss_weight = batch.get(WEIGHT), batch.get(LOSS_WEIGHT)
-    if isinstance(weight, np.ndarray) and weight.ndim and np.any(weight < 0):
+    found = [batch.get(name) for name in (WEIGHT, LOSS_WEIGHT)]
+    # What is not an array of numbers is refused by its shape.
+    weight, loss_weight = (
+        x.astype(np.float64) if isinstance(x, np.ndarray) and x.ndim else None
+        for x in found
+    )
+    for name, x in ((WEIGHT, weight), (LOSS_WEIGHT, loss_weight)):
+        if x is not None and not np.all(np.isfinite(x)):
+            row = np.argmin(np.isfinite(x)) % x.shape[-1]
+            raise ValueError(
+                f"{name!r} is not finite, first in row {row}, and would make the loss nan; "
+                "give that example a weight of 0."
+            )
+    if weight is not None and np.any(weight < 0):
         row = np.argmax(weight < 0) % weight.shape[-1]
         raise ValueError(
             f"{WEIGHT!r} is {weight.min()} at its lowest, first negative in row {row}, and "
             "no example counts less than nothing; give weights of 0 or more."
         )
-    if isinstance(loss_weight, np.ndarray) and loss_weight.ndim:
-        counted = loss_weight * weight if isinstance(weight, np.ndarray) else loss_weight
+    if loss_weight is not None:
+        counted = loss_weight if weight is None else loss_weight * weight
         if np.any(np.sum(counted, axis=-1) < 0):
             raise ValueError(
                 f"the sum of {LOSS_WEIGHT!r} over a batch is negative, and dividing by it "

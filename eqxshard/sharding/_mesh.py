@@ -225,12 +225,14 @@ def _granule(devices: Sequence[Any], dcn: Mapping[str, int]) -> str:
 
 
 def _across_hosts(sizes: Mapping[str, int], dcn: Mapping[str, int]) -> tuple[int, ...]:
+    if not isinstance(dcn, Mapping):
+        raise TypeError(f"dcn={dcn!r} is not a mapping; write such as {{'data': 2}}.")
     for axis, n in dcn.items():
         if axis not in sizes:
             raise ValueError(f"dcn names no axis {axis!r}; the axes are {', '.join(AXES)}.")
-        if n < 1 or sizes[axis] % n:
+        if not isinstance(n, int | np.integer) or n < 1 or sizes[axis] % n:
             raise ValueError(
-                f"dcn={{{axis!r}: {n}}} does not divide {axis}={sizes[axis]}; choose a "
+                f"dcn={{{axis!r}: {n!r}}} does not divide {axis}={sizes[axis]}; choose a "
                 f"divisor of {sizes[axis]}."
             )
     return tuple(dcn.get(axis, 1) for axis in AXES)

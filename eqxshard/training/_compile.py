@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..compiled._stderr import read_stderr
@@ -53,8 +52,7 @@ def jit_on(
     def checked(*args: Any) -> tuple[Any, Checks | None]:
         # Under jax_debug_nans, JAX calls this again with the arrays of a call that met nan,
         # to find the operation, and segfaults on those that were donated.
-        leaves = [x for x in jax.tree.leaves(args) if not isinstance(x, Tracer)]
-        if any_donated(leaves):
+        if any_donated(jax.tree.leaves(args)):
             raise FloatingPointError(_DEBUG_NANS_LATE)
         errors = Errors()
 

@@ -8,6 +8,7 @@ import optax
 from jaxtyping import Array, Int, PyTree
 
 from ..transforms._dtypes import at_least_float32
+from ._extra import DONATED, any_donated
 from ._state import TrainState
 
 
@@ -108,9 +109,12 @@ def ema_model(state: TrainState) -> PyTree:
 
     **Raises:**
 
-    `ValueError` if the optimizer does not keep an average of all weights.
+    `ValueError` if the optimizer does not keep an average of all weights, or the state was
+    donated.
     """
     found = _averages(state)
+    if any_donated(jax.tree.leaves((found, state.model))):
+        raise ValueError(DONATED)
     if not found:
         raise ValueError(
             "the optimizer of this state does not average the weights; make it with "

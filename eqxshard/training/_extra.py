@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
@@ -81,6 +82,8 @@ def copy_array(array: Array) -> Array:
 def any_donated(arrays: Iterable[Any]) -> bool:
     """Whether a step has taken one of some arrays."""
     for array in arrays:
+        if isinstance(array, Tracer):
+            continue
         if isinstance(array, jax.Array) and array.is_deleted():
             return True
     return False

@@ -141,6 +141,11 @@ def _measure(
             return _split_result(out, model_state is not None, config)
 
         values, new_state = measure(batch_for_use)
+        if jax.tree.structure(new_state) != jax.tree.structure(model_state):
+            raise ValueError(
+                "the loss function returned the state of another model; return the one "
+                "that the model returned."
+            )
         scalars = values, lambda batch: measure(batch)[0], batch_for_use
         check_scalars(*scalars)
         if config.accumulate > 1:

@@ -20,7 +20,7 @@ from ..sharding._rule import Rule, check_rule
 from ._build import build_arrays
 from ._compile import jit_is_off
 from ._config import check_optim
-from ._extra import copy_shared
+from ._extra import any_donated, copy_shared
 from ._kept_tracers import check_no_tracers
 from ._layout import make_layout
 from ._optimizer import init_optimizer
@@ -178,6 +178,12 @@ def abstract_state(
     return _trace(make_model, optim, key, mesh, rule, trainable, precision).like
 
 
+_TAKEN = (
+    "the key, or the model that make_model returns, was donated to a step; use those of "
+    "the newest state, or copies."
+)
+
+
 class _Traced(NamedTuple):
     """How a state is made, traced: the user's code runs once.
 
@@ -208,12 +214,16 @@ def _trace(
     _check_function(make_model)
     if not isinstance(key, jax.Array):
         raise TypeError(f"key={key!r} is not a random key; use jax.random.key(0).")
+    if any_donated([key]):
+        raise ValueError(_TAKEN)
     if spans_processes(mesh.devices.flat):
         assert_same_on_all_processes("state", {"key": _key_data(key).tolist()})
 
     def make(key: Array) -> tuple[Any, PyTree, PyTree]:
         model, model_state = without_state(_make_traced(make_model, key))
         check_no_tracers(model)
+        if any_donated(jax.tree.leaves((model, model_state))):
+            raise ValueError(_TAKEN)
         params, frozen = split_model(model, trainable)
         _check_not_shared(params)
         trained = _trained(model, params, trainable)

@@ -53,9 +53,10 @@ def scan_layers(
 
     **Raises:**
 
-    `ValueError` if the arrays do not all have the same leading dim; if `remat` is another
-    text; inside a step, if an array was computed from the model's arrays, so that all
-    layers would be gathered at once.
+    `TypeError` if the layers cannot be called, such as a list of them; `ValueError` if the
+    arrays do not all have the same leading dim; if `remat` is another text; inside a step,
+    if an array was computed from the model's arrays, so that all layers would be gathered
+    at once.
 
     !!! Example
 
@@ -70,6 +71,11 @@ def scan_layers(
                 return eqxshard.scan_layers(self.blocks, x, key=key)
         ```
     """
+    if not callable(layers):
+        raise TypeError(
+            f"the layers are a {type(layers).__name__}, which cannot be called; stack them "
+            "in one module with eqx.filter_vmap(make_layer)(keys)."
+        )
     depth = stacked_depth(layers)
     arrays, static = eqx.partition(layers, eqx.is_array)
     leaves, treedef = jax.tree.flatten(arrays)

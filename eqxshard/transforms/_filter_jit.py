@@ -78,6 +78,14 @@ class _FilterJit(Generic[_P, _T]):
         outer, THREAD.call = THREAD.call, (self._watch, (args, kwargs), seconds)
         try:
             out, result = jitted(*arrays)
+        except RuntimeError as error:
+            # JAX looks before it donates anything, and does not say whose array it is.
+            if any(x.is_deleted() for x in arrays if isinstance(x, jax.Array)):
+                raise ValueError(
+                    f"an argument of {self._name} was donated to an earlier call, or "
+                    "deleted; use what that call returned."
+                ) from error
+            raise
         finally:
             THREAD.call = outer
         if seconds:

@@ -19,6 +19,7 @@ from run_train_helpers import (
     STEPS,
     copy,
     finished,
+    make_optim,
     refusal,
     saved_steps,
     train,
@@ -88,13 +89,20 @@ def test_a_folder_stays_where_it_is_if_the_script_goes_elsewhere(
     tmp_path, finished, monkeypatch
 ):
     (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path)
+
+    def leave_first(steps):
+        os.chdir(tmp_path / "elsewhere")
+        return make_optim(steps)
+
     leave = Every(5, lambda run: os.chdir(tmp_path / "elsewhere"))
-    run = train("run", callbacks=[leave])
-    assert run.folder == tmp_path / "run"
-    assert measured(tmp_path / "run") == measured(finished.folder)
-    assert saved_steps(tmp_path / "run")[-1] == STEPS
-    assert [*(tmp_path / "elsewhere").iterdir()] == []
+    for options in (dict(callbacks=[leave]), dict(make_optim=leave_first)):
+        monkeypatch.chdir(tmp_path)
+        shutil.rmtree("run", ignore_errors=True)
+        run = train("run", **options)
+        assert run.folder == tmp_path / "run"
+        assert measured(tmp_path / "run") == measured(finished.folder)
+        assert saved_steps(tmp_path / "run")[-1] == STEPS
+        assert [*(tmp_path / "elsewhere").iterdir()] == []
 
 
 def test_what_a_finished_run_has_written_stays_as_it_is(copy, monkeypatch):

@@ -54,6 +54,8 @@ def test_bad_sizes_are_one_sentence(sizes, message):
 def test_a_size_that_is_no_number(unannotated):
     with pytest.raises(ValueError, match="axis tensor='2' must be at least 1; give"):
         make_mesh(tensor="2")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"dcn=.*'2'. does not divide data=8; choose"):
+        make_mesh(dcn={"data": "2"})  # pyright: ignore[reportArgumentType]
 
 
 def test_dcn_of_one_host_is_the_plain_mesh():

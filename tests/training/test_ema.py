@@ -115,3 +115,12 @@ def test_an_average_of_a_part_is_refused():
     state = eqxshard.init_state(Model, optim, key=KEY, **placed)
     with pytest.raises(ValueError, match=r"put ema_weights outside of it, last in the ch"):
         eqxshard.ema_model(state)
+
+
+def test_the_average_of_a_donated_state_is_refused():
+    optim = optax.chain(optax.sgd(0.1), eqxshard.ema_weights(0.5))
+    placed: dict = dict(mesh=make_mesh(), rule=eqxshard.replicate())
+    state = eqxshard.init_state(Model, optim, key=KEY, **placed)
+    eqxshard.make_train_step(squared_errors, optim)(state, make_batch())
+    with pytest.raises(ValueError, match=r"this state was donated .*; use the state"):
+        eqxshard.ema_model(state)

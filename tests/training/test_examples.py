@@ -161,6 +161,20 @@ def test_negative_weights_are_refused():
     train_step(state, make_batch() | {"__loss_weight__": weight})
 
 
+@pytest.mark.parametrize("name", ["__weight__", "__loss_weight__"])
+def test_weights_are_finite_numbers_of_any_type(name):
+    state, train_step = setup()
+    for wrong in (np.nan, np.inf):
+        weight = np.where(np.arange(32) == 5, wrong, 1).astype(np.float32)
+        with pytest.raises(ValueError, match=rf"'{name}' is not finite, .* row 5.*; give"):
+            train_step(state, make_batch() | {name: weight})
+    # As int8, the product of the two is negative.
+    weights = {each: np.full(32, 12, np.int8) for each in ("__weight__", "__loss_weight__")}
+    _, metrics = train_step(setup()[0], make_batch() | weights)
+    _, plain = train_step(setup()[0], make_batch())
+    assert metrics.compute()["loss"] == pytest.approx(plain.compute()["loss"], rel=1e-6)
+
+
 def test_weights_that_turn_negative_on_the_devices_skip_the_step():
     state, train_step = setup()
     sharding = eqxshard.batch_sharding(make_mesh())

@@ -208,6 +208,17 @@ def test_state_may_be_set_by_functions_that_are_traced_twice():
     assert values["bias"] == pytest.approx(float(pair[0].last.bias.sum()), rel=1e-5)
 
 
+def test_the_state_of_another_model_is_refused():
+    _, other = eqx.nn.make_with_state(Counter)(KEY)
+    placed: dict = dict(mesh=make_mesh("data=1"), rule=RULES["replicate"])
+    state = eqxshard.init_state(make_normed, OPTIM, key=KEY, **placed)
+    train_step = eqxshard.make_train_step(
+        lambda pair, batch, key: (normed_errors(pair, batch, key)[0], other), OPTIM
+    )
+    with pytest.raises(ValueError, match="returned the state of another model; return"):
+        train_step(state, make_batch())
+
+
 def test_fit_evaluates_the_pair():
     placed: dict = dict(mesh=make_mesh("data=1"), rule=RULES["replicate"])
     state = eqxshard.init_state(make_normed, OPTIM, key=KEY, **placed)

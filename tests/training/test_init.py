@@ -1,3 +1,4 @@
+import collections
 import functools
 from typing import Any
 
@@ -183,6 +184,21 @@ class Holder:
         """A function that is bound to it."""
 
 
+class Slotted:
+    """Not a PyTree, either."""
+
+    __slots__ = "x"
+
+    def __init__(self, x):
+        self.x = collections.deque([x])
+
+
+class Inherits(Slotted):
+    """Has the slot of its base."""
+
+    __slots__ = ()
+
+
 @pytest.mark.parametrize(
     "keep",
     [
@@ -192,6 +208,7 @@ class Holder:
         lambda w, c: Keeps(w, Holder(c).method),
         lambda w, c: Keeps(w, jax.custom_jvp(closes_over({"c": c}))),
         lambda w, c: Keeps(w, None, static=(Holder(c),)),
+        lambda w, c: Keeps(w, Inherits(c)),
         lambda w, c: [Keeps(w, eqx.filter_jit(closes_over(Holder(c))))],
     ],
 )

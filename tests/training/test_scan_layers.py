@@ -77,6 +77,8 @@ def test_it_is_a_loop_over_the_layers(remat):
     "layers", [Layer(KEY), eqx.tree_at(lambda s: s.count, stacked(), jnp.zeros(3))]
 )
 def test_layers_that_are_not_stacked_are_refused(layers):
+    with pytest.raises(TypeError, match=r"are a list, .* called; stack them in one module"):
+        eqxshard.scan_layers([layers], jnp.ones(8))
     with pytest.raises(ValueError, match="without a common leading dim; stack the layers"):
         eqxshard.scan_layers(layers, jnp.zeros(WIDTH))
 

@@ -345,6 +345,18 @@ def test_a_state_that_was_donated_is_refused():
         eval_step(model, make_batch())
     with pytest.raises(ValueError, match="this state was donated to an earlier step"):
         eqxshard.fit(state, train_step, make_loader(), steps=1)
+    with pytest.raises(ValueError, match=r"argument of total was donated .*; use what"):
+        total(model)
+    options: Any = dict(optim=optax.sgd(0.1), mesh=make_mesh(), rule=eqxshard.replicate())
+    with pytest.raises(ValueError, match=r"make_model returns, was donated .*; use those"):
+        eqxshard.init_state(lambda key: model, key=jax.random.key(0), **options)
+    with pytest.raises(ValueError, match=r"the key, .* was donated .*; use those"):
+        eqxshard.init_state(lambda key: model, key=state.key, **options)
+
+
+@eqxshard.filter_jit
+def total(model):
+    return jnp.sum(model.last.weight)
 
 
 @pytest.mark.parametrize("many", [False, True])
