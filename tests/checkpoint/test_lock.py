@@ -102,6 +102,31 @@ def test_a_program_has_its_folder_from_the_first_save_to_wait(tmp_path):
     assert not (tmp_path / "lock").exists() and checkpointer.steps() == [0, 1]
 
 
+def test_a_folder_and_a_link_to_it_are_one(tmp_path):
+    folder, link = tmp_path / "run", tmp_path / "link"
+    first = eqxshard.Checkpointer(folder)
+    first.save(new_state())
+    link.symlink_to(folder)
+    again = eqxshard.Checkpointer(link)
+    state = new_state()
+    again.save(eqx.tree_at(lambda s: s.step, state, state.step + 1))
+    again.wait()
+    assert (folder / "lock").exists()
+    first.wait()
+    assert not (folder / "lock").exists() and first.steps() == [0, 1]
+
+
+def test_a_lock_that_is_a_link_leads_nowhere(tmp_path):
+    (tmp_path / "thesis").write_text("all of it")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "lock").symlink_to(tmp_path / "thesis")
+    checkpointer = eqxshard.Checkpointer(tmp_path / "run")
+    checkpointer.save(new_state())
+    with pytest.raises(OSError, match="; give a folder that can be written to"):
+        checkpointer.wait()
+    assert (tmp_path / "thesis").read_text() == "all of it"
+
+
 @pytest.mark.slow
 def test_a_child_does_not_keep_the_lock_of_its_parent(tmp_path):
     """Such as a data worker that was forked, and outlives its parent."""
