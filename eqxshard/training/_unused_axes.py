@@ -41,8 +41,8 @@ def unused_axes(
     elif "fsdp" in idle:
         n = idle["fsdp"] * mesh.shape.get("data", 1)
         yield (
-            f"fsdp={idle['fsdp']} splits the batch, but no array of the model, so each device holds "
-            f"all of it, as with data={n}; use rule=eqxshard.fsdp() (perhaps with a "
+            f"fsdp={idle['fsdp']} splits the batch, but no array of the model, so each "
+            f"device holds all of it, as with data={n}; use rule=eqxshard.fsdp() (perhaps with a "
             f"smaller min_size), or use data={n}."
         )
     others = idle.keys() - {"data", "fsdp"}
