@@ -52,10 +52,20 @@ class FolderLock:
         if is_remote(self._folder) or any(_is_at(x, self._path) for x in _HELD.values()):
             return None
         self.refusal, began = None, time.monotonic()
+        told = False
         while (holder := self._try()) is not None:
-            if time.monotonic() - began >= _patience(holder):
+            patience = _patience(holder)
+            if time.monotonic() - began >= patience:
                 self.refusal = self._refuse(holder)
                 break
+            if patience == _GRACE_SECONDS and not told:
+                told = True
+                _LOG.warning(
+                    "%s is locked by another host, %s; waiting %d s, in case it died.",
+                    self._folder,
+                    holder["host"],
+                    patience,
+                )
             time.sleep(0.1)
         return self.refusal
 

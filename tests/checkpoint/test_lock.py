@@ -63,7 +63,7 @@ def test_a_folder_is_one_programs_until_that_is_gone(tmp_path, train_step, monke
     assert sorted(os.listdir(folder)) == ["2", "eqxshard.txt"]
 
 
-def test_a_host_that_died_is_waited_for(tmp_path, train_step, monkeypatch):
+def test_a_host_that_died_is_waited_for(tmp_path, train_step, monkeypatch, caplog):
     """Its locks end a while after it, and a scheduler has started the run elsewhere."""
     other = (tmp_path / "lock").open("w")
     json.dump({"pid": 7, "host": "another", "since": "yesterday"}, other)
@@ -72,6 +72,7 @@ def test_a_host_that_died_is_waited_for(tmp_path, train_step, monkeypatch):
     monkeypatch.setattr("eqxshard.checkpoint._lock.time.sleep", lambda _: other.close())
     assert fit(tmp_path, train_step).steps() == [2]
     assert other.closed
+    assert caplog.text.count("is locked by another host, another; waiting 120 s") == 1
 
 
 def test_a_run_that_fails_lets_go_of_its_folder(tmp_path, train_step):
