@@ -170,6 +170,8 @@ def train(
     """
     config = RunConfig() if config is None else config
     config.check()
+    # Before anything of the user's is called, which may go to another folder.
+    folder = RunFolder(config.output or default_folder(name))
     mesh = config.make_mesh(mesh)
     title = f"{name or script_name() or 'run'} on {describe_mesh(mesh)}"
     data_name, warning = _describe_data(train_data)
@@ -190,7 +192,6 @@ def train(
     optim = optim_for(make_optim, last)
     evaluation = Evaluation(metric_fn, eval_data, mesh, config, precision, lint)
 
-    folder = RunFolder(config.output or default_folder(name))
     check_callbacks(callbacks)
     callbacks = [*callbacks, *_profile(config, folder, last)]
     checkpointer = Checkpointer(

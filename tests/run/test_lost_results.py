@@ -19,6 +19,7 @@ from run_train_helpers import (
     STEPS,
     copy,
     finished,
+    make_optim,
     refusal,
     saved_steps,
     train,
@@ -89,8 +90,12 @@ def test_a_folder_stays_where_it_is_if_the_script_goes_elsewhere(
 ):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    leave = Every(5, lambda run: os.chdir(tmp_path / "elsewhere"))
-    run = train("run", callbacks=[leave])
+
+    def leave(steps):
+        os.chdir(tmp_path / "elsewhere")
+        return make_optim(steps)
+
+    run = train("run", make_optim=leave)
     assert run.folder == tmp_path / "run"
     assert measured(tmp_path / "run") == measured(finished.folder)
     assert saved_steps(tmp_path / "run")[-1] == STEPS
