@@ -225,6 +225,8 @@ def abstract_array(described: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
     dtype = described["dtype"]
     if "impl" in described:
         dtype = jax.eval_shape(lambda: jax.random.key(0, impl=described["impl"])).dtype
+    elif not any(jnp.issubdtype(jnp.dtype(dtype), kind) for kind in (jnp.number, bool)):
+        raise TypeError(f"{dtype!r} is no dtype of an array")
     return jax.ShapeDtypeStruct(tuple(map(operator.index, described["shape"])), dtype)
 
 

@@ -16,6 +16,8 @@ _LOG = logging.getLogger(__name__)
 
 #: The file in the folder. What it says is only for messages.
 FILE = "lock"
+#: Not through a link, which may lead to a file that is not ours to write to.
+_OPEN = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
 #: How long a file server may keep the locks of a host that died.
 _GRACE_SECONDS = 120.0
 
@@ -46,13 +48,24 @@ class FolderLock:
         if self._path in _HELD and not _is_at(_HELD[self._path], self._path):
             # The folder was deleted or renamed, and made again.
             os.close(_HELD.pop(self._path))
-        if self._path in _HELD or is_remote(self._folder):
+        # It may be held by another path, through a link.
+        if is_remote(self._folder) or any(_is_at(x, self._path) for x in _HELD.values()):
             return None
         self.refusal, began = None, time.monotonic()
+        told = False
         while (holder := self._try()) is not None:
-            if time.monotonic() - began >= _patience(holder):
+            patience = _patience(holder)
+            if time.monotonic() - began >= patience:
                 self.refusal = self._refuse(holder)
                 break
+            if patience == _GRACE_SECONDS and not told:
+                told = True
+                _LOG.warning(
+                    "%s is locked by another host, %s; waiting %d s, in case it died.",
+                    self._folder,
+                    holder["host"],
+                    patience,
+                )
             time.sleep(0.1)
         return self.refusal
 
@@ -91,7 +104,7 @@ class FolderLock:
     def _try(self) -> dict[str, Any] | None:
         """Lock the folder once; return what is known of who has it, if another does."""
         while True:
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+            file = os.open(self._path, _OPEN, 0o666)
             if not _lock(file):
                 holder = _read(file)
                 os.close(file)

@@ -118,7 +118,9 @@ class _Unpickler(_PythonUnpickler):
             self._entries = {info.filename: info for info in archive.infolist()}
         pickles = [name for name in self._entries if name.endswith("/data.pkl")]
         if len(pickles) != 1:
-            raise _Refused("is a zip archive, but not one of torch.save.")
+            raise _Refused(
+                "is a zip archive, but not one of torch.save; give another file."
+            )
         self._root = pickles[0].removesuffix("data.pkl")
         if f"{self._root}constants.pkl" in self._entries:
             raise _Refused(

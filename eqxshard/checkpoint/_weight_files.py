@@ -59,7 +59,7 @@ def map_weights(path: Path, like: PyTree) -> dict[str, np.ndarray]:
         path = _choose(path)
     if not path.exists() and index_of(path).is_file():
         path = index_of(path)
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(
             f"{os.fspath(path)!r} does not exist; give a file of weights, or the folder of "
             "one."

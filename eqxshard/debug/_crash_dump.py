@@ -32,6 +32,8 @@ from ..transforms._partition import Static, partition
 from ._script import name_in_script
 
 _FILE = "crash_dump.json"
+#: What comes of JSON that says something else than is expected.
+_ERRORS = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
 
 
 @dataclass(frozen=True)
@@ -142,11 +144,11 @@ def read_crash_dump(folder: Any, make_model: Callable[[Any], PyTree]) -> CrashDu
             "steps": [int(dump["steps"][0]), *map(int, dump["steps"][1:])],
             "rows": dump["rows"] and [*map(int, dump["rows"])],
             "loss_name": dump["loss_fn"] and str(dump["loss_fn"]),
-            "compute": dump["compute"] and jnp.dtype(dump["compute"]),
+            "compute": dump["compute"] and _float(dump["compute"]),
         }
         trained = {*dump["trained"]}
         inputs = dump["batch"], {"list": [*dump["extra"]]}
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except _ERRORS as error:
         raise _not_ours(folder, error) from None
     like, like_state = without_state(eqx.filter_eval_shape(make_model, jax.random.key(0)))
     _, model_static = partition(like)
@@ -157,7 +159,7 @@ def read_crash_dump(folder: Any, make_model: Callable[[Any], PyTree]) -> CrashDu
     try:
         batch, extra = [_rebuild(part, arrays, model_static) for part in inputs]
         key = arrays["key"]
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except _ERRORS as error:
         raise _not_ours(folder, error) from None
     made = static.combine([arrays[path] for path in wanted])
     leaf_is_trained = [path in trained for path in wanted if path.startswith("model.")]
@@ -169,6 +171,13 @@ def read_crash_dump(folder: Any, make_model: Callable[[Any], PyTree]) -> CrashDu
         key=key,
         extra=extra,
     )
+
+
+def _float(name: str) -> Any:
+    dtype = jnp.dtype(name)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"nothing is computed in {name!r}")
+    return dtype
 
 
 def _not_ours(folder: Any, error: Exception) -> ValueError:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from ..distributed import allgather_json
+from ..sharding._text import did_you_mean
 from ._run import Run
 from ._watchdog import Watchdog
 
@@ -154,7 +155,12 @@ class CallbackList:
 
 
 def check_callbacks(callbacks: Sequence[Any]) -> None:
-    """Refuse other things than callbacks, and numbers of steps that make no sense."""
+    """Refuse other things than callbacks, and what of them makes no sense."""
+    if isinstance(callbacks, Callback):
+        raise TypeError(
+            f"callbacks is one {type(callbacks).__name__}; give a list of callbacks, such "
+            f"as [{type(callbacks).__name__}(...)]."
+        )
     for each in callbacks:
         if not isinstance(each, Callback):
             raise TypeError(
@@ -165,6 +171,18 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
             raise ValueError(
                 f"{type(each).__name__}.every={each.every} must be at least 1, or None."
             )
+        for name in dir(each):
+            if name in _EVENTS or name.startswith("_"):
+                continue
+            if hint := did_you_mean(name, _EVENTS, cutoff=0.8):
+                raise TypeError(
+                    f"{type(each).__name__}.{name} is never called; {hint}If it is yours "
+                    f"to call, use another name, such as _{name}."
+                )
+
+
+#: The methods that `fit` calls with the run.
+_EVENTS = [name for name in vars(Callback) if name.startswith("after_")]
 
 
 def _with_own(callbacks: Sequence[Callback], method: str) -> list[Callback]:

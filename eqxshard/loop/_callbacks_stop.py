@@ -29,7 +29,8 @@ class EarlyStopping(Callback):
     **Raises:**
 
     `ValueError` if `patience` is less than 1, `min_delta` is negative or `mode` is not
-    known; during the run, if an evaluation is reported without the metric.
+    known; during the run, if an evaluation, or others of its kind, such as
+    `train/`, are reported without the metric.
 
     !!! Example
 
@@ -69,7 +70,8 @@ class EarlyStopping(Callback):
     def after_report(self, run: Run) -> None:
         """Compare the metric with its best value."""
         if self.metric not in run.values:
-            if any(name.startswith("eval/") for name in run.values):
+            kind = self.metric.partition("/")[0] if "/" in self.metric else "eval"
+            if any(name.startswith(("eval/", f"{kind}/")) for name in run.values):
                 raise ValueError(
                     f"EarlyStopping waits for {self.metric!r}, which the report of step "
                     f"{run.step} does not have; use one of {', '.join(run.values)}."

@@ -167,11 +167,11 @@ class RunFolder:
         return [*trackers, ProgressBar(total_steps, title=title)]
 
     def history(self) -> list[dict[str, Any]]:
-        """Every line of `metrics.jsonl`, and those that wait for room on a full disk."""
+        """The reports in `metrics.jsonl`, and those that wait for room on a full disk."""
         waiting = self._log.waiting if self._log else []
-        return [line for _, line in read_whole_lines(self.metrics)] + [
-            json.loads(text) for text in waiting
-        ]
+        lines = [line for _, line in read_whole_lines(self.metrics)]
+        lines += [json.loads(text) for text in waiting]
+        return [line for line in lines if _is_report(line)]
 
     def read_summary(self) -> dict[str, Any]:
         """What `summary.json` has; empty if there is none, or it is damaged."""
@@ -209,6 +209,15 @@ class _PageTracker:
     def close(self) -> None:
         """Write it for the last time."""
         self._folder.write_page()
+
+
+def _is_report(line: Mapping[str, Any]) -> bool:
+    """Whether a line is one of ours: somebody may have written others between them."""
+    times = [x for k, x in line.items() if k.startswith(("seconds/", "train/seconds"))]
+    numbers = (line.get("epoch"), *times)
+    return isinstance(line.get("step"), int) and all(
+        isinstance(x, int | float) for x in numbers
+    )
 
 
 def script_name() -> str:

@@ -56,7 +56,8 @@ class RunRecord:
 
     def begin(self, facts: Mapping[str, Any], first: int) -> None:
         """Write the record of a run that starts, or resumes, at a step."""
-        starts = read_values(self._folder.record).get("starts", []) if first else []
+        starts = read_values(self._folder.record).get("starts") if first else None
+        starts = starts if isinstance(starts, list) else []
         start = {"time": _now(), "step": first}
         self._facts = {**facts, "starts": [*starts, start], "ended": None}
         self._write()

@@ -54,9 +54,9 @@ def restore_model(
     **Raises:**
 
     `FileNotFoundError` if the run has no checkpoint. `ValueError` if none has a value of
-    `best`, the run kept a best checkpoint and neither `best` nor `step` says which one to
-    read, the model is not the one that was trained, or has a state, and as
-    [`eqxshard.train`][] does for devices.
+    `best`, the run kept a best checkpoint by the other `mode`, or neither `best` nor
+    `step` says which one to read, the model is not the one that was trained, or has a
+    state, and as [`eqxshard.train`][] does for devices.
 
     !!! Example
 
@@ -86,25 +86,31 @@ def restore_model(
             "Checkpointer.restore."
         )
     if step is None:
-        step = _choose(folder, checkpointer, best)
+        step = _choose(folder, checkpointer, best, mode)
     return checkpointer.restore_model(like.model, step=step)
 
 
 def _choose(
-    folder: RunFolder, checkpointer: Checkpointer, best: str | None
+    folder: RunFolder, checkpointer: Checkpointer, best: str | None, mode: str
 ) -> int | Literal["newest"]:
     """The best checkpoint; the newest if nothing is best."""
-    kept = read_values(folder.record).get("best")
+    record = read_values(folder.record)
+    kept, kept_mode = record.get("best"), record.get("mode", mode)
     if best is None and kept is not None:
         raise ValueError(
             f"the run in {folder.path} kept the best checkpoint by {kept}, so say which "
             f"one to read; give best={kept!r} with its mode=, or step='newest'."
         )
+    if best is not None and best == kept and mode != kept_mode:
+        raise ValueError(
+            f"the run in {folder.path} kept the {kept_mode} of {kept}, and this reads the "
+            f"{mode}; give mode={kept_mode!r}, or step= the one to read."
+        )
     step = checkpointer.best_step()
     if best is not None and step is None and checkpointer.steps():
         raise ValueError(
             f"no checkpoint in {folder.checkpoints} has a value of {best}; use another "
-            "metric, or none for the newest checkpoint."
+            "metric, or step='newest'."
         )
     return "newest" if step is None else step
 

@@ -26,7 +26,7 @@ from ..distributed import (
     broadcast_from_first,
     is_main_process,
 )
-from ..loop._callbacks import Callback
+from ..loop._callbacks import Callback, check_callbacks
 from ..loop._callbacks_steps import Profile
 from ..loop._fit import fit
 from ..loop._protocols import Tracker
@@ -191,6 +191,7 @@ def train(
     last = last_step(config, epochs, steps, len(loader))
     optim = optim_for(make_optim, last)
     evaluation = Evaluation(metric_fn, eval_data, mesh, config, precision, lint)
+    check_callbacks(callbacks)
     callbacks = [*callbacks, *_profile(config, folder, last)]
     checkpointer = Checkpointer(
         folder.checkpoints,
@@ -258,6 +259,7 @@ def train(
                 "batch_size": config.batch_size,
                 "unit": _unit(train_data),
                 "best": best,
+                "mode": mode,
                 **describe_devices(mesh),
                 **facts,
             }

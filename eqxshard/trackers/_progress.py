@@ -1,5 +1,6 @@
 """A progress bar, or plain lines for logs."""
 
+import contextlib
 import sys
 from collections.abc import Mapping
 
@@ -56,7 +57,9 @@ class ProgressBar:
         self._live: tuple[Progress, TaskID] | None = None
         self._in_notebook = NotebookBar(total_steps)
         if title:
-            self._print(title)
+            # The disk of a log may be full, which is no reason not to train.
+            with contextlib.suppress(OSError):
+                self._print(title)
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
         """Move the bar, or print a line; evaluations always get a line."""

@@ -39,11 +39,11 @@ def unused_axes(
             "over, or another rule (a smaller min_size)."
         )
     elif "fsdp" in idle:
-        n = idle["fsdp"]
+        n = idle["fsdp"] * mesh.shape.get("data", 1)
         yield (
-            f"fsdp={n} splits the batch, but no array of the model, so each device holds "
-            f"all of it, as with data={n}; use rule=eqxshard.fsdp() (perhaps with a "
-            f"smaller min_size), or use data={n}."
+            f"fsdp={idle['fsdp']} splits the batch, but no array of the model, so each "
+            f"device holds all of it, as with data={n}; use rule=eqxshard.fsdp() (perhaps "
+            f"with a smaller min_size), or use data={n}."
         )
     others = idle.keys() - {"data", "fsdp"}
     if not others:

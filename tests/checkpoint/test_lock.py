@@ -63,7 +63,7 @@ def test_a_folder_is_one_programs_until_that_is_gone(tmp_path, train_step, monke
     assert sorted(os.listdir(folder)) == ["2", "eqxshard.txt"]
 
 
-def test_a_host_that_died_is_waited_for(tmp_path, train_step, monkeypatch):
+def test_a_host_that_died_is_waited_for(tmp_path, train_step, monkeypatch, caplog):
     """Its locks end a while after it, and a scheduler has started the run elsewhere."""
     other = (tmp_path / "lock").open("w")
     json.dump({"pid": 7, "host": "another", "since": "yesterday"}, other)
@@ -72,6 +72,7 @@ def test_a_host_that_died_is_waited_for(tmp_path, train_step, monkeypatch):
     monkeypatch.setattr("eqxshard.checkpoint._lock.time.sleep", lambda _: other.close())
     assert fit(tmp_path, train_step).steps() == [2]
     assert other.closed
+    assert caplog.text.count("is locked by another host, another; waiting 120 s") == 1
 
 
 def test_a_run_that_fails_lets_go_of_its_folder(tmp_path, train_step):
@@ -100,6 +101,31 @@ def test_a_program_has_its_folder_from_the_first_save_to_wait(tmp_path):
     assert (tmp_path / "lock").exists()
     checkpointer.wait()
     assert not (tmp_path / "lock").exists() and checkpointer.steps() == [0, 1]
+
+
+def test_a_folder_and_a_link_to_it_are_one(tmp_path):
+    folder, link = tmp_path / "run", tmp_path / "link"
+    first = eqxshard.Checkpointer(folder)
+    first.save(new_state())
+    link.symlink_to(folder)
+    again = eqxshard.Checkpointer(link)
+    state = new_state()
+    again.save(eqx.tree_at(lambda s: s.step, state, state.step + 1))
+    again.wait()
+    assert (folder / "lock").exists()
+    first.wait()
+    assert not (folder / "lock").exists() and first.steps() == [0, 1]
+
+
+def test_a_lock_that_is_a_link_leads_nowhere(tmp_path):
+    (tmp_path / "thesis").write_text("all of it")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "lock").symlink_to(tmp_path / "thesis")
+    checkpointer = eqxshard.Checkpointer(tmp_path / "run")
+    checkpointer.save(new_state())
+    with pytest.raises(OSError, match="; give a folder that can be written to"):
+        checkpointer.wait()
+    assert (tmp_path / "thesis").read_text() == "all of it"
 
 
 @pytest.mark.slow

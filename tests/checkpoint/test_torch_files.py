@@ -386,7 +386,7 @@ def test_other_archives_are_refused(file, tmp_path):
     refused(path, r"x\.pt' was written on a big-endian machine")
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("readme.txt", b"")
-    refused(path, r"x\.pt' is a zip archive, but not one of torch")
+    refused(path, r"x\.pt' is a zip archive, but not one of torch\.save; give")
     path.write_bytes(file.read_bytes())
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr("archive/constants.pkl", b"")

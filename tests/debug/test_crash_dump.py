@@ -1,6 +1,7 @@
 """Crash dumps: written, read back, and refused if they are damaged or forged."""
 
 import json
+import math
 import shutil
 from typing import Any
 
@@ -210,10 +211,13 @@ LEAF = {"shape": [2**40], "dtype": "float32", "spec": []}
     [
         {"steps": []},
         {"steps": "x"},
+        {"steps": [math.inf]},
         {"rows": {"x": 1}},
         {"leaves": []},
         {"leaves": {"model": {"shape": [-1], "dtype": "x"}}},
+        {"leaves": {"batch.x": {"shape": [8, 4], "dtype": "object"}}},
         {"compute": "os.system"},
+        {"compute": "object"},
         {"trained": None},
         {"batch": {"array": "nowhere"}},
         {"batch": {"object": "os:system", "fields": {}}},

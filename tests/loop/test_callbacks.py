@@ -162,6 +162,10 @@ def test_a_callback_of_each_kind_continues_from_its_checkpoint(tmp_path):
 MISTAKES: dict[str, tuple[Any, str]] = {
     "function": (print, "a builtin_function_or_method is not a callback; give an"),
     "class": (Callback, "a type is not a callback; give an instance of a subclass of"),
+    "misspelt": (
+        type("Counts", (Callback,), {"after_steps": print})(),
+        r"Counts\.after_steps is never called; did you mean 'after_step'\?",
+    ),
     "every": (Events(every=0), r"Events\.every=0 must be at least 1, or None"),
 }
 
@@ -171,6 +175,11 @@ def test_mistakes_are_refused(mistake, unannotated):
     callback, sentence = MISTAKES[mistake]
     with pytest.raises((TypeError, ValueError), match=sentence):
         fit(callbacks=[callback])
+
+
+def test_callbacks_are_a_list(unannotated):
+    with pytest.raises(TypeError, match="callbacks is one Events; give a list"):
+        fit(callbacks=Events())
 
 
 def test_waiting_for_the_callbacks_of_others_is_not_their_time(monkeypatch):

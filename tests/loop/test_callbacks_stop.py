@@ -67,6 +67,20 @@ def test_a_metric_that_is_never_there_is_an_error():
     assert str(error.value).endswith("train/examples_per_second, eval/score.")
 
 
+def test_a_misspelt_metric_of_training_is_an_error():
+    state, train_step = fresh()
+    with pytest.raises(
+        ValueError, match=r"waits for 'train/los', .*; use one of .*train/l"
+    ):
+        eqxshard.fit(
+            state,
+            train_step,
+            make_loader(),
+            steps=2,
+            callbacks=[EarlyStopping("train/los", patience=1)],
+        )
+
+
 @pytest.mark.parametrize("options", [{"patience": 0}, {"min_delta": -1}, {"mode": "best"}])
 def test_options_of_early_stopping_make_sense(options, unannotated):
     with pytest.raises(ValueError, match="must be at least 1, min_delta"):

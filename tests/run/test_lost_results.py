@@ -137,6 +137,21 @@ def test_a_checkpoint_that_was_copied_to_another_step_is_not_that_step(copy, cap
     assert checkpointer.best_step() != 999
 
 
+def test_what_others_wrote_among_the_metrics_does_not_cost_the_result(copy, finished):
+    lines = read_lines(copy)
+    shutil.rmtree(copy / "checkpoints" / str(STEPS))
+    strange = [{"step": 3}, {"step": 3, "epoch": "x"}, {"note": "mine"}]
+    strange += [{"step": 3, "epoch": 0.5, "seconds/data": "long"}]
+    with (copy / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in strange)
+    record = json.loads((copy / "run.json").read_text())
+    (copy / "run.json").write_text(json.dumps(record | {"starts": 7}))
+    run = train(copy, resume("yes"))
+    assert_same_result(run, finished)
+    assert len(read_lines(copy)) == len(lines) + 3
+    assert [x["step"] for x in json.loads((copy / "run.json").read_text())["starts"]] == [8]
+
+
 @pytest.mark.slow
 def test_of_two_runs_that_start_at_once_one_is_refused(tmp_path):
     folder = tmp_path / "run"

@@ -81,6 +81,11 @@ def test_a_run_that_kept_the_best_wants_to_know_which_to_read(tmp_path):
     with pytest.raises(ValueError, match=r"give best='eval/loss' with its mode=, or step="):
         restore_model(MAKE, config=config)
     assert_equal(restore_model(MAKE, config=config, step="newest"), run.state.model)
+    # The largest loss is not what the run kept.
+    with pytest.raises(ValueError, match=r"kept the min of eval/loss, .*; give mode='min'"):
+        restore_model(MAKE, config=config, best="eval/loss")
+    read = restore_model(MAKE, config=config, best="eval/loss", mode="min")
+    assert_equal(read, run.state.model)
 
 
 def test_the_default_folder_is_the_one_that_train_writes_to(trained, monkeypatch, tmp_path):

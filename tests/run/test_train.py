@@ -358,7 +358,9 @@ def test_axes_over_which_nothing_is_split_are_named_once(tmp_path, capsys):
     assert line.startswith("warning: nothing is split over tensor=2, so its devices repeat")
     assert "over tensor=2" in (tmp_path / "1" / "warnings.jsonl").read_text()
     train(tmp_path / "2", dataclasses.replace(config, mesh="data=2,fsdp=4"))
-    assert "warning: fsdp=4 splits the batch, but no array" in capsys.readouterr().err
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if "warning: " in x]
+    assert line.startswith("warning: fsdp=4 splits the batch, but no array")
+    assert line.endswith("or use data=8.")
 
 
 class Endless:

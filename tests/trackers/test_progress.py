@@ -147,6 +147,20 @@ def test_stderr_is_the_default(capsys):
     assert captured.err == "LeNet\nepoch 1  step 2/2  train loss 1.000\n"
 
 
+class FullDisk(StringIO):
+    """The log of a job whose disk is full."""
+
+    def write(self, text):
+        raise OSError(28, "No space left on device")
+
+
+def test_a_log_on_a_full_disk_does_not_keep_a_run_from_starting():
+    bar = ProgressBar(10, title="MLP", console=Console(file=FullDisk()))
+    # `fit` logs this, and goes on.
+    with pytest.raises(OSError, match="No space left"):
+        bar.log(10, {"epoch": 1.0, "train/loss": 0.5})
+
+
 def test_total_steps_must_be_positive():
     with pytest.raises(ValueError, match="total_steps=0 must be at least 1"):
         ProgressBar(0)

@@ -221,14 +221,15 @@ def read_header(path: Path) -> Header:
     header = Header(*rest)
     if len(head) < _HEADER_BYTES:
         raise _truncated(path, size, "at least 64")
-    if version != _VERSION or header.item_bytes not in (1, 2, 4) or not header.vocab:
+    if version != _VERSION:
         raise ValueError(
             f"{path} is a token file of version {version}, and only version {_VERSION} can "
             "be read; prepare the text again."
         )
     if size != header.nbytes:
         raise _truncated(path, size, f"{header.nbytes:,}")
-    if header.vocab > 256**header.item_bytes or header.documents > header.size + 1:
+    is_sound = header.item_bytes in (1, 2, 4) and header.documents <= header.size + 1
+    if not is_sound or not 0 < header.vocab <= 256**header.item_bytes:
         raise ValueError(
             f"{path} is damaged: its header tells of {header.documents:,} documents in "
             f"{header.size:,} tokens of {header.item_bytes} bytes, and of a vocabulary of "

@@ -253,8 +253,9 @@ def load_tokenizer(
             )
         return CharTokenizer.of(text)
     path = _file(tokenizer)
+    content = _read(path)
     try:
-        saved = parse_json(_read(path))
+        saved = parse_json(content)
     except ValueError as error:
         raise ValueError(
             f"{path} is not a tokenizer: it is not JSON ({error}); give 'byte', 'char' or "
