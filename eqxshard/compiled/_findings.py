@@ -32,6 +32,8 @@ Lint = Level | Mapping[str, Level]
 
 #: Ignore arrays smaller than this.
 SMALL = 2**16
+#: The scope of what a rewrite of ours put into a step, which users cannot change.
+REWRITTEN = "eqxshard_rewrite"
 
 
 class LintWarning(UserWarning):

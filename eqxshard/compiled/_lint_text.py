@@ -15,7 +15,7 @@ from ..sharding._spec import axes_of
 from ..sharding._text import comma_list
 from ._causes import Causes
 from ._communication import Operation, find_collectives
-from ._findings import SMALL, Finding
+from ._findings import REWRITTEN, SMALL, Finding
 from ._hlo import VIEWS, Instruction, Module, parse_shapes
 
 _ALIAS = re.compile(r"\{[\d, ]*\}: \((\d+), \{[\d, ]*\}, (?:may|must)-alias\)")
@@ -88,8 +88,8 @@ class TextLint:
         collectives = [
             operation
             for operation in find_collectives(self._module, math.prod(self._sizes.values()))
-            # In per-device code, the user gathers on purpose.
-            if "shard_map" not in operation.start.op_name
+            # In per-device code, the user gathers on purpose; and our rewrites do.
+            if not any(x in operation.start.op_name for x in ("shard_map", REWRITTEN))
         ]
         gathers = [
             (operation, self._causes.leaves(operation))

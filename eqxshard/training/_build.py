@@ -83,7 +83,9 @@ def _is_variable(atom: Any) -> bool:
 def _read(atom: Any, values: Mapping[Any, Any]) -> Any:
     if _is_variable(atom):
         return values[atom]
-    return np.asarray(atom.val, atom.aval.dtype)
+    value = np.asarray(atom.val, atom.aval.dtype)
+    # A number of Python's is of a weak type, which a counter may rely on.
+    return jnp.asarray(value.item()) if atom.aval.weak_type else value
 
 
 def _variables(eqn: Any) -> list[Any]:
@@ -332,6 +334,8 @@ class _Programs:
         if not there.is_fully_replicated:
             # From several processes, jit takes only what each device needs all of.
             data = jax.make_array_from_callback(data.shape, there, data.__getitem__)
+        elif getattr(value, "weak_type", False) and not value.ndim:
+            data = data.item()
         return _Input(data, there, impl)
 
 

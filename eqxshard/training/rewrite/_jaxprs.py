@@ -6,6 +6,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from ...compiled._findings import REWRITTEN
+
 
 def is_jaxpr(part: Any) -> bool:
     """Whether a parameter of an equation is a jaxpr."""
@@ -54,8 +56,14 @@ def map_jaxprs_in(rewrite: Callable[[Any], Any], part: Any) -> Any:
 
 def call_function(fn: Callable[..., Any], variables: Sequence[Any]) -> Any:
     """An equation that calls a function on variables."""
+
+    @jax.jit
+    @jax.named_scope(REWRITTEN)
+    def rewritten(*args: Any) -> Any:
+        return fn(*args)
+
     avals = [variable.aval for variable in variables]
-    (call,) = jax.make_jaxpr(jax.jit(fn))(*avals).eqns
+    (call,) = jax.make_jaxpr(rewritten)(*avals).eqns
     return call.replace(invars=[*variables])
 
 
