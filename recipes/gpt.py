@@ -20,12 +20,15 @@ from eqxshard.data import text
 from eqxshard.run import default
 
 
-def loss_fn(model, batch, key):
-    return model.losses(**batch, key=key)
+def loss_fn(model, batch, key=None):
+    arguments = dict(batch)
+    # How much a packed example counts, which matters to a model in stages.
+    weight = arguments.pop("__weight__", None)
+    return model.losses(**arguments, weight=weight, key=key)
 
 
 def metric_fn(model, batch):
-    return {"loss": model.losses(**batch)}
+    return {"loss": loss_fn(model, batch)}
 
 
 def make_rule(shape):

@@ -159,9 +159,9 @@ def test_a_search_of_nothing(command):
 def test_pages_of_runs_are_written(command, tmp_path):
     for name in ("one", "two"):
         make_run(tmp_path / name, record=make_record())
-    status, out, err = command("page", "one")
-    assert (status, out, err) == (0, "one/index.html\n", "")
-    assert (tmp_path / "one" / "index.html").exists()
+    page = tmp_path / "one" / "index.html"
+    assert command("page", "one") == (0, f"{page}\n", "")
+    assert page.exists()
     assert command("compare", "one", "two")[:2] == (0, "compare.html\n")
     assert (tmp_path / "compare.html").exists()
     assert_refused(command("compare", "one", "one"), "the same; give each run once")

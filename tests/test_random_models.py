@@ -336,8 +336,8 @@ def test_errors_are_larger_than_the_bound_on_rounding(dtype):
     compare(trained, train_by_hand(case))
     wrong = {
         "a lost gradient": {"trainable": {"a": True, "b": False}},
-        "a doubled example": {"__weight__": weight + (np.arange(ROWS) == 3)},
-        "a lost shard": {"__weight__": weight * (np.arange(ROWS) < ROWS - 4)},
+        "a doubled example": {"weight": weight + (np.arange(ROWS) == 3)},
+        "a lost shard": {"weight": weight * (np.arange(ROWS) < ROWS - 4)},
         "swapped arrays": {"model": {"a": model["b"], "b": model["a"]}},
     }
     for change in wrong.values():

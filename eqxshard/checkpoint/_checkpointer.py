@@ -270,9 +270,10 @@ class Checkpointer:
     ) -> None:
         """Save a state; return before it is written.
 
-        A state that contains NaN is not saved, nor one with infinite trained parameters,
-        nor one whose step has a checkpoint already. If the last save is still being
-        written, wait for it first. Call `wait` before the program ends.
+        A state that contains NaN is not saved, nor one with infinite trained parameters
+        (other than minus infinity, as in masks), nor one whose step has a checkpoint
+        already. If the last save is still being written, wait for it first. Call `wait`
+        before the program ends.
 
         **Arguments:**
 

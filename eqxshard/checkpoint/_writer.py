@@ -71,8 +71,8 @@ class CheckpointWriter:
         **Arguments:**
 
         - `leaves`: the arrays by their paths.
-        - `trained`: the paths of those that must be finite. Others may be infinite, such
-            as a mask, or the best loss so far, but not NaN.
+        - `trained`: the paths of those that must not be infinite. Others may be, such as
+            the best loss so far, but not NaN.
         - `description`: what is written beside them.
         """
         self._error = None
@@ -213,7 +213,8 @@ def _find_flaws(
 
 @jax.jit
 def _is_not_finite(x: Array) -> Bool[Array, ""]:
-    return ~jnp.all(jnp.isfinite(x))
+    # Minus infinity is what a mask holds, which may count as trained.
+    return ~jnp.all(jnp.isfinite(x) | (x == -jnp.inf))
 
 
 @jax.jit

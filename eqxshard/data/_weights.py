@@ -42,7 +42,7 @@ def check_weights(batch: Any) -> None:
     `ValueError` if a weight is negative or not finite, or the sum of a batch's loss
     weights is negative.
     """
-    if not isinstance(batch, Mapping):
+    if not isinstance(batch, Mapping) or not (WEIGHT in batch or LOSS_WEIGHT in batch):
         return
     found = [batch.get(name) for name in (WEIGHT, LOSS_WEIGHT)]
     # What is not an array of numbers is refused by its shape.

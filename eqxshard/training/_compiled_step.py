@@ -41,7 +41,8 @@ class CompiledStep:
         self._kind = kind
         #: The mesh that it runs on.
         self.mesh = mesh = config.mesh
-        self._batch_sharding = kind.sharding(mesh)
+        #: The sharding of a batch; `None` for any.
+        self.batch_sharding = kind.sharding(mesh)
         if extra is not None:
             extra.check_on(mesh, "extra")
         params, _ = split_model(state.model, config.trainable)
@@ -82,7 +83,7 @@ class CompiledStep:
             train_step,
             Watch(compile_log, train_step.__name__, name_arguments),
             donate_argnums=0,
-            in_shardings=(self.shardings, self._batch_sharding, None),
+            in_shardings=(self.shardings, self.batch_sharding, None),
             out_shardings=(self.shardings, whole),
         )
 
@@ -114,11 +115,6 @@ class CompiledStep:
     def check_shapes(self, batch: PyTree) -> None:
         """Raise `ValueError` unless the rows of a batch divide over the mesh."""
         self._kind.check_shapes(batch, self.mesh, self._config.accumulate)
-
-    def check_ready(self, batch: PyTree) -> None:
-        """Raise `ValueError` if a batch was donated, or is on other devices."""
-        accumulate = self._config.accumulate
-        self._kind.check_ready(batch, self.mesh, self._batch_sharding, accumulate)
 
     def check_inputs(self, state: TrainState, batch: PyTree) -> None:
         """Raise `ValueError` if a state or a batch does not fit this step."""

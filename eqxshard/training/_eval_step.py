@@ -167,6 +167,7 @@ class EvalStep:
         ready = self._ready.get((signature, kind))
         mesh, jitted = ready or self._compile(arrays, signature, kind)
         kind.check_shapes(batch, mesh, 1)
+        check_weights(batch)
         kind.check_ready(batch, mesh, kind.sharding(mesh))
         if ready is None:
             self._prepare(arrays, signature, kind, batch)

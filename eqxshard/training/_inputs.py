@@ -14,7 +14,6 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
 from ..data._resident import DeviceBatches
-from ..data._weights import check_weights
 from ..sharding._leaves import is_array, leaf_path
 from ..sharding._mesh import (
     batch_sharding,
@@ -49,11 +48,9 @@ class StepInput(abc.ABC):
     ) -> None:
         """Raise `ValueError` if a batch was donated, or is committed elsewhere.
 
-        JAX 0.10 ends the process on either. Also if its weights are negative, as far as
-        they are NumPy arrays; the step takes others for not finite. `wanted` is the
-        sharding of this kind on the mesh, which the usual batch has.
+        JAX 0.10 ends the process on either. `wanted` is the sharding of this kind on the
+        mesh, which the usual batch has.
         """
-        check_weights(batch)
         elsewhere = False
         for leaf in jax.tree.leaves(batch):
             if not isinstance(leaf, jax.Array):

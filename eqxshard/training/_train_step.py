@@ -275,15 +275,20 @@ class TrainStep:
         extra_arrays, signature = take_extra(extra)
         key = static, kind, signature
         compiled = self._ready.get(key) or self._prepare(state, batch, extra_arrays, key)
-        compiled.check_ready(batch)
+        # Negative weights, as far as they are on the host; a step takes others for nan.
+        check_weights(batch)
+        config = self.config
+        kind.check_ready(batch, compiled.mesh, compiled.batch_sharding, config.accumulate)
         if extra_arrays:
             check_not_donated(extra_arrays)
         # JAX 0.10 segfaults on deleted buffers. Only if somebody has read the state can
         # others share its arrays; until then they are donated together, and the first one
         # tells.
-        seen = arrays[:1] if state._values is None else arrays
-        if any_donated(seen):
+        unread = state._values is None
+        donated = arrays[0].is_deleted() if unread else any_donated(arrays)
+        if donated:
             raise ValueError(DONATED)
+        seen = arrays[:1] if unread else arrays
         kept = [*jax.tree.leaves(batch), *extra_arrays]
         arrays = copy_taken(seen, kept) + arrays[len(seen) :]
         self._in_flight.make_room()

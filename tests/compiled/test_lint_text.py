@@ -15,13 +15,12 @@ from lint_helpers import (
     found,
     lint,
     make_mesh,
-    no_warnings_of_jax,
     square_losses,
 )
 
 import eqxshard
 from eqxshard.compiled._hlo import parse_module
-from eqxshard.compiled._lint_text import TextLint
+from eqxshard.compiled._lint_text import Argument, TextLint
 
 
 class Layer(eqx.Module):
@@ -259,14 +258,17 @@ def test_what_xla_says_of_a_rematerialization():
     assert [*text.findings("I0000 something else\n")] == []
 
 
-def test_an_optimizer_that_changes_a_dtype():
-    def update(updates, state, params=None):
-        return updates, jax.tree.map(lambda x: x.astype(jnp.bfloat16), state)
-
-    optim = optax.GradientTransformation(
-        lambda params: jax.tree.map(jnp.zeros_like, params), update
+def test_an_array_whose_memory_is_not_reused():
+    module = parse_module(
+        "HloModule step, input_output_alias={ {0}: (0, {}, may-alias) }\n\n"
+        "ENTRY %main (a: f32[256,64], b: f32[256,64]) -> f32[256,64] {\n"
+        '  %a = f32[256,64]{1,0} parameter(0), metadata={op_name="arrays[0]"}\n'
+        '  ROOT %b = f32[256,64]{1,0} parameter(1), metadata={op_name="arrays[1]"}\n'
+        "}\n"
     )
-    with no_warnings_of_jax():
-        findings = lint(optim=optim, nonfinite="ignore", data=8, rule=eqxshard.replicate())
-    assert {each.leaf for each in findings} == {"opt_state.up", "opt_state.down"}
-    assert {each.kind for each in findings} == {"donation"}
+    arguments = [
+        Argument(path, (256, 64), 2**16, (), donated=True, in_model=False)
+        for path in ("reused", "kept")
+    ]
+    (finding,) = TextLint(module, {"data": 8}, arguments, {}).findings("")
+    assert (finding.kind, finding.leaf) == ("donation", "kept")

@@ -145,5 +145,6 @@ def test_sizes_must_be_positive(folder, size):
 
 def test_without_pillow_there_are_no_images(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(ImportError, match=r"pip install 'eqxshard\[images\]'"):
         ImageFolder(folder, size=8)

@@ -136,7 +136,8 @@ def test_a_step_computes_little_besides_the_one_written_by_hand():
 def test_flops_are_those_of_the_step_written_by_hand():
     state, train_step = start(4)
     ours = train_step.lower(state, batch()).compile()
-    assert flops(ours) <= 1.02 * flops(by_hand(4))
+    # It also looks at what it writes, so that nothing is kept that is not finite.
+    assert flops(ours) <= 1.03 * flops(by_hand(4))
 
 
 def test_memory_is_that_of_the_state_and_activations():

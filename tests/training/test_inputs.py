@@ -39,7 +39,7 @@ def test_batches_that_do_not_fit_are_refused_and_the_state_is_kept(shape):
 def test_batches_on_other_devices_are_refused():
     state, train_step = setup()
     batch = jax.device_put(make_batch(), jax.devices()[0])
-    message = r"batch entry x is sharded as .*; place it with filter_shard\(batch, batch_sh"
+    message = r"batch entry x is sharded as .*place it with filter_shard\(batch, batch_sh"
     with pytest.raises(ValueError, match=message):
         train_step(state, batch)
 

@@ -30,7 +30,7 @@ def test_the_command_prepares_text(tmp_path, capsys):
         ({"--tokenizer": "gpt2.json"}, "error: there is no tokenizer gpt2.json; give"),
         ({"--tokenizer": "x.txt"}, "error: x.txt is not a tokenizer: it is not JSON"),
         ({"--workers": "0"}, "error: workers=0 must be at least 1."),
-        ({"--output": "x.txt"}, "error: [Errno 17] File exists: 'x.txt'"),
+        ({"--output": "x.txt"}, "error: [Errno 17] File exists: '"),
     ],
 )
 def test_mistakes_are_one_sentence(tmp_path, monkeypatch, capsys, change, says):

@@ -251,7 +251,9 @@ def test_a_check_in_the_condition_of_a_loop_is_reported(mesh):
         return {"x": jax.lax.while_loop(goes_on, lambda x: x + 1, batch["x"])[:, 0]}
 
     where = placed(mesh)
-    eval_step = eqxshard.make_eval_step(metric_fn, lint=LINT, **where)
+    # The condition is over all examples.
+    lint = {**LINT, "global-batch": "off"}
+    eval_step = eqxshard.make_eval_step(metric_fn, lint=lint, **where)
     model = eqxshard.init_state(Model, OPTIM, key=KEY, **where).model
     batch = make_batch()
     for _ in range(2):
