@@ -100,7 +100,7 @@ def predict(
     with closing(one_epoch(loader, "predict")) as batches:
         for batch in batches:
             ONE_BATCH.check_shapes(batch, mesh, 1)
-            ONE_BATCH.check_ready(batch, mesh)
+            ONE_BATCH.check_ready(batch, mesh, ONE_BATCH.sharding(mesh))
             waiting.append(compiled(arrays, batch))
             if len(waiting) >= IN_FLIGHT:
                 fetch()

@@ -95,7 +95,8 @@ def test_a_folder_stays_where_it_is_if_the_script_goes_elsewhere(
         return make_optim(steps)
 
     leave = Every(5, lambda run: os.chdir(tmp_path / "elsewhere"))
-    for options in (dict(callbacks=[leave]), dict(make_optim=leave_first)):
+    ways: list[Any] = [{"callbacks": [leave]}, {"make_optim": leave_first}]
+    for options in ways:
         monkeypatch.chdir(tmp_path)
         shutil.rmtree("run", ignore_errors=True)
         run = train("run", **options)
