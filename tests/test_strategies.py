@@ -300,7 +300,10 @@ def test_no_device_makes_more_of_an_array_than_it_keeps(name, monkeypatch):
             mesh=eqxshard.make_mesh(**{"data": 1, **sizes}),
             rule=rule,
         )
-    found = largest_arrays("".join(program.as_text() for program in compiled))
+    texts = [program.as_text() for program in compiled]
+    # Not the trial of the optimizer, which takes small layers of its own.
+    made = [text for text in texts if text.startswith("HloModule jit_make_arrays")]
+    found = largest_arrays("".join(made))
     assert found.pop("bf16") == 64 * 64 // 8
     assert {"f32", "u32"} < set(found)
     assert max(found.values()) == 64 * 64 // parts

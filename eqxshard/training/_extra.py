@@ -63,7 +63,7 @@ def take_extra(extra: PyTree) -> tuple[list[Any], Signature | None]:
     return ([], None) if extra is None else Signature.of(extra, "extra")
 
 
-def copy_taken(arrays: list[Array], taken: Sequence[Any]) -> list[Array]:
+def copy_taken(arrays: list[Any], taken: Sequence[Any]) -> list[Any]:
     """Copy those of a state's arrays that are also in `taken`, and must not be donated.
 
     Such as after `target = state.model`, until the next step has replaced the state's.
