@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from ..checkpoint._checkpointer import Checkpointer
+from ..sharding._leaves import is_key
 from ..training._extra import any_donated
 from ._callbacks import CallbackList
 from ._media import numbers
@@ -96,8 +97,9 @@ def _is_readable(state: Any) -> bool:
     if any_donated(arrays):
         return False
     if jax.process_count() > 1:
-        # The others may be gone, and what waits for them would wait forever.
-        arrays = [x for x in arrays if x.is_ready()]
+        # The others may be gone, and what waits for them would wait forever. Arrays of
+        # keys cannot say whether they are ready.
+        arrays = [x for x in arrays if not is_key(x) and x.is_ready()]
     try:
         jax.block_until_ready(arrays)
     except Exception:

@@ -103,8 +103,11 @@ QUICK = ("muon", "adafactor", "lamb", "adamw, decays matrices", "by path", "adam
 
 
 def cases(optims):
+    def mark(name):
+        return pytest.mark.slow if name in LOOKING else pytest.mark.thorough
+
     return [
-        pytest.param(optim, id=name, marks=() if name in QUICK else pytest.mark.slow)
+        pytest.param(optim, id=name, marks=() if name in QUICK else mark(name))
         for name, optim in optims.items()
     ]
 
