@@ -165,7 +165,7 @@ def test_pages_of_runs_are_written(command, tmp_path):
     assert command("compare", "one", "two")[:2] == (0, "compare.html\n")
     assert (tmp_path / "compare.html").exists()
     assert_refused(command("compare", "one", "one"), "the same; give each run once")
-    assert_refused(command("page", "three"), "there is no folder three; give the folder")
+    assert_refused(command("page", "three"), "/three; give the folder of a run.")
     assert_refused(
         command("page", "one", "--small"), "unrecognized arguments: --small; see"
     )
