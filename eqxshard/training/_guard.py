@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Int, PyTree
 from ..sharding._leaves import is_inexact
 from ..sharding._mesh import is_on_cpus
 from ..sharding._spec import spec_axes
+from .rewrite._jaxprs import jaxprs_in, open_jaxpr
 
 #: On CPUs, arrays with fewer elements are checked together: with a reduction for each, a
 #: small model would take longer to check than to update.
@@ -179,13 +180,13 @@ class Update:
 
     def is_expensive(self) -> bool:
         """Whether it does more than to read each array a few times."""
-        return _has(self._jaxpr.jaxpr, _EXPENSIVE)
+        return _has(self._jaxpr, _EXPENSIVE)
 
 
 def _has(jaxpr: Any, primitives: set[str]) -> bool:
     """Whether a jaxpr, or one inside of it, has an equation of one of some primitives."""
     return any(
         eqn.primitive.name in primitives
-        or any(_has(inner, primitives) for inner in core.jaxprs_in_params(eqn.params))
-        for eqn in jaxpr.eqns
+        or any(_has(inner, primitives) for inner in jaxprs_in(eqn.params))
+        for eqn in open_jaxpr(jaxpr).eqns
     )
