@@ -37,17 +37,13 @@ def lint(
     The kinds of findings:
 
     - `whole`: an array that its rule could not split, because no dim divides.
-    - `unmatched`: a pattern or rule that decides nothing.
-    - `large-whole`: a large array that no rule splits, on a mesh that could.
+    - `unmatched`: a pattern of a rule that matches nothing.
     - `global-batch`: every device gathers the batch, or something computed from all of it,
         as a loop over examples does (`jax.lax.map`); use `jax.vmap`.
-    - `all-layers`: all stacked layers are gathered at once, before the loop over them.
-    - `whole-parameter`: a parameter is gathered outside its layer, or along an axis that
-        should keep it split.
-    - `rematerialization`: XLA replicates an array to get from one sharding to another.
+    - `all-layers`: all stacked layers are gathered at once.
     - `donation`: a donated array whose memory is not reused.
-    - `dtype`: float64, float32 under a 16-bit precision, or a call of the host.
-    - `batch`: a batch that is whole on one device.
+    - `dtype`: float64, or float32 under a 16-bit precision.
+    - `callback`: a call of the host.
     - `constant`: an array above 1 MB that is compiled in.
 
     **Arguments:**

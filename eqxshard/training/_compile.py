@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..compiled._stderr import read_stderr
 from ..sharding._mesh import is_on_cpus
-from ..transforms._compiles import THREAD, Watch
 from ._extra import any_donated
 from .rewrite._checks import Checks, Errors, collect_checks
 from .rewrite._convolutions import fast_convolutions
@@ -30,16 +28,13 @@ _DEBUG_NANS_LATE = (
 )
 
 
-def jit_on(
-    mesh: Mesh, fn: Callable[..., Any], watch: Watch | None = None, **options: Any
-) -> "Jitted":
+def jit_on(mesh: Mesh, fn: Callable[..., Any], **options: Any) -> "Jitted":
     """Compile a function of PyTrees of arrays for the devices of a mesh.
 
     **Arguments:**
 
     - `mesh`: the mesh that it runs on.
     - `fn`: a pure function.
-    - `watch`: what its compiles are reported as, if they are.
     - `options`: those of `jax.jit`, with `out_shardings`.
 
     **Returns:**
@@ -68,7 +63,7 @@ def jit_on(
     options["out_shardings"] = (options["out_shardings"], whole)
     if on_cpu:
         options["compiler_options"] = _CPU_OPTIONS
-    return Jitted(jax.jit(checked, **options), watch)
+    return Jitted(jax.jit(checked, **options))
 
 
 def jit_is_off() -> ValueError:
@@ -85,12 +80,10 @@ class Program(NamedTuple):
 
     - `jaxpr`: what was traced.
     - `compiled`: what was compiled.
-    - `stderr`: what the compiler wrote to standard error.
     """
 
     jaxpr: Any
     compiled: jax.stages.Compiled
-    stderr: str
 
     @property
     def text(self) -> str:
@@ -101,21 +94,13 @@ class Program(NamedTuple):
 class Jitted:
     """A compiled function, which waits and raises if it has checks."""
 
-    def __init__(self, jitted: Any, watch: Watch | None):
+    def __init__(self, jitted: Any):
         self._jitted = jitted
-        self._watch = watch
 
     def __call__(self, *args: Any) -> Any:
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             raise jit_is_off()
-        seconds: dict[str, float] = {}
-        outer, THREAD.call = THREAD.call, (self._watch, args, seconds)
-        try:
-            out, checks = self._jitted(*args)
-        finally:
-            THREAD.call = outer
-        if seconds and self._watch is not None:
-            self._watch.add(args, seconds)
+        out, checks = self._jitted(*args)
         if checks is not None:
             checks.raise_failed()
         return out
@@ -125,17 +110,8 @@ class Jitted:
 
         A call with arguments like them compiles nothing then: JAX keeps the executable.
         """
-        seconds: dict[str, float] = {}
-        outer, THREAD.call = THREAD.call, (self._watch, args, seconds)
-        try:
-            traced = self._jitted.trace(*args)
-            with read_stderr() as stderr:
-                compiled = traced.lower().compile()
-        finally:
-            THREAD.call = outer
-        if seconds and self._watch is not None:
-            self._watch.add(args, seconds)
-        return Program(traced.jaxpr, compiled, stderr())
+        traced = self._jitted.trace(*args)
+        return Program(traced.jaxpr, traced.lower().compile())
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """As that of `jax.jit`."""

@@ -11,7 +11,7 @@ from jaxtyping import Array, PyTree
 from ..compiled._findings import Finding
 from ..sharding._leaves import array_leaves
 from ..sharding._mesh import format_sharding
-from ..transforms._compiles import CompileLog, Watch, function_name
+from ..transforms._compiles import CompileLog, function_name
 from ._compile import Program, jit_on
 from ._config import ResolvedConfig, StepConfig
 from ._extra import DONATED, Signature, any_donated
@@ -63,25 +63,21 @@ class CompiledStep:
                 return offload_to_host(flatten_state(state)[0], self.shardings), metrics
 
             self.check_shapes(batch)
+            program = (
+                f"{kind.program('train_step', batch)} of {function_name(config.loss_fn)}"
+            )
+            arguments = {"state": static.combine(arrays), "batch": batch}
+            compile_log.add(program, arguments | {"extra": given[0] if given else None})
             return kind.run(one_step, arrays, batch, mesh)
 
         # The name in profiles and compiled modules.
         train_step.__name__ += kind.suffix
-
-        def name_arguments(
-            arrays: list[Any], batch: PyTree, extra_arrays: list[Any]
-        ) -> tuple[str, dict[str, PyTree]]:
-            program = kind.program("train_step", batch)
-            given = None if extra is None else extra.static.combine(extra_arrays)
-            arguments = {"state": static.combine(arrays), "batch": batch, "extra": given}
-            return f"{program} of {function_name(config.loss_fn)}", arguments
 
         whole = NamedSharding(mesh, PartitionSpec())
         #: The compiled function, from arrays and a batch to arrays and metrics.
         self.jitted = jit_on(
             mesh,
             train_step,
-            Watch(compile_log, train_step.__name__, name_arguments),
             donate_argnums=0,
             in_shardings=(self.shardings, self.batch_sharding, None),
             out_shardings=(self.shardings, whole),

@@ -15,7 +15,7 @@ from ..sharding._leaves import array_leaves
 from ..sharding._mesh import check_mesh
 from ..sharding._placement import assign_shardings
 from ..sharding._rule import Rule
-from ..transforms._compiles import CompileLog, Watch, function_name
+from ..transforms._compiles import CompileLog, function_name
 from ._compile import jit_on
 from ._config import mesh_of
 from ._examples import (
@@ -221,7 +221,12 @@ class EvalStep:
 
     def _jit(self, signature: Signature, kind: StepInput, mesh: Mesh) -> Any:
         def eval_step(arrays: list[Array], batch: PyTree) -> Metrics:
-            model, model_state = without_state(signature.static.combine(arrays))
+            whole = signature.static.combine(arrays)
+            program = (
+                f"{kind.program('eval_step', batch)} of {function_name(self._metric_fn)}"
+            )
+            self._compile_log.add(program, {"model": whole, "batch": batch})
+            model, model_state = without_state(whole)
             if self._rule is None:
                 storage, _ = without_state(signature.storage())
             else:
@@ -235,17 +240,9 @@ class EvalStep:
         # The name in profiles and compiled modules.
         eval_step.__name__ += kind.suffix
 
-        def name_arguments(
-            arrays: list[Any], batch: PyTree
-        ) -> tuple[str, dict[str, PyTree]]:
-            program = kind.program("eval_step", batch)
-            arguments = {"model": signature.static.combine(arrays), "batch": batch}
-            return f"{program} of {function_name(self._metric_fn)}", arguments
-
         return jit_on(
             mesh,
             eval_step,
-            Watch(self._compile_log, eval_step.__name__, name_arguments),
             in_shardings=(None, kind.sharding(mesh)),
             out_shardings=NamedSharding(mesh, PartitionSpec()),
         )

@@ -51,8 +51,7 @@ def test_an_eval_step_that_compiles_again_says_why(caplog):
         eval_step(state.model, make_batch(rows))
         eval_step.many(state.model, stack([make_batch()] * rows))
     (record,) = caplog.records
-    assert "eval_step of mean_of_x compiled again" in record.getMessage()
-    assert "Changed: batch.x: shape (32, 8) -> (24, 8); batch.y: " in record.getMessage()
+    assert "eval_step of mean_of_x compiles again. Changed: batch.x" in record.getMessage()
 
 
 def test_an_eval_step_beyond_its_budget_is_refused():
@@ -72,20 +71,6 @@ def test_a_compiled_eval_step_keeps_no_arguments():
     eval_step(state.model, batch)
     del batch
     assert reference() is None
-
-
-def test_an_eval_step_that_does_not_compile_is_not_counted():
-    def metric_fn(model, batch):
-        x = batch["x"][:, 0]
-        if len(x) == 24:
-            x = jax.ffi.ffi_call("nowhere", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
-        return {"x": x}
-
-    state, _ = setup()
-    eval_step = eqxshard.make_eval_step(metric_fn, max_compiles=1)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="nowhere"):
-        eval_step(state.model, make_batch(24))
-    eval_step(state.model, make_batch())
 
 
 def test_many_batches_in_one_dispatch_are_the_same_batches():

@@ -21,9 +21,9 @@ from eqxshard.training.rewrite._jaxprs import jaxprs_in, map_jaxpr, open_jaxpr
 from eqxshard.training.rewrite._rewrite import call_rewritten
 
 #: How many primitives the programs of the sweep have between them, at least.
-PRIMITIVES = 165
+PRIMITIVES = 145
 #: Many of the programs are over the whole batch.
-LINT: Any = {"dtype": "off", "global-batch": "off"}
+LINT: Any = {"callback": "off", "global-batch": "off"}
 SGD = optax.sgd(1.0)
 BATCH = {"x": np.asarray(jax.random.normal(jax.random.key(1), (8, 4)))}
 
@@ -115,7 +115,7 @@ def test_steps_return_what_jax_returns(group):
     Sweep(group).check()
 
 
-SEVERAL = ("linalg", "control flow", "lineax", "optimistix", "diffrax")
+SEVERAL = ("linalg", "control flow", "lineax", "diffrax")
 
 
 @pytest.mark.slow
@@ -134,7 +134,7 @@ def test_rewritten_programs_are_well_formed_and_have_most_primitives(record_prop
                 walk(part)
 
     # Programs that take long to trace have few that the others do not have.
-    for group in GROUPS.keys() - {"optimistix", "diffrax"}:
+    for group in GROUPS.keys() - {"diffrax"}:
         sweep = Sweep(group)
         jaxpr = jax.make_jaxpr(sweep.measure)(sweep.weights, BATCH)
         walk(jaxpr)
