@@ -16,6 +16,8 @@ from jaxtyping import Array, Bool, Int, PyTree
 from ..sharding._leaves import is_inexact
 from ..sharding._mesh import is_on_cpus
 from ..sharding._spec import spec_axes
+from ._gradients import Gradients
+from ._layout import StateLayout
 from .rewrite._jaxprs import jaxprs_in, open_jaxpr
 
 #: On CPUs, arrays with fewer elements are checked together: with a reduction for each, a
@@ -42,12 +44,48 @@ class Written(NamedTuple):
     sharding: NamedSharding
 
 
+def guard_update(
+    update: Callable[[], PyTree], old: PyTree, gradients: Gradients, layout: StateLayout
+) -> tuple[PyTree, Bool[Array, ""]]:
+    """What a step writes: an update if it is finite, and otherwise what was there before.
+
+    **Arguments:**
+
+    - `update`: computes the new parameters, optimizer state and model state.
+    - `old`: these three before the step.
+    - `gradients`, `layout`: of the step.
+
+    **Returns:**
+
+    The new or the old values, and whether the loss, the gradients and the update are
+    finite.
+    """
+    traced = Update(update)
+    new = traced()
+    *_, model_state = old
+    replicated = jax.tree.map(lambda _: layout.replicated, _arrays(model_state))
+    grads = written(gradients.grads, None, layout.update)
+    values = written(new, old, (layout.update, layout.opt_state, replicated))
+    finite = all_finite([*grads, *values], layout.mesh) & jnp.isfinite(gradients.loss)
+    return select_update(finite, traced, new, old, layout.mesh), finite
+
+
+def gradients_fit(gradients: Gradients, layout: StateLayout) -> Bool[Array, ""]:
+    """Whether the loss and the gradients are finite, whatever the update."""
+    grads = written(gradients.grads, None, layout.update)
+    return all_finite(grads, layout.mesh) & jnp.isfinite(gradients.loss)
+
+
+def _arrays(tree: PyTree) -> PyTree:
+    return eqx.filter(tree, eqx.is_array)
+
+
 def written(
     new: PyTree, old: PyTree, shardings: PyTree[NamedSharding | None]
 ) -> list[Written]:
     """The arrays of a PyTree, for `all_finite`; `old` is `None` for gradients."""
-    arrays = [*filter(eqx.is_array, jax.tree.leaves(new))]
-    olds = [*filter(eqx.is_array, jax.tree.leaves(old))] or [None] * len(arrays)
+    arrays = jax.tree.leaves(_arrays(new))
+    olds = jax.tree.leaves(_arrays(old)) or [None] * len(arrays)
     parts = zip(arrays, olds, jax.tree.leaves(shardings), strict=True)
     return [Written(*each) for each in parts]
 

@@ -45,7 +45,7 @@ LOOKS = {
     "tree_at": lambda state: eqx.tree_at(lambda s: s.step, state, state.step),
     "partition": lambda state: eqx.combine(*eqx.partition(state, eqx.is_array)),
     "attributes": lambda state: eqxshard.TrainState(
-        state.step, state.model, state.opt_state, state.key
+        state.step, state.model, state.opt_state, state.key, made_with=state.made_with
     ),
 }
 
