@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from ..compiled._causes import Leaf
 from ..sharding._leaves import array_leaves, is_array, leaf_path
 from ..sharding._spec import axes_of
-from ..training._layout import make_layout, offloaded_arrays
+from ..training._layout import is_offloaded, make_layout
 from ..training._state import TrainState, split_model
 
 
@@ -99,7 +99,9 @@ def shard_bytes(leaf: Any, sharding: Any = None) -> int:
 
 def on_host(state: TrainState) -> set[int]:
     """The `id`s of the arrays that are kept in the host's memory."""
-    return {id(leaf) for leaf in offloaded_arrays(state)}
+    assert state.made_with is not None
+    rule, leaves = state.made_with.rule, jax.tree.leaves(state.opt_state)
+    return {id(leaf) for leaf in leaves if is_offloaded(leaf, rule)}
 
 
 def _optimizer_bytes(

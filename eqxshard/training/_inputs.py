@@ -5,7 +5,7 @@ Each kind is a class with the same methods, so that steps treat them alike.
 
 import abc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
 from ..data._resident import DeviceBatches
-from ..sharding._leaves import is_array, leaf_path
+from ..sharding._leaves import leaf_path
 from ..sharding._mesh import (
     batch_sharding,
     check_batch_size,
@@ -102,9 +102,9 @@ class _Batch(StepInput):
             )
         check_batch_size(next(iter(sizes))[count - 1], mesh, accumulate=accumulate)
         wanted = self.sharding(mesh)
-        leaf: Any
         for path, leaf in leaves:
-            if not (is_array(leaf) or isinstance(leaf, np.ndarray | np.generic)):
+            kinds = jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic
+            if not isinstance(leaf, kinds):
                 raise TypeError(
                     f"batch entry {leaf_path(path)} is a {type(leaf).__module__}."
                     f"{type(leaf).__name__}; convert it with numpy.asarray."
@@ -189,7 +189,7 @@ def several_batches(batches: PyTree) -> StepInput:
     return RESIDENT_BATCHES if isinstance(batches, DeviceBatches) else STACKED_BATCHES
 
 
-def is_elsewhere(leaf: Any, sharding: NamedSharding) -> bool:
+def is_elsewhere(leaf: Any, sharding: NamedSharding) -> TypeGuard[Array]:
     """Whether an array is committed to another sharding."""
     if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array) or not leaf.committed:
         return False

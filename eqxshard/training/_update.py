@@ -50,7 +50,7 @@ def train_step(
     gradients = compute_gradients(config, layout, state, batch, extra)
     params, frozen = split_model(state.model, config.trainable)
     params = filter_shard(params, layout.update)
-    opt_state = fetch_offloaded(state.opt_state, layout.on_host)
+    opt_state = fetch_offloaded(state.opt_state, layout.rule)
     old = params, opt_state, state.model_state
 
     def update() -> PyTree:

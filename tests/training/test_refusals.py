@@ -29,12 +29,12 @@ class Counter(eqx.Module):
         self.last = eqx.nn.Linear(8, 4, key=key)
 
 
-def start(make_model=Model, **options):
+def start(make_model: Any = Model, **options):
     placed: dict[str, Any] = {"mesh": MESH, "rule": REPLICATE}
     return eqxshard.init_state(make_model, OPTIM, key=KEY, **placed, **options)
 
 
-def step(batch=None, *, loss_fn=squared_errors, optim=OPTIM, state=None, **options):
+def step(batch=None, *, loss_fn=squared_errors, optim: Any = OPTIM, state=None, **options):
     train_step = eqxshard.make_train_step(loss_fn, optim, **options)
     train_step(state or start(), batch or make_batch())
 
