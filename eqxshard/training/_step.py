@@ -157,6 +157,8 @@ class StepMachine:
         variant = self._variants.get(key)
         if variant is None:
             variant = self._jit(self._make(state, kept, key), key)
+            if state is not None:
+                check_shardings(state, variant.step.shardings)
             self._variants[key] = variant
         return Call(key, variant, state, arrays, kept)
 

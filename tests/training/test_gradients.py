@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 from helpers import (
     RULES,
-    arrays,
     assert_close,
     make_batch,
     make_mesh,
     squared_errors,
 )
-from step_helpers import KEY, OPTIM, WEIGHTS, setup, train, without_dropout
+from step_helpers import KEY, WEIGHTS, setup, train, without_dropout
 
 import eqxshard
 
@@ -144,39 +143,3 @@ def test_the_state_passes_from_one_microbatch_to_the_next():
     for i in range(2):
         _, expected = predict((model, expected), batch["x"][i::2])
     assert_close(state.model_state, expected)
-
-
-def test_a_skipped_step_keeps_the_state_too():
-    placed: dict = dict(mesh=make_mesh("data=2"), rule=RULES["replicate"])
-    state = eqxshard.init_state(make_normed, OPTIM, key=KEY, **placed)
-    train_step = eqxshard.make_train_step(normed_errors, OPTIM, **placed)
-    before = arrays((state.model, state.opt_state, state.model_state))
-    batch = make_batch()
-    batch["x"][3, 3] = np.nan
-    state, metrics = train_step(state, batch)
-    assert int(metrics.nonfinite) == 1
-    after = arrays((state.model, state.opt_state, state.model_state))
-    for path, array in before.items():
-        np.testing.assert_array_equal(after[path], array, err_msg=path)
-
-
-class Counter(eqx.Module):
-    seen: eqx.nn.StateIndex
-    last: eqx.nn.Linear
-
-    def __init__(self, key):
-        self.seen = eqx.nn.StateIndex(jnp.zeros(()))
-        self.last = eqx.nn.Linear(8, 4, key=key)
-
-
-def test_state_may_be_set_outside_of_vmap():
-    def loss_fn(pair, batch, key):
-        model, state = pair
-        state = state.set(model.seen, state.get(model.seen) + jnp.sum(batch["x"]))
-        errors = jax.vmap(model.last)(batch["x"]) - batch["y"]
-        return jnp.sum(errors**2, axis=-1), state
-
-    make_model, batch = eqx.nn.make_with_state(Counter), make_batch()
-    _, state, _ = train(make_model, loss_fn, "data=8", "replicate", batch=batch, steps=2)
-    (seen,) = jax.tree.leaves(state.model_state)
-    np.testing.assert_allclose(seen, 2 * batch["x"].sum(), rtol=1e-4)

@@ -125,14 +125,3 @@ def test_checkpoints_are_restored_to_host_memory(tmp_path):
     restored = checkpointer.restore(like)
     assert kinds(restored.opt_state) == {"pinned_host"}
     assert_equal(restored, state)
-
-
-@needs_new_jax
-def test_a_state_of_another_memory_is_refused():
-    mesh, rule = make_mesh(MESH), INNER["fsdp"]
-    state = eqxshard.init_state(Model, OPTIM, key=KEY, mesh=mesh, rule=rule)
-    step = eqxshard.make_train_step(
-        squared_errors, OPTIM, mesh=mesh, rule=eqxshard.offload(rule)
-    )
-    with pytest.raises(ValueError, match=r"opt_state.* is sharded as .*; make the state"):
-        step(state, make_batch())

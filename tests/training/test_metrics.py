@@ -28,15 +28,6 @@ def test_steps_that_were_not_finite_are_counted_and_left_out():
     assert with_infinity.compute() == {"loss": 2.0, "nonfinite": 1.0}
 
 
-@pytest.mark.parametrize(
-    "weight, nonfinite", [(0, 0), ([0, 0], [0, 0]), (5, 1), ([0, 3], [0, 1])]
-)
-def test_where_no_example_counted_the_mean_is_nan(weight, nonfinite):
-    values = metrics(weight, nonfinite, loss=np.zeros_like(weight)).compute()
-    assert math.isnan(values["loss"])
-    assert values.get("nonfinite", 0) == np.sum(nonfinite)
-
-
 def test_a_name_gives_the_mean_of_each_step():
     one = metrics(4, loss=10)
     assert isinstance(one["loss"], jax.Array)

@@ -95,14 +95,6 @@ def test_gradients_are_accumulated_in_float32():
     np.testing.assert_allclose(change, x[:, 0].mean(), rtol=1e-5)
 
 
-def test_parameters_are_kept_in_the_type_that_is_asked_for():
-    state, train_step = make(errors, eqxshard.Precision(params=jnp.bfloat16))
-    assert dtypes(state.model) == {"bfloat16"}
-    state, _ = train_step(state, make_batch())
-    assert dtypes(state.model) == {"bfloat16"}
-    assert state.model.permutation.dtype == jnp.int32
-
-
 class Adapted(eqx.Module):
     """A base in bfloat16, and an adapter of rank 2 (LoRA) in float32."""
 

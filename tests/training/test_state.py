@@ -117,12 +117,6 @@ def test_reading_the_step_builds_no_modules(trained):
     assert state.model.last.bias.shape == (4,) and state._values is not None
 
 
-def test_paths_begin_with_the_fields(trained):
-    leaves = jax.tree_util.tree_leaves_with_path(trained())
-    found = {jax.tree_util.keystr(path[:1], simple=True) for path, _ in leaves}
-    assert found == {"step", "model", "opt_state", "key"}
-
-
 def test_errors_name_the_field_of_a_leaf(trained):
     state = eqx.tree_at(lambda s: s.model.first.bias, trained(), {1, 2})
     with pytest.raises(TypeError, match=r"^model\.first\.bias is a set, neither an array"):
