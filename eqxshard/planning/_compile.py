@@ -24,6 +24,7 @@ from ..inspect._lint import Findings
 from ..sharding._leaves import array_leaves, format_array
 from ..sharding._mesh import batch_sharding, make_mesh
 from ..training._init import abstract_state
+from ..training._inputs import ONE_BATCH
 from ..training._state import TrainState
 from ..training._train_step import make_train_step
 from ..training._unused_axes import unused_axes
@@ -83,7 +84,8 @@ def compile_plan(request: Request, state: TrainState, dump: Path) -> Plan:
     start = time.perf_counter()
     mesh, sizes = mesh_of(state), dict(request.mesh_shape)
     step = make_train_step(request.loss_fn, request.optim, **request.options)
-    program, findings = step._inspect(state, request.batch)
+    call = step.machine.look_up(state, None, ONE_BATCH)
+    program, findings = step.machine.inspect(call, request.batch)
     seconds = time.perf_counter() - start
     on_cpu = request.backend == "cpu"
     text = read_dump(dump, mesh.size) if on_cpu else program.text
@@ -201,17 +203,18 @@ def _memory(
     analysis: Any,
 ) -> PlannedMemory:
     """What one device needs."""
-    params = _bytes_of(state.model)
-    opt_state = _bytes_of(state.opt_state)
+    elsewhere = on_host(state)
+    params = _bytes_of(state.model, elsewhere)
+    opt_state = _bytes_of(state.opt_state, elsewhere)
     rows = batch_sharding(mesh_of(state))
     total = request.target.memory
-    offloaded = sum(shard_bytes(x) for _, x in array_leaves(state) if on_host(x))
+    offloaded = sum(shard_bytes(x) for _, x in array_leaves(state) if id(x) in elsewhere)
     # The compiler for CPUs tells no memories apart.
     not_here = offloaded - analysis.host_argument_size_in_bytes
     return PlannedMemory(
         parameters=params,
         optimizer=opt_state,
-        other_state=_bytes_of(state) - params - opt_state,
+        other_state=_bytes_of(state, elsewhere) - params - opt_state,
         batch=sum(shard_bytes(x, rows) for x in jax.tree.leaves(request.batch)),
         gradients=sum(leaf.bytes for leaf in gradients),
         temporaries=analysis.temp_size_in_bytes,
@@ -228,9 +231,10 @@ def _memory(
     )
 
 
-def _bytes_of(tree: Any) -> int:
+def _bytes_of(tree: Any, elsewhere: set[int]) -> int:
     """On a device."""
-    return sum(shard_bytes(leaf) for _, leaf in array_leaves(tree) if not on_host(leaf))
+    leaves = [leaf for _, leaf in array_leaves(tree)]
+    return sum(shard_bytes(leaf) for leaf in leaves if id(leaf) not in elsewhere)
 
 
 def _model_arrays(state: TrainState) -> dict[int, str]:

@@ -11,10 +11,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import PyTree
 
 from ..compiled._causes import Leaf
-from ..sharding._combinators import HOST_MEMORY
 from ..sharding._leaves import array_leaves, is_array, leaf_path
 from ..sharding._spec import axes_of
-from ..training._layout import make_layout
+from ..training._layout import is_offloaded, make_layout
 from ..training._state import TrainState, split_model
 
 
@@ -54,7 +53,7 @@ def plan_leaves(state: TrainState, gradients: Sequence[Leaf]) -> tuple[PlannedLe
     - `gradients`: from `stored_gradients`.
     """
     gradient = {each.path: each.bytes for each in gradients}
-    optimizer = _optimizer_bytes(state.opt_state, _trained(state))
+    optimizer = _optimizer_bytes(state.opt_state, _trained(state), on_host(state))
     sizes = mesh_of(state).shape
     return tuple(
         PlannedLeaf(
@@ -98,19 +97,23 @@ def shard_bytes(leaf: Any, sharding: Any = None) -> int:
     return leaf.dtype.itemsize * math.prod(shape)
 
 
-def on_host(leaf: Any) -> bool:
-    """Whether an array is kept in the host's memory."""
-    return leaf.sharding.memory_kind == HOST_MEMORY
+def on_host(state: TrainState) -> set[int]:
+    """The `id`s of the arrays that are kept in the host's memory."""
+    assert state.made_with is not None
+    rule, leaves = state.made_with.rule, jax.tree.leaves(state.opt_state)
+    return {id(leaf) for leaf in leaves if is_offloaded(leaf, rule)}
 
 
-def _optimizer_bytes(opt_state: PyTree, params: PyTree) -> Mapping[str, int]:
+def _optimizer_bytes(
+    opt_state: PyTree, params: PyTree, elsewhere: set[int]
+) -> Mapping[str, int]:
     """By the path of a parameter, the bytes of the state whose paths end like it."""
     known = {path for path, _ in jax.tree_util.tree_leaves_with_path(params)}
     total = Counter[str]()
     for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
         ends = (path[start:] for start in range(len(path)))
         owner = next((end for end in ends if end in known), None)
-        if owner is not None and is_array(leaf) and not on_host(leaf):
+        if owner is not None and is_array(leaf) and id(leaf) not in elsewhere:
             total[leaf_path(owner)] += shard_bytes(leaf)
     return total
 

@@ -57,7 +57,7 @@ def plan_search(
     trainable: PyTree = True,
     precision: Precision | None = None,
     nonfinite: Nonfinite = "skip",
-    grad_norms: bool | Mapping[str, str] = False,
+    grad_norms: bool = False,
     cache: str | os.PathLike[str] | None = None,
     workers: int | None = None,
 ) -> Search:

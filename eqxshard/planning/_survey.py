@@ -58,7 +58,8 @@ def survey(request: Request) -> Surveyed:
 def least_bytes(request: Request, state: TrainState) -> int:
     """The bytes of a device that the state, the batch and the gradients need."""
     rows = batch_sharding(mesh_of(state))
-    arrays = [leaf for _, leaf in array_leaves(state) if not on_host(leaf)]
+    elsewhere = on_host(state)
+    arrays = [leaf for _, leaf in array_leaves(state) if id(leaf) not in elsewhere]
     total = sum(map(shard_bytes, arrays))
     total += sum(shard_bytes(x, rows) for x in jax.tree.leaves(request.batch))
     if request.options["nonfinite"] == "ignore":
