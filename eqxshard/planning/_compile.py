@@ -21,7 +21,7 @@ from ..compiled._hlo import Module, parse_module
 from ..inspect._explain import explain
 from ..inspect._lint import Findings
 from ..sharding._leaves import array_leaves, format_array
-from ..sharding._mesh import make_mesh
+from ..sharding._mesh import check_batch_size, make_mesh
 from ..training._init import abstract_state
 from ..training._state import TrainState
 from ..training._train_step import make_train_step
@@ -56,6 +56,8 @@ def main() -> None:
 
 def _answer(request: Request, dump: Path) -> Plan | TooLarge:
     state = make_state(request)
+    rows, _ = count_examples(request.batch)
+    check_batch_size(rows, mesh_of(state), accumulate=request.options["accumulate"])
     if request.limit is not None and (least := least_bytes(request, state)) > request.limit:
         return TooLarge(least)
     return compile_plan(request, state, dump)
