@@ -18,7 +18,6 @@ import jax.scipy.optimize
 import jax.scipy.spatial.transform
 import lineax
 import numpy as np
-import optimistix
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas, sparse
@@ -166,39 +165,6 @@ ARRAY_VALUES = {
     "float8": lambda w, x: w.astype(jnp.float8_e4m3fn).astype(jnp.float32),
 }
 
-
-def _special(name):
-    fn = getattr(jsp.special, name)
-    return lambda w, x: fn(0.5 + 0.3 * jnp.tanh(w))
-
-
-_OF_ONE = ("gammaln", "digamma", "erf", "erfc", "erfinv", "logit", "log_ndtr", "ndtr", "i0")
-_OF_ONE += ("i0e", "i1", "i1e", "entr", "spence", "expi", "expit")
-SPECIAL = {
-    **{name: _special(name) for name in _OF_ONE},
-    "betainc": lambda w, x: jsp.special.betainc(1.5, 2.0, jax.nn.sigmoid(w)),
-    "gammainc": lambda w, x: jsp.special.gammainc(jnp.exp(w[0]), jnp.exp(x[0])),
-    "polygamma": lambda w, x: jsp.special.polygamma(1, 1 + w**2),
-    "zeta": lambda w, x: jsp.special.zeta(2.5, 1 + w**2),
-    "xlogy": lambda w, x: jsp.special.xlogy(x[:4], 1 + w**2),
-    "bessel": lambda w, x: lax.bessel_i1e(w),
-    "hyp1f1": lambda w, x: jsp.special.hyp1f1(1.0, 2.0, w),
-    "t": lambda w, x: jsp.stats.t.logpdf(x, 3.0, w[0], 2.0),
-    "beta": lambda w, x: jsp.stats.beta.logpdf(jax.nn.sigmoid(x), jnp.exp(w[0]), 2.0),
-    "elementary": lambda w, x: (
-        jnp.arctan2(w, x[0]),
-        jnp.cbrt(w**2 + 1),
-        jnp.log1p(w**2),
-        jnp.expm1(w),
-        jnp.exp2(w),
-        jnp.sinh(w) * jnp.cosh(w) * jnp.arcsinh(w),
-        jnp.arctanh(jnp.tanh(w)),
-        jnp.arcsin(jnp.sin(w) / 2) + jnp.arccos(jnp.cos(w) / 2) + jnp.arccosh(2 + w**2),
-        lax.rsqrt(w**2 + 1) ** 3,
-        lax.clamp(-0.5, w, 0.5) + jnp.abs(w) + jnp.sqrt(1 + w**2),
-        jnp.hypot(w, 1.0) ** jnp.tanh(w) + jnp.fmod(w, 0.7) + jnp.copysign(w, x[0]),
-    ),
-}
 
 #: Convolutions of kinds that differ in their gradients: options of `conv_general_dilated`.
 _CONVOLUTIONS = {
@@ -567,55 +533,6 @@ LINEAX = {
     ),
 }
 
-_ZEROS = np.zeros(4, np.float32)
-OPTIMISTIX = {
-    "root_find": lambda w, x: (
-        optimistix.root_find(
-            lambda y, _: y + 0.1 * jnp.tanh(w @ y) - x[0],
-            optimistix.Newton(**_TOLERANCES),
-            _ZEROS,
-        ).value
-    ),
-    "fixed_point": lambda w, x: (
-        optimistix.fixed_point(
-            lambda y, _: 0.1 * jnp.tanh(w @ y) + x[0],
-            optimistix.FixedPointIteration(**_TOLERANCES),
-            _ZEROS,
-        ).value
-    ),
-    "least_squares": lambda w, x: (
-        optimistix.least_squares(
-            lambda y, _: spd(w) @ y - x[0],
-            optimistix.LevenbergMarquardt(**_TOLERANCES),
-            _ZEROS,
-        ).value
-    ),
-    "bfgs": lambda w, x: (
-        optimistix.minimise(
-            lambda y, _: jnp.sum((spd(w) @ y - x[0]) ** 2),
-            optimistix.BFGS(**_TOLERANCES),
-            _ZEROS,
-        ).value
-    ),
-    "bisection": lambda w, x: (
-        optimistix.root_find(
-            lambda y, _: y**3 - 1 - jnp.sum(w**2),
-            optimistix.Bisection(**_TOLERANCES),
-            jnp.float32(1),
-            options={"lower": 0.0, "upper": 10.0},
-        ).value
-    ),
-    "through_steps": lambda w, x: (
-        optimistix.root_find(
-            lambda y, _: y + 0.1 * jnp.tanh(w @ y) - x[0],
-            optimistix.Chord(**_TOLERANCES),
-            _ZEROS,
-            adjoint=optimistix.RecursiveCheckpointAdjoint(),
-            max_steps=20,
-        ).value
-    ),
-}
-
 
 def _diffrax(solver, **options):
     def program(w, x):
@@ -649,11 +566,9 @@ DIFFRAX = {
 GROUPS = {
     "linalg": (LINALG, LINALG_VALUES),
     "arrays": (ARRAYS, ARRAY_VALUES),
-    "special": (SPECIAL, {}),
     "convolutions": (CONVOLUTIONS, CONVOLUTION_VALUES),
     "control flow": (CONTROL_FLOW, CONTROL_FLOW_VALUES),
     "random": ({}, RANDOM),
     "lineax": (LINEAX, {}),
-    "optimistix": (OPTIMISTIX, {}),
     "diffrax": (DIFFRAX, {}),
 }

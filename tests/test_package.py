@@ -73,7 +73,9 @@ TESTED_ELSEWHERE = {
     "testing/_report.py": "testing/test_invariance.py, which prints reports",
     "trackers/_files.py": "trackers/test_jsonl.py and test_curves.py, which write files",
     "trackers/_values.py": "trackers/test_jsonl.py and test_tensorboard.py",
-    "training/_compiled_step.py": "training/test_train_step.py, which compiles steps",
+    "training/_donation.py": "training/test_train_step.py, on what was donated",
+    "training/_signature.py": "training/test_extra.py, on teachers and models",
+    "training/_step.py": "training/test_train_step.py and test_eval_step.py",
     "training/_gather.py": "training/test_scan_layers.py and test_train_step.py",
     "training/rewrite/_jaxprs.py": "training/rewrite/test_rewrite.py, on many jaxprs",
 }

@@ -18,7 +18,7 @@ from jaxtyping import Array, PyTree
 from ..sharding._leaves import array_leaves, format_array, is_key
 from ..sharding._paths import is_remote
 from ..sharding._text import first_few
-from ..training._extra import DONATED, any_donated
+from ..training._donation import DONATED, any_donated
 from ..transforms._partition import Static, partition
 from ._object_store import ARRAYS, Upload, context, kvstore
 

@@ -27,7 +27,7 @@ from ..checkpoint._checksums import is_complete, verify, write_checksums
 from ..distributed import barrier, is_main_process
 from ..sharding._files import read_json
 from ..sharding._leaves import array_leaves, is_array, is_key
-from ..training._state import TrainState, flatten_state, split_model, without_state
+from ..training._state import TrainState, split_model, without_state
 from ..transforms._partition import Static, partition
 from ._script import name_in_script
 
@@ -85,7 +85,7 @@ def write_crash_dump(
 
     `TypeError` naming the part of the batch, or of `extra`, that cannot be written.
     """
-    config = train_step.config.of(state, flatten_state(state)[0])
+    config = train_step.config.following(state)
     trained, _ = split_model(state.model, config.trainable)
     _, static = partition(state.model)
     inputs = {"batch": batch, "extra": [*extra]}

@@ -23,6 +23,7 @@ from ..inspect._lint import Findings
 from ..sharding._leaves import array_leaves, format_array
 from ..sharding._mesh import check_batch_size, make_mesh
 from ..training._init import abstract_state
+from ..training._inputs import ONE_BATCH
 from ..training._state import TrainState
 from ..training._train_step import make_train_step
 from ..training._unused_axes import unused_axes
@@ -89,7 +90,8 @@ def compile_plan(request: Request, state: TrainState, dump: Path) -> Plan:
     start = time.perf_counter()
     mesh, sizes = mesh_of(state), dict(request.mesh_shape)
     step = make_train_step(request.loss_fn, request.optim, **request.options)
-    program, findings = step._inspect(state, request.batch)
+    call = step.machine.look_up(state, None, ONE_BATCH)
+    program, findings = step.machine.inspect(call, request.batch)
     seconds = time.perf_counter() - start
     on_cpu = request.backend == "cpu"
     text = read_dump(dump, mesh.size) if on_cpu else program.text

@@ -37,7 +37,7 @@ def plan(
     precision: Precision | None = None,
     accumulate: int = 1,
     nonfinite: Nonfinite = "skip",
-    grad_norms: bool | Mapping[str, str] = False,
+    grad_norms: bool = False,
     cache: str | os.PathLike[str] | None = None,
 ) -> Plan:
     """What a training step needs on devices that are not there.
@@ -128,7 +128,7 @@ def make_request(
     batch: PyTree,
     accumulate: int,
     nonfinite: Nonfinite,
-    grad_norms: bool | Mapping[str, str],
+    grad_norms: bool,
     **others: Any,
 ) -> tuple[Request, Backend]:
     """Check the arguments of a plan; choose its compiler.

@@ -10,10 +10,9 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ..compiled._causes import Leaf
-from ..sharding._combinators import HOST_MEMORY
 from ..sharding._leaves import array_leaves
 from ..sharding._mesh import batch_sharding
-from ..training._layout import make_layout
+from ..training._layout import is_offloaded, make_layout
 from ..training._state import TrainState, split_model
 from ._plan import PlannedMemory
 from ._request import Request
@@ -30,15 +29,14 @@ def plan_memory(
     - `gradients`: from `stored_gradients`.
     - `analysis`: of the compiled step, by XLA.
     """
-    params, opt_state = bytes_of(state.model), bytes_of(state.opt_state)
-    total = request.target.memory
-    offloaded = sum(shard_bytes(x) for _, x in array_leaves(state) if _on_host(x))
+    params, optimizer = _bytes(state.model), _bytes(state.opt_state)
+    offloaded, total = _offloaded_bytes(state), request.target.memory
     # The compiler for CPUs tells no memories apart.
     not_here = offloaded - analysis.host_argument_size_in_bytes
     return PlannedMemory(
         parameters=params,
-        optimizer=opt_state,
-        other_state=bytes_of(state) - params - opt_state,
+        optimizer=optimizer - offloaded,
+        other_state=_bytes(state) - params - optimizer,
         batch=_batch_bytes(request, state),
         gradients=sum(leaf.bytes for leaf in gradients),
         temporaries=analysis.temp_size_in_bytes,
@@ -57,7 +55,7 @@ def plan_memory(
 
 def least_bytes(request: Request, state: TrainState) -> int:
     """The bytes of a device that the state, the batch and the gradients need."""
-    total = bytes_of(state) + _batch_bytes(request, state)
+    total = _bytes(state) - _offloaded_bytes(state) + _batch_bytes(request, state)
     if request.options["nonfinite"] == "ignore":
         return total  # Each gradient may be gone before the next is made.
     # All gradients at once, in the dtype of computation if that is the smaller one.
@@ -86,19 +84,21 @@ def mesh_of(state: TrainState) -> Mesh:
     return state.step.sharding.mesh
 
 
-def bytes_of(tree: PyTree) -> int:
-    """The bytes of the arrays of a PyTree on one device."""
-    return sum(shard_bytes(leaf) for _, leaf in array_leaves(tree) if not _on_host(leaf))
-
-
 def shard_bytes(leaf: Any, sharding: Any = None) -> int:
     """The bytes of one device's part of an array."""
     shape = (sharding or leaf.sharding).shard_shape(leaf.shape)
     return leaf.dtype.itemsize * math.prod(shape)
 
 
-def _on_host(leaf: Any) -> bool:
-    return leaf.sharding.memory_kind == HOST_MEMORY
+def _bytes(tree: PyTree) -> int:
+    return sum(shard_bytes(leaf) for _, leaf in array_leaves(tree))
+
+
+def _offloaded_bytes(state: TrainState) -> int:
+    """What is in the host's memory instead."""
+    assert state.made_with is not None
+    rule, leaves = state.made_with.rule, jax.tree.leaves(state.opt_state)
+    return sum(shard_bytes(leaf) for leaf in leaves if is_offloaded(leaf, rule))
 
 
 def _batch_bytes(request: Request, state: TrainState) -> int:

@@ -152,7 +152,7 @@ def plan_search(
     trainable: PyTree = True,
     precision: Precision | None = None,
     nonfinite: Nonfinite = "skip",
-    grad_norms: bool | Mapping[str, str] = False,
+    grad_norms: bool = False,
     workers: int | None = None,
 ) -> Search:
     """The fastest way to run a training step that fits, on devices that are not there.

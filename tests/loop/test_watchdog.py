@@ -62,7 +62,7 @@ def test_a_stalled_step_is_reported(caplog):
         return loss_fn(model, batch, key) * jax.lax.stop_gradient(one)
 
     state, _ = fresh()
-    step = eqxshard.make_train_step(slow_loss, OPTIM, lint={"dtype": "off"})
+    step = eqxshard.make_train_step(slow_loss, OPTIM, lint={"callback": "off"})
     state = eqxshard.fit(state, step, make_loader(), steps=1)
     sleeps[0] = 1.5
     with caplog.at_level(logging.WARNING), compiles("train_step") as events:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from helpers import make_mesh
 
-from eqxshard.training._compile import jit_on
+from eqxshard.training._jit import jit_on
 
 
 def test_no_convolution_is_left_to_ynnpack():
@@ -20,7 +20,7 @@ def test_no_convolution_is_left_to_ynnpack():
         return jax.value_and_grad(loss)(weight)
 
     whole = jax.NamedSharding(mesh, jax.P())
-    program = jit_on(mesh, fn, out_shardings=(whole, whole)).compile(
+    program = jit_on(mesh, fn, "fn", out_shardings=(whole, whole)).program(
         jnp.ones((8, 4, 12, 12)), jnp.ones((6, 4, 3, 3))
     )
     assert len(re.findall(r" convolution\(", program.text)) == 2

@@ -7,14 +7,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ..compiled._stderr import read_stderr
 from ..sharding._mesh import is_on_cpus
-from ..transforms._compiles import THREAD, Watch
-from ._extra import any_donated
+from ._donation import any_donated
 from .rewrite._checks import Checks, Errors, collect_checks
 from .rewrite._convolutions import fast_convolutions
 from .rewrite._jaxprs import map_jaxpr
-from .rewrite._rewrite import call_rewritten
+from .rewrite._rewrite import is_rewriting, run_rewritten
 
 #: XLA's default without convolutions: YNNPACK, which XLA (JAX 0.10 to 0.12) hands them to,
 #: takes five times as long as XLA's own kernel for the gradient of a weight.
@@ -31,7 +29,11 @@ _DEBUG_NANS_LATE = (
 
 
 def jit_on(
-    mesh: Mesh, fn: Callable[..., Any], watch: Watch | None = None, **options: Any
+    mesh: Mesh,
+    fn: Callable[..., Any],
+    name: str,
+    on_trace: Callable[..., None] = lambda *args: None,
+    **options: Any,
 ) -> "Jitted":
     """Compile a function of PyTrees of arrays for the devices of a mesh.
 
@@ -39,7 +41,8 @@ def jit_on(
 
     - `mesh`: the mesh that it runs on.
     - `fn`: a pure function.
-    - `watch`: what its compiles are reported as, if they are.
+    - `name`: its name in profiles and compiled modules.
+    - `on_trace`: called with the arguments whenever JAX traces the function.
     - `options`: those of `jax.jit`, with `out_shardings`.
 
     **Returns:**
@@ -48,12 +51,14 @@ def jit_on(
     """
     on_cpu = is_on_cpus(mesh)
 
-    @ft.wraps(fn)
-    def checked(*args: Any) -> tuple[Any, Checks | None]:
+    def traced(*args: Any) -> tuple[Any, Checks | None]:
         # Under jax_debug_nans, JAX calls this again with the arrays of a call that met nan,
         # to find the operation, and segfaults on those that were donated.
         if any_donated(jax.tree.leaves(args)):
             raise FloatingPointError(_DEBUG_NANS_LATE)
+        on_trace(*args)
+        if not is_rewriting():
+            return fn(*args), None
         errors = Errors()
 
         def rewrite(jaxpr: Any) -> Any:
@@ -61,14 +66,18 @@ def jit_on(
                 jaxpr = map_jaxpr(fast_convolutions, jaxpr)
             return collect_checks(jaxpr, errors, mesh.size > 1)
 
-        out, failed = call_rewritten(fn, rewrite, *args)
+        jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
+        out, failed = run_rewritten(rewrite, jaxpr, out, args)
         return out, Checks(failed[0], errors) if failed else None
 
-    whole = NamedSharding(mesh, PartitionSpec())
-    options["out_shardings"] = (options["out_shardings"], whole)
+    # With the names of the function's arguments, which are those of the compiled module's.
+    ft.update_wrapper(traced, fn, assigned=(), updated=())
+    traced.__name__ = traced.__qualname__ = name
+    replicated = NamedSharding(mesh, PartitionSpec())
+    options["out_shardings"] = (options["out_shardings"], replicated)
     if on_cpu:
         options["compiler_options"] = _CPU_OPTIONS
-    return Jitted(jax.jit(checked, **options), watch)
+    return Jitted(jax.jit(traced, **options))
 
 
 def jit_is_off() -> ValueError:
@@ -81,16 +90,14 @@ def jit_is_off() -> ValueError:
 
 
 class Program(NamedTuple):
-    """A compiled function, and what it is made of, for lint.
+    """What JAX and XLA made of a function, for lint.
 
     - `jaxpr`: what was traced.
     - `compiled`: what was compiled.
-    - `stderr`: what the compiler wrote to standard error.
     """
 
     jaxpr: Any
     compiled: jax.stages.Compiled
-    stderr: str
 
     @property
     def text(self) -> str:
@@ -99,43 +106,26 @@ class Program(NamedTuple):
 
 
 class Jitted:
-    """A compiled function, which waits and raises if it has checks."""
+    """A function of `jax.jit`, which waits and raises if it has checks."""
 
-    def __init__(self, jitted: Any, watch: Watch | None):
+    def __init__(self, jitted: Any):
         self._jitted = jitted
-        self._watch = watch
 
     def __call__(self, *args: Any) -> Any:
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             raise jit_is_off()
-        seconds: dict[str, float] = {}
-        outer, THREAD.call = THREAD.call, (self._watch, args, seconds)
-        try:
-            out, checks = self._jitted(*args)
-        finally:
-            THREAD.call = outer
-        if seconds and self._watch is not None:
-            self._watch.add(args, seconds)
+        out, checks = self._jitted(*args)
         if checks is not None:
             checks.raise_failed()
         return out
 
-    def compile(self, *args: Any) -> Program:
+    def program(self, *args: Any) -> Program:
         """Compile for arguments, whose arrays may be `jax.ShapeDtypeStruct`s.
 
         A call with arguments like them compiles nothing then: JAX keeps the executable.
         """
-        seconds: dict[str, float] = {}
-        outer, THREAD.call = THREAD.call, (self._watch, args, seconds)
-        try:
-            traced = self._jitted.trace(*args)
-            with read_stderr() as stderr:
-                compiled = traced.lower().compile()
-        finally:
-            THREAD.call = outer
-        if seconds and self._watch is not None:
-            self._watch.add(args, seconds)
-        return Program(traced.jaxpr, compiled, stderr())
+        traced = self._jitted.trace(*args)
+        return Program(traced.jaxpr, traced.lower().compile())
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
         """As that of `jax.jit`."""
