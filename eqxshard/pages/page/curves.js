@@ -1,5 +1,5 @@
 
-// The curves: zoom and hover, by pointer and by keyboard. Without this, they are pictures.
+// The curves of a run: drawn, zoomed and read, by pointer and by keyboard.
 const WIDTH = 1000;
 const HEIGHT = 400;
 const SVG = "http://www.w3.org/2000/svg";
@@ -86,6 +86,10 @@ class Chart {
   constructor(figure, series) {
     this.frame = figure.querySelector(".frame");
     this.plot = figure.querySelector(".plot");
+    this.svg = this.plot.appendChild(document.createElementNS(SVG, "svg"));
+    this.svg.setAttribute("viewBox", `0 0 ${WIDTH} ${HEIGHT}`);
+    this.svg.setAttribute("preserveAspectRatio", "none");
+    this.svg.setAttribute("aria-hidden", "true");
     this.said = figure.querySelector("[aria-live]");
     this.keys = [...figure.querySelectorAll(".key li")];
     this.series = series;
@@ -119,7 +123,6 @@ class Chart {
     }
     if (!visible.length) visible = [0];
     [this.bottom, this.top] = span(visible, 0.06);
-    const svg = this.plot.querySelector("svg");
     const shapes = [];
     this.plot.querySelectorAll(".x, .y").forEach((old) => old.remove());
     for (const tick of ticks(this.low, this.high)) {
@@ -148,7 +151,7 @@ class Chart {
       shapes.push(stroke(`line ${series.style}`, line));
       if (dots) shapes.push(stroke(`dots ${series.style}`, dots));
     }
-    svg.replaceChildren(...shapes);
+    this.svg.replaceChildren(...shapes);
     this.series.forEach((series, i) => { this.keys[i].hidden = view.hidden.has(series.run); });
     this.show(null);
   }
