@@ -96,7 +96,8 @@ class HostBatches:
         """A batch of all processes without its values, for which one example is read."""
         row = np.zeros(1, np.int64)
         generators = example_generators(self._seed, 0, row, row)
-        arrays = self._finish(self.source.gather(row), np.ones(1, bool), generators)
+        # As of padding, which has a weight.
+        arrays = self._finish(self.source.gather(row), np.zeros(1, bool), generators)
         return {
             name: jax.ShapeDtypeStruct(
                 (self.batch_size, *array.shape[1:]),
@@ -128,7 +129,8 @@ class HostBatches:
             _check_rows("the transform", arrays, size)
         arrays = {name: np.asarray(array) for name, array in arrays.items()}
         check_dtypes(arrays, "use a transform that converts it to numbers, or drops it")
-        if self.pads:
+        # Full batches without weights of their own share some on the devices.
+        if self.pads and not (real.all() and WEIGHT not in arrays):
             weight = arrays.get(WEIGHT, np.ones(size, np.float32))
             if weight.shape != (size,):
                 raise ValueError(

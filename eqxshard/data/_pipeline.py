@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from ._host import HostBatches, check_integers
+from ._weights import WEIGHT
 
 #: Passing something from one thread to another costs as much as gathering a batch of
 #: small images, so small batches are gathered and passed on together.
@@ -38,6 +39,7 @@ class HostPipeline:
         self._sharding = sharding
         self._prefetch = prefetch
         self._workers = workers
+        self._shared: Array | None = None
 
     def batches(self, steps: range) -> Generator[dict[str, Array], None, None]:
         """The batches of some steps; close it to end its thread early."""
@@ -45,7 +47,10 @@ class HostPipeline:
             for arrays in host_batches:
                 # Here and not ahead, as jax.enable_x64 may hold for this thread only.
                 check_integers(arrays)
-                yield {name: self._place(array) for name, array in arrays.items()}
+                batch = {name: self._place(array) for name, array in arrays.items()}
+                if self._host.pads and WEIGHT not in batch:
+                    batch[WEIGHT] = self._full_weight()
+                yield batch
 
     def _host_batches(self, steps: range) -> Generator[dict[str, np.ndarray], None, None]:
         if not steps:
@@ -99,6 +104,12 @@ class HostPipeline:
         return place_rows(
             array, self._sharding, self._host.positions, self._host.batch_size
         )
+
+    def _full_weight(self) -> Array:
+        """The weight of all full batches, until somebody donates it."""
+        if self._shared is None or self._shared.is_deleted():
+            self._shared = self._place(np.ones(len(self._host.positions), np.float32))
+        return self._shared
 
 
 def _gather_chunk(

@@ -38,7 +38,9 @@ class DeviceBatches(eqx.Module):
         batch = {name: jnp.take(x, rows, axis=0) for name, x in self.examples.items()}
         if self.weight is not None:
             weight = self.weight[step]
-            batch[WEIGHT] = jnp.where(weight == 0, 0, batch[WEIGHT])
+            if WEIGHT in batch:
+                weight = jnp.where(weight == 0, weight, batch[WEIGHT])
+            batch[WEIGHT] = weight
         return filter_shard(batch, batch_sharding(mesh))
 
 

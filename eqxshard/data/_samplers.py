@@ -10,6 +10,9 @@ from numpy.typing import ArrayLike
 
 from ._permutation import Permutation
 
+#: Epochs of more rows than that are not made as a whole.
+_WHOLE_ROWS = 2**20
+
 
 @runtime_checkable
 class Sampler(Protocol):
@@ -159,11 +162,11 @@ class Order:
         self._seed = seed
         self._shuffle = shuffle
         self._sampler = sampler
-        # The last epoch of a sampler, its rows and their repeats: it may take long to draw.
-        self._drawn: tuple[int, np.ndarray, np.ndarray] | None = None
+        # The last epoch that was made as a whole, its rows and their repeats.
+        self._epoch: tuple[int, np.ndarray, np.ndarray] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_drawn": None}
+        return self.__dict__ | {"_epoch": None}
 
     def __len__(self) -> int:
         """The number of rows in an epoch."""
@@ -173,16 +176,26 @@ class Order:
         self, epoch: int, start: int, stop: int
     ) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
         """The rows at some positions of an epoch, and how often each came before in it."""
-        if self._sampler is not None:
-            if self._drawn is None or self._drawn[0] != epoch:
-                rows = sample(self._sampler, self._examples, self._seed, epoch)
-                self._drawn = epoch, rows, count_repeats(rows)
-            return self._drawn[1][start:stop], self._drawn[2][start:stop]
-        stop = min(stop, self._examples)
-        rows = np.arange(start, stop)
-        if self._shuffle:
-            rows = _permutation(self._examples, self._seed, epoch).rows(start, stop)
-        return rows, np.zeros_like(rows)
+        if self._sampler is None and len(self) > _WHOLE_ROWS:
+            rows = self._unique(epoch, start, min(stop, len(self)))
+            return rows, np.zeros_like(rows)
+        # Another thread may be in another epoch.
+        last = self._epoch
+        if last is None or last[0] != epoch:
+            last = self._epoch = (epoch, *self._whole(epoch))
+        return last[1][start:stop], last[2][start:stop]
+
+    def _whole(self, epoch: int) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+        if self._sampler is None:
+            rows = self._unique(epoch, 0, len(self))
+            return rows, np.zeros_like(rows)
+        rows = sample(self._sampler, self._examples, self._seed, epoch)
+        return rows, count_repeats(rows)
+
+    def _unique(self, epoch: int, start: int, stop: int) -> Int[np.ndarray, " n"]:
+        if not self._shuffle:
+            return np.arange(start, stop)
+        return _permutation(self._examples, self._seed, epoch).rows(start, stop)
 
 
 def sample(sampler: Sampler, examples: int, seed: int, epoch: int) -> Int[np.ndarray, " n"]:
