@@ -60,6 +60,7 @@ TESTED_ELSEWHERE = {
     "loop/_protocols.py": "protocols have no code",
     "parallel/_moe_routes.py": "parallel/test_moe.py, against routes in a loop",
     "parallel/_one_f_one_b.py": "parallel/test_pipeline.py, beside the other schedule",
+    "parallel/_per_device.py": "parallel/test_ring_attention.py and test_matmul.py",
     "parallel/_pipeline_loss.py": "parallel/test_pipeline.py, beside the other schedule",
     "parallel/_ring.py": "parallel/test_ring_attention.py, on rings of several sizes",
     "pages/_html.py": "pages/test_kit.py, which makes pages",
@@ -221,7 +222,7 @@ def re_exported(front):
 FRONTS = sorted(PACKAGE.rglob("__init__.py"))
 #: Their public names are those of `eqxshard`.
 PRIVATE_ROOMS = ("checkpoint", "compiled", "debug", "inspect", "loop", "pages", "planning")
-PRIVATE_ROOMS += ("sharding", "training", "rewrite", "transforms", "_fashion_mnist")
+PRIVATE_ROOMS += ("sharding", "training", "rewrite", "transforms")
 PRIVATE_ROOMS += ("_doctor",)
 
 

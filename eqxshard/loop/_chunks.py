@@ -81,7 +81,7 @@ def _resident_chunks(
     step = schedule.first
     while step < schedule.last:
         count = schedule.chunk_after(step)
-        batches: PyTree = loader.stacked(count, room=schedule.longest_chunk)
+        batches: PyTree = loader.stacked(count, capacity=schedule.longest_chunk)
         step += count
         watchdog.waits_for(f"step {step}")
         take = lambda s, *extra, b=batches: train_step.many(s, b, *extra)  # noqa: E731

@@ -1,12 +1,10 @@
-"""Datasets of other libraries as sources. Neither library is imported here."""
+"""Datasets of Hugging Face as sources. Their library is not imported here."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int
-
-from ._sources import Records, RecordSource
 
 
 class HuggingFaceSource:
@@ -91,70 +89,3 @@ def _check_complete(name: str, column: np.ndarray, indices: Int[np.ndarray, " n"
                 f"column {name!r} has None in example {index}; fill it in with "
                 "dataset.map, or drop such examples with dataset.filter."
             )
-
-
-class TorchSource:
-    """A map-style dataset of [PyTorch](https://pytorch.org/docs/stable/data.html).
-
-    Examples are read as by an [`eqxshard.data.RecordSource`][]: in threads or, if the
-    dataset has `__getitems__`, in one call for all. Tensors become NumPy arrays.
-
-    For an `IterableDataset`, or to keep a `DataLoader`, use
-    [`eqxshard.data.from_iterator`][].
-
-    **Arguments:**
-
-    - `dataset`: an object with `__len__` and `__getitem__`. Its examples are dicts, tuples
-        or single tensors.
-    - `names`: the names of the entries, if the examples are not dicts.
-    - `threads`: the number of examples to read at a time.
-
-    **Raises:**
-
-    `TypeError` if the dataset has no length or no indices. While reading, `ValueError` if
-    the names do not suit an example, or examples differ in their shapes.
-
-    !!! Example
-
-        ```python
-        dataset = torchvision.datasets.CIFAR10(root, transform=to_tensor)
-        source = eqxshard.data.TorchSource(dataset, names=("image", "label"))
-        ```
-    """
-
-    def __init__(
-        self, dataset: Any, names: Sequence[str] | None = None, *, threads: int = 16
-    ):
-        if not isinstance(dataset, Records):
-            raise TypeError(
-                f"a {type(dataset).__name__} cannot be read by index; give a dataset with "
-                "__len__() and __getitem__(index), or use eqxshard.data.from_iterator."
-            )
-        self._names = names
-        self._records = RecordSource(dataset, self._decode, threads=threads)
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def gather(self, indices: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
-        """The examples at some indices, in that order; indices may repeat."""
-        return self._records.gather(indices)
-
-    def _decode(self, example: Any) -> dict[str, np.ndarray]:
-        if not isinstance(example, Mapping):
-            parts = example if isinstance(example, tuple | list) else (example,)
-            names = self._names or ()
-            if len(names) != len(parts):
-                raise ValueError(
-                    f"an example of the dataset has {len(parts)} parts, and names has "
-                    f"{len(names)}; give one name for each, such as names=('x', 'y')."
-                )
-            example = dict(zip(names, parts))
-        return {name: _to_numpy(value) for name, value in example.items()}
-
-
-def _to_numpy(value: Any) -> np.ndarray:
-    # Tensors that need gradients, or are on a GPU, cannot be converted at once.
-    if hasattr(value, "detach"):
-        value = value.detach().cpu()
-    return np.asarray(value)
