@@ -71,7 +71,7 @@ def test_a_save_in_progress_is_finished_when_a_run_fails(tmp_path, train_step, m
             if step == 6:
                 raise RuntimeError
 
-        def close(self):
+        def close(self, error=None):
             pass
 
     checkpointer = eqxshard.Checkpointer(tmp_path, save_interval_steps=5)
@@ -101,7 +101,7 @@ def test_a_run_continues_if_the_disk_is_full(small_disk, train_step, caplog):
                 free = os.statvfs(small_disk)
                 filler.write_bytes(b"x" * (free.f_bavail * free.f_frsize - 8192))
 
-        def close(self):
+        def close(self, error=None):
             pass
 
     message = r"step 6 could not be written to .*; the newest checkpoint: step [123]\."
