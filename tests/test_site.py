@@ -92,7 +92,7 @@ def site(built, tmp_path_factory):
 
 
 #: One page of each kind.
-KINDS = ["", "guide/ten-minutes/", "guide/from-pytorch/", "guide/plan/", "api/sharding/"]
+KINDS = ["", "guide/ten-minutes/", "guide/from-others/", "guide/plan/", "api/sharding/"]
 KINDS += ["performance/", "internals/", "notebooks/sharding_by_pictures/"]
 MOST_BYTES = 2_000_000
 
