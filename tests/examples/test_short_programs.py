@@ -129,31 +129,6 @@ def test_a_target_network_equals_a_plain_loop():
 
 
 @pytest.mark.slow
-def test_the_averaged_weights_are_measured():
-    recorder = Recorder()
-    changes = ("epochs=20", "epochs=2"), ("=80", "=8"), ("[Compare()]", "[recorder]")
-    names = run("The average of the weights", *changes, recorder=recorder)
-    optim, loss_fn = optax.sgd(0.5), names["loss_fn"]
-    model = average = new_model(names, names["classifier"](32))
-    opt_state = plain_loop.start(model, optim)
-    for number, batch in enumerate(train_batches(names, 16)):
-        args = opt_state, batch, names["where"]["key"]
-        model, _, opt_state, _ = plain_loop.step(loss_fn, optim, model, None, *args)
-        keep = min(0.98, (1 + number) / (10 + number))
-        average = jax.tree.map(
-            lambda a, w, keep=keep: keep * a + (1 - keep) * w if eqx.is_array(w) else w,
-            average,
-            model,
-        )
-    assert_close(eqxshard.ema_model(names["state"]), average)
-    everything = names["points"](250, seed=1).gather(np.arange(250))
-    loss = float(jnp.mean(loss_fn(average, everything, None)))
-    *_, (last, values) = recorder.lines
-    assert last == 16 and values["ema/loss"] == pytest.approx(loss, rel=1e-5)
-    assert values["eval/loss"] != pytest.approx(loss, rel=1e-3)
-
-
-@pytest.mark.slow
 def test_early_stopping_restores_the_best(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names = run("Early stopping, the best restored")
