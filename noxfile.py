@@ -97,7 +97,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def slow(session: nox.Session) -> None:
-    """The slow tests: whole runs, variants of the quick tests, and the code on the pages."""
+    """The slow tests: whole runs, variants of quick tests, and the code on the pages."""
     session.install("-e", ".[recipes,gallery,wandb,mlflow]", *group("tests"))
     # They often wait for other processes, so one worker more than there are cores.
     workers = str(min((os.cpu_count() or 1) + 1, 4))
@@ -115,11 +115,10 @@ def thorough(session: nox.Session) -> None:
 # With pip, because uv ignores pip's setting of an index with PyTorch for CPUs.
 @nox.session(default=False, venv_backend="virtualenv")
 def peers(session: nox.Session) -> None:
-    """The tests that compare with PyTorch, transformers, Flax and Haliax."""
+    """The tests that compare with PyTorch and transformers."""
     # The lowest PyTorch that the group allows.
     session.install(*PACKAGE, *group("tests"), *group("peers"), "torch==2.13.*")
     tests = [
-        "tests/test_readme.py::test_the_files_of_a_page_run_as_it_says",
         "tests/test_benchmarks.py::test_a_gpt_learns_the_same_as_in_pytorch",
         "tests/checkpoint/test_torch_files.py::test_files_of_torch_itself_are_read",
         "tests/recipes/test_gpt_weights.py::test_transformers_reads_what_is_saved",

@@ -4,9 +4,7 @@ from pathlib import Path
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import plain_loop
 import pytest
 from helpers import assert_close

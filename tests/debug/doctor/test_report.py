@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from pathlib import Path
 
 from eqxshard.debug._doctor import _check_devices, _check_machine, _check_versions
 from eqxshard.debug._doctor._facts import Devices, Disk, Facts, Finding, Folder
