@@ -177,7 +177,7 @@ def tests_newest(session: nox.Session) -> None:
 
 def run_versions(session: nox.Session, gpu: bool = True) -> None:
     """Run the tests marked `versions`: those that would notice a change of JAX's."""
-    session.run(*PYTEST, "-m", "versions and not gpu", *session.posargs)
+    session.run(*PYTEST, "-m", "versions and not thorough and not gpu", *session.posargs)
     if gpu:
         compile_for_gpus(session, "tests/gpu", mark="versions and gpu")
 

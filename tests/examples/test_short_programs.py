@@ -57,17 +57,6 @@ def new_model(names, make):
     return eqx.filter_jit(make)(names["where"]["key"])
 
 
-def test_a_confusion_matrix_counts_each_example_once():
-    names = run("A confusion matrix", ("epochs=10", "epochs=1"))
-    everything = names["points"](250, seed=1).gather(np.arange(250))
-    model = plain_loop.on_one_device(names["state"].model)
-    predicted = np.argmax(jax.vmap(model)(everything["x"]), axis=-1)
-    expected = np.zeros((4, 4), int)
-    np.add.at(expected, (everything["label"], predicted), 1)
-    np.testing.assert_array_equal(names["counts"], expected)
-    assert 100 < expected.trace() < 250
-
-
 @pytest.mark.thorough
 def test_distillation_equals_a_plain_loop():
     names = run("Distillation", ("epochs=10", "epochs=1"), ("epochs=20", "epochs=1"))
