@@ -102,6 +102,7 @@ def test_nothing_private_of_other_packages_is_imported():
     assert private == []
 
 
+@pytest.mark.versions
 def test_importing_touches_no_device_and_starts_no_thread():
     modules = [name for _, name, _ in pkgutil.walk_packages(["eqxshard"], "eqxshard.")]
     code = f"""if True:
@@ -131,6 +132,7 @@ BY_HAND += ["Loader", "fit", "evaluate", "explain", "Checkpointer", "filter_shar
 LATER = {"grain", "matplotlib", "orbax", "rich", "safetensors", "tensorstore", "tyro"}
 
 
+@pytest.mark.versions
 def test_a_program_loads_only_the_packages_that_it_uses():
     # Modules, because seconds depend on the machine.
     code = f"""if True:
@@ -229,6 +231,7 @@ def test_warnings_are_errors_in_tests_whoever_is_blamed(level):
         warnings.warn("jax.thing is deprecated", DeprecationWarning, stacklevel=level)
 
 
+@pytest.mark.versions
 def test_what_jax_deprecates_is_an_error_in_other_processes():
     code = "import warnings; warnings.warn('jax.thing is deprecated', DeprecationWarning)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
