@@ -194,7 +194,6 @@ def alone(kind):
     return train(kind, eqxshard.replicate(), {})
 
 
-@pytest.mark.versions
 @pytest.mark.parametrize(
     "name, count",
     graded(CASES, quick=[("hybrid", 8)], slow=[(name, 8) for name in SLOW]),
