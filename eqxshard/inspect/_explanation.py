@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ..pages._format import format_bytes
 from ..sharding._mesh import describe_mesh
 from ..sharding._spec import axes_of, format_sizes, format_spec
-from ..sharding._text import format_bytes
 from ._tables import BreakablePath, render
 
 if TYPE_CHECKING:

@@ -78,7 +78,7 @@ def named_leaves(tree: PyTree) -> list[tuple[str, NamedLeaf]]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if is_array(leaf):
             # Several rules may ask for the dims, and several times.
-            read_dims = cache(partial(logical_dims, tree, path))
+            read_dims = cache(partial(logical_dims, tree, path, leaf))
             named.append((leaf_path(path), NamedLeaf(leaf.shape, leaf.dtype, read_dims)))
     return named
 

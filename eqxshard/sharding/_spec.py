@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from ._text import comma_list, did_you_mean
 
 #: The mesh axis or axes that split one dim, the first over the largest blocks.
-Axes = str | tuple[str, ...] | list[str]
+Axes = str | tuple[str, ...]
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
@@ -17,11 +17,6 @@ def axes_of(entry: Any) -> tuple[str, ...]:
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
     return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
-
-
-def as_axes(entry: Any) -> Any:
-    """An entry of a spec that can be hashed: a tuple for a list."""
-    return tuple(entry) if isinstance(entry, list) else entry
 
 
 def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from jax.sharding import Mesh
 
 from ..compiled._findings import SMALL, Finding
-from ..sharding._combinators import Combine, FirstMatch, Offload
-from ..sharding._leaf_rules import ByDim, ByPath, Replicate, SplitLargest, Zero1
+from ..sharding._combinators import combine, first_match, offload
+from ..sharding._leaf_rules import by_dim, by_path, fsdp, replicate, zero1
 from ..sharding._leaves import format_array
 from ..sharding._rule import Decision, NamedLeaf, Rule, apply_rule, check_rule, rule_name
 from ..sharding._spec import format_sizes, spec_axes
@@ -78,12 +78,12 @@ def _is_meant(rule: Rule, path: str, leaf: NamedLeaf, mesh: Mesh) -> bool:
     """Whether one of the rules that decide about a leaf keeps it whole on purpose."""
     for decides in _deciding(rule, path, leaf, mesh):
         match decides:
-            case Replicate() | ByDim():
+            case replicate() | by_dim():
                 pass
-            case SplitLargest():
+            case fsdp():
                 if math.prod(leaf.shape) < decides.min_size:
                     return True
-            case ByPath():
+            case by_path():
                 decision = decides.decide(path, leaf, mesh)
                 if decision is not None and not spec_axes(decision.spec):
                     return True
@@ -94,14 +94,14 @@ def _is_meant(rule: Rule, path: str, leaf: NamedLeaf, mesh: Mesh) -> bool:
 
 def _deciding(rule: Rule, path: str, leaf: NamedLeaf, mesh: Mesh) -> Iterator[Rule]:
     match rule:
-        case FirstMatch():
+        case first_match():
             first = next(each for each in rule.rules if _claims(each, path, leaf, mesh))
             yield from _deciding(first, path, leaf, mesh)
-        case Combine():
+        case combine():
             for each in rule.rules:
                 if _claims(each, path, leaf, mesh):
                     yield from _deciding(each, path, leaf, mesh)
-        case Offload():
+        case offload():
             yield from _deciding(rule.rule, path, leaf, mesh)
         case _:
             yield rule
@@ -127,29 +127,29 @@ def _unmatched(rule: Rule, leaves: _Leaves, mesh: Mesh) -> Iterator[Finding]:
 def _shadowed(rule: Rule, leaves: _Leaves, mesh: Mesh) -> Iterator[Finding]:
     """Patterns and rules of which earlier ones have decided all leaves."""
     match rule:
-        case ByPath():
+        case by_path():
             yield from _shadowed_patterns(rule, [path for path, _ in leaves])
-        case FirstMatch():
+        case first_match():
             left = [path for path, _ in leaves]
             for number, each in enumerate(rule.rules):
                 claimed = [item for item in leaves if _claims(each, *item, mesh)]
                 paths = {path for path, _ in claimed}
                 rest = [path for path in left if path in paths]
                 # A last rule for everything else may be there just in case.
-                for_all = isinstance(each, Replicate | SplitLargest | Zero1)
+                for_all = isinstance(each, replicate | fsdp | zero1)
                 if claimed and not rest and not for_all:
                     earlier = comma_list(map(rule_name, rule.rules[:number]))
                     yield _says(rule_name(each), earlier, [path for path, _ in claimed])
                 yield from _shadowed(each, leaves, mesh)
                 left = [path for path in left if path not in paths]
-        case Combine():
+        case combine():
             for each in rule.rules:
                 yield from _shadowed(each, leaves, mesh)
-        case Offload():
+        case offload():
             yield from _shadowed(rule.rule, leaves, mesh)
 
 
-def _shadowed_patterns(rule: ByPath, paths: list[str]) -> Iterator[Finding]:
+def _shadowed_patterns(rule: by_path, paths: list[str]) -> Iterator[Finding]:
     patterns = [pattern for pattern, _ in rule.specs]
     for number, pattern in enumerate(patterns):
         matched = [path for path in paths if re.search(pattern, path)]

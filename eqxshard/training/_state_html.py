@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from ..sharding._html import html_table
+from ..pages._format import format_bytes
 from ..sharding._leaves import array_leaves, is_array, is_key
 from ..sharding._mesh import describe_mesh
 from ..sharding._spec import format_spec
-from ..sharding._text import format_bytes
 
 #: The parts of a state that have arrays, and what a reader calls them.
 _PARTS = {
@@ -38,10 +37,10 @@ def state_html(state: Any) -> str:
     everything = [array for arrays in parts.values() for array in arrays]
     largest = sorted(everything, key=lambda array: -array.bytes)[:_MOST]
     title = f"<p><strong>TrainState</strong> {escape(_where(state, everything))}</p>"
-    sums = html_table(["", "arrays", "numbers", "bytes", "bytes per device"], rows)
+    sums = _table(["", "arrays", "numbers", "bytes", "bytes per device"], rows)
     count = f"{len(largest)} largest of " if len(largest) < len(everything) else ""
     head = [f"{count}{len(everything)} arrays", "shape", "dtype", "split by"]
-    table = html_table([*head, "bytes per device"], [*map(_row, largest)])
+    table = _table([*head, "bytes per device"], [*map(_row, largest)])
     return f'<div class="eqxshard">\n{title}\n{sums}\n{table}\n</div>\n'
 
 
@@ -88,3 +87,14 @@ def _where(state: Any, arrays: Sequence[_Array]) -> str:
             return f"that a step has taken{on}; look at the one that the step returned"
         return f"at step {int(step)}{on}"
     return f"of shapes only{on}" if is_array(step) else f"without a step{on}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table whose rows begin with a name; all of its text is escaped."""
+    left = ' style="text-align:left"'
+    cells = (f'<th scope="col"{left}>{escape(name)}</th>' for name in head)
+    lines = ["<table>", f"<thead><tr>{''.join(cells)}</tr></thead>", "<tbody>"]
+    for name, *rest in rows:
+        cells = (f"<td{left}>{escape(text)}</td>" for text in rest)
+        lines.append(f'<tr><th scope="row"{left}>{escape(name)}</th>{"".join(cells)}</tr>')
+    return "\n".join([*lines, "</tbody>", "</table>"])
