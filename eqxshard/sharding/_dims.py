@@ -143,12 +143,12 @@ class _Walk:
 
         A field renames them as in `up: Annotated[nn.Linear, "mlp embed"]`.
         """
-        own = [*dict.fromkeys(name for text in known.values() for name in _names(text))]
         renamed: dict[str | None, str | None] = {}
         for hint in hints:
             kind = typing.get_origin(hint.type) or hint.type
             if not hint.words or not (isinstance(kind, type) and issubclass(kind, layer)):
                 continue
+            own = [*dict.fromkeys(name for text in known.values() for name in _names(text))]
             new = _parse(hint.words)
             if len(new) == len(own):
                 renamed = dict(zip(own, new))
@@ -216,5 +216,7 @@ def _names(text: str) -> list[str]:
 
 
 def _child(node: Any, key: Any) -> Any:
+    if isinstance(key, SequenceKey) and isinstance(node, list | tuple):
+        return node[key.idx]  # As there may be hundreds of layers.
     below = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
     return next(child for path, child in below if path == (key,))

@@ -24,13 +24,13 @@ from ._text import comma_list, did_you_mean, first_few
 
 @dataclass(frozen=True)
 class replicate(AbstractRule):
-    """Keep every leaf whole on every device: plain data parallelism.
+    """Replicate every leaf on every device: plain data parallelism.
 
     The rule claims every leaf with `P()`.
     """
 
     def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision:
-        """Whole."""
+        """Replicated."""
         return Decision(PartitionSpec(), self.label)
 
     def check(self, leaves: Leaves, mesh: Mesh) -> None:
@@ -44,12 +44,12 @@ class fsdp(AbstractRule):
     The largest dim that divides by the size of the axis is split, the first of equals. (A
     dim named `vocab`, as in `equinox.nn.Embedding`, comes last: the gradient of a lookup
     is cheap to reduce if the table is split over its features, and costs the whole table
-    if it is split over its rows.) A leaf with no such dim stays whole, and
+    if it is split over its rows.) A leaf with no such dim stays replicated, and
     [`eqxshard.explain`][] says so. Between steps each device holds its part of
     parameters, gradients and optimizer state (ZeRO stage 3, Rajbhandari et al. 2020,
     https://arxiv.org/abs/1910.02054); the step gathers parameters when it needs them.
 
-    In [`eqxshard.combine`][], after other rules, it splits what they left whole: a dim,
+    In [`eqxshard.combine`][], after other rules, it splits what they did not: a dim,
     or if none divides, the parts of one that is already split. A leaf that is already
     split over the axis stays as it is.
 
@@ -57,7 +57,7 @@ class fsdp(AbstractRule):
 
     **Arguments:**
 
-    - `min_size`: leaves with fewer elements stay whole: gathering them would cost more
+    - `min_size`: leaves with fewer elements stay replicated: gathering them would cost more
         than they take.
     - `axis`: the mesh axis to split over, or several.
 
@@ -92,7 +92,7 @@ class fsdp(AbstractRule):
         shape = leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape
         dims = [d for d, size in enumerate(shape) if size and size % parts == 0]
         if not dims:
-            note = f"whole: no dim of {shape} divides by {format_sizes(sizes)}"
+            note = f"replicated: no dim of {shape} divides by {format_sizes(sizes)}"
             return Decision(PartitionSpec(), self.label, note, undivided=True)
         # A rule about sizes does not fail on an annotation that is wrong.
         names = dict(enumerate(_dims_without(leaf, ())))
@@ -119,7 +119,7 @@ class zero1(AbstractRule):
 
     **Arguments:**
 
-    - `min_size`: the state of leaves with fewer elements stays whole.
+    - `min_size`: the state of leaves with fewer elements stays replicated.
     - `axis`: the mesh axis to split over, or several: axes that split the batch.
 
     **Raises:**
@@ -141,7 +141,7 @@ class zero1(AbstractRule):
         _check_size(self.min_size)
 
     def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision:
-        """Whole; `update_rule` decides for the optimizer's state."""
+        """Replicated; `update_rule` decides for the optimizer's state."""
         return Decision(PartitionSpec(), self.label)
 
     def check(self, leaves: Leaves, mesh: Mesh) -> None:
@@ -151,7 +151,17 @@ class zero1(AbstractRule):
     @property
     def update_rule(self) -> fsdp:
         """The rule for gradients and optimizer state."""
-        return fsdp(self.min_size, self.axis)
+        return _Zero1Update(self.min_size, self.axis)
+
+
+@dataclass(frozen=True)
+class _Zero1Update(fsdp):
+    """The rule for gradients and optimizer state, by the name that its user knows."""
+
+    @property
+    def label(self) -> str:
+        """The axis, unless it is the usual one."""
+        return f"zero1({'' if self.axis == 'data' else repr(self.axis)})"
 
 
 def _check_size(min_size: int) -> None:
@@ -203,7 +213,7 @@ class by_path(AbstractRule):
             if not isinstance(spec, PartitionSpec):
                 raise TypeError(
                     f"by_path: {pattern!r} has {spec!r}, which is not a PartitionSpec; "
-                    "write a jax.P, such as P('tensor'), or P() to keep the array whole."
+                    "write a jax.P, such as P('tensor'), or P() to replicate the array."
                 )
 
     @property
@@ -250,7 +260,7 @@ class by_dim(AbstractRule):
     **Arguments:**
 
     - `axes`: a mapping from names of dims to the mesh axis that splits them; to a tuple
-        of axes, the first over the largest blocks; or to `None` for dims that stay whole.
+        of axes, the first over the largest blocks; or to `None` for dims to leave alone.
 
     **Raises:**
 

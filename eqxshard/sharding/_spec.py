@@ -72,8 +72,8 @@ def check_spec(
             sizes = format_sizes({axis: mesh.shape[axis] for axis in axes})
             raise ValueError(
                 f"{where} splits dim {dim} of size {shape[dim]} over {sizes}, which does "
-                f"not divide it; choose a dim that is a multiple of {parts}, or leave this "
-                "one whole."
+                f"not divide it; choose a dim that is a multiple of {parts}, or do not "
+                "split this one."
             )
 
 

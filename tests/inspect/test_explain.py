@@ -49,7 +49,7 @@ def test_notes_say_why_a_leaf_is_whole():
         leaf.path: leaf.note for leaf in eqxshard.explain(Model(), make_mesh(), RULE).leaves
     }
     assert notes["key"] == "size 1, below min_size=2"
-    assert notes["table"] == "whole: no dim of (9,) divides by fsdp=4"
+    assert notes["table"] == "replicated: no dim of (9,) divides by fsdp=4"
     assert notes["layers.0.weight"] == ""
 
 
@@ -157,7 +157,7 @@ def test_what_is_frozen_has_no_gradient():
     assert explanation.parameters.whole == 192 + 32 + 96
     notes = {leaf.path: leaf.note for leaf in explanation.leaves}
     assert notes["layers.0.weight"] == "frozen"
-    assert notes["table"] == "whole: no dim of (9,) divides by fsdp=4"
+    assert notes["table"] == "replicated: no dim of (9,) divides by fsdp=4"
     assert {leaf.update_spec for leaf in explanation.leaves} == {None}
 
 

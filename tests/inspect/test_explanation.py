@@ -38,7 +38,7 @@ def test_it_prints_as_a_table(show):
     (row,) = [line for line in lines if " key " in line]
     assert "scalar" in row
     (row,) = [line for line in lines if " table " in line]
-    assert "fsdp(): whole: no dim of (9,) divides by fsdp=4" in row
+    assert "fsdp(): replicated: no dim of (9,) divides by fsdp=4" in row
     assert "update spec" not in text
     totals = [line.split() for line in lines[lines.index("") :]]
     key = Model().key.dtype.itemsize
