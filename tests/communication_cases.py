@@ -125,7 +125,7 @@ TENSOR = eqxshard.combine(
 )
 
 
-def step_collectives(model, mesh, devices, rule=FSDP):
+def step_collectives(model, mesh, devices, rule: eqxshard.Rule = FSDP):
     """The collectives of a step, compiled for these devices."""
     make_model, loss_fn, x = MODELS[model]
     optim = optax.sgd(1e-2)

@@ -53,7 +53,7 @@ def lint(
     make_model: Any = MLP,
     loss_fn=square_losses,
     batch: Any = BATCH,
-    rule=FSDP,
+    rule: eqxshard.Rule = FSDP,
     *,
     optim: Any = OPTIM,
     precision=None,
