@@ -49,7 +49,7 @@ USES = {"run": {"trackers"}}
 #: Modules without a test file of their own, and where they are tested.
 TESTED_ELSEWHERE = {
     "data/_weights.py": "training/test_examples.py, in steps and loaders",
-    "run/_evaluation.py": "run/test_train.py, mistakes before the first step",
+    "run/_parts.py": "run/test_train.py, all that a run is made of",
     "training/_kept_tracers.py": "training/test_init.py, models that keep tracers",
     "training/_optimizer.py": "training/test_optimizers.py, states of numbers",
     "training/_unused_axes.py": "run/test_train.py and inspect/test_explanation.py",

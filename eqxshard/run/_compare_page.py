@@ -5,13 +5,13 @@ from pathlib import Path
 
 from ..pages._format import format_seconds
 from ..pages._html import Markup, join, tag
-from ..pages._parts import card, number_cell, scroller, sortable_table
+from ..pages._parts import card, plain_table, scroller, sortable_table
 from ..sharding._text import format_mesh
 from ..trackers._files import write_whole
+from ._curves import draw_curves
 from ._folder import RunFolder
-from ._page import fill_run_page, names_of
+from ._page import fill_run_page, names_of, number, row
 from ._read_run import RecordedRun, read_run, showing
-from ._run_curves import draw_curves, format_value
 
 
 def compare_runs(folders: Sequence[str], output: str) -> None:
@@ -38,7 +38,7 @@ def render_runs(runs: Mapping[str, RecordedRun]) -> str:
     """The page, as text; the runs by name."""
     cards = (
         card("runs", "Runs", _results(runs)),
-        card("curves", "Curves", draw_curves(runs) or tag("p", "Nothing is logged yet.")),
+        card("curves", "Curves", draw_curves(runs)),
         card("settings", "What differs", *_differences(runs)),
     )
     return fill_run_page(
@@ -60,23 +60,19 @@ def _results(runs: Mapping[str, RecordedRun]) -> Markup:
     )
     evaluated = [name for name in names if name.startswith("eval/")] or [*names]
     rows = []
-    for number, (name, run) in enumerate(runs.items()):
-        values = [run.last(key) for key in evaluated]
-        pace, speed, goodput = run.step_seconds, run.examples_per_second, run.goodput
-        rows.append(
-            tag(
-                "tr",
-                tag("th", _label(number, name), scope="row"),
-                tag("td", run.short_state),
-                number_cell(f"{run.step:,}", run.step),
-                *[number_cell("" if v is None else format_value(v), v) for v in values],
-                number_cell("" if pace is None else format_seconds(pace), pace),
-                number_cell("" if speed is None else format_value(speed), speed),
-                number_cell("" if goodput is None else f"{goodput:.0%}", goodput),
-            )
+    for position, (name, run) in enumerate(runs.items()):
+        cells = (
+            run.state,
+            number(run.step),
+            *[number(run.last(key)) for key in evaluated],
+            number(run.step_seconds, format_seconds),
+            number(run.examples_per_second),
+            number(run.goodput, "{:.0%}".format),
         )
-    columns = {"Run": False, "State": False, "Step": True} | dict.fromkeys(evaluated, True)
-    columns |= {"Time of a step": True, "Examples per second": True, "Goodput": True}
+        rows.append(row(*cells, head=_label(position, name)))
+    speeds = ("Time of a step", "Examples per second", "Goodput")
+    columns = {"Run": False, "State": False}
+    columns |= dict.fromkeys(["Step", *evaluated, *speeds], True)
     return sortable_table("runs", "Runs", columns, rows, "runs", ordered=None)
 
 
@@ -93,33 +89,26 @@ def _differences(runs: Mapping[str, RecordedRun]) -> list[Markup]:
     for key in keys:
         values = [facts.get(key, "") for facts in found.values()]
         if len(set(values)) > 1:
-            cells = [tag("td", value) for value in values]
-            rows.append(tag("tr", tag("th", key, scope="row"), *cells))
+            rows.append(row(*values, head=key))
     if not rows:
         return [tag("p", "Their settings, devices and versions are the same.")]
-    head = [tag("th", name, scope="col") for name in ("", *runs)]
-    table = tag(
-        "table",
-        tag("caption", "What differs between the runs", class_="unseen"),
-        tag("thead", tag("tr", *head)),
-        tag("tbody", *rows),
-        class_="differs",
-    )
+    table = plain_table("What differs between the runs", ("", *runs), rows)
     return [scroller("what differs between the runs", table)]
 
 
 def _facts(run: RecordedRun) -> dict[str, str]:
     """The settings of a run and what else it may differ in, as text."""
     record = run.record
-    ran = {"data": record.get("data")}
-    if isinstance(devices := record.get("devices"), Mapping):
-        ran |= {"mesh": format_mesh(record.get("mesh") or {})}
-        ran |= {"devices": f"{devices['count']} x {devices['kind']}"}
-        ran |= {"devices of a process": devices.get("per_process")}
-    ran |= {"parameters": record.get("parameters")}
+    facts = dict(record.get("settings") or {})
     # Options have such names, too, and may not say what they came to.
-    facts = ran | dict(record.get("settings") or {}) | ran
-    # Of every run its own.
-    facts = {k: v for k, v in facts.items() if k not in ("output", "resume")}
-    facts |= {f"version of {k}": v for k, v in (record.get("versions") or {}).items()}
+    facts["data"] = record.get("data")
+    if devices := record.get("devices"):
+        facts["mesh"] = format_mesh(record.get("mesh") or {})
+        facts["devices"] = f"{devices['count']} x {devices['kind']}"
+        facts["devices of a process"] = devices["per_process"]
+    facts["parameters"] = record.get("parameters")
+    versions = record.get("versions") or {}
+    facts |= {f"version of {name}": version for name, version in versions.items()}
+    for own in ("output", "resume"):  # Of every run.
+        facts.pop(own, None)
     return {name: str(value) for name, value in facts.items() if value is not None}

@@ -1,7 +1,7 @@
 """The page of a run: one file of HTML, which loads nothing from elsewhere."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
@@ -22,12 +22,13 @@ from ..pages._parts import (
     settings_list,
     sortable_table,
 )
+from ..sharding._text import format_mesh
 from ..trackers._files import write_whole
+from ._curves import draw_curves, format_value
 from ._folder import RunFolder
 from ._read_run import RecordedRun, read_run, showing
-from ._run_curves import draw_curves, format_value
-from ._versus_plan import compare_with_plan
 
+_NOTHING = Markup("")
 #: The most evaluations that are listed: the last ones.
 _MOST_EVALUATIONS = 200
 
@@ -49,7 +50,7 @@ def render_run(run: RecordedRun) -> str:
     """The page, as text."""
     cards = (
         _warnings(run),
-        _curves(run),
+        card("curves", "Curves", draw_curves({run.path.name: run})),
         pair(_ledger(run), _plan(run)),
         _metrics(run),
         _evaluations(run),
@@ -59,7 +60,7 @@ def render_run(run: RecordedRun) -> str:
     return fill_run_page(
         title=run.title,
         about=" | ".join(filter(None, [run.title, _when(run)])),
-        headline=run.state,
+        headline=run.headline,
         tiles=draw_tiles(_tiles(run)),
         cards=join(*cards),
     )
@@ -131,23 +132,18 @@ def _warnings(run: RecordedRun) -> Markup:
     content = [tag("ul", *items)] if items else []
     if run.crash_dump is not None:
         command = f"python -m eqxshard.replay {shlex.quote(str(run.crash_dump))} SCRIPT"
-        said = "Steps were not finite, and one is kept. With your script, this finds where "
-        said += "it began: "
+        said = (
+            "Steps were not finite, and one is kept. With your script, this finds where it "
+            "began: "
+        )
         content.append(tag("p", said, tag("code", command)))
-    return card("warnings", "Warnings", *content) if content else Markup("")
-
-
-def _curves(run: RecordedRun) -> Markup:
-    curves = draw_curves({run.path.name: run})
-    if not curves:
-        return card("curves", "Curves", tag("p", "Nothing is logged yet."))
-    return card("curves", "Curves", curves)
+    return card("warnings", "Warnings", *content) if content else _NOTHING
 
 
 def _ledger(run: RecordedRun) -> Markup:
     whole = sum(run.parts.values())
     if not whole:
-        return Markup("")
+        return _NOTHING
     ordered = sorted(run.parts.items(), key=lambda part: -part[1])
     parts = [
         Part("rest" if name == "other" else name, name, seconds, format_duration(seconds))
@@ -157,29 +153,61 @@ def _ledger(run: RecordedRun) -> Markup:
     said = f"{format_duration(whole)} of wall time. Each moment counts for one part."
     if run.goodput is not None:
         said += f" Steps ran for {run.goodput:.0%} of it (device and dispatch)."
-    legend = draw_legend(parts, whole, "Seconds of the run")
-    return card(
-        "ledger", "Where the time went", tag("p", said), draw_bar(parts, whole), legend
-    )
+    bar, legend = draw_bar(parts, whole), draw_legend(parts, whole, "Seconds of the run")
+    return card("ledger", "Where the time went", tag("p", said), bar, legend)
 
 
 def _plan(run: RecordedRun) -> Markup:
     if run.plan is None:
-        return Markup("")
+        return _NOTHING
+    title = "Plan against measured"
     try:
-        found = compare_with_plan(run.plan, run)
+        rows = [row(*cells, head=name) for name, *cells in compare_with_plan(run.plan, run)]
     except (KeyError, TypeError, ValueError, AttributeError):
         said = "plan.json in the folder of this run is not a plan of this version."
-        return card("plan", "Plan against measured", tag("p", said))
-    rows = [
-        tag("tr", tag("th", name, scope="row"), *[tag("td", cell) for cell in cells])
-        for name, *cells in found.rows
-    ]
-    table = plain_table("Plan against measured", ("", "Plan", "Measured", "Ratio"), rows)
-    said = [tag("p", text, class_="bad") for text in found.differences]
-    notes = [tag("p", text, class_="remark") for text in found.notes]
-    table = scroller("plan against measured", table)
-    return card("plan", "Plan against measured", *said, table, *notes)
+        return card("plan", title, tag("p", said))
+    table = plain_table(title, ("", "Plan", "Measured", "Ratio"), rows)
+    remark = (
+        "The time of a plan is a roofline, so real steps take longer. Plan.calibrate makes "
+        "a measured time a target for plans of other meshes."
+    )
+    scrolling = scroller("plan against measured", table)
+    return card("plan", title, scrolling, tag("p", remark, class_="remark"))
+
+
+def compare_with_plan(
+    plan: Mapping[str, Any], run: RecordedRun
+) -> Iterator[tuple[str, ...]]:
+    """A name, what was planned, what was measured, and their ratio if they are numbers.
+
+    **Arguments:**
+
+    - `plan`: what [`eqxshard.Plan.to_json`][] makes.
+    - `run`: a run of that step.
+    """
+
+    def pair_of(name: str, planned: Any, measured: Any, text: Any) -> tuple[str, ...]:
+        ratio = f"{measured / planned:.3g}" if planned and measured else ""
+        shown = (text(value) if value else "unknown" for value in (planned, measured))
+        return (name, *shown, ratio)
+
+    record, time = run.record, plan["time"]
+    devices = record.get("devices")
+    if devices is not None:
+        there = f"{plan['devices']} x {plan['target']['kind']}"
+        yield "devices", there, f"{devices['count']} x {devices['kind']}", ""
+        yield "mesh", format_mesh(plan["mesh"]), format_mesh(record.get("mesh") or {}), ""
+    if "batch_size" in record:
+        yield "batch size", str(plan["examples"]), str(record["batch_size"]), ""
+    planned, measured = time and time["step"], run.step_seconds
+    yield pair_of("time of a step", planned, measured, format_seconds)
+    speed = plan["examples_per_second"]
+    yield pair_of("examples per second", speed, run.examples_per_second, "{:,.4g}".format)
+    mfu = plan["mfu"]
+    used = mfu * planned / measured if mfu and planned and measured else None
+    yield pair_of("of the devices' peak", mfu, used, "{:.1%}".format)
+    memory = (record.get("memory") or {}).get("peak")
+    yield pair_of("memory of a device", plan["memory"]["peak"], memory, format_bytes)
 
 
 def _metrics(run: RecordedRun) -> Markup:
@@ -191,58 +219,61 @@ def _metrics(run: RecordedRun) -> Markup:
     rows = []
     for name, pairs in found.items():
         finite = [(step, value) for step, value in pairs if isfinite(value)]
-        cells = [tag("th", tag("code", name), scope="row")]
+        cells = [number(None)] * 6
         if finite:
+            first, last = finite[0], finite[-1]
             low, high = (f(finite, key=lambda pair: pair[1]) for f in (min, max))
-            cells += [_value(finite[0][1]), _value(finite[-1][1])]
-            for step, value in (low, high):
-                cells += [_value(value), number_cell(f"{step:,}", step)]
-        else:
-            cells += [number_cell("", None)] * 6
+            cells = [number(first[1]), number(last[1])]
+            cells += [number(low[1]), number(low[0]), number(high[1]), number(high[0])]
         missing = len(pairs) - len(finite)
-        rows.append(
-            tag("tr", *cells, number_cell(f"{missing:,}" if missing else "", missing))
-        )
+        rows.append(row(*cells, number(missing or None), head=tag("code", name)))
     if not rows:
-        return Markup("")
-    columns = {"Metric": False, "First": True, "Last": True, "Lowest": True}
-    columns |= {"at step": True, "Highest": True, "at step ": True, "Not finite": True}
-    table = sortable_table("metrics", "Metrics", columns, rows, "metrics", ordered=None)
-    return card("metrics", "Metrics", table)
-
-
-def _value(value: float | None) -> Markup:
-    if value is None or not isfinite(value):
-        return number_cell("", None)
-    return number_cell(format_value(value), value)
+        return _NOTHING
+    numbers = ("First", "Last", "Lowest", "at step", "Highest", "at step ", "Not finite")
+    columns = {"Metric": False, **dict.fromkeys(numbers, True)}
+    return card("metrics", "Metrics", _table("Metrics", columns, rows))
 
 
 def _evaluations(run: RecordedRun) -> Markup:
     found = run.evaluations
     if not found:
-        return Markup("")
-    names = [m.name for each in found for m in each.metrics if m.kind == "eval"]
-    names, rows = list(dict.fromkeys(names)), []
-    for each in found[-_MOST_EVALUATIONS:]:
-        cells = [
-            number_cell(f"{each.step:,}", each.step),
-            number_cell("" if each.epoch is None else f"{each.epoch:.4g}", each.epoch),
-            *[_value(each.values.get(f"eval/{name}")) for name in names],
-        ]
-        rows.append(tag("tr", *cells))
-    columns = {"Step": True, "Epoch": True} | dict.fromkeys(names, True)
-    more = len(found) - len(rows)
-    said = [tag("p", f"The last {len(rows)} of {len(found):,}.")] if more else []
-    table = sortable_table(
-        "evaluations", "Evaluations", columns, rows, "evaluations", ordered=None
-    )
-    return card("evaluations", "Evaluations", *said, table)
+        return _NOTHING
+    kinds = [m for each in found for m in each.metrics if m.kind == "eval"]
+    names = list(dict.fromkeys(f"eval/{metric.name}" for metric in kinds))
+    rows = [
+        row(*map(number, (each.step, each.epoch, *map(each.values.get, names))))
+        for each in found[-_MOST_EVALUATIONS:]
+    ]
+    titles = [name.removeprefix("eval/") for name in names]
+    columns = dict.fromkeys(["Step", "Epoch", *titles], True)
+    said = f"The last {len(rows)} of {len(found):,}."
+    more = [tag("p", said)] if len(found) > len(rows) else []
+    table = _table("Evaluations", columns, rows)
+    return card("evaluations", "Evaluations", *more, table)
+
+
+def _table(title: str, columns: Mapping[str, bool], rows: Sequence[Markup]) -> Markup:
+    name = title.lower()
+    return sortable_table(name, title, columns, rows, name, ordered=None)
+
+
+def row(*cells: str, head: str | None = None) -> Markup:
+    """A row of a table, of text and of cells; with a heading, or without."""
+    made = [x if isinstance(x, Markup) else tag("td", x) for x in cells]
+    return tag("tr", *([] if head is None else [tag("th", head, scope="row")]), *made)
+
+
+def number(value: int | float | None, text: Callable[[Any], str] = format_value) -> Markup:
+    """A cell of a number; empty if it is not known, or not finite."""
+    if value is None or not isfinite(value):
+        return number_cell("", None)
+    return number_cell(text(value), value)
 
 
 def _mesh(run: RecordedRun) -> Markup:
     mesh, devices = run.record.get("mesh"), run.record.get("devices")
     if mesh is None or not isinstance(devices, Mapping):
-        return Markup("")
+        return _NOTHING
     said = f"{devices['count']:,} x {devices['kind']}"
     per_process = devices["per_process"]
     if devices["count"] > per_process:
@@ -250,10 +281,7 @@ def _mesh(run: RecordedRun) -> Markup:
             f" of {devices['count'] // per_process:,} processes; neighbouring processes "
             "differ in shade"
         )
-    rows = [
-        tag("tr", tag("th", axis, scope="row"), tag("td", f"{size:,}"))
-        for axis, size in mesh.items()
-    ]
+    rows = [row(f"{size:,}", head=axis) for axis, size in mesh.items()]
     picture = scroller("picture of the mesh", draw_mesh(mesh, per_process))
     table = plain_table("Axes of the mesh", ("Axis", "Size"), rows)
     return card("mesh", "Mesh", tag("p", f"{said}."), picture, *([table] if rows else []))
@@ -261,41 +289,34 @@ def _mesh(run: RecordedRun) -> Markup:
 
 def _checkpoints(run: RecordedRun) -> Markup:
     if not run.checkpoints:
-        return Markup("")
+        return _NOTHING
     names = [m for m in run.checkpoints[-1].metrics if m.startswith("eval/")][:3]
     rows = [
-        tag(
-            "tr",
-            number_cell(f"{each.step:,}", each.step),
-            number_cell(format_bytes(each.nbytes), each.nbytes),
-            tag("td", f"{each.time:%Y-%m-%d %H:%M:%S}"),
-            *[_value(each.metrics.get(name)) for name in names],
+        row(
+            number(each.step),
+            number(each.nbytes, format_bytes),
+            f"{each.time:%Y-%m-%d %H:%M:%S}",
+            *[number(each.metrics.get(name)) for name in names],
         )
         for each in run.checkpoints
     ]
-    columns = {"Step": True, "Size": True, "Saved": False} | dict.fromkeys(names, True)
-    table = sortable_table(
-        "checkpoints", "Checkpoints", columns, rows, "checkpoints", ordered=None
-    )
-    return card("checkpoints", "Checkpoints", table)
+    columns = {"Step": True, "Size": True, "Saved": False, **dict.fromkeys(names, True)}
+    return card("checkpoints", "Checkpoints", _table("Checkpoints", columns, rows))
 
 
 def _settings(run: RecordedRun) -> Markup:
-    found = {
-        k: str(v) for k, v in (run.record.get("settings") or {}).items() if v is not None
-    }
-    if data := run.record.get("data"):
-        found = {"data": str(data)} | found
-    if command := run.record.get("command"):
-        found = {"command": command} | found
-    return card("settings", "Settings", settings_list(found)) if found else Markup("")
+    record = run.record
+    found = {"command": record.get("command"), "data": record.get("data")}
+    found |= record.get("settings") or {}
+    shown = {name: str(value) for name, value in found.items() if value not in (None, "")}
+    return card("settings", "Settings", settings_list(shown)) if shown else _NOTHING
 
 
 def _versions(run: RecordedRun) -> Markup:
     found = dict(run.record.get("versions") or {})
     if host := run.record.get("host"):
         found["host"] = host
-    return card("versions", "Versions", settings_list(found)) if found else Markup("")
+    return card("versions", "Versions", settings_list(found)) if found else _NOTHING
 
 
 def names_of(runs: Sequence[RecordedRun]) -> list[str]:

@@ -1,5 +1,5 @@
 
-// The curves: zoom and hover, by pointer and by keyboard. Without this, they are pictures.
+// The curves: drawn, with zoom and hover by pointer and by keyboard.
 const WIDTH = 1000;
 const HEIGHT = 400;
 const SVG = "http://www.w3.org/2000/svg";
@@ -274,10 +274,10 @@ const data = document.getElementById("curves-data");
 if (data) {
   const found = JSON.parse(data.textContent);
   const figures = document.querySelectorAll(".chart");
-  found.forEach((each, i) => charts.push(new Chart(figures[i], each.series)));
+  found.forEach((series, i) => charts.push(new Chart(figures[i], series)));
   const controls = document.getElementById("curves-controls");
   const over = controls.querySelector("select");
-  const all = found.flatMap((each) => each.series);
+  const all = found.flat();
   for (const option of [...over.options]) {
     // A run may have no epochs, or no times.
     const known = all.every((series) => series[option.value].some((x) => x));

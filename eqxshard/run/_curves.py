@@ -1,0 +1,170 @@
+"""The curves of runs on a page: their points, which the page's script draws."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..pages._html import Markup, join, tag
+from ._read_run import RecordedRun
+
+#: The most points of a curve that are on the page.
+MOST_POINTS = 600
+_SPEED = "examples per second"
+
+
+class Point(NamedTuple):
+    """A value that was logged at a step; nan if it was not finite."""
+
+    step: int
+    value: float
+    epoch: float | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Series:
+    """A curve.
+
+    - `name`: what the key says, such as `train`.
+    - `run`: the number of its run on the page.
+    - `style`: the classes that draw it.
+    - `points`: in order.
+    - `is_dotted`: whether each point is marked.
+    """
+
+    name: str
+    run: int
+    style: str
+    points: Sequence[Point]
+    is_dotted: bool
+
+    @property
+    def last(self) -> str:
+        """Its last value."""
+        found = [point.value for point in self.points if math.isfinite(point.value)]
+        return format_value(found[-1]) if found else "not finite"
+
+
+def draw_curves(runs: Mapping[str, RecordedRun]) -> Markup:
+    """A chart for each metric of some runs by name, with a legend if they are several."""
+    charts = dict[str, list[Series]]()
+    for number, (name, run) in enumerate(runs.items()):
+        for (metric, kind), points in _points(run).items():
+            label = kind or metric
+            style = {"eval": "eval c1", "train": "train c0"}.get(kind, "c2")
+            if len(runs) > 1:
+                label = f"{name}, {kind}" if kind else name
+                style = f"{'train ' if kind == 'train' else ''}c{number % 8}"
+            dotted = kind == "eval" or len(points) == 1
+            series = Series(label, number, style, thin(points), dotted)
+            charts.setdefault(metric, []).append(series)
+    if _SPEED in charts:  # It is the last that one looks for.
+        charts[_SPEED] = charts.pop(_SPEED)
+    if not charts:
+        return tag("p", "Nothing is logged yet.")
+    data = [[_to_json(each) for each in series] for series in charts.values()]
+    # Within a script, only this would end it.
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return join(
+        _controls(),
+        tag("div", *[_chart(*each) for each in charts.items()], class_="charts"),
+        tag("script", Markup(text), type="application/json", id="curves-data"),
+    )
+
+
+def thin(points: Sequence[Point], most: int = MOST_POINTS) -> Sequence[Point]:
+    """At most this many points: the lowest and the highest of each stretch of a curve."""
+    if len(points) <= most:
+        return points
+    # What is not finite is kept before a low, so that there is a gap.
+    heights = [p.value if math.isfinite(p.value) else -math.inf for p in points]
+    count, kept = most // 2 - 1, {0, len(points) - 1}
+    for n in range(count):
+        part = range(n * len(points) // count, (n + 1) * len(points) // count)
+        kept |= {min(part, key=heights.__getitem__), max(part, key=heights.__getitem__)}
+    return [points[i] for i in sorted(kept)]
+
+
+def format_value(value: int | float) -> str:
+    """A metric in four digits, or a whole number."""
+    is_whole = isinstance(value, int) or abs(value) >= 9999.5
+    return f"{value:,.0f}" if is_whole else f"{value:.4g}"
+
+
+def _points(run: RecordedRun) -> dict[tuple[str, str], list[Point]]:
+    """The values of each metric and kind, such as `("loss", "train")`."""
+    found, seconds = dict[tuple[str, str], list[Point]](), 0.0
+    for report in run.reports:
+        seconds += sum(report.parts.values())
+        named = {(each.name, each.kind): each.value for each in report.metrics}
+        if "train/examples_per_second" in report.values:
+            named[_SPEED, "train"] = report.values["train/examples_per_second"]
+        for key, value in named.items():
+            point = Point(report.step, value, report.epoch, seconds)
+            found.setdefault(key, []).append(point)
+    return found
+
+
+def _to_json(series: Series) -> dict[str, Any]:
+    points = series.points
+    return {
+        "name": series.name,
+        "run": series.run,
+        "style": series.style,
+        "dotted": series.is_dotted,
+        "step": [point.step for point in points],
+        "epoch": [None if p.epoch is None else float(f"{p.epoch:.6g}") for p in points],
+        "seconds": [float(f"{point.seconds:.6g}") for point in points],
+        "value": [
+            float(f"{p.value:.6g}") if math.isfinite(p.value) else None for p in points
+        ],
+    }
+
+
+def _controls() -> Markup:
+    """What only works with a script, which shows it."""
+    over = {"step": "steps", "epoch": "epochs", "seconds": "time"}
+    choices = [tag("option", text, value=name) for name, text in over.items()]
+    zooms = {"in": "Zoom in", "out": "Zoom out", "reset": "Show all"}
+    buttons = [tag("button", text, type="button", data_do=do) for do, text in zooms.items()]
+    log = tag("label", tag("input", type="checkbox", id="curves-log"), "Logarithmic")
+    select = tag("label", "Over ", tag("select", *choices, id="curves-over"))
+    said = (
+        "Drag across a curve to zoom in on it. With the keyboard, move to a curve by Tab: "
+        "the arrows go from point to point, + and - zoom, Escape shows all."
+    )
+    row = tag("div", select, log, *buttons, class_="controls")
+    return tag("div", row, tag("p", said), id="curves-controls", hidden=True)
+
+
+def _chart(name: str, series: Sequence[Series]) -> Markup:
+    key = [
+        tag(
+            "li",
+            tag("span", class_=f"stroke {each.style}"),
+            f"{each.name} ",
+            tag("span", each.last, class_="value"),
+            data_run=each.run,
+        )
+        for each in series
+    ]
+    picture = tag("svg", viewBox="0 0 1000 400", preserveAspectRatio="none")
+    frame = tag(
+        "div",
+        tag("div", picture, class_="plot"),
+        class_="frame",
+        aria_label=f"{name}: " + ", ".join(f"{x.name} {x.last}" for x in series),
+        tabindex=0,
+        role="group",
+        aria_roledescription="chart",
+    )
+    return tag(
+        "figure",
+        tag("figcaption", name),
+        tag("ul", *key, class_="key"),
+        frame,
+        tag("p", class_="unseen", aria_live="polite"),
+        class_="chart",
+    )
