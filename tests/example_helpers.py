@@ -57,14 +57,6 @@ def integers(rng, stop, *shape, start=0):
     return rng.integers(start, stop, size=(EXAMPLES, *shape), dtype=np.int32)
 
 
-def classification(model, batch, key):
-    keys = jax.random.split(key, len(batch["label"]))
-    inputs = {name: value for name, value in batch.items() if name != "label"}
-    inputs = inputs.get("image", inputs)
-    logits = jax.vmap(model, in_axes=(0, None, 0))(inputs, True, keys)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-
-
 def cross_entropy(model, batch, key):
     log_probs = jax.vmap(model)(batch["image"])
     return -jnp.take_along_axis(log_probs, batch["label"][:, None], axis=1)[:, 0]
@@ -80,26 +72,6 @@ def stateful_squares(model_and_state, batch, key):
     axes: Any = {"in_axes": (0, None), "out_axes": (0, None)}
     out, state = jax.vmap(model, axis_name="batch", **axes)(batch["x"], state)
     return jnp.mean((out - batch["y"]) ** 2, axis=-1), state
-
-
-def denoising(call, t1=10.0):
-    """The score matching of the diffusion example: times spread evenly over the batch."""
-
-    def loss_fn(model, batch, key):
-        time_key, noise_key = jax.random.split(key)
-        count = len(batch["image"])
-        t = (jax.random.uniform(time_key, (count,)) + jnp.arange(count)) * (t1 / count)
-
-        def one(image, t, key):
-            noise_key, model_key = jax.random.split(key)
-            noise = jax.random.normal(noise_key, image.shape)
-            std = jnp.sqrt(jnp.maximum(1 - jnp.exp(-t), 1e-5))
-            score = call(model, t, image * jnp.exp(-0.5 * t) + std * noise, model_key)
-            return (1 - jnp.exp(-t)) * jnp.mean((score + noise / std) ** 2)
-
-        return jax.vmap(one)(batch["image"], t, jax.random.split(noise_key, count))
-
-    return loss_fn
 
 
 def spirals(rng):
@@ -119,9 +91,6 @@ def stateful_data(rng):
 def images(*shape):
     return lambda rng: {"image": normal(rng, *shape), "label": integers(rng, 10)}
 
-
-VIT = {"embedding_dim": 16, "hidden_dim": 16, "num_heads": 2, "num_layers": 1}
-VIT |= {"dropout_rate": 0.1, "patch_size": 4, "num_patches": 4, "num_classes": 10}
 
 MODELS_OF_EQUINOX = {
     "mnist": Example(
@@ -144,19 +113,5 @@ MODELS_OF_EQUINOX = {
         stateful_squares,
         optax.adam(3e-4),
         stateful_data,
-    ),
-    "vit": Example(
-        "vit.py",
-        lambda models, key: models.VisionTransformer(**VIT, key=key),
-        classification,
-        optax.adamw(1e-4),
-        images(3, 8, 8),
-    ),
-    "diffusion": Example(
-        "mixer.py",
-        lambda models, key: models.Mixer2d((1, 8, 8), 4, 8, 16, 16, 1, 10.0, key=key),
-        denoising(lambda model, t, image, key: model(t, image)),
-        optax.adabelief(3e-4),
-        images(1, 8, 8),
     ),
 }

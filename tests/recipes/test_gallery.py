@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from example_helpers import execute
-from garments import Coloured, Images
+from garments import Images
 from helpers import assert_equal, copied, lenient
 from run_helpers import PNG, ROOT, call, read_lines
 from safetensors.numpy import load_file
@@ -75,17 +75,6 @@ def test_a_mistake_is_one_line(main, name, options, sentence):
 
 
 # Data
-
-
-def test_garments_are_painted_alike_in_every_epoch():
-    source = Coloured(synthetic_fashion("test", size=6), seed=0)
-    batch, again = source.gather(np.arange(6)), source.gather(np.array([4, 2]))
-    assert batch["image"].shape == (6, 32, 32, 3) and batch["image"].dtype == np.uint8
-    np.testing.assert_array_equal(again["image"], batch["image"][[4, 2]])
-    # One colour of the ground in each image, and others elsewhere.
-    corners = batch["image"][:, 0, 0]
-    assert len(np.unique(corners, axis=0)) == 6
-    assert (batch["image"] != corners[:, None, None]).any(axis=(1, 2, 3)).all()
 
 
 def test_cifar_is_read_from_its_binary_files(tmp_path):

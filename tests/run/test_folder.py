@@ -1,6 +1,5 @@
 import importlib.util
 import itertools
-import json
 import sys
 
 import pytest
@@ -101,15 +100,6 @@ def test_a_resumed_run_keeps_the_log_up_to_its_first_step(folder):
     assert [line["step"] for line in folder.history()] == [1, 2, 3]
     # What was taken again is there once.
     assert [line["train/loss"] for line in folder.history()] == [1.0, 1 / 2, 1 / 3]
-
-
-def test_a_new_run_empties_the_log_and_removes_the_summary(folder):
-    start(folder)
-    folder.write_summary({"test_accuracy": 0.5})
-    assert json.loads(folder.summary.read_text()) == {"test_accuracy": 0.5}
-    start(folder)
-    assert len(folder.history()) == 2
-    assert not folder.summary.exists()
 
 
 def test_a_run_that_begins_anew_hides_the_events_of_the_earlier_one(folder):

@@ -129,14 +129,6 @@ def test_a_run_by_hand_has_only_its_log(tmp_path):
     assert cards(found) == ["curves", "ledger", "metrics", "evaluations"]
 
 
-def test_a_run_without_a_report_has_a_page(tmp_path):
-    folder = make_run(tmp_path / "new", record=make_record(ended=None))
-    folder.metrics.unlink()
-    assert page_of(folder).find("section", id="curves").find("p").text == (
-        "Nothing is logged yet."
-    )
-
-
 def test_everything_is_escaped(tmp_path):
     bad = "</script><b>&\"'"
     lines = make_lines(4)

@@ -113,16 +113,6 @@ def test_the_script_is_main_only_inside(write):
     assert (sys.modules["__main__"], sys.argv, [*sys.path]) == before
 
 
-def test_transforms_decide_the_batch(write):
-    lines = """
-def shorten(batch, random):
-    return {"x": batch["x"][:, :2] + random.uniform(shape=(2,)).astype(np.float16)}
-options["transform"] = eqxshard.data.RandomTransform(shorten)
-"""
-    arguments, _ = collected(write(lines + config(batch_size=10)))
-    assert arguments["batch"] == {"x": jax.ShapeDtypeStruct((10, 2), jnp.float32)}
-
-
 def test_options_of_the_script_reach_the_plan(monkeypatch):
     options = ["--optimizer", "sgd", "--model=wide", "--mesh", "fsdp=-1", "--steps=7"]
     arguments, _ = collected(SCRIPT, *options, devices=8)
@@ -158,16 +148,6 @@ def test_the_batch_size_of_a_script_is_rounded_up_and_that_of_a_user_is_not(refu
     message = "= 24 devices; use a multiple of 24, such as 24 or 48."
     for option in ("--batch-size=36", "--batch_size=36"):
         refuse(message, SCRIPT, option, devices=24)
-
-
-@pytest.mark.parametrize(
-    "options, compute, remat",
-    [("", "float32", "dots"), ("--size 8b", "bfloat16", "full")],
-)
-def test_large_sizes_of_the_gpt_compute_in_bfloat16(options, compute, remat):
-    arguments, _ = collected(ROOT / "recipes" / "gpt.py", *options.split(), devices=8)
-    assert arguments["precision"].compute == compute
-    assert arguments["make_model"].keywords["remat"] == remat
 
 
 def test_a_script_that_makes_its_own_mesh(write, refuse):
@@ -216,10 +196,9 @@ def offline(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("offline")
-@pytest.mark.parametrize("data", ["auto", "fashion_mnist", "synthetic"])
-def test_images_need_not_be_there(data):
+def test_images_need_not_be_there():
     recipe = ROOT / "recipes" / "fashion_mnist.py"
-    arguments, notes = collected(recipe, "--data", data, "--rule", "fsdp")
+    arguments, notes = collected(recipe, "--rule", "fsdp")
     assert notes == () and arguments["mesh_shape"]["fsdp"] == 2
     batch = arguments["batch"]
     assert batch["image"] == jax.ShapeDtypeStruct((256, 28, 28), jnp.uint8)
@@ -231,8 +210,7 @@ def test_texts_need_not_be_there():
     recipe = ROOT / "recipes" / "gpt.py"
     arguments, notes = collected(recipe, "--size", "70b", devices=16)
     assert notes == () and arguments["batch"]["tokens"].shape == (16, 8192)
-    arguments, _ = collected(recipe)
-    assert vocab_of(arguments) == 65
+    assert arguments["precision"].compute == "bfloat16"
     arguments, _ = collected(recipe, "--tokenizer", "byte", "--pack")
     assert vocab_of(arguments) == 257 and "segments" in arguments["batch"]
     options = ("--data", "nowhere.txt", "--tokenizer", "byte")

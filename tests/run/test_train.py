@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 from helpers import assert_equal, lenient
-from page_parser import parse, rows
-from run_helpers import PNG, measured, read_lines
+from page_parser import parse
+from run_helpers import PNG, read_lines
 from run_script import EXAMPLES, Line, make_data
 from run_train_helpers import (
     CONFIG,
@@ -87,17 +87,6 @@ def test_the_summary_says_how_it_was_made(finished):
     settings = summary["settings"]
     assert settings.keys() == {field.name for field in dataclasses.fields(RunConfig)}
     assert (settings["epochs"], settings["batch_size"]) == (2.0, 16)
-
-
-def test_the_page_says_what_the_run_was(finished):
-    record = json.loads((finished.folder / "run.json").read_text())
-    assert (record["title"], record["steps"]) == (finished.title, STEPS)
-    assert record["devices"] == {"kind": "cpu", "count": 2, "per_process": 2}
-    assert (record["unit"], record["mesh"]) == ("points", {"data": 2})
-    assert record["settings"] == finished.summary["settings"]
-    page = parse((finished.folder / "index.html").read_text())
-    assert page.find("h1").text == "Finished after 12 steps"
-    assert [cells[0].text for cells in rows(page, "checkpoints")] == ["4", "8", "12"]
 
 
 def test_the_scripts_own_settings_of_any_type_are_in_the_summary(tmp_path):
@@ -186,18 +175,6 @@ def make_frozen(steps):
 
 def fail(like):
     raise AssertionError
-
-
-@pytest.mark.slow
-def test_a_mesh_and_a_rule_of_the_scripts_own(tmp_path, finished):
-    mesh = eqxshard.make_mesh(data=1, fsdp=2, devices=jax.devices()[:2])
-    config = dataclasses.replace(CONFIG, devices=None)
-    run = train(tmp_path, config, mesh=mesh, rule=eqxshard.fsdp(min_size=1))
-    assert run.title == "Small on 2 x cpu (fsdp=2)"
-    assert run.state.model.hidden.weight.sharding.spec == jax.P("fsdp")
-    for ours, theirs in zip(measured(tmp_path), measured(finished.folder), strict=True):
-        assert ours.pop("data") == theirs.pop("data")
-        assert ours == pytest.approx(theirs, rel=1e-4)
 
 
 def test_a_profile_is_written_to_the_folder_of_the_run(tmp_path, monkeypatch):
@@ -366,30 +343,6 @@ def test_axes_over_which_nothing_is_split_are_named_once(tmp_path, capsys):
     (line,) = [x for x in capsys.readouterr().err.splitlines() if "warning: " in x]
     assert line.startswith("warning: nothing is split over tensor=4, so its devices repeat")
     assert "over tensor=4" in (tmp_path / "warnings.jsonl").read_text()
-
-
-class Endless:
-    """A sampler without a length."""
-
-    def rows(self, examples, seed, epoch):
-        return []
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (
-            {"train_data": {"x": [1.0], "y": [1.0]}},
-            "a dict is not a source; give something",
-        ),
-        ({"train_data": iter(())}, "a tuple_iterator is not a source; give something"),
-        ({"sampler": Endless()}, "a Endless is not a sampler; give something"),
-    ],
-)
-def test_what_is_no_data_is_named(tmp_path, unannotated, options, message):
-    with pytest.raises(TypeError, match=message):
-        train(tmp_path / "run", **options)
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "curves.png"])
