@@ -235,10 +235,10 @@ class Report(eqxshard.callbacks.Callback):
         self.args, self.tokenizer = args, corpus.tokenizer
         self.start = corpus.valid.take(np.arange(1))
 
-    def after_evaluation(self, run):
-        run.log({"eval/perplexity": np.exp(run.values["eval/loss"])})
+    def after_evaluation(self, loop):
+        loop.log({"eval/perplexity": np.exp(loop.values["eval/loss"])})
         if self.args.length and self.tokenizer is not None:
-            run.print(write(self.args, run.state.model, self.tokenizer, self.start))
+            loop.print(write(self.args, loop.state.model, self.tokenizer, self.start))
 
 
 def write(args: Args, model: GPT, tokenizer: text.Tokenizer, tokens: np.ndarray) -> str:
@@ -256,7 +256,7 @@ def write(args: Args, model: GPT, tokenizer: text.Tokenizer, tokens: np.ndarray)
             seq_len - len(start),
             args.temperature,
             jax.random.fold_in(jax.random.key(args.run.seed), sequences),
-            tokenizer.vocab,
+            tokenizer.vocab_size,
         )
         tokens = np.append(tokens, np.asarray(sampled)[0, len(start) :])
         sequences += 1
@@ -360,7 +360,7 @@ def is_large(args: Args) -> bool:
 
 def main(args: Args) -> str:
     corpus = open_corpus(args)
-    shape = make_shape(args, corpus.vocab)
+    shape = make_shape(args, corpus.vocab_size)
     check_mesh(args, shape)
     make_model = partial(
         GPT,

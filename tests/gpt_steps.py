@@ -26,7 +26,9 @@ def make_source(shape: Shape, rows: int = 8 * BATCH):
     starts, steps = rng.integers(1, shape.vocab_size, (2, len(lengths)))
     texts = [start + step * np.arange(n) for start, step, n in zip(starts, steps, lengths)]
     tokens = np.concatenate(texts) % shape.vocab_size
-    documents = eqxshard.data.text.TokenArray(tokens, vocab=shape.vocab_size, ends=ends)
+    documents = eqxshard.data.text.TokenArray(
+        tokens, vocab_size=shape.vocab_size, ends=ends
+    )
     return eqxshard.data.text.PackedDocuments(documents, shape.seq_len)
 
 

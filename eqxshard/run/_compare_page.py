@@ -1,17 +1,23 @@
 """One page of several runs: their curves over each other, their results, what differs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ..pages._format import format_seconds
-from ..pages._html import Markup, join, tag
-from ..pages._parts import card, plain_table, scroller, sortable_table
+from ..pages._format import format_seconds, format_value
+from ..pages._html import Markup, tag
+from ..pages._kit import (
+    Number,
+    card,
+    fill_page,
+    plain_table,
+    scroller,
+    sortable_table,
+)
 from ..sharding._text import format_mesh
 from ..trackers._files import write_whole
-from ._curves import draw_curves
 from ._folder import RunFolder
-from ._page import fill_run_page, names_of, number, row
 from ._read_run import RecordedRun, read_run, showing
+from ._run_curves import draw_curves
 
 
 def compare_runs(folders: Sequence[str], output: str) -> None:
@@ -38,15 +44,15 @@ def render_runs(runs: Mapping[str, RecordedRun]) -> str:
     """The page, as text; the runs by name."""
     cards = (
         card("runs", "Runs", _results(runs)),
-        card("curves", "Curves", draw_curves(runs)),
+        card("curves", "Curves", draw_curves(runs) or tag("p", "Nothing is logged yet.")),
         card("settings", "What differs", *_differences(runs)),
     )
-    return fill_run_page(
+    return fill_page(
         title=f"{len(runs)} runs: {', '.join(runs)}",
         about=", ".join(runs),
         headline=f"{len(runs)} runs compared",
         tiles=Markup(""),
-        cards=join(*cards),
+        cards=cards,
     )
 
 
@@ -60,20 +66,25 @@ def _results(runs: Mapping[str, RecordedRun]) -> Markup:
     )
     evaluated = [name for name in names if name.startswith("eval/")] or [*names]
     rows = []
-    for position, (name, run) in enumerate(runs.items()):
-        cells = (
-            run.state,
-            number(run.step),
-            *[number(run.last(key)) for key in evaluated],
-            number(run.step_seconds, format_seconds),
-            number(run.examples_per_second),
-            number(run.goodput, "{:.0%}".format),
+    for number, (name, run) in enumerate(runs.items()):
+        rows.append(
+            [
+                _label(number, name),
+                run.short_state,
+                Number(f"{run.step:,}", run.step),
+                *[_number(run.last(key), format_value) for key in evaluated],
+                _number(run.step_seconds, format_seconds),
+                _number(run.examples_per_second, format_value),
+                _number(run.goodput, "{:.0%}".format),
+            ]
         )
-        rows.append(row(*cells, head=_label(position, name)))
-    speeds = ("Time of a step", "Examples per second", "Goodput")
-    columns = {"Run": False, "State": False}
-    columns |= dict.fromkeys(["Step", *evaluated, *speeds], True)
-    return sortable_table("runs", "Runs", columns, rows, "runs", ordered=None)
+    columns = ("Run", "State", "Step", *evaluated)
+    columns += ("Time of a step", "Examples per second", "Goodput")
+    return sortable_table("runs", columns, rows)
+
+
+def _number(value: float | None, text: Callable[[float], str]) -> Number:
+    return Number("" if value is None else text(value), value)
 
 
 def _label(number: int, name: str) -> Markup:
@@ -85,11 +96,8 @@ def _label(number: int, name: str) -> Markup:
 def _differences(runs: Mapping[str, RecordedRun]) -> list[Markup]:
     found = {name: _facts(run) for name, run in runs.items()}
     keys = dict.fromkeys(key for facts in found.values() for key in facts)
-    rows = []
-    for key in keys:
-        values = [facts.get(key, "") for facts in found.values()]
-        if len(set(values)) > 1:
-            rows.append(row(*values, head=key))
+    values = {key: [facts.get(key, "") for facts in found.values()] for key in keys}
+    rows = [(key, *each) for key, each in values.items() if len(set(each)) > 1]
     if not rows:
         return [tag("p", "Their settings, devices and versions are the same.")]
     table = plain_table("What differs between the runs", ("", *runs), rows)
@@ -99,16 +107,25 @@ def _differences(runs: Mapping[str, RecordedRun]) -> list[Markup]:
 def _facts(run: RecordedRun) -> dict[str, str]:
     """The settings of a run and what else it may differ in, as text."""
     record = run.record
-    facts = dict(record.get("settings") or {})
+    ran = {"data": record.get("data")}
+    if isinstance(devices := record.get("devices"), Mapping):
+        ran |= {"mesh": format_mesh(record.get("mesh") or {})}
+        ran |= {"devices": f"{devices['count']} x {devices['kind']}"}
+        ran |= {"devices of a process": devices.get("per_process")}
+    ran |= {"parameters": record.get("parameters")}
     # Options have such names, too, and may not say what they came to.
-    facts["data"] = record.get("data")
-    if devices := record.get("devices"):
-        facts["mesh"] = format_mesh(record.get("mesh") or {})
-        facts["devices"] = f"{devices['count']} x {devices['kind']}"
-        facts["devices of a process"] = devices["per_process"]
-    facts["parameters"] = record.get("parameters")
-    versions = record.get("versions") or {}
-    facts |= {f"version of {name}": version for name, version in versions.items()}
-    for own in ("output", "resume"):  # Of every run.
-        facts.pop(own, None)
+    facts = ran | dict(record.get("settings") or {}) | ran
+    # Of every run its own.
+    facts = {k: v for k, v in facts.items() if k not in ("output", "resume")}
+    facts |= {f"version of {k}": v for k, v in (record.get("versions") or {}).items()}
     return {name: str(value) for name, value in facts.items() if value is not None}
+
+
+def names_of(runs: Sequence[RecordedRun]) -> list[str]:
+    """A short name for each run, unlike those of the others."""
+    paths = [run.path.resolve() for run in runs]
+    for depth in range(1, max((len(path.parts) for path in paths), default=0) + 1):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    raise ValueError("two of the folders are the same; give each run once.")

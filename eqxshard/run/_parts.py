@@ -13,7 +13,7 @@ from jaxtyping import Array, Key, PyTree
 from ..compiled._findings import Lint
 from ..data._host import HostBatches, Transform
 from ..data._loader import Loader, Remainder
-from ..data._samplers import InOrder, Sampler
+from ..data._samplers import Order, Sampler
 from ..data._sources import Source
 from ..distributed import assert_same_on_all_processes
 from ..loop._callbacks import Callback
@@ -99,7 +99,7 @@ class TrainingData:
         """Batches without a mesh, for their shapes and their number."""
         return HostBatches(
             self.source,
-            InOrder(len(self.source)) if self.sampler is None else self.sampler,
+            Order(len(self.source), sampler=self.sampler),
             batch_size=batch_size,
             seed=seed,
             fills=self.remainder == "pad",
@@ -121,7 +121,7 @@ class Training:
     precision: Precision | None
     accumulate: int
     nonfinite: Nonfinite
-    grad_norms: bool | Mapping[str, str]
+    grad_norms: bool
     lint: Lint
 
     def for_steps(self, steps: int) -> "Training":

@@ -71,12 +71,13 @@ def make_paths(count, seed):
     return eqxshard.data.ArraySource({"path": paths}, unit="paths")
 
 
-def windows(batch, random):
+def windows(batch, generators):
     """A piece of each path, another one in every epoch: short ones are easier to follow."""
-    first = random.integers(0, len(TIMES) - WINDOW + 1)
-    rows = np.arange(len(first))
-    times = first[:, None] + np.arange(WINDOW)
-    return {"path": batch["path"][rows[:, None], times]}
+    pieces = []
+    for path, generator in zip(batch["path"], generators):
+        first = generator.integers(len(TIMES) - WINDOW + 1)
+        pieces.append(path[first : first + WINDOW])
+    return {"path": np.stack(pieces)}
 
 
 def draw(path, field, true, found):

@@ -76,27 +76,22 @@ def metric_fn(model, batch):
     return {"accuracy": guesses == batch["label"]}
 
 
-def augment(batch, random):
+def augment(batch, generators):
     """Crop each image after padding it by 3, and mirror every second one."""
     padded = np.pad(batch["image"], ((0, 0), (3, 3), (3, 3)))
-    places = random.integers(0, 7, shape=(2,))
-    is_mirrored = random.uniform() < 0.5
     images = []
-    for image, (top, left), mirror in zip(padded, places, is_mirrored):
+    for image, generator in zip(padded, generators):
+        top, left = generator.integers(7, size=2)
         image = image[top : top + 28, left : left + 28]
-        images.append(image[:, ::-1] if mirror else image)
+        images.append(image[:, ::-1] if generator.random() < 0.5 else image)
     return {**batch, "image": np.stack(images)}
 
 
 def save_augmented(path, batch):
     """The images, and below each what three epochs may make of it."""
-    count = len(batch["image"])
-    keys = jax.random.key_data(jax.random.split(jax.random.key(0), (3, count)))
-    rows = [batch["image"]]
-    for epoch_keys in np.asarray(keys):
-        random = eqxshard.data.ExampleRandom(epoch_keys)
-        rows.append(augment(batch, random)["image"])
-    save_images(path, np.stack(rows))
+    generators = np.random.default_rng(0).spawn(len(batch["image"]))
+    epochs = [augment(batch, generators)["image"] for _ in range(3)]
+    save_images(path, np.stack([batch["image"], *epochs]))
 
 
 @dataclass(frozen=True)

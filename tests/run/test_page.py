@@ -1,16 +1,13 @@
-import dataclasses
 import json
 import shutil
 
 import pytest
 from browser import assert_fits_without_errors, browser, open_page
-from page_parser import assert_loads_nothing, parse, rows
+from page_parser import assert_accessible, assert_loads_nothing, parse, rows
 from run_page_helpers import make_lines, make_plan, make_record, make_run
 
-import eqxshard
 from eqxshard.run import RunFolder
-from eqxshard.run._page import names_of, save_page
-from eqxshard.run._read_run import read_run
+from eqxshard.run._page import save_page
 
 _ = browser  # A fixture.
 
@@ -63,6 +60,14 @@ def test_everything_of_a_run_is_there(page):
     assert "python" in [x.text for x in page.find("section", id="versions").find_all("dt")]
 
 
+def test_the_ledger_is_that_of_the_log(page):
+    body = page.find("section", id="ledger").find("tbody")
+    found = [[c.text for c in row if c.tag in ("th", "td")] for row in body.find_all("tr")]
+    assert found[0] == ["device", "4 min 0 s", "65.0%"]
+    assert ["compile", "9.0 s", "2.4%"] in found
+    assert "callbacks" not in [row[0] for row in found]
+
+
 def test_metrics_have_their_ends_and_what_is_missing(page):
     found = {cells[0].text: [x.text for x in cells[1:]] for cells in rows(page, "metrics")}
     first, last, low, low_at, high, high_at, missing = found["eval/accuracy"]
@@ -72,41 +77,12 @@ def test_metrics_have_their_ends_and_what_is_missing(page):
     assert len(rows(page, "evaluations")) == 10
 
 
-def plan_rows(page):
+def test_a_plan_is_beside_what_was_measured(page, tmp_path):
     body = page.find("section", id="plan").find("tbody")
-    found = [[x.text for x in row if x.tag in ("th", "td")] for row in body.find_all("tr")]
-    return {name: cells for name, *cells in found}
-
-
-def test_a_plan_is_beside_what_was_measured(page):
-    assert plan_rows(page) == {
-        "devices": ["8 x NVIDIA H200", "8 x NVIDIA H200", ""],
-        "mesh": ["data=2, fsdp=4", "data=2, fsdp=4", ""],
-        "batch size": ["64", "64", ""],
-        "time of a step": ["0.1 s", "0.13 s", "1.3"],
-        "examples per second": ["640", "492.3", "0.769"],
-        "of the devices' peak": ["80.0%", "61.5%", "0.769"],
-        "memory of a device": ["58.00 GB", "61.00 GB", "1.05"],
-    }
-
-
-def test_what_is_not_known_of_a_plan_or_a_run_is_said(tmp_path):
-    plan = make_plan(time=None, mfu=None, examples_per_second=None)
-    folder = make_run(tmp_path / "a", record=make_record(memory=None), plan=plan)
-    found = plan_rows(page_of(folder))
-    assert found["time of a step"] == ["unknown", "0.13 s", ""]
-    assert found["memory of a device"] == ["58.00 GB", "unknown", ""]
-    other = make_run(tmp_path / "b", record=make_record(), plan={"what": "another"})
+    texts = [[x.text for x in row if x.tag in ("th", "td")] for row in body.find_all("tr")]
+    assert texts[0] == ["time of a step", "0.1 s", "0.13 s", "1.3"]
+    other = make_run(tmp_path / "a", record=make_record(), plan={"what": "another"})
     assert "is not a plan" in page_of(other).find("section", id="plan").find("p").text
-
-
-def test_the_plan_of_this_version_is_understood():
-    """What it reads is what a plan writes."""
-    names = {field.name for field in dataclasses.fields(eqxshard.Plan)}
-    names |= {"examples_per_second", "mfu"}
-    assert make_plan().keys() <= names
-    assert {"peak"} <= {x.name for x in dataclasses.fields(eqxshard.PlannedMemory)}
-    assert {"step"} <= {x.name for x in dataclasses.fields(eqxshard.PlannedTime)}
 
 
 def test_a_run_that_is_killed_has_a_page(folder, tmp_path):
@@ -127,6 +103,21 @@ def test_a_run_by_hand_has_only_its_log(tmp_path):
     found = page_of(make_run(tmp_path / "mine"))
     assert found.find("h1").text.startswith("At step 2,000 on ")
     assert cards(found) == ["curves", "ledger", "metrics", "evaluations"]
+
+
+def test_a_run_without_a_report_has_a_page(tmp_path):
+    folder = make_run(tmp_path / "new", record=make_record(ended=None))
+    folder.metrics.unlink()
+    assert page_of(folder).find("section", id="curves").find("p").text == (
+        "Nothing is logged yet."
+    )
+
+
+def test_a_crash_dump_names_the_command(folder, tmp_path):
+    copy = RunFolder(shutil.copytree(folder.path, tmp_path / "crashed"))
+    (copy.checkpoints / "crash_dump").mkdir(parents=True)
+    code = page_of(copy).find("section", id="warnings").find("code").text
+    assert code == f"python -m eqxshard.replay {copy.checkpoints / 'crash_dump'} SCRIPT"
 
 
 def test_everything_is_escaped(tmp_path):
@@ -160,22 +151,9 @@ def test_it_loads_nothing_and_is_small(page, folder):
 
 
 def test_it_can_be_read_by_ear_and_used_by_keyboard(page):
-    assert next(x.tag for x in page if x.tag in ("h1", "h2", "h3")) == "h1"
-    for frame in page.find_all("div", class_="frame"):
-        assert frame.attributes["tabindex"] == "0"
-        assert frame.attributes["aria-label"]
-    assert all("caption" in [x.tag for x in table] for table in page.find_all("table"))
-    ids = [x.attributes["id"] for x in page if "id" in x.attributes]
-    assert len(ids) == len({*ids})
-
-
-def test_names_are_short_and_unlike(tmp_path):
-    paths = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
-    runs = [read_run(make_run(path)) for path in paths]
-    assert names_of(runs) == ["a/run", "b/run"]
-    assert names_of(runs[:1]) == ["run"]
-    with pytest.raises(ValueError, match="two of the folders are the same; give each"):
-        names_of([runs[0], runs[0]])
+    assert_accessible(page)
+    frames = page.find_all("div", class_="frame")
+    assert frames and all(x.attributes["tabindex"] == "0" for x in frames)
 
 
 RANGE = """

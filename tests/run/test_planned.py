@@ -1,11 +1,11 @@
 import functools
 import os
 import sys
-import urllib.request
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import pooch
 import pytest
 from run_helpers import ROOT, SCRIPT, assert_refused
 
@@ -189,7 +189,7 @@ def offline(monkeypatch, tmp_path):
     def refuse_urls(*args, **kwargs):
         raise AssertionError("a plan downloads nothing")
 
-    monkeypatch.setattr(urllib.request, "urlopen", refuse_urls)
+    monkeypatch.setattr(pooch, "retrieve", refuse_urls)
     monkeypatch.setenv("EQXSHARD_DATA_DIR", str(tmp_path))
     yield
     assert os.listdir(tmp_path) == []

@@ -45,7 +45,7 @@ class Dies:
         if step == 10:
             raise Killed
 
-    def close(self):
+    def close(self, error=None):
         pass
 
 
@@ -56,7 +56,7 @@ def resume(how):
 @pytest.mark.slow
 def test_a_run_that_died_resumes_as_if_it_had_not(finished, tmp_path, capsys, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr("eqxshard.loop._rescue.Rescue.leave", lambda *error: False)
+        patch.setattr("eqxshard.loop._rescue.Rescue.__exit__", lambda *error: None)
         train(tmp_path, trackers=(Dies(),))
     # Its last steps are not saved.
     assert saved_steps(tmp_path)[-1] == 8

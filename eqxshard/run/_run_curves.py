@@ -1,0 +1,172 @@
+"""The curves of runs on a page: the points that its script draws."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..pages._format import format_value
+from ..pages._html import Markup, join, tag
+from ._read_run import RecordedRun
+
+#: The most points of a curve that are on the page.
+MOST_POINTS = 600
+_SPEED = "examples per second"
+
+
+class Point(NamedTuple):
+    """A value that was logged at a step; nan if it was not finite."""
+
+    step: int
+    value: float
+    epoch: float | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Series:
+    """A curve.
+
+    - `name`: what the key says, such as `train`.
+    - `run`: the number of its run on the page.
+    - `style`: the classes that draw it.
+    - `points`: in order.
+    - `is_dotted`: whether each point is marked.
+    """
+
+    name: str
+    run: int
+    style: str
+    points: Sequence[Point]
+    is_dotted: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """What the script reads."""
+        points = self.points
+        return {
+            "name": self.name,
+            "run": self.run,
+            "style": self.style,
+            "dotted": self.is_dotted,
+            "step": [point.step for point in points],
+            "epoch": [_rounded(point.epoch) for point in points],
+            "seconds": [_rounded(point.seconds) for point in points],
+            "value": [
+                _rounded(p.value) if math.isfinite(p.value) else None for p in points
+            ],
+        }
+
+    @property
+    def last(self) -> str:
+        """Its last finite value."""
+        found = [point.value for point in self.points if math.isfinite(point.value)]
+        return format_value(found[-1]) if found else "not finite"
+
+
+def draw_curves(runs: Mapping[str, RecordedRun]) -> Markup:
+    """A chart for each metric of some runs by name, with a key to the curves in it."""
+    charts = dict[str, list[Series]]()
+    for number, (name, run) in enumerate(runs.items()):
+        for (metric, kind), points in _points(run).items():
+            label = kind or metric
+            style = {"eval": "eval c1", "train": "train c0"}.get(kind, "c2")
+            if len(runs) > 1:
+                label = f"{name}, {kind}" if kind else name
+                style = f"{'train ' if kind == 'train' else ''}c{number % 8}"
+            dotted = kind == "eval" or len(points) == 1
+            series = Series(label, number, style, thin(points), dotted)
+            charts.setdefault(metric, []).append(series)
+    if _SPEED in charts:  # It is the last that one looks for.
+        charts[_SPEED] = charts.pop(_SPEED)
+    if not charts:
+        return Markup("")
+    data = [
+        {"name": name, "series": [each.to_json() for each in series]}
+        for name, series in charts.items()
+    ]
+    # Within a script, only this would end it.
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    return join(
+        tag("noscript", tag("p", "Curves are drawn by JavaScript, which is off here.")),
+        _controls(),
+        tag("div", *[_chart(*each) for each in charts.items()], class_="charts"),
+        tag("script", Markup(text), type="application/json", id="curves-data"),
+    )
+
+
+def thin(points: Sequence[Point], most: int = MOST_POINTS) -> Sequence[Point]:
+    """At most this many points: the lowest and the highest of each stretch of a curve."""
+    if len(points) <= most:
+        return points
+    # What is not finite is kept before a low, so that there is a gap.
+    values = [p.value if math.isfinite(p.value) else -math.inf for p in points]
+    count, kept = most // 2 - 1, {0, len(points) - 1}
+    for n in range(count):
+        part = range(n * len(points) // count, (n + 1) * len(points) // count)
+        kept |= {min(part, key=values.__getitem__), max(part, key=values.__getitem__)}
+    return [points[i] for i in sorted(kept)]
+
+
+def _points(run: RecordedRun) -> dict[tuple[str, str], list[Point]]:
+    """The values of each metric and kind, such as `("loss", "train")`."""
+    found, seconds = dict[tuple[str, str], list[Point]](), 0.0
+    for report in run.reports:
+        seconds += sum(report.parts.values())
+        named = {(each.name, each.kind): each.value for each in report.metrics}
+        if "train/examples_per_second" in report.values:
+            named[_SPEED, "train"] = report.values["train/examples_per_second"]
+        for key, value in named.items():
+            point = Point(report.step, value, report.epoch, seconds)
+            found.setdefault(key, []).append(point)
+    return found
+
+
+def _rounded(value: float | None) -> float | None:
+    """In six digits, more than a picture shows; `None` if it is not finite."""
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.6g}")
+
+
+def _controls() -> Markup:
+    """What the script shows once it works."""
+    choices = [
+        tag("option", text, value=name)
+        for name, text in (("step", "steps"), ("epoch", "epochs"), ("seconds", "time"))
+    ]
+    buttons = [
+        tag("button", text, type="button", data_do=do)
+        for do, text in (("in", "Zoom in"), ("out", "Zoom out"), ("reset", "Show all"))
+    ]
+    log = tag("label", tag("input", type="checkbox", id="curves-log"), "Logarithmic")
+    over = tag("label", "Over ", tag("select", *choices, id="curves-over"))
+    said = (
+        "Drag across a curve to zoom in on it. With the keyboard, move to a curve by Tab: "
+        "the arrows go from point to point, + and - zoom, Escape shows all."
+    )
+    row = tag("div", over, log, *buttons, class_="controls")
+    return tag("div", row, tag("p", said), id="curves-controls", hidden=True)
+
+
+def _chart(name: str, series: Sequence[Series]) -> Markup:
+    key = [
+        tag(
+            "li",
+            tag("span", class_=f"stroke {each.style}"),
+            f"{each.name} ",
+            tag("span", each.last, class_="value"),
+            data_run=each.run,
+        )
+        for each in series
+    ]
+    said = f"{name}: " + ", ".join(f"{each.name} {each.last}" for each in series)
+    focus = {"tabindex": 0, "role": "group", "aria_roledescription": "chart"}
+    return tag(
+        "figure",
+        tag("figcaption", name),
+        tag("ul", *key, class_="key"),
+        tag("div", tag("div", class_="plot"), class_="frame", aria_label=said, **focus),
+        tag("p", class_="unseen", aria_live="polite"),
+        class_="chart",
+    )
