@@ -221,7 +221,7 @@ class Evaluation:
         What `metric_fn` raises for a batch of these shapes.
         """
         lowered = self._step.lower(map_models(state), self._loader.shapes())
-        metrics, _ = lowered.out_info
+        (_, metrics), _ = lowered.out_info
         return [f"eval/{name}" for name in metrics.totals]
 
 
