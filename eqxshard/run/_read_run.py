@@ -46,7 +46,7 @@ class RecordedRun:
     """What the files of a run say; all but the log may be missing.
 
     - `path`: its folder.
-    - `record`: of `run.json`, with what only `summary.json` of an older run has.
+    - `record`: of `run.json`.
     - `lines`: of `metrics.jsonl`, those that are whole.
     - `written`: when the last of them was written.
     - `warnings`: of `warnings.jsonl`.
@@ -169,14 +169,11 @@ def read_run(folder: RunFolder) -> RecordedRun:
             f"{folder.path} is not the folder of a run: it has no {folder.metrics.name}; "
             "give one such as runs/NAME."
         )
-    summary, record = read_values(folder.summary), read_values(folder.record)
-    kept = ("settings", "versions", "parameters", "data")
-    known = {name: summary[name] for name in kept if name in summary}
     newest = folder.metrics if folder.metrics.exists() else folder.record
     crash = folder.checkpoints / "crash_dump"
     return RecordedRun(
         path=folder.path,
-        record=known | record,
+        record=read_values(folder.record),
         lines=[
             x for _, x in read_whole_lines(folder.metrics) if isinstance(x.get("step"), int)
         ],

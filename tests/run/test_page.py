@@ -80,7 +80,7 @@ def test_metrics_have_their_ends_and_what_is_missing(page):
 def test_a_plan_is_beside_what_was_measured(page, tmp_path):
     body = page.find("section", id="plan").find("tbody")
     texts = [[x.text for x in row if x.tag in ("th", "td")] for row in body.find_all("tr")]
-    assert texts[0] == ["time of a step", "0.1 s", "0.13 s", "1.3"]
+    assert ["time of a step", "0.1 s", "0.13 s", "1.3"] in texts
     other = make_run(tmp_path / "a", record=make_record(), plan={"what": "another"})
     assert "is not a plan" in page_of(other).find("section", id="plan").find("p").text
 
