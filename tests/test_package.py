@@ -48,6 +48,7 @@ USES = {"run": {"trackers"}}
 
 #: Modules without a test file of their own, and where they are tested.
 TESTED_ELSEWHERE = {
+    "checkpoint/_weight_names.py": "checkpoint/test_weight_matching.py, names and stars",
     "data/_weights.py": "training/test_examples.py, in steps and loaders",
     "run/_evaluation.py": "run/test_train.py, mistakes before the first step",
     "training/_kept_tracers.py": "training/test_init.py, models that keep tracers",
