@@ -182,11 +182,8 @@ def load(folder: Folder, like: GPT) -> GPT:
     ignore = [r"\.attn\.(masked_)?bias$", r"\.rotary_emb\.inv_freq$"]
     ignore += [r"^lm_head\.weight$"] if ours.tied else []
 
-    def transform(path: str, array: np.ndarray) -> np.ndarray:
-        try:
-            return inward[path](array) if path in inward else array
-        except ValueError:
-            return array  # Of another size: load_weights will say so.
+    def transform(path: str, array: Any) -> np.ndarray:
+        return inward[path](array) if path in inward else array
 
     def options(prefix: str) -> dict[str, Any]:
         rename = lambda path: name_of(family, path, prefix)  # noqa: E731
@@ -252,7 +249,7 @@ def name_of(family: Family, path: str, prefix: str) -> str | list[str]:
     return [before + x + after for x in several.split(",")] if several else f"{name}.{kind}"
 
 
-Layouts = dict[str, Callable[[np.ndarray], Any]]
+Layouts = dict[str, Callable[[Any], Any]]
 
 
 def layouts(shape: Shape) -> tuple[Layouts, Layouts]:
@@ -260,8 +257,11 @@ def layouts(shape: Shape) -> tuple[Layouts, Layouts]:
     embed, dim, kv_heads = shape.embed, shape.head_dim, shape.kv_heads
     if family_of(shape) is LLAMA:
         return {
-            "blocks.attention.qkv": lambda x: x.reshape(kv_heads, -1, dim, embed),
+            "blocks.attention.qkv": lambda parts: np.concatenate(
+                [part.reshape(kv_heads, -1, dim, embed) for part in parts], axis=1
+            ),
             "blocks.attention.out": lambda x: x.reshape(embed, -1, dim),
+            "blocks.mlp.up": np.stack,
         }, {
             "blocks.attention.qkv": lambda x: [
                 part.reshape(-1, embed) for part in (x[:, :-2], x[:, -2], x[:, -1])

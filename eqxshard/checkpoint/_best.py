@@ -36,11 +36,9 @@ class Best:
         Raises `ValueError` if that is `None`: the newest would not be the best.
         """
         if step is None:
-            why = f"no checkpoint in {self._folder.path} has a value of {self.metric}"
-            if self.metric is None:
-                why = f"the Checkpointer of {self._folder.path} has no best="
             raise ValueError(
-                f"step=None is not a step: {why}; give best= the name of a metric that was "
+                f"step=None is not a step: no checkpoint in {self._folder.path} has a "
+                f"value of best={self.metric!r}; give best= the name of a metric that was "
                 "saved, or leave step out to read the newest."
             )
         return self._folder.choose(None if step == "newest" else step)

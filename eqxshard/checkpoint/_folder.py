@@ -44,7 +44,6 @@ class CheckpointFolder:
         self.lock = FolderLock(self.path)
         #: The steps whose checkpoints were found damaged.
         self._damaged: set[int] = set()
-        self._claimed = False
 
     def at(self, step: int) -> Any:
         """The folder of a step."""
@@ -57,25 +56,19 @@ class CheckpointFolder:
     def steps(self) -> list[int]:
         """The steps with complete checkpoints, in order."""
         try:
-            return self._list()
-        except ValueError:
-            raise
-        # Packages for object stores have errors of their own.
-        except Exception as error:
-            raise OSError(
-                f"{self.path} cannot be listed ({error}); check the address, the "
-                "credentials and the network."
-            ) from error
-
-    def _list(self) -> list[int]:
-        if not self.path.exists():
-            return []
-        if not self.path.is_dir():
+            found = [*self.path.iterdir()] if self.path.exists() else []
+            folders = [path for path in found if _is_step(path.name)]
+            return sorted(int(path.name) for path in folders if is_complete(path))
+        except NotADirectoryError:
             raise ValueError(
                 f"{self.path} is a file, not a folder; give the checkpoints a folder."
-            )
-        folders = [path for path in self.path.iterdir() if _is_step(path.name)]
-        return sorted(int(path.name) for path in folders if is_complete(path))
+            ) from None
+        # Not only OSError: packages for object stores have errors of their own.
+        except Exception as error:
+            raise OSError(
+                f"{self.path} cannot be listed ({reason(error)}); check the address, the "
+                "credentials and the network."
+            ) from error
 
     def good_steps(self) -> list[int]:
         """The steps whose checkpoints were not found damaged."""
@@ -110,19 +103,47 @@ class CheckpointFolder:
 
     def check(self, step: int) -> Description:
         """Verify a checkpoint and return its description; raise if missing or damaged."""
+        return self._taken(self._find(step))
+
+    def choose(self, step: int | None) -> Description:
+        """Verify the checkpoint of a step, or find the newest that is not damaged.
+
+        Process 0 looks, for all of them.
+        """
+        return self._taken(
+            broadcast_from_first(self._find(step) if is_main_process() else None)
+        )
+
+    def _find(self, step: int | None) -> dict[str, Any]:
+        """What `choose` found, as JSON: a description, the damaged steps, an error."""
         steps = self.steps()
-        if step not in steps:
-            raise FileNotFoundError(
-                f"there is no checkpoint of step {step} in {self.path}; use one of: "
-                f"{listed(steps)}."
-            )
-        try:
-            return self._verified(step)
-        except ValueError as error:
-            others = [other for other in steps if other != step]
-            raise ValueError(
-                f"{self.name(step)} is damaged: {error}; use another one: {listed(others)}."
-            ) from None
+        damages: dict[int, str] = {}
+        for candidate in reversed(steps) if step is None else {step}.intersection(steps):
+            try:
+                text = self._verified(candidate).to_json()
+                return {"description": text, "damaged": [*damages]}
+            except ValueError as error:
+                damages[candidate] = str(error)
+                if step is None:
+                    name = self.name(candidate)
+                    _LOG.warning(
+                        "%s is damaged (%s); using the one before it.", name, error
+                    )
+        others = [other for other in steps if other not in damages]
+        use = f"use one of: {listed(others)}" if others else "use another folder"
+        said = "; ".join(f"step {each}: {damage}" for each, damage in damages.items())
+        what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        error = f"there is {what} in {self.path}; {use}."
+        if damages:
+            error = f"{self.path} has damaged checkpoints ({said}); {use}."
+        return {"description": None, "damaged": [*damages], "error": error}
+
+    def _taken(self, found: dict[str, Any]) -> Description:
+        self._damaged.update(found["damaged"])
+        if found["description"] is None:
+            kind = ValueError if found["damaged"] else FileNotFoundError
+            raise kind(found["error"])
+        return Description.from_json(found["description"])
 
     def _verified(self, step: int) -> Description:
         damage = verify(self.at(step))
@@ -132,52 +153,6 @@ class CheckpointFolder:
             return self.description(step)
         except OSError as error:
             raise ValueError(f"{FILE} cannot be read: {error}") from None
-
-    def choose(self, step: int | None) -> Description:
-        """Verify the checkpoint of a step, or find the newest that is not damaged.
-
-        Process 0 looks, for all of them.
-        """
-        found = broadcast_from_first(self._find(step) if is_main_process() else None)
-        self._damaged.update(found["damaged"])
-        if found["error"] is not None:
-            kind = FileNotFoundError if found["missing"] else ValueError
-            raise kind(found["error"])
-        return Description.from_json(found["description"])
-
-    def _find(self, step: int | None) -> dict[str, Any]:
-        """What `choose` found, as JSON."""
-        found: dict[str, Any] = {"damaged": [], "error": None, "missing": False}
-        if step is not None:
-            try:
-                return found | {"description": self.check(step).to_json()}
-            except FileNotFoundError as error:
-                return found | {"error": str(error), "missing": True}
-            except ValueError as error:
-                return found | {"error": str(error), "damaged": [step]}
-        damages = []
-        for candidate in reversed(self.steps()):
-            try:
-                return found | {"description": self._verified(candidate).to_json()}
-            except ValueError as error:
-                found["damaged"].append(candidate)
-                damages.append(f"step {candidate}: {error}")
-                _LOG.warning(
-                    "%s is damaged (%s); using the one before it.",
-                    self.name(candidate),
-                    error,
-                )
-        if damages:
-            error = (
-                f"all checkpoints in {self.path} are damaged ({', '.join(damages)}); start "
-                "again in another directory."
-            )
-            return found | {"error": error}
-        error = (
-            f"there is no checkpoint in {self.path}; use another folder, or train there "
-            "first."
-        )
-        return found | {"error": error, "missing": True}
 
     def complete(self, description: Description) -> None:
         """Complete a checkpoint whose arrays are written."""
@@ -224,15 +199,8 @@ class CheckpointFolder:
                         f"{self.path} has {min(numbered)!r}, which is not a checkpoint of "
                         "eqxshard; give the run a folder of its own."
                     )
-                if self._claimed:
-                    _LOG.warning(
-                        "%s is gone, with its checkpoints: it was deleted, renamed or "
-                        "unmounted during the run. It is made again, for the next ones.",
-                        self.path,
-                    )
                 self.path.mkdir(parents=True, exist_ok=True)
                 (self.path / _MARK).write_text(_MARK_TEXT)
-            self._claimed = True
             return self.lock.acquire()
         except ValueError as error:
             return str(error)

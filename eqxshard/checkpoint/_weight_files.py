@@ -3,9 +3,8 @@
 import json
 import os
 from collections.abc import Iterator
-from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import equinox as eqx
 import jax
@@ -15,8 +14,7 @@ from jaxtyping import PyTree
 
 from ..sharding._files import open_file, read_json
 from ..sharding._leaves import is_array, leaf_path
-from ..sharding._text import comma_list
-from ._torch_files import map_torch
+from ..sharding._text import comma_list, first_few
 
 #: The dtypes of safetensors, by the names it gives them.
 DTYPES = {
@@ -39,12 +37,12 @@ _ENDINGS += (".bin", ".pt", ".pth", ".eqx")
 #: How long a line of JSON before arrays may be.
 _LINE_BYTES = 2**16
 _ZIP, _NPY = b"PK\3\4", b"\x93NUMPY"
-#: The first bytes of `torch.save` before version 1.6, which wrote a series of pickles.
-_OLD_TORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 def map_weights(path: Path, like: PyTree) -> dict[str, np.ndarray]:
-    """The arrays of a file or folder of weights, by name. Nothing of them is read yet.
+    """The arrays of a file or folder of weights, by name.
+
+    Nothing is read yet of safetensors and of torch's files, which are memory-mapped.
 
     **Arguments:**
 
@@ -55,37 +53,29 @@ def map_weights(path: Path, like: PyTree) -> dict[str, np.ndarray]:
 
     `FileNotFoundError` if there is nothing at `path`, `ValueError` if it cannot be read.
     """
-    if path.is_dir():
-        path = _choose(path)
-    if not path.exists() and index_of(path).is_file():
-        path = index_of(path)
-    if not path.exists():
+    file = _choose(path) if path.is_dir() else path
+    if not file.exists():
+        file = index_of(path)
+    if not file.exists():
         raise FileNotFoundError(
             f"{os.fspath(path)!r} does not exist; give a file of weights, or the folder of "
             "one."
         )
-    if path.name.endswith(".index.json"):
-        return _map_index(path, like)
-    return _map_file(path, like)
+    if file.name.endswith(".index.json"):
+        return _map_index(file, like)
+    return _map_file(file, like)
 
 
 def _map_file(path: Path, like: PyTree) -> dict[str, np.ndarray]:
     """The arrays of one file, by what it begins with."""
     with open_file(path) as file:
         start = file.read(_LINE_BYTES)
-    if path.suffix == ".safetensors":
-        return _map_safetensors(path)
-    if start.startswith(_ZIP):
-        return map_torch(path)
     if start[_npy_start(start) :].startswith(_NPY):
         return _map_equinox(path, like)
-    if start[8:9] == b"{":
+    if start.startswith(_ZIP):
+        return _map_torch(path)
+    if path.suffix == ".safetensors" or start[8:9] == b"{":
         return _map_safetensors(path)
-    if start.startswith(_OLD_TORCH):
-        raise ValueError(
-            f"{os.fspath(path)!r} has the format of torch before 1.6; load it with torch "
-            "and write it with torch.save again, or with safetensors."
-        )
     raise ValueError(
         f"{os.fspath(path)!r} is not a file of safetensors, torch.save or "
         "equinox.tree_serialise_leaves, or it is damaged; fetch it again."
@@ -107,8 +97,7 @@ def _choose(folder: Path) -> Path:
         if found:
             raise ValueError(
                 f"{os.fspath(folder)!r} has {len(found)} files *{ending} "
-                f"({comma_list(found[:3])}{', ...' if found[3:] else ''}) and no index of "
-                "them; give one of the files."
+                f"({first_few(found)}) and no index of them; give one of the files."
             )
     raise FileNotFoundError(
         f"there are no weights in {os.fspath(folder)!r}; give a file, or a folder with one "
@@ -120,24 +109,20 @@ def _map_index(path: Path, like: PyTree) -> dict[str, np.ndarray]:
     """The arrays of all files that an index names."""
     try:
         file_of = read_json(path)["weight_map"]
-        files = sorted(set(file_of.values()))
-        outside = [name for name in files if Path(name).name != name]
+        files = sorted({*file_of.values()})
+        # They are beside it, and no index.
+        if any(Path(name).name != name for name in files):
+            raise ValueError("it names files elsewhere")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{os.fspath(path)!r} is not an index of weights, or is damaged "
             f"({type(error).__name__}: {error}); fetch it again."
         ) from error
-    if outside:
-        raise ValueError(
-            f"{os.fspath(path)!r} names {outside[0]!r}, which is not beside it; put all "
-            "files in one folder."
-        )
     missing = [name for name in files if not os.path.isfile(path.parent / name)]
     if missing:
-        more = f" and {len(missing) - 1} more" if missing[1:] else ""
         raise FileNotFoundError(
-            f"{os.fspath(path)!r} names {len(files)} files, and {missing[0]}{more} cannot "
-            "be found beside it; fetch all of them."
+            f"{os.fspath(path)!r} names {len(files)} files, and {first_few(missing)} "
+            "cannot be found beside it; fetch all of them."
         )
     arrays: dict[str, np.ndarray] = {}
     for name in files:
@@ -190,6 +175,56 @@ def _map_safetensors(path: Path) -> dict[str, np.ndarray]:
     return arrays
 
 
+def _map_torch(path: Path) -> dict[str, np.ndarray]:
+    """The tensors of a file of `torch.save`, with dots for dicts in dicts."""
+    try:
+        import torch  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ValueError(
+            f"{os.fspath(path)!r} is a file of torch.save, which takes torch to read; "
+            "install it, or convert the file to safetensors."
+        ) from None
+    try:
+        # Its pickle is not trusted: it can make tensors and plain containers, only.
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return {name: _as_array(tensor, torch) for name, tensor in _tensors(found, torch)}
+    # A damaged file, or one made to do harm, can raise anything.
+    except Exception as error:
+        raise ValueError(
+            f"{os.fspath(path)!r} cannot be read by torch.load with weights_only=True "
+            f"({type(error).__name__}); it is damaged, or has more than weights: write "
+            "these alone with torch.save(model.state_dict(), path)."
+        ) from error
+
+
+def _tensors(tree: Any, torch: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors in dicts of dicts, each dict once, whatever else refers to it."""
+    seen: set[int] = set()
+    nodes = [("", tree)]
+    while nodes:
+        name, node = nodes.pop()
+        if isinstance(node, torch.Tensor):
+            yield name, node
+        elif isinstance(node, dict) and id(node) not in seen:
+            seen.add(id(node))
+            start = f"{name}." if name else ""
+            nodes += reversed([(f"{start}{key}", part) for key, part in node.items()])
+
+
+def _as_array(tensor: Any, torch: Any) -> np.ndarray:
+    """A view of a tensor that cannot be written to."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    name = str(tensor.dtype).removeprefix("torch.")
+    if hasattr(np, name):
+        array = tensor.numpy()
+    else:
+        # NumPy's own types do not include bfloat16 and those of 8 bits.
+        bits = torch.int16 if tensor.itemsize == 2 else torch.uint8
+        array = tensor.view(bits).numpy().view(jnp.dtype(name))
+    array.flags.writeable = False
+    return array
+
+
 def _map_equinox(path: Path, like: PyTree) -> dict[str, np.ndarray]:
     """Arrays without names, in the order of the leaves of the model that was written."""
     leaves = [
@@ -198,7 +233,8 @@ def _map_equinox(path: Path, like: PyTree) -> dict[str, np.ndarray]:
         if is_array(leaf) or eqx.is_array_like(leaf)
     ]
     try:
-        arrays = list(_npy_arrays(path))
+        with open_file(path) as file:
+            arrays = list(_npy_arrays(file))
     # NumPy evaluates headers, which may nest too deep.
     except (ValueError, EOFError, RecursionError, MemoryError, OverflowError) as error:
         raise ValueError(
@@ -220,31 +256,10 @@ def _npy_start(content: bytes) -> int:
     return content.find(b"\n") + 1 if content.startswith(b"{") else 0
 
 
-def _npy_arrays(path: Path) -> Iterator[np.ndarray]:
-    from numpy.lib import format as npy
-
-    data = np.asarray(np.memmap(path, np.uint8, "r"))
-    start = _npy_start(data[:_LINE_BYTES].tobytes())
-    while start < data.size:
-        # Headers are short: NumPy itself refuses those of more than 10,000 bytes.
-        file = BytesIO(data[start : start + 16_384].tobytes())
-        version = npy.read_magic(file)
-        read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
-        if version not in read:
-            raise ValueError(f"an array has the unknown version {version}")
-        shape, is_fortran, dtype = read[version](file)
-        if dtype == np.dtype("V2"):
-            # NumPy has no name for it. `jax.numpy.load` reads it like this, too.
-            dtype = jnp.dtype("bfloat16")
-        # Or the next array would begin before this one.
-        if any(size < 0 for size in shape):
-            raise ValueError(f"an array has the shape {[*shape]}")
-        if dtype.kind not in "biufc" and dtype != jnp.bfloat16:
-            raise ValueError(f"an array has dtype {dtype}")
-        start += file.tell()
-        stop = start + dtype.itemsize * int(np.prod(shape, dtype=object))
-        if stop > data.size:
-            raise ValueError(f"it ends {stop - data.size} bytes too early")
-        flat = data[start:stop].view(dtype)
-        yield flat.reshape(shape, order="F" if is_fortran else "C")
-        start = stop
+def _npy_arrays(file: BinaryIO) -> Iterator[np.ndarray]:
+    size = os.fstat(file.fileno()).st_size
+    file.seek(_npy_start(file.read(_LINE_BYTES)))
+    while file.tell() < size:
+        array = np.lib.format.read_array(file, allow_pickle=False)
+        # NumPy has no name for bfloat16. `jax.numpy.load` reads it like this, too.
+        yield array.view(jnp.bfloat16) if array.dtype == np.dtype("V2") else array

@@ -1,22 +1,16 @@
 """Which arrays of a file are those of a model."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..sharding._leaves import format_array
-from ..sharding._text import comma_list, first_few
+from ..sharding._text import first_few
 from ._arrays import converts
-
-Names = str | Sequence[str]
-Rename = Callable[[str], Names | None] | Mapping[str, str | None]
-Transform = Callable[[str, np.ndarray], Any]
-Patterns = str | Sequence[str]
-#: The numbers of a layer, and of an expert in it.
-Index = tuple[int, ...]
+from ._weight_names import Names, Rename, Transform, find_names
 
 
 @dataclass(frozen=True)
@@ -54,6 +48,11 @@ class WeightsReport:
         )
 
 
+def _rows(names: Mapping[str, str]) -> list[str]:
+    width = max(map(len, names), default=0)
+    return [f"{path:{width}}  {name}" for path, name in names.items()]
+
+
 def list_faults(report: WeightsReport, *, partial: bool) -> list[str]:
     """What keeps a file from being loaded, most telling first."""
     faults = [*report.different.values()]
@@ -66,72 +65,39 @@ def list_faults(report: WeightsReport, *, partial: bool) -> list[str]:
     return faults
 
 
-def list_left_out(report: WeightsReport) -> list[str]:
-    """What a partial load leaves out."""
-    phrases = []
-    if report.missing:
-        phrases.append(f"the model keeps its own {first_few([*report.missing])}")
-    if report.unused:
-        phrases.append(f"the file's {first_few([*report.unused])} are not used")
-    return phrases
+@dataclass(frozen=True)
+class Source:
+    """One array of a model, which is only ever read in parts.
 
-
-def _rows(names: Mapping[str, str]) -> list[str]:
-    width = max(map(len, names), default=0)
-    return [f"{path:{width}}  {name}" for path, name in names.items()]
-
-
-class Joined:
-    """Several arrays of a file as one, which is only ever read in parts.
-
-    - `sources`: the arrays.
-    - `axis`: the dim of their own along which they follow each other; `None` if they are
-        stacked along a new first one.
+    - `arrays`: those of the file.
+    - `names`: those of them that it is made of.
+    - `transform`: what makes it of them, layer by layer.
     """
 
-    def __init__(self, sources: Sequence["Source"], axis: int | None):
-        self._sources, self._axis = sources, axis
-        shape = [*sources[0].shape]
-        if axis is None:
-            shape = [len(sources), *shape]
-        else:
-            shape[axis] = sum(source.shape[axis] for source in sources)
-        self.shape: tuple[int, ...] = tuple(shape)
-        self.ndim = len(self.shape)
-        self.dtypes = set[np.dtype]().union(*map(_dtypes, sources))
+    arrays: Mapping[str, np.ndarray]
+    names: Names
+    transform: Transform | None
 
-    def read(self, part: tuple[range, ...], out: np.ndarray) -> None:
-        """Copy a range of each dim to `out`, with its dtype."""
-        if self._axis is None:
-            for row, number in enumerate(part[0]):
-                read_part(self._sources[number], part[1:], out[row, ...])
-            return
-        axis, begin = self._axis, 0
-        dim = part[axis]
-        for source in self._sources:
-            end = begin + source.shape[axis]
-            common = range(max(dim.start, begin), min(dim.stop, end))
-            if common:
-                own = range(common.start - begin, common.stop - begin)
-                rows = slice(common.start - dim.start, common.stop - dim.start)
-                into = out[(*[slice(None)] * axis, rows)]
-                read_part(source, (*part[:axis], own, *part[axis + 1 :]), into)
-            begin = end
+    def layer(self, numbers: tuple[int, ...]) -> np.ndarray:
+        """The array without the dims that stars stand for."""
+        arrays = [self.arrays[name] for name in self.names.of(numbers)]
+        if self.names.is_list and self.transform is None:
+            raise ValueError(
+                f"{self.names.path} has {len(arrays)} names in the file; write a "
+                "transform= that joins the list of arrays."
+            )
+        value = arrays if self.names.is_list else arrays[0]
+        return np.asarray(self.names.apply(self.transform, value))
 
-
-Source = np.ndarray | Joined
-
-
-def read_part(source: Source, part: tuple[range, ...], out: np.ndarray) -> None:
-    """Copy a range of each dim of an array to `out`, with its dtype."""
-    if isinstance(source, Joined):
-        source.read(part, out)
-    else:
-        out[...] = source[tuple(slice(dim.start, dim.stop) for dim in part)]
-
-
-#: The names of the arrays that are joined, or of the one.
-_Tree = str | list[Any]
+    def read(self, part: tuple[range, ...], dtype: Any) -> np.ndarray:
+        """A range of each dim of the array."""
+        out = np.empty([len(dim) for dim in part], dtype)
+        stacked = len(self.names.layers)
+        rest = tuple(slice(dim.start, dim.stop) for dim in part[stacked:])
+        for at in np.ndindex(out.shape[:stacked]):
+            numbers = tuple(dim[i] for dim, i in zip(part, at))
+            out[(*at, ...)] = self.layer(numbers)[rest]
+        return out
 
 
 def match_weights(
@@ -139,9 +105,9 @@ def match_weights(
     wanted: Mapping[str, Any],
     rename: Rename | None,
     transform: Transform | None,
-    ignore: Patterns = (),
-) -> tuple[WeightsReport, dict[str, Callable[[], Source]]]:
-    """Find the array of a file for each array of a model.
+    ignore: str | Sequence[str],
+) -> tuple[WeightsReport, dict[str, Source]]:
+    """Find the arrays of a file for each array of a model.
 
     **Arguments:**
 
@@ -151,199 +117,49 @@ def match_weights(
 
     **Returns:**
 
-    A report, and for each array that fits, by its path, a function that makes its source.
+    A report, and the source of each array that fits, by its path.
     """
-    names_of = new_names(wanted, rename)
-    matched, missing, different = {}, {}, {}
-    makers: dict[str, Callable[[], Source]] = {}
+    kept, missing, different = [], {}, {}
+    sources: dict[str, Source] = {}
     used: set[str] = set()
-    for path, names in names_of.items():
+    for path, names in find_names(wanted, rename).items():
         if names is None:
+            kept.append(path)
             continue
-        leaf, text = wanted[path], names if isinstance(names, str) else first_few(names)
-        tree = _expand(names, leaf.shape)
-        flat = list(_flatten(tree))
-        used.update(flat)
-        if not flat or any(name not in arrays for name in flat):
-            missing[path] = text
+        needed = {name for numbers in names.each() for name in names.of(numbers)}
+        used |= needed
+        if not needed or not needed <= arrays.keys():
+            missing[path] = str(names)
             continue
-        make = _maker(path, tree, leaf.shape, arrays, transform)
-        there = "there" if text == path else f"there (as {text})"
-        fault = _fault(make, leaf, there)
+        source = Source(arrays, names, transform)
+        fault = _fault(source, wanted[path])
         if fault is None:
-            matched[path], makers[path] = text, make
+            sources[path] = source
         else:
-            different[path] = f"{path} has {fault}"
-    kept = tuple(path for path, names in names_of.items() if names is None)
-    used.update(name for name in arrays if _is_ignored(name, ignore))
-    unused = {name: format_array(x) for name, x in arrays.items() if name not in used}
-    return WeightsReport(matched, missing, kept, unused, different), makers
+            there = "there" if str(names) == path else f"there (as {names})"
+            different[path] = f"{path} has {fault[0]} {there}, not {fault[1]}"
+    matched = {path: str(source.names) for path, source in sources.items()}
+    patterns = [ignore] if isinstance(ignore, str) else ignore
+    unused = {
+        name: format_array(array)
+        for name, array in arrays.items()
+        if name not in used and not any(re.search(pattern, name) for pattern in patterns)
+    }
+    return WeightsReport(matched, missing, tuple(kept), unused, different), sources
 
 
-def new_names(wanted: Iterable[str], rename: Rename | None) -> dict[str, Names | None]:
-    """What `rename` says for each path."""
-    if rename is None:
-        return {path: path for path in wanted}
-    if isinstance(rename, Mapping):
-        return _substitute(wanted, rename)
-    names_of: dict[str, Names | None] = {}
-    for path in wanted:
-        names = names_of[path] = rename(path)
-        parts = [names] if isinstance(names, str) or names is None else names
-        if not isinstance(parts, list | tuple) or not all(
-            isinstance(part, str) for part in parts if names is not None
-        ):
-            raise TypeError(
-                f"rename({path!r}) returned {names!r}; return the name in the file, a list "
-                "of names, or None to leave the array as it is."
-            )
-    return names_of
-
-
-def _substitute(
-    wanted: Iterable[str], patterns: Mapping[str, str | None]
-) -> dict[str, Names | None]:
-    names_of: dict[str, Names | None] = {path: path for path in wanted}
-    for pattern, replacement in patterns.items():
-        found = False
-        for path, name in names_of.items():
-            try:
-                if not isinstance(name, str) or not re.search(pattern, name):
-                    continue
-                found = True
-                names_of[path] = (
-                    None if replacement is None else re.sub(pattern, replacement, name)
-                )
-            # The replacement may name a group that the pattern lacks: an IndexError.
-            except (re.error, IndexError) as error:
-                raise ValueError(
-                    f"rename: {pattern!r} or its replacement {replacement!r} is not a "
-                    f"regular expression ({error}); escape special characters with a "
-                    "backslash."
-                ) from None
-        if not found:
-            raise ValueError(
-                f"rename: {pattern!r} matches no path of the model; the first paths are "
-                f"{comma_list([*names_of][:3])}."
-            )
-    return names_of
-
-
-def _is_ignored(name: str, patterns: Patterns) -> bool:
-    for pattern in as_list(patterns):
-        try:
-            if re.search(pattern, name):
-                return True
-        except re.error as error:
-            raise ValueError(
-                f"ignore: {pattern!r} is not a regular expression ({error}); escape "
-                "special characters with a backslash."
-            ) from None
-    return False
-
-
-def _expand(names: Names, shape: tuple[int, ...]) -> _Tree:
-    """Put the numbers from 0 for the first `*`, as many as the first dim is long."""
-    if _has_star(names):
-        return [
-            _expand(_replace_star(names, str(i)), shape[1:]) for i in range((*shape, 0)[0])
-        ]
-    return names if isinstance(names, str) else [*names]
-
-
-def unstack(names: Names, shape: tuple[int, ...]) -> Iterator[tuple[Index, Names]]:
-    """The index of each part of an array that has names of its own, and these."""
-    if not _has_star(names):
-        yield (), names
-        return
-    for i in range(shape[0]):
-        for at, more in unstack(_replace_star(names, str(i)), shape[1:]):
-            yield (i, *at), more
-
-
-def as_list(names: Names) -> Sequence[str]:
-    """Several names, or one."""
-    return [names] if isinstance(names, str) else names
-
-
-def _has_star(names: Names) -> bool:
-    return any("*" in name for name in as_list(names))
-
-
-def _replace_star(names: Names, number: str) -> Names:
-    if isinstance(names, str):
-        return names.replace("*", number, 1)
-    return [name.replace("*", number, 1) for name in names]
-
-
-def _flatten(tree: _Tree) -> Iterator[str]:
-    if isinstance(tree, str):
-        yield tree
-    else:
-        for part in tree:
-            yield from _flatten(part)
-
-
-def _maker(
-    path: str,
-    tree: _Tree,
-    shape: tuple[int, ...],
-    arrays: Mapping[str, np.ndarray],
-    transform: Transform | None,
-) -> Callable[[], Source]:
-    def make(tree: _Tree, shape: tuple[int, ...]) -> Source:
-        if not isinstance(tree, str):
-            return _join([make(part, shape[1:]) for part in tree], shape)
-        if transform is None:
-            return arrays[tree]
-        try:
-            return np.asarray(transform(path, arrays[tree]))
-        except Exception as error:
-            error.add_note(f"(in the transform of {tree} for {path})")
-            raise
-
-    return lambda: make(tree, shape)
-
-
-def _join(sources: Sequence[Source], shape: tuple[int, ...]) -> Joined:
-    """Stack arrays of one dim less than the whole; put others one after the other."""
-    shapes = dict.fromkeys(source.shape for source in sources)
-    stacks = all(len(each) == len(shape) - 1 for each in shapes)
-    axis = None if stacks else _common_axis(shapes, shape)
-    if () in shapes and not stacks:
-        raise _Unlike(shapes)
-    if len({each if axis is None else _without(each, axis) for each in shapes}) > 1:
-        raise _Unlike(shapes)
-    return Joined(sources, axis)
-
-
-def _common_axis(shapes: Iterable[tuple[int, ...]], shape: tuple[int, ...]) -> int:
-    """The dim in which arrays are parts of a shape; the first if there is none."""
-    axes = range(len(shape))
-    whole = [[_without(each, axis) for each in (*shapes, shape)] for axis in axes]
-    return next((axis for axis in axes if len({*whole[axis]}) == 1), 0)
-
-
-def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    return (*shape[:axis], *shape[axis + 1 :])
-
-
-class _Unlike(ValueError):
-    """Arrays of these shapes cannot be joined."""
-
-
-def _fault(make: Callable[[], Source], leaf: Any, there: str) -> str | None:
-    """What differs, if anything does."""
-    try:
-        source = make()
-    except _Unlike as error:
-        shapes = first_few([str([*shape]) for shape in error.args[0]])
-        return f"parts of shapes {shapes} {there}, which cannot be joined"
-    if source.shape != leaf.shape:
-        return f"shape {[*source.shape]} {there}, not {[*leaf.shape]}"
-    unlike = [dtype for dtype in _dtypes(source) if not converts(str(dtype), leaf)]
-    return f"dtype {unlike[0]} {there}, not {leaf.dtype}" if unlike else None
-
-
-def _dtypes(source: Source) -> set[np.dtype]:
-    return source.dtypes if isinstance(source, Joined) else {source.dtype}
+def _fault(source: Source, leaf: Any) -> tuple[str, str] | None:
+    """What differs from the model's array, and what it is there."""
+    names, layers = source.names, [*source.names.each()]
+    # All layers are made alike, so that one has to be made to know their shape.
+    kinds = [[format_array(source.arrays[x]) for x in names.of(at)] for at in layers]
+    unlike = [kind for kind in kinds if kind != kinds[0]]
+    if unlike:
+        return f"layers {first_few(unlike[0])}", f"{first_few(kinds[0])} as in the first"
+    layer = source.layer(layers[0])
+    shape = [*names.layers, *layer.shape]
+    if shape != [*leaf.shape]:
+        return f"shape {shape}", str([*leaf.shape])
+    if not converts(str(layer.dtype), leaf):
+        return f"dtype {layer.dtype}", str(leaf.dtype)
+    return None

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..distributed import broadcast_from_first, fetch_whole, is_main_process
-from ..sharding._files import read_json
 from ._weight_files import DTYPES, index_of
-from ._weight_matching import (
-    Index,
-    Names,
-    Rename,
-    Transform,
-    as_list,
-    new_names,
-    unstack,
-)
+from ._weight_names import Names, Rename, Transform, find_names
 
 
 def outgoing(
@@ -40,26 +30,22 @@ def outgoing(
     `ValueError` or `TypeError`, before anything is fetched, if a dtype or the names are
     wrong, and later if the transform is.
     """
-    parts = [
-        (path, *part)
-        for path, names in new_names(leaves, rename).items()
-        if names is not None
-        for part in _unstack(path, names, leaves[path].shape)
-    ]
+    found = [names for names in find_names(leaves, rename).values() if names is not None]
     path_of: dict[str, str] = {}
-    for path, _, names in parts:
-        check_dtype(path, leaves[path].dtype)
-        for name in as_list(names):
+    for names in found:
+        check_dtype(names.path, leaves[names.path].dtype)
+        for name in (name for numbers in names.each() for name in names.of(numbers)):
             if name in path_of:
                 raise ValueError(
-                    f"rename gives {path_of[name]} and {path} the same name, {name}; give "
-                    "each array its own, or None to leave it out."
+                    f"rename gives {path_of[name]} and {names.path} the same name, {name}; "
+                    "give each array its own, or None to leave it out."
                 )
-            path_of[name] = path
+            path_of[name] = names.path
     return (
-        array
-        for path, at, names in parts
-        for array in _transformed(path, _fetch(leaves[path], at), names, transform)
+        named
+        for names in found
+        for numbers in names.each()
+        for named in _transformed(names, numbers, leaves[names.path], transform)
     )
 
 
@@ -140,56 +126,33 @@ def check_dtype(path: str, dtype: Any) -> None:
         )
 
 
-def _unstack(path: str, names: Names, shape: tuple[int, ...]) -> list[tuple[Index, Names]]:
-    stars = max(name.count("*") for name in as_list(names))
-    if stars > len(shape):
+def _transformed(
+    names: Names, numbers: tuple[int, ...], leaf: jax.Array, transform: Transform | None
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The arrays of one layer, with their names."""
+    # A copy, of which the array itself keeps none on the host.
+    part = _layer(leaf, [*map(np.array, numbers)]) if numbers else jnp.copy(leaf)
+    value = names.apply(transform, fetch_whole(part))
+    arrays = value if names.is_list else [value]
+    if not isinstance(arrays, list | tuple) or len(arrays) != len(names.names):
+        count = len(arrays) if isinstance(arrays, list | tuple) else "one array, not a list"
         raise ValueError(
-            f"{path} has the shape {[*shape]}, and {names} more stars than that; each "
-            "stands for the numbers along one dim."
+            f"{names.path} has {len(names.names)} names in the file and {count} of arrays; "
+            "write a transform= that returns a list with one for each name."
         )
-    return [*unstack(names, shape)]
-
-
-def _fetch(leaf: jax.Array, at: Index) -> np.ndarray:
-    """A part of an array on the host, of which the array itself keeps no copy."""
-    if not at:
-        return fetch_whole(jnp.copy(leaf))
-    return fetch_whole(_part(leaf, [np.array([i]) for i in at]))[0]
+    for name, array in zip(names.of(numbers), arrays, strict=True):
+        # safetensors writes an array's memory as it is, whatever the strides.
+        array = np.asarray(array, order="C")
+        check_dtype(names.path, array.dtype)
+        yield name, array
 
 
 @jax.jit
-def _part(leaf: jax.Array, at: list[jax.Array]) -> jax.Array:
-    # A lookup, because JAX would gather all layers to slice one of layers that are split.
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        return leaf.at[tuple(at)].get(mode="clip")
-    # Of bits, because it adds the zeros of other devices, which would turn -0 into 0.
-    bits = jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}")
-    return jax.lax.bitcast_convert_type(bits.at[tuple(at)].get(mode="clip"), leaf.dtype)
-
-
-def _transformed(
-    path: str, array: np.ndarray, names: Names, transform: Transform | None
-) -> Iterator[tuple[str, np.ndarray]]:
-    result = array
-    if transform is not None:
-        try:
-            result = transform(path, array)
-        except Exception as error:
-            error.add_note(f"(in the transform of {path} for {names})")
-            raise
-    if isinstance(names, str):
-        names, result = [names], [result]
-    if not isinstance(result, list | tuple) or len(result) != len(names):
-        count = len(result) if isinstance(result, list | tuple) else "one array, not a list"
-        raise ValueError(
-            f"{path} has {len(names)} names in the file and {count} of arrays; write a "
-            "transform= that returns a list with one for each name."
-        )
-    for name, part in zip(names, result, strict=True):
-        # safetensors writes an array's memory as it is, whatever the strides.
-        part = np.asarray(part, order="C")
-        check_dtype(path, part.dtype)
-        yield name, part
+def _layer(leaf: jax.Array, numbers: list[jax.Array]) -> jax.Array:
+    """One layer of stacked layers, so that only that one is gathered."""
+    for number in numbers:
+        leaf = jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False)
+    return leaf
 
 
 def _save(path: Path, part: Path, arrays: dict[str, np.ndarray]) -> None:
@@ -208,9 +171,8 @@ def _save(path: Path, part: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def _replace(path: Path, written: list[tuple[Path, list[str]]], total: int) -> None:
-    """Give files that are written their names, and remove those that they replace."""
+    """Give files that are written their names."""
     index = index_of(path)
-    old = {path, *_indexed_files(path)}
     if len(written) == 1:
         new = [path]
     else:
@@ -227,15 +189,6 @@ def _replace(path: Path, written: list[tuple[Path, list[str]]], total: int) -> N
         new.append(index)
     for (part, _), file in zip(written, new, strict=True):
         part.replace(file)
-    for file in {*old, index} - {*new}:
+    # What would be read in the place of the new ones.
+    for file in {path, index} - {*new}:
         file.unlink(missing_ok=True)
-
-
-def _indexed_files(path: Path) -> set[Path]:
-    """The files that an earlier index names, of those that `_replace` would write."""
-    ours = re.compile(rf"{re.escape(path.stem)}-\d+-of-\d+{re.escape(path.suffix)}")
-    try:
-        names = read_json(index_of(path))["weight_map"].values()
-        return {path.with_name(name) for name in names if ours.fullmatch(name)}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return set()

@@ -1,12 +1,13 @@
 """A model's weights in files that other libraries read and write."""
 
+import functools
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding, Sharding
 from jaxtyping import PyTree
 
@@ -18,17 +19,8 @@ from ..sharding._text import first_few
 from ..training._state import TrainState
 from ._arrays import check_not_donated, partition_by_path, place_parts, target_sharding
 from ._weight_files import map_weights
-from ._weight_matching import (
-    Patterns,
-    Rename,
-    Source,
-    Transform,
-    WeightsReport,
-    list_faults,
-    list_left_out,
-    match_weights,
-    read_part,
-)
+from ._weight_matching import WeightsReport, list_faults, match_weights
+from ._weight_names import Rename, Transform
 from ._weight_writing import outgoing, write_weights
 
 _T = TypeVar("_T")
@@ -61,8 +53,8 @@ def save_weights(
         out. A `*` stands for the numbers from 0 along the first dim: under `h.*.weight`
         each layer of stacked layers is an array of its own. A function may also return a
         list of names, for an array that `transform` divides.
-    - `transform`: `transform(path, array)` changes an array, a part for a `*`, before it
-        is written; where there is a list of names, it returns a list of arrays.
+    - `transform`: `transform(path, array)` changes an array, one layer for a `*`, before
+        it is written; where there is a list of names, it returns a list of arrays.
     - `max_bytes`: where there are more bytes of arrays, they are written to several files,
         `model-00001-of-00003.safetensors` and so on for `model.safetensors`, with an index
         beside them. Arrays are fetched as they are written, so the host needs memory for
@@ -99,14 +91,13 @@ def load_weights(
     rename: Rename | None = None,
     transform: Transform | None = None,
     partial: bool = False,
-    ignore: Patterns = (),
+    ignore: str | Sequence[str] = (),
 ) -> _T:
     r"""Read a model's arrays from a file, each device only its own part.
 
     The file may be of [safetensors](https://huggingface.co/docs/safetensors), of
-    `torch.save` (a `state_dict`, or dicts of them, as torch writes since 1.6) or of
-    `equinox.tree_serialise_leaves`. torch is not needed, and a pickle that asks for
-    anything but tensors is refused: no code in a file is run.
+    `equinox.tree_serialise_leaves`, or of `torch.save` (a `state_dict`, or dicts of them),
+    which takes torch to read. No code in a file is run.
 
     **Arguments:**
 
@@ -122,12 +113,13 @@ def load_weights(
         `None` instead of a name leaves the array as it is in `like`. A `*` in a name
         stands for the numbers from 0: the arrays `h.*.up.weight` are stacked along a
         first dim, as in the layers for [`eqxshard.scan_layers`][]. A function may also
-        return a list of names: arrays with one dim less than the model's are stacked,
-        others are concatenated along the dim in which they differ from the model's.
+        return a list of names, for arrays that `transform` joins.
     - `transform`: `transform(path, array)` changes an array of the file before it is
-        stacked, given the path in the model. The array is a NumPy view of the file, so
-        transposing, slicing and splitting read nothing. (Arithmetic reads the array
-        whole into the host's memory.) It is called once more before, for the shapes.
+        stacked, given the path in the model; where there is a list of names, it gets the
+        list of arrays, and returns one. The arrays are NumPy views of the file, so
+        transposing, slicing and splitting read nothing. (Arithmetic and joining read the
+        arrays of one layer whole into the host's memory.) It is called once more before,
+        for the shapes.
     - `partial`: let the model, the file, or both have arrays that the other does not have.
         They are named in a warning in the log.
     - `ignore`: a regular expression, or several, for the names of arrays that the file may
@@ -162,30 +154,36 @@ def load_weights(
     path = Path(path)
     wanted, static = partition_by_path(_check_model(like))
     arrays = map_weights(path, like)
-    report, makers = match_weights(arrays, wanted, rename, transform, ignore)
+    report, sources = match_weights(arrays, wanted, rename, transform, ignore)
     if faults := list_faults(report, partial=partial):
         raise ValueError(
             f"{os.fspath(path)} does not fit this model: {first_few(faults, '; ')}. Find "
             "the right rename= and transform= with compare_weights; partial=True leaves "
             "out arrays that only one of them has, ignore= some that only the file has."
         )
-    if (left_out := list_left_out(report)) and is_main_process():
+    left_out = []
+    if report.missing:
+        left_out.append(f"the model keeps its own {first_few([*report.missing])}")
+    if report.unused:
+        left_out.append(f"the file's {first_few([*report.unused])} are not used")
+    if left_out and is_main_process():
         _log.warning(
             "%s: %d of the model's %d arrays are read; %s.",
             os.fspath(path),
-            len(makers),
+            len(sources),
             len(wanted),
             "; ".join(left_out),
         )
     loaded = []
     targets = broadcast_prefix(shardings, like)
     for (name, leaf), target in zip(wanted.items(), targets, strict=True):
-        if name in makers:
+        if name in sources:
             there = target or target_sharding(leaf)
             if isinstance(there, NamedSharding):
                 check_spec(name, leaf.shape, there.spec, there.mesh)
             what = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there)
-            loaded.append(_place(makers[name](), what))
+            read = functools.partial(sources[name].read, dtype=leaf.dtype)
+            loaded.append(place_parts(read, what))
         elif target is not None and isinstance(leaf, jax.Array):
             loaded.append(jax.device_put(leaf, target))
         else:
@@ -199,7 +197,7 @@ def compare_weights(
     *,
     rename: Rename | None = None,
     transform: Transform | None = None,
-    ignore: Patterns = (),
+    ignore: str | Sequence[str] = (),
 ) -> WeightsReport:
     """Compare the names and shapes of a file's arrays with those of a model.
 
@@ -236,12 +234,3 @@ def _check_model(like: _T) -> _T:
             "with init_state(..., load=...), or into state.model."
         )
     return like
-
-
-def _place(source: Source, what: jax.ShapeDtypeStruct) -> jax.Array:
-    def read(part: tuple[range, ...]) -> np.ndarray:
-        out = np.empty([len(dim) for dim in part], what.dtype)
-        read_part(source, part, out)
-        return out
-
-    return place_parts(read, what)

@@ -28,14 +28,6 @@ def test_checkpoints_describe_themselves(checkpoints):
     assert described["metrics"]["train/loss"] > 0
 
 
-def test_a_description_comes_back_from_its_text(checkpoints):
-    folder, _ = checkpoints
-    text = (folder / "10" / "description.json").read_text()
-    description = Description.from_json(text)
-    assert description.to_json() == text
-    assert description.step == 10
-
-
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"step": 1}', deep_json(), b"\xff"])
 def test_other_text_is_refused(text):
     with pytest.raises(

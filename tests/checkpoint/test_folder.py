@@ -121,7 +121,7 @@ def test_a_damaged_checkpoint_is_reported_and_replaced(
         "step 10 in" in caplog.text
         and "description.json has changed since it was written" in caplog.text
     )
-    with pytest.raises(ValueError, match=r"step 10 .* is damaged: description.json"):
+    with pytest.raises(ValueError, match=r"damaged checkpoints \(step 10: description"):
         checkpointer.restore(like(), step=10)
     eqxshard.fit(state, train_step, make_loader(), steps=10, checkpointer=checkpointer)
     assert_equal(eqxshard.Checkpointer(folder).restore(like(), step=10), checkpoints[1])
@@ -134,23 +134,11 @@ def test_a_checkpoint_with_what_is_no_file_is_damaged(checkpoints, tmp_path, kin
     os.symlink(folder, tmp_path / "link")
     forbid(folder / "10" / "odd", kind)
     checkpointer = eqxshard.Checkpointer(tmp_path / "link")
-    says = r"step 10 .* is damaged: .*/10/odd is not a regular file; use ano"
+    says = r"\(step 10: .*/10/odd is not a regular file\); use one of: step 4"
     with pytest.raises(ValueError, match=says):
         checkpointer.restore(like(), step=10)
     assert int(eqxshard.Checkpointer(tmp_path / "link").restore(like()).step) == 8
     assert "step 10" in caplog.text
-
-
-@pytest.mark.parametrize("kind", ["fifo", "device"])
-def test_a_description_that_never_ends_is_not_read(checkpoints, tmp_path, kind):
-    folder = copied(checkpoints, tmp_path)
-    for step in ("8", "10"):
-        (folder / step / "description.json").unlink()
-        forbid(folder / step / "description.json", kind)
-    checkpointer = eqxshard.Checkpointer(folder, best="train/loss", mode="min")
-    assert checkpointer.best_step() == 4
-    with pytest.raises(ValueError, match=r"step 8 in .* is damaged: .*; use another"):
-        checkpointer.description(8)
 
 
 @pytest.mark.parametrize("how", ["folder", "nothing", "other"])
@@ -166,7 +154,7 @@ def test_a_complete_folder_without_a_checkpoint_is_damaged(checkpoints, tmp_path
         (folder / "10" / "description.json").write_text("[]")
         write_checksums(folder / "10")
     checkpointer = eqxshard.Checkpointer(folder)
-    with pytest.raises(ValueError, match=r"of step 10 in .* is damaged: .*; use another"):
+    with pytest.raises(ValueError, match=r"damaged checkpoints \(step 10: .*; use one of"):
         checkpointer.restore(like(), step=10)
     # Once it was found damaged, it does not count.
     state = checkpointer.restore(like(), step=8)
@@ -178,14 +166,14 @@ def test_if_all_are_damaged_nothing_is_restored(checkpoints, tmp_path):
     folder = copied(checkpoints, tmp_path)
     for step in (4, 8, 10):
         (folder / str(step) / "description.json").unlink()
-    with pytest.raises(ValueError, match=r"all checkpoints in .* are damaged \(step 10: d"):
+    with pytest.raises(ValueError, match=r"step 10: .*; step 8: .*; use another fol"):
         eqxshard.Checkpointer(folder).restore(like())
 
 
 @pytest.mark.parametrize(
     "name, says",
     [
-        ("description.json", r"are damaged \(step 10: description.json is not text"),
+        ("description.json", r"\(step 10: description.json is not text"),
         ("state/manifest.ocdbt", r"in .*/10 cannot be read \(.*; use another checkpoint"),
     ],
 )
@@ -200,11 +188,3 @@ def test_pickles_are_not_read(checkpoints, tmp_path, name, says):
     with pytest.raises(ValueError, match=says):
         checkpointer.restore(like())
     assert not hostile.has_run()
-
-
-def test_others_can_read_what_the_umask_lets_them_read(checkpoints):
-    mask = os.umask(0)
-    os.umask(mask)
-    for path in checkpoints[0].rglob("*"):
-        allowed = 0o777 if path.is_dir() else 0o666
-        assert path.stat().st_mode & 0o777 == allowed & ~mask, path

@@ -84,27 +84,16 @@ def test_an_array_that_an_index_promises_is_named(tmp_path):
         eqxshard.load_weights(path, LIKE)
 
 
-def test_an_index_leads_nowhere_else(tmp_path):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    save_file({"norm": np.zeros(1)}, tmp_path / "secret.safetensors")
-    path = index(folder, norm="../secret.safetensors")
-    with pytest.raises(
-        ValueError, match=r"names '\.\./secret.safetensors', which is not b"
-    ):
-        eqxshard.load_weights(path, LIKE)
-
-
-@pytest.mark.parametrize("name", ["model.safetensors.index.json", "x.bin.index.json"])
-def test_an_index_that_names_an_index_is_refused(tmp_path, name):
-    path = index(tmp_path, norm=name)
-    (tmp_path / "x.bin.index.json").write_text(json.dumps({"weight_map": {"norm": name}}))
-    with pytest.raises(ValueError, match=r"is not a file of safetensors, .*; fetch it"):
-        eqxshard.load_weights(path, LIKE)
-
-
 @pytest.mark.parametrize(
-    "text", ["", "[1]", "{}", '{"weight_map": [2]}', "\0", deep_json()], ids=range(6)
+    "text",
+    [
+        "",
+        "[1]",
+        '{"weight_map": [2]}',
+        '{"weight_map": {"norm": "../secret.safetensors"}}',
+        deep_json(),
+    ],
+    ids=range(5),
 )
 def test_a_damaged_index_is_refused(tmp_path, text):
     path = tmp_path / "model.safetensors.index.json"
@@ -118,7 +107,7 @@ def test_folders_that_leave_a_choice_or_none_are_refused(tmp_path):
         eqxshard.load_weights(tmp_path, LIKE)
     for name in "abcd":
         eqxshard.save_weights(tmp_path / f"{name}.safetensors", TREE)
-    says = r"has 4 files \*\.safetensors \(a\.safetensors, b\.saf.*, \.\.\.\) and no index"
+    says = r"has 4 files \*\.safetensors \(a\.safetensors, b\.saf.*\) and no index"
     with pytest.raises(ValueError, match=says):
         eqxshard.load_weights(tmp_path, LIKE)
 
@@ -169,13 +158,7 @@ def test_another_number_of_leaves_is_refused(eqx_file):
         eqxshard.load_weights(eqx_file, [net(1), jnp.zeros(2)], partial=True)
 
 
-def test_a_shape_that_differs_is_named_by_its_path(eqx_file):
-    like = eqx.tree_at(lambda m: m.weight, net(1), jnp.zeros((4, 4)))
-    with pytest.raises(ValueError, match=r"weight has shape \[4, 3\] there, not \[4, 4\]"):
-        eqxshard.load_weights(eqx_file, like)
-
-
-@pytest.mark.parametrize("size", [7, 60, 140, 200, 300])
+@pytest.mark.parametrize("size", [7, 60, 140, 300])
 def test_a_file_of_equinox_that_is_cut_is_refused(eqx_file, size):
     content = eqx_file.read_bytes()
     assert size < len(content)
@@ -184,30 +167,11 @@ def test_a_file_of_equinox_that_is_cut_is_refused(eqx_file, size):
         eqxshard.load_weights(eqx_file, net(1))
 
 
-def test_objects_are_not_unpickled(tmp_path):
-    path = tmp_path / "x.eqx"
-    with path.open("wb") as stream:
-        np.save(stream, np.array([print], object), allow_pickle=True)
-    with pytest.raises(
-        ValueError, match=r"x\.eqx' cannot be read \(an array has dtype obj"
-    ):
-        eqxshard.load_weights(path, {"x": jnp.zeros(1)})
-
-
-@pytest.mark.parametrize("shape", [(-1, 16), (-4,), (2, -3), (2**62, 2**62)])
+@pytest.mark.parametrize("shape", [(-1, 16), (-4,), (2, -3), (2**62, 2**62), (2**45,)])
 def test_an_array_of_impossible_sizes_is_refused(tmp_path, shape):
-    """The first one takes as many bytes back as its header has: there would be no end."""
     path = tmp_path / "x.eqx"
     about = {"descr": "<c8", "fortran_order": False, "shape": shape}
     path.write_bytes(npy_header(about))
-    with pytest.raises(ValueError, match=r"x\.eqx' cannot be read .*; it is damaged"):
-        eqxshard.load_weights(path, {"x": jnp.zeros(1)})
-
-
-def test_a_header_that_nests_too_deep_is_refused(tmp_path):
-    path = tmp_path / "x.eqx"
-    text = b"-" * 9000 + b"1\n"
-    path.write_bytes(b"\x93NUMPY\1\0" + len(text).to_bytes(2, "little") + text)
     with pytest.raises(ValueError, match=r"x\.eqx' cannot be read .*; it is damaged"):
         eqxshard.load_weights(path, {"x": jnp.zeros(1)})
 
@@ -222,22 +186,14 @@ def test_a_tensor_of_impossible_sizes_is_refused(tmp_path, shape):
         eqxshard.load_weights(path, {"x": jnp.zeros(1)})
 
 
-@pytest.mark.parametrize("length", [2**63, 2**40, 2**64 - 1])
-def test_a_header_that_is_longer_than_its_file_is_refused(tmp_path, length):
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(length.to_bytes(8, "little") + b"{}")
-    with pytest.raises(ValueError, match=r"x.safetensors' cannot be read .*; it is"):
-        eqxshard.load_weights(path, LIKE)
-
-
 # Anything else
 
 
 @pytest.mark.parametrize(
     "kind, says",
     [
-        ("fifo", "is a FIFO; give a regular file"),
-        ("device", "is a device; give a regular file"),
+        ("fifo", "is not a regular file; give"),
+        ("device", "is not a regular file; give"),
         ("loop", "does not exist; give a file of"),
     ],
 )

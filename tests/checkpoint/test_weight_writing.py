@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 from helpers import assert_equal, make_mesh
 from process_helpers import finished
-from safetensors import safe_open
 from safetensors.numpy import load_file
 
 import eqxshard
-from eqxshard.checkpoint import _weight_writing
 
 RNG = np.random.default_rng(0)
 
@@ -54,7 +52,9 @@ def outward(path, array):
 def inward(path, array):
     if path == "blocks.up":
         return array.T
-    return array.reshape(2, -1, 3, 8) if path == "blocks.qkv" else array
+    if path != "blocks.qkv":
+        return array
+    return np.concatenate([part.reshape(2, -1, 3, 8) for part in array], axis=1)
 
 
 def save(path, model=MODEL, **options):
@@ -107,29 +107,6 @@ def test_they_come_back_bit_for_bit_from_any_mesh(tmp_path, spec):
             assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
 
 
-def test_a_part_of_a_dim_may_lie_across_concatenated_arrays(tmp_path):
-    save(tmp_path / "model.safetensors")
-    there = jax.NamedSharding(make_mesh("data=2,fsdp=2"), jax.P(None, "data", "fsdp"))
-    whole = jax.NamedSharding(make_mesh("data=2,fsdp=2"), jax.P())
-    tree = {"norm": whole, "blocks": {"qkv": there, "up": whole}, "experts": whole}
-    assert_equal(load(tmp_path / "model.safetensors", tree), MODEL)
-
-
-def test_arrays_can_be_left_out(tmp_path):
-    names = RENAME | {"blocks.qkv": None, "experts": None}
-    save(tmp_path / "model.safetensors", rename=names.get)
-    assert set(load_file(tmp_path / "model.safetensors")) == {
-        "model.norm.weight",
-        *(f"model.layers.{i}.up.weight" for i in range(2)),
-    }
-
-
-def test_other_libraries_are_told_what_wrote_it(tmp_path):
-    save(tmp_path / "model.safetensors")
-    with safe_open(tmp_path / "model.safetensors", "np") as file:
-        assert file.metadata() == {"format": "pt"}
-
-
 # What is refused
 
 
@@ -169,13 +146,6 @@ def test_mistakes_are_named_and_nothing_is_written(tmp_path, options, says):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_error_in_a_transform_says_where(tmp_path):
-    with pytest.raises(ZeroDivisionError) as error:
-        save(tmp_path / "model.safetensors", transform=lambda path, x: 1 // 0)
-    (note,) = error.value.__notes__
-    assert note.startswith("(in the transform of blocks.qkv for ['model.layers.0.q_proj'")
-
-
 # Several files
 
 
@@ -199,37 +169,7 @@ def test_what_is_too_large_for_one_file_is_in_several(tmp_path):
         assert_equal(load(path), MODEL)
 
 
-def test_an_array_that_is_too_large_has_a_file_to_itself(tmp_path):
-    save(tmp_path / "model.safetensors", max_bytes=1)
-    assert len(list(tmp_path.glob("model-*-of-00015.safetensors"))) == 15
-    assert_equal(load(tmp_path), MODEL)
-
-
-def test_what_just_fits_is_one_file(tmp_path):
-    save(
-        tmp_path / "model.safetensors",
-        max_bytes=sum(x.nbytes for x in jax.tree.leaves(MODEL)),
-    )
-    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
-
-
-def test_files_replace_those_that_were_there_and_no_others(tmp_path):
-    file, other = (
-        tmp_path / "model.safetensors",
-        tmp_path / "model-00009-of-00009.safetensors",
-    )
-    other.write_bytes(b"")
-    twice = jax.tree.map(lambda x: 2 * x, MODEL)
-    for model, most in ((MODEL, 1), (twice, 1000), (MODEL, None), (twice, 2000)):
-        save(file, model, max_bytes=most)
-        assert_equal(load(file), model)
-        assert_equal(load(tmp_path) if most else load(file), model)
-        found = {path.name for path in tmp_path.iterdir()} - {other.name}
-        assert (file.name in found) == (most is None) == (len(found) == 1)
-    assert other.exists()
-
-
-@pytest.mark.parametrize("fails_at", [0, 1, 3])
+@pytest.mark.parametrize("fails_at", [0, 3])
 def test_an_interrupted_save_leaves_what_was_there(tmp_path, monkeypatch, fails_at):
     from safetensors.numpy import save_file
 
@@ -275,28 +215,15 @@ def test_the_host_holds_one_file_at_a_time(tmp_path):
     assert after - before < most
 
 
+def test_one_file_replaces_several_and_the_other_way_round(tmp_path):
+    file, twice = tmp_path / "model.safetensors", jax.tree.map(lambda x: 2 * x, MODEL)
+    for model, most in ((MODEL, 1), (twice, None), (MODEL, 1000)):
+        save(file, model, max_bytes=most)
+        assert_equal(load(file), model)
+        assert file.exists() == (most is None)
+
+
 # Several processes
-
-
-@pytest.mark.parametrize("is_main", [True, False])
-def test_all_processes_learn_that_nothing_was_written(tmp_path, monkeypatch, is_main):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(_weight_writing, "is_main_process", lambda: is_main)
-    sent = []
-
-    def broadcast(value):
-        sent.append(value)
-        return value if is_main else "Not a directory"
-
-    monkeypatch.setattr(_weight_writing, "broadcast_from_first", broadcast)
-    (tmp_path / "file").touch()
-    path = tmp_path / "file" / "model.safetensors"
-    arrays = iter([("a", np.zeros(2)), ("b", np.zeros(2))])
-    says = "File exists" if is_main else f"process 0 could not write '{path}': Not a dir"
-    with pytest.raises(OSError, match=says):
-        _weight_writing.write_weights(path, arrays, None)
-    # Each array is fetched by all processes together, and then they meet once.
-    assert [*arrays] == [] and len(sent) == 1
 
 
 PROCESSES = """
@@ -339,16 +266,3 @@ def test_an_error_of_process_0_is_raised_in_all(tmp_path):
         f"[1] process 0 could not write '{bad}': {why}",
         "[1] sum: 28.0",
     ]
-
-
-@pytest.mark.parametrize("mask", [0o022, 0o002, 0o027])
-def test_others_can_read_what_the_umask_lets_them_read(tmp_path, mask):
-    before = os.umask(mask)
-    try:
-        save(tmp_path / "x.safetensors")
-        save(tmp_path / "more" / "x.safetensors", max_bytes=200)
-    finally:
-        os.umask(before)
-    files = [*tmp_path.rglob("*.safetensors"), *tmp_path.rglob("*.json")]
-    assert len(files) > 3
-    assert {file.stat().st_mode & 0o777 for file in files} == {0o666 & ~mask}
