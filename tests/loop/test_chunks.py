@@ -6,23 +6,26 @@ import pytest
 from helpers import Model, lenient, make_loader, make_mesh, squared_errors
 
 import eqxshard
-from eqxshard.training._inputs import RESIDENT_BATCHES
 
 OPTIM = lenient(optax.adam(1e-2))
 
 
 def test_an_epoch_of_a_resident_dataset_is_one_dispatch_per_report(monkeypatch):
     calls = []
-    run = eqxshard.TrainStep._run
+    many = eqxshard.TrainStep.many
     monkeypatch.setattr(
-        eqxshard.TrainStep, "_run", lambda *given: calls.append(given[3]) or run(*given)
+        eqxshard.TrainStep,
+        "many",
+        lambda step, state, batches: (
+            calls.append(int(batches.count)) or many(step, state, batches)
+        ),
     )
     where: dict[str, Any] = {"mesh": make_mesh(), "rule": eqxshard.replicate()}
     state = eqxshard.init_state(Model, OPTIM, key=jax.random.key(0), **where)
     train_step = eqxshard.make_train_step(squared_errors, OPTIM, **where)
     loader = make_loader(placement="device")
     eqxshard.fit(state, train_step, loader, epochs=2, log_every=100)
-    assert calls == [RESIDENT_BATCHES, RESIDENT_BATCHES]
+    assert calls == [len(loader), len(loader)]
 
 
 def test_a_loader_that_ends_too_early_is_named():
