@@ -6,7 +6,7 @@ from ..compiled._findings import Finding
 from ..training._eval_step import EvalStep
 from ..training._inputs import ONE_BATCH
 from ..training._train_step import TrainStep
-from ._tables import BreakablePath, render
+from ._tables import render
 
 
 class Findings(tuple[Finding, ...]):
@@ -20,10 +20,12 @@ class Findings(tuple[Finding, ...]):
         from rich.table import Table
         from rich.text import Text
 
-        table = Table("kind", "leaf", "line", "message")
+        table = Table()
+        for column in ("kind", "leaf", "line", "message"):
+            table.add_column(column, overflow="fold")
         for each in self:
-            leaf = BreakablePath(each.leaf or "")
-            table.add_row(each.kind, leaf, Text(each.line or ""), Text(each.message))
+            cells = (each.kind, each.leaf or "", each.line or "", each.message)
+            table.add_row(*map(Text, cells))
         return render(table)
 
 

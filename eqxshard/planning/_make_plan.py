@@ -113,7 +113,9 @@ def plan(
         grad_norms=grad_norms,
         cache=None if cache is None else str(local_path(cache, "cache=")),
     )
-    return run(dump_request(request), where)
+    made = run(dump_request(request), where)
+    assert isinstance(made, Plan)  # There is no limit.
+    return made
 
 
 def make_request(

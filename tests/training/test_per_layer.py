@@ -248,15 +248,6 @@ def test_paths_that_name_no_stack_are_refused(stacks, message):
         eqxshard.per_layer(optax.lamb(1e-2), *stacks).init(params)
 
 
-def test_hyperparameters_are_injected_around_it():
-    @optax.inject_hyperparams
-    def make_optim(learning_rate):
-        return eqxshard.per_layer(optax.lamb(learning_rate), "layers")
-
-    found = updated(make_optim(learning_rate=1e-2), listed=False)
-    assert distance(found, updated(optax.lamb(1e-2), listed=True)) < 1e-5
-
-
 def test_layers_draw_noise_of_their_own():
     optim = lenient(eqxshard.per_layer(optax.add_noise(1.0, 0.0, 0), "layers"))
     zeros: Any = jax.tree.map(jnp.zeros_like, make(False))
