@@ -220,10 +220,10 @@ class Report(eqxshard.callbacks.Callback):
         self.args, self.tokenizer = args, corpus.tokenizer
         self.start = corpus.valid.take(np.arange(1))
 
-    def after_evaluation(self, run):
-        run.log({"eval/perplexity": np.exp(run.values["eval/loss"])})
+    def after_evaluation(self, loop):
+        loop.log({"eval/perplexity": np.exp(loop.values["eval/loss"])})
         if self.args.length and self.tokenizer is not None:
-            run.print(write(self.args, run.state.model, self.tokenizer, self.start))
+            loop.print(write(self.args, loop.state.model, self.tokenizer, self.start))
 
 
 def write(args: Args, model: GPT, tokenizer: text.Tokenizer, tokens: np.ndarray) -> str:
@@ -235,7 +235,7 @@ def write(args: Args, model: GPT, tokenizer: text.Tokenizer, tokens: np.ndarray)
         # Once a block is full, its second half begins the next.
         start = tokens[-(block // 2) :]
         key = jax.random.fold_in(jax.random.key(args.run.seed), number)
-        rest, known = block - len(start), tokenizer.vocab
+        rest, known = block - len(start), tokenizer.vocab_size
         write_on = continue_text if number else begin_text
         out = write_on(model, start[None], rest, args.temperature, key, known)
         tokens = np.append(tokens, np.asarray(out)[0, len(start) :])
@@ -280,7 +280,7 @@ def main(args: Args) -> str:
         corpus = text.shakespeare(tokenizer=args.tokenizer or "char")
     else:
         corpus = text.open_corpus(args.data, tokenizer=args.tokenizer)
-    shape = make_shape(args, corpus.vocab)
+    shape = make_shape(args, corpus.vocab_size)
     check_mesh(args, shape)
     large = args.size in ("8b", "70b")
     remat = args.remat or ("full" if large else "dots")

@@ -16,8 +16,8 @@ from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from ..sharding._combinators import HOST_MEMORY
 from ..sharding._leaves import is_key
-from ._layout import fetch_offloaded
 from .rewrite._jaxprs import jaxprs_in, map_jaxpr, open_jaxpr
 
 #: The most elements of a small value. Keys and integers are the same wherever they are
@@ -252,7 +252,12 @@ class _Programs:
                 x if each.impl is None else jax.random.wrap_key_data(x, impl=each.impl)
                 for x, each in zip(given, inputs)
             ]
-            typed = fetch_offloaded(typed, [each.sharding for each in inputs])
+            typed = [
+                jax.device_put(x, jax.memory.Space.Device)
+                if each.sharding.memory_kind == HOST_MEMORY
+                else x
+                for x, each in zip(typed, inputs)
+            ]
             # What is returned must not be what was given.
             return [jnp.copy(x) for x in fn(*typed)]
 

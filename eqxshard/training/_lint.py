@@ -1,8 +1,8 @@
 """Lint of a step: everything that is found before it runs for the first time."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,17 @@ from ..compiled._hlo import parse_module
 from ..compiled._lint_text import Argument, TextLint
 from ..data._resident import DeviceBatches
 from ..sharding._combinators import HOST_MEMORY
-from ..sharding._leaves import format_array, is_inexact, leaf_path
+from ..sharding._leaves import array_leaves, format_array, is_inexact, leaf_path
 from ..sharding._placement import decide_leaves, named_leaves
 from ..sharding._rule import Rule, check_rule
 from ..sharding._spec import spec_axes
-from ._compile import Program
 from ._inputs import STACKED_BATCHES, StepInput
+from ._jit import Program
 from ._lint_jaxpr import lint_jaxpr, scanned_shapes
-from ._precision import Precision
+from ._state import without_state
+
+if TYPE_CHECKING:
+    from ._step import Call
 
 
 class StepLint:
@@ -88,27 +91,26 @@ def lint_model(model: PyTree, mesh: Mesh, rule: Rule) -> Iterator[Finding]:
         yield Finding("unmatched", None, None, str(error))
 
 
-def lint_program(
-    program: Program,
-    mesh: Mesh,
-    model: PyTree,
-    arguments: Sequence[Argument],
-    kind: StepInput,
-    batch: PyTree,
-    *,
-    precision: Precision | None = None,
-    microbatches: int = 1,
-) -> Iterator[Finding]:
-    """The findings in a compiled step, and in a batch for it.
+def lint_step(call: "Call", program: Program, batch: PyTree) -> Iterator[Finding]:
+    """The findings in a step: in how its rule splits a model, and in its program.
 
     **Arguments:**
 
-    - `program`: the compiled step.
-    - `mesh`, `model`, `precision`: its own.
-    - `arguments`: the arrays that it takes before the batch.
-    - `kind`, `batch`: its input.
-    - `microbatches`: how many parts of a batch it takes in turn.
+    - `call`: what the step is called with.
+    - `program`: what was compiled for it.
+    - `batch`: the batch that it was compiled for.
     """
+    step, key = call.variant.step, call.key
+    if call.state is not None:
+        model, leaves, places = call.state.model, array_leaves(call.state), step.shardings
+        yield from lint_model(model, step.mesh, step.rule)
+    else:
+        model, _ = without_state(key.kept.static.combine(call.kept))
+        leaves, places = array_leaves(model, "model"), key.kept.shardings
+    arguments = [
+        argument(path, leaf, sharding, donated=call.state is not None)
+        for (path, leaf), sharding in zip(leaves, places)
+    ]
     try:
         floats = {
             leaf_path(path): leaf.dtype
@@ -116,15 +118,15 @@ def lint_program(
             if is_inexact(leaf)
         }
         wide = [path for path, x in floats.items() if x in (jnp.float64, jnp.complex128)]
-        compute = None if precision is None else precision.compute
+        compute = None if step.precision is None else step.precision.compute
         yield from lint_jaxpr(program.jaxpr, compute, wide, len(wide) < len(floats))
         text = TextLint(
             parse_module(program.text),
-            dict(mesh.shape),
+            dict(step.mesh.shape),
             arguments,
-            _batch_entries(kind, batch),
+            _batch_entries(key.kind, batch),
             scanned_shapes(program.jaxpr),
-            microbatches,
+            step.accumulate,
         )
         yield from dict.fromkeys(text.findings())
     except Exception as error:  # A program of a kind that lint does not know still runs.

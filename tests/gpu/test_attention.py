@@ -57,11 +57,9 @@ def calls(compiled):
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
-@pytest.mark.parametrize("sizes", [{"data": 1}, {"data": 2, "fsdp": 2, "tensor": 2}])
-def test_cudnn_computes_each_device_s_rows_and_heads(gpus, sizes, packed):
-    devices = gpus if len(sizes) > 1 else gpus[:1]
-    compiled = compile_layers(devices, sizes, packed=packed)
-    rows, heads = (2, 4) if len(sizes) > 1 else (BATCH, HEADS)
+def test_cudnn_computes_each_device_s_rows_and_heads(gpus, packed):
+    sizes, rows, heads = {"data": 2, "fsdp": 2, "tensor": 2}, 2, 4
+    compiled = compile_layers(gpus, sizes, packed=packed)
     assert calls(compiled) == (1, 1, {f"[{rows},{heads},{SEQ},{DIM}]"})
     assert testing.collectives(compiled).times == {}
     # Nothing for each two positions, such as a residual of what is compiled elsewhere,

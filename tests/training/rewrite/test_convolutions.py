@@ -11,11 +11,11 @@ import numpy as np
 import optax
 import pytest
 from helpers import lenient, make_mesh
+from step_helpers import call_rewritten
 
 import eqxshard
 from eqxshard.training.rewrite._convolutions import fast_convolutions
 from eqxshard.training.rewrite._jaxprs import map_jaxpr
-from eqxshard.training.rewrite._rewrite import call_rewritten
 
 OPTIM = lenient(optax.sgd(0.1))
 KEY = jax.random.key(0)
@@ -139,7 +139,7 @@ def test_what_is_split_over_explicit_axes_stays_as_it_is():
 def fast(fn):
     """A function with its convolutions rewritten."""
     rewrite = functools.partial(map_jaxpr, fast_convolutions)
-    return lambda *args: call_rewritten(fn, rewrite, *args)[0]
+    return lambda *args: call_rewritten(fn, rewrite, *args)
 
 
 def slopes(layer, x):
