@@ -48,12 +48,15 @@ USES = {"run": {"trackers"}}
 
 #: Modules without a test file of their own, and where they are tested.
 TESTED_ELSEWHERE = {
+    "compiled/_collective.py": "testing/test_collectives.py, which prints collectives",
     "data/_weights.py": "training/test_examples.py, in steps and loaders",
     "run/_evaluation.py": "run/test_train.py, mistakes before the first step",
+    "training/_config.py": "training/test_refusals.py, arguments that are refused",
     "training/_kept_tracers.py": "training/test_init.py, models that keep tracers",
     "training/_optimizer.py": "training/test_optimizers.py, states of numbers",
+    "transforms/_dtypes.py": "transforms/test_filter_jit.py, under strict types",
+    "transforms/_partition.py": "transforms/test_filter_jit.py, which splits arguments",
     "training/_unused_axes.py": "run/test_train.py and inspect/test_explain.py",
-    "training/rewrite/_pools.py": "training/rewrite/test_convolutions.py",
     "inspect/_blocks.py": "inspect/test_pictures.py, which draws blocks",
     "inspect/_explanation.py": "inspect/test_explain.py, which prints explanations",
     "inspect/_tables.py": "inspect/test_explain.py, which prints tables",
