@@ -184,49 +184,50 @@ def _plan(options: argparse.Namespace, others: Sequence[str]) -> None:
     from rich.console import Console
 
     from .planning._make_plan import plan
-    from .run._planned import collect
+    from .run._planned import PlannedRun, plan_script
 
     _check_folders(options.json, options.html, options.trace)
     if options.html and Path(options.html).suffix.lower() != ".html":
         raise ValueError(f"--html {options.html} is no page; give a name like plan.html.")
-    console = Console(stderr=True)
-    with (
-        collect(options.script, others, devices=options.devices) as (arguments, notes),
-        console.status(f"compiling for {options.devices} x {options.device}"),
-    ):
-        made = plan(
-            **arguments,
-            target=options.device,
-            backend=options.backend,
-            cache=options.cache,
-        )
-    made = dataclasses.replace(made, notes=(*made.notes, *notes))
-    print(made)
-    if options.json:
-        Path(options.json).write_text(json.dumps(made.to_json(), indent=2) + "\n")
-    if options.html:
-        made.save(options.html)
-    if options.trace:
-        Path(options.trace).write_text(json.dumps(made.to_trace()) + "\n")
+
+    def planner(run: PlannedRun, notes: list[str]) -> None:
+        arguments = run.for_mesh(options.devices)
+        compiling = f"compiling for {options.devices} x {options.device}"
+        with Console(stderr=True).status(compiling):
+            made = plan(
+                **arguments,
+                target=options.device,
+                backend=options.backend,
+                cache=options.cache,
+            )
+        made = dataclasses.replace(made, notes=(*made.notes, *notes))
+        print(made)
+        if options.json:
+            Path(options.json).write_text(json.dumps(made.to_json(), indent=2) + "\n")
+        if options.html:
+            made.save(options.html)
+        if options.trace:
+            Path(options.trace).write_text(json.dumps(made.to_trace()) + "\n")
+
+    plan_script(options.script, others, planner)
 
 
 def _search(options: argparse.Namespace, others: Sequence[str]) -> None:
     from .planning._search import Search, plan_search, rank
-    from .run._planned import collect_all
+    from .run._planned import PlannedRun, plan_script
 
     _check_folders(options.json)
     axes = [axis for axis in options.search_axes.split(",") if axis]
-    variants = _variants(options.vary)
-    given = [[*others, *words] for words in variants.values()]
-    with collect_all(options.script, given, devices=options.devices, mesh=False) as (
-        steps,
-        notes,
-    ):
-        if options.search_accumulate:
-            counts = _counts(options.search_accumulate)
-            steps = [dict[str, Any](each, accumulate=counts) for each in steps]
-        searches = [
-            plan_search(
+    counts = _counts(options.search_accumulate) if options.search_accumulate else None
+    searches: list[Search] = []
+    said: dict[str, None] = {}
+    for name, words in _variants(options.vary).items():
+
+        def planner(run: PlannedRun, notes: list[str], name: str = name) -> None:
+            arguments = run.for_any_mesh(options.devices)
+            if counts is not None:
+                arguments["accumulate"] = counts
+            found = plan_search(
                 {name: arguments.pop("make_model")},
                 rules=arguments.pop("rule"),
                 devices=options.devices,
@@ -235,14 +236,16 @@ def _search(options: argparse.Namespace, others: Sequence[str]) -> None:
                 backend=options.backend,
                 **arguments,
             )
-            for name, arguments in zip(variants, steps, strict=True)
-        ]
+            searches.append(found)
+            said.update(dict.fromkeys(notes))
+
+        plan_script(options.script, [*others, *words], planner)
     found = Search(
         rank(candidate for each in searches for candidate in each.candidates),
         sum(each.seconds for each in searches),
     )
     print(found)
-    for note in notes:
+    for note in said:
         print(f"note: {note}.")
     if options.json:
         Path(options.json).write_text(json.dumps(found.to_json(), indent=2) + "\n")

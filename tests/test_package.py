@@ -50,7 +50,7 @@ USES = {"run": {"trackers"}}
 TESTED_ELSEWHERE = {
     "compiled/_collective.py": "testing/test_collectives.py, which prints collectives",
     "data/_weights.py": "training/test_examples.py, in steps and loaders",
-    "run/_evaluation.py": "run/test_train.py, mistakes before the first step",
+    "run/_parts.py": "run/test_train.py, all that a run is made of",
     "training/_config.py": "training/test_refusals.py, arguments that are refused",
     "training/_kept_tracers.py": "training/test_init.py, models that keep tracers",
     "training/_optimizer.py": "training/test_optimizers.py, states of numbers",

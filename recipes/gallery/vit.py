@@ -13,7 +13,12 @@ from pictures import save_guesses, save_images
 
 import eqxshard
 
-WIDTH, HEADS, DEPTH, PATCH, SIDE = 64, 4, 4, 4, 7  # 7x7 patches of 4x4 pixels.
+WIDTH = 64
+HEADS = 4
+DEPTH = 4
+# An image has 7x7 patches of 4x4 pixels.
+SIDE = 7
+PATCH = 4
 
 
 class Block(eqx.Module):
@@ -27,12 +32,13 @@ class Block(eqx.Module):
         self.norm1 = nn.LayerNorm(WIDTH)
         self.attention = nn.MultiheadAttention(HEADS, WIDTH, key=k1)
         self.norm2 = nn.LayerNorm(WIDTH)
-        self.mlp = nn.MLP(WIDTH, WIDTH, 2 * WIDTH, 1, jax.nn.gelu, key=k2)
+        self.mlp = nn.MLP(WIDTH, WIDTH, 2 * WIDTH, depth=1, activation=jax.nn.gelu, key=k2)
 
     def __call__(self, x):
-        y = jax.vmap(self.norm1)(x)
-        x = x + self.attention(y, y, y)
-        return x + jax.vmap(self.mlp)(jax.vmap(self.norm2)(x))
+        normed = jax.vmap(self.norm1)(x)
+        x = x + self.attention(normed, normed, normed)
+        normed = jax.vmap(self.norm2)(x)
+        return x + jax.vmap(self.mlp)(normed)
 
 
 class ViT(eqx.Module):
@@ -49,8 +55,9 @@ class ViT(eqx.Module):
         self.logits = nn.Linear(WIDTH, 10, key=k4)
 
     def __call__(self, image):
-        x = image.reshape(SIDE, PATCH, SIDE, PATCH).swapaxes(1, 2)
-        x = jax.vmap(self.patches)(x.reshape(len(self.position), -1)) + self.position
+        patches = image.reshape(SIDE, PATCH, SIDE, PATCH).swapaxes(1, 2)
+        patches = patches.reshape(SIDE**2, PATCH**2)
+        x = jax.vmap(self.patches)(patches) + self.position
         x = eqxshard.scan_layers(self.blocks, x)
         return self.logits(jax.nn.standardize(x.mean(axis=0)))
 
@@ -65,25 +72,31 @@ def loss_fn(model, batch, key):
 
 
 def metric_fn(model, batch):
-    return {"accuracy": jnp.argmax(predict(model, batch), axis=-1) == batch["label"]}
+    guesses = jnp.argmax(predict(model, batch), axis=-1)
+    return {"accuracy": guesses == batch["label"]}
 
 
 def augment(batch, random):
     """Crop each image after padding it by 3, and mirror every second one."""
     padded = np.pad(batch["image"], ((0, 0), (3, 3), (3, 3)))
     places = random.integers(0, 7, shape=(2,))
-    steps = np.where(random.uniform() < 0.5, 1, -1)
-    draws = zip(padded, places, steps)
-    images = [image[y : y + 28, x : x + 28][:, ::step] for image, (y, x), step in draws]
+    is_mirrored = random.uniform() < 0.5
+    images = []
+    for image, (top, left), mirror in zip(padded, places, is_mirrored):
+        image = image[top : top + 28, left : left + 28]
+        images.append(image[:, ::-1] if mirror else image)
     return {**batch, "image": np.stack(images)}
 
 
 def save_augmented(path, batch):
     """The images, and below each what three epochs may make of it."""
-    keys = jax.random.key_data(jax.random.split(jax.random.key(0), (3, 12)))
-    random = map(eqxshard.data.ExampleRandom, np.asarray(keys))
-    rows = [augment(batch, each)["image"] for each in random]
-    save_images(path, np.stack([batch["image"], *rows]))
+    count = len(batch["image"])
+    keys = jax.random.key_data(jax.random.split(jax.random.key(0), (3, count)))
+    rows = [batch["image"]]
+    for epoch_keys in np.asarray(keys):
+        random = eqxshard.data.ExampleRandom(epoch_keys)
+        rows.append(augment(batch, random)["image"])
+    save_images(path, np.stack(rows))
 
 
 @dataclass(frozen=True)
@@ -95,13 +108,14 @@ class Args:
 
 
 def main(args: Args) -> str:
-    data = args.garments.load()
+    train_data, test_data = args.garments.load()
     run = eqxshard.train(
         ViT,
         loss_fn,
         metric_fn,
         lambda steps: optax.adamw(optax.cosine_decay_schedule(2e-3, steps)),
-        *data,
+        train_data,
+        test_data,
         config=args.run,
         steps=1200,
         mesh="fsdp=-1",
@@ -109,10 +123,10 @@ def main(args: Args) -> str:
         transform=eqxshard.data.RandomTransform(augment),
         settings=args,
     )
-    few = data[1].gather(np.arange(24))
+    few = test_data.gather(np.arange(24))
     logits = eqxshard.filter_jit(predict)(run.state.model, few)
     save_guesses(run.folder / "guesses.png", few, logits, GARMENTS)
-    save_augmented(run.folder / "augmented.png", data[0].gather(np.arange(12)))
+    save_augmented(run.folder / "augmented.png", train_data.gather(np.arange(12)))
     return f"test accuracy {run.metrics['accuracy']:.4f} | {run.speed} | {run.title}"
 
 

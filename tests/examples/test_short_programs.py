@@ -39,12 +39,6 @@ def run(title, *changes, **given):
     return names
 
 
-@pytest.mark.parametrize("title", PROGRAMS)
-def test_a_program_has_40_lines_at_most(title):
-    lines = PROGRAMS[title].splitlines()
-    assert len(lines) <= 40 and max(map(len, lines)) <= 92
-
-
 def batches(loader, source, steps):
     return [source.gather(loader.rows(step)) for step in range(steps)]
 
@@ -68,46 +62,6 @@ def test_a_confusion_matrix_counts_each_example_once():
     np.add.at(expected, (everything["label"], predicted), 1)
     np.testing.assert_array_equal(names["counts"], expected)
     assert 100 < expected.trace() < 250
-
-
-@pytest.mark.thorough
-def test_distillation_equals_a_plain_loop():
-    names = run("Distillation", ("epochs=10", "epochs=1"), ("epochs=20", "epochs=1"))
-    optim, state = names["optim"], names["student"]
-    teacher, key = plain_loop.on_one_device((names["teacher"], state.key))
-    student = new_model(names, names["classifier"](8))
-    expected = plain_loop.train(
-        names["distill"], optim, student, None, train_batches(names, 8), key, teacher
-    )
-    assert_close(state.model, expected.model, 2e-5, 2e-5)
-    assert not np.allclose(state.model.layers[0].weight, student.layers[0].weight)
-
-
-@pytest.mark.thorough
-def test_a_gan_of_two_states_equals_a_plain_loop():
-    names = run("A GAN: two states", ("steps=300", "steps=3"))
-    optim = names["optim"]
-    models = {
-        name: new_model(
-            names, lambda key, size=size: eqx.nn.MLP(*size, width_size=64, depth=2, key=key)
-        )
-        for name, size in names["sizes"].items()
-    }
-    opt_states = {name: plain_loop.start(model, optim) for name, model in models.items()}
-    keys = plain_loop.on_one_device({n: s.key for n, s in names["states"].items()})
-    for number, batch in enumerate(train_batches(names, 3)):
-        for name, other in (
-            ("discriminator", "generator"),
-            ("generator", "discriminator"),
-        ):
-            key = jax.random.fold_in(keys[name], number)
-            loss_fn = names[f"{name}_loss"]
-            args = (opt_states[name], batch, key, models[other])
-            models[name], _, opt_states[name], _ = plain_loop.step(
-                loss_fn, optim, models[name], None, *args
-            )
-    for name, model in models.items():
-        assert_close(names["states"][name].model, model, 2e-5, 2e-5)
 
 
 def test_a_target_network_equals_a_plain_loop():

@@ -168,8 +168,10 @@ def test_fewer_rows_than_devices_and_a_large_layer_need_fsdp_and_tensor():
 @pytest.mark.thorough
 @pytest.mark.usefixtures("as_scripts_run")
 def test_a_long_sequence_needs_context():
-    shape = Shape(layers=1, heads=1, kv_heads=1, embed=32, mlp=64, block=2048, vocab=64)
-    tokens = jax.ShapeDtypeStruct((2, shape.block), jnp.int32)
+    shape = Shape(
+        layers=1, heads=1, kv_heads=1, embed=32, mlp=64, seq_len=2048, vocab_size=64
+    )
+    tokens = jax.ShapeDtypeStruct((2, shape.seq_len), jnp.int32)
     search = eqxshard.plan_search(
         partial(GPT, shape=shape, remat="full"),
         gpt.loss_fn,
