@@ -121,7 +121,7 @@ class Training:
     precision: Precision | None
     accumulate: int
     nonfinite: Nonfinite
-    grad_norms: bool | Mapping[str, str]
+    grad_norms: bool
     lint: Lint
 
     def for_steps(self, steps: int) -> "Training":
