@@ -69,6 +69,7 @@ TESTED_ELSEWHERE = {
     "pages/_mesh.py": "pages/test_kit.py, which draws meshes",
     "planning/_devices.py": "planning/test_compile.py, which compiles for them",
     "planning/_memory.py": "planning/test_compile.py, which counts bytes",
+    "planning/_tables.py": "planning/test_plan.py, which prints plans",
     "planning/_timeline.py": "planning/test_schedule.py, which makes time lines",
     "replay.py": "debug/test_replay.py, which calls its main",
     "sharding/_text.py": "phrases of the messages that all tests of errors match",
