@@ -31,7 +31,7 @@ def test_a_log_without_times_has_none(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "steps, ended, state, short",
+    "steps, ended, headline, state",
     [
         (2000, None, "Finished after 2,000 steps", "finished"),
         (2000, {"why": "OSError"}, "Stopped at step 2,000 of 2,000: OSError", "stopped"),
@@ -40,10 +40,10 @@ def test_a_log_without_times_has_none(tmp_path):
         (3000, None, ", and not ended since", "not ended"),
     ],
 )
-def test_how_far_a_run_is(tmp_path, steps, ended, state, short):
+def test_how_far_a_run_is(tmp_path, steps, ended, headline, state):
     record = make_record(steps=steps, ended=ended)
     run = read_run(make_run(tmp_path / "run", record=record))
-    assert run.state.endswith(state) and run.short_state == short
+    assert run.headline.endswith(headline) and run.state == state
 
 
 def test_damaged_files_are_left_out(tmp_path):
