@@ -31,8 +31,8 @@ class Looks(Callback):
 
     every = 100
 
-    def after_step(self, run: Any) -> None:
-        run.metrics.compute()
+    def after_step(self, loop: Any) -> None:
+        loop.metrics.compute()
 
 
 class Counts(Callback):
@@ -41,7 +41,7 @@ class Counts(Callback):
     def __init__(self):
         self.calls = 0
 
-    def after_step(self, run: Any) -> None:
+    def after_step(self, loop: Any) -> None:
         self.calls += 1
 
 
@@ -65,7 +65,7 @@ class Keeps:
     def log(self, step: int, values: Any) -> None:
         self.last = values
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         pass
 
 

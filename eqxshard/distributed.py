@@ -26,9 +26,6 @@ _LAST_WORDS_SECONDS = 2.0
 #: How long a process waits for others in silence.
 _SILENT_SECONDS = 15.0
 
-#: In the key-value store of the processes.
-_POSTED = "eqxshard/posts/"
-
 #: The environment variables of the launcher and of job files, read by `initialize`.
 ADDRESS, PROCESSES, PROCESS = "EQXSHARD_ADDRESS", "EQXSHARD_PROCESSES", "EQXSHARD_PROCESS"
 
@@ -231,32 +228,6 @@ def allgather_json(value: Any) -> list[Any]:
     padded[: len(data)] = data
     rows = np.asarray(process_allgather(padded)).reshape(len(sizes), -1)
     return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes)]
-
-
-def post(subject: str, value: Any) -> None:
-    """Leave a JSON value where all processes can read it, without waiting for them."""
-    store = _store()
-    if store is not None:
-        key = f"{_POSTED}{subject}/{jax.process_index()}"
-        store.key_value_set(key, json.dumps(value), allow_overwrite=True)
-
-
-def read_posts(subject: str) -> dict[int, Any]:
-    """By process, what it has posted last on a subject."""
-    store = _store()
-    if store is None:
-        return {}
-    entries = store.key_value_dir_get(f"{_POSTED}{subject}/")
-    return {int(key.rpartition("/")[2]): json.loads(value) for key, value in entries}
-
-
-def _store() -> Any:
-    """The key-value store of the processes, which answers even if process 0 hangs."""
-    from jax.experimental import multihost_utils
-
-    # JAX has no public way to it, and may lose this one.
-    found = getattr(multihost_utils, "distributed", None)
-    return getattr(getattr(found, "global_state", None), "client", None)
 
 
 def barrier(name: str) -> None:

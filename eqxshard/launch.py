@@ -7,10 +7,8 @@ its own GPU or simulated CPU devices; merges their output; stops all when one di
 import argparse
 import collections
 import contextlib
-import math
 import os
 import random
-import re
 import signal
 import socket
 import subprocess
@@ -34,8 +32,8 @@ kill $pids
 sleep "$1"
 kill -9 $pids
 """
-#: The number of last lines of a process to show, and to search for the cause.
-_LAST_LINES, _KEPT_LINES = 15, 50
+#: The number of last lines of a process to show.
+_LAST_LINES = 15
 
 
 def launch(
@@ -44,7 +42,6 @@ def launch(
     processes: int,
     devices_per_process: int | None = None,
     restarts: int = 0,
-    elastic: bool = False,
 ) -> int:
     """Run a command in several processes until all have ended.
 
@@ -57,21 +54,16 @@ def launch(
     - `restarts`: how often to start all again after one has died. The script must resume
         from its newest checkpoint by itself, such as with `--resume auto`. Exit status 2,
         a mistake in the command, is final.
-    - `elastic`: start again with fewer processes: the next number that divides the first.
 
     **Returns:**
 
     The exit status: 0, or that of the process that died first, 128 + N for signal N.
     """
-    first = processes
     while True:
         status, stopped = _run(command, processes, devices_per_process)
         if status in (0, 2) or stopped or restarts == 0:
             return status
         restarts -= 1
-        if elastic and processes > 1:
-            smaller = range(processes - 1, 0, -1)
-            processes = next(n for n in smaller if first % n == 0)
         _print(f"starting again with {processes} processes; {restarts} restarts are left.")
 
 
@@ -80,8 +72,7 @@ class _Worker:
 
     def __init__(self, number: int, command: list[str], environment: dict[str, str]):
         self.number = number
-        self.last_lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
-        self.ended: float | None = None
+        self.last_lines: collections.deque[str] = collections.deque(maxlen=_LAST_LINES)
         self.process = subprocess.Popen(
             command,
             env=environment,
@@ -93,31 +84,19 @@ class _Worker:
             # Apart from the terminal, whose Ctrl-C we pass on ourselves.
             start_new_session=True,
         )
-        assert self.process.stdout is not None
-        # A thread of its own, as a child may keep the output open after the process ends.
-        threading.Thread(target=self._wait, daemon=True).start()
         self._reader = threading.Thread(
             target=self._read, args=(self.process.stdout,), daemon=True
         )
         self._reader.start()
 
-    @property
-    def failed(self) -> bool:
-        """Whether it ended with an error."""
-        return self.ended is not None and self.process.returncode != 0
-
     def drain(self) -> None:
-        """Wait until all its output is printed."""
+        """Wait until all its output is printed; a child may keep it open for longer."""
         self._reader.join(timeout=1.0)
 
     def send(self, number: int) -> None:
         """Send a signal, if it still runs."""
         if self.process.poll() is None:
             self.process.send_signal(number)
-
-    def _wait(self) -> None:
-        self.process.wait()
-        self.ended = time.monotonic()
 
     def _read(self, output: Any) -> None:
         with output:
@@ -193,29 +172,39 @@ def _run(command: list[str], processes: int, devices: int | None) -> tuple[int, 
         for number, environment in enumerate(environments):
             workers.append(_Worker(number, [sys.executable, *command], environment))
             guard.add(workers[-1])
-        while not all(worker.ended is not None for worker in workers):
-            if any(worker.failed for worker in workers):
-                break
-            time.sleep(0.05)
-        failed = _first_failed(workers)
-        if failed is not None and not signals.seen:
-            mistake = failed.process.returncode == 2
+        first = _wait(workers, signals)
+        if first is not None and not signals.seen:
+            # After a mistake all print the same, and would only log that one is gone.
+            mistake = first.process.returncode == 2
             if not mistake:
                 # Processes that fail because of this one do so a moment later.
                 time.sleep(0.2)
-            # All have printed the same mistake, and would only log that one is gone.
             _stop(workers, grace=0.0 if mistake else _GRACE_SECONDS)
-            failed.drain()
-            _print(_describe_failure(failed, processes))
+            first.drain()
+            _print(_describe_failure(first, processes))
     finally:
         _stop(workers, grace=_GRACE_SECONDS)
         guard.end()
         signals.restore()
     for worker in workers:
         worker.drain()
-    failed = _first_failed(workers)
-    code = 0 if failed is None else failed.process.returncode
+    code = 0 if first is None else first.process.returncode
     return (code if code >= 0 else 128 - code), bool(signals.seen)
+
+
+def _wait(workers: list[_Worker], signals: _Signals) -> _Worker | None:
+    """Wait until all have ended, or one has failed; return the first that failed."""
+    first: _Worker | None = None
+    running = workers
+    while running:
+        running = [worker for worker in workers if worker.process.poll() is None]
+        ended_badly = (worker for worker in workers if worker.process.returncode)
+        first = first or next(ended_badly, None)
+        # After a signal, each may take its time to save.
+        if first is not None and not signals.seen:
+            break
+        time.sleep(0.02)
+    return first
 
 
 def _environments(processes: int, devices: int | None) -> list[dict[str, str]]:
@@ -239,11 +228,6 @@ def _environments(processes: int, devices: int | None) -> list[dict[str, str]]:
     return [shared | settings for settings in own]
 
 
-def _first_failed(workers: list[_Worker]) -> _Worker | None:
-    failed = [worker for worker in workers if worker.process.returncode]
-    return min(failed, key=lambda worker: worker.ended or math.inf, default=None)
-
-
 def _stop(workers: list[_Worker], *, grace: float) -> None:
     if grace:
         for worker in workers:
@@ -262,14 +246,8 @@ def _describe_failure(worker: _Worker, processes: int) -> str:
     how = f"ended with status {code}"
     if code < 0:
         how = f"was killed by {signal.Signals(-code).name}"
-    says = f"process {worker.number} of {processes} {how}"
-    # JAX ends processes that miss the heartbeats of another, and logs which.
-    text = "\n".join(worker.last_lines)
-    silent = re.search(r"stopped sending heartbeats\):\s*(\d[\d, ]*)", text)
-    if silent:
-        says += f", because process {silent[1].strip()} stopped responding"
-    lines = [f"  {line}" for line in worker.last_lines][-_LAST_LINES:]
-    return "\n".join([f"{says}; the others were stopped. Its last lines:", *lines])
+    says = f"process {worker.number} of {processes} {how}; the others were stopped."
+    return "\n  ".join([f"{says} Its last lines:", *worker.last_lines])
 
 
 def _print(text: str) -> None:
@@ -319,20 +297,15 @@ def main() -> int:
         help="how often to start all again after one has died (the script must resume)",
     )
     parser.add_argument(
-        "--elastic",
-        action="store_true",
-        help="start again with fewer processes: the next number that divides the first",
-    )
-    parser.add_argument(
         "command", nargs=argparse.REMAINDER, help="the script (or -m module), its arguments"
     )
     args = parser.parse_args()
-    for name in ("processes", "devices_per_process"):
+    least = {"processes": 1, "devices_per_process": 1, "restarts": 0}
+    for name, number in least.items():
         value = getattr(args, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} {value} is too few; use 1 or more.")
-    if args.restarts < 0:
-        parser.error(f"--restarts {args.restarts} is too few; use 0 or more.")
+        if value is not None and value < number:
+            flag = name.replace("_", "-")
+            parser.error(f"--{flag} {value} is too few; use {number} or more.")
     if not args.command:
         parser.error("there is no script; give one, such as recipes/fashion_mnist.py.")
     script = args.command[0]
@@ -344,7 +317,6 @@ def main() -> int:
             processes=args.processes,
             devices_per_process=args.devices_per_process,
             restarts=args.restarts,
-            elastic=args.elastic,
         )
     except ValueError as error:
         parser.error(str(error))

@@ -220,10 +220,10 @@ class Report(eqxshard.callbacks.Callback):
         self.args, self.tokenizer = args, corpus.tokenizer
         self.start = corpus.valid.take(np.arange(1))
 
-    def after_evaluation(self, run):
-        run.log({"eval/perplexity": np.exp(run.values["eval/loss"])})
+    def after_evaluation(self, loop):
+        loop.log({"eval/perplexity": np.exp(loop.values["eval/loss"])})
         if self.args.length and self.tokenizer is not None:
-            run.print(write(self.args, run.state.model, self.tokenizer, self.start))
+            loop.print(write(self.args, loop.state.model, self.tokenizer, self.start))
 
 
 def write(args: Args, model: GPT, tokenizer: text.Tokenizer, tokens: np.ndarray) -> str:

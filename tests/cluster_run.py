@@ -15,7 +15,6 @@ import numpy as np
 import optax
 
 import eqxshard
-from eqxshard.loop import _stragglers
 
 RULES = {
     "data": eqxshard.replicate(),
@@ -64,7 +63,6 @@ def main() -> None:
     parser.add_argument("--seconds-per-step", type=float, default=0.0)
     parser.add_argument("--checkpoints", help="where, if not in the folder")
     parser.add_argument("--stall-process", type=int, help="stalls in step 8, from step 0")
-    parser.add_argument("--slow-process", type=int, help="which alone sleeps in each step")
     parser.add_argument("--ahead-process", type=int, help="whose clocks are ahead")
     parser.add_argument("--save-seconds", type=float, default=600.0)
     parser.add_argument("--linger", help="in compilation or evaluation")
@@ -87,9 +85,6 @@ def main() -> None:
         for name in ("time", "monotonic"):
             clock = getattr(time, name)
             setattr(time, name, lambda clock=clock: clock() + 3600)
-    if args.slow_process is not None:
-        # It is told sooner.
-        _stragglers._WINDOW_SECONDS = 1.0
     # Mistakes: something that is not the same in all processes.
     differ = os.environ.get("DIFFER")
     first = jax.process_index() == 0
@@ -109,8 +104,7 @@ def main() -> None:
     source = eqxshard.data.ArraySource({k: v[:examples] for k, v in arrays.items()})
 
     def slowly(batch):
-        if args.slow_process in (None, jax.process_index()):
-            time.sleep(args.seconds_per_step)
+        time.sleep(args.seconds_per_step)
         if args.full_process == jax.process_index():
             # From its eighth batch on, until the twelfth, it cannot write files.
             count = next(batches)

@@ -84,13 +84,13 @@ class Recorder:
 
     def __init__(self):
         self.lines: list[tuple[int, dict[str, float]]] = []
-        self.closed = 0
+        self.closed: list[BaseException | None] = []
 
     def log(self, step, values):
         self.lines.append((step, dict(values)))
 
-    def close(self):
-        self.closed += 1
+    def close(self, error=None):
+        self.closed.append(error)
 
     def steps(self, name):
         """The steps whose reports have an entry."""

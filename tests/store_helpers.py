@@ -137,8 +137,8 @@ class At(eqxshard.callbacks.Callback):
     def __init__(self, actions):
         self._actions = actions
 
-    def after_step(self, run):
-        self._actions.get(run.step, lambda: None)()
+    def after_step(self, loop):
+        self._actions.get(loop.step, lambda: None)()
 
 
 def start(folder, checkpoints, *, launch=()):

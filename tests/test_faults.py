@@ -66,20 +66,12 @@ def test_a_run_with_a_process_that_hangs_is_ended_and_starts_again(tmp_path, who
     how = {"processes": 2, "devices": 1, "launch": ["--restarts=1"]}
     status, out = run(tmp_path, *options, **how)
     assert status == 0, out
-    says = r"longer than hang_seconds=15: the processes wait: process 0 for step \d+; "
-    says += r"process 1 for the batch of step 8\. Most likely all wait for process 1\. This"
-    assert re.search(says, out), out
+    says = (
+        r"process 1 of 2: no progress for \d+ s, longer than hang_seconds=15: waiting for "
+    )
+    assert re.search(says + r"the batch of step 8\. This process ends", out), out
     assert "resuming from step 5 in 2 processes" in out
     assert_same(tmp_path, whole)
-
-
-@pytest.mark.thorough
-def test_a_process_that_is_slow_is_named_once(tmp_path):
-    options = ("--slow-process=1", "--seconds-per-step=0.7")
-    status, out = run(tmp_path, *options, processes=2, devices=1)
-    assert status == 0, out
-    says = r"process 1 is slow: it spends 0\.7\d s per step on data, the others 0\.\d\d s;"
-    assert re.search(says, out) and out.count("is slow") == 1, out
 
 
 @pytest.mark.thorough
@@ -98,6 +90,5 @@ def test_a_process_that_is_frozen_for_a_while_and_then_for_good(tmp_path, whole)
         out, _ = process.communicate(timeout=300)
     assert process.returncode == 0, out
     assert out.count("starting again with 2 processes") == 1
-    assert "because process 1 stopped responding" in out
     assert re.search(r"resuming from step (5|10) in 2 processes", out)
     assert_same(tmp_path, whole)

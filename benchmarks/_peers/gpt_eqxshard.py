@@ -25,7 +25,7 @@ class LastLoss:
     def log(self, step, values):
         self.values = dict(values)
 
-    def close(self):
+    def close(self, error=None):
         pass
 
 

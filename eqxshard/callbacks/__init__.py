@@ -11,4 +11,4 @@ from ..loop._callbacks_steps import Every as Every
 from ..loop._callbacks_steps import Profile as Profile
 from ..loop._callbacks_stop import EarlyStopping as EarlyStopping
 from ..loop._callbacks_stop import TimeLimit as TimeLimit
-from ..loop._run import Run as Run
+from ..loop._loop import Loop as Loop

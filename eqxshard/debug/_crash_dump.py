@@ -5,7 +5,7 @@ a dump says is imported or called.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +27,12 @@ from ..checkpoint._checksums import is_complete, verify, write_checksums
 from ..distributed import barrier, is_main_process
 from ..sharding._files import read_json
 from ..sharding._leaves import array_leaves, is_array, is_key
-from ..training._state import TrainState, flatten_state, split_model, without_state
-from ..transforms._partition import Static, partition
+from ..training._state import TrainState, split_model, without_state
+from ..training._train_step import TrainStep
+from ..transforms._partition import partition
 from ._script import name_in_script
 
 _FILE = "crash_dump.json"
-#: What comes of JSON that says something else than is expected.
-_ERRORS = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class CrashDump:
     - `loss_name`: what the run's script called the loss function, if it had a name.
     - `compute`: the type that the loss is computed in, if not that of the arrays.
     - `trainable`: which arrays of the model are trained: a PyTree of booleans.
-    - `model`, `model_state`, `batch`, `key`, `extra`: the inputs of the loss.
+    - `model`, `model_state`, `batch`, `key`: the inputs of the loss.
     """
 
     steps: list[int]
@@ -55,19 +54,17 @@ class CrashDump:
     trainable: PyTree
     model: PyTree
     model_state: eqx.nn.State | None
-    batch: PyTree
+    batch: dict[str, Any]
     key: Any
-    extra: Sequence[PyTree] = ()
 
 
 def write_crash_dump(
     folder: Any,
     state: TrainState,
     steps: Sequence[int],
-    batch: PyTree,
-    train_step: Any,
+    batch: Any,
+    train_step: TrainStep,
     loader: Any,
-    extra: Sequence[PyTree] = (),
 ) -> None:
     """Write down the first of several steps that were not finite.
 
@@ -76,22 +73,24 @@ def write_crash_dump(
     - `folder`: an `etils.epath.Path`, whose contents are replaced.
     - `state`: the state of the run, whose parameters such steps have not changed.
     - `steps`: the numbers of the steps, counted from 1.
-    - `batch`: the batch of the first of them.
-    - `train_step`: an [`eqxshard.TrainStep`][], for its settings.
+    - `batch`: the batch of the first of them, a dict of arrays.
+    - `train_step`: for its settings.
     - `loader`: what made the batch.
-    - `extra`: what else the loss function was given.
 
     **Raises:**
 
-    `TypeError` naming the part of the batch, or of `extra`, that cannot be written.
+    `TypeError` if the batch is something else.
     """
-    config = train_step.config.of(state, flatten_state(state)[0])
+    if not isinstance(batch, dict) or not all(map(is_array, batch.values())):
+        raise TypeError(
+            f"the batch is a {type(batch).__name__}, and a crash dump can hold only a dict "
+            "of arrays; make the loader return one."
+        )
+    config = train_step.config.following(state)
     trained, _ = split_model(state.model, config.trainable)
-    _, static = partition(state.model)
-    inputs = {"batch": batch, "extra": [*extra]}
     key = jax.random.fold_in(state.key, steps[0] - 1)
-    made = {"model": state.model, "model_state": state.model_state}
-    leaves, _ = partition_by_path({**made, **inputs, "key": key})
+    inputs = {"model": state.model, "model_state": state.model_state, "batch": batch}
+    leaves, _ = partition_by_path({**inputs, "key": key})
     rows = getattr(loader, "rows", None)
     compute = config.precision and config.precision.compute
     dump = {
@@ -101,8 +100,6 @@ def write_crash_dump(
         "compute": compute and jnp.dtype(compute).name,
         "trained": [path for path, _ in array_leaves(trained, "model")],
         "leaves": {path: array_metadata(leaf) for path, leaf in leaves.items()},
-        "batch": _describe(batch, "batch", static),
-        "extra": [_describe(x, f"extra.{i}", static) for i, x in enumerate(extra)],
     }
     if is_main_process():
         if folder.exists():
@@ -140,36 +137,36 @@ def read_crash_dump(folder: Any, make_model: Callable[[Any], PyTree]) -> CrashDu
     dump = read_json(folder / _FILE)
     try:
         leaves = {path: abstract_array(leaf) for path, leaf in dump["leaves"].items()}
+        trained = {*dump["trained"]}
+        if "key" not in leaves:
+            raise LookupError("key")
         found = {
             "steps": [int(dump["steps"][0]), *map(int, dump["steps"][1:])],
             "rows": dump["rows"] and [*map(int, dump["rows"])],
             "loss_name": dump["loss_fn"] and str(dump["loss_fn"]),
             "compute": dump["compute"] and _float(dump["compute"]),
         }
-        trained = {*dump["trained"]}
-        inputs = dump["batch"], {"list": [*dump["extra"]]}
-    except _ERRORS as error:
-        raise _not_ours(folder, error) from None
+    # What comes of JSON that says something else than is expected.
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise ValueError(
+            f"the crash dump {folder} cannot be read ({type(error).__name__}: {error}): it "
+            "is damaged, or of another version; run the step again with this version."
+        ) from None
     like, like_state = without_state(eqx.filter_eval_shape(make_model, jax.random.key(0)))
-    _, model_static = partition(like)
     wanted, static = partition_by_path({"model": like, "model_state": like_state})
     saved = {path: dump["leaves"][path] for path in leaves if path.startswith("model")}
     check_structure(wanted, saved, f"the crash dump {folder}")
-    arrays = {path: _loose(leaf) for path, leaf in read(folder, leaves).items()}
-    try:
-        batch, extra = [_rebuild(part, arrays, model_static) for part in inputs]
-        key = arrays["key"]
-    except _ERRORS as error:
-        raise _not_ours(folder, error) from None
-    made = static.combine([arrays[path] for path in wanted])
-    leaf_is_trained = [path in trained for path in wanted if path.startswith("model.")]
+    arrays = {path: _on_any_device(leaf) for path, leaf in read(folder, leaves).items()}
+    _, model_static = partition(like)
+    is_trained = [path in trained for path in wanted if path.startswith("model.")]
+    trainable = model_static.only(is_trained)
+    batch = {path[6:]: x for path, x in arrays.items() if path.startswith("batch.")}
     return CrashDump(
         **found,
-        **made,
-        trainable=_among_leaves(model_static, leaf_is_trained),
+        **static.combine([arrays[path] for path in wanted]),
+        trainable=jax.tree.map(bool, trainable, is_leaf=lambda leaf: leaf is None),
         batch=batch,
-        key=key,
-        extra=extra,
+        key=arrays["key"],
     )
 
 
@@ -180,60 +177,9 @@ def _float(name: str) -> Any:
     return dtype
 
 
-def _not_ours(folder: Any, error: Exception) -> ValueError:
-    return ValueError(
-        f"the crash dump {folder} cannot be read ({type(error).__name__}: {error}): it is "
-        "damaged, or of another version; run the step again with this version."
-    )
-
-
-def _loose(leaf: Any) -> Any:
+def _on_any_device(leaf: Any) -> Any:
     """An array that goes to any devices, as those of the script's own meshes."""
     if is_key(leaf):
         data = jnp.asarray(np.asarray(jax.random.key_data(leaf)))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(leaf))
     return jnp.asarray(np.asarray(leaf))
-
-
-def _among_leaves(static: Static, chosen: Sequence[bool]) -> PyTree[bool]:
-    """A boolean for each leaf of a model, from those of its arrays."""
-    spec = static.only(chosen)
-    return jax.tree.map(bool, spec, is_leaf=lambda leaf: leaf is None)
-
-
-def _describe(node: Any, where: str, model: Static) -> dict[str, Any]:
-    """Plain containers of arrays as JSON, and models like the one that is trained."""
-    if is_array(node):
-        return {"array": where}
-    if node is None or isinstance(node, bool | int | float | str):
-        return {"value": node}
-    if type(node) in (list, tuple):
-        parts = [_describe(part, f"{where}.{i}", model) for i, part in enumerate(node)]
-        return {type(node).__name__: parts}
-    if isinstance(node, dict) and all(isinstance(key, str) for key in node):
-        return {
-            "dict": {key: _describe(x, f"{where}.{key}", model) for key, x in node.items()}
-        }
-    if partition(node)[1] == model:
-        return {"model": [path for path, _ in array_leaves(node, where)]}
-    raise TypeError(
-        f"{where} is a {type(node).__name__}, which a crash dump cannot hold; use dicts, "
-        "lists and tuples of arrays, or a model like the one that is trained."
-    )
-
-
-def _rebuild(node: Any, arrays: Mapping[str, Any], model: Static) -> PyTree:
-    """The reverse of `_describe`."""
-    ((kind, content),) = node.items()
-    if kind == "array":
-        return arrays[content]
-    if kind == "value":
-        return content
-    if kind == "model" and len(content) == model.array_count:
-        return model.combine([arrays[path] for path in content])
-    if kind == "dict":
-        return {key: _rebuild(part, arrays, model) for key, part in content.items()}
-    if kind not in ("list", "tuple"):
-        raise LookupError(f"{kind!r} is unknown")
-    parts = [_rebuild(part, arrays, model) for part in content]
-    return parts if kind == "list" else tuple(parts)

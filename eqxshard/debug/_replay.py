@@ -38,12 +38,12 @@ def replay(dump: CrashDump, loss_fn: Callable[..., Any]) -> str:
         # A mask of -inf is fine.
         if bool(jnp.any(jnp.isnan(leaf))):
             return f"the parameter {path} contains NaN."
-    model, batch, extra = dump.model, dump.batch, [*dump.extra]
+    model, batch = dump.model, dump.batch
     if dump.compute is not None:
-        model, batch, extra = cast((model, batch, extra), dump.compute)
+        model, batch = cast((model, batch), dump.compute)
 
     def loss(model: PyTree) -> Any:
-        out = loss_fn(with_state(model, dump.model_state), batch, dump.key, *extra)
+        out = loss_fn(with_state(model, dump.model_state), batch, dump.key)
         return out[0] if isinstance(out, tuple) else out
 
     losses = np.asarray(loss(model), np.float64)

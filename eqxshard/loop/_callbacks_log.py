@@ -12,8 +12,7 @@ from ..sharding._peaks import mfu
 from ..training._ema import ema_model, has_average
 from ..training._states import map_models, states_of
 from ._callbacks import Callback
-from ._report import prefixed
-from ._run import Run
+from ._loop import Loop
 
 
 class EvaluateEMA(Callback):
@@ -43,18 +42,15 @@ class EvaluateEMA(Callback):
     def __init__(self, evaluate: Callable[[PyTree], Mapping[str, Any]]):
         self._evaluate = evaluate
 
-    def after_evaluation(self, run: Run) -> None:
+    def after_evaluation(self, loop: Loop) -> None:
         """Evaluate, and add the values to the report."""
-        none_has = not any(map(has_average, states_of(run.state)))
+        none_has = not any(map(has_average, states_of(loop.state)))
         models = map_models(
             # If none has an average, this says what to do.
-            run.state,
+            loop.state,
             lambda s: ema_model(s) if none_has or has_average(s) else s.model,
         )
-        clock = run._report.clock
-        clock.enter("evaluation")
-        run._report.add_evaluation(self._evaluate(models), "ema")
-        clock.enter("callbacks")
+        loop.evaluate(self._evaluate, models, "ema")
 
 
 class Throughput(Callback):
@@ -90,31 +86,26 @@ class Throughput(Callback):
         *,
         peak: float | None = None,
     ):
-        given = dict(
-            tokens_per_example=tokens_per_example,
-            flops_per_token=flops_per_token,
-            peak=peak,
-        )
-        for name, value in given.items():
+        for value in (tokens_per_example, flops_per_token, peak):
             if value is not None and not value > 0:
-                raise ValueError(f"Throughput({name}={value}) must be positive.")
+                raise ValueError(f"Throughput needs positive numbers, and got {value}.")
         self._tokens_per_example = tokens_per_example
         self._flops_per_token = flops_per_token
         self._peak = peak
 
-    def after_report(self, run: Run) -> None:
+    def after_report(self, loop: Loop) -> None:
         """Log both."""
-        examples_per_second = run.values["train/examples_per_second"]
+        examples_per_second = loop.values["train/examples_per_second"]
         tokens_per_second = examples_per_second * self._tokens_per_example
-        run.log({"tokens_per_second": tokens_per_second})
+        loop.log({"tokens_per_second": tokens_per_second})
         if self._flops_per_token is None:
             return
-        devices = states_of(run.state)[0].step.sharding.device_set
+        devices = states_of(loop.state)[0].step.sharding.device_set
         used = mfu(
             tokens_per_second, self._flops_per_token, peak=self._peak, devices=list(devices)
         )
         if used is not None:
-            run.log({"mfu": used})
+            loop.log({"mfu": used})
 
 
 class LearningRate(Callback):
@@ -142,36 +133,30 @@ class LearningRate(Callback):
     def __init__(self, schedule: Callable[[int], Any] | None = None):
         self._schedule = schedule
 
-    def after_report(self, run: Run) -> None:
+    def after_report(self, loop: Loop) -> None:
         """Log the rate."""
         if self._schedule is not None:
-            run.log({"learning_rate": self._schedule(run.step - 1)})
+            loop.log({"learning_rate": self._schedule(loop.step - 1)})
             return
-        found = {
-            _group(path): value
-            for path, value in optax.tree_utils.tree_get_all_with_path(
-                jax.tree.map(lambda s: s.opt_state, run.state, is_leaf=_has_optimizer),
-                "learning_rate",
-            )
-            # Not the state of a schedule, which has the same key.
-            if jax.tree_util.all_leaves([value])
-        }
-        if not found:
+        optimizers = jax.tree.map(
+            lambda state: state.opt_state,
+            loop.state,
+            is_leaf=lambda node: hasattr(node, "opt_state"),
+        )
+        found = optax.tree_utils.tree_get_all_with_path(optimizers, "learning_rate")
+        # Not the state of a schedule, which has the same key.
+        rates = {_group(path): x for path, x in found if jax.tree_util.all_leaves([x])}
+        if not rates:
             raise ValueError(
                 "this state does not keep its learning rate; give LearningRate the "
                 "schedule, or make the optimizer with optax.inject_hyperparams."
             )
-        if len(found) == 1:
-            run.log({"learning_rate": next(iter(found.values()))})
-        else:
-            run.log(prefixed("learning_rate", found))
+        for group, rate in rates.items():
+            name = f"learning_rate/{group}" if len(rates) > 1 else "learning_rate"
+            loop.log({name: rate})
 
 
 def _group(path: tuple[Any, ...]) -> str:
     """The names and positions in a path, without the optimizer's own fields."""
     kinds = jax.tree_util.DictKey | jax.tree_util.SequenceKey
     return leaf_path(tuple(key for key in path[:-1] if isinstance(key, kinds)))
-
-
-def _has_optimizer(node: Any) -> bool:
-    return hasattr(node, "opt_state")

@@ -9,7 +9,7 @@ import jax
 
 from ..sharding._paths import as_text, is_remote
 from ._callbacks import Callback
-from ._run import Run
+from ._loop import Loop
 
 
 class Every(Callback):
@@ -18,33 +18,27 @@ class Every(Callback):
     **Arguments:**
 
     - `steps`: the number of steps between calls.
-    - `function`: called with the [`eqxshard.callbacks.Run`][].
-
-    **Raises:**
-
-    `ValueError` if `steps` is less than 1.
+    - `function`: called with the [`eqxshard.callbacks.Loop`][].
 
     !!! Example
 
         ```python
-        def draw(run):
-            image = sample(run.state.model, jax.random.key(0))
-            plt.imsave(f"samples/{run.step}.png", image)
+        def draw(loop):
+            image = sample(loop.state.model, jax.random.key(0))
+            plt.imsave(f"samples/{loop.step}.png", image)
 
 
         callbacks = [eqxshard.callbacks.Every(1_000, draw)]
         ```
     """
 
-    def __init__(self, steps: int, function: Callable[[Run], object]):
-        if steps < 1:
-            raise ValueError(f"Every({steps}, ...) must be at least 1 step.")
+    def __init__(self, steps: int, function: Callable[[Loop], object]):
         self.every = operator.index(steps)
         self._function = function
 
-    def after_step(self, run: Run) -> None:
+    def after_step(self, loop: Loop) -> None:
         """Call it."""
-        self._function(run)
+        self._function(loop)
 
 
 class Profile(Callback):
@@ -107,11 +101,11 @@ class Profile(Callback):
         """The step before the first one, and the last one."""
         return next((s for s in (self._first - 1, self._last) if s > step), None)
 
-    def after_step(self, run: Run) -> None:
+    def after_step(self, loop: Loop) -> None:
         """Start or end the recording."""
-        jax.block_until_ready(run.state)
+        jax.block_until_ready(loop.state)
         self.close()
-        if run.step == self._first - 1:
+        if loop.step == self._first - 1:
             jax.profiler.start_trace(self._directory)
             self._recording = True
 

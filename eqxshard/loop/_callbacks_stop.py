@@ -2,13 +2,12 @@
 
 import math
 import operator
-import re
 import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from ._callbacks import Callback
-from ._run import Run
+from ._loop import Loop
 
 
 class EarlyStopping(Callback):
@@ -67,17 +66,17 @@ class EarlyStopping(Callback):
         self._best: float | None = None
         self._waited = 0
 
-    def after_report(self, run: Run) -> None:
+    def after_report(self, loop: Loop) -> None:
         """Compare the metric with its best value."""
-        if self.metric not in run.values:
+        if self.metric not in loop.values:
             kind = self.metric.partition("/")[0] if "/" in self.metric else "eval"
-            if any(name.startswith(("eval/", f"{kind}/")) for name in run.values):
+            if any(name.startswith(("eval/", f"{kind}/")) for name in loop.values):
                 raise ValueError(
                     f"EarlyStopping waits for {self.metric!r}, which the report of step "
-                    f"{run.step} does not have; use one of {', '.join(run.values)}."
+                    f"{loop.step} does not have; use one of {', '.join(loop.values)}."
                 )
             return
-        value = float(run.values[self.metric])
+        value = float(loop.values[self.metric])
         best = self._best
         # A nan is never an improvement, and nothing would improve on it.
         better = best is None or self._sign * (value - best) > self._min_delta
@@ -88,7 +87,7 @@ class EarlyStopping(Callback):
         if self._waited >= self._patience:
             what = "been a number" if best is None else f"improved on {best}"
             reports = "1 report" if self._waited == 1 else f"{self._waited} reports"
-            run.stop(f"{self.metric} has not {what} in {reports}")
+            loop.stop(f"{self.metric} has not {what} in {reports}")
 
     def state(self) -> dict[str, Any]:
         """The best value and the number of evaluations since."""
@@ -108,8 +107,7 @@ class TimeLimit(Callback):
 
     **Arguments:**
 
-    - `limit`: seconds, or text such as `"1:30:00"` (hours, minutes, seconds) or
-        `"2-00:00:00"` (with days), as SLURM writes it.
+    - `limit`: seconds, or text such as `"1:30:00"`: hours, minutes and seconds.
 
     **Raises:**
 
@@ -126,20 +124,18 @@ class TimeLimit(Callback):
         self._limit = limit
         self._end = time.monotonic() + _seconds(limit)
 
-    def after_report(self, run: Run) -> None:
+    def after_report(self, loop: Loop) -> None:
         """Look at the clock."""
         if time.monotonic() >= self._end:
-            run.stop(f"the time limit of {self._limit} is reached")
+            loop.stop(f"the time limit of {self._limit} is reached")
 
 
 def _seconds(limit: float | str) -> float:
-    seconds = 0.0
-    if isinstance(limit, str):
-        match = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", limit)
-        parts = [int(part or 0) for part in match.groups()] if match else []
-        seconds = float(sum(n * unit for n, unit in zip(parts, (86_400, 3_600, 60, 1))))
-    else:
-        seconds = float(limit)
+    try:
+        parts = limit.split(":") if isinstance(limit, str) else [limit]
+        seconds = sum(float(part) * 60**i for i, part in enumerate(reversed(parts)))
+    except ValueError:
+        seconds = math.nan
     if not seconds > 0:
         raise ValueError(
             f"{limit!r} is not a time limit; give a positive number of seconds, or hours, "

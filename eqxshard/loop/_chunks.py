@@ -1,8 +1,8 @@
-"""The steps of a run: one at a time, or many in one dispatch from a resident dataset."""
+"""The batches of a run: one for each step, or those of many steps in one dispatch."""
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxtyping import PyTree
 
@@ -11,32 +11,32 @@ from ..training._eval_step import EvalStep
 from ..training._metrics import Metrics
 from ..training._states import step_of
 from ..training._train_step import TrainStep
+from ._callbacks import CallbackList
 from ._protocols import Batches
+from ._run import Run
 from ._schedule import Schedule
-from ._watchdog import Watchdog
 
-
-class Chunk(NamedTuple):
-    """Some steps that are dispatched at once.
-
-    - `last`: the number of the last one.
-    - `steps`: how many there are.
-    - `take`: takes them, given the state, and the `extra` if there is one.
-    """
-
-    last: int
-    steps: int
-    take: Callable[..., tuple[PyTree, Metrics]]
+#: The number of steps of a dispatch, and their batch, or batches.
+Chunk = tuple[int, PyTree]
 
 
 def chunks_of(
-    loader: Batches, train_step: Any, schedule: Schedule, watchdog: Watchdog
+    run: Run, train_step: Any, schedule: Schedule, callbacks: CallbackList
 ) -> Generator[Chunk, None, None]:
-    """The steps of a run, in order."""
-    loader.seek(schedule.first)
-    if is_resident(loader, train_step):
-        return _resident_chunks(loader, train_step, schedule, watchdog)
-    return _single_steps(loader, train_step, schedule, watchdog)
+    """The batches of a run in order, such that nothing is due within a chunk."""
+    run.loader.seek(run.step)
+    if is_resident(run.loader, train_step):
+        return _resident_chunks(run, run.loader, schedule, callbacks)
+    return _single_batches(run, schedule.last)
+
+
+def taker_of(run: Run, train_step: Any) -> Callable[..., tuple[PyTree, Metrics]]:
+    """What takes the steps of a chunk, given the state and the batch, or batches."""
+    if is_resident(run.loader, train_step):
+        return train_step.many
+    if isinstance(train_step, TrainStep):
+        return train_step
+    return _checked_once(train_step, run.first)
 
 
 @contextmanager
@@ -55,49 +55,41 @@ def is_resident(loader: Batches, step: Any) -> bool:
     return isinstance(loader, Loader) and loader.placement == "device" and steps
 
 
-def _single_steps(
-    loader: Batches, train_step: Any, schedule: Schedule, watchdog: Watchdog
-) -> Generator[Chunk, None, None]:
-    with closing_iterator(loader) as batches:
-        for step in range(schedule.first + 1, schedule.last + 1):
-            watchdog.waits_for(f"the batch of step {step}")
-            batch = next(batches, None)
-            if batch is None:
-                raise ValueError(
-                    f"the loader ended after step {step - 1}, before step "
-                    f"{schedule.last}; take fewer steps, or make one that goes on, such as "
-                    "Loader with epochs=None."
-                )
-            watchdog.waits_for(f"step {step}")
-            take = lambda s, *extra, batch=batch: train_step(s, batch, *extra)  # noqa: E731
-            if step == schedule.first + 1 and not isinstance(train_step, TrainStep):
-                take = _counted(take, step)
-            yield Chunk(step, 1, take)
+def _single_batches(run: Run, last: int) -> Generator[Chunk, None, None]:
+    with closing_iterator(run.loader) as batches:
+        for batch in batches:
+            yield 1, batch
+    raise ValueError(
+        f"the loader ended after step {run.step}, before step {last}; take fewer "
+        "steps, or make one that goes on, such as Loader with epochs=None."
+    )
 
 
 def _resident_chunks(
-    loader: Any, train_step: TrainStep, schedule: Schedule, watchdog: Watchdog
+    run: Run, loader: Any, schedule: Schedule, callbacks: CallbackList
 ) -> Generator[Chunk, None, None]:
-    step = schedule.first
-    while step < schedule.last:
-        count = schedule.chunk_after(step)
-        batches: PyTree = loader.stacked(count, capacity=schedule.longest_chunk)
-        step += count
-        watchdog.waits_for(f"step {step}")
-        take = lambda s, *extra, b=batches: train_step.many(s, b, *extra)  # noqa: E731
-        yield Chunk(step, count, take)
+    while True:
+        step = run.step
+        count = schedule.steps_until_due(step)
+        called = callbacks.next_step(step)
+        if called is not None:
+            count = min(count, called - step)
+        yield count, loader.stacked(count, capacity=schedule.longest_chunk)
 
 
-def _counted(take: Callable[..., Any], step: int) -> Callable[..., Any]:
-    """The first call of the user's own step, which must count as `fit` does."""
+def _checked_once(train_step: Callable[..., Any], first: int) -> Callable[..., Any]:
+    """The user's own step, whose first call is checked: it must count as `fit` does."""
+    is_checked = False
 
-    def take_and_check(state: PyTree, *extra: PyTree) -> Any:
-        state, metrics = take(state, *extra)
-        if step_of(state) != step:
+    def take(state: PyTree, batch: PyTree, *extra: PyTree) -> Any:
+        nonlocal is_checked
+        state, metrics = train_step(state, batch, *extra)
+        if not is_checked and step_of(state) != first + 1:
             raise ValueError(
-                f"train_step went from step {step - 1} to step {step_of(state)}; let it "
-                "take one step for each batch."
+                f"train_step went from step {first} to step {step_of(state)}; let it take "
+                "one step for each batch."
             )
+        is_checked = True
         return state, metrics
 
-    return take_and_check
+    return take

@@ -1,11 +1,11 @@
-"""Where the wall time of a run goes."""
+"""What a run does at each moment, and where its wall time goes."""
 
 import contextlib
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 
@@ -22,8 +22,21 @@ Part = Literal[
 ]
 
 
+class Phase(NamedTuple):
+    """What a run does now.
+
+    - `part`: the part of the wall time that it counts for.
+    - `what`: what the run waits for, in the words of the log.
+    - `since`: when it began, by `time.perf_counter`.
+    """
+
+    part: Part
+    what: str
+    since: float
+
+
 class Clock:
-    """Splits the wall time of a run: each moment counts for exactly one part.
+    """Knows what a run does, and splits its wall time: each moment counts for one part.
 
     - `data`: waiting for batches.
     - `dispatch`: handing steps to the devices.
@@ -41,25 +54,31 @@ class Clock:
     """
 
     def __init__(self):
-        #: When the current part was entered; directly after `enter`, this is now.
-        self.mark = time.perf_counter()
-        self._part: Part = "other"
-        self._seconds = _no_seconds()
+        now = time.perf_counter()
+        #: What the run does now; another object after each change.
+        self.now = Phase("other", "the start", now)
         #: The seconds of each part, up to the last reading.
         self.totals = _no_seconds()
+        self._seconds = _no_seconds()
+        # What came before is in the seconds.
+        self._counted_until = now
         self._thread = threading.get_ident()
         # The starts and durations of what was compiled since the last reading.
         self._compiled: list[tuple[float, float]] = []
 
-    def enter(self, part: Part) -> None:
-        """Count the time from now on for a part."""
-        now = time.perf_counter()
-        self._seconds[self._part] += now - self.mark
-        self._part, self.mark = part, now
+    @contextlib.contextmanager
+    def phase(self, part: Part, what: str) -> Iterator[None]:
+        """Count the time of a `with` block for a part; the watchdog sees what it is."""
+        outer = self.now
+        self._enter(part, what)
+        try:
+            yield
+        finally:
+            self._enter(outer.part, outer.what)
 
     def read(self) -> dict[str, float]:
         """The seconds of each part since the last reading."""
-        self.enter(self._part)
+        self._count()
         seconds, self._seconds = self._seconds, _no_seconds()
         self.totals = {part: self.totals[part] + seconds[part] for part in seconds}
         self._compiled.clear()
@@ -79,12 +98,21 @@ class Clock:
         with contextlib.suppress(AssertionError, ValueError):
             jax.monitoring.unregister_event_duration_listener(self._on_event)
 
+    def _enter(self, part: Part, what: str) -> None:
+        self.now = Phase(part, what, self._count())
+
+    def _count(self) -> float:
+        """Count the time until now for the current part; return the time."""
+        now = time.perf_counter()
+        self._seconds[self.now.part] += now - self._counted_until
+        self._counted_until = now
+        return now
+
     def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
         """Move the time that something took to compile from its part to `compile`."""
-        if not event.startswith("/jax/core/compile/"):
-            return
         # The threads of loaders and checkpoints take no time of the run.
-        if threading.get_ident() != self._thread:
+        compiles = event.startswith("/jax/core/compile/")
+        if not compiles or threading.get_ident() != self._thread:
             return
         now = time.perf_counter()
         added = duration_secs
@@ -94,9 +122,9 @@ class Clock:
             added -= self._compiled.pop()[1]
         self._compiled.append((start, duration_secs))
         # JAX measures by another clock, which may be set meanwhile.
-        added = min(max(added, 0.0), now - self.mark)
+        added = min(max(added, 0.0), now - self._counted_until)
         self._seconds["compile"] += added
-        self.mark += added
+        self._counted_until += added
 
 
 def goodput(seconds: Mapping[str, float]) -> float:

@@ -1,7 +1,8 @@
 """`fit`: batches in order, a bounded number of steps in flight, reports in between."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from jaxtyping import PyTree
@@ -12,15 +13,15 @@ from ..training._in_flight import InFlight
 from ..training._metrics import Metrics
 from ..training._states import map_models, step_of
 from ._callbacks import Callback, CallbackList, check_callbacks
-from ._chunks import chunks_of
+from ._chunks import chunks_of, taker_of
 from ._clock import Clock
 from ._give_up import give_up
-from ._protocols import Batches, Tracker
+from ._protocols import Batches, Tracker, check_parts
 from ._report import Report, tell
 from ._rescue import Rescue, save
 from ._run import Run
-from ._schedule import Due, Schedule, evaluation_interval, last_step, steps_per_epoch
-from ._signals import Stop, announce_stop, stop_signals
+from ._schedule import Schedule, evaluation_interval, last_step, steps_per_epoch
+from ._signals import announce_stop, stop_signals
 from ._watchdog import Watchdog
 
 _State = TypeVar("_State")
@@ -89,8 +90,8 @@ def fit(
         one of them. The state and the batch are written to the folder `crash_dump` in the
         checkpointer's, for `python -m eqxshard.replay`.
     - `stall_seconds`: log an error, with the stacks of all threads, if the run waits
-        longer than this for a batch, a step (including compilation), an evaluation or a
-        checkpoint; `None` for never.
+        longer than this for a batch, a step (including compilation), a callback, an
+        evaluation, a tracker or a checkpoint; `None` for never.
     - `hang_seconds`: end this process, with exit status 1, if one such wait takes longer
         than this, so that a launcher or scheduler starts the run again from its newest
         checkpoint; `None` for never. It must be longer than the longest compilation,
@@ -106,12 +107,12 @@ def fit(
 
     `ValueError` unless exactly one of `steps` and `epochs` is given, if one of the
     numbers is not positive, or if the checkpointer's directory holds another run.
-    `TypeError` if the loader or a tracker lacks a method. `FloatingPointError` after
-    `max_nonfinite` skipped steps. `OSError` if the last checkpoint could not be written.
-    And any error of the loader, `evaluate`, a callback or a tracker, once the state after
-    the last step is saved. If it cannot be saved, or there is no checkpointer, the error
-    has the state as its attribute `state`. (With several processes, an error in one of
-    them ends all, and they cannot save together any more.)
+    `TypeError` if the loader or a tracker lacks a method, or `close` takes no error.
+    `FloatingPointError` after `max_nonfinite` skipped steps. `OSError` if the last
+    checkpoint could not be written. And any error of the loader, `evaluate`, a callback or
+    a tracker, once the state after the last step is saved. If it cannot be saved, or there
+    is no checkpointer, the error has the state as its attribute `state`. (With several
+    processes, an error in one of them ends all, and they cannot save together any more.)
 
     !!! Example
 
@@ -126,159 +127,106 @@ def fit(
         )
         ```
     """
-    _check_parts(loader, trackers, callbacks)
-    epoch = steps_per_epoch(loader)
+    check_parts(loader, trackers)
+    check_callbacks(callbacks)
+    clock, epoch = Clock(), steps_per_epoch(loader)
+    report = Report(trackers if is_main_process() else (), clock, epoch, max_nonfinite)
     with ExitStack() as stack:
         # The last to leave: an error of a tracker that closes would lose the state, too.
-        rescue = Rescue(checkpointer)
-        stack.push(rescue.leave)
-        report = Report(trackers if is_main_process() else (), epoch, max_nonfinite)
-        clock = stack.enter_context(_closing_parts(report, trackers, callbacks))
+        rescue = stack.enter_context(Rescue())
+        stack.enter_context(clock)
+        # Below what trackers print when they close.
+        stack.callback(report.print_time)
+        stack.push(_close_parts(clock, trackers, callbacks))
         first = step_of(state)
         last = last_step(steps, epochs, log_every, max_nonfinite, epoch)
         between = evaluation_interval(evaluate_every, epoch, evaluates=evaluate is not None)
-        watchdog = stack.enter_context(Watchdog(stall_seconds, hang_seconds))
-        numbers = {"step": first, "stop": last, "log_every": log_every}
-        numbers |= {"evaluate_every": between, "max_nonfinite": max_nonfinite}
-        _assert_same(numbers, callbacks, checkpointer)
-        run = Run(state, first, loader, report, checkpointer is not None, extra)
+        stack.enter_context(Watchdog(clock, stall_seconds, hang_seconds))
+        assert_same_on_all_processes(
+            "fit",
+            {
+                "step": first,
+                "stop": last,
+                "log_every": log_every,
+                "evaluate_every": between,
+                "max_nonfinite": max_nonfinite,
+                "callbacks": [[type(each).__name__, each.every] for each in callbacks],
+                "saves": checkpointer is not None,
+            },
+        )
+        extras = () if extra is None else (extra,)
+        run = Run(clock, report, loader, checkpointer, first, first, state, extras)
         # It would keep arrays alive that the first step copies.
         del state
-        called = CallbackList(callbacks, run, watchdog)
+        called = CallbackList(callbacks, run)
         if checkpointer is not None:
             called.restore(checkpointer.claim_run(first, loader))
             # Whatever ends the run, the save in progress is finished.
-            stack.callback(checkpointer.close)
-            stack.callback(clock.enter, "checkpoint")
+            stack.callback(run.close_checkpointer)
         stop = stack.enter_context(stop_signals(can_save=checkpointer is not None))
-        schedule = Schedule(
-            first, last, epoch, between, log_every, checkpointer, stop, called
-        )
+        schedule = Schedule(last, epoch, between, log_every, checkpointer, stop)
         rescue.watch(run, called)
         # If a step fails, the earlier ones are still reported.
         stack.callback(report.close)
-        chunks = chunks_of(loader, train_step, schedule, watchdog)
-        stack.enter_context(closing(chunks))
-        # An error may come in any part.
-        stack.callback(clock.enter, "other")
+        chunks = stack.enter_context(closing(chunks_of(run, train_step, schedule, called)))
+        take_steps = taker_of(run, train_step)
         in_flight = InFlight()
-        clock.enter("data")
-        for step, count, take in chunks:
-            clock.enter("device")
-            in_flight.make_room()
-            clock.enter("dispatch")
-            run._advance(step, count, *take(run.state, *run._extra))
-            clock.enter("log")
-            in_flight.add(run._metrics.weight)
+        while run.step < last and run.stop_reason is None:
+            with clock.phase("data", f"the batch of step {run.step + 1}"):
+                count, batch = next(chunks)
+            step = run.step + count
+            with clock.phase("device", f"the steps before step {step}"):
+                in_flight.make_room()
+            with clock.phase("dispatch", f"step {step}"):
+                run.advance(count, *take_steps(run.state, batch, *run.extra))
+            in_flight.add(run.metrics.weight)
             # Reads the metrics of earlier steps, while this one runs.
             report.flush()
-            if step == called.next_step:
-                called.after_step()
-            due = _due_after(step, schedule, clock)
-            report.add(step, run._metrics, count, due=due.report)
+            called.after_step()
+            with clock.phase("device", f"step {step}"):
+                due = schedule.after(step, asked=run.asked)
+            report.add(step, run.metrics, count, due=due.report)
             if due.evaluate or due.save or (due.report and called.need_reports):
                 report.read()
                 if due.evaluate and evaluate is not None:
-                    _evaluate(evaluate, run, called, watchdog)
+                    called.loop.evaluate(evaluate, map_models(run.state))
+                    called.after("evaluation")
                 called.after("report")
                 report.flush()
             if report.too_many_nonfinite:
-                nonfinite = report.too_many_nonfinite
-                give_up(run.state, train_step, loader, nonfinite, checkpointer, run._extra)
-            asked = called.want_stop or called.want_save
+                give_up(run, train_step, report.too_many_nonfinite)
             best = due.evaluate and checkpointer and checkpointer.is_best(report.values)
-            if checkpointer is not None and (due.save or asked or best):
-                watchdog.waits_for(f"the checkpoint of step {step}")
+            if checkpointer is not None and (due.save or run.asked or best):
                 save(run, called, checkpointer)
                 called.after("save")
                 # Exclude save time from throughput.
                 report.restart_speed()
             if due.leave:
-                clock.enter("checkpoint")
-                stop.leave(step, checkpointer)
-            if called.want_stop:
-                clock.enter("checkpoint")
-                announce_stop(f"stopped after step {step}: {run._why_stop}", checkpointer)
-                break
-            clock.enter("data")
-        if checkpointer is not None:
-            clock.enter("checkpoint")
-            _finish_saving(checkpointer, run.step, stop, watchdog)
+                stop.leave(run)
+        if run.stop_reason is not None:
+            announce_stop(run)
+        run.wait_for_checkpoint()
+        # A signal may have come after the last step.
+        if stop.signal is not None:
+            stop.leave(run)
     return run.state
 
 
-def _due_after(step: int, schedule: Schedule, clock: Clock) -> Due:
-    """What is due after a step, which several processes may wait for to ask each other."""
-    clock.enter("device")
-    due = schedule.after(step)
-    clock.enter("log")
-    return due
+def _close_parts(
+    clock: Clock, trackers: Sequence[Tracker], callbacks: Sequence[Callback]
+) -> Callable[..., None]:
+    """The exit of a `with` block that closes them all, even if one of them fails."""
 
+    def close(
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with clock.phase("log", "the trackers to close"), ExitStack() as stack:
+            for tracker in trackers:
+                stack.callback(tell, tracker.close, error)
+            with clock.phase("callbacks", "the callbacks to close"), ExitStack() as first:
+                for callback in callbacks:
+                    first.callback(callback.close)
 
-def _evaluate(
-    evaluate: Callable[[PyTree], Mapping[str, Any]],
-    run: Run,
-    called: CallbackList,
-    watchdog: Watchdog,
-) -> None:
-    """Evaluate, and add the result to the report."""
-    watchdog.waits_for(f"the evaluation after step {run.step}")
-    run._report.clock.enter("evaluation")
-    run._report.add_evaluation(evaluate(map_models(run.state)))
-    run._report.clock.enter("log")
-    called.after("evaluation")
-
-
-def _finish_saving(
-    checkpointer: Checkpointer, step: int, stop: Stop, watchdog: Watchdog
-) -> None:
-    """Wait for the last checkpoint, and leave if a signal came after the last step."""
-    watchdog.waits_for("the last checkpoint to be written")
-    checkpointer.wait()
-    if stop.signal is not None:
-        stop.leave(step, checkpointer)
-
-
-@contextmanager
-def _closing_parts(
-    report: Report, trackers: Sequence[Tracker], callbacks: Sequence[Callback]
-) -> Iterator[Clock]:
-    """Close them at the end of a run, and tell where its time went."""
-    with ExitStack() as stack:
-        stack.enter_context(report.clock)
-        # Below what trackers print when they close.
-        stack.callback(report.print_time)
-        for tracker in trackers:
-            stack.callback(tell, tracker.close)
-        stack.callback(report.clock.enter, "log")
-        for callback in callbacks:
-            stack.callback(callback.close)
-        stack.callback(report.clock.enter, "callbacks")
-        yield report.clock
-
-
-def _assert_same(
-    numbers: dict[str, Any],
-    callbacks: Sequence[Callback],
-    checkpointer: Checkpointer | None,
-) -> None:
-    """Raise `ValueError` unless all processes call `fit` alike."""
-    facts = {"callbacks": [[type(each).__name__, each.every] for each in callbacks]}
-    facts |= {"saves": checkpointer is not None}
-    assert_same_on_all_processes("fit", numbers | facts)
-
-
-def _check_parts(loader: Any, trackers: Sequence[Any], callbacks: Sequence[Any]) -> None:
-    """Refuse loaders, trackers and callbacks without the methods that `fit` calls."""
-    if not isinstance(loader, Batches):
-        raise TypeError(
-            f"a {type(loader).__name__} is not a loader; make an eqxshard.Loader, or give "
-            "an object with __iter__() and seek(step)."
-        )
-    for tracker in trackers:
-        if not isinstance(tracker, Tracker):
-            raise TypeError(
-                f"a {type(tracker).__name__} is not a tracker; give an object with "
-                "log(step, values) and close()."
-            )
-    check_callbacks(callbacks)
+    return close

@@ -4,46 +4,37 @@ import shlex
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from jaxtyping import PyTree
-
-from ..checkpoint._checkpointer import Checkpointer
 from ..debug._crash_dump import write_crash_dump
 from ..debug._script import name_in_script, script_path
 from ..training._state import TrainState
 from ..training._train_step import TrainStep
 from ._chunks import closing_iterator
-from ._protocols import Batches
+from ._run import Run
 
 
-def give_up(
-    state: PyTree,
-    train_step: Any,
-    loader: Batches,
-    steps: Sequence[int],
-    checkpointer: Checkpointer | None,
-    extra: Sequence[PyTree],
-) -> NoReturn:
+def give_up(run: Run, train_step: Any, steps: Sequence[int]) -> NoReturn:
     """Write a crash dump of the first of some steps; raise `FloatingPointError`."""
     message = (
         f"the loss, a gradient or an update of {len(steps)} steps in a row, from step "
         f"{steps[0]} on, was not finite"
     )
-    if checkpointer is None:
+    if run.checkpointer is None:
         raise FloatingPointError(
             f"{message}; use a lower learning rate, or give fit a checkpointer to get a "
             "crash dump that helps to find the cause."
         )
-    if not isinstance(state, TrainState) or not isinstance(train_step, TrainStep):
+    ours = isinstance(run.state, TrainState) and isinstance(train_step, TrainStep)
+    if not ours or run.extra:
         raise FloatingPointError(
             f"{message}; there is no crash dump, which can be made only of one state and a "
-            "step from make_train_step."
+            "step from make_train_step without extra."
         )
-    loader.seek(steps[0] - 1)
-    with closing_iterator(loader) as batches:
+    run.loader.seek(steps[0] - 1)
+    with closing_iterator(run.loader) as batches:
         batch = next(batches)
-    folder = checkpointer.directory / "crash_dump"
+    folder = run.checkpointer.directory / "crash_dump"
     try:
-        write_crash_dump(folder, state, steps, batch, train_step, loader, extra)
+        write_crash_dump(folder, run.state, steps, batch, train_step, run.loader)
     # A full disk, say, or a part of the batch that cannot be written.
     except Exception as error:
         raise FloatingPointError(

@@ -8,7 +8,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Int, PyTree
@@ -16,16 +15,15 @@ from jaxtyping import Array, Int, PyTree
 from ..data._loader import Loader
 from ..distributed import fetch_whole
 from ..sharding._leaves import is_array, leaf_path
-from ..sharding._mesh import batch_sharding, check_batch_size
-from ..training._compile import Jitted, jit_on
-from ..training._config import mesh_of
-from ..training._eval_step import take_model
-from ..training._extra import Signature
+from ..sharding._mesh import batch_sharding
+from ..training._donation import check_not_donated
 from ..training._gradients import step_context
 from ..training._in_flight import IN_FLIGHT
 from ..training._inputs import ONE_BATCH
+from ..training._jit import Jitted, jit_on
 from ..training._precision import Precision
-from ..training._state import with_state, without_state
+from ..training._signature import Signature, mesh_of
+from ..training._state import refuse_state, with_state, without_state
 from ._evaluate import one_epoch
 from ._protocols import Batches
 
@@ -39,8 +37,7 @@ def predict(
     loader: Batches,
     *,
     precision: Precision | None = None,
-    gather: bool = True,
-) -> PyTree[np.ndarray | Array]:
+) -> PyTree[np.ndarray]:
     """The outputs of a model for a whole dataset, in the order of the source.
 
     The model is put in inference mode (`equinox.nn.inference_mode`) and is not donated.
@@ -58,14 +55,11 @@ def predict(
     - `loader`: an [`eqxshard.Loader`][] on the same mesh, which is read for one epoch from
         its start. If it shuffles, the outputs are put back in the order of the source.
     - `precision`: as for [`eqxshard.make_train_step`][].
-    - `gather`: whether to fetch the outputs. Otherwise they stay on the devices, their
-        rows split as those of a batch, over which the number of examples must divide.
 
     **Returns:**
 
-    What `fn` returns, as NumPy arrays (or global `jax.Array`s) of leading size dataset,
-    without padding. (Of a loader that is not an [`eqxshard.Loader`][], all rows, in its
-    order.)
+    What `fn` returns, as NumPy arrays of leading size dataset, without padding. (Of a
+    loader that is not an [`eqxshard.Loader`][], all rows, in its order.)
 
     **Raises:**
 
@@ -83,33 +77,24 @@ def predict(
         labels = eqxshard.predict(state.model, classify, test_loader)
         ```
     """
-    arrays, signature = take_model(model, "predict")
-    mesh = mesh_of(arrays, None, "model", more="")
+    refuse_state(model, "predict")
+    arrays, signature = Signature.of(model, "model")
+    check_not_donated(arrays, "model")
+    mesh = mesh_of(arrays, "model")
     compiled = _compile(fn, signature, mesh, precision)
     rows = _rows(loader)
-    parts: list[PyTree[np.ndarray | Array]] = []
-    waiting: deque[PyTree[Array]] = deque()
-
-    def fetch() -> None:
-        outputs = waiting.popleft()
-        if gather:
-            parts.append(jax.tree.map(fetch_whole, outputs))
-        else:
-            parts.append(jax.block_until_ready(outputs))
-
+    parts: list[PyTree[np.ndarray]] = []
+    running: deque[PyTree[Array]] = deque()
     with closing(one_epoch(loader, "predict")) as batches:
         for batch in batches:
-            ONE_BATCH.check_shapes(batch, mesh, 1)
+            ONE_BATCH.check(batch, mesh)
             ONE_BATCH.check_ready(batch, mesh, ONE_BATCH.sharding(mesh))
-            waiting.append(compiled(arrays, batch))
-            if len(waiting) >= IN_FLIGHT:
-                fetch()
-    while waiting:
-        fetch()
-    if gather:
-        whole = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
-        return whole if rows is None else jax.tree.map(lambda x: x[_order(x, rows)], whole)
-    return _join(parts, rows, mesh)
+            running.append(compiled(arrays, batch))
+            if len(running) >= IN_FLIGHT:
+                parts.append(jax.tree.map(fetch_whole, running.popleft()))
+    parts += [jax.tree.map(fetch_whole, outputs) for outputs in running]
+    whole = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+    return whole if rows is None else jax.tree.map(lambda x: x[_order(x, rows)], whole)
 
 
 def _rows(loader: Batches) -> list[Int[np.ndarray, " _"]] | None:
@@ -137,23 +122,6 @@ def _order(outputs: Any, rows: list[Int[np.ndarray, " _"]]) -> Any:
     return slice(len(order)) if in_order else order
 
 
-def _join(
-    parts: list[PyTree[Array]], rows: list[Int[np.ndarray, " _"]] | None, mesh: Mesh
-) -> PyTree[Array]:
-    """The outputs of all batches in order, on their devices."""
-    if rows is not None:
-        check_batch_size(sum(map(len, rows)), mesh)
-
-    def join_leaves(*leaves: Array) -> Array:
-        whole = jnp.concatenate(leaves)
-        return whole if rows is None else whole[_order(whole, rows)]
-
-    def join(parts: list[PyTree[Array]]) -> PyTree[Array]:
-        return jax.tree.map(join_leaves, *parts)
-
-    return jax.jit(join, out_shardings=batch_sharding(mesh))(parts)
-
-
 @ft.lru_cache(maxsize=_KEPT)
 def _compile(
     fn: Callable[[Any, Any], PyTree],
@@ -174,7 +142,8 @@ def _compile(
         return outputs
 
     by_rows = batch_sharding(mesh)
-    return jit_on(mesh, predict, in_shardings=(None, by_rows), out_shardings=by_rows)
+    places: dict[str, Any] = {"in_shardings": (None, by_rows), "out_shardings": by_rows}
+    return jit_on(mesh, predict, "predict", **places)
 
 
 def _check_outputs(outputs: PyTree, rows: int) -> None:

@@ -1,7 +1,8 @@
 """What `fit` needs of trackers and loaders."""
 
-from collections.abc import Iterator, Mapping
-from typing import Protocol, runtime_checkable
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import PyTree
 
@@ -20,8 +21,12 @@ class Tracker(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """Called once, when the run ends."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Called once, when the run ends.
+
+        If it did not finish, `error` is what ended it: a `KeyboardInterrupt` or a
+        `SystemExit` if somebody stopped it.
+        """
         ...
 
 
@@ -39,3 +44,26 @@ class Batches(Protocol):
     def seek(self, step: int) -> None:
         """Go to the batch of a step, counted from 0."""
         ...
+
+
+def check_parts(loader: Any, trackers: Sequence[Any]) -> None:
+    """Refuse loaders and trackers without the methods that `fit` calls."""
+    if not isinstance(loader, Batches):
+        raise TypeError(
+            f"a {type(loader).__name__} is not a loader; make an eqxshard.Loader, or give "
+            "an object with __iter__() and seek(step)."
+        )
+    for tracker in trackers:
+        if not isinstance(tracker, Tracker):
+            raise TypeError(
+                f"a {type(tracker).__name__} is not a tracker; give an object with "
+                "log(step, values) and close(error=None)."
+            )
+        try:
+            inspect.signature(tracker.close).bind(None)
+        except TypeError:
+            # Known before the run, not at its end.
+            raise TypeError(
+                f"{type(tracker).__name__}.close takes no error; write it as "
+                "close(self, error=None)."
+            ) from None

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,6 @@ from ..training._metrics import Metrics
 from ._clock import Clock, describe_time, goodput
 from ._media import Media, Value
 from ._protocols import Tracker
-from ._stragglers import Stragglers
 
 _LOG = logging.getLogger(__name__)
 
@@ -25,6 +25,7 @@ class Report:
     **Arguments:**
 
     - `trackers`: receive the reports.
+    - `clock`: splits the time of the run.
     - `steps_per_epoch`: to report the epoch, if the loader has epochs.
     - `max_nonfinite`: how many steps in a row may be not finite.
     """
@@ -32,23 +33,24 @@ class Report:
     def __init__(
         self,
         trackers: Sequence[Tracker],
+        clock: Clock,
         steps_per_epoch: int | None,
         max_nonfinite: int,
     ):
         self._trackers = trackers
+        self._clock = clock
         self._steps_per_epoch = steps_per_epoch
         self._max_nonfinite = max_nonfinite
+        # The metrics of each dispatch since the last report, and which of its steps count.
         self._parts: list[Metrics] = []
         self._taken: list[np.ndarray] = []
-        self._added: int | None = None
+        self._last_step = 0
+        # The step of a report that is due and not sent yet.
         self._due: int | None = None
-        #: What was logged and not sent yet, and at which step.
+        # What was logged and not sent yet, and at which step.
         self._logged: dict[str, Any] = {}
         self._logged_at = 0
-        #: Splits the time of the run.
-        self.clock = Clock()
-        self._since = self.clock.mark
-        self._stragglers = Stragglers()
+        self._training_since = time.perf_counter()
         self._nonfinite_steps: list[int] = []
         #: The values of the last report that was read, and what was logged since.
         self.values: dict[str, Any] = {}
@@ -65,31 +67,24 @@ class Report:
         """Add the metrics of `count` steps (there may be room for more in them)."""
         self._parts.append(metrics)
         self._taken.append(np.arange(metrics.weight.size) < count)
-        self._added = step
+        self._last_step = step
         self._due = step if due else None
 
     def read(self) -> None:
         """Wait for the metrics that are due; the time until here is training time."""
         if self._due is None or not self._parts:
             return
-        taken = np.concatenate(self._taken)
-        self.clock.enter("device")
-        metrics = jax.tree.map(lambda leaf: leaf[taken], Metrics.stack(self._parts))
-        values = metrics.compute()
-        self.clock.enter("log")
-        seconds = self.clock.mark - self._since
+        with self._clock.phase("device", f"the metrics of step {self._due}"):
+            taken = np.concatenate(self._taken)
+            metrics = jax.tree.map(lambda leaf: leaf[taken], Metrics.stack(self._parts))
+        self._parts, self._taken = [], []
+        seconds = time.perf_counter() - self._training_since
         examples = float(metrics.weight.sum())
         speed = {"seconds": seconds, "examples_per_second": examples / seconds}
+        training = prefixed("train", {**metrics.compute(), **speed})
         self.step = self._due
-        self.values = self._with_epoch(self._due, prefixed("train", {**values, **speed}))
-        self.values |= self._logged
-        self._parts, self._taken = [], []
-        first = self._due - len(metrics.nonfinite) + 1
-        for step, nonfinite in enumerate(metrics.nonfinite, start=first):
-            self._nonfinite_steps = [*self._nonfinite_steps, step] if nonfinite else []
-        # Not if later steps are finite: then the state is another than in the first.
-        if len(self._nonfinite_steps) >= self._max_nonfinite:
-            self.too_many_nonfinite = self._nonfinite_steps
+        self.values = self._with_epoch(self._due, training) | self._logged
+        self._count_nonfinite(self._due, metrics)
 
     def add_evaluation(self, values: Mapping[str, Any], prefix: str = "eval") -> None:
         """Add the result of an evaluation; trackers get all of it but arrays."""
@@ -112,38 +107,46 @@ class Report:
         if self._due is not None:
             self.read()
             step, self._due = self._due, None
-            self.values |= {**self._take_logged(), **self._times(step)}
-            self._send(step, self.values)
+            with self._clock.phase("log", f"the report of step {step}"):
+                self.values |= {**self._take_logged(), **self._times()}
+                self._send(step, self.values)
             self.restart_speed()
         elif self._logged:
-            self._send(
-                self._logged_at, self._with_epoch(self._logged_at, self._take_logged())
-            )
+            step = self._logged_at
+            with self._clock.phase("log", f"what was logged at step {step}"):
+                self._send(step, self._with_epoch(step, self._take_logged()))
 
     def close(self) -> None:
         """Report what is left, if something else than the last step ends the run."""
         if self._parts:
-            self._due = self._added
+            self._due = self._last_step
         self.flush()
 
     def print_time(self) -> None:
         """Print where the time of the run went, if there was a report."""
         if self.step is not None and is_main_process():
-            self.clock.read()
+            self._clock.read()
             # A terminal that is gone does not fail a run that is finished.
             with contextlib.suppress(OSError, ValueError):
-                print(describe_time(self.clock.totals), file=sys.stderr)
+                print(describe_time(self._clock.totals), file=sys.stderr)
 
     def restart_speed(self) -> None:
         """Exclude the time until now from the next report's training time."""
-        self.clock.enter("log")
-        self._since = self.clock.mark
+        self._training_since = time.perf_counter()
 
-    def _times(self, step: int) -> dict[str, float]:
+    def _count_nonfinite(self, last: int, metrics: Metrics) -> None:
+        """Keep the numbers of the last steps in a row that were not finite."""
+        first = last - len(metrics.nonfinite) + 1
+        for step, nonfinite in enumerate(metrics.nonfinite, start=first):
+            self._nonfinite_steps = [*self._nonfinite_steps, step] if nonfinite else []
+        # Not if later steps are finite: then the state is another than in the first.
+        if len(self._nonfinite_steps) >= self._max_nonfinite:
+            self.too_many_nonfinite = self._nonfinite_steps
+
+    def _times(self) -> dict[str, float]:
         """The time since the last report, and the goodput of the run until now."""
-        seconds = self.clock.read()
-        self._stragglers.add(step, seconds)
-        return {**prefixed("seconds", seconds), "goodput": goodput(self.clock.totals)}
+        seconds = prefixed("seconds", self._clock.read())
+        return {**seconds, "goodput": goodput(self._clock.totals)}
 
     def _with_epoch(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
         epoch = self.epoch(step)

@@ -9,7 +9,7 @@ import jax
 
 from ..checkpoint._checkpointer import Checkpointer
 from ..sharding._leaves import is_key
-from ..training._extra import any_donated
+from ..training._donation import any_donated
 from ._callbacks import CallbackList
 from ._media import numbers
 from ._report import shown
@@ -25,54 +25,49 @@ _OUT_OF_MEMORY = (
 
 
 def save(run: Run, callbacks: CallbackList, checkpointer: Checkpointer) -> None:
-    """Save a run's state after its last step."""
-    clock = run._report.clock
-    clock.enter("checkpoint")
+    """Save the state after the last step of a run."""
     # Those of an earlier step are not this state's.
-    metrics = numbers(shown(run.values)) if run._report.step == run.step else {}
-    checkpointer.save(
-        run.state, loader=run.loader, metrics=metrics, callbacks=callbacks.state()
-    )
-    run._saved, run._wants_save = run.step, False
-    clock.enter("log")
+    metrics = numbers(shown(run.report.values)) if run.report.step == run.step else {}
+    with run.clock.phase("checkpoint", f"the checkpoint of step {run.step}"):
+        checkpointer.save(
+            run.state, loader=run.loader, metrics=metrics, callbacks=callbacks.state()
+        )
+    run.saved, run.save_requested = run.step, False
 
 
 class Rescue:
-    """Keeps the state of a run, whatever error ends it.
+    """Keeps the state of a run, whatever error ends its `with` block.
 
     It is saved. If that is not possible, the error gets it as its attribute `state`. If
     the step that failed took it, the error says what was saved before.
-
-    **Arguments:**
-
-    - `checkpointer`: where to save, if there is one.
     """
 
-    def __init__(self, checkpointer: Checkpointer | None):
-        self._checkpointer = checkpointer
-        self._kept: tuple[Run, CallbackList, int] | None = None
+    def __init__(self):
+        self._kept: tuple[Run, CallbackList] | None = None
 
     def watch(self, run: Run, callbacks: CallbackList) -> None:
         """Keep the state of this run, and those of its callbacks, from now on."""
-        self._kept = run, callbacks, run.step
+        self._kept = run, callbacks
 
-    def leave(
+    def __enter__(self) -> "Rescue":
+        return self
+
+    def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
-    ) -> bool:
-        """The exit of the `with` block that the run is in."""
+    ) -> None:
         if error is None or self._kept is None:
-            return False
-        run, callbacks, first = self._kept
+            return
+        run, callbacks = self._kept
         if _is_out_of_memory(error):
             error.add_note(_OUT_OF_MEMORY)
         if not _is_readable(run.state):
-            error.add_note(_describe_lost(self._checkpointer))
-        elif run.step == first:
+            error.add_note(_describe_lost(run.checkpointer))
+        elif run.step == run.first:
             pass  # Nothing was taken yet.
-        elif self._checkpointer and _is_saved(run, callbacks, self._checkpointer):
+        elif run.checkpointer and _is_saved(run, callbacks, run.checkpointer):
             # A signal has said so already.
             if isinstance(error, Exception):
                 # Not a note, which would follow what the error says to do.
@@ -82,7 +77,6 @@ class Rescue:
             handed: Any = error
             handed.state = run.state
             error.add_note(f"The state after step {run.step} is the error's `state`.")
-        return False
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -125,9 +119,9 @@ def _is_saved(run: Run, callbacks: CallbackList, checkpointer: Checkpointer) -> 
     """Whether a run's state is saved, or could be now."""
     try:
         # With several processes, only this one may have failed, and they save together.
-        if run._saved != run.step and jax.process_count() == 1:
+        if run.saved != run.step and jax.process_count() == 1:
             save(run, callbacks, checkpointer)
-            checkpointer.wait()
+            run.wait_for_checkpoint()
         return run.step in checkpointer.steps()
     # The step itself may have failed, and the first error is the one to show.
     except Exception as error:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..checkpoint._checkpointer import Checkpointer
+from ._signals import Stop
 
 
 class Due(NamedTuple):
@@ -28,42 +29,41 @@ class Schedule:
 
     **Arguments:**
 
-    - `first`, `last`: the step that the run starts from, and the one that it ends at.
+    - `last`: the step that the run ends at.
     - `epoch`: the number of steps in an epoch; `None` if there are no epochs.
     - `evaluate_every`: the number of steps between evaluations, each of which is
         reported; `None` for no evaluation.
     - `log_every`: the number of steps between reports.
     - `checkpointer`: decides when to save, if there is one.
     - `stop`: knows whether a signal asked the run to end.
-    - `callbacks`: know when they are to be called, and may ask to save or to stop.
     """
 
     def __init__(
         self,
-        first: int,
         last: int,
         epoch: int | None,
         evaluate_every: int | None,
         log_every: int,
         checkpointer: Checkpointer | None,
-        stop: Any,
-        callbacks: Any,
+        stop: Stop,
     ):
-        self.first = first
         self.last = last
-        self._callbacks = callbacks
-        self._periods = [n for n in (epoch, evaluate_every, log_every) if n is not None]
         self._evaluate_every = evaluate_every
+        self._reports = [n for n in (epoch, evaluate_every, log_every) if n is not None]
         self._checkpointer = checkpointer
         self._stop = stop
 
-    def after(self, step: int) -> Due:
-        """The actions due after a step. Several processes must ask about the same steps."""
+    def after(self, step: int, *, asked: bool) -> Due:
+        """The actions due after a step. Several processes must ask about the same steps.
+
+        **Arguments:**
+
+        - `step`: the number of steps taken.
+        - `asked`: whether a callback asked to save or to stop.
+        """
         ends = step == self.last
-        report = ends or any(step % period == 0 for period in self._periods)
+        report = ends or any(step % interval == 0 for interval in self._reports)
         leave = self._stop.requested(step)
-        # Callbacks have asked in all processes alike.
-        asked = self._callbacks.want_stop or self._callbacks.want_save
         save = self._checkpointer is not None and (
             leave or ends or asked or self._checkpointer.should_save(step, reporting=report)
         )
@@ -74,17 +74,15 @@ class Schedule:
     @property
     def longest_chunk(self) -> int:
         """The largest number of steps with nothing due between them."""
-        return min(self._all_periods())
+        return min(self._intervals())
 
-    def chunk_after(self, step: int) -> int:
+    def steps_until_due(self, step: int) -> int:
         """The number of steps to take before anything is due."""
-        until = self._callbacks.next_step - step
-        intervals = [n - step % n for n in self._all_periods()]
-        return min(self.last - step, *intervals, *([until] if until > 0 else []))
+        return min(self.last - step, *(n - step % n for n in self._intervals()))
 
-    def _all_periods(self) -> list[int]:
+    def _intervals(self) -> list[int]:
         interval = self._checkpointer and self._checkpointer.save_interval_steps
-        return [*self._periods, *([interval] if interval else [])]
+        return [*self._reports, *([interval] if interval else [])]
 
 
 def steps_per_epoch(loader: Any) -> int | None:

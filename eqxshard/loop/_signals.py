@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 
 import jax
 
-from ..checkpoint._checkpointer import Checkpointer
 from ..distributed import is_main_process
+from ._run import Run
 
 _NOTICE = (
     b"\nstopping after this step, to save a checkpoint; a second signal stops at once.\n"
@@ -40,23 +40,22 @@ class Stop:
 
         return reached_preemption_sync_point(step)
 
-    def leave(self, step: int, checkpointer: Checkpointer | None) -> NoReturn:
+    def leave(self, run: Run) -> NoReturn:
         """Raise the exception that ends the run as the signal would have."""
-        announce_stop(f"stopped after step {step}", checkpointer)
+        announce_stop(run)
         if self.signal == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + signal.SIGTERM)
 
 
-def announce_stop(what: str, checkpointer: Checkpointer | None) -> None:
+def announce_stop(run: Run) -> None:
     """Wait for the last checkpoint, and print why a run ends and what is saved of it."""
-    saved = None
-    if checkpointer is not None:
-        checkpointer.wait()
-        saved = checkpointer.steps()[-1:]
+    run.wait_for_checkpoint()
+    saved = run.checkpointer and run.checkpointer.steps()[-1:]
     if is_main_process():
+        why = f": {run.stop_reason}" if run.stop_reason else ""
         kept = f"the checkpoint of step {saved[0]} is saved" if saved else "not saved"
-        print(f"{what}; {kept}.", file=sys.stderr)
+        print(f"stopped after step {run.step}{why}; {kept}.", file=sys.stderr)
 
 
 @contextmanager

@@ -144,12 +144,13 @@ class RunFolder:
         kinds = {"wandb": WandB, "mlflow": MLflow}
         started: Any = {"name": title, "settings": settings, "resume": first > 0}
         remote: list[Tracker] = []
-        with contextlib.ExitStack() as refused:
+        try:
             for service in services:
-                tracker = kinds[service](self.path, **started)
-                refused.callback(tracker.close)
-                remote.append(tracker)
-            refused.pop_all()
+                remote.append(kinds[service](self.path, **started))
+        except Exception as error:
+            for tracker in remote:
+                tracker.close(error)
+            raise
         self._log = JSONLines(self.metrics, extra=extra, keep_until=first or None)
         trackers: list[Tracker] = [self._log]
         if curves is not None:
@@ -206,7 +207,7 @@ class _PageTracker:
         if is_evaluation(values):
             self._seldom.call(self._folder.write_page)
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Write it for the last time."""
         self._folder.write_page()
 

@@ -8,33 +8,19 @@ from typing import TYPE_CHECKING
 
 from ..loop._media import Value, numbers
 from ._files import Seldom, local_file, writing
-from ._values import is_evaluation, metrics, times
+from ._values import is_evaluation, metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _COLOURS = {"train": "#7a9cc6", "eval": "#c8442f"}
-#: The parts of a run's wall time, from the bottom up: training steps, then all else.
-_PART_COLOURS = {
-    "device": "#7a9cc6",
-    "dispatch": "#b3c8e0",
-    "data": "#e8a33d",
-    "compile": "#8e6bb0",
-    "evaluation": "#c8442f",
-    "checkpoint": "#7d5a3c",
-    "callbacks": "#6f9a5d",
-    "log": "#8c8c8c",
-    "other": "#c4c4c4",
-}
-_UNITS = {"s": 1, "min": 60, "h": 3600}
 
 
 class Curves:
     """Plots the metrics over the epochs, as a PNG.
 
-    Each metric has a panel, with its values in training and in evaluation. The last panel
-    is the wall time: how much each part of the run has taken until then. The plot is
+    Each metric has a panel, with its values in training and in evaluation. The plot is
     redrawn after evaluations, unless that would take more than a twentieth of the time,
     and at the end. It is replaced atomically, so it can be viewed at any time.
 
@@ -73,8 +59,6 @@ class Curves:
         self._title = title
         # The x and y values, by metric, then by train or eval.
         self._series: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
-        # The seconds of each part up to each x.
-        self._times: list[tuple[float, dict[str, float]]] = []
         self._x_label, self._x_last = "epoch", 0.0
         self._seldom = Seldom(20)
         with writing(self._path):
@@ -93,14 +77,10 @@ class Curves:
             xs, ys = self._series.setdefault(name, {}).setdefault(kind, ([], []))
             xs.append(x)
             ys.append(float(value))
-        if added := times(values):
-            before = self._times[-1][1] if self._times else {}
-            total = {part: before.get(part, 0.0) + added[part] for part in added}
-            self._times.append((x, before | total))
         if is_evaluation(values):
             self._seldom.call(self._write)
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Draw the final plot, if there are any values."""
         if self._series:
             self._write()
@@ -115,7 +95,7 @@ class Curves:
         os.replace(self._part, self._path)
 
     def _draw(self) -> "Figure":
-        count = len(self._series) + bool(self._times)
+        count = len(self._series)
         columns = min(count, 3)
         rows = math.ceil(count / columns)
         figure = self._new_figure(
@@ -125,8 +105,6 @@ class Curves:
         panels = list(figure.subplots(rows, columns, squeeze=False).flat)
         for panel, (name, series) in zip(panels, self._series.items()):
             _draw_metric(panel, name, series)
-        if self._times:
-            _draw_times(panels[count - 1], self._times)
         for panel in panels[:count]:
             panel.set_xlabel(self._x_label)
             panel.set_xlim(0, 1.03 * self._x_last or 1)
@@ -155,25 +133,3 @@ def _draw_metric(
             label=f"{kind or name} {ys[-1]:#.4g}",
         )
     panel.set_title(name, fontsize=11, loc="left")
-
-
-def _draw_times(panel: "Axes", times: list[tuple[float, dict[str, float]]]) -> None:
-    """Stack the seconds of the parts that one can see."""
-    last = times[-1][1]
-    whole = sum(last.values())
-    parts = [part for part in _PART_COLOURS if last.get(part, 0.0) >= 0.005 * whole]
-    unit = [unit for unit, size in _UNITS.items() if unit == "s" or whole > 2 * size][-1]
-    xs = [0.0, *(x for x, _ in times)]
-    heights = [
-        [0.0, *(until.get(part, 0.0) / _UNITS[unit] for _, until in times)]
-        for part in parts
-    ]
-    panel.stackplot(
-        xs,
-        heights,
-        colors=[_PART_COLOURS[part] for part in parts],
-        labels=[f"{part} {100 * last[part] / whole:.0f} %" for part in parts],
-    )
-    goodput = 100 * (last.get("device", 0.0) + last.get("dispatch", 0.0)) / whole
-    title = f"wall time ({unit}), goodput {goodput:.0f} %"
-    panel.set_title(title, fontsize=11, loc="left")

@@ -15,9 +15,6 @@ from ._files import local_file, writing
 
 _LOG = logging.getLogger(__name__)
 
-#: More bytes than a line of ours has.
-_LONGEST_LINE = 2**22
-
 
 class JSONLines:
     """Writes each report as one line of JSON, readable during the run.
@@ -41,8 +38,8 @@ class JSONLines:
 
     **Raises:**
 
-    `ValueError` if the file cannot be written, or `extra` is not JSON or contains `step`
-    or `epoch`; from `log`, if it is closed.
+    `ValueError` if the file cannot be written, or `extra` is not JSON; from `log`, if it
+    is closed.
 
     !!! Example
 
@@ -58,19 +55,13 @@ class JSONLines:
         keep_until: int | None = None,
         extra: Mapping[str, object] = {},
     ):
-        for name in ("step", "epoch"):
-            if name in extra:
-                raise ValueError(
-                    f"extra contains {name!r}, which every line has; use another name."
-                )
         try:
-            json.dumps(dict(extra), allow_nan=False)
+            self._extra = json.loads(json.dumps(dict(extra), allow_nan=False))
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"extra is not JSON: {error}; use text, finite numbers, lists and dicts."
             ) from error
         self._path = local_file(path)
-        self._extra = dict(extra)
         self.waiting: list[str] = []
         with writing(self._path):
             if keep_until is not None and self._path.exists():
@@ -98,7 +89,7 @@ class JSONLines:
         self.waiting.append(line + "\n")
         self._write()
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Close the file."""
         if self._file.closed:
             return
@@ -144,17 +135,12 @@ def read_whole_lines(
     if not path.exists():
         return
     with open_file(path) as file:
-        while data := file.readline(_LONGEST_LINE):
-            if len(data) == _LONGEST_LINE:
-                raise ValueError(
-                    f"{os.fspath(path)!r} has a line of {_LONGEST_LINE:,} bytes or more; "
-                    "it is damaged, or another file."
-                )
-            if not data.startswith(b"{"):
-                continue
+        for data in file:
             with contextlib.suppress(ValueError):
                 text = data.decode(errors="replace").rstrip("\r\n")
-                yield text, parse_json(text)
+                line = parse_json(text)
+                if isinstance(line, dict):
+                    yield text, line
 
 
 def _step(line: Mapping[str, Any]) -> int | float:

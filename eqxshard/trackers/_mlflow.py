@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..loop._media import Histogram, Image, Value, numbers
-from ._service import Ending, KeptRun, Sender, is_first_process, load_service, one_line
+from ._service import KeptRun, Sender, is_first_process, load_service, one_line
 
-_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 #: Of MLflow: parameters in a request, and letters of a parameter.
 _MOST_PARAMETERS, _LONGEST_PARAMETER = 100, 6_000
 
@@ -57,7 +56,6 @@ class MLflow:
         self._sender: Sender | None = None
         if not is_first_process():
             return
-        self._ending = Ending()
         self._kept = KeptRun(Path(directory) / "mlflow.json", resume=resume)
         try:
             self._client: Any = mlflow.MlflowClient()
@@ -81,12 +79,14 @@ class MLflow:
             now = int(1000 * time.time())
             self._sender.send(functools.partial(self._send, step, dict(values), now))
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """End the run, as it ended; waits until all has arrived, for a minute at most."""
         if self._sender is None:
             return
         sender, self._sender = self._sender, None
-        status = _STATUS[self._ending.outcome()]
+        status = "FINISHED" if error is None else "FAILED"
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            status = "KILLED"
         end = functools.partial(self._client.set_terminated, self._kept.id, status)
         sender.close(end, 60)
 

@@ -81,7 +81,7 @@ class ProgressBar:
                 where = f"{_epoch(values)}step {step}/{self._total}"
                 self._print(f"{where}  {kind} {_text(values, kind)}")
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Stop the bar, and leave it on the terminal."""
         if self._live is not None:
             self._live[0].stop()

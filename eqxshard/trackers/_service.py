@@ -1,23 +1,20 @@
-"""What trackers of services share: runs that are continued, and how runs ended."""
+"""What trackers of services share: runs that are continued, and a thread that sends."""
 
 import contextlib
 import importlib
 import json
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 
 from ..sharding._files import read_json
 from ._files import write_whole, writing
 from ._packages import is_installed
-
-Outcome = Literal["finished", "stopped", "failed"]
 
 
 class KeptRun:
@@ -47,25 +44,6 @@ class KeptRun:
     def keep(self, step: int) -> None:
         """Write the file, for a run whose last step is `step`."""
         write_whole(self._path, json.dumps({"id": self.id, "step": step}) + "\n")
-
-
-class Ending:
-    """Tells how a run ended, which trackers are not told.
-
-    If an error ended the run, they are closed while it is being raised.
-    """
-
-    def __init__(self):
-        # The run may be a second try, after an error that is still being handled.
-        self._earlier = sys.exc_info()[1]
-
-    def outcome(self) -> Outcome:
-        """How the run ended, if it is being closed now."""
-        error = sys.exc_info()[1]
-        if error is None or error is self._earlier:
-            return "finished"
-        stopped = isinstance(error, KeyboardInterrupt | SystemExit)
-        return "stopped" if stopped else "failed"
 
 
 def load_service(package: str, tracker: str, name: str) -> Any:

@@ -1,7 +1,6 @@
 """TensorBoard event files."""
 
 import io
-import logging
 import os
 import time
 from collections.abc import Mapping
@@ -10,8 +9,6 @@ from typing import Any
 import numpy as np
 
 from ..loop._media import Histogram, Image, Value
-
-_LOG = logging.getLogger(__name__)
 
 
 class TensorBoard:
@@ -49,26 +46,16 @@ class TensorBoard:
         # Protobuf makes the classes of these modules on import, unseen by type checkers.
         self._events: Any = event_pb2
         self._summaries: Any = summary_pb2
-        self._new_writer = EventFileWriter
         # TensorBoard itself writes to object stores.
-        self._is_local = "://" not in os.fspath(directory)
-        local = os.path.abspath(directory)
-        self._folder = local if self._is_local else os.fspath(directory)
-        self._writer = self._new_writer(self._folder)
+        is_local = "://" not in os.fspath(directory)
+        folder = os.path.abspath(directory) if is_local else os.fspath(directory)
+        self._writer = EventFileWriter(folder)
         if purge_after is not None:
             start = self._events.SessionLog(status=self._events.SessionLog.START)
             self._add(purge_after + 1, session_log=start)
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
         """Write the values of a step."""
-        if self._is_local and not os.path.isdir(self._folder):
-            _LOG.warning(
-                "%s is gone, with the events in it: it was deleted, renamed or unmounted "
-                "during the run. It is made again, for the next ones.",
-                self._folder,
-            )
-            self._writer.close()
-            self._writer = self._new_writer(self._folder)
         found = [
             self._summaries.Summary.Value(tag=name, **self._native(value))
             for name, value in values.items()
@@ -76,7 +63,7 @@ class TensorBoard:
         self._add(step, summary=self._summaries.Summary(value=found))
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Close the file."""
         self._writer.close()
 

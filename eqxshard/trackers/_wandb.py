@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..loop._media import Histogram, Image, Value
-from ._service import Ending, KeptRun, is_first_process, load_service, one_line
+from ._service import KeptRun, is_first_process, load_service, one_line
 
 _LOG = logging.getLogger(__name__)
 
@@ -54,7 +54,6 @@ class WandB:
         self._run: Any = None
         if not is_first_process():
             return
-        self._ending = Ending()
         self._kept = KeptRun(Path(directory) / "wandb.json", resume=resume)
         options = {"dir": os.fspath(directory), "name": name, "config": dict(settings)}
         # Beside other runs of the process, which a script may have.
@@ -78,7 +77,7 @@ class WandB:
             raise OSError(f"W&B did not take the values of step {step}: {error}") from error
         self._kept.keep(step)
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Finish the run, as finished or as failed; waits until all has arrived.
 
         If that takes longer than `WANDB_FINISH_TIMEOUT` seconds, ten minutes by default,
@@ -88,9 +87,9 @@ class WandB:
             return
         run, self._run = self._run, None
         try:
-            run.finish(exit_code=0 if self._ending.outcome() == "finished" else 1)
-        except Exception as error:
-            raise OSError(f"W&B did not finish the run: {error}") from error
+            run.finish(exit_code=0 if error is None else 1)
+        except Exception as failure:
+            raise OSError(f"W&B did not finish the run: {failure}") from failure
 
     def _start(self, options: dict[str, Any]) -> Any:
         errors = self._wandb.errors

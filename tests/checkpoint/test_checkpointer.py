@@ -222,7 +222,7 @@ def test_a_run_on_eight_devices_continues_on_any(tmp_path):
         def log(self, step, values):
             reports.append((step, values["train/loss"], values["train/index"]))
 
-        def close(self):
+        def close(self, error=None):
             pass
 
     def loss_fn(model, batch, key):

@@ -83,7 +83,7 @@ def test_a_run_that_fails_lets_go_of_its_folder(tmp_path, train_step):
             make_loader(),
             steps=2,
             checkpointer=eqxshard.Checkpointer(tmp_path),
-            callbacks=[eqxshard.callbacks.Every(1, lambda run: 1 / 0)],
+            callbacks=[eqxshard.callbacks.Every(1, lambda loop: 1 / 0)],
         )
     assert sorted(os.listdir(tmp_path)) == ["1", "eqxshard.txt"]
 
@@ -163,8 +163,8 @@ def test_a_folder_that_is_gone_is_made_again(tmp_path, train_step, caplog):
     folder = tmp_path / "run"
     checkpointer = eqxshard.Checkpointer(folder, save_interval_steps=2)
 
-    def rename(run):
-        if run.step == 3:
+    def rename(loop):
+        if loop.step == 3:
             checkpointer.wait()
             folder.rename(tmp_path / "elsewhere")
 

@@ -122,7 +122,7 @@ class Recorder:
         kept = {n: v for n, v in values.items() if not times.search(n)}
         self.lines.append((step, kept))
 
-    def close(self):
+    def close(self, error=None):
         pass
 
 

@@ -22,7 +22,7 @@ from eqxshard.debug._replay import replay
 KEY = jax.random.key(0)
 
 
-def write(folder, make_model: Any = Layers, loss_fn: Any = loss_fn, extra=(), **options):
+def write(folder, make_model: Any = Layers, loss_fn: Any = loss_fn, **options):
     """A crash dump of the first step of a run; returns the run's state."""
     where: dict[str, Any] = {"mesh": make_mesh(), "rule": eqxshard.replicate(), **options}
     state = eqxshard.init_state(make_model, OPTIM, key=KEY, **where)
@@ -30,7 +30,7 @@ def write(folder, make_model: Any = Layers, loss_fn: Any = loss_fn, extra=(), **
     loader = make_loader()
     batch = next(iter(loader))
     path = eqxshard.Checkpointer(folder / "checkpoints").directory / "crash_dump"
-    write_crash_dump(path, state, [1, 2], batch, train_step, loader, extra)
+    write_crash_dump(path, state, [1, 2], batch, train_step, loader)
     return path, state, batch
 
 
@@ -89,17 +89,7 @@ def test_a_model_with_state(tmp_path):
 
 
 def make_mlp(key):
-    return eqx.nn.MLP(4, 1, 8, 1, jnp.tanh, key=key)
-
-
-def mlp_loss(model, batch, key):
-    return jnp.log(-1 - jax.vmap(model)(batch["x"])[:, 0] ** 2)
-
-
-def test_functions_in_a_model_are_those_of_make_model(tmp_path):
-    dump, _, _ = written(tmp_path, make_mlp, mlp_loss)
-    assert dump.model.activation is jnp.tanh
-    assert replay(dump, mlp_loss).startswith("the first NaN appears in the loss function, ")
+    return eqx.nn.MLP(4, 1, 8, 1, key=key)
 
 
 def test_a_precision(tmp_path):
@@ -139,19 +129,13 @@ def test_frozen_arrays(tmp_path):
     assert "gradients are finite" in replay(dump, loss_fn)
 
 
-def test_containers_and_models_like_the_trained_one_are_extra(tmp_path):
-    teacher = Layers(jax.random.key(1))
-    extra = (teacher, {"a": (jnp.ones(3), [2, "x", None])}, 0.5)
-    dump, _, _ = written(tmp_path, extra=extra)
-    kept, *rest = dump.extra
-    assert_equal(kept, teacher)
-    np.testing.assert_array_equal(rest[0]["a"][0], np.ones(3))
-    assert rest[0]["a"][1] == [2, "x", None] and rest[1] == 0.5
-
-
-def test_what_cannot_be_written_is_named(tmp_path):
-    with pytest.raises(TypeError, match=r"^extra.0 is a Linear, which a crash dump cannot"):
-        write(tmp_path, extra=(eqx.nn.Linear(2, 2, key=KEY),))
+def test_a_batch_that_is_no_dict_is_refused(tmp_path):
+    where = {"mesh": make_mesh(), "rule": eqxshard.replicate()}
+    state = eqxshard.init_state(Layers, OPTIM, key=KEY, **where)
+    train_step = eqxshard.make_train_step(loss_fn, OPTIM)
+    for batch in ((np.ones(8),), {"x": {"y": np.ones(8)}}):
+        with pytest.raises(TypeError, match="can hold only a dict of arrays; make the"):
+            write_crash_dump(tmp_path, state, [1], batch, train_step, make_loader())
 
 
 # Damaged and forged dumps
@@ -203,9 +187,6 @@ def test_another_model_is_refused(copy):
     )
 
 
-LEAF = {"shape": [2**40], "dtype": "float32", "spec": []}
-
-
 @pytest.mark.parametrize(
     "forged",
     [
@@ -219,13 +200,6 @@ LEAF = {"shape": [2**40], "dtype": "float32", "spec": []}
         {"compute": "os.system"},
         {"compute": "object"},
         {"trained": None},
-        {"batch": {"array": "nowhere"}},
-        {"batch": {"object": "os:system", "fields": {}}},
-        {"batch": {"code": "os:system"}},
-        {"batch": []},
-        {"extra": [{"model": ["key"]}]},
-        {"extra": {"x": 1}},
-        {"extra": None},
     ],
     ids=json.dumps,
 )
@@ -236,7 +210,7 @@ def test_a_forged_dump_is_refused(copy, forged):
 
 def test_a_forged_dump_cannot_ask_for_more_memory_than_there_is(copy):
     leaves = json.loads((copy / "crash_dump.json").read_text())["leaves"]
-    leaves["batch.x"] = LEAF
+    leaves["batch.x"] = {"shape": [2**40], "dtype": "float32", "spec": []}
     forge(copy, leaves=leaves)
     refused(copy, r"batch\.x .*its shape is \[8, 4\], not \[1099511627776\]")
 
@@ -244,4 +218,4 @@ def test_a_forged_dump_cannot_ask_for_more_memory_than_there_is(copy):
 @pytest.mark.parametrize("name", FORBIDDEN)
 def test_what_is_no_file_is_refused(copy, name):
     forbid(copy / "odd", name)
-    refused(copy, f"is damaged: .*odd is {FORBIDDEN[name]}, not a file")
+    refused(copy, "is damaged: .*odd is not a regular file")

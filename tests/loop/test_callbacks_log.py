@@ -1,4 +1,3 @@
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,10 +32,6 @@ def test_averaged_weights_are_evaluated_and_the_learning_rate_is_read():
     train_step = eqxshard.make_train_step(loss_fn, optim, **WHERE)
     recorder = Recorder()
 
-    def slowly(model):
-        time.sleep(0.1)
-        return evaluate(model)
-
     # Early stopping sees what callbacks before it, or after it, log.
     stopping = EarlyStopping("ema/bias", patience=10)
     state = eqxshard.fit(
@@ -48,10 +43,9 @@ def test_averaged_weights_are_evaluated_and_the_learning_rate_is_read():
         evaluate=evaluate,
         evaluate_every=4,
         trackers=[recorder],
-        callbacks=[stopping, EvaluateEMA(slowly), LearningRate()],
+        callbacks=[stopping, EvaluateEMA(evaluate), LearningRate()],
     )
     lines = [values for _, values in recorder.lines]
-    assert lines[1]["seconds/callbacks"] < 0.1 <= lines[1]["seconds/evaluation"]
     found = [line.get("ema/bias") for line in lines]
     assert found[0] is None and found[1] != lines[1]["eval/bias"]
     assert found[2] == evaluate(eqxshard.ema_model(state))["bias"]
@@ -70,9 +64,6 @@ def fit(*callbacks):
 def test_the_learning_rate_of_a_schedule_is_reported():
     rates = [line["learning_rate"] for line in fit(LearningRate(SCHEDULE))]
     np.testing.assert_allclose(rates, RATES, rtol=1e-5)
-
-
-def test_a_learning_rate_that_is_not_kept_needs_the_schedule():
     with pytest.raises(ValueError, match="does not keep its learning rate; give Learning"):
         fit(LearningRate())
 
@@ -112,12 +103,6 @@ def test_throughput_is_reported_with_the_part_of_the_peak_that_is_used():
         assert line["mfu"] == pytest.approx(tokens * 3 / 800)
 
 
-@pytest.mark.parametrize("options", [{}, {"flops_per_token": 3.0}])
-def test_without_a_peak_only_tokens_are_reported(options):
-    names = {name for line in fit(Throughput(10, **options)) for name in line}
-    assert "tokens_per_second" in names and "mfu" not in names
-
-
 def test_devices_that_the_run_does_not_use_do_not_count(unannotated):
     mesh = eqxshard.make_mesh(devices=jax.devices()[:2])
     step = jax.device_put(np.int32(1), jax.NamedSharding(mesh, jax.P()))
@@ -131,15 +116,14 @@ def test_devices_that_the_run_does_not_use_do_not_count(unannotated):
     assert logged == {"tokens_per_second": 50.0, "mfu": 0.75}
 
 
-def test_the_peak_is_that_of_the_devices(monkeypatch):
+def test_the_peak_is_that_of_the_devices_if_it_is_known(monkeypatch):
+    line = fit(Throughput(10, 3.0))[0]
+    assert "tokens_per_second" in line and "mfu" not in line
     monkeypatch.setattr("eqxshard.sharding._peaks.peak_flops", lambda *device: 1e3)
     line = fit(Throughput(10, 3.0))[0]
     assert line["mfu"] == pytest.approx(line["tokens_per_second"] * 3 / 8e3)
 
 
-@pytest.mark.parametrize(
-    "name, value", [("tokens_per_example", 0), ("flops_per_token", -1.0), ("peak", 0.0)]
-)
-def test_throughput_needs_positive_numbers(name, value):
-    with pytest.raises(ValueError, match=rf"Throughput\({name}={value}\) must be posit"):
-        Throughput(**{"tokens_per_example": 10, name: value})
+def test_throughput_needs_positive_numbers():
+    with pytest.raises(ValueError, match=r"needs positive numbers, and got -1\.0"):
+        Throughput(10, flops_per_token=-1.0)

@@ -59,26 +59,12 @@ def test_a_resumed_run_stops_where_the_uninterrupted_one_would(tmp_path):
     assert int(fit(make(), SCORES[3:], tmp_path, state).step) == 10
 
 
-def test_a_metric_that_is_never_there_is_an_error():
-    with pytest.raises(ValueError) as error:
-        fit(EarlyStopping("eval/scroe", patience=3), SCORES)
-    message = "EarlyStopping waits for 'eval/scroe', which the report of step 2 does not"
-    assert str(error.value).startswith(message)
-    assert str(error.value).endswith("train/examples_per_second, eval/score.")
-
-
-def test_a_misspelt_metric_of_training_is_an_error():
-    state, train_step = fresh()
+@pytest.mark.parametrize("metric", ["eval/scroe", "train/los"])
+def test_a_metric_that_is_never_there_is_an_error(metric):
     with pytest.raises(
-        ValueError, match=r"waits for 'train/los', .*; use one of .*train/l"
+        ValueError, match=rf"waits for '{metric}', .*; use .*eval/score\.\n"
     ):
-        eqxshard.fit(
-            state,
-            train_step,
-            make_loader(),
-            steps=2,
-            callbacks=[EarlyStopping("train/los", patience=1)],
-        )
+        fit(EarlyStopping(metric, patience=3), SCORES)
 
 
 @pytest.mark.parametrize("options", [{"patience": 0}, {"min_delta": -1}, {"mode": "best"}])
@@ -112,17 +98,13 @@ def test_a_time_limit_ends_a_run(tmp_path, monkeypatch, capfd):
     assert "the time limit of 1:00:00 is reached; not saved" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "limit, seconds",
-    [(90.0, 90), (0.5, 0.5), ("1:30:00", 5_400), ("02:05", 125), ("2-01:00:00", 176_400)],
-)
-def test_time_limits_are_written_as_slurm_does(limit, seconds):
+@pytest.mark.parametrize("limit, seconds", [(90.0, 90), ("1:30:00", 5_400), ("02:05", 125)])
+def test_time_limits_are_seconds_or_written_as_hours(limit, seconds):
     before = time.monotonic()
-    made = TimeLimit(limit)
-    assert 0 <= made._end - seconds - before < 5
+    assert 0 <= TimeLimit(limit)._end - seconds - before < 60
 
 
-@pytest.mark.parametrize("limit", [0.0, -1.0, "", "90", "1h", "0:00", math.nan])
+@pytest.mark.parametrize("limit", [0.0, -1.0, "", "1h", "0:00", math.nan])
 def test_other_limits_are_refused(limit):
     with pytest.raises(ValueError, match="is not a time limit; give a positive number"):
         TimeLimit(limit)

@@ -1,27 +1,22 @@
 """Where the time of a run goes: by a clock that is told, and in real runs."""
 
 import threading
-import time
 from contextlib import closing
-from functools import cache
 from typing import Any
 
 import equinox as eqx
 import jax
 import numpy as np
 import pytest
-from helpers import make_mesh
 from loop_helpers import Recorder, fresh, make, make_loader
 
 import eqxshard
 from eqxshard.callbacks import Every
 from eqxshard.loop._clock import Clock, describe_time, goodput
-from eqxshard.trackers._values import metrics
 
 PARTS = ["data", "dispatch", "device", "compile", "evaluation", "checkpoint"]
 PARTS += ["callbacks", "log", "other"]
 NONE = dict.fromkeys(PARTS, 0.0)
-LONG = 0.2
 
 
 # A clock that is told
@@ -38,19 +33,21 @@ def now(monkeypatch):
 def test_each_moment_counts_for_one_part(now):
     clock = Clock()
     now[0] += 1
-    clock.enter("data")
-    now[0] += 2
-    clock.enter("device")
-    now[0] += 4
-    clock.enter("data")
-    now[0] += 8
+    with clock.phase("data", "a batch"):
+        now[0] += 2
+        with clock.phase("device", "the devices"):
+            now[0] += 4
+            assert clock.now == ("device", "the devices", 103)
+        now[0] += 8
+        # Again from here on.
+        assert clock.now == ("data", "a batch", 107)
     assert clock.read() == {**NONE, "other": 1, "data": 10, "device": 4}
+    with pytest.raises(ZeroDivisionError), clock.phase("dispatch", "a step"):
+        now[0] += 32
+        raise ZeroDivisionError
     now[0] += 16
-    clock.enter("dispatch")
-    now[0] += 32
-    assert clock.read() == {**NONE, "data": 16, "dispatch": 32}
-    assert clock.totals == {**NONE, "other": 1, "data": 26, "device": 4, "dispatch": 32}
-    assert sum(clock.totals.values()) == now[0] - 100
+    assert clock.read() == {**NONE, "other": 16, "dispatch": 32}
+    assert clock.totals == {**NONE, "other": 17, "data": 10, "device": 4, "dispatch": 32}
     assert goodput(clock.totals) == 36 / 63
 
 
@@ -62,59 +59,40 @@ def compiles(seconds, what="jaxpr_trace_duration"):
 
 def test_what_compiles_is_taken_from_the_part_that_it_interrupts(now):
     with Clock() as clock:
-        clock.enter("dispatch")
-        now[0] += 1
-        # A function, in which another one was traced, which had another one inside.
-        now[0] += 2
-        compiles(2.0)
-        now[0] += 1
-        compiles(3.0)
-        now[0] += 4
-        compiles(7.0)
-        now[0] += 16
-        compiles(16.0, "backend_compile_duration")
-        now[0] += 32
-        clock.enter("evaluation")
-        now[0] += 64
-        compiles(60.0, "backend_compile_duration")
-        # Others are no compilations, or take no time of this thread.
-        jax.monitoring.record_event_duration_secs("/jax/compilation_cache/saved", 4.0)
-        thread = threading.Thread(target=compiles, args=(4.0,))
-        thread.start()
-        thread.join()
+        with clock.phase("dispatch", "a step"):
+            now[0] += 1
+            # A function, in which another one was traced, which had another one inside.
+            now[0] += 2
+            compiles(2.0)
+            now[0] += 1
+            compiles(3.0)
+            now[0] += 4
+            compiles(7.0)
+            now[0] += 16
+            # JAX measures by another clock, which runs a little faster.
+            compiles(16.01, "backend_compile_duration")
+            now[0] += 32
+        with clock.phase("evaluation", "an evaluation"):
+            now[0] += 64
+            compiles(60.0, "backend_compile_duration")
+            # Others are no compilations, or take no time of this thread.
+            jax.monitoring.record_event_duration_secs("/jax/compilation_cache/saved", 4.0)
+            thread = threading.Thread(target=compiles, args=(4.0,))
+            thread.start()
+            thread.join()
         found = clock.read()
     compiles(4.0)
-    assert found == {**NONE, "dispatch": 33, "compile": 23 + 60, "evaluation": 4}
+    expected = {**NONE, "dispatch": 33, "compile": 23 + 60, "evaluation": 4}
+    assert found == pytest.approx(expected, abs=0.1)
     assert clock.read() == NONE
-
-
-def test_phases_one_after_the_other_are_told_from_nested_ones(now):
-    with Clock() as clock:
-        clock.enter("dispatch")
-        now[0] += 10
-        compiles(10.0)
-        now[0] += 16
-        # JAX measures by another clock, which runs a little faster.
-        compiles(16.01, "backend_compile_duration")
-        assert clock.read() == {**NONE, "compile": pytest.approx(26)}
 
 
 def test_a_clock_that_is_set_back_makes_no_part_negative(now):
     with Clock() as clock:
-        clock.enter("dispatch")
         now[0] += 1
         compiles(5.0)
         compiles(-5.0)
         assert clock.read() == {**NONE, "compile": 1}
-
-
-def test_a_clock_ends_although_its_listener_is_gone(now):
-    with Clock() as clock:
-        # As if all were cleared, which would take those of others, too.
-        jax.monitoring.unregister_event_duration_listener(clock._on_event)
-        now[0] += 1
-        compiles(1.0)
-    assert clock.read() == {**NONE, "other": 1}
 
 
 # Runs
@@ -158,7 +136,7 @@ class SlowTracker(Recorder):
         super().log(step, values)
         self.takes(1e5)
 
-    def close(self):
+    def close(self, error=None):
         self.takes(2e4)
 
 
@@ -168,7 +146,7 @@ class SlowCallback(eqxshard.callbacks.Callback):
     def __init__(self, takes):
         self.takes = takes
 
-    def after_step(self, run):
+    def after_step(self, loop):
         self.takes(1e4)
 
     after_report = after_save = after_step
@@ -183,25 +161,15 @@ def all_times(recorder):
     return {part: sum(line[f"seconds/{part}"] for line in lines) for part in PARTS}
 
 
-@pytest.fixture
-def printed(monkeypatch):
-    """The seconds of each part that a run prints the shares of."""
-    seconds = {}
-
-    def describe(totals):
-        seconds.update(totals)
-        return "(times)"
-
-    monkeypatch.setattr("eqxshard.loop._report.describe_time", describe)
-    return seconds
-
-
 def near(**seconds):
     """These, but for what JAX may have compiled."""
     return pytest.approx({**NONE, **seconds}, abs=1.0)
 
 
-def test_the_parts_of_a_run_add_up_to_its_time(now, takes, tmp_path, monkeypatch, printed):
+def test_the_parts_of_a_run_add_up_to_its_time(now, takes, tmp_path, monkeypatch):
+    printed = {}
+    describe = lambda totals: printed.update(totals) or ""  # noqa: E731
+    monkeypatch.setattr("eqxshard.loop._report.describe_time", describe)
     save, close = eqxshard.Checkpointer.save, eqxshard.Checkpointer.close
     slow_save = lambda *args, **kwargs: takes(1e6, save(*args, **kwargs))  # noqa: E731
     monkeypatch.setattr(eqxshard.Checkpointer, "save", slow_save)
@@ -221,14 +189,14 @@ def test_the_parts_of_a_run_add_up_to_its_time(now, takes, tmp_path, monkeypatch
         callbacks=[SlowCallback(takes)],
     )
     assert printed == near(
-        # With the 1.5 s in which the loader ends.
-        data=41.5,
+        data=40,
         dispatch=400,
         evaluation=2_000,
         checkpoint=7e6,
         callbacks=7e4,
         log=2.2e5,
-        other=0.5,
+        # With the 1.5 s in which the loader ends.
+        other=2.0,
     )
     assert sum(printed.values()) == pytest.approx(now[0] - start)
     # Reports have what came before them.
@@ -293,23 +261,6 @@ def test_a_run_that_an_error_ends_tells_its_time(takes, capfd, at):
         assert recorder.lines == [] and err == ""
 
 
-def test_only_the_main_process_prints(takes, capfd, monkeypatch):
-    monkeypatch.setattr("eqxshard.loop._report.is_main_process", lambda: False)
-    state, train_step = fresh()
-    eqxshard.fit(state, lambda *args: takes(1, train_step(*args)), make_loader(), steps=1)
-    assert capfd.readouterr().err == ""
-
-
-def test_a_run_without_steps_has_no_goodput(capfd):
-    state, train_step = fresh()
-    eqxshard.fit(state, train_step, make_loader(), steps=1)
-    assert capfd.readouterr().err.startswith("goodput ")
-    state, train_step = fresh()
-    state = eqx.tree_at(lambda s: s.step, state, state.step + 1)
-    eqxshard.fit(state, train_step, make_loader(), steps=1)
-    assert capfd.readouterr().err == ""
-
-
 def test_the_first_step_compiles_and_later_ones_do_not():
     state, train_step = make()
     for resident in (False, True):
@@ -329,41 +280,6 @@ def test_the_first_step_compiles_and_later_ones_do_not():
         first, second = times
         assert first["compile"] > first["dispatch"]
         assert second["compile"] < 0.1 * first["compile"]
-
-
-def wait(result: Any = None):
-    time.sleep(LONG)
-    return result
-
-
-@cache
-def slow_on_devices():
-    """Returns a number that the devices compute for long."""
-    compute = jax.shard_map(
-        lambda number: jax.pure_callback(wait, number, number),
-        mesh=make_mesh(),
-        in_specs=jax.P(),
-        out_specs=jax.P(),
-        check_vma=False,
-    )
-    return jax.jit(compute)
-
-
-def test_slow_devices_are_told_from_dispatch():
-    state, train_step = fresh()
-
-    def step(state, batch):
-        state, metrics = train_step(state, batch)
-        weight = slow_on_devices()(metrics.weight)
-        return state, eqx.tree_at(lambda m: m.weight, metrics, weight)
-
-    recorder = Recorder()
-    options: Any = {"steps": 4, "log_every": 2, "trackers": [recorder]}
-    eqxshard.fit(state, step, make_loader(), **options)
-    # The first report may have what compiled.
-    _, (_, found) = recorder.lines
-    # The devices begin a little before anybody waits for them.
-    assert found["seconds/device"] >= LONG / 2
 
 
 class Weight(np.ndarray):
@@ -399,11 +315,3 @@ def test_the_line_names_the_largest_losses_first():
     assert describe_time(seconds) == line
     assert describe_time({**NONE, "other": 59.9}) == "goodput 0 % of 59.9 s | other 100 %"
     assert describe_time({**NONE, "device": 10_859.0}) == "goodput 100 % of 3 h 0 min"
-
-
-def test_metrics_leave_times_out():
-    values = {f"seconds/{part}": 1.0 for part in PARTS} | {
-        "goodput": 1.0,
-        "train/loss": 1.0,
-    }
-    assert [metric.name for metric in metrics(values)] == ["loss"]

@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 from helpers import RULES, Model, copied, lenient, make_loader, make_mesh, source
-from jax.sharding import NamedSharding, PartitionSpec
 from process_helpers import finished
 
 import eqxshard
@@ -55,25 +54,6 @@ def test_outputs_are_those_of_each_example_in_order(state, expected, options):
     assert found["index"].tolist() == [*range(100)]
     assert isinstance(found["out"], np.ndarray) and found["out"].dtype == np.float32
     np.testing.assert_allclose(found["out"], expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_outputs_may_stay_on_the_devices(shuffle):
-    mesh = make_mesh("data=2,fsdp=2")
-    model = eqxshard.filter_shard(Model(KEY), NamedSharding(mesh, PartitionSpec()))
-    loader = loader_of(mesh=mesh, shuffle=shuffle)
-    found = eqxshard.predict(model, outputs, loader, gather=False)
-    assert found["index"].shape == (100,)
-    assert found["index"].sharding == eqxshard.batch_sharding(mesh)
-    assert found["index"].addressable_shards[0].data.shape == (25,)
-    expected = eqxshard.predict(model, outputs, loader)
-    for name in ("index", "out"):
-        np.testing.assert_array_equal(found[name], expected[name])
-
-
-def test_outputs_that_do_not_divide_cannot_stay(state):
-    with pytest.raises(ValueError, match=r"100 .* 8"):
-        eqxshard.predict(state.model, outputs, loader_of(), gather=False)
 
 
 def test_the_function_is_compiled_once(state):
@@ -144,23 +124,32 @@ def test_another_loader_gives_its_rows_in_its_order(state, expected):
     np.testing.assert_allclose(found["out"], expected[:80], rtol=1e-5, atol=1e-6)
 
 
-def test_what_cannot_be_predicted_is_refused(state):
-    with pytest.raises(TypeError, match=r"give it state\.model"):
-        eqxshard.predict(state, outputs, loader_of())
-    with pytest.raises(ValueError, match=r"has 96 of 100 examples, in 96 rows.*='pad'"):
-        eqxshard.predict(state.model, outputs, loader_of(remainder="drop"))
-    with pytest.raises(ValueError, match="not on a mesh; place them with filter_shard"):
-        eqxshard.predict(Model(KEY), outputs, loader_of())
-    with pytest.raises(ValueError, match=r"output\.mean of fn has shape \(\) for a ba"):
-        eqxshard.predict(
-            state.model, lambda model, batch: {"mean": batch["x"].mean()}, loader_of()
-        )
-    with pytest.raises(TypeError, match=r"output\.name of fn is a str; return arrays"):
-        eqxshard.predict(state.model, lambda model, batch: {"name": "x"}, loader_of())
-    gone = copied(state.model)
-    gone.first.weight.delete()
-    with pytest.raises(ValueError, match="was donated to an earlier step"):
-        eqxshard.predict(gone, outputs, loader_of())
+def gone(state):
+    model = copied(state.model)
+    model.first.weight.delete()
+    return model
+
+
+def mean(model, batch):
+    return {"mean": batch["x"].mean()}
+
+
+#: The model, the function, options of the loader, and what is said.
+REFUSED = {
+    "state": (lambda state: state, outputs, {}, r"give it state\.model"),
+    "drop": (lambda state: state.model, outputs, {"remainder": "drop"}, "96 of 100 exam"),
+    "no mesh": (lambda state: Model(KEY), outputs, {}, "place them with filter_shard"),
+    "shape": (lambda state: state.model, mean, {}, r"mean of fn has shape \(\) for a ba"),
+    "text": (lambda state: state.model, lambda *_: {"x": ""}, {}, "x of fn is a str; ret"),
+    "donated": (gone, outputs, {}, "was donated to an earlier step"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_predicted_is_refused(state, kind):
+    model_of, fn, options, says = REFUSED[kind]
+    with pytest.raises((TypeError, ValueError), match=says):
+        eqxshard.predict(model_of(state), fn, loader_of(**options))
 
 
 SCRIPT = """

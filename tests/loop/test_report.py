@@ -7,6 +7,7 @@ import pytest
 from loop_helpers import Recorder, make_loader, run
 
 import eqxshard
+from eqxshard.loop._clock import Clock
 from eqxshard.loop._media import numbers
 from eqxshard.loop._report import Report
 
@@ -17,40 +18,35 @@ def metrics(loss, weight=1.0, nonfinite=0):
     )
 
 
+def report_to(*trackers, max_nonfinite=10):
+    return Report(trackers, Clock(), 4, max_nonfinite)
+
+
 def test_a_report_has_the_means_since_the_last_one():
     recorder = Recorder()
-    report = Report([recorder], steps_per_epoch=4, max_nonfinite=10)
+    report = report_to(recorder)
     report.add(1, metrics(1.0), 1, due=False)
     report.flush()
     assert recorder.lines == []
     report.add(2, metrics(4.0, weight=3.0), 1, due=True)
     report.read()
-    report.add_evaluation({"accuracy": 0.5})
+    report.add_evaluation({"accuracy": 0.5, "confusion": np.eye(2)})
     report.flush()
     ((step, values),) = recorder.lines
     assert (step, values["epoch"], values["eval/accuracy"]) == (2, 0.5, 0.5)
     assert values["train/loss"] == pytest.approx(13 / 4)
     examples = values["train/examples_per_second"] * values["train/seconds"]
     assert examples == pytest.approx(4)
-    report.flush()
-    assert len(recorder.lines) == 1 and report.values == values
-
-
-def test_arrays_are_for_callbacks_and_not_for_trackers():
-    recorder = Recorder()
-    report = Report([recorder], steps_per_epoch=4, max_nonfinite=10)
-    report.add(1, metrics(1.0), 1, due=True)
-    report.read()
-    report.add_evaluation({"accuracy": 0.5, "confusion": np.eye(2)})
-    report.flush()
-    ((_, values),) = recorder.lines
-    assert "eval/accuracy" in values and "eval/confusion" not in values
+    # Arrays are for callbacks, and not for trackers.
     assert report.values["eval/confusion"].shape == (2, 2)
+    assert values.keys() == report.values.keys() - {"eval/confusion"}
+    report.flush()
+    assert len(recorder.lines) == 1
 
 
 def test_images_and_histograms_are_for_trackers_but_no_metrics():
     recorder = Recorder()
-    report = Report([recorder], steps_per_epoch=4, max_nonfinite=10)
+    report = report_to(recorder)
     image = eqxshard.trackers.Image(np.zeros((2, 2)))
     histogram = eqxshard.trackers.Histogram(np.zeros(3))
     report.add(1, metrics(1.0), 1, due=True)
@@ -66,16 +62,8 @@ def test_images_and_histograms_are_for_trackers_but_no_metrics():
         report.flush()
 
 
-def test_without_epochs_none_is_reported():
-    recorder = Recorder()
-    report = Report([recorder], steps_per_epoch=None, max_nonfinite=10)
-    report.add(1, metrics(1.0), 1, due=True)
-    report.flush()
-    assert "epoch" not in recorder.lines[0][1] and report.epoch(1) is None
-
-
 def test_steps_in_a_row_that_are_not_finite_are_counted_across_reports():
-    report = Report([], steps_per_epoch=4, max_nonfinite=3)
+    report = report_to(max_nonfinite=3)
     for step, bad in enumerate([1, 0, 1, 1, 1], start=1):
         assert report.too_many_nonfinite == []
         report.add(step, metrics(1.0, nonfinite=bad), 1, due=True)
@@ -85,7 +73,7 @@ def test_steps_in_a_row_that_are_not_finite_are_counted_across_reports():
 
 def test_only_the_steps_that_were_taken_are_read():
     recorder = Recorder()
-    report = Report([recorder], steps_per_epoch=4, max_nonfinite=10)
+    report = report_to(recorder)
     room = eqxshard.Metrics(
         {"loss": np.array([1, 2, 99], np.float32)}, np.ones(3, np.float32), np.zeros(3, int)
     )

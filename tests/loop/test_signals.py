@@ -31,7 +31,7 @@ step = eqxshard.make_train_step(
 )
 class Prints:
     def log(self, step, values): print("step", step, flush=True)
-    def close(self): print("closed", flush=True)
+    def close(self, error=None): print("closed", flush=True)
 checkpointer = eqxshard.Checkpointer(sys.argv[1])
 eqxshard.fit(state, step, loader, steps=100_000, log_every=1, checkpointer=checkpointer,
              trackers=[Prints()])
@@ -117,7 +117,7 @@ def test_signals_that_are_ignored_stay_ignored(tmp_path, handlers):
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
             os.kill(os.getpid(), signal.SIGINT)
 
-        def close(self):
+        def close(self, error=None):
             pass
 
     state = run(tmp_path, make_loader(), steps=3, log_every=1, trackers=[Interrupts()])
@@ -131,7 +131,7 @@ def test_without_a_checkpointer_signals_are_not_handled(handlers):
         def log(self, step, values):
             seen.append({number: signal.getsignal(number) for number in NUMBERS})
 
-        def close(self):
+        def close(self, error=None):
             pass
 
     run(None, make_loader(), steps=1, trackers=[Looks()])

@@ -70,8 +70,8 @@ def test_a_disk_without_room_for_metrics_keeps_the_result(tmp_path, finished, mo
 def test_a_folder_that_goes_in_the_middle_is_written_again(tmp_path, finished, how, caplog):
     folder = tmp_path / "run"
 
-    def go(run):
-        if run.step == 7:
+    def go(loop):
+        if loop.step == 7:
             folder.rename(tmp_path / "other")
             if how == "deleted":
                 shutil.rmtree(tmp_path / "other")
@@ -94,7 +94,7 @@ def test_a_folder_stays_where_it_is_if_the_script_goes_elsewhere(
         os.chdir(tmp_path / "elsewhere")
         return make_optim(steps)
 
-    leave = Every(5, lambda run: os.chdir(tmp_path / "elsewhere"))
+    leave = Every(5, lambda loop: os.chdir(tmp_path / "elsewhere"))
     ways: list[Any] = [{"callbacks": [leave]}, {"make_optim": leave_first}]
     for options in ways:
         monkeypatch.chdir(tmp_path)

@@ -46,7 +46,7 @@ class Dies:
         if step == 10:
             raise Killed
 
-    def close(self):
+    def close(self, error=None):
         pass
 
 

@@ -173,7 +173,7 @@ def test_callbacks_and_evaluations_at_any_step(tmp_path):
         tmp_path,
         dataclasses.replace(CONFIG, evaluate_every=3),
         callbacks=[
-            eqxshard.callbacks.Every(4, lambda run: seen.append(run.step)),
+            eqxshard.callbacks.Every(4, lambda loop: seen.append(loop.step)),
             eqxshard.callbacks.EarlyStopping("eval/accuracy", patience=1, min_delta=1.0),
         ],
     )
@@ -295,7 +295,7 @@ def other_entry(model, batch):
 def test_mistakes_in_evaluations_come_before_the_first_step(tmp_path, options, message):
     steps = []
     if options.get("metric_fn") is other_entry:
-        counts = eqxshard.callbacks.Every(1, lambda run: steps.append(run.step))
+        counts = eqxshard.callbacks.Every(1, lambda loop: steps.append(loop.step))
         options = options | {"callbacks": [counts]}
     with pytest.raises((KeyError, ValueError), match=message):
         train(tmp_path / "run", **options)
@@ -314,8 +314,8 @@ def test_a_start_that_failed_is_in_nobodys_way(tmp_path):
 
 def test_a_metric_of_a_callback_of_ones_own_may_be_the_best(tmp_path):
     class Scores(eqxshard.callbacks.Callback):
-        def after_evaluation(self, run):
-            run.log({"score": run.step})
+        def after_evaluation(self, loop):
+            loop.log({"score": loop.step})
 
     train(
         tmp_path,

@@ -5,7 +5,6 @@ import time
 import numpy as np
 import pytest
 from matplotlib import image
-from matplotlib.figure import Figure
 
 import eqxshard
 from eqxshard.loop._report import tell
@@ -71,36 +70,12 @@ def test_each_metric_has_a_panel_but_speed_has_none(tmp_path):
         tracker = Curves(tmp_path / "c.png")
         values = {f"{kind}/{name}": 0.5 for name in names for kind in ("train", "eval")}
         speeds = {"train/seconds": 1.0, "train/examples_per_second": 10.0}
-        tracker.log(1, {"epoch": 0.1, **values, **speeds})
+        times = {"seconds/device": 90.0, "goodput": 0.6}
+        tracker.log(1, {"epoch": 0.1, **values, **speeds, **times})
         tracker.close()
         sizes[len(names)] = size(tmp_path / "c.png")
     assert sizes[1][0] < sizes[2][0] < sizes[3][0] == sizes[4][0]
     assert sizes[1][1] == sizes[2][1] == sizes[3][1] < sizes[4][1]
-
-
-def test_the_wall_time_has_a_panel(tmp_path, monkeypatch):
-    figures = []
-
-    def new_figure(**options):
-        figures.append(Figure(**options))
-        return figures[-1]
-
-    monkeypatch.setattr("matplotlib.figure.Figure", new_figure)
-    tracker = Curves(tmp_path / "c.png")
-    times = {"seconds/device": 90.0, "seconds/compile": 60.0, "goodput": 0.6}
-    tracker.log(5, {"epoch": 0.5, "train/loss": 1.0, **times})
-    # One that is too short to be seen.
-    times = {"seconds/device": 140.0, "seconds/compile": 0.0, "seconds/data": 10.0}
-    tracker.log(10, {"epoch": 1.0, **times, "seconds/log": 0.1, "goodput": 0.77})
-    tracker.close()
-    loss_panel, panel = figures[-1].axes
-    assert loss_panel.get_title("left") == "loss"
-    assert panel.get_title("left") == "wall time (min), goodput 77 %"
-    labels = [text.get_text() for text in panel.get_legend().get_texts()]
-    assert labels == ["device 77 %", "data 3 %", "compile 20 %"]
-    tops = [area.get_paths()[0].vertices for area in panel.collections]
-    assert [top[:, 1].max() for top in tops] == pytest.approx([230 / 60, 4.0, 5.0])
-    assert [top[:, 0].max() for top in tops] == [1.0, 1.0, 1.0]
 
 
 def slope(path):
@@ -110,30 +85,13 @@ def slope(path):
     return -np.corrcoef(rows, columns)[0, 1]
 
 
-@pytest.mark.parametrize("kind", ["train", "eval"])
-@pytest.mark.parametrize("direction", [1, -1])
+@pytest.mark.parametrize("kind, direction", [("train", 1), ("eval", -1)])
 def test_the_curve_follows_the_values(tmp_path, kind, direction):
     tracker = Curves(tmp_path / "c.png")
     for step in range(1, 11):
         tracker.log(step, {"epoch": step / 10, f"{kind}/loss": float(direction * step)})
     tracker.close()
     assert direction * slope(tmp_path / "c.png") > 0.6
-
-
-def test_a_report_of_both_kinds_is_drawn_like_two_reports(tmp_path):
-    plots = []
-    for separate in (False, True):
-        tracker = Curves(tmp_path / "c.png")
-        for step in (10, 20):
-            training = train(step, loss=1 / step, seconds=1.0)
-            test = {"epoch": step / 10, "eval/loss": 0.1 + 1 / step, "eval/f1": 0.5}
-            for report in [training, test] if separate else [training | test]:
-                tracker.log(step, report)
-            # Draws in any case, where an evaluation may come too soon after the last.
-            tracker.close()
-            plots.append((tmp_path / "c.png").read_bytes())
-    assert plots[:2] == plots[2:]
-    assert plots[0] != plots[1]
 
 
 def test_values_that_are_not_finite_leave_gaps(tmp_path):
@@ -146,15 +104,15 @@ def test_values_that_are_not_finite_leave_gaps(tmp_path):
 
 
 def test_without_values_there_is_no_plot(tmp_path):
-    Curves(tmp_path / "c.png").close()
+    Curves(tmp_path / "E.PNG").close()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_path_that_cannot_be_written_is_an_error_at_once(tmp_path):
+@pytest.mark.parametrize("name", [".", "file/curves.png", "curves.pdf"])
+def test_a_path_that_cannot_be_written_is_an_error_at_once(tmp_path, name):
     (tmp_path / "file").touch()
-    for path in (tmp_path, tmp_path / "file" / "curves.png"):
-        with pytest.raises(ValueError, match=f"cannot write '{path}': .*; use a path"):
-            Curves(path)
+    with pytest.raises(ValueError, match="; use "):
+        Curves(tmp_path / name)
 
 
 def test_a_disk_that_is_full_during_a_run_does_not_end_it(tmp_path, monkeypatch, caplog):
@@ -165,15 +123,8 @@ def test_a_disk_that_is_full_during_a_run_does_not_end_it(tmp_path, monkeypatch,
 
     monkeypatch.setattr("os.replace", refuse)
     tell(tracker.log, 1, {"eval/loss": 1.0})
-    tell(tracker.close)
+    tell(tracker.close, None)
     assert caplog.text.count("No space left on device. Training continues.") == 2
-
-
-def test_another_extension_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r"e\.pdf' has another extension; use 'e\.png'"):
-        Curves(tmp_path / "e.pdf")
-    Curves(tmp_path / "E.PNG").close()
-    assert list(tmp_path.iterdir()) == []
 
 
 def run(code, cwd):
@@ -194,16 +145,3 @@ def test_matplotlib_is_imported_late_and_without_pyplot(tmp_path):
     """
     assert run(code, tmp_path).stderr == ""
     assert (tmp_path / "curves.png").exists()
-
-
-def test_without_matplotlib_the_error_names_the_package(tmp_path):
-    code = """if True:
-        import sys
-        from eqxshard.trackers import Curves
-        sys.modules["matplotlib"] = None  # as if it were not installed
-        Curves("curves.png")
-    """
-    assert run(code, tmp_path).stderr.splitlines()[-1] == (
-        "ImportError: Curves needs Matplotlib; install it with `pip install "
-        "'eqxshard[recipes]'`."
-    )

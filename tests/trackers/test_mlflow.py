@@ -72,8 +72,8 @@ def test_numbers_images_and_histograms_are_in_the_run(client, tmp_path):
     "error, status", [(KeyboardInterrupt(), "KILLED"), (RuntimeError("a bug"), "FAILED")]
 )
 def test_a_resumed_run_sends_each_step_once(client, tmp_path, error, status):
-    def stop(run):
-        if run.step == 4:
+    def stop(loop):
+        if loop.step == 4:
             raise error
 
     loader = make_loader()
@@ -101,7 +101,7 @@ def test_a_server_that_goes_away_is_logged(client, tmp_path, monkeypatch, caplog
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr(tracker._client, "log_batch", fail)
-    wait = eqxshard.callbacks.Every(1, lambda run: run.step < 3 or failed.wait())
+    wait = eqxshard.callbacks.Every(1, lambda loop: loop.step < 3 or failed.wait())
     run(None, make_loader(), steps=4, log_every=1, trackers=[tracker], callbacks=[wait])
     said = "a tracker failed: MLflow refused a report: no route to host. Training continues"
     assert said in caplog.text

@@ -1,4 +1,7 @@
+"""Optional packages: folders of their name, and errors that say how to install them."""
+
 import importlib
+import subprocess
 import sys
 
 import pytest
@@ -19,3 +22,31 @@ def test_a_folder_of_a_packages_name_is_no_package(tmp_path, monkeypatch):
         eqxshard.RunConfig(track=("wandb",)).check()
     with pytest.raises(ImportError, match=r"pip install 'eqxshard\[mlflow\]'"):
         eqxshard.trackers.MLflow(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "tracker, package, command",
+    [
+        ("Curves", "matplotlib", "'eqxshard[recipes]'"),
+        ("TensorBoard", "tensorboard", "tensorboard"),
+        ("WandB", "wandb", "'eqxshard[wandb]'"),
+        ("MLflow", "mlflow", "'eqxshard[mlflow]'"),
+    ],
+)
+def test_without_the_package_the_error_says_how_to_install_it(
+    tmp_path, tracker, package, command
+):
+    code = f"""if True:
+        import sys
+        from eqxshard import trackers
+        assert not {{"wandb", "mlflow", "tensorboard", "matplotlib"}} & {{*sys.modules}}
+        sys.modules["{package}"] = None  # as if it were not installed
+        trackers.{tracker}("run")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: ")
+    assert last.endswith(f"; install it with `pip install {command}`.")
+    assert list(tmp_path.iterdir()) == []

@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from eqxshard.trackers._service import Ending, KeptRun, Sender
+from eqxshard.trackers._service import KeptRun, Sender
 
 
 def test_a_run_is_kept_for_those_that_resume(tmp_path):
@@ -28,29 +28,6 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="is a file and not a folder; use a path in"):
         KeptRun(tmp_path / "file" / "wandb.json", resume=False)
-
-
-@pytest.mark.parametrize(
-    "error, outcome",
-    [
-        (KeyboardInterrupt(), "stopped"),
-        (SystemExit(143), "stopped"),
-        (RuntimeError("a bug"), "failed"),
-    ],
-)
-def test_an_ending_is_known_while_the_error_is_on_its_way(error, outcome):
-    found = []
-    ending = Ending()
-    assert ending.outcome() == "finished"
-    try:
-        try:
-            raise error
-        finally:
-            found.append(ending.outcome())
-    except BaseException:
-        # A second try, which ends well.
-        assert Ending().outcome() == "finished"
-    assert found == [outcome]
 
 
 def test_calls_are_made_in_order_and_errors_come_later():

@@ -1,4 +1,4 @@
-"""What is known of a machine, and what a check finds in it."""
+"""What is known of a machine."""
 
 import re
 from collections.abc import Mapping
@@ -6,49 +6,11 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What a check found.
-
-    - `sentence`: what is wrong, or worth knowing.
-    - `command`: what mends it, or shows more.
-    - `is_wrong`: whether something cannot work; else it is only worth knowing.
-    """
-
-    sentence: str
-    command: str
-    is_wrong: bool = True
-
-
-@dataclass(frozen=True)
 class Devices:
-    """The devices that JAX finds."""
+    """The devices that JAX finds: their platform, and how many there are of each kind."""
 
     platform: str
     kinds: Mapping[str, int]
-
-    @property
-    def count(self) -> int:
-        """Their number."""
-        return sum(self.kinds.values())
-
-
-@dataclass(frozen=True)
-class Folder:
-    """A folder that is used.
-
-    - `name`: what it is for.
-    - `nbytes`: of its files; `None` if they were not counted.
-    - `is_foreign`: whether it belongs to another user.
-    - `is_open`: whether all users may write to it.
-    """
-
-    name: str
-    path: str
-    exists: bool = True
-    is_writable: bool = True
-    is_foreign: bool = False
-    is_open: bool = False
-    nbytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -62,6 +24,19 @@ class Disk:
 
 
 @dataclass(frozen=True)
+class Cache:
+    """The folder of JAX's compilation cache.
+
+    - `is_foreign`: whether it belongs to another user.
+    - `is_open`: whether all users may write to it.
+    """
+
+    path: str
+    is_foreign: bool = False
+    is_open: bool = False
+
+
+@dataclass(frozen=True)
 class Facts:
     """What is known of a machine.
 
@@ -69,15 +44,14 @@ class Facts:
     - `packages`: the versions of those that are installed.
     - `needs`: the lowest version of each package that this library needs.
     - `needs_python`: the lowest version of Python.
-    - `jaxlib`: the lowest and the highest version of jaxlib that JAX takes.
     - `environment`: the variables that matter.
     - `driver`: the version of NVIDIA's driver, if there is one.
     - `gpus`: the names of NVIDIA's GPUs.
     - `links`: what `nvidia-smi topo -m` prints.
     - `devices`: what JAX finds; `None` if it fails, which `failure` says, or hangs.
     - `hangs`: whether JAX did not find devices in time.
-    - `folders`, `disks`: those that are used.
-    - `memory`, `memory_free`: of the host, in bytes, within the limit of a container.
+    - `cache`: the compilation cache, if there is one.
+    - `disks`: those that are used.
     - `cores`, `usable_cores`, `quota`: those of the machine, those that this process may
         run on, and how many of them a container may keep busy.
     - `hostname`, `resolves`: its name, and whether that has an address.
@@ -88,7 +62,6 @@ class Facts:
     packages: Mapping[str, str] = field(default_factory=dict)
     needs: Mapping[str, str] = field(default_factory=dict)
     needs_python: str = "3.11"
-    jaxlib: tuple[str, str] | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     driver: str | None = None
     gpus: tuple[str, ...] = ()
@@ -96,10 +69,8 @@ class Facts:
     devices: Devices | None = None
     failure: str = ""
     hangs: bool = False
-    folders: tuple[Folder, ...] = ()
+    cache: Cache | None = None
     disks: tuple[Disk, ...] = ()
-    memory: int | None = None
-    memory_free: int | None = None
     cores: int = 1
     usable_cores: int = 1
     quota: float | None = None

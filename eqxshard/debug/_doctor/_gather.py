@@ -15,20 +15,18 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from ._facts import Devices, Disk, Facts, Folder
+from ._facts import Cache, Devices, Disk, Facts
 
-#: How long to wait for JAX, and for a command of the driver.
+#: How long to wait for JAX, and for other commands.
 _JAX_SECONDS, _COMMAND_SECONDS = 120.0, 20.0
 _SHOWN = ("eqxshard", "jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain")
 _SHOWN += ("numpy", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin")
 _SHOWN += ("jax-cuda13-pjrt", "libtpu", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
-_SHOWN += ("matplotlib", "tensorboard")
-#: Variables that matter, beside those that begin with one of the prefixes.
-_VARIABLES = ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "SLURM_JOB_ID", "SLURM_NTASKS")
-_VARIABLES += ("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST", "TPU_NAME")
-_PREFIXES = ("JAX_", "XLA_", "EQXSHARD_", "NCCL_")
+#: What the names of variables that matter begin with.
+_PREFIXES = ("JAX_", "XLA_", "EQXSHARD_", "NCCL_", "SLURM_JOB_ID", "SLURM_NTASKS")
+_PREFIXES += ("CUDA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
 
 _LOOK = """
 import collections, json, jax
@@ -41,61 +39,52 @@ print("\\n" + json.dumps({"platform": found[0].platform, "kinds": kinds}))
 def gather() -> Facts:
     """The facts of this machine."""
     needs, needs_python = _needs()
-    environment = {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if name in _VARIABLES or name.startswith(_PREFIXES)
-    }
-    gpus = run(
-        ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], _COMMAND_SECONDS
-    )
-    links = run(["nvidia-smi", "topo", "-m"], _COMMAND_SECONDS) if gpus.out else gpus
-    started = look_for_devices()
-    total, free = _memory()
-    name, resolves = _host()
+    smi = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
+    gpus = [line.split(", ", 1) for line in run(smi, _COMMAND_SECONDS).out.splitlines()]
+    links = run(["nvidia-smi", "topo", "-m"], _COMMAND_SECONDS).out if gpus else ""
+    devices, failure, hangs = look_for_devices()
+    host = socket.gethostname()
+    # By a command that can be stopped: a name server may be long in answering.
+    resolve = f"import socket; socket.gethostbyname({host!r})"
     return Facts(
         python=platform.python_version(),
         system=platform.platform(),
         packages=_packages({*needs, *_SHOWN}),
         needs=needs,
         needs_python=needs_python,
-        jaxlib=_jaxlib_bounds(),
-        environment=environment,
-        driver=_driver(),
-        gpus=tuple(filter(None, gpus.out.splitlines())),
-        links=links.out,
-        devices=started[0],
-        failure=started[1],
-        hangs=started[2],
-        folders=tuple(_folders(environment)),
+        environment={k: v for k, v in os.environ.items() if k.startswith(_PREFIXES)},
+        driver=gpus[0][0] if gpus else None,
+        gpus=tuple(gpu[-1] for gpu in gpus),
+        links=links,
+        devices=devices,
+        failure=failure,
+        hangs=hangs,
+        cache=_cache(),
         disks=tuple(_disks()),
-        memory=total,
-        memory_free=free,
         cores=os.cpu_count() or 1,
-        usable_cores=len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1,
+        usable_cores=_usable_cores(),
         quota=_quota(),
-        hostname=name,
-        resolves=resolves,
+        hostname=host,
+        resolves=run([sys.executable, "-c", resolve], 10.0).code == 0,
     )
 
 
-class Ended:
-    """How a command ended: what it printed, and whether it was stopped."""
+class Ended(NamedTuple):
+    """How a command ended: what it printed, and its status, `None` if it was stopped."""
 
-    def __init__(self, out: str, err: str, code: int | None):
-        self.out, self.err, self.code = out, err, code
+    out: str
+    err: str
+    code: int | None
 
 
 def run(
     command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None
 ) -> Ended:
-    """Run a command, but not for longer; without it, there is no output."""
+    """Run a command, but not for longer; one that fails or is not there prints nothing."""
     try:
         process = subprocess.Popen(
             command,
-            env=None if environment is None else dict(environment),
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -127,9 +116,8 @@ def look_for_devices(
     if ended.code is None:
         return None, "", True
     lines = [line for line in ended.out.splitlines() if line.startswith("{")]
-    if ended.code == 0 and lines:
-        found = json.loads(lines[-1])
-        return Devices(found["platform"], found["kinds"]), "", False
+    if lines:
+        return Devices(**json.loads(lines[-1])), "", False
     said = [line.strip() for line in ended.err.splitlines() if line.strip()]
     return None, said[-1][:400] if said else f"exit status {ended.code}", False
 
@@ -157,57 +145,17 @@ def _packages(names: set[str]) -> dict[str, str]:
     return found
 
 
-def _jaxlib_bounds() -> tuple[str, str] | None:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        for text in importlib.metadata.requires("jax") or []:
-            low, high = re.search(r">=([\d.]+)", text), re.search(r"<=([\d.]+)", text)
-            if text.startswith("jaxlib") and "extra" not in text and low and high:
-                return low[1], high[1]
+def _cache() -> Cache | None:
+    path = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    with contextlib.suppress(ImportError, OSError):
+        if path is None:
+            import platformdirs
+
+            path = str(platformdirs.user_cache_path("eqxshard") / "compiled")
+        about = Path(path).stat()
+        is_foreign = hasattr(os, "getuid") and about.st_uid not in (0, os.getuid())
+        return Cache(path, is_foreign, bool(about.st_mode & stat.S_IWOTH))
     return None
-
-
-def _driver() -> str | None:
-    with contextlib.suppress(OSError):
-        text = Path("/proc/driver/nvidia/version").read_text()
-        if found := re.search(r"\b(\d{3}\.[\d.]+)\b", text):
-            return found[1]
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    lines = run(query, _COMMAND_SECONDS).out.split()
-    return lines[0] if lines else None
-
-
-def _folders(environment: Mapping[str, str]) -> list[Folder]:
-    cache = environment.get("JAX_COMPILATION_CACHE_DIR")
-    with contextlib.suppress(ImportError):
-        import platformdirs
-
-        cache = cache or str(platformdirs.user_cache_path("eqxshard") / "compiled")
-    found = [_folder("compilation cache", cache, measured=True)] if cache else []
-    if data := environment.get("EQXSHARD_DATA_DIR"):
-        found.append(_folder("data", str(Path(data).expanduser())))
-    return [*found, _folder("current", str(Path.cwd()))]
-
-
-def _folder(name: str, path: str, *, measured: bool = False) -> Folder:
-    place = Path(path)
-    try:
-        about = place.stat()
-    except OSError:
-        return Folder(name, path, exists=False)
-    size = None
-    if measured:
-        size = 0
-        for file in place.rglob("*"):
-            with contextlib.suppress(OSError):
-                size += file.stat().st_size if file.is_file() else 0
-    return Folder(
-        name,
-        path,
-        is_writable=os.access(place, os.W_OK | os.X_OK),
-        is_foreign=hasattr(os, "getuid") and about.st_uid not in (0, os.getuid()),
-        is_open=bool(about.st_mode & stat.S_IWOTH),
-        nbytes=size,
-    )
 
 
 def _disks() -> list[Disk]:
@@ -220,20 +168,10 @@ def _disks() -> list[Disk]:
     return found
 
 
-def _memory() -> tuple[int | None, int | None]:
-    """The memory of the host, and how much of it is free, within a container's limit."""
-    values: dict[str, int] = {}
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            name, _, rest = line.partition(":")
-            values[name] = 1024 * int(rest.split()[0])
-    total, free = values.get("MemTotal"), values.get("MemAvailable")
-    with contextlib.suppress(OSError, ValueError):
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        total = limit if total is None else min(total, limit)
-        free = limit - used if free is None else min(free, limit - used)
-    return total, free
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _quota() -> float | None:
@@ -242,12 +180,3 @@ def _quota() -> float | None:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return int(quota) / int(period)
     return None
-
-
-def _host() -> tuple[str, bool]:
-    name: Any = socket.gethostname()
-    # By a command that can be stopped: a name server may be long in answering.
-    ended = run(
-        [sys.executable, "-c", f"import socket; socket.gethostbyname({name!r})"], 10.0
-    )
-    return name, ended.code == 0

@@ -4,33 +4,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from . import _check_devices, _check_machine, _check_versions
-from ._facts import Facts, Finding
+from ._checks import CHECKS, Finding
+from ._facts import Facts
 from ._gather import gather
-
-CHECKS = (
-    _check_versions.check_python,
-    _check_versions.check_packages,
-    _check_versions.check_jaxlib,
-    _check_versions.check_plugins,
-    _check_versions.check_stray_client,
-    _check_devices.check_start,
-    _check_devices.check_gpus,
-    _check_devices.check_visible,
-    _check_devices.check_platforms,
-    _check_devices.check_flags,
-    _check_devices.check_simulated,
-    _check_devices.check_count,
-    _check_devices.check_links,
-    _check_machine.check_folders,
-    _check_machine.check_disks,
-    _check_machine.check_shared_memory,
-    _check_machine.check_memory,
-    _check_machine.check_cores,
-    _check_machine.check_hostname,
-    _check_machine.check_processes,
-    _check_machine.check_slurm,
-)
 
 
 def doctor() -> int:
@@ -50,23 +26,20 @@ def describe(facts: Facts, findings: Sequence[Finding]) -> str:
     """The report, as text that can be pasted into an issue."""
     wrong = [finding for finding in findings if finding.is_wrong]
     others = [finding for finding in findings if not finding.is_wrong]
-    parts = [
-        "\n".join(_lines(facts)),
-        "\n".join(_listed("What is wrong", wrong)) if wrong else "Nothing is wrong.",
-    ]
-    if others:
-        parts.append("\n".join(_listed("Worth knowing", others)))
+    parts = ["\n".join(_lines(facts))]
+    parts += [_listed("What is wrong", wrong) if wrong else "Nothing is wrong."]
+    parts += [_listed("Worth knowing", others)] if others else []
     # A home folder has somebody's name in it.
     home = str(Path.home())
     text = "\n\n".join(parts)
     return text.replace(home + os.sep, "~" + os.sep) if len(home) > 1 else text
 
 
-def _listed(title: str, findings: Sequence[Finding]) -> Iterator[str]:
-    yield f"{title}:"
+def _listed(title: str, findings: Sequence[Finding]) -> str:
+    lines = [f"{title}:"]
     for number, finding in enumerate(findings, 1):
-        yield f"{number}. {finding.sentence}"
-        yield f"     {finding.command}"
+        lines += [f"{number}. {finding.sentence}", f"     {finding.command}"]
+    return "\n".join(lines)
 
 
 def _lines(facts: Facts) -> Iterator[str]:
@@ -106,15 +79,10 @@ def _machine_lines(facts: Facts) -> dict[str, str]:
     if facts.quota is not None:
         cores += f", of which {facts.quota:g} may be busy"
     found = {"cores": cores}
-    if facts.memory is not None and facts.memory_free is not None:
-        found["memory"] = f"{_gb(facts.memory_free)} free of {_gb(facts.memory)}"
     for disk in facts.disks:
         found[disk.name] = f"{_gb(disk.free)} free of {_gb(disk.total)} ({disk.path})"
-    for folder in facts.folders:
-        if folder.name != "current":
-            size = "" if folder.nbytes is None else f", {_gb(folder.nbytes)}"
-            there = size if folder.exists else ", not made yet"
-            found[folder.name] = f"{folder.path}{there}"
+    if facts.cache is not None:
+        found["compilation cache"] = facts.cache.path
     found["host"] = facts.hostname + ("" if facts.resolves else " (has no address)")
     return found
 

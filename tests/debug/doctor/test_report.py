@@ -2,9 +2,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from eqxshard.debug._doctor import _check_devices, _check_machine, _check_versions
-from eqxshard.debug._doctor._facts import Devices, Disk, Facts, Finding, Folder
-from eqxshard.debug._doctor._report import CHECKS, describe, doctor, find
+from eqxshard.debug._doctor._checks import Finding
+from eqxshard.debug._doctor._facts import Cache, Devices, Disk, Facts
+from eqxshard.debug._doctor._report import describe, doctor, find
 
 HEALTHY = Facts(
     packages={"jax": "0.10.2", "jaxlib": "0.10.2"},
@@ -14,9 +14,7 @@ HEALTHY = Facts(
     links="     GPU0 GPU1\nGPU0 X NV18\nGPU1 NV18 X\n",
     environment={"XLA_FLAGS": "--xla_dump_to=/tmp/a"},
     disks=(Disk("current folder", "/a", 10**12, 10**12),),
-    folders=(Folder("compilation cache", str(Path.home() / "cache"), nbytes=5 * 10**9),),
-    memory=10**12,
-    memory_free=10**11,
+    cache=Cache(str(Path.home() / "cache")),
 )
 
 
@@ -25,7 +23,7 @@ def test_a_healthy_machine():
     assert text.endswith("Nothing is wrong.")
     assert "8 x NVIDIA H200 (gpu)" in text and "GPU1 NV18 X" in text
     # A home folder has somebody's name in it.
-    assert "~/cache, 5.0 GB" in text and str(Path.home()) not in text.replace("/a", "")
+    assert "~/cache" in text and str(Path.home()) not in text.replace("/a", "")
 
 
 def test_findings_are_listed_with_their_commands():
@@ -42,21 +40,13 @@ def test_findings_are_listed_with_their_commands():
 
 
 def test_the_status_says_whether_something_is_wrong(monkeypatch, capsys):
-    bad = Facts(environment={"XLA_FLAGS": "x"})
+    bad = Facts(python="3.9.1")
     for facts, status in ((HEALTHY, 0), (bad, 1)):
         monkeypatch.setattr(
             "eqxshard.debug._doctor._report.gather", lambda facts=facts: facts
         )
         assert doctor() == status
-    assert "XLA_FLAGS has 'x'" in capsys.readouterr().out
-
-
-def test_every_check_is_made():
-    modules = (_check_versions, _check_devices, _check_machine)
-    names = {
-        name for module in modules for name in vars(module) if name.startswith("check_")
-    }
-    assert {check.__name__ for check in CHECKS} == names
+    assert "Python 3.9.1 is older" in capsys.readouterr().out
 
 
 def test_it_works_where_jax_cannot_be_imported(tmp_path):
@@ -69,18 +59,3 @@ def test_it_works_where_jax_cannot_be_imported(tmp_path):
     )
     assert done.returncode == 1, done.stderr
     assert "JAX does not start: ImportError: jaxlib is too old" in done.stdout
-
-
-def test_the_example_of_the_guide_is_what_it_prints():
-    page = Path(__file__).parents[3] / "docs" / "pages" / "guide" / "doctor.md"
-    example = page.read_text().split("```text\n")[1].split("```")[0]
-    facts = Facts(
-        packages={"jax": "0.10.2", "jaxlib": "0.10.2"},
-        devices=Devices("cpu", {"cpu": 1}),
-        driver="550.54.15",
-        gpus=("NVIDIA A100-SXM4-80GB",) * 2,
-        disks=(Disk("shared memory", "/dev/shm", 64_000_000, 64_000_000),),
-    )
-    text = describe(facts, find(facts))
-    for part in example.split("...\n"):
-        assert part.strip() in text

@@ -1,0 +1,212 @@
+"""What the doctor looks for: ten mistakes that have cost somebody a day."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ._facts import Facts, version_key
+
+_GB = 1_000_000_000
+#: For each version of CUDA, the oldest driver that runs it; the newest CUDA first.
+_OLDEST_DRIVER = {"cuda13": "580", "cuda12": "525"}
+
+
+class Finding(NamedTuple):
+    """What a check found.
+
+    - `sentence`: what is wrong, or worth knowing.
+    - `command`: what mends it, or shows more.
+    - `is_wrong`: whether something cannot work; else it is only worth knowing.
+    """
+
+    sentence: str
+    command: str
+    is_wrong: bool = True
+
+
+def check_versions(facts: Facts) -> Iterator[Finding]:
+    """Python and packages that are missing or too old."""
+    if version_key(facts.python) < version_key(facts.needs_python):
+        yield Finding(
+            f"Python {facts.python} is older than {facts.needs_python}, which eqxshard "
+            "needs.",
+            f"uv venv --python {facts.needs_python}",
+        )
+    for name, least in facts.needs.items():
+        found = facts.packages.get(name)
+        command = f'pip install --upgrade "{name}>={least}"'
+        if found is None:
+            yield Finding(f"{name} is not installed.", command)
+        elif version_key(found) < version_key(least):
+            yield Finding(
+                f"{name} {found} is older than {least}, which eqxshard needs.", command
+            )
+
+
+def check_plugins(facts: Facts) -> Iterator[Finding]:
+    """Plug-ins for GPUs of another version than jaxlib."""
+    jaxlib = facts.packages.get("jaxlib")
+    if jaxlib is None:
+        return
+    for cuda in _OLDEST_DRIVER:
+        for name in (f"jax-{cuda}-plugin", f"jax-{cuda}-pjrt"):
+            found = facts.packages.get(name, jaxlib)
+            if version_key(found) != version_key(jaxlib):
+                yield Finding(
+                    f"{name} {found} and jaxlib {jaxlib} differ, so JAX may leave it out.",
+                    _install(facts, cuda),
+                )
+
+
+def check_stray_client(facts: Facts) -> Iterator[Finding]:
+    """A compiler for GPUs where there are none: JAX logs an error at every start."""
+    for cuda in _OLDEST_DRIVER:
+        name = f"jax-{cuda}-pjrt"
+        if facts.driver is None and name in facts.packages:
+            yield Finding(
+                f"{name} is installed on a machine without NVIDIA's driver, so every start "
+                "of JAX logs an error; plans also find it in a folder of its own "
+                "(python -m eqxshard plan says how to install it there).",
+                f"pip uninstall -y {name} jax-{cuda}-plugin",
+                is_wrong=False,
+            )
+
+
+def check_start(facts: Facts) -> Iterator[Finding]:
+    """JAX that does not start, or does not come back."""
+    if facts.hangs:
+        yield Finding(
+            "JAX looks for devices and does not come back: a driver hangs, another program "
+            "holds the device, or other programs keep all cores busy.",
+            "nvidia-smi" if facts.driver else "ps aux --sort=-%cpu | head",
+        )
+    elif facts.devices is None and "jax" in facts.packages:
+        yield Finding(
+            f"JAX does not start: {facts.failure or 'it ends without a word'}",
+            'python -c "import jax; print(jax.devices())"',
+        )
+
+
+def check_gpus(facts: Facts) -> Iterator[Finding]:
+    """GPUs that are there, and that JAX does not use."""
+    driver = facts.driver
+    if driver is None or facts.devices is None or facts.devices.platform != "cpu":
+        return
+    if facts.environment.get("JAX_PLATFORMS") == "cpu":
+        yield Finding(
+            "JAX_PLATFORMS=cpu keeps JAX off the GPUs of this machine.",
+            "unset JAX_PLATFORMS",
+            is_wrong=False,
+        )
+        return
+    if facts.environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles"):
+        yield Finding("CUDA_VISIBLE_DEVICES hides every GPU.", "unset CUDA_VISIBLE_DEVICES")
+        return
+    runs = [
+        cuda
+        for cuda, oldest in _OLDEST_DRIVER.items()
+        if version_key(driver) >= version_key(oldest)
+    ]
+    there = [cuda for cuda in _OLDEST_DRIVER if f"jax-{cuda}-plugin" in facts.packages]
+    if not runs:
+        yield Finding(
+            f"NVIDIA's driver {driver} is older than {_OLDEST_DRIVER['cuda12']}, which JAX "
+            "needs.",
+            "sudo apt-get install --only-upgrade nvidia-driver-580",
+        )
+    elif not there:
+        yield Finding(
+            f"There is an NVIDIA driver ({driver}), and JAX is installed for CPUs only.",
+            _install(facts, runs[0]),
+        )
+    elif there[0] not in runs:
+        yield Finding(
+            f"jax-{there[0]}-plugin needs NVIDIA's driver {_OLDEST_DRIVER[there[0]]}, and "
+            f"this is {driver}.",
+            f"pip uninstall -y jax-{there[0]}-plugin jax-{there[0]}-pjrt && "
+            f"{_install(facts, runs[0])}",
+        )
+    else:
+        yield Finding(
+            "JAX finds no GPU although its plug-in is installed.",
+            'JAX_PLATFORMS=cuda python -c "import jax; jax.devices()"',
+        )
+
+
+def check_cache(facts: Facts) -> Iterator[Finding]:
+    """A compilation cache that others can write to."""
+    cache = facts.cache
+    if cache is not None and (cache.is_foreign or cache.is_open):
+        who = "belongs to another user" if cache.is_foreign else "can be written by all"
+        yield Finding(
+            f"The compilation cache {cache.path} {who}, so nothing is cached: what is in "
+            "it would run here.",
+            "export JAX_COMPILATION_CACHE_DIR=$HOME/.cache/jax"
+            if cache.is_foreign
+            else f"chmod o-w {cache.path}",
+        )
+
+
+def check_disks(facts: Facts) -> Iterator[Finding]:
+    """File systems that are nearly full."""
+    for disk in facts.disks:
+        if disk.name != "shared memory" and disk.free < 10 * _GB:
+            yield Finding(
+                f"{disk.free / _GB:.1f} GB are free for the {disk.name}, {disk.path}; "
+                "checkpoints are at least three times the size of the model.",
+                f"df -h {disk.path}",
+                is_wrong=disk.free < _GB,
+            )
+
+
+def check_shared_memory(facts: Facts) -> Iterator[Finding]:
+    """Little shared memory, as containers have by default."""
+    for disk in facts.disks:
+        if disk.name == "shared memory" and disk.total < _GB:
+            yield Finding(
+                f"{disk.path} has {disk.total / 1e6:.0f} MB in all, so a Loader with "
+                "workers= may die of a bus error; a container gets more when it starts.",
+                "docker run --shm-size=8g ...",
+                is_wrong=False,
+            )
+
+
+def check_cores(facts: Facts) -> Iterator[Finding]:
+    """A container that may use fewer cores than programs see."""
+    if facts.quota is not None and facts.quota < facts.usable_cores:
+        yield Finding(
+            f"This container may keep {facts.quota:g} cores busy, and programs see "
+            f"{facts.usable_cores}, for each of which a CPU device is simulated.",
+            f"export JAX_NUM_CPU_DEVICES={max(int(facts.quota), 1)}",
+            is_wrong=False,
+        )
+
+
+def check_hostname(facts: Facts) -> Iterator[Finding]:
+    """A name that other processes cannot reach."""
+    if not facts.resolves:
+        yield Finding(
+            f"The name of this machine, {facts.hostname}, has no address, so processes of "
+            "a cluster cannot reach each other.",
+            f'echo "127.0.1.1 {facts.hostname}" | sudo tee -a /etc/hosts',
+            is_wrong="SLURM_JOB_ID" in facts.environment,
+        )
+
+
+CHECKS = (
+    check_versions,
+    check_plugins,
+    check_stray_client,
+    check_start,
+    check_gpus,
+    check_cache,
+    check_disks,
+    check_shared_memory,
+    check_cores,
+    check_hostname,
+)
+
+
+def _install(facts: Facts, cuda: str) -> str:
+    """The command that installs JAX for a version of CUDA."""
+    jax = facts.packages.get("jax")
+    return f'pip install --upgrade "jax[{cuda}]{f"=={jax}" if jax else ""}"'
