@@ -194,7 +194,7 @@ def command(failed, monkeypatch, capsys):
     before = {*sys.modules}
 
     def run(*options, dump=folder / "run" / "crash_dump", script=folder / "train.py"):
-        monkeypatch.delitem(sys.modules, "eqxshard_imported_script", raising=False)
+        sys.modules.pop("eqxshard_imported_script", None)
         monkeypatch.setattr(sys, "path", [*sys.path])
         monkeypatch.setattr(sys, "argv", ["replay", str(dump), str(script), *options])
         return main(), *capsys.readouterr()
