@@ -1,8 +1,9 @@
 """Every check of the project.
 
-`pip install nox && nox` runs what a newcomer needs: lint, types, docs and the quick tests,
-on the Python that runs Nox. Continuous integration runs other sessions, too (`.ci/run`);
-those that take longest are run before a release. `nox --list` shows them.
+`pip install nox && nox` runs what a contributor needs: lint, types and the quick tests, on
+the Python that runs Nox, in about five minutes. Continuous integration also runs the docs,
+the slow tests and other versions of Python and JAX (`.ci/run`); a few sessions run before
+a release. `nox --list` shows them all.
 """
 
 import os
@@ -17,11 +18,11 @@ import nox
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.error_on_missing_interpreters = False
 nox.options.download_python = "never"
-# The quickest first; the tests last, so that their summary is at the end.
-nox.options.sessions = ["lint", "docs", "typecheck", "tests"]
+# The tests come last, so that their summary is at the end.
+nox.options.sessions = ["lint", "typecheck", "tests"]
 
-# Images for containers often set it. Then each process that a test starts, of which there
-# are hundreds, would compile all of JAX's Python anew: two of its five seconds.
+# Container images often set it. Then every process that a test starts would compile JAX's
+# Python again, which takes two of its five seconds.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 PYPROJECT = nox.project.load_toml("pyproject.toml")
@@ -80,9 +81,9 @@ def typecheck(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """The pages, into build/docs: every link in them must lead somewhere."""
+    """Build the pages into build/docs; a broken link is an error."""
     session.install(*group("docs"))
-    # Keeps the theme from printing a notice about MkDocs' future.
+    # Silences the theme's notice about the future of MkDocs.
     quiet = {"NO_MKDOCS_2_WARNING": "1"}
     session.run("mkdocs", "build", "--strict", "-f", "docs/mkdocs.yml", env=quiet)
 
@@ -95,64 +96,52 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
-def recipes(session: nox.Session) -> None:
-    """The README's recipe, shortened: one epoch of the smallest model on generated data."""
-    session.install(*PACKAGE)
-    options = ["--model", "mlp", "--epochs", "1", "--data", "synthetic"]
-    output = Path(session.create_tmp()) / "run"
-    # Of an earlier run in the same environment.
-    shutil.rmtree(output, ignore_errors=True)
-    session.run("python", "recipes/fashion_mnist.py", *options, "--output", str(output))
-
-
-@nox.session(default=False)
 def slow(session: nox.Session) -> None:
-    """The tests that take minutes: whole runs, and the code on the pages."""
+    """The slow tests: whole runs, variants of quick tests, and the code on the pages."""
     session.install("-e", ".[recipes,gallery,wandb,mlflow]", *group("tests"))
-    # They often wait for other processes: one worker more than there are cores.
+    # They often wait for other processes, so one worker more than there are cores.
     workers = str(min((os.cpu_count() or 1) + 1, 4))
     session.run(*PYTEST, "-n", workers, "-m", "slow and not thorough", *session.posargs)
 
 
 @nox.session(default=False)
 def thorough(session: nox.Session) -> None:
-    """More cases of what the other tests cover, before a release: half an hour."""
+    """More cases of what other tests cover; for a release. Takes half an hour."""
     session.install("-e", ".[recipes,gallery,wandb,mlflow]", *group("tests"))
     session.run(*PYTEST, "-m", "thorough and not gpu", *session.posargs)
     compile_for_gpus(session, *session.posargs, mark="gpu and thorough")
 
 
-# With pip, because only pip finds the build of PyTorch for CPUs where it is told of one.
+# With pip, because uv ignores pip's setting of an index with PyTorch for CPUs.
 @nox.session(default=False, venv_backend="virtualenv")
 def peers(session: nox.Session) -> None:
-    """What is tested beside PyTorch, transformers, Flax and Haliax."""
+    """The tests that compare with PyTorch and transformers."""
     # The lowest PyTorch that the group allows.
     session.install(*PACKAGE, *group("tests"), *group("peers"), "torch==2.13.*")
     tests = [
-        "tests/test_readme.py::test_the_files_of_a_page_run_as_it_says",
         "tests/test_benchmarks.py::test_a_gpt_learns_the_same_as_in_pytorch",
         "tests/checkpoint/test_torch_files.py::test_files_of_torch_itself_are_read",
         "tests/recipes/test_gpt_weights.py::test_transformers_reads_what_is_saved",
     ]
-    # What JAX deprecates is an error in tests, but peers may use it.
+    # The peers may use what JAX has deprecated, which is an error in the other tests.
     environment = {"PYTHONWARNINGS": "default"}
     session.run("pytest", "-n", "2", "-m", "not thorough", *tests, env=environment)
 
 
 @nox.session(default=False)
 def stores(session: nox.Session) -> None:
-    """Checkpoints in S3 and in Google's store, by servers of their protocols."""
-    # Not with the other tests: a server brings the SDK of Amazon, and much else.
+    """Checkpoints in S3 and Google Cloud Storage, on local servers of their protocols."""
+    # A session of its own, because the servers bring Amazon's SDK and much else.
     servers = ["moto[server,s3]>=5.1", "gcp-storage-emulator>=2026.7"]
     session.install("-e", ".[recipes,s3,gs]", *group("tests"), *servers)
     files = [f"tests/checkpoint/test_{name}_store.py" for name in ("object", "google")]
-    # They mostly wait, for processes and for a server that is away.
+    # Mostly they wait for processes and servers.
     session.run("pytest", "-n", "3", "-m", "slow", *files)
 
 
 @nox.session(default=False)
 def release(session: nox.Session) -> None:
-    """Build the sdist and the wheel into build/dist; check them and try the wheel alone."""
+    """Build the sdist and the wheel into build/dist, check them, and try the wheel."""
     session.install(*PACKAGE, *group("tests"), *group("release"))
     folder = Path("build/dist").resolve()
     shutil.rmtree(folder, ignore_errors=True)
@@ -163,35 +152,39 @@ def release(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def tests_lowest(session: nox.Session) -> None:
-    """Some tests of every file, on the oldest versions that pyproject.toml allows."""
+    """The tests marked `versions`, on the oldest versions that pyproject.toml allows."""
     session.install("uv")
     lowest = ["uv", "pip", "install", "--resolution=lowest-direct"]
     session.run(*lowest, *PACKAGE, "--group", "tests", silent=True)
-    session.run(*PYTEST, "--part", "1/40", "--every-file", *session.posargs)
-    compile_for_gpus(session, "--part", "1/20", "tests/gpu")
-
-
-@nox.session(default=False, python=newest_python())
-def tests_newest(session: nox.Session) -> None:
-    """Some tests of every file, on the newest Python here, which has the newest JAX."""
-    session.install(*PACKAGE, *group("tests"))
-    session.run(*PYTEST, "--part", "2/40", "--every-file", *session.posargs)
-    compile_for_gpus(session, "--part", "2/20", "tests/gpu")
+    run_versions(session)
 
 
 @nox.session(default=False, python="3.12")
 @nox.parametrize("jax", ["newest", "previous"])
 def tests_between(session: nox.Session, jax: str) -> None:
-    """A part of the quick tests on Python 3.12, with the newest JAX and the one before."""
+    """The tests marked `versions`, on Python 3.12 with the two newest releases of JAX."""
     version = [] if jax == "newest" else [PREVIOUS_JAX["3.12"]]
     session.install(*PACKAGE, *group("tests"), *version)
-    number = {"newest": "3/30", "previous": "4/30"}[jax]
-    session.run(*PYTEST, "--part", number, *session.posargs)
+    run_versions(session, gpu=False)
+
+
+@nox.session(default=False, python=newest_python())
+def tests_newest(session: nox.Session) -> None:
+    """The tests marked `versions`, on the newest Python here, which has the newest JAX."""
+    session.install(*PACKAGE, *group("tests"))
+    run_versions(session)
+
+
+def run_versions(session: nox.Session, gpu: bool = True) -> None:
+    """Run the tests marked `versions`: those that would notice a change of JAX's."""
+    session.run(*PYTEST, "-m", "versions and not thorough and not gpu", *session.posargs)
+    if gpu:
+        compile_for_gpus(session, "tests/gpu", mark="versions and gpu")
 
 
 @nox.session(default=False)
 def gpu_compile(session: nox.Session) -> None:
-    """Compile steps for GPUs that are not there: the tests marked `gpu`."""
+    """The tests marked `gpu`, which compile steps for GPUs. They need no GPU."""
     session.install(*PACKAGE, *group("tests"))
     compile_for_gpus(session, *session.posargs)
 
@@ -202,19 +195,19 @@ def compile_for_gpus(
     """Run tests marked `gpu`."""
     if (folder := gpu_compiler(session)) is None:
         return
-    # Without the flags for CPUs that the tests set by default.
+    # An empty XLA_FLAGS keeps the tests from setting their flags for CPUs.
     environment = {"PYTHONPATH": str(folder), "XLA_FLAGS": ""}
-    # They share little, so any worker may take any of them.
+    # These share little of what they compile, so any worker may take any of them.
     session.run(*PYTEST, "--dist", "load", "-m", mark, *options, env=environment)
 
 
 def gpu_compiler(session: nox.Session) -> Path | None:
-    """Install JAX's GPU compiler, a wheel for Linux, and return the folder it is in.
+    """Install JAX's compiler for GPUs, and return the folder that it is in.
 
-    A folder of its own: installed beside JAX, it would make every start look for a GPU.
+    It has a folder of its own: installed beside JAX, it makes every start look for a GPU.
     """
     if platform.system() != "Linux":
-        session.log("Nothing for GPUs: JAX's compiler for them is for Linux only.")
+        session.log("Skipping the tests for GPUs: JAX's compiler for them needs Linux.")
         return None
     version = session.run("python", "-c", "import jax; print(jax.__version__)", silent=True)
     folder = Path(session.create_tmp()).resolve() / "pjrt"
@@ -225,9 +218,9 @@ def gpu_compiler(session: nox.Session) -> Path | None:
 
 @nox.session(default=False)
 def slurm(session: nox.Session) -> None:
-    """The job files, with a SLURM and an sshd that the tests start: those marked `cluster`.
+    """The tests marked `cluster`, which run job files on a local SLURM and sshd.
 
-    As root on Debian, installs both; elsewhere, tests are skipped that lack them.
+    As root on Debian, this installs both. Elsewhere, tests that lack one are skipped.
     """
     if shutil.which("slurmctld") is None or not Path("/usr/sbin/sshd").exists():
         install_debian_packages(session, "slurm-wlm", "munge", "openssh-server")
@@ -244,7 +237,7 @@ def install_debian_packages(session: nox.Session, *packages: str) -> None:
     if ours:
         policy.write_text("#!/bin/sh\nexit 101\n")
         policy.chmod(0o755)
-    # If it fails, the tests say what they lack.
+    # If this fails, the tests say what they lack.
     quiet = {
         "env": {"DEBIAN_FRONTEND": "noninteractive"},
         "external": True,
@@ -263,7 +256,7 @@ def install_debian_packages(session: nox.Session, *packages: str) -> None:
 @nox.session(default=False, python=PYTHONS)
 @nox.parametrize("jax", ["newest", "previous"])
 def matrix(session: nox.Session, jax: str) -> None:
-    """The quick tests on each supported Python, with two releases of JAX."""
+    """The quick tests on each supported Python and two releases of JAX; for a release."""
     version = [] if jax == "newest" else [PREVIOUS_JAX[str(session.python)]]
     session.install(*PACKAGE, *group("tests"), *version)
     session.run(*PYTEST, *session.posargs)
@@ -271,13 +264,13 @@ def matrix(session: nox.Session, jax: str) -> None:
 
 @nox.session(default=False, venv_backend="virtualenv")  # As for peers.
 def bench(session: nox.Session) -> None:
-    """The benchmarks, beside their peers: `nox -s bench`, or `-- data epoch` for some.
+    """The benchmarks of eqxshard and its peers; `nox -s bench -- data epoch` for some.
 
-    Figures and plots are written into build/benchmarks. What is there already, of the same
-    code on the same machine, is not measured again.
+    Writes figures and plots to build/benchmarks. What was measured there before, with the
+    same code on the same machine, is skipped.
     """
     session.install(*PACKAGE, *group("bench"))
     folder = gpu_compiler(session)
-    # Where the benchmarks find the compiler for GPUs.
+    # The benchmarks look for the compiler for GPUs there.
     environment = {} if folder is None else {"EQXSHARD_PLAN_DIR": str(folder)}
     session.run("python", "benchmarks/_run.py", *session.posargs, env=environment)

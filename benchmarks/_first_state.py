@@ -8,8 +8,10 @@ them by `tree_serialise_leaves`. Prints JSON: by task and contestant, one figure
 """
 
 import argparse
+import importlib
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,6 +27,8 @@ import optax
 from _side_by_side import take_turns
 
 import eqxshard
+
+sys.path.append(str(Path(__file__).parents[1] / "recipes" / "gallery"))
 
 OPTIM = optax.adamw(1e-3)
 nn = eqx.nn
@@ -85,7 +89,27 @@ def convnext_t(key: Any) -> Any:
     return [*model, nn.LayerNorm(inside), nn.Linear(inside, 1000, key=next(keys))]
 
 
-MODELS = {make.__name__: make for make in (resnet50, vit_b16, convnext_t)}
+def of_gallery(script: str, name: str, key: Any) -> Any:
+    """The model of a script of the gallery."""
+    return getattr(importlib.import_module(script), name)(key=key)
+
+
+def gallery_resnet(key: Any) -> Any:
+    return nn.make_with_state(partial(of_gallery, "resnet", "ResNet"))(key=key)
+
+
+GALLERY = {
+    "vit": "ViT",
+    "rnn": "RNN",
+    "diffusion": "Flow",
+    "gan": "make_generator",
+    "ensemble": "make_ensemble",
+    "lora": "make_base",
+    "neural_ode": "make_field",
+}
+MODELS: dict[str, Any] = {make.__name__: make for make in (resnet50, vit_b16, convnext_t)}
+MODELS["gallery_resnet"] = gallery_resnet
+MODELS |= {f"gallery_{k}": partial(of_gallery, k, v) for k, v in GALLERY.items()}
 
 
 def with_equinox(make: Callable[[Any], Any], key: Any) -> Any:

@@ -359,8 +359,10 @@ def main() -> None:
     options.add_argument(
         "--listed", type=int, nargs="+", default=[12, 48, 96, 192, 400], metavar="N"
     )
+    published = ["resnet50", "vit_b16", "convnext_t"]
+    gallery = [f"gallery_{name}" for name in ("resnet", "vit", "rnn", "diffusion", "gan")]
     options.add_argument(
-        "--models", nargs="*", default=["resnet50", "vit_b16", "convnext_t"], metavar="NAME"
+        "--models", nargs="*", default=[*published, *gallery], metavar="NAME"
     )
     options.add_argument("--depths", type=int, nargs="+", default=[4, 16, 64], metavar="N")
     options.add_argument(

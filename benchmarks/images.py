@@ -64,12 +64,13 @@ def crop(image: np.ndarray, top: int, left: int, mirrored: bool) -> np.ndarray:
     return image[top : top + CROP, left : left + CROP][:, :: -1 if mirrored else 1]
 
 
-def crop_batch(batch: dict, draw: eqxshard.data.ExampleRandom) -> dict:
+def crop_batch(batch: dict, generators: list[np.random.Generator]) -> dict:
     """The transform of eqxshard, which gets a batch."""
-    tops, lefts = draw.integers(0, SIZE - CROP + 1, shape=(2,)).T
-    mirrored = draw.uniform() < 0.5
-    images = map(crop, batch["image"], tops, lefts, mirrored)
-    return {**batch, "image": np.stack(list(images))}
+    images = []
+    for image, draw in zip(batch["image"], generators):
+        top, left = draw.integers(0, SIZE - CROP + 1, 2)
+        images.append(crop(image, top, left, draw.random() < 0.5))
+    return {**batch, "image": np.stack(images)}
 
 
 def crop_with_grain(example: tuple, draw: np.random.Generator) -> dict:

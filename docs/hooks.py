@@ -56,7 +56,7 @@ def on_env(env: Any, config: Any, files: Any) -> None:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Load plots when they come into view: the page of performance has a dozen."""
+    """Load plots when they come into view."""
     return html.replace("<img ", '<img loading="lazy" ')
 
 

@@ -26,13 +26,12 @@ from .loop._evaluate import evaluate as evaluate
 from .loop._fit import fit as fit
 from .loop._predict import predict as predict
 from .loop._protocols import Tracker as Tracker
-from .planning._candidates import Candidate as Candidate
-from .planning._candidates import Search as Search
-from .planning._leaves import PlannedLeaf as PlannedLeaf
 from .planning._make_plan import plan as plan
 from .planning._plan import Plan as Plan
 from .planning._plan import PlannedMemory as PlannedMemory
 from .planning._plan import PlannedTime as PlannedTime
+from .planning._search import Candidate as Candidate
+from .planning._search import Search as Search
 from .planning._search import plan_search as plan_search
 from .planning._targets import Target as Target
 from .planning._timeline import PlannedSpan as PlannedSpan

@@ -88,8 +88,7 @@ def _add_search(commands: Any) -> None:
         "search",
         allow_abbrev=False,
         help="which mesh is the fastest of those that fit",
-        description="Plan the step of a script on one mesh after the other, and rank them. "
-        "Plans are kept, so that the same search again takes seconds.",
+        description="Plan the step of a script on one mesh after the other, and rank them.",
         epilog="All other options are the script's, such as --batch-size 512; its --mesh "
         "is not used.",
     )
@@ -212,7 +211,7 @@ def _plan(options: argparse.Namespace, others: Sequence[str]) -> None:
 
 
 def _search(options: argparse.Namespace, others: Sequence[str]) -> None:
-    from .planning._search import make_search, plan_search
+    from .planning._search import Search, plan_search, rank
     from .run._planned import collect_all
 
     _check_folders(options.json)
@@ -238,8 +237,8 @@ def _search(options: argparse.Namespace, others: Sequence[str]) -> None:
             )
             for name, arguments in zip(variants, steps, strict=True)
         ]
-    found = make_search(
-        [candidate for each in searches for candidate in each.candidates],
+    found = Search(
+        rank(candidate for each in searches for candidate in each.candidates),
         sum(each.seconds for each in searches),
     )
     print(found)

@@ -235,7 +235,7 @@ def write(args: Args, model: GPT, tokenizer: text.Tokenizer, tokens: np.ndarray)
         # Once a block is full, its second half begins the next.
         start = tokens[-(block // 2) :]
         key = jax.random.fold_in(jax.random.key(args.run.seed), number)
-        rest, known = block - len(start), tokenizer.vocab
+        rest, known = block - len(start), tokenizer.vocab_size
         write_on = continue_text if number else begin_text
         out = write_on(model, start[None], rest, args.temperature, key, known)
         tokens = np.append(tokens, np.asarray(out)[0, len(start) :])
@@ -280,7 +280,7 @@ def main(args: Args) -> str:
         corpus = text.shakespeare(tokenizer=args.tokenizer or "char")
     else:
         corpus = text.open_corpus(args.data, tokenizer=args.tokenizer)
-    shape = make_shape(args, corpus.vocab)
+    shape = make_shape(args, corpus.vocab_size)
     check_mesh(args, shape)
     large = args.size in ("8b", "70b")
     remat = args.remat or ("full" if large else "dots")

@@ -25,10 +25,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
-# The option --part.
-from parts import pytest_addoption as pytest_addoption
-from parts import pytest_collection_modifyitems as pytest_collection_modifyitems
-
 # A shell has its background jobs ignore SIGINT, and the processes of tests inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -26,7 +26,7 @@ def make_source(shape: Shape, rows: int = 8 * BATCH):
     starts, steps = rng.integers(1, shape.vocab, (2, len(lengths)))
     texts = [start + step * np.arange(n) for start, step, n in zip(starts, steps, lengths)]
     tokens = np.concatenate(texts) % shape.vocab
-    documents = eqxshard.data.text.TokenArray(tokens, vocab=shape.vocab, ends=ends)
+    documents = eqxshard.data.text.TokenArray(tokens, vocab_size=shape.vocab, ends=ends)
     return eqxshard.data.text.PackedDocuments(documents, shape.block)
 
 

@@ -6,14 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-#: What a folder of plain files must not have, and what errors call it.
-FORBIDDEN = {
-    "fifo": "a FIFO",
-    "device": "a symbolic link",
-    "loop": "a symbolic link",
-    "outside": "a symbolic link",
-    "parent": "a symbolic link",
-}
+#: Kinds of things that a folder of plain files must not have.
+FORBIDDEN = ("fifo", "device", "loop", "outside", "parent")
 
 
 def forbid(path: Path, kind: str) -> None:

@@ -77,3 +77,18 @@ def assert_loads_nothing(page):
     assert not re.search(r"https?:|url\(|@import|fetch\(|XMLHttp", text)
     policy = page.find("meta", http_equiv="Content-Security-Policy").attributes["content"]
     assert policy.startswith("default-src 'none'; ")
+
+
+def assert_accessible(page):
+    """Headings are in order, and everything that needs a name has one."""
+    levels = [x.tag for x in page if re.fullmatch(r"h\d", x.tag)]
+    assert levels == ["h1"] + ["h2"] * (len(levels) - 1)
+    assert page.find("html").attributes["lang"] == "en"
+    assert all("caption" in [x.tag for x in table] for table in page.find_all("table"))
+    named = [x.attributes for x in page.find_all("div") if "tabindex" in x.attributes]
+    assert all(each["tabindex"] == "0" and each["aria-label"] for each in named)
+    labels = {x.attributes["for"] for x in page.find_all("label") if "for" in x.attributes}
+    fields = {x.attributes["id"] for x in page.find_all("input", type="search")}
+    assert fields <= labels
+    ids = [x.attributes["id"] for x in page if "id" in x.attributes]
+    assert len(ids) == len({*ids})

@@ -78,34 +78,20 @@ class Model(eqx.Module):
 
 
 @ft.cache
-def make_model(chunks=None):
-    return interleave(eqx.filter_jit(Model)(KEY), chunks)
-
-
-def interleave(model, chunks):
-    """The same layers, stacked in chunks."""
-    if chunks is None:
-        return model
-
-    def split(leaf):
-        if not eqx.is_array(leaf):
-            return leaf
-        return jnp.swapaxes(leaf.reshape(chunks, -1, *leaf.shape[1:]), 0, 1)
-
-    return eqx.tree_at(lambda model: model.layers, model, jax.tree.map(split, model.layers))
+def make_model():
+    return eqx.filter_jit(Model)(KEY)
 
 
 def squared_error(head, h, target, key=None):
     return jnp.sum((head(h, key=key) - target) ** 2)
 
 
-def gpipe(model, batch, key, microbatches, chunks=None):
+def gpipe(model, batch, key, microbatches):
     h = pipeline(
         model.layers,
         jax.vmap(model.embed)(batch["x"]),
         batch["places"],
         microbatches=microbatches,
-        chunks=chunks,
         key=key,
     )
     keys = None
@@ -116,7 +102,7 @@ def gpipe(model, batch, key, microbatches, chunks=None):
     return jax.vmap(ft.partial(squared_error, model.head))(h, batch["y"], keys)
 
 
-def one_f_one_b(model, batch, key, microbatches, chunks=None):
+def one_f_one_b(model, batch, key, microbatches):
     return pipeline_loss(
         squared_error,
         model.layers,
@@ -125,7 +111,6 @@ def one_f_one_b(model, batch, key, microbatches, chunks=None):
         batch["y"],
         args=(batch["places"],),
         microbatches=microbatches,
-        chunks=chunks,
         weight=batch["__weight__"],
         key=key,
     )
@@ -172,9 +157,7 @@ def place(model, batch, mesh, rule=RULE):
     return model, jax.device_put(batch, eqxshard.batch_sharding(mesh))
 
 
-def compile_grad(
-    schedule, mesh, microbatches, chunks=None, *, model, batch, key, rule=RULE
-):
+def compile_grad(schedule, mesh, microbatches, *, model, batch, key, rule=RULE):
     """The compiled gradient, and a function that runs it."""
     model, batch = place(model, batch, mesh, rule)
     params, static = eqx.partition(model, eqx.is_inexact_array)
@@ -182,7 +165,7 @@ def compile_grad(
     def loss(params, batch, key):
         model = eqx.combine(params, static)
         # Squared, so that the gradient that comes back is not 1.
-        return mean_loss(schedule, model, batch, key, microbatches, chunks) ** 2
+        return mean_loss(schedule, model, batch, key, microbatches) ** 2
 
     grad = jax.jit(jax.value_and_grad(on(mesh, loss)))
     compiled = grad.lower(params, batch, key).compile(UNOPTIMISED)
@@ -190,11 +173,8 @@ def compile_grad(
 
 
 @ft.cache
-def expected(chunks=None):
+def expected():
     """The loss and gradients on one device, where the schedule makes no difference."""
-    if chunks is not None:
-        loss, grads = expected()
-        return loss, interleave(grads, chunks)
     _, run = compile_grad(
         "gpipe", None, 1, model=make_model(), batch=make_batch(), key=jax.random.key(1)
     )
@@ -202,13 +182,12 @@ def expected(chunks=None):
 
 
 @ft.cache
-def pipelined(schedule, microbatches, chunks, **sizes):
+def pipelined(schedule, microbatches, **sizes):
     compiled, run = compile_grad(
         schedule,
         make_mesh(**sizes),
         microbatches,
-        chunks,
-        model=make_model(chunks),
+        model=make_model(),
         batch=make_batch(),
         key=jax.random.key(1),
     )

@@ -53,7 +53,7 @@ def made_by_hand(memory, collectives=(), **fields):
     return eqxshard.Plan(**{**given, **fields})
 
 
-def by_hand(mesh, peak=20 * 10**9, step=0.1, fits=True, **waiting):
+def by_hand(mesh, peak=20 * 10**9, step=0.1, reason="", **waiting):
     """A candidate of a search that was compiled, and waits for links for some seconds."""
     plan = made_by_hand(
         (20, 40, 0, 0, 20, peak - 60, peak, int(100e9)),
@@ -64,10 +64,9 @@ def by_hand(mesh, peak=20 * 10**9, step=0.1, fits=True, **waiting):
         ),
     )
     name = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
-    reason = "" if fits else "does not fit: needs 150.00 GB of 95.00 GB"
-    return eqxshard.Candidate(name, mesh, "", "", 1, plan, peak, fits, reason)
+    return eqxshard.Candidate(name, mesh, "", "", 1, plan, peak, reason)
 
 
 def not_compiled(name, needs):
     """A candidate that was not, because its state is too large or for another reason."""
-    return eqxshard.Candidate(name, {name: 8}, "", "", 1, None, needs, False, "because")
+    return eqxshard.Candidate(name, {name: 8}, "", "", 1, None, needs, "because")

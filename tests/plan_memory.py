@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -63,8 +62,6 @@ def texts(rows):
 class Case(NamedTuple):
     """What is trained, and how.
 
-    - `options`: of `plan`.
-    - `steps`: how many it takes.
     - `below`, `above`: how far the plan may be off on either side, as parts.
     """
 
@@ -73,15 +70,13 @@ class Case(NamedTuple):
     batch: Mapping[str, np.ndarray]
     mesh: Mapping[str, int]
     rule: Any
-    options: Mapping[str, Any] = MappingProxyType({})
-    steps: int = 6
+    accumulate: int = 1
     below: float = 0.1
     above: float = 0.1
 
 
 FSDP = eqxshard.fsdp(min_size=2**10)
 ZERO1 = eqxshard.zero1(min_size=2**10)
-WHOLE = eqxshard.replicate()
 TENSOR = eqxshard.first_match(
     eqxshard.by_path(
         {
@@ -89,40 +84,26 @@ TENSOR = eqxshard.first_match(
             r"layers\.1\.weight": jax.P(None, "tensor"),
         }
     ),
-    WHOLE,
+    eqxshard.replicate(),
 )
 RULE = gpt.make_rule(SHAPE)
 EXPERTS = dataclasses.replace(SHAPE, experts=4, mlp=512)
-BFLOAT16 = eqxshard.Precision("bfloat16")
 
 MLP = (Wide, fashion_mnist.loss_fn, images(512))
-CNN = (partial(fashion_mnist.ConvNet, 64, 128, 3, 1024), fashion_mnist.loss_fn, images(256))
 LENET = (partial(fashion_mnist.ConvNet, 20, 50, 5, 1024), fashion_mnist.loss_fn)
 DOTS = (partial(GPT, shape=SHAPE, remat="dots"), gpt.loss_fn, texts(16))
-FULL = (partial(GPT, shape=SHAPE, remat="full"), gpt.loss_fn, texts(16))
 MOE = (partial(GPT, shape=EXPERTS, remat="none"), gpt.loss_fn, texts(8))
 
-#: XLA does not count what convolutions copy, so a plan says too little by so much.
-CONVOLVED: Any = {"below": 0.65}
-
 CASES = {
-    "MLP, replicate": Case(*MLP, {"data": 4}, WHOLE),
-    "MLP, fsdp": Case(*MLP, {"fsdp": 8}, FSDP),
     # The library that XLA uses for products copies what it takes into an order of its own.
     # XLA does not count these copies, which here are many.
     "MLP, tensor": Case(*MLP, {"tensor": 4}, TENSOR, below=0.13),
-    "MLP, zero1, accumulate": Case(*MLP, {"data": 8}, ZERO1, {"accumulate": 2}),
-    "CNN, data x fsdp": Case(*CNN, {"data": 2, "fsdp": 2}, FSDP, **CONVOLVED),
-    "LeNet, fsdp": Case(*LENET, images(256), {"fsdp": 4}, FSDP, **CONVOLVED),
-    "GPT, fsdp": Case(*DOTS, {"fsdp": 4}, RULE),
-    "GPT, fsdp x tensor, full remat": Case(*FULL, {"fsdp": 2, "tensor": 2}, RULE),
-    "GPT, replicate, bfloat16, accumulate": Case(
-        *DOTS, {"data": 2}, WHOLE, {"precision": BFLOAT16, "accumulate": 4}
-    ),
-    "mixture of experts, data x expert, no remat": Case(
+    "MLP, zero1, accumulate": Case(*MLP, {"data": 8}, ZERO1, accumulate=2),
+    # XLA does not count what convolutions copy, so a plan says too little by so much.
+    "LeNet, fsdp": Case(*LENET, images(256), {"fsdp": 4}, FSDP, below=0.65),
+    "mixture of experts, data x expert": Case(
         *MOE, {"data": 2, "expert": 2}, gpt.make_rule(EXPERTS)
     ),
-    # Chosen once all else was settled.
     "GPT, context, ring attention": Case(*DOTS, {"data": 2, "context": 2}, RULE),
     "GPT, stage x fsdp": Case(*DOTS, {"stage": 2, "fsdp": 2}, RULE),
 }
@@ -172,22 +153,20 @@ def _measure(name: str) -> Measured:
 
 def _plan(case: Case) -> eqxshard.Plan:
     given = (case.make_model, case.loss_fn, OPTIM, case.batch)
-    return eqxshard.plan(
-        *given, mesh_shape=case.mesh, rule=case.rule, target="cpu", **case.options
-    )
+    options: Any = {"rule": case.rule, "accumulate": case.accumulate}
+    return eqxshard.plan(*given, mesh_shape=case.mesh, target="cpu", **options)
 
 
 def _prepare(case: Case) -> Callable[[], None]:
     """Returns a function that places a batch and a state, and takes some steps."""
     sizes: dict[str, Any] = {"data": 1, **case.mesh}
     mesh = eqxshard.make_mesh(**sizes)
-    options = dict(case.options)
-    accumulate = options.pop("accumulate", 1)
     first = eqxshard.init_state(
-        *(case.make_model, OPTIM),
-        **{"key": jax.random.key(0), "mesh": mesh, "rule": case.rule, **options},
+        case.make_model, OPTIM, key=jax.random.key(0), mesh=mesh, rule=case.rule
     )
-    step = eqxshard.make_train_step(case.loss_fn, OPTIM, accumulate=accumulate, lint="off")
+    step = eqxshard.make_train_step(
+        case.loss_fn, OPTIM, accumulate=case.accumulate, lint="off"
+    )
     arrays, rest = eqx.partition(first, eqx.is_array)
     # To make a state again would be to compile again.
     copy = jax.jit(lambda arrays: jax.tree.map(jnp.copy, arrays))
@@ -195,7 +174,7 @@ def _prepare(case: Case) -> Callable[[], None]:
     def train() -> None:
         batch = eqxshard.filter_shard(dict(case.batch), eqxshard.batch_sharding(mesh))
         state = eqx.combine(copy(arrays), rest)
-        for _ in range(case.steps):
+        for _ in range(6):
             state, _ = step(state, batch)
         jax.block_until_ready(state)
 

@@ -1,8 +1,7 @@
-"""Child processes that start with default signals and leave nothing behind."""
+"""Child processes that leave nothing behind."""
 
 import contextlib
 import re
-import signal
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
@@ -14,27 +13,13 @@ from typing import IO, Any
 def started(command: Sequence[Any], **options: Any) -> Iterator[subprocess.Popen[str]]:
     """A process with pipes for stdout and stderr; at the end it is killed if it runs."""
     piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with _default_interrupt():
-        process = subprocess.Popen([*map(str, command)], **piped | options)
+    process = subprocess.Popen([*map(str, command)], **piped | options)
     # Closes the pipes.
     with process:
         try:
             yield process
         finally:
             process.kill()
-
-
-@contextlib.contextmanager
-def _default_interrupt() -> Iterator[None]:
-    """A shell's background jobs ignore SIGINT, and their children inherit that."""
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def finished(command: Sequence[Any], *, seconds: float = 300, **options: Any) -> Any:

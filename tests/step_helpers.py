@@ -10,6 +10,7 @@ import optax
 from helpers import RULES, Model, copied, lenient, make_batch, make_mesh, squared_errors
 
 import eqxshard
+from eqxshard.training.rewrite._rewrite import run_rewritten
 
 OPTIM = lenient(optax.adam(1e-2))
 KEY = jax.random.key(0)
@@ -70,3 +71,9 @@ class Wide(eqx.Module):
 
     def __call__(self, x, key):
         return jnp.tanh(x @ self.weight) @ self.weight.T[:, :4]
+
+
+def call_rewritten(fn, rewrite, *args):
+    """Call a function with its jaxpr rewritten, as a step does."""
+    jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
+    return run_rewritten(rewrite, jaxpr, out, args)[0]

@@ -9,10 +9,8 @@ import sys
 import textwrap
 from pathlib import Path
 
-import numpy as np
 import pytest
 from grades import graded
-from PIL import Image
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted(
@@ -141,57 +139,6 @@ def test_all_benchmarks_are_run_and_take_at_most_forty_minutes(monkeypatch):
     entries = importlib.import_module("_run").ENTRIES
     assert entries.keys() == {path.stem for path in SCRIPTS}
     assert sum(entry.minutes for entry in entries.values()) <= 40
-    page = (ROOT / "docs" / "pages" / "performance.md").read_text()
-    for name in entries:
-        assert f"results/{name}.png" in page and f"<!-- table: {name} -->" in page
-
-
-def test_what_was_measured_can_be_drawn_again_on_any_page(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    module = importlib.import_module("_side_by_side")
-    alone = [module.Contest("alone", "s", {"eqxshard": [1.0, 2.0], "other": [3.0, 4.0]})]
-    grown = [
-        module.Contest(f"of {size}", "s", {"eqxshard": [1.0 * size]}) for size in (1, 2, 4)
-    ]
-    growths = [
-        module.Growth("some", [1, 2], grown[:2]),
-        module.Growth("more", [4], grown[2:]),
-    ]
-    report = module.Report("both", alone, {"rounds": 2}, growths)
-    report.show_and_write(tmp_path)
-    again = module.read_report(json.loads((tmp_path / "both.json").read_text()))
-    assert (again.contests, again.growths) == (alone, growths)
-    with Image.open(tmp_path / "both.png") as drawn:
-        pixels = np.asarray(drawn.convert("RGBA"))
-    # Most of it is the page behind it, and what is drawn is neither black nor white.
-    assert np.median(pixels[..., 3]) == 0
-    shown = pixels[pixels[..., 3] == 255][:, :3].astype(int)
-    assert shown.max(1).min() > 60 and shown.min(1).max() < 230
-
-
-def test_a_power_is_fitted_to_what_grows(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    module = importlib.import_module("_side_by_side")
-    sizes = [1, 10, 100]
-    contests = [
-        module.Contest("", "s", {"flat": [2, 2, 9], "square": [3 * size**2]})
-        for size in sizes
-    ]
-    growth = module.Growth("", sizes, contests)
-    assert growth.exponents == pytest.approx({"flat": 0, "square": 2})
-    assert module.Growth("", [1], contests[:1]).exponents == {}
-
-
-@pytest.mark.thorough
-def test_step_overhead_compares_two_checkouts(tmp_path):
-    script = ROOT / "benchmarks" / "step_overhead.py"
-    results = run(script, tmp_path, "--against", str(ROOT))
-
-    contests = {contest["title"]: contest["values"] for contest in results["contests"]}
-    assert contests.keys() == {"depth 2, nonfinite='ignore'", "depth 2, nonfinite='skip'"}
-    for values in contests.values():
-        assert values.keys() == {ROOT.name, "this checkout"}
-        assert all(len(figures) == 1 and figures[0] > 0 for figures in values.values())
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """What is legal but unusual: each case works, or is refused in one sentence."""
 
 import functools
-import os
 from typing import Any
 
 import equinox as eqx
@@ -128,35 +127,6 @@ def test_leaves_of_many_types_and_no_size(tmp_path):
             assert not np.array_equal(other[name], was())
         elif name in ("bytes", "flags"):
             np.testing.assert_array_equal(other[name], was())
-
-
-@pytest.mark.thorough
-def test_a_model_of_many_leaves(tmp_path):
-    """`EQXSHARD_LEAVES=5000` takes minutes, most of them in XLA."""
-    groups = int(os.environ.get("EQXSHARD_LEAVES", "1000")) // 50
-
-    def make_model(key):
-        return [
-            {f"w{j}": jnp.full(2, i - j / 50) for j in range(50)} for i in range(groups)
-        ]
-
-    def loss_fn(model, batch, key):
-        total = jax.tree.reduce(jnp.add, model) / (50 * groups)
-        return (batch["x"][:, :2] @ total - batch["y"][:, 0]) ** 2
-
-    state, train_step = setup(make_model, loss_fn, "fsdp=2", SGD)
-    before = jax.tree.leaves(jax.tree.map(np.array, state.model))
-    state, metrics = train_step(state, make_batch(ROWS))
-    assert metrics.compute().keys() == {"loss"}
-    assert len(before) == 50 * groups
-    for was, leaf in zip(before, jax.tree.leaves(state.model), strict=True):
-        assert not np.array_equal(was, leaf)
-    table = eqxshard.explain(state.model, make_mesh("fsdp=2"), RULES["fsdp"])
-    assert len(table.leaves) == 50 * groups and str(table)
-    checkpointer = eqxshard.Checkpointer(tmp_path)
-    checkpointer.save(state)
-    checkpointer.wait()
-    assert_equal(checkpointer.restore(state), state)
 
 
 @pytest.mark.parametrize(

@@ -345,6 +345,7 @@ def test_errors_are_larger_than_the_bound_on_rounding(dtype):
             compare(trained, train_by_hand(replace(case, **change)))
 
 
+@pytest.mark.versions
 @pytest.mark.slow
 @settings(max_examples=10)
 @given(cases())

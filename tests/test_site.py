@@ -51,7 +51,7 @@ def test_the_files_that_the_page_of_internals_names_exist():
     for folder, first, others in lines:
         for name in [first, *re.findall(r"\w+\.py", others)]:
             assert (ROOT / folder / name).exists(), folder + name
-    assert len(lines) == page.count("- `eqxshard/") > 20
+    assert len(lines) == page.count("- `eqxshard/") > 10
 
 
 @contextlib.contextmanager
@@ -92,7 +92,7 @@ def site(built, tmp_path_factory):
 
 
 #: One page of each kind.
-KINDS = ["", "guide/ten-minutes/", "guide/from-pytorch/", "guide/plan/", "api/sharding/"]
+KINDS = ["", "guide/ten-minutes/", "guide/from-others/", "guide/plan/", "api/sharding/"]
 KINDS += ["performance/", "internals/", "notebooks/sharding_by_pictures/"]
 MOST_BYTES = 2_000_000
 
@@ -138,19 +138,6 @@ def test_pages_in_a_browser(browser, site):
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
     elsewhere = [x for x in requested(browser) if not x.startswith((site[:-4], "data:"))]
     assert elsewhere == []
-
-
-@pytest.mark.slow
-def test_a_site_of_one_version_in_a_browser(browser, built):
-    browser.get("about:blank")
-    browser.get_log("browser")
-    with serve(built) as address:
-        browser.get(address)
-        links = "[...document.querySelectorAll('.md-version__link')]"
-        found = f"{links}.map(x => [x.textContent, x.href])"
-        wanted = [["this checkout", address]]
-        assert wait_until(browser, f"{links}.length && {found}") == wanted
-        assert browser.get_log("browser") == []
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from jaxtyping import Array, PyTree
 from ..sharding._leaves import array_leaves, format_array, is_key
 from ..sharding._paths import is_remote
 from ..sharding._text import first_few
-from ..training._extra import DONATED, any_donated
+from ..training._donation import DONATED, any_donated
 from ..transforms._partition import Static, partition
 from ._object_store import ARRAYS, Upload, context, kvstore
 
@@ -27,6 +27,9 @@ from ._object_store import ARRAYS, Upload, context, kvstore
 _CHUNK_BYTES = 2**21
 _CHUNKS_AT_A_TIME = 4
 _FILE_BYTES = 2**28
+#: Copies of an array on several devices each write a part of it if that is this large: to
+#: cut the parts takes a program for each shape, and more files.
+_PART_BYTES = 2**24
 #: TensorStore's name for the memory of the tables that say where in its files an array is.
 _TABLES, _TABLE_BYTES = "cache_pool#tables", 2**24
 #: How long processes that have written wait for others. By default 20 minutes, for which a
@@ -53,6 +56,7 @@ def write(folder: Any, leaves: dict[str, Any]) -> Any:
     context.array.saving.ocdbt_target_data_file_size = _FILE_BYTES
     # Compression is slower than a disk, and trained numbers hardly compress.
     context.array.saving.use_compression = False
+    context.array.saving.min_slice_bytes_for_replica_parallel = _PART_BYTES
     context.asynchronous.timeout_secs = _PATIENCE_SECONDS
     with context:
         return ocp.save_async(

@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool
+import numpy as np
+from jaxtyping import Array
 
 from ..distributed import allgather_json, broadcast_from_first, is_main_process
 from ..sharding._text import first_few
@@ -20,8 +21,6 @@ _LOG = logging.getLogger(__name__)
 
 #: How long processes wait for a checkpoint before they ask each other how it goes.
 _TOGETHER_SECONDS = 2.0
-#: How many arrays are looked through at a time.
-_AT_A_TIME = 16
 
 
 class CheckpointWriter:
@@ -77,7 +76,16 @@ class CheckpointWriter:
         """
         self._error = None
         step = description.step
-        flaws = _find_flaws(leaves, trained)
+        if flawed := _find_flawed(leaves, trained):
+            if is_main_process():
+                _LOG.error(
+                    "the state of step %d is not finite (%s) and was not saved; the newest "
+                    "checkpoint: %s.",
+                    step,
+                    first_few(flawed),
+                    listed(self._folder.steps()[-1:]),
+                )
+            return
         fault = broadcast_from_first(self._make_room(step) if is_main_process() else None)
         try:
             if fault is not None:
@@ -92,7 +100,7 @@ class CheckpointWriter:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "eqxshard-checkpoint")
         self._current = response
-        self._pending = self._thread.submit(self._finish, response, description, flaws)
+        self._pending = self._thread.submit(self._finish, response, description)
 
     def close(self) -> None:
         """Wait for the last checkpoint, whether or not it succeeds."""
@@ -140,24 +148,11 @@ class CheckpointWriter:
             return reason(error)
         return None
 
-    def _finish(
-        self, response: Any, description: Description, flaws: Mapping[str, Array]
-    ) -> None:
+    def _finish(self, response: Any, description: Description) -> None:
         step = description.step
         try:
             response.result()
             if not is_main_process() or response is not self._current:
-                return
-            flawed = [path for path, flaw in flaws.items() if flaw]
-            if flawed:
-                self._folder.remove(step)
-                _LOG.error(
-                    "the state of step %d is not finite (%s) and was not saved; the newest "
-                    "checkpoint: %s.",
-                    step,
-                    first_few(flawed),
-                    listed(self._folder.steps()[-1:]),
-                )
                 return
             self._folder.complete(description)
         except Exception as error:
@@ -193,30 +188,32 @@ class CheckpointWriter:
                 self._folder.clean()
 
 
-def _find_flaws(
-    leaves: Mapping[str, Array], trained: Container[str]
-) -> dict[str, Bool[Array, ""]]:
-    """Whether each array has a number that it must not have.
-
-    One small program for all arrays of a shape: one for all would take minutes to compile
-    for thousands of arrays.
-    """
-    flaws: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        if jnp.issubdtype(leaf.dtype, jnp.inexact):
-            flaws[path] = (_is_not_finite if path in trained else _has_nan)(leaf)
-            # Simulated devices block if too many programs run at a time.
-            if len(flaws) % _AT_A_TIME == 0:
-                jax.block_until_ready(flaws[path])
-    return flaws
+def _find_flawed(leaves: Mapping[str, Array], trained: Container[str]) -> list[str]:
+    """The paths of arrays with numbers that they must not have, in any process."""
+    flaws = {
+        path: _has_flaw(leaf, path in trained)
+        for path, leaf in leaves.items()
+        if jnp.issubdtype(leaf.dtype, jnp.inexact)
+    }
+    everyone = allgather_json([path for path, flaw in flaws.items() if flaw])
+    found = {path for paths in everyone for path in paths}
+    return [path for path in leaves if path in found]
 
 
-@jax.jit
-def _is_not_finite(x: Array) -> Bool[Array, ""]:
+def _has_flaw(leaf: Array, is_trained: bool) -> Any:
+    """Whether an array is NaN somewhere or, if it is trained, infinite."""
+    find = _is_not_finite if is_trained else _has_nan
+    if next(iter(leaf.devices())).platform != "cpu":
+        return jax.jit(find, static_argnums=1)(leaf, jnp)
+    # A program for each shape would take seconds to compile, to read memory of the host.
+    shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
+    return any(find(np.asarray(shard.data), np) for shard in shards)
+
+
+def _is_not_finite(x: Any, numpy: Any) -> Any:
     # Minus infinity is what a mask holds, which may count as trained.
-    return ~jnp.all(jnp.isfinite(x) | (x == -jnp.inf))
+    return ~numpy.all(numpy.isfinite(x) | (x == -numpy.inf))
 
 
-@jax.jit
-def _has_nan(x: Array) -> Bool[Array, ""]:
-    return jnp.any(jnp.isnan(x))
+def _has_nan(x: Any, numpy: Any) -> Any:
+    return numpy.any(numpy.isnan(x))

@@ -17,6 +17,8 @@ _LIBRARIES = ("site-packages", "dist-packages", f"{Path(os.__file__).parent}")
 
 #: Instructions that have the values of their first operand, or a part of them.
 _VIEWS = (*VIEWS, "dynamic-slice", "slice", "copy-start")
+#: Instructions whose results are those of others.
+_PASS = ("call", "fusion", "get-tuple-element", "parameter", "tuple", "while")
 _DEEPEST = 12
 
 
@@ -68,32 +70,32 @@ class Causes:
     def _frame(self, operation: Operation) -> Frame | None:
         queue, seen = [operation.start], set[str]()
         for _ in range(_DEEPEST):
-            if not queue:
-                return None
             for instruction in queue:
                 if found := _user_frame(self._module.stack(instruction)):
                     return found
-            queue = [x for each in queue for x in self._operands(each, seen)]
+            seen |= {each.name for each in queue}
+            operands = [x for each in queue for x in self._module.operands(each)]
+            queue = [x for x in operands if x.name not in seen]
         return None
 
     def leaves(self, operation: Operation) -> tuple[str, ...]:
         """The arrays of the model that it gathers, or whose gradients it reduces."""
-        gathered = {
-            self._arguments[number]
-            for operand in self._operands(operation.start, set())
-            for number in self._origins(operand, None, 0)
-            if number in self._arguments
-        }
+        gathered = set[str]()
+        for operand in self._module.operands(operation.start):
+            for parameter in self._parameters(operand, same_values=True):
+                found = re.search(r"arrays\[(\d+)\]", parameter.op_name)
+                if found and int(found[1]) in self._arguments:
+                    gathered.add(self._arguments[int(found[1])])
         reduces = operation.kind in ("all-reduce", "reduce-scatter")
         axes = operation.axes(self._sizes) or ()
         if gathered or not reduces or {*BATCH_AXES}.isdisjoint(axes):
             return tuple(sorted(gathered))
-        found = set[str]()
+        reduced = set[str]()
         for dims in self._joined(operation):
             # In a loop it is one layer, or in each microbatch all of an array.
             layer = self._reduced(dims, 1) if operation.in_loop else []
-            found |= {*(layer or self._reduced(dims, 0))}
-        return tuple(sorted(found))
+            reduced |= {*(layer or self._reduced(dims, 0))}
+        return tuple(sorted(reduced))
 
     def depends_on(self, operation: Operation) -> Iterator[str]:
         """The arguments that what it moves is computed from, as the text names them.
@@ -101,7 +103,20 @@ class Causes:
         Loops are followed value by value, so what only passes through one with the model
         does not depend on the model.
         """
-        queue: list[tuple[Instruction, int | None]] = [(operation.start, None)]
+        for parameter in self._parameters(operation.start, same_values=False):
+            yield parameter.op_name.replace("\\", "")
+
+    def _parameters(
+        self, start: Instruction, *, same_values: bool
+    ) -> Iterator[Instruction]:
+        """The parameters of the module that a value is computed from.
+
+        **Arguments:**
+
+        - `start`: the instruction of the value.
+        - `same_values`: whether it must be a parameter, a part of one, or cast from one.
+        """
+        queue: list[tuple[Instruction, int | None]] = [(start, None)]
         seen = set[tuple[str, str, int | None]]()
         while queue:
             value, element = queue.pop()
@@ -110,39 +125,39 @@ class Causes:
                 continue
             seen.add(key)
             if value.opcode == "parameter" and value.computation == self._module.entry:
-                yield value.op_name.replace("\\", "")
-            else:
+                yield value
+            elif same_values and (value.opcode in _VIEWS or value.opcode.endswith("-done")):
+                queue += [(x, element) for x in self._module.operands(value)[:1]]
+            elif not same_values or value.opcode in _PASS:
                 queue += self._made_of(value, element)
 
     def _made_of(
         self, value: Instruction, element: int | None
     ) -> list[tuple[Instruction, int | None]]:
         """What a value, or one element of a tuple, is computed from."""
+        operands = self._module.operands(value)
         if value.opcode == "parameter":
             found = []
             for caller in self._module.callers.get(value.computation, ()):
+                inputs = self._module.operands(caller)
                 if caller.opcode == "while":
                     found.append((caller, element))
                 elif caller.opcode in ("fusion", "call"):
-                    name = caller.operands[int(value.content)]
-                    found.append((self._module.by_name[caller.computation, name], element))
+                    found.append((inputs[int(value.content)], element))
                 else:
-                    found += [(x, None) for x in self._operands(caller, set())]
+                    found += [(x, None) for x in inputs]
             return found
-        operands = self._operands(value, set())
         if value.opcode == "get-tuple-element":
             return [(x, int(value.attribute("index") or 0)) for x in operands]
         if value.opcode == "tuple" and element is not None:
-            return [
-                (self._module.by_name[value.computation, value.operands[element]], None)
-            ]
+            return [(operands[element], None)]
         roots = [
             (self._module.computations[name][-1], element)
             for use, name in value.called()
             if (value.opcode, use)
             in (("while", "body"), ("fusion", "calls"), ("call", "to_apply"))
         ]
-        if value.opcode == "while":
+        if value.opcode in ("while", "opt-barrier"):
             return roots + [(x, element) for x in operands]
         return roots or [(x, None) for x in operands]
 
@@ -153,8 +168,8 @@ class Causes:
             return whole
         parts = [
             shape.dims
-            for operand in self._operands(operation.start, set())
-            for part in self._operands(operand, set())
+            for operand in self._module.operands(operation.start)
+            for part in self._module.operands(operand)
             for shape in part.shapes
         ]
         # If they are not all of it, something else is computed of them.
@@ -173,74 +188,6 @@ class Causes:
     def line_of(self, instruction: Instruction) -> str | None:
         """The user's line of code that an instruction itself is from."""
         return _line(_user_frame(self._module.stack(instruction)))
-
-    def _operands(self, instruction: Instruction, seen: set[str]) -> list[Instruction]:
-        found = []
-        for name in instruction.operands:
-            operand = self._module.by_name.get((instruction.computation, name))
-            if operand is not None and name not in seen:
-                seen.add(name)
-                found.append(operand)
-        return found
-
-    def _origins(
-        self, instruction: Instruction, element: int | None, depth: int
-    ) -> set[int]:
-        """The numbers of the arguments that a value is, is a part of, or is cast from."""
-        if depth > 4 * _DEEPEST:
-            return set()
-        opcode, operands = instruction.opcode, self._operands(instruction, set())
-        after = depth + 1
-        if opcode == "parameter":
-            return self._origins_of_parameter(instruction, element, after)
-        if opcode == "get-tuple-element":
-            number = int(instruction.attribute("index") or 0)
-            return self._origins(operands[0], number, after) if operands else set()
-        if opcode == "tuple":
-            name = instruction.operands[element or 0]
-            found = self._module.by_name.get((instruction.computation, name))
-            return set() if found is None else self._origins(found, None, after)
-        if opcode in _VIEWS or opcode.endswith("-done"):
-            return self._origins(operands[0], element, after) if operands else set()
-        if opcode == "fusion":
-            names = [name for _, name in instruction.called()]
-            inside = self._module.computations.get(names[0], ()) if names else ()
-            if any(x.opcode in ("dot", "reduce", "scatter") for x in inside) or not inside:
-                return set()
-            return self._origins(inside[-1], element, after)
-        return set()
-
-    def _origins_of_parameter(
-        self, parameter: Instruction, element: int | None, depth: int
-    ) -> set[int]:
-        computation = parameter.computation
-        if computation == self._module.entry:
-            found = re.search(r"arrays\[(\d+)\]", parameter.op_name)
-            return {int(found[1])} if found else set()
-        callers = self._module.callers.get(computation, ())
-        if len(callers) != 1:
-            return set()
-        operands = self._operands(callers[0], set())
-        if callers[0].opcode == "fusion":
-            number = int(parameter.content)
-            name = callers[0].operands[number]
-            found = self._module.by_name.get((callers[0].computation, name))
-            return set() if found is None else self._origins(found, None, depth)
-        if callers[0].opcode != "while" or element is None or not operands:
-            return set()
-        # The same in each iteration, or else it is computed in the loop.
-        root = self._module.computations[computation][-1]
-        if root.opcode != "tuple" or element >= len(root.operands):
-            return set()
-        kept = self._module.by_name.get((computation, root.operands[element]))
-        same = ("copy", "copy-start", "copy-done", "bitcast")
-        while kept is not None and kept.opcode in same:
-            kept = self._module.by_name.get((computation, kept.operands[0]))
-        if kept is None or kept.opcode != "get-tuple-element":
-            return set()
-        if kept.attribute("index") != str(element):
-            return set()
-        return self._origins(operands[0], element, depth)
 
 
 def user_line(stack: Iterable[Frame]) -> str | None:

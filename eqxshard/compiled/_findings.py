@@ -5,22 +5,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import jax
-
 from ..distributed import is_main_process
 from ..sharding._text import comma_list, did_you_mean, first_few
 
 KINDS = (
     "whole",
     "unmatched",
-    "large-whole",
     "global-batch",
     "all-layers",
-    "whole-parameter",
-    "rematerialization",
     "donation",
     "dtype",
-    "batch",
+    "callback",
     "constant",
 )
 
@@ -30,8 +25,6 @@ Level = Literal["warn", "error", "off"]
 #: One level for all kinds of findings, or some kinds' own; the others warn.
 Lint = Level | Mapping[str, Level]
 
-#: Ignore arrays smaller than this.
-SMALL = 2**16
 #: The scope of what a rewrite of ours put into a step, which users cannot change.
 REWRITTEN = "eqxshard_rewrite"
 
@@ -82,18 +75,12 @@ def lint_levels(lint: Lint) -> Mapping[str, Level]:
 def report(findings: Iterable[Finding], levels: Mapping[str, Level], where: str) -> None:
     """Raise `ValueError` for findings that are errors, and warn of the others.
 
-    With several processes, a rematerialization is only ever a warning.
-
     **Arguments:**
 
     - `findings`: what was found.
     - `levels`: from `lint_levels`.
     - `where`: what the compiled step is called.
     """
-    levels = dict(levels)
-    if levels["rematerialization"] == "error" and jax.process_count() > 1:
-        # One whose program was cached does not see it, and would wait for the others.
-        levels["rematerialization"] = "warn"
     by_kind: dict[str, list[Finding]] = {}
     for finding in findings:
         by_kind.setdefault(finding.kind, []).append(finding)

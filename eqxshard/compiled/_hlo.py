@@ -3,7 +3,7 @@
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -127,6 +127,11 @@ class Module:
                     found[here, name] = _tuple_part(name, here, found)
         return found
 
+    def operands(self, instruction: Instruction) -> list[Instruction]:
+        """What an instruction takes, in order."""
+        names = [(instruction.computation, name) for name in instruction.operands]
+        return [self.by_name[name] for name in names if name in self.by_name]
+
     @functools.cached_property
     def users(self) -> Mapping[tuple[str, str], list[Instruction]]:
         """The instructions that take each one's result, by its computation and name."""
@@ -193,67 +198,40 @@ class Module:
         """From the constants of a loop that counts up, as those of `lax.scan` do."""
         called = dict(loop.called())
         condition = self.computations.get(called.get("condition", ""), ())
-        compares = any(
-            "direction=LT" in x.attributes
-            for name in [*(c for x in condition for _, c in x.called())]
-            for x in self.computations.get(name, ())
-        ) or any("direction=LT" in x.attributes for x in condition)
-        # Anything else may end at any time.
-        known = ("parameter", "get-tuple-element", "constant", "compare", "fusion", *VIEWS)
-        plain = all(x.opcode in known for x in condition)
-        bounds = [x for x in condition if x.opcode == "constant"]
-        used = [
-            self.by_name.get((x.computation, name))
-            for x in condition
-            for name in x.operands
-        ]
-        # JAX 0.12 writes no instruction for them, and they may be used twice.
-        counters = {
-            x.attribute("index")
-            for x in used
-            if x is not None and x.opcode == "get-tuple-element"
-        }
-        if not (compares and plain and len(bounds) == len(counters) == 1):
+        body = self.computations.get(called.get("body", ""), ())
+        compare = self._seen(condition[-1:])
+        tuples = [self._seen(self.operands(loop)[:1]), self._seen(body[-1:])]
+        if compare is None or "direction=LT" not in compare.attributes:
             return None
-        index = int(counters.pop() or 0)
-        bound, first = _integer(bounds[0]), self._part(loop, index)
-        start = None if first is None else _integer(first)
-        step = self._step(called.get("body", ""), index)
-        if bound is None or start is None or step is None:
+        sides = [self._seen([x]) for x in self.operands(compare)]
+        counter = sides[0] if len(sides) == 2 else None
+        if counter is None or counter.opcode != "get-tuple-element":
             return None
-        return max(-((start - bound) // step), 0)
+        bound, index = sides[1], int(counter.attribute("index") or 0)
+        # What the counter is at first, and after an iteration.
+        first, after = (
+            None if x is None else self._seen(self.operands(x)[index : index + 1])
+            for x in tuples
+        )
+        if after is None or after.opcode != "add":
+            return None
+        start, stop = _integer(first), _integer(bound)
+        steps = [_integer(self._seen([x])) for x in self.operands(after)]
+        step = next(filter(None, steps), None)
+        if start is None or stop is None or step is None:
+            return None
+        return max(-((start - stop) // step), 0)
 
-    def _part(self, user: Instruction, index: int) -> Instruction | None:
-        """What makes a part of the tuple that is the operand of an instruction."""
-        here = user.computation
-        made = self.by_name.get((here, user.operands[0])) if user.operands else None
-        if made is None or made.opcode != "tuple" or index >= len(made.operands):
-            return None
-        return self._seen(here, made.operands[index])
-
-    def _seen(
-        self, computation: str, name: str, through: tuple[str, ...] = VIEWS
-    ) -> Instruction | None:
-        """An instruction, or what it is another form of."""
-        found = self.by_name.get((computation, name))
-        while found is not None and found.opcode in through and found.operands:
-            found = self.by_name.get((computation, found.operands[0]))
+    def _seen(self, instructions: Sequence[Instruction]) -> Instruction | None:
+        """The one instruction, or what it is another form of."""
+        found = instructions[0] if instructions else None
+        while found is not None and found.opcode in (*VIEWS, "fusion"):
+            if found.opcode != "fusion":
+                instructions = self.operands(found)
+            else:
+                instructions = self.computations.get(dict(found.called())["calls"], ())[-1:]
+            found = instructions[0] if instructions else None
         return found
-
-    def _step(self, body: str, index: int) -> int | None:
-        """What the body of a loop adds to a counter."""
-        instructions = self.computations.get(body, ())
-        root = instructions[-1] if instructions else None
-        if root is None or root.opcode != "tuple" or index >= len(root.operands):
-            return None
-        made = self._seen(body, root.operands[index], (*VIEWS, "get-tuple-element"))
-        if made is None:
-            return None
-        near = [self._seen(body, name) for name in made.operands]
-        near += [x for _, name in made.called() for x in self.computations.get(name, ())]
-        steps = {_integer(x) for x in near if x is not None} - {None, 0}
-        # A fusion may compute other things from other numbers.
-        return 1 if 1 in steps else steps.pop() if len(steps) == 1 else None
 
     def stack(self, instruction: Instruction) -> Iterator[Frame]:
         """The places in the code that an instruction is from, innermost first."""
@@ -265,12 +243,12 @@ class Module:
             yield frame
 
 
-def _integer(instruction: Instruction) -> int | None:
+def _integer(instruction: Instruction | None) -> int | None:
     """The value of a constant that is one integer."""
-    is_integer = re.match(r"\s*[su]\d+\[\]", instruction.type)
-    if instruction.opcode != "constant" or not is_integer:
+    if instruction is None or instruction.opcode != "constant":
         return None
-    return int(instruction.content)
+    is_integer = re.match(r"\s*[su]\d+\[\]", instruction.type)
+    return int(instruction.content) if is_integer else None
 
 
 def parse_module(text: str) -> Module:

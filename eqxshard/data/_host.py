@@ -5,41 +5,19 @@ Nothing here knows devices, so it can be sent to worker processes. *Row*, *batch
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Bool, Int
 
-from ._random import ExampleRandom, RandomTransform, example_keys
-from ._samplers import InParts, Sampler, count_repeats, sample
+from ._random import RandomTransform, example_generators
+from ._samplers import Order
 from ._sources import Source
 from ._weights import WEIGHT, check_weights, part_to_check
 
-#: How many rows of an epoch are computed at a time, if they need not be all.
-_STRETCH_ROWS = 2**16
-
 #: What the loader calls with each batch.
 Transform = Callable[[dict[str, Any]], dict[str, Any]] | RandomTransform
-
-
-class HostBatch(NamedTuple):
-    """This process's part of a batch."""
-
-    arrays: dict[str, np.ndarray]
-    #: Whether each row is an example, and not padding.
-    real: Bool[np.ndarray, " rows"]
-
-
-class Stretch(NamedTuple):
-    """The rows of consecutive batches of an epoch, in order."""
-
-    epoch: int
-    #: The first of the batches.
-    first: int
-    rows: Int[np.ndarray, " n"]
-    #: How often each row came before in its epoch; only known for random transforms.
-    repeats: Int[np.ndarray, " n"] | None
 
 
 class HostBatches:
@@ -48,7 +26,7 @@ class HostBatches:
     **Arguments:**
 
     - `source`, `batch_size`, `seed`, `transform`: as for the loader.
-    - `sampler`: chooses the rows of each epoch.
+    - `order`: the rows of each epoch.
     - `fills`: whether to fill up the last batch of an epoch, or to drop it.
     - `positions`: the positions in a batch that this process holds.
     """
@@ -56,7 +34,7 @@ class HostBatches:
     def __init__(
         self,
         source: Source,
-        sampler: Sampler | InParts,
+        order: Order,
         *,
         batch_size: int,
         seed: int,
@@ -68,25 +46,17 @@ class HostBatches:
         self.batch_size = batch_size
         self.positions = positions
         self.transform = transform
-        self._sampler = sampler
+        self._order = order
         self._seed = seed
-        full, left = divmod(len(sampler), batch_size)
+        full, left = divmod(len(order), batch_size)
         #: Whether the last batch of an epoch has rows of padding.
         self.pads = fills and left > 0
         #: The number of batches in an epoch.
         self.length = full + self.pads
-        whole = not isinstance(sampler, InParts)
-        self._together = self.length if whole else max(_STRETCH_ROWS // batch_size, 1)
-        # The last one used, because it takes long to make.
-        self._stretch: Stretch | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_stretch": None}
 
     def rows(self, step: int) -> Int[np.ndarray, " n"]:
         """The examples of a step's batch, on all processes."""
-        stretch, part = self._find(step)
-        return stretch.rows[part]
+        return self._part(step)[0]
 
     def padded(
         self, steps: range, positions: Int[np.ndarray, " positions"]
@@ -107,7 +77,7 @@ class HostBatches:
             padded[i, : len(held)] = rows[held]
         return padded, real
 
-    def gather(self, steps: range) -> list[HostBatch]:
+    def gather(self, steps: range) -> list[dict[str, np.ndarray]]:
         """The batches of some steps, from one call of the source's gather."""
         size = len(self.positions)
         padded, real = self.padded(steps, self.positions)
@@ -117,7 +87,7 @@ class HostBatches:
             self._finish(
                 {name: array[i * size : (i + 1) * size] for name, array in arrays.items()},
                 real[i],
-                self._random(step, padded[i]),
+                self._generators(step, padded[i]),
             )
             for i, step in enumerate(steps)
         ]
@@ -125,120 +95,77 @@ class HostBatches:
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """A batch of all processes without its values, for which one example is read."""
         row = np.zeros(1, np.int64)
-        random = ExampleRandom(example_keys(self._seed, 0, row, row))
-        arrays = self._finish(self.source.gather(row), np.ones(1, bool), random).arrays
-        found = {
+        generators = example_generators(self._seed, 0, row, row)
+        # As of padding, which has a weight.
+        arrays = self._finish(self.source.gather(row), np.zeros(1, bool), generators)
+        return {
             name: jax.ShapeDtypeStruct(
                 (self.batch_size, *array.shape[1:]),
                 jax.dtypes.canonicalize_dtype(array.dtype),
             )
             for name, array in arrays.items()
         }
-        weight = jax.ShapeDtypeStruct((self.batch_size,), np.float32)
-        return {WEIGHT: weight} | found if self.pads else found
 
     def everything(self) -> dict[str, np.ndarray]:
         """All the examples of the source, in its order."""
         count = len(self.source)
         arrays = self.source.gather(np.arange(count))
         _check_rows("the source's gather", arrays, count)
-        return self._finish(arrays, np.ones(count, bool)).arrays
+        return self._finish(arrays, np.ones(count, bool))
 
     def _finish(
         self,
         arrays: dict[str, np.ndarray],
         real: Bool[np.ndarray, " rows"],
-        random: ExampleRandom | None = None,
-    ) -> HostBatch:
+        generators: list[np.random.Generator] | None = None,
+    ) -> dict[str, np.ndarray]:
         size = len(real)
         if self.transform is not None:
             if isinstance(self.transform, RandomTransform):
-                assert random is not None
-                arrays = self.transform.fn(arrays, random)
+                assert generators is not None
+                arrays = self.transform.fn(arrays, generators)
             else:
                 arrays = self.transform(arrays)
             _check_rows("the transform", arrays, size)
         arrays = {name: np.asarray(array) for name, array in arrays.items()}
         check_dtypes(arrays, "use a transform that converts it to numbers, or drops it")
-        if self.pads and WEIGHT in arrays:
-            weight = arrays[WEIGHT]
+        # Full batches without weights of their own share some on the devices.
+        if self.pads and not (real.all() and WEIGHT not in arrays):
+            weight = arrays.get(WEIGHT, np.ones(size, np.float32))
             if weight.shape != (size,):
                 raise ValueError(
                     f"{WEIGHT!r} has shape {weight.shape} for {size} examples; give one "
                     "number per example, or use another name."
                 )
             arrays = arrays | {WEIGHT: np.where(real, weight, 0).astype(np.float32)}
-        check_weights(part_to_check(arrays, real, self.batch_size))
-        return HostBatch(arrays, real)
+        check_weights(part_to_check(arrays, size == self.batch_size))
+        return arrays
 
-    def _random(self, step: int, rows: Int[np.ndarray, " rows"]) -> ExampleRandom | None:
-        """Random numbers for this process's rows of a step, if the transform wants any."""
+    def _generators(
+        self, step: int, rows: Int[np.ndarray, " rows"]
+    ) -> list[np.random.Generator] | None:
+        """Generators for this process's rows of a step, if the transform wants any."""
         if not isinstance(self.transform, RandomTransform):
             return None
-        stretch, part = self._find(step)
-        assert stretch.repeats is not None
-        found = stretch.repeats[part]
-        repeats = np.pad(found, (0, self.batch_size - len(found)))[self.positions]
-        return ExampleRandom(example_keys(self._seed, stretch.epoch, rows, repeats))
+        repeats = self._part(step)[1]
+        repeats = np.pad(repeats, (0, self.batch_size - len(repeats)))[self.positions]
+        return example_generators(self._seed, step // self.length, rows, repeats)
 
-    def _find(self, step: int) -> tuple[Stretch, slice]:
-        """A stretch that has a step's batch, and where its rows are in that."""
+    def _part(self, step: int) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+        """The rows of a step's batch, and how often each came before in its epoch."""
         epoch, batch = divmod(step, self.length)
-        first = batch - batch % self._together
-        stretch = self._stretch
-        if stretch is None or (stretch.epoch, stretch.first) != (epoch, first):
-            stretch = self._stretch = self._make_stretch(epoch, first)
-        start = (batch - first) * self.batch_size
-        return stretch, slice(start, start + self.batch_size)
-
-    def _make_stretch(self, epoch: int, first: int) -> Stretch:
-        sampler = self._sampler
-        if isinstance(sampler, InParts):
-            start = first * self.batch_size
-            stop = min(start + self._together * self.batch_size, len(sampler))
-            rows = sampler.part(self._seed, epoch, start, stop)
-            return Stretch(epoch, first, rows, np.zeros_like(rows))
-        rows = sample(sampler, len(self.source), self._seed, epoch)
-        random = isinstance(self.transform, RandomTransform)
-        return Stretch(epoch, first, rows, count_repeats(rows) if random else None)
-
-
-class Chunks:
-    """The batches of `together` steps at a time, which are gathered at once."""
-
-    def __init__(self, batches: HostBatches, together: int, stop: int):
-        self._batches = batches
-        self._together = together
-        self._stop = stop
-
-    def __call__(self, start: int) -> list[HostBatch]:
-        """The batches from a step on."""
-        return self._batches.gather(range(start, min(start + self._together, self._stop)))
+        start = batch * self.batch_size
+        return self._order.part(epoch, start, start + self.batch_size)
 
 
 def check_dtypes(arrays: Mapping[str, np.ndarray], remedy: str) -> None:
-    """Raise `TypeError` for what devices cannot hold, such as strings."""
+    """Raise `TypeError` for what devices cannot hold: strings, None, ragged rows."""
     for name, array in arrays.items():
         # Structured arrays are np.void; bfloat16, whose kind is the same, is not.
         if array.dtype.kind in "OSUMm" or issubclass(array.dtype.type, np.void):
             raise TypeError(
-                f"{name!r} is of type {array.dtype}{_contents(array)}, which devices "
-                f"cannot hold; {remedy}."
+                f"{name!r} is of type {array.dtype}, which devices cannot hold; {remedy}."
             )
-
-
-def _contents(array: np.ndarray) -> str:
-    """Why an array is one of objects, if that can be told."""
-    if array.dtype.kind != "O":
-        return ""
-    for row, item in enumerate(array):
-        if item is None:
-            return f" (None in row {row})"
-    shapes = [np.shape(item) for item in array if isinstance(item, np.ndarray | list)]
-    for shape in shapes:
-        if shape != shapes[0]:
-            return f" (rows of different shapes, {shapes[0]} and {shape})"
-    return ""
 
 
 def check_integers(arrays: Mapping[str, np.ndarray]) -> None:

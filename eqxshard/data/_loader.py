@@ -23,7 +23,7 @@ from ..sharding._mesh import batch_sharding, check_batch_size
 from ._host import HostBatches, Transform
 from ._pipeline import HostPipeline, positions_on_this_process
 from ._resident import DeviceBatches, ResidentDataset
-from ._samplers import Permuted, Sampler, default_sampler, digest, sample
+from ._samplers import Order, Sampler, digest, sample
 from ._sources import Source
 
 Remainder = Literal["pad", "drop", "error"]
@@ -63,7 +63,7 @@ class Loader:
     - `transform`: called with a dict of NumPy arrays, the rows of a batch that this
         process holds; returns one with the same number of rows, which must not change
         afterwards. It runs in the loader's thread, or in its workers. An
-        [`eqxshard.data.RandomTransform`][] also gets random numbers for each example.
+        [`eqxshard.data.RandomTransform`][] also gets a random generator for each row.
     - `prefetch`: how many batches to gather ahead. Small batches are gathered several at
         a time if there is no `transform`, so a few more may be. With 0, each batch is
         gathered on demand, without a thread.
@@ -125,22 +125,19 @@ class Loader:
             "sampler": _digest(sampler, len(source), seed, shuffle),
             "remainder": remainder,
         }
-        rows = default_sampler(len(source), shuffle) if sampler is None else sampler
-        if isinstance(rows, Permuted):
-            # Earlier versions had another order for so many examples.
-            self._fingerprint["order"] = "permuted"
+        order = Order(len(source), seed=seed, shuffle=shuffle, sampler=sampler)
         if spans_processes(mesh.devices.flat):
             assert_same_on_all_processes("loader", self._fingerprint)
         # Only now, because it may be empty in one process alone.
         if len(source) == 0:
             raise ValueError("the source is empty; give one with at least one example.")
         check_batch_size(batch_size, mesh)
-        _check_remainder(remainder, len(rows), batch_size)
+        _check_remainder(remainder, len(order), batch_size)
         _check_placement(placement, transform, workers)
         sharding = batch_sharding(mesh)
         self._host = HostBatches(
             source,
-            rows,
+            order,
             batch_size=batch_size,
             seed=seed,
             fills=remainder == "pad",
@@ -197,7 +194,7 @@ class Loader:
             raise ValueError(f"step {step} is before the start; seek to 0 or a later step.")
         self._step = int(step)
 
-    def stacked(self, count: int, *, room: int | None = None) -> DeviceBatches:
+    def stacked(self, count: int, *, capacity: int | None = None) -> DeviceBatches:
         """The next batches, for `train_step.many` or `eval_step.many` to gather.
 
         Needs `placement="device"`. Only row numbers are sent to the devices.
@@ -205,9 +202,9 @@ class Loader:
         **Arguments:**
 
         - `count`: how many batches.
-        - `room`: the number of batches to leave room for, `count` by default. Steps
-            compile once for each room, whatever the count; metrics have an entry for each
-            batch that there is room for, of weight 0 if no step was taken.
+        - `capacity`: the number of batches to leave room for, `count` by default. Steps
+            compile once for each capacity, whatever the count; metrics have an entry for
+            each batch that there is room for, of weight 0 if no step was taken.
 
         **Returns:**
 
@@ -215,18 +212,18 @@ class Loader:
 
         **Raises:**
 
-        `ValueError` if the dataset is on the host, fewer batches are left, or there is
-        not enough room.
+        `ValueError` if the dataset is on the host, fewer batches are left, or `count` is
+        more than the capacity.
         """
-        room = count if room is None else room
+        capacity = count if capacity is None else capacity
         if self._resident is None:
             raise ValueError(
                 "this loader's dataset is on the host; make it with placement='device'."
             )
-        if not 1 <= count <= room:
+        if not 1 <= count <= capacity:
             raise ValueError(
-                f"{count} batches cannot be stacked with room for {room}; ask for at least "
-                "1, and leave at least as much room."
+                f"{count} batches do not fit capacity={capacity}; ask for at least 1, and "
+                "at most as many as the capacity."
             )
         if count > self._stop - self._step:
             raise ValueError(
@@ -235,7 +232,7 @@ class Loader:
             )
         steps = range(self._step, self._step + count)
         self._step += count
-        return self._resident.stacked(steps, room=room)
+        return self._resident.stacked(steps, capacity=capacity)
 
     def rows(self, step: int) -> Int[np.ndarray, " n"]:
         """The examples that the batch of a step is made of.

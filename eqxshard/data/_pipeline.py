@@ -1,5 +1,6 @@
 """Batches gathered on the host, ahead of the steps, and placed on their devices."""
 
+import functools
 import itertools
 import math
 import sys
@@ -12,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
-from ._host import Chunks, HostBatch, HostBatches, check_integers
+from ._host import HostBatches, check_integers
 from ._weights import WEIGHT
 
 #: Passing something from one thread to another costs as much as gathering a batch of
@@ -38,20 +39,20 @@ class HostPipeline:
         self._sharding = sharding
         self._prefetch = prefetch
         self._workers = workers
-        self._ones: Array | None = None
+        self._shared: Array | None = None
 
     def batches(self, steps: range) -> Generator[dict[str, Array], None, None]:
         """The batches of some steps; close it to end its thread early."""
         with closing(self._host_batches(steps)) as host_batches:
-            for arrays, real in host_batches:
+            for arrays in host_batches:
                 # Here and not ahead, as jax.enable_x64 may hold for this thread only.
                 check_integers(arrays)
                 batch = {name: self._place(array) for name, array in arrays.items()}
                 if self._host.pads and WEIGHT not in batch:
-                    batch[WEIGHT] = self._weight(real)
+                    batch[WEIGHT] = self._full_weight()
                 yield batch
 
-    def _host_batches(self, steps: range) -> Generator[HostBatch, None, None]:
+    def _host_batches(self, steps: range) -> Generator[dict[str, np.ndarray], None, None]:
         if not steps:
             return
         if not self._prefetch and not self._workers:
@@ -72,14 +73,14 @@ class HostPipeline:
         import grain
 
         together, ahead = 1, self._prefetch
-        nbytes = sum(array.nbytes for array in batch.arrays.values())
+        nbytes = sum(array.nbytes for array in batch.values())
         small = 2 * nbytes <= _TOGETHER_BYTES and self._host.transform is None
         if small:
             together = min(_TOGETHER_BYTES // max(nbytes, 1), _TOGETHER_BATCHES)
             # At least two: with one, the thread would wait for us as often as we for it.
             ahead = max(math.ceil(self._prefetch / together), 2)
         chunks = grain.MapDataset.range(first + 1, stop, together).map(
-            Chunks(self._host, together, stop)
+            functools.partial(_gather_chunk, self._host, together, stop)
         )
         if self._workers:
             _parse_flags()
@@ -104,13 +105,18 @@ class HostPipeline:
             array, self._sharding, self._host.positions, self._host.batch_size
         )
 
-    def _weight(self, real: np.ndarray) -> Array:
-        if not real.all():
-            return self._place(real.astype(np.float32))
-        # Shared by all full batches, until somebody donates one.
-        if self._ones is None or self._ones.is_deleted():
-            self._ones = self._place(real.astype(np.float32))
-        return self._ones
+    def _full_weight(self) -> Array:
+        """The weight of all full batches, until somebody donates it."""
+        if self._shared is None or self._shared.is_deleted():
+            self._shared = self._place(np.ones(len(self._host.positions), np.float32))
+        return self._shared
+
+
+def _gather_chunk(
+    host: HostBatches, together: int, stop: int, start: int
+) -> list[dict[str, np.ndarray]]:
+    """The batches of `together` steps, or of those before `stop`, gathered at once."""
+    return host.gather(range(start, min(start + together, stop)))
 
 
 def _parse_flags() -> None:

@@ -60,7 +60,7 @@ class ResidentDataset:
     def __init__(self, host: HostBatches, mesh: Mesh):
         self._host = host
         self._mesh = mesh
-        self._examples = _put_whole(host.everything(), mesh)
+        self._examples = _replicate(host.everything(), mesh)
         self._gather = jax.jit(
             lambda batches: batches.batch(jnp.int32(0), mesh),
             out_shardings=batch_sharding(mesh),
@@ -69,16 +69,16 @@ class ResidentDataset:
     def batches(self, steps: range) -> Generator[dict[str, Array], None, None]:
         """The batches of some steps, gathered one at a time."""
         for step in steps:
-            yield self._gather(self.stacked(range(step, step + 1), room=1))
+            yield self._gather(self.stacked(range(step, step + 1), capacity=1))
 
-    def stacked(self, steps: range, *, room: int) -> DeviceBatches:
-        """The batches of some steps, for a step to gather, with room for so many."""
+    def stacked(self, steps: range, *, capacity: int) -> DeviceBatches:
+        """The batches of some steps, for a step to gather, with room for `capacity`."""
         size = self._host.batch_size
         padded, real = self._host.padded(steps, np.arange(size))
         sharding = batch_sharding(self._mesh, stacked=True)
 
         def put(array: np.ndarray, dtype: type) -> Array:
-            filled = np.zeros((room, size), dtype)
+            filled = np.zeros((capacity, size), dtype)
             filled[: len(array)] = array
             return jax.make_array_from_callback(filled.shape, sharding, filled.__getitem__)
 
@@ -87,19 +87,19 @@ class ResidentDataset:
         return DeviceBatches(self._examples, put(padded, np.int32), weight, count)
 
 
-def _put_whole(arrays: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, Array]:
+def _replicate(arrays: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, Array]:
     check_integers(arrays)
     nbytes = sum(array.nbytes for array in arrays.values())
     for device in mesh.local_devices or ():
-        _check_room(nbytes, device.memory_stats() or {})
-    whole = NamedSharding(mesh, PartitionSpec())
+        _check_fits(nbytes, device.memory_stats() or {})
+    replicated = NamedSharding(mesh, PartitionSpec())
     return {
-        name: jax.make_array_from_callback(array.shape, whole, array.__getitem__)
+        name: jax.make_array_from_callback(array.shape, replicated, array.__getitem__)
         for name, array in arrays.items()
     }
 
 
-def _check_room(nbytes: int, memory: Mapping[str, int]) -> None:
+def _check_fits(nbytes: int, memory: Mapping[str, int]) -> None:
     """Raise `ValueError` if the examples do not fit on a device (CPUs do not report it)."""
     free = memory.get("bytes_limit", sys.maxsize) - memory.get("bytes_in_use", 0)
     if nbytes > free:

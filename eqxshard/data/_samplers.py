@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from ._permutation import Permutation
 
-#: An order of more rows than that is not kept in memory as a whole.
+#: Epochs of more rows than that are not made as a whole.
 _WHOLE_ROWS = 2**20
 
 
@@ -58,52 +58,6 @@ class Sampler(Protocol):
         ...
 
 
-class InOrder:
-    """Each example once, in the order of the source."""
-
-    def __init__(self, length: int):
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def part(self, seed: int, epoch: int, start: int, stop: int) -> Int[np.ndarray, " n"]:
-        """Some consecutive rows of an epoch."""
-        return np.arange(start, stop)
-
-
-class Permuted:
-    """Each example once, in another order in each epoch, for any number of examples."""
-
-    def __init__(self, length: int):
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def part(self, seed: int, epoch: int, start: int, stop: int) -> Int[np.ndarray, " n"]:
-        """Some consecutive rows of an epoch."""
-        return _permutation(self._length, seed, epoch).rows(start, stop)
-
-
-#: The samplers that give any part of an epoch, in which no row comes twice.
-InParts = InOrder | Permuted
-
-
-class Shuffled:
-    """Each example once, in another order in each epoch, which is made as a whole."""
-
-    def __init__(self, length: int):
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def rows(self, examples: int, seed: int, epoch: int) -> Int[np.ndarray, " n"]:
-        """The rows of an epoch, in order."""
-        return _random_state(seed, epoch).permutation(examples)
-
-
 class UniformSampler:
     """Draws examples with equal probabilities; an example may be drawn again.
 
@@ -140,121 +94,108 @@ class UniformSampler:
 
 
 class WeightedSampler:
-    """Draws examples with probabilities in proportion to their weights.
+    """Draws examples, again and again, in proportion to their weights.
 
     **Arguments:**
 
     - `weights`: one for each example of the source. They need not sum to 1; an example of
         weight 0 is never drawn.
     - `length`: the number of rows in an epoch; by default, the number of weights.
-    - `replacement`: whether an example may be drawn again in the same epoch. If not, each
-        draw is from the examples that are left
-        ([Efraimidis and Spirakis, 2006](https://doi.org/10.1016/j.ipl.2005.11.003)), and
-        the rows of an epoch are then shuffled.
 
     **Raises:**
 
     `ValueError` if `weights` is not a vector of finite numbers of at least 0, all are 0,
-    or `length` is not positive, or too large without replacement. The loader raises
-    `ValueError` if its source has another number of examples.
+    or `length` is not positive. The loader raises `ValueError` if its source has another
+    number of examples.
 
     !!! Example
 
         ```python
-        sampler = eqxshard.data.WeightedSampler(weights, length=10_000)
+        # Every class equally often.
+        weights = 1 / np.bincount(labels)[labels]
+        sampler = eqxshard.data.WeightedSampler(weights)
         loader = eqxshard.Loader(source, batch_size=256, mesh=mesh, sampler=sampler)
         ```
     """
 
-    def __init__(
-        self, weights: ArrayLike, length: int | None = None, *, replacement: bool = True
-    ):
+    def __init__(self, weights: ArrayLike, length: int | None = None):
         self._weights = _check_weights(weights)
         self._length = len(self._weights) if length is None else length
-        self._replacement = replacement
-        positive = np.count_nonzero(self._weights)
         if self._length < 1:
             raise ValueError(f"length={length} must be at least 1.")
-        if not replacement and self._length > positive:
-            raise ValueError(
-                f"{self._length:,} rows cannot be drawn without replacement from "
-                f"{positive:,} examples of positive weight; use a smaller length, or "
-                "replacement=True."
-            )
 
     def __len__(self) -> int:
         return self._length
 
     def rows(self, examples: int, seed: int, epoch: int) -> Int[np.ndarray, " n"]:
         """The rows of an epoch, in order; see [`eqxshard.data.Sampler`][]."""
-        _check_length("weights", len(self._weights), examples)
-        random = _random_state(seed, epoch)
-        if self._replacement:
-            totals = np.cumsum(self._weights)
-            drawn = random.random_sample(self._length) * totals[-1]
-            # Rounding may reach the total itself, which is beyond every example.
-            last = np.flatnonzero(self._weights)[-1]
-            return np.minimum(np.searchsorted(totals, drawn, side="right"), last)
-        with np.errstate(divide="ignore"):
-            times = -np.log1p(-random.random_sample(examples)) / self._weights
-        times[self._weights == 0] = np.inf
-        return random.permutation(np.argsort(times, kind="stable")[: self._length])
+        if examples != len(self._weights):
+            raise ValueError(
+                f"the sampler has {len(self._weights):,} weights and the source "
+                f"{examples:,} examples; give one for each example."
+            )
+        totals = np.cumsum(self._weights)
+        drawn = _random_state(seed, epoch).random_sample(self._length) * totals[-1]
+        # Rounding may reach the total itself, which is beyond every example.
+        last = np.flatnonzero(self._weights)[-1]
+        return np.minimum(np.searchsorted(totals, drawn, side="right"), last)
 
 
-class ClassBalancedSampler:
-    """Draws every class equally often, whatever its number of examples.
-
-    In each epoch the numbers of rows of two classes differ by one at most. Within a class,
-    examples are drawn with replacement. An epoch is as long as the source.
+class Order:
+    """The rows of any part of any epoch.
 
     **Arguments:**
 
-    - `labels`: the class of each example, as integers or strings.
-
-    **Raises:**
-
-    `ValueError` if `labels` is not a vector, or is empty. The loader raises `ValueError`
-    if its source has another number of examples.
-
-    !!! Example
-
-        ```python
-        sampler = eqxshard.data.ClassBalancedSampler(source.arrays["label"])
-        ```
+    - `examples`: the length of the source.
+    - `seed`, `shuffle`, `sampler`: as for the loader.
     """
 
-    def __init__(self, labels: ArrayLike):
-        found = np.asarray(labels)
-        if found.ndim != 1 or not found.size:
-            raise ValueError(
-                f"the labels have shape {found.shape}; give one label per example."
-            )
-        _, classes, self._counts = np.unique(found, return_inverse=True, return_counts=True)
-        # The examples by class, and where each class starts.
-        self._by_class = np.argsort(classes, kind="stable")
-        self._starts = np.cumsum(self._counts) - self._counts
+    def __init__(
+        self,
+        examples: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        sampler: Sampler | None = None,
+    ):
+        self._examples = examples
+        self._seed = seed
+        self._shuffle = shuffle
+        self._sampler = sampler
+        # The last epoch that was made as a whole, its rows and their repeats.
+        self._epoch: tuple[int, np.ndarray, np.ndarray] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_epoch": None}
 
     def __len__(self) -> int:
-        return len(self._by_class)
+        """The number of rows in an epoch."""
+        return self._examples if self._sampler is None else len(self._sampler)
 
-    def rows(self, examples: int, seed: int, epoch: int) -> Int[np.ndarray, " n"]:
-        """The rows of an epoch, in order; see [`eqxshard.data.Sampler`][]."""
-        _check_length("labels", len(self), examples)
-        random = _random_state(seed, epoch)
-        # Another class has the extra row in each epoch.
-        classes = random.permutation(len(self._counts))
-        drawn = random.permutation(np.resize(classes, len(self)))
-        within = random.random_sample(len(self)) * self._counts[drawn]
-        # A product may round up to the count itself.
-        within = np.minimum(within.astype(np.int64), self._counts[drawn] - 1)
-        return self._by_class[self._starts[drawn] + within]
+    def part(
+        self, epoch: int, start: int, stop: int
+    ) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+        """The rows at some positions of an epoch, and how often each came before in it."""
+        if self._sampler is None and len(self) > _WHOLE_ROWS:
+            rows = self._unique(epoch, start, min(stop, len(self)))
+            return rows, np.zeros_like(rows)
+        # Another thread may be in another epoch.
+        last = self._epoch
+        if last is None or last[0] != epoch:
+            last = self._epoch = (epoch, *self._whole(epoch))
+        return last[1][start:stop], last[2][start:stop]
 
+    def _whole(self, epoch: int) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+        if self._sampler is None:
+            rows = self._unique(epoch, 0, len(self))
+            return rows, np.zeros_like(rows)
+        rows = sample(self._sampler, self._examples, self._seed, epoch)
+        return rows, count_repeats(rows)
 
-def default_sampler(length: int, shuffle: bool) -> Sampler | InParts:
-    """The sampler of a loader that has none."""
-    if not shuffle:
-        return InOrder(length)
-    return Shuffled(length) if length <= _WHOLE_ROWS else Permuted(length)
+    def _unique(self, epoch: int, start: int, stop: int) -> Int[np.ndarray, " n"]:
+        if not self._shuffle:
+            return np.arange(start, stop)
+        return _permutation(self._examples, self._seed, epoch).rows(start, stop)
 
 
 def sample(sampler: Sampler, examples: int, seed: int, epoch: int) -> Int[np.ndarray, " n"]:
@@ -280,13 +221,13 @@ def digest(rows: Int[np.ndarray, " n"]) -> str:
 
 
 def count_repeats(rows: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
-    """How often each row of an epoch came before in it."""
+    """How often each row occurred earlier in an epoch."""
+    _, inverse, counts = np.unique(rows, return_inverse=True, return_counts=True)
+    starts = np.cumsum(counts) - counts
     repeats = np.zeros(len(rows), np.int64)
-    counts = np.bincount(rows)
-    if counts.max() > 1:
-        starts = np.cumsum(counts) - counts
-        order = np.argsort(rows, kind="stable")
-        repeats[order] = np.arange(len(rows)) - np.repeat(starts, counts)
+    repeats[np.argsort(inverse, kind="stable")] = np.arange(len(rows)) - np.repeat(
+        starts, counts
+    )
     return repeats
 
 
@@ -315,11 +256,3 @@ def _check_weights(weights: Any) -> Float[np.ndarray, " n"]:
     if not found.any():
         raise ValueError("all weights are 0; give at least one example a positive weight.")
     return found
-
-
-def _check_length(what: str, length: int, examples: int) -> None:
-    if length != examples:
-        raise ValueError(
-            f"the sampler has {length:,} {what} and the source {examples:,} examples; give "
-            "one for each example."
-        )

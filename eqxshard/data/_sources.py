@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, runtime_checkable
 
@@ -163,7 +163,7 @@ class Records(Protocol):
 
 
 class RecordSource:
-    """Examples that are read one by one, such as files, or records of an ArrayRecord.
+    """Examples that are read one by one: files, an ArrayRecord, a dataset of PyTorch.
 
     If `records` has a method `__getitems__(indices)`, as sources of Grain and PyTorch may,
     one call of it reads all examples of a batch, or of several small ones, and threads
@@ -174,15 +174,16 @@ class RecordSource:
 
     - `records`: a source of Grain or PyTorch, or any other object with `__len__` and
         `__getitem__`.
-    - `decode`: called with a record, returns a dict of arrays and numbers; by default,
-        records must be such dicts.
+    - `decode`: called with a record, returns a dict of arrays and numbers, or what `names`
+        makes one of; by default, records must be that.
+    - `names`: the names of the entries, if the examples are tuples or single arrays.
     - `threads`: the number of examples to read or decode at a time.
 
     **Raises:**
 
     `TypeError` if `records` has no length or no indices; `ValueError` if `threads` is not
-    positive. While reading, `TypeError` if an example is not a dict, and `ValueError` if
-    the examples of a batch differ in their names or shapes.
+    positive. While reading, `TypeError` if an example is not a dict and has no names, and
+    `ValueError` if the examples of a batch differ in their names or shapes.
 
     !!! Example
 
@@ -194,25 +195,30 @@ class RecordSource:
 
         files = grain.sources.ArrayRecordDataSource(sorted(glob("train-*.arrayrecord")))
         source = eqxshard.data.RecordSource(files, decode)
+
+        dataset = torchvision.datasets.CIFAR10(root, transform=to_tensor)
+        source = eqxshard.data.RecordSource(dataset, names=("image", "label"))
         ```
     """
 
     def __init__(
         self,
         records: Records,
-        decode: Callable[[Any], Mapping[str, Any]] | None = None,
+        decode: Callable[[Any], Any] | None = None,
         *,
+        names: Sequence[str] | None = None,
         threads: int = 16,
     ):
         if not isinstance(records, Records):
             raise TypeError(
                 f"a {type(records).__name__} cannot be read by index; give an object with "
-                "__len__() and __getitem__(index)."
+                "__len__() and __getitem__(index), or use eqxshard.data.from_iterator."
             )
         if threads < 1:
             raise ValueError(f"threads={threads} must be at least 1.")
         self._records = records
         self._decode = decode
+        self._names = names
         self._threads = threads
         self._pool: ThreadPoolExecutor | None = None
 
@@ -252,12 +258,20 @@ class RecordSource:
     def _example(self, index: int, example: Any) -> Mapping[str, Any]:
         if self._decode is not None:
             example = self._decode(example)
-        if not isinstance(example, Mapping):
+        if isinstance(example, Mapping):
+            return example
+        if self._names is None:
             raise TypeError(
-                f"example {index} is a {type(example).__name__}; use decode= to turn it "
-                "into a dict of arrays."
+                f"example {index} is a {type(example).__name__}; name its entries, such as "
+                "names=('x', 'y'), or use decode= to turn it into a dict of arrays."
             )
-        return example
+        parts = example if isinstance(example, tuple | list) else (example,)
+        if len(self._names) != len(parts):
+            raise ValueError(
+                f"example {index} has {len(parts)} entries, and names has "
+                f"{len(self._names)}; give one name for each."
+            )
+        return dict(zip(self._names, parts))
 
 
 def _stack(

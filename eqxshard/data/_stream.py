@@ -1,13 +1,11 @@
 """Loaders of batches that somebody else makes: any iterator, of any length."""
 
-import atexit
 import inspect
 import queue
 import threading
-import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, suppress
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -22,7 +20,7 @@ from ._weights import WEIGHT, check_weights, part_to_check
 Batch = Mapping[str, Any]
 _Arrays = dict[str, np.ndarray]
 
-#: How long a process that ends waits for an iterator that is being closed.
+#: How long a closed iterator of ours waits for the other one, which may be blocked.
 _CLOSE_SECONDS = 2
 
 
@@ -34,14 +32,21 @@ class Stream:
 
     def __init__(
         self,
-        start: Callable[[int], Generator[_Arrays, None, None]],
+        make_iterator: Callable[..., Iterator[Batch]],
         *,
         mesh: Mesh,
+        length: int | None,
         prefetch: int,
     ):
-        self._start = start
+        self._make_iterator = make_iterator
         self._mesh = mesh
+        self._length = length
         self._prefetch = prefetch
+        self._takes_step = False
+        # Some built-in functions have no signature.
+        with suppress(ValueError):
+            parameters = inspect.signature(make_iterator).parameters
+            self._takes_step = "step" in parameters
         self._sharding = batch_sharding(mesh)
         # The share of a batch's rows that this process holds.
         parts = self._sharding.num_devices
@@ -51,23 +56,47 @@ class Stream:
 
     def __iter__(self) -> Generator[dict[str, Array], None, None]:
         """The batches from the position on; close it to end its thread early."""
-        with closing(_ahead(self._start(self._step), self._prefetch)) as batches:
+        with closing(_ahead(self._batches(self._step), self._prefetch)) as batches:
             for step, arrays in enumerate(batches, start=self._step):
                 self._step = step + 1
                 yield self._place(arrays, step)
 
     def seek(self, step: int) -> None:
-        """Go to the batch of a step, counted from 0."""
+        """Go to the batch of a step, counted from 0 over all epochs."""
         if step < 0:
             raise ValueError(f"step {step} is before the start; seek to 0 or a later step.")
         self._step = int(step)
+
+    def _batches(self, first: int) -> Generator[_Arrays, None, None]:
+        """The batches of all passes over the data, from a step on."""
+        step = first if self._takes_step else 0
+        while True:
+            start = step
+            options = {"step": step} if self._takes_step else {}
+            iterator = iter(self._make_iterator(**options))
+            try:
+                for batch in iterator:
+                    step += 1
+                    if step > first:
+                        yield _copied(batch, step - 1)
+            finally:
+                # Generators have one; other iterators may.
+                getattr(iterator, "close", lambda: None)()
+            if self._length is None:
+                return
+            if step == start or step % self._length:
+                raise ValueError(
+                    f"the iterator ended before step {step}, {step % self._length} batches "
+                    f"into an epoch of length={self._length}; give the number of batches "
+                    "that it has."
+                )
 
     def _place(self, arrays: _Arrays, step: int) -> dict[str, Array]:
         check_dtypes(arrays, "convert it to numbers, or leave it out")
         check_integers(arrays)
         rows = self._check_shapes({n: a.shape for n, a in arrays.items()}, step)
         positions = positions_on_this_process(self._sharding, rows)
-        check_weights(part_to_check(arrays, np.ones(len(positions), bool), rows))
+        check_weights(part_to_check(arrays, len(positions) == rows))
         return {
             name: place_rows(array, self._sharding, positions, rows)
             for name, array in arrays.items()
@@ -99,44 +128,13 @@ class Stream:
         return rows
 
 
-class SizedStream:
+class SizedStream(Stream):
     """A stream that counts its batches in epochs."""
-
-    def __init__(self, stream: Stream, length: int):
-        self._stream = stream
-        self._length = length
 
     def __len__(self) -> int:
         """The number of batches in an epoch."""
+        assert self._length is not None
         return self._length
-
-    def __iter__(self) -> Generator[dict[str, Array], None, None]:
-        """The batches from the position on; close it to end its thread early."""
-        return iter(self._stream)
-
-    def seek(self, step: int) -> None:
-        """Go to the batch of a step, counted from 0 over all epochs."""
-        self._stream.seek(step)
-
-
-@overload
-def from_iterator(
-    make_iterator: Callable[..., Iterator[Batch]],
-    *,
-    mesh: Mesh,
-    length: None = None,
-    prefetch: int = 2,
-) -> Stream: ...
-
-
-@overload
-def from_iterator(
-    make_iterator: Callable[..., Iterator[Batch]],
-    *,
-    mesh: Mesh,
-    length: int,
-    prefetch: int = 2,
-) -> SizedStream: ...
 
 
 def from_iterator(
@@ -145,7 +143,7 @@ def from_iterator(
     mesh: Mesh,
     length: int | None = None,
     prefetch: int = 2,
-) -> Stream | SizedStream:
+) -> Stream:
     """A loader of batches that you make: by tf.data, PyTorch, a simulator, a generator.
 
     The batches are placed on the mesh, their rows split over the axes `data` and `fsdp`,
@@ -208,44 +206,8 @@ def from_iterator(
             raise ValueError(f"{name}={value} must be at least {least}.")
     if spans_processes(mesh.devices.flat):
         assert_same_on_all_processes("loader", {"length": length})
-    stream = Stream(_Passes(make_iterator, length), mesh=mesh, prefetch=prefetch)
-    return stream if length is None else SizedStream(stream, length)
-
-
-class _Passes:
-    """The batches of all passes over the data, from a step on."""
-
-    def __init__(self, make_iterator: Callable[..., Iterator[Batch]], length: int | None):
-        self._make_iterator = make_iterator
-        self._length = length
-        self._takes_step = False
-        # Some built-in functions have no signature.
-        with suppress(ValueError):
-            parameters = inspect.signature(make_iterator).parameters
-            self._takes_step = "step" in parameters
-
-    def __call__(self, first: int) -> Generator[_Arrays, None, None]:
-        step = first if self._takes_step else 0
-        while True:
-            start = step
-            options = {"step": step} if self._takes_step else {}
-            iterator = iter(self._make_iterator(**options))
-            try:
-                for batch in iterator:
-                    step += 1
-                    if step > first:
-                        yield _copied(batch, step - 1)
-            finally:
-                # Generators have one; other iterators may.
-                getattr(iterator, "close", lambda: None)()
-            if self._length is None:
-                return
-            if step == start or step % self._length:
-                raise ValueError(
-                    f"the iterator ended before step {step}, {step % self._length} batches "
-                    f"into an epoch of length={self._length}; give the number of batches "
-                    "that it has."
-                )
+    kind = Stream if length is None else SizedStream
+    return kind(make_iterator, mesh=mesh, length=length, prefetch=prefetch)
 
 
 def _copied(batch: Any, step: int) -> _Arrays:
@@ -259,17 +221,6 @@ def _copied(batch: Any, step: int) -> _Arrays:
     return {name: np.asarray(array).copy() for name, array in batch.items()}
 
 
-#: Threads whose iterators are being closed.
-_closing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-
-
-@atexit.register
-def _let_close() -> None:
-    """Give iterators time to close when the process ends; blocked ones never would."""
-    for thread in list(_closing):
-        thread.join(_CLOSE_SECONDS)
-
-
 def _ahead(
     batches: Generator[_Arrays, None, None], count: int
 ) -> Generator[_Arrays, None, None]:
@@ -280,7 +231,7 @@ def _ahead(
         return
     # Not a Grain pipeline, whose elements are functions of their index.
     made: queue.SimpleQueue[_Arrays | BaseException | None] = queue.SimpleQueue()
-    room = threading.Semaphore(count - 1)
+    free = threading.Semaphore(count - 1)
     closed = threading.Event()
 
     def work() -> None:
@@ -288,7 +239,7 @@ def _ahead(
             with closing(batches):
                 for batch in batches:
                     made.put(batch)
-                    room.acquire()
+                    free.acquire()
                     if closed.is_set():
                         return
         except BaseException as error:
@@ -303,9 +254,9 @@ def _ahead(
         while (batch := made.get()) is not None:
             if isinstance(batch, BaseException):
                 raise batch
-            room.release()
+            free.release()
             yield batch
     finally:
-        _closing.add(thread)
         closed.set()
-        room.release()
+        free.release()
+        thread.join(_CLOSE_SECONDS)

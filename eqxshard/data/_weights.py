@@ -11,13 +11,13 @@ WEIGHT = "__weight__"
 LOSS_WEIGHT = "__loss_weight__"
 
 
-def part_to_check(
-    arrays: Mapping[str, np.ndarray], real: np.ndarray, batch_size: int
-) -> Mapping[str, np.ndarray]:
-    """The weights of a process's rows, with their sum only if they are a whole batch."""
-    weights = {WEIGHT: real.astype(np.float32)} | {**arrays}
-    names = (WEIGHT, LOSS_WEIGHT) if len(real) == batch_size else (WEIGHT,)
-    return {name: weights[name] for name in names if name in weights}
+def part_to_check(arrays: Mapping[str, np.ndarray], whole: bool) -> dict[str, np.ndarray]:
+    """The weights of a process's rows, with those of the loss only if they are whole.
+
+    Of a part of a batch, the sum of these says nothing.
+    """
+    names = (WEIGHT, LOSS_WEIGHT) if whole else (WEIGHT,)
+    return {name: arrays[name] for name in names if name in arrays}
 
 
 def fetch_weights(batch: Any) -> dict[str, np.ndarray]:

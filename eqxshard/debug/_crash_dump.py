@@ -27,7 +27,7 @@ from ..checkpoint._checksums import is_complete, verify, write_checksums
 from ..distributed import barrier, is_main_process
 from ..sharding._files import read_json
 from ..sharding._leaves import array_leaves, is_key
-from ..training._state import TrainState, flatten_state, split_model, without_state
+from ..training._state import TrainState, split_model, without_state
 from ..training._train_step import TrainStep
 from ..transforms._partition import partition
 from ._script import name_in_script
@@ -88,7 +88,7 @@ def write_crash_dump(
             f"the batch is a {type(batch).__name__}, and a crash dump can hold only a dict "
             "of arrays; make the loader return one."
         )
-    config = train_step.config.of(state, flatten_state(state)[0])
+    config = train_step.config.following(state)
     trained, _ = split_model(state.model, config.trainable)
     key = jax.random.fold_in(state.key, steps[0] - 1)
     inputs = {

@@ -1,7 +1,8 @@
 """`explain`: a rule's decisions for a model, before anything is placed."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
@@ -11,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ..sharding._combinators import HOST_MEMORY, optimizer_rule
-from ..sharding._leaves import array_leaves, is_inexact
+from ..sharding._leaves import array_leaves, is_array, is_inexact, leaf_path
 from ..sharding._placement import decide_leaves, named_leaves
 from ..sharding._rule import Decision, Rule, check_rule
 from ..training._layout import make_layout
@@ -79,40 +80,57 @@ def explain(
     updates = dict(
         zip((path for path, _ in trained), decide_leaves(trained, mesh, update_rule))
     )
-    rows, parameters, other, gradients = [], [], [], []
-    for (path, leaf), decision in zip(leaves, decisions, strict=True):
-        update, notes = updates.get(path), [decision.note]
-        if update is not None:
-            gradients.append((leaf, NamedSharding(mesh, update.spec)))
-            notes.append(update.note)
-        elif is_inexact(leaf):
-            notes.append("frozen")
-        kind = parameters if is_inexact(leaf) else other
-        kind.append((leaf, NamedSharding(mesh, decision.spec)))
-        rows.append(_row(path, leaf, mesh, decision, update, notes))
-    for path, leaf in array_leaves({"model_state": model_state}):
-        decision = Decision(PartitionSpec(), "model state")
-        other.append((leaf, NamedSharding(mesh, decision.spec)))
-        rows.append(_row(path, leaf, mesh, decision, None, ["whole under every rule"]))
-    optimizer_state, host = None, 0
+    by_path, optimizer_state, host = Counter[str](), None, 0
     if optim is not None:
-        layout = make_layout(model, params, opt_state, mesh, rule)
-        arrays = [leaf for _, leaf in array_leaves(opt_state)]
-        shardings = jax.tree.leaves(layout.opt_state)
-        placed = list(zip(arrays, shardings, strict=True))
-        # What is in the host's memory, no device holds.
-        away = [pair for pair in placed if pair[1].memory_kind == HOST_MEMORY]
-        host, (whole, parts) = _bytes(away).per_device, _bytes(placed)
-        optimizer_state = Bytes(whole, parts - host)
+        shardings = make_layout(model, params, opt_state, mesh, rule).opt_state
+        by_path, optimizer_state, host = _optimizer_bytes(opt_state, shardings, params)
+    rows = []
+    for (path, leaf), decision in zip(leaves, decisions, strict=True):
+        update = updates.get(path)
+        frozen = "frozen" if update is None and is_inexact(leaf) else ""
+        notes = (decision.note, update.note if update else "", frozen)
+        rows.append(_row(path, leaf, mesh, decision, update, notes, by_path[path]))
+    for path, leaf in array_leaves({"model_state": model_state}):
+        decision, notes = Decision(PartitionSpec(), "model state"), ["always replicated"]
+        rows.append(_row(path, leaf, mesh, decision, None, notes, 0))
+    inexact = {path for path, leaf in leaves if is_inexact(leaf)}
+    trained_rows = [row for row in rows if row.update_spec is not None]
     return Explanation(
         leaves=tuple(rows),
         mesh=mesh,
-        parameters=_bytes(parameters),
-        other=_bytes(other),
-        gradients=_bytes(gradients),
+        parameters=_held([row for row in rows if row.path in inexact]),
+        other=_held([row for row in rows if row.path not in inexact]),
+        gradients=Bytes(
+            sum(row.bytes_whole for row in trained_rows),
+            sum(row.gradient for row in trained_rows),
+        ),
         optimizer_state=optimizer_state,
         host=host,
     )
+
+
+def _optimizer_bytes(
+    opt_state: PyTree, shardings: PyTree, params: PyTree
+) -> tuple[Counter[str], Bytes, int]:
+    """The bytes of an optimizer's state on a device: by parameter, in all, on its host.
+
+    The arrays for a parameter alone are those whose paths end like its own.
+    """
+    known = {path for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+    by_path, whole, device, host = Counter[str](), 0, 0, 0
+    arrays = jax.tree_util.tree_leaves_with_path(eqx.filter(opt_state, is_array))
+    for (path, leaf), sharding in zip(arrays, jax.tree.leaves(shardings), strict=True):
+        size = _bytes(leaf, sharding)
+        whole += size.whole
+        if sharding.memory_kind == HOST_MEMORY:
+            host += size.per_device
+            continue
+        device += size.per_device
+        ends = (path[start:] for start in range(len(path)))
+        owner = next((end for end in ends if end in known), None)
+        if owner is not None:
+            by_path[leaf_path(owner)] += size.per_device
+    return by_path, Bytes(whole, device), host
 
 
 def _row(
@@ -122,8 +140,11 @@ def _row(
     decision: Decision,
     update: Decision | None,
     notes: Sequence[str],
+    optimizer: int,
 ) -> Leaf:
-    size = _bytes([(leaf, NamedSharding(mesh, decision.spec))])
+    size, gradient = _bytes(leaf, NamedSharding(mesh, decision.spec)), 0
+    if update is not None:
+        gradient = _bytes(leaf, NamedSharding(mesh, update.spec)).per_device
     return Leaf(
         path=path,
         shape=tuple(leaf.shape),
@@ -135,15 +156,18 @@ def _row(
         note="; ".join(dict.fromkeys(filter(None, notes))),
         update_spec=update and update.spec,
         update_rule=update.rule if update else "",
+        gradient=gradient,
+        optimizer=optimizer,
     )
 
 
-def _bytes(arrays: Iterable[tuple[Any, NamedSharding]]) -> Bytes:
-    sizes = [
-        (leaf.dtype.itemsize, leaf.shape, sharding.shard_shape(leaf.shape))
-        for leaf, sharding in arrays
-    ]
+def _bytes(leaf: Any, sharding: NamedSharding) -> Bytes:
+    part = sharding.shard_shape(leaf.shape)
+    each = leaf.dtype.itemsize
+    return Bytes(each * math.prod(leaf.shape), each * math.prod(part))
+
+
+def _held(rows: Sequence[Leaf]) -> Bytes:
     return Bytes(
-        sum(size * math.prod(shape) for size, shape, _ in sizes),
-        sum(size * math.prod(part) for size, _, part in sizes),
+        sum(row.bytes_whole for row in rows), sum(row.bytes_per_device for row in rows)
     )

@@ -1,23 +1,18 @@
 """`Explanation`: a rule's decisions as a table, a dict and a picture."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ..pages._format import format_bytes
 from ..sharding._mesh import describe_mesh
 from ..sharding._spec import axes_of, format_sizes, format_spec
-from ..sharding._text import format_bytes
-from ._tables import BreakablePath, render
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-#: As many arrays as fit a picture; `draw` says how many there are besides.
-_DRAWN = 12
+from ._pictures import Picture, draw_array, keep_largest, make_picture
+from ._tables import format_shape, render
 
 
 class Bytes(NamedTuple):
@@ -29,7 +24,7 @@ class Bytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Leaf:
-    """One row of an [`eqxshard.Explanation`][].
+    """One array of an [`eqxshard.Explanation`][] or an [`eqxshard.Plan`][].
 
     - `path`: such as `layers.0.weight`.
     - `shape`, `dtype`: of the whole array.
@@ -41,6 +36,9 @@ class Leaf:
     - `update_spec`, `update_rule`: the same for its gradient and its part of the
         optimizer's state, which differ under [`eqxshard.zero1`][]. `None` and empty if
         the leaf is not trained.
+    - `gradient`: the bytes of one device's part of its gradient; 0 if it is not trained.
+    - `optimizer`: those of the arrays of the optimizer's state that are for it alone, but
+        for those in the host's memory; 0 without an optimizer.
     """
 
     path: str
@@ -53,11 +51,27 @@ class Leaf:
     note: str
     update_spec: PartitionSpec | None
     update_rule: str
+    gradient: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """The bytes that a device holds for it: of itself, its gradient and its state."""
+        return self.bytes_per_device + self.gradient + self.optimizer
 
     @property
     def updates_elsewhere(self) -> bool:
         """Whether its gradient and optimizer state are split unlike itself."""
         return self.update_spec not in (None, self.spec)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its fields as plain values; a spec is a list with one entry per dim."""
+        return {
+            **vars(self),
+            "shape": list(self.shape),
+            "spec": _plain_spec(self.spec),
+            "update_spec": _plain_spec(self.update_spec),
+        }
 
 
 @dataclass(frozen=True)
@@ -115,15 +129,7 @@ class Explanation:
                 "devices": self.mesh.size,
                 "platform": self.mesh.devices.flat[0].platform,
             },
-            "leaves": [
-                {
-                    **vars(leaf),
-                    "shape": list(leaf.shape),
-                    "spec": _plain_spec(leaf.spec),
-                    "update_spec": _plain_spec(leaf.update_spec),
-                }
-                for leaf in self.leaves
-            ],
+            "leaves": [leaf.to_dict() for leaf in self.leaves],
             "totals": {
                 "parameters": plain(self.parameters),
                 "other": plain(self.other),
@@ -134,46 +140,42 @@ class Explanation:
             },
         }
 
-    def draw(self, paths: str | Sequence[str] | None = None) -> "Figure":
+    def draw(self, paths: str | None = None) -> Picture:
         """Draw which device holds which block of which array.
 
-        Each array is a rectangle, cut into its blocks. Each block shows the numbers of
-        the devices that hold it. For arrays of more than two dims, the dims that are
-        split are drawn. If the gradient and the optimizer's state are split otherwise,
-        they have a picture of their own.
+        As [`eqxshard.draw`][] does for arrays that are placed already. If the gradient and
+        the optimizer's state are split otherwise, they have a panel of their own.
 
         **Arguments:**
 
         - `paths`: which arrays: a regular expression that is searched in their paths, as
-            by [`eqxshard.by_path`][], or several. By default the twelve largest.
+            by [`eqxshard.by_path`][]. By default the twelve largest.
 
         **Returns:**
 
-        A `matplotlib.figure.Figure` that belongs to no window: `savefig` it.
+        An [`eqxshard.Picture`][], which notebooks show.
 
         **Raises:**
 
-        `ImportError` if Matplotlib is not installed; `ValueError` if an expression
-        matches no path.
+        `ValueError` if the expression matches no path, or there are no arrays.
 
         !!! Example
 
             ```python
-            eqxshard.explain(model, mesh, rule).draw("layers.0").savefig("layout.png")
+            eqxshard.explain(model, mesh, rule).draw("layers.0").save("layout.svg")
             ```
         """
-        from ._diagram import draw_panels
-
-        chosen = self._chosen([paths] if isinstance(paths, str) else paths)
+        chosen = self._chosen(paths)
         panels = []
         for leaf in chosen:
-            panels.append(self._panel(leaf, leaf.path, leaf.spec))
+            specs = {leaf.path: leaf.spec}
             if leaf.update_spec is not None and leaf.updates_elsewhere:
-                panels.append(self._panel(leaf, f"{leaf.path} (update)", leaf.update_spec))
-        left_out = len(self.leaves) - len(chosen)
-        footnote = f"{left_out} more arrays are not drawn" if left_out else ""
-        title = f"the devices that hold each block, on {describe_mesh(self.mesh)}"
-        return draw_panels(panels, title, footnote)
+                specs[f"{leaf.path} (update)"] = leaf.update_spec
+            panels += [
+                draw_array(name, leaf.shape, NamedSharding(self.mesh, spec))
+                for name, spec in specs.items()
+            ]
+        return make_picture(panels, "arrays", len(self.leaves) - len(chosen))
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         from rich.text import Text
@@ -186,11 +188,8 @@ class Explanation:
         return render(self) + "\n"
 
     def _repr_html_(self) -> str:
-        from ._pictures import draw_panels
-
-        panels = [self._panel(leaf, leaf.path, leaf.spec) for leaf in self.leaves]
         table = f'<pre style="line-height:1.2">{escape(str(self))}</pre>'
-        return f"{table}\n{draw_panels(panels)._repr_html_()}" if panels else table
+        return f"{table}\n{self.draw()._repr_html_()}" if self.leaves else table
 
     def _table(self) -> Any:
         from rich.table import Table
@@ -207,6 +206,7 @@ class Explanation:
             # The update's rule names all rules that had a say, the leaf's maybe not.
             rule = leaf.update_rule or leaf.rule
             cells = [
+                leaf.path,
                 format_shape(leaf.shape),
                 leaf.dtype,
                 format_spec(leaf.spec),
@@ -214,10 +214,10 @@ class Explanation:
                 f"{rule}: {leaf.note}" if leaf.note else rule,
             ]
             update = leaf.update_spec if leaf.updates_elsewhere else None
-            cells[3:3] = [format_spec(update) if update else ""] if updates else []
+            cells[4:4] = [format_spec(update) if update else ""] if updates else []
             # As `Text`: in a `str`, rich would read brackets, as in by_path('[a-z]'), as
             # markup.
-            table.add_row(BreakablePath(leaf.path), *map(Text, cells))
+            table.add_row(*map(Text, cells))
         return table
 
     def _unused(self) -> str | None:
@@ -254,40 +254,24 @@ class Explanation:
         kinds = (self.parameters, self.other, self.gradients, self.optimizer_state)
         return Bytes(*map(sum, zip(*filter(None, kinds))))
 
-    def _panel(self, leaf: Leaf, title: str, spec: PartitionSpec) -> Any:
-        from ._diagram import Panel
-
-        subtitle = f"{format_shape(leaf.shape)}, {format_spec(spec)}"
-        return Panel(title, subtitle, leaf.shape, NamedSharding(self.mesh, spec))
-
-    def _chosen(self, patterns: Sequence[str] | None) -> list[Leaf]:
+    def _chosen(self, pattern: str | None) -> list[Leaf]:
         """The leaves to draw, in their order."""
-        if patterns is None:
-            largest = sorted(self.leaves, key=lambda leaf: -leaf.bytes_whole)[:_DRAWN]
-            return [leaf for leaf in self.leaves if leaf in largest]
-        for pattern in patterns:
-            if not any(_matches(pattern, leaf) for leaf in self.leaves):
-                some = ", ".join(leaf.path for leaf in self.leaves[:3])
-                raise ValueError(
-                    f"draw: {pattern!r} matches the path of no array; "
-                    + (f"the first paths are {some}." if some else "there are none.")
-                )
-        return [leaf for leaf in self.leaves if any(_matches(p, leaf) for p in patterns)]
-
-
-def format_shape(shape: tuple[int, ...]) -> str:
-    """A shape in a table: `4 x 256 x 64`."""
-    return " x ".join(map(str, shape)) or "scalar"
-
-
-def _matches(pattern: str, leaf: Leaf) -> bool:
-    try:
-        return re.search(pattern, leaf.path) is not None
-    except re.error as error:
-        raise ValueError(
-            f"draw: {pattern!r} is not a regular expression ({error}); escape its special "
-            "characters with a backslash."
-        ) from None
+        if pattern is None or not self.leaves:
+            return keep_largest(self.leaves, lambda leaf: leaf.shape)
+        try:
+            found = [leaf for leaf in self.leaves if re.search(pattern, leaf.path)]
+        except re.error as error:
+            raise ValueError(
+                f"draw: {pattern!r} is not a regular expression ({error}); escape its "
+                "special characters with a backslash."
+            ) from None
+        if not found:
+            some = ", ".join(leaf.path for leaf in self.leaves[:3])
+            raise ValueError(
+                f"draw: {pattern!r} matches the path of no array; the first paths are "
+                f"{some}."
+            )
+        return found
 
 
 def _plain_spec(spec: PartitionSpec | None) -> list[str | list[str] | None] | None:

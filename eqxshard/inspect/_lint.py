@@ -4,8 +4,9 @@ from jaxtyping import PyTree
 
 from ..compiled._findings import Finding
 from ..training._eval_step import EvalStep
+from ..training._inputs import ONE_BATCH
 from ..training._train_step import TrainStep
-from ._tables import BreakablePath, render
+from ._tables import render
 
 
 class Findings(tuple[Finding, ...]):
@@ -19,10 +20,12 @@ class Findings(tuple[Finding, ...]):
         from rich.table import Table
         from rich.text import Text
 
-        table = Table("kind", "leaf", "line", "message")
+        table = Table()
+        for column in ("kind", "leaf", "line", "message"):
+            table.add_column(column, overflow="fold")
         for each in self:
-            leaf = BreakablePath(each.leaf or "")
-            table.add_row(each.kind, leaf, Text(each.line or ""), Text(each.message))
+            cells = (each.kind, each.leaf or "", each.line or "", each.message)
+            table.add_row(*map(Text, cells))
         return render(table)
 
 
@@ -37,17 +40,13 @@ def lint(
     The kinds of findings:
 
     - `whole`: an array that its rule could not split, because no dim divides.
-    - `unmatched`: a pattern or rule that decides nothing.
-    - `large-whole`: a large array that no rule splits, on a mesh that could.
+    - `unmatched`: a pattern of a rule that matches nothing.
     - `global-batch`: every device gathers the batch, or something computed from all of it,
         as a loop over examples does (`jax.lax.map`); use `jax.vmap`.
-    - `all-layers`: all stacked layers are gathered at once, before the loop over them.
-    - `whole-parameter`: a parameter is gathered outside its layer, or along an axis that
-        should keep it split.
-    - `rematerialization`: XLA replicates an array to get from one sharding to another.
+    - `all-layers`: all stacked layers are gathered at once.
     - `donation`: a donated array whose memory is not reused.
-    - `dtype`: float64, float32 under a 16-bit precision, or a call of the host.
-    - `batch`: a batch that is whole on one device.
+    - `dtype`: float64, or float32 under a 16-bit precision.
+    - `callback`: a call of the host.
     - `constant`: an array above 1 MB that is compiled in.
 
     **Arguments:**
@@ -72,10 +71,12 @@ def lint(
         ```
     """
     if isinstance(step, TrainStep):
-        return Findings(step._inspect(state, batch, extra)[1])
-    if isinstance(step, EvalStep):
-        return Findings(step._findings(state, batch))
-    raise TypeError(
-        f"lint takes a step of make_train_step or make_eval_step, not a "
-        f"{type(step).__name__}."
-    )
+        call = step.machine.look_up(state, extra, ONE_BATCH)
+    elif isinstance(step, EvalStep):
+        call = step.machine.look_up(None, state, ONE_BATCH)
+    else:
+        raise TypeError(
+            f"lint takes a step of make_train_step or make_eval_step, not a "
+            f"{type(step).__name__}."
+        )
+    return Findings(step.machine.inspect(call, batch)[1])

@@ -2,11 +2,11 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
@@ -15,14 +15,16 @@ from jaxtyping import PyTree
 from ..sharding._leaves import array_leaves
 from ..sharding._mesh import describe_mesh
 from ..sharding._spec import check_axis, format_spec
-from ._diagram import Panel, format_devices, format_side, lay_out
-from ._explanation import format_shape
+from ._blocks import format_devices, format_side, lay_out
+from ._tables import format_shape
+
+_T = TypeVar("_T")
 
 #: Of devices, in turn: the hues of Okabe and Ito, which colour-blind readers can tell
 #: apart, light enough for black labels.
 _COLOURS = ("#56b4e9", "#e69f00", "#3cbf9b", "#f0e442")
 _COLOURS += ("#92a8e8", "#f08a5d", "#dda0c8", "#bfbfbf")
-#: Panels of a picture; it says how many there are besides.
+#: The most panels of a picture, which says how many more there are.
 _MOST = 12
 #: In pixels: a line of text, a letter, a bold one.
 _LINE, _LETTER, _BOLD = 15, 6.3, 6.9
@@ -31,7 +33,7 @@ _CELL, _WIDTH, _HEIGHT = 34, 150, 96
 
 
 @dataclass(frozen=True)
-class _Drawing:
+class Drawing:
     """One panel: SVG elements, and the size that they need."""
 
     width: int | float
@@ -48,7 +50,7 @@ class Picture:
     suits light and dark pages.
     """
 
-    _panels: tuple[_Drawing, ...]
+    _panels: tuple[Drawing, ...]
     _note: str
 
     def save(self, file: str | Path) -> None:
@@ -91,7 +93,7 @@ class Picture:
         if self._note:
             parts.append(_text(0, y + height + _LINE, self._note))
             height += 2 * _LINE
-        whole = _Drawing(width, y + height, "", parts)
+        whole = Drawing(width, y + height, "", parts)
         return _element(whole) + "\n"
 
 
@@ -129,39 +131,40 @@ def draw(thing: Mesh | PyTree, *, along: Sequence[str] = ()) -> Picture:
         for axis in along:
             check_axis(axis, thing, "along")
         panels = [*_mesh_panels(thing, along)]
-        return _picture(panels[:_MOST], "parts of the mesh", len(panels))
+        return make_picture(panels[:_MOST], "parts of the mesh", len(panels) - _MOST)
     if along:
         raise ValueError("along is for meshes; leave it out to draw arrays.")
-    panels = [_array_panel(path, leaf) for path, leaf in array_leaves(thing)]
+    leaves = array_leaves(thing)
+    shown = keep_largest(leaves, lambda item: item[1].shape)
+    arrays = [draw_array(path, leaf.shape, _sharding(path, leaf)) for path, leaf in shown]
+    return make_picture(arrays, "arrays", len(leaves) - len(shown))
+
+
+def keep_largest(items: Sequence[_T], shape: Callable[[_T], Sequence[int]]) -> list[_T]:
+    """The twelve arrays of the most elements, in their order."""
+    order = sorted(range(len(items)), key=lambda i: -math.prod(shape(items[i])))
+    return [items[i] for i in sorted(order[:_MOST])]
+
+
+def make_picture(panels: Sequence[Drawing], what: str, left_out: int) -> Picture:
+    """A picture of panels, which says how many more there are."""
     if not panels:
         raise ValueError("draw: there are no arrays; give it a mesh, a model or a batch.")
-    return draw_panels(panels)
+    note = f"{left_out} more {what} are not drawn" if left_out > 0 else ""
+    return Picture(tuple(panels), note)
 
 
-def draw_panels(panels: Sequence[Panel]) -> Picture:
-    """Draw the twelve largest of some arrays."""
-    largest = sorted(panels, key=lambda panel: -math.prod(panel.shape))[:_MOST]
-    shown = [_draw_array(panel) for panel in panels if panel in largest]
-    return _picture(shown, "arrays", len(panels))
-
-
-def _array_panel(path: str, leaf: Any) -> Panel:
+def _sharding(path: str, leaf: Any) -> NamedSharding:
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         raise TypeError(
             f"draw: {path or 'the array'} {tuple(leaf.shape)} is not on a mesh; place it "
             "with eqxshard.filter_shard."
         )
-    subtitle = f"{format_shape(leaf.shape)}, {format_spec(sharding.spec)}"
-    return Panel(path, subtitle, tuple(leaf.shape), sharding)
+    return sharding
 
 
-def _picture(panels: Sequence[_Drawing], what: str, count: int) -> Picture:
-    note = f"{count - _MOST} more {what} are not drawn" if count > _MOST else ""
-    return Picture(tuple(panels), note)
-
-
-def _mesh_panels(mesh: Mesh, along: Sequence[str]) -> Iterator[_Drawing]:
+def _mesh_panels(mesh: Mesh, along: Sequence[str]) -> Iterator[Drawing]:
     """A grid of the last two axes that are used, for each index of those before them."""
     used = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1] or ["data"]
     sizes = [mesh.shape[axis] for axis in used]
@@ -181,7 +184,7 @@ def _mesh_panels(mesh: Mesh, along: Sequence[str]) -> Iterator[_Drawing]:
 
 def _draw_mesh(
     mesh: Mesh, title: str, axes: list[str], devices: np.ndarray, colours: np.ndarray
-) -> _Drawing:
+) -> Drawing:
     rows, columns = devices.shape
     cell = max(6.0, min(_CELL, 640 / columns))
     left, top = (_LINE + 3 if len(axes) > 1 else 0), 2.4 * _LINE
@@ -196,16 +199,18 @@ def _draw_mesh(
         number, colour = int(devices[row, column]), int(colours[row, column])
         elements += _block((x, y, cell, cell), [colour], [number])
     label = ", ".join(dict.fromkeys((describe_mesh(mesh), title)))
-    return _Drawing(max(width, len(title) * _BOLD), height, label, elements)
+    return Drawing(max(width, len(title) * _BOLD), height, label, elements)
 
 
-def _draw_array(panel: Panel) -> _Drawing:
-    layout = lay_out(panel.shape, panel.sharding)
-    devices = panel.sharding.devices_indices_map(panel.shape)  # In the mesh's order.
+def draw_array(name: str, shape: tuple[int, ...], sharding: NamedSharding) -> Drawing:
+    """An array as a rectangle, cut into the blocks that devices hold."""
+    layout = lay_out(shape, sharding)
+    devices = sharding.devices_indices_map(shape)  # In the mesh's order.
     places = {device.id: place for place, device in enumerate(devices)}
     last = layout.blocks[-1]
     wide, high = last.left + last.width, last.top + last.height
-    lines = [panel.title, panel.subtitle, format_side(layout.columns, panel)]
+    subtitle = f"{format_shape(shape)}, {format_spec(sharding.spec)}"
+    lines = [name, subtitle, format_side(layout.columns, sharding)]
     elements, top = [], 0.0
     for i, line in enumerate(lines):
         if line:
@@ -215,7 +220,7 @@ def _draw_array(panel: Panel) -> _Drawing:
     height = _HEIGHT if layout.rows else 30
     if layout.rows:
         turned = f' transform="translate({_LINE - 7} {top:g}) rotate(90)"'
-        side = format_side(layout.rows, panel)
+        side = format_side(layout.rows, sharding)
         elements.append(_text(0, 0, side, faint=True, more=turned))
         height = max(height, len(side) * _LETTER)
     for block in layout.blocks:
@@ -223,8 +228,8 @@ def _draw_array(panel: Panel) -> _Drawing:
         size = block.width / wide * _WIDTH, block.height / high * height
         elements += _block((x, y, *size), [places[i] for i in block.devices], block.devices)
     width = max(left + _WIDTH, *(len(line) * _BOLD for line in lines))
-    label = f"{panel.title} {panel.subtitle}".strip()
-    return _Drawing(width, top + height, label, elements)
+    label = f"{name} {subtitle}".strip()
+    return Drawing(width, top + height, label, elements)
 
 
 def _block(
@@ -267,7 +272,7 @@ def _text(
     return f'<text x="{x:g}" y="{y:g}"{style}>{escape(text)}</text>'
 
 
-def _element(drawing: _Drawing, where: str = "") -> str:
+def _element(drawing: Drawing, where: str = "") -> str:
     width, height = math.ceil(drawing.width) + 2, math.ceil(drawing.height) + 2
     label = f' role="img" aria-label="{escape(drawing.label)}"' if drawing.label else ""
     return (

@@ -1,9 +1,8 @@
 """Tables as plain text."""
 
 import io
-import re
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 
 def render(renderable: Any) -> str:
@@ -17,25 +16,6 @@ def render(renderable: Any) -> str:
     return text.getvalue().rstrip("\n")
 
 
-class BreakablePath(NamedTuple):
-    """A path that is broken at its dots if a line is too short for it."""
-
-    path: str
-
-    def __rich_measure__(self, console: Any, options: Any) -> Any:
-        from rich.measure import Measurement
-
-        return Measurement(max(map(len, self._parts())), len(self.path))
-
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        from rich.text import Text
-
-        lines = [""]
-        for part in self._parts():
-            if len(lines[-1] + part) > options.max_width:
-                lines.append("")
-            lines[-1] += part
-        yield Text("\n".join(filter(None, lines)), overflow="fold")
-
-    def _parts(self) -> list[str]:
-        return re.findall(r"[^.]*\.?", self.path)
+def format_shape(shape: Sequence[int]) -> str:
+    """A shape in a table: `4 x 256 x 64`."""
+    return " x ".join(map(str, shape)) or "scalar"

@@ -74,7 +74,7 @@ def _resident_chunks(
         called = callbacks.next_step(step)
         if called is not None:
             count = min(count, called - step)
-        yield count, loader.stacked(count, room=schedule.longest_chunk)
+        yield count, loader.stacked(count, capacity=schedule.longest_chunk)
 
 
 def _checked_once(train_step: Callable[..., Any], first: int) -> Callable[..., Any]:

@@ -16,15 +16,14 @@ from ..data._loader import Loader
 from ..distributed import fetch_whole
 from ..sharding._leaves import is_array, leaf_path
 from ..sharding._mesh import batch_sharding
-from ..training._compile import Jitted, jit_on
-from ..training._config import mesh_of
-from ..training._eval_step import take_model
-from ..training._extra import Signature
+from ..training._donation import check_not_donated
 from ..training._gradients import step_context
 from ..training._in_flight import IN_FLIGHT
 from ..training._inputs import ONE_BATCH
+from ..training._jit import Jitted, jit_on
 from ..training._precision import Precision
-from ..training._state import with_state, without_state
+from ..training._signature import Signature, mesh_of
+from ..training._state import refuse_state, with_state, without_state
 from ._evaluate import one_epoch
 from ._protocols import Batches
 
@@ -78,15 +77,17 @@ def predict(
         labels = eqxshard.predict(state.model, classify, test_loader)
         ```
     """
-    arrays, signature = take_model(model, "predict")
-    mesh = mesh_of(arrays, None, "model", more="")
+    refuse_state(model, "predict")
+    arrays, signature = Signature.of(model, "model")
+    check_not_donated(arrays, "model")
+    mesh = mesh_of(arrays, "model")
     compiled = _compile(fn, signature, mesh, precision)
     rows = _rows(loader)
     parts: list[PyTree[np.ndarray]] = []
     running: deque[PyTree[Array]] = deque()
     with closing(one_epoch(loader, "predict")) as batches:
         for batch in batches:
-            ONE_BATCH.check_shapes(batch, mesh, 1)
+            ONE_BATCH.check(batch, mesh)
             ONE_BATCH.check_ready(batch, mesh, ONE_BATCH.sharding(mesh))
             running.append(compiled(arrays, batch))
             if len(running) >= IN_FLIGHT:
@@ -141,7 +142,8 @@ def _compile(
         return outputs
 
     by_rows = batch_sharding(mesh)
-    return jit_on(mesh, predict, in_shardings=(None, by_rows), out_shardings=by_rows)
+    places: dict[str, Any] = {"in_shardings": (None, by_rows), "out_shardings": by_rows}
+    return jit_on(mesh, predict, "predict", **places)
 
 
 def _check_outputs(outputs: PyTree, rows: int) -> None:

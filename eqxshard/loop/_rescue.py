@@ -9,7 +9,7 @@ import jax
 
 from ..checkpoint._checkpointer import Checkpointer
 from ..sharding._leaves import is_key
-from ..training._extra import any_donated
+from ..training._donation import any_donated
 from ._callbacks import CallbackList
 from ._media import numbers
 from ._report import shown

@@ -14,4 +14,3 @@ from ._generate import generate as generate
 from ._kv_cache import KVCache as KVCache
 from ._rotary import RotaryScaling as RotaryScaling
 from ._rotary import rotary as rotary
-from ._rowwise import rowwise as rowwise

@@ -1,4 +1,4 @@
-"""`attention`: softmax attention, as what it is compiled for does it best."""
+"""`attention`: softmax attention, by the fastest implementation on each backend."""
 
 import functools as ft
 from typing import Any, NamedTuple
@@ -25,16 +25,16 @@ class _Options(NamedTuple):
 
 
 def attention(
-    query: Float[Array, "*batch seq heads head_dim"],
-    key: Float[Array, "*batch keys kv_heads head_dim"],
-    value: Float[Array, "*batch keys kv_heads head_dim"],
+    query: Float[Array, "batch seq heads head_dim"],
+    key: Float[Array, "batch keys kv_heads head_dim"],
+    value: Float[Array, "batch keys kv_heads head_dim"],
     *,
     causal: bool = False,
-    segments: Int[Array, "*batch seq"] | None = None,
+    segments: Int[Array, "batch seq"] | None = None,
     offset: Int[Array, ""] | int | None = None,
     scale: float | None = None,
     axis: str = "context",
-) -> Float[Array, "*batch seq heads head_dim"]:
+) -> Float[Array, "batch seq heads head_dim"]:
     """Softmax attention, for training and decoding, on one device or any mesh.
 
     The result is exact, with the softmax in float32 or better. How it is computed depends
@@ -54,7 +54,8 @@ def attention(
 
     **Arguments:**
 
-    - `query`, `key`, `value`: under `jax.vmap`, those of one example. `heads` is a
+    - `query`, `key`, `value`: those of a whole batch. (Under `jax.vmap`, give each example
+        a batch dim of 1; cuDNN then takes no `segments`, up to JAX 0.11.) `heads` is a
         multiple of `kv_heads`: as many heads of queries share one of keys and values.
     - `causal`: whether a position sees only itself and earlier ones.
     - `segments`: the segment of each position; a position sees its own segment only. For
@@ -83,6 +84,11 @@ def attention(
         ```
     """
     check_shapes("attention", query, key, value, segments)
+    if query.ndim != 4:
+        raise ValueError(
+            f"attention takes a batch, and query has the shape {query.shape}; give it the "
+            "dims (batch, seq, heads, head_dim), such as query[None] of one example."
+        )
     seq, keys = query.shape[-3], key.shape[-3]
     _check_options(seq, keys, causal, segments is not None, offset is not None)
     factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -94,9 +100,10 @@ def attention(
     options = _Options(causal, factor, axis)
     if _is_split(axis) or not _cudnn.supports(query, key, segments, causal, factor):
         return _exact(options, query, key, value, segments)
-    return _cudnn.attend(
-        ft.partial(_exact, options), query, key, value, segments, causal, factor
-    )
+    arrays = (query, key, value) if segments is None else (query, key, value, segments)
+    cudnn = ft.partial(_cudnn.attend, causal, factor)
+    exact = ft.partial(_exact, options)
+    return jax.lax.platform_dependent(*arrays, cuda=cudnn, default=exact)
 
 
 def _check_options(seq: int, keys: int, causal: bool, segments: bool, offset: bool) -> None:
@@ -124,7 +131,7 @@ def _exact(
     value: Array,
     segments: Array | None = None,
 ) -> Array:
-    """Self-attention anywhere."""
+    """Self-attention on any backend."""
     causal, scale, axis = options
     seq = query.shape[-3]
     if seq > CHUNK or _is_split(axis):
@@ -140,21 +147,20 @@ def _exact(
     return checkpoint_name(out, "attention")
 
 
-def _whole(x: Float[Array, "*batch seq heads head_dim"]) -> Array:
+def _whole(x: Float[Array, "batch seq heads head_dim"]) -> Array:
     """Keep sequences whole where experts would have the compiler split them.
 
     cuDNN needs it; elsewhere it makes the step the same, on whatever platform.
     """
     if _is_split("expert"):
-        any_of_batch = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 3)
-        spec = *any_of_batch, None, PartitionSpec.UNCONSTRAINED, None
-        x = constrain(x, PartitionSpec(*spec))
+        rest = PartitionSpec.UNCONSTRAINED
+        x = constrain(x, PartitionSpec(rest, None, rest, None))
     return x
 
 
 def _by_rows(query: Array, key: Array, value: Array, offset: Any, scale: float) -> Array:
     """Attention to another number of keys, in chunks of queries."""
-    *batch, seq, heads, dim = query.shape
+    batch, seq, heads, dim = query.shape
 
     def attend(start, query):
         seen = None
@@ -166,42 +172,41 @@ def _by_rows(query: Array, key: Array, value: Array, offset: Any, scale: float) 
         return attend(0, query)
     count = -(-seq // CHUNK)
     size = -(-seq // count)
-    widths = [(0, 0)] * len(batch) + [(0, count * size - seq), (0, 0), (0, 0)]
-    chunks = jnp.pad(query, widths).reshape(*batch, count, size, heads, dim)
+    widths = [(0, 0), (0, count * size - seq), (0, 0), (0, 0)]
+    chunks = jnp.pad(query, widths).reshape(batch, count, size, heads, dim)
     starts = jnp.arange(count, dtype=jnp.int32) * size
     # The loop itself keeps XLA from undoing the checkpoint.
     attend_chunk = jax.checkpoint(lambda chunk: attend(*chunk), prevent_cse=False)
-    out = jax.lax.map(attend_chunk, (starts, jnp.moveaxis(chunks, -4, 0)))
-    out = jnp.moveaxis(out, 0, -4).reshape(*batch, count * size, heads, dim)
-    return out[..., :seq, :, :]
+    out = jax.lax.map(attend_chunk, (starts, jnp.moveaxis(chunks, 1, 0)))
+    out = jnp.moveaxis(out, 0, 1).reshape(batch, count * size, heads, dim)
+    return out[:, :seq]
 
 
-def _causal_mask(seq: int, keys: int, offset: Any) -> Bool[Array, "seq keys"]:
-    rows, columns = (jax.lax.broadcasted_iota(jnp.int32, (seq, keys), d) for d in (0, 1))
+def _causal_mask(seq: int, keys: int, offset: Any) -> Bool[Array, "1 seq keys"]:
+    rows = jax.lax.broadcasted_iota(jnp.int32, (1, seq, keys), 1)
+    columns = jax.lax.broadcasted_iota(jnp.int32, (1, seq, keys), 2)
     return columns <= rows + offset
 
 
 def _plain(
-    query: Float[Array, "*batch seq heads head_dim"],
-    key: Float[Array, "*batch keys kv_heads head_dim"],
-    value: Float[Array, "*batch keys kv_heads head_dim"],
-    seen: Bool[Array, "*mask_batch seq keys"] | None,
+    query: Float[Array, "batch seq heads head_dim"],
+    key: Float[Array, "batch keys kv_heads head_dim"],
+    value: Float[Array, "batch keys kv_heads head_dim"],
+    seen: Bool[Array, "#mask_batch seq keys"] | None,
     scale: float,
-) -> Float[Array, "*batch seq heads head_dim"]:
+) -> Float[Array, "batch seq heads head_dim"]:
     """Plain products of matrices, with the heads before the sequence."""
-    query, key, value = (jnp.swapaxes(x, -3, -2) for x in (query, key, value))
-    *batch, heads, seq, dim = query.shape
-    kv_heads, keys = key.shape[-3:-1]
+    query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+    batch, heads, seq, dim = query.shape
+    kv_heads, keys = key.shape[1:3]
     # The heads of a group are rows of one product.
-    rows = query.reshape(*batch, kv_heads, -1, dim)
+    rows = query.reshape(batch, kv_heads, -1, dim)
     dtype = accumulation_dtype(query.dtype)
-    scores = scale * jnp.einsum(
-        "...qd,...kd->...qk", rows, key, preferred_element_type=dtype
-    )
-    scores = scores.reshape(*batch, heads, seq, keys)
+    scores = scale * jnp.einsum("bhqd,bhkd->bhqk", rows, key, preferred_element_type=dtype)
+    scores = scores.reshape(batch, heads, seq, keys)
     if seen is not None:
-        seen = jnp.expand_dims(seen, -3)
-        scores = jnp.where(jnp.broadcast_to(seen, scores.shape), scores, -jnp.inf)
+        seen = jnp.broadcast_to(seen[:, None], scores.shape)
+        scores = jnp.where(seen, scores, -jnp.inf)
     weights = jax.nn.softmax(scores).astype(value.dtype)
-    out = weights.reshape(*batch, kv_heads, -1, keys) @ value
-    return jnp.swapaxes(out.reshape(query.shape), -3, -2)
+    out = weights.reshape(batch, kv_heads, -1, keys) @ value
+    return jnp.swapaxes(out.reshape(query.shape), 1, 2)

@@ -3,13 +3,6 @@
 import math
 
 
-def round_number(most: float) -> float:
-    """The largest of 1, 2 and 5 times a power of ten that is at most `most`."""
-    power = 10.0 ** math.floor(math.log10(most))
-    # The power itself may be rounded up, and then is too large.
-    return next(n * power for n in (5, 2, 1, 0.5) if n * power <= most)
-
-
 def format_bytes(size: int | float) -> str:
     """Bytes in the unit that fits: `12.35 GB`, `411 MB`, `14 B`."""
     for unit, each in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -36,3 +29,8 @@ def format_seconds(seconds: int | float) -> str:
         if seconds >= 0.1 * size:
             return f"{seconds / size:,.3g} {unit}"
     return f"{1e6 * seconds:.3g} us"
+
+
+def format_value(value: int | float) -> str:
+    """A metric in four digits."""
+    return f"{value:,.0f}" if abs(value) >= 9999.5 else f"{value:.4g}"

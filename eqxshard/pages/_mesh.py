@@ -1,44 +1,41 @@
 """The picture of a mesh: its devices, and the hosts that they are on."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ._html import Markup, tag
 
-_CELL, _GAP, _BLOCK_GAP, _DOTS = 26, 4, 20, 16
+#: In pixels: a device, the gaps between devices and between blocks of them, a label.
+_CELL, _GAP, _BLOCK_GAP, _LABEL = 26, 4, 20, 20
 #: The most devices along an axis that are drawn: inside a block, and of blocks.
 _INSIDE, _BLOCKS = 8, 2
+
+#: Where something is along a side: its index along each axis, `None` for dots; its place.
+_Slot = tuple[Mapping[str, int | None], int]
 
 
 def draw_mesh(mesh: Mapping[str, int], per_host: int) -> Markup:
     """The devices of a mesh: the last two axes in blocks, two more between blocks."""
     names = [*mesh][-4:]
-    sizes = [1] * (4 - len(names)) + [mesh[name] for name in names]
-    names = [""] * (4 - len(names)) + names
-    columns, width = _slots(sizes[3], _INSIDE, _CELL, _GAP)
-    rows, height = _slots(sizes[2], _INSIDE, _CELL, _GAP)
-    across, whole_width = _slots(sizes[1], _BLOCKS, width, _BLOCK_GAP)
-    down, whole_height = _slots(sizes[0], _BLOCKS, height, _BLOCK_GAP)
-    left, top = (sum(20 for name in x if name) for x in (names[0::2], names[1::2]))
-    shapes = []
-    for y in ((a, b, p + q) for a, p in down for b, q in rows):
-        for x in ((a, b, p + q) for a, p in across for b, q in columns):
-            at = (y[0], x[0], y[1], x[1])
-            place = x[2] + left, y[2] + top
-            shapes += _device(at, place, names, sizes, per_host)
-    labels = {
-        1: (left, 12, "→", ""),
-        3: (left, top - 7, "→", ""),
-        0: (12, top, "←", "rotate(-90)"),
-        2: (left - 8, top, "←", "rotate(-90)"),
-    }
-    for number, (x, y, arrow, turn) in labels.items():
-        if names[number]:
-            text = f"{names[number]} = {sizes[number]:,}"
-            text = f"{arrow} {text}" if turn else f"{text} {arrow}"
-            move, anchor = f"translate({x} {y}) {turn}".strip(), "end" if turn else None
-            shapes.append(tag("text", text, transform=move, text_anchor=anchor))
+    # Each from the inside.
+    across, down = names[::-1][0::2], names[::-1][1::2]
+    columns, width = _slots(across, mesh)
+    rows, height = _slots(down, mesh)
+    left, top = _LABEL * len(down), _LABEL * len(across)
+    shapes = [
+        shape
+        for below, y in rows
+        for beside, x in columns
+        for shape in _device({**below, **beside}, x + left, y + top, mesh, per_host)
+    ]
+    for level, name in enumerate(across):
+        move = f"translate({left} {top - 7 - _LABEL * level})"
+        shapes.append(tag("text", f"{name} = {mesh[name]:,} →", transform=move))
+    for level, name in enumerate(down):
+        turn = f"translate({left - 8 - _LABEL * level} {top}) rotate(-90)"
+        text, anchor = f"← {name} = {mesh[name]:,}", "end"
+        shapes.append(tag("text", text, transform=turn, text_anchor=anchor))
     # Labels may be longer than what they name.
-    width, height = max(left + whole_width, 150), max(top + whole_height, left * 5)
+    width, height = max(left + width, 150), max(top + height, left * 5)
     scale = 1.3 if width < 300 else 1.0
     said = ", ".join(f"{axis} of {size}" for axis, size in mesh.items())
     return tag(
@@ -53,46 +50,43 @@ def draw_mesh(mesh: Mapping[str, int], per_host: int) -> Markup:
     )
 
 
-def _slots(
-    count: int, most: int, size: int, gap: int
-) -> tuple[list[tuple[int | None, int]], int]:
-    """Where devices, or blocks of them, are drawn, and the length; `None` are dots."""
-    whole = [*range(count)] if count <= most else [*range(most - 1), None, count - 1]
-    slots, at = list[tuple[int | None, int]](), 0
-    for number in whole:
-        slots.append((number, at))
-        at += (_DOTS if number is None else size) + gap
-    return slots, at - gap
+def _slots(axes: Sequence[str], mesh: Mapping[str, int]) -> tuple[list[_Slot], int]:
+    """Where the devices are along a side, whose axes are nested; and its length."""
+    slots: list[_Slot] = [({}, 0)]
+    length, gap, most = _CELL, _GAP, _INSIDE
+    for axis in axes:
+        size, at, outer = mesh[axis], 0, list[_Slot]()
+        for index in range(size) if size <= most else [*range(most - 1), None, size - 1]:
+            if index is None:
+                outer.append(({axis: None}, at))
+                at += _CELL // 2 + gap
+            else:
+                outer += [({**where, axis: index}, at + place) for where, place in slots]
+                at += length + gap
+        slots, length, gap, most = outer, at - gap, _BLOCK_GAP, _BLOCKS
+    return slots, length
 
 
 def _device(
-    at: Sequence[int | None],
-    place: tuple[int, int],
-    names: Sequence[str],
-    sizes: Sequence[int],
+    where: Mapping[str, int | None],
+    x: int,
+    y: int,
+    mesh: Mapping[str, int],
     per_host: int,
-) -> Iterator[Markup]:
-    x, y = place
-    missing = [number for number, index in enumerate(at) if index is None]
-    if len(missing) > 1:
-        return
-    if missing:
-        inner, vertical = missing[0] >= 2, missing[0] % 2 == 0
-        first = all(index in (0, None) for index in at[2:])
-        if inner or first:
-            dx, dy = (_CELL // 2, _DOTS - 2) if vertical else (_DOTS // 2, _CELL // 2 + 4)
-            dots = "⋮" if vertical else "…"
-            yield tag("text", dots, x=x + dx, y=y + dy, text_anchor="middle")
-        return
-    number = 0
-    for index, size in zip(at, sizes, strict=True):
-        number = number * size + (index or 0)
-    where = ", ".join(f"{name} {i}" for name, i in zip(names, at, strict=True) if name)
+) -> list[Markup]:
+    """A device with its number, or dots in the place of those that are left out."""
+    if None in where.values():
+        return [tag("text", "…", x=x + 1, y=y + _CELL / 2 + 4)]
+    number, names = 0, [name for name in mesh if name in where]
+    for name in names:
+        number = number * mesh[name] + (where[name] or 0)
     host = number // per_host
-    said = tag("title", f"device {number:,}: {where}; host {host:,}")
-    even = "even" if host % 2 == 0 else "odd"
+    place = ", ".join(f"{name} {where[name]}" for name in names)
+    said = tag("title", f"device {number:,}: {place}; host {host:,}")
     shape = {"width": _CELL, "height": _CELL, "rx": 4}
-    yield tag("rect", said, x=x, y=y, class_=even, **shape)
+    style = "even" if host % 2 == 0 else "odd"
+    found = [tag("rect", said, x=x, y=y, class_=style, **shape)]
     if number < 10_000:
-        label = {"x": x + _CELL / 2, "y": y + _CELL / 2 + 3.5}
-        yield tag("text", str(number), class_="number", text_anchor="middle", **label)
+        middle = {"x": x + _CELL / 2, "y": y + _CELL / 2 + 3.5, "text_anchor": "middle"}
+        found.append(tag("text", str(number), class_="number", **middle))
+    return found

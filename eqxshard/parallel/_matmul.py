@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Float
 
-from ..sharding._spec import check_axis
 from ..sharding._text import nearest_multiples
 from ..transforms._dtypes import accumulation_dtype, at_least_float32
+from ._per_device import find_axis, run_per_device, send_to_next
 
 
 def all_gather_matmul(
@@ -139,14 +139,9 @@ class _Ring(NamedTuple):
     axis: str
     size: int
 
-    @property
-    def ahead(self) -> list[tuple[int, int]]:
-        """From each device to the next."""
-        return [(i, (i + 1) % self.size) for i in range(self.size)]
-
     def send(self, x: Array) -> Array:
         """Send to the next device, and return what arrives from the one before."""
-        return jax.lax.ppermute(x, self.axis, self.ahead)
+        return send_to_next(x, self.axis, self.size)
 
     def check_divides(self, count: int, what: str) -> None:
         """Raise `ValueError` unless a number of rows or columns does."""
@@ -165,14 +160,8 @@ def _make_ring(name: str, x: Array, weight: Array, axis: str) -> _Ring | None:
             f"{name}: x has the shape {x.shape} and weight {weight.shape}; give x "
             "(*batch, rows, in) and weight (in, out), with the same size of in."
         )
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return None
-    check_axis(axis, mesh, name)
-    if mesh.shape[axis] == 1:
-        return None
-    split_on = None if axis in mesh.manual_axes else mesh
-    return _Ring(name, split_on, axis, mesh.shape[axis])
+    mesh, size = find_axis(name, axis)
+    return None if size == 1 else _Ring(name, mesh, axis, size)
 
 
 def _on_parts(
@@ -182,26 +171,19 @@ def _on_parts(
     x: Array,
     weight: Array,
 ) -> Array:
-    """Call a function on each device's parts; the other mesh axes stay automatic.
+    """Call a function on each device's parts.
 
     `split_dims` are those of `x`, `weight` and the result.
     """
-    if ring.mesh is None:
-        return fn(ring, jax.lax.axis_index(ring.axis), x, weight)
 
     def spec(ndim: int, dim: int) -> PartitionSpec:
         return PartitionSpec(*[None] * (dim % ndim), ring.axis)
 
     of_x, of_weight, of_out = split_dims
-    # The ranks are passed in, because JAX 0.10.1 cannot lower an axis_index in per-device
-    # code that is inside other per-device code.
-    return jax.shard_map(
-        lambda ranks, x, weight: fn(ring, ranks[0], x, weight),
-        mesh=ring.mesh,
-        in_specs=(PartitionSpec(ring.axis), spec(x.ndim, of_x), spec(2, of_weight)),
-        out_specs=spec(x.ndim, of_out),
-        axis_names={ring.axis},
-    )(jnp.arange(ring.size, dtype=jnp.int32), x, weight)
+    in_specs = (spec(x.ndim, of_x), spec(2, of_weight))
+    out_spec = spec(x.ndim, of_out)
+    call = ft.partial(fn, ring)
+    return run_per_device(call, ring.mesh, ring.axis, in_specs, out_spec, x, weight)
 
 
 @ft.partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -13,14 +13,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from ._pipeline import (
-    apply_chunk,
     apply_layer,
+    apply_layers,
     format_example,
     from_microbatches,
     map_examples,
     take,
+    to_next,
 )
-from ._pipeline_schedule import Schedule
 
 
 class Examples(NamedTuple):
@@ -39,7 +39,7 @@ class Examples(NamedTuple):
 class Work(NamedTuple):
     """The work of one device, the same in all ticks: its layers and its rows."""
 
-    schedule: Schedule
+    stages: int
     stage: Array
     layers: PyTree
     layer_ids: Array
@@ -55,17 +55,12 @@ class Work(NamedTuple):
     @property
     def last(self) -> int:
         """The last stage."""
-        return self.schedule.stages - 1
-
-    @property
-    def first_loss(self) -> int:
-        """The tick in which the last stage has the first microbatch in its last chunk."""
-        return (self.schedule.chunks - 1) * self.schedule.group + self.last
+        return self.stages - 1
 
     @property
     def slots(self) -> int:
-        """The number of turns to keep the layers' inputs of."""
-        return 2 * self.first_loss + 1
+        """The number of microbatches to keep the layers' inputs of."""
+        return 2 * self.last + 1
 
 
 class _Carry(NamedTuple):
@@ -73,7 +68,7 @@ class _Carry(NamedTuple):
 
     - `h`: activations, from the stage before.
     - `dh`: their gradient, from the stage after.
-    - `inputs`: of each layer, for each turn that has yet to go backward.
+    - `inputs`: of each layer, for each microbatch that has yet to go backward.
     - `loss`, `layer_grads`, `head_grads`: sums so far.
     - `dx`: the gradient of the stage's input, for each microbatch.
     """
@@ -90,13 +85,14 @@ class _Carry(NamedTuple):
 def run_schedule(work: Work) -> tuple[Array, tuple[PyTree, PyTree, Array]]:
     """One device's part of the loss, and of the gradients of layers, head and input.
 
-    Stage `i` takes its turn `t` forward in tick `t + i`. Backward, the turns are the same
-    with the chunks in reverse order; they begin with the first loss, on the last stage.
-    All stages do the same in each tick, even if it is of no use. Taking turns would halve
-    the number of microbatches under way, but collectives of layers along other axes would
-    then get mixed up with those of another stage's layers.
+    Stage `i` takes microbatch `t` forward in tick `t + i`. The last stage takes it backward
+    in the same tick, and each stage before it one tick later. All stages do the same in
+    each tick, even if it is of no use. Taking turns would halve the number of microbatches
+    under way, but collectives of layers along other axes would then get mixed up with those
+    of another stage's layers.
     """
-    x, first_loss, forward_ticks = work.x, work.first_loss, work.schedule.ticks
+    x, last = work.x, work.last
+    forward_ticks = len(x) + last
 
     def forward_only(carry: _Carry, time: Array) -> tuple[_Carry, None]:
         return _forward_tick(work, carry, time)[0], None
@@ -123,8 +119,8 @@ def run_schedule(work: Work) -> tuple[Array, tuple[PyTree, PyTree, Array]]:
     )
     # Until the first loss; until the last loss; until the last microbatch is back at the
     # first stage.
-    times = jnp.arange(first_loss + forward_ticks)
-    warm_up, steady, cool_down = jnp.split(times, (first_loss, forward_ticks))
+    times = jnp.arange(last + forward_ticks)
+    warm_up, steady, cool_down = jnp.split(times, (last, forward_ticks))
     carry, _ = jax.lax.scan(forward_only, carry, warm_up)
     carry, _ = jax.lax.scan(both, carry, steady)
     carry, _ = jax.lax.scan(backward_only, carry, cool_down)
@@ -133,36 +129,20 @@ def run_schedule(work: Work) -> tuple[Array, tuple[PyTree, PyTree, Array]]:
 
 
 def _forward_tick(work: Work, carry: _Carry, time: Array) -> tuple[_Carry, Array]:
-    """Take a microbatch through a chunk of this stage; also return its activations."""
-    turn = time - work.stage
-    microbatch, chunk, _ = work.schedule.turn(turn)
-    new = (work.stage == 0) & (chunk == 0)
-    h = jnp.where(new, work.x[microbatch], carry.h)
+    """Take a microbatch through the layers of this stage; also return its activations."""
+    microbatch = time - work.stage
+    h = jnp.where(work.stage == 0, work.x[microbatch], carry.h)
     args, rows = take((work.examples.args, work.rows), microbatch)
-    h, inputs = apply_chunk(work.layers, work.layer_ids, chunk, h, args, rows, work.key)
-    inputs = carry.inputs.at[turn % work.slots].set(inputs)
-    received = jax.lax.ppermute(h, "stage", work.schedule.to_next)
+    h, inputs = apply_layers(work.layers, work.layer_ids, h, args, rows, work.key)
+    inputs = carry.inputs.at[microbatch % work.slots].set(inputs)
+    received = jax.lax.ppermute(h, "stage", to_next(work.stages))
     return carry._replace(h=received, inputs=inputs), h
 
 
 def _loss_tick(work: Work, carry: _Carry, h: Array, time: Array) -> _Carry:
-    """Add the loss of the microbatch on the last stage, if it left the last chunk."""
-    microbatch, chunk, _ = work.schedule.turn(time - work.last)
-    if work.schedule.chunks == 1:
-        return _add_loss(work, carry, h, microbatch)
-    # The same on all devices, so collectives in the head meet no others.
-    return jax.lax.cond(
-        chunk == work.schedule.chunks - 1,
-        lambda carry: _add_loss(work, carry, h, microbatch),
-        lambda carry: carry,
-        carry,
-    )
-
-
-def _add_loss(work: Work, carry: _Carry, h: Array, microbatch: Array) -> _Carry:
     """On the last stage: the loss of a microbatch, and the gradient to go backward with."""
     on_last = work.stage == work.last
-    examples, rows = take((work.examples, work.rows), microbatch)
+    examples, rows = take((work.examples, work.rows), time - work.last)
     loss, (head_grads, dh) = eqx.filter_value_and_grad(sum_losses)(
         (work.head, h), work.loss_fn, examples, rows, work.head_key
     )
@@ -174,49 +154,42 @@ def _add_loss(work: Work, carry: _Carry, h: Array, microbatch: Array) -> _Carry:
 
 
 def _backward_tick(work: Work, carry: _Carry, time: Array) -> _Carry:
-    """Take a microbatch back through a chunk of this stage."""
-    schedule = work.schedule
-    number = time - work.first_loss - work.last + work.stage
-    microbatch, chunks_done, busy = schedule.turn(number)
-    chunk = schedule.chunks - 1 - chunks_done
-    inputs = carry.inputs[schedule.number(microbatch, chunk) % work.slots]
+    """Take a microbatch back through the layers of this stage."""
+    microbatch = time - 2 * work.last + work.stage
+    busy = (microbatch >= 0) & (microbatch < len(work.x))
+    inputs = carry.inputs[microbatch % work.slots]
     args, rows = take((work.examples.args, work.rows), microbatch)
-    dh, layer_grads = _chunk_vjp(work, carry, chunk, inputs, args, rows, busy)
-    # Elsewhere it is not the gradient of an input, and out of range is not written.
-    entry = jnp.where(busy & (chunk == 0), microbatch, len(work.x))
+    dh, layer_grads = _layers_vjp(work, carry, inputs, args, rows, busy)
+    # What is out of range is not written.
+    entry = jnp.where(busy, microbatch, len(work.x))
     dx = carry.dx.at[entry].set(dh, mode="drop")
-    to_previous = [(after, before) for before, after in schedule.to_next]
+    to_previous = [(after, before) for before, after in to_next(work.stages)]
     received = jax.lax.ppermute(dh, "stage", to_previous)
     return carry._replace(dh=received, layer_grads=layer_grads, dx=dx)
 
 
-def _chunk_vjp(
+def _layers_vjp(
     work: Work,
     carry: _Carry,
-    chunk: Array,
     inputs: Array,
     args: tuple[PyTree, ...],
     rows: Array,
     busy: Array,
 ) -> tuple[Array, PyTree]:
-    """The backward pass of `apply_chunk`, which adds to the layers' gradients."""
+    """The backward pass of `apply_layers`, which adds to the layers' gradients."""
     arrays, static = eqx.partition(work.layers, eqx.is_array)
 
     def one(
         carry: tuple[Array, PyTree], saved: tuple[Array, PyTree, Array, Array]
     ) -> tuple[tuple[Array, PyTree], None]:
         (dh, grads), (index, arrays, layer_id, h) = carry, saved
-        arrays, layer_id = take((arrays, layer_id), chunk)
         layer = eqx.combine(arrays, static)
         _, vjp = eqx.filter_vjp(
             lambda layer, h: apply_layer(layer, layer_id, h, args, rows, work.key), layer, h
         )
         grad, dh = vjp(dh)
-        total = jax.tree.map(lambda stacked: stacked[index, chunk], grads)
-        total = _add_if(busy, total, grad)
-        grads = jax.tree.map(
-            lambda stacked, new: stacked.at[index, chunk].set(new), grads, total
-        )
+        total = _add_if(busy, take(grads, index), grad)
+        grads = jax.tree.map(lambda stacked, new: stacked.at[index].set(new), grads, total)
         return (dh, grads), None
 
     layer_ids = work.layer_ids

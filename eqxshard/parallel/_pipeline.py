@@ -2,13 +2,12 @@
 
 Glossary:
 
-- a *stage* is one device along the mesh axis `stage`, with an equal share of the layers;
-- a *chunk* is a run of layers that follow one another: all those of a stage, or one of
-  several equal parts, between which come the chunks of the other stages;
+- a *stage* is one device along the mesh axis `stage`, with an equal share of the layers,
+  which follow one another;
 - a *layer* is numbered within the whole stack, a *row* (one example) within the batch;
 - a *microbatch* is one of several equal parts of a device's rows;
-- in a *tick* each stage takes at most one microbatch through one chunk, and then sends the
-  result to a neighbour.
+- in a *tick* each stage takes at most one microbatch through its layers, and then sends
+  the result to a neighbour.
 """
 
 import functools as ft
@@ -19,12 +18,13 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
-from ..sharding._leaves import array_leaves, format_array
+from ..sharding._leaves import array_leaves, format_array, stacked_depth
+from ..sharding._mesh import BATCH_AXES
+from ..sharding._spec import format_sizes
 from ..transforms._shard_map import filter_shard_map
-from ._pipeline_schedule import make_schedule, split_chunks
 
 
 def pipeline(
@@ -32,7 +32,6 @@ def pipeline(
     x: Float[Array, "batch ..."],
     *args: PyTree,
     microbatches: int,
-    chunks: int | None = None,
     key: PRNGKeyArray | None = None,
 ) -> Float[Array, "batch ..."]:
     r"""Apply a stack of layers, split over the mesh axis `stage`, to a batch.
@@ -45,13 +44,6 @@ def pipeline(
     are kept, but those of all microbatches. [`eqxshard.parallel.pipeline_loss`][] keeps
     fewer.
 
-    With `chunks` the schedule is interleaved (Narayanan et al. 2021,
-    https://arxiv.org/abs/2104.04473; MaxText calls it circular): each stage has that many
-    chunks of layers, and a microbatch goes around the stages once for each. There are
-    `microbatches * chunks + stages - 1` ticks of one chunk each: a stage is idle in as many
-    of them as before, but they are `chunks` times as short. Activations are sent `chunks`
-    times as often.
-
     It runs on the mesh of the step, like [`eqxshard.constrain`][]. (Outside a step, call
     it under `jax.jit`.) Without a mesh, or with `stage=1`, the layers are applied to the
     whole batch, one after the other. The result is the same either way.
@@ -61,17 +53,13 @@ def pipeline(
     - `layers`: one module whose arrays have a leading dim of layers, as from
         `eqx.filter_vmap(make_layer)(keys)`. A layer takes the activations of one example
         and returns activations of the same shape and dtype. The rule should store it with
-        `P("stage")`, whatever the `chunks`.
+        `P("stage")`.
     - `x`: the activations of a batch, its rows split over `data` and `fsdp`.
     - `args`: what else every layer gets of each example, such as its positions: PyTrees of
         arrays of leading size batch, or `None`. They go with their microbatch: a layer is
         called as `layer(h, *args)`.
     - `microbatches`: the number of parts to split each device's rows into. Use several
         times the number of stages to keep the stages busy.
-    - `chunks`: the number of chunks on each stage. If given, the arrays of `layers` have
-        two leading dims, `(layers // chunks, chunks)`, and entry `[i, c]` is layer
-        `c * (layers // chunks) + i`. Each stage then stores just the layers that it
-        applies, and none is sent to another.
     - `key`: a random key. If given, a layer is called with a `key=` as well, a key for
         each layer and example that depends on nothing else.
 
@@ -81,10 +69,9 @@ def pipeline(
 
     **Raises:**
 
-    `ValueError` if the layers do not divide over the stages and chunks, the batch into
-    microbatches, or with several chunks the microbatches over the stages; if an array of
-    `layers` does not have the leading dims, or one of `args` the batch's size; or if a
-    layer changes the shape or dtype of activations.
+    `ValueError` if the layers do not divide over the stages, or the batch into
+    microbatches; if an array of `layers` does not have the leading dim, or one of `args`
+    the batch's size; or if a layer changes the shape or dtype of activations.
 
     !!! Example
 
@@ -99,25 +86,14 @@ def pipeline(
             h = eqxshard.parallel.pipeline(model.layers, h, microbatches=8, key=key)
             return optax.squared_error(jax.vmap(model.head)(h), batch["y"])
         ```
-
-        Interleaved, with 16 layers in two chunks on each stage:
-
-        ```python
-        keys = jax.random.split(key, (8, 2))
-        layers = eqx.filter_vmap(eqx.filter_vmap(make_layer))(keys)
-        h = eqxshard.parallel.pipeline(layers, h, microbatches=8, chunks=2)
-        ```
     """
-    layers, layer_ids = split_chunks(layers, chunks)
     args = jax.tree.map(jnp.asarray, args)
     check_rows({"args": args}, len(x))
-    rows, chunks = jnp.arange(len(x)), layer_ids.shape[1]
-    schedule, batch_axes = make_schedule(layer_ids.size, len(x), microbatches, chunks)
-    last = schedule.stages - 1
+    layer_ids, rows = jnp.arange(stacked_depth(layers)), jnp.arange(len(x))
+    stages, batch_axes = split_axes(len(layer_ids), len(x), microbatches)
+    last = stages - 1
     if last == 0:
-        for chunk in range(chunks):
-            x, _ = apply_chunk(layers, layer_ids, chunk, x, args, rows, key)
-        return x
+        return apply_layers(layers, layer_ids, x, args, rows, key)[0]
 
     def gpipe(
         layers: PyTree, layer_ids: Array, inputs: PyTree, rows: Array, key: Any
@@ -128,16 +104,19 @@ def pipeline(
 
         def tick(received: Array, now: tuple[Array, Array]) -> tuple[Array, Array]:
             time, new = now
-            microbatch, chunk, busy = schedule.turn(time - stage)
-            h = jnp.where((stage == 0) & (chunk == 0), new, received)
+            microbatch = time - stage
+            h = jnp.where(stage == 0, new, received)
             now_args, now_rows = take((args, rows), microbatch)
-            h, _ = apply_chunk(layers, layer_ids, chunk, h, now_args, now_rows, key, busy)
-            return jax.lax.ppermute(h, "stage", schedule.to_next), h
+            busy = (microbatch >= 0) & (microbatch < microbatches)
+            h, _ = apply_layers(layers, layer_ids, h, now_args, now_rows, key, busy)
+            return jax.lax.ppermute(h, "stage", to_next(stages)), h
 
-        now = jnp.arange(schedule.ticks), schedule.inputs(x)
+        # Zeros enter after the last microbatch.
+        entering = jnp.pad(x, [(0, last)] + [(0, 0)] * (x.ndim - 1))
+        now = jnp.arange(microbatches + last), entering
         _, out = jax.lax.scan(tick, jnp.zeros_like(x[0]), now)
-        out = from_microbatches(schedule.outputs(out))
-        return jnp.where(stage == last, out, 0)[None]
+        # The first microbatch leaves the last stage when it has passed the others.
+        return jnp.where(stage == last, from_microbatches(out[last:]), 0)[None]
 
     by_stage, by_batch = PartitionSpec("stage"), PartitionSpec(batch_axes)
     in_specs = (
@@ -155,17 +134,48 @@ def pipeline(
     return jax.lax.reduce_sum(run(layers, layer_ids, inputs, rows, key), (0,))
 
 
-def apply_chunk(
+def split_axes(layers: int, batch: int, microbatches: int) -> tuple[int, tuple[str, ...]]:
+    """The number of stages, and the axes of the batch; raise unless everything divides."""
+    if microbatches < 1:
+        raise ValueError(f"microbatches={microbatches} must be at least 1.")
+    mesh = jax.sharding.get_abstract_mesh()
+    auto = [a for a, kind in zip(mesh.axis_names, mesh.axis_types) if kind is AxisType.Auto]
+    stages = mesh.shape["stage"] if "stage" in auto else 1
+    batch_axes = tuple(axis for axis in BATCH_AXES if axis in auto)
+    if stages == 1:
+        return stages, batch_axes
+    if layers % stages:
+        raise ValueError(
+            f"{layers} layers do not divide over stage={stages}; use a multiple of "
+            f"{stages} layers, or a number of stages that divides {layers}."
+        )
+    sizes = {axis: mesh.shape[axis] for axis in batch_axes}
+    devices = math.prod(sizes.values())
+    parts = devices * microbatches
+    if batch % parts:
+        raise ValueError(
+            f"a batch of {batch} does not divide over {format_sizes(sizes)} = {devices} "
+            f"devices, each with microbatches={microbatches}; use a multiple of {parts} "
+            "examples, or fewer microbatches."
+        )
+    return stages, batch_axes
+
+
+def to_next(stages: int) -> list[tuple[int, int]]:
+    """From each stage to the next."""
+    return [(stage, stage + 1) for stage in range(stages - 1)]
+
+
+def apply_layers(
     layers: PyTree,
     layer_ids: Array,
-    chunk: Any,
     h: Array,
     args: tuple[PyTree, ...],
     rows: Array,
     key: PRNGKeyArray | None,
     busy: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Apply the layers of a chunk; return the output of the last, and the input of each.
+    """Apply a stage's layers; return the output of the last, and the input of each.
 
     A stage that is not busy computes too, on values that may lead to nan, so its weights
     and `args` get no gradient from that.
@@ -176,8 +186,8 @@ def apply_chunk(
 
     # The scan already keeps XLA from merging the recomputation with the forward pass.
     @ft.partial(jax.checkpoint, prevent_cse=False)
-    def one(h: Array, of_chunks: tuple[PyTree, Array]) -> tuple[Array, Array]:
-        arrays, layer_id = take(of_chunks, chunk)
+    def one(h: Array, layer: tuple[PyTree, Array]) -> tuple[Array, Array]:
+        arrays, layer_id = layer
         if busy is not None:
             arrays = jax.tree.map(ft.partial(_stop_gradient_unless, busy), arrays)
         return apply_layer(eqx.combine(arrays, static), layer_id, h, args, rows, key), h
@@ -185,9 +195,9 @@ def apply_chunk(
     return jax.lax.scan(one, h, (arrays, layer_ids))
 
 
-def take(tree: PyTree, index: Any) -> PyTree:
-    """The entries of one chunk or microbatch, in arrays with a leading dim of them."""
-    return jax.tree.map(lambda leaf: leaf[index], tree)
+def take(tree: PyTree, microbatch: Any) -> PyTree:
+    """The entries of one microbatch, in arrays with a leading dim of them."""
+    return jax.tree.map(lambda leaf: leaf[microbatch], tree)
 
 
 def _stop_gradient_unless(condition: Array, leaf: Array) -> Array:

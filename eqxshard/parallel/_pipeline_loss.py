@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree, Shaped
 
+from ..sharding._leaves import stacked_depth
 from ..transforms._dtypes import accumulation_dtype
 from ._one_f_one_b import Examples, Work, run_schedule, sum_losses
 from ._pipeline import (
@@ -21,10 +22,10 @@ from ._pipeline import (
     fold_in_if_given,
     per_device,
     pipeline,
+    split_axes,
     sum_copies,
     to_microbatches,
 )
-from ._pipeline_schedule import Schedule, make_schedule, split_chunks
 
 
 def pipeline_loss(
@@ -36,7 +37,6 @@ def pipeline_loss(
     *,
     args: tuple[PyTree, ...] = (),
     microbatches: int,
-    chunks: int | None = None,
     weight: Shaped[Array | np.ndarray, " batch"] | None = None,
     key: PRNGKeyArray | None = None,
 ) -> Float[Array, ""]:
@@ -47,10 +47,8 @@ def pipeline_loss(
     https://arxiv.org/abs/2006.09503 and https://arxiv.org/abs/2104.04473): a microbatch
     goes backward as soon as the last stage has its loss, and from then on each stage does
     one forward and one backward in every tick. It is idle as long as under GPipe, but
-    each stage has room for the activations of `2 stages - 1` microbatches only, whatever
-    their number. With `chunks` it is interleaved, as for
-    [`eqxshard.parallel.pipeline`][]: idle for less time, with activations of about the
-    same size.
+    each stage keeps the activations of `2 stages - 1` microbatches only, whatever their
+    number.
 
     The gradients with respect to `layers`, `head` and `x` are computed together with the
     loss if it is differentiated (in reverse mode, and once). Those of `target`, `args` and
@@ -61,7 +59,7 @@ def pipeline_loss(
 
     - `loss_fn`: `loss_fn(head, h, target)` returns the loss of one example, a scalar. If
         `key` is given, it is called with a `key=` as well.
-    - `layers`, `x`, `args`, `microbatches`, `chunks`, `key`: as for
+    - `layers`, `x`, `args`, `microbatches`, `key`: as for
         [`eqxshard.parallel.pipeline`][].
     - `head`: the trained part after the layers: a module, or any PyTree.
     - `target`: everything else the loss needs from the batch: a PyTree of arrays of
@@ -94,20 +92,19 @@ def pipeline_loss(
         ```
     """
     target, args = jax.tree.map(jnp.asarray, (target, args))
-    layers, layer_ids = split_chunks(layers, chunks)
-    chunks = layer_ids.shape[1]
-    schedule, _ = make_schedule(layer_ids.size, len(x), microbatches, chunks)
+    stages, _ = split_axes(stacked_depth(layers), len(x), microbatches)
     dtype = accumulation_dtype(x.dtype)
     counts = jnp.ones(len(x), dtype) if weight is None else jnp.asarray(weight, dtype)
     check_rows({"args": args, "target": target, "weight": counts}, len(x))
-    if schedule.stages > 1:
+    if stages > 1:
         target = jax.tree.map(ft.partial(_constant, "target"), target)
         args = jax.tree.map(ft.partial(_constant, "args"), args)
         counts = _constant("weight", counts)
     total = jnp.sum(counts)
     share = counts / jnp.where(total == 0, 1, total)
-    loss = _loss if schedule.stages == 1 else _one_f_one_b_loss
-    return loss((layers, head, x), loss_fn, Examples(args, target, share), schedule, key)
+    loss = _loss if stages == 1 else _one_f_one_b_loss
+    examples = Examples(args, target, share)
+    return loss((layers, head, x), loss_fn, examples, microbatches, key)
 
 
 @ft.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -131,15 +128,12 @@ def _loss(
     params: tuple[PyTree, PyTree, Array],
     loss_fn: Callable[..., Array],
     examples: Examples,
-    schedule: Schedule,
+    microbatches: int,
     key: PRNGKeyArray | None,
 ) -> Float[Array, ""]:
     layers, head, x = params
-    _, microbatches, chunks = schedule
-    h = pipeline(
-        layers, x, *examples.args, microbatches=microbatches, chunks=chunks, key=key
-    )
-    key = fold_in_if_given(key, split_chunks(layers, chunks)[1].size)
+    h = pipeline(layers, x, *examples.args, microbatches=microbatches, key=key)
+    key = fold_in_if_given(key, stacked_depth(layers))
     return sum_losses((head, h), loss_fn, examples, jnp.arange(len(x)), key)
 
 
@@ -152,22 +146,21 @@ def _(
     params: tuple[PyTree, PyTree, Array],
     loss_fn: Callable[..., Array],
     examples: Examples,
-    schedule: Schedule,
+    microbatches: int,
     key: PRNGKeyArray | None,
 ) -> tuple[Array, PyTree]:
     """The loss, and the gradients with it."""
     layers, head, x = params
-    layers, layer_ids = split_chunks(layers, schedule.chunks)
-    rows = jnp.arange(len(x))
-    _, batch_axes = make_schedule(layer_ids.size, len(x), *schedule[1:])
-    keys = key, fold_in_if_given(key, layer_ids.size)
+    layer_ids, rows = jnp.arange(stacked_depth(layers)), jnp.arange(len(x))
+    stages, batch_axes = split_axes(len(layer_ids), len(x), microbatches)
+    keys = key, fold_in_if_given(key, len(layer_ids))
 
     def one_f_one_b(
         layers: PyTree, layer_ids: Array, head: PyTree, batch: PyTree, keys: PyTree
     ) -> tuple[Array, PyTree]:
         stage = jax.lax.axis_index("stage")
-        batch = to_microbatches(batch, schedule.microbatches)
-        work = Work(schedule, stage, layers, layer_ids, head, loss_fn, *batch, *keys)
+        batch = to_microbatches(batch, microbatches)
+        work = Work(stages, stage, layers, layer_ids, head, loss_fn, *batch, *keys)
         sums = run_schedule(work)
         return jax.tree.map(lambda leaf: leaf[None], sums)
 

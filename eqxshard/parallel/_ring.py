@@ -22,6 +22,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
+from ._per_device import run_per_device, send_to_next
+
 #: The largest number of queries, and of keys, in a chunk.
 CHUNK = 512
 
@@ -45,22 +47,13 @@ class Ring(NamedTuple):
 
 
 def on_blocks(ring: Ring, fn: Callable[..., Any], query: Array, *args: Array | None) -> Any:
-    """Call a function on each device's blocks; the other mesh axes stay automatic."""
+    """Call a function on each device's blocks."""
     fn = ft.partial(fn, ring)
-    if ring.mesh is None:
-        rank = jax.lax.axis_index(ring.axis) if ring.size > 1 else None
-        return fn(rank, query, *args)
+    if ring.size == 1:
+        return fn(None, query, *args)
     spec = PartitionSpec(*[None] * (query.ndim - 3), ring.axis)
-    # Passed in, because JAX 0.10.1 cannot lower an axis_index in per-device code that is
-    # inside other per-device code.
-    ranks = jnp.arange(ring.size, dtype=jnp.int32)
-    return jax.shard_map(
-        lambda ranks, *args: fn(ranks[0], *args),
-        mesh=ring.mesh,
-        in_specs=(PartitionSpec(ring.axis), spec, *[spec] * len(args)),
-        out_specs=spec,
-        axis_names={ring.axis},
-    )(ranks, query, *args)
+    specs = (spec,) * (1 + len(args))
+    return run_per_device(fn, ring.mesh, ring.axis, specs, spec, query, *args)
 
 
 def attend_ring(
@@ -92,9 +85,7 @@ def attend_ring(
     if rank is None:
         return _attend_block(ring, attend_chunk, 0, queries, query_sums, keys, key_sums)
 
-    def rotate(blocks: PyTree) -> PyTree:
-        ahead = [(i, (i + 1) % ring.size) for i in range(ring.size)]
-        return jax.tree.map(lambda x: jax.lax.ppermute(x, ring.axis, ahead), blocks)
+    rotate = ft.partial(send_to_next, axis=ring.axis, size=ring.size)
 
     def step(number: Any, query_sums: PyTree, keys: PyTree, key_sums: PyTree) -> Any:
         source = (rank - number) % ring.size

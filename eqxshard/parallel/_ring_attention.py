@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from ..sharding._spec import check_axis
 from ..sharding._text import nearest_multiples
 from ..transforms._dtypes import accumulation_dtype
+from ._per_device import find_axis
 from ._ring import (
     Ring,
     attend_ring,
@@ -88,13 +88,8 @@ def ring_attention(
             f"ring_attention: {length} queries and {keys} keys; give the same number of "
             "both, or use eqxshard.nn.attention."
         )
-    mesh = jax.sharding.get_abstract_mesh()
-    size, split_on = 1, None
-    if not mesh.empty:
-        check_axis(axis, mesh, "ring_attention")
-        size = mesh.shape[axis]
-        split_on = None if size == 1 or axis in mesh.manual_axes else mesh
-    if split_on is not None:
+    mesh, size = find_axis("ring_attention", axis)
+    if mesh is not None:
         if length % size:
             raise ValueError(
                 f"a sequence of length {length} does not divide over {axis}={size}; use a "
@@ -103,7 +98,7 @@ def ring_attention(
         length //= size
     factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
     group = query.shape[-2] // key.shape[-2]
-    ring = Ring(split_on, axis, size, length, group, causal, factor)
+    ring = Ring(mesh, axis, size, length, group, causal, factor)
     return _attention(ring, query, key, value, segments)
 
 

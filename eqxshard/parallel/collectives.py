@@ -92,23 +92,6 @@ def psum_scatter(
     return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
 
-def pmean_scatter(
-    x: Shaped[Array, "..."], axis: str | tuple[str, ...], dim: int = 0
-) -> Shaped[Array, "..."]:
-    """As [`eqxshard.parallel.collectives.psum_scatter`][], for the mean.
-
-    **Arguments:**
-
-    - `x`, `axis`, `dim`: as for the sum.
-
-    **Returns:**
-
-    This device's part of the mean.
-    """
-    total = psum_scatter(x, axis, dim)
-    return total / jax.lax.axis_size(axis)
-
-
 def shift(x: PyTree[Array], axis: str, by: int = 1, *, wrap: bool = True) -> PyTree[Array]:
     """Send arrays to neighbours along an axis, in a ring or in a line.
 
@@ -161,42 +144,6 @@ def fold_in_axes(
     """
     axes = _check_bound(axes, "fold_in_axes")
     return jax.random.fold_in(key, jax.lax.axis_index(axes))
-
-
-def shard_params(params: PyTree, specs: PyTree[PartitionSpec | None]) -> PyTree:
-    """Slice this device's part out of whole arrays.
-
-    For parameters made in per-device code, where each device first has all of them.
-    ([`eqxshard.init_state`][] never has them whole.)
-
-    **Arguments:**
-
-    - `params`: any PyTree; leaves that are not arrays pass through.
-    - `specs`: a PyTree of `PartitionSpec`s that is a prefix of `params`, such as the
-        `.spec` of each sharding that [`eqxshard.shardings`][] returns.
-
-    **Returns:**
-
-    A PyTree like `params`.
-
-    **Raises:**
-
-    `ValueError` if a spec does not fit its array as for [`eqxshard.shardings`][], or the
-    code is not per device along one of its axes.
-    """
-
-    def slice_leaf(path: str, leaf: Array, spec: PartitionSpec) -> Array:
-        axes = _check_bound(spec_axes(spec), f"shard_params of {path}")
-        if axes:
-            check_spec(path, leaf.shape, spec, jax.sharding.get_abstract_mesh())
-        for dim, entry in enumerate(spec):
-            if axes := axes_of(entry):
-                size = leaf.shape[dim] // jax.lax.axis_size(axes)
-                start = jax.lax.axis_index(axes) * size
-                leaf = jax.lax.dynamic_slice_in_dim(leaf, start, size, dim)
-        return leaf
-
-    return _map_arrays(slice_leaf, params, specs, "params")
 
 
 def gather_params(

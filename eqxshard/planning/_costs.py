@@ -1,5 +1,6 @@
 """The work of an instruction: floating-point operations by dtype, and bytes of memory."""
 
+import functools
 import math
 import re
 from collections import Counter
@@ -137,6 +138,33 @@ class Costs:
                 yield from self._users(computation, user.name)
             else:
                 yield name, user
+
+
+def count_flops(module: Module) -> dict[str, float]:
+    """The operations of one step on one device, by dtype.
+
+    Of the branches of a condition, those of the one that has the most.
+    """
+    costs = Costs(module)
+
+    @functools.cache
+    def inside(computation: str) -> Counter[str]:
+        total = Counter[str]()
+        for instruction in module.computations.get(computation, ()):
+            total.update(costs.flops(instruction))
+            if instruction.opcode in ("fusion", "custom-call"):  # All of it was counted.
+                continue
+            parts = [inside(name) for _, name in instruction.called()]
+            if instruction.opcode == "conditional":
+                parts = [max(parts, key=Counter.total, default=Counter())]
+            times = module.trips(instruction)
+            for part in parts:
+                for dtype, count in part.items():
+                    total[dtype] += count * (1 if times is None else times)
+        return total
+
+    counts = inside(module.entry)
+    return {dtype: float(count) for dtype, count in counts.items() if count}
 
 
 def _flops(instruction: Instruction, shapes: list[Shape]) -> int:

@@ -37,7 +37,7 @@ def plan(
     precision: Precision | None = None,
     accumulate: int = 1,
     nonfinite: Nonfinite = "skip",
-    grad_norms: bool | Mapping[str, str] = False,
+    grad_norms: bool = False,
     cache: str | os.PathLike[str] | None = None,
 ) -> Plan:
     """What a training step needs on devices that are not there.
@@ -113,7 +113,9 @@ def plan(
         grad_norms=grad_norms,
         cache=None if cache is None else str(local_path(cache, "cache=")),
     )
-    return run(dump_request(request), where)
+    made = run(dump_request(request), where)
+    assert isinstance(made, Plan)  # There is no limit.
+    return made
 
 
 def make_request(
@@ -126,7 +128,7 @@ def make_request(
     batch: PyTree,
     accumulate: int,
     nonfinite: Nonfinite,
-    grad_norms: bool | Mapping[str, str],
+    grad_norms: bool,
     **others: Any,
 ) -> tuple[Request, Backend]:
     """Check the arguments of a plan; choose its compiler.

@@ -11,19 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from ..compiled._collective import Collective, join_axes
+from ..inspect._explanation import Leaf
 from ..inspect._lint import Findings
-from ..inspect._tables import BreakablePath, render
+from ..inspect._tables import format_shape, render
 from ..pages._format import format_bytes, format_flops, format_seconds
+from ..pages._kit import Cell, Number
+from ..sharding._spec import format_spec
 from ..sharding._text import format_mesh
-from ._leaves import PlannedLeaf
 from ._targets import Compiler, Target, how_sure
-from ._timeline import PlannedSpan
-from ._trace import make_trace
+from ._timeline import PlannedSpan, make_trace
 
 #: How many collectives, and how many arrays, are printed.
 _PRINTED = 15
+
+#: The columns of collectives and of arrays, in text and on pages.
+COLLECTIVES = ("axes", "kind", "times", "each", "in all", "hidden", "in a loop", "cause")
+ARRAYS = ("array", "type", "shape", "spec", "bytes", "gradient", "optimizer", "in all")
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,8 @@ class Plan:
     - `examples`, `tokens`: of a batch; `tokens` if it has an entry of integers in rows.
     - `compile_seconds`: how long it took to compile.
     - `notes`: what else to know.
-    - `leaves`: one [`eqxshard.PlannedLeaf`][] for each array of the model.
+    - `leaves`: one [`eqxshard.Leaf`][] for each array of the model, as
+        [`eqxshard.explain`][] makes them.
     - `timeline`: what the devices do when, as [`eqxshard.PlannedSpan`][]s; `None` if there
         is no schedule.
     - `settings`: what the step was made with, as text, by name.
@@ -127,7 +134,7 @@ class Plan:
     tokens: int | None
     compile_seconds: float
     notes: tuple[str, ...]
-    leaves: tuple[PlannedLeaf, ...]
+    leaves: tuple[Leaf, ...]
     timeline: tuple[PlannedSpan, ...] | None
     settings: Mapping[str, str]
     findings: Findings
@@ -197,7 +204,8 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """All of it as values for `json.dumps`, with what follows from them."""
-        plain = dataclasses.asdict(self)
+        plain = dataclasses.asdict(dataclasses.replace(self, leaves=()))
+        plain["leaves"] = [leaf.to_dict() for leaf in self.leaves]
         plain["target"] = {k: v for k, v in plain["target"].items() if k != "config"}
         plain["memory"]["left"] = self.memory.left
         if self.time is not None:
@@ -254,29 +262,29 @@ class Plan:
         file.write_text(text, encoding="utf-8")
 
     def __str__(self) -> str:
-        return "\n\n".join(self._parts())
+        return "\n\n".join(self._sections())
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
 
-    def _parts(self) -> Iterator[str]:
+    def _sections(self) -> Iterator[str]:
         yield (
             f"{self.devices} x {self.target.kind} ({format_mesh(self.mesh)}), compiled in "
             f"{self.compile_seconds:.0f} s by the backend {self.backend}"
         )
         yield render(self._memory_table())
         if self.collectives:
-            yield render(self._collectives_table())
-        yield render(self._leaves_table())
-        yield self._summary()
+            rows = [collective_row(each, most=3) for each in by_bytes(self.collectives)]
+            yield _print_rows("collectives", COLLECTIVES, rows)
+        if self.leaves:
+            yield _print_rows("arrays", ARRAYS, [*map(leaf_row, by_total(self.leaves))])
+        yield "\n".join(self._summary())
         if self.findings:
             yield f"Most likely not meant:\n{self.findings}"
 
     def _memory_table(self) -> Table:
         memory = self.memory
         gradients = format_bytes(memory.gradients)
-        table = Table("memory of a device")
-        table.add_column("", justify="right")
         rows = {
             "parameters": memory.parameters,
             "optimizer state": memory.optimizer,
@@ -289,66 +297,35 @@ class Plan:
             rows[f"left of {format_bytes(memory.device or 0)}"] = memory.left
         if memory.host:
             rows["of the host's memory"] = memory.host
+        table = Table("memory of a device")
+        table.add_column(justify="right")
         for name, size in rows.items():
             table.add_row(name, format_bytes(size))
         return table
 
-    def _collectives_table(self) -> Table:
-        largest = sorted(self.collectives, key=lambda each: -each.sent_in_all)[:_PRINTED]
-        count = _count(largest, self.collectives, "collectives")
-        table = Table("axes", "kind", title=count, title_justify="left", title_style="none")
-        for column in ("times", "sent each", "in all", "hidden"):
-            table.add_column(column, justify="right")
-        table.add_column("in a loop")
-        table.add_column("cause", overflow="fold")
-        for each in largest:
-            cause = [_some(each.leaves), each.line or ""]
-            table.add_row(
-                join_axes(each.axes),
-                each.kind,
-                "?" if each.times is None else str(each.times),
-                format_bytes(each.sent),
-                format_bytes(each.sent_in_all),
-                "" if each.hidden is None else f"{each.hidden:.0%}",
-                "yes" if each.in_loop else "",
-                " at ".join(filter(None, cause)),
-            )
-        return table
-
-    def _leaves_table(self) -> Table:
-        leaves = sorted(self.leaves, key=lambda leaf: -leaf.total)[:_PRINTED]
-        count = _count(leaves, self.leaves, "arrays")
-        table = Table(count, "shape", "split by")
-        for column in ("memory", "gradient", "optimizer"):
-            table.add_column(column, justify="right")
-        for leaf in leaves:
-            shape = f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
-            sizes = map(format_bytes, (leaf.bytes, leaf.gradient, leaf.optimizer))
-            table.add_row(BreakablePath(leaf.path), shape, leaf.spec, *sizes)
-        return table
-
-    def _summary(self) -> str:
-        lines = []
+    def _summary(self) -> Iterator[str]:
         flops = ", ".join(f"{format_flops(n)} {k}" for k, n in self.flops.items())
-        lines.append(f"Arithmetic of a device: {flops or 'no matrix products'}")
+        yield f"Arithmetic of a device: {flops or 'no matrix products'}"
         if self.time is not None and self.time.step:
-            lines.append(
+            parts = ", ".join(
+                f"{name} {format_seconds(seconds)}"
+                for name, seconds in self.time.parts.items()
+                if seconds
+            )
+            yield (
                 f"A step takes {how_sure(self.target)} {format_seconds(self.time.step)}, "
-                f"bound by {self.time.bound}: {self._breakdown()}"
+                f"bound by {self.time.bound}: {parts}"
             )
             speed = f"{self.examples_per_second:,.4g} examples/s in all"
             if self.tokens_per_second is not None:
                 each = self.tokens_per_second / self.devices
-                speed = (
-                    f"{self.tokens_per_second:,.0f} tokens/s in all, {each:,.0f} on each "
-                    "device"
-                )
-            mfu = self.mfu
-            lines.append(speed if mfu is None else f"{speed}; {mfu:.0%} MFU at that speed")
+                speed = f"{self.tokens_per_second:,.0f} tokens/s in all, {each:,.0f} each"
+            used = "" if self.mfu is None else f"; {self.mfu:.0%} MFU at that speed"
+            yield f"{speed}{used}"
         if self.fits is False:
-            lines.append(self._lack())
-        lines += [f"Note: {note}." for note in self.notes]
-        return "\n".join(lines)
+            yield self._lack()
+        for note in self.notes:
+            yield f"Note: {note}."
 
     def _lack(self) -> str:
         memory = self.memory
@@ -360,30 +337,54 @@ class Plan:
             "bfloat16, compute layers again (remat), or accumulate over more microbatches."
         )
 
-    def _breakdown(self) -> str:
-        time = self.time
-        assert time is not None
-        parts = []
-        if time.compute:
-            parts.append(f"compute {format_seconds(time.compute)}")
-        if time.memory:
-            parts.append(f"memory {format_seconds(time.memory)}")
-        for axes, seconds in time.links.items():
-            if seconds == 0:
-                continue
-            waiting = ""
-            if time.waiting is not None:
-                waiting = f" ({format_seconds(time.waiting[axes])} not hidden)"
-            parts.append(f"{axes} links {format_seconds(seconds)}{waiting}")
-        return ", ".join(parts)
+
+def by_bytes(collectives: Sequence[Collective]) -> list[Collective]:
+    """Collectives, those first that send the most in a step."""
+    return sorted(collectives, key=lambda each: -each.sent_in_all)
 
 
-def _count(printed: Sequence[Any], of: Sequence[Any], what: str) -> str:
-    part = f"{len(printed)} largest of " if len(printed) < len(of) else ""
-    return f"{part}{len(of)} {what}"
+def by_total(leaves: Sequence[Leaf]) -> list[Leaf]:
+    """Arrays, those first that take the most of a device."""
+    return sorted(leaves, key=lambda leaf: -leaf.total)
 
 
-def _some(names: tuple[str, ...]) -> str:
-    """At most three of them."""
-    more = [f"{len(names) - 3} more"] if len(names) > 3 else []
-    return ", ".join([*names[:3], *more])
+def collective_row(each: Collective, most: int | None = None) -> list[Cell]:
+    """The cells of `COLLECTIVES`, naming at most so many arrays."""
+    names = [*each.leaves[:most]]
+    if len(each.leaves) > len(names):
+        names.append(f"{len(each.leaves) - len(names)} more")
+    return [
+        join_axes(each.axes),
+        each.kind,
+        Number("?" if each.times is None else f"{each.times:,}", each.times),
+        _bytes(each.sent),
+        _bytes(each.sent_in_all),
+        Number("" if each.hidden is None else f"{each.hidden:.0%}", each.hidden),
+        "yes" if each.in_loop else "",
+        " at ".join(filter(None, [", ".join(names), each.line])),
+    ]
+
+
+def leaf_row(leaf: Leaf) -> list[Cell]:
+    """The cells of `ARRAYS`."""
+    sizes = (leaf.bytes_per_device, leaf.gradient, leaf.optimizer, leaf.total)
+    spec = format_spec(leaf.spec)
+    return [leaf.path, leaf.dtype, format_shape(leaf.shape), spec, *map(_bytes, sizes)]
+
+
+def _bytes(size: int) -> Number:
+    return Number(format_bytes(size), size)
+
+
+def _print_rows(what: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
+    """The first rows of a table, as text."""
+    some = f"{_PRINTED} largest of " if len(rows) > _PRINTED else ""
+    table = Table(title=f"{some}{len(rows)} {what}", title_justify="left")
+    table.title_style = "none"
+    for column, cell in zip(columns, rows[0], strict=True):
+        justify = "right" if isinstance(cell, Number) else "left"
+        table.add_column(column, justify=justify, overflow="fold")
+    for row in rows[:_PRINTED]:
+        texts = (cell.text if isinstance(cell, Number) else cell for cell in row)
+        table.add_row(*map(Text, texts))
+    return render(table)

@@ -11,11 +11,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
+import jax
+
+from ..compiled._causes import user_line
+from ..compiled._hlo import Frame
 from ._backends import Backend, install
-from ._failure import Failure
+from ._plan import Plan
 
 #: Set in the process that compiles.
 CHILD = "EQXSHARD_PLANNING"
@@ -28,14 +33,47 @@ _CUDNN = "def cudnn_get_version():\n    return 91000\n"
 _ONE_SHOT = ("one_shot", "size mismatch when packing")
 
 
-def run(data: bytes, backend: Backend, module: str = "_compile") -> Any:
+class TooLarge(NamedTuple):
+    """A step that is not compiled, because its state alone needs too many bytes."""
+
+    needs: int
+
+
+class Failure(NamedTuple):
+    """An error in the process that compiles.
+
+    - `kind`, `message`: its type, and what it said.
+    - `line`: the line of the user's code that raised it, as `model.py:12`, if any did.
+    - `by_compiler`: whether XLA raised it.
+    - `traceback`: as Python prints it.
+    """
+
+    kind: str
+    message: str
+    line: str | None
+    by_compiler: bool
+    traceback: str
+
+    @staticmethod
+    def of(error: Exception) -> "Failure":
+        """From an exception."""
+        frames = traceback.extract_tb(error.__traceback__)
+        return Failure(
+            type(error).__name__,
+            str(error),
+            user_line(Frame(x.filename, x.lineno or 0, x.name) for x in reversed(frames)),
+            isinstance(error, jax.errors.JaxRuntimeError | NotImplementedError),
+            "".join(traceback.format_exception(error)),
+        )
+
+
+def run(data: bytes, backend: Backend) -> Plan | TooLarge:
     """Compile in another process, and return what it finds.
 
     **Arguments:**
 
     - `data`: the request, as `dump_request` writes it.
     - `backend`: the compiler.
-    - `module`: of planning, whose `main` does the work.
 
     **Raises:**
 
@@ -49,7 +87,7 @@ def run(data: bytes, backend: Backend, module: str = "_compile") -> Any:
     with tempfile.TemporaryDirectory(prefix="eqxshard-plan-") as name:
         folder = Path(name)
         (folder / "request").write_bytes(data)
-        command = f"from eqxshard.planning.{module} import main; main()"
+        command = "from eqxshard.planning._compile import main; main()"
         done = subprocess.run(
             [sys.executable, "-c", command, name],
             env=_environment(folder, backend),

@@ -11,7 +11,7 @@ import io
 import pickle
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import cloudpickle
@@ -44,6 +44,8 @@ class Request:
     - `backend`: the compiler.
     - `options`: of `make_train_step`, other than those that `init_state` takes, too.
     - `cache`: the folder in which to keep what was compiled, if any.
+    - `limit`: the most bytes that a device may need: a step whose state alone needs more
+        is not compiled.
     """
 
     make_model: Callable[[Any], PyTree]
@@ -59,19 +61,19 @@ class Request:
     precision: Precision | None
     options: Mapping[str, Any]
     cache: str | None = None
+    limit: float | None = None
 
 
-def dump_request(request: Request | Sequence[Request]) -> bytes:
-    """Pickle a request, or several for the same devices and compiler.
+def dump_request(request: Request) -> bytes:
+    """Pickle a request.
 
     **Raises:**
 
     `TypeError` if a part of it cannot be pickled.
     """
     config = {name: getattr(jax.config, name) for name in _CONFIG}
-    first = request if isinstance(request, Request) else request[0]
-    if first.backend == "cpu":
-        config["jax_num_cpu_devices"] = first.devices
+    if request.backend == "cpu":
+        config["jax_num_cpu_devices"] = request.devices
     out = io.BytesIO()
     pickle.dump(config, out)
     try:
@@ -85,7 +87,7 @@ def dump_request(request: Request | Sequence[Request]) -> bytes:
     return out.getvalue()
 
 
-def load_request(data: bytes) -> Any:
+def load_request(data: bytes) -> Request:
     """Set JAX up as it was where a request was pickled, and unpickle it."""
     file = io.BytesIO(data)
     # Before anything that may make an array.

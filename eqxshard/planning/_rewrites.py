@@ -14,6 +14,7 @@ import numpy as np
 
 from ..compiled._communication import Operation
 from ..compiled._hlo import VIEWS, Instruction, Module, Shape
+from ._schedule import key_of
 
 _Key = tuple[str, str]
 
@@ -24,7 +25,7 @@ def rewrite_collectives(module: Module, operations: Iterable[Operation]) -> list
     kept: dict[object, Operation] = {}
     for operation in operations:
         start = operation.start
-        if (start.computation, start.name) in used:
+        if key_of(operation) in used:
             groups = None if operation.groups is None else operation.groups.tolist()
             same = (
                 *(start.computation, start.opcode, start.type, start.operands),
@@ -32,7 +33,7 @@ def rewrite_collectives(module: Module, operations: Iterable[Operation]) -> list
                 _reduction(module, operation),
             )
             kept.setdefault(same, operation)
-    found = {(op.start.computation, op.start.name): op for op in kept.values()}
+    found = {key_of(op): op for op in kept.values()}
     scattered = {key: _scatter(op, users) for key, op in found.items()}
     merged = _merge_sums(module, scattered, users)
     return [op for key, op in scattered.items() if key not in merged]

@@ -10,10 +10,11 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Literal
 
+import numpy as np
+
 from ..compiled._communication import Operation
 from ..compiled._hlo import Instruction, Module
 from ._costs import FREE, Costs
-from ._links import link_seconds
 from ._targets import Target
 from ._timeline import PlannedSpan, Recorder, Timeline
 
@@ -65,8 +66,8 @@ class Schedule:
         self._costs = Costs(module)
         self._target = target
         self._seconds = {
-            (op.start.computation, op.start.name): link_seconds(op, target) or 0.0
-            for op in operations
+            key_of(operation): link_seconds(operation, target) or 0.0
+            for operation in operations
         }
         self._numbers = {key: number for number, key in enumerate(self._seconds)}
         self._known: dict[str, Elapsed] = {}
@@ -134,8 +135,49 @@ class Schedule:
         return "memory"
 
 
+def key_of(operation: Operation) -> tuple[str, str]:
+    """The computation and the name of the instruction that starts a collective."""
+    return operation.start.computation, operation.start.name
+
+
 def compute_seconds(flops: Mapping[str, int | float], target: Target) -> float:
     """The seconds that matrix products take."""
     slowest = min(target.flops.values(), default=float("inf"))
     at_peak = sum(n / target.flops.get(dtype, slowest) for dtype, n in flops.items())
     return at_peak / target.efficiency
+
+
+def link_seconds(operation: Operation, target: Target) -> float | None:
+    """The seconds of one run of a collective, if nothing else uses the links.
+
+    All devices of a host send at once, each through its own port. Between hosts, a
+    collective over groups of several devices of each host sends every part over the
+    network once: the slower of the two, links or network, decides.
+
+    **Returns:**
+
+    The seconds; `None` if the links that it goes over, or the groups, are not known.
+    """
+    groups = operation.groups
+    if groups is None or target.link is None:
+        return None
+    link = target.link * target.efficiency
+    hosts = groups // target.per_host
+    crossing = bool((hosts != hosts[:, :1]).any())
+    if not crossing:
+        return operation.sent / link
+    if target.network is None:
+        return None
+    network = target.network * target.efficiency
+    devices = groups.shape[1]
+    if operation.kind == "collective-permute":
+        return operation.sent / network
+    across = len(np.unique(hosts[0]))
+    each = devices / across
+    if "all-to-all" in operation.kind:
+        beyond = operation.bytes * (devices - each) / devices
+        return max(operation.sent / link, beyond / network)
+    # The whole that is gathered or reduced, of which each host sends all but its part.
+    whole = operation.sent * devices / max(devices - 1, 1)
+    beyond = whole * (across - 1) / across / each
+    return max(operation.sent / link, beyond / network)

@@ -7,30 +7,28 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import optax
-import platformdirs
 from jaxtyping import PyTree
 from rich.console import Console
 from rich.progress import track
+from rich.table import Table
 
-from ..pages._format import format_bytes
-from ..sharding._paths import local_path
+from ..inspect._tables import render
+from ..pages._format import format_bytes, format_seconds
 from ..sharding._rule import Rule
 from ..sharding._text import format_mesh
 from ..training._config import Nonfinite
 from ..training._precision import Precision
-from ._backends import Backend, find_backend
-from ._candidates import Candidate, Search
-from ._kept import keep_plan, read_plan
+from ._backends import find_backend
 from ._make_plan import make_request
 from ._meshes import SEARCHED, mesh_shapes
 from ._plan import Plan
-from ._process import run
-from ._request import Request, dump_request
-from ._survey import Surveyed
+from ._process import TooLarge, run
+from ._request import dump_request
 from ._targets import Compiler, Target
 
 #: A step that is slower by this part is as good on a simpler mesh.
@@ -38,6 +36,103 @@ _AS_FAST = 0.02
 
 #: What a compile takes, of memory.
 _EACH = 4e9
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a step, which [`eqxshard.plan_search`][] tried.
+
+    - `name`: its mesh, and what else differs: `fsdp=4, tensor=2, accumulate=2`.
+    - `mesh`: the axes that are larger than 1.
+    - `model`, `rule`: their names, if there are several.
+    - `accumulate`: the number of microbatches.
+    - `plan`: its [`eqxshard.Plan`][]; `None` if it was not compiled.
+    - `needs`: the bytes that it needs on each device. If it was not compiled, this is the
+        least: its parameters, optimizer state, gradients and rows of the batch. `None` if
+        it cannot run at all.
+    - `reason`: why it does not run; empty if it fits.
+    """
+
+    name: str
+    mesh: Mapping[str, int]
+    model: str
+    rule: str
+    accumulate: int
+    plan: Plan | None = None
+    needs: int | None = None
+    reason: str = ""
+
+    @property
+    def fits(self) -> bool:
+        """Whether it can run: it was compiled, and leaves the margin of memory."""
+        return not self.reason
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as values for `json.dumps`."""
+        plan = None if self.plan is None else self.plan.to_json()
+        given = dict(vars(self)) | {"mesh": dict(self.mesh), "plan": plan}
+        return given | {"fits": self.fits}
+
+
+@dataclass(frozen=True)
+class Search:
+    """What [`eqxshard.plan_search`][] found: `print` it.
+
+    - `candidates`: all that was tried, each an [`eqxshard.Candidate`][]: those that fit,
+        best first, then those that were compiled, then the others.
+    - `seconds`: how long the search took.
+    """
+
+    candidates: tuple[Candidate, ...]
+    seconds: float
+
+    @property
+    def best(self) -> Plan | None:
+        """The [`eqxshard.Plan`][] of the best candidate; `None` if none fits."""
+        first = self.candidates[0]
+        return first.plan if first.fits else None
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as values for `json.dumps`."""
+        candidates = [each.to_json() for each in self.candidates]
+        best = None if self.best is None else candidates[0]
+        return {"best": best, "candidates": candidates, "seconds": self.seconds}
+
+    def __str__(self) -> str:
+        tried, fit = len(self.candidates), sum(each.fits for each in self.candidates)
+        compiled = sum(each.plan is not None for each in self.candidates)
+        parts = [
+            f"{tried} candidates, of which {compiled} were compiled and {fit} fit, in "
+            f"{self.seconds:.0f} s",
+            render(self._table()),
+        ]
+        if not fit:
+            parts.append(
+                "Nothing fits; try more devices, a rule that splits more of the state, a "
+                "larger accumulate, or a model that computes layers again (remat)."
+            )
+        return "\n\n".join(parts)
+
+    def _table(self) -> Table:
+        """A row for each candidate, a column for each cost that any of them has."""
+        parts = [_parts(each.plan) for each in self.candidates]
+        costs = dict.fromkeys(name for each in parts for name in each)
+        table = Table("candidate")
+        for column in ("needs", "step", "mfu", *costs):
+            table.add_column(column, justify="right")
+        table.add_column("why it does not run", overflow="fold")
+        for each, seconds in zip(self.candidates, parts, strict=True):
+            plan = each.plan
+            least = "" if plan is not None else "> "
+            table.add_row(
+                each.name,
+                "" if each.needs is None else f"{least}{format_bytes(each.needs)}",
+                "" if plan is None or plan.time is None else format_seconds(plan.time.step),
+                "" if plan is None or plan.mfu is None else f"{plan.mfu:.0%}",
+                *(format_seconds(seconds[x]) if x in seconds else "" for x in costs),
+                each.reason,
+            )
+        return table
 
 
 def plan_search(
@@ -57,17 +152,15 @@ def plan_search(
     trainable: PyTree = True,
     precision: Precision | None = None,
     nonfinite: Nonfinite = "skip",
-    grad_norms: bool | Mapping[str, str] = False,
-    cache: str | os.PathLike[str] | None = None,
+    grad_norms: bool = False,
     workers: int | None = None,
 ) -> Search:
     """The fastest way to run a training step that fits, on devices that are not there.
 
     Every mesh is tried with every model, rule and number of microbatches. What cannot
     divide, or does not fit by the bytes of its state alone, is not compiled. The rest is
-    planned as by [`eqxshard.plan`][], several at a time, and kept on disk: the same
-    search again takes seconds, until your code or a version changes. Those that fit are
-    ranked by the time of a step; of several within 2%, the simplest mesh comes first.
+    planned as by [`eqxshard.plan`][], several at a time. Those that fit are ranked by the
+    time of a step; of several within 2%, the simplest mesh comes first.
 
     As for `plan`, put the call under `if __name__ == "__main__":`.
 
@@ -85,8 +178,6 @@ def plan_search(
     - `axes`: of these meshes, some of `data`, `fsdp`, `context` and `tensor`.
     - `accumulate`: the numbers of microbatches to try. The batch stays the same.
     - `margin`: the part of a device's memory that must be left.
-    - `cache`: the folder where plans are kept, by default one in the user's cache. It may
-        be deleted at any time.
     - `workers`: how many to compile at a time, by default as many as cores and memory
         allow.
 
@@ -131,13 +222,14 @@ def plan_search(
         raise ValueError(f"margin={margin} is not a part; use one from 0 to 1, as 0.05.")
     found = Target.named(target) if isinstance(target, str) else target
     where = find_backend(found, backend)
+    limit = math.inf if found.memory is None else found.memory * (1 - margin)
     shapes = mesh_shapes(devices, axes, found.per_host) if meshes is None else meshes
     if not (shapes := [*shapes]):
         raise ValueError(
             f"there is no mesh of {devices} devices to try; give meshes=, or axes= more of "
             f"{', '.join(SEARCHED)}."
         )
-    candidates, requests = list[Candidate](), list[Request]()
+    candidates, requests = list[Candidate](), list[bytes]()
     for shape, model, rule, count in itertools.product(shapes, models, named, counts):
         request, _ = make_request(
             make_model=models[model],
@@ -154,83 +246,49 @@ def plan_search(
             accumulate=count,
             nonfinite=nonfinite,
             grad_norms=grad_norms,
+            limit=limit,
         )
         mesh = {axis: n for axis, n in request.mesh_shape.items() if n > 1} or {"data": 1}
         parts = [format_mesh(mesh), model, rule]
         parts += [f"accumulate={count}"] if len(counts) > 1 else []
         name = ", ".join(dict.fromkeys(filter(None, parts)))
-        requests.append(request)
-        candidates.append(
-            Candidate(name, mesh, model, rule, count, None, None, fits=False, reason="")
-        )
-    limit = math.inf if found.memory is None else found.memory * (1 - margin)
-    default = platformdirs.user_cache_path("eqxshard") / "plans"
-    folder = default if cache is None else local_path(cache, "cache=")
-    workers = workers or _default_workers()
-    results = _plan_all(requests, limit, where, folder, workers)
-    judged = [_judge(*each, limit) for each in zip(candidates, results, strict=True)]
-    return make_search(judged, time.perf_counter() - start)
+        candidates.append(Candidate(name, mesh, model, rule, count))
+        # Pickled here, because JAX's settings may be those of this thread.
+        requests.append(dump_request(request))
 
-
-def make_search(candidates: Iterable[Candidate], seconds: float) -> Search:
-    """A search that tried these candidates, in any order."""
-    ranked = rank(candidates)
-    return Search(ranked[0].plan if ranked[0].fits else None, ranked, seconds)
-
-
-def _plan_all(
-    requests: Sequence[Request],
-    limit: float,
-    where: Backend,
-    folder: Path,
-    workers: int,
-) -> list[Plan | Surveyed]:
-    """The plan of each request, or what is known of one that was not compiled."""
-    known: list[Surveyed] = run(dump_request(requests), where, "_survey")
-
-    def compile(each: Surveyed, data: bytes) -> Plan | Surveyed:
-        if each.problem or each.least > limit:
-            return each
-        file = folder / f"{each.fingerprint}.json"
-        if (kept := read_plan(file)) is not None:
-            return kept
+    def compile(candidate: Candidate, request: bytes) -> Candidate:
         try:
-            plan: Plan = run(data, where)
+            made = run(request, where)
         except (ValueError, TypeError, RuntimeError) as error:
-            return Surveyed(problem=str(error).strip().split("\n")[0])
-        keep_plan(plan, file)
-        return plan
+            reason = str(error).strip().split("\n")[0]
+            return dataclasses.replace(candidate, reason=reason)
+        return _judge(candidate, made, limit)
 
-    # Pickled here, because JAX's settings may be those of this thread.
-    data = [dump_request(request) for request in requests]
     console = Console(stderr=True)
-    with ThreadPoolExecutor(workers) as pool:
+    with ThreadPoolExecutor(workers or _default_workers()) as pool:
         # An interrupt ends the iterator, which cancels what has not started.
-        results = track(
-            pool.map(compile, known, data),
+        judged = track(
+            pool.map(compile, candidates, requests),
             "compiling",
-            total=len(data),
+            total=len(requests),
             console=console,
             transient=True,
             disable=not console.is_terminal,
         )
-        return [*results]
+        ranked = rank(judged)
+    return Search(ranked, time.perf_counter() - start)
 
 
-def _judge(candidate: Candidate, result: Plan | Surveyed, limit: float) -> Candidate:
+def _judge(candidate: Candidate, made: Plan | TooLarge, limit: float) -> Candidate:
     """A candidate with what it needs, and why it does not run if it does not."""
-    if isinstance(result, Plan):
-        plan, needs, said = result, result.memory.peak, "needs"
-    elif result.problem:
-        return dataclasses.replace(candidate, reason=result.problem)
+    if isinstance(made, TooLarge):
+        plan, needs, said = None, made.needs, "needs at least"
     else:
-        plan, needs, said = None, result.least, "needs at least"
+        plan, needs, said = made, made.memory.peak, "needs"
     reason = ""
     if needs > limit:
         reason = f"does not fit: {said} {format_bytes(needs)} of {format_bytes(limit)}"
-    return dataclasses.replace(
-        candidate, plan=plan, needs=needs, fits=not reason, reason=reason
-    )
+    return dataclasses.replace(candidate, plan=plan, needs=needs, reason=reason)
 
 
 def rank(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
@@ -268,3 +326,10 @@ def _default_workers() -> int:
     free = [1024 * int(x.split()[1]) for x in lines if x.startswith("MemAvailable:")]
     cores = os.cpu_count() or 1
     return max(1, min(cores, *(int(size / _EACH) for size in free)))
+
+
+def _parts(plan: Plan | None) -> dict[str, float]:
+    """The seconds of a step by what takes them, without what takes none."""
+    if plan is None or plan.time is None:
+        return {}
+    return {name: seconds for name, seconds in plan.time.parts.items() if seconds}

@@ -71,7 +71,7 @@ class Target:
 
 
 def how_sure(target: Target) -> str:
-    """How to read a predicted time: at peak speeds a bound, at measured ones a guess."""
+    """How to read its times: at peak speeds a bound, at measured ones an estimate."""
     return "at least" if target.efficiency == 1 else "about"
 
 

@@ -1,17 +1,23 @@
 """One page of several runs: their curves over each other, their results, what differs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ..pages._format import format_seconds
-from ..pages._html import Markup, join, tag
-from ..pages._parts import card, number_cell, scroller, sortable_table
+from ..pages._format import format_seconds, format_value
+from ..pages._html import Markup, tag
+from ..pages._kit import (
+    Number,
+    card,
+    fill_page,
+    plain_table,
+    scroller,
+    sortable_table,
+)
 from ..sharding._text import format_mesh
 from ..trackers._files import write_whole
 from ._folder import RunFolder
-from ._page import fill_run_page, names_of
 from ._read_run import RecordedRun, read_run, showing
-from ._run_curves import draw_curves, format_value
+from ._run_curves import draw_curves
 
 
 def compare_runs(folders: Sequence[str], output: str) -> None:
@@ -41,12 +47,12 @@ def render_runs(runs: Mapping[str, RecordedRun]) -> str:
         card("curves", "Curves", draw_curves(runs) or tag("p", "Nothing is logged yet.")),
         card("settings", "What differs", *_differences(runs)),
     )
-    return fill_run_page(
+    return fill_page(
         title=f"{len(runs)} runs: {', '.join(runs)}",
         about=", ".join(runs),
         headline=f"{len(runs)} runs compared",
         tiles=Markup(""),
-        cards=join(*cards),
+        cards=cards,
     )
 
 
@@ -61,23 +67,24 @@ def _results(runs: Mapping[str, RecordedRun]) -> Markup:
     evaluated = [name for name in names if name.startswith("eval/")] or [*names]
     rows = []
     for number, (name, run) in enumerate(runs.items()):
-        values = [run.last(key) for key in evaluated]
-        pace, speed, goodput = run.step_seconds, run.examples_per_second, run.goodput
         rows.append(
-            tag(
-                "tr",
-                tag("th", _label(number, name), scope="row"),
-                tag("td", run.short_state),
-                number_cell(f"{run.step:,}", run.step),
-                *[number_cell("" if v is None else format_value(v), v) for v in values],
-                number_cell("" if pace is None else format_seconds(pace), pace),
-                number_cell("" if speed is None else format_value(speed), speed),
-                number_cell("" if goodput is None else f"{goodput:.0%}", goodput),
-            )
+            [
+                _label(number, name),
+                run.short_state,
+                Number(f"{run.step:,}", run.step),
+                *[_number(run.last(key), format_value) for key in evaluated],
+                _number(run.step_seconds, format_seconds),
+                _number(run.examples_per_second, format_value),
+                _number(run.goodput, "{:.0%}".format),
+            ]
         )
-    columns = {"Run": False, "State": False, "Step": True} | dict.fromkeys(evaluated, True)
-    columns |= {"Time of a step": True, "Examples per second": True, "Goodput": True}
-    return sortable_table("runs", "Runs", columns, rows, "runs", ordered=None)
+    columns = ("Run", "State", "Step", *evaluated)
+    columns += ("Time of a step", "Examples per second", "Goodput")
+    return sortable_table("runs", columns, rows)
+
+
+def _number(value: float | None, text: Callable[[float], str]) -> Number:
+    return Number("" if value is None else text(value), value)
 
 
 def _label(number: int, name: str) -> Markup:
@@ -89,22 +96,11 @@ def _label(number: int, name: str) -> Markup:
 def _differences(runs: Mapping[str, RecordedRun]) -> list[Markup]:
     found = {name: _facts(run) for name, run in runs.items()}
     keys = dict.fromkeys(key for facts in found.values() for key in facts)
-    rows = []
-    for key in keys:
-        values = [facts.get(key, "") for facts in found.values()]
-        if len(set(values)) > 1:
-            cells = [tag("td", value) for value in values]
-            rows.append(tag("tr", tag("th", key, scope="row"), *cells))
+    values = {key: [facts.get(key, "") for facts in found.values()] for key in keys}
+    rows = [(key, *each) for key, each in values.items() if len(set(each)) > 1]
     if not rows:
         return [tag("p", "Their settings, devices and versions are the same.")]
-    head = [tag("th", name, scope="col") for name in ("", *runs)]
-    table = tag(
-        "table",
-        tag("caption", "What differs between the runs", class_="unseen"),
-        tag("thead", tag("tr", *head)),
-        tag("tbody", *rows),
-        class_="differs",
-    )
+    table = plain_table("What differs between the runs", ("", *runs), rows)
     return [scroller("what differs between the runs", table)]
 
 
@@ -123,3 +119,13 @@ def _facts(run: RecordedRun) -> dict[str, str]:
     facts = {k: v for k, v in facts.items() if k not in ("output", "resume")}
     facts |= {f"version of {k}": v for k, v in (record.get("versions") or {}).items()}
     return {name: str(value) for name, value in facts.items() if value is not None}
+
+
+def names_of(runs: Sequence[RecordedRun]) -> list[str]:
+    """A short name for each run, unlike those of the others."""
+    paths = [run.path.resolve() for run in runs]
+    for depth in range(1, max((len(path.parts) for path in paths), default=0) + 1):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    raise ValueError("two of the folders are the same; give each run once.")

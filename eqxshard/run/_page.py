@@ -1,31 +1,31 @@
 """The page of a run: one file of HTML, which loads nothing from elsewhere."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import isfinite
-from typing import Any
 
 from ..loop._clock import format_duration
-from ..pages._bars import Part, draw_bar, draw_legend
-from ..pages._format import format_bytes, format_seconds
-from ..pages._html import Markup, join, tag
-from ..pages._mesh import draw_mesh
-from ..pages._parts import (
+from ..pages._format import format_bytes, format_seconds, format_value
+from ..pages._html import Markup, tag
+from ..pages._kit import (
+    Number,
+    Part,
     card,
+    draw_bar,
+    draw_legend,
     draw_tiles,
     fill_page,
-    number_cell,
     pair,
     plain_table,
-    read_assets,
     scroller,
     settings_list,
     sortable_table,
 )
+from ..pages._mesh import draw_mesh
 from ..trackers._files import write_whole
 from ._folder import RunFolder
 from ._read_run import RecordedRun, read_run, showing
-from ._run_curves import draw_curves, format_value
+from ._run_curves import draw_curves
 from ._versus_plan import compare_with_plan
 
 #: The most evaluations that are listed: the last ones.
@@ -56,19 +56,13 @@ def render_run(run: RecordedRun) -> str:
         pair(_mesh(run), _checkpoints(run)),
         pair(_settings(run), _versions(run)),
     )
-    return fill_run_page(
+    return fill_page(
         title=run.title,
         about=" | ".join(filter(None, [run.title, _when(run)])),
         headline=run.state,
         tiles=draw_tiles(_tiles(run)),
-        cards=join(*cards),
+        cards=cards,
     )
-
-
-def fill_run_page(**parts: Any) -> str:
-    """A page with curves."""
-    own = read_assets("eqxshard.run")
-    return fill_page(**parts, style=own["curves.css"], script=own["curves.js"])
 
 
 def _when(run: RecordedRun) -> str:
@@ -171,11 +165,8 @@ def _plan(run: RecordedRun) -> Markup:
     except (KeyError, TypeError, ValueError, AttributeError):
         said = "plan.json in the folder of this run is not a plan of this version."
         return card("plan", "Plan against measured", tag("p", said))
-    rows = [
-        tag("tr", tag("th", name, scope="row"), *[tag("td", cell) for cell in cells])
-        for name, *cells in found.rows
-    ]
-    table = plain_table("Plan against measured", ("", "Plan", "Measured", "Ratio"), rows)
+    columns = ("", "Plan", "Measured", "Ratio")
+    table = plain_table("Plan against measured", columns, found.rows)
     said = [tag("p", text, class_="bad") for text in found.differences]
     notes = [tag("p", text, class_="remark") for text in found.notes]
     table = scroller("plan against measured", table)
@@ -188,54 +179,50 @@ def _metrics(run: RecordedRun) -> Markup:
         for metric in report.metrics:
             name = f"{metric.kind}/{metric.name}" if metric.kind else metric.name
             found.setdefault(name, []).append((report.step, metric.value))
-    rows = []
-    for name, pairs in found.items():
-        finite = [(step, value) for step, value in pairs if isfinite(value)]
-        cells = [tag("th", tag("code", name), scope="row")]
-        if finite:
-            low, high = (f(finite, key=lambda pair: pair[1]) for f in (min, max))
-            cells += [_value(finite[0][1]), _value(finite[-1][1])]
-            for step, value in (low, high):
-                cells += [_value(value), number_cell(f"{step:,}", step)]
-        else:
-            cells += [number_cell("", None)] * 6
-        missing = len(pairs) - len(finite)
-        rows.append(
-            tag("tr", *cells, number_cell(f"{missing:,}" if missing else "", missing))
-        )
-    if not rows:
+    if not found:
         return Markup("")
-    columns = {"Metric": False, "First": True, "Last": True, "Lowest": True}
-    columns |= {"at step": True, "Highest": True, "at step ": True, "Not finite": True}
-    table = sortable_table("metrics", "Metrics", columns, rows, "metrics", ordered=None)
+    rows = []
+    for name, points in found.items():
+        finite = [(step, value) for step, value in points if isfinite(value)]
+        cells = [Number("", None)] * 6
+        if finite:
+            low, high = (f(finite, key=lambda point: point[1]) for f in (min, max))
+            cells = [_value(finite[0][1]), _value(finite[-1][1])]
+            cells += [_value(low[1]), _step(low[0]), _value(high[1]), _step(high[0])]
+        missing = len(points) - len(finite)
+        left_out = Number(f"{missing:,}" if missing else "", missing)
+        rows.append([tag("code", name), *cells, left_out])
+    columns = ("Metric", "First", "Last", "Lowest", "at step", "Highest", "at step")
+    table = sortable_table("metrics", (*columns, "Not finite"), rows)
     return card("metrics", "Metrics", table)
 
 
-def _value(value: float | None) -> Markup:
+def _value(value: float | None) -> Number:
     if value is None or not isfinite(value):
-        return number_cell("", None)
-    return number_cell(format_value(value), value)
+        return Number("", None)
+    return Number(format_value(value), value)
+
+
+def _step(step: int) -> Number:
+    return Number(f"{step:,}", step)
 
 
 def _evaluations(run: RecordedRun) -> Markup:
     found = run.evaluations
     if not found:
         return Markup("")
-    names = [m.name for each in found for m in each.metrics if m.kind == "eval"]
-    names, rows = list(dict.fromkeys(names)), []
-    for each in found[-_MOST_EVALUATIONS:]:
-        cells = [
-            number_cell(f"{each.step:,}", each.step),
-            number_cell("" if each.epoch is None else f"{each.epoch:.4g}", each.epoch),
+    names = dict.fromkeys(m.name for x in found for m in x.metrics if m.kind == "eval")
+    rows = [
+        [
+            _step(each.step),
+            Number("" if each.epoch is None else f"{each.epoch:.4g}", each.epoch),
             *[_value(each.values.get(f"eval/{name}")) for name in names],
         ]
-        rows.append(tag("tr", *cells))
-    columns = {"Step": True, "Epoch": True} | dict.fromkeys(names, True)
-    more = len(found) - len(rows)
+        for each in found[-_MOST_EVALUATIONS:]
+    ]
+    more = len(found) > len(rows)
     said = [tag("p", f"The last {len(rows)} of {len(found):,}.")] if more else []
-    table = sortable_table(
-        "evaluations", "Evaluations", columns, rows, "evaluations", ordered=None
-    )
+    table = sortable_table("evaluations", ("Step", "Epoch", *names), rows)
     return card("evaluations", "Evaluations", *said, table)
 
 
@@ -250,13 +237,10 @@ def _mesh(run: RecordedRun) -> Markup:
             f" of {devices['count'] // per_process:,} processes; neighbouring processes "
             "differ in shade"
         )
-    rows = [
-        tag("tr", tag("th", axis, scope="row"), tag("td", f"{size:,}"))
-        for axis, size in mesh.items()
-    ]
     picture = scroller("picture of the mesh", draw_mesh(mesh, per_process))
-    table = plain_table("Axes of the mesh", ("Axis", "Size"), rows)
-    return card("mesh", "Mesh", tag("p", f"{said}."), picture, *([table] if rows else []))
+    axes = [(axis, f"{size:,}") for axis, size in mesh.items()]
+    table = [plain_table("Axes of the mesh", ("Axis", "Size"), axes)] if axes else []
+    return card("mesh", "Mesh", tag("p", f"{said}."), picture, *table)
 
 
 def _checkpoints(run: RecordedRun) -> Markup:
@@ -264,19 +248,15 @@ def _checkpoints(run: RecordedRun) -> Markup:
         return Markup("")
     names = [m for m in run.checkpoints[-1].metrics if m.startswith("eval/")][:3]
     rows = [
-        tag(
-            "tr",
-            number_cell(f"{each.step:,}", each.step),
-            number_cell(format_bytes(each.nbytes), each.nbytes),
-            tag("td", f"{each.time:%Y-%m-%d %H:%M:%S}"),
+        [
+            _step(each.step),
+            Number(format_bytes(each.nbytes), each.nbytes),
+            f"{each.time:%Y-%m-%d %H:%M:%S}",
             *[_value(each.metrics.get(name)) for name in names],
-        )
+        ]
         for each in run.checkpoints
     ]
-    columns = {"Step": True, "Size": True, "Saved": False} | dict.fromkeys(names, True)
-    table = sortable_table(
-        "checkpoints", "Checkpoints", columns, rows, "checkpoints", ordered=None
-    )
+    table = sortable_table("checkpoints", ("Step", "Size", "Saved", *names), rows)
     return card("checkpoints", "Checkpoints", table)
 
 
@@ -296,13 +276,3 @@ def _versions(run: RecordedRun) -> Markup:
     if host := run.record.get("host"):
         found["host"] = host
     return card("versions", "Versions", settings_list(found)) if found else Markup("")
-
-
-def names_of(runs: Sequence[RecordedRun]) -> list[str]:
-    """A short name for each run, unlike those of the others."""
-    paths = [run.path.resolve() for run in runs]
-    for depth in range(1, max((len(path.parts) for path in paths), default=0) + 1):
-        names = ["/".join(path.parts[-depth:]) for path in paths]
-        if len(set(names)) == len(names):
-            return names
-    raise ValueError("two of the folders are the same; give each run once.")

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from ..data._host import HostBatches
 from ..data._planning import is_planning, planning
-from ..data._samplers import InOrder
+from ..data._samplers import Order
 from ..debug._script import refuse_import
 from ..sharding._leaf_rules import replicate
 from ..sharding._mesh import AXES, BATCH_AXES, resolve_sizes
@@ -213,7 +213,7 @@ def _arguments(
     source = given["train_data"]
     batches = HostBatches(
         source,
-        given["sampler"] or InOrder(len(source)),
+        Order(len(source), sampler=given["sampler"]),
         batch_size=batch_size,
         seed=config.seed,
         fills=given["remainder"] == "pad",

@@ -91,7 +91,7 @@ def train(
     accumulate: int = 1,
     precision: Precision | None = None,
     nonfinite: Nonfinite = "skip",
-    grad_norms: bool | Mapping[str, str] = False,
+    grad_norms: bool = False,
     lint: Lint = "warn",
     remainder: Remainder = "pad",
     best: str | None = None,

@@ -1,12 +1,13 @@
 """Rules made of other rules."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from ._leaf_rules import Zero1
+from ._leaf_rules import zero1
 from ._rule import (
     AbstractRule,
     Decision,
@@ -25,16 +26,15 @@ from ._text import comma_list
 HOST_MEMORY = "pinned_host"
 
 
-def first_match(*rules: Rule) -> Rule:
+@dataclass(frozen=True, init=False, repr=False)
+class first_match(AbstractRule):
     """Ask rules in turn; the first that claims a leaf decides.
+
+    The rule claims what any of them claims.
 
     **Arguments:**
 
     - `rules`: the rules, most specific first.
-
-    **Returns:**
-
-    A rule that claims what any of them claims.
 
     **Raises:**
 
@@ -46,17 +46,12 @@ def first_match(*rules: Rule) -> Rule:
         rule = eqxshard.first_match(eqxshard.by_path({"embed": P()}), eqxshard.fsdp())
         ```
     """
-    return FirstMatch(rules)
-
-
-@dataclass(frozen=True, repr=False)
-class FirstMatch(AbstractRule):
-    """What [`eqxshard.first_match`][] returns."""
 
     rules: tuple[Rule, ...]
 
-    def __post_init__(self):
-        _refuse_offload(self.rules, "first_match")
+    def __init__(self, *rules: Rule):
+        _refuse_offload(rules)
+        object.__setattr__(self, "rules", rules)
 
     @property
     def label(self) -> str:
@@ -74,23 +69,20 @@ class FirstMatch(AbstractRule):
             check_rule(rule, leaves, mesh)
 
     def __repr__(self) -> str:
-        return f"first_match({comma_list(map(_say, self.rules))})"
+        return f"first_match({comma_list(map(repr, self.rules))})"
 
 
-def combine(*rules: Rule) -> Rule:
+@dataclass(frozen=True, init=False, repr=False)
+class combine(AbstractRule):
     """Split each leaf by several rules in turn: tensor, then fsdp on the remaining dims.
 
     Each rule sees in `leaf.sharding` what those before it have split, and
     [`eqxshard.fsdp`][] takes that into account. Where two rules split the same dim, the
-    earlier one has the larger blocks.
+    earlier one has the larger blocks. The rule claims what any of them claims.
 
     **Arguments:**
 
     - `rules`: the rules, most specific first.
-
-    **Returns:**
-
-    A rule that claims what any of them claims.
 
     **Raises:**
 
@@ -103,17 +95,12 @@ def combine(*rules: Rule) -> Rule:
         rule = eqxshard.combine(eqxshard.by_dim({"mlp": "tensor"}), eqxshard.fsdp())
         ```
     """
-    return Combine(rules)
-
-
-@dataclass(frozen=True, repr=False)
-class Combine(AbstractRule):
-    """What [`eqxshard.combine`][] returns."""
 
     rules: tuple[Rule, ...]
 
-    def __post_init__(self):
-        _refuse_offload(self.rules, "combine")
+    def __init__(self, *rules: Rule):
+        _refuse_offload(rules)
+        object.__setattr__(self, "rules", rules)
 
     @property
     def label(self) -> str:
@@ -152,7 +139,7 @@ class Combine(AbstractRule):
             check_rule(rule, leaves, mesh)
 
     def __repr__(self) -> str:
-        return f"combine({comma_list(map(_say, self.rules))})"
+        return f"combine({comma_list(map(repr, self.rules))})"
 
 
 def _union(decisions: list[Decision], leaf: jax.ShapeDtypeStruct) -> Decision:
@@ -166,7 +153,8 @@ def _union(decisions: list[Decision], leaf: jax.ShapeDtypeStruct) -> Decision:
     )
 
 
-def offload(rule: Rule) -> Rule:
+@dataclass(frozen=True)
+class offload(AbstractRule):
     """Keep the optimizer's state in host memory; everything else is as another rule says.
 
     Each device has its part of the state in pinned memory of its own host (JAX's memory
@@ -180,10 +168,6 @@ def offload(rule: Rule) -> Rule:
     - `rule`: how to split arrays, whatever the memory: any rule, with all of
         [`eqxshard.combine`][] and the like inside.
 
-    **Returns:**
-
-    A rule that claims what the other claims.
-
     **Raises:**
 
     When it is used, `ValueError` if the mesh's devices have no such memory, or JAX is
@@ -195,12 +179,6 @@ def offload(rule: Rule) -> Rule:
         rule = eqxshard.offload(eqxshard.fsdp())
         ```
     """
-    return Offload(rule)
-
-
-@dataclass(frozen=True, repr=False)
-class Offload(AbstractRule):
-    """What [`eqxshard.offload`][] returns."""
 
     rule: Rule
 
@@ -230,34 +208,24 @@ class Offload(AbstractRule):
                 )
         check_rule(self.rule, leaves, mesh)
 
-    def __repr__(self) -> str:
-        return f"offload({_say(self.rule)})"
 
-
-def _say(rule: Rule) -> str:
-    """A rule with every argument, or the name of a function."""
-    return repr(rule) if isinstance(rule, AbstractRule) else rule_name(rule)
-
-
-def _refuse_offload(rules: tuple[Rule, ...], maker: str) -> None:
+def _refuse_offload(rules: Sequence[Rule]) -> None:
     for rule in rules:
-        if offloads(rule):
+        if isinstance(rule, offload):
             raise ValueError(
-                f"{rule_name(rule)} is inside {maker}, and offload goes around all; write "
-                f"offload({maker}(...))."
+                f"{rule_name(rule)} is inside another rule, and offload goes around all; "
+                "write offload(combine(...)) or offload(first_match(...))."
             )
 
 
 def optimizer_rule(rule: Rule) -> Rule:
     """The rule for gradients and optimizer state: the same, unless it holds a `zero1`."""
     match rule:
-        case Zero1():
-            return rule.update
-        case FirstMatch():
-            return FirstMatch(tuple(map(optimizer_rule, rule.rules)))
-        case Combine():
-            return Combine(tuple(map(optimizer_rule, rule.rules)))
-        case Offload():
+        case zero1():
+            return rule.update_rule
+        case first_match() | combine():
+            return type(rule)(*map(optimizer_rule, rule.rules))
+        case offload():
             return optimizer_rule(rule.rule)
         case _:
             return rule
@@ -265,4 +233,4 @@ def optimizer_rule(rule: Rule) -> Rule:
 
 def offloads(rule: Rule) -> bool:
     """Whether a rule keeps the optimizer's state in host memory."""
-    return isinstance(rule, Offload)
+    return isinstance(rule, offload)

@@ -17,15 +17,6 @@ _MOST_BYTES = 2**30
 #: How deep JSON may nest. Ours nests less than 10 deep.
 _MOST_DEPTH = 100
 
-_KINDS = {
-    stat.S_IFLNK: "a symbolic link",
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFDIR: "a folder",
-}
-
 
 def open_file(path: str | os.PathLike[str]) -> BinaryIO:
     """Open a file to read its bytes; links to it are followed.
@@ -36,10 +27,9 @@ def open_file(path: str | os.PathLike[str]) -> BinaryIO:
     """
     # Opening a FIFO would wait for somebody who writes.
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise ValueError(f"{os.fspath(path)!r} is {_kind(mode)}; give a regular file.")
+        raise ValueError(f"{os.fspath(path)!r} is not a regular file; give one that is.")
     return os.fdopen(descriptor, "rb")
 
 
@@ -100,10 +90,5 @@ def odd_file(folder: str | os.PathLike[str]) -> str | None:
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(entry.path)
                 elif not entry.is_file(follow_symlinks=False):
-                    kind = _kind(entry.stat(follow_symlinks=False).st_mode)
-                    return f"{entry.path} is {kind}, not a file"
+                    return f"{entry.path} is not a regular file"
     return None
-
-
-def _kind(mode: int) -> str:
-    return _KINDS.get(stat.S_IFMT(mode), "not a regular file")

@@ -37,11 +37,7 @@ def _over_embedding(layer: nn.LayerNorm | nn.RMSNorm) -> dict[str, str]:
 
 
 def _over_channels(layer: nn.GroupNorm | nn.BatchNorm) -> dict[str, str]:
-    state = [f"{name}.init.{i}" for name in _BATCH_NORM_STATE for i in (0, 1)]
-    return dict.fromkeys(["weight", "bias", *state], "channels")
-
-
-_BATCH_NORM_STATE = ("ema_state_index", "batch_state_index")
+    return {"weight": "channels", "bias": "channels"}
 
 
 def _attention(layer: nn.MultiheadAttention) -> dict[str, str]:
@@ -62,9 +58,7 @@ def _mlp(layer: nn.MLP) -> dict[str, str]:
         hidden = ["embed" if i % 2 else "mlp" for i in range(layer.depth)]
         names = [*zip([*hidden, "out"], ["in", *hidden])]
     weights = {f"layers.{i}.weight": f"{out} {in_}" for i, (out, in_) in enumerate(names)}
-    biases = {f"layers.{i}.bias": out for i, (out, _) in enumerate(names)}
-    # Learnt activations have parameters per layer and neuron, which take no turns either.
-    return weights | biases | {"activation.*": "...", "final_activation.*": "..."}
+    return weights | {f"layers.{i}.bias": out for i, (out, _) in enumerate(names)}
 
 
 def _recurrent(layer: nn.GRUCell | nn.LSTMCell) -> dict[str, str]:
@@ -76,11 +70,6 @@ def _recurrent(layer: nn.GRUCell | nn.LSTMCell) -> dict[str, str]:
         "bias": "gates",
         "bias_n": "hidden",
     }
-
-
-def _prelu(layer: nn.PReLU) -> dict[str, str]:
-    # One slope, or any shape that broadcasts to the input.
-    return {"negative_slope": "..."}
 
 
 _LAYERS: dict[type[eqx.Module], Callable[[Any], dict[str, str]]] = {
@@ -96,5 +85,4 @@ _LAYERS: dict[type[eqx.Module], Callable[[Any], dict[str, str]]] = {
     nn.MLP: _mlp,
     nn.GRUCell: _recurrent,
     nn.LSTMCell: _recurrent,
-    nn.PReLU: _prelu,
 }

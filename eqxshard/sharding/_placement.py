@@ -66,8 +66,8 @@ def decide_leaves(
         more = f" (nor {len(unclaimed) - 1} more)" if len(unclaimed) > 1 else ""
         name = rule_name(rule)
         raise ValueError(
-            f"{name} does not claim {unclaimed[0]}{more}; name it in the rule, or keep "
-            f"everything else whole with first_match({name}, replicate())."
+            f"{name} does not claim {unclaimed[0]}{more}; name it in the rule, or "
+            f"replicate everything else with first_match({name}, replicate())."
         )
     return decisions
 
@@ -78,7 +78,7 @@ def named_leaves(tree: PyTree) -> list[tuple[str, NamedLeaf]]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if is_array(leaf):
             # Several rules may ask for the dims, and several times.
-            read_dims = cache(partial(logical_dims, tree, path))
+            read_dims = cache(partial(logical_dims, tree, path, leaf))
             named.append((leaf_path(path), NamedLeaf(leaf.shape, leaf.dtype, read_dims)))
     return named
 
@@ -167,7 +167,7 @@ def constrain(x: PyTree, spec: PartitionSpec) -> PyTree:
     **Arguments:**
 
     - `x`: a PyTree of arrays.
-    - `spec`: the mesh axes along their first dims; the other dims are whole, except
+    - `spec`: the mesh axes along their first dims; the other dims are not split, except
         those that are `P.UNCONSTRAINED`. Under `jax.vmap` the dims are those of one
         example.
 
@@ -205,7 +205,7 @@ def _without(axes: Collection[str], entry: Any) -> Any:
 
 
 def compute_sharding(storage: NamedSharding) -> NamedSharding:
-    """The sharding of a parameter while it is used: whole along the axes of the batch.
+    """The sharding of a parameter while it is used: not split over the axes of the batch.
 
     A weight split over the same axis as the batch must be gathered before it meets the
     batch's rows; left to itself, the compiler may split features instead of rows.

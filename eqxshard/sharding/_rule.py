@@ -1,9 +1,7 @@
 """The protocol of rules, and how one is applied to a leaf."""
 
 import abc
-import inspect
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -63,9 +61,9 @@ class AbstractRule(abc.ABC):
     """A rule of this library: called like any other, and able to explain itself."""
 
     @property
-    @abc.abstractmethod
     def label(self) -> str:
         """A short name for tables and errors; `repr` says every argument."""
+        return f"{type(self).__name__}()"
 
     @abc.abstractmethod
     def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision | None:
@@ -102,38 +100,20 @@ def check_rule(rule: Rule, leaves: Leaves, mesh: Mesh) -> None:
         if leaves:
             rule.check(leaves, mesh)
         return
-    if isinstance(rule, PartitionSpec):
+    # A class is a rule that is not made yet: eqxshard.fsdp for eqxshard.fsdp().
+    if isinstance(rule, type) or not callable(rule):
         raise TypeError(
-            f"rule={rule} is one PartitionSpec, and a rule decides leaf by leaf; write "
-            f"eqxshard.fsdp(), or eqxshard.by_path({{'.*': {rule}}}) for every leaf."
+            f"rule={rule!r} is not a rule; give one such as eqxshard.fsdp() or "
+            "eqxshard.by_path({...: P(...)}), or a function of (path, leaf, mesh) that "
+            "returns a jax.P or None."
         )
-    if not callable(rule):
-        raise TypeError(
-            f"rule={rule!r} is not a rule; give one such as eqxshard.fsdp(), or a function "
-            "of (path, leaf, mesh) that returns a jax.P or None."
-        )
-    try:
-        inspect.signature(rule).bind("path", None, mesh)
-    except TypeError:
-        name = rule_name(rule)
-        makes_rules = str(getattr(rule, "__module__", "")).startswith("eqxshard.")
-        fix = f"call it: {name}()" if makes_rules else "take exactly (path, leaf, mesh)"
-        raise TypeError(
-            f"{name} cannot be called with (path, leaf, mesh), as a rule is; {fix}."
-        ) from None
-    except ValueError:  # A builtin without a signature: calling it will tell.
-        pass
 
 
 def rule_name(rule: Rule) -> str:
     """How errors and [`eqxshard.explain`][] call a rule."""
     if isinstance(rule, AbstractRule):
         return rule.label
-    name = getattr(rule, "__name__", None)
-    if name != "<lambda>":
-        return name or repr(rule)
-    code = rule.__code__  # pyright: ignore[reportFunctionMemberAccess]
-    return f"lambda ({Path(code.co_filename).name}:{code.co_firstlineno})"
+    return getattr(rule, "__name__", None) or repr(rule)
 
 
 def leaf_dims(leaf: jax.ShapeDtypeStruct) -> tuple[str | None, ...]:

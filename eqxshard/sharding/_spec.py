@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from ._text import comma_list, did_you_mean
 
 #: The mesh axis or axes that split one dim, the first over the largest blocks.
-Axes = str | tuple[str, ...] | list[str]
+Axes = str | tuple[str, ...]
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
@@ -17,11 +17,6 @@ def axes_of(entry: Any) -> tuple[str, ...]:
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
     return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
-
-
-def as_axes(entry: Any) -> Any:
-    """An entry of a spec that can be hashed: a tuple for a list."""
-    return tuple(entry) if isinstance(entry, list) else entry
 
 
 def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
@@ -77,8 +72,8 @@ def check_spec(
             sizes = format_sizes({axis: mesh.shape[axis] for axis in axes})
             raise ValueError(
                 f"{where} splits dim {dim} of size {shape[dim]} over {sizes}, which does "
-                f"not divide it; choose a dim that is a multiple of {parts}, or leave this "
-                "one whole."
+                f"not divide it; choose a dim that is a multiple of {parts}, or do not "
+                "split this one."
             )
 
 

@@ -34,15 +34,3 @@ def nearest_multiples(size: int, factor: int) -> str:
     """The multiples on both sides of a size that is not one: `"96 or 104"`."""
     below, above = size // factor * factor, -(-size // factor) * factor
     return f"{below} or {above}" if below else f"{above}"
-
-
-def format_bytes(count: int) -> str:
-    """A number of bytes to three digits: `32.8 kB`."""
-    if count < 1000:
-        return f"{count} B"
-    size = float(count)
-    for unit in ("kB", "MB", "GB"):
-        size /= 1000
-        if size < 1000:
-            return f"{size:.3g} {unit}" if size < 100 else f"{size:.0f} {unit}"
-    return f"{size / 1000:.3g} TB"

@@ -14,5 +14,5 @@ from ._donated import assert_donated as assert_donated
 from ._invariance import MeshComparison as MeshComparison
 from ._invariance import MeshReport as MeshReport
 from ._invariance import assert_mesh_invariant as assert_mesh_invariant
+from ._lock import assert_plan_lock as assert_plan_lock
 from ._lock import assert_sharding_lock as assert_sharding_lock
-from ._plan_lock import assert_plan_lock as assert_plan_lock

@@ -58,7 +58,7 @@ def assert_mesh_invariant(
     optim: optax.GradientTransformation,
     *,
     rules: Rule | Mapping[str, Rule] | Sequence[Rule],
-    meshes: Mapping[str, Sizes] | Sequence[Sizes] = MESHES,
+    meshes: Sequence[Sizes] = MESHES,
     steps: int = 3,
     key: Key[Array, ""] | UInt32[Array, "2"] | None = None,
     rtol: float | None = None,
@@ -98,9 +98,9 @@ def assert_mesh_invariant(
     - `rules`: a rule, or several, by name or in a sequence. Use rules that split a model
         of this size, such as `fsdp(min_size=1)`; the report says how many arrays are
         split.
-    - `meshes`: sizes for [`eqxshard.make_mesh`][], by name or in a sequence, such as
-        `[{"data": 2, "fsdp": 4}]`. Each takes the first devices. The default is five
-        meshes of 2, 4 and 8 devices along `data` and `fsdp`.
+    - `meshes`: sizes for [`eqxshard.make_mesh`][], such as `[{"data": 2, "fsdp": 4}]`. Each
+        takes the first devices. The default is five meshes of 2, 4 and 8 devices along
+        `data` and `fsdp`.
     - `steps`: the number of steps.
     - `key`: of the model and the run, `jax.random.key(0)` by default.
     - `rtol`: the relative difference to accept as rounding. By default 2e-5; 2e-2 for
@@ -131,7 +131,8 @@ def assert_mesh_invariant(
             print(report)
         ```
     """
-    named_meshes, named_rules = _named_meshes(meshes), _named_rules(rules)
+    _check_meshes(meshes)
+    named_rules = _named_rules(rules)
     key = jax.random.key(0) if key is None else key
     given = batch if isinstance(batch, list) else [batch]
     if steps < 1 or not given:
@@ -152,7 +153,8 @@ def assert_mesh_invariant(
     reference = _train_on_one_device(set_up, batches, precision)
     rtol = _default_rtol(reference.initial, precision) if rtol is None else rtol
     rows = []
-    for (mesh_name, sizes), (name, rule) in itertools.product(named_meshes, named_rules):
+    for sizes, (name, rule) in itertools.product(meshes, named_rules):
+        mesh_name = format_mesh(sizes)
         with _locate_errors(f"on the mesh {mesh_name} under {name}"):
             all_sizes: Any = {"data": 1, **sizes}
             devices = jax.devices()[: math.prod(sizes.values())]
@@ -301,18 +303,12 @@ def _named_rules(
     return named
 
 
-def _named_meshes(
-    meshes: Mapping[str, Sizes] | Sequence[Sizes],
-) -> list[tuple[str, Sizes]]:
+def _check_meshes(meshes: Sequence[Sizes]) -> None:
     if isinstance(meshes, Mapping):
-        named = [*meshes.items()]
-    else:
-        named = [(format_mesh(sizes), sizes) for sizes in meshes]
-    if not named:
+        raise TypeError(f"meshes={meshes!r} is one mesh; write [{meshes!r}].")
+    if not meshes:
         raise ValueError("meshes is empty; give at least one, such as {'data': 2}.")
-    for name, sizes in named:
-        if not isinstance(sizes, Mapping):
-            raise TypeError(f"meshes={meshes!r} is one mesh; write [{meshes!r}].")
+    for sizes in meshes:
         if any(size < 1 for size in sizes.values()):
             raise ValueError(
                 f"the mesh {dict(sizes)} has a size below 1; give each axis its full size, "
@@ -321,10 +317,8 @@ def _named_meshes(
         needed, present = math.prod(sizes.values()), jax.device_count()
         if needed > present:
             raise ValueError(
-                f"the mesh {name} needs {needed} devices, and there are {present}; "
-                f"simulate them with jax.config.update('jax_num_cpu_devices', {needed}) "
-                "before anything else uses JAX, such as at the top of conftest.py, or with "
-                f"XLA_FLAGS=--xla_force_host_platform_device_count={needed} in the "
-                "environment, both with JAX_PLATFORMS=cpu; or use meshes of fewer devices."
+                f"the mesh {format_mesh(sizes)} needs {needed} devices, and there are "
+                f"{present}; simulate them with jax.config.update('jax_num_cpu_devices', "
+                f"{needed}) before anything else uses JAX, such as at the top of "
+                "conftest.py, or use meshes of fewer devices."
             )
-    return named

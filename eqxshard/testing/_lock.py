@@ -1,45 +1,29 @@
-"""A text file with the sharding of each array, for people to review."""
+"""Text files of what was decided, for people to review: shardings, and what is sent."""
 
+import difflib
 import os
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ..compiled._communication import KINDS
+from ..compiled._collective import Collective, join_axes
+from ..planning._plan import Plan
 from ..sharding._files import read_bytes
 from ..sharding._leaves import array_leaves, format_array
 from ..sharding._mesh import describe_mesh
 from ..sharding._placement import shardings
 from ..sharding._rule import Rule
-from ..sharding._spec import axes_of
-from ._collectives import collectives, plural
+from ..sharding._spec import axes_of, format_sizes
+from ._collectives import collectives
 
 UPDATE = "EQXSHARD_UPDATE_LOCKS"
-_HEAD = f"""\
-# The sharding of each array, and the collectives of the compiled step. Written by
-# eqxshard.testing with jax {{version}}; write it again with {UPDATE}=1.
-"""
 _VERSION = re.compile(r"with jax (\S+);")
-_LEAF = re.compile(r"(.*): (\S+\[[\d,]*\]) (P\(.*\))")
-_COUNT = re.compile(r"([a-z-]+): (\d+), (\d+) bytes")
-
-
-class _Lock(NamedTuple):
-    """The contents of a file.
-
-    - `mesh`: in one line.
-    - `arrays`: by path: dtype and shape, such as `float32[8,4]`, and spec.
-    - `collectives`: by kind: their number and their bytes; `None` without a step.
-    """
-
-    mesh: str
-    arrays: dict[str, tuple[str, str]]
-    collectives: dict[str, tuple[int, int]] | None
 
 
 def assert_sharding_lock(
@@ -73,9 +57,7 @@ def assert_sharding_lock(
 
     **Raises:**
 
-    `AssertionError` with each difference, such as `embed: P(fsdp) -> P()` or
-    `+2 all-gathers`, or if the file is missing in CI; `ValueError` if it is not a lock
-    file.
+    `AssertionError` with a diff of the file, or if it is missing in CI.
 
     !!! Example
 
@@ -86,37 +68,66 @@ def assert_sharding_lock(
             )
         ```
     """
-    new = _make_lock(tree, mesh, rule, step, batch)
-    check_file(
-        path,
-        _format(new),
-        lambda text: _compare(_parse(text, path), new),
-        update=update,
-        compiled=new.collectives is not None,
-    )
+    about = "The sharding of each array, and the collectives of the compiled step."
+    lines = ["[mesh]", describe_mesh(mesh), "[arrays]", *_arrays(tree, mesh, rule)]
+    if step is not None:
+        found = collectives(step, tree, batch)
+        lines.append("[collectives]")
+        lines += [f"{k}: {n}, {found.bytes[k]} bytes" for k, n in found.counts.items()]
+    _check_file(path, about, lines, update, compiled=step is not None)
 
 
-def check_file(
-    path: str | os.PathLike[str],
-    new: str,
-    compare: Callable[[str], list[str]],
-    *,
-    update: bool | None,
-    compiled: bool,
+def assert_plan_lock(
+    path: str | os.PathLike[str], plan: Plan, *, update: bool | None = None
 ) -> None:
-    """Compare a lock file with what it should be, or write it.
+    """Check that what a planned step sends is what a text file says.
+
+    Commit the file: whoever reviews a change of the model, the rule or the version of JAX
+    then sees what it does to the communication. It names arrays and functions and no
+    numbers of lines, so that an edit elsewhere in a file does not change it. A missing file
+    is written, except in CI (where the environment has `CI=true`).
 
     **Arguments:**
 
-    - `path`: of the file.
-    - `new`: what to write.
-    - `compare`: lists the differences between the text of the file and what is new.
-    - `update`: whether to write it, if that is not left to the environment.
-    - `compiled`: whether it says what XLA made, which depends on the version of JAX.
+    - `path`: of the file. Other versions of JAX and other compilers may send something
+        else: let its name say which it is of.
+    - `plan`: an [`eqxshard.Plan`][].
+    - `update`: write the file, whatever its contents. By default, only if the environment
+        has `EQXSHARD_UPDATE_LOCKS=1`.
 
     **Raises:**
 
-    `AssertionError` with the differences, or if the file is missing in CI.
+    `AssertionError` with a diff of the file, or if it is missing in CI.
+
+    !!! Example
+
+        ```python
+        def test_communication_of_the_model():
+            plan = eqxshard.plan(**arguments, mesh_shape={"fsdp": 8}, backend="gpu")
+            file = f"tests/model.jax-{jax.__version__}.lock"
+            eqxshard.testing.assert_plan_lock(file, plan)
+        ```
+    """
+    about = "What a planned step sends: how often in a step, and the bytes of each device."
+    lines = [
+        f"backend: {plan.backend}",
+        f"devices: {plan.devices} x {plan.target.kind}",
+        f"mesh: {format_sizes(dict(plan.mesh))}",
+        *_sent(plan),
+    ]
+    _check_file(path, about, lines, update, compiled=True)
+
+
+def _check_file(
+    path: str | os.PathLike[str],
+    about: str,
+    lines: list[str],
+    update: bool | None,
+    compiled: bool,
+) -> None:
+    """Compare the lines of a file, but for its head, with new ones; or write it.
+
+    `compiled` says whether they depend on XLA, and so on the version of JAX.
     """
     file = Path(path)
     if update is None:
@@ -129,44 +140,43 @@ def check_file(
             )
         update = True
     if update:
+        head = (
+            f"# {about} Written by",
+            f"# eqxshard.testing with jax {jax.__version__}; write it again with "
+            f"{UPDATE}=1.",
+        )
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(new, encoding="utf-8")
+        file.write_text("\n".join((*head, *lines)) + "\n", encoding="utf-8")
         return
     text = read_bytes(file).decode()
-    lines = compare(text)
-    if not lines:
+    old = [line for line in text.splitlines() if not line.startswith("#")]
+    if old == lines:
         return
+    # Without the names of the two, and without its places.
+    diff = [*difflib.unified_diff(old, lines, n=0, lineterm="")][2:]
+    changes = "\n  ".join(line for line in diff if not line.startswith("@@"))
     written = _VERSION.search(text)
-    version = written[1] if written else "another version"
-    other = (
-        f"The file was written with jax {version}, and this is {jax.__version__}, whose "
-        "XLA may use other collectives. "
-        if compiled and version != jax.__version__
-        else ""
-    )
+    version, other = written[1] if written else "another version", ""
+    if compiled and version != jax.__version__:
+        other = (
+            f"The file was written with jax {version}, and this is {jax.__version__}, "
+            "whose XLA may use other collectives. "
+        )
     raise AssertionError(
-        f"{path} differs:\n  "
-        + "\n  ".join(lines)
-        + f"\n{other}If the change is intended, run this test once with {UPDATE}=1, and "
-        "commit the file."
+        f"{path} differs:\n  {changes}\n{other}If the change is intended, run this test "
+        f"once with {UPDATE}=1, and commit the file."
     )
 
 
-def _make_lock(tree: PyTree, mesh: Mesh, rule: Rule, step: Any, batch: PyTree) -> _Lock:
+def _arrays(tree: PyTree, mesh: Mesh, rule: Rule) -> Iterator[str]:
+    """A line for each array: `embed: float32[16,8] P(fsdp)`."""
     leaves = array_leaves(tree)
     chosen = [_current_sharding(path, leaf, mesh) for path, leaf in leaves]
     if None in chosen:
         by_rule = jax.tree.leaves(shardings(tree, mesh, rule))
         chosen = [current or ruled for current, ruled in zip(chosen, by_rule, strict=True)]
-    arrays = {
-        path: (format_array(leaf), _format_spec(sharding.spec))
-        for (path, leaf), sharding in zip(leaves, chosen, strict=True)
-    }
-    if step is None:
-        return _Lock(describe_mesh(mesh), arrays, None)
-    found = collectives(step, tree, batch)
-    by_kind = {kind: (count, found.bytes[kind]) for kind, count in found.counts.items()}
-    return _Lock(describe_mesh(mesh), arrays, by_kind)
+    for (path, leaf), sharding in zip(leaves, chosen, strict=True):
+        yield f"{path}: {format_array(leaf)} {_format_spec(sharding.spec)}"
 
 
 def _current_sharding(path: str, leaf: Any, mesh: Mesh) -> NamedSharding | None:
@@ -193,76 +203,21 @@ def _format_spec(spec: PartitionSpec) -> str:
     return f"P({', '.join(entries)})"
 
 
-def _format(lock: _Lock) -> str:
-    lines = ["[mesh]", lock.mesh, "[arrays]"]
-    lines += [f"{path}: {array} {spec}" for path, (array, spec) in lock.arrays.items()]
-    if lock.collectives is not None:
-        lines += ["[collectives]"]
-        lines += [
-            f"{kind}: {count}, {size} bytes"
-            for kind, (count, size) in lock.collectives.items()
-        ]
-    return _HEAD.format(version=jax.__version__) + "\n".join(lines) + "\n"
+def _sent(plan: Plan) -> Iterator[str]:
+    """A line for all collectives of the same kind, axes and cause."""
+    sent: dict[str, Counter[str]] = {}
+    for each in plan.collectives:
+        times = "?" if each.times is None else each.times
+        often = f"{times} x {{}} bytes{' in a loop' if each.in_loop else ''}"
+        sent.setdefault(_name(each), Counter())[often] += each.sent
+    for name, found in sorted(sent.items()):
+        terms = (often.format(size) for often, size in sorted(found.items()))
+        yield f"{name}: {' + '.join(terms)}"
 
 
-def _parse(text: str, path: str | os.PathLike[str]) -> _Lock:
-    section, mesh, arrays, by_kind = "", "", {}, None
-    for number, line in enumerate(text.splitlines(), 1):
-        leaf, count = _LEAF.fullmatch(line), _COUNT.fullmatch(line)
-        if line.startswith("#") or not line:
-            continue
-        elif line in ("[mesh]", "[arrays]", "[collectives]"):
-            section = line
-            by_kind = {} if line == "[collectives]" else by_kind
-        elif section == "[mesh]":
-            mesh = line
-        elif section == "[arrays]" and leaf:
-            arrays[leaf[1]] = (leaf[2], leaf[3])
-        elif section == "[collectives]" and count and by_kind is not None:
-            by_kind[count[1]] = (int(count[2]), int(count[3]))
-        else:
-            raise ValueError(
-                f"{path}, line {number} is not valid in a lock file: {line!r}; write the "
-                f"file again with {UPDATE}=1."
-            )
-    return _Lock(mesh, arrays, by_kind)
-
-
-def _compare(old: _Lock, new: _Lock) -> list[str]:
-    """The differences between two locks, one line each."""
-    lines = [] if old.mesh == new.mesh else [f"mesh: {old.mesh} -> {new.mesh}"]
-    for path, (array, spec) in new.arrays.items():
-        if path not in old.arrays:
-            lines.append(f"+ {path}: {array} {spec}")
-            continue
-        old_array, old_spec = old.arrays[path]
-        if array != old_array:
-            lines.append(f"{path}: {old_array} {old_spec} -> {array} {spec}")
-        elif spec != old_spec:
-            lines.append(f"{path}: {old_spec} -> {spec}")
-    for path, (array, spec) in old.arrays.items():
-        if path not in new.arrays:
-            lines.append(f"- {path}: {array} {spec}")
-    if old.collectives is not None and new.collectives is not None:
-        lines += _compare_collectives(old.collectives, new.collectives)
-    elif old.collectives is not None:
-        lines.append("collectives: no step was given")
-    elif new.collectives is not None:
-        lines.append("collectives: the file has none")
-    return lines
-
-
-def _compare_collectives(
-    old: dict[str, tuple[int, int]], new: dict[str, tuple[int, int]]
-) -> list[str]:
-    lines = []
-    for kind in KINDS:
-        old_count, old_bytes = old.get(kind, (0, 0))
-        count, nbytes = new.get(kind, (0, 0))
-        size = f"{old_bytes:,} -> {nbytes:,} bytes"
-        if count != old_count:
-            sign = "+" if count > old_count else "-"
-            lines.append(f"{sign}{plural(abs(count - old_count), kind)} ({size})")
-        elif nbytes != old_bytes:
-            lines.append(f"{plural(count, kind)}: {size}")
-    return lines
+def _name(collective: Collective) -> str:
+    """Without the number of a line, which an edit elsewhere in its file changes."""
+    leaves = f" of {', '.join(collective.leaves)}" if collective.leaves else ""
+    file = (collective.line or "").partition(":")[0]
+    place = f" in {file} {collective.function or ''}".rstrip() if file else ""
+    return f"{join_axes(collective.axes)} {collective.kind}{leaves}{place}"

@@ -5,8 +5,7 @@ above all keys, are computed at once, and each array that is left gets a program
 those values as arguments. Equal layers have equal programs, which are compiled once.
 """
 
-import itertools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,13 +16,12 @@ from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from ..sharding._combinators import HOST_MEMORY
 from ..sharding._leaves import is_key
-from ._layout import fetch_offloaded
-from .rewrite._jaxprs import is_jaxpr, map_jaxpr, open_jaxpr
+from .rewrite._jaxprs import jaxprs_in, map_jaxpr, open_jaxpr
 
 #: The most elements of a small value. Keys and integers are the same wherever they are
-#: computed; what is rounded stays with the computation that needs it, unless several do or
-#: it is tiny.
+#: computed; what is rounded stays with the computation that needs it, unless it is tiny.
 _SMALL, _TINY = 2**16, 2**10
 #: How many programs may run at a time: each needs memory, and simulated devices block.
 _IN_FLIGHT = 8
@@ -53,19 +51,14 @@ def build_arrays(
     # Not on the mesh, where each small computation would be one of all processes.
     with jax.default_device(next(iter(mesh.local_devices or ()), None)):
         values = {variable: _uncommitted(value) for variable, value in known.items()}
-        equations = _compute_small(_needed(equations, outputs), outputs, values)
-    wanted = _wanted(equations, outputs, shardings, values)
+        equations = _compute_small(_needed(equations, outputs), values)
+    wanted: dict[Any, NamedSharding] = {}
+    for output, sharding in zip(outputs, shardings, strict=True):
+        if _is_variable(output) and output not in values:
+            wanted.setdefault(output, sharding)
     programs = _Programs(NamedSharding(mesh, PartitionSpec()))
-    groups = _groups(equations, wanted, values)
-    while groups:
-        left = []
-        for group in groups:
-            part = [equations[i] for i in group]
-            if not programs.run(part, values, wanted):
-                left.append(group)
-        # If all of them wait for each other, they are one.
-        stuck = len(left) == len(groups)
-        groups = [sorted(itertools.chain(*left))] if stuck else left
+    for group in _groups(equations, wanted, values):
+        programs.run([equations[i] for i in group], values, wanted)
     arrays, taken = [], set()
     for output, sharding in zip(outputs, shardings, strict=True):
         if _is_variable(output) and output in wanted and output not in taken:
@@ -93,13 +86,9 @@ def _variables(eqn: Any) -> list[Any]:
     return [atom for atom in eqn.invars if _is_variable(atom)]
 
 
-def _is_tiny(aval: Any) -> bool:
+def _is_small(aval: Any) -> bool:
     inexact = jnp.issubdtype(aval.dtype, jnp.inexact)
     return aval.size <= (_TINY if inexact else _SMALL)
-
-
-def _count_readers(equations: Sequence[Any]) -> Counter[Any]:
-    return Counter(v for eqn in equations for v in {*_variables(eqn)})
 
 
 def _uncommitted(value: Any) -> Any:
@@ -164,23 +153,13 @@ def _needed(equations: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
     return kept[::-1]
 
 
-def _compute_small(
-    equations: Sequence[Any], outputs: Sequence[Any], values: dict[Any, Any]
-) -> list[Any]:
+def _compute_small(equations: Sequence[Any], values: dict[Any, Any]) -> list[Any]:
     """Add what can be computed of small values alone; return the other equations."""
-    readers = _count_readers(equations)
-    returned = {*filter(_is_variable, outputs)}
-
-    def may_compute(v: Any) -> bool:
-        # Such as one draw of which each layer is a slice.
-        shared = readers[v] > 1 and v not in returned
-        return _is_tiny(v.aval) or (shared and v.aval.size <= _SMALL)
-
     left = []
     for eqn in equations:
         read = _variables(eqn)
         at_hand = all(v in values and v.aval.size <= _SMALL for v in read)
-        if at_hand and all(map(may_compute, eqn.outvars)):
+        if at_hand and all(_is_small(v.aval) for v in eqn.outvars):
             inputs = [_read(atom, values) for atom in eqn.invars]
             values.update(zip(eqn.outvars, _compute(eqn, inputs), strict=True))
         else:
@@ -197,37 +176,13 @@ def _compute(eqn: Any, inputs: list[Any]) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def _wanted(
-    equations: Sequence[Any],
-    outputs: Sequence[Any],
-    shardings: Sequence[NamedSharding],
-    values: Mapping[Any, Any],
-) -> dict[Any, NamedSharding]:
-    """The variables that programs return, with their shardings.
-
-    Besides the outputs, small values that several equations read, such as a norm by which
-    all layers are scaled: else these would be one program.
-    """
-    whole = NamedSharding(shardings[0].mesh, PartitionSpec())
-    wanted: dict[Any, NamedSharding] = {}
-    for output, sharding in zip(outputs, shardings, strict=True):
-        if _is_variable(output) and output not in values:
-            wanted.setdefault(output, sharding)
-    readers = _count_readers(equations)
-    for eqn in equations:
-        for v in eqn.outvars:
-            if readers[v] > 1 and _is_tiny(v.aval):
-                wanted.setdefault(v, whole)
-    return wanted
-
-
 def _groups(
     equations: Sequence[Any], wanted: Mapping[Any, Any], values: Mapping[Any, Any]
 ) -> list[list[int]]:
     """The numbers of the equations of each program, in order.
 
-    What is wanted is in one program with all that it is computed from, up to other values
-    that are known or wanted. Programs that share an equation are one.
+    What is wanted is in one program with all that it is computed from. Programs that share
+    an equation are one.
     """
     producers = {v: i for i, eqn in enumerate(equations) for v in eqn.outvars}
     owners: dict[int, set[int]] = {}
@@ -242,15 +197,13 @@ def _groups(
                 owners[i] = group
                 group.add(i)
                 read = _variables(equations[i])
-                inside = [v for v in read if v not in values and v not in wanted]
-                stack += [producers[v] for v in inside]
+                stack += [producers[v] for v in read if v not in values]
             elif owner is not group:
                 group, smaller = sorted((group, owner), key=len, reverse=True)
                 group |= smaller
                 owners.update(dict.fromkeys(smaller, group))
     groups = {id(group): sorted(group) for group in owners.values()}
-    # Mostly, what one reads is made by those before it.
-    return sorted(groups.values(), key=lambda group: group[-1])
+    return [*groups.values()]
 
 
 class _Programs:
@@ -264,32 +217,25 @@ class _Programs:
     def __init__(self, whole: NamedSharding):
         self._whole = whole
         self._compiled: dict[Any, Any] = {}
-        self._numbers = _Numbers()
         self._running: deque[Any] = deque()
 
     def run(
         self, equations: Sequence[Any], values: dict[Any, Any], wanted: Mapping[Any, Any]
-    ) -> bool:
-        """Add what is wanted of some equations to `values`; return whether that can be."""
+    ) -> None:
+        """Add what is wanted of some equations to `values`."""
         outvars = [v for eqn in equations for v in eqn.outvars]
         read = dict.fromkeys(v for eqn in equations for v in _variables(eqn))
         invars = [v for v in read if v not in {*outvars}]
-        if not all(v in values for v in invars):
-            return False
         outvars = [v for v in outvars if v in wanted]
-        number = self._numbers.of(equations, invars, outvars)
+        parts = {"invars": invars, "outvars": outvars, "eqns": [*equations]}
+        empty = jax.make_jaxpr(lambda: ())()
+        jaxpr = map_jaxpr(lambda empty: empty.replace(**parts), empty)
+        # Whatever its variables are called.
+        what = (str(jaxpr), *map(id, _consts(jaxpr)))
         inputs = [self._input(values[v], self._whole) for v in invars]
         shardings = [wanted[v] for v in outvars]
-
-        def fn(*given: Any) -> list[Any]:
-            parts = {"invars": invars, "outvars": outvars, "eqns": [*equations]}
-            empty = jax.make_jaxpr(lambda: ())()
-            jaxpr = map_jaxpr(lambda empty: empty.replace(**parts), empty)
-            return core.jaxpr_as_fun(jaxpr)(*given)
-
-        arrays = self._call(number, fn, inputs, shardings)
+        arrays = self._call(what, core.jaxpr_as_fun(jaxpr), inputs, shardings)
         values.update(zip(outvars, arrays, strict=True))
-        return True
 
     def copy(self, value: Any, sharding: NamedSharding) -> Array:
         """A copy of an array, in its place on the mesh."""
@@ -306,7 +252,12 @@ class _Programs:
                 x if each.impl is None else jax.random.wrap_key_data(x, impl=each.impl)
                 for x, each in zip(given, inputs)
             ]
-            typed = fetch_offloaded(typed, [each.sharding for each in inputs])
+            typed = [
+                jax.device_put(x, jax.memory.Space.Device)
+                if each.sharding.memory_kind == HOST_MEMORY
+                else x
+                for x, each in zip(typed, inputs)
+            ]
             # What is returned must not be what was given.
             return [jnp.copy(x) for x in fn(*typed)]
 
@@ -347,55 +298,10 @@ class _Input(NamedTuple):
     impl: Any = None
 
 
-class _Numbers:
-    """Numbers of jaxprs: equal for those that compute the same."""
-
-    def __init__(self):
-        self._numbers: dict[Any, int] = {}
-        #: Of jaxprs that were seen, which JAX often shares.
-        self._seen: dict[int, int] = {}
-
-    def of(
-        self, equations: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any]
-    ) -> int:
-        """The number of a jaxpr, whatever its variables are called."""
-        names = {v: i for i, v in enumerate(invars)}
-
-        def name(atom: Any) -> Any:
-            if _is_variable(atom):
-                return names[atom]
-            return (atom.aval, np.asarray(atom.val).tobytes())
-
-        lines = []
-        for eqn in equations:
-            read = tuple(map(name, eqn.invars))
-            names |= {v: len(names) + i for i, v in enumerate(eqn.outvars)}
-            params = tuple(
-                (key, self._frozen(value))
-                for key, value in sorted(eqn.params.items())
-                # Rules of derivatives, which nothing takes here.
-                if not (eqn.primitive.name.startswith("custom_") and callable(value))
-            )
-            made = tuple(v.aval for v in eqn.outvars)
-            lines.append((eqn.primitive, params, read, made, eqn.ctx.compute_type))
-        avals = tuple(v.aval for v in invars)
-        whole = (avals, tuple(lines), tuple(map(name, outvars)))
-        return self._numbers.setdefault(whole, len(self._numbers))
-
-    def _frozen(self, value: Any) -> Any:
-        """A parameter of an equation as something hashable."""
-        if is_jaxpr(value):
-            if id(value) not in self._seen:
-                jaxpr = open_jaxpr(value)
-                invars = [*jaxpr.constvars, *jaxpr.invars]
-                number = self.of(jaxpr.eqns, invars, jaxpr.outvars)
-                self._seen[id(value)] = number
-            return (self._seen[id(value)], *map(id, getattr(value, "consts", ())))
-        if isinstance(value, tuple | list):
-            return (type(value), *map(self._frozen, value))
-        try:
-            hash(value)
-        except TypeError:
-            return id(value)
-        # 0.0 == -0.0, and 1 == 1.0.
-        return (type(value), repr(value) if isinstance(value, float) else value)
+def _consts(jaxpr: Any) -> list[Any]:
+    """The constants in the jaxprs inside of a jaxpr, which its text does not show."""
+    found = []
+    for eqn in open_jaxpr(jaxpr).eqns:
+        for part in jaxprs_in(eqn.params):
+            found += [*getattr(part, "consts", ()), *_consts(part)]
+    return found

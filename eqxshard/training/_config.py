@@ -3,18 +3,19 @@
 import dataclasses
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ..data._weights import LOSS_WEIGHT
 from ..sharding._mesh import check_mesh
 from ..sharding._rule import Rule
 from ._precision import Precision
-from ._state import TrainState
+from ._signature import mesh_of
+from ._state import TrainState, flatten_state
 
 Nonfinite = Literal["skip", "raise", "ignore"]
 
@@ -34,24 +35,6 @@ def takes_value(optim: optax.GradientTransformation) -> bool:
     return anything or "value" in parameters
 
 
-def mesh_of(
-    arrays: Iterable[Any],
-    given: Mesh | None,
-    what: str,
-    more: str = ", or give the step mesh= and rule=",
-) -> Mesh:
-    """The mesh that was given, or else the one that arrays are on."""
-    if given is not None:
-        return given
-    for array in arrays:
-        sharding = getattr(array, "sharding", None)
-        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-            return sharding.mesh
-    raise ValueError(
-        f"the arrays of this {what} are not on a mesh; place them with filter_shard{more}."
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class StepConfig:
     """The arguments of [`eqxshard.make_train_step`][], checked.
@@ -67,9 +50,7 @@ class StepConfig:
     accumulate: int
     precision: Precision | None
     nonfinite: Nonfinite
-    grad_norms: bool | Mapping[str, str]
-    #: The scalars that a warning has named.
-    _warned: set[str] = dataclasses.field(default_factory=set)
+    grad_norms: bool
 
     def __post_init__(self):
         if self.mesh is not None:
@@ -88,44 +69,34 @@ class StepConfig:
                 "bfloat16."
             )
 
+    def following(self, state: TrainState) -> "StepConfig":
+        """These settings; in place of those that were not given, the state's."""
+        made = state.made_with
+        if self.rule is None and made is None:
+            raise ValueError(
+                "this TrainState was not made by init_state; give make_train_step rule=."
+            )
+        trainable = self.trainable
+        if trainable is None:
+            trainable = True if made is None else made.trainable(state.model)
+        remedy = ", or give the step mesh= and rule="
+        return dataclasses.replace(
+            self,
+            mesh=self.mesh or mesh_of(flatten_state(state)[0], "TrainState", remedy),
+            rule=self.rule or (made and made.rule),
+            trainable=trainable,
+            precision=self.precision or (made and made.precision),
+        )
+
     def warn_of_scalars(self, names: Iterable[str]) -> None:
-        """Say once which results the step takes the mean of over microbatches."""
-        new = sorted({*names} - self._warned)
-        if new:
-            self._warned.update(new)
+        """Say of which results the step takes the mean over microbatches."""
+        names = sorted(names)
+        if names and self.accumulate > 1:
             warnings.warn(
-                f"{', '.join(new)}: one number for a batch, of which accumulate="
+                f"{', '.join(names)}: one number for a batch, of which accumulate="
                 f"{self.accumulate} takes the mean over microbatches. That is the number "
                 "for the whole batch only if it is a plain mean over examples; otherwise, "
                 "such as for a mean over tokens, return one value per example, and what "
                 f"each counts in the batch's {LOSS_WEIGHT!r}.",
                 stacklevel=2,
             )
-
-    def of(self, state: TrainState, arrays: Iterable[Any]) -> "ResolvedConfig":
-        """The settings for a state, whose own stand in for those that were not given."""
-        made, rule, trainable = state.made_with, self.rule, self.trainable
-        if rule is None and made is None:
-            raise ValueError(
-                "this TrainState was not made by init_state; give make_train_step rule=."
-            )
-        if trainable is None:
-            trainable = True if made is None else made.trainable(state.model)
-        given = {
-            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
-        }
-        followed = {
-            "mesh": mesh_of(arrays, self.mesh, "TrainState"),
-            "rule": rule or (made and made.rule),
-            "trainable": trainable,
-            "precision": self.precision or (made and made.precision),
-        }
-        return ResolvedConfig(**(given | followed))
-
-
-@dataclasses.dataclass(frozen=True)
-class ResolvedConfig(StepConfig):
-    """The settings of a step for one state: nothing is left open."""
-
-    mesh: Mesh
-    rule: Rule

@@ -8,7 +8,7 @@ import optax
 from jaxtyping import Array, Int, PyTree
 
 from ..transforms._dtypes import at_least_float32
-from ._extra import DONATED, any_donated
+from ._donation import DONATED, any_donated
 from ._state import TrainState
 
 

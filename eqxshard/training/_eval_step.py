@@ -1,38 +1,39 @@
 """The eval step: a model and a batch go in, metrics come out."""
 
-from collections.abc import Callable, Iterator, Mapping
+import functools as ft
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
-from ..compiled._findings import Finding, Lint
-from ..data._weights import check_weights, fetch_weights
-from ..sharding._leaves import array_leaves
+from ..compiled._findings import Lint
 from ..sharding._mesh import check_mesh
 from ..sharding._placement import assign_shardings
 from ..sharding._rule import Rule
-from ..transforms._compiles import CompileLog, Watch, function_name
-from ._compile import jit_on
-from ._config import mesh_of
+from ..transforms._compiles import CompileLog
 from ._examples import (
     check_metric_names,
     check_scalars,
     example_weights,
+    is_weighted,
+    scalars_of_examples,
     sum_over_examples,
     total_weight,
 )
-from ._extra import DONATED, Signature, any_donated
 from ._gradients import step_context
-from ._in_flight import InFlight
-from ._inputs import ONE_BATCH, StepInput, several_batches
-from ._lint import StepLint, argument, lint_program
+from ._inputs import ONE_BATCH, several_batches
+from ._lint import StepLint
 from ._metrics import Metrics
 from ._precision import Precision
-from ._state import TrainState, with_state, without_state
+from ._signature import Signature, mesh_of
+from ._state import refuse_state, with_state, without_state
+from ._step import Key, PureStep, StepMachine
+
+_MetricFn = Callable[[Any, Any], Mapping[str, Any]]
 
 
 def make_eval_step(
@@ -81,32 +82,17 @@ def make_eval_step(
     """
     if mesh is not None:
         check_mesh(mesh)
-    compile_log = CompileLog(max_compiles)
-    return EvalStep(metric_fn, mesh, rule, precision, compile_log, StepLint(lint))
+    make = ft.partial(_make_pure, metric_fn, mesh, rule, precision)
+    log, lints = CompileLog(max_compiles), StepLint(lint)
+    return EvalStep(StepMachine("eval_step", metric_fn, "model", make, log, lints))
 
 
 class EvalStep:
     """What [`eqxshard.make_eval_step`][] returns: call it with a model and a batch."""
 
-    def __init__(
-        self,
-        metric_fn: Callable[[Any, Any], Mapping[str, Any]],
-        mesh: Mesh | None,
-        rule: Rule | None,
-        precision: Precision | None,
-        compile_log: CompileLog,
-        lint: StepLint,
-    ):
-        self._metric_fn = metric_fn
-        self._mesh = mesh
-        self._rule = rule
-        self._precision = precision
-        self._compile_log = compile_log
-        self._lint = lint
-        self._compiled: dict[tuple[Signature, StepInput], tuple[Mesh, Any]] = {}
-        #: Those of the former that lint has seen.
-        self._ready: dict[tuple[Signature, StepInput], tuple[Mesh, Any]] = {}
-        self._in_flight = InFlight()
+    def __init__(self, machine: StepMachine):
+        #: Its programs.
+        self.machine = machine
 
     def __call__(self, model: PyTree, batch: PyTree) -> Metrics:
         """Measure a model on a batch, without waiting.
@@ -126,7 +112,9 @@ class EvalStep:
         `ValueError` if the batch does not divide over the mesh, the model was donated,
         the step would compile more than `max_compiles` times, or lint finds an error.
         """
-        return self._run(model, batch, ONE_BATCH)
+        refuse_state(model, "an eval step")
+        call = self.machine.look_up(None, model, ONE_BATCH)
+        return self.machine.run(call, batch)[1]
 
     def many(self, model: PyTree, batches: PyTree) -> Metrics:
         """Measure a model on several batches, in one dispatch.
@@ -144,7 +132,9 @@ class EvalStep:
 
         As for a single batch.
         """
-        return self._run(model, batches, several_batches(batches))
+        refuse_state(model, "an eval step")
+        call = self.machine.look_up(None, model, several_batches(batches))
+        return self.machine.run(call, batches)[1]
 
     def lower(self, model: PyTree, batch: PyTree) -> jax.stages.Lowered:
         """Lower the step, for its text, cost and memory.
@@ -157,123 +147,61 @@ class EvalStep:
 
         A `jax.stages.Lowered`.
         """
-        arrays, signature = Signature.of(model, "model")
-        mesh, jitted = self._compile(arrays, signature, ONE_BATCH)
-        ONE_BATCH.check_shapes(batch, mesh, 1)
-        return jitted.lower(arrays, batch)
-
-    def _run(self, model: PyTree, batch: PyTree, kind: StepInput) -> Metrics:
-        arrays, signature = take_model(model, "an eval step")
-        ready = self._ready.get((signature, kind))
-        mesh, jitted = ready or self._compile(arrays, signature, kind)
-        kind.check_shapes(batch, mesh, 1)
-        check_weights(batch)
-        kind.check_ready(batch, mesh, kind.sharding(mesh))
-        if ready is None:
-            self._prepare(arrays, signature, kind, batch)
-        self._in_flight.make_room()
-        metrics = jitted(arrays, batch)
-        self._in_flight.add(metrics.weight)
-        return metrics
-
-    def _prepare(
-        self, arrays: list[Any], signature: Signature, kind: StepInput, batch: PyTree
-    ) -> None:
-        """Compile a step before its first call, and lint it."""
-        check_weights(fetch_weights(batch))
-        if self._lint.is_on:
-            where = f"the eval step of {function_name(self._metric_fn)}"
-            self._lint.report(self._lint_one(arrays, signature, kind, batch), where)
-        self._ready[signature, kind] = self._compile(arrays, signature, kind)
-
-    def _findings(self, model: PyTree, batch: PyTree) -> tuple[Finding, ...]:
-        """What lint finds in a single step, whatever the level."""
-        arrays, signature = Signature.of(model, "model")
-        mesh, _ = self._compile(arrays, signature, ONE_BATCH)
-        ONE_BATCH.check_shapes(batch, mesh, 1)
-        return tuple(self._lint_one(arrays, signature, ONE_BATCH, batch))
-
-    def _lint_one(
-        self, arrays: list[Any], signature: Signature, kind: StepInput, batch: PyTree
-    ) -> Iterator[Finding]:
-        mesh, jitted = self._compile(arrays, signature, kind)
-        program = jitted.compile(arrays, batch)
-        model = signature.static.combine(arrays)
-        leaves = array_leaves(without_state(model)[0], "model")
-        arguments = [
-            argument(path, leaf, sharding)
-            for (path, leaf), sharding in zip(leaves, signature.shardings)
-        ]
-        yield from lint_program(
-            program, mesh, model, arguments, kind, batch, precision=self._precision
-        )
-
-    def _compile(
-        self, arrays: list[Any], signature: Signature, kind: StepInput
-    ) -> tuple[Mesh, Any]:
-        key = signature, kind
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            mesh = mesh_of(arrays, self._mesh, "model")
-            signature.check_on(mesh, "model")
-            compiled = self._compiled[key] = mesh, self._jit(signature, kind, mesh)
-        return compiled
-
-    def _jit(self, signature: Signature, kind: StepInput, mesh: Mesh) -> Any:
-        def eval_step(arrays: list[Array], batch: PyTree) -> Metrics:
-            model, model_state = without_state(signature.static.combine(arrays))
-            if self._rule is None:
-                storage, _ = without_state(signature.storage())
-            else:
-                storage = assign_shardings(model, mesh, self._rule)
-
-            def measure(_: None, batch: PyTree) -> tuple[None, Metrics]:
-                return None, self._measure(model, model_state, storage, batch, mesh)
-
-            return kind.run(measure, None, batch, mesh)[1]
-
-        # The name in profiles and compiled modules.
-        eval_step.__name__ += kind.suffix
-
-        def name_arguments(
-            arrays: list[Any], batch: PyTree
-        ) -> tuple[str, dict[str, PyTree]]:
-            program = kind.program("eval_step", batch)
-            arguments = {"model": signature.static.combine(arrays), "batch": batch}
-            return f"{program} of {function_name(self._metric_fn)}", arguments
-
-        return jit_on(
-            mesh,
-            eval_step,
-            Watch(self._compile_log, eval_step.__name__, name_arguments),
-            in_shardings=(None, kind.sharding(mesh)),
-            out_shardings=NamedSharding(mesh, PartitionSpec()),
-        )
-
-    def _measure(
-        self, model: PyTree, model_state: Any, storage: PyTree, batch: PyTree, mesh: Mesh
-    ) -> Metrics:
-        with step_context(model, storage, storage, batch, mesh, self._precision) as (
-            model,
-            batch_for_use,
-        ):
-            model = eqx.nn.inference_mode(model)
-
-            def measure(batch: PyTree) -> Any:
-                return self._metric_fn(with_state(model, model_state), batch)
-
-            values = measure(batch_for_use)
-            check_metric_names("the result of metric_fn", values, "nonfinite")
-            check_scalars(values, measure, batch_for_use)
-        sums = sum_over_examples(values, batch, mesh)
-        return Metrics(sums, total_weight(example_weights(batch)), jnp.zeros((), jnp.int32))
+        return self.machine.look_up(None, model, ONE_BATCH).lower(batch)
 
 
-def take_model(model: PyTree, who: str) -> tuple[list[Any], Signature]:
-    """The arrays of a model, and its signature; refuse a state, and a donated model."""
-    if isinstance(model, TrainState):
-        raise TypeError(f"{who} takes a model; give it state.model.")
-    arrays, signature = Signature.of(model, "model")
-    if any_donated(arrays):
-        raise ValueError(DONATED)
-    return arrays, signature
+def _make_pure(
+    metric_fn: _MetricFn,
+    mesh: Mesh | None,
+    rule: Rule | None,
+    precision: Precision | None,
+    state: None,
+    kept: list[Any],
+    key: Key,
+) -> PureStep:
+    """The step for models of one structure."""
+    on: Mesh = mesh or mesh_of(kept, "model", ", or give the step mesh= and rule=")
+    fn = ft.partial(eval_step, metric_fn, on, rule, precision, key.kept)
+    return PureStep(fn, on, precision)
+
+
+def eval_step(
+    metric_fn: _MetricFn,
+    mesh: Mesh,
+    rule: Rule | None,
+    precision: Precision | None,
+    signature: Signature,
+    arrays: list[Array],
+    kept: list[Array],
+    batch: PyTree,
+) -> tuple[list[Array], Metrics]:
+    """Measure a model on a batch: the pure function that an eval step compiles.
+
+    **Arguments:**
+
+    - `metric_fn`, `mesh`, `rule`, `precision`: of the step.
+    - `signature`: of the model: all but its arrays.
+    - `arrays`: those of a state: none, as an eval step has no state.
+    - `kept`, `batch`: the arrays of the model, and a batch.
+
+    **Returns:**
+
+    `arrays`, and the metrics of the batch.
+    """
+    model, model_state = without_state(signature.static.combine(kept))
+    storage, _ = without_state(signature.storage())
+    if rule is not None:
+        storage = assign_shardings(model, mesh, rule)
+    with step_context(model, storage, storage, batch, mesh, precision) as (
+        model,
+        batch_for_use,
+    ):
+        model = eqx.nn.inference_mode(model)
+        values = metric_fn(with_state(model, model_state), batch_for_use)
+        check_metric_names("the result of metric_fn", values, "nonfinite")
+        if is_weighted(batch):
+            again = lambda batch: metric_fn(with_state(model, model_state), batch)  # noqa: E731
+            check_scalars(scalars_of_examples(values, again, batch_for_use), batch)
+    sums = sum_over_examples(values, batch, mesh)
+    weight = total_weight(example_weights(batch))
+    return arrays, Metrics(sums, weight, jnp.zeros((), jnp.int32))

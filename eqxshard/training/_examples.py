@@ -118,22 +118,20 @@ def _sum(
     return jnp.sum(jnp.where(weight == 0, 0, weighted), axis=0)
 
 
-def check_scalars(
-    values: Mapping[str, Any],
-    measure: Callable[[PyTree], Mapping[str, Any]],
-    batch: PyTree,
-) -> None:
+def is_weighted(batch: PyTree) -> bool:
+    """Whether a batch says how much its examples count."""
+    return has_entry(batch, WEIGHT) or has_entry(batch, LOSS_WEIGHT)
+
+
+def check_scalars(scalars: Mapping[str, set[Any]], batch: PyTree) -> None:
     """Refuse scalars that are computed from examples without regard to their weights.
 
     **Arguments:**
 
-    - `values`: the values for a batch.
-    - `measure`: computes them from a batch.
-    - `batch`: that batch.
+    - `scalars`: from `scalars_of_examples`.
+    - `batch`: the batch.
     """
-    if not any(has_entry(batch, entry) for entry in (WEIGHT, LOSS_WEIGHT)):
-        return
-    for name, used in scalars_of_examples(values, measure, batch).items():
+    for name, used in scalars.items():
         for entry in (WEIGHT, LOSS_WEIGHT) if name == "loss" else (WEIGHT,):
             if has_entry(batch, entry) and entry not in used:
                 raise ValueError(

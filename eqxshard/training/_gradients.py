@@ -1,12 +1,14 @@
 """Gradients of the mean loss over a batch: a pure function of a state and a batch."""
 
 import contextlib
+import functools as ft
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int, PyTree
 
@@ -14,13 +16,14 @@ from ..data._weights import LOSS_WEIGHT, WEIGHT
 from ..sharding._mesh import batch_sharding
 from ..sharding._placement import filter_shard
 from ..transforms._dtypes import at_least_float32
-from ._config import ResolvedConfig
+from ._config import StepConfig
 from ._examples import (
     check_metric_names,
     check_scalars,
     example_loss_weights,
     example_weights,
     has_entry,
+    is_weighted,
     mask_padding,
     scalars_of_examples,
     sum_losses,
@@ -29,7 +32,6 @@ from ._examples import (
 )
 from ._gather import gathered
 from ._layout import StateLayout
-from ._norms import norm_names
 from ._precision import Precision, cast
 from ._state import TrainState, split_model, with_state
 from .rewrite._lookups import reduce_lookups
@@ -52,46 +54,35 @@ class Gradients(NamedTuple):
     model_state: PyTree
 
 
-class LossInputs(NamedTuple):
-    """What the loss function gets, besides a state and a batch, and where it is stored.
+class Extra(NamedTuple):
+    """What a loss function gets besides a model, a batch and a key.
 
-    - `layout`: the shardings of the state.
-    - `extra`: the step's `extra`, if it has one.
-    - `extra_storage`: the shardings of its arrays.
+    - `values`: the step's `extra`, if it has one.
+    - `storage`: the shardings of its arrays.
     """
 
-    layout: StateLayout
-    extra: tuple[PyTree, ...]
-    extra_storage: tuple[PyTree[NamedSharding | None], ...]
+    values: tuple[PyTree, ...] = ()
+    storage: tuple[PyTree[NamedSharding | None], ...] = ()
 
 
 def compute_gradients(
-    config: ResolvedConfig, inputs: LossInputs, state: TrainState, batch: PyTree
+    config: StepConfig, layout: StateLayout, state: TrainState, batch: PyTree, extra: Extra
 ) -> Gradients:
     """Differentiate the mean loss over a batch, in `config.accumulate` microbatches."""
     params, frozen = split_model(state.model, config.trainable)
     weight = total_weight(example_weights(batch))
     loss_weight = jnp.sum(example_loss_weights(batch))
     scale = None if state.loss_scale is None else state.loss_scale.scale
-
-    def objective(params: PyTree, microbatch: PyTree, model_state: PyTree, key: Array):
-        model = eqx.combine(params, frozen)
-        sums, model_state = _measure(config, inputs, model, model_state, microbatch, key)
-        # By the weight of the whole batch, so that microbatches add up to its mean.
-        loss = _mean(sums["loss"], loss_weight)
-        return loss if scale is None else loss * scale, (sums, model_state)
-
-    def gradient(microbatch: PyTree, model_state: PyTree, key: Array) -> tuple[Any, Any]:
-        return jax.grad(objective, has_aux=True)(params, microbatch, model_state, key)
-
-    gradient = reduce_lookups(gradient, jax.tree.leaves(inputs.layout.update))
+    loss_fn = ft.partial(_mean_loss, config, layout, extra, frozen, loss_weight, scale)
+    gradient = ft.partial(jax.grad(loss_fn, has_aux=True), params)
+    gradient = reduce_lookups(gradient, jax.tree.leaves(layout.update))
     key = jax.random.fold_in(state.key, state.step)
     batch = mask_padding(batch)
     if config.accumulate == 1:
-        batch = filter_shard(batch, batch_sharding(config.mesh))
+        batch = filter_shard(batch, batch_sharding(layout.mesh))
         grads, (sums, model_state) = gradient(batch, state.model_state, key)
     else:
-        microbatches = split_microbatches(batch, config.accumulate, config.mesh)
+        microbatches = split_microbatches(batch, config.accumulate, layout.mesh)
         grads, (sums, model_state) = accumulate_gradients(
             gradient, microbatches, config.accumulate, state.model_state, key
         )
@@ -106,66 +97,73 @@ def compute_gradients(
     return Gradients(grads, loss, sums, weight, model_state)
 
 
-def _mean(total: Array, weight: Array) -> Array:
-    # A negative weight would turn the loss around; the step is then not finite.
-    divisor = jnp.where(weight == 0, 1, jnp.where(weight < 0, jnp.nan, weight))
-    return total / divisor.astype(total.dtype)
-
-
-def _measure(
-    config: ResolvedConfig,
-    inputs: LossInputs,
-    model: PyTree,
-    model_state: PyTree,
+def _mean_loss(
+    config: StepConfig,
+    layout: StateLayout,
+    extra: Extra,
+    frozen: PyTree,
+    loss_weight: Float[Array, ""],
+    scale: Float[Array, ""] | None,
+    params: PyTree,
     batch: PyTree,
+    model_state: PyTree,
     key: Array,
-) -> tuple[dict[str, Array], PyTree]:
-    """Call the user's loss function, and sum its results over the batch."""
+) -> tuple[Array, tuple[dict[str, Array], PyTree]]:
+    """What is differentiated by `params`: the mean loss over the rows of a microbatch.
+
+    The mean is by `loss_weight`, that of the whole batch, so that microbatches add up to
+    its mean, and times `scale`. Also returned are the sums of the loss and of metrics, and
+    the model's new state.
+    """
     if model_state is not None and has_entry(batch, WEIGHT):
         raise ValueError(
             "the model has state, such as BatchNorm's, which padded rows (the batch has "
             f"{WEIGHT!r}) would change; make the loader with remainder='drop', or call "
             f"weights of the loss {LOSS_WEIGHT!r}."
         )
-    with step_context(
-        (model, inputs.extra),
-        (inputs.layout.model, inputs.extra_storage),
-        (inputs.layout.update, inputs.extra_storage),
-        batch,
-        config.mesh,
-        config.precision,
-    ) as ((model, extra), batch_for_use):
+    model = eqx.combine(params, frozen), extra.values
+    storage = layout.model, extra.storage
+    update = layout.update, extra.storage
+    with step_context(model, storage, update, batch, layout.mesh, config.precision) as (
+        (model, values),
+        batch_for_use,
+    ):
+        # Called here, and not in a function of its own: each is a frame in the traceback
+        # of a mistake in the loss function.
+        out = config.loss_fn(with_state(model, model_state), batch_for_use, key, *values)
+        results, new_state = _split_result(out, model_state, config)
 
-        def measure(batch: PyTree) -> tuple[dict[str, Any], PyTree]:
-            out = config.loss_fn(with_state(model, model_state), batch, key, *extra)
-            return _split_result(out, model_state is not None, config)
+        def again(batch: PyTree) -> dict[str, Any]:
+            out = config.loss_fn(with_state(model, model_state), batch, key, *values)
+            return _split_result(out, model_state, config)[0]
 
-        values, new_state = measure(batch_for_use)
-        if jax.tree.structure(new_state) != jax.tree.structure(model_state):
-            raise ValueError(
-                "the loss function returned the state of another model; return the one "
-                "that the model returned."
-            )
-        scalars = values, lambda batch: measure(batch)[0], batch_for_use
-        check_scalars(*scalars)
-        if config.accumulate > 1:
-            config.warn_of_scalars(scalars_of_examples(*scalars))
-    losses = sum_losses(values.pop("loss"), batch, config.mesh)
-    sums = sum_over_examples(values, batch, config.mesh)
-    return {**sums, "loss": losses}, new_state
+        if config.accumulate > 1 or is_weighted(batch):
+            scalars = scalars_of_examples(results, again, batch_for_use)
+            check_scalars(scalars, batch)
+            config.warn_of_scalars(scalars)
+    losses = sum_losses(results.pop("loss"), batch, layout.mesh)
+    sums = {**sum_over_examples(results, batch, layout.mesh), "loss": losses}
+    loss = _mean(losses, loss_weight)
+    return loss if scale is None else loss * scale, (sums, new_state)
+
+
+def _mean(total: Array, weight: Array) -> Array:
+    # A negative weight would turn the loss around; the step is then not finite.
+    divisor = jnp.where(weight == 0, 1, jnp.where(weight < 0, jnp.nan, weight))
+    return total / divisor.astype(total.dtype)
 
 
 def _split_result(
-    out: Any, has_state: bool, config: ResolvedConfig
+    out: Any, model_state: PyTree, config: StepConfig
 ) -> tuple[dict[str, Any], PyTree]:
-    """The losses and metrics by name, and the model's state, that a user returned."""
+    """The losses and metrics by name, and the model's new state, that a user returned."""
     values = [*out] if isinstance(out, tuple) else [out]
-    model_state = None
-    if has_state:
-        model_state = values.pop()
-        if not isinstance(model_state, eqx.nn.State):
+    new_state = None
+    if model_state is not None:
+        new_state = values.pop()
+        if not isinstance(new_state, eqx.nn.State):
             raise TypeError(
-                f"the loss function returned a {type(model_state).__name__} last; for a "
+                f"the loss function returned a {type(new_state).__name__} last; for a "
                 "model with state, return (losses, state) or (losses, metrics, state)."
             )
     if len(values) not in (1, 2):
@@ -173,10 +171,15 @@ def _split_result(
             f"the loss function returned {len(values)} values besides a model's state; "
             "return losses, or losses and a dict of metrics."
         )
+    if jax.tree.structure(new_state) != jax.tree.structure(model_state):
+        raise ValueError(
+            "the loss function returned the state of another model; return the one that "
+            "the model returned."
+        )
     losses, metrics = values if len(values) == 2 else (*values, {})
-    reserved = ("loss", "nonfinite", *norm_names(config.grad_norms))
+    reserved = ("loss", "nonfinite", *["grad_norm"] * config.grad_norms)
     check_metric_names("the loss function's metrics", metrics, *reserved)
-    return {**metrics, "loss": losses}, model_state
+    return {**metrics, "loss": losses}, new_state
 
 
 @contextlib.contextmanager
@@ -235,17 +238,20 @@ def accumulate_gradients(
 
     `gradient(microbatch, model_state, key)` returns `(grads, (sums, model_state))`.
     """
+    numbers = jnp.arange(count)
+    first = jax.eval_shape(microbatch, numbers[0])
+    # Traced once, for the shapes of the sums and for the body of the loop.
+    jaxpr, out = jax.make_jaxpr(gradient, return_shape=True)(first, model_state, key)
+    structure = jax.tree.structure(out)
 
     def body(carry: Any, index: Int[Array, ""]) -> tuple[Any, None]:
         total, model_state = carry
-        grads, (sums, model_state) = gradient(
-            microbatch(index), model_state, jax.random.fold_in(key, index)
-        )
+        args = microbatch(index), model_state, jax.random.fold_in(key, index)
+        flat = core.jaxpr_as_fun(jaxpr)(*jax.tree.leaves(args))
+        grads, (sums, model_state) = jax.tree.unflatten(structure, flat)
         return (jax.tree.map(jnp.add, total, (grads, sums)), model_state), None
 
-    numbers = jnp.arange(count)
-    first = jax.eval_shape(microbatch, numbers[0])
-    grads, (sums, _) = jax.eval_shape(gradient, first, model_state, key)
+    grads, (sums, _) = out
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, sums))
     ((grads, sums), model_state), _ = jax.lax.scan(body, (zeros, model_state), numbers)
     return grads, (sums, model_state)

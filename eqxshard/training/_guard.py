@@ -3,20 +3,20 @@
 import collections
 import functools as ft
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int, PyTree
 
 from ..sharding._leaves import is_inexact
 from ..sharding._mesh import is_on_cpus
 from ..sharding._spec import spec_axes
-from .rewrite._jaxprs import jaxprs_in, open_jaxpr
+from ._gradients import Gradients
+from ._layout import StateLayout
 
 #: On CPUs, arrays with fewer elements are checked together: with a reduction for each, a
 #: small model would take longer to check than to update.
@@ -25,41 +25,71 @@ _SMALL = 2**13
 _TOGETHER = 80
 #: There, an array with so many elements has a kernel of its own.
 _LARGE = 2**20
-#: What makes an update too expensive to be computed twice.
-_EXPENSIVE = {"dot_general", "scan", "while", "cholesky", "eigh", "lu", "qr", "svd"}
 
 
-class Written(NamedTuple):
-    """An array that a step computes.
+def guard_update(
+    update: Callable[[], PyTree], old: PyTree, gradients: Gradients, layout: StateLayout
+) -> tuple[PyTree, Bool[Array, ""]]:
+    """What a step writes: an update if it is finite, and otherwise what was there before.
 
-    - `new`: the array.
-    - `old`: what it takes the place of; `None` for a gradient.
-    - `sharding`: that of both.
+    **Arguments:**
+
+    - `update`: computes the new parameters, optimizer state and model state.
+    - `old`: these three before the step.
+    - `gradients`, `layout`: of the step.
+
+    **Returns:**
+
+    The new or the old values, bit for bit, and whether the loss, the gradients and the
+    update are finite.
     """
+    new = update()
+    arrays, static = eqx.partition(old, eqx.is_array)
+    *_, model_state = arrays
+    replicated = jax.tree.map(lambda _: layout.replicated, model_state)
+    values = _changes(new, arrays, (layout.update, layout.opt_state, replicated))
+    changes = [*_changes(gradients.grads, None, layout.update), *values]
+    finite = all_finite(changes, layout.mesh) & jnp.isfinite(gradients.loss)
+    if is_on_cpus(layout.mesh):
+        # With a select, XLA:CPU would copy the optimizer's state, because it has no
+        # kernel that writes several results at once. The update is computed again, in the
+        # place of the old values, rather than kept until it is known to be finite.
+        again = lambda: eqx.filter(update(), eqx.is_array)  # noqa: E731
+        kept = jax.lax.cond(finite, again, lambda: arrays)
+    else:
+        # With a branch, a GPU would wait for the host to decide.
+        new = eqx.filter(new, eqx.is_array)
+        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, arrays)
+    return eqx.combine(kept, static), finite
 
-    new: Any
-    old: Any
-    sharding: NamedSharding
+
+def gradients_fit(gradients: Gradients, layout: StateLayout) -> Bool[Array, ""]:
+    """Whether the loss and the gradients are finite, whatever the update."""
+    changes = _changes(gradients.grads, None, layout.update)
+    return all_finite(changes, layout.mesh) & jnp.isfinite(gradients.loss)
 
 
-def written(
+#: A new array, what it takes the place of (`None` for a gradient), and their sharding.
+Change = tuple[Array, Array | None, NamedSharding]
+
+
+def _changes(
     new: PyTree, old: PyTree, shardings: PyTree[NamedSharding | None]
-) -> list[Written]:
-    """The arrays of a PyTree, for `all_finite`; `old` is `None` for gradients."""
-    arrays = [*filter(eqx.is_array, jax.tree.leaves(new))]
-    olds = [*filter(eqx.is_array, jax.tree.leaves(old))] or [None] * len(arrays)
-    parts = zip(arrays, olds, jax.tree.leaves(shardings), strict=True)
-    return [Written(*each) for each in parts]
+) -> list[Change]:
+    """The arrays of a PyTree; `old` is `None` for gradients."""
+    arrays = [x for x in jax.tree.leaves(new) if eqx.is_array(x)]
+    olds = jax.tree.leaves(old) or [None] * len(arrays)
+    return [*zip(arrays, olds, jax.tree.leaves(shardings), strict=True)]
 
 
-def all_finite(arrays: Iterable[Written], mesh: Mesh) -> Bool[Array, ""]:
+def all_finite(changes: Sequence[Change], mesh: Mesh) -> Bool[Array, ""]:
     """Whether no new array is infinite or nan where the old one was finite.
 
     (The best loss so far, in the state of an optimizer, may be infinite at first.) Each
     device checks its own shards.
     """
     # XLA fails on per-device code whose arguments are all of size 0.
-    found = [each for each in arrays if is_inexact(each.new) and each.new.size]
+    found = [change for change in changes if is_inexact(change[0]) and change[0].size]
     if not found:
         return jnp.array(True)
     new, old, shardings = map(list, zip(*found))
@@ -80,8 +110,8 @@ def all_finite(arrays: Iterable[Written], mesh: Mesh) -> Bool[Array, ""]:
         return jax.lax.psum(count, axes) if axes else count
 
     in_specs = specs, [spec if leaf is not None else None for spec, leaf in zip(specs, old)]
-    whole = PartitionSpec()
-    count = jax.shard_map(count_bad, mesh=mesh, in_specs=in_specs, out_specs=whole)
+    replicated = PartitionSpec()
+    count = jax.shard_map(count_bad, mesh=mesh, in_specs=in_specs, out_specs=replicated)
     return count(new, old) == 0
 
 
@@ -129,64 +159,3 @@ def _gpu_groups(places: list[list[Array]]) -> list[Array]:
     longest = max(mask.size for mask in masks)
     padded = [jnp.pad(mask, (0, longest - mask.size)) for mask in masks]
     return [ft.reduce(operator.or_, padded)]
-
-
-def select_update(
-    finite: Bool[Array, ""],
-    update: "Update",
-    new: PyTree,
-    old: PyTree,
-    mesh: Mesh,
-) -> PyTree:
-    """The new values if they are finite; otherwise the old ones, bit for bit.
-
-    `new` is what `update` returned.
-    """
-    if is_on_cpus(mesh):
-        # With a select, XLA:CPU would copy the optimizer's state, because it has no
-        # kernel that writes several results at once. A cheap update is computed again, in
-        # the place of the old values, rather than kept until it is known to be finite.
-        arrays, static = eqx.partition(old, eqx.is_array)
-        make = (lambda: new) if update.is_expensive() else update
-        taken = jax.lax.cond(
-            finite, lambda: eqx.filter(make(), eqx.is_array), lambda: arrays
-        )
-        return eqx.combine(taken, static)
-    # With a branch, a GPU would wait for the host to decide.
-    return jax.tree.map(
-        lambda new, old: jnp.where(finite, new, old) if eqx.is_array(new) else old,
-        new,
-        old,
-    )
-
-
-class Update:
-    """An update, which is traced once and can be computed twice."""
-
-    def __init__(self, update: Callable[[], PyTree]):
-        self._static: PyTree = None
-
-        def arrays() -> PyTree:
-            found, self._static = eqx.partition(update(), eqx.is_array)
-            return found
-
-        self._jaxpr, shapes = jax.make_jaxpr(arrays, return_shape=True)()
-        self._structure = jax.tree.structure(shapes)
-
-    def __call__(self) -> PyTree:
-        """The new values."""
-        arrays = jax.tree.unflatten(self._structure, core.jaxpr_as_fun(self._jaxpr)())
-        return eqx.combine(arrays, self._static)
-
-    def is_expensive(self) -> bool:
-        """Whether it does more than to read each array a few times."""
-        return _has(self._jaxpr, _EXPENSIVE)
-
-
-def _has(jaxpr: Any, primitives: set[str]) -> bool:
-    """Whether a jaxpr, or one inside of it, has an equation of one of some primitives."""
-    return any(
-        eqn.primitive.name in primitives
-        or any(_has(inner, primitives) for inner in jaxprs_in(eqn.params))
-        for eqn in open_jaxpr(jaxpr).eqns
-    )

@@ -18,9 +18,9 @@ from ..sharding._mesh import check_mesh
 from ..sharding._placement import named_leaves
 from ..sharding._rule import Rule, check_rule
 from ._build import build_arrays
-from ._compile import jit_is_off
 from ._config import check_optim
-from ._extra import any_donated, copy_shared
+from ._donation import any_donated, copy_shared
+from ._jit import jit_is_off
 from ._kept_tracers import check_no_tracers
 from ._layout import make_layout
 from ._optimizer import init_optimizer

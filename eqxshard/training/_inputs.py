@@ -5,26 +5,27 @@ Each kind is a class with the same methods, so that steps treat them alike.
 
 import abc
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
 from ..data._resident import DeviceBatches
-from ..sharding._leaves import is_array, leaf_path
+from ..sharding._leaves import leaf_path
 from ..sharding._mesh import (
     batch_sharding,
     check_batch_size,
     describe_mesh,
     format_sharding,
 )
-from ._metrics import Metrics
 
-_Carry = TypeVar("_Carry")
-_Step = Callable[[_Carry, PyTree], tuple[_Carry, PyTree]]
+#: From arrays that are carried along, arrays that stay the same, and a batch, to new arrays
+#: and what is returned.
+_Step = Callable[[list[Any], list[Any], PyTree], tuple[list[Any], Any]]
 
 
 class StepInput(abc.ABC):
@@ -36,12 +37,8 @@ class StepInput(abc.ABC):
     suffix: str
 
     @abc.abstractmethod
-    def check_shapes(self, batch: PyTree, mesh: Mesh, accumulate: int) -> None:
-        """Raise `ValueError` unless all entries have the same rows, and these divide."""
-
-    @abc.abstractmethod
-    def check_placement(self, batch: PyTree, mesh: Mesh) -> None:
-        """Raise `ValueError` if a batch is committed elsewhere than the step takes it."""
+    def check(self, batch: PyTree, mesh: Mesh, accumulate: int = 1) -> None:
+        """Raise unless a batch has rows that divide, and is where the step takes it."""
 
     def check_ready(
         self, batch: PyTree, mesh: Mesh, wanted: NamedSharding | None, accumulate: int = 1
@@ -62,8 +59,7 @@ class StepInput(abc.ABC):
                 )
             elsewhere = elsewhere or leaf.sharding != wanted
         if elsewhere:
-            self.check_shapes(batch, mesh, accumulate)
-            self.check_placement(batch, mesh)
+            self.check(batch, mesh, accumulate)
 
     @abc.abstractmethod
     def program(self, step: str, batch: PyTree) -> str:
@@ -77,46 +73,42 @@ class StepInput(abc.ABC):
         """The sharding that the step takes a batch in; `None` for any."""
 
     @abc.abstractmethod
-    def run(
-        self, step: _Step[_Carry], carry: _Carry, batch: PyTree, mesh: Mesh
-    ) -> tuple[_Carry, Any]:
-        """Call a step for each batch; stack the results if there may be several."""
-
-    @abc.abstractmethod
-    def count(self, batch: PyTree, metrics: Metrics) -> int:
-        """The number of steps that were taken."""
+    def repeat(self, step: _Step, mesh: Mesh) -> _Step:
+        """A function that takes a step for each batch, and stacks what these return."""
 
 
 class _Batch(StepInput):
-    """One batch, or stacked ones: a PyTree of arrays, with rows behind `leading` dims."""
+    """One batch, or stacked ones: a PyTree of arrays with the same leading dims."""
 
-    def __init__(self, stacked: bool):
-        self.suffix = "s" if stacked else ""
-        self._stacked = stacked
+    def __init__(self, *leading: str):
+        self.suffix = "" if len(leading) == 1 else "s"
+        self._leading = leading
+        self._stacked = len(leading) > 1
 
-    def check_shapes(self, batch: PyTree, mesh: Mesh, accumulate: int = 1) -> None:
+    def check(self, batch: PyTree, mesh: Mesh, accumulate: int = 1) -> None:
         if isinstance(batch, DeviceBatches):
             raise TypeError(
                 "Loader.stacked returns batches for several steps; give them to many, or "
                 "iterate over the loader."
             )
-        leading = 2 if self._stacked else 1
+        count = len(self._leading)
         leaves = jax.tree_util.tree_leaves_with_path(batch)
         shapes = {leaf_path(path): getattr(leaf, "shape", ()) for path, leaf in leaves}
-        sizes = {shape[:leading] for shape in shapes.values()}
-        if len(sizes) != 1 or len(next(iter(sizes))) < leading:
-            dims = "dims of steps and examples" if self._stacked else "dim of examples"
+        sizes = {shape[:count] for shape in shapes.values()}
+        if len(sizes) != 1 or len(next(iter(sizes))) < count:
             raise ValueError(
                 f"the entries of a batch have the shapes {shapes}; give each the same "
-                f"leading {dims}."
+                f"leading dims: {', '.join(self._leading)}."
             )
-        rows = next(iter(sizes))[leading - 1]
-        check_batch_size(rows, mesh, accumulate=accumulate)
-
-    def check_placement(self, batch: PyTree, mesh: Mesh) -> None:
+        check_batch_size(next(iter(sizes))[count - 1], mesh, accumulate=accumulate)
         wanted = self.sharding(mesh)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-            _check_array(path, leaf)
+        for path, leaf in leaves:
+            kinds = jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic
+            if not isinstance(leaf, kinds):
+                raise TypeError(
+                    f"batch entry {leaf_path(path)} is a {type(leaf).__module__}."
+                    f"{type(leaf).__name__}; convert it with numpy.asarray."
+                )
             if is_elsewhere(leaf, wanted):
                 raise ValueError(
                     f"batch entry {leaf_path(path)} is sharded as "
@@ -133,13 +125,12 @@ class _Batch(StepInput):
     def sharding(self, mesh: Mesh) -> NamedSharding:
         return batch_sharding(mesh, stacked=self._stacked)
 
-    def run(
-        self, step: _Step[_Carry], carry: _Carry, batch: PyTree, mesh: Mesh
-    ) -> tuple[_Carry, Any]:
-        return jax.lax.scan(step, carry, batch) if self._stacked else step(carry, batch)
-
-    def count(self, batch: PyTree, metrics: Metrics) -> int:
-        return metrics.weight.size
+    def repeat(self, step: _Step, mesh: Mesh) -> _Step:
+        if not self._stacked:
+            return step
+        return lambda arrays, kept, batch: jax.lax.scan(
+            lambda arrays, batch: step(arrays, kept, batch), arrays, batch
+        )
 
 
 class _Resident(StepInput):
@@ -147,10 +138,10 @@ class _Resident(StepInput):
 
     suffix = "s"
 
-    def check_shapes(self, batch: DeviceBatches, mesh: Mesh, accumulate: int = 1) -> None:
+    def check(self, batch: DeviceBatches, mesh: Mesh, accumulate: int = 1) -> None:
         check_batch_size(batch.rows.shape[1], mesh, accumulate=accumulate)
-
-    def check_placement(self, batch: DeviceBatches, mesh: Mesh) -> None:
+        if isinstance(batch.rows, Tracer):
+            return
         sharding = batch.rows.sharding
         if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
             raise ValueError(
@@ -165,31 +156,31 @@ class _Resident(StepInput):
     def sharding(self, mesh: Mesh) -> None:
         return None
 
-    def run(
-        self, step: _Step[_Carry], carry: _Carry, batch: DeviceBatches, mesh: Mesh
-    ) -> tuple[_Carry, Any]:
-        room = batch.rows.shape[0]
-        out = jax.eval_shape(lambda c: step(c, batch.batch(jnp.int32(0), mesh))[1], carry)
-        # A loop over the steps to take, so that any number of them up to the room that
-        # there is shares one compiled program.
-        zeros = jax.tree.map(lambda leaf: jnp.zeros((room, *leaf.shape), leaf.dtype), out)
+    def repeat(self, step: _Step, mesh: Mesh) -> _Step:
+        # A loop over the steps to take, so that any number of them up to the capacity
+        # shares one compiled program.
+        def steps(arrays: Any, kept: Any, batch: DeviceBatches) -> tuple[Any, Any]:
+            def one(index: Array, arrays: Any) -> tuple[Any, Any]:
+                return step(arrays, kept, batch.batch(index, mesh))
 
-        def body(loop: tuple[Array, _Carry, PyTree]) -> tuple[Array, _Carry, PyTree]:
-            index, carry, outs = loop
-            carry, out = step(carry, batch.batch(index, mesh))
-            outs = jax.tree.map(lambda all, one: all.at[index].set(one), outs, out)
-            return index + 1, carry, outs
+            def body(loop: tuple[Array, Any, PyTree]) -> tuple[Array, Any, PyTree]:
+                index, arrays, outs = loop
+                arrays, out = one(index, arrays)
+                outs = jax.tree.map(lambda all, one: all.at[index].set(one), outs, out)
+                return index + 1, arrays, outs
 
-        start = jnp.int32(0), carry, zeros
-        _, carry, outs = jax.lax.while_loop(lambda loop: loop[0] < batch.count, body, start)
-        return carry, outs
+            capacity = batch.rows.shape[0]
+            _, out = jax.eval_shape(one, jnp.int32(0), arrays)
+            empty = jax.tree.map(lambda x: jnp.zeros((capacity, *x.shape), x.dtype), out)
+            first = jnp.int32(0), arrays, empty
+            _, *results = jax.lax.while_loop(lambda x: x[0] < batch.count, body, first)
+            return tuple(results)
 
-    def count(self, batch: DeviceBatches, metrics: Metrics) -> int:
-        return int(batch.count)
+        return steps
 
 
-ONE_BATCH = _Batch(stacked=False)
-STACKED_BATCHES = _Batch(stacked=True)
+ONE_BATCH = _Batch("examples")
+STACKED_BATCHES = _Batch("steps", "examples")
 RESIDENT_BATCHES = _Resident()
 
 
@@ -198,16 +189,8 @@ def several_batches(batches: PyTree) -> StepInput:
     return RESIDENT_BATCHES if isinstance(batches, DeviceBatches) else STACKED_BATCHES
 
 
-def _check_array(path: tuple[Any, ...], leaf: Any) -> None:
-    if not (is_array(leaf) or isinstance(leaf, np.ndarray | np.generic)):
-        raise TypeError(
-            f"batch entry {leaf_path(path)} is a {type(leaf).__module__}."
-            f"{type(leaf).__name__}; convert it with numpy.asarray."
-        )
-
-
-def is_elsewhere(leaf: Any, sharding: NamedSharding) -> bool:
+def is_elsewhere(leaf: Any, sharding: NamedSharding) -> TypeGuard[Array]:
     """Whether an array is committed to another sharding."""
-    if not isinstance(leaf, jax.Array) or not leaf.committed:
+    if isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array) or not leaf.committed:
         return False
     return not leaf.sharding.is_equivalent_to(sharding, leaf.ndim)

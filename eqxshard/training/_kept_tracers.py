@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools as ft
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -72,7 +71,7 @@ def _find_tracer(whole: Any) -> Tracer | None:
 def _refers_to(part: Any) -> Iterable[Any]:
     if isinstance(part, Mapping):
         return [*part.keys(), *part.values()]
-    if isinstance(part, list | tuple | set | frozenset | deque):
+    if isinstance(part, list | tuple | set | frozenset):
         return part
     if isinstance(part, MethodType):
         return [part.__self__, part.__func__]
@@ -80,10 +79,6 @@ def _refers_to(part: Any) -> Iterable[Any]:
         return [part.func, part.args, part.keywords]
     # `__wrapped__` of functions that are jitted, and the like, is there.
     found: list[Any] = [getattr(part, "__dict__", None)]
-    for base in type(part).__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        names = (slots,) if isinstance(slots, str) else slots
-        found += [getattr(part, name, None) for name in names]
     if isinstance(part, FunctionType):
         found += [part.__defaults__, part.__kwdefaults__]
         for cell in part.__closure__ or ():

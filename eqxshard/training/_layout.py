@@ -1,16 +1,16 @@
 """The shardings of a training state, computed once from the rule."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from ..sharding._combinators import HOST_MEMORY, offloads, optimizer_rule
-from ..sharding._leaves import is_array
+from ..sharding._leaves import is_array, is_key
 from ..sharding._placement import assign_shardings, filter_shard
 from ..sharding._rule import Rule
+from ._state import TrainState
 
 
 class StateLayout(NamedTuple):
@@ -20,22 +20,29 @@ class StateLayout(NamedTuple):
     - `update`: for each trained array the sharding of its gradient and its update, which
         under `zero1` is not that of the parameter.
     - `opt_state`: the sharding of each array of the optimizer's state.
-    - `whole`: the sharding of everything else.
+    - `replicated`: the sharding of everything else.
+    - `rule`: what decided.
     """
 
     model: PyTree[NamedSharding | None]
     update: PyTree[NamedSharding | None]
     opt_state: PyTree[NamedSharding | None]
-    whole: NamedSharding
+    replicated: NamedSharding
+    rule: Rule
 
-    def flat(self, state: Any) -> list[NamedSharding]:
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh that a state is on."""
+        return self.replicated.mesh  # pyright: ignore[reportReturnType]
+
+    def flat(self, state: TrainState) -> list[NamedSharding]:
         """The sharding of each array of a state, in the order of `flatten_state`."""
         rest = (state.key, state.model_state, state.loss_scale)
         return [
-            self.whole,
+            self.replicated,
             *jax.tree.leaves(self.model),
             *jax.tree.leaves(self.opt_state),
-            *[self.whole for leaf in jax.tree.leaves(rest) if is_array(leaf)],
+            *[self.replicated for leaf in jax.tree.leaves(rest) if is_array(leaf)],
         ]
 
 
@@ -65,104 +72,71 @@ def make_layout(
         )
     else:
         update = assign_shardings(params, mesh, update_rule)
-    state = opt_state_shardings(opt_state, params, update, mesh, offloads(rule))
-    return StateLayout(storage, update, state, NamedSharding(mesh, PartitionSpec()))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    state = _opt_state_shardings(opt_state, params, update, replicated, rule)
+    return StateLayout(storage, update, state, replicated, rule)
 
 
-def opt_state_shardings(
+def _opt_state_shardings(
     opt_state: PyTree,
     params: PyTree,
     update: PyTree[NamedSharding | None],
-    mesh: Mesh,
-    offloaded: bool,
+    replicated: NamedSharding,
+    rule: Rule,
 ) -> PyTree[NamedSharding | None]:
     """The sharding of each array of an optimizer's state: its parameter's update's.
 
     Such as `0.mu.layers.0.weight`: its path ends like that of its parameter, and it has
     its shape. Factored states, such as Adafactor's, are shaped unlike their parameters.
     """
-    whole = NamedSharding(mesh, PartitionSpec())
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    known = {
-        path: (param.shape, sharding)
-        for (path, param), sharding in zip(leaves, jax.tree.leaves(update), strict=True)
-    }
+    pairs = zip(leaves, jax.tree.leaves(update), strict=True)
+    known = {path: (param.shape, sharding) for (path, param), sharding in pairs}
 
     def follow(path: tuple[Any, ...], leaf: Any) -> NamedSharding | None:
         if not is_array(leaf):
             return None
         ends = (path[start:] for start in range(len(path) + 1))
-        shape, sharding = next((known[end] for end in ends if end in known), (None, whole))
-        sharding = sharding if leaf.shape == shape else whole
-        move = offloaded and shape is not None and leaf.shape
-        return _in_memory(sharding, HOST_MEMORY) if move else sharding
+        shape, sharding = next((known[x] for x in ends if x in known), (None, replicated))
+        sharding = sharding if leaf.shape == shape else replicated
+        on_host = is_offloaded(leaf, rule)
+        return sharding.with_memory_kind(HOST_MEMORY) if on_host else sharding
 
     return jax.tree_util.tree_map_with_path(follow, opt_state)
 
 
-def fetch_offloaded(
-    arrays: Sequence[Array], shardings: Sequence[NamedSharding]
-) -> list[Array]:
-    """Fetch the arrays that are kept in host memory between steps."""
-    return [
-        jax.device_put(array, _in_memory(sharding, "device"))
-        if sharding.memory_kind == HOST_MEMORY
-        else array
-        for array, sharding in zip(arrays, shardings, strict=True)
-    ]
+def is_offloaded(leaf: Any, rule: Rule) -> bool:
+    """Whether a leaf of the optimizer's state is kept in host memory between steps.
 
-
-def offload_to_host(
-    arrays: Sequence[Array], shardings: Sequence[NamedSharding]
-) -> list[Array]:
-    """Constrain arrays to their shardings; send those that belong there to host memory."""
-    on_device = [NamedSharding(each.mesh, each.spec) for each in shardings]
-    return [
-        jax.device_put(array, sharding) if sharding.memory_kind == HOST_MEMORY else array
-        for array, sharding in zip(
-            filter_shard([*arrays], on_device), shardings, strict=True
-        )
-    ]
-
-
-def _in_memory(sharding: NamedSharding, kind: str) -> NamedSharding:
-    """The sharding in a memory, whether its devices list that or are not there."""
-    found = sharding.with_memory_kind(kind)
-    if found.memory_kind == kind:
-        return found
-    return _Unlisted.of(sharding, kind)
-
-
-class _Unlisted(NamedSharding):
-    """A sharding in a memory that its devices do not list, because they are not there.
-
-    JAX forgets the memory of others.
+    Its sharding says so too, but not on devices that are only there to compile for.
     """
-
-    _kind: str
-
-    @staticmethod
-    def of(sharding: NamedSharding, kind: str) -> "_Unlisted":
-        made = _Unlisted(sharding.mesh, sharding.spec)
-        made._kind = _Kind(kind)
-        return made
-
-    @property
-    def memory_kind(self) -> str:
-        return self._kind
-
-    def __eq__(self, other: object) -> bool:
-        same = isinstance(other, _Unlisted) and self._kind == other._kind
-        return same and super().__eq__(other)
-
-    def __hash__(self) -> int:
-        return hash((self._kind, super().__hash__()))
+    return offloads(rule) and is_array(leaf) and leaf.shape != () and not is_key(leaf)
 
 
-class _Kind(str):
-    """A memory that a compiled step does not name, which JAX compares with it."""
+def fetch_offloaded(opt_state: PyTree, rule: Rule) -> PyTree:
+    """Inside jit: fetch the arrays that are kept in host memory between steps."""
+    return _move(opt_state, rule, jax.memory.Space.Device)
 
-    __slots__ = ()
 
-    def __ne__(self, other: object) -> bool:
-        return other is not None and super().__ne__(other)
+def constrain_state(state: TrainState, layout: StateLayout) -> TrainState:
+    """Inside jit: leave each array of a state where it is stored between steps."""
+    rest = state.step, state.key, state.model_state, state.loss_scale
+    step, key, model_state, loss_scale = filter_shard(rest, layout.replicated)
+    # First on the devices: the compiler does not split in host memory.
+    on_device = jax.tree.map(lambda x: NamedSharding(x.mesh, x.spec), layout.opt_state)
+    opt_state = filter_shard(state.opt_state, on_device)
+    return TrainState(
+        step=step,
+        model=filter_shard(state.model, layout.model),
+        opt_state=_move(opt_state, layout.rule, jax.memory.Space.Host),
+        key=key,
+        model_state=model_state,
+        loss_scale=loss_scale,
+        made_with=state.made_with,
+    )
+
+
+def _move(opt_state: PyTree, rule: Rule, to: Any) -> PyTree:
+    return jax.tree.map(
+        lambda x: jax.device_put(x, to) if is_offloaded(x, rule) else x, opt_state
+    )

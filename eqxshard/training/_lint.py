@@ -1,28 +1,30 @@
 """Lint of a step: everything that is found before it runs for the first time."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
-from ..compiled._findings import SMALL, Finding, Lint, lint_levels, report
+from ..compiled._findings import Finding, Lint, lint_levels, report
 from ..compiled._hlo import parse_module
 from ..compiled._lint_text import Argument, TextLint
 from ..data._resident import DeviceBatches
 from ..sharding._combinators import HOST_MEMORY
-from ..sharding._leaves import is_inexact, leaf_path
-from ..sharding._mesh import BATCH_AXES
+from ..sharding._leaves import array_leaves, format_array, is_inexact, leaf_path
 from ..sharding._placement import decide_leaves, named_leaves
-from ..sharding._rule import Rule
-from ._compile import Program
+from ..sharding._rule import Rule, check_rule
+from ..sharding._spec import spec_axes
 from ._inputs import STACKED_BATCHES, StepInput
-from ._lint_jaxpr import lint_jaxpr
-from ._lint_rule import lint_rule
-from ._precision import Precision
+from ._jit import Program
+from ._lint_jaxpr import lint_jaxpr, scanned_shapes
+from ._state import without_state
+
+if TYPE_CHECKING:
+    from ._step import Call
 
 
 class StepLint:
@@ -61,7 +63,6 @@ def argument(
     return Argument(
         path=path.removeprefix("model."),
         shape=tuple(leaf.shape),
-        bytes=leaf.size * leaf.dtype.itemsize,
         spec=() if sharding is None else tuple(sharding.spec),
         donated=donated and not in_host_memory,
         in_model=path == "model" or path.startswith("model."),
@@ -69,32 +70,47 @@ def argument(
 
 
 def lint_model(model: PyTree, mesh: Mesh, rule: Rule) -> Iterator[Finding]:
-    """The findings in how a rule splits a model."""
+    """The findings in how a rule splits a model: of kinds `whole` and `unmatched`."""
     leaves = named_leaves(model)
-    yield from lint_rule(rule, leaves, decide_leaves(leaves, mesh, rule), mesh)
+    for (path, leaf), decision in zip(leaves, decide_leaves(leaves, mesh, rule)):
+        is_split = any(mesh.shape[axis] > 1 for axis in spec_axes(decision.spec))
+        # The split of a vector saves too little to be missed.
+        if decision.undivided and len(leaf.shape) > 1 and not is_split:
+            yield Finding(
+                "whole",
+                path,
+                None,
+                f"{path or 'the array'} {format_array(leaf)} is whole on every device, "
+                f"though {decision.rule} asked for a split ({decision.note}). Pad one of "
+                "its dims to a multiple.",
+            )
+    try:
+        check_rule(rule, dict(leaves), mesh)
+    except ValueError as error:
+        # `init_state` would have refused this rule, but it made the state with another.
+        yield Finding("unmatched", None, None, str(error))
 
 
-def lint_program(
-    program: Program,
-    mesh: Mesh,
-    model: PyTree,
-    arguments: Sequence[Argument],
-    kind: StepInput,
-    batch: PyTree,
-    *,
-    precision: Precision | None = None,
-    microbatches: int = 1,
-) -> Iterator[Finding]:
-    """The findings in a compiled step, and in a batch for it.
+def lint_step(call: "Call", program: Program, batch: PyTree) -> Iterator[Finding]:
+    """The findings in a step: in how its rule splits a model, and in its program.
 
     **Arguments:**
 
-    - `program`: the compiled step.
-    - `mesh`, `model`, `precision`: its own.
-    - `arguments`: the arrays that it takes before the batch.
-    - `kind`, `batch`: its input.
-    - `microbatches`: how many parts of a batch it takes in turn.
+    - `call`: what the step is called with.
+    - `program`: what was compiled for it.
+    - `batch`: the batch that it was compiled for.
     """
+    step, key = call.variant.step, call.key
+    if call.state is not None:
+        model, leaves, places = call.state.model, array_leaves(call.state), step.shardings
+        yield from lint_model(model, step.mesh, step.rule)
+    else:
+        model, _ = without_state(key.kept.static.combine(call.kept))
+        leaves, places = array_leaves(model, "model"), key.kept.shardings
+    arguments = [
+        argument(path, leaf, sharding, donated=call.state is not None)
+        for (path, leaf), sharding in zip(leaves, places)
+    ]
     try:
         floats = {
             leaf_path(path): leaf.dtype
@@ -102,17 +118,17 @@ def lint_program(
             if is_inexact(leaf)
         }
         wide = [path for path, x in floats.items() if x in (jnp.float64, jnp.complex128)]
-        compute = None if precision is None else precision.compute
+        compute = None if step.precision is None else step.precision.compute
         yield from lint_jaxpr(program.jaxpr, compute, wide, len(wide) < len(floats))
-        yield from _batch_on_one_device(batch, mesh)
         text = TextLint(
             parse_module(program.text),
-            dict(mesh.shape),
+            dict(step.mesh.shape),
             arguments,
-            _batch_entries(kind, batch),
-            microbatches,
+            _batch_entries(key.kind, batch),
+            scanned_shapes(program.jaxpr),
+            step.accumulate,
         )
-        yield from dict.fromkeys(text.findings(program.stderr))
+        yield from dict.fromkeys(text.findings())
     except Exception as error:  # A program of a kind that lint does not know still runs.
         warnings.warn(
             f"lint could not read a step ({type(error).__name__}: {error}); please report "
@@ -120,26 +136,6 @@ def lint_program(
             RuntimeWarning,
             stacklevel=2,
         )
-
-
-def _batch_on_one_device(batch: PyTree, mesh: Mesh) -> Iterator[Finding]:
-    """Arrays that JAX copies to the others in each step. (NumPy's go to each at once.)"""
-    if all(mesh.shape[axis] == 1 for axis in BATCH_AXES):
-        return
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        if not isinstance(leaf, jax.Array) or leaf.nbytes < SMALL:
-            continue
-        if not leaf.committed and len(leaf.sharding.device_set) == 1:
-            name = leaf_path(path, "batch")
-            (device,) = leaf.sharding.device_set
-            yield Finding(
-                "batch",
-                name,
-                None,
-                f"{name} {leaf.shape} arrives whole on {device}, which sends each other "
-                "device its rows. Use a Loader, filter_shard(batch, batch_sharding(mesh)), "
-                "or NumPy arrays.",
-            )
 
 
 def _batch_entries(

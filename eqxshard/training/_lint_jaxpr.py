@@ -4,29 +4,25 @@ The compiled text would not say: compilers for CPUs compute bfloat16 in float32,
 no large constants.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
 from ..compiled._causes import user_line
-from ..compiled._findings import SMALL, Finding
+from ..compiled._findings import Finding
 from ..compiled._hlo import Frame
 from ..sharding._leaves import format_array
 from .rewrite._jaxprs import jaxprs_in, open_jaxpr
 
 _LARGE = 10**6
-#: The part of the arithmetic from which on float32 is not one layer that needs it.
-_MOST = 0.5
 
 
 class _Place(NamedTuple):
-    """An equation, the names of the transforms around it, and how often it runs."""
+    """An equation, and the names of the transforms around it."""
 
     eqn: Any
     names: str
-    times: int
 
     @property
     def line(self) -> str | None:
@@ -38,7 +34,7 @@ class _Place(NamedTuple):
 def lint_jaxpr(
     jaxpr: Any, compute: Any, wide: Sequence[str], narrow: bool
 ) -> Iterator[Finding]:
-    """The findings of kinds `dtype` and `constant`.
+    """The findings of kinds `dtype`, `callback` and `constant`.
 
     **Arguments:**
 
@@ -47,7 +43,7 @@ def lint_jaxpr(
     - `wide`: the paths of the model's arrays in float64.
     - `narrow`: whether the model has floating-point arrays in others.
     """
-    places = list(_places(jaxpr, "", 1))
+    places = list(_places(jaxpr))
     yield from _constants(jaxpr)
     if narrow:
         yield from _float64(places, wide)
@@ -59,7 +55,7 @@ def lint_jaxpr(
         if name in _CALLBACKS and name not in seen:
             seen.add(name)
             yield Finding(
-                "dtype",
+                "callback",
                 None,
                 place.line,
                 f"the step calls the host ({_CALLBACKS[name]}), and devices wait for it. "
@@ -75,13 +71,23 @@ _CALLBACKS = {
 }
 
 
-def _places(jaxpr: Any, names: str, times: int) -> Iterator[_Place]:
+def scanned_shapes(jaxpr: Any) -> set[tuple[int, ...]]:
+    """The shapes of the arrays of which loops take a part in each iteration."""
+    found = set()
+    for place in _places(jaxpr):
+        if place.eqn.primitive.name == "scan":
+            length = place.eqn.params["length"]
+            shapes = [var.aval.shape for var in place.eqn.invars]
+            found |= {shape for shape in shapes if shape[:1] == (length,)}
+    return found
+
+
+def _places(jaxpr: Any, names: str = "") -> Iterator[_Place]:
     for eqn in open_jaxpr(jaxpr).eqns:
         inside = f"{names}/{eqn.source_info.name_stack}"
-        yield _Place(eqn, inside, times)
-        count = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+        yield _Place(eqn, inside)
         for part in jaxprs_in(eqn.params):
-            yield from _places(part, inside, times * count)
+            yield from _places(part, inside)
 
 
 def _constants(jaxpr: Any) -> Iterator[Finding]:
@@ -90,7 +96,7 @@ def _constants(jaxpr: Any) -> Iterator[Finding]:
         if getattr(value, "nbytes", 0) < _LARGE:
             continue
         users = (
-            _Place(eqn, "", 1)
+            _Place(eqn, "")
             for eqn in open_jaxpr(jaxpr).eqns
             if any(each is var for each in eqn.invars)
         )
@@ -122,7 +128,8 @@ def _float64(places: list[_Place], wide: Sequence[str]) -> Iterator[Finding]:
         return
     for place in places:
         for var in place.eqn.outvars:
-            if _is(var, "float64", "complex128") and _nbytes(var) >= SMALL:
+            # Numbers cost nothing.
+            if _is(var, "float64", "complex128") and var.aval.shape:
                 yield Finding(
                     "dtype",
                     None,
@@ -136,43 +143,29 @@ def _float64(places: list[_Place], wide: Sequence[str]) -> Iterator[Finding]:
 def _float32(places: list[_Place], compute: str) -> Iterator[Finding]:
     """Matrix products in float32, if they are most of the loss and its gradient."""
     products = [
-        (_work(place), place)
+        place
         for place in places
         if place.eqn.primitive.name == "dot_general" and "jvp(" in place.names
     ]
     wide = [
-        (work, place)
-        for work, place in products
-        if any(_is(var, "float32") for var in place.eqn.invars)
+        place for place in products if any(_is(var, "float32") for var in place.eqn.invars)
     ]
-    share = sum(work for work, _ in wide) / (sum(work for work, _ in products) or 1)
-    large = [place for _, place in wide if max(map(_nbytes, place.eqn.invars)) >= SMALL]
-    if share >= _MOST and large:
-        first = large[0]
+    # One layer may need it, such as a softmax.
+    if wide and 2 * len(wide) >= len(products):
+        first = wide[0]
         yield Finding(
             "dtype",
             None,
             first.line,
-            f"{share:.0%} of the arithmetic of matrix products is in float32, under "
+            f"{len(wide)} of {len(products)} matrix products are in float32, under "
             f"Precision(compute={compute}); the first is of "
             f"{' and '.join(map(_text, first.eqn.invars))}. An array in float32 made its "
             f"products wide: cast it with .astype(x.dtype).",
         )
 
 
-def _work(place: _Place) -> int:
-    (contracted, _), _ = place.eqn.params["dimension_numbers"]
-    shape = place.eqn.invars[0].aval.shape
-    out = math.prod(place.eqn.outvars[0].aval.shape)
-    return out * math.prod(shape[dim] for dim in contracted) * place.times
-
-
 def _is(var: Any, *dtypes: str) -> bool:
     return str(getattr(var.aval, "dtype", "")) in dtypes
-
-
-def _nbytes(var: Any) -> int:
-    return math.prod(var.aval.shape) * var.aval.dtype.itemsize
 
 
 def _text(var: Any) -> str:

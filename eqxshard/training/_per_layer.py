@@ -12,11 +12,10 @@ import numpy as np
 import optax
 from jaxtyping import Array, PyTree
 
-from ..sharding._leaf_rules import near_paths
 from ..sharding._leaves import array_leaves, is_array, is_key, leaf_path, stacked_depth
 from ..sharding._placement import named_leaves
 from ..sharding._rule import leaf_dims
-from ..sharding._text import first_few
+from ..sharding._text import did_you_mean, first_few
 from ._config import check_optim, takes_value
 
 
@@ -129,8 +128,10 @@ def _check_found(patterns: list[re.Pattern[str]], params: PyTree) -> None:
     for pattern in patterns:
         if not any(map(pattern.match, paths)):
             stack = pattern.pattern.removeprefix("(?:").removesuffix(r")(?=\.|$)")
+            words = {word for path in paths for word in path.split(".")}
             raise ValueError(
-                f"per_layer: there are no layers at {stack!r}; {near_paths(stack, paths)}"
+                f"per_layer: there are no layers at {stack!r}; {did_you_mean(stack, words)}"
+                f"the paths are {first_few(paths)}."
             )
     for path, leaf in named_leaves(params):
         stack = next(filter(None, (pattern.match(path) for pattern in patterns)), None)

@@ -1,7 +1,8 @@
 """`scan_layers`: stacked layers, gathered and compiled one at a time."""
 
 import functools as ft
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -9,10 +10,22 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
-from ..sharding._leaves import array_leaves, format_array, stacked_depth
+from ..sharding._leaves import array_leaves, stacked_depth
 from ..sharding._spec import axes_of
 from ._gather import Stored, in_use, using
-from ._remat import Remat, rematerialize
+
+#: A policy of `jax.checkpoint`, or the name of one of these.
+Remat = Literal["none", "dots", "full", "offload"] | Callable[..., Any]
+
+#: Products with weights, but not the scores of each pair of tokens; and attention's output.
+_PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    jax.checkpoint_policies.save_only_these_names("attention"),
+)
+#: As a policy says it of one operation. There is no public name for the value itself.
+_TO_HOST = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")(
+    jax.lax.dot_general_p, dimension_numbers=(((), ()), ((), ()))
+)
 
 
 def scan_layers(
@@ -34,7 +47,8 @@ def scan_layers(
 
     - `layers`: a module whose arrays have a leading dim of layers, as made by
         `eqx.filter_vmap(make_layer)(keys)`. Inside a step these must be the model's own
-        arrays; change them (cast them, say) inside the layer.
+        arrays; change them (cast them, say) inside the layer. Of others, all layers are
+        gathered at once, which lint finds.
     - `x`: the input of the first layer. Each layer returns the input of the next, of the
         same shapes and types.
     - `args`: more arguments, the same for all layers.
@@ -54,9 +68,7 @@ def scan_layers(
     **Raises:**
 
     `TypeError` if the layers cannot be called, such as a list of them; `ValueError` if the
-    arrays do not all have the same leading dim; if `remat` is another text; inside a step,
-    if an array was computed from the model's arrays, so that all layers would be gathered
-    at once.
+    arrays do not all have the same leading dim, or if `remat` is another text.
 
     !!! Example
 
@@ -79,7 +91,7 @@ def scan_layers(
     depth = stacked_depth(layers)
     arrays, static = eqx.partition(layers, eqx.is_array)
     leaves, treedef = jax.tree.flatten(arrays)
-    stored = _find_stored(layers, depth)
+    stored = _find_stored(layers)
     # As a pipeline does, so that dropout is the same in both.
     numbers = jnp.arange(depth)
     keys = None if key is None else jax.vmap(ft.partial(jax.random.fold_in, key))(numbers)
@@ -101,18 +113,16 @@ def scan_layers(
             return (module(x, *args) if key is None else module(x, *args, key=key)), None
 
     xs = [leaf if each is None else each.array for leaf, each in zip(leaves, stored)]
-    return jax.lax.scan(rematerialize(body, remat), x, (xs, keys))[0]
+    return jax.lax.scan(_rematerialize(body, remat), x, (xs, keys))[0]
 
 
-def _find_stored(layers: PyTree, depth: int) -> list[Stored | None]:
+def _find_stored(layers: PyTree) -> list[Stored | None]:
     """How each array of the layers is stored, if it can be gathered layer by layer."""
-    used = in_use()
+    used = in_use() or {}
     found: list[Stored | None] = []
-    for path, leaf in array_leaves(layers):
-        _, stored = (used or {}).get(id(leaf), (None, None))
-        if stored is None:
-            _check_not_computed(path, leaf, depth)
-        elif any(map(_splits_layers, (stored.storage, stored.update))):
+    for _, leaf in array_leaves(layers):
+        _, stored = used.get(id(leaf), (None, None))
+        if stored and any(map(_splits_layers, (stored.storage, stored.update))):
             stored = None
         found.append(stored)
     return found
@@ -123,24 +133,6 @@ def _splits_layers(sharding: NamedSharding) -> bool:
     return any(sharding.mesh.shape[axis] > 1 for axis in axes)
 
 
-def _check_not_computed(path: str, leaf: Array, depth: int) -> None:
-    """Refuse an array in the place of one of the model's that is another object."""
-    used = in_use()
-    # In per-device code, arrays are each device's own and nothing is gathered.
-    if used is None or jax.sharding.get_abstract_mesh().manual_axes:
-        return
-    own = (
-        array for array, stored in used.values() if f".{stored.path}".endswith(f".{path}")
-    )
-    if path and any(array.ndim and array.shape[1:] == leaf.shape[1:] for array in own):
-        raise ValueError(
-            f"scan_layers: {path} {format_array(leaf)} is not the model's own array but "
-            f"was computed from one (cast, sliced, or traced again by jit or checkpoint), "
-            f"so all {depth} layers would be gathered at once; pass the model's layers "
-            "unchanged and compute inside the layer, or use jax.lax.scan."
-        )
-
-
 def _slice_of(stored: Stored, part: Array) -> Stored:
     """One layer of a stacked array."""
 
@@ -149,3 +141,39 @@ def _slice_of(stored: Stored, part: Array) -> Stored:
 
     storage, update = without_layers(stored.storage), without_layers(stored.update)
     return Stored(part, storage, update, stored.dtype, stored.path)
+
+
+def _rematerialize(fn: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
+    """A function that recomputes what it does not keep for the backward pass.
+
+    It is for the body of a scan, which keeps XLA from undoing it.
+    """
+    named: dict[Any, Any] = {
+        "none": _keep_all_but_gathered,
+        "dots": _keep_products,
+        "full": None,
+        "offload": _offload,
+    }
+    if not callable(remat) and remat not in named:
+        raise ValueError(
+            f"unknown remat={remat!r}; use one of 'none', 'dots', 'full' and 'offload', "
+            "or a policy of jax.checkpoint."
+        )
+    policy = remat if callable(remat) else named[remat]
+    return jax.checkpoint(fn, policy=policy, prevent_cse=False)
+
+
+def _keep_all_but_gathered(prim: Any, *avals: Any, **params: Any) -> bool:
+    # Weights are gathered by these. To keep them would be to gather all layers at once.
+    return prim.name != "sharding_constraint"
+
+
+def _keep_products(prim: Any, *avals: Any, **params: Any) -> bool:
+    # To go backward, cuDNN's attention needs more of its results than the output.
+    cudnn = prim.name.startswith("dot_product_attention_fwd")
+    return cudnn or _PRODUCTS(prim, *avals, **params)
+
+
+def _offload(prim: Any, *avals: Any, **params: Any) -> Any:
+    """Keep the same in the host's memory."""
+    return _TO_HOST if _keep_products(prim, *avals, **params) else False

@@ -1,6 +1,7 @@
 """`TrainState`: everything that a step changes."""
 
 import collections
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ _KEYS = tuple(jax.tree_util.GetAttrKey(name) for name in _FIELDS)
 _Fields = collections.namedtuple("_Fields", (*_FIELDS, "made_with"))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class MadeWith:
     """The arguments of [`eqxshard.init_state`][] that the steps need too.
 
@@ -27,18 +28,9 @@ class MadeWith:
     - `trained`: whether each leaf of the model is trained; `True` for all that can be.
     """
 
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, MadeWith)
-            and (self.trained, self.precision) == (other.trained, other.precision)
-            and _same_rule(self.rule, other.rule)
-        )
-
-    def __hash__(self) -> int:
-        # Not of the rule, which may have none.
-        return hash((self.trained, self.precision))
-
-    rule: Rule
+    # States of different rules differ in structure, so that what JAX has traced for one is
+    # not taken for the other. A rule may be one that cannot be hashed.
+    rule: Rule = dataclasses.field(hash=False)
     trained: tuple[bool, ...] | Literal[True]
     precision: Precision | None
 
@@ -53,40 +45,6 @@ class MadeWith:
                 "when its state was made; give make_train_step trainable=."
             )
         return jax.tree.unflatten(treedef, self.trained)
-
-
-def _same_rule(one: Rule, other: Rule) -> bool:
-    """Whether two rules are equal, or one that cannot be hashed is the other itself."""
-    if one is other:
-        return True
-    try:
-        hash((one, other))
-    except TypeError:
-        return False
-    return one == other
-
-
-class _Aside:
-    """Carries a state's `made_with` beside its leaves.
-
-    States of different rules differ in structure, so that what JAX has traced for one is
-    not taken for the other. One that was put together by hand has the structure of any.
-    """
-
-    def __init__(self, made_with: MadeWith | None):
-        self.made_with = made_with
-
-    def __hash__(self) -> int:
-        return hash(_Aside)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Aside):
-            return False
-        ours, theirs = self.made_with, other.made_with
-        return ours is None or theirs is None or ours == theirs
-
-    def __repr__(self) -> str:
-        return "" if self.made_with is None else repr(self.made_with.rule)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -114,7 +72,14 @@ class TrainState:
     # they are built. At least one of the two is there.
     __slots__ = ("_flat", "_values")
     _flat: tuple[list[Any], Static] | None
-    _values: tuple[Any, ...] | None
+    _values: "_Fields | None"
+    # Under `jax.tree.map` and the like, the fields may hold anything.
+    model: PyTree
+    opt_state: PyTree
+    key: Any
+    model_state: Any
+    loss_scale: Any
+    made_with: MadeWith | None
 
     def __init__(
         self,
@@ -127,9 +92,9 @@ class TrainState:
         made_with: MadeWith | None = None,
     ):
         self._flat = None
-        self._values = (step, model, opt_state, key, model_state, loss_scale, made_with)
-
-    # Under `jax.tree.map` and the like, the fields may hold anything.
+        self._values = _Fields(
+            step, model, opt_state, key, model_state, loss_scale, made_with
+        )
 
     @property
     def step(self) -> Any:
@@ -137,37 +102,13 @@ class TrainState:
         # Always the first array: reading it builds nothing.
         return self._fields()[0] if self._flat is None else self._flat[0][0]
 
-    @property
-    def model(self) -> PyTree:
-        """The model."""
-        return self._fields()[1]
+    def __getattr__(self, name: str) -> Any:
+        if name not in _Fields._fields:
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(message, name=name, obj=self)
+        return getattr(self._fields(), name)
 
-    @property
-    def opt_state(self) -> PyTree:
-        """The optimizer's state."""
-        return self._fields()[2]
-
-    @property
-    def key(self) -> Any:
-        """The run's random key."""
-        return self._fields()[3]
-
-    @property
-    def model_state(self) -> Any:
-        """The model's own state, if it has one."""
-        return self._fields()[4]
-
-    @property
-    def loss_scale(self) -> Any:
-        """The factor on the loss, under float16."""
-        return self._fields()[5]
-
-    @property
-    def made_with(self) -> MadeWith | None:
-        """The settings that the state was made with, if `init_state` made it."""
-        return self._fields()[6]
-
-    def _fields(self) -> tuple[Any, ...]:
+    def _fields(self) -> "_Fields":
         values = self._values
         if values is None:
             assert self._flat is not None
@@ -175,25 +116,27 @@ class TrainState:
             values = self._values = static.combine(arrays)
         return values
 
-    def tree_flatten(self) -> tuple[tuple[Any, ...], _Aside]:
+    def tree_flatten(self) -> tuple[tuple[Any, ...], MadeWith | None]:
         """The fields, for `jax.tree`."""
         *fields, made_with = self._fields()
-        return tuple(fields), _Aside(made_with)
+        return tuple(fields), made_with
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], _Aside]:
+    def tree_flatten_with_keys(
+        self,
+    ) -> tuple[tuple[tuple[Any, Any], ...], MadeWith | None]:
         """The fields with their names, for `jax.tree_util`."""
-        fields, aside = self.tree_flatten()
-        return tuple(zip(_KEYS, fields)), aside
+        fields, made_with = self.tree_flatten()
+        return tuple(zip(_KEYS, fields)), made_with
 
     @classmethod
-    def tree_unflatten(cls, aside: _Aside, fields: Any) -> "TrainState":
+    def tree_unflatten(cls, made_with: MadeWith | None, fields: Any) -> "TrainState":
         """A state of any fields, for `jax.tree`."""
         state = object.__new__(cls)
-        state._flat, state._values = None, (*fields, aside.made_with)
+        state._flat, state._values = None, _Fields(*fields, made_with)
         return state
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TrainState, self._fields()
+        return TrainState, tuple(self._fields())
 
     def __repr__(self) -> str:
         fields = (
@@ -201,11 +144,6 @@ class TrainState:
             for name, value in zip(_FIELDS, self._fields())
         )
         return f"TrainState(\n{''.join(fields)})"
-
-    def _repr_html_(self) -> str:
-        from ._state_html import state_html  # Only notebooks need it.
-
-        return state_html(self)
 
 
 def flatten_state(state: TrainState) -> tuple[list[Any], Static]:
@@ -221,7 +159,7 @@ def flatten_state(state: TrainState) -> tuple[list[Any], Static]:
             "the step or the key of this TrainState is not an array; write jnp.int32(0) "
             "and jax.random.key(0)."
         )
-    arrays, static = partition(_Fields(*state._fields()))
+    arrays, static = partition(state._fields())
     return arrays, static.with_shapes(arrays)
 
 
@@ -230,6 +168,12 @@ def unflatten_state(arrays: list[Any], static: Static) -> TrainState:
     state = object.__new__(TrainState)
     state._flat, state._values = (arrays, static), None
     return state
+
+
+def refuse_state(model: Any, who: str) -> None:
+    """Refuse a state in the place of its model."""
+    if isinstance(model, TrainState):
+        raise TypeError(f"{who} takes a model; give it state.model.")
 
 
 def split_model(model: PyTree, trainable: PyTree) -> tuple[PyTree, PyTree]:

@@ -7,7 +7,7 @@ import jax
 from jaxtyping import PyTree
 
 from ..sharding._leaves import array_leaves, leaf_path
-from ._extra import DONATED, any_donated
+from ._donation import DONATED, any_donated
 from ._state import TrainState, split_model, with_state
 
 

@@ -1,38 +1,30 @@
 """The train step: a batch goes in, a new state comes out, in one donated compiled call."""
 
-from collections.abc import Callable, Mapping
+import functools as ft
+from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from ..compiled._findings import Finding, Lint
-from ..data._weights import check_weights, fetch_weights
-from ..sharding._placement import filter_shard
+from ..compiled._findings import Lint
+from ..data._resident import DeviceBatches
 from ..sharding._rule import Rule
-from ..transforms._compiles import CompileLog, function_name
-from ..transforms._partition import Static
-from ._compile import Program
-from ._compiled_step import CompiledStep, check_shardings
+from ..transforms._compiles import CompileLog
 from ._config import Nonfinite, StepConfig, check_optim
-from ._extra import (
-    DONATED,
-    Signature,
-    any_donated,
-    check_not_donated,
-    copy_shared,
-    copy_taken,
-    take_extra,
-)
-from ._in_flight import InFlight
-from ._inputs import ONE_BATCH, StepInput, several_batches
+from ._inputs import ONE_BATCH, several_batches
+from ._layout import make_layout
 from ._lint import StepLint
 from ._metrics import Metrics
+from ._optimizer import check_numbers
 from ._precision import Precision
-from ._state import TrainState, flatten_state, unflatten_state
+from ._state import TrainState, split_model
+from ._step import Key, PureStep, StepMachine
+from ._update import train_step
 
 
 def make_train_step(
@@ -45,7 +37,7 @@ def make_train_step(
     accumulate: int = 1,
     precision: Precision | None = None,
     nonfinite: Nonfinite = "skip",
-    grad_norms: bool | Mapping[str, str] = False,
+    grad_norms: bool = False,
     max_compiles: int | None = None,
     lint: Lint = "warn",
 ) -> "TrainStep":
@@ -95,9 +87,7 @@ def make_train_step(
         raises (the state was donated, so continue from what you saved); `"ignore"` does
         not check.
     - `grad_norms`: whether to add a metric `grad_norm`, the norm of all gradients before
-        the optimizer sees them. A dict of regular expressions adds one for each group:
-        `{"head": r"^head"}` adds `grad_norm/head`, of the parameters in whose path
-        `^head` is found.
+        the optimizer sees them.
     - `max_compiles`: how many times the step may compile; one more raises. By default it
         may compile any number of times, and each that is not expected is explained in the
         log, as a warning: which argument changed. (Expected are the first of a single
@@ -131,31 +121,20 @@ def make_train_step(
         ```
     """
     check_optim(optim)
-    return TrainStep(
-        StepConfig(
-            loss_fn=loss_fn,
-            optim=optax.with_extra_args_support(optim),
-            mesh=mesh,
-            rule=rule,
-            trainable=trainable,
-            accumulate=accumulate,
-            precision=precision,
-            nonfinite=nonfinite,
-            grad_norms=grad_norms,
-        ),
-        CompileLog(max_compiles),
-        StepLint(lint),
+    config = StepConfig(
+        loss_fn=loss_fn,
+        optim=optax.with_extra_args_support(optim),
+        mesh=mesh,
+        rule=rule,
+        trainable=trainable,
+        accumulate=accumulate,
+        precision=precision,
+        nonfinite=nonfinite,
+        grad_norms=grad_norms,
     )
-
-
-_DEBUG_NANS = (
-    "jax_debug_nans raised this, whatever nonfinite= is. The state was not donated, so go "
-    "on from it. To find the cause, turn jax_debug_nans off and replay the crash dump that "
-    "eqxshard.fit writes."
-)
-
-#: What a compiled step is for: the state's static part, the kind of input, the extra.
-_Key = tuple[Static, StepInput, Signature | None]
+    make = ft.partial(_make_pure, config)
+    log, lints = CompileLog(max_compiles), StepLint(lint)
+    return TrainStep(config, StepMachine("train_step", loss_fn, "extra", make, log, lints))
 
 
 class TrainStep:
@@ -165,15 +144,11 @@ class TrainStep:
     finished.
     """
 
-    def __init__(self, config: StepConfig, compile_log: CompileLog, lint: StepLint):
+    def __init__(self, config: StepConfig, machine: StepMachine):
         #: The settings of the step.
         self.config = config
-        self._compile_log = compile_log
-        self._lint = lint
-        self._compiled: dict[_Key, CompiledStep] = {}
-        #: Those of the former that lint has seen.
-        self._ready: dict[_Key, CompiledStep] = {}
-        self._in_flight = InFlight()
+        #: Its programs.
+        self.machine = machine
 
     def __call__(
         self, state: TrainState, batch: PyTree, extra: PyTree = None
@@ -201,7 +176,11 @@ class TrainStep:
         more than `max_compiles` times, or lint finds an error (nothing is donated then);
         `FloatingPointError` under `nonfinite="raise"`.
         """
-        return self._run(state, batch, ONE_BATCH, extra)
+        call = self.machine.look_up(state, extra, ONE_BATCH)
+        state, metrics = self.machine.run(call, batch)
+        if self.config.nonfinite == "raise":
+            _raise_if_nonfinite(state, metrics, batch)
+        return state, metrics
 
     def many(
         self, state: TrainState, batches: PyTree, extra: PyTree = None
@@ -224,7 +203,11 @@ class TrainStep:
 
         As for a single step.
         """
-        return self._run(state, batches, several_batches(batches), extra)
+        call = self.machine.look_up(state, extra, several_batches(batches))
+        state, metrics = self.machine.run(call, batches)
+        if self.config.nonfinite == "raise":
+            _raise_if_nonfinite(state, metrics, batches)
+        return state, metrics
 
     def lower(
         self, state: TrainState, batch: PyTree, extra: PyTree = None
@@ -240,7 +223,7 @@ class TrainStep:
 
         A `jax.stages.Lowered`.
         """
-        return self._lower(state, batch, ONE_BATCH, extra)
+        return self.machine.look_up(state, extra, ONE_BATCH).lower(batch)
 
     def lower_many(
         self, state: TrainState, batches: PyTree, extra: PyTree = None
@@ -256,106 +239,48 @@ class TrainStep:
 
         A `jax.stages.Lowered`.
         """
-        return self._lower(state, batches, several_batches(batches), extra)
-
-    def _lower(
-        self, state: TrainState, batch: PyTree, kind: StepInput, extra: PyTree
-    ) -> jax.stages.Lowered:
-        arrays, static = flatten_state(state)
-        extra_arrays, signature = take_extra(extra)
-        key = static, kind, signature
-        compiled = self._compiled.get(key) or self._compile(state, *key)
-        compiled.check_shapes(batch)
-        return compiled.jitted.lower(arrays, batch, extra_arrays)
-
-    def _run(
-        self, state: TrainState, batch: PyTree, kind: StepInput, extra: PyTree
-    ) -> tuple[TrainState, Metrics]:
-        arrays, static = flatten_state(state)
-        extra_arrays, signature = take_extra(extra)
-        key = static, kind, signature
-        compiled = self._ready.get(key) or self._prepare(state, batch, extra_arrays, key)
-        # Negative weights, as far as they are on the host; a step takes others for nan.
-        check_weights(batch)
-        config = self.config
-        kind.check_ready(batch, compiled.mesh, compiled.batch_sharding, config.accumulate)
-        if extra_arrays:
-            check_not_donated(extra_arrays)
-        # JAX 0.10 segfaults on deleted buffers. Only if somebody has read the state can
-        # others share its arrays; until then they are donated together, and the first one
-        # tells.
-        unread = state._values is None
-        donated = arrays[0].is_deleted() if unread else any_donated(arrays)
-        if donated:
-            raise ValueError(DONATED)
-        seen = arrays[:1] if unread else arrays
-        kept = [*jax.tree.leaves(batch), *extra_arrays]
-        arrays = copy_taken(seen, kept) + arrays[len(seen) :]
-        self._in_flight.make_room()
-        if state._flat is None:
-            # Not from a step, so it may be anywhere.
-            check_shardings(state, compiled.shardings)
-            arrays = copy_shared(filter_shard(arrays, compiled.shardings))
-        try:
-            arrays, metrics = compiled.jitted(arrays, batch, extra_arrays)
-        except (TypeError, ValueError):
-            # Blame the inputs if they are at fault. (Checking them before each call would
-            # take as long as the rest of it; errors of a running step are other types.)
-            compiled.check_inputs(state, batch)
-            raise
-        except FloatingPointError as error:
-            if not arrays[0].is_deleted():
-                error.add_note(_DEBUG_NANS)
-            raise
-        state = unflatten_state(arrays, static)
-        if self.config.nonfinite == "raise":
-            _raise_if_nonfinite(state, metrics, kind.count(batch, metrics))
-        self._in_flight.add(metrics.weight)
-        return state, metrics
-
-    def _prepare(
-        self, state: TrainState, batch: PyTree, extra_arrays: list[Any], key: _Key
-    ) -> CompiledStep:
-        """Compile a step before its first call, and lint it."""
-        check_weights(fetch_weights(batch))
-        compiled = self._compiled.get(key) or self._compile(state, *key)
-        if self._lint.is_on:
-            try:
-                program = compiled.compile(state, batch, extra_arrays)
-                findings = list(compiled.lint(program, state, batch))
-            except (TypeError, ValueError):
-                compiled.check_inputs(state, batch)
-                raise
-            where = f"the train step of {function_name(self.config.loss_fn)}"
-            self._lint.report(findings, where)
-        self._ready[key] = compiled
-        return compiled
-
-    def _inspect(
-        self, state: TrainState, batch: PyTree, extra: PyTree = None
-    ) -> tuple[Program, tuple[Finding, ...]]:
-        """Compile a single step; also return what lint finds in it, whatever the level."""
-        _, static = flatten_state(state)
-        extra_arrays, signature = take_extra(extra)
-        key = static, ONE_BATCH, signature
-        compiled = self._compiled.get(key) or self._compile(state, *key)
-        compiled.check_shapes(batch)
-        program = compiled.compile(state, batch, extra_arrays)
-        return program, tuple(compiled.lint(program, state, batch))
-
-    def _compile(
-        self, state: TrainState, static: Static, kind: StepInput, extra: Signature | None
-    ) -> CompiledStep:
-        compiled = CompiledStep(self.config, state, kind, extra, self._compile_log)
-        check_shardings(state, compiled.shardings)
-        self._compiled[static, kind, extra] = compiled
-        return compiled
+        kind = several_batches(batches)
+        return self.machine.look_up(state, extra, kind).lower(batches)
 
 
-def _raise_if_nonfinite(state: TrainState, metrics: Metrics, taken: int) -> None:
+def _make_pure(
+    config: StepConfig, state: TrainState, kept: list[Any], key: Key
+) -> PureStep:
+    """The step for states of one structure."""
+    config = config.following(state)
+    mesh, rule = config.mesh, config.rule
+    assert mesh is not None and rule is not None
+    params, _ = split_model(state.model, config.trainable)
+    _check_optimizer(config, state, params)
+    layout = make_layout(state.model, params, state.opt_state, mesh, rule)
+    fn = ft.partial(train_step, config, layout, key.static, key.kept)
+    shardings = layout.flat(state)
+    return PureStep(fn, mesh, config.precision, config.accumulate, rule, shardings)
+
+
+def _check_optimizer(config: StepConfig, state: TrainState, params: PyTree) -> None:
+    """Refuse a state of another optimizer or filter spec, or with another loss scale."""
+    fresh = eqx.filter_eval_shape(config.optim.init, params)
+    if jax.tree.structure(fresh) != jax.tree.structure(state.opt_state):
+        raise ValueError(
+            "the optimizer state in this TrainState does not fit this optimizer and "
+            "model; use the optimizer, and trainable=, that the state was made with."
+        )
+    check_numbers(state.opt_state)
+    scales_loss = config.precision is not None and config.precision.scales_loss
+    if scales_loss != (state.loss_scale is not None):
+        raise ValueError(
+            "only one of this TrainState and this step has a loss scale; make both with "
+            "the same precision=."
+        )
+
+
+def _raise_if_nonfinite(state: TrainState, metrics: Metrics, batch: PyTree) -> None:
+    """Wait for a step, or for several, and raise if one was not finite."""
     steps = np.ravel(metrics.nonfinite)
     if steps.any():
-        number = int(state.step) - taken + 1 + int(np.argmax(steps))
+        taken = batch.count if isinstance(batch, DeviceBatches) else steps.size
+        number = int(state.step) - int(taken) + 1 + int(np.argmax(steps))
         raise FloatingPointError(
             f"the loss, a gradient or an update was not finite in step {number}; look at "
             "its batch, or use nonfinite='skip' to leave such steps out."

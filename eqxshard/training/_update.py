@@ -1,4 +1,4 @@
-"""One update of a state: a pure function, which the train step compiles."""
+"""One update of a state: the pure function that a train step compiles."""
 
 from typing import Any
 
@@ -6,61 +6,67 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, PyTree
 
 from ..sharding._placement import filter_shard
-from ._config import ResolvedConfig, takes_value
-from ._gradients import Gradients, LossInputs, compute_gradients
-from ._guard import Update, all_finite, select_update, written
+from ..transforms._dtypes import at_least_float32
+from ..transforms._partition import Static
+from ._config import StepConfig, takes_value
+from ._gradients import Extra, Gradients, compute_gradients
+from ._guard import gradients_fit, guard_update
+from ._layout import StateLayout, constrain_state, fetch_offloaded
 from ._metrics import Metrics
-from ._norms import norms
 from ._optimizer import check_update
-from ._state import TrainState, split_model
+from ._signature import Signature
+from ._state import TrainState, flatten_state, split_model
 
 
-def update_state(
-    config: ResolvedConfig, inputs: LossInputs, state: TrainState, batch: PyTree
-) -> tuple[TrainState, Metrics]:
+def train_step(
+    config: StepConfig,
+    layout: StateLayout,
+    static: Static,
+    signature: Signature | None,
+    arrays: list[Array],
+    kept: list[Array],
+    batch: PyTree,
+) -> tuple[list[Array], Metrics]:
     """Take one step.
 
     **Arguments:**
 
     - `config`: the loss function, the optimizer and the other settings.
-    - `inputs`: the shardings of the state, and the step's `extra`.
-    - `state`, `batch`: as for [`eqxshard.TrainStep`][].
+    - `layout`: the shardings of the state.
+    - `static`, `signature`: of the state and of the step's `extra`: all but their arrays.
+    - `arrays`, `kept`, `batch`: the arrays of the state and of the `extra`, and a batch.
 
     **Returns:**
 
-    The new state, and the metrics of the batch.
+    The arrays of the new state, and the metrics of the batch.
     """
-    gradients = compute_gradients(config, inputs, state, batch)
-    layout = inputs.layout
+    state = TrainState(*static.combine(arrays))
+    extra = Extra()
+    if signature is not None:
+        extra = Extra((signature.static.combine(kept),), (signature.storage(),))
+    gradients = compute_gradients(config, layout, state, batch, extra)
     params, frozen = split_model(state.model, config.trainable)
-    old = filter_shard(params, layout.update), state.opt_state, state.model_state
+    params = filter_shard(params, layout.update)
+    opt_state = fetch_offloaded(state.opt_state, layout.rule)
+    old = params, opt_state, state.model_state
 
-    def apply() -> tuple[PyTree, PyTree, PyTree]:
-        return apply_gradients(config.optim, gradients, *old[:2])
+    def update() -> PyTree:
+        return *_apply(config.optim, gradients, params, opt_state), gradients.model_state
 
-    nonfinite: Int[Array, ""] = jnp.zeros((), jnp.int32)
-    loss_scale: Any = state.loss_scale
+    nonfinite, loss_scale = jnp.zeros((), jnp.int32), state.loss_scale
     if config.nonfinite == "ignore":
-        params, opt_state, model_state = apply()
-    else:
-        update = Update(apply)
         new = update()
-        whole = jax.tree.map(lambda _: layout.whole, eqx.filter(old[2], eqx.is_array))
-        grads = written(gradients.grads, None, layout.update)
-        values = written(new, old, (layout.update, layout.opt_state, whole))
-        loss_is_finite = jnp.isfinite(gradients.loss)
-        finite = all_finite([*grads, *values], config.mesh) & loss_is_finite
-        params, opt_state, model_state = select_update(
-            finite, update, new, old, config.mesh
-        )
+    else:
+        new, finite = guard_update(update, old, gradients, layout)
         nonfinite = 1 - finite.astype(jnp.int32)
         if loss_scale is not None:
             # Another scale helps against gradients that do not fit, not against updates.
-            fits = all_finite(grads, config.mesh) & loss_is_finite
+            fits = gradients_fit(gradients, layout)
             loss_scale = loss_scale.after(fits, config.precision)
+    params, opt_state, model_state = new
     state = TrainState(
         step=state.step + 1,
         model=eqx.combine(params, frozen),
@@ -70,23 +76,25 @@ def update_state(
         loss_scale=loss_scale,
         made_with=state.made_with,
     )
-    sums = dict(gradients.sums)
-    for name, norm in norms(gradients.grads, config.grad_norms).items():
-        sums[name] = norm * gradients.weight
-    return state, Metrics(sums, gradients.weight, nonfinite)
+    arrays, _ = flatten_state(constrain_state(state, layout))
+    sums = gradients.sums
+    if config.grad_norms:
+        norm = optax.tree.norm(jax.tree.map(at_least_float32, gradients.grads))
+        sums = {**sums, "grad_norm": norm * gradients.weight}
+    return arrays, Metrics(sums, gradients.weight, nonfinite)
 
 
-def apply_gradients(
+def _apply(
     optim: optax.GradientTransformationExtraArgs,
     gradients: Gradients,
     params: PyTree,
     opt_state: PyTree,
-) -> tuple[PyTree, PyTree, PyTree]:
-    """The parameters, the optimizer's state and the model's own state after an update."""
+) -> tuple[PyTree, PyTree]:
+    """The parameters and the optimizer's state after an update."""
     # Some optimizers use the value of the loss, too; a few cannot be given it.
-    extra = {"value": gradients.loss} if takes_value(optim) else {}
+    value: dict[str, Any] = {"value": gradients.loss} if takes_value(optim) else {}
     try:
-        updates, new = optim.update(gradients.grads, opt_state, params, **extra)
+        updates, new = optim.update(gradients.grads, opt_state, params, **value)
     except TypeError as error:
         if "required keyword-only argument" not in str(error):
             raise
@@ -95,5 +103,4 @@ def apply_gradients(
             "use one without a line search, such as optax.lbfgs(linesearch=None)."
         ) from error
     # Unlike Equinox's, optax's own keeps the parameters' types.
-    params = optax.apply_updates(params, updates)
-    return params, check_update(new, opt_state), gradients.model_state
+    return optax.apply_updates(params, updates), check_update(new, opt_state)

@@ -6,8 +6,6 @@ import logging
 import os
 import platform
 import stat
-import time
-import zlib
 from pathlib import Path, PurePath
 
 import jax
@@ -16,11 +14,6 @@ import platformdirs
 from ..sharding._paths import as_text, is_remote, local_path
 
 _LOG = logging.getLogger(__name__)
-
-#: Its time is that until which entries of a folder are known to be whole.
-_CHECKED = ".eqxshard-checked"
-#: No program takes longer to write.
-_WRITING_SECONDS = 60.0
 
 
 def cache_compilations(directory: str | os.PathLike[str] | None = None) -> PurePath | None:
@@ -50,105 +43,47 @@ def cache_compilations(directory: str | os.PathLike[str] | None = None) -> PureP
         eqxshard.cache_compilations()
         ```
     """
-    given = directory or jax.config.values["jax_compilation_cache_dir"]
-    if given and is_remote(given):
+    folder = directory or jax.config.values["jax_compilation_cache_dir"]
+    if folder and is_remote(folder):
         from etils import epath  # Which JAX reads and writes it with.
 
-        # The store knows who may write to it.
-        _keep_all_in(as_text(given))
-        return epath.Path(as_text(given))
-    folder = local_path(given or _default_folder(), "the folder of compiled programs")
-    fault = _fault(folder)
-    if fault is not None:
-        _LOG.warning(
-            "compiled programs are not cached in %s: %s; choose a folder that only you, or "
-            "your group, can write to.",
-            folder,
-            fault,
-        )
-        jax.config.update("jax_compilation_cache_dir", None)
-        return None
-    _remove_damaged(folder)
-    _keep_all_in(str(folder))
-    return folder
-
-
-def _keep_all_in(folder: str) -> None:
-    jax.config.update("jax_compilation_cache_dir", folder)
+        folder = epath.Path(as_text(folder))
+    else:
+        folder = local_path(folder or _default_folder(), "the folder of compiled programs")
+        if _is_writable_by_others(folder):
+            _LOG.warning(
+                "compiled programs are not cached in %s, which other users may write to; "
+                "choose a folder of your own.",
+                folder,
+            )
+            jax.config.update("jax_compilation_cache_dir", None)
+            return None
+    jax.config.update("jax_compilation_cache_dir", str(folder))
     # JAX's defaults leave out what compiles in less than a second, as most of a small
     # model's start does.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return folder
 
 
-def _fault(folder: Path) -> str | None:
-    """Why others could put programs into a folder, if they could."""
+def _is_writable_by_others(folder: Path) -> bool:
+    """Whether another user may put programs into a folder, which is made if need be."""
     if not hasattr(os, "getuid"):
-        return None
-    with contextlib.suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-    for place in (folder.resolve(), *folder.resolve().parents):
-        try:
-            about = place.stat()
-        except OSError:
-            continue  # JAX warns that it cannot be written.
-        if about.st_uid not in (0, os.getuid()):
-            return f"{place} belongs to another user"
-        # In a sticky folder, such as /tmp, others cannot replace a folder of one's own.
-        sticky = place != folder.resolve() and about.st_mode & stat.S_ISVTX
-        if about.st_mode & stat.S_IWOTH and not sticky:
-            return f"all users may write to {place}"
-    return None
-
-
-def _remove_damaged(folder: Path) -> None:
-    """Remove entries that a process was killed in the middle of writing.
-
-    JAX does not replace them: it would warn, and compile, at every start from now on.
-    """
-    checked = folder / _CHECKED
-    now, damaged = time.time(), 0
-    try:
-        before = checked.stat().st_mtime if checked.exists() else 0.0
-        for entry in folder.glob("*-cache"):
-            # Another process may be writing the newest ones.
-            is_new = before <= entry.stat().st_mtime < now - _WRITING_SECONDS
-            if is_new and not _is_whole(entry.read_bytes()):
-                entry.unlink()
-                damaged += 1
-        checked.touch()
-        os.utime(checked, (now, now - _WRITING_SECONDS))
-    except OSError:
-        return  # As above; or another process removed one first.
-    if damaged:
-        _LOG.warning(
-            "the compilation cache %s had incomplete entries (%d); they are compiled "
-            "again.",
-            folder,
-            damaged,
-        )
-
-
-def _is_whole(data: bytes) -> bool:
-    if not data.startswith(b"\x78"):
-        return bool(data)  # Not of zlib, but of zstandard, which JAX uses if it is there.
-    stream = zlib.decompressobj()
-    try:
-        stream.decompress(data)
-    except zlib.error:
         return False
-    return stream.eof
+    with contextlib.suppress(OSError):  # JAX warns that it cannot be written.
+        folder.mkdir(parents=True, exist_ok=True)
+        about = folder.stat()
+        return about.st_uid not in (0, os.getuid()) or bool(about.st_mode & stat.S_IWOTH)
+    return False
 
 
 def _default_folder() -> Path:
-    kind = hashlib.sha256(_processor().encode()).hexdigest()[:12]
-    return platformdirs.user_cache_path("eqxshard") / "compiled" / kind
-
-
-def _processor() -> str:
-    """What tells processors apart that cannot run each other's programs."""
+    """One for processors that can run each other's programs."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return platform.processor() or platform.machine()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+        lines = []
+    features = [line for line in lines if line.startswith(("flags", "Features"))]
+    processor = features[0] if features else platform.processor() or platform.machine()
+    kind = hashlib.sha256(processor.encode()).hexdigest()[:12]
+    return platformdirs.user_cache_path("eqxshard") / "compiled" / kind

@@ -5,12 +5,14 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
+import equinox as eqx
 import jax
+from jax.core import Tracer
 from jax.sharding import Sharding
 from jaxtyping import Array, PyTree
 
 from ..sharding._placement import broadcast_prefix, filter_shard
-from ._compiles import THREAD, CompileLog, Watch, function_name
+from ._compiles import CompileLog, function_name
 from ._partition import Static, partition
 
 _P = ParamSpec("_P")
@@ -28,19 +30,10 @@ class _Arguments(NamedTuple):
     kwargs: dict[str, Any]
 
 
-@jax.tree_util.register_pytree_node_class
-class _StaticResult:
+class _StaticResult(eqx.Module):
     """Carries the static part of a result out of jit: a PyTree without leaves."""
 
-    def __init__(self, static: Static):
-        self.static = static
-
-    def tree_flatten(self) -> tuple[tuple[()], Static]:
-        return (), self.static
-
-    @classmethod
-    def tree_unflatten(cls, static: Static, _: tuple[()]) -> "_StaticResult":
-        return cls(static)
+    static: Static = eqx.field(static=True)
 
 
 class _FilterJit(Generic[_P, _T]):
@@ -69,13 +62,11 @@ class _FilterJit(Generic[_P, _T]):
         self._donates = _donation(donate, self._signature)
         self._in_shardings = in_shardings
         self._out_shardings = out_shardings
-        self._watch = Watch(compile_log, self._name, self._name_arguments)
-        self._jitted: dict[Static, Any] = {}
+        self._compile_log = compile_log
+        self._jitted: dict[tuple[Static, bool], Any] = {}
 
     def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         jitted, arrays = self._prepare(args, kwargs)
-        seconds: dict[str, float] = {}
-        outer, THREAD.call = THREAD.call, (self._watch, (args, kwargs), seconds)
         try:
             out, result = jitted(*arrays)
         except RuntimeError as error:
@@ -86,10 +77,6 @@ class _FilterJit(Generic[_P, _T]):
                     "deleted; use what that call returned."
                 ) from error
             raise
-        finally:
-            THREAD.call = outer
-        if seconds:
-            self._watch.add((args, kwargs), seconds)
         return result.static.combine(out)
 
     def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
@@ -119,23 +106,26 @@ class _FilterJit(Generic[_P, _T]):
                 bound.apply_defaults()
             args, kwargs = bound.args, bound.kwargs
         arrays, static = partition(_Arguments(args, kwargs))
-        jitted = self._jitted.get(static)
+        # Inside another function that is traced, it is a part of that one's program.
+        is_inside = any(isinstance(array, Tracer) for array in arrays)
+        jitted = self._jitted.get((static, is_inside))
         if jitted is None:
-            jitted = self._jitted[static] = self._jit(args, kwargs, static)
+            jitted = self._jit(args, kwargs, static, is_inside)
+            self._jitted[static, is_inside] = jitted
         return jitted, (*arrays, *self._fn_arrays)
 
-    def _name_arguments(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[str, dict[str, PyTree]]:
-        # Without defaults: to leave one out is another program than to give it.
-        return self._name, self._signature.bind(*args, **kwargs).arguments
-
-    def _jit(self, args: tuple[Any, ...], kwargs: dict[str, Any], static: Static) -> Any:
+    def _jit(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], static: Static, is_inside: bool
+    ) -> Any:
         fn_static, out_shardings = self._fn_static, self._out_shardings
         count = static.array_count
 
         def flat(*arrays: Array) -> tuple[list[Array], _StaticResult]:
             args, kwargs = static.combine(arrays[:count])
+            if not is_inside:
+                # Without defaults: to leave one out is another program than to give it.
+                arguments = self._signature.bind(*args, **kwargs).arguments
+                self._compile_log.add(self._name, arguments)
             out = fn_static.combine(arrays[count:])(*args, **kwargs)
             if out_shardings is not None:
                 out = filter_shard(out, out_shardings)
@@ -206,9 +196,10 @@ def filter_jit(
         NumPy's, are moved there.
     - `out_shardings`: the shardings of the result: one, or a PyTree of them that is a
         prefix of the result.
-    - `max_compiles`: how many times it may compile; one more raises. By default it may
-        compile any number of times, and each but the first is explained in the log, as a
-        warning: which argument changed.
+    - `max_compiles`: how many times it may be traced and compiled; one more raises. By
+        default it may be any number of times, and each but the first is explained in the
+        log, as a warning: which argument changed. (If only the sharding of an argument
+        changes, JAX compiles what it traced before, and that does not count.)
 
     **Returns:**
 

@@ -73,21 +73,10 @@ class _FilterShardMap:
             )
         for path, leaf, spec in broadcast_specs(self.in_specs, args, "in_specs", "args"):
             check_spec(path, leaf.shape, spec, mesh)
-            self._check_per_device(spec, path)
         _check_all_specs(self.out_specs, "out_specs")
         for spec in jax.tree.leaves(self.out_specs):
             for axis in spec_axes(spec):
                 check_axis(axis, mesh, f"out_specs: {spec}")
-            self._check_per_device(spec, "out_specs")
-
-    def _check_per_device(self, spec: PartitionSpec, where: str) -> None:
-        for axis in spec_axes(spec):
-            if self.axis_names and axis not in self.axis_names:
-                raise ValueError(
-                    f"{where}: {spec} names the axis {axis!r}, which is not in "
-                    f"axis_names={set(self.axis_names)}; add it there, or leave it out of "
-                    "the spec and to the compiler."
-                )
 
 
 def filter_shard_map(

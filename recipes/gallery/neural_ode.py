@@ -64,11 +64,11 @@ def make_paths(count, seed):
     return eqxshard.data.ArraySource({"path": np.asarray(paths)}, unit="paths")
 
 
-def windows(batch, random):
+def windows(batch, generators):
     """A piece of each path, another one in every epoch: short ones are easier to follow."""
-    first = random.integers(0, len(TIMES) - WINDOW + 1)
-    rows = np.arange(len(first))[:, None]
-    return {"path": batch["path"][rows, first[:, None] + np.arange(WINDOW)]}
+    firsts = [generator.integers(len(TIMES) - WINDOW + 1) for generator in generators]
+    pairs = zip(batch["path"], firsts)
+    return {"path": np.stack([path[first : first + WINDOW] for path, first in pairs])}
 
 
 def draw(path, field, true, found):

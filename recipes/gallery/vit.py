@@ -68,21 +68,21 @@ def metric_fn(model, batch):
     return {"accuracy": jnp.argmax(predict(model, batch), axis=-1) == batch["label"]}
 
 
-def augment(batch, random):
+def augment(batch, generators):
     """Crop each image after padding it by 3, and mirror every second one."""
     padded = np.pad(batch["image"], ((0, 0), (3, 3), (3, 3)))
-    places = random.integers(0, 7, shape=(2,))
-    steps = np.where(random.uniform() < 0.5, 1, -1)
-    draws = zip(padded, places, steps)
-    images = [image[y : y + 28, x : x + 28][:, ::step] for image, (y, x), step in draws]
+    images = []
+    for image, generator in zip(padded, generators):
+        y, x = generator.integers(7, size=2)
+        step = generator.choice([1, -1])
+        images.append(image[y : y + 28, x : x + 28][:, ::step])
     return {**batch, "image": np.stack(images)}
 
 
 def save_augmented(path, batch):
     """The images, and below each what three epochs may make of it."""
-    keys = jax.random.key_data(jax.random.split(jax.random.key(0), (3, 12)))
-    random = map(eqxshard.data.ExampleRandom, np.asarray(keys))
-    rows = [augment(batch, each)["image"] for each in random]
+    generators = np.random.default_rng(0).spawn(12)
+    rows = [augment(batch, generators)["image"] for _ in range(3)]
     save_images(path, np.stack([batch["image"], *rows]))
 
 

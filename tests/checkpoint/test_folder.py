@@ -134,7 +134,7 @@ def test_a_checkpoint_with_what_is_no_file_is_damaged(checkpoints, tmp_path, kin
     os.symlink(folder, tmp_path / "link")
     forbid(folder / "10" / "odd", kind)
     checkpointer = eqxshard.Checkpointer(tmp_path / "link")
-    says = rf"step 10 .* is damaged: .*/10/odd is {FORBIDDEN[kind]}, not a file; use ano"
+    says = r"step 10 .* is damaged: .*/10/odd is not a regular file; use ano"
     with pytest.raises(ValueError, match=says):
         checkpointer.restore(like(), step=10)
     assert int(eqxshard.Checkpointer(tmp_path / "link").restore(like()).step) == 8

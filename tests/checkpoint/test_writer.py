@@ -5,7 +5,9 @@ import gc
 import os
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from checkpoint_helpers import copied, like, new_state, placed
 from helpers import (
@@ -13,7 +15,7 @@ from helpers import (
 )
 
 import eqxshard
-from eqxshard.checkpoint import _folder
+from eqxshard.checkpoint import _folder, _writer
 
 
 @pytest.mark.parametrize(
@@ -35,6 +37,15 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path, caplog, where, valu
     assert (says in caplog.text) == (named is not None)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float8_e4m3, "complex64"])
+@pytest.mark.parametrize("find", [_writer._is_not_finite, _writer._has_nan])
+def test_numbers_are_looked_through_alike_on_the_host_and_on_devices(dtype, find):
+    for value in (0, -1, jnp.nan, jnp.inf, -jnp.inf):
+        x = jnp.zeros((3, 2)).at[2, 1].set(value).astype(dtype)
+        on_device = jax.jit(find, static_argnums=1)(x, jnp)
+        assert bool(find(np.asarray(x), np)) == bool(on_device)
+
+
 def test_what_is_frozen_may_be_infinite(tmp_path):
     def make_model(key):
         return {"mask": jnp.full((4,), -jnp.inf), "weight": jnp.ones((4,))}
@@ -51,6 +62,7 @@ def _cannot_save(*args):
 
 
 def test_a_save_in_progress_is_finished_when_a_run_fails(tmp_path, train_step, monkeypatch):
+    fit = eqxshard.fit  # Imported before one of its functions is replaced.
     # As where the state cannot be saved any more.
     monkeypatch.setattr("eqxshard.loop._rescue.save", _cannot_save)
 
@@ -64,7 +76,7 @@ def test_a_save_in_progress_is_finished_when_a_run_fails(tmp_path, train_step, m
 
     checkpointer = eqxshard.Checkpointer(tmp_path, save_interval_steps=5)
     with pytest.raises(RuntimeError):
-        eqxshard.fit(
+        fit(
             new_state(),
             train_step,
             make_loader(),

@@ -47,14 +47,3 @@ def test_an_error_comes_before_warnings_and_many_are_shortened():
     with pytest.raises(ValueError, match=r"whole: a0\. a1\. a2\. a3\. and 5 more \(If "):
         report(findings, lint_levels({"whole": "error"}), "it")
     report(findings, lint_levels("off"), "it")
-
-
-def test_where_other_processes_may_not_see_it_a_rematerialization_is_a_warning(monkeypatch):
-    found = [Finding("rematerialization", None, None, "XLA makes it whole.")]
-    with pytest.raises(ValueError, match="rematerialization: XLA"):
-        report(found, lint_levels("error"), "it")
-    monkeypatch.setattr("jax.process_count", lambda: 2)
-    with pytest.warns(eqxshard.LintWarning, match="rematerialization: XLA"):
-        report(found, lint_levels("error"), "it")
-    with pytest.raises(ValueError, match="constant: model"):
-        report([*found, FIRST], lint_levels("error"), "it")

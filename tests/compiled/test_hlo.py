@@ -80,15 +80,6 @@ def test_instructions_lead_to_lines_of_code():
     assert dot.op_name.endswith("dot_general")
 
 
-def test_a_loop_until_a_number_that_is_not_an_integer_has_no_known_count():
-    def double(x):
-        return jax.lax.while_loop(lambda x: x < 9.0, lambda x: 2 * x + 1, x)
-
-    module = compiled(double, jnp.float32(0))
-    (loop,) = [x for x in module.instructions() if x.opcode == "while"]
-    assert module.trips(loop) is None
-
-
 def test_parts_of_tuples_that_are_written_with_a_number_sign():
     module = parse_module(
         "ENTRY %main (x: (f32[4], s32[])) -> s32[] {\n"

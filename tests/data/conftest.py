@@ -3,50 +3,39 @@
 import gc
 import socket
 import threading
-from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 
 class Mirror:
-    """Serves `files`, by the paths of their URLs, and records requests and responses.
+    """Serves `files`, by the paths of their URLs, and records requests.
 
-    By path, `cut` is the number of bytes after which a response breaks off, and `pause` the
-    number after which it waits for a function to return. A mirror that is not `resumable`
-    ignores ranges.
+    By path, `cut` is the number of bytes after which a response breaks off; those in
+    `silent` get none before the end of the test.
     """
 
     def __init__(self, url: str):
         self.url = url
         self.files: dict[str, bytes] = {}
         self.cut: dict[str, int] = {}
-        self.pause: dict[str, tuple[int, Callable[[], object]]] = {}
-        self.resumable = True
-        self.requests: list[tuple[str, str | None]] = []  # path and range
-        self.sent: list[int] = []  # sizes of bodies
+        self.silent: set[str] = set()
+        self.ended = threading.Event()
+        self.requests: list[str] = []
 
     def respond(self, handler: BaseHTTPRequestHandler) -> None:
-        path, asked = handler.path, handler.headers["Range"]
-        self.requests.append((path, asked))
+        path = handler.path
+        self.requests.append(path)
         body = self.files.get(path)
         if body is None:
             return handler.send_error(404)
-        start = 0
-        if asked and self.resumable:
-            start = int(asked.removeprefix("bytes=").removesuffix("-"))
-            if start >= len(body):
-                return handler.send_error(416)
-        handler.send_response(206 if start else 200)
-        handler.send_header("Content-Length", str(len(body) - start))
+        if path in self.silent:
+            self.ended.wait()
+            return None
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(len(body)))
         handler.end_headers()
-        part = body[start : start + self.cut.get(path, len(body))]
-        # Before the client has read it all, and looks here.
-        self.sent.append(len(part))
-        before, wait = self.pause.get(path, (0, lambda: None))
-        handler.wfile.write(part[:before])
-        wait()
-        handler.wfile.write(part[before:])
+        handler.wfile.write(body[: self.cut.get(path, len(body))])
 
 
 @pytest.fixture
@@ -65,6 +54,7 @@ def mirror(monkeypatch):
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield mirror
+        mirror.ended.set()
         server.shutdown()
         thread.join()
 

@@ -95,8 +95,8 @@ def test_images_of_32_bits_are_refused(tmp_path, mode, dtype):
 def test_loaders_of_images_can_be_pickled_and_augmented(folder):
     source = pickle.loads(pickle.dumps(ImageFolder(folder, size=(8, 12))))
 
-    def crop(batch, random):
-        left = random.integers(0, 5)
+    def crop(batch, generators):
+        left = [generator.integers(5) for generator in generators]
         images = [image[:, x : x + 8] for image, x in zip(batch["image"], left)]
         return {**batch, "image": np.stack(images)}
 
@@ -135,12 +135,8 @@ def test_a_folder_without_images_is_an_error(tmp_path):
     for path in (tmp_path, tmp_path / "missing"):
         with pytest.raises(ValueError, match="has no images in folders; give a folder"):
             ImageFolder(path, size=8)
-
-
-@pytest.mark.parametrize("size", [0, (8, 0)])
-def test_sizes_must_be_positive(folder, size):
     with pytest.raises(ValueError, match=r"size=.* must be at least 1"):
-        ImageFolder(folder, size=size)
+        ImageFolder(tmp_path, size=(8, 0))
 
 
 def test_without_pillow_there_are_no_images(folder, monkeypatch):

@@ -32,4 +32,4 @@ def test_stand_ins_are_like_the_data(tmp_path):
     assert not np.any(generated.arrays["image"]) and np.any(drawn.arrays["image"])
     # As `test_shakespeare.py` finds in the text itself.
     assert (len(corpus.train), len(corpus.valid)) == (1_003_854, 111_540)
-    assert corpus.vocab == 65 and corpus.name == "shakespeare"
+    assert corpus.vocab_size == 65 and corpus.name == "shakespeare"

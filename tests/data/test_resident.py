@@ -13,7 +13,6 @@ from helpers import (
     assert_close,
     assert_equal,
     lenient,
-    make_batch,
     make_loader,
     make_mesh,
     source,
@@ -88,16 +87,6 @@ def test_batches_equal_those_of_the_host(
     assert device.state() == host.state()
 
 
-def test_weights_of_the_source_are_kept_and_those_of_padding_are_0():
-    weight = np.r_[11, np.arange(1, 10)].astype(np.float32)
-    data = eqxshard.data.ArraySource({"__weight__": weight})
-    options = {"batch_size": 8, "mesh": make_mesh(), "shuffle": False}
-    host = eqxshard.Loader(data, **options)
-    device = eqxshard.Loader(data, placement="device", **options)
-    for batch, expected in zip(take(device, 2), take(host, 2)):
-        np.testing.assert_array_equal(batch["__weight__"], expected["__weight__"])
-
-
 def test_many_on_gathered_batches_equals_single_steps(train_step):
     state, losses = new_state(), []
     for batch in take(make_loader(), 6):
@@ -108,15 +97,15 @@ def test_many_on_gathered_batches_equals_single_steps(train_step):
     assert_close(many, state, rtol=1e-4, atol=1e-6)
 
 
-def test_all_counts_with_the_same_room_share_a_program(train_step, caplog):
-    whole, metrics = train_step.many(new_state(), on_device().stacked(7, room=8))
+def test_all_counts_with_the_same_capacity_share_a_program(train_step, caplog):
+    whole, metrics = train_step.many(new_state(), on_device().stacked(7, capacity=8))
     assert metrics.weight.shape == (8,)
     np.testing.assert_array_equal(metrics.weight[7:], 0)
     loader, parts = on_device(), []
     state = new_state()
     with jax.log_compiles():
         for count in (1, 4, 2):
-            state, part = train_step.many(state, loader.stacked(count, room=8))
+            state, part = train_step.many(state, loader.stacked(count, capacity=8))
             parts.append(part["loss"][:count])
     assert "Compiling train_steps" not in caplog.text
     assert loader.state()["step"] == int(state.step) == 7
@@ -194,11 +183,6 @@ def test_checkpoints_are_saved_in_time_and_can_resume_on_the_host(train_step, tm
     assert_close(resumed, whole, rtol=1e-4, atol=1e-6)
 
 
-def test_each_example_counts_once_in_an_evaluation(eval_step):
-    values = eqxshard.evaluate(new_state().model, eval_step, on_device())
-    assert values["index"] == np.arange(100).mean()
-
-
 def test_gathering_needs_no_collectives():
     loader = on_device()
     batches = loader.stacked(1)
@@ -219,47 +203,32 @@ def test_a_step_that_is_not_finite_is_named_by_its_number(train_step):
         squared_errors, OPTIM, mesh=make_mesh(), rule=RULE, nonfinite="raise"
     )
     with pytest.raises(FloatingPointError, match="in step 2;"):
-        step.many(new_state(), loader.stacked(2, room=5))
+        step.many(new_state(), loader.stacked(2, capacity=5))
 
 
-@pytest.mark.parametrize("options", [{"transform": dict}, {"workers": 1}])
-def test_transforms_and_workers_need_the_host(options):
-    with pytest.raises(ValueError, match="placement='device' cannot run transform= or wo"):
-        on_device(**options)
-
-
-def test_an_unknown_placement_is_an_error(unannotated):
-    with pytest.raises(ValueError, match="placement='disk' is not 'host' or 'device'"):
-        make_loader(placement="disk")
-
-
-@pytest.mark.parametrize("count, room", [(0, None), (3, 2)])
-def test_invalid_counts_are_errors(count, room):
-    with pytest.raises(ValueError, match=f"{count} batches cannot be stacked"):
-        on_device().stacked(count, room=room)
-
-
-def test_stacking_more_batches_than_are_left_is_an_error():
-    loader = on_device(epochs=1)
-    loader.stacked(3)
-    with pytest.raises(ValueError, match="1 batches are left, and 2 were asked for"):
-        loader.stacked(2)
-
-
-def test_stacking_batches_of_the_host_is_an_error():
-    with pytest.raises(ValueError, match="make it with placement='device'"):
-        make_loader().stacked(2)
-
-
-def test_a_single_step_does_not_take_stacked_batches(train_step):
-    with pytest.raises(TypeError, match="give them to many"):
-        train_step(new_state(), on_device().stacked(2))
-
-
-def test_a_loader_on_another_mesh_is_an_error(train_step):
-    loader = on_device(mesh=make_mesh("data=2"))
-    with pytest.raises(ValueError, match="and the step on 8 x cpu"):
-        train_step.many(new_state(), loader.stacked(2))
+def test_mistakes_are_errors(train_step):
+    other = on_device(mesh=make_mesh("data=2"))
+    short = on_device(epochs=1)
+    for make, error, says in (
+        (lambda: on_device(transform=dict), ValueError, "cannot run transform= or wo"),
+        (lambda: on_device(workers=1), ValueError, "cannot run transform= or workers="),
+        (lambda: on_device().stacked(0), ValueError, "0 batches do not fit"),
+        (lambda: on_device().stacked(3, capacity=2), ValueError, "do not fit capacity=2"),
+        (lambda: short.stacked(5), ValueError, "4 batches are left, and 5 were asked for"),
+        (lambda: make_loader().stacked(2), ValueError, "make it with placement='device'"),
+        (
+            lambda: train_step(new_state(), on_device().stacked(2)),
+            TypeError,
+            "give them to many",
+        ),
+        (
+            lambda: train_step.many(new_state(), other.stacked(2)),
+            ValueError,
+            "and the step on 8 x cpu",
+        ),
+    ):
+        with pytest.raises(error, match=says):
+            make()
 
 
 def test_a_dataset_that_does_not_fit_is_an_error(monkeypatch):
@@ -272,15 +241,6 @@ def test_a_dataset_that_does_not_fit_is_an_error(monkeypatch):
     monkeypatch.setattr(jax.sharding.Mesh, "local_devices", local_devices)
     with pytest.raises(ValueError, match=r"do not fit .*; use placement='host'"):
         on_device()
-
-
-def test_many_of_an_eval_step_equals_single_calls(eval_step):
-    model = new_state().model
-    batches = [{**make_batch(seed=i), "index": np.arange(32)} for i in range(3)]
-    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
-    many = eval_step.many(model, stacked)
-    singles = eqxshard.Metrics.stack([eval_step(model, batch) for batch in batches])
-    np.testing.assert_array_equal(many["index"], singles["index"])
 
 
 PROCESSES = """

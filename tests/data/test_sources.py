@@ -72,23 +72,6 @@ def test_repr_has_length_names_dtypes_and_shapes():
     assert repr(source) == "ArraySource(1,500 x {image: uint8[28, 28], label: int32})"
 
 
-def test_name_unit_and_warning():
-    source = eqxshard.data.ArraySource({"x": np.zeros(3)})
-    assert (source.name, source.unit, source.warning) == ("", "examples", "")
-    options = {"name": "cats", "unit": "images", "warning": "These are dogs."}
-    source = eqxshard.data.ArraySource({"x": np.zeros(3)}, **options)
-    assert {name: getattr(source, name) for name in options} == options
-    # Arrays may have the names of attributes.
-    source = eqxshard.data.ArraySource({"name": np.arange(3)}, name="cats")
-    assert source.name == "cats"
-    assert source.gather(np.array([2]))["name"].tolist() == [2]
-
-
-def test_arrays_must_have_equal_lengths():
-    with pytest.raises(ValueError, match="'x' has 3, 'y' has 4; give each the same"):
-        eqxshard.data.ArraySource({"x": np.zeros(3), "y": np.zeros(4)})
-
-
 def test_arrays_must_have_examples():
     with pytest.raises(ValueError, match="'x' is a scalar"):
         eqxshard.data.ArraySource({"x": np.array(3.0)})
@@ -164,10 +147,30 @@ def test_sources_of_grain_are_records():
     assert source.gather(np.array([4, 2]))["x"].tolist() == [4, 2]
 
 
+def test_datasets_of_tuples_have_names():
+    class Dataset:
+        """As PyTorch has them."""
+
+        def __len__(self):
+            return 20
+
+        def __getitem__(self, index):
+            return index, np.full((2, 3), index, np.uint8)
+
+    source = RecordSource(Dataset(), names=("x", "image"))
+    batch = source.gather(np.array([7, 3, 7]))
+    assert batch["x"].tolist() == [7, 3, 7]
+    assert batch["image"].shape == (3, 2, 3) and batch["image"].dtype == np.uint8
+    single = RecordSource([np.ones(2), np.zeros(2)], names=["x"])
+    assert single.gather(np.array([1]))["x"].tolist() == [[0, 0]]
+    with pytest.raises(ValueError, match="has 2 entries, and names has 1; give one name"):
+        RecordSource(Dataset(), names=["x"]).gather(np.arange(2))
+
+
 @pytest.mark.parametrize(
     "records, decode, says",
     [
-        ([1, 2], None, "example 0 is a int; use decode= to turn it into a dict"),
+        ([1, 2], None, "example 0 is a int; name its entries, .* or use decode="),
         (
             [1, 2],
             lambda x: {"a": 1, f"b{x}": 1},

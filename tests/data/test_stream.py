@@ -77,20 +77,6 @@ def test_other_iterators_skip_batches(prefetch):
     assert firsts(loader) == []
 
 
-def test_only_a_parameter_named_step_is_given_a_step():
-    def split(name="train", /, **other):
-        assert name == "train" and not other
-        return five()
-
-    loader = stream(split)
-    loader.seek(4)
-    assert firsts(loader) == [4]
-    # A built-in function, without a signature.
-    loader = stream({"x": {}}.__iter__)
-    with pytest.raises(TypeError, match="the iterator gave a str for step 0; give dicts"):
-        next(iter(loader))
-
-
 def test_with_a_length_passes_follow_one_another():
     loader = stream(five, length=5)
     assert len(loader) == 5
@@ -144,23 +130,6 @@ def test_batches_are_made_ahead_in_one_thread_and_not_more():
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_the_iterator_is_closed_with_the_loaders(prefetch):
-    closed = threading.Event()
-
-    def environment():
-        try:
-            yield from counting(0)
-        finally:
-            closed.set()
-
-    batches = iter(stream(environment, prefetch=prefetch))
-    next(batches)
-    assert not closed.is_set()
-    batches.close()
-    assert closed.wait(60)
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
 def test_errors_of_the_iterator_reach_the_caller(prefetch):
     def damaged():
         yield from five()
@@ -183,16 +152,6 @@ def test_the_iterator_may_use_its_arrays_again(prefetch):
 
     loader = stream(refilled, prefetch=prefetch)
     assert [float(batch["x"][0, 0]) for batch in list(loader)] == [0, 1, 2, 3, 4, 5]
-
-
-def test_tensors_are_converted():
-    class Tensor:
-        # As PyTorch has it, without the `copy` of NumPy 2.
-        def __array__(self, dtype=None):
-            return np.arange(8, dtype=dtype)
-
-    (batch,) = stream(lambda: iter([{"x": Tensor()}]))
-    np.testing.assert_array_equal(batch["x"], np.arange(8))
 
 
 BLOCKED = """
@@ -222,29 +181,21 @@ def test_a_process_ends_while_the_iterator_is_blocked():
     assert (status, out) == (0, "leaving\n"), err
 
 
-CLOSING = """
-import time
-import numpy as np
-import eqxshard
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_the_iterator_is_closed_with_the_loaders(prefetch):
+    closed = threading.Event()
 
-def batches():
-    try:
-        while True:
-            yield {"x": np.zeros(8)}
-    finally:
-        time.sleep(0.2)
-        print("closed", flush=True)
+    def environment():
+        try:
+            yield from counting(0)
+        finally:
+            closed.set()
 
-mesh = eqxshard.make_mesh()
-batches = iter(eqxshard.data.from_iterator(batches, mesh=mesh))
-next(batches)
-batches.close()
-"""
-
-
-def test_a_process_that_ends_lets_the_iterator_close():
-    status, out, err = finished([sys.executable, "-c", CLOSING], seconds=60)
-    assert (status, out) == (0, "closed\n"), err
+    batches = iter(stream(environment, prefetch=prefetch))
+    next(batches)
+    assert not closed.is_set()
+    batches.close()
+    assert closed.wait(60)
 
 
 def test_fit_and_evaluate_take_it_and_resume(train_and_evaluate):
@@ -305,8 +256,8 @@ loader = from_iterator(batches, mesh=mesh)
 loader.seek(2)
 check(next(iter(loader)), {"x": np.arange(8) + 20})
 
-def draw(batch, random):
-    return {**batch, "draw": random.normal()}
+def draw(batch, generators):
+    return {**batch, "draw": np.array([g.normal() for g in generators])}
 
 source = eqxshard.data.ArraySource({"x": np.arange(20)})
 options = {"batch_size": 8, "transform": RandomTransform(draw)}
@@ -341,8 +292,6 @@ def test_each_process_gives_the_rows_of_its_devices(tmp_path, capsys):
     "batches, error, says",
     [
         ([(1, 2)], TypeError, "gave a tuple for step 0; give dicts of arrays by name"),
-        ([{}], TypeError, "gave a dict for step 0"),
-        ([{"x": np.array(["a"] * 8)}], TypeError, "'x' is of type <U1.*; convert it to"),
         ([{"x": np.full(8, 2**40)}], ValueError, "'x' has integers from 0 to"),
         ([{"x": np.ones(8), "y": np.ones(7)}], ValueError, "give each the same number"),
         ([{"x": np.ones(())}], ValueError, "give each the same number of rows"),

@@ -218,4 +218,4 @@ def test_a_forged_dump_cannot_ask_for_more_memory_than_there_is(copy):
 @pytest.mark.parametrize("name", FORBIDDEN)
 def test_what_is_no_file_is_refused(copy, name):
     forbid(copy / "odd", name)
-    refused(copy, f"is damaged: .*odd is {FORBIDDEN[name]}, not a file")
+    refused(copy, "is damaged: .*odd is not a regular file")

@@ -4,9 +4,7 @@ from pathlib import Path
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import plain_loop
 import pytest
 from helpers import assert_close
@@ -57,17 +55,6 @@ def train_batches(names, steps):
 def new_model(names, make):
     """The model that `init_state` makes."""
     return eqx.filter_jit(make)(names["where"]["key"])
-
-
-def test_a_confusion_matrix_counts_each_example_once():
-    names = run("A confusion matrix", ("epochs=10", "epochs=1"))
-    everything = names["points"](250, seed=1).gather(np.arange(250))
-    model = plain_loop.on_one_device(names["state"].model)
-    predicted = np.argmax(jax.vmap(model)(everything["x"]), axis=-1)
-    expected = np.zeros((4, 4), int)
-    np.add.at(expected, (everything["label"], predicted), 1)
-    np.testing.assert_array_equal(names["counts"], expected)
-    assert 100 < expected.trace() < 250
 
 
 @pytest.mark.thorough
@@ -126,31 +113,6 @@ def test_a_target_network_equals_a_plain_loop():
             names["td_loss"], optim, model, None, *args
         )
     assert_close(state.model, model, 2e-5, 2e-5)
-
-
-@pytest.mark.slow
-def test_the_averaged_weights_are_measured():
-    recorder = Recorder()
-    changes = ("epochs=20", "epochs=2"), ("=80", "=8"), ("[Compare()]", "[recorder]")
-    names = run("The average of the weights", *changes, recorder=recorder)
-    optim, loss_fn = optax.sgd(0.5), names["loss_fn"]
-    model = average = new_model(names, names["classifier"](32))
-    opt_state = plain_loop.start(model, optim)
-    for number, batch in enumerate(train_batches(names, 16)):
-        args = opt_state, batch, names["where"]["key"]
-        model, _, opt_state, _ = plain_loop.step(loss_fn, optim, model, None, *args)
-        keep = min(0.98, (1 + number) / (10 + number))
-        average = jax.tree.map(
-            lambda a, w, keep=keep: keep * a + (1 - keep) * w if eqx.is_array(w) else w,
-            average,
-            model,
-        )
-    assert_close(eqxshard.ema_model(names["state"]), average)
-    everything = names["points"](250, seed=1).gather(np.arange(250))
-    loss = float(jnp.mean(loss_fn(average, everything, None)))
-    *_, (last, values) = recorder.lines
-    assert last == 16 and values["ema/loss"] == pytest.approx(loss, rel=1e-5)
-    assert values["eval/loss"] != pytest.approx(loss, rel=1e-3)
 
 
 @pytest.mark.slow

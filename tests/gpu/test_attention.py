@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cudnn")]
 BATCH, SEQ, HEADS, DIM = 8, 1024, 8, 64
 
 
-def compile_layers(devices, sizes, *, packed=False, vmapped=False, remat="none"):
+def compile_layers(devices, sizes, *, packed=False, remat="none"):
     """Two layers of attention, forward and backward."""
     mesh = eqxshard.make_mesh(**sizes, devices=devices)
     rows = ("data", "fsdp")
@@ -32,11 +32,7 @@ def compile_layers(devices, sizes, *, packed=False, vmapped=False, remat="none")
 
     def loss(query, key, value, segments):
         def layer(x, _):
-            def one(x, key, value, segments):
-                return nn.attention(x, key, value, causal=True, segments=segments)
-
-            one = jax.vmap(one) if vmapped else one
-            return 2 * one(x, key, value, segments), None
+            return 2 * nn.attention(x, key, value, causal=True, segments=segments), None
 
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             if remat != "none":
@@ -61,12 +57,9 @@ def calls(compiled):
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
-@pytest.mark.parametrize("vmapped", [False, True], ids=["", "vmapped"])
-@pytest.mark.parametrize("sizes", [{"data": 1}, {"data": 2, "fsdp": 2, "tensor": 2}])
-def test_cudnn_computes_each_device_s_rows_and_heads(gpus, sizes, packed, vmapped):
-    devices = gpus if len(sizes) > 1 else gpus[:1]
-    compiled = compile_layers(devices, sizes, packed=packed, vmapped=vmapped)
-    rows, heads = (2, 4) if len(sizes) > 1 else (BATCH, HEADS)
+def test_cudnn_computes_each_device_s_rows_and_heads(gpus, packed):
+    sizes, rows, heads = {"data": 2, "fsdp": 2, "tensor": 2}, 2, 4
+    compiled = compile_layers(gpus, sizes, packed=packed)
     # With segments the backward pass goes forward again.
     shape = f"[{rows},{heads},{SEQ},{DIM}]"
     assert calls(compiled) == (1 + packed, 1, {shape})
@@ -89,10 +82,7 @@ def test_cudnn_computes_each_device_s_rows_and_heads_in_a_pipeline(gpus, packed)
 
     def stage(query, key, segments):
         segments = segments if packed else None
-        axes = (0, 0, 0 if packed else None)
-        return jax.vmap(
-            lambda q, k, s: nn.attention(q, k, k, causal=True, segments=s), axes
-        )(query, key, segments)
+        return nn.attention(query, key, key, causal=True, segments=segments)
 
     def loss(query, key, segments):
         spec = P("stage")

@@ -59,7 +59,7 @@ def test_tokens_travel_to_experts_and_nothing_of_experts_is_gathered():
     # Each device has one of the experts.
     experts = [leaf for leaf in plan.leaves if ".experts." in leaf.path]
     expert = 4 * shape.layers * 3 * shape.mlp * shape.embed
-    assert sum(leaf.bytes for leaf in experts) == expert
+    assert sum(leaf.bytes_per_device for leaf in experts) == expert
 
 
 @pytest.mark.parametrize("name", graded(["fsdp", "data x fsdp"], ["data x fsdp"]))

@@ -13,32 +13,24 @@ import eqxshard
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("as_scripts_run")]
 
 
-def test_a_model_of_8b_is_fastest_split_and_the_second_search_compiles_nothing(tmp_path):
+def test_a_model_of_8b_is_fastest_split():
     shape = SIZES["8b"]
     tokens = jax.ShapeDtypeStruct((64, shape.block), jnp.int32)
-
-    def search():
-        found = eqxshard.plan_search(
-            partial(GPT, shape=shape, remat="full"),
-            gpt.loss_fn,
-            gpt.make_optimizer(gpt.Args(), 1000),
-            {"tokens": tokens, "targets": tokens},
-            devices=64,
-            rules=gpt.make_rule(shape),
-            meshes=[{"data": 64}, {"fsdp": 64}],
-            precision=eqxshard.Precision("bfloat16"),
-            backend="gpu",
-            cache=tmp_path,
-        )
-        print(found)
-        return found
-
-    first, second = search(), search()
-    assert first.best is not None and first.best.mesh == {"fsdp": 64}
-    # Also in how long it took to compile.
-    assert second.candidates == first.candidates
+    search = eqxshard.plan_search(
+        partial(GPT, shape=shape, remat="full"),
+        gpt.loss_fn,
+        gpt.make_optimizer(gpt.Args(), 1000),
+        {"tokens": tokens, "targets": tokens},
+        devices=64,
+        rules=gpt.make_rule(shape),
+        meshes=[{"data": 64}, {"fsdp": 64}],
+        precision=eqxshard.Precision("bfloat16"),
+        backend="gpu",
+    )
+    print(search)
+    assert search.best is not None and search.best.mesh == {"fsdp": 64}
     # Whole it fits, but each device then updates all of its eight billion parameters.
-    (whole,) = first.candidates[1:]
+    (whole,) = search.candidates[1:]
     assert whole.needs is not None and 110e9 < whole.needs < 144e9
-    memory = [x.plan.time.memory or 0 for x in first.candidates if x.plan and x.plan.time]
+    memory = [x.plan.time.memory or 0 for x in search.candidates if x.plan and x.plan.time]
     assert memory[1] > 2 * memory[0]

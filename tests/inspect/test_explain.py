@@ -1,4 +1,7 @@
+"""Explanations: their numbers, as text and as dicts."""
+
 import gc
+import json
 
 import equinox as eqx
 import helpers
@@ -7,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from inspect_helpers import RULE, Model, make_mesh, user_rule
+from inspect_helpers import RULE, Model, explained, make_mesh, user_rule
 from jax.sharding import PartitionSpec as P
 
 import eqxshard
@@ -34,36 +37,14 @@ def test_every_array_is_a_row():
         note="",
         update_spec=P("fsdp"),
         update_rule="fsdp()",
+        gradient=8 * 6,
+        optimizer=0,
     )
-    bias = rows["layers.0.bias"]
+    bias, table = rows["layers.0.bias"], rows["table"]
     assert (bias.rule, bias.bytes_per_device, bias.note) == ("user_rule", 16, "")
-    last = rows["layers.1.weight"]
-    assert (last.rule, last.bytes_per_device) == (r"by_path('[a-z]+\\.1')", 24)
-    assert rows["key"].shape == ()
-    table = rows["table"]
     assert (table.dtype, table.bytes_whole, table.bytes_per_device) == ("int16", 18, 18)
-
-
-def test_notes_say_why_a_leaf_is_whole():
-    notes = {
-        leaf.path: leaf.note for leaf in eqxshard.explain(Model(), make_mesh(), RULE).leaves
-    }
-    assert notes["key"] == "size 1, below min_size=2"
-    assert notes["table"] == "whole: no dim of (9,) divides by fsdp=4"
-    assert notes["layers.0.weight"] == ""
-
-
-def test_a_leaf_that_no_rule_claims_is_an_error():
-    with pytest.raises(ValueError, match=r"^user_rule does not claim w \(8,\); name it in"):
-        eqxshard.explain({"w": np.zeros(8)}, make_mesh(), user_rule)
-
-
-def test_rules_that_match_nothing_are_errors():
-    rule = eqxshard.first_match(eqxshard.by_path({"layer.0": P()}), eqxshard.fsdp())
-    with pytest.raises(ValueError, match=r"'layer.0' matches no leaf; did you mean 'lay"):
-        eqxshard.explain(Model(), make_mesh(), rule)
-    with pytest.raises(ValueError, match="by_dim: no leaf has a dim 'mlp'"):
-        eqxshard.explain(Model(), make_mesh(), eqxshard.by_dim({"mlp": "tensor"}))
+    assert "no dim of (9,) divides by fsdp=4" in table.note
+    assert rows["key"].note == "size 1, below min_size=2"
 
 
 def test_types_are_those_of_jax():
@@ -77,10 +58,7 @@ def test_types_are_those_of_jax():
         assert leaf.bytes_whole == placed[leaf.path].nbytes
 
 
-# Bytes
-
-
-def on_first_device(tree):
+def held_by(tree):
     """The bytes that one device really holds."""
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     return sum(array.addressable_shards[0].data.nbytes for array in arrays)
@@ -112,15 +90,19 @@ def test_the_totals_are_what_devices_hold(rule):
     for model in (state.model, shapes):
         explanation = eqxshard.explain(model, **how, optim=optim)
         params, rest = eqx.partition(state.model, eqx.is_inexact_array)
-        assert explanation.parameters == (in_all(params), on_first_device(params))
-        assert explanation.other == (in_all(rest), on_first_device(rest)) == (32, 32)
-        held = (in_all(state.opt_state), on_first_device(state.opt_state))
+        assert explanation.parameters == (in_all(params), held_by(params))
+        assert explanation.other == (in_all(rest), held_by(rest)) == (32, 32)
+        held = (in_all(state.opt_state), held_by(state.opt_state))
         assert explanation.optimizer_state == held
         # Momenta are like the gradients that they are the means of.
         moments = state.opt_state[0].mu
-        assert explanation.gradients == (in_all(moments), on_first_device(moments))
+        assert explanation.gradients == (in_all(moments), held_by(moments))
+        # All of it but the optimizer's count belongs to some array of the model.
+        assert sum(leaf.gradient for leaf in explanation.leaves) == held_by(moments)
+        count = held_by(state.opt_state) - sum(x.optimizer for x in explanation.leaves)
+        assert 0 <= count <= 8
         assert explanation.bytes_whole == in_all(state.model)
-        assert explanation.bytes_per_device == on_first_device(state.model)
+        assert explanation.bytes_per_device == held_by(state.model)
 
 
 @helpers.needs_new_jax
@@ -137,28 +119,21 @@ def test_what_is_in_the_memory_of_the_host_is_on_no_device():
     assert "the host's memory" in str(there) and "the host's" not in str(here)
 
 
-def test_without_an_optimizer():
-    explanation = eqxshard.explain(Model(), make_mesh(), RULE)
-    key = Model().key.dtype.itemsize
-    assert explanation.parameters == (192 + 32 + 96, 48 + 16 + 24)
-    assert explanation.gradients == explanation.parameters
-    assert explanation.other == (key + 18, key + 18)
-    assert explanation.optimizer_state is None
-    assert explanation.bytes_whole == 192 + 32 + 96 + key + 18
-    assert explanation.bytes_per_device == 48 + 16 + 24 + key + 18
+def test_an_empty_tree_has_no_bytes():
     empty = eqxshard.explain({"name": "x"}, make_mesh(), RULE, optim=optax.sgd(0.1))
     assert (empty.leaves, empty.bytes_whole, empty.bytes_per_device) == ((), 0, 0)
     assert empty.optimizer_state == (0, 0)
 
 
 def test_what_is_frozen_has_no_gradient():
-    explanation = eqxshard.explain(Model(), make_mesh(), RULE, trainable=False)
-    assert explanation.gradients == (0, 0)
+    explanation = eqxshard.explain(
+        Model(), make_mesh(), RULE, trainable=False, optim=optax.trace(0.9)
+    )
+    assert explanation.gradients == explanation.optimizer_state == (0, 0)
     assert explanation.parameters.whole == 192 + 32 + 96
-    notes = {leaf.path: leaf.note for leaf in explanation.leaves}
-    assert notes["layers.0.weight"] == "frozen"
-    assert notes["table"] == "whole: no dim of (9,) divides by fsdp=4"
-    assert {leaf.update_spec for leaf in explanation.leaves} == {None}
+    weight = explanation.leaves[0]
+    assert (weight.note, weight.update_spec) == ("frozen", None)
+    assert (weight.gradient, weight.optimizer, weight.total) == (0, 0, 48)
 
 
 def test_a_model_with_state():
@@ -168,15 +143,12 @@ def test_a_model_with_state():
     explanation = eqxshard.explain((model, state), make_mesh(), rule)
     specs = {leaf.path: (leaf.spec, leaf.rule, leaf.note) for leaf in explanation.leaves}
     assert specs.pop("weight")[0] == specs.pop("bias")[0] == P("fsdp")
-    whole = (P(), "model state", "whole under every rule")
+    whole = (P(), "model state", "always replicated")
     assert len(specs) == 3
     assert set(specs.values()) == {whole}
     assert all(path.startswith("model_state.") for path in specs)
     assert explanation.parameters == (64, 16)
     assert explanation.other == (in_all(state), in_all(state))
-
-
-# Arguments
 
 
 def test_a_whole_state_is_refused(unannotated):
@@ -193,11 +165,6 @@ def test_nothing_is_placed():
     explanation = eqxshard.explain(tree, make_mesh(), eqxshard.fsdp())
     assert explanation.bytes_per_device == 2**48
     assert len(jax.live_arrays()) == before
-    model = Model()
-    devices = model.layers[0].weight.devices()
-    eqxshard.explain(model, make_mesh(), RULE)
-    assert model.layers[0].weight.devices() == devices
-    assert isinstance(model.table, np.ndarray)
 
 
 def test_shapes_explain_like_arrays():
@@ -206,7 +173,86 @@ def test_shapes_explain_like_arrays():
     assert eqxshard.explain(shapes, mesh, RULE) == eqxshard.explain(Model(), mesh, RULE)
 
 
-def test_a_spec_that_does_not_fit_is_an_error():
-    rule = eqxshard.by_path({"table": P("fsdp")})
-    with pytest.raises(ValueError, match=r"table \(9,\).* splits dim 0 of size 9"):
-        eqxshard.explain(Model(), make_mesh(), rule)
+@pytest.mark.parametrize(
+    "word, tree, rule",
+    [
+        (r"does not claim w \(8,\)", {"w": np.zeros(8)}, user_rule),
+        ("'layer.0' matches no leaf", Model(), eqxshard.by_path({"layer.0": P()})),
+        ("dim 'mlp'", Model(), eqxshard.by_dim({"mlp": "tensor"})),
+        (r"table \(9,\).* dim 0", Model(), eqxshard.by_path({"table": P("fsdp")})),
+    ],
+)
+def test_rules_that_do_not_fit_are_errors(word, tree, rule):
+    rule = rule if rule is user_rule else eqxshard.first_match(rule, eqxshard.replicate())
+    with pytest.raises(ValueError, match=word):
+        eqxshard.explain(tree, make_mesh(), rule)
+
+
+def test_it_prints_as_a_table():
+    lines = str(eqxshard.explain(Model(), make_mesh(), RULE)).splitlines()
+    text = "\n".join(lines)
+    assert "on 8 x cpu (data=2, fsdp=4)" in text and "update spec" not in text
+    (row,) = [line for line in lines if "layers.0.weight" in line]
+    for cell in ("8 x 6", "float32", "P('fsdp')", "48 B", "fsdp()"):
+        assert cell in row
+    # rich would read these brackets as markup.
+    (row,) = [line for line in lines if "layers.1.weight" in line]
+    assert r"by_path('[a-z]+\\.1')" in row
+    totals = [line.split() for line in lines[lines.index("") :]]
+    key = Model().key.dtype.itemsize
+    assert ["parameters", "│", "88", "B", "│", "320", "B"] in totals
+    assert ["other", "arrays", "│", f"{key + 18}", "B", "│", f"{key + 18}", "B"] in totals
+    assert ["gradients", "│", "88", "B", "│", "320", "B"] in totals
+    total = ["total", "without", "optimizer", "state", "│"]
+    assert [*total, f"{194 + key}", "B", "│", f"{658 + key}", "B"] in totals
+
+
+def test_axes_over_which_no_array_is_split_are_named():
+    mesh = eqxshard.make_mesh(data=2, fsdp=2, tensor=2)
+    assert "no array is split over tensor=2" in str(eqxshard.explain(Model(), mesh, RULE))
+    assert "is split over" not in str(eqxshard.explain(Model(), make_mesh(), RULE))
+
+
+def test_a_column_shows_how_updates_are_split_if_they_differ():
+    rule = eqxshard.combine(
+        eqxshard.by_path({r"0\.weight": P("tensor")}), eqxshard.zero1(min_size=8)
+    )
+    mesh = eqxshard.make_mesh(data=4, tensor=2)
+    explanation = eqxshard.explain(Model(), mesh, rule, optim=optax.trace(0.9))
+    weight, bias, last, _, table = explanation.leaves
+    assert (weight.spec, weight.update_spec) == (P("tensor"), P(("tensor", "data")))
+    assert weight.rule == r"by_path('0\\.weight')"
+    assert weight.update_rule == r"by_path('0\\.weight') + zero1()"
+    assert (bias.spec, bias.update_spec) == (P(), P("data"))
+    assert (last.spec, last.update_spec) == (P(), P(None, "data"))
+    assert (table.update_spec, table.update_rule) == (None, "")
+    assert (weight.gradient, weight.optimizer) == (24, 24)
+    assert explanation.parameters == (320, 96 + 32 + 96)
+    assert explanation.gradients == explanation.optimizer_state == (320, 24 + 8 + 24)
+    (row,) = [line for line in str(explanation).splitlines() if "layers.0.weight" in line]
+    assert "P('tensor')" in row and "P(('tensor', 'data'))" in row
+    # No column if all are split like their parameters.
+    assert "update spec" not in str(eqxshard.explain(Model(), mesh, eqxshard.zero1()))
+
+
+def test_as_a_dict():
+    mesh = make_mesh()
+    rule = eqxshard.combine(RULE, eqxshard.zero1(min_size=48))
+    explanation = eqxshard.explain(Model(), mesh, rule, optim=optax.trace(0.9))
+    plain = explanation.to_dict()
+    assert json.loads(json.dumps(plain)) == plain
+    assert plain["mesh"]["axes"] == dict(mesh.shape)
+    assert (plain["mesh"]["devices"], plain["mesh"]["platform"]) == (8, "cpu")
+    weight, _, last, key, _ = plain["leaves"]
+    assert (weight["shape"], weight["spec"]) == ([8, 6], ["fsdp"])
+    assert weight["update_spec"] == ["fsdp", "data"]
+    assert last["spec"] == [None, "fsdp"]
+    assert (key["shape"], key["spec"], key["update_spec"]) == ([], [], None)
+    totals = plain["totals"]
+    assert totals["parameters"] == {"bytes_whole": 320, "bytes_per_device": 88}
+    assert totals["gradients"] == {"bytes_whole": 320, "bytes_per_device": 64}
+    assert totals["optimizer_state"] == totals["gradients"]
+    (both,) = explained((8,), P(("fsdp", "data")), mesh).to_dict()["leaves"]
+    assert both["spec"] == [["fsdp", "data"]]
+    without = eqxshard.explain(Model(), mesh, rule).to_dict()
+    assert without["totals"]["optimizer_state"] is None

@@ -6,11 +6,12 @@ from xml.etree import ElementTree
 import jax
 import numpy as np
 import pytest
-from inspect_helpers import Model
+from inspect_helpers import RULE, Model, explained, make_mesh
 from jax.sharding import PartitionSpec as P
 
 import eqxshard
-from eqxshard.inspect._pictures import _COLOURS, _block
+from eqxshard.inspect._blocks import format_devices, lay_out
+from eqxshard.inspect._pictures import _COLOURS
 
 MESH = eqxshard.make_mesh(data=2, fsdp=2, tensor=2)
 
@@ -52,14 +53,13 @@ def test_a_mesh_is_a_grid_of_its_last_two_axes():
 def test_a_mesh_of_three_axes_has_a_grid_for_each_index_of_the_first():
     first, second = panels(eqxshard.draw(MESH))
     assert texts(first) == ["data=0", "tensor →", "fsdp →", *"0123"]
-    assert texts(second) == ["data=1", "tensor →", "fsdp →", *"4567"]
+    assert texts(second)[0] == "data=1" and texts(second)[3:] == [*"4567"]
 
 
 @pytest.mark.parametrize(
     "along, groups",
     [
         (["tensor"], [{0, 1}, {2, 3}, {4, 5}, {6, 7}]),
-        (["fsdp"], [{0, 2}, {1, 3}, {4, 6}, {5, 7}]),
         (["data", "tensor"], [{0, 1, 4, 5}, {2, 3, 6, 7}]),
         (["data", "fsdp", "tensor"], [{*range(8)}]),
     ],
@@ -84,16 +84,47 @@ def test_a_block_has_the_colours_of_the_devices_that_hold_it():
     assert sorted(texts(panel)[3:]) == [*"01234567"]
 
 
-def test_many_devices_share_a_block_without_bands():
-    rect, frame, label = _block((0, 0, 99, 20), range(9), range(9))
-    assert f'fill="{_COLOURS[-1]}"' in rect and 'fill="none"' in frame and ">0-8<" in label
+@pytest.mark.parametrize(
+    "shape, spec, rows, column",
+    [
+        ((), P(), [], None),
+        ((16,), P("tensor"), [], 0),
+        ((16,), P(("tensor", "fsdp", "data")), [], 0),
+        ((8, 12), P(), [0], 1),
+        ((8, 12), P("stage", "data"), [0], 1),
+        ((8, 12), P("tensor", "fsdp"), [0], 1),
+        ((8, 16), P(None, ("tensor", "data", "fsdp")), [0], 1),
+        ((3, 8, 4), P(None, "tensor", "fsdp"), [1], 2),
+        ((2, 8, 3, 4), P(None, "data", None, "tensor"), [1], 3),
+        ((4, 6, 8), P("data", "fsdp", "tensor"), [0, 1], 2),
+    ],
+)
+def test_blocks_are_where_the_shards_of_real_arrays_are(shape, spec, rows, column):
+    sharding = jax.NamedSharding(MESH, spec)
+    held = {}
+    for shard in jax.device_put(np.zeros(shape, np.int8), sharding).addressable_shards:
+        parts = [range(n)[part] for n, part in zip(shape, shard.index)]
+        top, height = 0, 1
+        for dim in rows:
+            part = parts[dim]
+            count = shape[dim] // len(part)
+            top, height = top * count + part.start // len(part), height * len(part)
+        across = range(1) if column is None else parts[column]
+        block = (across.start, top * height, len(across), height)
+        held.setdefault(block, set()).add(shard.device.id)
+    layout = lay_out(shape, sharding)
+    assert [*layout.rows, *layout.columns] == [*rows, *([] if column is None else [column])]
+    assert {tuple(block[:4]): {*block.devices} for block in layout.blocks} == held
 
 
-def test_the_largest_arrays_are_drawn():
-    tree = [array((2, 2 * i + 2), "data") for i in range(14)]
-    picture = eqxshard.draw(tree)
-    assert [texts(panel)[0] for panel in panels(picture)] == [*map(str, range(2, 14))]
-    assert "2 more arrays are not drawn" in picture._repr_html_()
+def test_labels_are_short():
+    numbers = ([0, 1, 4, 5], [6, 4, 2, 0], range(9), range(0, 128, 2))
+    assert [*map(format_devices, numbers)] == [
+        *("0,1,4,5", "0,2,4,6", "0-8", "0,2,4,...,126 (64 devices)")
+    ]
+    # An array without elements has blocks, too.
+    (panel,) = panels(eqxshard.draw(array((0, 4), None, "fsdp")))
+    assert sorted(texts(panel)[3:]) == [*"01234567"]
 
 
 def test_real_arrays_are_drawn_as_they_are():
@@ -113,31 +144,33 @@ def test_pictures_are_saved_for_pages_and_as_images(tmp_path):
     for side, start in (("width", "x"), ("height", "y")):
         ends = [float(x.attrib[start]) + float(x.attrib[side]) for x in inner]
         assert max(ends) <= float(root.attrib[side])
-    with pytest.raises(ValueError, match=r"as 'x\.png'; give a name that ends with \.svg"):
-        picture.save("x.png")
 
 
-def test_colours_can_be_read_under_black_labels():
-    def luminance(colour):
-        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-        linear = [
-            p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts
-        ]
-        return float(np.dot(linear, (0.2126, 0.7152, 0.0722)))
+def test_an_explanation_draws_the_blocks_of_arrays_and_of_their_updates():
+    mesh = eqxshard.make_mesh(data=4, tensor=2)
+    rule = eqxshard.combine(
+        eqxshard.by_path({"w": P(None, "tensor")}), eqxshard.zero1(min_size=16)
+    )
+    tree = {"w": jax.ShapeDtypeStruct((3, 8, 4), np.float32)}
+    storage, update = panels(eqxshard.explain(tree, mesh, rule).draw())
+    assert texts(storage)[:2] == ["w", "3 x 8 x 4, P(None, 'tensor')"]
+    assert texts(update)[:2] == ["w (update)", "3 x 8 x 4, P(None, 'tensor', 'data')"]
 
-    assert len({*_COLOURS}) == len(_COLOURS)
-    assert min(map(luminance, _COLOURS)) + 0.05 > 7 * (luminance("#111111") + 0.05)
 
+def test_which_arrays_of_an_explanation_are_drawn():
+    tree = {f"w{i:02}": jax.ShapeDtypeStruct((8, i), np.float32) for i in range(14)}
+    tree["last"] = jax.ShapeDtypeStruct((8, 99), np.float32)
+    explanation = eqxshard.explain(tree, make_mesh(), eqxshard.fsdp(min_size=1))
 
-def test_what_cannot_be_drawn_is_refused():
-    with pytest.raises(TypeError, match=r"w \(3,\) is not on a mesh; place it with"):
-        eqxshard.draw({"w": jax.numpy.zeros(3)})
-    with pytest.raises(ValueError, match="there are no arrays"):
-        eqxshard.draw({})
-    with pytest.raises(ValueError, match="along names the axis 'fdsp', which the mesh"):
-        eqxshard.draw(MESH, along=["fdsp"])
-    with pytest.raises(ValueError, match="along is for meshes"):
-        eqxshard.draw(array((2,)), along=["fsdp"])
+    def names(picture):
+        return [texts(panel)[0] for panel in panels(picture)]
+
+    # In their own order, and the smallest left out.
+    default = explanation.draw()
+    assert names(default) == ["last", *(f"w{i:02}" for i in range(3, 14))]
+    assert "3 more arrays are not drawn" in default._repr_html_()
+    assert names(explanation.draw("last|w.0|w11$")) == ["last", "w00", "w10", "w11"]
+    assert len(names(explanation.draw("w|last"))) == 15
 
 
 def test_a_notebook_shows_an_explanation_with_its_pictures():
@@ -145,3 +178,23 @@ def test_a_notebook_shows_an_explanation_with_its_pictures():
     assert text.startswith("<pre") and "bytes/device" in text
     paths = re.findall(r'aria-label="([\w.]+) ', text)
     assert paths[:2] == ["layers.0.weight", "layers.0.bias"]
+
+
+@pytest.mark.parametrize(
+    "word, draw",
+    [
+        ("no array", lambda e: e.draw("wieght")),
+        ("not a regular expression", lambda e: e.draw("w(")),
+        ("no arrays", lambda e: eqxshard.explain({}, MESH, RULE).draw()),
+        ("no arrays", lambda e: eqxshard.draw({})),
+        ("'fdsp'", lambda e: eqxshard.draw(MESH, along=["fdsp"])),
+        ("for meshes", lambda e: eqxshard.draw(array((2,)), along=["fsdp"])),
+        (r"'x\.png'", lambda e: e.draw().save("x.png")),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(word, draw):
+    explanation = explained((8,), P(), MESH)
+    with pytest.raises(ValueError, match=word):
+        draw(explanation)
+    with pytest.raises(TypeError, match=r"w \(3,\) is not on a mesh"):
+        eqxshard.draw({"w": jax.numpy.zeros(3)})

@@ -54,25 +54,15 @@ def test_without_cudnn_it_is_exact():
     )
 
 
-@pytest.mark.parametrize("way", ["batch", "vmap", "vmap of a batch", "shared segments"])
-def test_elsewhere_it_is_exact(way, cudnn):
-    args, packed = arrays(jnp.bfloat16), segments()
-    attend = ft.partial(attention, causal=True)
-    fn = ft.partial(attend, segments=packed)
-    if way == "vmap":
-        fn = lambda *args: jax.vmap(lambda *x: attend(*x[:3], segments=x[3]))(*args, packed)  # noqa: E731
-    elif way == "vmap of a batch":
-        args = [x[None] for x in args]
-        fn = jax.vmap(fn)
-    elif way == "shared segments":
-        packed = jnp.broadcast_to(packed[0], packed.shape)
-        fn = jax.vmap(ft.partial(attend, segments=packed[0]))
+@pytest.mark.parametrize("packed", [False, True])
+def test_elsewhere_it_is_exact(packed, cudnn):
+    args = arrays(jnp.bfloat16)
+    fn = ft.partial(attention, causal=True, segments=segments() if packed else None)
     assert "dot_product_attention_fwd" in primitives(fn, *args[:3])
     results = with_gradients(fn)(*args)
-    wide = [x.astype(jnp.float32).reshape(3, *x.shape[-3:]) for x in args]
-    expected = with_gradients(ft.partial(attend, segments=packed))(*wide)
+    expected = with_gradients(fn)(*(x.astype(jnp.float32) for x in args))
     for result, array in zip(results, expected):
-        result = result.astype(jnp.float32).reshape(array.shape)
+        result = result.astype(jnp.float32)
         np.testing.assert_allclose(result, array, 0, 2**-6 * np.abs(array).max())
 
 
@@ -82,7 +72,7 @@ def test_inside_per_device_code_it_is_exact(cudnn, monkeypatch, jax_version):
         monkeypatch.setattr(jax, "__version_info__", jax_version)
     old = jax.__version_info__ < (0, 10, 2)
     mesh, (query, key, value, _) = make_mesh(stage=2, tensor=2), arrays(jnp.bfloat16, (4,))
-    attend = jax.vmap(ft.partial(attention, causal=True))
+    attend = ft.partial(attention, causal=True)
     spec = P("stage")
     staged = jax.shard_map(
         attend, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"stage"}

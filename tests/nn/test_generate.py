@@ -144,12 +144,13 @@ def test_no_token_and_one():
         ({"temperature": -1.0}, "use 0 for the most likely token"),
         ({"top_k": 0}, "top_k=0 must be at least 1"),
         ({"top_p": 0.0}, "top_p=0.0 must be above 0"),
+        ({"prompt": jnp.ones((4, 0), jnp.int32)}, "the prompt is empty"),
         ({"length": 20}, "a prompt of 6 tokens and 20 more do not fit a cache of 24"),
     ],
 )
 def test_mistakes(model, options, message):
     with pytest.raises(ValueError, match=message):
-        sample(model, prompts(), **options)
+        sample(model, **{"prompt": prompts(), **options})
 
 
 def test_a_cache_that_holds_tokens_already_is_refused_or_ends_the_text():
@@ -169,8 +170,3 @@ def test_a_cache_that_holds_tokens_already_is_refused_or_ends_the_text():
     with pytest.raises(ValueError, match="of which 3 are taken; make it for 7"):
         add(taken)
     assert jax.jit(add)(taken).tolist() == [[1, 0, -1, -1]]
-
-
-def test_an_empty_prompt_is_an_error(model):
-    with pytest.raises(ValueError, match="the prompt is empty"):
-        sample(model, prompts()[:, :0])

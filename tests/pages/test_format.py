@@ -1,25 +1,9 @@
-import math
-
-import pytest
-
 from eqxshard.pages._format import (
     format_bytes,
     format_flops,
     format_seconds,
-    round_number,
+    format_value,
 )
-
-
-@pytest.mark.parametrize(
-    "most, number", [(1.0, 1.0), (4.9, 2.0), (70.0, 50.0), (0.1, 0.1), (0.0999, 0.05)]
-)
-def test_round_numbers_are_at_most_what_is_asked_for(most, number):
-    assert round_number(most) == pytest.approx(number, rel=1e-12)
-
-
-def test_a_power_of_ten_that_is_rounded_up_is_not_taken():
-    # Its logarithm is -1.
-    assert round_number(math.nextafter(0.1, 0)) == 0.05
 
 
 def test_bytes_are_written_in_the_unit_that_fits():
@@ -34,6 +18,11 @@ def test_arithmetic_is_written_in_the_unit_that_fits():
     assert [*map(format_flops, (1e9, 1.5e12, 93.62e6, 2e15, 5e3))] == [
         *("1 GFLOP", "1.5 TFLOP", "93.62 MFLOP", "2,000 TFLOP", "0.005 MFLOP")
     ]
+
+
+def test_metrics_have_four_digits():
+    numbers = (0.12345, 12.5, 9999.4, 123456.0)
+    assert [*map(format_value, numbers)] == ["0.1235", "12.5", "9999", "123,456"]
 
 
 def test_seconds():

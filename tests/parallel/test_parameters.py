@@ -130,39 +130,28 @@ def test_explicit_fsdp_equals_gradient_descent_on_one_device(count, check_vma):
     assert model.up.weight.addressable_shards[0].data.shape == (16 // DEVICES[count][1], 8)
 
 
-def test_shard_params_matches_placement_on_the_mesh():
-    model, specs = place(Model(jax.random.key(0)), MESH)
-
-    def shard(key):
-        return collectives.shard_params(Model(key), specs)
+def test_gathered_params_are_whole():
+    model = Model(jax.random.key(0))
+    placed, specs = place(model, MESH)
 
     def gather(model):
         return collectives.gather_params(model, specs, ROWS)
 
-    sharded = per_device(shard, P(), specs)(jax.random.key(0))
-    assert_equal(sharded, model)
-    for ours, theirs in zip(*map(jax.tree.leaves, (sharded, model))):
-        if eqx.is_array(ours):
-            assert ours.sharding.is_equivalent_to(theirs.sharding, ours.ndim)
-    whole = per_device(gather, (specs,), P(), check_vma=False)(sharded)
+    whole = per_device(gather, (specs,), P(), check_vma=False)(placed)
     assert_equal(whole, model)
     assert whole.activation is jnp.tanh
 
 
 @few
 @given(entries=st.permutations(["data", "fsdp", None]), joint=st.booleans())
-def test_any_specs_can_be_sharded_and_gathered(entries, joint):
+def test_any_specs_can_be_gathered(entries, joint):
     x = normal(8, 16, 24)
     spec = P(None, tuple(axis for axis in entries if axis)) if joint else P(*entries)
 
-    def fn(x):
-        part = collectives.shard_params({"x": x}, {"x": spec})
-        gathered = collectives.gather_params(part, spec, ROWS)
-        return part["x"], gathered["x"][None]
+    def fn(part):
+        return collectives.gather_params({"x": part}, spec, ROWS)["x"][None]
 
-    part, gathered = per_device(fn, P(), (spec, P(ROWS)))(x)
-    np.testing.assert_array_equal(part, x)
-    for copy in gathered:
+    for copy in per_device(fn, spec, P(ROWS))(x):
         np.testing.assert_array_equal(copy, x)
 
 

@@ -1,35 +1,31 @@
 import functools as ft
 from collections import Counter
+from typing import Any
 
 import equinox as eqx
-import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from grades import graded
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from parallel_helpers import (
     KEY,
-    LAYERS,
     ROWS,
     RULE,
     SCHEDULES,
+    UNOPTIMISED,
     WIDTH,
     Apply,
     compile_grad,
     expected,
-    interleave,
     make_batch,
     make_mesh,
     make_model,
     mean_loss,
     on,
-    one_f_one_b,
     pipelined,
-    place,
     relative,
     trace,
 )
@@ -65,62 +61,47 @@ def test_without_a_mesh_layers_are_applied_in_turn():
 
 
 FAST: list[tuple] = [
-    ("gpipe", 4, None, dict(stage=4, data=2)),
-    ("1f1b", 8, None, dict(stage=4, data=2)),
-    ("gpipe", 8, 2, dict(stage=4, data=2)),
-    ("1f1b", 8, 2, dict(stage=4, data=2)),
+    ("gpipe", 4, dict(stage=4, data=2)),
+    ("1f1b", 8, dict(stage=4, data=2)),
+    # Fewer microbatches than stages.
+    ("gpipe", 4, dict(stage=8)),
+    ("1f1b", 4, dict(stage=8)),
 ]
 MORE = [
-    (schedule, microbatches, chunks, sizes)
-    for sizes, chunks, microbatches in (
-        (dict(stage=1), None, 4),
-        (dict(stage=2), None, 8),
-        # As many microbatches as stages, and more; fewer, and as many.
-        (dict(stage=4), None, 4),
-        (dict(stage=4), None, 8),
-        (dict(stage=8), None, 4),
-        (dict(stage=8), None, 8),
-        (dict(stage=2, data=2), None, 4),
-        (dict(stage=2, data=2, fsdp=2), None, 8),
-        (dict(stage=1), 2, 4),
-        (dict(stage=2), 4, 8),
-        (dict(stage=8), 1, 8),
-        (dict(stage=2, data=2, fsdp=2), 2, 4),
+    (schedule, microbatches, sizes)
+    for microbatches, sizes in (
+        (4, dict(stage=1)),
+        (8, dict(stage=2)),
+        (4, dict(stage=4)),
+        (8, dict(stage=8)),
+        (4, dict(stage=2, data=2)),
+        (8, dict(stage=2, data=2, fsdp=2)),
     )
     for schedule in SCHEDULES
 ]
 
 
-@pytest.mark.parametrize(
-    "schedule, microbatches, chunks, sizes",
-    graded(
-        [*FAST, *MORE],
-        FAST,
-        [case for case in MORE if case[1:] == (4, None, dict(stage=8))],
-    ),
-)
-def test_loss_and_gradients_equal_one_device(schedule, microbatches, chunks, sizes):
-    _, result = pipelined(schedule, microbatches, chunks, **sizes)
-    assert relative(result, expected(chunks)) < 1e-6
+@pytest.mark.parametrize("schedule, microbatches, sizes", graded([*FAST, *MORE], FAST))
+def test_loss_and_gradients_equal_one_device(schedule, microbatches, sizes):
+    _, result = pipelined(schedule, microbatches, **sizes)
+    assert relative(result, expected()) < 1e-6
 
 
-@pytest.mark.parametrize("schedule, microbatches, chunks, sizes", FAST)
-def test_collectives(schedule, microbatches, chunks, sizes):
-    compiled, _ = pipelined(schedule, microbatches, chunks, **sizes)
-    stages, data, chunks = sizes["stage"], sizes["data"], chunks or 1
+@pytest.mark.parametrize("schedule, microbatches, sizes", FAST[:2])
+def test_collectives(schedule, microbatches, sizes):
+    compiled, _ = pipelined(schedule, microbatches, **sizes)
+    stages, data = sizes["stage"], sizes["data"]
     found = testing.collectives(compiled)
     # The activations of a microbatch, once for each tick forward and each tick backward.
     sent = [op for op in found.ops if op.kind == "collective-permute"]
     for op in sent:
         assert op.shapes == (f"f32[{ROWS // data // microbatches},{WIDTH}]",)
-    ticks, turns = [op.times for op in sent], microbatches * chunks
+    ticks = [op.times for op in sent]
     if schedule == "gpipe":
-        assert ticks == [turns + stages - 1] * 2
+        assert ticks == [microbatches + stages - 1] * 2
     else:
         # Before the first loss and after the last, stages go one way only.
-        one_way = stages * chunks - 1
-        both = turns + stages - 1 - one_way
-        assert Counter(ticks) == Counter([one_way] * 2 + [both] * 2)
+        assert Counter(ticks) == Counter([stages - 1] * 2 + [microbatches] * 2)
     # Weights stay where they are. Activations and gradients are summed once, at the end.
     assert found.counts.keys() == {"collective-permute", "all-reduce"}
     assert all(op.times == 1 for op in found.ops if op.kind == "all-reduce")
@@ -148,17 +129,16 @@ def test_each_layer_and_example_has_its_own_key_on_any_mesh():
     np.testing.assert_array_equal(drawn(make_mesh(stage=2, data=2), 4), values)
 
 
-@pytest.mark.parametrize("chunks", [None, 2])
-def test_gpipe_differentiates_what_layers_get_of_each_example(chunks):
+def test_gpipe_differentiates_what_layers_get_of_each_example():
     def scaled(bias, h, scale):
         return h + jnp.sin(bias + scale * h) / jnp.linalg.norm(h)
 
     biases, x = jnp.linspace(1, 2, 8), jax.random.normal(KEY, (16, 4))
-    layers = Apply(biases if chunks is None else biases.reshape(chunks, -1).T, scaled)
+    layers = Apply(biases, scaled)
 
     def grad(mesh):
         def loss(scales, x):
-            h = pipeline(layers, x, scales, microbatches=4, chunks=chunks)
+            h = pipeline(layers, x, scales, microbatches=4)
             return jnp.mean(h**2)
 
         args = jnp.linspace(-1, 1, 16), x
@@ -170,20 +150,17 @@ def test_gpipe_differentiates_what_layers_get_of_each_example(chunks):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("chunks", [None, 2])
-def test_other_mesh_axes_are_left_to_the_compiler(chunks):
-    spec = P("stage", "tensor") if chunks is None else P("stage", None, "tensor")
+def test_other_mesh_axes_are_left_to_the_compiler():
+    spec = P("stage", "tensor")
     weights = eqxshard.by_path(
         {r"^layers.*weight": spec, r"^head.*weight": P(None, "tensor")}
     )
     rule = eqxshard.first_match(weights, RULE)
     mesh = make_mesh(stage=2, data=2, tensor=2)
-    model, batch, key = make_model(chunks), make_batch(), jax.random.key(1)
-    _, run = compile_grad(
-        "1f1b", mesh, 4, chunks, model=model, batch=batch, key=key, rule=rule
-    )
+    model, batch, key = make_model(), make_batch(), jax.random.key(1)
+    _, run = compile_grad("1f1b", mesh, 4, model=model, batch=batch, key=key, rule=rule)
     loss, grads = run()
-    assert relative((loss, grads), expected(chunks)) < 1e-6
+    assert relative((loss, grads), expected()) < 1e-6
     assert tuple(grads.layers.linear.weight.sharding.spec)[: len(spec)] == tuple(spec)
 
 
@@ -221,64 +198,6 @@ def test_layers_may_use_collectives_along_other_axes(schedule):
     assert relative(grad(on_ring, mesh), grad(rolled, None)) < 1e-6
 
 
-def train(schedule, mesh, chunks=None, steps=20):
-    # Made here, not while tracing, because it is cached.
-    model, optim = make_model(chunks), helpers.lenient(optax.sgd(0.02))
-    state = eqxshard.init_state(lambda key: model, optim, key=KEY, mesh=mesh, rule=RULE)
-    train_step = eqxshard.make_train_step(
-        ft.partial(SCHEDULES[schedule], microbatches=4, chunks=chunks),
-        optim,
-        mesh=mesh,
-        rule=RULE,
-    )
-    losses = []
-    for step in range(steps):
-        state, metrics = train_step(state, make_batch(seed=step % 4))
-        losses.append(metrics["loss"])
-    return np.array(losses), eqx.filter(state.model, eqx.is_inexact_array)
-
-
-@ft.cache
-def trained_on_one_device():
-    return train("gpipe", make_mesh())
-
-
-LAYOUTS = [
-    (None, dict(stage=4, data=2)),
-    (None, dict(stage=8)),
-    (None, dict(stage=2, data=2)),
-    (2, dict(stage=4, data=2)),
-]
-TRAINED = [(schedule, *layout) for layout in LAYOUTS for schedule in SCHEDULES]
-
-
-@pytest.mark.parametrize(
-    "schedule, chunks, sizes", graded(TRAINED, [("1f1b", *LAYOUTS[0])])
-)
-def test_training_equals_one_device(schedule, chunks, sizes):
-    losses, model = train(schedule, make_mesh(**sizes), chunks)
-    expected_losses, expected_model = trained_on_one_device()
-    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
-    assert losses[-1] < 0.9 * losses[3]
-    assert relative(model, interleave(expected_model, chunks)) < 1e-5
-    weight = model.layers.linear.weight
-    assert {part.data.size for part in weight.addressable_shards} == {
-        LAYERS // sizes["stage"] * WIDTH**2
-    }
-
-
-def test_without_gradients_the_loss_is_the_same():
-    mesh = make_mesh(stage=4, data=2)
-    model, batch = place(make_model(), make_batch(), mesh)
-    arrays, static = eqx.partition(model, eqx.is_array)
-
-    def loss(arrays, batch, key):
-        return one_f_one_b(eqx.combine(arrays, static), batch, key, 4)
-
-    value = jax.jit(on(mesh, loss))(arrays, batch, jax.random.key(1))
-    assert relative(value**2, expected()[0]) < 1e-6
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_bfloat16_activations(schedule):
@@ -300,10 +219,65 @@ def test_bfloat16_activations(schedule):
     assert relative(result, expected) < 0.03
 
 
-def test_gpipe_sends_activations_in_their_own_dtype():
-    layers = Apply(jnp.ones(2, jnp.bfloat16), lambda scale, h: scale * h)
-    apply = on(make_mesh(stage=2), lambda x: pipeline(layers, x, microbatches=2))
-    assert "f32[" not in str(jax.make_jaxpr(apply)(jnp.ones((8, 4), jnp.bfloat16)))
+# Ticks and memory
+
+
+@pytest.mark.parametrize(
+    "stages, microbatches, ticks", [(4, 8, 11), (4, 32, 35), (8, 8, 15)]
+)
+def test_ticks(stages, microbatches, ticks):
+    """Every tick sends once; the table of docs/pages/guide/strategies.md."""
+    mesh = make_mesh(stage=stages)
+    scales = jax.ShapeDtypeStruct(
+        (stages,), jnp.float32, sharding=NamedSharding(mesh, P("stage"))
+    )
+
+    def run(scales, x):
+        layers = Apply(scales, lambda scale, h: scale * h)
+        return pipeline(layers, x, microbatches=microbatches)
+
+    x = jax.ShapeDtypeStruct((microbatches, 4), jnp.float32)
+    found = testing.collectives(jax.jit(on(mesh, run)), scales, x)
+    assert found.times["collective-permute"] == ticks == microbatches + stages - 1
+
+
+def temporary_bytes(schedule, rows, microbatches, width=64, layers=16):
+    """The temporary memory of gradients on 4 stages."""
+
+    def struct(spec, *shape):
+        sharding = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+    mesh = make_mesh(stage=4)
+    param = struct(P("stage"), layers, width, width)
+    stack: Any = Apply(param, lambda weight, h: jax.nn.gelu(weight @ h))  # pyright: ignore
+    x = struct(P(("data", "fsdp")), rows, width)
+
+    def gpipe(stack, x):
+        return jnp.mean(pipeline(stack, x, microbatches=microbatches))
+
+    def one_f_one_b(stack, x):
+        loss_fn = lambda head, h, target: jnp.mean(h)  # noqa: E731
+        return pipeline_loss(loss_fn, stack, None, x, None, microbatches=microbatches)
+
+    loss = {"gpipe": gpipe, "1f1b": one_f_one_b}[schedule]
+    grad = jax.jit(jax.grad(on(mesh, loss), (0, 1)))
+    memory = grad.lower(stack, x).compile(UNOPTIMISED).memory_analysis()
+    assert memory is not None
+    return memory.temp_size_in_bytes
+
+
+@pytest.mark.parametrize(
+    "schedule, least, most",
+    # GPipe keeps the input of each of a stage's 4 layers, the input and output of each
+    # tick, and their gradient; 1F1B at most the gradient of the input.
+    [("gpipe", 5, 8), ("1f1b", 0, 1)],
+)
+def test_memory_per_microbatch(schedule, least, most):
+    """Its growth with each additional microbatch, in units of their activations."""
+    few, many = (temporary_bytes(schedule, 16 * n, n) for n in (4, 16))
+    growth = (many - few) / 12 / (16 * 64 * 4)
+    assert least <= growth <= most
 
 
 # Mistakes
@@ -313,28 +287,31 @@ X = jnp.ones((8, 4))
 SCALE = Apply(jnp.ones(2), lambda scale, h: scale * h)
 
 
-@pytest.mark.parametrize(
-    "layers, shapes",
-    [
-        ([SCALE, Apply(jnp.ones(3), SCALE.fn)], r"{'0.param': \(2,\), '1.param': \(3,\)}"),
-        (Apply(jnp.ones(()), SCALE.fn), r"{'param': \(\)}"),
-        (jnp.tanh, "{}"),
-    ],
-)
-def test_layers_that_are_not_stacked(layers, shapes):
-    with pytest.raises(ValueError, match="chunks=0 must be at least 1"):
-        pipeline(layers, X, microbatches=1, chunks=0)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_sizes_that_do_not_divide(schedule):
+    def run(rows=ROWS, microbatches=4, **sizes):
+        batch = jax.tree.map(jnp.asarray, make_batch(rows))
+        args = make_model(), batch, KEY, microbatches
+        trace(lambda: SCHEDULES[schedule](*args), **sizes)
+
+    with pytest.raises(ValueError, match=r"8 layers do not divide over stage=3; use a mu"):
+        run(stage=3)
     message = (
-        rf"shapes {shapes}, without a common .*; stack the layers with eqx.filter_vmap"
+        r"a batch of 24 does not divide over data=2 x fsdp=2 = 4 devices, each with "
+        r"microbatches=4; use a multiple of 16 examples, or fewer microbatches"
     )
     with pytest.raises(ValueError, match=message):
+        run(rows=24, stage=2, data=2, fsdp=2)
+    with pytest.raises(ValueError, match="microbatches=0 must be at least 1"):
+        run(microbatches=0, stage=1)
+    # With one stage, there are no microbatches.
+    run(rows=7, microbatches=4, stage=1)
+
+
+def test_layers_that_are_not_stacked():
+    layers = [SCALE, Apply(jnp.ones(3), SCALE.fn)]
+    with pytest.raises(ValueError, match=r"without a common .*; stack the layers with eqx"):
         pipeline(layers, X, microbatches=1)
-    message = (
-        rf"shapes {shapes}, without common leading dims \(layers // chunks, 2\); stack "
-        r"the layers with eqx.filter_vmap\(eqx.filter_vmap"
-    )
-    with pytest.raises(ValueError, match=message):
-        pipeline(layers, X, microbatches=1, chunks=2)
 
 
 @pytest.mark.parametrize(

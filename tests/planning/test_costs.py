@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import pytest
 
 from eqxshard.compiled._hlo import parse_module
-from eqxshard.planning._costs import Costs
+from eqxshard.planning._costs import Costs, count_flops
 
 A = jax.ShapeDtypeStruct((8, 32), jnp.float32)
 B = jax.ShapeDtypeStruct((32, 16), jnp.float32)
@@ -20,13 +20,11 @@ def total_flops(fn, *args):
     return {dtype: count for dtype, count in found.items() if count}
 
 
-def test_a_product_of_matrices():
+def test_products_of_matrices():
     assert total_flops(jnp.matmul, A, B) == {"float32": 2 * 8 * 32 * 16}
-
-
-def test_a_batch_of_products():
     x = jax.ShapeDtypeStruct((3, 8, 32), jnp.float32)
     assert total_flops(lambda x, b: x @ b, x, B) == {"float32": 3 * 2 * 8 * 32 * 16}
+    assert total_flops(lambda x: jnp.tanh(x) + x, A) == {}
 
 
 def test_a_convolution():
@@ -67,10 +65,6 @@ def test_a_convolution_by_cudnn_and_its_gradients(target, operands, result):
     module = parse_module(text)
     flops = Costs(module).flops(module.computations["main"][-1])
     assert flops == {"float32": 2 * (256 * 9 * 9 * 50) * (5 * 5 * 20)}
-
-
-def test_elementwise_operations_do_not_count():
-    assert total_flops(lambda x: jnp.tanh(x) + x, A) == {}
 
 
 @pytest.mark.parametrize("backward, products", [("", 2), ("Backward", 5)])
@@ -126,3 +120,14 @@ def test_of_a_stack_of_layers_only_one_is_read_and_written():
     assert by_name["read"] == 2 * 400 + 4  # And the index.
     assert by_name["write"] == 2 * 400 + 4
     assert by_name["sum"] == 3 * 1600
+
+
+def test_of_a_condition_the_branch_with_the_most_operations_counts():
+    def switch(i, x):
+        branches = [lambda x: x, lambda x: x @ x, lambda x: x @ x @ x]
+        return jax.lax.scan(lambda x, _: (jax.lax.switch(i, branches, x), None), x, None, 5)
+
+    x = jax.ShapeDtypeStruct((32, 32), jnp.float32)
+    text = jax.jit(switch).lower(jnp.int32(0), x).compile().as_text() or ""
+    assert "branch_computations" in text
+    assert count_flops(parse_module(text)) == {"float32": 5 * 2 * 2 * 32**3}

@@ -2,14 +2,7 @@ import plan_memory
 import pytest
 from grades import graded
 
-#: Of those that `python tests/plan_memory.py` measures, which takes minutes.
-NAMES = [
-    "MLP, tensor",
-    "MLP, zero1, accumulate",
-    "mixture of experts, data x expert, no remat",
-    "GPT, context, ring attention",
-    "GPT, stage x fsdp",
-]
+NAMES = [*plan_memory.CASES]
 
 
 @pytest.mark.parametrize("name", graded(NAMES, slow=NAMES[:1]))

@@ -4,13 +4,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import optax
 import pytest
 from plan_helpers import BATCH
 from transformer import next_token_losses
 
 import eqxshard
-from eqxshard.planning._process import CHILD, explain_death
+from eqxshard.planning._process import CHILD, Failure, explain_death
 
 
 def die(key):
@@ -35,6 +36,15 @@ def test_a_mistake_in_the_model_is_said_to_be_one():
         eqxshard.plan(forget, next_token_losses, optax.sgd(0.1), BATCH, **options)
     assert str(caught.value).endswith("; correct the script.")
     assert "in forget" in caught.value.__notes__[0]
+
+
+def test_errors_of_the_compiler_are_told_apart():
+    try:
+        jax.jit(lambda: 0.0).lower().compile({"xla_no_such": "1"})
+    except Exception as error:
+        assert Failure.of(error).by_compiler
+    else:
+        raise AssertionError
 
 
 def test_the_remedy_is_that_for_what_it_said():

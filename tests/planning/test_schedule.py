@@ -1,10 +1,14 @@
+"""Steps in time, by compiled modules that are written by hand."""
+
 import dataclasses
+import json
 
 import pytest
 
+import eqxshard
 from eqxshard.compiled._communication import find_collectives
 from eqxshard.compiled._hlo import parse_module
-from eqxshard.planning._schedule import Schedule
+from eqxshard.planning._schedule import Schedule, link_seconds
 from eqxshard.planning._targets import Target
 
 #: A gather of 100 s on the links, a product of 60 s, a copy of 50 s of memory.
@@ -15,34 +19,59 @@ TARGET = dataclasses.replace(
     bandwidth=2 * 4096 / 50,
     flops={"float32": 2 * 32**3 / 60},
 )
-PRODUCT = "f32[32,32]{1,0} dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+ARRAY = "f32[32,32]{1,0}"
+PRODUCT = f"{ARRAY} dot(%x, %x), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"
 GATHER = "(f32[8,32], f32[32,32]) all-gather-start(%p), replica_groups=[2,4]<=[8], a=1"
-HEAD = "  %p = f32[8,32]{1,0} parameter(0)\n  %x = f32[32,32]{1,0} parameter(1)\n"
+HEAD = f"  %p = f32[8,32]{{1,0}} parameter(0)\n  %x = {ARRAY} parameter(1)\n"
 
 
-def elapsed(body, more=""):
-    text = f"{more}ENTRY %main (p: f32[8,32], x: f32[32,32]) -> f32[] {{\n{HEAD}{body}}}\n"
+def elapsed(entry, more="", **bodies):
+    more += "".join(
+        f"%{name} (t: f32[]) -> f32[] {{\n{HEAD}{body}}}\n" for name, body in bodies.items()
+    )
+    text = f"{more}ENTRY %main (p: f32[8,32], x: f32[32,32]) -> f32[] {{\n{HEAD}{entry}}}\n"
     module = parse_module(text)
-    operations = list(find_collectives(module, 8))
-    return Schedule(module, operations, TARGET).elapsed("main")
+    return Schedule(module, list(find_collectives(module, 8)), TARGET).elapsed("main")
+
+
+def spans(entry, **bodies):
+    """The time line, whose times add up to those of the step."""
+    found = elapsed(entry, **bodies)
+    device = [x for x in found.timeline.spans if x.kind in ("compute", "memory", "waiting")]
+    whole = sum((x.end - x.start) * x.times for x in device)
+    assert whole == pytest.approx(found.seconds)
+    return [
+        (x.kind, round(x.start, 6), round(x.end, 6), x.times, x.collective)
+        for x in found.timeline.spans
+    ]
+
+
+def loop(name, body, times):
+    config = f'backend_config={{"known_trip_count":{{"n":"{times}"}}}}'
+    return f"  %{name} = f32[] while(%x), condition=%c, body=%{body}, {config}\n"
 
 
 def test_instructions_wait_for_arithmetic_or_for_memory():
-    found = elapsed(f"  %y = {PRODUCT}\n  ROOT %z = f32[32,32]{{1,0}} copy(%y)\n")
     # A product moves three arrays, in 75 s.
-    assert found.memory == pytest.approx(75 + 50) and found.compute == 0
+    found = spans(f"  %y = {PRODUCT}\n  ROOT %z = {ARRAY} copy(%y)\n")
+    assert found == [("memory", 0, 75 + 50, 1, None)]
 
 
-def test_what_is_computed_meanwhile_hides_communication():
-    found = elapsed(
-        f"  %s = {GATHER}\n"
-        "  %y = f32[32,32]{1,0} copy(%x)\n"
-        "  %d = f32[32,32]{1,0} all-gather-done(%s)\n"
-        "  ROOT %z = f32[32,32]{1,0} copy(%d)\n"
+def test_collectives_run_beside_the_device_until_it_waits():
+    entry = (
+        f"  %s = {GATHER}\n  %y = {ARRAY} copy(%x)\n"
+        f"  %d = {ARRAY} all-gather-done(%s)\n  ROOT %z = {ARRAY} copy(%d)\n"
     )
+    found = elapsed(entry)
     assert found.sending == {("main", "s"): pytest.approx(100)}
     assert found.waiting == {("main", "s"): pytest.approx(50)}
     assert found.seconds == pytest.approx(50 + 50 + 50)
+    assert spans(entry) == [
+        ("collective", 0, 100, 1, 0),
+        ("memory", 0, 50, 1, None),
+        ("waiting", 50, 100, 1, 0),
+        ("memory", 100, 150, 1, None),
+    ]
 
 
 def test_one_collective_at_a_time():
@@ -52,21 +81,6 @@ def test_one_collective_at_a_time():
         "  ROOT %d = f32[32,32]{1,0} all-gather-done(%b)\n"
     )
     assert found.seconds == pytest.approx(200)
-
-
-def test_a_synchronous_collective_hides_nothing():
-    line = GATHER.replace("(f32[8,32], f32[32,32])", "f32[32,32]").replace("-start", "")
-    found = elapsed(f"  ROOT %y = {line}\n")
-    assert found.waiting == {("main", "y"): pytest.approx(100)}
-
-
-def test_loops_repeat_their_body():
-    body = (
-        f"%body (t: f32[]) -> f32[] {{\n{HEAD}  ROOT %y = f32[32,32]{{1,0}} copy(%x)\n}}\n"
-    )
-    loop = '  ROOT %w = f32[] while(%x), condition=%c, body=%body, backend_config={"known'
-    found = elapsed(loop + '_trip_count":{"n":"5"}}\n', body)
-    assert found.seconds == pytest.approx(5 * 50)
 
 
 def test_devices_wait_for_a_collective_in_a_fusion():
@@ -80,3 +94,127 @@ def test_devices_wait_for_a_collective_in_a_fusion():
     found = elapsed(f"  ROOT %y = {fusion}\n", more)
     assert found.waiting["main", "y"] == found.sending["main", "y"] == pytest.approx(100)
     assert found.seconds == pytest.approx(100)
+
+
+def test_loops_in_loops_multiply():
+    found = spans(
+        f"{loop('w', 'outer', 5)}  ROOT %z = {ARRAY} copy(%x)\n",
+        outer=f"  %y = {ARRAY} copy(%x)\n{loop('v', 'inner', 3)}",
+        inner=f"  ROOT %y = {ARRAY} copy(%x)\n",
+    )
+    assert found == [
+        ("loop", 0, 100, 5, None),
+        ("memory", 0, 50, 5, None),
+        ("loop", 50, 100, 15, None),
+        ("memory", 50, 100, 15, None),
+        ("memory", 100, 150, 1, None),
+    ]
+
+
+def test_a_collective_beside_a_loop_is_as_long_as_what_is_shown_of_it():
+    found = spans(
+        f"  %s = {GATHER}\n{loop('w', 'body', 4)}  ROOT %d = {ARRAY} all-gather-done(%s)\n",
+        body=f"  ROOT %y = {ARRAY} copy(%x)\n",
+    )
+    # Half of the loop's 200 s.
+    assert ("collective", 0, 25, 1, 0) in found
+    assert ("loop", 0, 50, 4, None) in found
+
+
+#: Of hosts of four devices.
+LINKS = dataclasses.replace(Target.named("h200"), link=100.0, network=10.0, per_host=4)
+SIZE = 4 * 1024
+
+
+def seconds(kind, groups, target=LINKS, devices=16):
+    name = "source_target_pairs" if "permute" in kind else "replica_groups"
+    text = (
+        "ENTRY %main (x: f32[8]) -> f32[1024] {\n"
+        f"  ROOT %y = f32[1024]{{0}} {kind}(%x), {name}={groups}, a=1\n}}\n"
+    )
+    (operation,) = find_collectives(parse_module(text), devices)
+    return link_seconds(operation, target)
+
+
+def test_inside_a_host_only_its_links_count_and_beyond_it_the_network():
+    beyond = "[4,4]<=[4,4]T(1,0)"
+    for groups, pairs, speed in (
+        ("[4,4]<=[16]", "{{0,1},{1,0}}", 100),
+        (beyond, "{{0,4},{4,0}}", 10),
+    ):
+        assert seconds("all-gather", groups) == SIZE * 3 / 4 / speed
+        assert seconds("all-reduce", groups) == 2 * SIZE * 3 / 4 / speed
+        assert seconds("reduce-scatter", groups) == SIZE * 3 / speed
+        assert seconds("collective-permute", pairs) == SIZE / speed
+
+
+def test_the_devices_of_a_host_share_what_goes_over_the_network():
+    # Of four hosts each sends three quarters, in four parts.
+    assert seconds("all-gather", "[1,16]<=[16]") == pytest.approx(SIZE * 3 / 4 / 4 / 10)
+    # Three quarters of what each device has are for other hosts.
+    assert seconds("all-to-all", "[1,16]<=[16]") == pytest.approx(SIZE * 3 / 4 / 10)
+
+
+def test_over_eight_hosts_a_gather_of_weights_and_the_all_reduce_of_a_hybrid():
+    """By hand, for H200s: ports of 50 GB/s, NVLink of 450."""
+    h200 = Target.named("h200")
+    # Each device sends 63 of 64 parts over NVLink; eight ports share 7/8 of the whole.
+    nvlink, ports = 63 / 64 / 450e9, 7 / 8 / 8 / 50e9
+    assert nvlink == pytest.approx(ports)
+    over_all = seconds("all-gather", "[1,64]<=[64]", h200, 64)
+    assert over_all == pytest.approx(SIZE * ports)
+    slow = dataclasses.replace(h200, network=25e9)
+    halved = seconds("all-gather", "[1,64]<=[64]", slow, 64)
+    assert halved == pytest.approx(2 * SIZE * ports)
+    # Of a hybrid, each device has a port for its own part, and sends it twice but for 1/8.
+    across = seconds("all-reduce", "[8,8]<=[8,8]T(1,0)", h200, 64)
+    assert across == pytest.approx(2 * SIZE * 7 / 8 / 50e9)
+    within = seconds("all-gather", "[8,8]<=[64]", h200, 64)
+    assert within == pytest.approx(SIZE * 7 / 8 / 450e9)
+
+
+def test_without_links_there_is_no_time():
+    assert seconds("all-gather", "[4,4]<=[16]", Target.named("cpu")) is None
+
+    # Nobody needs the network inside of a host; beyond it, it is not free.
+    alone = dataclasses.replace(LINKS, network=None)
+    assert seconds("all-gather", "[4,4]<=[16]", alone) == SIZE * 3 / 4 / 100
+    assert seconds("all-gather", "[1,16]<=[16]", alone) is None
+
+
+#: A gather of 0.5 s, half of it hidden, and a loop of two iterations of 1 s.
+TIMELINE = (
+    eqxshard.PlannedSpan("collective", 0.0, 0.5, collective=0),
+    eqxshard.PlannedSpan("compute", 0.0, 0.25),
+    eqxshard.PlannedSpan("waiting", 0.25, 0.5, collective=0),
+    eqxshard.PlannedSpan("loop", 0.5, 1.5, 2),
+    eqxshard.PlannedSpan("memory", 0.5, 1.5, 2),
+)
+
+
+def test_a_trace_has_a_row_for_the_device_for_loops_and_for_the_links(plan, tmp_path):
+    first = plan.collectives[0]
+    links = f"{','.join(first.axes)} links"
+    dataclasses.replace(plan, timeline=TIMELINE).save(tmp_path / "plan.trace.json")
+    events = json.loads((tmp_path / "plan.trace.json").read_text())["traceEvents"]
+    rows = {x["tid"]: x["args"]["name"] for x in events if x["ph"] == "M"}
+    shown = [
+        (rows[x["tid"]], x["name"], x["ts"], x["dur"], x["args"]["times"])
+        for x in events
+        if x["ph"] == "X"
+    ]
+    assert shown == [
+        (links, first.kind, 0, 5e5, 1),
+        ("device", "compute", 0, 2.5e5, 1),
+        ("device", f"wait for {links}", 2.5e5, 2.5e5, 1),
+        ("loops", "loop 1: one of 2 iterations", 5e5, 1e6, 2),
+        ("device", "memory", 5e5, 1e6, 2),
+    ]
+    assert {x["pid"] for x in events} == {0}
+    (sent,) = (x["args"] for x in events if x["name"] == first.kind)
+    assert sent["bytes sent"] == first.sent and sent["line"] == first.line
+
+
+def test_without_a_schedule_there_is_no_trace(plan):
+    with pytest.raises(ValueError, match=r"no schedule of h200, .*; install the compiler"):
+        plan.to_trace()

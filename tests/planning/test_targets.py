@@ -28,12 +28,6 @@ def test_the_compiler_reads_the_memory_and_bandwidth_of_the_table(name):
     assert int(found["memory_bandwidth"]) == target.bandwidth
 
 
-def test_fields_can_be_replaced():
-    target = dataclasses.replace(Target.named("h200"), network=25e9)
-    assert (target.network, target.link) == (25e9, 450e9)
-
-
 def test_another_name_is_an_error_with_the_known_ones():
-    message = "there is no target 'h20'; did you mean 'h200'? use one of a100, "
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=r"'h20'; did you mean 'h200'\? .* a100, "):
         Target.named("h20")

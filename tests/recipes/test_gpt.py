@@ -329,6 +329,6 @@ def test_damaged_files_are_named(main, tmp_path, words):
     prepare = [sys.executable, "-m", "eqxshard.data.text", words, "--output", "prepared"]
     prepare += ["--tokenizer", "byte"]
     subprocess.run(prepare, check=True, env=environment(), capture_output=True)
-    (shard,) = (tmp_path / "prepared").glob("*.tokens")
+    (shard,) = (tmp_path / "prepared").glob("00000.npy")
     shard.write_bytes(shard.read_bytes()[:-100])
     assert_refused(main("--data", "prepared"), shard.name)

@@ -3,7 +3,8 @@ from browser import assert_fits_without_errors, browser, open_page
 from page_parser import assert_loads_nothing, parse, rows
 from run_page_helpers import make_lines, make_record, make_run
 
-from eqxshard.run._compare_page import compare_runs
+from eqxshard.run._compare_page import compare_runs, names_of
+from eqxshard.run._read_run import read_run
 
 _ = browser  # A fixture.
 
@@ -31,7 +32,7 @@ def test_results_are_side_by_side(page):
 
 
 def test_only_what_differs_is_listed(page):
-    body = page.find("table", class_="differs").find("tbody")
+    body = page.find("section", id="settings").find("table").find("tbody")
     found = [[x.text for x in row if x.tag in ("th", "td")] for row in body.find_all("tr")]
     assert found == [["batch_size", "64", ""], ["learning_rate", "0.001", "0.01"]]
 
@@ -52,14 +53,23 @@ def test_the_devices_of_a_run_are_those_that_it_had(tmp_path):
         record = make_record(settings=settings, mesh={"fsdp": count}, devices=devices)
         make_run(tmp_path / name, record=record)
     compare_runs([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "c.html"))
-    table = parse((tmp_path / "c.html").read_text()).find("table", class_="differs")
-    body = table.find("tbody").find_all("tr")
+    section = parse((tmp_path / "c.html").read_text()).find("section", id="settings")
+    body = section.find("tbody").find_all("tr")
     found = [[x.text for x in row if x.tag in ("th", "td")] for row in body]
     assert found == [
         ["mesh", "fsdp=8", "fsdp=4"],
         ["devices", "8 x cpu", "4 x cpu"],
         ["devices of a process", "8", "4"],
     ]
+
+
+def test_names_are_short_and_unlike(tmp_path):
+    paths = [tmp_path / "a" / "run", tmp_path / "b" / "run"]
+    runs = [read_run(make_run(path)) for path in paths]
+    assert names_of(runs) == ["a/run", "b/run"]
+    assert names_of(runs[:1]) == ["run"]
+    with pytest.raises(ValueError, match="two of the folders are the same; give each"):
+        names_of([runs[0], runs[0]])
 
 
 def test_one_run_is_refused(tmp_path):

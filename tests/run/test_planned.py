@@ -1,7 +1,6 @@
 import functools
 import os
 import sys
-import urllib.request
 from pathlib import Path
 
 import equinox as eqx
@@ -9,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pooch
 import pytest
 from run_helpers import ROOT, SCRIPT
 
@@ -112,8 +112,9 @@ def test_padding_brings_weights_and_an_epoch_has_a_step_at_least(write, capsys):
 
 def test_transforms_decide_the_batch(write):
     lines = """
-def shorten(batch, random):
-    return {"x": batch["x"][:, :2] + random.uniform(shape=(2,)).astype(np.float16)}
+def shorten(batch, generators):
+    noise = np.stack([generator.random(2) for generator in generators])
+    return {"x": batch["x"][:, :2] + noise.astype(np.float16)}
 options["transform"] = eqxshard.data.RandomTransform(shorten)
 """
     arguments, _ = collected(write(lines + config(batch_size=10)))
@@ -207,7 +208,7 @@ def offline(monkeypatch, tmp_path):
     def refuse_urls(*args, **kwargs):
         raise AssertionError("a plan downloads nothing")
 
-    monkeypatch.setattr(urllib.request, "urlopen", refuse_urls)
+    monkeypatch.setattr(pooch, "retrieve", refuse_urls)
     monkeypatch.setenv("EQXSHARD_DATA_DIR", str(tmp_path))
     yield
     assert os.listdir(tmp_path) == []

@@ -16,7 +16,6 @@ from sharding_helpers import (
     fsdp,
     make_mesh,
     opt_specs,
-    rule_error,
     spec_of,
     specs,
     struct,
@@ -68,12 +67,6 @@ def test_later_rules_see_the_same_dims():
     assert seen == [(path, dims[path]) for path, _ in seen] and len(seen) == 6
 
 
-def test_combine_keeps_leaves_that_are_split_over_the_axis():
-    rule = eqxshard.combine(eqxshard.by_dim({"embed": "fsdp"}), fsdp())
-    found = specs(rule)
-    assert found["up"] == P(None, "fsdp") and found["bias"] == P("fsdp")
-
-
 def test_combine_says_who_decided_and_why_not():
     rule = eqxshard.combine(eqxshard.by_dim({"mlp": "tensor"}), fsdp(min_size=200))
     rows = {
@@ -83,28 +76,6 @@ def test_combine_says_who_decided_and_why_not():
     assert rows["bias"].rule == "by_dim(mlp: tensor)"
     assert rows["bias"].note == "fsdp() size 32, below min_size=200"
     assert rows["table"].rule == "fsdp()"
-
-
-def test_two_rules_that_split_over_the_same_axis_are_an_error():
-    rule = eqxshard.combine(
-        eqxshard.by_dim({"mlp": "tensor"}), eqxshard.by_path({"up": P(None, "tensor")})
-    )
-    message = rule_error(rule)
-    assert "up (32, 8): both by_dim(mlp: tensor) and by_path('up') split it" in message
-    assert "'tensor', which can split one dim only; leave it to one of the two" in message
-
-
-def test_user_rules_see_what_earlier_rules_split():
-    seen = {}
-
-    def rule(path, leaf, mesh):
-        seen[path] = leaf.sharding.spec if leaf.sharding else None
-        return None
-
-    split = eqxshard.by_dim({"mlp": "tensor"})
-    specs(eqxshard.combine(split, rule, eqxshard.replicate()))
-    assert seen["up"] == P("tensor") and seen["down"] == P(None, "tensor")
-    assert seen["table"] is None
 
 
 @settings(deadline=None, max_examples=100)
@@ -135,62 +106,33 @@ def test_combined_rules_split_as_much_as_each_alone(shape, split, min_size, fsdp
 # Rules for the optimizer's state
 
 
-def test_zero1_combines_with_tensor_parallelism():
-    rule = eqxshard.combine(eqxshard.by_dim({"mlp": "tensor"}), eqxshard.zero1(min_size=64))
-    params, moments = opt_specs(rule)
-    assert params == {"up": P("tensor"), "down": P(None, "tensor"), "bias": P("tensor")}
-    assert moments == {
-        "up": P("tensor", "data"),
-        "down": P("data", "tensor"),
-        "bias": P("tensor"),
-    }
-
-
-def test_first_match_asks_the_same_rule_about_the_optimizer_state():
-    rule = eqxshard.first_match(eqxshard.by_dim({"embed": "fsdp"}), eqxshard.zero1(1))
-    params, moments = opt_specs(rule)
-    assert params["up"] == moments["up"] == P(None, "fsdp")
-    assert (params["bias"], moments["bias"]) == (P(), P("data"))
-
-
 # offload
 
 
-@pytest.mark.parametrize("maker", [eqxshard.combine, eqxshard.first_match])
-def test_offload_goes_around_all_rules(maker):
-    with pytest.raises(ValueError, match=r"offload goes around all; write offload\("):
-        maker(eqxshard.offload(eqxshard.fsdp()), eqxshard.replicate())
-
-
 @needs_new_jax
-def test_offload_to_devices_without_host_memory_is_refused(monkeypatch):
+def test_offload_needs_host_memory_and_a_new_jax(monkeypatch):
     class Device:
         def addressable_memories(self):
             return [SimpleNamespace(kind="device")]
 
-        def __str__(self):
-            return "a device"
-
+    tree, rule = {"x": jnp.ones(4)}, eqxshard.offload(eqxshard.replicate())
+    assert eqxshard.explain(tree, make_mesh(), rule).leaves[0].rule == "replicate()"
     local_devices = property(lambda mesh: [Device()])
     monkeypatch.setattr(jax.sharding.Mesh, "local_devices", local_devices)
-    tree, rule = {"x": jnp.ones(4)}, eqxshard.offload(eqxshard.replicate())
     with pytest.raises(ValueError, match="needs memory of the kind 'pinned_host'"):
         eqxshard.shardings(tree, make_mesh(), rule)
-
-
-@needs_new_jax
-def test_offload_is_explained_by_the_rule_inside():
-    explained = eqxshard.explain(
-        {"x": jnp.ones(4)}, make_mesh(), eqxshard.offload(eqxshard.replicate())
-    )
-    assert "replicate()" in str(explained)
-
-
-def test_offload_on_an_older_jax_is_refused(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 1))
-    monkeypatch.setattr(jax, "__version__", "0.10.1")
-    tree, rule = {"x": jnp.ones(4)}, eqxshard.offload(eqxshard.replicate())
-    with pytest.raises(
-        ValueError, match=r"offload\(replicate\(\)\) needs JAX 0\.10\.2 or n"
-    ):
+    with pytest.raises(ValueError, match=r"offload\(replicate\(\)\) needs JAX 0\.10\.2"):
         eqxshard.shardings(tree, make_mesh(), rule)
+
+
+def test_rules_for_the_optimizer_state():
+    rule = eqxshard.combine(eqxshard.by_dim({"mlp": "tensor"}), eqxshard.zero1(min_size=64))
+    params, moments = opt_specs(rule)
+    assert params == {"up": P("tensor"), "down": P(None, "tensor"), "bias": P("tensor")}
+    split = {"up": P("tensor", "data"), "down": P("data", "tensor"), "bias": P("tensor")}
+    assert moments == split
+    rule = eqxshard.first_match(eqxshard.by_dim({"embed": "fsdp"}), eqxshard.zero1(1))
+    params, moments = opt_specs(rule)
+    assert params["up"] == moments["up"] == P(None, "fsdp")
+    assert (params["bias"], moments["bias"]) == (P(), P("data"))

@@ -2,23 +2,20 @@
 
 import sys
 import types
-from typing import Annotated, Any, Final, Generic, Optional, TypeVar, Union
+from typing import Annotated, Any, Optional, Union
 
 import equinox as eqx
 import jax
 import numpy as np
 import pytest
 from equinox import nn
-from jaxtyping import Array, ArrayLike, Float, Int, PyTree, Shaped
+from jaxtyping import Array, ArrayLike, Float, Int
 from sharding_helpers import dims, dims_error, dims_of, names, shapes
 from sharding_helpers import struct as zeros
 
 KEY = jax.random.key(0)
 Up = Float[Array, "mlp embed"]
 UP, ONE = zeros(4, 2), zeros(3)
-
-
-# Optional fields, unions, aliases
 
 Alias = Annotated[Up | None, "any text"]
 
@@ -27,37 +24,22 @@ Alias = Annotated[Up | None, "any text"]
     "annotation",
     [
         Up | None,
-        Optional[Up],  # noqa: UP045
+        Optional[Annotated[Up, 3]],  # noqa: UP045
         Union[None, Up],  # noqa: UP007
-        Up | float,
         Up | list[Up],
-        Up | Float[Array, "mlp embed"],
         Up | Int[Array, "mlp embed"],
         Up | Float[np.ndarray, "mlp embed"],
         Float[ArrayLike, "mlp embed"],
-        Float[Array | np.ndarray, "mlp embed"],
-        Up | jax.Array,
-        Annotated[Up, "any text", 3],
-        Optional[Annotated[Up, 3]],  # noqa: UP045
-        Annotated[Up | None, "any text"],
+        Annotated[Up | None, "any text", 3],
         Alias,
-        Final[Up],
-        Shaped[Float[Array, " embed"], "mlp"],
-        'Float[Array, "mlp embed"]',
         'Float[Array, "mlp embed"] | None',
         "Alias",
-        "Up",
-        "Final[Up]",
         Annotated["Up", 3],
-        PyTree[Up],
     ],
     ids=str,
 )
 def test_an_annotation_is_found_inside_others(annotation):
     assert dims_of(annotation, zeros(4, 2)) == {"": ("mlp", "embed")}
-
-
-# Inheritance
 
 
 class Base(eqx.Module):
@@ -77,14 +59,6 @@ class Concrete(Mixin):
     value: Float[Array, " concrete"]
 
 
-T = TypeVar("T")
-
-
-class Box(eqx.Module, Generic[T]):
-    value: T
-    own: Up
-
-
 @pytest.mark.parametrize(
     "annotation, value, expected",
     [
@@ -92,9 +66,6 @@ class Box(eqx.Module, Generic[T]):
         (Any, Base(ONE, UP), {"value": "base", "own": "mlp embed"}),
         (Mixin, Concrete(ONE), {"value": "concrete"}),
         (list["Sub"], [Sub(ONE, UP)], {"0.value": "sub", "0.own": "mlp embed"}),
-        # Type variables name no dims, whatever is in their place.
-        (Box[Up], Box(UP, UP), {"value": None, "own": "mlp embed"}),
-        (nn.StateIndex, nn.StateIndex(ONE), {"init": None}),
     ],
 )
 def test_the_value_tells_the_class(annotation, value, expected):
@@ -102,12 +73,10 @@ def test_the_value_tells_the_class(annotation, value, expected):
     assert dims_of(annotation, value) == expected
 
 
-# Strings and new syntax
-
 FUTURE = """
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Final
+from typing import TYPE_CHECKING, Annotated
 
 import equinox as eqx
 from equinox import nn
@@ -117,16 +86,19 @@ if TYPE_CHECKING:
     from nowhere import Nothing
 
 class Model(eqx.Module):
-    count: ClassVar[int] = 3
     up: Float[Array, "mlp embed"]
     linear: list[Annotated[nn.Linear, "mlp embed"]]
     after: After
-    final: Final[Float[Array, "final"]]
     missing: Nothing
     nested: list[Nothing] | None
 
 class After(eqx.Module):
     value: Float[Array, "after"]
+
+Up = Float[Array, "mlp embed"]
+
+class Other(eqx.Module):
+    Up: Up = None
 """
 
 
@@ -145,31 +117,20 @@ def execute(monkeypatch):
 
 def test_postponed_annotations_are_read_one_by_one(execute):
     made = execute(FUTURE)
-    after = made.After(ONE)
     linear = shapes(lambda: nn.Linear(2, 4, key=KEY))
     # An unresolvable annotation matters only if it leads to an array.
-    model = made.Model(UP, [linear], after, ONE, "not an array", [None])
+    model = made.Model(UP, [linear], made.After(ONE), "not an array", [None])
     assert dims(model) == {
         "up": ("mlp", "embed"),
         "linear.0.weight": ("mlp", "embed"),
         "linear.0.bias": ("mlp",),
         "after.value": ("after",),
-        "final": ("final",),
     }
     for field in ("missing", "nested"):
         broken = eqx.tree_at(lambda m: getattr(m, field), model, [linear])  # noqa: B023
-        with pytest.raises(ValueError) as info:
+        with pytest.raises(ValueError, match=rf"Model\.{field}: .*Nothing.* cannot be res"):
             dims(broken)
-        message = str(info.value)
-        assert message.startswith(f"Model.{field}: ")
-        assert "Nothing" in message
-        assert "cannot be resolved (name 'Nothing' is not defined); import or" in message
-        assert "at the top of made_up, outside of TYPE_CHECKING." in message
-
-
-def test_a_default_does_not_hide_a_type_of_its_name(execute):
-    field = "class Other(eqx.Module):\n    Up: Up = None\n"
-    made = execute(FUTURE + 'Up = Float[Array, "mlp embed"]\n' + field)
+    # A default does not hide a type of its name.
     assert dims(made.Other(UP)) == {"Up": ("mlp", "embed")}
 
 
@@ -197,15 +158,6 @@ def test_type_statements(execute):
     model = made.Model(UP, nn.Linear(2, 4, key=KEY), [[UP], UP], [UP])
     named = {path for path, dims in dims(model).items() if dims == ("mlp", "embed")}
     assert named == {"up", "layer.weight", "nest.0.0", "nest.1", "text.0"}
-    wrong = execute(
-        "type Up = Flaot\nimport equinox\nclass Model(equinox.Module):\n    x: Up"
-    )
-    message = r"^Model\.x: Up cannot be resolved \(name 'Flaot' .* at the top of made_up"
-    with pytest.raises(ValueError, match=message):
-        dims(wrong.Model(UP))
-
-
-# Mistakes
 
 
 @pytest.mark.parametrize(
@@ -217,9 +169,8 @@ def test_type_statements(execute):
             "Block.x: Flaot[Array, 'mlp'] cannot be resolved (name 'Flaot' is not "
             "defined); import or define its names at the top of ",
         ),
-        ("list[Flaot]", [zeros(4)], "cannot be resolved (name 'Flaot' is not defined)"),
         ("Float[Array, 'a, b']", zeros(4), "cannot be resolved (Axes should be separated"),
-        ("Float[", zeros(4), "cannot be resolved"),
+        ("list[Float[]", [zeros(4)], "cannot be resolved"),
     ],
 )
 def test_mistakes_are_named(annotation, value, message):

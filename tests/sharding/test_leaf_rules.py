@@ -1,5 +1,5 @@
 import math
-from typing import Annotated, Any
+from typing import Annotated
 
 import equinox as eqx
 import jax
@@ -7,17 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from equinox import nn
-from helpers import part
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 from sharding_helpers import (
-    Block,
     fsdp,
     make_mesh,
     opt_specs,
-    rule_error,
     shapes,
     spec_of,
     specs,
@@ -27,11 +24,6 @@ from sharding_helpers import (
 import eqxshard
 
 SIZES = (1, 2, 4, 8)
-
-
-def test_replicate_leaves_every_leaf_whole():
-    assert spec_of(eqxshard.replicate(), 8, 8) == P()
-    assert spec_of(eqxshard.replicate()) == P()
 
 
 # fsdp
@@ -60,20 +52,6 @@ def test_fsdp_leaves_small_leaves_whole():
     assert spec_of(fsdp(min_size=64), 8, 8) == P("fsdp")
     assert spec_of(eqxshard.fsdp(), 2**9, 2**9) == P("fsdp")
     assert spec_of(eqxshard.fsdp(), 2**9, 2**9 - 4) == P()
-
-
-def test_fsdp_over_another_axis():
-    mesh = make_mesh(fsdp=1)
-    assert spec_of(fsdp(axis="data"), 4, 8, mesh=mesh) == P(None, "data")
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_a_rule_holds_on_every_mesh(size):
-    mesh = make_mesh(fsdp=size)
-    placed = eqxshard.filter_shard(
-        np.zeros((16, 3)), eqxshard.shardings(np.zeros((16, 3)), mesh, fsdp())
-    )
-    assert part(placed) == (16 // size, 3)
 
 
 @settings(deadline=None, max_examples=150)
@@ -114,23 +92,6 @@ def test_fsdp_splits_a_vocabulary_last():
     assert spec(64, 8, split) == P("fsdp", "tensor")
 
 
-def test_fsdp_needs_no_annotations():
-    class Lost(eqx.Module):
-        weight: "Nowhere"  # noqa: F821  # pyright: ignore
-
-    assert specs(fsdp(), tree=Lost(jnp.zeros((8, 8))))["weight"] == P("fsdp")
-    message = rule_error(eqxshard.by_dim({"mlp": "tensor"}), tree=Lost(jnp.zeros(8)))
-    assert "Lost.weight: Nowhere cannot be resolved" in message
-
-
-def test_an_axis_in_the_place_of_a_size_is_refused(unannotated):
-    message = (
-        r"fsdp\(min_size='data'\) is not a number of elements; write fsdp\(axis='data'\)"
-    )
-    with pytest.raises(TypeError, match=message):
-        eqxshard.fsdp("data")  # pyright: ignore
-
-
 # by_path
 
 
@@ -156,21 +117,6 @@ def test_by_path_searches_and_the_first_match_decides():
     assert rule("layers.0.attention.q.bias", struct(8), make_mesh()) is None
 
 
-def test_by_path_refuses_invalid_expressions():
-    with pytest.raises(ValueError, match=r"'w\(' is not a regular expression .*escape"):
-        eqxshard.by_path({"w": P(), "w(": P()})
-
-
-def test_a_path_that_no_leaf_has_is_an_error_with_its_neighbour():
-    rule = eqxshard.by_path({"^up$": P("tensor"), r"nrm\.weight": P()})
-    message = rule_error(rule)
-    assert r"by_path: 'nrm\\.weight' matches no leaf; did you mean 'norm', as in" in message
-    message = rule_error(eqxshard.first_match(eqxshard.by_path({"zzz": P()}), fsdp()))
-    assert "'zzz' matches no leaf; the paths are 'up', 'down', 'bias', ..." in message
-    # There is nothing to be misspelt in a PyTree without arrays.
-    assert eqxshard.shardings({"a": None}, make_mesh(), rule) == {"a": None}
-
-
 # by_dim
 
 
@@ -179,67 +125,11 @@ def by_dim(axes):
     return eqxshard.first_match(eqxshard.by_dim(axes), eqxshard.replicate())
 
 
-def test_by_dim_reads_annotations():
-    assert specs(by_dim({"mlp": "tensor", "embed": "fsdp"})) == {
-        "up": P("tensor", "fsdp"),
-        "down": P("fsdp", "tensor"),
-        "bias": P("tensor"),
-        "norm.weight": P("fsdp"),
-        "norm.bias": P("fsdp"),
-        "table": P(),
-    }
-
-
-def test_by_dim_takes_several_axes_for_a_dim_and_none():
-    found = specs(by_dim({"mlp": ("fsdp", "tensor"), "embed": None}))
-    assert found["up"] == P(("fsdp", "tensor"))
-    assert found["down"] == P(None, ("fsdp", "tensor"))
-    assert found["norm.weight"] == P()
-
-
 def test_by_dim_claims_only_leaves_that_have_one_of_its_dims():
     rest = eqxshard.by_path({".*": P("fsdp")})
     found = specs(eqxshard.first_match(eqxshard.by_dim({"mlp": None}), rest))
     assert found["up"] == found["down"] == found["bias"] == P()
     assert found["norm.weight"] == found["table"] == P("fsdp")
-
-
-def test_stacked_modules_have_a_dim_of_layers():
-    blocks = eqx.filter_vmap(Block)(jnp.arange(4))
-    found = specs(by_dim({"layers": "fsdp", "mlp": "tensor"}), tree=blocks)
-    assert found["up"] == P("fsdp", "tensor")
-    assert found["down"] == P("fsdp", None, "tensor")
-
-
-def test_a_dim_that_no_leaf_has_is_an_error_if_it_looks_misspelt():
-    general = {"mlp": "tensor", "heads": "tensor", "vocab": "tensor"}
-    assert specs(by_dim(general))["up"] == P("tensor")
-    message = rule_error(eqxshard.by_dim({"mlp": "tensor", "embd": "fsdp"}))
-    assert "no leaf has a dim 'embd'; did you mean 'embed'?" in message
-    message = rule_error(eqxshard.by_dim({"heads": "tensor"}))
-    assert "no leaf has a dim 'heads'; their dims are embed, mlp." in message
-    message = rule_error(eqxshard.by_dim({"mlp": "tensor"}), tree={"w": jnp.zeros(8)})
-    assert "their dims are not annotated" in message
-
-
-def test_several_axes_may_be_a_list(unannotated):
-    axes: Any = {"mlp": ["fsdp", "tensor"]}
-    rule = eqxshard.combine(eqxshard.by_dim(axes), eqxshard.replicate())
-    assert specs(rule)["up"] == P(("fsdp", "tensor"))
-
-
-def test_an_axis_that_the_mesh_does_not_have_is_an_error_of_by_dim():
-    message = rule_error(eqxshard.by_dim({"mlp": "tensr"}))
-    assert "by_dim names the axis 'tensr'" in message and "did you mean 'tensor'" in message
-    # Even if no leaf has the dim.
-    assert "'tensr'" in rule_error(eqxshard.by_dim({"mlp": "tensor", "heads": "tensr"}))
-
-
-def test_a_dim_that_does_not_divide_is_an_error_of_by_dim():
-    tree = Block()
-    tree = eqx.tree_at(lambda block: block.bias, tree, jnp.zeros(6))
-    message = rule_error(eqxshard.by_dim({"mlp": "tensor"}), make_mesh(1, 4), tree)
-    assert "bias (6,): P('tensor',) splits dim 0 of size 6 over tensor=4" in message
 
 
 class Attention(eqx.Module):
@@ -330,13 +220,15 @@ LINEAR = eqxshard.by_path({"^linear": P()})
 
 @pytest.mark.filterwarnings("ignore:by_dim leaves out")
 def test_a_wrong_annotation_is_an_error_only_where_the_rule_needs_it():
-    found = careless(eqxshard.first_match(LINEAR, eqxshard.by_dim({"in": "tensor"})))
+    rule = eqxshard.first_match(LINEAR, eqxshard.by_dim({"in": "tensor"}))
+    with pytest.warns(UserWarning, match=r"Careless\.delta: 'state' has more dims"):
+        found = careless(rule)
     # What lies below a name that nothing defines has names of its own.
     split = {"head.weight", "lost.0.weight", "renamed.weight"}
     assert {path for path, spec in found.items() if spec == P(None, "tensor")} == split
     assert all(found[path] == P() for path in found.keys() - split)
     for name, message in {
-        "state": r"Careless\.delta: .* names more dims than the array has",
+        "state": r"Careless\.delta: .* has more dims than the array",
         "mlp": r"Careless\.renamed: .* cannot be resolved",
         "in": r"Careless\.linear: 'a b c' names 3 dims, and Linear has 2",
         "b": r"Careless\.linear: 'a b c' names 3 dims, and Linear has 2",
@@ -348,12 +240,6 @@ def test_a_wrong_annotation_is_an_error_only_where_the_rule_needs_it():
     careless(eqxshard.first_match(rest, eqxshard.by_dim({"state": None, "mlp": "tensor"})))
 
 
-def test_an_annotation_that_by_dim_cannot_read_is_warned_of():
-    rule = eqxshard.first_match(LINEAR, eqxshard.by_dim({"in": "tensor"}))
-    with pytest.warns(UserWarning, match=r"Careless\.(lost|renamed): .* cannot be"):
-        careless(rule)
-
-
 # zero1
 
 
@@ -363,8 +249,3 @@ def test_zero1_splits_the_optimizer_state_alone():
     assert moments == {"up": P("data"), "down": P(None, "data"), "bias": P()}
     _, moments = opt_specs(eqxshard.zero1(min_size=64, axis=("data", "fsdp")))
     assert moments["up"] == P(("data", "fsdp"))
-
-
-def test_zero1_names_an_axis_that_the_mesh_does_not_have():
-    message = rule_error(eqxshard.zero1(axis="dta"))
-    assert "names the axis 'dta'" in message and "did you mean 'data'" in message

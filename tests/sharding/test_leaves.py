@@ -6,7 +6,6 @@ import pytest
 
 from eqxshard.sharding._leaves import (
     array_leaves,
-    format_array,
     is_array,
     is_inexact,
     is_key,
@@ -41,15 +40,6 @@ def test_arrays_are_found_by_their_paths():
 )
 def test_kinds_of_arrays(leaf, array, inexact, key):
     assert (is_array(leaf), is_inexact(leaf), is_key(leaf)) == (array, inexact, key)
-
-
-def test_python_numbers_are_not_arrays():
-    assert not is_array(1.0) and not is_inexact(1.0) and not is_array(None)
-
-
-def test_arrays_are_named_as_jaxtyping_does():
-    assert format_array(jnp.ones((8, 4))) == "float32[8,4]"
-    assert format_array(jnp.int32(0)) == "int32[]"
 
 
 def test_stacked_layers_have_a_depth():

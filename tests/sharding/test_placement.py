@@ -44,17 +44,9 @@ def test_shardings_are_like_the_tree():
 def test_a_leaf_that_the_rule_does_not_claim_is_an_error_with_both_remedies():
     tree = {"up": jnp.zeros((8, 8)), "down": jnp.zeros(8), "rest": [jnp.zeros(3)]}
     rule = eqxshard.by_path({"up": P("fsdp")})
-    with pytest.raises(ValueError) as info:
+    message = r"by_path\('up'\) does not claim down \(8,\) \(nor 1 more\); .*first_match\("
+    with pytest.raises(ValueError, match=message):
         eqxshard.shardings(tree, make_mesh(), rule)
-    assert str(info.value) == (
-        "by_path('up') does not claim down (8,) (nor 1 more); name it in the rule, or "
-        "keep everything else whole with first_match(by_path('up'), replicate())."
-    )
-    with pytest.raises(ValueError, match=r"does not claim the array \(3,\); name it"):
-        eqxshard.shardings(jnp.zeros(3), make_mesh(), lambda *_: None)
-    whole = eqxshard.first_match(rule, eqxshard.replicate())
-    found = eqxshard.shardings(tree, make_mesh(), whole)
-    assert [found[name].spec for name in ("up", "down")] == [P("fsdp"), P()]
 
 
 def test_shapes_can_stand_in_for_arrays():
@@ -82,12 +74,6 @@ def test_filter_shard_moves_arrays_and_leaves_the_rest_alone():
     assert jax.tree.structure(placed) == jax.tree.structure(model)
 
 
-def test_one_sharding_for_all():
-    mesh = make_mesh()
-    placed = eqxshard.filter_shard(Model(), NamedSharding(mesh, P("fsdp")))
-    assert part(placed.linear.bias) == part(placed.table) == (2,)
-
-
 def test_a_prefix_with_none_leaves_arrays_where_they_are():
     mesh = make_mesh()
     tree = {"a": [np.zeros(8), jnp.zeros(4)], "b": np.zeros(8), "c": jnp.zeros(8), "d": "x"}
@@ -97,12 +83,6 @@ def test_a_prefix_with_none_leaves_arrays_where_they_are():
     assert placed["b"] is tree["b"]
     assert placed["c"] is tree["c"]
     assert placed["d"] == "x"
-
-
-def test_shardings_may_be_of_any_type():
-    device = jax.devices()[3]
-    placed = eqxshard.filter_shard(np.zeros(3), jax.sharding.SingleDeviceSharding(device))
-    assert placed.devices() == {device}
 
 
 def test_inside_jit_it_constrains():
@@ -133,14 +113,9 @@ def test_an_indivisible_dim_is_an_error_in_jit_and_out(transform):
         transform(lambda x: eqxshard.filter_shard({"a": [x]}, split))(jnp.zeros(6))
 
 
-def test_what_is_not_a_sharding_is_named(unannotated):
-    message = r"P\('fsdp',\) is a P.*, not a sharding; write jax\.NamedSharding"
-    for bad in (P("fsdp"), {"a": P("fsdp")}):
-        with pytest.raises(TypeError, match=message):
-            eqxshard.filter_shard({"a": jnp.zeros(8)}, bad)
-
-
-def test_shardings_of_another_tree_are_an_error():
+def test_what_is_not_a_sharding_or_of_another_tree_is_refused(unannotated):
+    with pytest.raises(TypeError, match=r"not a sharding; write jax\.NamedSharding"):
+        eqxshard.filter_shard({"a": jnp.zeros(8)}, {"a": P("fsdp")})  # pyright: ignore
     place = NamedSharding(make_mesh(), P())
     with pytest.raises(ValueError, match="not a prefix of the PyTree"):
         eqxshard.filter_shard({"a": jnp.zeros(8)}, {"b": place})
@@ -200,13 +175,6 @@ def test_constrain_splits_an_activation_inside_a_train_step(spec):
     assert ("f32[4,8]" in text) == (spec is not None)
 
 
-def test_constrain_does_not_change_the_values():
-    train_step, state = train_step_and_state(P("tensor"))
-    expected = jnp.mean(loss_with(None)(jax.device_get(state.model), BATCH, None))
-    _, metrics = train_step(state, BATCH)
-    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
-
-
 @pytest.mark.parametrize(
     "spec, width, message",
     [
@@ -247,14 +215,3 @@ def test_axes_that_code_is_per_device_along_are_left_out(spec):
     np.testing.assert_allclose(jax.jit(along_fsdp)(x), np.sin(x), rtol=1e-5)
     text = jax.jit(along_fsdp).lower(x).compile().as_text() or ""
     assert ("f32[1,4]" in text) == (spec == P("fsdp", "tensor"))
-
-
-def test_in_per_device_code_constrain_does_nothing():
-    x = np.arange(8.0)
-    per_device = jax.shard_map(
-        lambda x: eqxshard.constrain(2 * x, P("fsdp")),
-        mesh=make_mesh(),
-        in_specs=P("fsdp"),
-        out_specs=P("fsdp"),
-    )
-    np.testing.assert_array_equal(jax.jit(per_device)(x), 2 * x)

@@ -35,7 +35,7 @@ def test_a_dim_that_does_not_divide_is_an_error_with_its_arithmetic():
     message = error(rule, 3, 6, mesh=mesh)
     assert "w (3, 6): P(None, ('fsdp', 'tensor')) splits dim 1 of size 6" in message
     assert "over fsdp=2 x tensor=2, which does not divide it" in message
-    assert "choose a dim that is a multiple of 4, or leave this one whole" in message
+    assert "choose a dim that is a multiple of 4, or do not split this one" in message
 
 
 def test_a_lone_array_has_a_name_in_errors():

@@ -1,5 +1,3 @@
-import re
-
 import jax
 import numpy as np
 import pytest
@@ -107,18 +105,13 @@ def test_collectives_of_a_step(split):
     assert found.times == found.counts
     assert testing.assert_collectives(compiled, exactly=found.counts) == found
     reduces = found.counts["all-reduce"]
-    found = testing.assert_collectives(
-        compiled, exactly={"all-gather": 3}, at_most={"all-reduce": reduces + 1}
-    )
+    at_most = {"all-reduce": reduces + 1}
+    testing.assert_collectives(compiled, exactly={"all-gather": 3}, at_most=at_most)
     with pytest.raises(AssertionError) as error:
         testing.assert_collectives(compiled, at_most={"all-gather": 2})
     assert "has 3 all-gathers instead of at most 2; " in str(error.value)
     assert f"{reduces} all-reduces instead of none" in str(error.value)
     assert "f32[4,8]" in str(error.value) and "128" in str(error.value)
-    with pytest.raises(AssertionError, match="3 all-gathers instead of exactly 4"):
-        testing.assert_collectives(
-            compiled, exactly={"all-gather": 4}, at_most={"all-reduce": reduces}
-        )
 
 
 def test_a_collective_in_a_loop_counts_once_but_runs_in_every_iteration():
@@ -138,6 +131,5 @@ def test_a_collective_in_a_loop_counts_once_but_runs_in_every_iteration():
 
 
 def test_unknown_kinds_are_errors():
-    message = "'all_gather' is not a kind of collective; did you mean 'all-gather'? use one"
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=r"'all_gather' .*did you mean 'all-gather'"):
         testing.assert_collectives(Text(""), at_most={"all_gather": 1})

@@ -8,6 +8,7 @@ import gc
 import os
 import re
 import sys
+import traceback
 from typing import Any
 
 import equinox as eqx
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from helpers import lenient, make_mesh
 
 import eqxshard
@@ -50,10 +52,10 @@ def batch():
     return {"x": x, "y": y}
 
 
-def start(depth, mesh="data=1", rule=None, **options):
+def start(depth, mesh="data=1", rule=None, loss_fn=losses, **options):
     where: dict[str, Any] = {"mesh": make_mesh(mesh), "rule": rule or eqxshard.replicate()}
     state = eqxshard.init_state(lambda key: MLP(depth, key), OPTIM, key=KEY, **where)
-    return state, eqxshard.make_train_step(losses, OPTIM, **where, **options)
+    return state, eqxshard.make_train_step(loss_fn, OPTIM, **where, **options)
 
 
 def by_hand(depth):
@@ -124,6 +126,37 @@ def test_a_call_is_short_and_does_not_grow_with_the_model(unannotated):
     assert (entered, deepest) == other
     # The call, what runs it, and helpers of that: no more stands in a stack trace.
     assert entered <= 12 and deepest <= 3
+
+
+FSDP = {"mesh": "fsdp=8", "rule": eqxshard.fsdp(min_size=WIDTH**2)}
+
+
+@pytest.mark.parametrize("options", [{}, FSDP, {**FSDP, "accumulate": 2}])
+def test_few_frames_are_between_a_call_and_the_users_loss(options, unannotated):
+    traces = []
+
+    def seen(model, batch, key):
+        frames = [frame for frame, _ in traceback.walk_stack(None)]
+        files = [frame.f_code.co_filename for frame in frames]
+        traces.append(sum(file.startswith(PACKAGE) for file in files))
+        return losses(model, batch, key)
+
+    state, train_step = start(2, loss_fn=seen, **options)
+    train_step(state, batch())
+    # One more for the loop over microbatches.
+    assert max(traces) <= 8 + ("accumulate" in options)
+    assert len(traces) == 1
+
+
+def test_a_mistake_in_the_loss_shows_its_line_near_the_end(unannotated):
+    def mistaken(model, batch, key):
+        return jax.vmap(model)(batch["x"]) - batch["y"][:, :3]
+
+    state, train_step = start(2, loss_fn=mistaken, **FSDP)
+    with pytest.raises(TypeError, match="incompatible shapes") as caught:
+        train_step(state, batch())
+    frames = traceback.extract_tb(caught.tb)
+    assert "mistaken" in [frame.name for frame in frames[-10:]]
 
 
 def test_a_step_computes_little_besides_the_one_written_by_hand():

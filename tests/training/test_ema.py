@@ -1,4 +1,3 @@
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,22 +57,6 @@ def test_it_is_sharded_like_the_weights(run):
     assert model.first.weight.sharding == state.model.first.weight.sharding
     assert model.permutation is state.model.permutation
     assert model.dropout == state.model.dropout
-
-
-def test_it_can_be_evaluated(run):
-    state, _ = run
-    eval_step = eqxshard.make_eval_step(
-        lambda model, batch: {"loss": squared_errors(model, batch, KEY)},
-        mesh=make_mesh("data=2,fsdp=4"),
-        rule=RULES["fsdp"],
-    )
-    batch = make_batch()
-    averaged = eval_step(eqxshard.ema_model(state), batch).compute()["loss"]
-    host = jax.tree.map(
-        lambda x: np.asarray(x) if eqx.is_array(x) else x, eqxshard.ema_model(state)
-    )
-    expected = squared_errors(eqx.nn.inference_mode(host), batch, KEY).mean()
-    assert averaged == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_a_state_without_an_average_is_refused():

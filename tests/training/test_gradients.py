@@ -7,14 +7,12 @@ import numpy as np
 import pytest
 from helpers import (
     RULES,
-    Model,
-    arrays,
     assert_close,
     make_batch,
     make_mesh,
     squared_errors,
 )
-from step_helpers import KEY, OPTIM, WEIGHTS, setup, train, without_dropout
+from step_helpers import KEY, WEIGHTS, setup, train, without_dropout
 
 import eqxshard
 
@@ -51,15 +49,6 @@ def test_each_microbatch_has_a_key_of_its_own():
     assert len(seen) == 4 and any(
         x == pytest.approx(np.mean(alone), abs=1e-5) for x in seen
     )
-
-
-def test_accumulation_that_does_not_divide_is_refused():
-    state, train_step = setup(accumulate=3)
-    with pytest.raises(ValueError, match="accumulate=3 parts; use a multiple of 24"):
-        train_step(state, make_batch())
-    state, train_step = setup(accumulate=8)
-    with pytest.raises(ValueError, match="accumulate=8 parts; use a multiple of 64"):
-        train_step(state, make_batch())
 
 
 # Models with state
@@ -154,113 +143,3 @@ def test_the_state_passes_from_one_microbatch_to_the_next():
     for i in range(2):
         _, expected = predict((model, expected), batch["x"][i::2])
     assert_close(state.model_state, expected)
-
-
-def test_a_skipped_step_keeps_the_state_too():
-    placed: dict = dict(mesh=make_mesh("data=2"), rule=RULES["replicate"])
-    state = eqxshard.init_state(make_normed, OPTIM, key=KEY, **placed)
-    train_step = eqxshard.make_train_step(normed_errors, OPTIM, **placed)
-    before = arrays((state.model, state.opt_state, state.model_state))
-    batch = make_batch()
-    batch["x"][3, 3] = np.nan
-    state, metrics = train_step(state, batch)
-    assert int(metrics.nonfinite) == 1
-    after = arrays((state.model, state.opt_state, state.model_state))
-    for path, array in before.items():
-        np.testing.assert_array_equal(after[path], array, err_msg=path)
-
-
-class Counter(eqx.Module):
-    seen: eqx.nn.StateIndex
-    last: eqx.nn.Linear
-
-    def __init__(self, key):
-        self.seen = eqx.nn.StateIndex(jnp.zeros(()))
-        self.last = eqx.nn.Linear(8, 4, key=key)
-
-
-def test_state_may_be_set_outside_of_vmap():
-    def loss_fn(pair, batch, key):
-        model, state = pair
-        state = state.set(model.seen, state.get(model.seen) + jnp.sum(batch["x"]))
-        errors = jax.vmap(model.last)(batch["x"]) - batch["y"]
-        return jnp.sum(errors**2, axis=-1), state
-
-    make_model, batch = eqx.nn.make_with_state(Counter), make_batch()
-    _, state, _ = train(make_model, loss_fn, "data=8", "replicate", batch=batch, steps=2)
-    (seen,) = jax.tree.leaves(state.model_state)
-    np.testing.assert_allclose(seen, 2 * batch["x"].sum(), rtol=1e-4)
-
-
-def test_state_may_be_set_by_functions_that_are_traced_twice():
-    """What returns one number for a weighted batch is looked at before it is used."""
-
-    def metric_fn(pair, batch):
-        model, state = pair
-        state.set(model.seen, jnp.ones(()))
-        errors = jax.vmap(model.last)(batch["x"]) - batch["y"]
-        return {"loss": jnp.sum(errors**2, axis=-1), "bias": jnp.sum(model.last.bias)}
-
-    batch = {**make_batch(), "__weight__": np.ones(32, np.float32)}
-    where = jax.NamedSharding(make_mesh("data=8"), jax.P())
-    pair = eqxshard.filter_shard(eqx.nn.make_with_state(Counter)(KEY), where)
-    values = eqxshard.make_eval_step(metric_fn)(pair, batch).compute()
-    assert values["bias"] == pytest.approx(float(pair[0].last.bias.sum()), rel=1e-5)
-
-
-def test_the_state_of_another_model_is_refused():
-    _, other = eqx.nn.make_with_state(Counter)(KEY)
-    placed: dict = dict(mesh=make_mesh("data=1"), rule=RULES["replicate"])
-    state = eqxshard.init_state(make_normed, OPTIM, key=KEY, **placed)
-    train_step = eqxshard.make_train_step(
-        lambda pair, batch, key: (normed_errors(pair, batch, key)[0], other), OPTIM
-    )
-    with pytest.raises(ValueError, match="returned the state of another model; return"):
-        train_step(state, make_batch())
-
-
-def test_fit_evaluates_the_pair():
-    placed: dict = dict(mesh=make_mesh("data=1"), rule=RULES["replicate"])
-    state = eqxshard.init_state(make_normed, OPTIM, key=KEY, **placed)
-    train_step = eqxshard.make_train_step(normed_errors, OPTIM, **placed)
-    source = eqxshard.data.ArraySource(make_batch(64))
-    loader = eqxshard.Loader(source, batch_size=32, mesh=placed["mesh"])
-    seen = []
-
-    def evaluate(pair):
-        model, model_state = pair
-        seen.append((type(model), type(model_state)))
-        return {}
-
-    eqxshard.fit(state, train_step, loader, epochs=1, evaluate=evaluate)
-    assert seen == [(Normed, eqx.nn.State)]
-
-
-def test_a_model_with_state_refuses_padding():
-    placed: dict = dict(mesh=make_mesh("data=1"), rule=RULES["replicate"])
-    state = eqxshard.init_state(make_normed, OPTIM, key=KEY, **placed)
-    train_step = eqxshard.make_train_step(normed_errors, OPTIM)
-    with pytest.raises(ValueError, match=r"the model has state.* remainder='drop'"):
-        train_step(state, make_batch(weight=np.ones(32, np.float32)))
-
-
-# What a loss function returns
-
-
-def test_a_loss_function_that_forgets_the_state_is_refused():
-    def loss_fn(pair, batch, key):
-        return normed_errors(pair, batch, key)[0]
-
-    with pytest.raises(
-        TypeError, match=r"return \(losses, state\) or \(losses, metrics, st"
-    ):
-        train(make_normed, loss_fn, "data=1", "replicate")
-
-
-@pytest.mark.parametrize("returned", [3, 0])
-def test_a_loss_function_that_returns_too_many_values_is_refused(returned):
-    def loss_fn(model, batch, key):
-        return (squared_errors(model, batch, key),) * returned
-
-    with pytest.raises(TypeError, match=f"returned {returned} values besides a model's st"):
-        train(Model, loss_fn, "data=1", "replicate", steps=1)

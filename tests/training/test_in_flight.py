@@ -3,7 +3,6 @@ import subprocess
 import sys
 import textwrap
 
-import numpy as np
 import pytest
 
 from eqxshard.training._in_flight import IN_FLIGHT, InFlight
@@ -24,13 +23,6 @@ def test_the_oldest_call_is_waited_for():
         in_flight.add(result)
     waited = [result.waited for result in results]
     assert waited == [True] * (5 - IN_FLIGHT) + [False] * IN_FLIGHT
-
-
-def test_there_is_nothing_to_wait_for_with_numpy():
-    in_flight = InFlight()
-    for _ in range(2 * IN_FLIGHT):
-        in_flight.make_room()
-        in_flight.add(np.float32(1))
 
 
 @pytest.mark.slow

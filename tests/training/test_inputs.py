@@ -36,14 +36,6 @@ def test_batches_that_do_not_fit_are_refused_and_the_state_is_kept(shape):
     assert int(state.step) == 1
 
 
-def test_batches_on_other_devices_are_refused():
-    state, train_step = setup()
-    batch = jax.device_put(make_batch(), jax.devices()[0])
-    message = r"batch entry x is sharded as .*place it with filter_shard\(batch, batch_sh"
-    with pytest.raises(ValueError, match=message):
-        train_step(state, batch)
-
-
 def test_stacked_batches_of_a_loader_are_for_many():
     state, train_step = setup()
     batches = make_loader(placement="device").stacked(2)

@@ -115,19 +115,6 @@ def test_in_loops_too(options):
 
 
 @needs_new_jax
-def test_the_state_is_initialised_there_and_split_as_without():
-    mesh, rule = make_mesh(MESH), INNER["fsdp"]
-    there = eqxshard.init_state(
-        Model, OPTIM, key=KEY, mesh=mesh, rule=eqxshard.offload(rule)
-    )
-    here = eqxshard.init_state(Model, OPTIM, key=KEY, mesh=mesh, rule=rule)
-    assert kinds(there.opt_state) == {"pinned_host"}
-    for ours, theirs in zip(*map(jax.tree.leaves, (there.opt_state, here.opt_state))):
-        assert ours.sharding.spec == theirs.sharding.spec
-        np.testing.assert_array_equal(ours, theirs)
-
-
-@needs_new_jax
 def test_checkpoints_are_restored_to_host_memory(tmp_path):
     rule = eqxshard.offload(INNER["fsdp"])
     state = run(rule)
@@ -138,24 +125,3 @@ def test_checkpoints_are_restored_to_host_memory(tmp_path):
     restored = checkpointer.restore(like)
     assert kinds(restored.opt_state) == {"pinned_host"}
     assert_equal(restored, state)
-
-
-@needs_new_jax
-def test_host_memory_is_donated():
-    mesh, rule = make_mesh(MESH), eqxshard.offload(INNER["fsdp"])
-    state = eqxshard.init_state(Model, OPTIM, key=KEY, mesh=mesh, rule=rule)
-    step = eqxshard.make_train_step(squared_errors, OPTIM, mesh=mesh, rule=rule)
-    old = jax.tree.leaves(state.opt_state)
-    step(state, make_batch())
-    assert all(leaf.is_deleted() for leaf in old)
-
-
-@needs_new_jax
-def test_a_state_of_another_memory_is_refused():
-    mesh, rule = make_mesh(MESH), INNER["fsdp"]
-    state = eqxshard.init_state(Model, OPTIM, key=KEY, mesh=mesh, rule=rule)
-    step = eqxshard.make_train_step(
-        squared_errors, OPTIM, mesh=mesh, rule=eqxshard.offload(rule)
-    )
-    with pytest.raises(ValueError, match=r"opt_state.* is sharded as .*; make the state"):
-        step(state, make_batch())

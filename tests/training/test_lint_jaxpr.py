@@ -57,7 +57,7 @@ def wide_losses(model, batch, key):
 
 def test_products_in_float32_under_bfloat16(as_scripts_run):
     findings = lint(loss_fn=wide_losses, precision=BFLOAT16, fsdp=8)
-    finding = found(findings, "dtype", "100% of", "in float32, under", "compute=bfloat16")
+    finding = found(findings, "dtype", "in float32, under", "compute=bfloat16")
     assert "lint_helpers.py:" in str(finding)
 
 
@@ -88,7 +88,7 @@ def test_float64_that_no_array_of_the_model_has():
     with jax.enable_x64(True):
         found(trace(fn, jnp.ones((128, 128), jnp.float32)), "dtype", "float64[128,128]")
         # Numbers cost nothing.
-        assert trace(fn, jnp.ones((3,), jnp.float32)) == []
+        assert trace(fn, jnp.float32(3)) == []
         x = jnp.ones((128, 128), jnp.float32)
         found(trace(fn, x, wide=["head.bias"]), "dtype", "head.bias is float64")
         # All of the model is.
@@ -105,7 +105,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_of_the_host(name):
-    finding = found(trace(CALLS[name], jnp.ones(8)), "dtype", f"{name})", "as metrics")
+    finding = found(trace(CALLS[name], jnp.ones(8)), "callback", f"{name})", "as metrics")
     assert "test_lint_jaxpr.py:" in str(finding)
 
 

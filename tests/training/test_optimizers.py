@@ -218,7 +218,7 @@ def test_an_optimizer_of_two_copies_is_refused():
 
 
 def test_the_guide_lists_what_is_tested():
-    page = Path(__file__).parents[2] / "docs/pages/guide/steps.md"
+    page = Path(__file__).parents[2] / "docs/pages/guide/optimizers.md"
     table = page.read_text().split("<!-- optimizers -->")[1].split("| not these |")[0]
     listed = {*re.findall(r"`(\w+)`", table)} - {"optax"}
     assert listed == {*OPTIMS} - {"lbfgs without line search"}

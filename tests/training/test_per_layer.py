@@ -36,78 +36,33 @@ LOOKING: dict[str, Any] = {
     "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
     "lamb": optax.lamb(1e-2),
     "adamw, decays matrices": optax.adamw(1e-2, weight_decay=0.5, mask=by_rank),
-    "lars": optax.lars(1e-2),
-    "novograd": optax.novograd(1e-2),
     "sm3": optax.sm3(1e-2, 0.9),
-    "fromage": optax.fromage(1e-2),
-    "galore": optax.contrib.galore(1e-2, 2),
     "adaptive_grad_clip": optax.adaptive_grad_clip(0.01),
-    "clip_by_block_rms": optax.clip_by_block_rms(1.0),
-    "scale_by_param_block_rms": optax.scale_by_param_block_rms(),
-    "centralize": optax.centralize(),
     "MultiSteps": optax.MultiSteps(optax.lamb(1e-2), 2).gradient_transformation(),
-    "hyperparameters": optax.inject_hyperparams(optax.lamb)(learning_rate=1e-2),
     "by path": optax.multi_transform(
         {"matrix": optax.contrib.muon(1e-2), "other": optax.adam(1e-2)}, by_path
     ),
-    "masked": optax.masked(optax.lamb(1e-2), lambda params: by_rank(params)),
     "schedule": optax.lamb(optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 8)),
 }
 #: Those that look at each number alone.
 ELEMENTWISE: dict[str, Any] = {
-    "adabelief": optax.adabelief(1e-2),
-    "adadelta": optax.adadelta(1e-2),
-    "adagrad": optax.adagrad(1e-2),
     "adam": optax.adam(1e-2),
-    "adamax": optax.adamax(1e-2),
-    "adamw": optax.adamw(1e-2),
-    "adan": optax.adan(1e-2),
-    "amsgrad": optax.amsgrad(1e-2),
-    "lion": optax.lion(1e-2),
-    "nadamw": optax.nadamw(1e-2),
-    "optimistic": optax.optimistic_gradient_descent(1e-2),
-    "optimistic_adam_v2": optax.optimistic_adam_v2(1e-2),
-    "radam": optax.radam(1e-2),
-    "rmsprop": optax.rmsprop(1e-2, momentum=0.9),
-    "rprop": optax.rprop(1e-2),
-    "sgd": optax.sgd(1e-2, momentum=0.9, nesterov=True),
-    "sign_sgd": optax.sign_sgd(1e-2),
-    "signum": optax.signum(1e-2),
-    "yogi": optax.yogi(1e-2),
-    "clip": optax.clip(1.0),
-    "acprop": optax.contrib.acprop(1e-2),
-    "ademamix": optax.contrib.ademamix(1e-2),
-    "adopt": optax.contrib.adopt(1e-2),
-    "cocob": optax.contrib.cocob(),
-    "madgrad": optax.contrib.madgrad(1e-2),
-    "reduce_on_plateau": optax.chain(optax.sgd(1.0), optax.contrib.reduce_on_plateau()),
-    "simplified_ademamix": optax.contrib.simplified_ademamix(1e-2),
-    "ema": optax.chain(optax.ema(0.9), optax.apply_every(2), optax.sgd(1e-2)),
     "apply_if_finite": optax.apply_if_finite(optax.adam(1e-2), 3),
     "schedule_free": optax.contrib.schedule_free_adamw(1e-2),
 }
 #: Those that look at all parameters at once.
 GLOBAL: dict[str, Any] = {
     "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
-    "dadapt_adamw": optax.contrib.dadapt_adamw(),
-    "dog": optax.contrib.dog(),
-    "dowg": optax.contrib.dowg(),
-    "mechanize": optax.contrib.mechanize(optax.sgd(1e-2)),
     "momo": optax.contrib.momo(),
-    "momo_adam": optax.contrib.momo_adam(),
     "prodigy": optax.contrib.prodigy(),
-    "flatten": optax.flatten(optax.adam(1e-2)),
     "lbfgs": optax.lbfgs(1e-2, linesearch=None),
 }
-QUICK = ("muon", "adafactor", "lamb", "adamw, decays matrices", "by path", "adam")
+QUICK = ("muon", "adafactor", "lamb", "by path", "adam", "clipped")
 
 
 def cases(optims):
-    def mark(name):
-        return pytest.mark.slow if name in LOOKING else pytest.mark.thorough
-
     return [
-        pytest.param(optim, id=name, marks=() if name in QUICK else mark(name))
+        pytest.param(optim, id=name, marks=() if name in QUICK else pytest.mark.slow)
         for name, optim in optims.items()
     ]
 
@@ -291,15 +246,6 @@ def test_paths_that_name_no_stack_are_refused(stacks, message):
     params = {"layers": make(False).layers, "inner": make(True).layers, "odd": odd}
     with pytest.raises((ValueError, TypeError), match=message):
         eqxshard.per_layer(optax.lamb(1e-2), *stacks).init(params)
-
-
-def test_hyperparameters_are_injected_around_it():
-    @optax.inject_hyperparams
-    def make_optim(learning_rate):
-        return eqxshard.per_layer(optax.lamb(learning_rate), "layers")
-
-    found = updated(make_optim(learning_rate=1e-2), listed=False)
-    assert distance(found, updated(optax.lamb(1e-2), listed=True)) < 1e-5
 
 
 def test_layers_draw_noise_of_their_own():

@@ -81,16 +81,6 @@ def test_a_step_in_bfloat16_is_what_one_would_write_by_hand(mesh, rule):
         np.testing.assert_allclose((old - new) / 0.1, grad, atol=3e-2 * scale)
 
 
-def test_means_are_taken_in_float32():
-    def loss_fn(model, batch, key):
-        # In bfloat16 the sum of 32 of these would stop growing at 256.
-        return jnp.full(32, 100.5, jnp.bfloat16) + 0 * errors(model, batch, key)
-
-    state, train_step = make(loss_fn, BF16)
-    _, metrics = train_step(state, make_batch())
-    assert metrics.compute()["loss"] == 100.5
-
-
 def test_gradients_are_accumulated_in_float32():
     def loss_fn(model, batch, key):
         # One part's gradient is 256 times that of each other.
@@ -103,14 +93,6 @@ def test_gradients_are_accumulated_in_float32():
     state, _ = train_step(state, make_batch() | {"x": x})
     change = (before - np.asarray(state.model.first.bias[0])) / 0.1
     np.testing.assert_allclose(change, x[:, 0].mean(), rtol=1e-5)
-
-
-def test_parameters_are_kept_in_the_type_that_is_asked_for():
-    state, train_step = make(errors, eqxshard.Precision(params=jnp.bfloat16))
-    assert dtypes(state.model) == {"bfloat16"}
-    state, _ = train_step(state, make_batch())
-    assert dtypes(state.model) == {"bfloat16"}
-    assert state.model.permutation.dtype == jnp.int32
 
 
 class Adapted(eqx.Module):
@@ -225,48 +207,3 @@ def test_the_scale_of_the_loss_is_not_in_what_is_reported_or_learned():
         results.append((metrics["loss"], state.model.last.bias))
     for one, other in zip(*results):
         np.testing.assert_allclose(one, other, rtol=2e-3, atol=1e-4)
-
-
-def test_state_and_step_need_the_same_precision():
-    mesh, rule = make_mesh("data=1"), RULES["replicate"]
-    state = eqxshard.init_state(Model, OPTIM, key=KEY, mesh=mesh, rule=rule)
-    train_step = eqxshard.make_train_step(
-        errors, OPTIM, mesh=mesh, rule=rule, precision=half()
-    )
-    with pytest.raises(ValueError, match=r"make both with the same precision="):
-        train_step(state, make_batch())
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (
-            {"compute": jnp.int8},
-            "is not a floating-point type; use one such as jnp.bf",
-        ),
-        ({"params": None}, r"Precision\(params=None\) is not a floating-point type"),
-        ({"params": "int32"}, r"Precision\(params='int32'\) is not a floating-point type"),
-        (
-            {"initial_scale": 0.5},
-            r"initial_scale=0.5, scale_every=2000\) must be at least",
-        ),
-        ({"scale_every": 0}, r"scale_every=0\) must be at least 1 each"),
-    ],
-)
-def test_invalid_types_and_numbers_are_refused(unannotated, options, message):
-    with pytest.raises(ValueError, match=message):
-        eqxshard.Precision(**options)
-
-
-def test_a_scale_too_large_for_the_type_of_the_parameters():
-    def loss_fn(model, batch, key):
-        return model.first.bias[0] * batch["x"][:, 0]
-
-    precision = half(params=jnp.float16, initial_scale=2.0**17)
-    state, train_step = make(loss_fn, precision)
-    before = np.asarray(state.model.first.bias[0], np.float32)
-    batch = make_batch() | {"x": np.full((32, 8), 2.0**-8, np.float32)}
-    state, metrics = train_step(state, batch)
-    change = before - np.asarray(state.model.first.bias[0], np.float32)
-    assert not int(metrics.nonfinite)
-    np.testing.assert_allclose(change, 0.1 * 2.0**-8, rtol=0.3)

@@ -76,6 +76,6 @@ def test_what_is_kept_may_be_in_the_memory_of_the_host():
 
 @pytest.mark.parametrize("remat", ["some", True])
 def test_other_texts(remat, unannotated):
-    message = f"remat={remat!r} says nothing about what to keep; use 'none', 'dots', 'full'"
+    message = f"remat={remat!r}; use one of 'none', 'dots', 'full'"
     with pytest.raises(ValueError, match=message):
         gradient(remat)

@@ -15,7 +15,6 @@ from grades import graded
 from helpers import (
     MESHES,
     RULES,
-    Model,
     assert_close,
     assert_equal,
     compiles,
@@ -26,13 +25,11 @@ from helpers import (
     squared_errors,
     stack,
 )
-from jax.sharding import PartitionSpec as P
 from step_helpers import (
     KEY,
     OPTIM,
     SPLITS,
     WEIGHTS,
-    Wide,
     make,
     mean_of_x,
     setup,
@@ -74,18 +71,6 @@ def test_a_step_equals_one_written_by_hand(mesh, rule, weight):
     assert_close(eqx.filter(state.model, eqx.is_inexact_array), params)
     assert_close(state.opt_state, opt_state)
     assert int(state.step) == 1
-
-
-def test_batches_may_be_any_pytree():
-    def loss_fn(model, batch, key):
-        return squared_errors(model, {"x": batch[0], "y": batch[1]}, key)
-
-    one, step_one = setup()
-    two, step_two = setup(loss_fn=loss_fn)
-    batch = make_batch()
-    one, _ = step_one(one, batch)
-    two, _ = step_two(two, (batch["x"], jnp.asarray(batch["y"])))
-    assert_equal(one, two)
 
 
 @pytest.mark.parametrize("mesh, rule", SPLITS)
@@ -153,27 +138,6 @@ def test_a_step_traces_and_compiles_once(mesh, rule):
         "jaxpr_to_mlir_module_duration",
         "jaxpr_trace_duration",
     ]
-
-
-def test_one_step_serves_models_of_several_shapes():
-    mesh, rule = make_mesh("data=2,fsdp=4"), eqxshard.fsdp(min_size=200)
-    train_step = eqxshard.make_train_step(squared_errors, OPTIM, mesh=mesh, rule=rule)
-    for width, spec in [(4, P()), (64, P(None, "fsdp")), (4, P())]:
-        state = eqxshard.init_state(
-            lambda key, width=width: Wide(jax.random.normal(key, (8, width))),
-            OPTIM,
-            key=KEY,
-            mesh=mesh,
-            rule=rule,
-        )
-        by_hand = jax.tree.map(lambda x: x.copy(), state)
-        for given in (state, by_hand):
-            state, _ = train_step(given, make_batch())
-            assert (
-                state.model.weight.sharding.spec
-                == state.opt_state[0].mu.weight.sharding.spec
-            )
-            assert state.model.weight.sharding.spec == spec
 
 
 def test_fsdp_gathers_weights_and_splits_the_batch():
@@ -247,21 +211,11 @@ def test_a_step_that_compiles_again_says_why(caplog):
         state, _ = train_step(state, make_batch(rows))
     (record,) = caplog.records
     message = record.getMessage()
-    assert message.startswith("train_step of squared_errors compiled again, in ")
-    assert (
-        "Changed: batch.x: shape (32, 8) -> (24, 8); "
-        "batch.y: shape (32, 4) -> (24, 4). Keep shapes the same. Loader(remainder=...)"
-    ) in message
-
-
-def test_another_model_is_named_by_its_paths(caplog):
-    state, train_step = make("data=8", "replicate")
-    train_step(state, make_batch())
-    state, _ = make("data=8", "replicate")
-    change = eqx.nn.Dropout(0.5)
-    state = eqx.tree_at(lambda s: s.model.dropout, state, change)
-    train_step(state, make_batch())
-    assert "Changed: state.model.dropout.p: 0.1 -> 0.5. Pass a number" in caplog.text
+    assert message.startswith(
+        "train_step of squared_errors compiles again. Changed: batch.x: float32[32,8] -> "
+        "float32[24,8]; batch.y: float32[32,4] -> float32[24,4]. Keep shapes and dtypes "
+        "the same. Loader(remainder=...)"
+    )
 
 
 def test_a_single_step_and_each_number_of_stacked_ones_may_compile(caplog):
@@ -271,8 +225,8 @@ def test_a_single_step_and_each_number_of_stacked_ones_may_compile(caplog):
         state, _ = train_step.many(state, stack([make_batch()] * count))
     assert not caplog.records
     train_step.many(state, stack([make_batch(24)] * 2))
-    assert "train_step.many (length 2) of squared_errors compiled again" in caplog.text
-    assert "Changed: batch.x: shape (2, 32, 8) -> (2, 24, 8)" in caplog.text
+    assert "train_step.many (length 2) of squared_errors compiles again" in caplog.text
+    assert "Changed: batch.x: float32[2,32,8] -> float32[2,24,8]" in caplog.text
 
 
 def test_a_step_beyond_its_budget_is_refused_and_the_state_is_whole():
@@ -281,7 +235,7 @@ def test_a_step_beyond_its_budget_is_refused_and_the_state_is_whole():
     with pytest.raises(
         ValueError,
         match=r"train_step of squared_errors would have to compile, and max_compiles=1 "
-        r"allows no more\. Changed: batch\.x: shape \(32, 8\) -> \(24, 8\)",
+        r"allows no more\. Changed: batch\.x: float32\[32,8\] -> float32\[24,8\]",
     ):
         train_step(state, make_batch(24))
     with pytest.raises(ValueError, match=r"train_step\.many \(length 1\) of squared_err"):
@@ -326,13 +280,6 @@ def test_every_buffer_of_the_state_is_reused(mesh, rule):
     assert pointers() == old
 
 
-def test_the_batch_is_not_donated():
-    state, train_step = setup()
-    batch = eqxshard.filter_shard(make_batch(), eqxshard.batch_sharding(make_mesh()))
-    train_step(state, batch)
-    assert not any(leaf.is_deleted() for leaf in batch.values())
-
-
 def test_a_state_that_was_donated_is_refused():
     """JAX 0.10 would crash."""
     state, train_step = setup()
@@ -341,7 +288,7 @@ def test_a_state_that_was_donated_is_refused():
     train_step(state, make_batch())
     with pytest.raises(ValueError, match="this state was donated to an earlier step"):
         train_step(state, make_batch())
-    with pytest.raises(ValueError, match="donated to an earlier step, and its model"):
+    with pytest.raises(ValueError, match="the model was a part of an earlier state, which"):
         eval_step(model, make_batch())
     with pytest.raises(ValueError, match="this state was donated to an earlier step"):
         eqxshard.fit(state, train_step, make_loader(), steps=1)
@@ -359,8 +306,7 @@ def total(model):
     return jnp.sum(model.last.weight)
 
 
-@pytest.mark.parametrize("many", [False, True])
-def test_a_state_of_which_any_array_is_gone_is_refused(many):
+def test_a_state_of_which_any_array_is_gone_is_refused():
     first, train_step = setup()
     first, _ = train_step(first, make_batch())
     # A state that shares the model, which its own step takes.
@@ -369,11 +315,9 @@ def test_a_state_of_which_any_array_is_gone_is_refused(many):
     deleted, _ = train_step(setup()[0], make_batch())
     jax.tree.leaves(deleted.opt_state)[-1].delete()
     for state in (first, deleted):
-        with pytest.raises(ValueError, match="this state was donated to an earlier step"):
-            if many:
-                train_step.many(state, stack([make_batch()] * 2))
-            else:
-                train_step(state, make_batch())
+        for call in (train_step, lambda s, b: train_step.many(s, stack([b] * 2))):
+            with pytest.raises(ValueError, match="this state was donated to an earlier st"):
+                call(state, make_batch())
 
 
 def test_a_batch_that_is_gone_or_on_other_devices_is_refused():
@@ -427,13 +371,6 @@ def test_a_state_of_another_mesh_rule_or_optimizer_is_refused(unannotated):
         step(own, make_batch())
         with pytest.raises(ValueError, match=elsewhere):
             step(state, make_batch())
-    other = make("data=2,fsdp=4", "fsdp", optim=lenient(optax.sgd(0.1)))[1]
-    with pytest.raises(ValueError, match="use the optimizer, and trainable="):
-        other(state, make_batch())
-    with pytest.raises(
-        TypeError, match="a Model is not a TrainState; make one with init_state"
-    ):
-        other(state.model, make_batch())
 
 
 def test_a_state_may_be_moved_to_another_mesh():
@@ -464,21 +401,6 @@ def test_a_state_may_come_from_the_host(rule):
     twin, _ = train_step(twin, make_batch(seed=1))
     assert_equal(back, twin)
     assert len(events) <= 3
-
-
-def test_meshes_that_are_not_ours_are_refused():
-    mesh = jax.make_mesh((8,), ("data",))
-    for make_it in (
-        lambda: eqxshard.init_state(Model, OPTIM, key=KEY, mesh=mesh, rule=RULES["fsdp"]),
-        lambda: eqxshard.make_train_step(
-            squared_errors, OPTIM, mesh=mesh, rule=RULES["fsdp"]
-        ),
-        lambda: eqxshard.make_eval_step(mean_of_x, mesh=mesh, rule=RULES["fsdp"]),
-    ):
-        with pytest.raises(
-            ValueError, match=r"has the axes \('data',\).*eqxshard.make_mesh"
-        ):
-            make_it()
 
 
 def test_an_array_that_is_twice_in_a_state_is_copied():

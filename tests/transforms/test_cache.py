@@ -3,12 +3,10 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
 import pytest
-from process_helpers import started
 
 import eqxshard
 
@@ -63,24 +61,6 @@ def test_what_jax_was_told_is_kept(tmp_path):
     assert any(folder.iterdir())
 
 
-@pytest.mark.slow
-def test_the_default_is_in_the_users_cache(tmp_path):
-    environment = {"XDG_CACHE_HOME": str(tmp_path), "JAX_COMPILATION_CACHE_DIR": ""}
-    folder, *_ = start(**environment)
-    if sys.platform == "linux":
-        assert folder.startswith(str(tmp_path / "eqxshard" / "compiled"))
-    assert os.path.isdir(folder)
-
-
-@pytest.mark.thorough
-def test_a_damaged_entry_is_compiled_again(tmp_path):
-    _, loss, _, misses = start(tmp_path)
-    for file in tmp_path.glob("*-cache"):
-        file.write_bytes(file.read_bytes()[:100])
-    again = start(tmp_path)
-    assert again[1] == loss and again[2] < misses
-
-
 @pytest.fixture
 def settings():
     names = (
@@ -98,7 +78,6 @@ def test_a_folder_that_is_given_comes_before_what_jax_was_told(tmp_path, setting
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "told"))
     assert eqxshard.cache_compilations(tmp_path / "given") == tmp_path / "given"
     assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "given")
-    assert (tmp_path / "given").stat().st_mode & 0o777 == 0o777 & ~umask()
 
 
 @pytest.mark.parametrize("given", ["gs://bucket/cache", Path("gs://bucket/cache")])
@@ -116,75 +95,27 @@ def test_the_folder_stays_where_it_is(tmp_path, settings, monkeypatch):
     assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "cache")
 
 
-def umask():
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-@pytest.mark.parametrize("which", ["itself", "sticky", "around", "another's"])
+@pytest.mark.parametrize("which", ["all users'", "another's"])
 def test_a_folder_that_others_may_write_is_not_trusted(tmp_path, settings, caplog, which):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "told"))
-    folder = tmp_path / "around" / "cache"
-    folder.mkdir(parents=True)
-    place = folder.parent if which == "around" else folder
+    folder = tmp_path / "cache"
+    folder.mkdir()
     if which == "another's":
         if os.getuid():
             pytest.skip("only root can give a folder away")
         os.chown(folder, 12345, -1)
     else:
-        place.chmod(0o1777 if which == "sticky" else 0o777)
+        folder.chmod(0o777)
     assert eqxshard.cache_compilations(folder) is None
-    why = {"another's": f"{folder} belongs to another user"}
-    why = why.get(which, f"all users may write to {place}")
     (record,) = caplog.records
-    assert record.message == (
-        f"compiled programs are not cached in {folder}: {why}; choose a folder that only "
-        "you, or your group, can write to."
-    )
+    assert f"not cached in {folder}, which other users may write to; " in record.message
     assert jax.config.values["jax_compilation_cache_dir"] is None
 
 
-def test_a_folder_of_a_group_in_a_sticky_one_is_trusted(tmp_path, settings):
-    (tmp_path / "around").mkdir()
-    (tmp_path / "around").chmod(0o1777)
-    folder = tmp_path / "around" / "cache"
-    folder.mkdir()
-    folder.chmod(0o2775)
-    assert eqxshard.cache_compilations(folder) == folder
-
-
-SMALL = """if True:
-    import sys
-    import jax, jax.numpy as jnp, eqxshard
-
-    eqxshard.cache_compilations(sys.argv[1])
-    events = []
-    jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
-    jax.jit(lambda x: jnp.sin(x) @ x)(jnp.ones((8, 8)))
-    print(sum(event.endswith("cache_misses") for event in events))
-"""
-
-
-@pytest.mark.slow
-def test_entries_that_are_half_written_are_removed_once(tmp_path):
-    """By two processes that start together, as the next run of killed ones does."""
-    command = [sys.executable, "-c", SMALL, str(tmp_path)]
-
-    def start_two():
-        with started(command) as one, started(command) as other:
-            ends = [process.communicate(timeout=300) for process in (one, other)]
-        return [out.strip() for out, _ in ends], [err for _, err in ends]
-
-    start_two()
-    for entry in tmp_path.glob("jit__lambda*-cache"):
-        entry.write_bytes(entry.read_bytes()[:100])
-    for entry in tmp_path.iterdir():
-        long_ago = time.time() - 1000
-        os.utime(entry, (long_ago, long_ago))
-    (tmp_path / ".eqxshard-checked").unlink()
-    misses, errors = start_two()
-    assert "1" in misses
-    says = f"the compilation cache {tmp_path} had incomplete entries (1); they are compi"
-    assert sum(says in err for err in errors) == 1
-    assert start_two() == (["0", "0"], ["", ""])
+def test_the_default_is_in_the_users_cache(tmp_path, settings, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    jax.config.update("jax_compilation_cache_dir", None)
+    folder = eqxshard.cache_compilations()
+    assert isinstance(folder, Path) and folder.is_dir()
+    if sys.platform == "linux":
+        assert folder.parent == tmp_path / "eqxshard" / "compiled"

@@ -82,26 +82,12 @@ def test_specs_may_be_a_tree_like_the_argument():
     assert eqx.tree_equal(same_model, model)
 
 
-def test_results_may_be_numpy_arrays_and_nothing():
-    out, nothing = shard_map(lambda x: (np.arange(3), None), P("data"))(X)
-    np.testing.assert_array_equal(out, np.arange(3))
-    assert nothing is None
-
-
 def test_static_results_need_not_be_hashable():
     class Unhashable:
         __hash__ = None  # pyright: ignore
 
     out = shard_map()(Unhashable(), jnp.asarray(X))
     assert isinstance(out[0], Unhashable)
-
-
-def test_each_device_has_its_own_part():
-    def fn(x):
-        return x + jax.lax.axis_index(("data", "fsdp")).astype(x.dtype)
-
-    expected = X + np.repeat(np.arange(8, dtype=np.float32), 2)[:, None]
-    np.testing.assert_array_equal(jax.jit(shard_map(fn, ROWS, ROWS))(X), expected)
 
 
 def test_jax_checks_that_results_agree_unless_told_not_to():
@@ -186,105 +172,28 @@ def test_the_arrays_of_a_module_are_arguments_and_not_constants():
     assert_close(grads.fn, eqx.filter_grad(lambda rows: jnp.sum(rows(X)))(mapped.fn))
 
 
-def test_it_keeps_the_name_and_docstring():
-    def fn(x):
-        """Twice."""
-        return 2 * x
-
-    mapped = shard_map(fn)
-    assert (mapped.__name__, mapped.__doc__) == ("fn", "Twice.")
-
-
 # Mistakes
 
 
 @pytest.mark.parametrize(
-    "kwargs, args, message",
+    "kwargs, kind, word",
     [
-        (
-            {"in_specs": (P(), {"x": ROWS})},
-            (1, {"x": X[:6]}),
-            r"^args\.1\.x \(6, 4\): P\(\('data', 'fsdp'\),\) splits dim 0 of size 6 over "
-            r"data=2 x fsdp=4, which does not divide it; choose .* a multiple of 8",
-        ),
-        (
-            {"in_specs": P("fdsp")},
-            (X,),
-            r"^args\.0 \(16, 4\): P\('fdsp',\) names the axis 'fdsp', which the mesh does "
-            "not have; did you mean 'fsdp'",
-        ),
-        (
-            {"out_specs": ({"x": P("dta")},)},
-            ({"x": X},),
-            r"^out_specs: P\('dta',\) names the axis 'dta', .* did you mean 'data'",
-        ),
-        (
-            {"axis_names": {"dta"}},
-            (X,),
-            r"^axis_names={'dta'} names the axis 'dta', .* did you mean 'data'",
-        ),
-        (
-            {"in_specs": P(None, None, "data")},
-            (X,),
-            "has 3 entries and the array 2 dims",
-        ),
-        (
-            {"in_specs": (P(), P())},
-            (X,),
-            "^in_specs has 2 entries for 1 positional arguments; give one for each",
-        ),
-        (
-            {"in_specs": ({"y": P()},)},
-            ({"x": X},),
-            "^in_specs is not a prefix of args; give one PartitionSpec for all of it",
-        ),
-        (
-            {"out_specs": ({"y": P()},)},
-            ({"x": X},),
-            "^out_specs is not a prefix of result; give one PartitionSpec for all of it",
-        ),
-        (
-            {"in_specs": ({"x": None},)},
-            ({"x": X},),
-            r"^in_specs has None for the array args\.0\.x \(16, 4\); write P\(\)",
-        ),
-        (
-            {"in_specs": P("data"), "out_specs": None},
-            (X,),
-            r"^out_specs has None for the array result\.0 \(8, 4\); write P\(\)",
-        ),
-        (
-            {"in_specs": P("fsdp"), "axis_names": {"data"}},
-            (X,),
-            r"^args\.0: P\('fsdp',\) names the axis 'fsdp', which is not in "
-            "axis_names={'data'}; add it there, or leave it out of the spec",
-        ),
-        (
-            {"out_specs": P("fsdp"), "axis_names": {"data"}},
-            (X,),
-            r"^out_specs: P\('fsdp',\) names the axis 'fsdp', which is not in",
-        ),
-        ({"mesh": None}, (X,), "^filter_shard_map has no mesh; give it one, or call it"),
+        ({"in_specs": ({"x": P("fsdp")},)}, ValueError, "args.0.x (6, 4)"),
+        ({"in_specs": P("fdsp")}, ValueError, "did you mean 'fsdp'"),
+        ({"out_specs": ({"x": P("dta")},)}, ValueError, "out_specs: P('dta',) names"),
+        ({"axis_names": {"dta"}}, ValueError, "axis_names={'dta'} names"),
+        ({"in_specs": P(None, None, "data")}, ValueError, "3 entries and the array 2"),
+        ({"in_specs": (P(), P())}, ValueError, "2 entries for 1 positional arguments"),
+        ({"in_specs": ({"y": P()},)}, ValueError, "in_specs is not a prefix of args"),
+        ({"out_specs": ({"y": P()},)}, ValueError, "out_specs is not a prefix of result"),
+        ({"in_specs": ({"x": None},)}, ValueError, "None for the array args.0.x"),
+        ({"mesh": None}, ValueError, "filter_shard_map has no mesh"),
+        ({"in_specs": {"x": P()}}, TypeError, "in_specs is a dict; give a tuple"),
+        ({"in_specs": ("data",)}, TypeError, "in_specs.0 is a str, not a PartitionSpec"),
+        ({"out_specs": ({"x": "data"},)}, TypeError, "out_specs.0.x is a str"),
     ],
 )
-def test_what_does_not_fit_is_named(kwargs, args, message):
-    with pytest.raises(ValueError, match=message):
-        shard_map(**kwargs)(*args)
-
-
-@pytest.mark.parametrize(
-    "kwargs, message",
-    [
-        ({"in_specs": {"x": P()}}, "^in_specs is a dict; give a tuple with an entry"),
-        ({"in_specs": None}, "^in_specs is a NoneType; give a tuple with an entry"),
-        (
-            {"in_specs": ({"x": NamedSharding(MESH, P())},)},
-            r"^in_specs\.0\.x is a NamedSharding, not a PartitionSpec; write .* the \.spec",
-        ),
-        ({"in_specs": ("data",)}, r"^in_specs\.0 is a str, not a PartitionSpec"),
-        ({"out_specs": ({"x": "data"},)}, r"^out_specs\.0\.x is a str, not a Partition"),
-    ],
-)
-def test_what_is_not_a_spec_is_named(kwargs, message, unannotated):
-    with pytest.raises(TypeError, match=message):
-        shard_map(**kwargs)({"x": X})
+def test_what_does_not_fit_is_named(kwargs, kind, word, unannotated):
+    with pytest.raises(kind) as error:
+        shard_map(**kwargs)({"x": X[:6]})
+    assert word in str(error.value)

@@ -1,6 +1,6 @@
 """`python -m eqxshard.data.text INPUT... --output DIR --tokenizer byte`: prepare text.
 
-Encodes files of text into token files, in all cores; see [`eqxshard.data.text.prepare`][].
+Encodes files of text into token files; see [`eqxshard.data.text.prepare`][].
 """
 
 import sys
@@ -15,7 +15,6 @@ def main(args: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="python -m eqxshard.data.text",
         description="Encode files of text into token files, for training.",
-        epilog="If it is stopped, the same command goes on where it stopped.",
     )
     parser.add_argument(
         "inputs",
@@ -32,28 +31,14 @@ def main(args: Sequence[str] | None = None) -> int:
         metavar="NAME",
         help="byte, char, or the tokenizer.json of a Hugging Face model",
     )
-    parser.add_argument(
-        "--shard-tokens",
-        type=int,
-        default=2**26,
-        metavar="N",
-        help="about how many tokens a file gets (default: 67,108,864)",
-    )
-    parser.add_argument(
-        "--workers", type=int, metavar="N", help="processes (default: one for each core)"
-    )
-    options = parser.parse_args(args)
     try:
-        tokens = prepare(**vars(options))
+        tokens = prepare(**vars(parser.parse_args(args)))
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on from here.", file=sys.stderr)
-        return 130
     print(
-        f"{options.output} has {len(tokens):,} tokens of {len(tokens.ends()):,} documents, "
-        f"vocabulary {tokens.vocab:,}"
+        f"{tokens.paths[0]} has {len(tokens):,} tokens of {len(tokens.ends()):,} "
+        f"documents, vocabulary {tokens.vocab_size:,}"
     )
     return 0
 

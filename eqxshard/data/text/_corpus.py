@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from .._planning import add_note, is_planning
-from ._inputs import decode_text
+from ._prepare import read_parts
 from ._token_files import TokenFiles, is_prepared
 from ._tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from ._tokens import TokenArray, TokenRange, Tokens
@@ -34,10 +34,10 @@ class Corpus:
     name: str = ""
 
     @property
-    def vocab(self) -> int:
+    def vocab_size(self) -> int:
         """The number of different tokens, which a model must have at least."""
-        vocabs = [self.train.vocab, self.valid.vocab]
-        return max(vocabs if self.tokenizer is None else [*vocabs, self.tokenizer.vocab])
+        known = 0 if self.tokenizer is None else self.tokenizer.vocab_size
+        return max(known, self.train.vocab_size, self.valid.vocab_size)
 
 
 def open_corpus(
@@ -85,10 +85,8 @@ def open_corpus(
             f"there is no {path}; give a .txt file or a folder of token files."
         )
     if path.is_file() and path.suffix == ".txt":
-        made = "char" if tokenizer is None else tokenizer
-        return encode_corpus(
-            decode_text(path.read_bytes(), path), made, valid=valid, name=path.stem
-        )
+        text = "".join(part.text for part in read_parts([path]))
+        return encode_corpus(text, tokenizer or "char", valid=valid, name=path.stem)
     parts = {name: path / name for name in ("train", "valid", "train.bin", "val.bin")}
     if is_prepared(path):
         tokens = TokenFiles(path)
@@ -121,7 +119,7 @@ def encode_corpus(
         tokenizer = load_tokenizer(tokenizer, text=text)
     cut = int(len(text) * (1 - valid))
     train, held_out = (
-        TokenArray(tokenizer.encode(part), vocab=tokenizer.vocab)
+        TokenArray(tokenizer.encode(part), vocab_size=tokenizer.vocab_size)
         for part in (text[:cut], text[cut:])
     )
     return Corpus(train, held_out, tokenizer, name)
@@ -130,9 +128,11 @@ def encode_corpus(
 def _stand_in(path: Path, tokenizer: str | os.PathLike[str] | Tokenizer | None) -> Corpus:
     """A corpus of zeros, of the vocabulary of the tokenizer, if that is known."""
     found = None if tokenizer == "char" else _find_tokenizer([], tokenizer)
-    vocab = 1 if found is None else found.vocab
-    add_note(f"there is no {path}, so it counts as a text with a vocabulary of {vocab:,}")
-    tokens = TokenArray(np.zeros(_STAND_IN, np.uint8), vocab=vocab)
+    vocab_size = 1 if found is None else found.vocab_size
+    add_note(
+        f"there is no {path}, so it counts as a text with a vocabulary of {vocab_size:,}"
+    )
+    tokens = TokenArray(np.zeros(_STAND_IN, np.uint8), vocab_size=vocab_size)
     return Corpus(tokens, tokens, found, path.name)
 
 

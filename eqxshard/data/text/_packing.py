@@ -2,7 +2,7 @@
 
 Glossary:
 
-- a *piece* is a document, or a part of one that is longer than a block;
+- a *piece* is a document, or a part of one that is longer than `seq_len` tokens;
 - a *bin* is an example: the pieces in it, one after another.
 """
 
@@ -25,14 +25,14 @@ class _Pieces(NamedTuple):
 
 
 class PackedDocuments:
-    """A source whose examples hold whole documents, as many as fit into `block` tokens.
+    """A source whose examples hold whole documents, as many as fit into `seq_len` tokens.
 
-    A document of more than `block` tokens is cut into pieces of that length and a shorter
-    one. Pieces go where the least room is left (best fit, the longest first), so little is
+    A document of more than `seq_len` tokens is cut into pieces of that length and a shorter
+    one. Pieces go where the least space is left (best fit, the longest first), so little is
     left empty. Every token but the last of each document is in one example, with the
     token that follows it as its target.
 
-    An example has, int32 of shape `(block,)`:
+    An example has, int32 of shape `(seq_len,)`:
 
     - `"tokens"`: those of its pieces, then 0;
     - `"targets"`: the token that follows each in its document, -1 for padding;
@@ -44,49 +44,44 @@ class PackedDocuments:
     **Arguments:**
 
     - `tokens`: the [`eqxshard.data.text.Tokens`][], or an array of them.
-    - `block`: the number of tokens of an example.
+    - `seq_len`: the number of tokens of an example.
 
     **Raises:**
 
-    `ValueError` if `block` is not positive, or no document has two tokens.
+    `ValueError` if `seq_len` is not positive, or no document has two tokens.
 
     !!! Example
 
         ```python
-        train = eqxshard.data.text.PackedDocuments(corpus.train, block=1024)
+        train = eqxshard.data.text.PackedDocuments(corpus.train, seq_len=1024)
         loader = eqxshard.Loader(train, batch_size=64, mesh=mesh)
         ```
     """
 
-    def __init__(self, tokens: Tokens | ArrayLike, block: int):
-        if block < 1:
-            raise ValueError(f"block={block} must be at least 1.")
+    def __init__(self, tokens: Tokens | ArrayLike, seq_len: int):
+        if seq_len < 1:
+            raise ValueError(f"seq_len={seq_len} must be at least 1.")
         self.tokens = as_tokens(tokens)
-        self.block = block
-        pieces = _cut(self.tokens.ends(), block)
+        self.seq_len = seq_len
+        pieces = _cut(self.tokens.ends(), seq_len)
         if not len(pieces.starts):
             raise ValueError(
                 f"the text has {len(self.tokens):,} tokens and no document of two or more, "
                 "so nothing can be predicted; give a longer text."
             )
-        bins = _best_fit(pieces.lengths, block)
+        bins = _best_fit(pieces.lengths, seq_len)
         # The pieces by bin; in a bin, in the order of the text.
         order = np.argsort(bins, kind="stable")
         self._pieces = _Pieces(pieces.starts[order], pieces.lengths[order])
         #: The first piece of each bin, and where there is one more.
         self._firsts = np.searchsorted(bins[order], np.arange(bins.max() + 2))
 
-    @property
-    def vocab(self) -> int:
-        """The number of different tokens."""
-        return self.tokens.vocab
-
     def __len__(self) -> int:
         return len(self._firsts) - 1
 
     def gather(self, indices: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
         """The examples at some indices, in that order; indices may repeat."""
-        shape = (len(indices), self.block)
+        shape = (len(indices), self.seq_len)
         counts = self._firsts[indices + 1] - self._firsts[indices]
         # For each piece: its number, the example it is in and its segment there.
         rows = np.repeat(np.arange(len(indices)), counts)
@@ -97,7 +92,7 @@ class PackedDocuments:
         positions = _counted(lengths)
         row = np.repeat(rows, lengths)
         totals = np.bincount(row, minlength=len(indices))
-        places = row * self.block + _counted(totals)
+        places = row * self.seq_len + _counted(totals)
         sources = np.repeat(self._pieces.starts[pieces], lengths) + positions
         found = self.tokens.take(np.stack([sources, sources + 1]))
 
@@ -115,63 +110,63 @@ class PackedDocuments:
         }
 
 
-def _cut(ends: Int64[np.ndarray, " documents"], block: int) -> _Pieces:
+def _cut(ends: Int64[np.ndarray, " documents"], seq_len: int) -> _Pieces:
     """The pieces of the documents that end there, in the order of the text."""
     starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
     # The last token of a document has no target.
     lengths = np.maximum(ends - starts - 1, 0)
-    counts = -(-lengths // block)
-    before = _counted(counts) * block
+    counts = -(-lengths // seq_len)
+    before = _counted(counts) * seq_len
     whole = np.repeat(lengths, counts)
-    return _Pieces(np.repeat(starts, counts) + before, np.minimum(whole - before, block))
+    return _Pieces(np.repeat(starts, counts) + before, np.minimum(whole - before, seq_len))
 
 
 def _best_fit(
-    lengths: Int64[np.ndarray, " pieces"], block: int
+    lengths: Int64[np.ndarray, " pieces"], seq_len: int
 ) -> Int64[np.ndarray, " pieces"]:
-    """The bin of each piece: the longest first, each where the least room is left.
+    """The bin of each piece: the longest first, each where the least space is left.
 
     Pieces of one length are placed together, in the order of the text, one in each of the
-    bins that have the same room (Ding et al., 2024, arXiv:2404.10830).
+    bins with the same space left (Ding et al., 2024, arXiv:2404.10830).
     """
     bins = np.empty(len(lengths), np.int64)
     order = np.argsort(-lengths, kind="stable")
     sizes, firsts = np.unique(-lengths[order], return_index=True)
     parts = np.split(order, firsts[1:])
-    # The bins by the room that is left in them, and these rooms in order.
-    by_room: dict[int, list[np.ndarray]] = {}
-    rooms: list[int] = []
+    # The bins by the space that is left in them, and these sizes in order.
+    by_space: dict[int, list[np.ndarray]] = {}
+    spaces: list[int] = []
     made = 0
 
-    def put(chosen: np.ndarray, room: int) -> None:
-        if not room or not len(chosen):
+    def put(chosen: np.ndarray, space: int) -> None:
+        if not space or not len(chosen):
             return
-        if room not in by_room:
-            insort(rooms, room)
-            by_room[room] = []
-        by_room[room].append(chosen)
+        if space not in by_space:
+            insort(spaces, space)
+            by_space[space] = []
+        by_space[space].append(chosen)
 
     for size, left in zip((-sizes).tolist(), parts):
         while len(left):
-            at = bisect_left(rooms, size)
-            if at == len(rooms):
-                # None has room: new ones, each for as many of this size as fit.
-                each = min(block // size, len(left))
+            at = bisect_left(spaces, size)
+            if at == len(spaces):
+                # None has enough: new ones, each for as many of this size as fit.
+                each = min(seq_len // size, len(left))
                 new = made + np.arange(-(-len(left) // each))
                 made += len(new)
                 bins[left] = np.repeat(new, each)[: len(left)]
                 last = len(left) - each * (len(new) - 1)
-                put(new[:-1], block - each * size)
-                put(new[-1:], block - last * size)
+                put(new[:-1], seq_len - each * size)
+                put(new[-1:], seq_len - last * size)
                 break
-            room = rooms.pop(at)
-            there = np.concatenate(by_room.pop(room))
+            space = spaces.pop(at)
+            there = np.concatenate(by_space.pop(space))
             chosen = there[: len(left)]
             bins[left[: len(chosen)]] = chosen
             left = left[len(chosen) :]
-            put(chosen, room - size)
+            put(chosen, space - size)
             if len(chosen) < len(there):
-                put(there[len(chosen) :], room)
+                put(there[len(chosen) :], space)
     return bins
 
 

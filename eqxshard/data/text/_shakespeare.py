@@ -1,11 +1,9 @@
 """Tiny Shakespeare (Karpathy, 2015): a megabyte of plays, for a first language model."""
 
-import hashlib
 import os
 import string
-from pathlib import Path
 
-from .._download import dataset_folder, download, mirrors
+from .._download import dataset_folder, mirrors, read_file
 from .._planning import is_planning
 from ._corpus import Corpus, encode_corpus
 from ._tokenizers import Tokenizer
@@ -56,25 +54,6 @@ def shakespeare(
         text = _CHARACTERS * (_LENGTH // len(_CHARACTERS) + 1)
         return encode_corpus(text[:_LENGTH], tokenizer, name="shakespeare")
     path = dataset_folder(data_dir) / "shakespeare" / "input.txt"
-    if not path.is_file():
-        _fetch(path)
-    data = path.read_bytes()
-    found = hashlib.sha256(data).hexdigest()
-    if found != _SHA256:
-        raise ValueError(
-            f"{path} is damaged: its SHA-256 is {found}, not {_SHA256}; delete it to "
-            "download it again."
-        )
-    return encode_corpus(data.decode(), tokenizer, name="shakespeare")
-
-
-def _fetch(path: Path) -> None:
     urls = mirrors("EQXSHARD_SHAKESPEARE_URL", _MIRRORS)
-    try:
-        download(path, urls, sha256=_SHA256)
-    except OSError as error:
-        raise FileNotFoundError(
-            f"there is no {path}, and it could not be downloaded ({error}); put the file "
-            "there, or set data_dir or $EQXSHARD_DATA_DIR to the directory that has "
-            "shakespeare/input.txt."
-        ) from error
+    text = read_file(path, urls, _SHA256).decode()
+    return encode_corpus(text, tokenizer, name="shakespeare")

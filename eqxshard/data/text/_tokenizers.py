@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -10,9 +10,9 @@ import numpy as np
 from jaxtyping import Int
 from numpy.typing import ArrayLike
 
-from ...sharding._files import parse_json, read_bytes
+from ...sharding._files import read_json
 
-#: The name of a tokenizer's file in a folder of token files.
+#: The name of a tokenizer's file in a folder.
 TOKENIZER_FILE = "tokenizer.json"
 #: The entry that tells our files from those of Hugging Face.
 _KIND = "eqxshard_tokenizer"
@@ -27,17 +27,12 @@ class Tokenizer(Protocol):
     """Turns text into tokens, and tokens into text."""
 
     @property
-    def name(self) -> str:
-        """For logs and summaries."""
-        ...
-
-    @property
-    def vocab(self) -> int:
+    def vocab_size(self) -> int:
         """The number of different tokens; each is at least 0 and less than this."""
         ...
 
     @property
-    def end(self) -> int | None:
+    def eos_id(self) -> int | None:
         """The token that follows each document, if there is one."""
         ...
 
@@ -65,9 +60,8 @@ class ByteTokenizer:
         ```
     """
 
-    name = "byte"
-    vocab = 257
-    end = 256
+    vocab_size = 257
+    eos_id = 256
 
     def encode(self, text: str) -> Int[np.ndarray, " n"]:
         """The tokens of a text, int32."""
@@ -88,7 +82,7 @@ class CharTokenizer:
 
     **Arguments:**
 
-    - `chars`: the characters, in any order; repeated ones count once.
+    - `chars`: the characters, or texts of them, in any order; repeated ones count once.
 
     **Raises:**
 
@@ -97,49 +91,42 @@ class CharTokenizer:
     !!! Example
 
         ```python
-        tokenizer = eqxshard.data.text.CharTokenizer.of("abracadabra")
+        tokenizer = eqxshard.data.text.CharTokenizer("abracadabra")
         tokenizer.encode("cab")  # [2, 0, 1]
         ```
     """
 
-    name = "char"
-    end = None
+    eos_id = None
 
     def __init__(self, chars: Iterable[str]):
-        self.chars = "".join(sorted(set().union(*chars)))
+        found: set[str] = set()
+        for some in chars:
+            found.update(some)
+        self.chars = "".join(sorted(found))
         if not self.chars:
             raise ValueError("there are no characters; give the tokenizer at least one.")
-        self.vocab = len(self.chars)
-        self._codes = _code_points(self.chars)
-
-    @classmethod
-    def of(cls, text: str) -> "CharTokenizer":
-        """The tokenizer of all characters of a text.
-
-        **Arguments:**
-
-        - `text`: the text.
-        """
-        return cls(set(text))
+        self.vocab_size = len(self.chars)
+        self._ids = {char: number for number, char in enumerate(self.chars)}
 
     def encode(self, text: str) -> Int[np.ndarray, " n"]:
         """The tokens of a text, int32."""
-        codes = _code_points(text)
-        ids = np.searchsorted(self._codes, codes).astype(np.int32)
-        wrong = np.flatnonzero(self._codes[np.minimum(ids, self.vocab - 1)] != codes)
-        if len(wrong):
-            char = text[wrong[0]]
+        try:
+            return np.array([self._ids[char] for char in text], np.int32)
+        except KeyError as error:
+            char = error.args[0]
             raise ValueError(
-                f"the text has {char!r} (U+{ord(char):04X}) at character {wrong[0]:,}, "
-                f"which is not among the tokenizer's {self.vocab} characters; make the "
-                "tokenizer of a text that has it, or leave it out."
-            )
-        return ids
+                f"the text has {char!r} (U+{ord(char):04X}) at character "
+                f"{text.index(char):,}, which is not among the tokenizer's "
+                f"{self.vocab_size} characters; make the tokenizer of a text that has it, "
+                "or leave it out."
+            ) from None
 
     def decode(self, ids: ArrayLike) -> str:
         """The text of some tokens."""
         ids = np.asarray(ids)
-        return "".join(self.chars[i] if i < self.vocab else _UNKNOWN for i in ids.tolist())
+        return "".join(
+            self.chars[i] if i < self.vocab_size else _UNKNOWN for i in ids.tolist()
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file that [`eqxshard.data.text.load_tokenizer`][] reads."""
@@ -170,45 +157,38 @@ class HFTokenizer:
 
     def __init__(self, path: str | os.PathLike[str]):
         path = _file(path)
-        self.name = path.parent.name if path.name == TOKENIZER_FILE else path.stem
-        self._json = _read(path)
+        content = json.dumps(_read(path))
         try:
-            self._load()
+            import tokenizers
         except ImportError:
             raise ImportError(
                 f"{path} is a tokenizer of Hugging Face, which needs the package "
                 "tokenizers; pip install 'eqxshard[text]'."
             ) from None
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(content)
         except Exception as error:
             # The package raises no narrower class.
             raise ValueError(
                 f"{path} is not a tokenizer of Hugging Face ({error}); give the file "
                 "tokenizer.json of a model."
             ) from error
-        ids = self._tokenizer.get_vocab(with_added_tokens=True)
-        # There may be gaps, so this may be more than there are.
-        self.vocab = 1 + max(ids.values(), default=0)
-        self.end = next((ids[end] for end in _ENDS if end in ids), None)
-
-    def _load(self) -> None:
-        import tokenizers
-
-        self._tokenizer = tokenizers.Tokenizer.from_str(self._json)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k != "_tokenizer"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._load()
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        # There may be gaps, so this may be more than there are.
+        self.vocab_size = 1 + max(ids.values(), default=0)
+        self.eos_id = next((ids[end] for end in _ENDS if end in ids), None)
 
     def encode(self, text: str) -> Int[np.ndarray, " n"]:
         """The tokens of a text, int32."""
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return np.asarray(ids, np.int32)
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: list[str]) -> list[Int[np.ndarray, " n"]]:
+        """The tokens of several texts, encoded by all cores."""
+        found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.asarray(encoding.ids, np.int32) for encoding in found]
 
     def decode(self, ids: ArrayLike) -> str:
         """The text of some tokens."""
@@ -216,7 +196,14 @@ class HFTokenizer:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a file that [`eqxshard.data.text.load_tokenizer`][] reads."""
-        Path(path).write_text(self._json, encoding="utf-8")
+        self._tokenizer.save(os.fspath(path))
+
+
+def encode_all(tokenizer: Tokenizer, texts: list[str]) -> Sequence[Int[np.ndarray, " n"]]:
+    """The tokens of several texts."""
+    if isinstance(tokenizer, HFTokenizer):
+        return tokenizer.encode_batch(texts)
+    return [tokenizer.encode(text) for text in texts]
 
 
 def load_tokenizer(
@@ -251,23 +238,14 @@ def load_tokenizer(
                 "tokenizer='char' takes its characters from a text; give text=, or the "
                 "tokenizer.json that was saved beside the tokens."
             )
-        return CharTokenizer.of(text)
-    path = _file(tokenizer)
-    content = _read(path)
-    try:
-        saved = parse_json(content)
-    except ValueError as error:
-        raise ValueError(
-            f"{path} is not a tokenizer: it is not JSON ({error}); give 'byte', 'char' or "
-            "the tokenizer.json of a model."
-        ) from None
+        return CharTokenizer(text)
+    saved = _read(_file(tokenizer))
     kind = saved.get(_KIND) if isinstance(saved, dict) else None
     if kind == "byte":
         return ByteTokenizer()
     if kind == "char":
-        chars = saved.get("chars")
-        return CharTokenizer(chars if isinstance(chars, str) else "")
-    return HFTokenizer(path)
+        return CharTokenizer(str(saved.get("chars", "")))
+    return HFTokenizer(tokenizer)
 
 
 def _file(path: str | os.PathLike[str]) -> Path:
@@ -275,24 +253,16 @@ def _file(path: str | os.PathLike[str]) -> Path:
     return path / TOKENIZER_FILE if path.is_dir() else path
 
 
-def _read(path: Path) -> str:
+def _read(path: Path) -> Any:
+    """The JSON of a tokenizer's file."""
     try:
-        return read_bytes(path).decode()
+        return read_json(path)
     except FileNotFoundError:
         raise FileNotFoundError(
             f"there is no tokenizer {path}; give 'byte', 'char' or the tokenizer.json of "
             "a model."
         ) from None
-    except UnicodeDecodeError:
-        raise ValueError(
-            f"{path} is not a tokenizer: it is not text; give 'byte', 'char' or the "
-            "tokenizer.json of a model."
-        ) from None
 
 
 def _write(path: str | os.PathLike[str], saved: dict[str, str]) -> None:
     Path(path).write_text(json.dumps(saved), encoding="utf-8")
-
-
-def _code_points(text: str) -> Int[np.ndarray, " n"]:
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4").astype(np.int64)

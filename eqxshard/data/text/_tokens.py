@@ -13,7 +13,7 @@ class Tokens(Protocol):
     """Many tokens in a row, such as those of a text."""
 
     @property
-    def vocab(self) -> int:
+    def vocab_size(self) -> int:
         """The number of different tokens; each is at least 0 and less than this."""
         ...
 
@@ -41,23 +41,27 @@ class TokenArray:
     **Arguments:**
 
     - `tokens`: integers, one after another.
-    - `vocab`: the number of different tokens; by default, one more than the largest.
+    - `vocab_size`: the number of different tokens; by default, one more than the largest.
     - `ends`: where each document ends, in order; by default they are one document.
 
     **Raises:**
 
     `ValueError` if the tokens are not a vector of integers, or are not all less than
-    `vocab`, or `ends` does not increase up to their number.
+    `vocab_size`, or `ends` does not increase up to their number.
 
     !!! Example
 
         ```python
-        tokens = eqxshard.data.text.TokenArray(tokenizer.encode(text), vocab=65)
+        tokens = eqxshard.data.text.TokenArray(tokenizer.encode(text), vocab_size=65)
         ```
     """
 
     def __init__(
-        self, tokens: ArrayLike, *, vocab: int | None = None, ends: ArrayLike | None = None
+        self,
+        tokens: ArrayLike,
+        *,
+        vocab_size: int | None = None,
+        ends: ArrayLike | None = None,
     ):
         found = np.asarray(tokens)
         if found.ndim != 1 or found.dtype.kind not in "iu":
@@ -66,11 +70,11 @@ class TokenArray:
                 "integers."
             )
         low, high = int(found.min(initial=0)), int(found.max(initial=0))
-        self.vocab = high + 1 if vocab is None else vocab
-        if low < 0 or high >= self.vocab:
+        self.vocab_size = high + 1 if vocab_size is None else vocab_size
+        if low < 0 or high >= self.vocab_size:
             raise ValueError(
                 f"there is a token {low if low < 0 else high}, and the vocabulary has "
-                f"{self.vocab}; give tokens from 0 to {self.vocab - 1}."
+                f"{self.vocab_size}; give tokens from 0 to {self.vocab_size - 1}."
             )
         self._tokens = found
         self._ends = np.asarray([len(found)] if ends is None else ends, np.int64)
@@ -128,9 +132,9 @@ class TokenRange:
         self._length = stop - start
 
     @property
-    def vocab(self) -> int:
+    def vocab_size(self) -> int:
         """The number of different tokens."""
-        return self._tokens.vocab
+        return self._tokens.vocab_size
 
     def __len__(self) -> int:
         return self._length

@@ -29,7 +29,7 @@ from jaxtyping import Array, Float, Int
 from ...sharding._mesh import BATCH_AXES
 from ...sharding._spec import axes_of, spec_axes
 from ._jaxprs import call_equation, is_jaxpr, map_jaxpr, open_jaxpr
-from ._rewrite import call_rewritten
+from ._rewrite import is_rewriting, run_rewritten
 
 #: Operations that a gradient passes through on its way from the lookup, unchanged but for
 #: its dtype and placement.
@@ -63,7 +63,13 @@ def reduce_lookups(
     def rewrite(jaxpr: Any) -> Any:
         return map_jaxpr(lambda jaxpr: _rewrite(jaxpr, split), jaxpr)
 
-    return lambda *args: call_rewritten(gradient, rewrite, *args)[0]
+    def reduced(*args: Any) -> Any:
+        if not is_rewriting():
+            return gradient(*args)
+        jaxpr, out = jax.make_jaxpr(gradient, return_shape=True)(*args)
+        return run_rewritten(rewrite, jaxpr, out, args)[0]
+
+    return reduced
 
 
 def _rewrite(jaxpr: Any, outputs: dict[int, NamedSharding]) -> Any:

@@ -33,26 +33,26 @@ def is_rewriting() -> bool:
     return switch == "on"
 
 
-def call_rewritten(
-    fn: Callable[..., Any], rewrite: Callable[[Any], Any], *args: Any
+def run_rewritten(
+    rewrite: Callable[[Any], Any], jaxpr: Any, out: Any, args: Any
 ) -> tuple[Any, list[Any]]:
-    """Call a function of PyTrees of arrays, with its jaxpr rewritten.
+    """Rewrite a function, and call it.
+
+    The function is traced by who calls this: a mistake in the user's code is raised there,
+    and is not one of the rewrite.
 
     **Arguments:**
 
-    - `fn`: the function.
     - `rewrite`: from a closed jaxpr to another, which computes the same, and may return
         more after it.
+    - `jaxpr`, `out`: the function, and what it returns, as from `jax.make_jaxpr` with
+        `return_shape`.
     - `args`: what to call it with.
 
     **Returns:**
 
     What the function returns, and what the rewritten jaxpr returns after that.
     """
-    if not is_rewriting():
-        return fn(*args), []
-    # A mistake in the user's code is raised here, and is not one of the rewrite.
-    jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
     leaves, structure = jax.tree.leaves(args), jax.tree.structure(out)
     flat = core.jaxpr_as_fun(_rewrite_or_leave(rewrite, jaxpr, leaves))(*leaves)
     # A constant, such as a flag that `BatchNorm` sets, comes back as a NumPy scalar.

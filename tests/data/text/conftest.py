@@ -1,15 +1,6 @@
-"""A small tokenizer of Hugging Face, and small pieces of the input."""
+"""A small tokenizer of Hugging Face."""
 
 import pytest
-
-from eqxshard.data.text import _inputs
-
-
-@pytest.fixture
-def piece_bytes(monkeypatch):
-    """The size of the pieces that inputs are read in, which takes a mebibyte otherwise."""
-    monkeypatch.setattr(_inputs, "PIECE_BYTES", 2**12)
-    return 2**12
 
 
 @pytest.fixture(scope="session")

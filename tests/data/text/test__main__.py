@@ -1,4 +1,4 @@
-"""The command; `test_prepare.py` kills it."""
+"""The command."""
 
 import numpy as np
 import pytest
@@ -13,24 +13,21 @@ def test_the_command_prepares_text(tmp_path, capsys):
     (tmp_path / "y.jsonl").write_text('{"text": "another"}')
     inputs = [str(tmp_path / "in"), str(tmp_path / "y.jsonl")]
     folder = str(tmp_path / "out")
-    words = [*inputs, "--output", folder, "--tokenizer", "byte"]
-    assert main([*words, "--shard-tokens", "3", "--workers", "1"]) == 0
+    assert main([*inputs, "--output", folder, "--tokenizer", "byte"]) == 0
     printed = capsys.readouterr()
     expected = f"{folder} has 15 tokens of 2 documents, vocabulary 257\n"
     assert printed.out == expected and printed.err == ""
     tokens = TokenFiles(folder)
     decoded = load_tokenizer(folder).decode(tokens.take(np.arange(len(tokens))))
-    assert len(tokens.paths) == 2 and decoded == "a textanother"
+    assert decoded == "a textanother"
 
 
 @pytest.mark.parametrize(
     "change, says",
     [
-        ({"inputs": "nothing"}, "error: there is no input nothing; give"),
-        ({"--tokenizer": "gpt2.json"}, "error: there is no tokenizer gpt2.json; give"),
-        ({"--tokenizer": "x.txt"}, "error: x.txt is not a tokenizer: it is not JSON"),
-        ({"--workers": "0"}, "error: workers=0 must be at least 1."),
-        ({"--output": "x.txt"}, "error: [Errno 17] File exists: '"),
+        ({"inputs": "nothing"}, "nothing"),
+        ({"--tokenizer": "gpt2.json"}, "gpt2.json"),
+        ({"--output": "x.txt"}, "exists"),
     ],
 )
 def test_mistakes_are_one_sentence(tmp_path, monkeypatch, capsys, change, says):
@@ -40,11 +37,4 @@ def test_mistakes_are_one_sentence(tmp_path, monkeypatch, capsys, change, says):
     words = [options.pop("inputs"), *(w for pair in options.items() for w in pair)]
     assert main(words) == 2
     printed = capsys.readouterr().err
-    assert printed.startswith(says) and printed.count("\n") == 1
-
-
-def test_a_missing_option_is_an_error_of_status_2(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["x.txt"])
-    assert stop.value.code == 2
-    assert "--output, --tokenizer" in capsys.readouterr().err
+    assert printed.startswith("error: ") and printed.count("\n") == 1 and says in printed

@@ -39,25 +39,15 @@ def test_what_is_left_of_a_block_is_padding():
     assert dtypes.pop("__weight__") == "float32" and set(dtypes.values()) == {"int32"}
 
 
-def test_long_documents_are_cut_and_keep_all_their_targets():
-    batch = everything(PackedDocuments(documents_of([12]), 5))
-    assert sorted(batch["tokens"].tolist()) == [
-        [0, 1, 2, 3, 4],
-        [5, 6, 7, 8, 9],
-        [10] + 4 * [0],
-    ]
-    assert batch["targets"].max() == 11
-
-
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30).filter(
         lambda lengths: max(lengths) > 1
     ),
-    block=st.integers(1, 24),
+    seq_len=st.integers(1, 24),
 )
-def test_every_token_with_a_successor_is_in_one_example(lengths, block):
+def test_every_token_with_a_successor_is_in_one_example(lengths, seq_len):
     tokens = documents_of(lengths)
-    batch = everything(PackedDocuments(tokens, block))
+    batch = everything(PackedDocuments(tokens, seq_len))
     real = batch["targets"] >= 0
     np.testing.assert_array_equal(real, batch["segments"] > 0)
     np.testing.assert_array_equal(real.sum(axis=1), batch["__weight__"])
@@ -74,7 +64,7 @@ def test_every_token_with_a_successor_is_in_one_example(lengths, block):
             assert batch["positions"][row][here].tolist() == list(range(here.sum()))
             assert (np.diff(batch["tokens"][row][here]) == 1).all()
             whole = lengths[owners[row][here][0]] - 1
-            assert here.sum() == whole or whole > block
+            assert here.sum() == whole or whole > seq_len
 
 
 def test_little_is_left_empty():
@@ -92,9 +82,9 @@ def test_a_loader_weighs_batches_by_their_targets():
 
 
 @pytest.mark.parametrize(
-    "lengths, block, says",
-    [([1, 1], 4, "no document of two or more"), ([4], 0, "block=0 must be at least 1")],
+    "lengths, seq_len, says",
+    [([1, 1], 4, "no document of two or more"), ([4], 0, "seq_len=0 must be at least 1")],
 )
-def test_nothing_to_predict_is_an_error(lengths, block, says):
+def test_nothing_to_predict_is_an_error(lengths, seq_len, says):
     with pytest.raises(ValueError, match=says):
-        PackedDocuments(documents_of(lengths), block)
+        PackedDocuments(documents_of(lengths), seq_len)

@@ -1,5 +1,4 @@
 import json
-import pickle
 import subprocess
 import sys
 
@@ -22,15 +21,15 @@ def test_bytes_are_those_of_utf_8():
     tokenizer = ByteTokenizer()
     assert tokenizer.encode("né").tolist() == [110, 195, 169]
     assert tokenizer.encode(TEXT).dtype == np.int32
-    assert tokenizer.decode([*tokenizer.encode(TEXT), tokenizer.end]) == TEXT
+    assert tokenizer.decode([*tokenizer.encode(TEXT), tokenizer.eos_id]) == TEXT
     assert tokenizer.decode([195]) == "\N{REPLACEMENT CHARACTER}"
-    assert (tokenizer.vocab, tokenizer.end) == (257, 256)
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (257, 256)
 
 
 def test_characters_are_in_the_order_of_their_code_points():
-    tokenizer = CharTokenizer.of(TEXT)
+    tokenizer = CharTokenizer(TEXT)
     assert tokenizer.chars == "".join(sorted(set(TEXT)))
-    assert tokenizer.vocab == len(set(TEXT)) and tokenizer.end is None
+    assert tokenizer.vocab_size == len(set(TEXT)) and tokenizer.eos_id is None
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
     assert CharTokenizer("cabac").encode("abc").tolist() == [0, 1, 2]
     assert CharTokenizer("abc").encode("").tolist() == []
@@ -50,21 +49,17 @@ def test_a_tokenizer_without_characters_is_refused():
         CharTokenizer("")
 
 
-def test_a_tokenizer_of_hugging_face(bpe):
+def test_a_tokenizer_of_hugging_face(bpe, tmp_path):
     tokenizer = HFTokenizer(bpe)
-    assert tokenizer.name == "small" and tokenizer.vocab == 270
-    assert tokenizer.end == 0
+    assert tokenizer.vocab_size == 270
+    assert tokenizer.eos_id == 0
     ids = tokenizer.encode(TEXT)
     assert ids.dtype == np.int32 and len(ids) < len(TEXT.encode())
     assert tokenizer.decode(ids) == TEXT
     # A text is only text.
-    assert tokenizer.end not in tokenizer.encode("a<|endoftext|>b")
+    assert tokenizer.eos_id not in tokenizer.encode("a<|endoftext|>b")
     assert tokenizer.decode([0]) == "<|endoftext|>"
-    again = pickle.loads(pickle.dumps(tokenizer))
-    assert again.encode(TEXT).tolist() == ids.tolist() and again.end == 0
-
-
-def test_truncation_and_padding_of_the_file_are_off(bpe, tmp_path):
+    # The lengths that a model's file asks for are not those of a text.
     saved = json.loads(bpe.read_text())
     saved["truncation"] = {
         "direction": "Right",
@@ -74,25 +69,24 @@ def test_truncation_and_padding_of_the_file_are_off(bpe, tmp_path):
     }
     (tmp_path / "short.json").write_text(json.dumps(saved))
     tokenizer = HFTokenizer(tmp_path / "short.json")
-    assert tokenizer.name == "short"
-    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    assert tokenizer.encode(TEXT).tolist() == ids.tolist()
 
 
 def test_tokenizers_are_read_back_from_their_files(bpe, tmp_path):
-    for tokenizer in (ByteTokenizer(), CharTokenizer.of(TEXT + "\ud800"), HFTokenizer(bpe)):
+    for tokenizer in (ByteTokenizer(), CharTokenizer(TEXT + "\ud800"), HFTokenizer(bpe)):
         assert isinstance(tokenizer, Tokenizer)
         tokenizer.save(tmp_path / "tokenizer.json")
         # By its folder, too.
         for path in (tmp_path, tmp_path / "tokenizer.json"):
             again = load_tokenizer(path)
             assert type(again) is type(tokenizer)
-            assert again.vocab == tokenizer.vocab
+            assert again.vocab_size == tokenizer.vocab_size
             assert again.encode(TEXT).tolist() == tokenizer.encode(TEXT).tolist()
 
 
 def test_tokenizers_by_name():
-    assert load_tokenizer("byte").vocab == 257
-    assert load_tokenizer("char", text="abba").vocab == 2
+    assert load_tokenizer("byte").vocab_size == 257
+    assert load_tokenizer("char", text="abba").vocab_size == 2
     with pytest.raises(ValueError, match="give text="):
         load_tokenizer("char")
 
@@ -107,9 +101,7 @@ def test_tokenizers_by_name():
             r"x\.json is not a tokenizer: it is not JSON \(it nests too",
         ),
         (b'{"eqxshard_tokenizer": "char", "chars": []}', "there are no characters; give"),
-        (b'{"eqxshard_tokenizer": "char", "chars": 3}', "there are no characters; give"),
         (b'{"model": 3}', r"x\.json is not a tokenizer of Hugging Face"),
-        (b"[1, 2]", r"x\.json is not a tokenizer of Hugging Face"),
     ],
 )
 def test_a_file_that_is_not_a_tokenizer_is_an_error(tmp_path, data, says):

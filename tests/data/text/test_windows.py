@@ -11,8 +11,8 @@ def starts(source):
 
 
 def test_every_offset_is_an_example():
-    source = Windows(TokenArray(np.arange(10), vocab=20), 3)
-    assert len(source) == 7 and source.vocab == 20
+    source = Windows(TokenArray(np.arange(10), vocab_size=20), 3)
+    assert len(source) == 7
     batch = source.gather(np.array([6, 0]))
     assert batch["tokens"].tolist() == [[6, 7, 8], [0, 1, 2]]
     assert batch["targets"].tolist() == [[7, 8, 9], [1, 2, 3]]
@@ -33,11 +33,11 @@ def test_a_limit_spreads_examples_over_the_text():
 
 
 def test_a_text_that_is_too_short_is_refused():
-    with pytest.raises(ValueError, match="has 64 tokens, and a block of 64 needs 65; use"):
+    with pytest.raises(ValueError, match="has 64 tokens, and seq_len=64 needs 65; use"):
         Windows(np.arange(64), 64)
 
 
-@pytest.mark.parametrize("options", [{"block": 0}, {"block": 1, "limit": 0}])
+@pytest.mark.parametrize("options", [{"seq_len": 0}, {"seq_len": 1, "limit": 0}])
 def test_numbers_are_positive(options):
     with pytest.raises(ValueError, match="=0 must be at least 1"):
         Windows(np.arange(64), **options)

@@ -18,7 +18,6 @@ from process_helpers import finished
 
 import eqxshard
 from eqxshard.testing import collectives
-from eqxshard.training.rewrite._lookups import reduce_lookups
 
 ROWS, SEQ, EMBED = 16, 6, 8
 OPTIM = optax.sgd(0.5)
@@ -126,12 +125,6 @@ def test_no_device_receives_the_activations_of_others(split, monkeypatch):
         untouched = lambda gradient, shardings: gradient  # noqa: E731
         monkeypatch.setattr("eqxshard.training._gradients.reduce_lookups", untouched)
         assert gathered_activations(split) == [f"f32[{ROWS},{SEQ},{EMBED}]"]
-
-
-def test_without_an_axis_of_the_batch_nothing_is_rewritten():
-    mesh = eqxshard.make_mesh(data=2, tensor=4)
-    tensor = jax.NamedSharding(mesh, P("tensor"))
-    assert reduce_lookups(loss_fn, [tensor, jax.NamedSharding(mesh, P())]) is loss_fn
 
 
 def test_other_gradients_are_left_as_they_are():

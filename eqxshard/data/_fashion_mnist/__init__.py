@@ -1,1 +1,0 @@
-"""Fashion-MNIST, and a generated replacement for tests and demos."""

@@ -1,0 +1,132 @@
+"""`jit_on`: `jax.jit`, with checks that raise, and with fast convolutions on CPUs."""
+
+import functools as ft
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..sharding._mesh import is_on_cpus
+from ._donation import any_donated
+from .rewrite._checks import Checks, Errors, collect_checks
+from .rewrite._convolutions import fast_convolutions
+from .rewrite._jaxprs import map_jaxpr
+from .rewrite._rewrite import is_rewriting, run_rewritten
+
+#: XLA's default without convolutions: YNNPACK, which XLA (JAX 0.10 to 0.12) hands them to,
+#: takes five times as long as XLA's own kernel for the gradient of a weight.
+_CPU_OPTIONS = {
+    "xla_cpu_experimental_ynn_fusion_type": ",".join(
+        f"LIBRARY_FUSION_TYPE_{kind}" for kind in ("DOT", "INDIVIDUAL_DOT", "REDUCE")
+    )
+}
+
+_DEBUG_NANS_LATE = (
+    "jax_debug_nans found a nan in this step, and the state was donated; turn it on before "
+    "the step is first called, so that JAX donates nothing, and go on from what you saved."
+)
+
+
+def jit_on(
+    mesh: Mesh,
+    fn: Callable[..., Any],
+    name: str,
+    on_trace: Callable[..., None] = lambda *args: None,
+    **options: Any,
+) -> "Jitted":
+    """Compile a function of PyTrees of arrays for the devices of a mesh.
+
+    **Arguments:**
+
+    - `mesh`: the mesh that it runs on.
+    - `fn`: a pure function.
+    - `name`: its name in profiles and compiled modules.
+    - `on_trace`: called with the arguments whenever JAX traces the function.
+    - `options`: those of `jax.jit`, with `out_shardings`.
+
+    **Returns:**
+
+    The compiled function, which raises if a check by `equinox.error_if` in it fails.
+    """
+    on_cpu = is_on_cpus(mesh)
+
+    def traced(*args: Any) -> tuple[Any, Checks | None]:
+        # Under jax_debug_nans, JAX calls this again with the arrays of a call that met nan,
+        # to find the operation, and segfaults on those that were donated.
+        if any_donated(jax.tree.leaves(args)):
+            raise FloatingPointError(_DEBUG_NANS_LATE)
+        on_trace(*args)
+        if not is_rewriting():
+            return fn(*args), None
+        errors = Errors()
+
+        def rewrite(jaxpr: Any) -> Any:
+            if on_cpu:
+                jaxpr = map_jaxpr(fast_convolutions, jaxpr)
+            return collect_checks(jaxpr, errors, mesh.size > 1)
+
+        jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
+        out, failed = run_rewritten(rewrite, jaxpr, out, args)
+        return out, Checks(failed[0], errors) if failed else None
+
+    # With the names of the function's arguments, which are those of the compiled module's.
+    ft.update_wrapper(traced, fn, assigned=(), updated=())
+    traced.__name__ = traced.__qualname__ = name
+    replicated = NamedSharding(mesh, PartitionSpec())
+    options["out_shardings"] = (options["out_shardings"], replicated)
+    if on_cpu:
+        options["compiler_options"] = _CPU_OPTIONS
+    return Jitted(jax.jit(traced, **options))
+
+
+def jit_is_off() -> ValueError:
+    """What is wrong under `jax_disable_jit`, where JAX ignores shardings and donation."""
+    return ValueError(
+        "jax_disable_jit is on, and it is compilation that splits arrays over devices; "
+        "turn it off. To debug, print values with jax.debug.print, or call the loss "
+        "function itself under jax.disable_jit()."
+    )
+
+
+class Program(NamedTuple):
+    """What JAX and XLA made of a function, for lint.
+
+    - `jaxpr`: what was traced.
+    - `compiled`: what was compiled.
+    """
+
+    jaxpr: Any
+    compiled: jax.stages.Compiled
+
+    @property
+    def text(self) -> str:
+        """What was compiled, as text."""
+        return self.compiled.as_text() or ""
+
+
+class Jitted:
+    """A function of `jax.jit`, which waits and raises if it has checks."""
+
+    def __init__(self, jitted: Any):
+        self._jitted = jitted
+
+    def __call__(self, *args: Any) -> Any:
+        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+            raise jit_is_off()
+        out, checks = self._jitted(*args)
+        if checks is not None:
+            checks.raise_failed()
+        return out
+
+    def program(self, *args: Any) -> Program:
+        """Compile for arguments, whose arrays may be `jax.ShapeDtypeStruct`s.
+
+        A call with arguments like them compiles nothing then: JAX keeps the executable.
+        """
+        traced = self._jitted.trace(*args)
+        return Program(traced.jaxpr, traced.lower().compile())
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        """As that of `jax.jit`."""
+        return self._jitted.lower(*args)
