@@ -126,8 +126,8 @@ def main() -> None:
     optim, key = optax.adam(1e-2), jax.random.key(args.seed)
     checkpointer = eqxshard.Checkpointer(
         args.checkpoints or f"{args.folder}/checkpoints",
-        save_interval_steps=args.every,
-        save_interval_seconds=args.save_seconds,
+        save_every=args.every,
+        save_every_seconds=args.save_seconds,
     )
     if checkpointer.steps():
         like = eqxshard.abstract_state(make_model, optim, key=key, **where)

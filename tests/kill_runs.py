@@ -56,7 +56,7 @@ def train(folder: Path) -> None:
     train_step = eqxshard.make_train_step(loss_fn, optim, **where)
     eval_step = eqxshard.make_eval_step(metric_fn, **where)
     checkpointer = eqxshard.Checkpointer(
-        folder / "checkpoints", save_interval_steps=EVERY, max_to_keep=2
+        folder / "checkpoints", save_every=EVERY, max_to_keep=2
     )
     key = jax.random.key(0)
     resumes = bool(checkpointer.steps())

@@ -75,7 +75,7 @@ def run(folder, loader, make_model: Any = Layers, loss_fn: Any = loss_fn, **opti
     state, step = fresh(make_model, loss_fn)
     checkpointer = None
     if folder is not None:
-        checkpointer = eqxshard.Checkpointer(folder, save_interval_steps=1)
+        checkpointer = eqxshard.Checkpointer(folder, save_every=1)
     return eqxshard.fit(state, step, loader, checkpointer=checkpointer, **options)
 
 

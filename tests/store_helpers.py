@@ -117,7 +117,7 @@ def train(checkpointer, train_step, *callbacks, steps=15):
 
 def save_and_resume(folder, train_step, local):
     """Train in a store, restore on two meshes, and go on as a local run does."""
-    checkpointer = eqxshard.Checkpointer(folder, max_to_keep=2, save_interval_steps=2)
+    checkpointer = eqxshard.Checkpointer(folder, max_to_keep=2, save_every=2)
     state = train(checkpointer, train_step, steps=6)
     assert checkpointer.steps() == [4, 6]
     # Nothing is left of step 2.
@@ -125,7 +125,7 @@ def save_and_resume(folder, train_step, local):
     again = eqxshard.Checkpointer(folder)
     assert_equal(again.restore(like()), state)
     assert_equal(again.restore(like(**placed("data=2,fsdp=4", "fsdp"))), state)
-    whole = train(eqxshard.Checkpointer(local, save_interval_steps=2), train_step)
+    whole = train(eqxshard.Checkpointer(local, save_every=2), train_step)
     assert_equal(train(checkpointer, train_step), whole)
 
 

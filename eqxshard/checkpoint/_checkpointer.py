@@ -44,8 +44,8 @@ class Checkpointer:
     - `directory`: a folder for this run alone, created if necessary; or the address of one
         in an object store, `s3://...` or `gs://...`.
     - `max_to_keep`: how many checkpoints to keep: the newest ones.
-    - `save_interval_steps`: save every this many steps.
-    - `save_interval_seconds`: save at the first report of [`eqxshard.fit`][] after this
+    - `save_every`: save every this many steps.
+    - `save_every_seconds`: save at the first report of [`eqxshard.fit`][] after this
         many seconds, 10 minutes by default; `None` for never.
     - `best`: the name of a metric that `fit` reports, such as `"eval/accuracy"`: `fit`
         saves whenever it is better than before, and the best checkpoint is kept, too.
@@ -60,7 +60,7 @@ class Checkpointer:
     !!! Example
 
         ```python
-        checkpointer = eqxshard.Checkpointer("runs/checkpoints", save_interval_steps=1000)
+        checkpointer = eqxshard.Checkpointer("runs/checkpoints", save_every=1000)
         if checkpointer.steps():
             state = checkpointer.restore(like)
         state = eqxshard.fit(
@@ -74,22 +74,19 @@ class Checkpointer:
         directory: str | os.PathLike[str],
         *,
         max_to_keep: int = 3,
-        save_interval_steps: int | None = None,
-        save_interval_seconds: float | None = 600.0,
+        save_every: int | None = None,
+        save_every_seconds: float | None = 600.0,
         best: str | None = None,
         mode: Literal["max", "min"] = "max",
         on_error: Literal["continue", "raise"] = "continue",
     ):
-        _check_options(
-            max_to_keep, save_interval_steps, save_interval_seconds, mode, on_error
-        )
+        _check_options(max_to_keep, save_every, save_every_seconds, mode, on_error)
         self._folder = CheckpointFolder(directory)
         self.directory = self._folder.path  #: The folder, as an `etils.epath.Path`.
         self._max_to_keep = operator.index(max_to_keep)
-        every = save_interval_steps
         #: Save every this many steps, if not `None`.
-        self.save_interval_steps = every and operator.index(every)
-        self._save_interval_seconds = save_interval_seconds
+        self.save_every = save_every and operator.index(save_every)
+        self._save_every_seconds = save_every_seconds
         self._best = Best(self._folder, best, mode)
         self._last_save = time.monotonic()
         self._writer = CheckpointWriter(self._folder, self._outdated, on_error == "raise")
@@ -229,10 +226,10 @@ class Checkpointer:
         to a loader with other batches.
         """
         facts: dict[str, Any] = {"directory": str(self.directory), "first step": step}
-        facts |= {"save_interval_steps": self.save_interval_steps}
+        facts |= {"save_every": self.save_every}
         facts |= {
             "best": self._best.metric,
-            "timed": self._save_interval_seconds is not None,
+            "timed": self._save_every_seconds is not None,
         }
         assert_same_on_all_processes("run", facts)
         with self._folder.lock.claiming():
@@ -249,16 +246,16 @@ class Checkpointer:
         **Arguments:**
 
         - `step`: the number of steps taken.
-        - `reporting`: whether `save_interval_seconds` applies at this step. (All
+        - `reporting`: whether `save_every_seconds` applies at this step. (All
             processes must ask at the same steps, so `fit` asks when it reports.)
         """
-        if self.save_interval_steps and step % self.save_interval_steps == 0:
+        if self.save_every and step % self.save_every == 0:
             return True
-        if not reporting or self._save_interval_seconds is None:
+        if not reporting or self._save_every_seconds is None:
             return False
         # Clocks differ, and all processes must save together.
         seconds = time.monotonic() - self._last_save
-        return broadcast_from_first(seconds >= self._save_interval_seconds)
+        return broadcast_from_first(seconds >= self._save_every_seconds)
 
     def save(
         self,
@@ -335,15 +332,15 @@ def _combine(like: Any, static: Static, values: list[Any]) -> Any:
 
 def _check_options(
     max_to_keep: int,
-    save_interval_steps: int | None,
-    save_interval_seconds: float | None,
+    save_every: int | None,
+    save_every_seconds: float | None,
     mode: str,
     on_error: str,
 ) -> None:
     numbers = {
         "max_to_keep": max_to_keep,
-        "save_interval_steps": save_interval_steps,
-        "save_interval_seconds": save_interval_seconds,
+        "save_every": save_every,
+        "save_every_seconds": save_every_seconds,
     }
     for name, value in numbers.items():
         if value is not None and not value > 0:

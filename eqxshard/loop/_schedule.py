@@ -81,7 +81,7 @@ class Schedule:
         return min(self.last - step, *(n - step % n for n in self._intervals()))
 
     def _intervals(self) -> list[int]:
-        interval = self._checkpointer and self._checkpointer.save_interval_steps
+        interval = self._checkpointer and self._checkpointer.save_every
         return [*self._reports, *([interval] if interval else [])]
 
 

@@ -195,7 +195,7 @@ def train(
     callbacks = [*callbacks, *_profile(config, folder, last)]
     checkpointer = Checkpointer(
         folder.checkpoints,
-        save_interval_steps=config.save_every or len(loader),
+        save_every=config.save_every or len(loader),
         best=best,
         mode=mode,
     )

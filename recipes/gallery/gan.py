@@ -96,7 +96,7 @@ def main(args: Args) -> str:
     steps = config.steps or (config.epochs or 0) * len(loader)
     folder = eqxshard.run.RunFolder(config.output or "runs/gan")
     save_every = config.save_every or len(loader)
-    saver = eqxshard.Checkpointer(folder.checkpoints, save_interval_steps=save_every)
+    saver = eqxshard.Checkpointer(folder.checkpoints, save_every=save_every)
     resumes = folder.should_resume(config.resume, saver)
     where = {"mesh": mesh, "rule": eqxshard.replicate()}
     keys = dict(zip(MODELS, jax.random.split(jax.random.key(seed))))

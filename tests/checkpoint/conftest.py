@@ -15,7 +15,7 @@ def train_step():
 def checkpoints(tmp_path_factory, train_step):
     """The folder with checkpoints of steps 4, 8 and 10, and the state at the end."""
     folder = tmp_path_factory.mktemp("run")
-    checkpointer = eqxshard.Checkpointer(folder, save_interval_steps=4)
+    checkpointer = eqxshard.Checkpointer(folder, save_every=4)
     state = eqxshard.fit(
         new_state(), train_step, make_loader(), steps=10, checkpointer=checkpointer
     )

@@ -182,11 +182,11 @@ def test_a_resumed_run_is_the_run_that_never_stopped(
 ):
     _, whole = checkpoints
     folder = tmp_path_factory.mktemp("run")
-    checkpointer = eqxshard.Checkpointer(folder, save_interval_steps=every)
+    checkpointer = eqxshard.Checkpointer(folder, save_every=every)
     eqxshard.fit(
         new_state(), train_step, make_loader(), steps=stop, checkpointer=checkpointer
     )
-    checkpointer = eqxshard.Checkpointer(folder, save_interval_steps=every)
+    checkpointer = eqxshard.Checkpointer(folder, save_every=every)
     state = checkpointer.restore(like())
     assert int(state.step) == stop
     resumed = eqxshard.fit(
@@ -242,7 +242,7 @@ def test_a_run_on_eight_devices_continues_on_any(tmp_path):
         )
         return state, list(reports)
 
-    checkpointer = eqxshard.Checkpointer(tmp_path, save_interval_steps=6, max_to_keep=9)
+    checkpointer = eqxshard.Checkpointer(tmp_path, save_every=6, max_to_keep=9)
     state, whole = go_on(fsdp, new_state(**fsdp), 30, checkpointer)
     tensor_mesh = eqxshard.make_mesh(data=4, tensor=2)
     targets = [placed(f"data={n}", "replicate") for n in (8, 4, 2, 1)]
@@ -262,7 +262,7 @@ def test_a_run_on_eight_devices_continues_on_any(tmp_path):
 def test_the_newest_and_the_best_are_kept(tmp_path, train_step):
     accuracies = iter([0.1, 0.9, 0.9, 0.5, 0.3, 0.2])
     checkpointer = eqxshard.Checkpointer(
-        tmp_path, max_to_keep=2, save_interval_steps=1, best="eval/accuracy"
+        tmp_path, max_to_keep=2, save_every=1, best="eval/accuracy"
     )
     assert checkpointer.best_step() is None
     eqxshard.fit(
@@ -287,7 +287,7 @@ def test_checkpoints_are_saved_by_time_at_reports(tmp_path, train_step, monkeypa
         now[0] += 1.0
         return train_step(state, batch)
 
-    checkpointer = eqxshard.Checkpointer(tmp_path, max_to_keep=9, save_interval_seconds=5.0)
+    checkpointer = eqxshard.Checkpointer(tmp_path, max_to_keep=9, save_every_seconds=5.0)
     eqxshard.fit(
         new_state(),
         slowly,
@@ -303,7 +303,7 @@ def test_checkpoints_are_saved_by_time_at_reports(tmp_path, train_step, monkeypa
 
 def test_the_last_report_is_saved(tmp_path, train_step):
     recorder = Recorder()
-    checkpointer = eqxshard.Checkpointer(tmp_path, save_interval_steps=3)
+    checkpointer = eqxshard.Checkpointer(tmp_path, save_every=3)
     eqxshard.fit(
         new_state(),
         train_step,
@@ -374,7 +374,7 @@ def test_the_loader_may_be_used_for_something_else_meanwhile(tmp_path, train_ste
             loader,
             steps=steps,
             evaluate=evaluate,
-            checkpointer=eqxshard.Checkpointer(tmp_path, save_interval_steps=4),
+            checkpointer=eqxshard.Checkpointer(tmp_path, save_every=4),
         )
         return seen
 
@@ -397,7 +397,7 @@ def test_a_loader_without_a_position_is_allowed(tmp_path, train_step):
         def seek(self, step):
             loader.seek(step)
 
-    checkpointer = eqxshard.Checkpointer(tmp_path, save_interval_steps=2)
+    checkpointer = eqxshard.Checkpointer(tmp_path, save_every=2)
     eqxshard.fit(new_state(), train_step, Plain(), steps=3, checkpointer=checkpointer)
     state = checkpointer.restore(like(), step=2)
     assert checkpointer.description(3)["loader"] is None
@@ -409,8 +409,8 @@ def test_a_loader_without_a_position_is_allowed(tmp_path, train_step):
     "options, message",
     [
         ({"max_to_keep": 0}, "max_to_keep=0"),
-        ({"save_interval_steps": -1}, "save_interval_steps=-1"),
-        ({"save_interval_seconds": 0.0}, "save_interval_seconds=0.0"),
+        ({"save_every": -1}, "save_every=-1"),
+        ({"save_every_seconds": 0.0}, "save_every_seconds=0.0"),
         ({"mode": "best"}, "mode='best'"),
     ],
 )

@@ -80,7 +80,7 @@ def test_a_server_that_dies_during_a_save(bucket, link, train_step, caplog, monk
 
     monkeypatch.setattr(Upload, "_write", write_without_a_server)
     monkeypatch.setitem(_object_store._RETRIES, "max_retries", 2)
-    checkpointer = eqxshard.Checkpointer(bucket, save_interval_steps=5)
+    checkpointer = eqxshard.Checkpointer(bucket, save_every=5)
     with caplog.at_level(logging.ERROR):
         train(checkpointer, train_step, steps=10)
     (line,) = [r.message for r in caplog.records if r.name.startswith("eqxshard")]

@@ -161,7 +161,7 @@ def test_a_file_system_without_locks_is_not_locked(tmp_path, train_step, monkeyp
 
 def test_a_folder_that_is_gone_is_made_again(tmp_path, train_step, caplog):
     folder = tmp_path / "run"
-    checkpointer = eqxshard.Checkpointer(folder, save_interval_steps=2)
+    checkpointer = eqxshard.Checkpointer(folder, save_every=2)
 
     def rename(loop):
         if loop.step == 3:

@@ -85,7 +85,7 @@ def test_every_dtype_and_shape(bucket):
 
 
 def test_a_server_that_dies_and_comes_back(bucket, link, train_step, caplog):
-    checkpointer = eqxshard.Checkpointer(bucket, save_interval_steps=5)
+    checkpointer = eqxshard.Checkpointer(bucket, save_every=5)
     # The save of step 5 is finished, and step 10's begins without a server.
     events = At({6: lambda: (checkpointer.close(), link.close()), 12: link.open})
     with caplog.at_level(logging.ERROR):
@@ -97,7 +97,7 @@ def test_a_server_that_dies_and_comes_back(bucket, link, train_step, caplog):
 
 
 def test_a_server_that_dies_during_a_save(bucket, link, train_step, caplog):
-    checkpointer = eqxshard.Checkpointer(bucket, save_interval_steps=5)
+    checkpointer = eqxshard.Checkpointer(bucket, save_every=5)
     # The next save waits for that of step 5, which gives up after half a minute.
     events = At({5: link.close, 14: lambda: (checkpointer.close(), link.open())})
     with caplog.at_level(logging.ERROR):
@@ -110,7 +110,7 @@ def test_a_server_that_dies_during_a_save(bucket, link, train_step, caplog):
 
 
 def test_an_error_may_end_the_run(bucket, link, train_step):
-    checkpointer = eqxshard.Checkpointer(bucket, save_interval_steps=5, on_error="raise")
+    checkpointer = eqxshard.Checkpointer(bucket, save_every=5, on_error="raise")
     reached: list[int] = []
     actions: dict[int, Any] = {n: ft.partial(reached.append, n) for n in range(1, 16)}
     actions[6] = lambda: (checkpointer.close(), link.close())
@@ -161,7 +161,7 @@ def test_wrong_credentials_at_the_start(bucket, train_step):
 
 
 def test_credentials_that_expire_in_mid_run(bucket, train_step, caplog):
-    checkpointer = eqxshard.Checkpointer(bucket, save_interval_steps=5)
+    checkpointer = eqxshard.Checkpointer(bucket, save_every=5)
     lock = lambda: (checkpointer.close(), set_open_requests(0))  # noqa: E731
     events = At({6: lock, 12: lambda: set_open_requests("inf")})
     with caplog.at_level(logging.ERROR):

@@ -74,7 +74,7 @@ def test_a_save_in_progress_is_finished_when_a_run_fails(tmp_path, train_step, m
         def close(self, error=None):
             pass
 
-    checkpointer = eqxshard.Checkpointer(tmp_path, save_interval_steps=5)
+    checkpointer = eqxshard.Checkpointer(tmp_path, save_every=5)
     with pytest.raises(RuntimeError):
         fit(
             new_state(),
@@ -112,7 +112,7 @@ def test_a_run_continues_if_the_disk_is_full(small_disk, train_step, caplog):
             make_loader(),
             steps=6,
             log_every=1,
-            checkpointer=eqxshard.Checkpointer(folder, save_interval_steps=1),
+            checkpointer=eqxshard.Checkpointer(folder, save_every=1),
             trackers=[Fills()],
         )
     assert steps == [1, 2, 3, 4, 5, 6]
@@ -159,7 +159,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_only_logged(
         remove(path)
 
     checkpointer = eqxshard.Checkpointer(
-        tmp_path, max_to_keep=1, save_interval_steps=1, on_error="raise"
+        tmp_path, max_to_keep=1, save_every=1, on_error="raise"
     )
     state = eqxshard.fit(
         new_state(), train_step, make_loader(), steps=1, checkpointer=checkpointer

@@ -184,7 +184,7 @@ def test_the_parts_of_a_run_add_up_to_its_time(now, takes, tmp_path, monkeypatch
         log_every=2,
         evaluate=lambda model: takes(1_000, {}),
         evaluate_every=2,
-        checkpointer=eqxshard.Checkpointer(tmp_path, save_interval_steps=2),
+        checkpointer=eqxshard.Checkpointer(tmp_path, save_every=2),
         trackers=[tracker],
         callbacks=[SlowCallback(takes)],
     )

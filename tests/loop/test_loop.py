@@ -68,7 +68,7 @@ def test_stop_is_possible_after_everything(tmp_path, method):
         pass
 
     setattr(Stops, method, lambda self, loop: loop.stop("enough"))
-    checkpointer = eqxshard.Checkpointer(tmp_path, save_interval_steps=4)
+    checkpointer = eqxshard.Checkpointer(tmp_path, save_every=4)
     state = fit(
         Stops(), checkpointer=checkpointer, evaluate=lambda model: {}, evaluate_every=4
     )
@@ -116,7 +116,7 @@ def test_what_is_logged_joins_the_report_or_gets_a_line(tmp_path):
         trackers=[recorder],
         evaluate=lambda model: {"ones": 1.0},
         evaluate_every=5,
-        checkpointer=eqxshard.Checkpointer(tmp_path, save_interval_steps=5),
+        checkpointer=eqxshard.Checkpointer(tmp_path, save_every=5),
     )
     names = [
         (step, *(name for name in values if "/" not in name and name != "goodput"))

@@ -166,7 +166,7 @@ def run_into(error, checkpointer):
 
 def test_out_of_memory_says_what_to_try_and_where_the_last_checkpoint_is(tmp_path):
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 B")
-    checkpointer = eqxshard.Checkpointer(tmp_path, save_interval_steps=3)
+    checkpointer = eqxshard.Checkpointer(tmp_path, save_every=3)
     advice, saved = run_into(error, checkpointer)
     assert "a smaller batch, accumulate=" in advice
     where = f"; resume from the newest checkpoint, of step 3: {tmp_path / '3'}"

@@ -21,7 +21,7 @@ def schedule(
     stop=None,
 ):
     """What is due in a run of 10 steps that saves every `interval` steps."""
-    checkpointer = interval and Checkpointer("never written", save_interval_steps=interval)
+    checkpointer = interval and Checkpointer("never written", save_every=interval)
     return Schedule(10, epoch, evaluate_every, log_every, checkpointer, stop or Stop(False))
 
 
