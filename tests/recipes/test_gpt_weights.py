@@ -266,7 +266,7 @@ def test_weights_of_other_shapes_are_named(kind, tmp_path):
     shape = gpt_weights.shape_of(GOLDEN / kind)
     other = abstract(dataclasses.replace(shape, vocab_size=33))
     says = r"has a model of vocab_size=32, and this one has 33; make it of the shape that"
-    with pytest.raises(ValueError, match=says) as error:
+    with pytest.raises(ValueError, match=says):
         gpt_weights.load(GOLDEN / kind, other)
     longer = abstract(dataclasses.replace(shape, seq_len=1024))
     with pytest.raises(ValueError, match=r"seq_len=(16|512), and this one has 1024;"):
