@@ -8,7 +8,6 @@ neither JAX nor the rooms that do.
 
 import argparse
 import dataclasses
-import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -105,14 +104,6 @@ def _add_search(commands: Any) -> None:
         "--search-accumulate",
         metavar="COUNTS",
         help="numbers of microbatches to try, such as 1,2,4 (default: the script's)",
-    )
-    parser.add_argument(
-        "--vary",
-        metavar="OPTION=VALUES",
-        action="append",
-        default=[],
-        help="also try these values of an option of the script, such as remat=dots,full; "
-        "may be given several times",
     )
     parser.add_argument("--json", metavar="FILE", help="also write the search as JSON")
 
@@ -213,42 +204,33 @@ def _plan(options: argparse.Namespace, others: Sequence[str]) -> None:
 
 
 def _search(options: argparse.Namespace, others: Sequence[str]) -> None:
-    from .planning._search import Search, plan_search, rank
+    from .planning._search import plan_search
     from .run._planned import PlannedRun, plan_script
 
     _check_folders(options.json)
     axes = [axis for axis in options.search_axes.split(",") if axis]
-    counts = _counts(options.search_accumulate) if options.search_accumulate else None
-    searches: list[Search] = []
-    said: dict[str, None] = {}
-    for name, words in _variants(options.vary).items():
+    counts = options.search_accumulate and _counts(options.search_accumulate)
 
-        def planner(run: PlannedRun, notes: list[str], name: str = name) -> None:
-            arguments = run.for_any_mesh(options.devices)
-            if counts is not None:
-                arguments["accumulate"] = counts
-            found = plan_search(
-                {name: arguments.pop("make_model")},
-                rules=arguments.pop("rule"),
-                devices=options.devices,
-                axes=axes,
-                target=options.device,
-                backend=options.backend,
-                **arguments,
-            )
-            searches.append(found)
-            said.update(dict.fromkeys(notes))
+    def planner(run: PlannedRun, notes: list[str]) -> None:
+        arguments = run.for_any_mesh(options.devices)
+        if counts:
+            arguments["accumulate"] = counts
+        found = plan_search(
+            arguments.pop("make_model"),
+            rules=arguments.pop("rule"),
+            devices=options.devices,
+            axes=axes,
+            target=options.device,
+            backend=options.backend,
+            **arguments,
+        )
+        print(found)
+        for note in notes:
+            print(f"note: {note}.")
+        if options.json:
+            Path(options.json).write_text(json.dumps(found.to_json(), indent=2) + "\n")
 
-        plan_script(options.script, [*others, *words], planner)
-    found = Search(
-        rank(candidate for each in searches for candidate in each.candidates),
-        sum(each.seconds for each in searches),
-    )
-    print(found)
-    for note in said:
-        print(f"note: {note}.")
-    if options.json:
-        Path(options.json).write_text(json.dumps(found.to_json(), indent=2) + "\n")
+    plan_script(options.script, others, planner)
 
 
 def _page(options: argparse.Namespace, others: Sequence[str]) -> None:
@@ -266,25 +248,6 @@ def _compare(options: argparse.Namespace, others: Sequence[str]) -> None:
     _check_folders(options.output)
     compare_runs(options.folders, options.output)
     print(options.output)
-
-
-def _variants(texts: Sequence[str]) -> dict[str, list[str]]:
-    """The options of each variant of a script, by its name: `remat=full`."""
-    choices = []
-    for text in texts:
-        name, _, values = text.partition("=")
-        if not name.strip("-") or not all(values.split(",")):
-            raise ValueError(
-                f"--vary {text} is not an option with values; use one such as "
-                "remat=dots,full."
-            )
-        choices.append([(name.strip("-"), value) for value in values.split(",")])
-    return {
-        ", ".join(f"{name}={value}" for name, value in chosen): [
-            word for name, value in chosen for word in (f"--{name}", value)
-        ]
-        for chosen in itertools.product(*choices)
-    }
 
 
 def _counts(text: str) -> list[int]:
