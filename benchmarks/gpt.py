@@ -42,8 +42,8 @@ gpt_model: Any = importlib.import_module("gpt_model")
 _GPT2 = {"positions": "learned", "norm": "layer", "activation": "gelu"}
 SIZES = {
     **gpt_model.SIZES,
-    "tiny": replace(gpt_model.SIZES["tiny"], vocab=65),
-    "small": gpt_model.Shape(4, 4, 128, 512, 64, kv_heads=4, vocab=65, **_GPT2),
+    "tiny": replace(gpt_model.SIZES["tiny"], vocab_size=65),
+    "small": gpt_model.Shape(4, 4, 128, 512, 64, kv_heads=4, vocab_size=65, **_GPT2),
 }
 
 
@@ -75,8 +75,8 @@ def write_data(folder: Path, shape: Any, batch_size: int, total: int) -> str:
     """Write tokens for all contestants, and return the path."""
     rng = np.random.default_rng(0)
     # Words of natural frequencies: no order to learn, yet a loss that falls.
-    tokens = rng.zipf(1.3, size=1_000_000) % shape.vocab
-    starts = rng.integers(0, len(tokens) - shape.block, (total, batch_size))
+    tokens = rng.zipf(1.3, size=1_000_000) % shape.vocab_size
+    starts = rng.integers(0, len(tokens) - shape.seq_len, (total, batch_size))
     path = folder / "data.npz"
     np.savez(path, tokens=tokens.astype(np.int32), starts=starts)
     return str(path)
@@ -98,7 +98,7 @@ def main() -> None:
     options = parser(__doc__, rounds=5)
     options.add_argument("--size", choices=[*SIZES], default="small")
     options.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
-    options.add_argument("--block", type=int, help="tokens of a sequence")
+    options.add_argument("--seq-len", type=int, help="tokens of a sequence")
     options.add_argument("--batch-size", type=int, default=12)
     options.add_argument("--steps", type=int, default=50, help="of each turn")
     options.add_argument("--remat", default="dots", help="as the recipe's; ours only")
@@ -112,7 +112,7 @@ def main() -> None:
     # As many as the batch of 12 divides over.
     devices = args.devices or (1 if gpu else max(n for n in (1, 2, 4) if n <= cores))
     shape = SIZES[args.size]
-    shape = replace(shape, block=args.block or shape.block)
+    shape = replace(shape, seq_len=args.seq_len or shape.seq_len)
     total = args.steps * (args.rounds + 1)
     peer, results = has_peer(shape), {}
 
@@ -136,7 +136,7 @@ def main() -> None:
         values = _processes.without_failed(take_turns(turns, args.rounds))
 
     counted = {name: results[name][1:] for name in values}
-    tokens = args.steps * args.batch_size * shape.block
+    tokens = args.steps * args.batch_size * shape.seq_len
     speeds = {name: [tokens / s for s in each] for name, each in values.items()}
     contests = [Contest(args.size, "tokens/s", speeds)]
     if not gpu:

@@ -45,7 +45,7 @@ from _peers._task import SIZES
 with_jax = importlib.import_module("with_jax")
 
 BATCH_SIZE, STEPS_OF_EPOCH, STACKED = 256, 235, 8
-OPTIM = recipe.OPTIMIZERS["adamw"][0](5e-3)
+OPTIM = recipe.OPTIMIZERS["adamw"](5e-3)
 TARGET = eqxshard.Target.named("h200")
 
 
@@ -170,7 +170,7 @@ def channels_last(name: str, mesh: Any) -> Work:
 
 def contestants(name: str, mesh: Any) -> dict[str, Callable[[], Work]]:
     """Contestants by name, the baseline first."""
-    given = recipe.MODELS[name][0], mesh
+    given = recipe.MODELS[name], mesh
     found: dict[str, Callable[[], Work]] = {"jax.jit": partial(same_model, *given)}
     if name in SIZES:
         found["JAX by hand, channels last"] = partial(channels_last, name, mesh)

@@ -8,7 +8,6 @@ neither JAX nor the rooms that do.
 
 import argparse
 import dataclasses
-import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -106,14 +105,6 @@ def _add_search(commands: Any) -> None:
         metavar="COUNTS",
         help="numbers of microbatches to try, such as 1,2,4 (default: the script's)",
     )
-    parser.add_argument(
-        "--vary",
-        metavar="OPTION=VALUES",
-        action="append",
-        default=[],
-        help="also try these values of an option of the script, such as remat=dots,full; "
-        "may be given several times",
-    )
     parser.add_argument("--json", metavar="FILE", help="also write the search as JSON")
 
 
@@ -184,68 +175,62 @@ def _plan(options: argparse.Namespace, others: Sequence[str]) -> None:
     from rich.console import Console
 
     from .planning._make_plan import plan
-    from .run._planned import collect
+    from .run._planned import PlannedRun, plan_script
 
     _check_folders(options.json, options.html, options.trace)
     if options.html and Path(options.html).suffix.lower() != ".html":
         raise ValueError(f"--html {options.html} is no page; give a name like plan.html.")
-    console = Console(stderr=True)
-    with (
-        collect(options.script, others, devices=options.devices) as (arguments, notes),
-        console.status(f"compiling for {options.devices} x {options.device}"),
-    ):
-        made = plan(
-            **arguments,
-            target=options.device,
-            backend=options.backend,
-            cache=options.cache,
-        )
-    made = dataclasses.replace(made, notes=(*made.notes, *notes))
-    print(made)
-    if options.json:
-        Path(options.json).write_text(json.dumps(made.to_json(), indent=2) + "\n")
-    if options.html:
-        made.save(options.html)
-    if options.trace:
-        Path(options.trace).write_text(json.dumps(made.to_trace()) + "\n")
+
+    def planner(run: PlannedRun, notes: list[str]) -> None:
+        arguments = run.for_mesh(options.devices)
+        compiling = f"compiling for {options.devices} x {options.device}"
+        with Console(stderr=True).status(compiling):
+            made = plan(
+                **arguments,
+                target=options.device,
+                backend=options.backend,
+                cache=options.cache,
+            )
+        made = dataclasses.replace(made, notes=(*made.notes, *notes))
+        print(made)
+        if options.json:
+            Path(options.json).write_text(json.dumps(made.to_json(), indent=2) + "\n")
+        if options.html:
+            made.save(options.html)
+        if options.trace:
+            Path(options.trace).write_text(json.dumps(made.to_trace()) + "\n")
+
+    plan_script(options.script, others, planner)
 
 
 def _search(options: argparse.Namespace, others: Sequence[str]) -> None:
-    from .planning._search import Search, plan_search, rank
-    from .run._planned import collect_all
+    from .planning._search import plan_search
+    from .run._planned import PlannedRun, plan_script
 
     _check_folders(options.json)
     axes = [axis for axis in options.search_axes.split(",") if axis]
-    variants = _variants(options.vary)
-    given = [[*others, *words] for words in variants.values()]
-    with collect_all(options.script, given, devices=options.devices, mesh=False) as (
-        steps,
-        notes,
-    ):
-        if options.search_accumulate:
-            counts = _counts(options.search_accumulate)
-            steps = [dict[str, Any](each, accumulate=counts) for each in steps]
-        searches = [
-            plan_search(
-                {name: arguments.pop("make_model")},
-                rules=arguments.pop("rule"),
-                devices=options.devices,
-                axes=axes,
-                target=options.device,
-                backend=options.backend,
-                **arguments,
-            )
-            for name, arguments in zip(variants, steps, strict=True)
-        ]
-    found = Search(
-        rank(candidate for each in searches for candidate in each.candidates),
-        sum(each.seconds for each in searches),
-    )
-    print(found)
-    for note in notes:
-        print(f"note: {note}.")
-    if options.json:
-        Path(options.json).write_text(json.dumps(found.to_json(), indent=2) + "\n")
+    counts = options.search_accumulate and _counts(options.search_accumulate)
+
+    def planner(run: PlannedRun, notes: list[str]) -> None:
+        arguments = run.for_any_mesh(options.devices)
+        if counts:
+            arguments["accumulate"] = counts
+        found = plan_search(
+            arguments.pop("make_model"),
+            rules=arguments.pop("rule"),
+            devices=options.devices,
+            axes=axes,
+            target=options.device,
+            backend=options.backend,
+            **arguments,
+        )
+        print(found)
+        for note in notes:
+            print(f"note: {note}.")
+        if options.json:
+            Path(options.json).write_text(json.dumps(found.to_json(), indent=2) + "\n")
+
+    plan_script(options.script, others, planner)
 
 
 def _page(options: argparse.Namespace, others: Sequence[str]) -> None:
@@ -263,25 +248,6 @@ def _compare(options: argparse.Namespace, others: Sequence[str]) -> None:
     _check_folders(options.output)
     compare_runs(options.folders, options.output)
     print(options.output)
-
-
-def _variants(texts: Sequence[str]) -> dict[str, list[str]]:
-    """The options of each variant of a script, by its name: `remat=full`."""
-    choices = []
-    for text in texts:
-        name, _, values = text.partition("=")
-        if not name.strip("-") or not all(values.split(",")):
-            raise ValueError(
-                f"--vary {text} is not an option with values; use one such as "
-                "remat=dots,full."
-            )
-        choices.append([(name.strip("-"), value) for value in values.split(",")])
-    return {
-        ", ".join(f"{name}={value}" for name, value in chosen): [
-            word for name, value in chosen for word in (f"--{name}", value)
-        ]
-        for chosen in itertools.product(*choices)
-    }
 
 
 def _counts(text: str) -> list[int]:

@@ -140,21 +140,18 @@ class _Guard:
 
 
 class _Signals:
-    """Passes the first signal to stop on, as SIGTERM; kills at the second."""
+    """Counts the signals that ask to stop; what is ignored stays ignored."""
 
-    def __init__(self, workers: list[_Worker]):
+    def __init__(self):
         self.seen = 0
-        self._workers = workers
-        # A terminal sends SIGHUP when it is closed.
+        # A terminal sends SIGHUP when it is closed; under nohup, or in the background of a
+        # shell, some are ignored.
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        # What is ignored, as by nohup or a shell's background jobs, stays ignored.
         handled = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._pass_on) for number in handled}
+        self._before = {number: signal.signal(number, self._note) for number in handled}
 
-    def _pass_on(self, number: int, frame: object) -> None:
+    def _note(self, number: int, frame: object) -> None:
         self.seen += 1
-        for worker in self._workers:
-            worker.send(signal.SIGTERM if self.seen == 1 else signal.SIGKILL)
 
     def restore(self) -> None:
         """Put the earlier handlers back."""
@@ -166,7 +163,7 @@ def _run(command: list[str], processes: int, devices: int | None) -> tuple[int, 
     """Run all processes once; return the status, and whether a signal asked to stop."""
     environments = _environments(processes, devices)
     workers: list[_Worker] = []
-    signals = _Signals(workers)
+    signals = _Signals()
     guard = _Guard()
     try:
         for number, environment in enumerate(environments):
@@ -193,13 +190,21 @@ def _run(command: list[str], processes: int, devices: int | None) -> tuple[int, 
 
 
 def _wait(workers: list[_Worker], signals: _Signals) -> _Worker | None:
-    """Wait until all have ended, or one has failed; return the first that failed."""
+    """Wait until all have ended, or one has failed; return the first that failed.
+
+    The first signal is passed on, as SIGTERM; the second one kills.
+    """
     first: _Worker | None = None
+    passed_on = 0
     running = workers
     while running:
         running = [worker for worker in workers if worker.process.poll() is None]
-        ended_badly = (worker for worker in workers if worker.process.returncode)
-        first = first or next(ended_badly, None)
+        if signals.seen > passed_on:
+            passed_on = signals.seen
+            for worker in running:
+                worker.send(signal.SIGTERM if passed_on == 1 else signal.SIGKILL)
+        failed = (worker for worker in workers if worker.process.returncode)
+        first = first or next(failed, None)
         # After a signal, each may take its time to save.
         if first is not None and not signals.seen:
             break

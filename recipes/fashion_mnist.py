@@ -1,8 +1,9 @@
 """Train a small classifier on Fashion-MNIST, on whatever devices there are."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import equinox as eqx
 import jax
@@ -20,18 +21,21 @@ class ConvNet(eqx.Module):
     hidden: Annotated[nn.Linear, "mlp features"]
     logits: Annotated[nn.Linear, "classes mlp"]
 
-    def __init__(self, conv1, conv2, kernel2, hidden, key):
+    def __init__(self, channels1, channels2, kernel2, hidden, key):
         k1, k2, k3, k4 = jax.random.split(key, 4)
-        self.conv1 = nn.Conv2d(1, conv1, 3, key=k1)
-        self.conv2 = nn.Conv2d(conv1, conv2, kernel2, key=k2)
-        self.hidden = nn.Linear(conv2 * ((14 - kernel2) // 2) ** 2, hidden, key=k3)
+        self.conv1 = nn.Conv2d(1, channels1, kernel_size=3, key=k1)
+        self.conv2 = nn.Conv2d(channels1, channels2, kernel_size=kernel2, key=k2)
+        # Images of 28x28 pixels are 13x13 after the first convolution and its pooling.
+        side = (13 - kernel2 + 1) // 2
+        self.hidden = nn.Linear(channels2 * side**2, hidden, key=k3)
         self.logits = nn.Linear(hidden, 10, key=k4)
 
     def __call__(self, x):
-        pool = nn.AvgPool2d(2, 2)
+        pool = nn.AvgPool2d(kernel_size=2, stride=2)
         x = pool(jax.nn.relu(self.conv1(x)))
         x = pool(jax.nn.relu(self.conv2(x)))
-        return self.logits(jax.nn.relu(self.hidden(jnp.ravel(x))))
+        x = jax.nn.relu(self.hidden(jnp.ravel(x)))
+        return self.logits(x)
 
 
 class MLP(eqx.Module):
@@ -47,7 +51,8 @@ class MLP(eqx.Module):
 
     def __call__(self, x):
         x = jax.nn.relu(self.hidden1(jnp.ravel(x)))
-        return self.logits(jax.nn.relu(self.hidden2(x)))
+        x = jax.nn.relu(self.hidden2(x))
+        return self.logits(x)
 
 
 def predict(model, batch):
@@ -66,22 +71,27 @@ def metric_fn(model, batch):
     return {"accuracy": correct, "loss": loss_fn(model, batch, None)}
 
 
-MODELS: dict[str, Any] = {
-    "lenet": (partial(ConvNet, 20, 50, 5, 128), {"name": "LeNet", "epochs": 10}),
-    "cnn": (partial(ConvNet, 32, 64, 3, 256), {"name": "CNN", "epochs": 5}),
-    "mlp": (MLP, {"name": "MLP", "epochs": 10}),
+MODELS: dict[str, Callable] = {
+    "lenet": partial(ConvNet, 20, 50, 5, 128),
+    "cnn": partial(ConvNet, 32, 64, 3, 256),
+    "mlp": MLP,
 }
-TENSOR = eqxshard.combine(eqxshard.by_dim({"mlp": "tensor"}), eqxshard.replicate())
-STRATEGIES: dict[str, Any] = {
-    "replicate": {"mesh": "data=-1", "rule": eqxshard.replicate()},
-    "fsdp": {"mesh": "fsdp=-1", "rule": eqxshard.fsdp(min_size=2**10)},
-    "tensor": {"mesh": "tensor=-1", "rule": TENSOR},
+NAMES = {"lenet": "LeNet", "cnn": "CNN", "mlp": "MLP"}
+EPOCHS = {"lenet": 10, "cnn": 5, "mlp": 10}
+
+MESHES = {"replicate": "data=-1", "fsdp": "fsdp=-1", "tensor": "tensor=-1"}
+RULES = {
+    "replicate": eqxshard.replicate(),
+    "fsdp": eqxshard.fsdp(min_size=2**10),
+    "tensor": eqxshard.combine(eqxshard.by_dim({"mlp": "tensor"}), eqxshard.replicate()),
 }
-OPTIMIZERS: dict[str, Any] = {  # What makes it, and its highest learning rate.
-    "adamw": (partial(optax.adamw, b2=0.98, weight_decay=0.01), 5e-3),
-    "adam": (partial(optax.adam, b2=0.98), 5e-3),
-    "sgd": (partial(optax.sgd, momentum=0.9, nesterov=True), 0.05),
+
+OPTIMIZERS: dict[str, Callable] = {
+    "adamw": partial(optax.adamw, b2=0.98, weight_decay=0.01),
+    "adam": partial(optax.adam, b2=0.98),
+    "sgd": partial(optax.sgd, momentum=0.9, nesterov=True),
 }
+LEARNING_RATES = {"adamw": 5e-3, "adam": 5e-3, "sgd": 0.05}
 
 
 @dataclass(frozen=True)
@@ -104,22 +114,36 @@ class Args:
 
 
 def make_optimizer(args, steps):
-    make, rate = OPTIMIZERS[args.optimizer]
-    rate = rate if args.learning_rate is None else args.learning_rate
-    if not 0 < rate < float("inf"):
-        raise ValueError(f"--learning-rate {rate} must be positive and finite.")
-    rise = optax.linear_schedule(0.0, rate, steps // 20)
-    fall = optax.linear_schedule(rate, rate / 100, steps - steps // 20)
-    return make(optax.join_schedules([rise, fall], [steps // 20]))
+    peak = args.learning_rate
+    if peak is None:
+        peak = LEARNING_RATES[args.optimizer]
+    if not 0 < peak < float("inf"):
+        raise ValueError(f"--learning-rate {peak} must be positive and finite.")
+    warm_up = steps // 20
+    rise = optax.linear_schedule(0.0, peak, warm_up)
+    fall = optax.linear_schedule(peak, peak / 100, steps - warm_up)
+    schedule = optax.join_schedules([rise, fall], boundaries=[warm_up])
+    return OPTIMIZERS[args.optimizer](schedule)
 
 
 def main(args: Args) -> str:
-    make_model, options = MODELS[args.model]
-    data = eqxshard.data.load_fashion_mnist(args.data, data_dir=args.data_dir)
-    make_optim = partial(make_optimizer, args)
-    options = options | STRATEGIES[args.rule] | {"best": "eval/accuracy", "settings": args}
+    train_data, test_data = eqxshard.data.load_fashion_mnist(
+        args.data, data_dir=args.data_dir
+    )
     run = eqxshard.train(
-        make_model, loss_fn, metric_fn, make_optim, *data, config=args.run, **options
+        MODELS[args.model],
+        loss_fn,
+        metric_fn,
+        partial(make_optimizer, args),
+        train_data,
+        test_data,
+        config=args.run,
+        name=NAMES[args.model],
+        epochs=EPOCHS[args.model],
+        mesh=MESHES[args.rule],
+        rule=RULES[args.rule],
+        best="eval/accuracy",
+        settings=args,
     )
     return f"test accuracy {run.metrics['accuracy']:.4f} | {run.speed} | {run.title}"
 

@@ -3,7 +3,7 @@
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import equinox as eqx
 import gpt_weights
@@ -33,12 +33,21 @@ def metric_fn(model, batch):
 
 def make_rule(shape):
     """Split layers over stages, heads and features over tensor, the rest over fsdp."""
-    axes = {"layers": "stage", "vocab": "tensor", "mlp": "tensor"}
-    axes |= {"heads": "tensor", "kv_heads": "tensor"}
-    rules = [eqxshard.by_dim(axes), eqxshard.fsdp(min_size=2**10)]
-    if shape.experts:  # Stacked in each layer: an expert's own annotations do not say so.
-        rules.insert(1, eqxshard.by_path({r"\.experts\.": P(None, "expert")}))
-    return eqxshard.combine(*rules)
+    by_dim = eqxshard.by_dim(
+        {
+            "layers": "stage",
+            "vocab": "tensor",
+            "mlp": "tensor",
+            "heads": "tensor",
+            "kv_heads": "tensor",
+        }
+    )
+    fsdp = eqxshard.fsdp(min_size=2**10)
+    if not shape.experts:
+        return eqxshard.combine(by_dim, fsdp)
+    # Stacked in each layer: an expert's own annotations do not say so.
+    experts = eqxshard.by_path({r"\.experts\.": P(None, "expert")})
+    return eqxshard.combine(by_dim, experts, fsdp)
 
 
 @dataclass(frozen=True)
@@ -51,9 +60,11 @@ class Changes:
     """Heads of keys and values; each is used by as many heads of queries."""
     embed: int | None = None
     mlp: int | None = None
-    block: int | None = None
+    seq_len: int | None = None
     """The number of tokens in a sequence."""
-    vocab: Annotated[int | None, default("the tokenizer's, at least the size's")] = None
+    vocab_size: Annotated[int | None, default("the tokenizer's, at least the size's")] = (
+        None
+    )
     positions: Literal["rotary", "learned"] | None = None
     norm: Literal["rms", "layer"] | None = None
     activation: Literal["swiglu", "gelu"] | None = None
@@ -123,31 +134,41 @@ def make_optimizer(args, steps):
     peak = args.learning_rate
     if not 0 < peak < float("inf"):
         raise ValueError(f"--learning-rate {peak} is not positive; use one such as 0.001.")
-    warm_up = min(max(steps // 100, 1), steps - 1)
-    rate = optax.warmup_cosine_decay_schedule(0.0, peak, warm_up, steps, peak / 10)
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=peak,
+        warmup_steps=min(max(steps // 100, 1), steps - 1),
+        decay_steps=steps,
+        end_value=peak / 10,
+    )
     if args.optimizer == "muon":
         # The layers are stacked, and Muon is for the matrices of one.
         muon = optax.contrib.muon(
-            rate,
+            schedule,
             weight_decay=args.weight_decay,
             consistent_rms=0.2,  # Then AdamW's learning rates fit.
             muon_weight_dimension_numbers=find_matrices,
         )
         optim = eqxshard.per_layer(muon, "blocks")
     else:
-        decay = {"weight_decay": args.weight_decay, "mask": is_decayed}
-        optim = optax.adamw(rate, b2=args.beta2, **decay)
+        optim = optax.adamw(
+            schedule, b2=args.beta2, weight_decay=args.weight_decay, mask=is_decayed
+        )
     return optax.chain(optax.clip_by_global_norm(args.clip), optim)
 
 
 def find_matrices(params):
     """The axes of inputs and outputs of each matrix of a layer; `None` for the rest."""
-    axes = {"qkv": (-1, (-4, -3, -2)), "out": ((-2, -1), -3)}
-    axes |= {"up": (-1, (-3, -2)), "down": (-1, -2)}
-    numbers = {k: optax.contrib.MuonDimensionNumbers(*v) for k, v in axes.items()}
+    axes = optax.contrib.MuonDimensionNumbers
+    matrices = {
+        "qkv": axes(-1, (-4, -3, -2)),
+        "out": axes((-2, -1), -3),
+        "up": axes(-1, (-3, -2)),
+        "down": axes(-1, -2),
+    }
 
     def find(path, _):
-        return numbers.get(jax.tree_util.keystr(path[-1:], simple=True))
+        return matrices.get(jax.tree_util.keystr(path[-1:], simple=True))
 
     return jax.tree_util.tree_map_with_path(find, params)
 
@@ -162,53 +183,47 @@ def is_decayed(params):
     return jax.tree_util.tree_map_with_path(decide, params)
 
 
-def make_shape(args: Args, vocab: int) -> Shape:
-    """The shape that the options ask for."""
+def make_shape(args: Args, vocab_size: int) -> Shape:
+    """The shape that the options ask for, with room for the tokens of a text."""
     shape = gpt_weights.shape_of(args.weights) if args.weights else SIZES[args.size]
-    fields = dataclasses.asdict(args.shape).items()
-    changes: dict[str, Any] = {name: value for name, value in fields if value is not None}
-    if "heads" in changes:  # Unless they are given, too.
-        changes = {"kv_heads": changes["heads"]} | changes
-    changes = {"vocab": max(shape.vocab, vocab)} | changes
+    options = dataclasses.asdict(args.shape)
+    changes = {name: value for name, value in options.items() if value is not None}
+    if "heads" in changes:
+        changes.setdefault("kv_heads", changes["heads"])
+    changes.setdefault("vocab_size", max(shape.vocab_size, vocab_size))
     shape = dataclasses.replace(shape, **changes)
-    if vocab > shape.vocab:
+    if vocab_size > shape.vocab_size:
         raise ValueError(
-            f"the text has {vocab:,} different tokens, and the model {shape.vocab:,}; use "
-            f"--vocab {vocab} or more, or another --tokenizer."
-        )
-    least = {"layers": 1, "heads": 1, "kv_heads": 1, "embed": 1, "mlp": 1, "block": 2}
-    for name, size in least.items():
-        if getattr(shape, name) < size:
-            raise ValueError(
-                f"--{name.replace('_', '-')} {getattr(shape, name)} is too small; use "
-                f"{size} or more."
-            )
-    if shape.embed % shape.heads or shape.heads % shape.kv_heads:
-        raise ValueError(
-            f"--embed {shape.embed} is not a multiple of --heads {shape.heads}, or that of "
-            f"--kv-heads {shape.kv_heads}; choose numbers that divide."
+            f"the text has {vocab_size:,} different tokens, and the model "
+            f"{shape.vocab_size:,}; use --vocab-size {vocab_size} or more, or another "
+            "--tokenizer."
         )
     return shape
 
 
+#: What each axis of a mesh divides.
+DIVIDED = {
+    "tensor": ("kv_heads", "mlp", "vocab_size"),
+    "stage": ("layers",),
+    "expert": ("experts",),
+    "context": ("seq_len",),
+}
+
+
 def check_mesh(args: Args, shape: Shape) -> None:
     """Say which option to change if the mesh does not divide the model."""
-    divided = {
-        "tensor": ("kv_heads", "mlp", "vocab"),
-        "stage": ("layers",),
-        "expert": ("experts",),
-        "context": ("block",),
-    }
-    for axis, size in eqxshard.run.parse_mesh(args.run.mesh or "fsdp=-1").items():
-        for name in divided.get(axis, ()):
+    sizes = eqxshard.run.parse_mesh(args.run.mesh or "fsdp=-1")
+    for axis, names in DIVIDED.items():
+        size = sizes.get(axis, 1)
+        for name in names:
             value = getattr(shape, name)
-            if size > 1 and (value % size or not value):
+            if size > 1 and (value == 0 or value % size):
                 raise ValueError(
                     f"--{name.replace('_', '-')} {value} does not divide over {axis}="
                     f"{size}; use a multiple of {size}, or another --mesh."
                 )
-        if axis == "stage" and size > 1 and shape.experts:
-            raise ValueError("--experts does not go with stages; use the mesh axis expert.")
+    if sizes.get("stage", 1) > 1 and shape.experts:
+        raise ValueError("--experts does not go with stages; use the mesh axis expert.")
 
 
 class Report(eqxshard.callbacks.Callback):
@@ -228,95 +243,83 @@ class Report(eqxshard.callbacks.Callback):
 
 def write(args: Args, model: GPT, tokenizer: text.Tokenizer, tokens: np.ndarray) -> str:
     """Continue a text by `--length` tokens."""
-    end, block = len(tokens) + args.length, model.shape.block
-    for number in range(args.length):
-        if len(tokens) >= end:
-            break
-        # Once a block is full, its second half begins the next.
-        start = tokens[-(block // 2) :]
-        key = jax.random.fold_in(jax.random.key(args.run.seed), number)
-        rest, known = block - len(start), tokenizer.vocab_size
-        write_on = continue_text if number else begin_text
-        out = write_on(model, start[None], rest, args.temperature, key, known)
-        tokens = np.append(tokens, np.asarray(out)[0, len(start) :])
-    return tokenizer.decode(tokens[:end])
+    seq_len = model.shape.seq_len
+    length = len(tokens) + args.length
+    sequences = 0
+    while len(tokens) < length:
+        # Once a sequence is full, its second half begins the next.
+        start = tokens[-(seq_len // 2) :]
+        continue_text = continue_sequence if sequences else begin_sequence
+        sampled = continue_text(
+            model,
+            start[None],
+            seq_len - len(start),
+            args.temperature,
+            jax.random.fold_in(jax.random.key(args.run.seed), sequences),
+            tokenizer.vocab_size,
+        )
+        tokens = np.append(tokens, np.asarray(sampled)[0, len(start) :])
+        sequences += 1
+    return tokenizer.decode(tokens[:length])
 
 
-def sample(model, prompt, length, temperature, key, vocab=None):
-    """Sample tokens, of the first `vocab` ones where the model has more."""
+def sample(model, prompt, length, temperature, key, vocab_size=None):
+    """Sample tokens, of the first `vocab_size` ones where the model has more."""
     cache = make_cache(model, len(prompt))
     model = eqx.nn.inference_mode(model)
 
     def decode(tokens, cache):
         logits, cache = model.decode(tokens, cache)
-        known = jnp.arange(logits.shape[-1]) < (vocab or logits.shape[-1])
+        known = jnp.arange(logits.shape[-1]) < (vocab_size or logits.shape[-1])
         return jnp.where(known, logits, -jnp.inf), cache
 
     return nn.generate(decode, cache, prompt, length, key=key, temperature=temperature)
 
 
-# A program each: the first prompt has another length than half a block.
-begin_text, continue_text = eqxshard.filter_jit(sample), eqxshard.filter_jit(sample)
+# A program each: the first prompt has another length than half a sequence.
+begin_sequence = eqxshard.filter_jit(sample)
+continue_sequence = eqxshard.filter_jit(sample)
 
 
 def make_cache(model: GPT, batch: int) -> nn.KVCache:
     shape = model.shape
-    size = (shape.layers, batch, shape.block, shape.kv_heads, shape.head_dim)
+    size = (shape.layers, batch, shape.seq_len, shape.kv_heads, shape.head_dim)
     return nn.KVCache.empty(size, model.embedding.dtype)
 
 
-def make_data(args: Args, corpus: text.Corpus, block: int):
-    """The training data, how to sample them, and the data to evaluate on."""
-    valid = text.Windows(corpus.valid, block, stride=block, limit=args.eval_windows)
-    if args.pack:
-        return text.PackedDocuments(corpus.train, block), None, valid
-    train = text.Windows(corpus.train, block)
-    # Any token may begin a sequence; an epoch reads as many as there are.
-    return train, eqxshard.data.UniformSampler(max(len(train) // block, 1)), valid
-
-
-def main(args: Args) -> str:
+def open_corpus(args: Args) -> text.Corpus:
     if args.data == "shakespeare":
-        corpus = text.shakespeare(tokenizer=args.tokenizer or "char")
-    else:
-        corpus = text.open_corpus(args.data, tokenizer=args.tokenizer)
-    shape = make_shape(args, corpus.vocab_size)
-    check_mesh(args, shape)
-    large = args.size in ("8b", "70b")
-    remat = args.remat or ("full" if large else "dots")
-    compute = args.precision or ("bfloat16" if large else "float32")
-    make_model = partial(GPT, shape=shape, remat=remat, microbatches=args.microbatches)
-    load = partial(gpt_weights.load, args.weights) if args.weights else None
-    placed: dict[str, Any] = {"mesh": "fsdp=-1", "rule": make_rule(shape)}
-    name = args.size
-    if args.sample is not None:
-        if corpus.tokenizer is None:
-            raise ValueError(f"{args.data} has no tokenizer.json; give --tokenizer.")
-        tokens = np.asarray(corpus.tokenizer.encode(args.sample), np.int32)
-        if not len(tokens):
-            raise ValueError("--sample is empty; give it at least one character.")
-        model = eqxshard.run.restore_model(
-            make_model,
-            config=args.run,
-            name=name,
-            step="newest",
-            load=load,
-            **placed,
-        )
-        return write(args, model, corpus.tokenizer, tokens)
+        return text.shakespeare(tokenizer=args.tokenizer or "char")
+    return text.open_corpus(args.data, tokenizer=args.tokenizer)
 
-    train, sampler, valid = make_data(args, corpus, shape.block)
-    tokens = 1 if args.pack else shape.block  # Packed examples weigh their tokens.
-    throughput = eqxshard.callbacks.Throughput(tokens, flops_per_token(shape))
+
+def train(args: Args, corpus: text.Corpus, shape: Shape, make_model, load) -> str:
+    """Train, and export the weights if that is asked for; say how it went."""
+    if args.pack:
+        train_data = text.PackedDocuments(corpus.train, shape.seq_len)
+        sampler = None
+        tokens_per_example = 1  # Packed examples weigh their tokens.
+    else:
+        train_data = text.Windows(corpus.train, shape.seq_len)
+        # Any token may begin a sequence; an epoch reads as many as there are.
+        sampler = eqxshard.data.UniformSampler(max(len(train_data) // shape.seq_len, 1))
+        tokens_per_example = shape.seq_len
+    eval_data = text.Windows(
+        corpus.valid, shape.seq_len, stride=shape.seq_len, limit=args.eval_windows
+    )
+    compute = args.precision or ("bfloat16" if is_large(args) else "float32")
+    throughput = eqxshard.callbacks.Throughput(tokens_per_example, flops_per_token(shape))
     run = eqxshard.train(
         make_model,
         loss_fn,
         metric_fn,
         partial(make_optimizer, args),
-        train,
-        valid,
+        train_data,
+        eval_data,
         config=args.run,
-        name=name,
+        name=args.size,
+        mesh="fsdp=-1",
+        rule=make_rule(shape),
         sampler=sampler,
         accumulate=args.accumulate,
         precision=eqxshard.Precision(compute),
@@ -325,12 +328,50 @@ def main(args: Args) -> str:
         load=load,
         callbacks=[throughput, Report(args, corpus)],
         settings=args,
-        **placed,
     )
     if args.export:
         gpt_weights.save(args.export, run.state.model)
     loss = run.metrics["loss"]
     return f"loss {loss:.4f} | perplexity {np.exp(loss):.2f} | {run.speed} | {run.title}"
+
+
+def write_sample(args: Args, corpus: text.Corpus, shape: Shape, make_model, load) -> str:
+    """The text of `--sample`, continued by a trained model."""
+    if corpus.tokenizer is None:
+        raise ValueError(f"{args.data} has no tokenizer.json; give --tokenizer.")
+    tokens = np.asarray(corpus.tokenizer.encode(args.sample or ""), np.int32)
+    if not len(tokens):
+        raise ValueError("--sample is empty; give it at least one character.")
+    model = eqxshard.run.restore_model(
+        make_model,
+        config=args.run,
+        name=args.size,
+        mesh="fsdp=-1",
+        rule=make_rule(shape),
+        step="newest",
+        load=load,
+    )
+    return write(args, model, corpus.tokenizer, tokens)
+
+
+def is_large(args: Args) -> bool:
+    return args.size in ("8b", "70b")
+
+
+def main(args: Args) -> str:
+    corpus = open_corpus(args)
+    shape = make_shape(args, corpus.vocab_size)
+    check_mesh(args, shape)
+    make_model = partial(
+        GPT,
+        shape=shape,
+        remat=args.remat or ("full" if is_large(args) else "dots"),
+        microbatches=args.microbatches,
+    )
+    load = partial(gpt_weights.load, args.weights) if args.weights else None
+    if args.sample is not None:
+        return write_sample(args, corpus, shape, make_model, load)
+    return train(args, corpus, shape, make_model, load)
 
 
 if __name__ == "__main__":

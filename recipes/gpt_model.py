@@ -27,9 +27,9 @@ class Shape:
     heads: int
     embed: int
     mlp: int
-    block: int
+    seq_len: int
     kv_heads: int
-    vocab: int = 0
+    vocab_size: int = 0
     positions: Literal["rotary", "learned"] = "rotary"
     norm: Literal["rms", "layer"] = "rms"
     activation: Literal["swiglu", "gelu"] = "swiglu"
@@ -42,20 +42,64 @@ class Shape:
     experts: int = 0
     top_k: int = 2
 
+    def __post_init__(self):
+        for name in ("layers", "heads", "kv_heads", "embed", "mlp"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is too small; use 1 or more."
+                )
+        if self.seq_len < 2:
+            raise ValueError(f"seq_len={self.seq_len} is too small; use 2 or more.")
+        if self.embed % self.heads:
+            raise ValueError(
+                f"embed={self.embed} does not divide over heads={self.heads}; use a "
+                "multiple."
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"heads={self.heads} does not divide over kv_heads={self.kv_heads}; use a "
+                "multiple."
+            )
+
     @property
     def head_dim(self) -> int:
         return self.embed // self.heads
 
 
-_GPT2 = {"positions": "learned", "norm": "layer", "activation": "gelu", "bias": True}
-_LLAMA3 = {"kv_heads": 8, "vocab": 128_256, "block": 8192, "theta": 500_000.0}
+def llama3(layers: int, heads: int, embed: int, mlp: int, tied: bool = False) -> Shape:
+    """A shape of Llama 3."""
+    return Shape(
+        layers=layers,
+        heads=heads,
+        kv_heads=8,
+        embed=embed,
+        mlp=mlp,
+        seq_len=8192,
+        vocab_size=128_256,
+        theta=500_000.0,
+        tied=tied,
+    )
+
+
 SIZES: dict[str, Shape] = {
-    "tiny": Shape(layers=2, heads=4, kv_heads=2, embed=64, mlp=192, block=64),
-    # Its vocabulary of 50,257 is rounded up, for matrix products of even sizes.
-    "124m": Shape(12, 12, 768, 3072, 1024, kv_heads=12, vocab=50_304, **_GPT2),
-    "1b": Shape(16, 32, 2048, 8192, **_LLAMA3),
-    "8b": Shape(32, 32, 4096, 14_336, tied=False, **_LLAMA3),
-    "70b": Shape(80, 64, 8192, 28_672, tied=False, **_LLAMA3),
+    "tiny": Shape(layers=2, heads=4, kv_heads=2, embed=64, mlp=192, seq_len=64),
+    "124m": Shape(
+        layers=12,
+        heads=12,
+        kv_heads=12,
+        embed=768,
+        mlp=3072,
+        seq_len=1024,
+        # The 50,257 of GPT-2 rounded up, for matrix products of even sizes.
+        vocab_size=50_304,
+        positions="learned",
+        norm="layer",
+        activation="gelu",
+        bias=True,
+    ),
+    "1b": llama3(layers=16, heads=32, embed=2048, mlp=8192, tied=True),
+    "8b": llama3(layers=32, heads=32, embed=4096, mlp=14_336),
+    "70b": llama3(layers=80, heads=64, embed=8192, mlp=28_672),
 }
 
 
@@ -66,13 +110,15 @@ class Norm(eqx.Module):
     epsilon: float = eqx.field(static=True)
 
     def __init__(self, shape: Shape):
-        self.centered, self.epsilon = shape.norm == "layer", shape.epsilon
+        self.centered = shape.norm == "layer"
+        self.epsilon = shape.epsilon
         self.weight = jnp.ones(shape.embed)
         self.bias = jnp.zeros(shape.embed) if shape.bias else None
 
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
         y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        y = y - jnp.mean(y, -1, keepdims=True) if self.centered else y
+        if self.centered:
+            y = y - jnp.mean(y, -1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.epsilon)
         y = y.astype(x.dtype) * self.weight
         return y if self.bias is None else y + self.bias
@@ -101,7 +147,8 @@ class Attention(eqx.Module):
     def __call__(self, x, positions, segments=None, cache=None):
         """Also returns the cache, with the keys and values of these positions."""
         y = jnp.einsum("knde,...se->...sknd", self.qkv, x)
-        y = y if self.qkv_bias is None else y + self.qkv_bias
+        if self.qkv_bias is not None:
+            y = y + self.qkv_bias
         query, key, value = y[..., :-2, :], y[..., -2, :], y[..., -1, :]
         query = query.reshape(*query.shape[:-3], -1, query.shape[-1])
         if self.theta is not None:
@@ -113,7 +160,9 @@ class Attention(eqx.Module):
             key, value = cache.key, cache.value
         y = nn.attention(query, key, value, causal=True, segments=segments, offset=offset)
         y = jnp.einsum("ehd,...shd->...se", self.out, y)
-        return (y if self.out_bias is None else y + self.out_bias), cache
+        if self.out_bias is not None:
+            y = y + self.out_bias
+        return y, cache
 
 
 class MLP(eqx.Module):
@@ -125,11 +174,11 @@ class MLP(eqx.Module):
 
     def __init__(self, shape: Shape, key: Key[Array, ""]):
         k1, k2 = jax.random.split(key)
-        up = (2 if shape.activation == "swiglu" else 1, shape.mlp, shape.embed)
-        down = 0.02 / (2 * shape.layers) ** 0.5
-        self.up = 0.02 * jax.random.normal(k1, up)
-        self.up_bias = jnp.zeros(up[:2]) if shape.bias else None
-        self.down = down * jax.random.normal(k2, (shape.embed, shape.mlp))
+        halves = 2 if shape.activation == "swiglu" else 1
+        self.up = 0.02 * jax.random.normal(k1, (halves, shape.mlp, shape.embed))
+        self.up_bias = jnp.zeros((halves, shape.mlp)) if shape.bias else None
+        scale = 0.02 / (2 * shape.layers) ** 0.5
+        self.down = scale * jax.random.normal(k2, (shape.embed, shape.mlp))
         self.down_bias = jnp.zeros(shape.embed) if shape.bias else None
 
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
@@ -140,7 +189,8 @@ class MLP(eqx.Module):
 
     def apply(self, x: Float[Array, "*rows embed"]) -> Float[Array, "*rows embed"]:
         y = jnp.einsum("nme,...e->...nm", self.up, x)
-        y = y if self.up_bias is None else y + self.up_bias
+        if self.up_bias is not None:
+            y = y + self.up_bias
         if len(self.up) == 2:
             y = jax.nn.silu(y[..., 0, :]) * y[..., 1, :]
         else:
@@ -199,7 +249,7 @@ class Block(eqx.Module):
 
 class GPT(eqx.Module):
     embedding: Float[Array, "vocab embed"]
-    position: Float[Array, "block embed"] | None
+    position: Float[Array, "seq embed"] | None
     blocks: Block
     norm: Norm
     unembedding: Float[Array, "vocab embed"] | None
@@ -210,17 +260,19 @@ class GPT(eqx.Module):
 
     def __init__(self, key, shape: Shape, remat: Remat = "dots", microbatches: int = 1):
         k1, k2, k3, k4 = jax.random.split(key, 4)
-        table = (shape.vocab, shape.embed)
+        table = (shape.vocab_size, shape.embed)
         self.embedding = 0.02 * jax.random.normal(k1, table)
-        learned = shape.positions == "learned"
-        position = 0.02 * jax.random.normal(k2, (shape.block, shape.embed))
-        self.position = position if learned else None
+        self.position = None
+        if shape.positions == "learned":
+            self.position = 0.02 * jax.random.normal(k2, (shape.seq_len, shape.embed))
         keys = jax.random.split(k3, shape.layers)
         self.blocks = eqx.filter_vmap(lambda key: Block(shape, key))(keys)
         self.norm = Norm(shape)
         self.unembedding = None if shape.tied else 0.02 * jax.random.normal(k4, table)
         self.dropout = eqx.nn.Dropout(shape.dropout)
-        self.shape, self.remat, self.microbatches = shape, remat, microbatches
+        self.shape = shape
+        self.remat = remat
+        self.microbatches = microbatches
 
     @property
     def head(self) -> tuple[Norm, Float[Array, "vocab embed"]]:
@@ -230,10 +282,11 @@ class GPT(eqx.Module):
         if self.position is not None and tokens.shape[1] > len(self.position):
             raise ValueError(
                 f"{tokens.shape[1]} tokens are more than the {len(self.position)} positions"
-                " that the model has learned; cut them, or use a longer block."
+                " that the model has learned; cut them, or use a larger seq_len."
             )
         x = self.embedding[tokens]
-        x = x if self.position is None else x + self.position[positions]
+        if self.position is not None:
+            x = x + self.position[positions]
         x = eqxshard.constrain(x, P(("data", "fsdp"), "context"))
         return drop(self.dropout, x, split_key(key, x)[0])
 
@@ -242,10 +295,11 @@ class GPT(eqx.Module):
         positions = count_up(tokens) if positions is None else positions
         k1, k2 = (None, None) if key is None else jax.random.split(key)
         x, balance = self.embed(tokens, positions, k1), jnp.zeros(len(tokens))
-        x = (x, balance) if self.shape.experts else x
-        args = (positions, segments)
-        x = eqxshard.scan_layers(self.blocks, x, *args, key=k2, remat=self.remat)
-        x, balance = x if self.shape.experts else (x, balance)
+        carry = (x, balance) if self.shape.experts else x
+        carry = eqxshard.scan_layers(
+            self.blocks, carry, positions, segments, key=k2, remat=self.remat
+        )
+        x, balance = carry if self.shape.experts else (carry, balance)
         return x, balance / self.shape.layers
 
     def losses(self, tokens, targets, positions=None, segments=None, weight=None, key=None):
@@ -295,14 +349,22 @@ def flops_per_token(shape: Shape) -> float:
     """The operations of training on a token; of experts, those that it goes through."""
     # The key inside, so that no device is started for it.
     model = eqx.filter_eval_shape(lambda: GPT(jax.random.key(0), shape))
-    count = lambda tree: sum(getattr(x, "size", 0) for x in jax.tree.leaves(tree))  # noqa: E731
+
+    def count(tree):
+        return sum(getattr(x, "size", 0) for x in jax.tree.leaves(tree))
+
     # Not tables of the input, which multiply nothing.
     parameters = count((model.blocks, model.head))
     if shape.experts:
         idle = 1 - shape.top_k / shape.experts
         parameters -= round(idle * count(model.blocks.mlp.experts))
-    sizes = {"layers": shape.layers, "heads": shape.heads, "head_dim": shape.head_dim}
-    return nn.flops_per_token(parameters=parameters, seq=shape.block, **sizes)
+    return nn.flops_per_token(
+        parameters=parameters,
+        seq=shape.seq_len,
+        layers=shape.layers,
+        heads=shape.heads,
+        head_dim=shape.head_dim,
+    )
 
 
 def token_loss(head, x, targets, *, key=None):
@@ -318,8 +380,10 @@ def count_up(tokens: Int[Array, "batch seq"]) -> Int[Array, "batch seq"]:
 
 def split_key(key: Key[Array, ""] | None, x: Array):
     """Two keys for each example, the same as if a pipeline gave it a key of its own."""
-    if key is None or x.ndim == 2:
-        return (None, None) if key is None else jax.random.split(key)
+    if key is None:
+        return None, None
+    if x.ndim == 2:
+        return jax.random.split(key)
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(len(x)))
     return jax.vmap(jax.random.split, out_axes=1)(keys)
 
@@ -327,5 +391,6 @@ def split_key(key: Key[Array, ""] | None, x: Array):
 def drop(dropout: eqx.nn.Dropout, x: Array, key: Key[Array, "*batch"] | None) -> Array:
     if key is None:
         return x
-    apply = lambda x, key: dropout(x, key=key)  # noqa: E731
-    return jax.vmap(apply)(x, key) if key.ndim else apply(x, key)
+    if key.ndim:
+        return jax.vmap(lambda row, row_key: dropout(row, key=row_key))(x, key)
+    return dropout(x, key=key)

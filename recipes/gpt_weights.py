@@ -32,8 +32,8 @@ SIZES = [
     ("kv_heads", None, "num_key_value_heads"),
     ("embed", "n_embd", "hidden_size"),
     ("mlp", "n_inner", "intermediate_size"),
-    ("block", "n_positions", "max_position_embeddings"),
-    ("vocab", "vocab_size", "vocab_size"),
+    ("seq_len", "n_positions", "max_position_embeddings"),
+    ("vocab_size", "vocab_size", "vocab_size"),
     ("tied", "tie_word_embeddings", "tie_word_embeddings"),
     ("theta", None, "rope_theta"),
     ("epsilon", "layer_norm_epsilon", "rms_norm_eps"),
@@ -139,13 +139,10 @@ def _shape(config: dict[str, Any]) -> Shape:
             known = " or ".join(map(repr, values))
             raise ValueError(f"{name}={config[name]!r}, and only {known} is computed here")
     types = get_type_hints(Shape)
-    sizes = {x: _entry(config, name, types[x]) for x, name in family.sizes.items()}
+    sizes = {
+        ours: _entry(config, theirs, types[ours]) for ours, theirs in family.sizes.items()
+    }
     shape = Shape(**{"kv_heads": sizes["heads"], **family.parts, **sizes})
-    if shape.embed % shape.heads or shape.heads % shape.kv_heads:
-        raise ValueError(
-            f"{shape.heads} heads, {shape.kv_heads} of keys and values, do not divide "
-            f"{shape.embed} features"
-        )
     if config.get("head_dim", shape.head_dim) != shape.head_dim:
         raise ValueError(
             f"head_dim={config['head_dim']}, and only {shape.embed} features / "
@@ -170,8 +167,8 @@ def _entry(config: dict[str, Any], name: str, kind: type) -> Any:
 def load(folder: Folder, like: GPT) -> GPT:
     """The weights of a folder, each device only its part, in the dtypes of `like`."""
     theirs, ours = shape_of(folder), like.shape
-    if ours.block <= theirs.block:  # It may be for shorter texts.
-        theirs = dataclasses.replace(theirs, block=ours.block)
+    if ours.seq_len <= theirs.seq_len:  # It may be for shorter texts.
+        theirs = dataclasses.replace(theirs, seq_len=ours.seq_len)
     theirs = dataclasses.replace(theirs, dropout=ours.dropout, top_k=ours.top_k)
     for field in dataclasses.fields(Shape):
         here, there = getattr(ours, field.name), getattr(theirs, field.name)
@@ -280,7 +277,7 @@ def layouts(shape: Shape) -> tuple[Layouts, Layouts]:
         "blocks.mlp.up": lambda x: x.T[None],
         "blocks.mlp.up_bias": lambda x: x[None],
         "blocks.mlp.down": lambda x: x.T,
-        "position": lambda x: x[: shape.block],
+        "position": lambda x: x[: shape.seq_len],
     }, {
         "blocks.attention.qkv": lambda x: x.swapaxes(0, 1).reshape(-1, embed).T,
         "blocks.attention.qkv_bias": lambda x: x.swapaxes(0, 1).reshape(-1),

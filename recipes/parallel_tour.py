@@ -46,18 +46,20 @@ def loss_fn(model, batch, key):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
 
 
-WHOLE, MLP = eqxshard.replicate(), eqxshard.by_dim({"mlp": "tensor"})
-FSDP, ZERO1 = eqxshard.fsdp(min_size=2**10), eqxshard.zero1(min_size=2**10)
+REPLICATE = eqxshard.replicate()
+ZERO1 = eqxshard.zero1(min_size=2**10)
+FSDP = eqxshard.fsdp(min_size=2**10)
+TENSOR = eqxshard.by_dim({"mlp": "tensor"})
 STRATEGIES = {  # A mesh and a rule.
-    "data parallel": ("data=-1", WHOLE),
+    "data parallel": ("data=-1", REPLICATE),
     "ZeRO-1": ("data=-1", ZERO1),
     "FSDP (ZeRO-3)": ("fsdp=-1", FSDP),
     "hybrid": ("data=2,fsdp=-1", FSDP),
-    "tensor": ("tensor=-1", eqxshard.combine(MLP, WHOLE)),
-    "tensor + data": ("data=-1,tensor=2", eqxshard.combine(MLP, WHOLE)),
-    "tensor + ZeRO-1": ("data=-1,tensor=2", eqxshard.combine(MLP, ZERO1)),
-    "tensor + FSDP": ("fsdp=-1,tensor=2", eqxshard.combine(MLP, FSDP)),
-    "tensor + hybrid": ("data=2,fsdp=-1,tensor=2", eqxshard.combine(MLP, FSDP)),
+    "tensor": ("tensor=-1", eqxshard.combine(TENSOR, REPLICATE)),
+    "tensor + data": ("data=-1,tensor=2", eqxshard.combine(TENSOR, REPLICATE)),
+    "tensor + ZeRO-1": ("data=-1,tensor=2", eqxshard.combine(TENSOR, ZERO1)),
+    "tensor + FSDP": ("fsdp=-1,tensor=2", eqxshard.combine(TENSOR, FSDP)),
+    "tensor + hybrid": ("data=2,fsdp=-1,tensor=2", eqxshard.combine(TENSOR, FSDP)),
 }
 
 
@@ -107,25 +109,38 @@ def show_collectives(mesh, console):
 
 def train(mesh, rule, batches, args):
     """Train with one strategy; return the losses and the state."""
-    precision = eqxshard.Precision(compute=jnp.bfloat16)
-    optim, key = optax.adamw(1e-3), jax.random.key(args.seed)
+    optim = optax.adamw(1e-3)
     state = eqxshard.init_state(
-        Classifier, optim, key=key, mesh=mesh, rule=rule, precision=precision
+        Classifier,
+        optim,
+        key=jax.random.key(args.seed),
+        mesh=mesh,
+        rule=rule,
+        precision=eqxshard.Precision(compute=jnp.bfloat16),
     )
     step = eqxshard.make_train_step(loss_fn, optim, accumulate=4)
     state, metrics = step.many(state, batches)
     return np.asarray(metrics["loss"]), state
 
 
-def show_strategies(args, console):
-    """Train with each strategy; return the largest relative difference of the last loss."""
+def make_batches(args):
+    """The batches of all steps, stacked."""
     source = eqxshard.data.synthetic_fashion("train")
-    shape = (args.steps, args.batch_size)
-    rows = np.random.default_rng(args.seed).integers(0, len(source), math.prod(shape))
-    batches = source.gather(rows)
-    batches["image"] = batches["image"].reshape(-1, 784).astype(np.float32) / 255 - 0.5
-    batches = {name: x.reshape(*shape, *x.shape[1:]) for name, x in batches.items()}
-    expected, _ = train(eqxshard.make_mesh(devices=jax.devices()[:1]), WHOLE, batches, args)
+    rng = np.random.default_rng(args.seed)
+    rows = rng.integers(0, len(source), args.steps * args.batch_size)
+    examples = source.gather(rows)
+    pixels = examples["image"].reshape(-1, 784).astype(np.float32)
+    return {
+        "image": (pixels / 255 - 0.5).reshape(args.steps, args.batch_size, 784),
+        "label": examples["label"].reshape(args.steps, args.batch_size),
+    }
+
+
+def show_strategies(args, console):
+    """Train with each strategy; return the largest relative difference of the losses."""
+    batches = make_batches(args)
+    one_device = eqxshard.make_mesh(devices=jax.devices()[:1])
+    expected, _ = train(one_device, REPLICATE, batches, args)
     title = f"{args.steps} steps in bfloat16, 4 microbatches each"
     summary = Table("strategy", "mesh", "last loss", "difference", title=title)
     summary.add_row("one device", "", f"{expected[-1]:.5f}", "")
@@ -149,39 +164,66 @@ def show_strategies(args, console):
 
 def show_layers(args, console):
     """Split sequences, layers and experts, which have axes of their own."""
-    n, key = args.devices, jax.random.key(args.seed)
-    x = jax.random.normal(key, (4, 64, n, 16))
-    keys = jax.random.split(key, 2 * n)
+    devices = args.devices
+    key = jax.random.key(args.seed)
+    heads = jax.random.normal(key, (4, 64, devices, 16))
+    features, tokens = heads[:, :, 0, 0], heads[:, :, 0]
+    keys = jax.random.split(key, 2 * devices)
     layers = eqx.filter_vmap(lambda key: nn.Linear(64, 64, key=key))(keys)
     experts = eqx.filter_vmap(lambda key: nn.MLP(16, 16, 32, 1, key=key))(keys)
-    tokens, logits = x[..., 0, :], jax.random.normal(key, (4, 64, 2 * n))
+    logits = jax.random.normal(key, (4, 64, 2 * devices))
 
     def mix(experts, tokens, logits):
         return mixture_of_experts(experts, tokens, logits, k=2).output
 
-    attend, pipe = partial(ring_attention, causal=True), partial(pipeline, microbatches=4)
-    by_expert = (P("expert"), P(None, "expert"), P(None, "expert"))
-    examples = [  # A mesh axis, a function, its arguments, and their specs.
-        ("context", attend, (x,) * 3, (P(None, "context"),) * 3),
-        ("stage", pipe, (layers, x[:, :, 0, 0]), (P("stage"), P())),
-        ("expert", mix, (experts, tokens, logits), by_expert),
-    ]
     title = "ring attention, pipeline, experts: gradients against one device"
-    table, worst = Table("mesh", "largest relative difference", title=title), 0.0
-    for axis, fn, arguments, specs in examples:
-        mesh = eqxshard.run.mesh_from_text(f"data=1,{axis}={n}", devices=n)
-        gradient = eqx.filter_grad(lambda args, fn=fn: jnp.sum(fn(*args) ** 2))
-        expected = eqxshard.filter_jit(gradient)(arguments)
-        with jax.set_mesh(mesh):
-            shardings = tuple(jax.NamedSharding(mesh, spec) for spec in specs)
-            placed = eqxshard.filter_shard(arguments, shardings)
-            found = eqxshard.filter_jit(gradient)(placed)
-        pairs = zip(*(map(np.asarray, jax.tree.leaves(x)) for x in (found, expected)))
-        difference = max(np.max(np.abs(a - b)) / np.max(np.abs(b)) for a, b in pairs)
-        worst = max(worst, float(difference))
+    table = Table("mesh", "largest relative difference", title=title)
+    differences = []
+    for axis, function, arguments, specs in [
+        (
+            "context",
+            partial(ring_attention, causal=True),
+            (heads, heads, heads),
+            (P(None, "context"), P(None, "context"), P(None, "context")),
+        ),
+        (
+            "stage",
+            partial(pipeline, microbatches=4),
+            (layers, features),
+            (P("stage"), P()),
+        ),
+        (
+            "expert",
+            mix,
+            (experts, tokens, logits),
+            (P("expert"), P(None, "expert"), P(None, "expert")),
+        ),
+    ]:
+        mesh = eqxshard.run.mesh_from_text(f"data=1,{axis}={devices}", devices=devices)
+        difference = compare_with_one_device(function, arguments, specs, mesh)
         table.add_row(eqxshard.describe_mesh(mesh), f"{difference:.1e}")
+        differences.append(difference)
     console.print(table)
-    return worst
+    return max(differences)
+
+
+def compare_with_one_device(function, arguments, specs, mesh):
+    """The largest relative difference between the gradients on a mesh and on one device."""
+
+    @eqxshard.filter_jit
+    @eqx.filter_grad
+    def gradient(arguments):
+        return jnp.sum(function(*arguments) ** 2)
+
+    expected = gradient(arguments)
+    with jax.set_mesh(mesh):
+        shardings = tuple(jax.NamedSharding(mesh, spec) for spec in specs)
+        found = gradient(eqxshard.filter_shard(arguments, shardings))
+    differences = [
+        np.max(np.abs(np.asarray(ours) - np.asarray(theirs))) / np.max(np.abs(theirs))
+        for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected))
+    ]
+    return float(max(differences))
 
 
 def main(args: Args) -> str:

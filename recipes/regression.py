@@ -46,7 +46,7 @@ def main(args: Args) -> str:
         make_model,
         loss_fn,
         metric_fn,
-        lambda steps: optax.adam(args.learning_rate),
+        optax.adam(args.learning_rate),
         sine(4096, args.run.seed),
         sine(1024, args.run.seed + 1),
         config=args.run,

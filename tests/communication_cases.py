@@ -4,8 +4,6 @@ Rows, sequences and images have sizes that 7 divides, and no array of a model ha
 array that has such a dim is made of activations.
 """
 
-import math
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -116,16 +114,9 @@ MESHES: dict[str, dict] = {
 #: Plain FSDP splits the features of a table.
 FSDP = eqxshard.fsdp(min_size=1)
 BY_WORD = eqxshard.combine(eqxshard.by_path({r"embed\.weight": jax.P("fsdp")}), FSDP)
-#: For the two layers of `Normalized`.
-TENSOR = eqxshard.combine(
-    eqxshard.by_path(
-        {r"layers\.0\.weight": jax.P("tensor"), r"layers\.1\.weight": jax.P(None, "tensor")}
-    ),
-    FSDP,
-)
 
 
-def step_collectives(model, mesh, devices, rule=FSDP):
+def step_collectives(model, mesh, devices, rule: eqxshard.Rule = FSDP):
     """The collectives of a step, compiled for these devices."""
     make_model, loss_fn, x = MODELS[model]
     optim = optax.sgd(1e-2)
@@ -166,9 +157,3 @@ def assert_no_activations_of_others(ops, model, mesh):
     own = ROWS // (sizes["data"] * sizes["fsdp"]) * SEQ * WIDTH * 4
     # Compilers write a swap of blocks as one array, or as one for each device.
     assert sum(op.bytes for op in sent) <= (own if "Embedding" in model else 0), sent
-
-
-def sizes_of(ops, kind):
-    """The elements of each result of the collectives of a kind."""
-    shapes = [shape for op in ops if op.kind == kind for shape in op.shapes]
-    return [math.prod(dtype_and_dims(shape)[1]) for shape in shapes]

@@ -13,7 +13,7 @@ import eqxshard
 
 #: Eight of everything, so that every axis may take all eight devices.
 TINY = Shape(
-    layers=8, heads=16, kv_heads=8, embed=64, mlp=64, block=16, vocab=64, dropout=0.1
+    layers=8, heads=16, kv_heads=8, embed=64, mlp=64, seq_len=16, vocab_size=64, dropout=0.1
 )
 STEPS, BATCH, ACCUMULATE = 20, 32, 2
 
@@ -21,13 +21,15 @@ STEPS, BATCH, ACCUMULATE = 20, 32, 2
 def make_source(shape: Shape, rows: int = 8 * BATCH):
     """Documents of random lengths that count up in steps of their own, packed."""
     rng = np.random.default_rng(0)
-    lengths = rng.integers(3, 2 * shape.block, 4 * rows)
+    lengths = rng.integers(3, 2 * shape.seq_len, 4 * rows)
     ends = np.cumsum(lengths)
-    starts, steps = rng.integers(1, shape.vocab, (2, len(lengths)))
+    starts, steps = rng.integers(1, shape.vocab_size, (2, len(lengths)))
     texts = [start + step * np.arange(n) for start, step, n in zip(starts, steps, lengths)]
-    tokens = np.concatenate(texts) % shape.vocab
-    documents = eqxshard.data.text.TokenArray(tokens, vocab_size=shape.vocab, ends=ends)
-    return eqxshard.data.text.PackedDocuments(documents, shape.block)
+    tokens = np.concatenate(texts) % shape.vocab_size
+    documents = eqxshard.data.text.TokenArray(
+        tokens, vocab_size=shape.vocab_size, ends=ends
+    )
+    return eqxshard.data.text.PackedDocuments(documents, shape.seq_len)
 
 
 def start(mesh: str, shape: Shape = TINY, *, accumulate=ACCUMULATE, **options: Any):

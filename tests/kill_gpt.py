@@ -32,7 +32,7 @@ def train(folder: Path) -> None:
         evaluate_every=10,
         log_every=1,
     )
-    changes = gpt.Changes(layers=2, embed=32, mlp=64, block=16, dropout=0.1)
+    changes = gpt.Changes(layers=2, embed=32, mlp=64, seq_len=16, dropout=0.1)
     args = gpt.Args(
         run=config,
         shape=changes,

@@ -41,7 +41,12 @@ def make_mesh(**sizes):
 
 
 def make_state(
-    make_model: Any = MLP, rule=FSDP, *, optim: Any = OPTIM, precision=None, **sizes: Any
+    make_model: Any = MLP,
+    rule: Any = FSDP,
+    *,
+    optim: Any = OPTIM,
+    precision=None,
+    **sizes: Any,
 ):
     """Without arrays."""
     return eqxshard.abstract_state(
@@ -53,7 +58,7 @@ def lint(
     make_model: Any = MLP,
     loss_fn=square_losses,
     batch: Any = BATCH,
-    rule=FSDP,
+    rule: Any = FSDP,
     *,
     optim: Any = OPTIM,
     precision=None,

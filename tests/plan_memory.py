@@ -30,7 +30,9 @@ import fashion_mnist
 import gpt
 from gpt_model import GPT, Shape
 
-SHAPE = Shape(layers=4, heads=8, kv_heads=4, embed=384, mlp=1024, block=128, vocab=8192)
+SHAPE = Shape(
+    layers=4, heads=8, kv_heads=4, embed=384, mlp=1024, seq_len=128, vocab_size=8192
+)
 OPTIM = optax.adamw(1e-3)
 #: What is freed goes back to the system at once, so that it does not count.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536"}
@@ -54,7 +56,7 @@ def images(rows):
 
 def texts(rows):
     tokens = np.random.default_rng(0).integers(
-        0, SHAPE.vocab, (rows, SHAPE.block + 1), np.int32
+        0, SHAPE.vocab_size, (rows, SHAPE.seq_len + 1), np.int32
     )
     return {"tokens": tokens[:, :-1].copy(), "targets": tokens[:, 1:].copy()}
 

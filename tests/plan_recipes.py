@@ -7,7 +7,7 @@ import jax
 
 import eqxshard
 from eqxshard.planning._targets import Compiler
-from eqxshard.run._planned import collect
+from eqxshard.run._planned import plan_script
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 
@@ -25,7 +25,7 @@ CASES = {
     "gpt fsdp": ("gpt.py", "", {"fsdp": FSDP}),
     "gpt tensor": (
         "gpt.py",
-        "--mesh data=2,fsdp=2,tensor=2 --vocab 66",
+        "--mesh data=2,fsdp=2,tensor=2 --vocab-size 66",
         {"data": {"all-reduce"}, "fsdp": FSDP, "tensor": {"all-reduce"}},
     ),
     "gpt packed": (
@@ -39,21 +39,27 @@ CASES = {
 def plan_recipe(name: str, backend: Compiler) -> tuple[eqxshard.Plan, int]:
     """The plan of a case, and the bytes of its state on one of eight real devices."""
     recipe, options, _ = CASES[name]
-    with collect(RECIPES / recipe, options.split(), devices=8) as (arguments, notes):
-        assert notes == ()
+    found: list[tuple[eqxshard.Plan, int]] = []
+
+    def planner(run, notes):
+        assert notes == []
+        arguments = run.for_mesh(8)
         plan = eqxshard.plan(**arguments, backend=backend)
-        mesh = eqxshard.make_mesh(**arguments["mesh_shape"])
         state = eqxshard.abstract_state(
             arguments["make_model"],
             arguments["optim"],
             key=jax.random.key(0),
-            mesh=mesh,
+            mesh=eqxshard.make_mesh(**arguments["mesh_shape"]),
             rule=arguments["rule"],
             precision=arguments["precision"],
         )
-    arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.ShapeDtypeStruct)]
-    shards = [math.prod(x.sharding.shard_shape(x.shape)) for x in arrays]
-    return plan, sum(x.dtype.itemsize * n for x, n in zip(arrays, shards))
+        leaves = jax.tree.leaves(state)
+        arrays = [x for x in leaves if isinstance(x, jax.ShapeDtypeStruct)]
+        shards = [math.prod(x.sharding.shard_shape(x.shape)) for x in arrays]
+        found.append((plan, sum(x.dtype.itemsize * n for x, n in zip(arrays, shards))))
+
+    plan_script(RECIPES / recipe, options.split(), planner)
+    return found[0]
 
 
 def check_recipe(name: str, backend: Compiler) -> eqxshard.Plan:

@@ -13,7 +13,14 @@ from gpt_model import GPT, Shape
 import eqxshard
 
 SHAPE = Shape(
-    layers=4, heads=4, kv_heads=2, embed=128, mlp=256, block=64, vocab=256, tied=False
+    layers=4,
+    heads=4,
+    kv_heads=2,
+    embed=128,
+    mlp=256,
+    seq_len=64,
+    vocab_size=256,
+    tied=False,
 )
 ROWS = 16
 BFLOAT16 = eqxshard.Precision("bfloat16")
@@ -36,7 +43,7 @@ PIPELINE, MICROBATCHES = {"stage": 4, "data": 2}, [4, 8]
 
 #: Sizes and meshes that are not powers of two.
 ODD = Shape(
-    layers=3, heads=6, kv_heads=2, embed=96, mlp=200, block=48, vocab=250, tied=False
+    layers=3, heads=6, kv_heads=2, embed=96, mlp=200, seq_len=48, vocab_size=250, tied=False
 )
 ODD_ROWS = 12
 ODD_MESHES: dict[str, dict[str, int]] = {
@@ -56,7 +63,7 @@ def plan_gpt(
     **options: Any,
 ) -> eqxshard.Plan:
     """A plan of the recipe's step, in bfloat16, with layers that are computed again."""
-    tokens = jax.ShapeDtypeStruct((rows, shape.block), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((rows, shape.seq_len), jnp.int32)
     return eqxshard.plan(
         partial(GPT, shape=shape, remat="full", microbatches=microbatches),
         gpt.loss_fn,
@@ -90,10 +97,10 @@ def theory(
     data, fsdp, tensor, context = (mesh_shape.get(axis, 1) for axis in axes)
     s = shape
     layer = layer_size(s)
-    layers, table = s.layers * layer / tensor, s.vocab * s.embed / tensor
+    layers, table = s.layers * layer / tensor, s.vocab_size * s.embed / tensor
     norms = (2 * s.layers + 1) * s.embed
     rows //= data * fsdp
-    activations = rows * s.block * s.embed
+    activations = rows * s.seq_len * s.embed
     sent: dict[tuple[str, str], float] = {}
 
     def add(axes: str, kind: str, size: float, devices: int) -> None:
@@ -104,7 +111,7 @@ def theory(
     # Parameters: the layers twice, forward and again backward. The tokens (int32), of
     # which each device looks up its features.
     add("fsdp", "all-gather", 2 * (2 * layers + 2 * table), fsdp)
-    add("fsdp", "all-gather", 4 * fsdp * rows * s.block, fsdp)
+    add("fsdp", "all-gather", 4 * fsdp * rows * s.seq_len, fsdp)
     # Gradients: that of the input's table by its features, which change hands.
     add("fsdp", "reduce-scatter", 2 * (layers + table), fsdp)
     add("fsdp", "all-to-all", 2 * activations, fsdp)
@@ -115,11 +122,11 @@ def theory(
     # Activations: of each layer's two blocks forward, one of them again, and the
     # gradients of both; of both tables. Of the cross-entropy three numbers per token.
     add("tensor", "all-reduce", 2 * 2 * (5 * s.layers + 2) * activations, tensor)
-    add("tensor", "all-reduce", 2 * 4 * 3 * rows * s.block, tensor)
+    add("tensor", "all-reduce", 2 * 4 * 3 * rows * s.seq_len, tensor)
     if context > 1:
         # Each device's keys and values visit the others, forward and twice backward. With
         # the last of these go their gradients, in float32; then these come home.
-        keys = rows * s.block // context * s.kv_heads * s.head_dim
+        keys = rows * s.seq_len // context * s.kv_heads * s.head_dim
         visits = 3 * 2 * (2 * keys) + 4 * (2 * keys)
         home = 2 * (2 * keys)
         sent["context", "collective-permute"] = s.layers * ((context - 1) * visits + home)
@@ -133,9 +140,9 @@ def theory_of_experts(devices: int, shape: Shape) -> dict[tuple[str, str], float
     Of the further rounds, which the data ask for or not, one counts: both ways forward,
     and backward these again and those of the gradients.
     """
-    s, tokens = shape, ROWS * shape.block
+    s, tokens = shape, ROWS * shape.seq_len
     part = (devices - 1) / devices
-    slots = 2 * s.top_k * s.block // (s.experts * devices)
+    slots = 2 * s.top_k * s.seq_len // (s.experts * devices)
     rows = ROWS * s.experts * slots * s.embed
     # Attention takes whole sequences: queries, keys and values, and the gradient of the
     # output. Each device looks up all tokens, and needs the gradients of all.
@@ -143,7 +150,7 @@ def theory_of_experts(devices: int, shape: Shape) -> dict[tuple[str, str], float
     gathered = s.layers * (2 * qkv + tokens * s.embed) + tokens * s.embed
     # Gradients of all but the experts' own parameters and the input's table.
     layer = attention_size(s) + 2 * s.embed + s.experts * s.embed
-    dense = s.layers * layer + s.embed + s.vocab * s.embed
+    dense = s.layers * layer + s.embed + s.vocab_size * s.embed
     # How often each device's tokens choose each expert, twice; the mean probabilities of
     # the experts; the loss of each example.
     routes = s.layers * (2 * ROWS * s.top_k * devices * s.experts + ROWS * s.experts)
@@ -159,8 +166,8 @@ def theory_of_stages(microbatches: int) -> dict[tuple[str, str], float]:
     stages, data = PIPELINE.values()
     s = SHAPE
     layer = layer_size(s) + 2 * s.embed
-    table = s.vocab * s.embed
-    activations = ROWS // data * s.block * s.embed
+    table = s.vocab_size * s.embed
+    activations = ROWS // data * s.seq_len * s.embed
     # A pipeline sums gradients in float32: over the rows those of its layers and of the
     # input's table; those of the output's table and norm over the stages, too.
     by_rows, by_all = s.layers * layer / stages + table, table + s.embed

@@ -145,11 +145,6 @@ def test_a_search_of_nothing(command):
     words = ("search", REGRESSION, "--devices=4", "--backend=cpu")
     refused = command(*words, "--search-accumulate=many")
     assert_refused(refused, "--search-accumulate many is not a list of numbers; use one")
-    for text in ("remat", "=full", "remat=full,"):
-        refused = command(*words, f"--vary={text}")
-        assert_refused(refused, f"--vary {text} is not an option with values; use one such")
-    refused = command(*words, "--vary=learn=1,2")
-    assert_refused(refused, "nrecognized options: --learn")
     refused = command(*words, "--search-axes=fdsp")
     assert_refused(refused, "fdsp")
     refused = command(*words, "--json=nowhere/search.json")
@@ -200,19 +195,6 @@ def test_a_search_ranks_meshes_of_a_script(command, monkeypatch, tmp_path):
     assert status == 0, err
     found = json.loads((tmp_path / "search.json").read_text())
     assert [each["name"] for each in found["candidates"] if each["fits"]] == ["tensor=2"]
-
-
-@pytest.mark.thorough
-@pytest.mark.usefixtures("as_scripts_run")
-def test_a_search_varies_options_of_a_script(command, script, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    words = ("search", script(), "--devices=2", "--device=cpu", "--search-axes=data")
-    status, _, err = command(*words, "--vary=size=wide,thin", "--json=search.json")
-    assert status == 0, err
-    wide, thin = json.loads((tmp_path / "search.json").read_text())["candidates"]
-    assert (wide["name"], thin["name"]) == ("data=2, size=wide", "data=2, size=thin")
-    assert wide["fits"] and wide["model"] == "size=wide"
-    assert "KeyError: 'thin' at net.py:" in thin["reason"]
 
 
 @pytest.mark.slow

@@ -128,7 +128,6 @@ def handle(*_):
     print("asked to stop", flush=True)
     sys.exit(143)
 signal.signal(signal.SIGTERM, handle)
-time.sleep(0.5)  # The launcher may still be starting its threads.
 print("ready", flush=True)
 time.sleep(60)
 """
@@ -143,7 +142,6 @@ time.sleep(60)
 def test_signals_that_are_ignored_stay_ignored(script):
     """As under nohup, or in the background of a shell."""
     body = """
-time.sleep(0.5)  # The launcher may still be starting its threads.
 print("ready", flush=True)
 time.sleep(1)
 print("done", flush=True)
@@ -160,7 +158,6 @@ print("done", flush=True)
 def test_a_second_signal_kills(script):
     body = """
 signal.signal(signal.SIGTERM, lambda *_: print("busy", flush=True))
-time.sleep(0.5)  # The launcher may still be starting its threads.
 print("ready", flush=True)
 while True:
     time.sleep(1)
@@ -181,7 +178,6 @@ def handle(*_):
     if number == 0:
         sys.exit(143)  # The other must be killed.
 signal.signal(signal.SIGTERM, handle)
-time.sleep(0.5)  # The launcher may still be starting the other.
 print(f"ready {os.getpid()}", flush=True)
 while True:
     time.sleep(1)

@@ -196,7 +196,7 @@ def alone(kind):
 
 @pytest.mark.parametrize(
     "name, count",
-    graded(CASES, quick=[("hybrid", 8)], slow=[(name, 8) for name in SLOW]),
+    graded(CASES, slow=[(name, 8) for name in SLOW]),
 )
 def test_a_strategy_is_the_same_as_one_device(name, count):
     kind, rule, axes = STRATEGIES[name]

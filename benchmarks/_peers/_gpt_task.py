@@ -68,7 +68,7 @@ class Sequences:
     def __init__(self, task: Task):
         with np.load(task.data) as file:
             self.tokens, self.starts = file["tokens"], file["starts"]
-        self.block = task.sizes["block"]
+        self.block = task.sizes["seq_len"]
 
     def __len__(self) -> int:
         return self.starts.size

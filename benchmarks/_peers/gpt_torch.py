@@ -59,8 +59,8 @@ class GPT(nn.Module):
     def __init__(self, sizes: dict[str, Any]):
         super().__init__()
         embed = sizes["embed"]
-        self.embedding = nn.Embedding(sizes["vocab"], embed)
-        self.position = nn.Embedding(sizes["block"], embed)
+        self.embedding = nn.Embedding(sizes["vocab_size"], embed)
+        self.position = nn.Embedding(sizes["seq_len"], embed)
         self.blocks = nn.ModuleList(Block(**sizes) for _ in range(sizes["layers"]))
         self.norm = nn.LayerNorm(embed, bias=sizes["bias"])
 

@@ -203,7 +203,7 @@ class Module:
         tuples = [self._seen(self.operands(loop)[:1]), self._seen(body[-1:])]
         if compare is None or "direction=LT" not in compare.attributes:
             return None
-        sides = [self._seen([x]) for x in self.operands(compare)]
+        sides = [self._seen([x]) for x in self._outer_operands(compare)]
         counter = sides[0] if len(sides) == 2 else None
         if counter is None or counter.opcode != "get-tuple-element":
             return None
@@ -216,7 +216,7 @@ class Module:
         if after is None or after.opcode != "add":
             return None
         start, stop = _integer(first), _integer(bound)
-        steps = [_integer(self._seen([x])) for x in self.operands(after)]
+        steps = [_integer(self._seen([x])) for x in self._outer_operands(after)]
         step = next(filter(None, steps), None)
         if start is None or stop is None or step is None:
             return None
@@ -232,6 +232,16 @@ class Module:
                 instructions = self.computations.get(dict(found.called())["calls"], ())[-1:]
             found = instructions[0] if instructions else None
         return found
+
+    def _outer_operands(self, instruction: Instruction) -> list[Instruction]:
+        """What an instruction takes; in a fusion, what the fusion takes."""
+        callers = self.callers.get(instruction.computation, ())
+        fusions = [caller for caller in callers if caller.opcode == "fusion"]
+        outer = self.operands(fusions[0]) if fusions else []
+        return [
+            outer[int(x.content)] if outer and x.opcode == "parameter" else x
+            for x in self.operands(instruction)
+        ]
 
     def stack(self, instruction: Instruction) -> Iterator[Frame]:
         """The places in the code that an instruction is from, innermost first."""

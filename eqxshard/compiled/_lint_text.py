@@ -15,7 +15,7 @@ from ..sharding._text import comma_list
 from ._causes import Causes
 from ._communication import Operation, find_collectives
 from ._findings import REWRITTEN, Finding
-from ._hlo import Module
+from ._hlo import Instruction, Module
 
 _ALIAS = re.compile(r"\{[\d, ]*\}: \((\d+), \{[\d, ]*\}, (?:may|must)-alias\)")
 _ARGUMENT = re.compile(r"^arrays\[(\d+)\]")
@@ -163,7 +163,7 @@ class TextLint:
 
         The gradients of the backward pass, and an optimizer, depend on the batch, too.
         """
-        name = operation.start.op_name
+        name = self._op_name(operation.start)
         is_forward = "jvp(" in name or not self._is_training
         if operation.kind != "all-gather" or "transpose(" in name or not is_forward:
             return False
@@ -172,10 +172,19 @@ class TextLint:
             for shape in operation.shapes
         )
 
+    def _op_name(self, value: Instruction) -> str:
+        """Where in the program a value is from; XLA's own gathers may not say it."""
+        for _ in range(_DEEPEST):
+            operands = self._module.operands(value)
+            if value.op_name or not operands:
+                break
+            value = operands[0]
+        return value.op_name
+
     def _all_layers(self, operation: Operation, leaf: Argument) -> Iterator[Finding]:
         """Stacked layers that a loop takes one by one, gathered before it."""
         count = max(math.prod(shape.dims) for shape in operation.shapes)
-        if leaf.shape not in self._scanned or leaf.shape[0] == 1:
+        if leaf.shape not in self._scanned or len(leaf.shape) < 2 or leaf.shape[0] == 1:
             return
         if count == self._in_use(leaf):
             yield Finding(

@@ -26,7 +26,7 @@ from ..checkpoint._arrays import (
 from ..checkpoint._checksums import is_complete, verify, write_checksums
 from ..distributed import barrier, is_main_process
 from ..sharding._files import read_json
-from ..sharding._leaves import array_leaves, is_array, is_key
+from ..sharding._leaves import array_leaves, is_key
 from ..training._state import TrainState, split_model, without_state
 from ..training._train_step import TrainStep
 from ..transforms._partition import partition
@@ -81,7 +81,9 @@ def write_crash_dump(
 
     `TypeError` if the batch is something else.
     """
-    if not isinstance(batch, dict) or not all(map(is_array, batch.values())):
+    if not isinstance(batch, dict) or not all(
+        isinstance(entry, jax.Array | np.ndarray) for entry in batch.values()
+    ):
         raise TypeError(
             f"the batch is a {type(batch).__name__}, and a crash dump can hold only a dict "
             "of arrays; make the loader return one."
@@ -89,8 +91,13 @@ def write_crash_dump(
     config = train_step.config.following(state)
     trained, _ = split_model(state.model, config.trainable)
     key = jax.random.fold_in(state.key, steps[0] - 1)
-    inputs = {"model": state.model, "model_state": state.model_state, "batch": batch}
-    leaves, _ = partition_by_path({**inputs, "key": key})
+    inputs = {
+        "model": state.model,
+        "model_state": state.model_state,
+        "batch": {name: jnp.asarray(entry) for name, entry in batch.items()},
+        "key": key,
+    }
+    leaves, _ = partition_by_path(inputs)
     rows = getattr(loader, "rows", None)
     compute = config.precision and config.precision.compute
     dump = {

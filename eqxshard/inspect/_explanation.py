@@ -31,7 +31,7 @@ class Leaf:
     - `spec`: its `PartitionSpec`.
     - `bytes_whole`, `bytes_per_device`: of the whole array, and of one device's part.
     - `rule`: the rule that decided.
-    - `note`: why the leaf is whole, if the rule could not split it; and whether it is
+    - `note`: why the leaf is replicated, if the rule could not split it; and whether it is
         frozen.
     - `update_spec`, `update_rule`: the same for its gradient and its part of the
         optimizer's state, which differ under [`eqxshard.zero1`][]. `None` and empty if

@@ -112,14 +112,11 @@ def _rows(loader: Batches) -> list[Int[np.ndarray, " _"]] | None:
     return rows
 
 
-def _order(outputs: Any, rows: list[Int[np.ndarray, " _"]]) -> Any:
+def _order(outputs: np.ndarray, rows: list[Int[np.ndarray, " _"]]) -> np.ndarray:
     """Where each example's row is in the outputs of all batches, which may be padded."""
     size = len(outputs) // len(rows)
     places = [batch * size + np.arange(len(each)) for batch, each in enumerate(rows)]
-    order = np.concatenate(places)[np.argsort(np.concatenate(rows))]
-    in_order = np.array_equal(order, np.arange(len(order)))
-    # A slice of a whole array is not a copy.
-    return slice(len(order)) if in_order else order
+    return np.concatenate(places)[np.argsort(np.concatenate(rows))]
 
 
 @ft.lru_cache(maxsize=_KEPT)

@@ -80,50 +80,34 @@ class Watchdog:
             phase = self._clock.now
             waited = time.perf_counter() - phase.since
             if stalled is not None and phase is not stalled:
-                _log_end(stalled, phase.since)
+                took = phase.since - stalled.since
+                _LOG.warning(
+                    "%s came after %.0f s; training continues.", stalled.what, took
+                )
                 stalled = None
             if ended:
                 return
             if stalled is None and waited > stall_seconds:
                 stalled = phase
-                _log_stall(phase, waited)
+                stacks = _stacks()
+                _LOG.error("%s. The stacks of all threads:\n%s", _describe(phase), stacks)
             if self._hang_seconds is not None and waited > self._hang_seconds:
-                _log_hang(phase, waited, self._hang_seconds)
+                _LOG.error(
+                    "%s, longer than hang_seconds=%g. This process ends with status %d; "
+                    "start the run again, to resume from its newest checkpoint.",
+                    _describe(phase),
+                    self._hang_seconds,
+                    _HANG_STATUS,
+                )
                 abort_process(_HANG_STATUS)
 
 
-def _log_stall(phase: Phase, waited: float) -> None:
-    _LOG.error(
-        "%sno progress for %.0f s: waiting for %s. The stacks of all threads:\n%s",
-        _process(),
-        waited,
-        phase.what,
-        _stacks(),
-    )
-
-
-def _log_end(stalled: Phase, end: float) -> None:
-    took = end - stalled.since
-    _LOG.warning("%s came after %.0f s; training continues.", stalled.what, took)
-
-
-def _log_hang(phase: Phase, waited: float, limit: float) -> None:
-    _LOG.error(
-        "%sno progress for %.0f s, longer than hang_seconds=%g: waiting for %s. This "
-        "process ends with status %d; start the run again, to resume from its newest "
-        "checkpoint.",
-        _process(),
-        waited,
-        limit,
-        phase.what,
-        _HANG_STATUS,
-    )
-
-
-def _process() -> str:
-    """Which of several processes this is, to begin a line with."""
+def _describe(phase: Phase) -> str:
+    """What a run waits for, since when, and which of several processes does."""
     count = jax.process_count()
-    return f"process {jax.process_index()} of {count}: " if count > 1 else ""
+    process = f"process {jax.process_index()} of {count}: " if count > 1 else ""
+    waited = time.perf_counter() - phase.since
+    return f"{process}no progress for {waited:.0f} s: waiting for {phase.what}"
 
 
 def _stacks() -> str:

@@ -1,9 +1,12 @@
 """Self-attention by cuDNN, which splits over the batch and the heads as its arrays do."""
 
 import functools as ft
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
@@ -43,17 +46,42 @@ def supports(
 
 
 def attend(causal: bool, scale: float, *arrays: Array) -> Array:
-    """Attention of a query, a key and a value, and maybe segments.
-
-    In code that is per device over some axes, such as a pipeline's stages, cuDNN does not
-    split over the others by itself: there it is called per device over all.
-    """
+    """Attention of a query, a key and a value, and maybe segments."""
     fn = ft.partial(_attend, causal, scale)
     mesh = jax.sharding.get_abstract_mesh()
-    rest = {*mesh.axis_names} - {*mesh.manual_axes}
-    if not rest or not mesh.manual_axes:
-        return fn(*arrays)
-    query, key, *_ = arrays
+    if mesh.manual_axes and {*mesh.manual_axes} < {*mesh.axis_names}:
+        return checkpoint_name(_within_per_device_code(fn, *arrays), "attention")
+    return fn(*arrays)
+
+
+# In code that is per device over some axes, such as a pipeline's stages, cuDNN does not
+# split over the others by itself. JAX cannot differentiate `_on_devices` there.
+@ft.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _within_per_device_code(fn: Callable[..., Array], *arrays: Array) -> Array:
+    return _on_devices(fn, *arrays)
+
+
+def _forward(fn: Callable[..., Array], *arrays: Array) -> tuple[Array, tuple[Array, ...]]:
+    return _on_devices(fn, *arrays), arrays
+
+
+def _backward(
+    fn: Callable[..., Array], arrays: tuple[Array, ...], grad: Array
+) -> tuple[Array | None, ...]:
+    def gradient(*arrays: Array) -> tuple[Array, ...]:
+        query, key, value, grad, *segments = arrays
+        return jax.vjp(lambda *qkv: fn(*qkv, *segments), query, key, value)[1](grad)
+
+    segments = arrays[3:]
+    return *_on_devices(gradient, *arrays[:3], grad, *segments), *[None] * len(segments)
+
+
+_within_per_device_code.defvjp(_forward, _backward)
+
+
+def _on_devices(fn: Callable[..., Any], *arrays: Array) -> Any:
+    """Call a function per device over the axes over which the code around it is not."""
+    mesh, (query, key, *_) = jax.sharding.get_abstract_mesh(), arrays
     rows = automatic_axes(BATCH_AXES, len(query)) or None
     heads = automatic_axes(("tensor",), query.shape[2], key.shape[2]) or None
     spec = PartitionSpec(rows, None, heads)
@@ -62,7 +90,7 @@ def attend(causal: bool, scale: float, *arrays: Array) -> Array:
         mesh=mesh,
         in_specs=tuple(spec if x.ndim == 4 else PartitionSpec(rows) for x in arrays),
         out_specs=spec,
-        axis_names=rest,
+        axis_names={*mesh.axis_names} - {*mesh.manual_axes},
         check_vma=False,
     )(*arrays)
 

@@ -32,5 +32,6 @@ def format_seconds(seconds: int | float) -> str:
 
 
 def format_value(value: int | float) -> str:
-    """A metric in four digits."""
-    return f"{value:,.0f}" if abs(value) >= 9999.5 else f"{value:.4g}"
+    """A metric in four digits, or a whole number."""
+    is_whole = isinstance(value, int) or abs(value) >= 9999.5
+    return f"{value:,.0f}" if is_whole else f"{value:.4g}"

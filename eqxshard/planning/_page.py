@@ -19,15 +19,8 @@ from ..pages._kit import (
 )
 from ..pages._mesh import draw_mesh
 from ..sharding._text import format_mesh
-from ._plan import (
-    ARRAYS,
-    COLLECTIVES,
-    Plan,
-    by_bytes,
-    by_total,
-    collective_row,
-    leaf_row,
-)
+from ._plan import Plan
+from ._tables import ARRAYS, COLLECTIVES, by_bytes, by_total, collective_row, leaf_row
 from ._targets import how_sure
 
 

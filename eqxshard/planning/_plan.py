@@ -5,31 +5,16 @@ import html
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
 from ..compiled._collective import Collective, join_axes
 from ..inspect._explanation import Leaf
 from ..inspect._lint import Findings
-from ..inspect._tables import format_shape, render
-from ..pages._format import format_bytes, format_flops, format_seconds
-from ..pages._kit import Cell, Number
-from ..sharding._spec import format_spec
-from ..sharding._text import format_mesh
-from ._targets import Compiler, Target, how_sure
+from ._targets import Compiler, Target
 from ._timeline import PlannedSpan, make_trace
-
-#: How many collectives, and how many arrays, are printed.
-_PRINTED = 15
-
-#: The columns of collectives and of arrays, in text and on pages.
-COLLECTIVES = ("axes", "kind", "times", "each", "in all", "hidden", "in a loop", "cause")
-ARRAYS = ("array", "type", "shape", "spec", "bytes", "gradient", "optimizer", "in all")
 
 
 @dataclass(frozen=True)
@@ -262,129 +247,9 @@ class Plan:
         file.write_text(text, encoding="utf-8")
 
     def __str__(self) -> str:
-        return "\n\n".join(self._sections())
+        from ._tables import print_plan  # It imports this module.
+
+        return "\n\n".join(print_plan(self))
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
-
-    def _sections(self) -> Iterator[str]:
-        yield (
-            f"{self.devices} x {self.target.kind} ({format_mesh(self.mesh)}), compiled in "
-            f"{self.compile_seconds:.0f} s by the backend {self.backend}"
-        )
-        yield render(self._memory_table())
-        if self.collectives:
-            rows = [collective_row(each, most=3) for each in by_bytes(self.collectives)]
-            yield _print_rows("collectives", COLLECTIVES, rows)
-        if self.leaves:
-            yield _print_rows("arrays", ARRAYS, [*map(leaf_row, by_total(self.leaves))])
-        yield "\n".join(self._summary())
-        if self.findings:
-            yield f"Most likely not meant:\n{self.findings}"
-
-    def _memory_table(self) -> Table:
-        memory = self.memory
-        gradients = format_bytes(memory.gradients)
-        rows = {
-            "parameters": memory.parameters,
-            "optimizer state": memory.optimizer,
-            "other state": memory.other_state,
-            "batch": memory.batch,
-            f"temporaries (gradients: {gradients})": memory.temporaries,
-            "peak": memory.peak,
-        }
-        if memory.left is not None:
-            rows[f"left of {format_bytes(memory.device or 0)}"] = memory.left
-        if memory.host:
-            rows["of the host's memory"] = memory.host
-        table = Table("memory of a device")
-        table.add_column(justify="right")
-        for name, size in rows.items():
-            table.add_row(name, format_bytes(size))
-        return table
-
-    def _summary(self) -> Iterator[str]:
-        flops = ", ".join(f"{format_flops(n)} {k}" for k, n in self.flops.items())
-        yield f"Arithmetic of a device: {flops or 'no matrix products'}"
-        if self.time is not None and self.time.step:
-            parts = ", ".join(
-                f"{name} {format_seconds(seconds)}"
-                for name, seconds in self.time.parts.items()
-                if seconds
-            )
-            yield (
-                f"A step takes {how_sure(self.target)} {format_seconds(self.time.step)}, "
-                f"bound by {self.time.bound}: {parts}"
-            )
-            speed = f"{self.examples_per_second:,.4g} examples/s in all"
-            if self.tokens_per_second is not None:
-                each = self.tokens_per_second / self.devices
-                speed = f"{self.tokens_per_second:,.0f} tokens/s in all, {each:,.0f} each"
-            used = "" if self.mfu is None else f"; {self.mfu:.0%} MFU at that speed"
-            yield f"{speed}{used}"
-        if self.fits is False:
-            yield self._lack()
-        for note in self.notes:
-            yield f"Note: {note}."
-
-    def _lack(self) -> str:
-        memory = self.memory
-        said = f"It does not fit: each device lacks {format_bytes(-(memory.left or 0))}"
-        if memory.peak - memory.temporaries > (memory.device or 0):
-            return f"{said}, as its state is too large; split it over more devices."
-        return (
-            f"{said}, as temporaries take {format_bytes(memory.temporaries)}; compute in "
-            "bfloat16, compute layers again (remat), or accumulate over more microbatches."
-        )
-
-
-def by_bytes(collectives: Sequence[Collective]) -> list[Collective]:
-    """Collectives, those first that send the most in a step."""
-    return sorted(collectives, key=lambda each: -each.sent_in_all)
-
-
-def by_total(leaves: Sequence[Leaf]) -> list[Leaf]:
-    """Arrays, those first that take the most of a device."""
-    return sorted(leaves, key=lambda leaf: -leaf.total)
-
-
-def collective_row(each: Collective, most: int | None = None) -> list[Cell]:
-    """The cells of `COLLECTIVES`, naming at most so many arrays."""
-    names = [*each.leaves[:most]]
-    if len(each.leaves) > len(names):
-        names.append(f"{len(each.leaves) - len(names)} more")
-    return [
-        join_axes(each.axes),
-        each.kind,
-        Number("?" if each.times is None else f"{each.times:,}", each.times),
-        _bytes(each.sent),
-        _bytes(each.sent_in_all),
-        Number("" if each.hidden is None else f"{each.hidden:.0%}", each.hidden),
-        "yes" if each.in_loop else "",
-        " at ".join(filter(None, [", ".join(names), each.line])),
-    ]
-
-
-def leaf_row(leaf: Leaf) -> list[Cell]:
-    """The cells of `ARRAYS`."""
-    sizes = (leaf.bytes_per_device, leaf.gradient, leaf.optimizer, leaf.total)
-    spec = format_spec(leaf.spec)
-    return [leaf.path, leaf.dtype, format_shape(leaf.shape), spec, *map(_bytes, sizes)]
-
-
-def _bytes(size: int) -> Number:
-    return Number(format_bytes(size), size)
-
-
-def _print_rows(what: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
-    """The first rows of a table, as text."""
-    some = f"{_PRINTED} largest of " if len(rows) > _PRINTED else ""
-    table = Table(title=f"{some}{len(rows)} {what}", title_justify="left")
-    table.title_style = "none"
-    for column, cell in zip(columns, rows[0], strict=True):
-        justify = "right" if isinstance(cell, Number) else "left"
-        table.add_column(column, justify=justify, overflow="fold")
-    for row in rows[:_PRINTED]:
-        texts = (cell.text if isinstance(cell, Number) else cell for cell in row)
-        table.add_row(*map(Text, texts))
-    return render(table)

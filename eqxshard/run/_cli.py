@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import io
 import itertools
 import operator
@@ -13,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import tyro
@@ -23,8 +22,8 @@ from ..data._planning import is_planning
 from ..debug._script import refuse_import
 from ..distributed import exit_process, initialize
 from ..transforms._cache import cache_compilations
-from ._config import RunConfig
-from ._planned import ScriptReady
+from ._config import RunConfig, command_line
+from ._planned import planned_by, print_plan
 
 _Args = TypeVar("_Args")
 
@@ -39,7 +38,8 @@ def cli(
 
     Arguments are parsed by [tyro](https://brentyi.github.io/tyro/). Then the process
     joins others, if there are any ([`eqxshard.initialize`][]), and keeps compiled
-    programs ([`eqxshard.cache_compilations`][]).
+    programs ([`eqxshard.cache_compilations`][]). With `--plan`, it runs up to its call of
+    [`eqxshard.train`][], which is then planned instead.
 
     A `ValueError` or `FloatingPointError` of this library, of the script itself or of a
     module in its folder, and any `OSError`, ends the script with one line on stderr and
@@ -71,16 +71,23 @@ def cli(
         ```
     """
     refuse_import("eqxshard.cli")
-    if is_planning():
-        raise ScriptReady(functools.partial(_run, main, args_type))
     try:
-        with allow_closed_stdout(), exit_on_errors():
+        with allow_closed_stdout(), exit_on_errors(), command_line():
             parsed = _parse(args_type, sys.argv[1:] if args is None else args)
-            cache_compilations()
-            initialize()
-            last_line = main(parsed)
-            if last_line is not None and jax.process_index() == 0:
-                print(last_line)
+            plan = _plan_of(parsed)
+            if is_planning():
+                main(parsed)
+            elif plan is not None:
+                # The accelerators of this machine are not needed.
+                jax.config.update("jax_platforms", "cpu")
+                with planned_by(print_plan(plan)):
+                    main(parsed)
+            else:
+                cache_compilations()
+                initialize()
+                last_line = main(parsed)
+                if last_line is not None and jax.process_index() == 0:
+                    print(last_line)
     except KeyboardInterrupt:
         print(
             "stopped; everything logged and saved so far is kept: --resume continues.",
@@ -93,12 +100,6 @@ def cli(
         # Not sys.exit: JAX 0.10 crashes at exit if a compilation was interrupted.
         os._exit(130)
     exit_process(0)
-
-
-def _run(main: Callable[[Any], Any], args_type: type[Any], args: Sequence[str]) -> None:
-    """Call a script's main function, for what it trains."""
-    with exit_on_errors():
-        main(_parse(args_type, args))
 
 
 @contextlib.contextmanager
@@ -127,17 +128,17 @@ def _parse(args_type: type[_Args], args: Sequence[str]) -> _Args:
     box = io.StringIO()
     try:
         with contextlib.redirect_stderr(box):
-            parsed = tyro.cli(args_type, args=given, config=config)
+            parsed: Any = tyro.cli(args_type, args=given, config=config)
     except SystemExit as stop:
         if not stop.code:
             raise  # After --help.
         raise ValueError(_first_sentence(box.getvalue())) from None
-    for field in dataclasses.fields(cast(Any, parsed)):
-        value = getattr(parsed, field.name)
-        if isinstance(value, RunConfig):
-            value = _one_length(value, field.default)
-            value.check()
-            parsed = dataclasses.replace(cast(Any, parsed), **{field.name: value})
+    for field in dataclasses.fields(parsed):
+        config = getattr(parsed, field.name)
+        if isinstance(config, RunConfig):
+            config = _one_length(config, field.default)
+            config.check()
+            parsed = dataclasses.replace(parsed, **{field.name: config})
     return parsed
 
 
@@ -149,6 +150,12 @@ def _one_length(config: RunConfig, default: Any) -> RunConfig:
         if config.epochs != default.epochs and config.steps == default.steps:
             return dataclasses.replace(config, steps=None)
     return config
+
+
+def _plan_of(parsed: Any) -> str | None:
+    """What `--plan` says, if a script has the options of a run."""
+    values = [getattr(parsed, field.name) for field in dataclasses.fields(parsed)]
+    return next((x.plan for x in [parsed, *values] if isinstance(x, RunConfig)), None)
 
 
 def _first_sentence(box: str) -> str:

@@ -1,23 +1,17 @@
 """One page of several runs: their curves over each other, their results, what differs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..pages._format import format_seconds, format_value
+from ..pages._format import format_seconds
 from ..pages._html import Markup, tag
-from ..pages._kit import (
-    Number,
-    card,
-    fill_page,
-    plain_table,
-    scroller,
-    sortable_table,
-)
+from ..pages._kit import Cell, card, fill_page, plain_table, scroller, sortable_table
 from ..sharding._text import format_mesh
 from ..trackers._files import write_whole
+from ._curves import draw_curves
 from ._folder import RunFolder
+from ._page import names_of, number
 from ._read_run import RecordedRun, read_run, showing
-from ._run_curves import draw_curves
 
 
 def compare_runs(folders: Sequence[str], output: str) -> None:
@@ -44,7 +38,7 @@ def render_runs(runs: Mapping[str, RecordedRun]) -> str:
     """The page, as text; the runs by name."""
     cards = (
         card("runs", "Runs", _results(runs)),
-        card("curves", "Curves", draw_curves(runs) or tag("p", "Nothing is logged yet.")),
+        card("curves", "Curves", draw_curves(runs)),
         card("settings", "What differs", *_differences(runs)),
     )
     return fill_page(
@@ -65,26 +59,21 @@ def _results(runs: Mapping[str, RecordedRun]) -> Markup:
         if metric.kind
     )
     evaluated = [name for name in names if name.startswith("eval/")] or [*names]
-    rows = []
-    for number, (name, run) in enumerate(runs.items()):
-        rows.append(
-            [
-                _label(number, name),
-                run.short_state,
-                Number(f"{run.step:,}", run.step),
-                *[_number(run.last(key), format_value) for key in evaluated],
-                _number(run.step_seconds, format_seconds),
-                _number(run.examples_per_second, format_value),
-                _number(run.goodput, "{:.0%}".format),
-            ]
-        )
+    rows: list[list[Cell]] = [
+        [
+            _label(position, name),
+            run.state,
+            number(run.step),
+            *[number(run.last(key)) for key in evaluated],
+            number(run.step_seconds, format_seconds),
+            number(run.examples_per_second),
+            number(run.goodput, "{:.0%}".format),
+        ]
+        for position, (name, run) in enumerate(runs.items())
+    ]
     columns = ("Run", "State", "Step", *evaluated)
     columns += ("Time of a step", "Examples per second", "Goodput")
     return sortable_table("runs", columns, rows)
-
-
-def _number(value: float | None, text: Callable[[float], str]) -> Number:
-    return Number("" if value is None else text(value), value)
 
 
 def _label(number: int, name: str) -> Markup:
@@ -107,25 +96,16 @@ def _differences(runs: Mapping[str, RecordedRun]) -> list[Markup]:
 def _facts(run: RecordedRun) -> dict[str, str]:
     """The settings of a run and what else it may differ in, as text."""
     record = run.record
-    ran = {"data": record.get("data")}
-    if isinstance(devices := record.get("devices"), Mapping):
-        ran |= {"mesh": format_mesh(record.get("mesh") or {})}
-        ran |= {"devices": f"{devices['count']} x {devices['kind']}"}
-        ran |= {"devices of a process": devices.get("per_process")}
-    ran |= {"parameters": record.get("parameters")}
+    facts = dict(record.get("settings") or {})
     # Options have such names, too, and may not say what they came to.
-    facts = ran | dict(record.get("settings") or {}) | ran
-    # Of every run its own.
-    facts = {k: v for k, v in facts.items() if k not in ("output", "resume")}
-    facts |= {f"version of {k}": v for k, v in (record.get("versions") or {}).items()}
+    facts["data"] = record.get("data")
+    if devices := record.get("devices"):
+        facts["mesh"] = format_mesh(record.get("mesh") or {})
+        facts["devices"] = f"{devices['count']} x {devices['kind']}"
+        facts["devices of a process"] = devices["per_process"]
+    facts["parameters"] = record.get("parameters")
+    versions = record.get("versions") or {}
+    facts |= {f"version of {name}": version for name, version in versions.items()}
+    for own in ("output", "resume"):  # Of every run.
+        facts.pop(own, None)
     return {name: str(value) for name, value in facts.items() if value is not None}
-
-
-def names_of(runs: Sequence[RecordedRun]) -> list[str]:
-    """A short name for each run, unlike those of the others."""
-    paths = [run.path.resolve() for run in runs]
-    for depth in range(1, max((len(path.parts) for path in paths), default=0) + 1):
-        names = ["/".join(path.parts[-depth:]) for path in paths]
-        if len(set(names)) == len(names):
-            return names
-    raise ValueError("two of the folders are the same; give each run once.")

@@ -4,8 +4,11 @@ A script gets them by a field `run: RunConfig = RunConfig()` in the dataclass of
 arguments, where it may set other defaults, and passes them to `train` as `config`.
 """
 
+import contextlib
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -19,6 +22,29 @@ from ._devices import mesh_from_text, parse_mesh
 
 Resume = Literal["no", "yes", "auto"]
 Service = Literal["wandb", "mlflow"]
+
+#: An optimizer, or a function from the number of steps to one.
+MakeOptim = optax.GradientTransformation | Callable[[int], optax.GradientTransformation]
+
+_has_command_line: ContextVar[bool] = ContextVar("eqxshard_command_line", default=False)
+
+
+@contextlib.contextmanager
+def command_line() -> Iterator[None]:
+    """Let errors name options as they are typed on a command line."""
+    token = _has_command_line.set(True)
+    try:
+        yield
+    finally:
+        _has_command_line.reset(token)
+
+
+def option(name: str, value: Any = None) -> str:
+    """How an error names an option: `--batch-size 3` if there is a command line."""
+    if _has_command_line.get():
+        flag = f"--{name.replace('_', '-')}"
+        return flag if value is None else f"{flag} {value}"
+    return name if value is None else f"{name}={value!r}"
 
 
 def default(text: str, metavar: str | None = None) -> Any:
@@ -74,6 +100,8 @@ class RunConfig:
     """End a run that waits longer for one thing, so that it is started again."""
     profile: Annotated[str | None, default("none", "START:STOP")] = None
     """Write a profile of these steps to the folder profile in --output."""
+    plan: Annotated[str | None, default("none", "COUNTxDEVICE")] = None
+    """Plan a step on devices that are not there, such as 512xh200, instead of training."""
 
     def check(self) -> None:
         """Raise `ValueError` if an option makes no sense.
@@ -81,40 +109,52 @@ class RunConfig:
         [`eqxshard.cli`][] and [`eqxshard.train`][] call this. (Not `__post_init__`: tyro
         would report its errors in a box of its own.)
         """
-        names = ("epochs", "steps", "batch_size", "devices")
-        for name in (*names, "save_every", "evaluate_every", "log_every"):
+        counts = ("epochs", "steps", "batch_size", "devices")
+        for name in (*counts, "save_every", "evaluate_every", "log_every"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                flag = f"--{name.replace('_', '-')}"
-                raise ValueError(f"{flag} {value} is too small; use 1 or more.")
+                raise ValueError(f"{option(name, value)} is too small; use 1 or more.")
         if self.hang_seconds is not None and not self.hang_seconds > 0:
             raise ValueError(
-                f"--hang-seconds {self.hang_seconds} is too small; use more than 0, and "
-                "more than the longest evaluation or compilation takes."
+                f"{option('hang_seconds', self.hang_seconds)} is too small; use more than "
+                "the longest evaluation or compilation takes."
             )
         if self.epochs is not None and self.steps is not None:
             raise ValueError(
-                f"--epochs {self.epochs} and --steps {self.steps} contradict each other; "
-                "give one of them."
+                f"{option('epochs', self.epochs)} and {option('steps', self.steps)} "
+                "contradict each other; give one of them."
             )
         if not 0 <= self.seed < 2**32:
-            raise ValueError(f"--seed {self.seed} must be between 0 and 2**32 - 1.")
+            raise ValueError(
+                f"{option('seed', self.seed)} is out of range; use 0 to 2**32 - 1."
+            )
         if self.output == "":
-            raise ValueError("--output is empty; give a folder, or leave the option out.")
+            raise ValueError(
+                f"{option('output')} is empty; give a folder, or leave the option out."
+            )
         if self.resume not in ("no", "yes", "auto"):
-            raise ValueError(f"--resume {self.resume} is not no, yes or auto.")
+            raise ValueError(
+                f"{option('resume', self.resume)} is unknown; use no, yes or auto."
+            )
         for service in self.track:
             if self.track.count(service) > 1:
-                raise ValueError(f"--track names {service} twice; name it once.")
+                raise ValueError(f"{option('track')} names {service} twice; name it once.")
             if not is_installed(service):
                 raise ValueError(
-                    f"--track {service} needs the package {service}, which is not "
+                    f"{option('track', service)} needs the package {service}, which is not "
                     f"installed; install it with `pip install 'eqxshard[{service}]'`."
                 )
         if self.mesh is not None:
             parse_mesh(self.mesh)
         if self.profile is not None:
             Profile.parse(self.profile, "")
+        if self.plan is not None:
+            parse_plan(self.plan)
+            if self.devices is not None:
+                raise ValueError(
+                    f"{option('plan', self.plan)} and {option('devices', self.devices)} "
+                    "contradict each other; give one of them."
+                )
 
     def make_mesh(self, mesh: str | Mesh) -> Mesh:
         """The mesh that the options ask for.
@@ -134,15 +174,24 @@ class RunConfig:
             )
         if self.mesh is not None or self.devices is not None:
             raise ValueError(
-                "this script makes its own mesh; leave out --mesh and --devices, or let it "
-                "give a mesh as text."
+                "this script makes its own mesh; leave out "
+                f"{option('mesh')} and {option('devices')}, or let it give a mesh as text."
             )
         return mesh
 
 
-def optim_for(
-    make_optim: optax.GradientTransformation | Callable[[int], Any], steps: int
-) -> optax.GradientTransformation:
+def parse_plan(text: str) -> tuple[int, str]:
+    """The number and the kind of devices in a text such as `512xh200`."""
+    match = re.fullmatch(r"([1-9]\d*)x(\S+)", text)
+    if match is None:
+        raise ValueError(
+            f"{option('plan', text)} is not a number and a kind of devices; write one such "
+            "as 512xh200."
+        )
+    return int(match[1]), match[2]
+
+
+def make_optimizer(make_optim: MakeOptim, steps: int) -> optax.GradientTransformation:
     """The optimizer of a run of some steps: as it is given, or made for them.
 
     **Raises:**

@@ -26,7 +26,7 @@ from ..trackers._progress import ProgressBar
 from ..trackers._tensorboard import TensorBoard
 from ..trackers._values import is_evaluation
 from ..trackers._wandb import WandB
-from ._config import Resume, Service
+from ._config import Resume, Service, option
 
 _LOG = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class RunFolder:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = local_path(path, "the folder of a run (--output)")
+        self.path = local_path(path, "the folder of a run")
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
         self.curves = self.path / "curves.png"
@@ -97,13 +97,13 @@ class RunFolder:
             )
         if resume == "no" and steps:
             raise ValueError(
-                f"{self.path} has a run at step {steps[-1]}; add --resume to continue it, "
-                "or give another --output."
+                f"{self.path} has a run at step {steps[-1]}; add {option('resume', 'yes')} "
+                f"to continue it, or give another {option('output')}."
             )
         if resume == "yes" and not exists:
             raise ValueError(
-                f"{self.path} has no run to resume; leave --resume out, or use --resume "
-                "auto."
+                f"{self.path} has no run to resume; leave {option('resume')} out, or use "
+                f"{option('resume', 'auto')}."
             )
         return bool(steps)
 

@@ -1,13 +1,15 @@
 """The page of a run: one file of HTML, which loads nothing from elsewhere."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isfinite
+from typing import Any
 
 from ..loop._clock import format_duration
 from ..pages._format import format_bytes, format_seconds, format_value
 from ..pages._html import Markup, tag
 from ..pages._kit import (
+    Cell,
     Number,
     Part,
     card,
@@ -22,12 +24,13 @@ from ..pages._kit import (
     sortable_table,
 )
 from ..pages._mesh import draw_mesh
+from ..sharding._text import format_mesh
 from ..trackers._files import write_whole
+from ._curves import draw_curves
 from ._folder import RunFolder
 from ._read_run import RecordedRun, read_run, showing
-from ._run_curves import draw_curves
-from ._versus_plan import compare_with_plan
 
+_NOTHING = Markup("")
 #: The most evaluations that are listed: the last ones.
 _MOST_EVALUATIONS = 200
 
@@ -49,7 +52,7 @@ def render_run(run: RecordedRun) -> str:
     """The page, as text."""
     cards = (
         _warnings(run),
-        _curves(run),
+        card("curves", "Curves", draw_curves({run.path.name: run})),
         pair(_ledger(run), _plan(run)),
         _metrics(run),
         _evaluations(run),
@@ -59,7 +62,7 @@ def render_run(run: RecordedRun) -> str:
     return fill_page(
         title=run.title,
         about=" | ".join(filter(None, [run.title, _when(run)])),
-        headline=run.state,
+        headline=run.headline,
         tiles=draw_tiles(_tiles(run)),
         cards=cards,
     )
@@ -125,23 +128,18 @@ def _warnings(run: RecordedRun) -> Markup:
     content = [tag("ul", *items)] if items else []
     if run.crash_dump is not None:
         command = f"python -m eqxshard.replay {shlex.quote(str(run.crash_dump))} SCRIPT"
-        said = "Steps were not finite, and one is kept. With your script, this finds where "
-        said += "it began: "
+        said = (
+            "Steps were not finite, and one is kept. With your script, this finds where it "
+            "began: "
+        )
         content.append(tag("p", said, tag("code", command)))
-    return card("warnings", "Warnings", *content) if content else Markup("")
-
-
-def _curves(run: RecordedRun) -> Markup:
-    curves = draw_curves({run.path.name: run})
-    if not curves:
-        return card("curves", "Curves", tag("p", "Nothing is logged yet."))
-    return card("curves", "Curves", curves)
+    return card("warnings", "Warnings", *content) if content else _NOTHING
 
 
 def _ledger(run: RecordedRun) -> Markup:
     whole = sum(run.parts.values())
     if not whole:
-        return Markup("")
+        return _NOTHING
     ordered = sorted(run.parts.items(), key=lambda part: -part[1])
     parts = [
         Part("rest" if name == "other" else name, name, seconds, format_duration(seconds))
@@ -151,26 +149,61 @@ def _ledger(run: RecordedRun) -> Markup:
     said = f"{format_duration(whole)} of wall time. Each moment counts for one part."
     if run.goodput is not None:
         said += f" Steps ran for {run.goodput:.0%} of it (device and dispatch)."
-    legend = draw_legend(parts, whole, "Seconds of the run")
-    return card(
-        "ledger", "Where the time went", tag("p", said), draw_bar(parts, whole), legend
-    )
+    bar, legend = draw_bar(parts, whole), draw_legend(parts, whole, "Seconds of the run")
+    return card("ledger", "Where the time went", tag("p", said), bar, legend)
 
 
 def _plan(run: RecordedRun) -> Markup:
     if run.plan is None:
-        return Markup("")
+        return _NOTHING
+    title = "Plan against measured"
     try:
-        found = compare_with_plan(run.plan, run)
+        rows = [*compare_with_plan(run.plan, run)]
     except (KeyError, TypeError, ValueError, AttributeError):
         said = "plan.json in the folder of this run is not a plan of this version."
-        return card("plan", "Plan against measured", tag("p", said))
-    columns = ("", "Plan", "Measured", "Ratio")
-    table = plain_table("Plan against measured", columns, found.rows)
-    said = [tag("p", text, class_="bad") for text in found.differences]
-    notes = [tag("p", text, class_="remark") for text in found.notes]
-    table = scroller("plan against measured", table)
-    return card("plan", "Plan against measured", *said, table, *notes)
+        return card("plan", title, tag("p", said))
+    table = plain_table(title, ("", "Plan", "Measured", "Ratio"), rows)
+    remark = (
+        "The time of a plan is a roofline, so real steps take longer. Plan.calibrate makes "
+        "a measured time a target for plans of other meshes."
+    )
+    scrolling = scroller("plan against measured", table)
+    return card("plan", title, scrolling, tag("p", remark, class_="remark"))
+
+
+def compare_with_plan(
+    plan: Mapping[str, Any], run: RecordedRun
+) -> Iterator[tuple[str, ...]]:
+    """A name, what was planned, what was measured, and their ratio if they are numbers.
+
+    **Arguments:**
+
+    - `plan`: what [`eqxshard.Plan.to_json`][] makes.
+    - `run`: a run of that step.
+    """
+
+    def pair_of(name: str, planned: Any, measured: Any, text: Any) -> tuple[str, ...]:
+        ratio = f"{measured / planned:.3g}" if planned and measured else ""
+        shown = (text(value) if value else "unknown" for value in (planned, measured))
+        return (name, *shown, ratio)
+
+    record, time = run.record, plan["time"]
+    devices = record.get("devices")
+    if devices is not None:
+        there = f"{plan['devices']} x {plan['target']['kind']}"
+        yield "devices", there, f"{devices['count']} x {devices['kind']}", ""
+        yield "mesh", format_mesh(plan["mesh"]), format_mesh(record.get("mesh") or {}), ""
+    if "batch_size" in record:
+        yield "batch size", str(plan["examples"]), str(record["batch_size"]), ""
+    planned, measured = time and time["step"], run.step_seconds
+    yield pair_of("time of a step", planned, measured, format_seconds)
+    speed = plan["examples_per_second"]
+    yield pair_of("examples per second", speed, run.examples_per_second, "{:,.4g}".format)
+    mfu = plan["mfu"]
+    used = mfu * planned / measured if mfu and planned and measured else None
+    yield pair_of("of the devices' peak", mfu, used, "{:.1%}".format)
+    memory = (record.get("memory") or {}).get("peak")
+    yield pair_of("memory of a device", plan["memory"]["peak"], memory, format_bytes)
 
 
 def _metrics(run: RecordedRun) -> Markup:
@@ -180,56 +213,51 @@ def _metrics(run: RecordedRun) -> Markup:
             name = f"{metric.kind}/{metric.name}" if metric.kind else metric.name
             found.setdefault(name, []).append((report.step, metric.value))
     if not found:
-        return Markup("")
+        return _NOTHING
     rows = []
     for name, points in found.items():
         finite = [(step, value) for step, value in points if isfinite(value)]
-        cells = [Number("", None)] * 6
+        cells = [number(None)] * 6
         if finite:
+            first, last = finite[0], finite[-1]
             low, high = (f(finite, key=lambda point: point[1]) for f in (min, max))
-            cells = [_value(finite[0][1]), _value(finite[-1][1])]
-            cells += [_value(low[1]), _step(low[0]), _value(high[1]), _step(high[0])]
+            cells = [number(first[1]), number(last[1])]
+            cells += [number(low[1]), number(low[0]), number(high[1]), number(high[0])]
         missing = len(points) - len(finite)
-        left_out = Number(f"{missing:,}" if missing else "", missing)
-        rows.append([tag("code", name), *cells, left_out])
+        rows.append([tag("code", name), *cells, number(missing or None)])
     columns = ("Metric", "First", "Last", "Lowest", "at step", "Highest", "at step")
     table = sortable_table("metrics", (*columns, "Not finite"), rows)
     return card("metrics", "Metrics", table)
 
 
-def _value(value: float | None) -> Number:
-    if value is None or not isfinite(value):
-        return Number("", None)
-    return Number(format_value(value), value)
-
-
-def _step(step: int) -> Number:
-    return Number(f"{step:,}", step)
-
-
 def _evaluations(run: RecordedRun) -> Markup:
     found = run.evaluations
     if not found:
-        return Markup("")
-    names = dict.fromkeys(m.name for x in found for m in x.metrics if m.kind == "eval")
+        return _NOTHING
+    kinds = [m for each in found for m in each.metrics if m.kind == "eval"]
+    names = list(dict.fromkeys(f"eval/{metric.name}" for metric in kinds))
     rows = [
-        [
-            _step(each.step),
-            Number("" if each.epoch is None else f"{each.epoch:.4g}", each.epoch),
-            *[_value(each.values.get(f"eval/{name}")) for name in names],
-        ]
+        [*map(number, (each.step, each.epoch, *map(each.values.get, names)))]
         for each in found[-_MOST_EVALUATIONS:]
     ]
-    more = len(found) > len(rows)
-    said = [tag("p", f"The last {len(rows)} of {len(found):,}.")] if more else []
-    table = sortable_table("evaluations", ("Step", "Epoch", *names), rows)
-    return card("evaluations", "Evaluations", *said, table)
+    said = f"The last {len(rows)} of {len(found):,}."
+    more = [tag("p", said)] if len(found) > len(rows) else []
+    titles = [name.removeprefix("eval/") for name in names]
+    table = sortable_table("evaluations", ("Step", "Epoch", *titles), rows)
+    return card("evaluations", "Evaluations", *more, table)
+
+
+def number(value: int | float | None, text: Callable[[Any], str] = format_value) -> Number:
+    """A cell of a number; empty if it is not known, or not finite."""
+    if value is None or not isfinite(value):
+        return Number("", None)
+    return Number(text(value), value)
 
 
 def _mesh(run: RecordedRun) -> Markup:
     mesh, devices = run.record.get("mesh"), run.record.get("devices")
     if mesh is None or not isinstance(devices, Mapping):
-        return Markup("")
+        return _NOTHING
     said = f"{devices['count']:,} x {devices['kind']}"
     per_process = devices["per_process"]
     if devices["count"] > per_process:
@@ -237,22 +265,22 @@ def _mesh(run: RecordedRun) -> Markup:
             f" of {devices['count'] // per_process:,} processes; neighbouring processes "
             "differ in shade"
         )
+    rows = [(axis, f"{size:,}") for axis, size in mesh.items()]
     picture = scroller("picture of the mesh", draw_mesh(mesh, per_process))
-    axes = [(axis, f"{size:,}") for axis, size in mesh.items()]
-    table = [plain_table("Axes of the mesh", ("Axis", "Size"), axes)] if axes else []
-    return card("mesh", "Mesh", tag("p", f"{said}."), picture, *table)
+    table = plain_table("Axes of the mesh", ("Axis", "Size"), rows)
+    return card("mesh", "Mesh", tag("p", f"{said}."), picture, *([table] if rows else []))
 
 
 def _checkpoints(run: RecordedRun) -> Markup:
     if not run.checkpoints:
-        return Markup("")
+        return _NOTHING
     names = [m for m in run.checkpoints[-1].metrics if m.startswith("eval/")][:3]
-    rows = [
+    rows: list[list[Cell]] = [
         [
-            _step(each.step),
-            Number(format_bytes(each.nbytes), each.nbytes),
+            number(each.step),
+            number(each.nbytes, format_bytes),
             f"{each.time:%Y-%m-%d %H:%M:%S}",
-            *[_value(each.metrics.get(name)) for name in names],
+            *[number(each.metrics.get(name)) for name in names],
         ]
         for each in run.checkpoints
     ]
@@ -261,18 +289,25 @@ def _checkpoints(run: RecordedRun) -> Markup:
 
 
 def _settings(run: RecordedRun) -> Markup:
-    found = {
-        k: str(v) for k, v in (run.record.get("settings") or {}).items() if v is not None
-    }
-    if data := run.record.get("data"):
-        found = {"data": str(data)} | found
-    if command := run.record.get("command"):
-        found = {"command": command} | found
-    return card("settings", "Settings", settings_list(found)) if found else Markup("")
+    record = run.record
+    found = {"command": record.get("command"), "data": record.get("data")}
+    found |= record.get("settings") or {}
+    shown = {name: str(value) for name, value in found.items() if value not in (None, "")}
+    return card("settings", "Settings", settings_list(shown)) if shown else _NOTHING
 
 
 def _versions(run: RecordedRun) -> Markup:
     found = dict(run.record.get("versions") or {})
     if host := run.record.get("host"):
         found["host"] = host
-    return card("versions", "Versions", settings_list(found)) if found else Markup("")
+    return card("versions", "Versions", settings_list(found)) if found else _NOTHING
+
+
+def names_of(runs: Sequence[RecordedRun]) -> list[str]:
+    """A short name for each run, unlike those of the others."""
+    paths = [run.path.resolve() for run in runs]
+    for depth in range(1, max((len(path.parts) for path in paths), default=0) + 1):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    raise ValueError("two of the folders are the same; give each run once.")

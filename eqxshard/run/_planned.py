@@ -1,260 +1,212 @@
-"""A script that is planned: run up to its call of `train`, whose arguments are a plan's."""
+"""A script that runs up to its call of `train`, which is then planned instead of made.
+
+`cli` does that for `--plan`, and `python -m eqxshard plan` for any script.
+"""
 
 import contextlib
-import functools
-import inspect
+import dataclasses
 import math
 import os
+import re
+import runpy
 import sys
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NoReturn
 
-import numpy as np
 from jax.sharding import Mesh
 
-from ..data._host import HostBatches
-from ..data._planning import is_planning, planning
-from ..data._samplers import Order
-from ..debug._script import refuse_import
-from ..sharding._leaf_rules import replicate
+from ..data._planning import add_note, planning
+from ..planning._make_plan import plan
 from ..sharding._mesh import AXES, BATCH_AXES, resolve_sizes
 from ..sharding._spec import format_sizes
 from ..sharding._text import nearest_multiples
-from ._config import RunConfig, last_step, optim_for
+from ._config import RunConfig, last_step, parse_plan
 from ._devices import complete_mesh, parse_mesh
-
-_Train = TypeVar("_Train", bound=Callable[..., Any])
-
-#: The arguments that `train` and `plan` share.
-_SHARED = ("make_model", "loss_fn", "trainable", "precision", "accumulate", "nonfinite")
-_SHARED += ("grad_norms",)
+from ._parts import Training, TrainingData
 
 
-class Collected(NamedTuple):
-    """What a script trains.
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run of `train` that is planned instead."""
 
-    - `arguments`: for [`eqxshard.plan`][], other than its target.
-    - `notes`: what else to know.
-    """
+    config: RunConfig
+    mesh: str | Mesh
+    data: TrainingData
+    training: Training
+    epochs: int | None
+    steps: int | None
 
-    arguments: dict[str, Any]
-    notes: tuple[str, ...]
+    def for_mesh(self, devices: int) -> dict[str, Any]:
+        """The arguments of [`eqxshard.plan`][] for the mesh of the run.
+
+        **Raises:**
+
+        `ValueError` if the mesh or the batch size does not fit the devices.
+        """
+        sizes = self._mesh_sizes(devices)
+        arguments = self._arguments(self._batch_size(sizes, may_stay=False))
+        return {**arguments, "mesh_shape": sizes, "devices": devices}
+
+    def for_any_mesh(self, devices: int) -> dict[str, Any]:
+        """The arguments of [`eqxshard.plan_search`][], other than the meshes to try."""
+        sizes = self._mesh_sizes(devices)
+        return self._arguments(self._batch_size(sizes, may_stay=True))
+
+    def _arguments(self, batch_size: int) -> dict[str, Any]:
+        batches = self.data.host_batches(batch_size, self.config.seed)
+        epoch = max(batches.length, 1)
+        training = self.training.for_steps(
+            last_step(self.config, self.epochs, self.steps, epoch)
+        )
+        if training.train_step is not None:
+            raise ValueError(
+                "this script gives train a step of its own, which cannot be planned here; "
+                "use eqxshard.plan_step in Python."
+            )
+        return {
+            "make_model": training.make_model,
+            "loss_fn": training.loss_fn,
+            "optim": training.make_optim,
+            "batch": batches.shapes(),
+            "rule": training.rule,
+            "trainable": training.trainable,
+            "precision": training.precision,
+            "accumulate": training.accumulate,
+            "nonfinite": training.nonfinite,
+            "grad_norms": training.grad_norms,
+        }
+
+    def _mesh_sizes(self, devices: int) -> dict[str, int]:
+        if devices < 1:
+            raise ValueError(f"--devices {devices} is too small; use 1 or more.")
+        if isinstance(self.mesh, str):
+            sizes = complete_mesh(parse_mesh(self.config.mesh or self.mesh))
+            return resolve_sizes({axis: sizes.get(axis, 1) for axis in AXES}, devices)
+        if self.config.mesh is not None or self.mesh.size != devices:
+            raise ValueError(
+                f"this script makes its own mesh, of {self.mesh.size} devices; let it give "
+                "eqxshard.train the mesh as text, such as mesh='fsdp=-1', to plan others."
+            )
+        return {axis: self.mesh.shape[axis] for axis in AXES}
+
+    def _batch_size(self, sizes: Mapping[str, int], *, may_stay: bool) -> int:
+        """The batch size, rounded up if the script chose one that does not divide."""
+        accumulate = self.training.accumulate
+        devices = math.prod(sizes[axis] for axis in BATCH_AXES)
+        parts, batch_size = devices * accumulate, self.config.batch_size
+        users = any(re.match("--batch[-_]size", word) for word in sys.argv)
+        if batch_size % parts == 0 or (users and may_stay):
+            return batch_size
+        over = format_sizes({axis: sizes[axis] for axis in BATCH_AXES})
+        each = f" in {accumulate} parts each" if accumulate > 1 else ""
+        says = f"--batch-size {batch_size} does not divide over {over} = {devices} devices"
+        if users:
+            nearest = nearest_multiples(batch_size, parts)
+            raise ValueError(f"{says}{each}; use a multiple of {parts}, such as {nearest}.")
+        rounded = batch_size + -batch_size % parts
+        add_note(f"{says}{each}, so this is a plan for --batch-size {rounded}")
+        return rounded
 
 
-class ScriptReady(BaseException):
-    """Ends a script at its call of `cli`; `run` goes on from there, with other options."""
-
-    def __init__(self, run: Callable[[Sequence[str]], None]):
-        self.run = run
-
-
-class _Stop(BaseException):
-    """Ends a script at its call of `train`; scripts catch every `Exception`."""
-
-    def __init__(self, given: Mapping[str, Any]):
-        self.given = given
+#: Called by `train` in place of training, with what it would train.
+_planner: ContextVar[Callable[[PlannedRun], None] | None] = ContextVar(
+    "eqxshard_planner", default=None
+)
 
 
-def can_be_planned(train: _Train) -> _Train:
-    """Have `train` end the script with its arguments, while the script is planned."""
-    signature = inspect.signature(train)
-
-    @functools.wraps(train)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        refuse_import("eqxshard.train")
-        if is_planning():
-            given = signature.bind(*args, **kwargs)
-            given.apply_defaults()
-            raise _Stop(given.arguments)
-        return train(*args, **kwargs)
-
-    return wrapped  # pyright: ignore[reportReturnType]
+def end_with_plan(run: PlannedRun) -> NoReturn:
+    """Plan a run that a script is about to start, and end the script."""
+    planner = _planner.get()
+    if planner is not None:
+        planner(run)
+    raise SystemExit(0)
 
 
 @contextlib.contextmanager
-def collect(
+def planned_by(planner: Callable[[PlannedRun, list[str]], None]) -> Iterator[None]:
+    """Have the call of `train` that follows call a function, and end the script there.
+
+    **Arguments:**
+
+    - `planner`: called with the run, and with a list of what else to know of its plan.
+
+    **Raises:**
+
+    `ValueError` if `train` is not called; `SystemExit` if the script ends with an error.
+    """
+    script = sys.argv[0]
+    is_called, failure = False, None
+    with planning() as notes:
+
+        def plan_once(run: PlannedRun) -> None:
+            nonlocal is_called, failure
+            is_called = True
+            try:
+                planner(run, notes)
+            except Exception as error:
+                failure = error
+                raise
+
+        token = _planner.set(plan_once)
+        try:
+            yield
+        except SystemExit as end:
+            if end.code:
+                raise
+        finally:
+            _planner.reset(token)
+    if failure is not None:
+        raise failure  # The script caught it.
+    if not is_called:
+        raise ValueError(
+            f"{script} does not call eqxshard.train, so there is nothing to plan; give a "
+            "script that does, or use eqxshard.plan in Python."
+        )
+
+
+def plan_script(
     script: str | os.PathLike[str],
     options: Sequence[str],
-    *,
-    devices: int,
-    mesh: bool = True,
-) -> Iterator[Collected]:
-    """Run a script up to its call of [`eqxshard.train`][], and collect what it trains.
-
-    As `collect_all`, for one list of options.
-    """
-    given = collect_all(script, [options], devices=devices, mesh=mesh)
-    with given as ([arguments], notes):
-        yield Collected(arguments, notes)
-
-
-@contextlib.contextmanager
-def collect_all(
-    script: str | os.PathLike[str],
-    variants: Sequence[Sequence[str]],
-    *,
-    devices: int,
-    mesh: bool = True,
-) -> Iterator[tuple[list[dict[str, Any]], tuple[str, ...]]]:
-    """Run a script up to its call of [`eqxshard.train`][], once for each of some options.
-
-    Inside of the context the script is `__main__`, so that what it defines can be sent to
-    other processes. It yields the arguments of each, and the notes of all.
+    planner: Callable[[PlannedRun, list[str]], None],
+) -> None:
+    """Run a script as `__main__` up to its call of `train`, for [`planned_by`][].
 
     **Arguments:**
 
     - `script`: its path.
-    - `variants`: options of its command line; several if it calls [`eqxshard.cli`][].
-    - `devices`: how many to plan for.
-    - `mesh`: whether the arguments have `devices` and `mesh_shape`, over which the batch
-        must divide.
+    - `options`: those of its command line.
+    - `planner`: as for `planned_by`.
 
     **Raises:**
 
-    `ValueError` if there is no such script, it does not call `train`, or its mesh or its
-    batch size does not suit the devices; `SystemExit` if it ends with an error.
+    `ValueError` if there is no such script; and as `planned_by` does.
     """
     path = Path(script)
     if not path.is_file():
         raise ValueError(f"there is no script {path}; give the path of one.")
-    if devices < 1:
-        raise ValueError(f"--devices {devices} is too small; use 1 or more.")
-    with _as_main(path, variants[0]) as module, planning() as notes:
-        run = _load(path, module, len(variants))
-        found = [
-            _arguments(
-                _given(path, run, options),
-                *(devices, mesh, _gives_batch_size(options), notes),
-            )
-            for options in variants
-        ]
-        yield found, tuple(dict.fromkeys(notes))
-
-
-@contextlib.contextmanager
-def _as_main(path: Path, options: Sequence[str]) -> Iterator[types.ModuleType]:
-    """A module that takes the place of the script that runs."""
-    module = types.ModuleType("__main__")
-    module.__file__ = str(path.resolve())
-    before = sys.modules["__main__"], sys.argv, [*sys.path]
-    sys.modules["__main__"], sys.argv = module, [str(path), *options]
-    sys.path.insert(0, str(path.resolve().parent))
+    before = sys.argv, [*sys.path]
+    sys.argv, sys.path[:] = [str(path), *options], [str(path.resolve().parent), *sys.path]
     try:
-        yield module
+        with planned_by(planner):
+            runpy.run_path(str(path), run_name="__main__")
     finally:
-        sys.modules["__main__"], sys.argv, sys.path[:] = before
+        sys.argv, sys.path[:] = before
 
 
-def _load(
-    path: Path, module: types.ModuleType, variants: int
-) -> Callable[[Sequence[str]], None]:
-    """Run a script up to its call of `cli` or `train`; return what goes on from there."""
+def print_plan(text: str) -> Callable[[PlannedRun, list[str]], None]:
+    """What `--plan 512xh200` asks for.
 
-    def stop_again(_: Sequence[str]) -> None:
-        raise stopped
+    **Raises:**
 
-    try:
-        exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
-    except ScriptReady as ready:
-        return ready.run
-    except _Stop as stop:
-        if variants > 1:
-            raise ValueError(
-                f"{path} calls eqxshard.train without eqxshard.cli, so its options cannot "
-                "be varied; leave --vary out, or have eqxshard.cli read the options."
-            ) from None
-        stopped = stop
-        return stop_again
-    except SystemExit as end:
-        if end.code:
-            raise
-    return lambda options: None
+    `ValueError` if the text is not of this form.
+    """
+    count, device = parse_plan(text)
 
+    def planner(run: PlannedRun, notes: list[str]) -> None:
+        made = plan(**run.for_mesh(count), target=device)
+        print(dataclasses.replace(made, notes=(*made.notes, *dict.fromkeys(notes))))
 
-def _given(
-    path: Path, run: Callable[[Sequence[str]], None], options: Sequence[str]
-) -> Mapping[str, Any]:
-    """The arguments of the call of `train` that a script makes with some options."""
-    try:
-        run(options)
-    except _Stop as stop:
-        return stop.given
-    except SystemExit as end:
-        if end.code:
-            raise
-    raise ValueError(
-        f"{path} does not call eqxshard.train, so there is nothing to plan; give a script "
-        "that does, or use eqxshard.plan in Python."
-    )
-
-
-def _arguments(
-    given: Mapping[str, Any],
-    devices: int,
-    mesh: bool,
-    keeps_batch_size: bool,
-    notes: list[str],
-) -> dict[str, Any]:
-    """The arguments of `plan`, from those of `train`."""
-    config = given["config"] or RunConfig()
-    config.check()
-    sizes = _mesh_sizes(config, given["mesh"], devices)
-    parts = math.prod(sizes[axis] for axis in BATCH_AXES) * given["accumulate"]
-    batch_size = config.batch_size
-    if batch_size % parts and (mesh or not keeps_batch_size):
-        text = _not_divided(batch_size, sizes, given["accumulate"], parts)
-        if keeps_batch_size:
-            nearest = nearest_multiples(batch_size, parts)
-            raise ValueError(f"{text}; use a multiple of {parts}, such as {nearest}.")
-        batch_size += -batch_size % parts
-        notes.append(f"{text}, so this is a plan for --batch-size {batch_size}")
-    source = given["train_data"]
-    batches = HostBatches(
-        source,
-        Order(len(source), sampler=given["sampler"]),
-        batch_size=batch_size,
-        seed=config.seed,
-        fills=given["remainder"] == "pad",
-        transform=given["transform"],
-        positions=np.arange(1),
-    )
-    epoch = max(batches.length, 1)
-    return {name: given[name] for name in _SHARED} | {
-        "optim": optim_for(
-            given["make_optim"], last_step(config, given["epochs"], given["steps"], epoch)
-        ),
-        "batch": batches.shapes(),
-        "rule": given["rule"] or replicate(),
-        **({"devices": devices, "mesh_shape": sizes} if mesh else {}),
-    }
-
-
-def _mesh_sizes(config: RunConfig, mesh: str | Mesh, devices: int) -> dict[str, int]:
-    if isinstance(mesh, str):
-        sizes = complete_mesh(parse_mesh(config.mesh or mesh))
-        return resolve_sizes({axis: sizes.get(axis, 1) for axis in AXES}, devices)
-    if config.mesh is not None or mesh.size != devices:
-        raise ValueError(
-            f"this script makes its own mesh, of {mesh.size} devices; let it give "
-            "eqxshard.train the mesh as text, such as mesh='fsdp=-1', to plan others."
-        )
-    return {axis: mesh.shape[axis] for axis in AXES}
-
-
-def _not_divided(
-    batch_size: int, sizes: Mapping[str, int], accumulate: int, parts: int
-) -> str:
-    over = format_sizes({axis: sizes[axis] for axis in BATCH_AXES})
-    each = f" in {accumulate} parts each" if accumulate > 1 else ""
-    return (
-        f"--batch-size {batch_size} does not divide over {over} = {parts // accumulate} "
-        f"devices{each}"
-    )
-
-
-def _gives_batch_size(options: Sequence[str]) -> bool:
-    """Whether the batch size is the user's, and not the script's."""
-    flags = {option.partition("=")[0].replace("_", "-") for option in options}
-    return "--batch-size" in flags
+    return planner

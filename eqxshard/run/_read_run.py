@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..checkpoint._folder import CheckpointFolder
 from ..loop._clock import goodput
@@ -17,18 +17,27 @@ from ..trackers._values import Metric, metrics, times
 from ._folder import RunFolder, read_values
 
 
-class Reported(NamedTuple):
-    """A line of the log: values that were not finite are nan.
-
-    - `parts`: the seconds of each part of the run, since the last report.
-    - `metrics`: what describes the model.
-    """
+@dataclass(frozen=True)
+class Reported:
+    """A line of the log: its numbers, of which those that were not finite are nan."""
 
     step: int
-    epoch: float | None
     values: Mapping[str, float]
-    parts: Mapping[str, float]
-    metrics: Sequence[Metric]
+
+    @property
+    def epoch(self) -> float | None:
+        """How far the run was."""
+        return self.values.get("epoch")
+
+    @cached_property
+    def metrics(self) -> list[Metric]:
+        """What describes the model."""
+        return list(metrics(self.values))
+
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        """The seconds of each part of the run, since the last report."""
+        return times(self.values)
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,7 @@ class RecordedRun:
     """What the files of a run say; all but the log may be missing.
 
     - `path`: its folder.
-    - `record`: of `run.json`, with what only `summary.json` of an older run has.
+    - `record`: of `run.json`.
     - `lines`: of `metrics.jsonl`, those that are whole.
     - `written`: when the last of them was written.
     - `warnings`: of `warnings.jsonl`.
@@ -76,35 +85,24 @@ class RecordedRun:
         return max([0, *logged, *(each.step for each in self.checkpoints)])
 
     @property
-    def steps(self) -> int | None:
-        """The step to end at, if it is known."""
-        return self.record.get("steps")
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether it has taken all of its steps, and no error came after them."""
-        failed = (self.record.get("ended") or {}).get("why")
-        return self.steps is not None and self.step >= self.steps and not failed
-
-    @property
     def state(self) -> str:
-        """A sentence on how far it is."""
-        of = "" if self.steps is None else f" of {self.steps:,}"
-        at = f"step {self.step:,}{of}"
-        ended = self.record.get("ended")
-        if self.is_finished:
-            return f"Finished after {self.step:,} steps"
-        if not ended:
-            return f"At {at} on {self.written:%Y-%m-%d %H:%M}, and not ended since"
-        why = ended.get("why") or ""
-        return f"Stopped at {at}{': ' if why else ''}{why}"
+        """`finished`, `stopped` or `not ended`."""
+        steps, ended = self.record.get("steps"), self.record.get("ended")
+        if steps is not None and self.step >= steps and not (ended or {}).get("why"):
+            return "finished"
+        return "stopped" if ended else "not ended"
 
     @property
-    def short_state(self) -> str:
-        """The same in a word or two."""
-        if self.is_finished:
-            return "finished"
-        return "stopped" if self.record.get("ended") else "not ended"
+    def headline(self) -> str:
+        """A sentence on how far it is."""
+        if self.state == "finished":
+            return f"Finished after {self.step:,} steps"
+        steps = self.record.get("steps")
+        at = f"step {self.step:,}" + ("" if steps is None else f" of {steps:,}")
+        if self.state == "not ended":
+            return f"At {at} on {self.written:%Y-%m-%d %H:%M}, and not ended since"
+        why = self.record["ended"].get("why")
+        return f"Stopped at {at}: {why}" if why else f"Stopped at {at}"
 
     @cached_property
     def reports(self) -> list[Reported]:
@@ -133,21 +131,20 @@ class RecordedRun:
 
     @cached_property
     def step_seconds(self) -> float | None:
-        """The median time of a step, without the first report, in which it compiles."""
+        """The median time of a step."""
         found, last = list[float](), 0
         for report in self.reports:
             seconds = report.values.get("train/seconds")
             if seconds and report.step > last:
                 found.append(seconds / (report.step - last))
             last = report.step
-        return statistics.median(found[1:] or found) if found else None
+        return _median(found)
 
     @cached_property
     def examples_per_second(self) -> float | None:
-        """The median of the reports, without the first."""
-        key = "train/examples_per_second"
-        found = [each.values[key] for each in self.reports if each.values.get(key)]
-        return statistics.median(found[1:] or found) if found else None
+        """The median of the reports."""
+        speeds = (each.values.get("train/examples_per_second") for each in self.reports)
+        return _median([speed for speed in speeds if speed])
 
     def last(self, key: str) -> float | None:
         """The last value of this name that is finite."""
@@ -169,17 +166,13 @@ def read_run(folder: RunFolder) -> RecordedRun:
             f"{folder.path} is not the folder of a run: it has no {folder.metrics.name}; "
             "give one such as runs/NAME."
         )
-    summary, record = read_values(folder.summary), read_values(folder.record)
-    kept = ("settings", "versions", "parameters", "data")
-    known = {name: summary[name] for name in kept if name in summary}
     newest = folder.metrics if folder.metrics.exists() else folder.record
+    lines = [line for _, line in read_whole_lines(folder.metrics)]
     crash = folder.checkpoints / "crash_dump"
     return RecordedRun(
         path=folder.path,
-        record=known | record,
-        lines=[
-            x for _, x in read_whole_lines(folder.metrics) if isinstance(x.get("step"), int)
-        ],
+        record=read_values(folder.record),
+        lines=[line for line in lines if isinstance(line.get("step"), int)],
         written=datetime.fromtimestamp(newest.stat().st_mtime).astimezone(),
         warnings=[line for _, line in read_whole_lines(folder.warnings)],
         checkpoints=_checkpoints(folder.checkpoints),
@@ -200,11 +193,15 @@ def showing(*folders: Path) -> Iterator[None]:
         ) from error
 
 
+def _median(found: Sequence[float]) -> float | None:
+    """The median, without the first report, during which the step compiles."""
+    return statistics.median(found[1:] or found) if found else None
+
+
 def _report(line: Mapping[str, Any]) -> Reported:
-    found = {k: v for k, v in line.items() if isinstance(v, int | float | None)}
-    values = {k: float(or_nan(v)) for k, v in found.items() if k != "step"}
-    own = list(metrics(values))
-    return Reported(line["step"], values.get("epoch"), values, times(values), own)
+    numbers = {k: v for k, v in line.items() if isinstance(v, int | float | None)}
+    values = {k: float(or_nan(v)) for k, v in numbers.items() if k != "step"}
+    return Reported(line["step"], values)
 
 
 def _checkpoints(path: Path) -> list[SavedStep]:
@@ -216,9 +213,9 @@ def _checkpoints(path: Path) -> list[SavedStep]:
             if not files:
                 continue
             time = datetime.fromtimestamp(max(file.stat().st_mtime for file in files))
-            metrics: Mapping[str, float] = {}
+            saved: Mapping[str, float] = {}
             with contextlib.suppress(ValueError, TypeError):
-                metrics = folder.description(step).metrics
+                saved = folder.description(step).metrics
             size = sum(file.stat().st_size for file in files)
-            found.append(SavedStep(step, size, time.astimezone(), metrics))
+            found.append(SavedStep(step, size, time.astimezone(), saved))
     return found

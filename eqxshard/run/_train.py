@@ -2,30 +2,27 @@
 
 import contextlib
 import logging
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ..checkpoint._checkpointer import Checkpointer
 from ..compiled._findings import Lint
 from ..data._host import Transform
-from ..data._loader import Loader, Remainder
+from ..data._loader import Remainder
+from ..data._planning import is_planning
 from ..data._samplers import Sampler
 from ..data._sources import Source
-from ..distributed import (
-    assert_same_on_all_processes,
-    broadcast_from_first,
-    is_main_process,
-)
+from ..debug._script import refuse_import
+from ..distributed import broadcast_from_first, is_main_process
 from ..loop._callbacks import Callback, check_callbacks
 from ..loop._callbacks_steps import Profile
 from ..loop._fit import fit
@@ -37,13 +34,20 @@ from ..trackers._jsonl import or_nan
 from ..training._config import Nonfinite
 from ..training._init import abstract_state, init_state
 from ..training._precision import Precision
-from ..training._state import TrainState
-from ..training._train_step import make_train_step
+from ..training._states import states_of, step_of
+from ..training._train_step import TrainStep
 from ..training._unused_axes import unused_axes
-from ._config import RunConfig, last_step, optim_for
-from ._evaluation import Evaluation
+from ._config import MakeOptim, RunConfig, last_step, option
 from ._folder import RunFolder, default_folder, script_name
-from ._planned import can_be_planned
+from ._parts import (
+    Evaluation,
+    MakeModel,
+    Step,
+    Training,
+    TrainingData,
+    check_metrics,
+)
+from ._planned import PlannedRun, end_with_plan
 from ._record import RunRecord, describe_devices, versions
 from ._summary import flatten_settings, summarize
 
@@ -54,7 +58,7 @@ _LOG = logging.getLogger(__name__)
 class RunResult:
     """What [`eqxshard.train`][] returns.
 
-    - `state`: the state at the end.
+    - `state`: the [`eqxshard.TrainState`][] at the end; of several models, a dict of them.
     - `metrics`: the last evaluation, by metric.
     - `speed`: time per epoch and throughput: `14.7 s/epoch | 4,072 images/s`. A run of
       one epoch includes its compiling.
@@ -63,7 +67,7 @@ class RunResult:
     - `summary`: the contents of its `summary.json`.
     """
 
-    state: TrainState
+    state: Any
     metrics: dict[str, float]
     speed: str
     title: str
@@ -71,13 +75,11 @@ class RunResult:
     summary: dict[str, Any]
 
 
-@can_be_planned
 def train(
-    make_model: Callable[[Any], PyTree],
-    loss_fn: Callable[[Any, Any, Any], Any],
+    make_model: MakeModel | Mapping[str, MakeModel],
+    loss_fn: Callable[[Any, Any, Any], Any] | None,
     metric_fn: Callable[[Any, Any], Mapping[str, Any]] | None,
-    make_optim: optax.GradientTransformation
-    | Callable[[int], optax.GradientTransformation],
+    make_optim: MakeOptim | Mapping[str, MakeOptim],
     train_data: Source,
     eval_data: Source | None,
     *,
@@ -85,6 +87,7 @@ def train(
     name: str | None = None,
     epochs: int | None = None,
     steps: int | None = None,
+    train_step: Step | None = None,
     mesh: str | Mesh = "data=-1",
     rule: Rule | None = None,
     trainable: PyTree = True,
@@ -114,16 +117,19 @@ def train(
 
     **Arguments:**
 
-    - `make_model`: as for [`eqxshard.init_state`][].
-    - `loss_fn`: as for [`eqxshard.make_train_step`][].
+    - `make_model`: as for [`eqxshard.init_state`][]; or several by name, such as the
+        `{"generator": ..., "discriminator": ...}` of a GAN, for a step of your own.
+    - `loss_fn`: as for [`eqxshard.make_train_step`][]; `None` with a step of your own.
     - `metric_fn`: as for [`eqxshard.make_eval_step`][]; `None` to evaluate nothing.
     - `make_optim`: an optax optimizer; or a function from the number of steps to one, so
-        that a schedule can span the run.
+        that a schedule can span the run. Of several models, one for all or a dict.
     - `train_data`, `eval_data`: as for [`eqxshard.Loader`][].
     - `config`: the user's options, of the script's command line.
     - `name`: the name of the run, in its title and in its default folder,
         `runs/SCRIPT-NAME`; by default, that of the script, in `runs/SCRIPT`.
     - `epochs`, `steps`: how long to train if `config` does not say.
+    - `train_step`: a step of your own, as for [`eqxshard.fit`][], in place of the one that
+        is made of `loss_fn`. Of several models, it gets their states by name.
     - `mesh`: the default mesh as text, for [`eqxshard.run.mesh_from_text`][]; or a mesh,
         which the options cannot change.
     - `rule`: as for [`eqxshard.init_state`][]; [`eqxshard.replicate`][] by default.
@@ -168,29 +174,35 @@ def train(
         print(run.metrics["accuracy"], run.speed)
         ```
     """
+    refuse_import("eqxshard.train")
     config = RunConfig() if config is None else config
     config.check()
+    data = TrainingData(train_data, sampler, transform, remainder, workers)
+    training = Training(
+        make_model=make_model,
+        make_optim=make_optim,
+        loss_fn=loss_fn,
+        train_step=train_step,
+        rule=replicate() if rule is None else rule,
+        trainable=trainable,
+        precision=precision,
+        accumulate=accumulate,
+        nonfinite=nonfinite,
+        grad_norms=grad_norms,
+        lint=lint,
+    )
+    if is_planning():
+        end_with_plan(PlannedRun(config, mesh, data, training, epochs, steps))
     # Before any code of the user's, which may change the working directory.
     folder = RunFolder(config.output or default_folder(name))
     mesh = config.make_mesh(mesh)
-    title = f"{name or script_name() or 'run'} on {describe_mesh(mesh)}"
-    data_name, warning = _describe_data(train_data)
-    if warning:
-        title += f" | {data_name} data"
-    _check_batch_size(train_data, sampler, config)
-    loader = Loader(
-        train_data,
-        batch_size=config.batch_size,
-        mesh=mesh,
-        seed=config.seed,
-        remainder=remainder,
-        sampler=sampler,
-        transform=transform,
-        workers=workers,
-    )
+    loader = data.make_loader(config, mesh)
     last = last_step(config, epochs, steps, len(loader))
-    optim = optim_for(make_optim, last)
-    evaluation = Evaluation(metric_fn, eval_data, mesh, config, precision, lint)
+    training = training.for_steps(last)
+    step = training.make_step()
+    evaluation = None
+    if metric_fn is not None and eval_data is not None:
+        evaluation = Evaluation(metric_fn, eval_data, config, mesh, precision, lint)
     check_callbacks(callbacks)
     callbacks = [*callbacks, *_profile(config, folder, last)]
     checkpointer = Checkpointer(
@@ -200,88 +212,58 @@ def train(
         mode=mode,
     )
     resumes = folder.should_resume(config.resume, checkpointer)
-    rule = rule or replicate()
     key = jax.random.key(config.seed)
     with contextlib.closing(checkpointer), RunRecord(folder) as record:
         if resumes:
-            like = abstract_state(
-                make_model,
-                optim,
-                key=key,
-                mesh=mesh,
-                rule=rule,
-                trainable=trainable,
-                precision=precision,
-            )
+            like = training.make_states(abstract_state, key, mesh)
             state = checkpointer.restore(like)
         else:
-            state = init_state(
-                make_model,
-                optim,
-                key=key,
-                mesh=mesh,
-                rule=rule,
-                trainable=trainable,
-                precision=precision,
-                load=load,
-            )
-        train_step = make_train_step(
-            loss_fn,
-            optim,
-            accumulate=accumulate,
-            nonfinite=nonfinite,
-            grad_norms=grad_norms,
-            lint=lint,
-        )
-        evaluation.check(state, best, callbacks)
-        if is_main_process():
-            lower = lambda: train_step.lower(state, loader.shapes())  # noqa: E731
-            for text in unused_axes(state, mesh, rule, lower):
-                print(f"warning: {text}", file=sys.stderr)
-                record.warn(text)
-        first = int(state.step)
-        # A start that takes no step leaves what is written of the run as it is.
-        kept = folder.read_summary() if first >= last else {}
+            state = training.make_states(partial(init_state, load=load), key, mesh)
+        check_metrics(evaluation, state, best, callbacks)
+        first = step_of(state)
         # Before the trackers, which empty the files of an earlier run.
         checkpointer.claim_run(first, loader)
-        facts = {
-            "data": data_name,
-            "parameters": _count_parameters(state.model),
-            "settings": flatten_settings({"settings": settings or {}, "config": config})
-            | {"epochs": last / len(loader)},
+        title = f"{name or script_name() or 'run'} on {describe_mesh(mesh)}"
+        about = {
+            "title": f"{title} | {data.name} data" if data.warning else title,
+            "steps": last,
+            "batch_size": config.batch_size,
+            "unit": data.unit,
+            "best": best,
+            "mode": mode,
+            "data": data.name,
+            "parameters": _count_parameters(state),
+            "settings": {
+                **flatten_settings({"settings": settings or {}, "config": config}),
+                "epochs": last / len(loader),
+            },
             "versions": versions(),
+            **describe_devices(mesh),
         }
+        # A start that takes no step leaves what is written of the run as it is.
+        kept = folder.read_summary() if first >= last else {}
         if is_main_process():
-            _announce(warning, first, last, resumes)
-            about = {
-                "title": title,
-                "steps": last,
-                "batch_size": config.batch_size,
-                "unit": _unit(train_data),
-                "best": best,
-                "mode": mode,
-                **describe_devices(mesh),
-                **facts,
-            }
+            if isinstance(step, TrainStep):
+                lower = lambda: step.lower(state, loader.shapes())  # noqa: E731
+                record.warn(unused_axes(state, mesh, training.rule, lower))
+            _announce(data.warning, first, last, resumes)
             if not kept:
-                trackers = (
-                    *trackers,
-                    *folder.trackers(
-                        title=title,
-                        total_steps=last,
-                        first=first,
-                        extra={"data": data_name} if data_name else {},
-                        services=config.track,
-                        settings=facts["settings"],
-                    ),
+                own = folder.trackers(
+                    title=about["title"],
+                    total_steps=last,
+                    first=first,
+                    extra={"data": data.name} if data.name else {},
+                    services=config.track,
+                    settings=about["settings"],
                 )
+                trackers = (*trackers, *own)
                 record.begin(about, first)
         state = fit(
             state,
-            train_step,
+            step,
             loader,
             steps=last,
-            evaluate=evaluation if evaluation.measures else None,
+            evaluate=evaluation,
             evaluate_every=config.evaluate_every or "epoch",
             checkpointer=checkpointer,
             trackers=trackers,
@@ -289,34 +271,21 @@ def train(
             log_every=config.log_every,
             hang_seconds=config.hang_seconds,
         )
-        facts["devices"] = describe_mesh(mesh)
-        return _finish(folder, state, title, facts, train_data, sampler, kept)
-
-
-def _unit(source: Source) -> str:
-    """What an example is called."""
-    return getattr(source, "unit", "examples")
-
-
-def _describe_data(source: Source) -> tuple[str, str]:
-    """A source's name and its warning; empty if it has none."""
-    name, warning = getattr(source, "name", ""), getattr(source, "warning", "")
-    # Hosts may differ in what they can download.
-    assert_same_on_all_processes("data", {"name": name})
-    return name, warning
-
-
-def _check_batch_size(
-    train_data: Source, sampler: Sampler | None, config: RunConfig
-) -> None:
-    # What is no source or no sampler is for the loader to refuse.
-    if isinstance(train_data, Source) and isinstance(sampler, Sampler | None):
-        examples = len(sampler or train_data)
-        if config.batch_size > examples:
-            raise ValueError(
-                f"--batch-size {config.batch_size} is more than the {examples} examples; "
-                "use fewer."
-            )
+        summary = kept
+        if is_main_process():
+            summary = kept or _finish(folder, data, about, mesh)
+            # What reads it may be gone.
+            with contextlib.suppress(OSError):
+                print(f"metrics, checkpoints and a page, index.html, are in {folder.path}")
+        summary = broadcast_from_first(summary)
+    return RunResult(
+        state=state,
+        metrics=_last_evaluation(summary),
+        speed=_describe_speed(summary, data.unit),
+        title=about["title"],
+        folder=folder.path,
+        summary=summary,
+    )
 
 
 def _profile(config: RunConfig, folder: RunFolder, last: int) -> list[Callback]:
@@ -326,10 +295,15 @@ def _profile(config: RunConfig, folder: RunFolder, last: int) -> list[Callback]:
     start = int(config.profile.partition(":")[0])
     if start > last:
         raise ValueError(
-            f"--profile {config.profile} begins after the last step, {last}; use steps "
-            "of this run."
+            f"{option('profile', config.profile)} begins after the last step, {last}; use "
+            "steps of this run."
         )
     return [Profile.parse(config.profile, folder.path / "profile")]
+
+
+def _count_parameters(states: Any) -> int:
+    models = [state.model for state in states_of(states)]
+    return sum(map(jnp.size, jax.tree.leaves(eqx.filter(models, eqx.is_array))))
 
 
 def _announce(warning: str, first: int, last: int, resumes: bool) -> None:
@@ -345,42 +319,31 @@ def _announce(warning: str, first: int, last: int, resumes: bool) -> None:
         print(f"resuming from step {first}.")
 
 
-def _count_parameters(model: PyTree) -> int:
-    return sum(map(jnp.size, jax.tree.leaves(eqx.filter(model, eqx.is_array))))
-
-
 def _finish(
-    folder: RunFolder,
-    state: TrainState,
-    title: str,
-    facts: dict[str, Any],
-    train_data: Source,
-    sampler: Sampler | None,
-    kept: dict[str, Any],
-) -> RunResult:
-    """Write the summary in process 0, unless one is kept, and share it."""
-    summary, unit = None, _unit(train_data)
-    if is_main_process():
-        examples = len(sampler or train_data)
-        summary = kept or summarize(folder.history(), examples, unit) | facts
-        try:
-            if not kept:
-                folder.write_summary(summary)
-        except OSError as error:
-            _LOG.error(
-                "%s cannot be written: %s. The run is finished.", folder.summary, error
-            )
-        # What reads it may be gone.
-        with contextlib.suppress(OSError):
-            print(f"metrics, checkpoints and a page, index.html, are in {folder.path}")
-    summary = broadcast_from_first(summary)
-    tests = {k: v for k, v in summary.items() if k.startswith("test_")}
-    metrics = {
-        key.removeprefix("test_"): or_nan(value)
-        for key, value in tests.items()
-        if not key.endswith("_by_epoch")
+    folder: RunFolder, data: TrainingData, about: Mapping[str, Any], mesh: Mesh
+) -> dict[str, Any]:
+    """Write the summary of a run that has taken its steps."""
+    summary = summarize(folder.history(), data.examples, data.unit)
+    for fact in ("data", "parameters", "settings", "versions"):
+        summary[fact] = about[fact]
+    summary["devices"] = describe_mesh(mesh)
+    try:
+        folder.write_summary(summary)
+    except OSError as error:
+        _LOG.error("%s cannot be written: %s. The run is finished.", folder.summary, error)
+    return summary
+
+
+def _last_evaluation(summary: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of the last evaluation, by their names."""
+    return {
+        name.removeprefix("test_"): or_nan(value)
+        for name, value in summary.items()
+        if name.startswith("test_") and not name.endswith("_by_epoch")
     }
-    per_second = f"{or_nan(summary.get(f'{unit}_per_second')):,.0f}"
+
+
+def _describe_speed(summary: Mapping[str, Any], unit: str) -> str:
     pace = or_nan(summary.get("seconds_per_epoch"))
-    speed = f"{pace:.1f} s/epoch | {per_second} {unit}/s"
-    return RunResult(state, metrics, speed, title, folder.path, summary)
+    speed = or_nan(summary.get(f"{unit}_per_second"))
+    return f"{pace:.1f} s/epoch | {speed:,.0f} {unit}/s"

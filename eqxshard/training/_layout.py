@@ -113,9 +113,9 @@ def is_offloaded(leaf: Any, rule: Rule) -> bool:
     return offloads(rule) and is_array(leaf) and leaf.shape != () and not is_key(leaf)
 
 
-def fetch_offloaded(opt_state: PyTree, rule: Rule) -> PyTree:
-    """Inside jit: fetch the arrays that are kept in host memory between steps."""
-    return _move(opt_state, rule, jax.memory.Space.Device)
+def fetch_offloaded(state: TrainState, rule: Rule) -> PyTree:
+    """Inside jit: the optimizer's state, also what is in host memory between steps."""
+    return _move(state.opt_state, rule, jax.memory.Space.Device)
 
 
 def constrain_state(state: TrainState, layout: StateLayout) -> TrainState:

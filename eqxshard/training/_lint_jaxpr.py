@@ -76,9 +76,10 @@ def scanned_shapes(jaxpr: Any) -> set[tuple[int, ...]]:
     found = set()
     for place in _places(jaxpr):
         if place.eqn.primitive.name == "scan":
-            length = place.eqn.params["length"]
-            shapes = [var.aval.shape for var in place.eqn.invars]
-            found |= {shape for shape in shapes if shape[:1] == (length,)}
+            inside = open_jaxpr(place.eqn.params["jaxpr"]).invars
+            pairs = [(x.aval, y.aval) for x, y in zip(place.eqn.invars, inside)]
+            # What a loop takes whole has the same shape inside of it.
+            found |= {whole.shape for whole, part in pairs if whole.shape != part.shape}
     return found
 
 

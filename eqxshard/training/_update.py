@@ -49,18 +49,16 @@ def train_step(
         extra = Extra((signature.static.combine(kept),), (signature.storage(),))
     gradients = compute_gradients(config, layout, state, batch, extra)
     params, frozen = split_model(state.model, config.trainable)
-    params = filter_shard(params, layout.update)
-    opt_state = fetch_offloaded(state.opt_state, layout.rule)
-    old = params, opt_state, state.model_state
+    before = filter_shard(params, layout.update), fetch_offloaded(state, layout.rule)
 
     def update() -> PyTree:
-        return *_apply(config.optim, gradients, params, opt_state), gradients.model_state
+        return *_apply(config.optim, gradients, *before), gradients.model_state
 
     nonfinite, loss_scale = jnp.zeros((), jnp.int32), state.loss_scale
     if config.nonfinite == "ignore":
         new = update()
     else:
-        new, finite = guard_update(update, old, gradients, layout)
+        new, finite = guard_update(update, (*before, state.model_state), gradients, layout)
         nonfinite = 1 - finite.astype(jnp.int32)
         if loss_scale is not None:
             # Another scale helps against gradients that do not fit, not against updates.

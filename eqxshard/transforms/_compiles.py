@@ -168,9 +168,9 @@ def _explain(before: _Description, now: _Description) -> str:
             was, is_now = str(old or "absent"), str(new or "absent")
             is_now = "another like it" if was == is_now else is_now
             changes[path] = f"{path}: {was} -> {is_now}"
-            found = {each.kind for each in (old, new) if each is not None}
-            kinds |= found if old and new and len(found) == 1 else {"structure"}
-            if found == {"array"} and path.partition(".")[0] == "batch":
+            kind = old.kind if old and new and old.kind == new.kind else "structure"
+            kinds.add(kind)
+            if kind == "array" and path.partition(".")[0] == "batch":
                 kinds.add("batch")
     if not changes:
         return _NO_DIFFERENCE

@@ -13,8 +13,14 @@ from pictures import save_images
 
 import eqxshard
 
-PATCH, TOKENS, WIDTH, DEPTH = 4, 49, 96, 4
-ROWS, STEPS = 6, 50  # To draw: garments of each kind, and steps.
+# An image has 7x7 patches of 4x4 pixels.
+PATCH = 4
+TOKENS = 49
+WIDTH = 96
+DEPTH = 4
+# How many garments of each kind to draw, and in how many steps.
+ROWS = 6
+STEPS = 50
 
 
 class Block(eqx.Module):
@@ -22,18 +28,22 @@ class Block(eqx.Module):
 
     tokens: nn.MLP
     features: nn.MLP
-    told: nn.Linear
+    condition: nn.Linear
 
     def __init__(self, key):
         k1, k2, k3 = jax.random.split(key, 3)
-        self.tokens = nn.MLP(TOKENS, TOKENS, 2 * TOKENS, 1, jax.nn.gelu, key=k1)
-        self.features = nn.MLP(WIDTH, WIDTH, 2 * WIDTH, 1, jax.nn.gelu, key=k2)
-        self.told = nn.Linear(WIDTH, 2 * WIDTH, key=k3)
+        self.tokens = nn.MLP(
+            TOKENS, TOKENS, 2 * TOKENS, depth=1, activation=jax.nn.gelu, key=k1
+        )
+        self.features = nn.MLP(
+            WIDTH, WIDTH, 2 * WIDTH, depth=1, activation=jax.nn.gelu, key=k2
+        )
+        self.condition = nn.Linear(WIDTH, 2 * WIDTH, key=k3)
 
-    def __call__(self, x, about):
-        scale, shift = jnp.split(self.told(about), 2)
-        y = jax.nn.standardize(x) * (1 + scale) + shift
-        x = x + jax.vmap(self.tokens)(y.T).T
+    def __call__(self, x, condition):
+        scale, shift = jnp.split(self.condition(condition), 2)
+        normed = jax.nn.standardize(x) * (1 + scale) + shift
+        x = x + jax.vmap(self.tokens)(normed.T).T
         return x + jax.vmap(self.features)(jax.nn.standardize(x))
 
 
@@ -52,24 +62,24 @@ class Flow(eqx.Module):
         self.patches = nn.Linear(PATCH**2, WIDTH, key=k1)
         self.position = 0.1 * jax.random.normal(k2, (TOKENS, WIDTH))
         self.kinds = nn.Embedding(10, WIDTH, key=k3)
-        self.time = nn.MLP("scalar", WIDTH, WIDTH, 1, jax.nn.silu, key=k4)
+        self.time = nn.MLP("scalar", WIDTH, WIDTH, depth=1, activation=jax.nn.silu, key=k4)
         self.blocks = eqx.filter_vmap(Block)(jax.random.split(k5, DEPTH))
         self.out = nn.Linear(WIDTH, PATCH**2, key=k6)
 
     def __call__(self, image, time, kind):
-        x = image.reshape(7, PATCH, 7, PATCH).swapaxes(1, 2).reshape(TOKENS, -1)
-        x = jax.vmap(self.patches)(x) + self.position
-        about = self.time(time) + self.kinds(kind)
-        x = eqxshard.scan_layers(self.blocks, x, about, remat="none")
-        x = jax.vmap(self.out)(x).reshape(7, 7, PATCH, PATCH).swapaxes(1, 2)
-        return x.reshape(28, 28)
+        patches = image.reshape(7, PATCH, 7, PATCH).swapaxes(1, 2)
+        x = jax.vmap(self.patches)(patches.reshape(TOKENS, PATCH**2)) + self.position
+        condition = self.time(time) + self.kinds(kind)
+        x = eqxshard.scan_layers(self.blocks, x, condition, remat="none")
+        patches = jax.vmap(self.out)(x).reshape(7, 7, PATCH, PATCH)
+        return patches.swapaxes(1, 2).reshape(28, 28)
 
 
 def loss_fn(model, batch, key):
     images = batch["image"] / 127.5 - 1
-    k1, k2 = jax.random.split(key)
-    noise = jax.random.normal(k1, images.shape)
-    time = jax.nn.sigmoid(jax.random.normal(k2, (len(images), 1, 1)))
+    noise_key, time_key = jax.random.split(key)
+    noise = jax.random.normal(noise_key, images.shape)
+    time = jax.nn.sigmoid(jax.random.normal(time_key, (len(images), 1, 1)))
     mixed = time * images + (1 - time) * noise
     flow = jax.vmap(model)(mixed, time[:, 0, 0], batch["label"])
     return jnp.mean((flow - (images - noise)) ** 2, axis=(1, 2))
@@ -84,11 +94,19 @@ def draw(model, key):
     kinds = jnp.tile(jnp.arange(10), ROWS)
 
     def step(images, time):
-        return images + jax.vmap(model, (0, None, 0))(images, time, kinds) / STEPS, None
+        flow = jax.vmap(model, in_axes=(0, None, 0))(images, time, kinds)
+        return images + flow / STEPS, None
 
-    noise, times = jax.random.normal(key, (len(kinds), 28, 28)), jnp.arange(STEPS) / STEPS
+    noise = jax.random.normal(key, (len(kinds), 28, 28))
+    times = jnp.arange(STEPS) / STEPS
     images, _ = jax.lax.scan(step, noise, times)
-    return jnp.uint8(jnp.clip(127.5 * images + 127.5, 0, 255)).reshape(ROWS, 10, 28, 28)
+    pixels = jnp.uint8(jnp.clip(127.5 * (images + 1), 0, 255))
+    return pixels.reshape(ROWS, 10, 28, 28)
+
+
+def make_optimizer(steps):
+    adam = optax.adam(optax.cosine_decay_schedule(2e-3, steps))
+    return optax.chain(adam, eqxshard.ema_weights(0.99))
 
 
 @dataclass(frozen=True)
@@ -100,13 +118,14 @@ class Args:
 
 
 def main(args: Args) -> str:
-    rate, average = optax.cosine_decay_schedule, eqxshard.ema_weights(0.99)
+    train_data, test_data = args.garments.load()
     run = eqxshard.train(
         Flow,
         loss_fn,
         metric_fn,
-        lambda steps: optax.chain(optax.adam(rate(2e-3, steps)), average),
-        *args.garments.load(),
+        make_optimizer,
+        train_data,
+        test_data,
         config=args.run,
         epochs=1,
         settings=args,

@@ -14,7 +14,7 @@ from pictures import COLORS, figure
 import eqxshard
 
 MEMBERS = 16
-#: Each device has members of its own, whole, and sees all examples.
+# Each device has members of its own, whole, and sees all examples.
 RULE = eqxshard.by_path({".*": P("tensor")})
 
 
@@ -55,7 +55,8 @@ def waves(count, seed):
 
 
 def draw(path, data, x, outputs):
-    mean, spread = outputs.mean(axis=0), 2 * outputs.std(axis=0)
+    mean = outputs.mean(axis=0)
+    spread = 2 * outputs.std(axis=0)
     with figure(path) as axes:
         ax = axes[0, 0]
         ax.plot(x, outputs.T, color=COLORS[0], linewidth=0.5, alpha=0.5)
@@ -79,14 +80,15 @@ class Args:
 
 def main(args: Args) -> str:
     if not 0 < args.learning_rate < float("inf"):
-        rate = args.learning_rate
-        raise ValueError(f"--learning-rate {rate} is not positive and finite; use another.")
+        raise ValueError(
+            f"--learning-rate {args.learning_rate} is not positive and finite; use another."
+        )
     train_data = waves(256, args.run.seed)
     run = eqxshard.train(
         make_ensemble,
         loss_fn,
         metric_fn,
-        lambda steps: optax.adam(args.learning_rate),
+        optax.adam(args.learning_rate),
         train_data,
         waves(1024, args.run.seed + 1),
         config=args.run,

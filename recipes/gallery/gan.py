@@ -12,108 +12,113 @@ from pictures import save_images
 
 import eqxshard
 
+LATENT, WIDTH = 32, 32
 
-def grow(x):
+
+def upsample(x):
     channels, height, width = x.shape
     return jax.image.resize(jax.nn.relu(x), (channels, 2 * height, 2 * width), "linear")
 
 
 def make_generator(key):
     k1, k2, k3 = jax.random.split(key, 3)
-    layers = [
-        nn.Linear(LATENT, 2 * WIDTH * 49, key=k1),
-        nn.Lambda(lambda x: x.reshape(-1, 7, 7)),
-        nn.GroupNorm(4, 2 * WIDTH),
-        nn.Lambda(grow),
-        nn.Conv2d(2 * WIDTH, WIDTH, 3, padding=1, key=k2),
-        nn.GroupNorm(4, WIDTH),
-        nn.Lambda(grow),
-        nn.Conv2d(WIDTH, 1, 5, padding=2, key=k3),
-        nn.Lambda(lambda x: jnp.tanh(x[0])),
-    ]
-    return nn.Sequential(layers)
+    return nn.Sequential(
+        [
+            nn.Linear(LATENT, 2 * WIDTH * 7 * 7, key=k1),
+            nn.Lambda(lambda x: x.reshape(-1, 7, 7)),
+            nn.GroupNorm(4, 2 * WIDTH),
+            nn.Lambda(upsample),
+            nn.Conv2d(2 * WIDTH, WIDTH, kernel_size=3, padding=1, key=k2),
+            nn.GroupNorm(4, WIDTH),
+            nn.Lambda(upsample),
+            nn.Conv2d(WIDTH, 1, kernel_size=5, padding=2, key=k3),
+            nn.Lambda(lambda x: jnp.tanh(x[0])),
+        ]
+    )
 
 
 def make_discriminator(key):
     k1, k2, k3 = jax.random.split(key, 3)
-    layers = [
-        nn.Lambda(lambda x: x[None]),
-        nn.Conv2d(1, WIDTH, 4, 2, padding=1, key=k1),
-        nn.Lambda(jax.nn.leaky_relu),
-        nn.Conv2d(WIDTH, 2 * WIDTH, 4, 2, padding=1, key=k2),
-        nn.Lambda(lambda x: jnp.ravel(jax.nn.leaky_relu(x))),
-        nn.Linear(2 * WIDTH * 49, "scalar", key=k3),
-    ]
-    return nn.Sequential(layers)
+    return nn.Sequential(
+        [
+            nn.Lambda(lambda x: x[None]),
+            nn.Conv2d(1, WIDTH, kernel_size=4, stride=2, padding=1, key=k1),
+            nn.Lambda(jax.nn.leaky_relu),
+            nn.Conv2d(WIDTH, 2 * WIDTH, kernel_size=4, stride=2, padding=1, key=k2),
+            nn.Lambda(jax.nn.leaky_relu),
+            nn.Lambda(jnp.ravel),
+            nn.Linear(2 * WIDTH * 7 * 7, "scalar", key=k3),
+        ]
+    )
 
 
-def sample(generator, key, count):
-    return jax.vmap(generator)(jax.random.normal(key, (count, LATENT)))
+def generate(generator, key, count):
+    noise = jax.random.normal(key, (count, LATENT))
+    return jax.vmap(generator)(noise)
 
 
 def generator_loss(generator, batch, key, discriminator):
-    fake = sample(generator, key, len(batch["image"]))
+    fake = generate(generator, key, len(batch["image"]))
     return jax.nn.softplus(-jax.vmap(discriminator)(fake))
 
 
 def discriminator_loss(discriminator, batch, key, generator):
-    real, fake = batch["image"] / 127.5 - 1, sample(generator, key, len(batch["image"]))
-    judge = jax.vmap(discriminator)
-    return jax.nn.softplus(-judge(real)) + jax.nn.softplus(judge(fake))
+    real = batch["image"] / 127.5 - 1
+    fake = generate(generator, key, len(real))
+    loss_of_real = jax.nn.softplus(-jax.vmap(discriminator)(real))
+    loss_of_fake = jax.nn.softplus(jax.vmap(discriminator)(fake))
+    return loss_of_real + loss_of_fake
 
 
-LATENT, WIDTH = 32, 32
-MODELS = {"generator": make_generator, "discriminator": make_discriminator}
 OPTIM = optax.adam(4e-4, b1=0.5)
-generator_step = eqxshard.make_train_step(generator_loss, OPTIM)
-discriminator_step = eqxshard.make_train_step(discriminator_loss, OPTIM)
+train_generator = eqxshard.make_train_step(generator_loss, OPTIM)
+train_discriminator = eqxshard.make_train_step(discriminator_loss, OPTIM)
 
 
-def step(states, batch):
-    """Each model is a companion of the other's step."""
-    g, d = states["generator"], states["discriminator"]
-    d, d_metrics = discriminator_step(d, batch, g.model)
-    g, g_metrics = generator_step(g, batch, d.model)
-    metrics = eqxshard.Metrics.join(generator=g_metrics, discriminator=d_metrics)
-    return {"generator": g, "discriminator": d}, metrics
+def train_step(states, batch):
+    """A step of each model, with the other one as its companion."""
+    generator, discriminator = states["generator"], states["discriminator"]
+    discriminator, discriminator_metrics = train_discriminator(
+        discriminator, batch, generator.model
+    )
+    generator, generator_metrics = train_generator(generator, batch, discriminator.model)
+    metrics = eqxshard.Metrics.join(
+        generator=generator_metrics, discriminator=discriminator_metrics
+    )
+    return {"generator": generator, "discriminator": discriminator}, metrics
 
 
 @dataclass(frozen=True)
 class Args:
     """Train a GAN on Fashion-MNIST."""
 
-    run: eqxshard.RunConfig = eqxshard.RunConfig(batch_size=64, steps=1500)
+    run: eqxshard.RunConfig = eqxshard.RunConfig(batch_size=64)
     garments: Garments = Garments()
 
 
 def main(args: Args) -> str:
-    config, mesh = args.run, args.run.make_mesh("data=-1")
-    if config.profile or config.evaluate_every:
-        raise ValueError("there is no --evaluate-every or --profile here; leave it out.")
-    data, _ = args.garments.load()
-    seed, size, hang = config.seed, config.batch_size, config.hang_seconds
-    loader = eqxshard.Loader(data, batch_size=size, mesh=mesh, seed=seed)
-    steps = config.steps or (config.epochs or 0) * len(loader)
-    folder = eqxshard.run.RunFolder(config.output or "runs/gan")
-    save_every = config.save_every or len(loader)
-    saver = eqxshard.Checkpointer(folder.checkpoints, save_every=save_every)
-    resumes = folder.should_resume(config.resume, saver)
-    where = {"mesh": mesh, "rule": eqxshard.replicate()}
-    keys = dict(zip(MODELS, jax.random.split(jax.random.key(seed))))
-    init = eqxshard.init_state
-    states = {n: init(m, OPTIM, key=keys[n], **where) for n, m in MODELS.items()}
-    states = saver.restore(states) if resumes else states
-    first = int(states["generator"].step)
-    saver.claim_run(first, loader)  # Before trackers empty the files of an earlier run.
-    title = f"gan on {eqxshard.describe_mesh(mesh)} | {data.name}"
-    about = {"title": title, "total_steps": steps, "first": first, "services": config.track}
-    trackers = folder.trackers(**about) if jax.process_index() == 0 else []
-    how = {"checkpointer": saver, "trackers": trackers, "log_every": config.log_every}
-    states = eqxshard.fit(states, step, loader, steps=steps, hang_seconds=hang, **how)
-    draw = eqxshard.filter_jit(lambda model: sample(model, jax.random.key(1), 60))
-    images = np.uint8(127.5 * (np.asarray(draw(states["generator"].model)) + 1))
-    save_images(folder.path / "drawn.png", images.reshape(6, 10, 28, 28))
-    return f"{steps} steps | {title}"
+    train_data, _ = args.garments.load()
+    run = eqxshard.train(
+        make_model={"generator": make_generator, "discriminator": make_discriminator},
+        make_optim=OPTIM,
+        train_step=train_step,
+        train_data=train_data,
+        loss_fn=None,
+        metric_fn=None,
+        eval_data=None,
+        config=args.run,
+        steps=1500,
+        settings=args,
+    )
+
+    @eqxshard.filter_jit
+    def draw(generator):
+        return generate(generator, jax.random.key(1), 60)
+
+    images = np.asarray(draw(run.state["generator"].model))
+    pixels = np.uint8(127.5 * (images + 1))
+    save_images(run.folder / "drawn.png", pixels.reshape(6, 10, 28, 28))
+    return f"{int(run.state['generator'].step)} steps | {run.speed} | {run.title}"
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class Garments:
     """auto: the real images or, if they cannot be downloaded, generated ones."""
 
     def load(self) -> tuple[Any, Any]:
-        """Training and test data."""
+        """The training data and the test data."""
         return eqxshard.data.load_fashion_mnist(self.data)
 
 
@@ -68,18 +68,21 @@ class Images:
     def load(self, tests: int = 2000) -> tuple[Any, Any]:
         """All training data, and the first of the test data."""
         if self.cifar:
-            numbers = range(1, 6)
-            train = read_cifar(self.cifar, [f"data_batch_{n}.bin" for n in numbers])
-            return train, first(read_cifar(self.cifar, ["test_batch.bin"]), tests)
-        train, test = self.garments.load()
-        return Coloured(train, seed=0), Coloured(first(test, tests), seed=1)
+            train_data = read_cifar(
+                self.cifar, [f"data_batch_{number}.bin" for number in range(1, 6)]
+            )
+            test_data = read_cifar(self.cifar, ["test_batch.bin"])
+            return train_data, first(test_data, tests)
+        train_data, test_data = self.garments.load()
+        return Coloured(train_data, seed=0), Coloured(first(test_data, tests), seed=1)
 
 
 def first(source: Any, count: int) -> Any:
     """The first examples."""
     few = source.gather(np.arange(min(count, len(source))))
-    about = {"name": source.name, "unit": source.unit, "warning": source.warning}
-    return eqxshard.data.ArraySource(few, **about)
+    return eqxshard.data.ArraySource(
+        few, name=source.name, unit=source.unit, warning=source.warning
+    )
 
 
 def read_cifar(folder: str, names: list[str]) -> Any:

@@ -1,6 +1,8 @@
 """LoRA: a model from a safetensors file learns garments that lie on their side."""
 
-from dataclasses import dataclass, replace
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import equinox as eqx
@@ -14,7 +16,8 @@ from pictures import save_guesses
 
 import eqxshard
 
-RENAME = {r"\.(a|b)$": None, r"\.base": ""}  # From our paths to the file's.
+# From our paths to the file's: the adapters are not there.
+RENAME = {r"\.(a|b)$": None, r"\.base": ""}
 
 
 class LoRA(eqx.Module):
@@ -38,9 +41,10 @@ def make_base(key):
 
 
 def make_adapted(rank, key):
-    base, keys = make_base(key), jax.random.split(key, 3)
-    layers = tuple(LoRA(layer, rank, k) for layer, k in zip(base.layers, keys))
-    return eqx.tree_at(lambda model: model.layers, base, layers)
+    base = make_base(key)
+    keys = jax.random.split(key, len(base.layers))
+    adapted = tuple(LoRA(layer, rank, k) for layer, k in zip(base.layers, keys))
+    return eqx.tree_at(lambda model: model.layers, base, adapted)
 
 
 def is_adapter(path, leaf):
@@ -57,7 +61,8 @@ def loss_fn(model, batch, key):
 
 
 def metric_fn(model, batch):
-    return {"accuracy": jnp.argmax(predict(model, batch), axis=-1) == batch["label"]}
+    guesses = jnp.argmax(predict(model, batch), axis=-1)
+    return {"accuracy": guesses == batch["label"]}
 
 
 def turned(source):
@@ -79,41 +84,65 @@ class Args:
     garments: Garments = Garments()
 
 
-def train(args, make_model, data, epochs, **options):
-    functions = (make_model, loss_fn, metric_fn, lambda steps: optax.adamw(2e-3))
-    return eqxshard.train(*functions, *data, epochs=epochs, settings=args, **options)
+def train_base(args, file, train_data, test_data):
+    run = eqxshard.train(
+        make_base,
+        loss_fn,
+        metric_fn,
+        optax.adamw(2e-3),
+        train_data,
+        test_data,
+        config=dataclasses.replace(args.run, output=str(file.parent), resume="auto"),
+        name="base",
+        epochs=3,
+        settings=args,
+    )
+    eqxshard.save_weights(file, run.state.model)
+
+
+def show(path, model, test):
+    """Draw what a model takes the test images for; return its accuracy."""
+    logits = eqxshard.filter_jit(predict)(model, test)
+    save_guesses(path, test, logits, GARMENTS)
+    return np.mean(np.argmax(logits, axis=-1) == test["label"])
 
 
 def main(args: Args) -> str:
     if args.rank < 1:
         raise ValueError(f"--rank {args.rank} is too small; use 1 or more.")
     args.run.make_mesh("data=-1")  # Simulates devices, before JAX computes anything.
-    data, file = args.garments.load(), Path(args.weights)
+    train_data, test_data = args.garments.load()
+    file = Path(args.weights)
     if not file.exists():
-        config = replace(args.run, output=str(file.parent), resume="auto")
-        run = train(args, make_base, data, 3, config=config, name="base")
-        eqxshard.save_weights(file, run.state.model)
+        train_base(args, file, train_data, test_data)
 
-    def make_model(key):
-        return make_adapted(args.rank, key)
-
+    make_model = partial(make_adapted, args.rank)
     like = eqx.filter_eval_shape(make_model, jax.random.key(0))
     trainable = jax.tree_util.tree_map_with_path(is_adapter, like)
-    sides = [turned(source) for source in data]
-    adapting = {"trainable": trainable, "config": args.run}
-    adapting["load"] = lambda like: eqxshard.load_weights(file, like, rename=RENAME)
-    run = train(args, make_model, sides, 3, **adapting)
-    learned = eqx.filter(run.state.model, trainable)
-    eqxshard.save_weights(run.folder / "adapters.safetensors", learned)
+    turned_test_data = turned(test_data)
+    run = eqxshard.train(
+        make_model,
+        loss_fn,
+        metric_fn,
+        optax.adamw(2e-3),
+        turned(train_data),
+        turned_test_data,
+        config=args.run,
+        epochs=3,
+        trainable=trainable,
+        load=lambda like: eqxshard.load_weights(file, like, rename=RENAME),
+        settings=args,
+    )
+    adapted = run.state.model
+    adapters = eqx.filter(adapted, trainable)
+    eqxshard.save_weights(run.folder / "adapters.safetensors", adapters)
 
-    test, accuracy = sides[1].gather(np.arange(len(sides[1]))), {}
-    without = eqx.combine(jax.tree.map(jnp.zeros_like, learned), run.state.model)
-    for name, model in {"before": without, "after": run.state.model}.items():
-        logits = eqxshard.filter_jit(predict)(model, test)
-        accuracy[name] = np.mean(np.argmax(logits, axis=-1) == test["label"])
-        save_guesses(run.folder / f"{name}.png", test, logits, GARMENTS)
-    scores = ", ".join(f"{value:.4f} {name}" for name, value in accuracy.items())
-    return f"test accuracy {scores} | {run.title}"
+    # Adapters of zeros change nothing.
+    unadapted = eqx.combine(jax.tree.map(jnp.zeros_like, adapters), adapted)
+    test = turned_test_data.gather(np.arange(len(turned_test_data)))
+    before = show(run.folder / "before.png", unadapted, test)
+    after = show(run.folder / "after.png", adapted, test)
+    return f"test accuracy {before:.4f} before, {after:.4f} after | {run.title}"
 
 
 if __name__ == "__main__":

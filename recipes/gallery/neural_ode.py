@@ -58,17 +58,26 @@ def metric_fn(field, batch):
 def make_paths(count, seed):
     """Paths from points around the middle."""
     rng = np.random.default_rng(seed)
-    angle, radius = rng.uniform(0, 2 * np.pi, count), rng.uniform(0.6, 1.4, count)
-    start = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1)
-    paths = jax.jit(jax.vmap(lambda start: solve(spiral, start, TIMES)))(np.float32(start))
-    return eqxshard.data.ArraySource({"path": np.asarray(paths)}, unit="paths")
+    angle = rng.uniform(0, 2 * np.pi, count)
+    radius = rng.uniform(0.6, 1.4, count)
+    starts = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1)
+
+    @jax.jit
+    @jax.vmap
+    def follow(start):
+        return solve(spiral, start, TIMES)
+
+    paths = np.asarray(follow(np.float32(starts)))
+    return eqxshard.data.ArraySource({"path": paths}, unit="paths")
 
 
 def windows(batch, generators):
     """A piece of each path, another one in every epoch: short ones are easier to follow."""
-    firsts = [generator.integers(len(TIMES) - WINDOW + 1) for generator in generators]
-    pairs = zip(batch["path"], firsts)
-    return {"path": np.stack([path[first : first + WINDOW] for path, first in pairs])}
+    pieces = []
+    for path, generator in zip(batch["path"], generators):
+        first = generator.integers(len(TIMES) - WINDOW + 1)
+        pieces.append(path[first : first + WINDOW])
+    return {"path": np.stack(pieces)}
 
 
 def draw(path, field, true, found):
@@ -77,9 +86,9 @@ def draw(path, field, true, found):
     arrows = np.asarray(eqxshard.filter_jit(jax.vmap(jax.vmap(field)))(points))
     with figure(path, 1, 2, size=(7, 3.4)) as axes:
         left, right = axes[0]
-        for ours, theirs in zip(found, true):
-            left.plot(*theirs.T, ".", color=COLORS[1], markersize=4)
-            left.plot(*ours.T, color=COLORS[0], linewidth=1)
+        for found_path, true_path in zip(found, true):
+            left.plot(*true_path.T, ".", color=COLORS[1], markersize=4)
+            left.plot(*found_path.T, color=COLORS[0], linewidth=1)
         left.set_title("unseen paths: true (dots), learned (lines)")
         right.quiver(grid, grid, arrows[..., 0], arrows[..., 1], color=COLORS[0])
         right.set_title("the learned field")

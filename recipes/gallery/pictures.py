@@ -14,10 +14,15 @@ from matplotlib.figure import Figure
 INK = "#7f868d"
 COLORS = ("#3b8fc4", "#e08214", "#3fa66b")
 _STYLE: Any = {
-    **dict.fromkeys(["figure.facecolor", "axes.facecolor", "legend.facecolor"], "none"),
-    **dict.fromkeys(["text.color", "axes.labelcolor", "axes.edgecolor"], INK),
-    **dict.fromkeys(["xtick.color", "ytick.color"], INK),
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "legend.facecolor": "none",
     "savefig.facecolor": "none",
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.titlesize": "medium",

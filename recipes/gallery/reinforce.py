@@ -16,13 +16,15 @@ TIME = 200
 
 def push(cart, action):
     """The cart-pole of Barto, Sutton and Anderson (1983), 1/50 s later."""
-    _, speed, angle, turn = cart
+    _, speed, angle, angular_speed = cart
+    sine, cosine = jnp.sin(angle), jnp.cos(angle)
     force = jnp.where(action == 1, 10.0, -10.0)
-    pull = (force + 0.05 * turn**2 * jnp.sin(angle)) / 1.1
-    bent = 9.8 * jnp.sin(angle) - jnp.cos(angle) * pull
-    bent = bent / (0.5 * (4 / 3 - 0.1 * jnp.cos(angle) ** 2 / 1.1))
-    moved = pull - 0.05 * bent * jnp.cos(angle) / 1.1
-    return cart + 0.02 * jnp.stack([speed, moved, turn, bent])
+    pull = (force + 0.05 * angular_speed**2 * sine) / 1.1
+    angular_acceleration = 9.8 * sine - cosine * pull
+    angular_acceleration /= 0.5 * (4 / 3 - 0.1 * cosine**2 / 1.1)
+    acceleration = pull - 0.05 * angular_acceleration * cosine / 1.1
+    change = jnp.stack([speed, acceleration, angular_speed, angular_acceleration])
+    return cart + 0.02 * change
 
 
 def play(policy, cart, choose):
@@ -31,32 +33,33 @@ def play(policy, cart, choose):
     def step(carry, time):
         cart, stood = carry
         action = choose(policy(cart), time)
-        after = push(cart, action)
-        stands = stood & (jnp.abs(after[0]) < 2.4) & (jnp.abs(after[2]) < 0.21)
-        return (after, stands), (cart, action, stands)
+        next_cart = push(cart, action)
+        position, _, angle, _ = next_cart
+        stands = stood & (jnp.abs(position) < 2.4) & (jnp.abs(angle) < 0.21)
+        return (next_cart, stands), (cart, action, stands)
 
     start = (cart, jnp.array(True))
-    return jax.lax.scan(step, start, jnp.arange(TIME))[1]
+    _, episode = jax.lax.scan(step, start, jnp.arange(TIME))
+    return episode
 
 
 def loss_fn(policy, batch, key):
-    @jax.vmap
-    def sampled(cart, key):
+    def sample_episode(cart, key):
         def choose(logits, time):
             return jax.random.categorical(jax.random.fold_in(key, time), logits)
 
         return play(policy, cart, choose)
 
-    carts, actions, stands = sampled(
-        batch["cart"], jax.random.split(key, len(batch["cart"]))
-    )
-    gains = jnp.cumsum(stands[:, ::-1], axis=1)[:, ::-1]  # How long it still stands.
-    # The mean is over the whole batch, on all devices.
-    better = (gains - gains.mean(axis=0)) / (gains.std() + 1e-6)
+    keys = jax.random.split(key, len(batch["cart"]))
+    carts, actions, stands = jax.vmap(sample_episode)(batch["cart"], keys)
+    # The return of each step: how long the pole still stands.
+    returns = jnp.cumsum(stands[:, ::-1], axis=1)[:, ::-1]
+    # The baseline is a mean over the whole batch, on all devices.
+    advantages = (returns - returns.mean(axis=0)) / (returns.std() + 1e-6)
     logits = jax.vmap(jax.vmap(policy))(jax.lax.stop_gradient(carts))
-    surprise = optax.softmax_cross_entropy_with_integer_labels(logits, actions)
-    length = stands.sum(axis=1)
-    return (jax.lax.stop_gradient(better) * stands * surprise).mean(1), {"length": length}
+    log_losses = optax.softmax_cross_entropy_with_integer_labels(logits, actions)
+    losses = jax.lax.stop_gradient(advantages) * stands * log_losses
+    return losses.mean(axis=1), {"length": stands.sum(axis=1)}
 
 
 def greedy(policy, batch):
@@ -67,7 +70,8 @@ def greedy(policy, batch):
 
 
 def metric_fn(policy, batch):
-    return {"length": greedy(policy, batch)[2].sum(axis=1)}
+    _, _, stands = greedy(policy, batch)
+    return {"length": stands.sum(axis=1)}
 
 
 def make_carts(count, seed):
@@ -77,16 +81,21 @@ def make_carts(count, seed):
 
 def draw(path, history, episodes):
     """How long the pole stood during training, and what trained carts do."""
-    lines = [line for line in history if "train/length" in line]
-    carts = np.asarray(episodes[0])
+    reports = [line for line in history if "train/length" in line]
+    steps = [report["step"] for report in reports]
+    lengths = [report["train/length"] for report in reports]
+    carts, _, _ = episodes
+    angles = np.degrees(np.asarray(carts)[:, :, 2])
     with figure(path, 1, 2, size=(7, 2.8)) as axes:
         left, right = axes[0]
-        left.plot(
-            [x["step"] for x in lines], [x["train/length"] for x in lines], color=COLORS[0]
-        )
+        left.plot(steps, lengths, color=COLORS[0])
         left.set(title="steps that the pole stands", xlabel="update", ylim=(0, TIME + 5))
-        right.plot(np.degrees(carts[:, :, 2].T), color=COLORS[1], linewidth=0.8)
+        right.plot(angles.T, color=COLORS[1], linewidth=0.8)
         right.set(title="angle of eight poles (degrees)", xlabel="step", ylim=(-12, 12))
+
+
+def make_policy(key):
+    return eqx.nn.MLP(4, 2, 32, depth=1, key=key)
 
 
 @dataclass(frozen=True)
@@ -101,17 +110,19 @@ class Args:
 def main(args: Args) -> str:
     test_data = make_carts(64, args.run.seed + 1)
     run = eqxshard.train(
-        lambda key: eqx.nn.MLP(4, 2, 32, depth=1, key=key),
+        make_policy,
         loss_fn,
         metric_fn,
-        lambda steps: optax.adam(1e-2),
+        optax.adam(1e-2),
         make_carts(64 * 30, args.run.seed),
         test_data,
         config=args.run,
         steps=60,
     )
-    trained = eqxshard.filter_jit(greedy)(run.state.model, test_data.gather(np.arange(8)))
-    draw(run.folder / "pole.png", eqxshard.run.RunFolder(run.folder).history(), trained)
+    few = test_data.gather(np.arange(8))
+    episodes = eqxshard.filter_jit(greedy)(run.state.model, few)
+    history = eqxshard.run.RunFolder(run.folder).history()
+    draw(run.folder / "pole.png", history, episodes)
     return f"the pole stands {run.metrics['length']:.1f} of {TIME} steps | {run.title}"
 
 

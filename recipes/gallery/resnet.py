@@ -1,7 +1,6 @@
 """A ResNet with BatchNorm, whose statistics are those of the whole batch on all devices."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -24,18 +23,24 @@ class Block(eqx.Module):
     norm2: nn.BatchNorm
     skip: nn.Conv2d
 
-    def __init__(self, inside, outside, key):
+    def __init__(self, channels_in, channels_out, key):
         k1, k2, k3 = jax.random.split(key, 3)
-        plain: Any = {"padding": 1, "use_bias": False}
-        self.conv1 = nn.Conv2d(inside, outside, 3, stride=2, **plain, key=k1)
-        self.norm1 = nn.BatchNorm(outside, "batch", mode="batch")
-        self.conv2 = nn.Conv2d(outside, outside, 3, **plain, key=k2)
-        self.norm2 = nn.BatchNorm(outside, "batch", mode="batch")
-        self.skip = nn.Conv2d(inside, outside, 1, stride=2, use_bias=False, key=k3)
+        self.conv1 = nn.Conv2d(
+            channels_in, channels_out, 3, stride=2, padding=1, use_bias=False, key=k1
+        )
+        self.norm1 = nn.BatchNorm(channels_out, axis_name="batch", mode="batch")
+        self.conv2 = nn.Conv2d(
+            channels_out, channels_out, 3, padding=1, use_bias=False, key=k2
+        )
+        self.norm2 = nn.BatchNorm(channels_out, axis_name="batch", mode="batch")
+        self.skip = nn.Conv2d(
+            channels_in, channels_out, 1, stride=2, use_bias=False, key=k3
+        )
 
     def __call__(self, x, state):
         y, state = self.norm1(self.conv1(x), state)
-        y, state = self.norm2(self.conv2(jax.nn.relu(y)), state)
+        y = jax.nn.relu(y)
+        y, state = self.norm2(self.conv2(y), state)
         return jax.nn.relu(self.skip(x) + y), state
 
 
@@ -45,11 +50,14 @@ class ResNet(eqx.Module):
     logits: nn.Linear
 
     def __init__(self, key):
-        k1, k2, *keys = jax.random.split(key, 2 + len(WIDTHS))
-        self.stem = nn.Conv2d(3, WIDTHS[0], 3, padding=1, key=k1)
-        sizes = zip((WIDTHS[0], *WIDTHS), WIDTHS, keys)
-        self.blocks = [Block(inside, outside, k) for inside, outside, k in sizes]
-        self.logits = nn.Linear(WIDTHS[-1], 10, key=k2)
+        stem_key, logits_key, *block_keys = jax.random.split(key, 2 + len(WIDTHS))
+        self.stem = nn.Conv2d(3, WIDTHS[0], 3, padding=1, key=stem_key)
+        self.blocks = []
+        channels = WIDTHS[0]
+        for width, block_key in zip(WIDTHS, block_keys):
+            self.blocks.append(Block(channels, width, block_key))
+            channels = width
+        self.logits = nn.Linear(channels, 10, key=logits_key)
 
     def __call__(self, x, state):
         x = jax.nn.relu(self.stem(x))
@@ -58,22 +66,27 @@ class ResNet(eqx.Module):
         return self.logits(x.mean(axis=(1, 2))), state
 
 
-def predict(pair, batch):
-    model, state = pair
+def predict(model_and_state, batch):
+    model, state = model_and_state
     images = jnp.moveaxis(batch["image"], -1, 1) / 128 - 1
-    run = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
-    return run(images, state)
+    apply = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+    return apply(images, state)
 
 
-def loss_fn(pair, batch, key):
-    logits, state = predict(pair, batch)
+def loss_fn(model_and_state, batch, key):
+    logits, state = predict(model_and_state, batch)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
     return losses, state
 
 
-def metric_fn(pair, batch):
-    logits, _ = predict(pair, batch)
+def metric_fn(model_and_state, batch):
+    logits, _ = predict(model_and_state, batch)
     return {"accuracy": jnp.argmax(logits, axis=-1) == batch["label"]}
+
+
+def make_optimizer(steps):
+    schedule = optax.cosine_decay_schedule(3e-3, steps)
+    return optax.adamw(schedule, weight_decay=0.01)
 
 
 @dataclass(frozen=True)
@@ -90,9 +103,7 @@ def main(args: Args) -> str:
         nn.make_with_state(ResNet),
         loss_fn,
         metric_fn,
-        lambda steps: optax.adamw(
-            optax.cosine_decay_schedule(3e-3, steps), weight_decay=0.01
-        ),
+        make_optimizer,
         train_data,
         test_data,
         config=args.run,
@@ -101,8 +112,8 @@ def main(args: Args) -> str:
         settings=args,
     )
     few = test_data.gather(np.arange(24))
-    pair = nn.inference_mode((run.state.model, run.state.model_state))
-    logits, _ = eqxshard.filter_jit(predict)(pair, few)
+    trained = nn.inference_mode((run.state.model, run.state.model_state))
+    logits, _ = eqxshard.filter_jit(predict)(trained, few)
     save_guesses(run.folder / "guesses.png", few, logits, args.images.names)
     return f"test accuracy {run.metrics['accuracy']:.4f} | {run.speed} | {run.title}"
 

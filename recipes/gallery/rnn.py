@@ -30,7 +30,9 @@ class RNN(eqx.Module):
             hidden = self.cell(row, hidden)
             return hidden, self.logits(hidden)
 
-        return jax.lax.scan(read, jnp.zeros(self.cell.hidden_size), rows)[1]
+        start = jnp.zeros(self.cell.hidden_size)
+        _, logits = jax.lax.scan(read, start, rows)
+        return logits
 
 
 def predict(model, batch):
@@ -39,14 +41,20 @@ def predict(model, batch):
 
 
 def loss_fn(model, batch, key):
-    labels = jnp.broadcast_to(batch["label"][:, None], (len(batch["label"]), 28))
-    losses = optax.softmax_cross_entropy_with_integer_labels(predict(model, batch), labels)
+    logits = predict(model, batch)
+    labels = jnp.broadcast_to(batch["label"][:, None], logits.shape[:2])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return losses.mean(axis=1)
 
 
 def metric_fn(model, batch):
-    right = jnp.argmax(predict(model, batch), axis=-1) == batch["label"][:, None]
-    return {"accuracy": right[:, -1], "accuracy_halfway": right[:, 13]}
+    correct = jnp.argmax(predict(model, batch), axis=-1) == batch["label"][:, None]
+    return {"accuracy": correct[:, -1], "accuracy_halfway": correct[:, 13]}
+
+
+def make_optimizer(steps):
+    schedule = optax.cosine_decay_schedule(3e-3, steps)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule))
 
 
 def draw(path, images, beliefs):
@@ -74,10 +82,7 @@ def main(args: Args) -> str:
         RNN,
         loss_fn,
         metric_fn,
-        lambda steps: optax.chain(
-            optax.clip_by_global_norm(1.0),
-            optax.adam(optax.cosine_decay_schedule(3e-3, steps)),
-        ),
+        make_optimizer,
         train_data,
         test_data,
         config=args.run,
@@ -87,8 +92,8 @@ def main(args: Args) -> str:
     few = test_data.gather(SHOWN)
     logits = eqxshard.filter_jit(predict)(run.state.model, few)
     draw(run.folder / "rows.png", few["image"], np.asarray(jax.nn.softmax(logits)))
-    half, whole = run.metrics["accuracy_halfway"], run.metrics["accuracy"]
-    return f"test accuracy {half:.4f} halfway, {whole:.4f} at the end | {run.title}"
+    halfway, end = run.metrics["accuracy_halfway"], run.metrics["accuracy"]
+    return f"test accuracy {halfway:.4f} halfway, {end:.4f} at the end | {run.title}"
 
 
 if __name__ == "__main__":

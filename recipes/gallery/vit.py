@@ -13,7 +13,12 @@ from pictures import save_guesses, save_images
 
 import eqxshard
 
-WIDTH, HEADS, DEPTH, PATCH, SIDE = 64, 4, 4, 4, 7  # 7x7 patches of 4x4 pixels.
+WIDTH = 64
+HEADS = 4
+DEPTH = 4
+# An image has 7x7 patches of 4x4 pixels.
+SIDE = 7
+PATCH = 4
 
 
 class Block(eqx.Module):
@@ -27,12 +32,13 @@ class Block(eqx.Module):
         self.norm1 = nn.LayerNorm(WIDTH)
         self.attention = nn.MultiheadAttention(HEADS, WIDTH, key=k1)
         self.norm2 = nn.LayerNorm(WIDTH)
-        self.mlp = nn.MLP(WIDTH, WIDTH, 2 * WIDTH, 1, jax.nn.gelu, key=k2)
+        self.mlp = nn.MLP(WIDTH, WIDTH, 2 * WIDTH, depth=1, activation=jax.nn.gelu, key=k2)
 
     def __call__(self, x):
-        y = jax.vmap(self.norm1)(x)
-        x = x + self.attention(y, y, y)
-        return x + jax.vmap(self.mlp)(jax.vmap(self.norm2)(x))
+        normed = jax.vmap(self.norm1)(x)
+        x = x + self.attention(normed, normed, normed)
+        normed = jax.vmap(self.norm2)(x)
+        return x + jax.vmap(self.mlp)(normed)
 
 
 class ViT(eqx.Module):
@@ -49,8 +55,9 @@ class ViT(eqx.Module):
         self.logits = nn.Linear(WIDTH, 10, key=k4)
 
     def __call__(self, image):
-        x = image.reshape(SIDE, PATCH, SIDE, PATCH).swapaxes(1, 2)
-        x = jax.vmap(self.patches)(x.reshape(len(self.position), -1)) + self.position
+        patches = image.reshape(SIDE, PATCH, SIDE, PATCH).swapaxes(1, 2)
+        patches = patches.reshape(SIDE**2, PATCH**2)
+        x = jax.vmap(self.patches)(patches) + self.position
         x = eqxshard.scan_layers(self.blocks, x)
         return self.logits(jax.nn.standardize(x.mean(axis=0)))
 
@@ -65,7 +72,8 @@ def loss_fn(model, batch, key):
 
 
 def metric_fn(model, batch):
-    return {"accuracy": jnp.argmax(predict(model, batch), axis=-1) == batch["label"]}
+    guesses = jnp.argmax(predict(model, batch), axis=-1)
+    return {"accuracy": guesses == batch["label"]}
 
 
 def augment(batch, generators):
@@ -73,17 +81,17 @@ def augment(batch, generators):
     padded = np.pad(batch["image"], ((0, 0), (3, 3), (3, 3)))
     images = []
     for image, generator in zip(padded, generators):
-        y, x = generator.integers(7, size=2)
-        step = generator.choice([1, -1])
-        images.append(image[y : y + 28, x : x + 28][:, ::step])
+        top, left = generator.integers(7, size=2)
+        image = image[top : top + 28, left : left + 28]
+        images.append(image[:, ::-1] if generator.random() < 0.5 else image)
     return {**batch, "image": np.stack(images)}
 
 
 def save_augmented(path, batch):
     """The images, and below each what three epochs may make of it."""
-    generators = np.random.default_rng(0).spawn(12)
-    rows = [augment(batch, generators)["image"] for _ in range(3)]
-    save_images(path, np.stack([batch["image"], *rows]))
+    generators = np.random.default_rng(0).spawn(len(batch["image"]))
+    epochs = [augment(batch, generators)["image"] for _ in range(3)]
+    save_images(path, np.stack([batch["image"], *epochs]))
 
 
 @dataclass(frozen=True)
@@ -95,13 +103,14 @@ class Args:
 
 
 def main(args: Args) -> str:
-    data = args.garments.load()
+    train_data, test_data = args.garments.load()
     run = eqxshard.train(
         ViT,
         loss_fn,
         metric_fn,
         lambda steps: optax.adamw(optax.cosine_decay_schedule(2e-3, steps)),
-        *data,
+        train_data,
+        test_data,
         config=args.run,
         steps=1200,
         mesh="fsdp=-1",
@@ -109,10 +118,10 @@ def main(args: Args) -> str:
         transform=eqxshard.data.RandomTransform(augment),
         settings=args,
     )
-    few = data[1].gather(np.arange(24))
+    few = test_data.gather(np.arange(24))
     logits = eqxshard.filter_jit(predict)(run.state.model, few)
     save_guesses(run.folder / "guesses.png", few, logits, GARMENTS)
-    save_augmented(run.folder / "augmented.png", data[0].gather(np.arange(12)))
+    save_augmented(run.folder / "augmented.png", train_data.gather(np.arange(12)))
     return f"test accuracy {run.metrics['accuracy']:.4f} | {run.speed} | {run.title}"
 
 

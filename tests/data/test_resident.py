@@ -193,19 +193,6 @@ def test_gathering_needs_no_collectives():
     assert collectives(compiled).counts == {}
 
 
-def test_a_step_that_is_not_finite_is_named_by_its_number(train_step):
-    data = source(64)
-    data.arrays["x"][40] = np.nan
-    loader = eqxshard.Loader(
-        data, batch_size=32, mesh=make_mesh(), shuffle=False, placement="device"
-    )
-    step = eqxshard.make_train_step(
-        squared_errors, OPTIM, mesh=make_mesh(), rule=RULE, nonfinite="raise"
-    )
-    with pytest.raises(FloatingPointError, match="in step 2;"):
-        step.many(new_state(), loader.stacked(2, capacity=5))
-
-
 def test_mistakes_are_errors(train_step):
     other = on_device(mesh=make_mesh("data=2"))
     short = on_device(epochs=1)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import plain_loop
 import pytest
-from example_helpers import MODELS_OF_EQUINOX, load_models
+from example_helpers import MODELS_OF_EQUINOX, load_file
 from grades import graded
 from helpers import RULES, make_mesh
 from loop_helpers import Recorder
@@ -24,14 +24,12 @@ import eqxshard
 STEPS, BATCH_SIZE = 4, 16
 MESHES = {"replicate": "data=8", "fsdp": "data=2,fsdp=4"}
 QUICK, SLOW = ("stateful",), ("mnist", "rnn")
-#: These are so slow that they are trained with one rule.
-LARGE = ("bert", "unet")
 
 
 def setup(name, rule):
     """An example's state, step, loader and source."""
     example = MODELS_OF_EQUINOX[name]
-    models = load_models(example.file, example.notebook)
+    models = load_file(example.file)
     source = eqxshard.data.ArraySource(example.data(np.random.default_rng(0)))
     mesh = make_mesh(MESHES[rule])
     where: dict[str, Any] = {"mesh": mesh, "rule": RULES[rule]}
@@ -52,8 +50,7 @@ def loss_difference(run, other):
 @pytest.mark.parametrize("name", graded(MODELS_OF_EQUINOX, QUICK, SLOW))
 def test_a_model_of_equinox_trains_as_in_a_plain_loop(name):
     example = MODELS_OF_EQUINOX[name]
-    rules = ["fsdp"] if name in LARGE else RULES
-    runs = {rule: setup(name, rule) for rule in rules}
+    runs = {rule: setup(name, rule) for rule in RULES}
     state, _, loader, source = runs["fsdp"]
     model, model_state, key = plain_loop.on_one_device(
         (state.model, state.model_state, state.key)

@@ -13,13 +13,9 @@ import optax
 import pytest
 from communication_cases import (
     BY_WORD,
-    FSDP,
     MESHES,
     MODELS,
-    TENSOR,
     assert_no_activations_of_others,
-    sent_activations,
-    sizes_of,
     step_collectives,
 )
 from grades import graded
@@ -46,7 +42,6 @@ abstract: Any = jax.ShapeDtypeStruct
 PER_DEVICE = ["context", "stage (GPipe)", "stage (1F1B)", "expert"]
 EIGHT = [(name, 8) for name in STRATEGIES]
 OFTEN = [(name, 8) for name in (*PER_DEVICE, "FSDP", "tensor")]
-DENSE = [name for name in MODELS if "Embedding" not in name]
 
 
 def make_step(devices, kind, rule, sizes, **options):
@@ -134,49 +129,6 @@ def test_no_device_receives_activations_of_other_examples(gpus, model, mesh):
 def test_nor_if_a_table_is_split_by_word(gpus, model, mesh):
     ops = step_collectives(model, mesh, gpus, BY_WORD)
     assert_no_activations_of_others(ops, model, mesh)
-
-
-@pytest.mark.parametrize(
-    "model, mesh, rule",
-    [
-        *((model, "fsdp=8", FSDP) for model in DENSE),
-        *((model, "data=2,fsdp=4", FSDP) for model in DENSE),
-        # With plain FSDP there, XLA has the second axis share the work of the first.
-        ("LayerNorm", "data=2,fsdp=2,tensor=2", TENSOR),
-    ],
-)
-def test_gradients_are_scattered_over_fsdp_and_their_parts_summed_over_data(
-    gpus, model, mesh, rule
-):
-    ops = step_collectives(model, mesh, gpus, rule)
-    sizes = MESHES[mesh]
-    split = sizes["fsdp"] * sizes.get("tensor", 1)
-    model = eqx.filter_eval_shape(MODELS[model][0], KEY)
-    arrays = [x for x in jax.tree.leaves(model) if isinstance(x, jax.ShapeDtypeStruct)]
-    vectors = sum(x.size for x in arrays if max(x.shape) == x.size)
-    parts = sum(x.size // split for x in arrays if max(x.shape) < x.size)
-    scattered = sum(sizes_of(ops, "reduce-scatter"))
-    assert parts <= scattered <= parts + vectors
-    # The parts of the matrices, and whatever is small. Tensor parallelism also sums
-    # activations.
-    sent = sent_activations(ops)
-    summed = sum(sizes_of([op for op in ops if op not in sent], "all-reduce"))
-    assert summed <= (parts if sizes["data"] > 1 else 0) + 2 * vectors + 2
-
-
-@pytest.mark.parametrize("sizes", [{"data": 1, "fsdp": 8}, {"data": 2, "fsdp": 4}])
-def test_parameters_are_cast_before_they_are_gathered(gpus, sizes):
-    precision = eqxshard.Precision(jnp.bfloat16)
-    compiled, _ = compile_step(gpus, TOKENS, RULE, sizes, precision=precision)
-    found = [op for op in testing.collectives(compiled).ops if op.kind == "all-gather"]
-    shapes = {shape for op in found for shape in op.shapes if not shape.startswith("s32")}
-    # The table too, which is looked up.
-    assert {shape[:4] for shape in shapes} == {"bf16"} and "bf16[96,32]" in shapes
-    # Those of one of the two layers, forward and again backward.
-    blocks = eqx.filter_eval_shape(Transformer, KEY).blocks
-    arrays = [x for x in jax.tree.leaves(blocks) if isinstance(x, jax.ShapeDtypeStruct)]
-    in_loops = [op for op in found if op.times == 2]
-    assert sum(op.bytes for op in in_loops) == 2 * sum(2 * x.size // 2 for x in arrays)
 
 
 def test_activations_may_wait_in_the_memory_of_the_host(gpus):

@@ -34,7 +34,7 @@ def lower(size, devices, remat, mesh):
         rule=gpt.make_rule(shape),
         precision=precision,
     )
-    tokens = jax.ShapeDtypeStruct((BATCH, shape.block), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((BATCH, shape.seq_len), jnp.int32)
     step = eqxshard.make_train_step(gpt.loss_fn, optim)
     return step.lower(state, {"tokens": tokens, "targets": tokens})
 
@@ -82,7 +82,7 @@ def test_llama_8b_on_eight_gpus(gpus, mesh):
     for op in ops:
         for dtype, dims in map(dtype_and_dims, op.shapes):
             # Nothing of all examples, but their tokens.
-            assert dtype == "s32" or not {BATCH, shape.block} <= set(dims), op
+            assert dtype == "s32" or not {BATCH, shape.seq_len} <= set(dims), op
             # Nothing of all layers.
             assert dims[:1] != [shape.layers] or math.prod(dims[1:]) < 1e6, op
     gathered = [op for op in ops if op.kind == "all-gather" and "bf16" in op.shapes[0]]

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("as_scripts_run")]
 
 def test_a_model_of_8b_is_fastest_split():
     shape = SIZES["8b"]
-    tokens = jax.ShapeDtypeStruct((64, shape.block), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((64, shape.seq_len), jnp.int32)
     search = eqxshard.plan_search(
         partial(GPT, shape=shape, remat="full"),
         gpt.loss_fn,

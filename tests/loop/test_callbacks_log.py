@@ -1,6 +1,3 @@
-from types import SimpleNamespace
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -101,19 +98,6 @@ def test_throughput_is_reported_with_the_part_of_the_peak_that_is_used():
         assert line["tokens_per_second"] == pytest.approx(tokens)
         # 8 devices.
         assert line["mfu"] == pytest.approx(tokens * 3 / 800)
-
-
-def test_devices_that_the_run_does_not_use_do_not_count(unannotated):
-    mesh = eqxshard.make_mesh(devices=jax.devices()[:2])
-    step = jax.device_put(np.int32(1), jax.NamedSharding(mesh, jax.P()))
-    logged: dict[str, float] = {}
-    run: Any = SimpleNamespace(
-        state=eqxshard.TrainState(step, None, None, jax.random.key(0)),
-        values={"train/examples_per_second": 5.0},
-        log=logged.update,
-    )
-    Throughput(10, 3.0, peak=100.0).after_report(run)
-    assert logged == {"tokens_per_second": 50.0, "mfu": 0.75}
 
 
 def test_the_peak_is_that_of_the_devices_if_it_is_known(monkeypatch):

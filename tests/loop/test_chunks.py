@@ -1,34 +1,19 @@
-from typing import Any
-
-import jax
-import optax
 import pytest
-from helpers import Model, lenient, make_loader, make_mesh, squared_errors
+from loop_helpers import count_dispatched, fresh, make_loader
 
 import eqxshard
-from eqxshard.training._inputs import RESIDENT_BATCHES
-
-OPTIM = lenient(optax.adam(1e-2))
 
 
 def test_an_epoch_of_a_resident_dataset_is_one_dispatch_per_report(monkeypatch):
-    calls = []
-    run = eqxshard.TrainStep._run
-    monkeypatch.setattr(
-        eqxshard.TrainStep, "_run", lambda *given: calls.append(given[3]) or run(*given)
-    )
-    where: dict[str, Any] = {"mesh": make_mesh(), "rule": eqxshard.replicate()}
-    state = eqxshard.init_state(Model, OPTIM, key=jax.random.key(0), **where)
-    train_step = eqxshard.make_train_step(squared_errors, OPTIM, **where)
+    taken = count_dispatched(monkeypatch)
+    state, train_step = fresh()
     loader = make_loader(placement="device")
     eqxshard.fit(state, train_step, loader, epochs=2, log_every=100)
-    assert calls == [RESIDENT_BATCHES, RESIDENT_BATCHES]
+    assert taken == [6, 6]
 
 
 def test_a_loader_that_ends_too_early_is_named():
-    where: dict[str, Any] = {"mesh": make_mesh(), "rule": eqxshard.replicate()}
-    state = eqxshard.init_state(Model, OPTIM, key=jax.random.key(0), **where)
-    train_step = eqxshard.make_train_step(squared_errors, OPTIM, **where)
-    message = "ended after step 4, before step 12; take fewer steps"
+    state, train_step = fresh()
+    message = "ended after step 6, before step 18; take fewer steps"
     with pytest.raises(ValueError, match=message):
         eqxshard.fit(state, train_step, make_loader(epochs=1), epochs=3)

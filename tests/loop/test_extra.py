@@ -1,9 +1,6 @@
-"""Companions of a run's steps, and the metrics of array shape that evaluations return."""
+"""Companions of a run's steps."""
 
-import equinox as eqx
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from helpers import assert_equal, make_mesh
 from loop_helpers import OPTIM, Layers, Recorder, make_loader, nan_loss
@@ -75,42 +72,3 @@ def test_a_companion_is_not_in_a_crash_dump(tmp_path):
             checkpointer=eqxshard.Checkpointer(tmp_path),
             extra=new_state(1).model,
         )
-
-
-def test_a_confusion_matrix_of_an_evaluation_reaches_callbacks(tmp_path):
-    def metric_fn(model, batch):
-        above = jax.nn.one_hot((jax.vmap(model)(batch["x"]) > 0).astype(int), 2)
-        truth = jax.nn.one_hot((batch["x"][:, 0] > 0).astype(int), 2)
-        return {
-            "confusion": truth[:, :, None] * above[:, None],
-            "one": jnp.ones(len(above)),
-        }
-
-    eval_step = eqxshard.make_eval_step(metric_fn)
-    loader = make_loader(batch_size=32)
-    seen = []
-
-    class Look(eqxshard.callbacks.Callback):
-        def after_evaluation(self, loop):
-            seen.append(loop.values["eval/confusion"])
-
-    def evaluate(model):
-        return eqxshard.evaluate(model, eval_step, loader)
-
-    recorder = Recorder()
-    state = eqxshard.fit(
-        new_state(),
-        eqxshard.make_train_step(lambda m, b, k: follow(m, b, k, m), OPTIM),
-        make_loader(),
-        steps=2,
-        evaluate=evaluate,
-        callbacks=[Look()],
-        trackers=[recorder, eqxshard.trackers.JSONLines(tmp_path / "m.jsonl")],
-        checkpointer=eqxshard.Checkpointer(tmp_path / "run", best="eval/one"),
-    )
-    x = make_loader()._host.source.gather(np.arange(48))["x"]
-    model = eqx.filter(state.model, lambda _: True)
-    above, truth = np.asarray(jax.vmap(model)(x)) > 0, x[:, 0] > 0
-    expected = [[np.mean((truth == i) & (above == j)) for j in (0, 1)] for i in (0, 1)]
-    np.testing.assert_allclose(seen[0], expected, rtol=1e-6)
-    assert recorder.lines[-1][1]["eval/one"] == 1.0

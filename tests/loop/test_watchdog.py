@@ -84,9 +84,9 @@ def test_a_run_that_hangs_is_ended(caplog, ended):
     first, second = (record.getMessage() for record in caplog.records[:2])
     assert "waiting for the batch of step 1. The stacks" in first and "in test_a" in first
     assert re.fullmatch(
-        r"no progress for \d+ s, longer than hang_seconds=0\.2: waiting for the batch of "
-        r"step 1\. This process ends with status 1; start the run again, to resume from "
-        r"its newest checkpoint\.",
+        r"no progress for \d+ s: waiting for the batch of step 1, longer than "
+        r"hang_seconds=0\.2\. This process ends with status 1; start the run again, to "
+        r"resume from its newest checkpoint\.",
         second,
     )
 

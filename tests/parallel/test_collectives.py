@@ -139,11 +139,6 @@ def test_the_gradient_of_a_shift_is_shifted_back(wrap, check_vma):
     np.testing.assert_array_equal(grads, expected)
 
 
-def test_shift_defaults_to_the_next_device_in_a_ring():
-    out = per_device(lambda x: collectives.shift(x, "fsdp"), P("fsdp"), P("fsdp"))
-    np.testing.assert_array_equal(out(np.arange(4)), [3, 0, 1, 2])
-
-
 # Keys
 
 

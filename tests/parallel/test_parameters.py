@@ -195,21 +195,6 @@ def test_gradients_of_ungathered_params_are_averaged_too(check_vma):
     assert_close(grads, eqx.filter_jit(eqx.filter_grad(expected))(model))
 
 
-def test_sync_gradients_averages_over_the_given_axes_that_a_spec_does_not_name():
-
-    def fn(x):
-        x = x * one_based_index(ROWS)
-        return collectives.sync_gradients(
-            {"a": x, "b": x, "c": None}, {"a": P(), "b": P("fsdp"), "c": None}, ROWS
-        ), collectives.sync_gradients(x, P(), "data")
-
-    out_specs = ({"a": P(), "b": P("fsdp"), "c": None}, P("fsdp"))
-    out, along_data = per_device(fn, P(), out_specs)(np.ones(1, np.float32))
-    np.testing.assert_array_equal(out["a"], [4.5])
-    np.testing.assert_array_equal(out["b"], [3, 4, 5, 6])
-    np.testing.assert_array_equal(along_data, [3, 4, 5, 6])
-
-
 def test_gradients_are_scattered_over_fsdp_before_they_are_summed_over_data():
     """Only a quarter of the weight crosses data, the slow axis."""
     specs = {"w": P("fsdp")}

@@ -1,7 +1,6 @@
 import dataclasses
 import io
 import pickle
-import sys
 
 import equinox as eqx
 import jax
@@ -41,18 +40,6 @@ def test_settings_of_jax_arrive_first():
     config = pickle.load(io.BytesIO(data))
     assert config["jax_num_cpu_devices"] == 8
     assert config["jax_numpy_dtype_promotion"] == "strict"
-
-
-def test_what_a_script_defines_is_sent_by_name(monkeypatch):
-    module = sys.modules[__name__]
-    monkeypatch.setitem(sys.modules, "__main__", module)
-    monkeypatch.setattr(make_it, "__module__", "__main__")
-    data = dump_request(request_of(make_it))
-    assert b"test_request.py" in data and b"make_it" in data and b"__main__" not in data
-
-
-def make_it(key):
-    return Transformer(key)
 
 
 def test_what_cannot_be_sent_is_an_error():

@@ -48,10 +48,10 @@ def test_what_does_not_fit_by_its_state_is_not_compiled():
         backend="cpu",
     )
     best, data = search.candidates
-    assert search.best is best.plan is not None
+    assert best.plan is not None and search.best is best.plan
     assert (best.mesh, best.reason, best.fits) == ({"fsdp": 8}, "", True)
     assert best.needs == best.plan.memory.peak
-    assert data.plan is None and not data.fits
+    assert data.plan is None and data.needs is not None and not data.fits
     assert data.reason == "does not fit: needs at least 2.13 MB of 1.52 MB"
     sizes = jax.tree.leaves(eqx.filter_eval_shape(LARGE, jax.random.key(0)))
     whole = 4 * sum(leaf.size for leaf in sizes if hasattr(leaf, "size"))
@@ -168,8 +168,10 @@ def test_fewer_rows_than_devices_and_a_large_layer_need_fsdp_and_tensor():
 @pytest.mark.thorough
 @pytest.mark.usefixtures("as_scripts_run")
 def test_a_long_sequence_needs_context():
-    shape = Shape(layers=1, heads=1, kv_heads=1, embed=32, mlp=64, block=2048, vocab=64)
-    tokens = jax.ShapeDtypeStruct((2, shape.block), jnp.int32)
+    shape = Shape(
+        layers=1, heads=1, kv_heads=1, embed=32, mlp=64, seq_len=2048, vocab_size=64
+    )
+    tokens = jax.ShapeDtypeStruct((2, shape.seq_len), jnp.int32)
     search = eqxshard.plan_search(
         partial(GPT, shape=shape, remat="full"),
         gpt.loss_fn,

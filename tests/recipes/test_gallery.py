@@ -1,7 +1,6 @@
 """The recipes of the gallery, shortened: they learn, draw, and refuse mistakes."""
 
 import re
-import sys
 
 import equinox as eqx
 import jax
@@ -9,16 +8,14 @@ import numpy as np
 import optax
 import pytest
 from example_helpers import execute
-from garments import Coloured, Images
+from garments import Images
 from helpers import assert_equal, copied, lenient
-from process_helpers import finished
-from run_helpers import PNG, ROOT, call, environment, read_lines
+from run_helpers import PNG, ROOT, call, read_lines
 from safetensors.numpy import load_file
 
 import eqxshard
 
 GALLERY = ROOT / "recipes" / "gallery"
-PAGES = ROOT / "docs" / "pages"
 #: What is not a recipe: what several of them share.
 SHARED = {"garments", "pictures"}
 RECIPES = sorted({path.stem for path in GALLERY.glob("*.py")} - SHARED)
@@ -47,9 +44,7 @@ def main(monkeypatch, capsys):
 @pytest.fixture
 def namespace(as_scripts_run):
     """What a recipe defines, as attributes, without running it."""
-    return lambda name: execute(
-        (GALLERY / f"{name}.py").read_text(), GALLERY / f"{name}.py", {}
-    )
+    return lambda name: execute(GALLERY / f"{name}.py")
 
 
 def losses(folder, name="loss"):
@@ -57,28 +52,12 @@ def losses(folder, name="loss"):
     return [line[f"train/{name}"] for line in lines if f"train/{name}" in line]
 
 
-# The files and the page
-
-
-def test_recipes_are_short_and_on_the_page():
-    page = (PAGES / "gallery.md").read_text()
+def test_every_recipe_is_on_the_page():
+    page = (ROOT / "docs" / "pages" / "gallery.md").read_text()
     assert len(RECIPES) == 9
     for name in RECIPES:
-        lines = (GALLERY / f"{name}.py").read_text().splitlines()
-        assert len(lines) <= 120 and max(map(len, lines)) <= 92, name
         assert f"python recipes/gallery/{name}.py" in page
         assert f"[Source](gallery/{name}.md)" in page
-
-
-def test_the_pictures_of_the_page_are_small():
-    names = re.findall(
-        r"\]\(assets/gallery/([\w-]+\.png)\)", (PAGES / "gallery.md").read_text()
-    )
-    folder = PAGES / "assets" / "gallery"
-    assert sorted(names) == sorted(path.name for path in folder.iterdir())
-    for name in names:
-        picture = (folder / name).read_bytes()
-        assert picture.startswith(PNG) and len(picture) < 60_000, name
 
 
 @pytest.mark.parametrize(
@@ -86,13 +65,7 @@ def test_the_pictures_of_the_page_are_small():
     [
         ("ensemble", "--learning-rate 0", "--learning-rate 0.0 is not positive and finite"),
         ("lora", "--rank 0", "--rank 0 is too small; use 1 or more"),
-        (
-            "resnet",
-            "--cifar nowhere",
-            "No such file or directory: 'nowhere/data_batch_1.bin'",
-        ),
-        ("rnn", "--data fashion", "invalid choice 'fashion' for argument '--data'"),
-        ("gan", "--evaluate-every 5", "there is no --evaluate-every or --profile here"),
+        ("resnet", "--cifar nowhere", "'nowhere/data_batch_1.bin'"),
     ],
 )
 def test_a_mistake_is_one_line(main, name, options, sentence):
@@ -102,17 +75,6 @@ def test_a_mistake_is_one_line(main, name, options, sentence):
 
 
 # Data
-
-
-def test_garments_are_painted_alike_in_every_epoch():
-    source = Coloured(synthetic_fashion("test", size=6), seed=0)
-    batch, again = source.gather(np.arange(6)), source.gather(np.array([4, 2]))
-    assert batch["image"].shape == (6, 32, 32, 3) and batch["image"].dtype == np.uint8
-    np.testing.assert_array_equal(again["image"], batch["image"][[4, 2]])
-    # One colour of the ground in each image, and others elsewhere.
-    corners = batch["image"][:, 0, 0]
-    assert len(np.unique(corners, axis=0)) == 6
-    assert (batch["image"] != corners[:, None, None]).any(axis=(1, 2, 3)).all()
 
 
 def test_cifar_is_read_from_its_binary_files(tmp_path):
@@ -161,8 +123,8 @@ def two(image):
 #: What is smaller in tests, of the constants at the top of a recipe.
 SMALL = {
     "resnet": {"WIDTHS": "(8, 8)"},
-    "vit": {"WIDTH, HEADS, DEPTH, PATCH, SIDE": "16, 2, 2, 4, 7"},
-    "diffusion": {"PATCH, TOKENS, WIDTH, DEPTH": "4, 49, 16, 2", "ROWS, STEPS": "1, 3"},
+    "vit": {"WIDTH": "16", "HEADS": "2", "DEPTH": "2"},
+    "diffusion": {"WIDTH": "16", "DEPTH": "2", "ROWS": "1", "STEPS": "3"},
     "neural_ode": {"TIMES": "np.linspace(0, 2, 12, dtype=np.float32)", "WINDOW": "4"},
     "gan": {"LATENT, WIDTH": "8, 4"},
     "reinforce": {"TIME": "60"},
@@ -184,14 +146,14 @@ SHORT = "--batch-size 32 --save-every 99 --evaluate-every 99"
 def short(capsys, monkeypatch, tmp_path):
     """Runs a recipe with smaller constants, on two devices, into the folder `run`."""
 
-    def run(name, options, *, devices=2, output="run"):
+    def run(name, options, output="run"):
         text = (GALLERY / f"{name}.py").read_text()
         for constant, value in SMALL.get(name, {}).items():
             text, found = re.subn(rf"(?m)^{constant} = .*$", f"{constant} = {value}", text)
             assert found == 1, constant
         script = tmp_path / f"{name}.py"
         script.write_text(text)
-        options = [*options.split(), "--devices", devices, "--output", output]
+        options = [*options.split(), "--devices", 2, "--output", output]
         status, out, err = call(capsys, monkeypatch, script, *options)
         assert status == 0, err
         return tmp_path / output, out
@@ -218,9 +180,6 @@ def test_a_recipe_learns_and_draws(short, name, monkeypatch):
     assert found[-1] < factor * found[0], found
     for picture in pictures:
         assert (folder / f"{picture}.png").read_bytes().startswith(PNG)
-    if name == "vit":
-        one, _ = short(name, options, devices=1, output="one")
-        np.testing.assert_allclose(losses(one)[0], found[0], rtol=1e-4)
     if name == "lora":
         check_adapters(folder, runs[-1].state.model)
 
@@ -250,46 +209,31 @@ def test_a_pole_stands_longer(short):
 
 
 @pytest.mark.slow
-def test_both_states_of_the_gan_move_and_resume(short, monkeypatch):
-    seen = []
-    fit = eqxshard.fit
+def test_a_gan_that_resumes_ends_as_one_that_did_not_stop(short, monkeypatch):
+    states = []
+    train = eqxshard.train
 
-    def spy(states, *args, **options):
-        seen.append(copied(states))
-        trained = fit(states, *args, **options)
-        seen.append(copied(trained))
-        if len(seen) == 2:
-            # As if it had not been stopped.
-            seen.append(fit(copied(trained), *args, steps=4))
-        return trained
+    def spy(*args, **options):
+        run = train(*args, **options)
+        states.append(copied(run.state))
+        return run
 
-    monkeypatch.setattr(eqxshard, "fit", spy)
-    short("gan", "--batch-size 32 --steps 2")
-    folder, _ = short("gan", "--batch-size 32 --steps 4 --resume")
-    start, _, whole, _, resumed = seen
+    monkeypatch.setattr(eqxshard, "train", spy)
+    short("gan", f"{SHORT} --steps 4", output="whole")
+    short("gan", f"{SHORT} --steps 2")
+    folder, out = short("gan", f"{SHORT} --steps 4 --resume")
+    whole, part, resumed = states
+    assert_equal(resumed, whole)
+    assert "resuming from step 2." in out.splitlines()
     for name in ("generator", "discriminator"):
         assert int(whole[name].step) == 4
         before, after = (
-            jax.tree.leaves(eqx.filter(states[name].model, eqx.is_array))
-            for states in (start, whole)
+            jax.tree.leaves(eqx.filter(state[name].model, eqx.is_array))
+            for state in (part, whole)
         )
         assert all((x != y).any() for x, y in zip(before, after)), name
         assert len(losses(folder, f"{name}/loss")) > 0
-    assert_equal(resumed, whole)
     assert (folder / "drawn.png").read_bytes().startswith(PNG)
-
-
-@pytest.mark.thorough
-def test_two_processes_have_members_of_their_own(tmp_path):
-    how = ["--processes=2", "--devices-per-process=1", GALLERY / "ensemble.py"]
-    options = [*SHORT.split(), "--steps", "60", "--log-every", "30", "--output", "run"]
-    command = [sys.executable, "-m", "eqxshard.launch", *how, *options]
-    status, out, err = finished(command, cwd=tmp_path, env=environment())
-    assert status == 0, err
-    assert out.splitlines()[-1].endswith("on 2 x cpu (tensor=2)"), out
-    found = losses(tmp_path / "run")
-    assert found[-1] < 0.6 * found[0], found
-    assert (tmp_path / "run" / "spread.png").read_bytes().startswith(PNG)
 
 
 @pytest.mark.slow

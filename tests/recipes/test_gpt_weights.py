@@ -136,7 +136,7 @@ def test_a_state_begins_with_them_on_any_mesh(models, kind, tmp_path):
     shape = gpt_weights.shape_of(tmp_path)
     rule = eqxshard.by_dim({"vocab": "tensor", "mlp": "tensor", "kv_heads": "tensor"})
     state = eqxshard.init_state(
-        lambda key: GPT(key, dataclasses.replace(shape, dropout=0.1, block=8)),
+        lambda key: GPT(key, dataclasses.replace(shape, dropout=0.1, seq_len=8)),
         optax.sgd(1e-3),
         key=jax.random.key(0),
         mesh=eqxshard.make_mesh(data=1, fsdp=4, tensor=2),
@@ -156,21 +156,11 @@ def test_a_state_begins_with_them_on_any_mesh(models, kind, tmp_path):
     # Other types and lengths come back, too.
     gpt_weights.save(tmp_path / "again", state.model)
     shape = gpt_weights.shape_of(tmp_path / "again")
-    assert shape.block == 8
+    assert shape.seq_len == 8
     assert_equal(
         gpt_weights.load(tmp_path / "again", abstract(shape)),
         jax.tree.map(lambda x: x.astype(jnp.float32) if eqx.is_array(x) else x, expected),
     )
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_tied_and_free_weights_come_back(kind, tmp_path):
-    shape = gpt_weights.shape_of(GOLDEN / kind)
-    shape = dataclasses.replace(shape, tied=not shape.tied, rope_scaling=None)
-    model = eqx.filter_jit(GPT)(jax.random.key(0), shape)
-    gpt_weights.save(tmp_path, model)
-    assert gpt_weights.shape_of(tmp_path) == shape
-    assert_equal(gpt_weights.load(tmp_path, abstract(shape)), model)
 
 
 # Folders of others
@@ -233,18 +223,13 @@ ROPE = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0}
     ("kind", "changes", "says"),
     [
         ("gpt2", {"activation_function": "gelu"}, r"activation_function='gelu', and only"),
-        ("gpt2", {"scale_attn_weights": False}, r"scale_attn_weights=False, and only True"),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, r"_idx=True, and only False"),
-        ("gpt2", {"n_head": 3}, r"3 heads, 3 of keys and values, do not divide 16"),
+        ("gpt2", {"n_head": 3}, r"embed=16 does not divide over heads=3"),
         ("gpt2", {"n_layer": ...}, r"n_layer is missing"),
         ("gpt2", {"n_embd": "16"}, r"n_embd='16' is not a positive int"),
-        ("gpt2", {"vocab_size": 0}, r"vocab_size=0 is not a positive int"),
         ("gpt2", {"model_type": "bert"}, r"model_type='bert' is not one of gpt2, llama"),
         ("llama", {"hidden_act": "relu"}, r"hidden_act='relu', and only 'silu' or 'swish'"),
-        ("llama", {"attention_bias": True}, r"attention_bias=True, and only False"),
-        ("llama", {"mlp_bias": True}, r"mlp_bias=True, and only False is computed"),
         ("llama", {"head_dim": 8}, r"head_dim=8, and only 24 features / 4 heads is"),
-        ("llama", {"num_key_value_heads": 3}, r"4 heads, 3 of keys and values, do not"),
+        ("llama", {"num_key_value_heads": 3}, r"heads=4 does not divide over kv_heads=3"),
         ("llama", {"rope_parameters": ROPE}, r"rope_type='yarn', and only 'default' or"),
         ("llama", {"rope_parameters": {"rope_type": "llama3"}}, r"factor is missing\."),
         (
@@ -252,7 +237,6 @@ ROPE = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0}
             {"quantization_config": {"bits": 4}},
             r"quantization_config=.* only None",
         ),
-        ("llama", {"rms_norm_eps": "1e-6"}, r"rms_norm_eps='1e-6' is not a positive float"),
     ],
 )
 def test_what_is_not_computed_here_is_refused(kind, changes, says, tmp_path):
@@ -280,12 +264,12 @@ def test_files_that_are_missing_or_damaged_are_named(tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_of_other_shapes_are_named(kind, tmp_path):
     shape = gpt_weights.shape_of(GOLDEN / kind)
-    other = abstract(dataclasses.replace(shape, vocab=33))
-    says = r"has a model of vocab=32, and this one has 33; make it of the shape that"
+    other = abstract(dataclasses.replace(shape, vocab_size=33))
+    says = r"has a model of vocab_size=32, and this one has 33; make it of the shape that"
     with pytest.raises(ValueError, match=says):
         gpt_weights.load(GOLDEN / kind, other)
-    longer = abstract(dataclasses.replace(shape, block=1024))
-    with pytest.raises(ValueError, match=r"block=(16|512), and this one has 1024;"):
+    longer = abstract(dataclasses.replace(shape, seq_len=1024))
+    with pytest.raises(ValueError, match=r"seq_len=(16|512), and this one has 1024;"):
         gpt_weights.load(GOLDEN / kind, longer)
     # A configuration that is not that of the weights.
     changes, says = {
@@ -299,20 +283,6 @@ def test_weights_of_other_shapes_are_named(kind, tmp_path):
         ),
     }[kind]
     folder = change_config(tmp_path, kind, **changes)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=says) as error:
         gpt_weights.load(folder, abstract(gpt_weights.shape_of(folder)))
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"norm": "layer"}, r"norm='layer', and LlamaForCausalLM of Hugging Face 'rms'"),
-        ({"experts": 2}, r"experts=2, and LlamaForCausalLM of Hugging Face 0; write it"),
-        ({"positions": "learned"}, r"norm='rms', and GPT2LMHeadModel of Hugging Face"),
-    ],
-)
-def test_models_that_are_of_neither_family_are_not_written(changes, says, tmp_path):
-    shape = dataclasses.replace(gpt_weights.shape_of(GOLDEN / "llama"), **changes)
-    with pytest.raises(ValueError, match=says):
-        gpt_weights.save(tmp_path, abstract(shape))
-    assert not list(tmp_path.iterdir())
+    assert "\n" not in str(error.value)

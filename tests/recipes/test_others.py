@@ -63,10 +63,3 @@ def test_all_strategies_end_at_the_same_loss():
     assert len(within) == 2 and within[0] < 5e-3 and within[1] < 1e-5
     for words in ("tensor + hybrid", "('tensor', 'fsdp')", "context=8", "psum_scatter"):
         assert words in out
-
-
-@pytest.mark.slow
-def test_strategies_that_do_not_fit_few_devices_are_left_out():
-    status, out, err = run("parallel_tour.py", "--steps", 1, "--devices", 2)
-    assert status == 0, err
-    assert "needs a multiple of 4 devices" in out

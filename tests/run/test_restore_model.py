@@ -51,18 +51,6 @@ def test_the_newest_model_is_read_into_its_shardings(trained):
     assert_equal(model, jax.device_get(run.state.model))
 
 
-def test_the_best_model_is_read(trained):
-    run, config = trained
-    newest, first = (
-        restore_model(MAKE, config=config, best="eval/loss", mode=mode)
-        for mode in ("min", "max")
-    )
-    assert_equal(newest, run.state.model)
-    checkpoints = eqxshard.Checkpointer(run.folder / "checkpoints")
-    assert_equal(first, checkpoints.restore_model(run.state.model, step=2))
-    assert (first.out.bias != newest.out.bias).any()
-
-
 def test_a_run_that_kept_the_best_wants_to_know_which_to_read(tmp_path):
     config = RunConfig(
         batch_size=16, devices=1, steps=4, evaluate_every=2, output=str(tmp_path / "r")
@@ -112,13 +100,6 @@ def test_weights_from_elsewhere_are_used_unless_the_run_is_asked_for(
     model = restore_model(MAKE, config=config, load=ones)
     wanted = ones(run.state.model) if loads else run.state.model
     assert_equal(model, jax.device_get(wanted))
-
-
-def test_auto_loads_weights_where_there_is_no_run(trained, tmp_path):
-    _, config = trained
-    config = dataclasses.replace(config, resume="auto", output=str(tmp_path / "none"))
-    assert restore_model(MAKE, config=config, load=ones).out.bias.tolist() == [1.0, 1.0]
-    assert not (tmp_path / "none").exists()
 
 
 def stateful(key):

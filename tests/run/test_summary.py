@@ -24,12 +24,6 @@ def test_evaluations_are_listed_and_the_last_one_is_named():
     }
 
 
-def test_a_part_of_an_epoch_counts_as_a_part():
-    history: list[dict[str, Any]] = [{"epoch": 0.25, "train/seconds": 1.0}]
-    found = summarize(history, 100, "examples")
-    assert found == {"seconds_per_epoch": 4.0, "examples_per_second": 25.0}
-
-
 def test_the_wall_time_is_that_of_all_lines():
     history: list[dict[str, Any]] = [
         {"epoch": 0.5, "seconds/device": 2.0, "seconds/dispatch": 1.0, "seconds/log": 1.0},
@@ -51,20 +45,6 @@ class Inner:
     seed: int = 3
 
 
-@dataclasses.dataclass
-class Outer:
-    run: Inner
-    model: str
-
-
-def test_nested_settings_are_side_by_side():
-    flat = {"seed": 3, "model": "x"}
-    assert flatten_settings(Outer(Inner(), "x")) == flat
-    assert flatten_settings({"settings": Outer(Inner(), "x")}) == flat
-    assert flatten_settings({"a": {"b": {"c": 1}}, "d": None}) == {"c": 1, "d": None}
-    assert flatten_settings({"of_json": ("a", "b")}) == {"of_json": ["a", "b"]}
-
-
 def test_settings_are_what_json_has():
     settings = {
         "path": Path("/data"),
@@ -74,6 +54,7 @@ def test_settings_are_what_json_has():
         "none": None,
         "flag": True,
         7: "number",
+        "run": {"deep": Inner()},
     }
     flat = flatten_settings(settings)
     assert flat == {
@@ -84,5 +65,6 @@ def test_settings_are_what_json_has():
         "none": None,
         "flag": True,
         "7": "number",
+        "seed": 3,
     }
     assert json.loads(json.dumps(flat, allow_nan=False)) == flat

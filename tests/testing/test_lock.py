@@ -46,7 +46,7 @@ def locked(tmp_path):
         testing.assert_sharding_lock(file, tree, make_mesh(mesh), rule, **options)
         return file.read_text()
 
-    lock.file = file
+    lock.file = file  # pyright: ignore[reportFunctionMemberAccess]
     return lock
 
 

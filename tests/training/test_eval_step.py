@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import RULES, assert_equal, compiles, make_batch, make_mesh, stack
+from helpers import RULES, assert_equal, compiles, make_batch, make_mesh
 from step_helpers import SPLITS, WEIGHTS, mean_of_x, setup
 
 import eqxshard
@@ -52,16 +52,3 @@ def test_a_compiled_eval_step_keeps_no_arguments():
     eval_step(state.model, batch)
     del batch
     assert reference() is None
-
-
-def test_many_batches_in_one_dispatch_are_the_same_batches():
-    state, _ = setup()
-    eval_step = eqxshard.make_eval_step(
-        mean_of_x, mesh=make_mesh(), rule=RULES["replicate"]
-    )
-    batches = [make_batch(seed=seed) for seed in range(3)]
-    many = eval_step.many(state.model, stack(batches))
-    one_by_one = [eval_step(state.model, batch) for batch in batches]
-    expected = eqxshard.Metrics.stack(one_by_one).compute()
-    assert many.compute() == pytest.approx(expected, rel=1e-6)
-    assert many.weight.shape == (3,)

@@ -253,22 +253,6 @@ def test_a_shared_array_is_trained_as_one():
     assert not np.array_equal(first.weight, next(iter(before.values())))
 
 
-# Rules
-
-
-def test_a_rule_that_does_not_fit_is_refused():
-    split = eqxshard.by_path({"last.weight": P("fsdp")})
-    rule = eqxshard.first_match(split, eqxshard.replicate())
-    with pytest.raises(ValueError, match=r"last.weight \(4, 32\).* fsdp=8.*multiple of 8"):
-        init(make_mesh("fsdp=8"), rule)
-
-
-def test_a_leaf_that_the_rule_does_not_claim_is_refused():
-    rule = eqxshard.by_path({"first": P()})
-    with pytest.raises(ValueError, match=r"not claim last\.weight \(4, 32\) \(nor 2 more"):
-        init(make_mesh(), rule)
-
-
 @pytest.mark.parametrize("model", [eqx.nn.MLP(2, 2, 2, 1, key=KEY), {"w": jnp.ones(2)}])
 def test_a_model_in_the_place_of_a_function_is_refused(model, unannotated):
     with pytest.raises(TypeError, match=r"a function of a key; .* write lambda key: m"):
@@ -278,8 +262,3 @@ def test_a_model_in_the_place_of_a_function_is_refused(model, unannotated):
     assert_equal(made.model, model)
     shared = {id(leaf) for leaf in jax.tree.leaves(made.model)}
     assert not shared & {id(leaf) for leaf in jax.tree.leaves(model) if eqx.is_array(leaf)}
-
-
-def test_an_optimizer_that_was_not_called_is_refused(unannotated):
-    with pytest.raises(TypeError, match=r"adam is not an optax optimizer; call it, as"):
-        init(make_mesh(), eqxshard.replicate(), optim=optax.adam)

@@ -144,20 +144,6 @@ def test_a_frozen_base_is_never_cast_up(precision):
     assert np.any(np.asarray(state.model.up))
 
 
-def test_evaluation_takes_the_same_precision():
-    seen = []
-
-    def metric_fn(model, batch):
-        seen.append(dtypes(model))
-        return {"loss": errors(model, batch, None)}
-
-    mesh, rule = make_mesh("data=2"), RULES["replicate"]
-    state = eqxshard.init_state(Model, OPTIM, key=KEY, mesh=mesh, rule=rule)
-    eval_step = eqxshard.make_eval_step(metric_fn, mesh=mesh, rule=rule, precision=BF16)
-    metrics = eval_step(state.model, make_batch())
-    assert seen == [{"bfloat16"}] and metrics["loss"].dtype == jnp.float32
-
-
 # float16
 
 

@@ -11,9 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from grades import graded
 from helpers import (
-    MESHES,
     RULES,
     assert_close,
     assert_equal,
@@ -71,51 +69,6 @@ def test_a_step_equals_one_written_by_hand(mesh, rule, weight):
     assert_close(eqx.filter(state.model, eqx.is_inexact_array), params)
     assert_close(state.opt_state, opt_state)
     assert int(state.step) == 1
-
-
-@pytest.mark.parametrize("mesh, rule", SPLITS)
-def test_many_steps_in_one_dispatch_are_the_same_steps(mesh, rule):
-    batches = [make_batch(seed=seed) for seed in range(5)]
-    one, train_step = setup(mesh, rule)
-    losses = []
-    for batch in batches:
-        one, metrics = train_step(one, batch)
-        losses.append(float(metrics["loss"]))
-    two, train_step = setup(mesh, rule)
-    two, metrics = train_step.many(two, stack(batches))
-    np.testing.assert_allclose(metrics["loss"], losses, rtol=1e-5)
-    assert metrics.compute()["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
-    assert_close(one, two)
-    assert int(two.step) == 5
-
-
-def train_20(mesh, rule):
-    state, train_step = setup(mesh, rule)
-    losses = []
-    for step in range(20):
-        batch = make_batch(seed=step % 4, weight=WEIGHTS["padded"])
-        state, metrics = train_step(state, batch)
-        losses.append(float(metrics["loss"]))
-    return losses, state.model
-
-
-@pytest.fixture(scope="module")
-def one_device():
-    losses, model = train_20("data=1", "replicate")
-    assert np.mean(losses[-4:]) < np.mean(losses[:4])
-    return losses, model
-
-
-QUICK = ("data=8", "fsdp=2", "data=2,fsdp=4")
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("mesh", graded([x for x in MESHES if x != "data=1"], QUICK))
-def test_every_loss_is_that_of_one_device(mesh, rule, one_device):
-    """Meshes and rules change where a step is computed, not what."""
-    losses, model = train_20(mesh, rule)
-    np.testing.assert_allclose(losses, one_device[0], rtol=3e-6)
-    assert_close(model, one_device[1])
 
 
 # Compilation
@@ -371,17 +324,6 @@ def test_a_state_of_another_mesh_rule_or_optimizer_is_refused(unannotated):
         step(own, make_batch())
         with pytest.raises(ValueError, match=elsewhere):
             step(state, make_batch())
-
-
-def test_a_state_may_be_moved_to_another_mesh():
-    state, step = setup("data=2,fsdp=4", "fsdp")
-    other, other_step = setup("data=4")
-    state, _ = step(state, make_batch())
-    other, _ = other_step(other, make_batch())
-    moved = eqxshard.filter_shard(state, other.step.sharding)
-    assert_close(
-        other_step(moved, make_batch(seed=1))[0], other_step(other, make_batch(seed=1))[0]
-    )
 
 
 @pytest.mark.parametrize("rule", RULES)

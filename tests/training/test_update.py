@@ -48,20 +48,6 @@ def test_frozen_arrays_do_not_change_and_have_no_optimizer_state(mesh, rule):
     assert sorted(leaf.shape for leaf in moments) == [(4,), (4,), (4, 32), (4, 32)]
 
 
-def test_the_rest_is_trained_as_if_the_frozen_part_were_a_constant():
-    fixed = Model(KEY)
-
-    def loss_fn(last, batch, key):
-        return squared_errors(eqx.tree_at(lambda m: m.last, fixed, last), batch, key)
-
-    losses, state, _ = train(
-        Model, squared_errors, "data=8", "replicate", trainable=only_last()
-    )
-    alone, expected, _ = train(lambda key: Model(key).last, loss_fn, "data=1", "replicate")
-    np.testing.assert_allclose(losses, alone, rtol=1e-5)
-    assert_close(state.model.last, expected.model)
-
-
 # Gradients and optimizer state that are split unlike the parameters
 
 

@@ -388,12 +388,3 @@ def test_what_is_not_hashable_is_named():
     ]:
         with pytest.raises(TypeError, match=f"^{path}, {advice}"):
             fn()
-
-
-def test_arguments_that_the_function_does_not_take():
-    for args, kwargs, message in [
-        ((X,), {"z": 1}, "unexpected keyword argument 'z'"),
-        ((X, X), {}, "positional argument"),
-    ]:
-        with pytest.raises(TypeError, match=message):
-            eqxshard.filter_jit(lambda x: x)(*args, **kwargs)

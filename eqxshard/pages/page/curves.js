@@ -1,5 +1,5 @@
 
-// The curves of a run: drawn, zoomed and read, by pointer and by keyboard.
+// The curves: drawn, with zoom and hover by pointer and by keyboard.
 const WIDTH = 1000;
 const HEIGHT = 400;
 const SVG = "http://www.w3.org/2000/svg";
@@ -86,10 +86,6 @@ class Chart {
   constructor(figure, series) {
     this.frame = figure.querySelector(".frame");
     this.plot = figure.querySelector(".plot");
-    this.svg = this.plot.appendChild(document.createElementNS(SVG, "svg"));
-    this.svg.setAttribute("viewBox", `0 0 ${WIDTH} ${HEIGHT}`);
-    this.svg.setAttribute("preserveAspectRatio", "none");
-    this.svg.setAttribute("aria-hidden", "true");
     this.said = figure.querySelector("[aria-live]");
     this.keys = [...figure.querySelectorAll(".key li")];
     this.series = series;
@@ -123,6 +119,7 @@ class Chart {
     }
     if (!visible.length) visible = [0];
     [this.bottom, this.top] = span(visible, 0.06);
+    const svg = this.plot.querySelector("svg");
     const shapes = [];
     this.plot.querySelectorAll(".x, .y").forEach((old) => old.remove());
     for (const tick of ticks(this.low, this.high)) {
@@ -151,7 +148,7 @@ class Chart {
       shapes.push(stroke(`line ${series.style}`, line));
       if (dots) shapes.push(stroke(`dots ${series.style}`, dots));
     }
-    this.svg.replaceChildren(...shapes);
+    svg.replaceChildren(...shapes);
     this.series.forEach((series, i) => { this.keys[i].hidden = view.hidden.has(series.run); });
     this.show(null);
   }
@@ -277,10 +274,10 @@ const data = document.getElementById("curves-data");
 if (data) {
   const found = JSON.parse(data.textContent);
   const figures = document.querySelectorAll(".chart");
-  found.forEach((each, i) => charts.push(new Chart(figures[i], each.series)));
+  found.forEach((series, i) => charts.push(new Chart(figures[i], series)));
   const controls = document.getElementById("curves-controls");
   const over = controls.querySelector("select");
-  const all = found.flatMap((each) => each.series);
+  const all = found.flat();
   for (const option of [...over.options]) {
     // A run may have no epochs, or no times.
     const known = all.every((series) => series[option.value].some((x) => x));

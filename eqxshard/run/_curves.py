@@ -1,4 +1,4 @@
-"""The curves of runs on a page: the points that its script draws."""
+"""The curves of runs on a page: their points, which the page's script draws."""
 
 import json
 import math
@@ -41,31 +41,15 @@ class Series:
     points: Sequence[Point]
     is_dotted: bool
 
-    def to_json(self) -> dict[str, Any]:
-        """What the script reads."""
-        points = self.points
-        return {
-            "name": self.name,
-            "run": self.run,
-            "style": self.style,
-            "dotted": self.is_dotted,
-            "step": [point.step for point in points],
-            "epoch": [_rounded(point.epoch) for point in points],
-            "seconds": [_rounded(point.seconds) for point in points],
-            "value": [
-                _rounded(p.value) if math.isfinite(p.value) else None for p in points
-            ],
-        }
-
     @property
     def last(self) -> str:
-        """Its last finite value."""
+        """Its last value."""
         found = [point.value for point in self.points if math.isfinite(point.value)]
         return format_value(found[-1]) if found else "not finite"
 
 
 def draw_curves(runs: Mapping[str, RecordedRun]) -> Markup:
-    """A chart for each metric of some runs by name, with a key to the curves in it."""
+    """A chart for each metric of some runs by name, with a legend if they are several."""
     charts = dict[str, list[Series]]()
     for number, (name, run) in enumerate(runs.items()):
         for (metric, kind), points in _points(run).items():
@@ -80,11 +64,8 @@ def draw_curves(runs: Mapping[str, RecordedRun]) -> Markup:
     if _SPEED in charts:  # It is the last that one looks for.
         charts[_SPEED] = charts.pop(_SPEED)
     if not charts:
-        return Markup("")
-    data = [
-        {"name": name, "series": [each.to_json() for each in series]}
-        for name, series in charts.items()
-    ]
+        return tag("p", "Nothing is logged yet.")
+    data = [[_to_json(each) for each in series] for series in charts.values()]
     # Within a script, only this would end it.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return join(
@@ -100,11 +81,11 @@ def thin(points: Sequence[Point], most: int = MOST_POINTS) -> Sequence[Point]:
     if len(points) <= most:
         return points
     # What is not finite is kept before a low, so that there is a gap.
-    values = [p.value if math.isfinite(p.value) else -math.inf for p in points]
+    heights = [p.value if math.isfinite(p.value) else -math.inf for p in points]
     count, kept = most // 2 - 1, {0, len(points) - 1}
     for n in range(count):
         part = range(n * len(points) // count, (n + 1) * len(points) // count)
-        kept |= {min(part, key=values.__getitem__), max(part, key=values.__getitem__)}
+        kept |= {min(part, key=heights.__getitem__), max(part, key=heights.__getitem__)}
     return [points[i] for i in sorted(kept)]
 
 
@@ -122,30 +103,35 @@ def _points(run: RecordedRun) -> dict[tuple[str, str], list[Point]]:
     return found
 
 
-def _rounded(value: float | None) -> float | None:
-    """In six digits, more than a picture shows; `None` if it is not finite."""
-    if value is None or not math.isfinite(value):
-        return None
-    return float(f"{value:.6g}")
+def _to_json(series: Series) -> dict[str, Any]:
+    points = series.points
+    return {
+        "name": series.name,
+        "run": series.run,
+        "style": series.style,
+        "dotted": series.is_dotted,
+        "step": [point.step for point in points],
+        "epoch": [None if p.epoch is None else float(f"{p.epoch:.6g}") for p in points],
+        "seconds": [float(f"{point.seconds:.6g}") for point in points],
+        "value": [
+            float(f"{p.value:.6g}") if math.isfinite(p.value) else None for p in points
+        ],
+    }
 
 
 def _controls() -> Markup:
-    """What the script shows once it works."""
-    choices = [
-        tag("option", text, value=name)
-        for name, text in (("step", "steps"), ("epoch", "epochs"), ("seconds", "time"))
-    ]
-    buttons = [
-        tag("button", text, type="button", data_do=do)
-        for do, text in (("in", "Zoom in"), ("out", "Zoom out"), ("reset", "Show all"))
-    ]
+    """What only works with a script, which shows it."""
+    over = {"step": "steps", "epoch": "epochs", "seconds": "time"}
+    choices = [tag("option", text, value=name) for name, text in over.items()]
+    zooms = {"in": "Zoom in", "out": "Zoom out", "reset": "Show all"}
+    buttons = [tag("button", text, type="button", data_do=do) for do, text in zooms.items()]
     log = tag("label", tag("input", type="checkbox", id="curves-log"), "Logarithmic")
-    over = tag("label", "Over ", tag("select", *choices, id="curves-over"))
+    select = tag("label", "Over ", tag("select", *choices, id="curves-over"))
     said = (
         "Drag across a curve to zoom in on it. With the keyboard, move to a curve by Tab: "
         "the arrows go from point to point, + and - zoom, Escape shows all."
     )
-    row = tag("div", over, log, *buttons, class_="controls")
+    row = tag("div", select, log, *buttons, class_="controls")
     return tag("div", row, tag("p", said), id="curves-controls", hidden=True)
 
 
@@ -160,13 +146,21 @@ def _chart(name: str, series: Sequence[Series]) -> Markup:
         )
         for each in series
     ]
-    said = f"{name}: " + ", ".join(f"{each.name} {each.last}" for each in series)
-    focus = {"tabindex": 0, "role": "group", "aria_roledescription": "chart"}
+    picture = tag("svg", viewBox="0 0 1000 400", preserveAspectRatio="none")
+    frame = tag(
+        "div",
+        tag("div", picture, class_="plot"),
+        class_="frame",
+        aria_label=f"{name}: " + ", ".join(f"{x.name} {x.last}" for x in series),
+        tabindex=0,
+        role="group",
+        aria_roledescription="chart",
+    )
     return tag(
         "figure",
         tag("figcaption", name),
         tag("ul", *key, class_="key"),
-        tag("div", tag("div", class_="plot"), class_="frame", aria_label=said, **focus),
+        frame,
         tag("p", class_="unseen", aria_live="polite"),
         class_="chart",
     )

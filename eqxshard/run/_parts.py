@@ -1,0 +1,265 @@
+"""The arguments of `train` in groups: what a run reads, trains and measures."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Key, PyTree
+
+from ..compiled._findings import Lint
+from ..data._host import HostBatches, Transform
+from ..data._loader import Loader, Remainder
+from ..data._samplers import Order, Sampler
+from ..data._sources import Source
+from ..distributed import assert_same_on_all_processes
+from ..loop._callbacks import Callback
+from ..loop._callbacks_log import EvaluateEMA, LearningRate, Throughput
+from ..loop._callbacks_steps import Profile
+from ..loop._callbacks_stop import EarlyStopping, TimeLimit
+from ..loop._evaluate import evaluate
+from ..sharding._rule import Rule
+from ..sharding._text import comma_list, did_you_mean
+from ..training._config import Nonfinite
+from ..training._ema import ema_model
+from ..training._eval_step import make_eval_step
+from ..training._metrics import Metrics
+from ..training._precision import Precision
+from ..training._states import map_models
+from ..training._train_step import make_train_step
+from ._config import MakeOptim, RunConfig, make_optimizer, option
+
+MakeModel = Callable[[Any], PyTree]
+#: From the state, or states by name, and a batch, to the new ones and metrics.
+Step = Callable[[Any, Any], tuple[Any, Metrics]]
+
+#: Callbacks that report no values under names of their own choice.
+_KNOWN = (EarlyStopping, EvaluateEMA, LearningRate, Profile, Throughput, TimeLimit)
+
+#: Values that steps and these callbacks report, whatever is evaluated.
+_REPORTED = ("train/", "seconds/", "goodput", "learning_rate")
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """The examples that a run trains on, and how it reads them."""
+
+    source: Source
+    sampler: Sampler | None
+    transform: Transform | None
+    remainder: Remainder
+    workers: int
+
+    @property
+    def name(self) -> str:
+        """What the data are called; empty if they have no name."""
+        return getattr(self.source, "name", "")
+
+    @property
+    def warning(self) -> str:
+        """What to know of the data before anything else."""
+        return getattr(self.source, "warning", "")
+
+    @property
+    def unit(self) -> str:
+        """What an example is called."""
+        return getattr(self.source, "unit", "examples")
+
+    @property
+    def examples(self) -> int:
+        """The examples of an epoch."""
+        return len(self.source if self.sampler is None else self.sampler)
+
+    def make_loader(self, config: RunConfig, mesh: Mesh) -> Loader:
+        """The loader of a run, in the same data on all processes."""
+        # Hosts may differ in what they can download.
+        assert_same_on_all_processes("data", {"name": self.name})
+        # What is no source or no sampler is for the loader to refuse.
+        known = isinstance(self.source, Source) and isinstance(self.sampler, Sampler | None)
+        if known and config.batch_size > self.examples:
+            raise ValueError(
+                f"{option('batch_size', config.batch_size)} is more than the "
+                f"{self.examples} examples; use fewer."
+            )
+        return Loader(
+            self.source,
+            batch_size=config.batch_size,
+            mesh=mesh,
+            seed=config.seed,
+            remainder=self.remainder,
+            sampler=self.sampler,
+            transform=self.transform,
+            workers=self.workers,
+        )
+
+    def host_batches(self, batch_size: int, seed: int) -> HostBatches:
+        """Batches without a mesh, for their shapes and their number."""
+        return HostBatches(
+            self.source,
+            Order(len(self.source), sampler=self.sampler),
+            batch_size=batch_size,
+            seed=seed,
+            fills=self.remainder == "pad",
+            transform=self.transform,
+            positions=np.arange(1),
+        )
+
+
+@dataclass(frozen=True)
+class Training:
+    """The model of a run, or several by name, and the step that trains it."""
+
+    make_model: MakeModel | Mapping[str, MakeModel]
+    make_optim: MakeOptim | Mapping[str, MakeOptim]
+    loss_fn: Callable[[Any, Any, Any], Any] | None
+    train_step: Step | None
+    rule: Rule
+    trainable: PyTree
+    precision: Precision | None
+    accumulate: int
+    nonfinite: Nonfinite
+    grad_norms: bool
+    lint: Lint
+
+    def for_steps(self, steps: int) -> "Training":
+        """The same, with the optimizers of a run of some steps."""
+        given = self.make_optim
+        if isinstance(given, Mapping):
+            optim = {name: make_optimizer(each, steps) for name, each in given.items()}
+        else:
+            optim = make_optimizer(given, steps)
+        return dataclasses.replace(self, make_optim=optim)
+
+    def make_states(self, make: Callable[..., Any], key: Key[Array, ""], mesh: Mesh) -> Any:
+        """The state of the run; or those of several models, by name.
+
+        **Arguments:**
+
+        - `make`: `init_state` or `abstract_state`.
+        - `key`, `mesh`: as for them.
+        """
+        if not isinstance(self.make_model, Mapping):
+            return make(
+                self.make_model,
+                self.make_optim,
+                key=key,
+                mesh=mesh,
+                rule=self.rule,
+                trainable=self.trainable,
+                precision=self.precision,
+            )
+        keys = jax.random.split(key, len(self.make_model))
+        return {
+            name: dataclasses.replace(
+                self,
+                make_model=self.make_model[name],
+                make_optim=_of(self.make_optim, name),
+                trainable=_of(self.trainable, name),
+            ).make_states(make, own_key, mesh)
+            for name, own_key in zip(self.make_model, keys)
+        }
+
+    def make_step(self) -> Step:
+        """The step of the run."""
+        if self.train_step is not None:
+            return self.train_step
+        if self.loss_fn is None or isinstance(self.make_model, Mapping):
+            raise ValueError(
+                "train makes the step of one model and its loss_fn; give your own as "
+                "train_step= to train otherwise."
+            )
+        optim: Any = self.make_optim  # Made by `for_steps`.
+        return make_train_step(
+            self.loss_fn,
+            optim,
+            accumulate=self.accumulate,
+            nonfinite=self.nonfinite,
+            grad_norms=self.grad_norms,
+            lint=self.lint,
+        )
+
+
+def _of(given: Any, name: str) -> Any:
+    """What is given for one of several models, or for all."""
+    return given[name] if isinstance(given, Mapping) else given
+
+
+class Evaluation:
+    """Measures a model on the evaluation data; called with the model.
+
+    **Arguments:**
+
+    - `metric_fn`, `eval_data`, `config`, `precision`, `lint`: as for [`eqxshard.train`][].
+    - `mesh`: that of the run.
+    """
+
+    def __init__(
+        self,
+        metric_fn: Callable[[Any, Any], Mapping[str, Any]],
+        eval_data: Source,
+        config: RunConfig,
+        mesh: Mesh,
+        precision: Precision | None,
+        lint: Lint,
+    ):
+        self._step = make_eval_step(metric_fn, precision=precision, lint=lint)
+        self._loader = Loader(
+            eval_data, batch_size=config.batch_size, mesh=mesh, shuffle=False
+        )
+
+    def __call__(self, model: PyTree) -> dict[str, Any]:
+        return evaluate(model, self._step, self._loader)
+
+    def names(self, state: PyTree) -> list[str]:
+        """The metrics, such as `eval/loss`; traces the evaluation.
+
+        **Raises:**
+
+        What `metric_fn` raises for a batch of these shapes.
+        """
+        lowered = self._step.lower(map_models(state), self._loader.shapes())
+        (_, metrics), _ = lowered.out_info
+        return [f"eval/{name}" for name in metrics.totals]
+
+
+def check_metrics(
+    evaluation: Evaluation | None,
+    state: PyTree,
+    best: str | None,
+    callbacks: Sequence[Callback],
+) -> None:
+    """Look for the metrics that others wait for.
+
+    **Raises:**
+
+    `ValueError` if a metric is waited for that no report will have; and as
+    `Evaluation.names` does.
+    """
+    names = [] if evaluation is None else evaluation.names(state)
+    if any(isinstance(each, EvaluateEMA) for each in callbacks):
+        ema_model(state)  # It refuses a state that has no average.
+        names += [name.replace("eval/", "ema/", 1) for name in names]
+    # Callbacks of the user's own may report anything.
+    has_others = any(not isinstance(each, _KNOWN) for each in callbacks)
+    wanted = [("best", best)]
+    stops = [each for each in callbacks if isinstance(each, EarlyStopping)]
+    wanted += [("EarlyStopping's metric", each.metric) for each in stops]
+    for who, name in wanted:
+        if name is None or name in names or name.startswith(_REPORTED):
+            continue
+        if has_others and f"eval/{name}" not in names:
+            continue
+        if not names:
+            raise ValueError(
+                f"{who}={name!r} is no metric of this run, which evaluates nothing; "
+                "give train a metric_fn and eval_data, or leave it out."
+            )
+        meant = f"eval/{name}"
+        hint = did_you_mean(meant if meant in names else name, names)
+        raise ValueError(
+            f"{who}={name!r} is no metric of this run; {hint}use one of "
+            f"{comma_list(names)}."
+        )
