@@ -134,7 +134,7 @@ class Loader:
         check_batch_size(batch_size, mesh)
         _check_remainder(remainder, len(order), batch_size)
         _check_placement(placement, transform, workers)
-        sharding = batch_sharding(mesh)
+        self._sharding = sharding = batch_sharding(mesh)
         self._host = HostBatches(
             source,
             order,
@@ -161,8 +161,13 @@ class Loader:
         return self._host.length
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes and dtypes of a batch, for which one example is read."""
-        return self._host.shapes()
+        """The shapes, dtypes and shardings of a batch; reads one example."""
+        # Without its sharding, a step that is lowered for a batch would be traced again
+        # when it is called.
+        return {
+            name: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=self._sharding)
+            for name, shape in self._host.shapes().items()
+        }
 
     def __iter__(self) -> Generator[dict[str, Array], None, None]:
         """The batches from the loader's position on; close it to end its thread early."""
