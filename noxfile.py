@@ -179,7 +179,7 @@ def run_versions(session: nox.Session, gpu: bool = True) -> None:
     """Run the tests marked `versions`: those that would notice a change of JAX's."""
     session.run(*PYTEST, "-m", "versions and not thorough and not gpu", *session.posargs)
     if gpu:
-        compile_for_gpus(session, "tests/gpu", mark="versions and gpu")
+        compile_for_gpus(session, "tests/gpu", mark="versions and gpu and not thorough")
 
 
 @nox.session(default=False)

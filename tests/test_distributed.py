@@ -103,6 +103,7 @@ def wait_for_step(folder, step):
     raise AssertionError(f"the run does not reach step {step}")
 
 
+@pytest.mark.versions
 def test_two_processes_are_one_run(tmp_path):
     status, out = run(tmp_path / "run", processes=2, devices=1)
     assert status == 0, out

@@ -80,6 +80,7 @@ def check_like_one_device(folder, *args, rel=1e-5, **options):
 # Keys and leaves
 
 
+@pytest.mark.slow
 def test_keys_of_another_generator(tmp_path):
     def noisy(model, batch, key):
         keys = jax.random.split(key, ROWS)
@@ -174,6 +175,7 @@ def test_complex_losses_are_refused():
         train(Linear, loss_fn)
 
 
+@pytest.mark.slow
 def test_double_precision(tmp_path):
     with jax.enable_x64(True):
         batch = {name: x.astype(np.float64) for name, x in make_batch(ROWS).items()}

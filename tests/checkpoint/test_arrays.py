@@ -82,6 +82,7 @@ def test_of_many_differences_the_first_are_named():
         check_structure(wanted, {}, "the file")
 
 
+@pytest.mark.slow
 def test_parts_that_straddle_chunks_are_read_whole(tmp_path):
     def make_model(key):
         # Several chunks, whatever the dims are split by.

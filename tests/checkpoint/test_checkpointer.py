@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 import eqxshard
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_state_is_restored_bit_for_bit_into_any_sharding(checkpoints, mesh, rule):
@@ -59,6 +60,8 @@ class Everything(eqx.Module):
         }
 
 
+@pytest.mark.versions
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_every_type_of_array_comes_back(tmp_path, rule):
     where = placed("data=2,fsdp=4", rule)
@@ -158,6 +161,7 @@ def test_a_missing_checkpoint_is_named(tmp_path, checkpoints):
 # Runs
 
 
+@pytest.mark.versions
 @settings(max_examples=6, deadline=None)
 @given(stop=st.integers(1, 9), every=st.integers(1, 5))
 def test_a_resumed_run_is_the_run_that_never_stopped(

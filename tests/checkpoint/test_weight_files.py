@@ -53,6 +53,7 @@ def index(folder, ending="safetensors", **changes):
 # Several files
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("ending", ["safetensors", "bin"])
 def test_an_index_is_read_from_itself_or_from_its_folder(tmp_path, ending):
     path = index(tmp_path, ending)
@@ -136,6 +137,7 @@ def eqx_file(tmp_path):
     return path
 
 
+@pytest.mark.versions
 def test_a_file_of_equinox_is_read_whatever_else_it_has(eqx_file, tmp_path):
     assert_equal(eqxshard.load_weights(eqx_file, net(1)), net(0))
     like = eqx.filter_eval_shape(net, 1)

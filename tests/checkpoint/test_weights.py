@@ -35,6 +35,7 @@ def test_a_model_comes_back_bit_for_bit(mlp, file):
     np.testing.assert_array_equal(loaded(jnp.ones(8)), mlp(jnp.ones(8)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TYPES)
 def test_every_type_comes_back_whatever_its_shape(tmp_path, name):
     with jax.enable_x64("64" in name):

@@ -34,6 +34,7 @@ def addresses(tree):
     return [leaf.addressable_shards[0].data.unsafe_buffer_pointer() for leaf in leaves]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data=1", "fsdp=8"])
 def test_a_state_takes_loaded_weights_over_without_a_copy(file, mesh):
     read = []

@@ -33,6 +33,7 @@ def found():
     return [(op, causes) for op in find_collectives(module, 8)]
 
 
+@pytest.mark.slow
 def test_gathered_arrays_are_followed_through_fusions_and_loops(found):
     gathers = [(op, causes) for op, causes in found if op.kind == "all-gather"]
     inside = {path for op, c in gathers if op.in_loop for path in c.leaves(op)}

@@ -24,6 +24,7 @@ def repeat(x, times):
 X = jax.ShapeDtypeStruct((16, 16), jnp.float32)
 
 
+@pytest.mark.versions
 def test_the_body_of_a_loop_runs_as_often_as_the_loop():
     module = compiled(lambda x: repeat(repeat(x, 5) @ x, 3), X)
     assert sorted(products(module).values(), key=str) == [1, 3, 5]
@@ -32,6 +33,7 @@ def test_the_body_of_a_loop_runs_as_often_as_the_loop():
     assert not module.in_loop(module.entry)
 
 
+@pytest.mark.versions
 def test_without_trip_counts_the_condition_of_the_loop_says_them(monkeypatch):
     text = jax.jit(lambda x: repeat(x, 7)).lower(X).compile().as_text() or ""
     assert "known_trip_count" in text
@@ -39,6 +41,7 @@ def test_without_trip_counts_the_condition_of_the_loop_says_them(monkeypatch):
     assert list(products(module).values()) == [7]
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     ("start", "stop", "step"), [(0, 7, 1), (3, 11, 2), (3, 12, 2), (-2, 5, 3), (9, 7, 1)]
 )
@@ -56,6 +59,7 @@ def test_loops_may_start_anywhere_and_take_any_steps(start, stop, step):
         assert counts == [len(range(start, stop, step))] or (start > stop and not counts)
 
 
+@pytest.mark.versions
 def test_loops_of_unknown_length_have_no_count():
     def grow(x):
         return jax.lax.while_loop(lambda x: jnp.sum(x) < 9.0, lambda x: x @ x, x)
@@ -63,6 +67,7 @@ def test_loops_of_unknown_length_have_no_count():
     assert list(products(compiled(grow, X)).values()) == [None]
 
 
+@pytest.mark.versions
 def test_instructions_lead_to_lines_of_code():
     def innermost(x):
         return x @ x  # This line.
@@ -80,6 +85,7 @@ def test_instructions_lead_to_lines_of_code():
     assert dot.op_name.endswith("dot_general")
 
 
+@pytest.mark.versions
 def test_parts_of_tuples_that_are_written_with_a_number_sign():
     module = parse_module(
         "ENTRY %main (x: (f32[4], s32[])) -> s32[] {\n"
@@ -97,6 +103,7 @@ def test_parts_of_tuples_that_are_written_with_a_number_sign():
     assert [str(shape) for shape in part.shapes] == ["s32[]"]
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     "text, dims, size",
     [
@@ -113,6 +120,7 @@ def test_types_of_arrays(text, dims, size):
     assert (shape.dims, shape.bytes) == (dims, size)
 
 
+@pytest.mark.versions
 def test_parts_of_an_instruction():
     module = parse_module(
         "ENTRY %main (x: f32[4]) -> f32[4] {\n"
@@ -128,6 +136,7 @@ def test_parts_of_an_instruction():
     assert [str(shape) for shape in y.shapes] == ["f32[4]", "s32[]"]
 
 
+@pytest.mark.versions
 def test_counters_that_are_written_with_a_number_sign():
     module = parse_module(
         "%body (p: (s32[], f32[])) -> (s32[], f32[]) {\n"

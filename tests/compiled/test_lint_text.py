@@ -172,6 +172,7 @@ def mixed(model, batch, key):
     return square_losses(model, {"x": 0.5 * x + 0.5 * x[::-1]}, key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_fn", [normalized, mixed])
 def test_sums_and_pairs_of_examples_are_no_global_batch(loss_fn):
     assert lint(loss_fn=loss_fn, batch=SMALL, **HYBRID) == ()

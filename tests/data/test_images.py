@@ -31,6 +31,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.versions
 def test_images_have_the_class_of_their_folder(folder):
     source = ImageFolder(folder, size=8)
     assert len(source) == 4

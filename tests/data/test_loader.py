@@ -11,6 +11,7 @@ from loader_helpers import MESHES, loader_of, numbers, read, rows
 # The position
 
 
+@pytest.mark.versions
 @settings(deadline=None, max_examples=30)
 @given(
     n=st.integers(1, 40),

@@ -94,6 +94,7 @@ def test_without_prefetch_there_is_no_thread_and_nothing_is_gathered_early():
             assert gathered == [threading.main_thread()] * count
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     ("row_bytes", "prefetch", "calls"),
     [
@@ -169,6 +170,7 @@ def run(program):
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_a_program_ends_even_if_iterators_are_open():
     """And its first step does not wait for Grain, which takes long to import."""
     program = """
@@ -184,6 +186,7 @@ for batch in loader:
     assert run(program) == (0, "False\nTrue\n", "")
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_wait_for_a_batch():
     program = """
 received = threading.Event()
@@ -225,6 +228,8 @@ def with_process(batch, generators):
     }
 
 
+@pytest.mark.versions
+@pytest.mark.slow
 @pytest.mark.parametrize("remainder", ["pad", pytest.param("drop", marks=pytest.mark.slow)])
 def test_workers_make_the_same_batches_in_other_processes(remainder):
     options = {"remainder": remainder, "seed": 3, "epochs": 2}

@@ -87,6 +87,7 @@ def test_batches_equal_those_of_the_host(
     assert device.state() == host.state()
 
 
+@pytest.mark.slow
 def test_many_on_gathered_batches_equals_single_steps(train_step):
     state, losses = new_state(), []
     for batch in take(make_loader(), 6):
@@ -139,6 +140,7 @@ def run(train_step, eval_step, loader, tests, **options):
     return state, recorder.lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"epochs": 3, "log_every": 3}, {"steps": 7}])
 def test_fit_reports_and_returns_the_same(train_step, eval_step, options):
     host = make_loader(), make_loader(shuffle=False)

@@ -176,6 +176,7 @@ print("leaving")
 """
 
 
+@pytest.mark.slow
 def test_a_process_ends_while_the_iterator_is_blocked():
     status, out, err = finished([sys.executable, "-c", BLOCKED], seconds=60)
     assert (status, out) == (0, "leaving\n"), err

@@ -247,6 +247,7 @@ def test_an_error_of_the_script_keeps_its_traceback(command, tmp_path):
         command(script=tmp_path / "train.py")
 
 
+@pytest.mark.slow
 def test_work_of_a_script_that_is_imported_is_refused(command, tmp_path):
     (tmp_path / "train.py").write_text("import eqxshard\neqxshard.cli(print, dict)\n")
     status, _, err = command(script=tmp_path / "train.py")

@@ -46,6 +46,7 @@ def loss_difference(run, other):
     return np.max(np.abs(np.divide(run.losses, other.losses) - 1))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:When `eqx.nn.BatchNorm")
 @pytest.mark.parametrize("name", graded(MODELS_OF_EQUINOX, QUICK, SLOW))
 def test_a_model_of_equinox_trains_as_in_a_plain_loop(name):

@@ -56,6 +56,7 @@ def calls(compiled):
     return len(found) - backward, backward, {shape for shape, _ in found}
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
 def test_cudnn_computes_each_device_s_rows_and_heads(gpus, packed):
     sizes, rows, heads = {"data": 2, "fsdp": 2, "tensor": 2}, 2, 4
@@ -73,6 +74,7 @@ def test_a_policy_keeps_what_cudnn_needs_to_go_backward(gpus):
         assert calls(compile_layers(gpus[:1], {"data": 1}, remat=remat))[0] == forward
 
 
+@pytest.mark.versions
 @needs_new_jax
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
 def test_cudnn_computes_each_device_s_rows_and_heads_in_a_pipeline(gpus, packed):

@@ -94,6 +94,7 @@ def test_every_strategy_compiles_and_reuses_the_memory_of_its_state(gpus, name, 
     check_step(compiled, state)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     "options",
     [

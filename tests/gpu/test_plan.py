@@ -27,6 +27,7 @@ import eqxshard
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("as_scripts_run")]
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", graded(MESHES, ["data x fsdp x tensor", "context"]))
 def test_communication_is_what_theory_counts(name):
     plan = plan_gpt(MESHES[name], backend="gpu")

@@ -50,6 +50,7 @@ def fit(steps=6, loader=None, **options):
     return eqxshard.fit(state, train_step, loader or make_loader(), steps=steps, **options)
 
 
+@pytest.mark.slow
 def test_the_order_of_calls(tmp_path):
     events, other = Events(every=2), Events(every=3, name="other ")
     other.seen = events.seen

@@ -4,6 +4,7 @@ from loop_helpers import count_dispatched, fresh, make_loader
 import eqxshard
 
 
+@pytest.mark.slow
 def test_an_epoch_of_a_resident_dataset_is_one_dispatch_per_report(monkeypatch):
     taken = count_dispatched(monkeypatch)
     state, train_step = fresh()

@@ -19,6 +19,7 @@ def new_state(seed=0):
     return eqxshard.init_state(Layers, OPTIM, key=jax.random.key(seed), **where)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["host", "device"])
 def test_fit_gives_each_step_the_companion(placement):
     train_step = eqxshard.make_train_step(follow, OPTIM)

@@ -25,6 +25,7 @@ import eqxshard
 _ = train_step  # A fixture.
 
 
+@pytest.mark.versions
 def test_fit_is_the_loop_written_by_hand(train_step):
     by_hand, loader = new_state(), make_loader(epochs=3)
     losses = []
@@ -49,6 +50,7 @@ def test_fit_is_the_loop_written_by_hand(train_step):
     assert recorder.closed == [None]
 
 
+@pytest.mark.versions
 @settings(max_examples=8, deadline=None)
 @given(stop=st.integers(1, 11))
 def test_a_resumed_run_equals_the_uninterrupted_one(train_step, stop):

@@ -48,6 +48,7 @@ def running(tmp_path):
         yield process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_ends_the_run(running, tmp_path, number):
     running.send_signal(number)
@@ -65,6 +66,7 @@ def test_a_signal_saves_and_ends_the_run(running, tmp_path, number):
         assert running.returncode in (-signal.SIGINT, 130)
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_it_at_once(running):
     running.send_signal(signal.SIGTERM)
     read_until(running, running.stderr, "stopping after")

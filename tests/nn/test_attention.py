@@ -58,6 +58,7 @@ def assert_close(results, expected, tolerance=1e-5):
 
 
 # At once, and in chunks of which the last is not full.
+@pytest.mark.versions
 @pytest.mark.parametrize(
     "seq, causal, packed, kv_heads",
     [
@@ -100,6 +101,7 @@ def test_under_vmap_scan_and_checkpoint():
     assert_close(repeated(vmapped)(*arrays), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"context": 4, "tensor": 2}, {"fsdp": 2, "tensor": 2}])
 def test_on_meshes(sizes):
     mesh, (*arrays, segments) = make_mesh(**sizes), random(24, 2)

@@ -57,6 +57,7 @@ def assert_close(results, expected, tolerance=1e-5):
 
 
 # All at once; chunks that divide; a last chunk that is not full; one position at a time.
+@pytest.mark.versions
 @pytest.mark.parametrize(
     "chunk, vmapped",
     [(24, False), (24, True), (8, False), (7, False), (7, True), (1, True)],
@@ -96,6 +97,7 @@ def test_the_gradients_of_chunks_are_summed_in_float32():
     assert jax.jit(grad)(weight).tolist() == [[-500], [500]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes, chunk",
     [

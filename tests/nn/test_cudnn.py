@@ -54,6 +54,7 @@ def test_without_cudnn_it_is_exact():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 def test_elsewhere_it_is_exact(packed, cudnn):
     args = arrays(jnp.bfloat16)

@@ -84,6 +84,7 @@ def model():
     return Model(jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_the_likeliest_tokens_are_those_without_a_cache(model):
     tokens = sample(model, prompts(), temperature=0.0)
     assert tokens.shape == (4, 16) and tokens.dtype == jnp.int32
@@ -93,6 +94,7 @@ def test_the_likeliest_tokens_are_those_without_a_cache(model):
     assert len(np.unique(np.asarray(tokens[:, 6:]))) > 4
 
 
+@pytest.mark.slow
 def test_the_chances_of_tokens_are_those_of_the_model():
     logits = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05]))
     rows = 4000
@@ -115,6 +117,7 @@ def test_the_chances_of_tokens_are_those_of_the_model():
     np.testing.assert_allclose(draw(top_k=4, top_p=1.0), draw())
 
 
+@pytest.mark.slow
 def test_the_same_tokens_on_eight_devices(model):
     options = {"top_k": 20, "top_p": 0.95}
     mesh = make_mesh(data=2, fsdp=2, tensor=2)

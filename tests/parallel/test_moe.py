@@ -36,6 +36,7 @@ from eqxshard import testing
 from eqxshard.parallel import mixture_of_experts
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("mesh, case", ON_MESHES)
 def test_outputs_and_gradients_equal_the_reference(mesh, case):
     k, capacity = CASES[case]
@@ -181,6 +182,7 @@ def assert_all_to_all(compiled, count, rows=None):
     assert dims == {rows} or rows is None, sent
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     "k, capacity, experts, fn, count, rows",
     [

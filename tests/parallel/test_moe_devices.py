@@ -40,6 +40,7 @@ def compiled_on(name, case):
 QUICK = [*zip(BATCH_MESHES, itertools.cycle(CASES))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, case", graded(itertools.product(BATCH_MESHES, CASES), QUICK)
 )

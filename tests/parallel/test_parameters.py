@@ -106,6 +106,7 @@ def descent_on_one_device(count):
     return steps
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     "count, check_vma", [(1, True), (2, True), (4, True), (8, True), (8, False)]
 )

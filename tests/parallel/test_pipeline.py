@@ -81,6 +81,7 @@ MORE = [
 ]
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("schedule, microbatches, sizes", graded([*FAST, *MORE], FAST))
 def test_loss_and_gradients_equal_one_device(schedule, microbatches, sizes):
     _, result = pipelined(schedule, microbatches, **sizes)

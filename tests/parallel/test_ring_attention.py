@@ -112,6 +112,7 @@ def assert_sent_around(program, n):
 
 
 # Blocks of three chunks, two and one; some chunks are not full.
+@pytest.mark.versions
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("size, length", [(None, 1030), (2, 1050), (4, 60), (8, 64)])
 def test_equals_full_attention(size, length, causal):
@@ -136,6 +137,7 @@ def test_forward_alone_sends_only_keys_and_values():
     assert sent(program) == {"collective-permute": 2 * 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes, vmapped",
     [
@@ -181,6 +183,7 @@ def grouped_by_hand(arrays, causal, segments=None):
     return out, dq, dk, dv
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
 @pytest.mark.parametrize(
     "sizes, length, causal",
@@ -236,6 +239,7 @@ def test_a_policy_keeps_what_the_gradient_needs():
     assert shapes[0] == sorted(shapes[1] + more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("manual", [{"context"}, {"stage"}])
 def test_inside_per_device_code(manual):
     # Per device over `context` it gets parts; otherwise it splits the arrays itself.

@@ -95,6 +95,7 @@ on_meshes = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @on_meshes
 def test_training_equals_one_device(mesh_name, options):
     assert_same_training(train(mesh_name, **options), train("one device", **options))

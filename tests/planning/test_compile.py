@@ -168,6 +168,8 @@ def test_what_each_device_does_alone_is_no_communication():
     assert [name for name, x in found.items() if has_peers(x)] == ["unknown", "pairs"]
 
 
+@pytest.mark.versions
+@pytest.mark.slow
 def test_the_function_of_a_line_is_named(plan):
     functions = {x.line: x.function for x in plan.collectives if x.line is not None}
     assert {"MLP.__call__", "Transformer.__call__"} <= {*functions.values()}

@@ -45,6 +45,7 @@ def bytes_of(tree):
     )
 
 
+@pytest.mark.versions
 def test_the_state_has_the_bytes_that_it_has_on_devices(plan):
     state, memory = abstract_state(), plan.memory
     assert memory.parameters == bytes_of(state.model)
@@ -57,6 +58,7 @@ def test_the_state_has_the_bytes_that_it_has_on_devices(plan):
     assert memory.peak > memory.temporaries > memory.gradients
 
 
+@pytest.mark.slow
 def test_operations_are_those_counted_by_hand(monkeypatch, tmp_path):
     # A step out of the cache is not compiled, and XLA would say nothing of it.
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
@@ -77,6 +79,7 @@ def test_operations_are_those_counted_by_hand(monkeypatch, tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.versions
 def test_layers_are_gathered_in_the_loop_and_named(plan):
     gathers = [each for each in plan.collectives if each.kind == "all-gather"]
     in_loop = [each for each in gathers if each.in_loop]

@@ -18,6 +18,7 @@ def die(key):
     os.abort()
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_one_sentence():
     options = {"mesh_shape": {"data": 8}, "rule": eqxshard.replicate(), "backend": "cpu"}
     message = "XLA ended the process that compiles (signal SIGABRT: "
@@ -29,6 +30,7 @@ def forget(key):
     return {}["wide"]
 
 
+@pytest.mark.slow
 def test_a_mistake_in_the_model_is_said_to_be_one():
     options = {"mesh_shape": {"data": 8}, "rule": eqxshard.replicate(), "backend": "cpu"}
     message = "making the model and its step raised KeyError: 'wide' at test_process.py:"
@@ -95,6 +97,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_script_may_define_the_model_itself(tmp_path):
     file = tmp_path / "script.py"
     file.write_text(SCRIPT)

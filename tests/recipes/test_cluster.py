@@ -179,6 +179,7 @@ def test_when_one_fails_the_other_is_told_to_stop(hosts, tmp_path):
     assert err == says
 
 
+@pytest.mark.slow
 def test_when_it_is_stopped_all_are(hosts, tmp_path):
     command = [SSH, "--directory", tmp_path, hosts, sys.executable, "-c", SCRIPT, "none"]
     with started(command) as process:

@@ -141,6 +141,7 @@ def test_a_run_on_synthetic_data(tmp_path):
     assert "Requested with data='synthetic'." in result[2]
 
 
+@pytest.mark.slow
 @needs_real_data
 def test_a_run_on_the_real_data(tmp_path):
     result = run("--model", "mlp", "--epochs", "1", EQXSHARD_DATA_DIR=REAL)

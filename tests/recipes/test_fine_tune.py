@@ -136,6 +136,7 @@ def split(page, tree, trainable):
     return learned, eqx.filter(frozen, eqx.is_array)
 
 
+@pytest.mark.slow
 def test_the_base_stays_in_bfloat16_without_optimizer_state(page, file, trainable):
     state, train_step = adapted(page, file, trainable, "fsdp=8", jnp.bfloat16)
     # JAX's attention mixes types.

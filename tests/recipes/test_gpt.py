@@ -86,6 +86,7 @@ def test_experts_have_the_losses_of_one_device(mesh):
     np.testing.assert_allclose(found, expected, rtol=ROUNDING)
 
 
+@pytest.mark.slow
 def test_each_device_has_its_own_experts():
     state, *_ = gpt_steps.start("expert=8", gpt_steps.change(experts=8, layers=2))
     for name in ("up", "down"):
@@ -93,6 +94,7 @@ def test_each_device_has_its_own_experts():
         assert array.sharding.shard_shape(array.shape) == (2, 1, *array.shape[2:])
 
 
+@pytest.mark.slow
 def test_dropout_and_packing_make_a_difference(one_device):
     plain = gpt_steps.losses("data=1", gpt_steps.change(dropout=0.0), steps=2)
     assert abs(plain[1] / one_device()[1] - 1) > 10 * ROUNDING
@@ -173,6 +175,7 @@ def test_samples_are_the_same_on_one_and_on_eight_devices():
         np.testing.assert_array_equal(write(mesh), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [{}, {"positions": "learned", "norm": "layer"}])
 def test_decoding_with_a_cache_gives_the_logits_of_the_whole_sequence(kind):
     shape = gpt_steps.change(layers=2, dropout=0.0, **kind)

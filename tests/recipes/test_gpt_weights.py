@@ -61,6 +61,7 @@ def loss_of(model, batch):
     return jnp.sum(losses * counts) / jnp.sum(counts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", BATCHES)
 def test_logits_and_gradients_are_those_of_transformers(models, kind, name, tmp_path):
@@ -130,6 +131,7 @@ def test_what_is_saved_is_what_was_loaded(models, kind, tmp_path):
             assert theirs[name] == value, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_begins_with_them_on_any_mesh(models, kind, tmp_path):
     gpt_weights.save(tmp_path, models[kind], max_bytes=10_000)

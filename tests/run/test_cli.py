@@ -23,6 +23,8 @@ LINE = (
 )
 
 
+@pytest.mark.versions
+@pytest.mark.slow
 def test_the_last_line_is_what_main_returns(script, tmp_path):
     status, out, err = script("--devices", 2, "--output", tmp_path / "run")
     assert status == 0, err
@@ -33,6 +35,7 @@ def test_the_last_line_is_what_main_returns(script, tmp_path):
     )
 
 
+@pytest.mark.versions
 def test_help_groups_options_and_shows_defaults(script):
     status, out, err = script("--help")
     assert (status, err) == (0, "")
@@ -71,6 +74,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("options", MISTAKES)
 def test_a_mistake_is_one_line_and_writes_nothing(script, tmp_path, options):
     result = script("--output", tmp_path / "run", *options.split())
@@ -244,6 +248,7 @@ def interrupt(process):
     raise AssertionError("Ctrl-C does not end it")
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_jax_compiles(tmp_path):
     with start(tmp_path / "run") as process:
         # The progress bar shows its title, and then the first step is compiled.

@@ -101,11 +101,13 @@ def run(code, **settings):
     return done.stdout.strip(), done.stderr
 
 
+@pytest.mark.slow
 def test_devices_are_simulated_before_jax_looks():
     out, err = run('print(mesh_from_text("data=2,fsdp=3").size, jax.device_count())')
     assert out == "6 6", err
 
 
+@pytest.mark.slow
 def test_one_device_because_jax_looked_too_early_is_told():
     code = """
 jax.devices()
@@ -121,6 +123,7 @@ print(jax.device_count())
     )
 
 
+@pytest.mark.slow
 def test_the_number_of_devices_in_the_environment_comes_first():
     code = """
 try:
@@ -133,6 +136,7 @@ except ValueError as error:
     assert out.startswith(says), err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cuda", "nonsense"])
 def test_devices_that_are_not_there_are_named(platform):
     out, err = run("find_devices()", JAX_PLATFORMS=platform)

@@ -47,6 +47,7 @@ def assert_same_result(run, finished):
     assert_equal(run.state, jax.device_get(finished.state))
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_at_the_end_keeps_the_result(
     tmp_path, finished, monkeypatch, caplog
 ):
@@ -57,6 +58,7 @@ def test_a_disk_that_is_full_at_the_end_keeps_the_result(
     assert run.summary["test_loss"] == finished.summary["test_loss"]
 
 
+@pytest.mark.slow
 def test_a_disk_without_room_for_metrics_keeps_the_result(tmp_path, finished, monkeypatch):
     monkeypatch.setattr(JSONLines, "_write", full)
     run = train(tmp_path)
@@ -66,6 +68,7 @@ def test_a_disk_without_room_for_metrics_keeps_the_result(tmp_path, finished, mo
     assert summary["test_loss_by_epoch"] == finished.summary["test_loss_by_epoch"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["renamed", "deleted"])
 def test_a_folder_that_goes_in_the_middle_is_written_again(tmp_path, finished, how, caplog):
     folder = tmp_path / "run"
@@ -85,6 +88,7 @@ def test_a_folder_that_goes_in_the_middle_is_written_again(tmp_path, finished, h
     assert (folder / "index.html").exists() and (folder / "run.json").exists()
 
 
+@pytest.mark.slow
 def test_a_folder_stays_where_it_is_if_the_script_goes_elsewhere(
     tmp_path, finished, monkeypatch
 ):
@@ -138,6 +142,7 @@ def test_a_checkpoint_that_was_copied_to_another_step_is_not_that_step(copy, cap
     assert checkpointer.best_step() != 999
 
 
+@pytest.mark.slow
 def test_what_others_wrote_among_the_metrics_does_not_cost_the_result(copy, finished):
     lines = read_lines(copy)
     shutil.rmtree(copy / "checkpoints" / str(STEPS))

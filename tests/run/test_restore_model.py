@@ -51,6 +51,7 @@ def test_the_newest_model_is_read_into_its_shardings(trained):
     assert_equal(model, jax.device_get(run.state.model))
 
 
+@pytest.mark.slow
 def test_a_run_that_kept_the_best_wants_to_know_which_to_read(tmp_path):
     config = RunConfig(
         batch_size=16, devices=1, steps=4, evaluate_every=2, output=str(tmp_path / "r")

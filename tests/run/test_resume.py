@@ -66,6 +66,7 @@ def test_a_run_that_died_resumes_as_if_it_had_not(finished, tmp_path, capsys, mo
     assert run.metrics == finished.metrics
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_left_as_it_is(copy, finished, capsys):
     checkpoints = files(copy / "checkpoints")
     run = train(copy, resume("yes"))
@@ -89,6 +90,7 @@ def test_a_damaged_checkpoint_is_skipped(copy, finished, caplog, capsys):
     assert_ended_as(copy, finished)
 
 
+@pytest.mark.slow
 def test_auto_starts_a_new_run_where_there_is_none(tmp_path, finished, capsys):
     train(tmp_path / "new", resume("auto"))
     assert "resuming" not in capsys.readouterr().out

@@ -49,6 +49,7 @@ def test_the_result_says_what_was_reached(finished):
     assert finished.speed.endswith(" points/s")
 
 
+@pytest.mark.versions
 def test_the_folder_has_everything(finished):
     names = {"checkpoints", "metrics.jsonl", "summary.json", "curves.png"}
     names |= {"run.json", "index.html"}
@@ -108,6 +109,7 @@ def test_without_a_log_there_is_no_speed(copy):
     assert "NaN" not in (copy / "summary.json").read_text()
 
 
+@pytest.mark.slow
 def test_warnings_and_names_of_data_are_shown_everywhere(tmp_path, capsys):
     data = make_data(EXAMPLES, 0, name="made up")
     data.warning = "These points say NOTHING."
@@ -243,6 +245,7 @@ def test_mistakes_in_evaluations_come_before_the_first_step(tmp_path, options, m
     assert not steps and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_metric_of_a_callback_of_ones_own_may_be_the_best(tmp_path):
     class Scores(eqxshard.callbacks.Callback):
         def after_evaluation(self, loop):
@@ -257,6 +260,7 @@ def test_a_metric_of_a_callback_of_ones_own_may_be_the_best(tmp_path):
     assert eqxshard.Checkpointer(tmp_path / "checkpoints", best="score").best_step() == 12
 
 
+@pytest.mark.slow
 def test_an_optimizer_or_a_function_of_steps(tmp_path, finished):
     optim = make_optim(STEPS)
     run = train(tmp_path / "run", make_optim=optim)
@@ -355,6 +359,7 @@ def test_a_file_that_is_a_folder_is_refused(tmp_path, name):
     assert {(tmp_path / other).read_text() for other in others} == {"kept"}
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_names_the_command_to_look_with(tmp_path):
     def diverge(steps):
         return lenient(optax.sgd(1e30))

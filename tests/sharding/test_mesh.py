@@ -9,6 +9,7 @@ from jax.sharding import AxisType
 from eqxshard.sharding._mesh import AXES, check_batch_size, describe_mesh, make_mesh
 
 
+@pytest.mark.versions
 def test_all_six_axes_exist_and_are_auto():
     mesh = make_mesh()
     assert mesh.axis_names == AXES
@@ -21,6 +22,7 @@ def test_one_axis_takes_what_is_left():
     assert (mesh.shape["data"], mesh.shape["fsdp"], mesh.shape["tensor"]) == (2, 2, 2)
 
 
+@pytest.mark.versions
 def test_tensor_neighbours_are_device_neighbours():
     mesh = make_mesh(data=4, tensor=2)
     ids = [[d.id for d in row] for row in mesh.devices.reshape(4, 2)]

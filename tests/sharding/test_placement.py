@@ -85,6 +85,7 @@ def test_a_prefix_with_none_leaves_arrays_where_they_are():
     assert placed["d"] == "x"
 
 
+@pytest.mark.versions
 def test_inside_jit_it_constrains():
     mesh = make_mesh()
     split = NamedSharding(mesh, P("fsdp"))
@@ -104,6 +105,7 @@ def test_inside_jit_it_constrains():
     np.testing.assert_array_equal(double(whole)[0], 2 * np.arange(8.0))
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["outside", "inside jit"])
 def test_an_indivisible_dim_is_an_error_in_jit_and_out(transform):
     # JAX 0.10 would quietly replicate it inside jit.
@@ -167,6 +169,7 @@ def test_without_a_mesh_constrain_does_nothing():
     assert out.sharding.spec == P("fsdp")
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("spec", [None, P("tensor")])
 def test_constrain_splits_an_activation_inside_a_train_step(spec):
     train_step, state = train_step_and_state(spec)
@@ -201,6 +204,7 @@ def test_dims_are_whole_unless_named_or_unconstrained():
     assert part(constrained(P("fsdp", P.UNCONSTRAINED))) == (4, 4)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("spec", [P("fsdp"), P("fsdp", "tensor")])
 def test_axes_that_code_is_per_device_along_are_left_out(spec):
     along_fsdp = jax.shard_map(

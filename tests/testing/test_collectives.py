@@ -64,6 +64,7 @@ for word, times in {"THREE": 3, "FIVE": 5}.items():
     GPU = GPU.replace(word, trips)
 
 
+@pytest.mark.versions
 def test_asynchronous_and_combined_collectives_count_once():
     found = testing.collectives(Text(GPU))
     ops = {op.kind: op for op in found.ops}
@@ -87,11 +88,13 @@ def test_asynchronous_and_combined_collectives_count_once():
     }
 
 
+@pytest.mark.versions
 def test_no_collectives():
     found = testing.assert_collectives(Text("HloModule jit_f\n"))
     assert (found.ops, str(found)) == ((), "no collectives")
 
 
+@pytest.mark.versions
 def test_collectives_of_a_step(split):
     state, step, batch = split
     compiled = step.lower(state, batch).compile()
@@ -114,6 +117,7 @@ def test_collectives_of_a_step(split):
     assert "f32[4,8]" in str(error.value) and "128" in str(error.value)
 
 
+@pytest.mark.versions
 def test_a_collective_in_a_loop_counts_once_but_runs_in_every_iteration():
     mesh = make_mesh("fsdp=8")
 
@@ -130,6 +134,7 @@ def test_a_collective_in_a_loop_counts_once_but_runs_in_every_iteration():
     assert found.times["all-gather"] == 5 * found.counts["all-gather"] > 0
 
 
+@pytest.mark.versions
 def test_unknown_kinds_are_errors():
     with pytest.raises(ValueError, match=r"'all_gather' .*did you mean 'all-gather'"):
         testing.assert_collectives(Text(""), at_most={"all_gather": 1})

@@ -41,6 +41,7 @@ def test_excess_leaves_out_the_allowed_difference():
     assert compare("x", a, b, scale=20.0).relative == 2 / 20
 
 
+@pytest.mark.slow
 def test_the_error_of_bfloat16_itself_is_allowed():
     """XLA on CPU sums the gradient of a bias over two dims in bfloat16, and badly."""
 

@@ -17,6 +17,7 @@ from eqxshard import testing
 LAMB = lenient(optax.lamb(1e-2))
 
 
+@pytest.mark.versions
 def test_a_correct_model_passes_and_the_report_has_the_differences():
     report = check_invariant(
         loss_fn=cross_entropies,

@@ -15,6 +15,7 @@ def train(step, **metrics):
     return {"epoch": step / 10, **{f"train/{k}": v for k, v in metrics.items()}}
 
 
+@pytest.mark.versions
 def test_the_plot_is_drawn_after_each_evaluation_and_at_the_end(tmp_path):
     path = tmp_path / "new" / "curves.png"
     tracker = Curves(path, title="LeNet, synthetic")
@@ -64,6 +65,7 @@ def size(path):
     return width, height
 
 
+@pytest.mark.slow
 def test_each_metric_has_a_panel_but_speed_has_none(tmp_path):
     sizes = {}
     for names in (["loss"], ["loss", "f1"], ["loss", "f1", "a/b"], ["a", "b", "c", "d"]):
@@ -133,6 +135,7 @@ def run(code, cwd):
     )
 
 
+@pytest.mark.slow
 def test_matplotlib_is_imported_late_and_without_pyplot(tmp_path):
     code = """if True:
         import sys

@@ -94,6 +94,7 @@ def drawn(key):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [scaled, cut, entangled, scanned, branched, stacked, drawn],

@@ -13,6 +13,7 @@ from communication_cases import (
 TABLES = [name for name in MODELS if "Embedding" in name]
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("model", MODELS)
 def test_no_device_receives_activations_of_other_examples(model, mesh):
@@ -21,6 +22,7 @@ def test_no_device_receives_activations_of_other_examples(model, mesh):
     assert_no_activations_of_others(ops, model, mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("model", TABLES)
 def test_nor_if_a_table_is_split_by_word(model, mesh, monkeypatch):

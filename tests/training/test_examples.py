@@ -37,6 +37,7 @@ def test_losses_and_metrics_may_be_scalars_or_one_per_example():
     assert metrics_one.compute()["first"] == pytest.approx(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh, rule", [("data=1", "replicate"), ("data=2,fsdp=4", "fsdp")])
 def test_weights_of_the_loss_leave_metrics_alone(mesh, rule):
     def loss_fn(model, batch, key):

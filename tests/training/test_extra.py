@@ -28,6 +28,7 @@ def teacher_on(mesh="data=2,fsdp=4", rule="fsdp"):
     return state_on(mesh, rule, seed=1).model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh, rule", [("data=8", "replicate"), ("data=2,fsdp=4", "fsdp")])
 def test_a_sharded_teacher_gives_the_losses_of_one_device(mesh, rule):
     train_step = eqxshard.make_train_step(to_teacher, OPTIM)

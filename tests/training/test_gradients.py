@@ -35,6 +35,7 @@ def test_accumulation_is_exact_whatever_the_weights(mesh, rule, weight):
     assert_close(whole, parts)
 
 
+@pytest.mark.slow
 def test_each_microbatch_has_a_key_of_its_own():
     def noise(model, batch, key):
         return squared_errors(model, batch, key), {"noise": jax.random.uniform(key)}
@@ -106,6 +107,7 @@ def test_batch_norm_takes_its_statistics_over_the_whole_batch(normed):
     np.testing.assert_allclose(variance, 0.99 + 0.01 * hidden.var(0), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_evaluation_uses_the_running_statistics(normed):
     _, state = normed["data=2,fsdp=4"]
 
@@ -127,6 +129,7 @@ def test_evaluation_uses_the_running_statistics(normed):
     assert found == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_state_passes_from_one_microbatch_to_the_next():
     batch = make_batch()
     _, state, _ = train(

@@ -37,6 +37,7 @@ def on_one_device():
     return init(make_mesh("data=1"), eqxshard.replicate())
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_initial_values_do_not_depend_on_mesh_or_rule(mesh, rule):
@@ -72,6 +73,7 @@ def test_an_abstract_state_has_the_shapes_types_and_shardings(mesh):
         assert shape.sharding.is_equivalent_to(array.sharding, array.ndim)
 
 
+@pytest.mark.versions
 def test_no_array_is_whole_on_the_way_in(monkeypatch):
     """A device needs its own parts, and room for about one more."""
     side = 1024
@@ -170,6 +172,7 @@ class Holder:
         """A function that is bound to it."""
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     "keep",
     [

@@ -45,6 +45,8 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.versions
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer_state_is_sharded_explicitly(name):
     """Arrays shaped like a parameter are sharded like it; the others are whole."""
@@ -88,6 +90,7 @@ def kinds(tree):
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.shape}
 
 
+@pytest.mark.slow
 @needs_new_jax
 @pytest.mark.parametrize("inner", INNER)
 def test_steps_are_the_same_bit_for_bit(inner):
@@ -97,6 +100,7 @@ def test_steps_are_the_same_bit_for_bit(inner):
     assert kinds(eqx.filter(state.model, eqx.is_array)) == {"device"}
 
 
+@pytest.mark.slow
 @needs_new_jax
 @pytest.mark.parametrize("options", [{"many": True}, {"accumulate": 2}])
 def test_in_loops_too(options):

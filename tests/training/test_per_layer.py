@@ -113,6 +113,7 @@ def distance(one, other):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optim", cases(LOOKING | ELEMENTWISE))
 def test_stacked_layers_are_updated_as_a_list_of_layers_is(optim):
     found = updated(eqxshard.per_layer(optim, "layers"), listed=False)
@@ -143,6 +144,7 @@ CLIP = optax.clip_by_global_norm(1.0)
 WARM_UP = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optim",
     [
@@ -248,6 +250,7 @@ def test_paths_that_name_no_stack_are_refused(stacks, message):
         eqxshard.per_layer(optax.lamb(1e-2), *stacks).init(params)
 
 
+@pytest.mark.slow
 def test_layers_draw_noise_of_their_own():
     optim = lenient(eqxshard.per_layer(optax.add_noise(1.0, 0.0, 0), "layers"))
     zeros: Any = jax.tree.map(jnp.zeros_like, make(False))

@@ -54,6 +54,7 @@ def test_only_the_loss_function_sees_the_compute_type(accumulate):
     assert metrics["loss"].dtype == jnp.float32
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("mesh, rule", [("data=1", "replicate"), ("data=2,fsdp=4", "fsdp")])
 def test_a_step_in_bfloat16_is_what_one_would_write_by_hand(mesh, rule):
     state, train_step = make(errors, BF16, mesh, rule)
@@ -113,6 +114,7 @@ class Adapted(eqx.Module):
         return base.astype(jnp.float32) + adapter.astype(jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [BF16, eqxshard.Precision(None)], ids=str)
 def test_a_frozen_base_is_never_cast_up(precision):
     trainable = eqx.tree_at(

@@ -50,6 +50,7 @@ def one_by_one(layers, x, *args, key=None):
     return x
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     "remat", ["none", "dots", "full", "offload", jax.checkpoint_policies.dots_saveable]
 )
@@ -141,6 +142,7 @@ def gathers(train_step, state):
     return [shape for op in found.ops if op.kind == "all-gather" for shape in op.shapes]
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("loss_fn", [losses, by_filter_vmap])
 def test_under_fsdp_one_layer_at_a_time_is_gathered(loss_fn):
     state, train_step = make(eqxshard.scan_layers, loss_fn)
@@ -158,6 +160,7 @@ def test_under_fsdp_one_layer_at_a_time_is_gathered(loss_fn):
     assert ours < theirs - (DEPTH - 2) * 4 * WIDTH * (WIDTH + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "remat, options",
     [
@@ -186,6 +189,7 @@ class Scaled(eqx.Module):
         return self.scale * self.layer(x, key=key)
 
 
+@pytest.mark.slow
 def test_other_arrays_than_the_models_are_scanned_with_its_layers():
     """Of the shape of its biases."""
 
@@ -209,6 +213,7 @@ def test_layers_that_were_computed_from_the_models_own_are_found_by_lint():
         train_step(state, BATCH)
 
 
+@pytest.mark.slow
 def test_other_stacked_arrays_are_allowed_in_a_step():
     def call(layers, x, *, key):
         constants = {"scale": jnp.ones((DEPTH, 5)), "shift": jnp.zeros(DEPTH)}

@@ -50,6 +50,7 @@ LOOKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("look", LOOKS)
 def test_a_state_from_a_step_is_a_pytree_like_others(trained, look):
     state = trained()
@@ -72,6 +73,7 @@ class Whole:
         return P()
 
 
+@pytest.mark.slow
 def test_each_state_keeps_its_own_rule_whatever_was_traced_before():
     optim = optax.sgd(0.1)
 

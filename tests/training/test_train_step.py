@@ -56,6 +56,7 @@ def by_hand(state, batch, weight):
     return loss, eqx.apply_updates(params, updates), opt_state
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("weight", WEIGHTS)
 @pytest.mark.parametrize("mesh, rule", SPLITS)
 def test_a_step_equals_one_written_by_hand(mesh, rule, weight):
@@ -74,6 +75,7 @@ def test_a_step_equals_one_written_by_hand(mesh, rule, weight):
 # Compilation
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("mesh, rule", SPLITS)
 def test_a_step_traces_and_compiles_once(mesh, rule):
     state, train_step = make(mesh, rule)
@@ -93,6 +95,7 @@ def test_a_step_traces_and_compiles_once(mesh, rule):
     ]
 
 
+@pytest.mark.versions
 def test_fsdp_gathers_weights_and_splits_the_batch():
     """Left alone, XLA would rather split the features than gather the weights."""
     width = 64
@@ -171,6 +174,7 @@ def test_a_step_that_compiles_again_says_why(caplog):
     )
 
 
+@pytest.mark.slow
 def test_a_single_step_and_each_number_of_stacked_ones_may_compile(caplog):
     state, train_step = make("data=8", "replicate")
     state, _ = train_step(state, make_batch())
@@ -200,6 +204,7 @@ def test_a_step_beyond_its_budget_is_refused_and_the_state_is_whole():
 # Donation
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("mesh, rule", [("data=1", "replicate"), ("data=2,fsdp=4", "fsdp")])
 def test_every_buffer_of_the_state_is_reused(mesh, rule):
     """Warnings of unused donations are errors here."""
@@ -326,6 +331,7 @@ def test_a_state_of_another_mesh_rule_or_optimizer_is_refused(unannotated):
             step(state, make_batch())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_a_state_may_come_from_the_host(rule):
     state, train_step = setup("fsdp=8", rule)
@@ -345,6 +351,7 @@ def test_a_state_may_come_from_the_host(rule):
     assert len(events) <= 3
 
 
+@pytest.mark.slow
 def test_an_array_that_is_twice_in_a_state_is_copied():
     # In a process of its own: donating an array twice crashes simulated devices.
     code = textwrap.dedent("""

@@ -51,6 +51,7 @@ def test_frozen_arrays_do_not_change_and_have_no_optimizer_state(mesh, rule):
 # Gradients and optimizer state that are split unlike the parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"accumulate": 4}])
 def test_zero1_trains_as_one_device_does(options):
     given: dict = dict(steps=5, **options)
@@ -66,6 +67,7 @@ def test_zero1_trains_as_one_device_does(options):
     assert collectives(train_step, state, make_batch()).counts["all-gather"] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rule", [RULES["fsdp"], eqxshard.zero1(min_size=1, axis=("data", "fsdp"))]
 )

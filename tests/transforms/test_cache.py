@@ -47,6 +47,8 @@ def start(*arguments, **environment):
     return folder, loss, hits, misses
 
 
+@pytest.mark.versions
+@pytest.mark.slow
 def test_a_second_start_compiles_nothing(tmp_path):
     folder = tmp_path / "compiled"
     first = start(folder)
@@ -55,6 +57,7 @@ def test_a_second_start_compiles_nothing(tmp_path):
     assert second == (first[0], first[1], first[2] + first[3], 0)
 
 
+@pytest.mark.slow
 def test_what_jax_was_told_is_kept(tmp_path):
     folder = tmp_path / "elsewhere"
     assert start(JAX_COMPILATION_CACHE_DIR=str(folder))[0] == str(folder)

@@ -111,6 +111,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("kind", CHANGES)
 def test_a_compile_says_what_changed_and_what_to_do(kind, caplog):
     before, now, expected = CHANGES[kind]
@@ -215,6 +216,7 @@ def test_a_nan_that_jax_looks_for_is_no_compile():
 # A budget
 
 
+@pytest.mark.versions
 def test_compiles_beyond_the_budget_are_refused(caplog):
     fn = make_double(max_compiles=2)
     fn(X)

@@ -101,6 +101,7 @@ CALLS = {
 }
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("call", CALLS)
 def test_it_computes_what_equinox_does(call):
     fn, args, kwargs = CALLS[call]
@@ -132,6 +133,7 @@ def test_methods():
     np.testing.assert_allclose(Scale.compiled(model, X), model(X), rtol=1e-6)
 
 
+@pytest.mark.versions
 def test_it_composes_with_other_transforms():
     square = eqxshard.filter_jit(lambda model, x: jnp.sum(model.weight * x**2))
     model = Scale(weight=3.0)
@@ -145,6 +147,7 @@ def test_it_composes_with_other_transforms():
 # One trace for each program
 
 
+@pytest.mark.versions
 def test_arrays_trace_once_and_static_values_anew():
     fn, traces = traced(lambda x, n, f: f(x) * n)
     jitted = eqxshard.filter_jit(fn)
@@ -202,6 +205,7 @@ def donate(how):
     return [i for i, x in enumerate(args) if x.is_deleted()]
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     "how, deleted",
     [
@@ -343,6 +347,7 @@ def test_shardings_that_do_not_fit_are_errors():
 # lower
 
 
+@pytest.mark.versions
 def test_lower_takes_shapes_and_static_values():
     jitted = eqxshard.filter_jit(
         lambda model, x, n: model(x) * n, in_shardings=(None, SPLIT, None), donate=1

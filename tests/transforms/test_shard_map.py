@@ -39,6 +39,7 @@ def shard_map(
 # Filtering
 
 
+@pytest.mark.versions
 def test_arrays_are_split_and_the_rest_passes_through():
     seen = []
 
@@ -106,6 +107,7 @@ def test_the_mesh_of_the_context():
         np.testing.assert_array_equal(jax.jit(mapped)(X), X + 2)
 
 
+@pytest.mark.versions
 def test_the_mesh_of_the_step_inside_a_step():
     def squares(model, x):
         return jnp.sum(jax.vmap(model)(x) ** 2, axis=-1)
@@ -129,6 +131,7 @@ def test_the_mesh_of_the_step_inside_a_step():
     assert_close(state.model, eqx.apply_updates(model, updates))
 
 
+@pytest.mark.versions
 def test_some_axes_can_stay_automatic():
     def fn(x):
         assert x.shape == (8, 4)  # split over data, and whole along fsdp

@@ -111,6 +111,7 @@ def test_tokens_beyond_the_vocabulary_are_refused(tmp_path):
         tokens.take(np.arange(3))
 
 
+@pytest.mark.slow
 def test_more_documents_than_tokens_are_refused_before_they_are_read(tmp_path):
     """Although the file is as long as its header says: it has a hole."""
     folder = write(tmp_path / "x", [1, 2, 3, 4], np.array([4], np.uint64))

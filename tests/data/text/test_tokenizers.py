@@ -49,6 +49,7 @@ def test_a_tokenizer_without_characters_is_refused():
         CharTokenizer("")
 
 
+@pytest.mark.versions
 def test_a_tokenizer_of_hugging_face(bpe, tmp_path):
     tokenizer = HFTokenizer(bpe)
     assert tokenizer.vocab_size == 270

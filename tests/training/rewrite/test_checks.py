@@ -143,6 +143,7 @@ def eval_step(request):
     return step, eqxshard.init_state(Model, OPTIM, key=KEY, **where).model
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("number, case", [*enumerate(CASES)])
 def test_evaluation_reports_a_check(eval_step, number, case):
     step, model = eval_step
@@ -173,6 +174,7 @@ def train_step(request):
     return step, lambda: copied(state)
 
 
+@pytest.mark.slow
 def test_training_reports_each_check(train_step):
     step, new_state = train_step
     state = new_state()
@@ -191,6 +193,7 @@ def checked_losses(model, batch, key):
     return jnp.sum((out - batch["y"]) ** 2, axis=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["host", "device"])
 def test_fit_and_evaluate_report_a_check(placement):
     where = placed("data=2,fsdp=4")

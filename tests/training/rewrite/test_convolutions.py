@@ -80,6 +80,8 @@ def assert_model_close(ours, theirs):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.versions
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh, options", [("data=1", {}), ("data=2,fsdp=2", {"accumulate": 2})]
 )
@@ -163,6 +165,7 @@ def normal(*shape):
     return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -202,6 +205,7 @@ WHOLE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layer", "size", "padding"), SPREAD + WHOLE)
 def test_the_gradient_of_an_input_pads_one_dim_less(layer, size, padding):
     """In that dim, the rows of the kernel are channels, and their results are summed."""

@@ -87,6 +87,7 @@ SPLITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("vocab", [8, 128], ids=["fewer rows", "more rows"])
 @pytest.mark.parametrize("split", graded(SPLITS, ["features", "rows of a group", "both"]))
@@ -117,6 +118,8 @@ def gathered_activations(split):
     return [shape for shape in shapes if activation.fullmatch(shape)]
 
 
+@pytest.mark.versions
+@pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS)
 def test_no_device_receives_the_activations_of_others(split, monkeypatch):
     assert gathered_activations(split) == []

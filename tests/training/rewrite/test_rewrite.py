@@ -110,6 +110,8 @@ def graded(quick):
     ]
 
 
+@pytest.mark.versions
+@pytest.mark.slow
 @pytest.mark.parametrize("group", graded(QUICK))
 def test_steps_return_what_jax_returns(group):
     Sweep(group).check()
@@ -124,6 +126,8 @@ def test_steps_on_eight_devices_return_what_jax_returns_on_one(group):
     Sweep(group, "data=2,fsdp=4").check()
 
 
+@pytest.mark.versions
+@pytest.mark.slow
 def test_rewritten_programs_are_well_formed_and_have_most_primitives(record_property):
     met = set()
 
@@ -145,6 +149,7 @@ def test_rewritten_programs_are_well_formed_and_have_most_primitives(record_prop
     assert len(met) >= PRIMITIVES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", graded(["convolutions"]))
 def test_without_rewrites_steps_return_the_same(group, monkeypatch):
     monkeypatch.setenv("EQXSHARD_REWRITE", "off")
@@ -180,6 +185,7 @@ def wrong(_):
     return jax.make_jaxpr(lambda *args: args[0].astype(jnp.bfloat16))(jnp.ones(3)).jaxpr
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("rewrite", [broken, wrong], ids=lambda fn: fn.__name__)
 def test_what_cannot_be_rewritten_runs_as_it_was(rewrite, monkeypatch):
     monkeypatch.setattr("eqxshard.training._jit.fast_convolutions", rewrite)
