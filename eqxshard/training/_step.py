@@ -150,9 +150,13 @@ class StepMachine:
         self._in_flight = InFlight()
 
     def look_up(self, state: TrainState | None, kept: PyTree, kind: StepInput) -> Call:
-        """The program for a state and what is kept; each may be `None`."""
+        """The program for a state, or none, and for what is kept.
+
+        Beside a state, that may be nothing: `None`. (A model may be `None`.)
+        """
         arrays, static = ([], None) if state is None else flatten_state(state)
-        kept, signature = ([], None) if kept is None else Signature.of(kept, self._keeps)
+        keeps = kept is not None or state is None
+        kept, signature = Signature.of(kept, self._keeps) if keeps else ([], None)
         key = Key(static, signature, kind)
         variant = self._variants.get(key)
         if variant is None:
