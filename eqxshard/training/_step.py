@@ -152,7 +152,9 @@ class StepMachine:
     def look_up(self, state: TrainState | None, kept: PyTree, kind: StepInput) -> Call:
         """The program for a state and what is kept; each may be `None`."""
         arrays, static = ([], None) if state is None else flatten_state(state)
-        kept, signature = ([], None) if kept is None else Signature.of(kept, self._keeps)
+        # A loss function without an extra has no argument for it; a model may be None.
+        is_left_out = kept is None and self._keeps == "extra"
+        kept, signature = ([], None) if is_left_out else Signature.of(kept, self._keeps)
         key = Key(static, signature, kind)
         variant = self._variants.get(key)
         if variant is None:
