@@ -12,7 +12,7 @@ from ._communication import Operation
 from ._hlo import VIEWS, Frame, Instruction, Module
 
 _OURS = str(Path(__file__).parent.parent)
-_STEP = str(Path(_OURS, "training", "_compile.py"))
+_STEP = str(Path(_OURS, "training", "_jit.py"))
 _LIBRARIES = ("site-packages", "dist-packages", f"{Path(os.__file__).parent}")
 
 #: Instructions that have the values of their first operand, or a part of them.
