@@ -39,7 +39,7 @@ ASIDE = {
     "callbacks": {"loop"},
     "nn": {"sharding", "transforms", "parallel"},
     "parallel": {"sharding", "transforms"},
-    "trackers": {"loop", "sharding"},
+    "trackers": {"distributed", "loop", "sharding"},
     "launch": {"_parser", "distributed"},
     "replay": {"_parser", "checkpoint", "debug"},
 }

@@ -261,5 +261,6 @@ def _npy_arrays(file: BinaryIO) -> Iterator[np.ndarray]:
     file.seek(_npy_start(file.read(_LINE_BYTES)))
     while file.tell() < size:
         array = np.lib.format.read_array(file, allow_pickle=False)
+        array.flags.writeable = False
         # NumPy has no name for bfloat16. `jax.numpy.load` reads it like this, too.
         yield array.view(jnp.bfloat16) if array.dtype == np.dtype("V2") else array

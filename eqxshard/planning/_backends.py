@@ -106,5 +106,5 @@ def _is_importable(module: str) -> bool:
         spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:  # Not even its package.
         return False
-    # A folder of its name is none.
+    # A mere folder of that name is not a module.
     return spec is not None and spec.has_location

@@ -12,8 +12,8 @@ from ..transforms._cache import cache_compilations
 def keep_compiled(lower: Callable[[], jax.stages.Lowered], folder: Path) -> str:
     """Compile a program into the folder of JAX's persistent compilation cache.
 
-    It is compiled anew: a plan reads what the compiler says, and a program that comes out
-    of the cache says less.
+    It is compiled again for this, because the plan itself needs what the compiler reports,
+    and it reports less about a program that comes out of the cache.
 
     **Arguments:**
 
@@ -22,15 +22,15 @@ def keep_compiled(lower: Callable[[], jax.stages.Lowered], folder: Path) -> str:
 
     **Returns:**
 
-    What to say of it.
+    A note for the plan.
     """
-    # Plans are compiled without it, and JAX decides once whether to use it.
+    # Plans are compiled without the cache, and JAX decides only once whether to use it.
     jax.config.update("jax_enable_compilation_cache", True)
     reset_cache()
     before = {path.name for path in folder.glob("*-cache")}
     if cache_compilations(folder) is None:
         return f"nothing is kept in {folder}, which others may write to"
-    # Or JAX would return what it has in memory.
+    # Otherwise JAX would return the program that it has in memory.
     jax.clear_caches()
     lower().compile()
     after = {path.name for path in folder.glob("*-cache")}

@@ -1,4 +1,4 @@
-"""What runs in the process that compiles: the step is compiled, and read."""
+"""The work of the subprocess: compile a step, and read what it needs."""
 
 import functools
 import math
@@ -38,7 +38,7 @@ from ._rewrites import rewrite_collectives
 from ._schedule import Elapsed, Schedule, compute_seconds, key_of, link_seconds
 from ._targets import Target
 
-#: What the names of custom kernels have in the text of a module.
+#: Custom kernels are recognised by these words in the text of a module.
 _KERNELS = ("mosaic", "__gpu$xla.gpu.triton", "tpu_custom")
 
 

@@ -19,7 +19,7 @@ DTYPES = {
     "s8": "int8",
 }
 
-#: Instructions that neither compute nor move anything, or whose bodies count instead.
+#: Instructions that cost nothing themselves; the bodies of some are counted instead.
 FREE = {
     "parameter",
     "tuple",

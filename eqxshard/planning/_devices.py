@@ -28,7 +28,7 @@ def find_devices(request: Request) -> list[Any]:
 
 
 def tpu_topology(target: Target, count: int) -> dict[str, Any]:
-    """What libtpu calls so many chips: in two dims, or three, as near to a cube."""
+    """The topology of so many chips, as libtpu names it: two or three dims, near a cube."""
     slices = max(count // target.per_host, 1)
     chips, options = count // slices, dict[str, Any]()
     dims = 2 if target.config in ("v5e", "v6e") else 3
@@ -40,7 +40,7 @@ def tpu_topology(target: Target, count: int) -> dict[str, Any]:
         shape[int(np.argmin(shape))] *= factor
     if slices > 1:
         options["num_slices"] = slices
-    if target.config == "v4":  # Or else its chips count as two devices each.
+    if target.config == "v4":  # Otherwise each chip counts as two devices.
         options["chip_config_name"] = "megacore"
     return {"topology_name": f"{target.config}:{'x'.join(map(str, shape))}", **options}
 

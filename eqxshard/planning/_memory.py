@@ -31,7 +31,7 @@ def plan_memory(
     """
     params, optimizer = _bytes(state.model), _bytes(state.opt_state)
     offloaded, total = _offloaded_bytes(state), request.target.memory
-    # The compiler for CPUs tells no memories apart.
+    # The compiler for CPUs does not distinguish memories.
     not_here = offloaded - analysis.host_argument_size_in_bytes
     return PlannedMemory(
         parameters=params,

@@ -1,7 +1,7 @@
-"""The process that compiles, and what it says when it dies.
+"""The subprocess that compiles, and what to raise when it fails.
 
-It is a process of its own because it needs another platform than this one may have
-started, because XLA ends a process at an error in its C++, and for the memory.
+It is a separate process because it may need another platform than this one has started,
+because an error in XLA's C++ ends the process, and so that its memory is given back.
 """
 
 import os
@@ -117,7 +117,7 @@ def _environment(folder: Path, backend: Backend) -> dict[str, str]:
         (plugin / "_versions.py").write_text(_CUDNN)
         # Behind the real one, if it is installed.
         path.append(str(folder / "stub"))
-    # There is no TPU to ask for its place in a cluster, nor to keep others from.
+    # No TPU is there to be queried for its place in a cluster, or to be locked.
     tpu = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     flags = os.environ.get("XLA_FLAGS", "")
     if backend.compiler == "cpu":
@@ -126,7 +126,7 @@ def _environment(folder: Path, backend: Backend) -> dict[str, str]:
     return {
         **os.environ,
         **(tpu if backend.compiler == "tpu" else {}),
-        # What comes out of it is not compiled, and XLA says nothing of it.
+        # XLA reports nothing about a program that comes out of the cache.
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(path),

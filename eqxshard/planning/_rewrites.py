@@ -2,9 +2,9 @@
 
 XLA's compiler for CPUs changes what is sent: it widens bfloat16, and has no
 reduce-scatters. So the text is taken right after the partitioner, where it is the same on
-all platforms, and what the compiler for GPUs does later is done here: equal collectives
-become one, unused ones go, an all-reduce of which each device keeps a part becomes a
-reduce-scatter, and the sum of two all-reduces one all-reduce of the sum.
+all platforms, and the later passes of the compiler for GPUs are imitated here: equal
+collectives are merged, unused ones are dropped, an all-reduce of which each device keeps a
+part becomes a reduce-scatter, and the sum of two all-reduces becomes one of the sum.
 """
 
 import dataclasses

@@ -31,10 +31,10 @@ from ._process import TooLarge, run
 from ._request import dump_request
 from ._targets import Compiler, Target
 
-#: A step that is slower by this part is as good on a simpler mesh.
+#: Among steps this close to the fastest, the simplest mesh is ranked first.
 _AS_FAST = 0.02
 
-#: What a compile takes, of memory.
+#: The memory that one compile takes, in bytes.
 _EACH = 4e9
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..loop._media import Value, numbers
 from ._files import Seldom, local_file, writing
+from ._packages import load
 from ._values import is_evaluation, metrics
 
 if TYPE_CHECKING:
@@ -42,14 +43,8 @@ class Curves:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, title: str = ""):
-        try:
-            import matplotlib.figure
-        except ImportError as error:
-            raise ImportError(
-                "Curves needs Matplotlib; install it with `pip install "
-                "'eqxshard[recipes]'`."
-            ) from error
-        self._new_figure = matplotlib.figure.Figure
+        matplotlib = load("matplotlib.figure", "Curves", "'eqxshard[recipes]'")
+        self._new_figure = matplotlib.Figure
         self._path = local_file(path)
         if self._path.suffix.lower() not in (".png", ""):
             raise ValueError(

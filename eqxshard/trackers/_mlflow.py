@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..distributed import is_main_process
 from ..loop._media import Histogram, Image, Value, numbers
-from ._service import KeptRun, Sender, is_first_process, load_service, one_line
+from ._packages import load
+from ._service import KeptRun, Sender, one_line
 
 #: Of MLflow: parameters in a request, and letters of a parameter.
 _MOST_PARAMETERS, _LONGEST_PARAMETER = 100, 6_000
@@ -52,9 +54,9 @@ class MLflow:
         settings: Mapping[str, Any] = {},
         resume: bool = False,
     ):
-        self._mlflow = mlflow = load_service("mlflow", "MLflow", "MLflow")
+        self._mlflow = mlflow = load("mlflow", "MLflow", "'eqxshard[mlflow]'")
         self._sender: Sender | None = None
-        if not is_first_process():
+        if not is_main_process():
             return
         self._kept = KeptRun(Path(directory) / "mlflow.json", resume=resume)
         try:

@@ -1,6 +1,8 @@
-"""Optional packages: which are installed, and what is only a folder of their name."""
+"""Optional packages: which are installed, and how to install one that a tracker needs."""
 
+import importlib
 import importlib.util
+from typing import Any
 
 
 def is_installed(package: str) -> bool:
@@ -11,3 +13,28 @@ def is_installed(package: str) -> bool:
     """
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.has_location
+
+
+def load(module: str, tracker: str, install: str) -> Any:
+    """Import a module that a tracker needs.
+
+    **Arguments:**
+
+    - `module`: its name, with that of its package.
+    - `tracker`: what needs it.
+    - `install`: what `pip install` is to install.
+
+    **Raises:**
+
+    `ImportError` that says how to install it.
+    """
+    package = module.partition(".")[0]
+    missing = ImportError(
+        f"{tracker} needs {package}; install it with `pip install {install}`."
+    )
+    if not is_installed(package):
+        raise missing
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise missing from error

@@ -1,20 +1,15 @@
 """What trackers of services share: runs that are continued, and a thread that sends."""
 
 import contextlib
-import importlib
 import json
 import queue
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-import jax
 
 from ..sharding._files import read_json
 from ._files import write_whole, writing
-from ._packages import is_installed
 
 
 class KeptRun:
@@ -44,30 +39,6 @@ class KeptRun:
     def keep(self, step: int) -> None:
         """Write the file, for a run whose last step is `step`."""
         write_whole(self._path, json.dumps({"id": self.id, "step": step}) + "\n")
-
-
-def load_service(package: str, tracker: str, name: str) -> Any:
-    """Import a service's package, which is that of our extra, too.
-
-    **Raises:**
-
-    `ImportError` naming the extra, if it is not installed.
-    """
-    missing = ImportError(
-        f"the {tracker} tracker needs {name}; install it with `pip install "
-        f"'eqxshard[{package}]'`."
-    )
-    if not is_installed(package):
-        raise missing
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise missing from error
-
-
-def is_first_process() -> bool:
-    """Whether this process tells services of the run, so that there is one run of it."""
-    return jax.process_index() == 0
 
 
 class Sender:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..loop._media import Histogram, Image, Value
+from ._packages import load
 
 
 class TensorBoard:
@@ -35,14 +36,10 @@ class TensorBoard:
     def __init__(
         self, directory: str | os.PathLike[str], *, purge_after: int | None = None
     ):
-        try:
-            from tensorboard.compat.proto import event_pb2, summary_pb2
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        except ImportError as error:
-            raise ImportError(
-                "the TensorBoard tracker needs TensorBoard; install it with `pip install "
-                "tensorboard`."
-            ) from error
+        load("tensorboard", "TensorBoard", "tensorboard")
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
         # Protobuf makes the classes of these modules on import, unseen by type checkers.
         self._events: Any = event_pb2
         self._summaries: Any = summary_pb2

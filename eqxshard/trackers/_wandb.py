@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..distributed import is_main_process
 from ..loop._media import Histogram, Image, Value
-from ._service import KeptRun, is_first_process, load_service, one_line
+from ._packages import load
+from ._service import KeptRun, one_line
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,9 +52,9 @@ class WandB:
         settings: Mapping[str, Any] = {},
         resume: bool = False,
     ):
-        self._wandb = load_service("wandb", "WandB", "wandb")
+        self._wandb = load("wandb", "WandB", "'eqxshard[wandb]'")
         self._run: Any = None
-        if not is_first_process():
+        if not is_main_process():
             return
         self._kept = KeptRun(Path(directory) / "wandb.json", resume=resume)
         options = {"dir": os.fspath(directory), "name": name, "config": dict(settings)}

@@ -101,14 +101,16 @@ def test_layers_are_stacked(file, spec):
         assert part(loaded) == (3, 4, 4)
 
 
-@pytest.mark.parametrize("spec", SPECS)
-def test_a_transform_joins_the_arrays_of_a_layer(file, spec):
+@pytest.mark.parametrize(
+    "join, spec", [(np.stack, None), *((np.concatenate, spec) for spec in SPECS)]
+)
+def test_a_transform_joins_the_arrays_of_a_layer(file, join, spec):
     names = [f"model.layers.*.{x}_proj" for x in "qkv"]
-    for join, shape in ((np.concatenate, (3, 12, 8)), (np.stack, (3, 3, 4, 8))):
-        tree, transform = {"qkv": like(shape)}, lambda path, parts: join(parts)  # noqa: B023
-        loaded = load(file, tree, lambda path: names, transform, spec)["qkv"]
-        whole = np.concatenate([stacked(name) for name in names], axis=1)
-        np.testing.assert_array_equal(loaded, whole.reshape(shape))
+    tree = {"qkv": like((3, 12, 8) if join is np.concatenate else (3, 3, 4, 8))}
+    transform = lambda path, parts: join(parts)  # noqa: E731
+    loaded = load(file, tree, lambda path: names, transform, spec)["qkv"]
+    whole = np.concatenate([stacked(name) for name in names], axis=1)
+    np.testing.assert_array_equal(loaded, whole.reshape(loaded.shape))
 
 
 @pytest.mark.parametrize("spec", [None, jax.P("data", "fsdp"), jax.P(None, ("data",))])

@@ -11,6 +11,8 @@ from eqxshard.trackers._packages import is_installed
 
 
 def test_a_folder_of_a_packages_name_is_no_package(tmp_path, monkeypatch):
+    # Imported before nothing can be found any more.
+    config, tracker = eqxshard.RunConfig(track=("wandb",)), eqxshard.trackers.MLflow
     names = ("wandb", "mlflow", "tensorboard")
     for name in names:
         (tmp_path / name).mkdir()
@@ -19,9 +21,9 @@ def test_a_folder_of_a_packages_name_is_no_package(tmp_path, monkeypatch):
     importlib.invalidate_caches()
     assert not any(map(is_installed, names))
     with pytest.raises(ValueError, match="needs the package wandb, which is not installed"):
-        eqxshard.RunConfig(track=("wandb",)).check()
+        config.check()
     with pytest.raises(ImportError, match=r"pip install 'eqxshard\[mlflow\]'"):
-        eqxshard.trackers.MLflow(tmp_path)
+        tracker(tmp_path)
 
 
 @pytest.mark.parametrize(

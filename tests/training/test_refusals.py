@@ -116,7 +116,7 @@ VALUES: Mistakes = {
 }
 TYPES: Mistakes = {
     "loss is a NoneType; return an array": lambda: returning(lambda x: None),
-    "return a real number": lambda: returning(lambda x: x + 1j),
+    "return a real number": lambda: returning(lambda x: jax.lax.complex(x, x)),
     "metrics is a float; return a dict": lambda: returning(lambda x: (x, 3.0)),
     "returned 3 values besides": lambda: returning(lambda x: (x, x, x)),
     "metric_fn is an array; return a dict": lambda: evaluate(lambda m, batch: batch["x"]),

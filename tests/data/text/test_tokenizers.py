@@ -115,7 +115,7 @@ def test_a_file_that_is_not_a_tokenizer_is_an_error(tmp_path, data, says):
 @pytest.mark.parametrize("kind", ["fifo", "device"])
 def test_what_is_no_file_is_not_opened(tmp_path, kind):
     forbid(tmp_path / "tokenizer.json", kind)
-    with pytest.raises(ValueError, match=r"tokenizer\.json' is a .*; give a regular file"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json' is not a regular file"):
         load_tokenizer(tmp_path)
 
 
