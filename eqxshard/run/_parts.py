@@ -206,8 +206,6 @@ class Evaluation:
         lint: Lint,
     ):
         self._step = make_eval_step(metric_fn, precision=precision, lint=lint)
-        # One to trace alone: the step that measures would count that as a compile.
-        self._trial = make_eval_step(metric_fn, precision=precision, lint="off")
         self._loader = Loader(
             eval_data, batch_size=config.batch_size, mesh=mesh, shuffle=False
         )
@@ -222,7 +220,7 @@ class Evaluation:
 
         What `metric_fn` raises for a batch of these shapes.
         """
-        lowered = self._trial.lower(map_models(state), self._loader.shapes())
+        lowered = self._step.lower(map_models(state), self._loader.shapes())
         (_, metrics), _ = lowered.out_info
         return [f"eval/{name}" for name in metrics.totals]
 

@@ -244,9 +244,7 @@ def train(
         kept = folder.read_summary() if first >= last else {}
         if is_main_process():
             if isinstance(step, TrainStep):
-                # Not the step itself, which would count that as a compile.
-                trial: Any = training.make_step()
-                lower = lambda: trial.lower(state, loader.shapes())  # noqa: E731
+                lower = lambda: step.lower(state, loader.shapes())  # noqa: E731
                 record.warn(unused_axes(state, mesh, training.rule, lower))
             _announce(data.warning, first, last, resumes)
             if not kept:
