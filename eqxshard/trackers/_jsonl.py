@@ -15,6 +15,9 @@ from ._files import local_file, writing
 
 _LOG = logging.getLogger(__name__)
 
+#: More bytes than a line of ours has.
+_LONGEST_LINE = 2**22
+
 
 class JSONLines:
     """Writes each report as one line of JSON, readable during the run.
@@ -135,7 +138,12 @@ def read_whole_lines(
     if not path.exists():
         return
     with open_file(path) as file:
-        for data in file:
+        while data := file.readline(_LONGEST_LINE):
+            if len(data) == _LONGEST_LINE:
+                raise ValueError(
+                    f"{os.fspath(path)!r} has a line of {_LONGEST_LINE:,} bytes or more; "
+                    "it is damaged, or another file."
+                )
             with contextlib.suppress(ValueError):
                 text = data.decode(errors="replace").rstrip("\r\n")
                 line = parse_json(text)
