@@ -59,7 +59,7 @@ def test_what_does_not_fit_by_its_state_is_not_compiled():
     assert 4 * whole < data.needs < 4 * whole + 300
     plain = json.loads(json.dumps(search.to_json()))
     assert plain["best"] == plain["candidates"][0]
-    assert plain["best"]["plan"]["memory"]["peak"] == search.best.memory.peak
+    assert plain["best"]["plan"]["memory"]["peak"] == best.plan.memory.peak
 
 
 @pytest.mark.slow

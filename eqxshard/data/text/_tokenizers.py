@@ -244,7 +244,8 @@ def load_tokenizer(
     if kind == "byte":
         return ByteTokenizer()
     if kind == "char":
-        return CharTokenizer(str(saved.get("chars", "")))
+        chars = saved.get("chars")
+        return CharTokenizer(chars if isinstance(chars, str) else "")
     return HFTokenizer(tokenizer)
 
 
