@@ -141,7 +141,7 @@ REFUSED = {
     "no mesh": (lambda state: Model(KEY), outputs, {}, "place them with filter_shard"),
     "shape": (lambda state: state.model, mean, {}, r"mean of fn has shape \(\) for a ba"),
     "text": (lambda state: state.model, lambda *_: {"x": ""}, {}, "x of fn is a str; ret"),
-    "donated": (gone, outputs, {}, "was donated to an earlier step"),
+    "donated": (gone, outputs, {}, "was a part of an earlier state, which was donated"),
 }
 
 
