@@ -5,6 +5,7 @@ of devices.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import equinox as eqx
@@ -158,7 +159,13 @@ class Attention(eqx.Module):
         if cache is not None:
             offset, cache = cache.length, cache.append(key, value)
             key, value = cache.key, cache.value
-        y = nn.attention(query, key, value, causal=True, segments=segments, offset=offset)
+        attend = partial(nn.attention, causal=True, offset=offset)
+        if x.ndim == 2:
+            # A pipeline gives its layers one example at a time.
+            one = segments if segments is None else segments[None]
+            y = attend(query[None], key[None], value[None], segments=one)[0]
+        else:
+            y = attend(query, key, value, segments=segments)
         y = jnp.einsum("ehd,...shd->...se", self.out, y)
         if self.out_bias is not None:
             y = y + self.out_bias

@@ -87,6 +87,6 @@ except FloatingPointError as error:
     assert lines[0] == lines[1] == lines[2]
     # The step from before is for any class, but compiles again.
     assert "Changed: state.model: Model " in log
-    assert "-> another class of this name" in log
+    assert "-> another like it" in log
     # To replay it, the cells have to be in a script.
     assert lines[-1].endswith("/crash_dump SCRIPT --loss broken_loss_fn`.")

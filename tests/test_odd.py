@@ -184,7 +184,7 @@ def test_double_precision(tmp_path):
         )
         assert state.model.weight.dtype == jnp.float64
         # Models in float32 stay so.
-        state = train(Linear, batch=batch)[1]
+        state = train(Linear, batch=batch, lint="off")[1]
         assert state.model.weight.dtype == jnp.float32 and state.step.dtype == jnp.int32
 
 

@@ -44,6 +44,7 @@ class CheckpointFolder:
         self.lock = FolderLock(self.path)
         #: The steps whose checkpoints were found damaged.
         self._damaged: set[int] = set()
+        self._claimed = False
 
     def at(self, step: int) -> Any:
         """The folder of a step."""
@@ -199,8 +200,15 @@ class CheckpointFolder:
                         f"{self.path} has {min(numbered)!r}, which is not a checkpoint of "
                         "eqxshard; give the run a folder of its own."
                     )
+                if self._claimed:
+                    _LOG.warning(
+                        "%s is gone, with its checkpoints: it was deleted, renamed or "
+                        "unmounted during the run. It is made again, for the next ones.",
+                        self.path,
+                    )
                 self.path.mkdir(parents=True, exist_ok=True)
                 (self.path / _MARK).write_text(_MARK_TEXT)
+            self._claimed = True
             return self.lock.acquire()
         except ValueError as error:
             return str(error)

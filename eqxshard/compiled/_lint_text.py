@@ -184,7 +184,8 @@ class TextLint:
     def _all_layers(self, operation: Operation, leaf: Argument) -> Iterator[Finding]:
         """Stacked layers that a loop takes one by one, gathered before it."""
         count = max(math.prod(shape.dims) for shape in operation.shapes)
-        if leaf.shape not in self._scanned or len(leaf.shape) < 2 or leaf.shape[0] == 1:
+        # Stacked vectors cost little, and XLA may take them out of the loop.
+        if leaf.shape not in self._scanned or len(leaf.shape) < 3 or leaf.shape[0] == 1:
             return
         if count == self._in_use(leaf):
             yield Finding(

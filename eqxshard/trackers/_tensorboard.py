@@ -1,6 +1,7 @@
 """TensorBoard event files."""
 
 import io
+import logging
 import os
 import time
 from collections.abc import Mapping
@@ -10,6 +11,8 @@ import numpy as np
 
 from ..loop._media import Histogram, Image, Value
 from ._packages import load
+
+_LOG = logging.getLogger(__name__)
 
 
 class TensorBoard:
@@ -43,16 +46,26 @@ class TensorBoard:
         # Protobuf makes the classes of these modules on import, unseen by type checkers.
         self._events: Any = event_pb2
         self._summaries: Any = summary_pb2
+        self._new_writer = EventFileWriter
         # TensorBoard itself writes to object stores.
-        is_local = "://" not in os.fspath(directory)
-        folder = os.path.abspath(directory) if is_local else os.fspath(directory)
-        self._writer = EventFileWriter(folder)
+        self._is_local = "://" not in os.fspath(directory)
+        local = os.path.abspath(directory)
+        self._folder = local if self._is_local else os.fspath(directory)
+        self._writer = self._new_writer(self._folder)
         if purge_after is not None:
             start = self._events.SessionLog(status=self._events.SessionLog.START)
             self._add(purge_after + 1, session_log=start)
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
         """Write the values of a step."""
+        if self._is_local and not os.path.isdir(self._folder):
+            _LOG.warning(
+                "%s is gone, with the events in it: it was deleted, renamed or unmounted "
+                "during the run. It is made again, for the next ones.",
+                self._folder,
+            )
+            self._writer.close()
+            self._writer = self._new_writer(self._folder)
         found = [
             self._summaries.Summary.Value(tag=name, **self._native(value))
             for name, value in values.items()

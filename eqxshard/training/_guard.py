@@ -9,6 +9,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int, PyTree
 
@@ -17,6 +18,7 @@ from ..sharding._mesh import is_on_cpus
 from ..sharding._spec import spec_axes
 from ._gradients import Gradients
 from ._layout import StateLayout
+from .rewrite._jaxprs import jaxprs_in, open_jaxpr
 
 #: On CPUs, arrays with fewer elements are checked together: with a reduction for each, a
 #: small model would take longer to check than to update.
@@ -25,6 +27,8 @@ _SMALL = 2**13
 _TOGETHER = 80
 #: There, an array with so many elements has a kernel of its own.
 _LARGE = 2**20
+#: What makes an update too expensive to be computed twice.
+_EXPENSIVE = {"dot_general", "scan", "while", "cholesky", "eigh", "lu", "qr", "svd"}
 
 
 def guard_update(
@@ -43,8 +47,17 @@ def guard_update(
     The new or the old values, bit for bit, and whether the loss, the gradients and the
     update are finite.
     """
-    new = update()
     arrays, static = eqx.partition(old, eqx.is_array)
+    jaxpr, shapes = jax.make_jaxpr(
+        lambda: eqx.filter(update(), eqx.is_array), return_shape=True
+    )()
+
+    def compute() -> PyTree:
+        # Without tracing the optimizer again.
+        flat = core.jaxpr_as_fun(jaxpr)()
+        return jax.tree.unflatten(jax.tree.structure(shapes), flat)
+
+    new = compute()
     *_, model_state = arrays
     replicated = jax.tree.map(lambda _: layout.replicated, model_state)
     values = _changes(new, arrays, (layout.update, layout.opt_state, replicated))
@@ -52,15 +65,23 @@ def guard_update(
     finite = all_finite(changes, layout.mesh) & jnp.isfinite(gradients.loss)
     if is_on_cpus(layout.mesh):
         # With a select, XLA:CPU would copy the optimizer's state, because it has no
-        # kernel that writes several results at once. The update is computed again, in the
-        # place of the old values, rather than kept until it is known to be finite.
-        again = lambda: eqx.filter(update(), eqx.is_array)  # noqa: E731
-        kept = jax.lax.cond(finite, again, lambda: arrays)
+        # kernel that writes several results at once. A cheap update is computed again, in
+        # the place of the old values, rather than kept until it is known to be finite.
+        make = (lambda: new) if _has(jaxpr, _EXPENSIVE) else compute
+        kept = jax.lax.cond(finite, make, lambda: arrays)
     else:
         # With a branch, a GPU would wait for the host to decide.
-        new = eqx.filter(new, eqx.is_array)
         kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, arrays)
     return eqx.combine(kept, static), finite
+
+
+def _has(jaxpr: Any, primitives: set[str]) -> bool:
+    """Whether a jaxpr, or one inside of it, has an equation of one of some primitives."""
+    return any(
+        eqn.primitive.name in primitives
+        or any(_has(inner, primitives) for inner in jaxprs_in(eqn.params))
+        for eqn in open_jaxpr(jaxpr).eqns
+    )
 
 
 def gradients_fit(gradients: Gradients, layout: StateLayout) -> Bool[Array, ""]:

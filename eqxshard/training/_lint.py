@@ -75,7 +75,8 @@ def lint_model(model: PyTree, mesh: Mesh, rule: Rule) -> Iterator[Finding]:
     for (path, leaf), decision in zip(leaves, decide_leaves(leaves, mesh, rule)):
         is_split = any(mesh.shape[axis] > 1 for axis in spec_axes(decision.spec))
         # The split of a vector saves too little to be missed.
-        if decision.undivided and len(leaf.shape) > 1 and not is_split:
+        is_vector = sum(size > 1 for size in leaf.shape) < 2
+        if decision.undivided and not is_vector and not is_split:
             yield Finding(
                 "whole",
                 path,
