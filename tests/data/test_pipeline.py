@@ -228,9 +228,8 @@ def with_process(batch, generators):
     }
 
 
-@pytest.mark.versions
 @pytest.mark.slow
-@pytest.mark.parametrize("remainder", ["pad", pytest.param("drop", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("remainder", ["pad", "drop"])
 def test_workers_make_the_same_batches_in_other_processes(remainder):
     options = {"remainder": remainder, "seed": 3, "epochs": 2}
     source = eqxshard.data.RecordSource(Slow())
