@@ -1,6 +1,7 @@
 """Writes checkpoints in a thread while training continues."""
 
 import contextlib
+import functools as ft
 import logging
 from collections.abc import Callable, Container, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -204,10 +205,15 @@ def _has_flaw(leaf: Array, is_trained: bool) -> Any:
     """Whether an array is NaN somewhere or, if it is trained, infinite."""
     find = _is_not_finite if is_trained else _has_nan
     if next(iter(leaf.devices())).platform != "cpu":
-        return jax.jit(find, static_argnums=1)(leaf, jnp)
+        return _on_devices(find)(leaf, jnp)
     # A program for each shape would take seconds to compile, to read memory of the host.
     shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
     return any(find(np.asarray(shard.data), np) for shard in shards)
+
+
+@ft.cache
+def _on_devices(find: Callable[[Any, Any], Any]) -> Callable[[Array, Any], Array]:
+    return jax.jit(find, static_argnums=1)
 
 
 def _is_not_finite(x: Any, numpy: Any) -> Any:
