@@ -18,7 +18,6 @@ from jaxtyping import Array, PyTree
 from ..sharding._leaves import array_leaves, format_array, is_key
 from ..sharding._paths import is_remote
 from ..sharding._text import first_few
-from ..training._donation import DONATED, any_donated
 from ..transforms._partition import Static, partition
 from ._object_store import ARRAYS, Upload, context, kvstore
 
@@ -35,12 +34,6 @@ _TABLES, _TABLE_BYTES = "cache_pool#tables", 2**24
 #: How long processes that have written wait for others. By default 20 minutes, for which a
 #: process that has given up cannot end, because Orbax's thread does not.
 _PATIENCE_SECONDS = 300
-
-
-def check_not_donated(tree: PyTree) -> None:
-    """Refuse a state, or a model, that a step has taken."""
-    if any_donated(jax.tree.leaves(tree)):
-        raise ValueError(DONATED)
 
 
 def write(folder: Any, leaves: dict[str, Any]) -> Any:

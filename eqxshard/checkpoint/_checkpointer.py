@@ -11,10 +11,11 @@ import equinox as eqx
 from jaxtyping import PyTree
 
 from ..distributed import assert_same_on_all_processes, broadcast_from_first
+from ..training._donation import check_state_not_donated
 from ..training._state import TrainState, flatten_state, unflatten_state
 from ..training._states import step_of, trained_paths
 from ..transforms._partition import Static
-from ._arrays import check_not_donated, check_structure, partition_by_path, read
+from ._arrays import check_structure, partition_by_path, read
 from ._best import Best
 from ._description import Description
 from ._folder import CheckpointFolder
@@ -284,7 +285,7 @@ class Checkpointer:
 
         `ValueError` if the state was donated, or another program writes to the directory.
         """
-        check_not_donated(state)
+        check_state_not_donated(state)
         step = step_of(state)
         self._folder.check_unused()
         self._last_save = time.monotonic()

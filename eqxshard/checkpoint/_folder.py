@@ -13,7 +13,7 @@ from ..distributed import (
 )
 from ..sharding._files import read_bytes
 from ..sharding._paths import as_text, is_remote, local_path
-from ..sharding._text import comma_list
+from ..sharding._text import GONE, comma_list
 from ._checksums import invalidate, is_complete, verify, write_checksums
 from ._description import FILE, Description
 from ._lock import FolderLock
@@ -201,11 +201,7 @@ class CheckpointFolder:
                         "eqxshard; give the run a folder of its own."
                     )
                 if self._claimed:
-                    _LOG.warning(
-                        "%s is gone, with its checkpoints: it was deleted, renamed or "
-                        "unmounted during the run. It is made again, for the next ones.",
-                        self.path,
-                    )
+                    _LOG.warning(GONE, self.path, "its checkpoints")
                 self.path.mkdir(parents=True, exist_ok=True)
                 (self.path / _MARK).write_text(_MARK_TEXT)
             self._claimed = True

@@ -16,8 +16,9 @@ from ..sharding._paths import local_path
 from ..sharding._placement import broadcast_prefix
 from ..sharding._spec import check_spec
 from ..sharding._text import first_few
+from ..training._donation import check_state_not_donated
 from ..training._state import TrainState
-from ._arrays import check_not_donated, partition_by_path, place_parts, target_sharding
+from ._arrays import partition_by_path, place_parts, target_sharding
 from ._weight_files import map_weights
 from ._weight_matching import WeightsReport, list_faults, match_weights
 from ._weight_names import Rename, Transform
@@ -74,7 +75,7 @@ def save_weights(
     """
     if max_bytes is not None and max_bytes < 1:
         raise ValueError(f"max_bytes must be positive, got {max_bytes}.")
-    check_not_donated(model)
+    check_state_not_donated(model)
     leaves, _ = partition_by_path(model)
     write_weights(
         local_path(path, "the file of weights"),

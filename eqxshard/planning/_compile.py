@@ -21,7 +21,7 @@ from ..compiled._hlo import Module, parse_module
 from ..inspect._explain import explain
 from ..inspect._lint import Findings
 from ..sharding._leaves import array_leaves, format_array
-from ..sharding._mesh import check_batch_size, make_mesh
+from ..sharding._mesh import check_batch_size, make_mesh, used_axes
 from ..training._init import abstract_state
 from ..training._inputs import ONE_BATCH
 from ..training._state import TrainState
@@ -120,7 +120,7 @@ def compile_plan(request: Request, state: TrainState, dump: Path) -> Plan:
     return Plan(
         target=request.target,
         backend=request.backend,
-        mesh={axis: size for axis, size in sizes.items() if size > 1} or {"data": 1},
+        mesh=used_axes(sizes),
         devices=mesh.size,
         memory=plan_memory(request, state, gradients, program.compiled.memory_analysis()),
         flops=flops,

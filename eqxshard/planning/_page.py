@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from ..pages._format import format_bytes, format_seconds
 from ..pages._html import Markup, tag
 from ..pages._kit import (
+    Cell,
     Part,
     card,
     draw_bar,
@@ -158,25 +159,26 @@ def _traffic(plan: Plan) -> Markup:
 
 
 def _collectives(plan: Plan) -> Markup:
-    if not plan.collectives:
-        return Markup("")
     rows = [collective_row(each) for each in by_bytes(plan.collectives)]
-    table = sortable_table("collectives", _heads(COLLECTIVES), rows, "In all")
     said = "What each device sends: each time, and in all of a step."
-    return card("collectives", "Collectives", tag("p", said), table)
+    return _table("collectives", "Collectives", said, COLLECTIVES, rows)
 
 
 def _arrays(plan: Plan) -> Markup:
-    if not plan.leaves:
-        return Markup("")
     rows = [leaf_row(leaf) for leaf in by_total(plan.leaves)]
-    table = sortable_table("arrays", _heads(ARRAYS), rows, "In all")
     said = "One device's part of each array, of its gradient and of its optimizer state."
-    return card("arrays", "Arrays of the model", tag("p", said), table)
+    return _table("arrays", "Arrays of the model", said, ARRAYS, rows)
 
 
-def _heads(names: Iterable[str]) -> list[str]:
-    return [name.capitalize() for name in names]
+def _table(
+    name: str, title: str, said: str, columns: Iterable[str], rows: list[list[Cell]]
+) -> Markup:
+    """A card with a table, and its sums; nothing if there are no rows."""
+    if not rows:
+        return Markup("")
+    heads = [column.capitalize() for column in columns]
+    table = sortable_table(name, heads, rows, "In all")
+    return card(name, title, tag("p", said), table)
 
 
 def _listed(name: str, title: str, texts: Iterable[str]) -> Markup:

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from ..inspect._tables import render
 from ..pages._format import format_bytes, format_seconds
+from ..sharding._mesh import used_axes
 from ..sharding._rule import Rule
 from ..sharding._text import format_mesh
 from ..training._config import Nonfinite
@@ -248,7 +249,7 @@ def plan_search(
             grad_norms=grad_norms,
             limit=limit,
         )
-        mesh = {axis: n for axis, n in request.mesh_shape.items() if n > 1} or {"data": 1}
+        mesh = used_axes(request.mesh_shape)
         parts = [format_mesh(mesh), model, rule]
         parts += [f"accumulate={count}"] if len(counts) > 1 else []
         name = ", ".join(dict.fromkeys(filter(None, parts)))

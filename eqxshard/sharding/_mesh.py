@@ -148,9 +148,13 @@ def describe_mesh(mesh: Mesh) -> str:
 
     The number of devices, their platform, and the axes that are larger than 1.
     """
-    used = {axis: size for axis, size in mesh.shape.items() if size > 1}
-    sizes = format_mesh(used or {"data": 1})
+    sizes = format_mesh(used_axes(mesh.shape))
     return f"{mesh.size} x {mesh.devices.flat[0].platform} ({sizes})"
+
+
+def used_axes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """The axes that are larger than 1; `data=1` on one device."""
+    return {axis: size for axis, size in sizes.items() if size > 1} or {"data": 1}
 
 
 def format_sharding(sharding: Any) -> str:
@@ -191,8 +195,8 @@ def resolve_sizes(asked: dict[str, int], count: int) -> dict[str, int]:
         return asked | {rest[0]: count // product}
     if not rest and count == product:
         return asked
-    used = {axis: size for axis, size in fixed.items() if size > 1}
-    terms = format_sizes(used) or "data=1"
+    used = used_axes(fixed)
+    terms = format_sizes(used)
     if len(used) > 1:
         terms = f"{terms} = {product}"
     if rest:

@@ -8,6 +8,13 @@ from typing import Any
 _SHOWN = 4
 
 
+#: A warning of a folder, and of what was in it.
+GONE = (
+    "%s is gone, with %s: it was deleted, renamed or unmounted during the run. It is made "
+    "again, for the next ones."
+)
+
+
 def did_you_mean(word: str, words: Iterable[str], cutoff: float = 0.6) -> str:
     """`"did you mean 'tensor'? "` if one of the words is close, else nothing."""
     near = difflib.get_close_matches(word, list(words), n=1, cutoff=cutoff)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..loop._media import Histogram, Image, Value
+from ..sharding._text import GONE
 from ._packages import load
 
 _LOG = logging.getLogger(__name__)
@@ -59,11 +60,7 @@ class TensorBoard:
     def log(self, step: int, values: Mapping[str, Value]) -> None:
         """Write the values of a step."""
         if self._is_local and not os.path.isdir(self._folder):
-            _LOG.warning(
-                "%s is gone, with the events in it: it was deleted, renamed or unmounted "
-                "during the run. It is made again, for the next ones.",
-                self._folder,
-            )
+            _LOG.warning(GONE, self._folder, "the events in it")
             self._writer.close()
             self._writer = self._new_writer(self._folder)
         found = [

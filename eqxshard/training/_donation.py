@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from ..sharding._leaves import is_key
 
@@ -23,6 +23,12 @@ def any_donated(arrays: Iterable[Any]) -> bool:
         if isinstance(array, jax.Array) and array.is_deleted():
             return True
     return False
+
+
+def check_state_not_donated(tree: PyTree) -> None:
+    """Refuse a state, or a part of one, that a step has taken."""
+    if any_donated(jax.tree.leaves(tree)):
+        raise ValueError(DONATED)
 
 
 def check_not_donated(arrays: Iterable[Any], name: str) -> None:

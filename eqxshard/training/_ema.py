@@ -8,7 +8,7 @@ import optax
 from jaxtyping import Array, Int, PyTree
 
 from ..transforms._dtypes import at_least_float32
-from ._donation import DONATED, any_donated
+from ._donation import check_state_not_donated
 from ._state import TrainState
 
 
@@ -113,8 +113,7 @@ def ema_model(state: TrainState) -> PyTree:
     donated.
     """
     found = _averages(state)
-    if any_donated(jax.tree.leaves((found, state.model))):
-        raise ValueError(DONATED)
+    check_state_not_donated((found, state.model))
     if not found:
         raise ValueError(
             "the optimizer of this state does not average the weights; make it with "

@@ -7,7 +7,7 @@ import jax
 from jaxtyping import PyTree
 
 from ..sharding._leaves import array_leaves, leaf_path
-from ._donation import DONATED, any_donated
+from ._donation import check_state_not_donated
 from ._state import TrainState, split_model, with_state
 
 
@@ -30,8 +30,7 @@ def step_of(states: PyTree[Any]) -> int:
             f"a {type(others[0] if others else states).__name__} is not a TrainState; make "
             "one with init_state."
         )
-    if any_donated(state.step for _, state in found):
-        raise ValueError(DONATED)
+    check_state_not_donated([state.step for _, state in found])
     steps = {leaf_path(path): int(state.step) for path, state in found}
     if len(set(steps.values())) > 1:
         says = ", ".join(f"{path} is at step {step}" for path, step in steps.items())

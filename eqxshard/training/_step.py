@@ -18,6 +18,7 @@ from ._donation import (
     DONATED,
     any_donated,
     check_not_donated,
+    check_state_not_donated,
     copy_shared,
     copy_taken,
 )
@@ -210,8 +211,9 @@ class StepMachine:
         if state is not None:
             # Until somebody reads a state, nothing else has its arrays. Then they are
             # donated together, and the first one tells.
-            seen = arrays[:1] if state._values is None else arrays
-            if seen[0].is_deleted() if state._values is None else any_donated(seen):
+            is_unread = state._values is None
+            seen = arrays[:1] if is_unread else arrays
+            if seen[0].is_deleted() if is_unread else any_donated(seen):
                 raise ValueError(DONATED)
             taken = [*jax.tree.leaves(batch), *kept]
             arrays = copy_taken(seen, taken) + arrays[len(seen) :]
@@ -253,8 +255,7 @@ def _abstract(array: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
 def check_shardings(state: TrainState, shardings: Sequence[NamedSharding]) -> None:
     """Refuse a donated state, and one that is sharded by another mesh or rule."""
     leaves = array_leaves(state)
-    if any_donated(leaf for _, leaf in leaves):
-        raise ValueError(DONATED)
+    check_state_not_donated([leaf for _, leaf in leaves])
     for (path, leaf), wanted in zip(leaves, shardings, strict=True):
         if is_elsewhere(leaf, wanted):
             raise ValueError(
