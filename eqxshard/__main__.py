@@ -75,11 +75,6 @@ def _add_plan(commands: Any) -> None:
         metavar="FILE",
         help="also write the time line as a trace, which Perfetto and Chrome open",
     )
-    parser.add_argument(
-        "--cache",
-        metavar="DIR",
-        help="also keep the compiled step in JAX's compilation cache in this folder",
-    )
 
 
 def _add_search(commands: Any) -> None:
@@ -185,12 +180,7 @@ def _plan(options: argparse.Namespace, others: Sequence[str]) -> None:
         arguments = run.for_mesh(options.devices)
         compiling = f"compiling for {options.devices} x {options.device}"
         with Console(stderr=True).status(compiling):
-            made = plan(
-                **arguments,
-                target=options.device,
-                backend=options.backend,
-                cache=options.cache,
-            )
+            made = plan(**arguments, target=options.device, backend=options.backend)
         made = dataclasses.replace(made, notes=(*made.notes, *notes))
         print(made)
         if options.json:

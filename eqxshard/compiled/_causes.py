@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from ..sharding._mesh import BATCH_AXES
 from ._communication import Operation
@@ -22,19 +21,6 @@ _PASS = ("call", "fusion", "get-tuple-element", "parameter", "tuple", "while")
 _DEEPEST = 12
 
 
-class Leaf(NamedTuple):
-    """An array of the model.
-
-    - `path`: its path.
-    - `shape`: its shape on each device, as its gradient is stored.
-    - `bytes`: of that.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    bytes: int
-
-
 class Causes:
     """Finds what causes the collectives of a module.
 
@@ -43,7 +29,8 @@ class Causes:
     - `module`: the module.
     - `sizes`: of the axes of the mesh.
     - `arguments`: the path of each array of the model, by its number among the arguments.
-    - `gradients`: the trained arrays.
+    - `gradients`: by the path of each trained array, the shape of its gradient on each
+        device.
     """
 
     def __init__(
@@ -51,7 +38,7 @@ class Causes:
         module: Module,
         sizes: Mapping[str, int],
         arguments: Mapping[int, str],
-        gradients: list[Leaf],
+        gradients: Mapping[str, tuple[int, ...]],
     ):
         self._module = module
         self._sizes = sizes
@@ -164,26 +151,24 @@ class Causes:
     def _joined(self, operation: Operation) -> list[tuple[int, ...]]:
         """The shapes of what it reduces: compilers join gradients into one of one dim."""
         whole = [shape.dims for shape in operation.shapes]
-        if len(whole) > 1 or len(whole[0]) > 1:
-            return whole
         parts = [
             shape.dims
             for operand in self._module.operands(operation.start)
             for part in self._module.operands(operand)
             for shape in part.shapes
         ]
+        is_joined = len(whole) == len(whole[0]) == 1
         # If they are not all of it, something else is computed of them.
-        return parts if sum(map(math.prod, parts)) == math.prod(whole[0]) else whole
+        return parts if is_joined and sum(map(math.prod, parts)) == whole[0][0] else whole
 
     def _reduced(self, dims: tuple[int, ...], first: int) -> list[str]:
-        """The arrays whose dims, from the first on, these are."""
-        wanted, found = _plain(dims), []
-        for leaf in self._gradients:
-            shape = leaf.shape[first:]
-            # What is joined has one dim, whatever it had before.
-            if wanted and wanted in (_plain(shape), [math.prod(shape)]):
-                found.append(leaf.path)
-        return found
+        """The arrays whose dims, from the first on, these are; or as many in one dim."""
+        wanted = _plain(dims)
+        return [
+            path
+            for path, shape in self._gradients.items()
+            if wanted and wanted in (_plain(shape[first:]), [math.prod(shape[first:])])
+        ]
 
     def line_of(self, instruction: Instruction) -> str | None:
         """The user's line of code that an instruction itself is from."""

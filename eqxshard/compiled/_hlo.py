@@ -3,7 +3,7 @@
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -192,56 +192,41 @@ class Module:
             return 1
         if trips := _TRIPS.search(caller.attributes):
             return int(trips[1])
-        return self._trips_of_condition(caller)
+        return self._counted_to(caller)
 
-    def _trips_of_condition(self, loop: Instruction) -> int | None:
-        """From the constants of a loop that counts up, as those of `lax.scan` do."""
+    def _counted_to(self, loop: Instruction) -> int | None:
+        """The iterations of a loop that counts from 0, as those of `lax.scan` do.
+
+        Text that the compiler has not annotated yet says them only by its condition.
+        """
         called = dict(loop.called())
-        condition = self.computations.get(called.get("condition", ""), ())
-        body = self.computations.get(called.get("body", ""), ())
-        compare = self._seen(condition[-1:])
-        tuples = [self._seen(self.operands(loop)[:1]), self._seen(body[-1:])]
-        if compare is None or "direction=LT" not in compare.attributes:
-            return None
-        sides = [self._seen([x]) for x in self._outer_operands(compare)]
-        counter = sides[0] if len(sides) == 2 else None
-        if counter is None or counter.opcode != "get-tuple-element":
-            return None
-        bound, index = sides[1], int(counter.attribute("index") or 0)
-        # What the counter is at first, and after an iteration.
-        first, after = (
-            None if x is None else self._seen(self.operands(x)[index : index + 1])
-            for x in tuples
-        )
-        if after is None or after.opcode != "add":
-            return None
-        start, stop = _integer(first), _integer(bound)
-        steps = [_integer(self._seen([x])) for x in self._outer_operands(after)]
-        step = next(filter(None, steps), None)
-        if start is None or stop is None or step is None:
-            return None
-        return max(-((start - stop) // step), 0)
-
-    def _seen(self, instructions: Sequence[Instruction]) -> Instruction | None:
-        """The one instruction, or what it is another form of."""
-        found = instructions[0] if instructions else None
-        while found is not None and found.opcode in (*VIEWS, "fusion"):
-            if found.opcode != "fusion":
-                instructions = self.operands(found)
-            else:
-                instructions = self.computations.get(dict(found.called())["calls"], ())[-1:]
-            found = instructions[0] if instructions else None
-        return found
-
-    def _outer_operands(self, instruction: Instruction) -> list[Instruction]:
-        """What an instruction takes; in a fusion, what the fusion takes."""
-        callers = self.callers.get(instruction.computation, ())
-        fusions = [caller for caller in callers if caller.opcode == "fusion"]
-        outer = self.operands(fusions[0]) if fusions else []
-        return [
-            outer[int(x.content)] if outer and x.opcode == "parameter" else x
-            for x in self.operands(instruction)
+        compare, body = (self._root(called.get(x, "")) for x in ("condition", "body"))
+        sides = self.operands(compare) if compare else []
+        starts = [
+            x for each in self.operands(loop) for x in self.operands(self._plain(each))
         ]
+        if compare is None or body is None or "direction=LT" not in compare.attributes:
+            return None
+        counter, stop = map(self._plain, sides)
+        number = int(counter.attribute("index") or 0)
+        nexts = self.operands(body)
+        if counter.opcode != "get-tuple-element" or number >= min(len(starts), len(nexts)):
+            return None
+        step = self._plain(nexts[number])
+        by = [_integer(self._plain(x)) for x in self.operands(step)]
+        is_counter = _integer(self._plain(starts[number])) == 0 and step.opcode == "add"
+        return _integer(stop) if is_counter and 1 in by else None
+
+    def _root(self, computation: str) -> Instruction | None:
+        """The instruction that makes the result of a computation."""
+        instructions = self.computations.get(computation)
+        return self._plain(instructions[-1]) if instructions else None
+
+    def _plain(self, instruction: Instruction) -> Instruction:
+        """An instruction, or what it is another form of."""
+        while instruction.opcode in VIEWS:
+            instruction = self.operands(instruction)[0]
+        return instruction
 
     def stack(self, instruction: Instruction) -> Iterator[Frame]:
         """The places in the code that an instruction is from, innermost first."""

@@ -1,7 +1,6 @@
 """`plan`: what a step needs, before there are devices."""
 
 import math
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,16 +9,15 @@ import optax
 from jaxtyping import PyTree
 
 from ..sharding._mesh import AXES, resolve_sizes
-from ..sharding._paths import local_path
 from ..sharding._rule import Rule
-from ..sharding._text import comma_list, did_you_mean, nearest_multiples
+from ..sharding._text import comma_list, did_you_mean
 from ..training._config import Nonfinite, check_optim
 from ..training._precision import Precision
-from ._backends import Backend, find_backend
+from ._backends import check_whole_hosts, find_backend
 from ._plan import Plan
 from ._process import run
 from ._request import Request, dump_request
-from ._targets import TPU_HOST, Compiler, Target
+from ._targets import Compiler, Target
 
 
 def plan(
@@ -38,7 +36,6 @@ def plan(
     accumulate: int = 1,
     nonfinite: Nonfinite = "skip",
     grad_norms: bool = False,
-    cache: str | os.PathLike[str] | None = None,
 ) -> Plan:
     """What a training step needs on devices that are not there.
 
@@ -64,9 +61,6 @@ def plan(
     - `backend`: the compiler: `gpu`, `tpu` or `cpu`. By default that of the target, if
         it is installed, and else `cpu`: then communication is guessed from the partitioned
         step, and temporaries are an upper estimate.
-    - `cache`: a folder for [`eqxshard.cache_compilations`][], in which to keep the compiled
-        step, so that a run on such devices need not compile it. It is compiled once more
-        for that. `plan.notes` says what is there.
 
     **Returns:**
 
@@ -96,7 +90,7 @@ def plan(
         )
         ```
     """
-    request, where = make_request(
+    request = make_request(
         mesh_shape=mesh_shape,
         target=target,
         devices=devices,
@@ -111,9 +105,8 @@ def plan(
         accumulate=accumulate,
         nonfinite=nonfinite,
         grad_norms=grad_norms,
-        cache=None if cache is None else str(local_path(cache, "cache=")),
     )
-    made = run(dump_request(request), where)
+    made = run(dump_request(request), request.backend)
     assert isinstance(made, Plan)  # There is no limit.
     return made
 
@@ -130,7 +123,7 @@ def make_request(
     nonfinite: Nonfinite,
     grad_norms: bool,
     **others: Any,
-) -> tuple[Request, Backend]:
+) -> Request:
     """Check the arguments of a plan; choose its compiler.
 
     **Arguments:** as for `plan`; `others` are the fields of the request that are taken
@@ -138,17 +131,17 @@ def make_request(
     """
     check_optim(optim)
     found = Target.named(target) if isinstance(target, str) else target
-    sizes = mesh_sizes(mesh_shape, devices)
+    sizes = _mesh_sizes(mesh_shape, devices)
     count = math.prod(sizes.values())
-    where = find_backend(found, backend)
-    _check_whole_hosts(found, where.compiler, count)
-    request = Request(
+    compiler = find_backend(found, backend)
+    check_whole_hosts(found, compiler, count)
+    return Request(
         optim=optim,
         batch=jax.tree.map(_abstract, batch),
         mesh_shape=sizes,
         devices=count,
         target=found,
-        backend=where.compiler,
+        backend=compiler,
         options={
             "accumulate": accumulate,
             "nonfinite": nonfinite,
@@ -156,25 +149,9 @@ def make_request(
         },
         **others,
     )
-    return request, where
 
 
-def _check_whole_hosts(target: Target, compiler: Compiler, count: int) -> None:
-    if compiler == "tpu" and count > 2 and count % TPU_HOST:
-        raise ValueError(
-            f"{count} TPUs are not whole hosts of {TPU_HOST}; use "
-            f"{nearest_multiples(count, TPU_HOST)}."
-        )
-    if compiler != "cpu" and count > target.per_host and count % target.per_host:
-        groups = "hosts" if compiler == "gpu" else "slices"
-        raise ValueError(
-            f"{count} devices are not whole {groups} of {target.per_host}; use "
-            f"{nearest_multiples(count, target.per_host)}, or a Target with another "
-            "per_host."
-        )
-
-
-def mesh_sizes(asked: Mapping[str, int], devices: int | None) -> dict[str, int]:
+def _mesh_sizes(asked: Mapping[str, int], devices: int | None) -> dict[str, int]:
     """The size of each axis of the mesh."""
     for axis in asked:
         if axis not in AXES:

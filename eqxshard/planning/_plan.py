@@ -13,8 +13,8 @@ from typing import Any
 from ..compiled._collective import Collective, join_axes
 from ..inspect._explanation import Leaf
 from ..inspect._lint import Findings
+from ._schedule import PlannedSpan, make_trace
 from ._targets import Compiler, Target
-from ._timeline import PlannedSpan, make_trace
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,17 @@ class PlannedMemory:
     peak: int
     device: int | None
     host: int = 0
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The bytes by what takes them, without what only the outputs of a step need."""
+        return {
+            "parameters": self.parameters,
+            "optimizer state": self.optimizer,
+            "other state": self.other_state,
+            "batch": self.batch,
+            "temporaries": self.temporaries,
+        }
 
     @property
     def left(self) -> int | None:
@@ -202,7 +213,7 @@ class Plan:
         """The time line as values for `json.dumps`, which Perfetto and Chrome open.
 
         It has a row for what the device does, one for the links of each axis, and one for
-        loops, of which it has one iteration.
+        loops, of which it has the first iteration in detail.
 
         **Raises:**
 

@@ -19,8 +19,9 @@ import jax
 
 from ..compiled._causes import user_line
 from ..compiled._hlo import Frame
-from ._backends import Backend, install
+from ._backends import wheels_folder
 from ._plan import Plan
+from ._targets import Compiler
 
 #: Set in the process that compiles.
 CHILD = "EQXSHARD_PLANNING"
@@ -33,47 +34,51 @@ _CUDNN = "def cudnn_get_version():\n    return 91000\n"
 _ONE_SHOT = ("one_shot", "size mismatch when packing")
 
 
-class TooLarge(NamedTuple):
-    """A step that is not compiled, because its state alone needs too many bytes."""
-
-    needs: int
-
-
 class Failure(NamedTuple):
-    """An error in the process that compiles.
+    """An error in the process that compiles: what to raise, and its own traceback."""
 
-    - `kind`, `message`: its type, and what it said.
-    - `line`: the line of the user's code that raised it, as `model.py:12`, if any did.
-    - `by_compiler`: whether XLA raised it.
-    - `traceback`: as Python prints it.
-    """
-
-    kind: str
+    kind: type[Exception]
     message: str
-    line: str | None
-    by_compiler: bool
     traceback: str
 
-    @staticmethod
-    def of(error: Exception) -> "Failure":
-        """From an exception."""
-        frames = traceback.extract_tb(error.__traceback__)
-        return Failure(
-            type(error).__name__,
-            str(error),
-            user_line(Frame(x.filename, x.lineno or 0, x.name) for x in reversed(frames)),
-            isinstance(error, jax.errors.JaxRuntimeError | NotImplementedError),
-            "".join(traceback.format_exception(error)),
+
+def describe(error: Exception) -> Failure:
+    """Say of an error whose it is, and what to do about it."""
+    kind, message, said = RuntimeError, str(error), type(error).__name__
+    first = message.strip().split("\n")[0][:300].rstrip(".")
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    line = user_line(Frame(x.filename, x.lineno or 0, x.name) for x in frames)
+    by_compiler = isinstance(error, jax.errors.JaxRuntimeError | NotImplementedError)
+    if type(error) in (ValueError, TypeError):
+        kind = type(error)
+    elif isinstance(error, ImportError):
+        message = (
+            f"the process that compiles cannot import what it was sent ({first}); put it "
+            "in a module that can be imported from here."
         )
+    elif line is None and by_compiler:
+        message = f"the step could not be compiled ({said}: {first}); use backend='cpu'."
+    else:
+        where = "" if line is None else f" at {line}"
+        message = (
+            f"making the model and its step raised {said}: {first}{where}; correct the "
+            "script."
+        )
+    return Failure(kind, message, "".join(traceback.format_exception(error)))
 
 
-def run(data: bytes, backend: Backend) -> Plan | TooLarge:
+def run(data: bytes, compiler: Compiler) -> Plan | int:
     """Compile in another process, and return what it finds.
 
     **Arguments:**
 
     - `data`: the request, as `dump_request` writes it.
-    - `backend`: the compiler.
+    - `compiler`: its backend.
+
+    **Returns:**
+
+    The plan; the bytes of the state on each device if they alone are above the limit of
+    the request.
 
     **Raises:**
 
@@ -90,7 +95,7 @@ def run(data: bytes, backend: Backend) -> Plan | TooLarge:
         command = "from eqxshard.planning._compile import main; main()"
         done = subprocess.run(
             [sys.executable, "-c", command, name],
-            env=_environment(folder, backend),
+            env=_environment(folder, compiler),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -102,15 +107,17 @@ def run(data: bytes, backend: Backend) -> Plan | TooLarge:
             raise RuntimeError(explain_death(done.returncode, done.stderr))
         answer = pickle.loads(result.read_bytes())
     if isinstance(answer, Failure):
-        raise _error(answer, backend)
+        error = answer.kind(answer.message)
+        error.add_note(f"In the process that compiles:\n{answer.traceback}")
+        raise error
     return answer
 
 
-def _environment(folder: Path, backend: Backend) -> dict[str, str]:
+def _environment(folder: Path, compiler: Compiler) -> dict[str, str]:
     path = [entry or os.getcwd() for entry in sys.path]
-    if backend.folder is not None:
-        path.insert(0, str(backend.folder))
-    if backend.compiler == "gpu":
+    if compiler != "cpu":  # Behind the wheels beside JAX.
+        path.append(str(wheels_folder()))
+    if compiler == "gpu":
         plugin = folder / "stub" / "jax_cuda12_plugin"
         plugin.mkdir(parents=True)
         (plugin / "__init__.py").touch()
@@ -120,12 +127,12 @@ def _environment(folder: Path, backend: Backend) -> dict[str, str]:
     # No TPU is there to be queried for its place in a cluster, or to be locked.
     tpu = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     flags = os.environ.get("XLA_FLAGS", "")
-    if backend.compiler == "cpu":
+    if compiler == "cpu":
         dump = f"--xla_dump_to={folder / 'dump'} --xla_dump_hlo_pass_re=spmd-partitioning"
         flags = f"{flags} {dump} --xla_dump_hlo_as_text"
     return {
         **os.environ,
-        **(tpu if backend.compiler == "tpu" else {}),
+        **(tpu if compiler == "tpu" else {}),
         # XLA reports nothing about a program that comes out of the cache.
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "JAX_PLATFORMS": "cpu",
@@ -152,31 +159,3 @@ def explain_death(code: int, stderr: str) -> str:
         flag = "--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=false"
         remedy = f"XLA_FLAGS={flag} avoids it"
     return f"XLA ended the process that compiles ({how}: {said}); {remedy}."
-
-
-def _error(failure: Failure, backend: Backend) -> Exception:
-    """What to raise here."""
-    kinds = {"ValueError": ValueError, "TypeError": TypeError}
-    if failure.kind in kinds:
-        error = kinds[failure.kind](failure.message)
-    else:
-        error = RuntimeError(_explain(failure, backend))
-    error.add_note(f"In the process that compiles:\n{failure.traceback}")
-    return error
-
-
-def _explain(failure: Failure, backend: Backend) -> str:
-    first = failure.message.strip().split("\n")[0][:300].rstrip(".")
-    if failure.kind in ("ImportError", "ModuleNotFoundError"):
-        return (
-            f"the process that compiles cannot import what it was sent ({first}); put it "
-            "in a module that can be imported from here."
-        )
-    said = f"{failure.kind}: {first}"
-    if failure.line is not None or not failure.by_compiler:
-        where = "" if failure.line is None else f" at {failure.line}"
-        return f"making the model and its step raised {said}{where}; correct the script."
-    remedy = "use backend='cpu'"
-    if "topology not implemented" in first or "No visible GPU" in first:
-        remedy = f"run `{install(backend.compiler)}`"
-    return f"the step could not be compiled ({said}); {remedy}."

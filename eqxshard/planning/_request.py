@@ -43,7 +43,6 @@ class Request:
     - `devices`: their number.
     - `backend`: the compiler.
     - `options`: of `make_train_step`, other than those that `init_state` takes, too.
-    - `cache`: the folder in which to keep what was compiled, if any.
     - `limit`: the most bytes that a device may need: a step whose state alone needs more
         is not compiled.
     """
@@ -60,7 +59,6 @@ class Request:
     trainable: PyTree
     precision: Precision | None
     options: Mapping[str, Any]
-    cache: str | None = None
     limit: float | None = None
 
 

@@ -1,4 +1,4 @@
-"""A plan as tables of text; its page has the same rows."""
+"""A plan as tables of text, and what its page says in the same words."""
 
 from collections.abc import Iterator, Sequence
 
@@ -25,41 +25,31 @@ ARRAYS = ("array", "type", "shape", "spec", "bytes", "gradient", "optimizer", "i
 
 def print_plan(plan: Plan) -> Iterator[str]:
     """The parts of a plan as text."""
+    memory = plan.memory.parts
+    gradients = format_bytes(plan.memory.gradients)
+    memory[f"temporaries (gradients: {gradients})"] = memory.pop("temporaries")
+    memory["peak"] = plan.memory.peak
+    if plan.memory.left is not None:
+        memory[f"left of {format_bytes(plan.memory.device or 0)}"] = plan.memory.left
+    if plan.memory.host:
+        memory["of the host's memory"] = plan.memory.host
+    rows = [[name, _bytes(size)] for name, size in memory.items()]
     yield (
         f"{plan.devices} x {plan.target.kind} ({format_mesh(plan.mesh)}), compiled in "
         f"{plan.compile_seconds:.0f} s by the backend {plan.backend}"
     )
-    yield render(_memory_table(plan))
-    if plan.collectives:
-        rows = [collective_row(each, most=3) for each in by_bytes(plan.collectives)]
-        yield _print_rows("collectives", COLLECTIVES, rows)
-    if plan.leaves:
-        yield _print_rows("arrays", ARRAYS, [*map(leaf_row, by_total(plan.leaves))])
+    yield _print_rows(("memory of a device", ""), rows)
+    for what, columns, rows in (
+        ("collectives", COLLECTIVES, collective_rows(plan, most=3)),
+        ("arrays", ARRAYS, array_rows(plan)),
+    ):
+        some = f"{_PRINTED} largest of " if len(rows) > _PRINTED else ""
+        if rows:
+            title = f"{some}{len(rows)} {what}"
+            yield _print_rows(columns, rows[:_PRINTED], title)
     yield "\n".join(_summary(plan))
     if plan.findings:
         yield f"Most likely not meant:\n{plan.findings}"
-
-
-def _memory_table(plan: Plan) -> Table:
-    memory = plan.memory
-    gradients = format_bytes(memory.gradients)
-    rows = {
-        "parameters": memory.parameters,
-        "optimizer state": memory.optimizer,
-        "other state": memory.other_state,
-        "batch": memory.batch,
-        f"temporaries (gradients: {gradients})": memory.temporaries,
-        "peak": memory.peak,
-    }
-    if memory.left is not None:
-        rows[f"left of {format_bytes(memory.device or 0)}"] = memory.left
-    if memory.host:
-        rows["of the host's memory"] = memory.host
-    table = Table("memory of a device")
-    table.add_column(justify="right")
-    for name, size in rows.items():
-        table.add_row(name, format_bytes(size))
-    return table
 
 
 def _summary(plan: Plan) -> Iterator[str]:
@@ -71,45 +61,50 @@ def _summary(plan: Plan) -> Iterator[str]:
             for name, seconds in plan.time.parts.items()
             if seconds
         )
-        yield (
-            f"A step takes {how_sure(plan.target)} {format_seconds(plan.time.step)}, "
-            f"bound by {plan.time.bound}: {parts}"
-        )
-        speed = f"{plan.examples_per_second:,.4g} examples/s in all"
-        if plan.tokens_per_second is not None:
-            each = plan.tokens_per_second / plan.devices
-            speed = f"{plan.tokens_per_second:,.0f} tokens/s in all, {each:,.0f} each"
+        yield f"{say_time(plan)}: {parts}"
+        speed, more = say_speed(plan)
         used = "" if plan.mfu is None else f"; {plan.mfu:.0%} MFU at that speed"
-        yield f"{speed}{used}"
+        yield f"{speed} in all, {more}{used}"
     if plan.fits is False:
-        yield _lack(plan)
+        memory = plan.memory
+        remedy = (
+            f"as temporaries take {format_bytes(memory.temporaries)}; compute in bfloat16, "
+            "compute layers again (remat), or accumulate over more microbatches."
+        )
+        if memory.peak - memory.temporaries > (memory.device or 0):
+            remedy = "as its state is too large; split it over more devices."
+        yield f"{say_lack(plan)}, {remedy}"
     for note in plan.notes:
         yield f"Note: {note}."
 
 
-def _lack(plan: Plan) -> str:
-    memory = plan.memory
-    said = f"It does not fit: each device lacks {format_bytes(-(memory.left or 0))}"
-    if memory.peak - memory.temporaries > (memory.device or 0):
-        return f"{said}, as its state is too large; split it over more devices."
-    return (
-        f"{said}, as temporaries take {format_bytes(memory.temporaries)}; compute in "
-        "bfloat16, compute layers again (remat), or accumulate over more microbatches."
-    )
+def say_time(plan: Plan) -> str:
+    """How long a step takes, and what for."""
+    assert plan.time is not None
+    step = format_seconds(plan.time.step)
+    return f"A step takes {how_sure(plan.target)} {step}, bound by {plan.time.bound}"
 
 
-def by_bytes(collectives: Sequence[Collective]) -> list[Collective]:
-    """Collectives, those first that send the most in a step."""
-    return sorted(collectives, key=lambda each: -each.sent_in_all)
+def say_speed(plan: Plan) -> tuple[str, str]:
+    """The examples or tokens per second, and a few words more."""
+    if plan.tokens_per_second is None:
+        return f"{plan.examples_per_second:,.4g} examples/s", f"{plan.examples:,} at once"
+    each = plan.tokens_per_second / plan.devices
+    return f"{plan.tokens_per_second:,.0f} tokens/s", f"{each:,.0f} on each device"
 
 
-def by_total(leaves: Sequence[Leaf]) -> list[Leaf]:
-    """Arrays, those first that take the most of a device."""
-    return sorted(leaves, key=lambda leaf: -leaf.total)
+def say_lack(plan: Plan) -> str:
+    """By how much a step does not fit."""
+    return f"It does not fit: each device lacks {format_bytes(-(plan.memory.left or 0))}"
 
 
-def collective_row(each: Collective, most: int | None = None) -> list[Cell]:
-    """The cells of `COLLECTIVES`, naming at most so many arrays."""
+def collective_rows(plan: Plan, most: int | None = None) -> list[list[Cell]]:
+    """The rows of `COLLECTIVES`, naming at most so many arrays in each."""
+    found = sorted(plan.collectives, key=lambda each: -each.sent_in_all)
+    return [_collective_row(each, most) for each in found]
+
+
+def _collective_row(each: Collective, most: int | None) -> list[Cell]:
     names = [*each.leaves[:most]]
     if len(each.leaves) > len(names):
         names.append(f"{len(each.leaves) - len(names)} more")
@@ -125,8 +120,12 @@ def collective_row(each: Collective, most: int | None = None) -> list[Cell]:
     ]
 
 
-def leaf_row(leaf: Leaf) -> list[Cell]:
-    """The cells of `ARRAYS`."""
+def array_rows(plan: Plan) -> list[list[Cell]]:
+    """The rows of `ARRAYS`."""
+    return [_leaf_row(leaf) for leaf in sorted(plan.leaves, key=lambda leaf: -leaf.total)]
+
+
+def _leaf_row(leaf: Leaf) -> list[Cell]:
     sizes = (leaf.bytes_per_device, leaf.gradient, leaf.optimizer, leaf.total)
     spec = format_spec(leaf.spec)
     return [leaf.path, leaf.dtype, format_shape(leaf.shape), spec, *map(_bytes, sizes)]
@@ -136,15 +135,14 @@ def _bytes(size: int) -> Number:
     return Number(format_bytes(size), size)
 
 
-def _print_rows(what: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
-    """The first rows of a table, as text."""
-    some = f"{_PRINTED} largest of " if len(rows) > _PRINTED else ""
-    table = Table(title=f"{some}{len(rows)} {what}", title_justify="left")
-    table.title_style = "none"
+def _print_rows(
+    columns: Sequence[str], rows: Sequence[Sequence[Cell]], title: str | None = None
+) -> str:
+    table = Table(title=title, title_justify="left", title_style="none")
     for column, cell in zip(columns, rows[0], strict=True):
         justify = "right" if isinstance(cell, Number) else "left"
         table.add_column(column, justify=justify, overflow="fold")
-    for row in rows[:_PRINTED]:
+    for row in rows:
         texts = (cell.text if isinstance(cell, Number) else cell for cell in row)
         table.add_row(*map(Text, texts))
     return render(table)

@@ -127,7 +127,6 @@ def lint_step(call: "Call", program: Program, batch: PyTree) -> Iterator[Finding
             arguments,
             _batch_entries(key.kind, batch),
             scanned_shapes(program.jaxpr),
-            step.accumulate,
         )
         yield from dict.fromkeys(text.findings())
     except Exception as error:  # A program of a kind that lint does not know still runs.

@@ -11,7 +11,7 @@ from plan_helpers import BATCH
 from transformer import next_token_losses
 
 import eqxshard
-from eqxshard.planning._process import CHILD, Failure, explain_death
+from eqxshard.planning._process import CHILD, describe, explain_death
 
 
 def die(key):
@@ -44,7 +44,8 @@ def test_errors_of_the_compiler_are_told_apart():
     try:
         jax.jit(lambda: 0.0).lower().compile({"xla_no_such": "1"})
     except Exception as error:
-        assert Failure.of(error).by_compiler
+        error.__traceback__ = None  # As if no line of ours were in it.
+        assert "could not be compiled" in describe(error).message
     else:
         raise AssertionError
 
