@@ -45,24 +45,20 @@ class Causes:
         self._arguments = arguments
         self._gradients = gradients
 
-    def line(self, operation: Operation) -> str | None:
-        """The user's line of code, `file.py:12`, or the one nearest to it."""
-        return _line(self._frame(operation))
+    def frame(self, operation: Operation, *, of_use: bool = False) -> Frame | None:
+        """The user's code that it is from, or the nearest to it.
 
-    def function(self, operation: Operation) -> str | None:
-        """The function that this line is in, such as `MLP.__call__`."""
-        frame = self._frame(operation)
-        return None if frame is None else frame.function or None
-
-    def _frame(self, operation: Operation) -> Frame | None:
-        queue, seen = [operation.start], set[str]()
+        With `of_use`, that which first needs its result: a step gathers by itself.
+        """
+        queue = self._module.takers(operation.result) if of_use else [operation.start]
+        follow = self._module.takers if of_use else self._module.operands
+        seen = set[str]()
         for _ in range(_DEEPEST):
             for instruction in queue:
-                if found := _user_frame(self._module.stack(instruction)):
+                if found := user_frame(self._module.stack(instruction)):
                     return found
             seen |= {each.name for each in queue}
-            operands = [x for each in queue for x in self._module.operands(each)]
-            queue = [x for x in operands if x.name not in seen]
+            queue = [x for each in queue for x in follow(each) if x.name not in seen]
         return None
 
     def leaves(self, operation: Operation) -> tuple[str, ...]:
@@ -170,17 +166,9 @@ class Causes:
             if wanted and wanted in (_plain(shape[first:]), [math.prod(shape[first:])])
         ]
 
-    def line_of(self, instruction: Instruction) -> str | None:
-        """The user's line of code that an instruction itself is from."""
-        return _line(_user_frame(self._module.stack(instruction)))
 
-
-def user_line(stack: Iterable[Frame]) -> str | None:
-    """The innermost line of a stack that is neither this library's nor another's."""
-    return _line(_user_frame(stack))
-
-
-def _user_frame(stack: Iterable[Frame]) -> Frame | None:
+def user_frame(stack: Iterable[Frame]) -> Frame | None:
+    """The innermost place of a stack that is neither this library's nor another's."""
     for frame in stack:
         if frame.file == _STEP:
             return None  # What follows is the line that calls the step.
@@ -189,10 +177,6 @@ def _user_frame(stack: Iterable[Frame]) -> Frame | None:
         if known and not ours and not any(part in frame.file for part in _LIBRARIES):
             return frame
     return None
-
-
-def _line(frame: Frame | None) -> str | None:
-    return None if frame is None else f"{Path(frame.file).name}:{frame.line}"
 
 
 def _plain(dims: tuple[int, ...]) -> list[int]:

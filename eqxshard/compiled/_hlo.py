@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([^\s=]+) = (.*)$")
@@ -93,6 +94,11 @@ class Frame(NamedTuple):
     line: int
     function: str
 
+    @property
+    def place(self) -> str:
+        """The line as people write it: `model.py:12`."""
+        return f"{Path(self.file).name}:{self.line}"
+
 
 #: Opcodes of another form of the same values as the first operand's.
 VIEWS = ("bitcast", "convert", "copy", "opt-barrier", "reshape", "transpose")
@@ -131,6 +137,10 @@ class Module:
         """What an instruction takes, in order."""
         names = [(instruction.computation, name) for name in instruction.operands]
         return [self.by_name[name] for name in names if name in self.by_name]
+
+    def takers(self, instruction: Instruction) -> list[Instruction]:
+        """The instructions that take its result."""
+        return self.users.get((instruction.computation, instruction.name), [])
 
     @functools.cached_property
     def users(self) -> Mapping[tuple[str, str], list[Instruction]]:
@@ -192,41 +202,12 @@ class Module:
             return 1
         if trips := _TRIPS.search(caller.attributes):
             return int(trips[1])
-        return self._counted_to(caller)
-
-    def _counted_to(self, loop: Instruction) -> int | None:
-        """The iterations of a loop that counts from 0, as those of `lax.scan` do.
-
-        Text that the compiler has not annotated yet says them only by its condition.
-        """
-        called = dict(loop.called())
-        compare, body = (self._root(called.get(x, "")) for x in ("condition", "body"))
-        sides = self.operands(compare) if compare else []
-        starts = [
-            x for each in self.operands(loop) for x in self.operands(self._plain(each))
-        ]
-        if compare is None or body is None or "direction=LT" not in compare.attributes:
-            return None
-        counter, stop = map(self._plain, sides)
-        number = int(counter.attribute("index") or 0)
-        nexts = self.operands(body)
-        if counter.opcode != "get-tuple-element" or number >= min(len(starts), len(nexts)):
-            return None
-        step = self._plain(nexts[number])
-        by = [_integer(self._plain(x)) for x in self.operands(step)]
-        is_counter = _integer(self._plain(starts[number])) == 0 and step.opcode == "add"
-        return _integer(stop) if is_counter and 1 in by else None
-
-    def _root(self, computation: str) -> Instruction | None:
-        """The instruction that makes the result of a computation."""
-        instructions = self.computations.get(computation)
-        return self._plain(instructions[-1]) if instructions else None
-
-    def _plain(self, instruction: Instruction) -> Instruction:
-        """An instruction, or what it is another form of."""
-        while instruction.opcode in VIEWS:
-            instruction = self.operands(instruction)[0]
-        return instruction
+        # Text that the compiler has not annotated yet says it only by the condition: the
+        # loops of `lax.scan` count from 0 to a constant.
+        condition = self.computations.get(dict(caller.called()).get("condition", ""), ())
+        bounds = self.operands(condition[-1]) if condition else []
+        is_counter = "direction=LT" in condition[-1].attributes if condition else False
+        return _integer(bounds[1]) if is_counter and len(bounds) == 2 else None
 
     def stack(self, instruction: Instruction) -> Iterator[Frame]:
         """The places in the code that an instruction is from, innermost first."""
@@ -238,12 +219,11 @@ class Module:
             yield frame
 
 
-def _integer(instruction: Instruction | None) -> int | None:
+def _integer(instruction: Instruction) -> int | None:
     """The value of a constant that is one integer."""
-    if instruction is None or instruction.opcode != "constant":
-        return None
     is_integer = re.match(r"\s*[su]\d+\[\]", instruction.type)
-    return int(instruction.content) if is_integer else None
+    is_constant = instruction.opcode == "constant"
+    return int(instruction.content) if is_constant and is_integer else None
 
 
 def parse_module(text: str) -> Module:

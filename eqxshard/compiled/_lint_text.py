@@ -108,11 +108,13 @@ class TextLint:
         if of_model and entries:
             shapes = comma_list(operation.shapes)
             what = {None: f"{shapes}, computed from the whole batch,"}
+        uses = (self._causes.frame(operation, of_use=of_use) for of_use in (False, True))
+        line = next((frame.place for frame in uses if frame), None)
         for leaf, name in what.items():
             yield Finding(
                 "global-batch",
                 leaf,
-                self._causes.line(operation) or self._line_of_use(operation),
+                line,
                 f"{name} is gathered: every device gets the rows of all others, over "
                 f"{comma_list(sorted(self._batch_axes))}, and may compute with all of "
                 "them. Use jax.vmap in place of a loop over examples (jax.lax.map, "
@@ -146,44 +148,23 @@ class TextLint:
 
     def _all_layers(self, operation: Operation, leaf: Argument) -> Iterator[Finding]:
         """Stacked layers that a loop takes one by one, gathered before it."""
-        count = max(math.prod(shape.dims) for shape in operation.shapes)
+        axes = [axis for entry in leaf.spec for axis in axes_of(entry)]
+        others = (self._sizes[axis] for axis in axes if axis not in BATCH_AXES)
+        used = math.prod(leaf.shape) // math.prod(others)
         # Stacked vectors cost little, and XLA may take them out of the loop.
         if leaf.shape not in self._scanned or len(leaf.shape) < 3 or leaf.shape[0] == 1:
             return
-        if count == self._in_use(leaf):
+        if used == max(math.prod(shape.dims) for shape in operation.shapes):
+            frame = self._causes.frame(operation, of_use=True)
             yield Finding(
                 "all-layers",
                 leaf.path,
-                self._line_of_use(operation),
+                frame and frame.place,
                 f"{leaf.path} {leaf.shape} is gathered for all {leaf.shape[0]} layers "
                 "at once. Use eqxshard.scan_layers instead of jax.lax.scan, and the "
                 "arrays of a layer in that layer alone; and a rule that does not split "
                 "the dim of layers.",
             )
-
-    def _line_of_use(self, operation: Operation) -> str | None:
-        """The user's line that first needs what is gathered; a step gathers by itself."""
-        own = self._causes.line(operation)
-        queue, seen = [operation.result], set[str]()
-        for _ in range(_DEEPEST):
-            users = [
-                user
-                for value in queue
-                for user in self._module.users.get((value.computation, value.name), [])
-            ]
-            queue = [user for user in users if user.name not in seen]
-            seen |= {user.name for user in queue}
-            for user in queue:
-                line = self._causes.line_of(user)
-                if line not in (None, own):
-                    return line
-        return own
-
-    def _in_use(self, leaf: Argument) -> int:
-        """The elements of an array as it is used: whole along the batch's axes."""
-        axes = [axis for entry in leaf.spec for axis in axes_of(entry)]
-        parts = (self._sizes[axis] for axis in axes if axis not in BATCH_AXES)
-        return math.prod(leaf.shape) // math.prod(parts)
 
     def _donation(self) -> Iterator[Finding]:
         head = self._module.text.partition("\n")[0]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
@@ -31,7 +30,7 @@ from ..training._unused_axes import unused_axes
 from ._backends import find_devices
 from ._costs import count_flops
 from ._plan import Plan, PlannedMemory
-from ._process import describe
+from ._process import Request, describe, load_request
 from ._read import (
     describe_collectives,
     find_operations,
@@ -39,7 +38,6 @@ from ._read import (
     make_notes,
     predict_time,
 )
-from ._request import Request, load_request
 from ._schedule import Schedule
 
 
@@ -67,8 +65,9 @@ def _answer(request: Request, dump: Path) -> Plan | int:
 
 def make_state(request: Request) -> TrainState:
     """The state of a step, as shapes on devices that are not there."""
-    devices = find_devices(request.target, request.backend, request.devices)
     sizes: dict[str, Any] = dict(request.mesh_shape)
+    count = math.prod(sizes.values())
+    devices = find_devices(request.target, request.backend, count)
     return abstract_state(
         request.make_model,
         request.optim,
@@ -232,10 +231,6 @@ def count_examples(batch: Any) -> tuple[int, int | None]:
 
 def _settings(request: Request) -> dict[str, str]:
     batch = [f"{path} {format_array(x)}" for path, x in array_leaves(request.batch)]
-    settings = {"rule": repr(request.rule), "batch": ", ".join(batch)}
-    if (precision := request.precision) is not None:
-        names = {"compute": precision.compute, "parameters": precision.params}
-        settings["precision"] = ", ".join(
-            f"{name} {jnp.dtype(x)}" for name, x in names.items() if x is not None
-        )
-    return settings | {name: str(value) for name, value in request.options.items()}
+    settings = {"rule": request.rule, "batch": ", ".join(batch)}
+    settings |= {"precision": request.precision, **request.options}
+    return {name: str(value) for name, value in settings.items()}

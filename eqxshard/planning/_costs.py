@@ -109,7 +109,7 @@ class Costs:
 
     def _users(self, value: Instruction) -> Iterator[tuple[Instruction, Instruction]]:
         """The users of a value, each after the value or the view of it that it takes."""
-        for user in self._module.users.get((value.computation, value.name), ()):
+        for user in self._module.takers(value):
             if user.opcode == "bitcast":
                 yield from self._users(user)
             else:

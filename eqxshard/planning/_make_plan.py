@@ -15,8 +15,7 @@ from ..training._config import Nonfinite, check_optim
 from ..training._precision import Precision
 from ._backends import check_whole_hosts, find_backend
 from ._plan import Plan
-from ._process import run
-from ._request import Request, dump_request
+from ._process import Request, dump_request, run
 from ._targets import Compiler, Target
 
 
@@ -117,7 +116,6 @@ def make_request(
     target: str | Target,
     devices: int | None,
     backend: Compiler | None,
-    optim: optax.GradientTransformation,
     batch: PyTree,
     accumulate: int,
     nonfinite: Nonfinite,
@@ -129,17 +127,15 @@ def make_request(
     **Arguments:** as for `plan`; `others` are the fields of the request that are taken
     as they are.
     """
-    check_optim(optim)
+    check_optim(others["optim"])
     found = Target.named(target) if isinstance(target, str) else target
     sizes = _mesh_sizes(mesh_shape, devices)
     count = math.prod(sizes.values())
     compiler = find_backend(found, backend)
     check_whole_hosts(found, compiler, count)
     return Request(
-        optim=optim,
         batch=jax.tree.map(_abstract, batch),
         mesh_shape=sizes,
-        devices=count,
         target=found,
         backend=compiler,
         options={

@@ -47,7 +47,7 @@ def _scattered(operation: Operation, module: Module) -> Operation:
 
 def _uses(value: Instruction, module: Module) -> Iterator[Instruction]:
     """The users of a value, and of its views."""
-    for user in module.users.get((value.computation, value.name), ()):
+    for user in module.takers(value):
         if user.opcode in VIEWS:
             yield from _uses(user, module)
         else:
@@ -73,6 +73,7 @@ def describe_collectives(
         hidden = None
         if schedule is not None and (sending := schedule.seconds("collective", number)):
             hidden = min(max(1 - schedule.seconds("waiting", number) / sending, 0.0), 1.0)
+        frame = causes.frame(operation)
         yield Collective(
             kind=operation.kind,
             axes=operation.axes(sizes),
@@ -81,8 +82,8 @@ def describe_collectives(
             sent=operation.sent,
             times=operation.times,
             in_loop=operation.in_loop,
-            line=causes.line(operation),
-            function=causes.function(operation),
+            line=frame and frame.place,
+            function=(frame and frame.function) or None,
             leaves=causes.leaves(operation),
             hidden=hidden,
         )
@@ -120,8 +121,8 @@ def predict_time(
 
 def find_unknown(target: Target, operations: Sequence[Operation]) -> str:
     """What has to be known to predict the time of a step, and is not."""
-    if not target.flops or target.bandwidth is None:
-        return "bandwidth" if target.flops else "speed of the target"
+    if target.bandwidth is None or not target.flops:
+        return "speed of the target" if target.bandwidth else "bandwidth"
     missing = [each for each in operations if link_seconds(each, target) is None]
     if not missing:
         return ""
@@ -155,5 +156,5 @@ def make_notes(
     calls = [each.attributes for each in instructions if each.opcode == "custom-call"]
     if any(word in attributes for attributes in calls for word in _KERNELS):
         yield "the arithmetic of custom kernels is not counted"
-    if target.flops and unknown:
+    if unknown:
         yield f"no time is predicted, because the {unknown} is not known"

@@ -111,7 +111,10 @@ class Schedule:
                 end = now + times * seconds
                 if opcode == "while":
                     spans.append(PlannedSpan("loop", now, end, times))
-                spans += _moved(inside, now, times)
+                spans += [
+                    replace(x, start=x.start + now, end=x.end + now, times=x.times * times)
+                    for x in inside
+                ]
                 now, free = end, max(free, end)
             elif opcode not in FREE:
                 span = self._instruction(instruction, now)
@@ -142,19 +145,6 @@ def _joined(spans: Sequence[PlannedSpan]) -> list[PlannedSpan]:
         elif span.end > span.start:
             joined.append(span)
     return joined
-
-
-def _moved(spans: Sequence[PlannedSpan], by: float, times: int) -> list[PlannedSpan]:
-    """Those of a computation that starts later, and runs several times."""
-    return [
-        replace(
-            span,
-            start=span.start + by,
-            end=span.end + by,
-            times=span.times * times,
-        )
-        for span in spans
-    ]
 
 
 def compute_seconds(flops: Mapping[str, int | float], target: Target) -> float:

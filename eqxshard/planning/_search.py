@@ -25,8 +25,7 @@ from ..training._precision import Precision
 from ._backends import find_backend
 from ._make_plan import make_request
 from ._plan import Plan
-from ._process import run
-from ._request import dump_request
+from ._process import dump_request, run
 from ._targets import Compiler, Target
 
 #: The part of a device's memory that must be left, for what a plan does not count.
@@ -70,8 +69,7 @@ class Candidate:
     def to_json(self) -> dict[str, Any]:
         """All of it as values for `json.dumps`."""
         plan = None if self.plan is None else self.plan.to_json()
-        given = dict(vars(self)) | {"mesh": dict(self.mesh), "plan": plan}
-        return given | {"fits": self.fits}
+        return {**vars(self), "mesh": dict(self.mesh), "plan": plan, "fits": self.fits}
 
 
 @dataclass(frozen=True)
@@ -101,16 +99,13 @@ class Search:
     def __str__(self) -> str:
         tried, fit = len(self.candidates), sum(each.fits for each in self.candidates)
         compiled = sum(each.plan is not None for each in self.candidates)
-        text = (
-            f"{tried} candidates, of which {compiled} were compiled and {fit} fit, in "
-            f"{self.seconds:.0f} s\n\n{render(self._table())}"
+        head = f"{tried} candidates, of which {compiled} were compiled and {fit} fit"
+        advice = (
+            "Nothing fits; try more devices, a rule that splits more of the state, a "
+            "larger accumulate, or a model that computes layers again (remat)."
         )
-        if fit:
-            return text
-        return (
-            f"{text}\n\nNothing fits; try more devices, a rule that splits more of the "
-            "state, a larger accumulate, or a model that computes layers again (remat)."
-        )
+        parts = [f"{head}, in {self.seconds:.0f} s", render(self._table())]
+        return "\n\n".join(parts if fit else [*parts, advice])
 
     def _table(self) -> Table:
         """A row for each candidate, a column for each cost that any of them has."""
@@ -172,8 +167,8 @@ def plan_search(
     - `devices`: their number.
     - `rules`: a rule, or several by their names.
     - `meshes`: the mesh shapes to try. By default, those of `axes` whose `tensor` and
-        `context` stay within 8 devices of a host; beyond one host, copies of the model
-        are on one device or on whole hosts, four times as many each time.
+        `context` stay within 8 devices of a host; beyond one host, `fsdp` goes over whole
+        hosts.
     - `axes`: of these meshes, some of `data`, `fsdp`, `context` and `tensor`.
     - `accumulate`: the numbers of microbatches to try. The batch stays the same.
     - `workers`: how many to compile at a time. Each takes a core, and for a large model
@@ -210,9 +205,6 @@ def plan_search(
     models = dict(make_model) if isinstance(make_model, Mapping) else {"": make_model}
     named = dict(rules) if isinstance(rules, Mapping) else {"": rules}
     counts = (accumulate,) if isinstance(accumulate, int) else tuple(accumulate)
-    for name, number in (("devices", devices), ("workers", workers)):
-        if number < 1:
-            raise ValueError(f"{name}={number} is too few; give at least 1.")
     found = Target.named(target) if isinstance(target, str) else target
     compiler = find_backend(found, backend)
     limit = math.inf if found.memory is None else found.memory * (1 - _MARGIN)
@@ -220,7 +212,7 @@ def plan_search(
     choices = {"meshes": shapes, "make_model": models, "rules": named, "accumulate": counts}
     for name, given in choices.items():
         if not given:
-            raise ValueError(f"{name} is empty; give at least one, or more axes=.")
+            raise ValueError(f"there are no {name} for {devices} devices; give some.")
     candidates, requests = list[Candidate](), list[bytes]()
     for shape, model, rule, count in itertools.product(*choices.values()):
         request = make_request(
@@ -280,14 +272,12 @@ def plan_search(
 
 
 def rank(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    """Those that fit, the fastest first; then those that need the least memory."""
+    """Those that fit, the fastest first; of others, what needs the least memory."""
 
     def order(each: Candidate) -> tuple[bool, bool, int | float]:
         cost = math.inf if each.needs is None else each.needs
-        if each.fits and each.plan is not None:
-            # Of a target whose speed is not known, the arithmetic.
-            step = each.plan.time and each.plan.time.step
-            cost = sum(each.plan.flops.values()) if step is None else step
+        if each.fits and each.plan is not None and each.plan.time is not None:
+            cost = each.plan.time.step
         return not each.fits, each.plan is None, cost
 
     return tuple(sorted(candidates, key=order))
@@ -298,9 +288,8 @@ def mesh_shapes(
 ) -> Iterator[dict[str, int]]:
     """The mesh shapes to try: few, and none that only loses to others.
 
-    Within a host all that divide. Beyond one, a copy of the model is on one device, on
-    some of a host that the layers are split over, or on whole hosts: one, four times as
-    many, and so on, or all.
+    Within a host all that divide. Beyond one, a copy of the model is on whole hosts, or
+    on as many devices as its layers are split over.
 
     **Arguments:**
 
@@ -322,26 +311,12 @@ def mesh_shapes(
     names = ("context", "tensor", "fsdp")
     sizes = [_divisors(devices) if axis in axes else [1] for axis in names]
     for context, tensor, fsdp in itertools.product(*sizes):
-        inner = context * tensor
-        data = devices // (inner * fsdp)
-        if inner > host or data * inner * fsdp != devices:
-            continue
-        alone = fsdp == 1 or "data" not in axes
-        if (data == 1 or "data" in axes) and (
-            alone or _is_kept(fsdp * inner, devices, host)
-        ):
+        group = context * tensor * fsdp
+        data = devices // group
+        fits = data * group == devices and context * tensor <= host
+        on_whole_hosts = fsdp == 1 or group % host == 0 or devices <= host or devices % host
+        if fits and on_whole_hosts and (data == 1 or "data" in axes):
             yield {"data": data, "fsdp": fsdp, "context": context, "tensor": tensor}
-
-
-def _is_kept(group: int, devices: int, host: int) -> bool:
-    """Whether to try copies of the model over groups of so many devices."""
-    if devices <= host or devices % host:
-        return True
-    hosts, kept = devices // host, [1]
-    for size in _divisors(hosts):
-        if size >= 4 * kept[-1]:
-            kept.append(size)
-    return group in [host * size for size in (*kept, hosts)]
 
 
 def _divisors(number: int) -> list[int]:

@@ -31,8 +31,8 @@ class Target:
     - `network`: the bytes per second that it sends to another host (of TPUs, slice).
     - `per_host`: the number of devices that `link` joins.
     - `flops`: by dtype, the operations per second of dense matrix products.
-    - `efficiency`: the part of all these speeds that real steps reach; see
-        `Plan.calibrate`.
+    - `efficiency`: the part of all these speeds that real steps reach. Of a run that was
+        planned and measured, it is `plan.time.step / seconds`.
     - `config`: what the compiler has to know of it: for GPUs the text of XLA's
         `GpuTargetConfigProto`, for TPUs the name of its topologies.
     """

@@ -164,8 +164,8 @@ def _plan(run: RecordedRun) -> Markup:
         return card("plan", title, tag("p", said))
     table = plain_table(title, ("", "Plan", "Measured", "Ratio"), rows)
     remark = (
-        "The time of a plan is a roofline, so real steps take longer. Plan.calibrate makes "
-        "a measured time a target for plans of other meshes."
+        "The time of a plan is a roofline, so real steps take longer. Plans of a Target "
+        "whose efficiency is planned over measured time are estimates."
     )
     scrolling = scroller("plan against measured", table)
     return card("plan", title, scrolling, tag("p", remark, class_="remark"))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from ..compiled._causes import user_line
+from ..compiled._causes import user_frame
 from ..compiled._findings import Finding
 from ..compiled._hlo import Frame
 from ..sharding._leaves import format_array
@@ -28,7 +28,8 @@ class _Place(NamedTuple):
     def line(self) -> str | None:
         traceback = self.eqn.source_info.traceback
         frames = [] if traceback is None else traceback.frames
-        return user_line(Frame(x.file_name, x.line_num, x.function_name) for x in frames)
+        found = user_frame(Frame(x.file_name, x.line_num, x.function_name) for x in frames)
+        return found and found.place
 
 
 def lint_jaxpr(

@@ -41,8 +41,9 @@ def test_gathered_arrays_are_followed_through_fusions_and_loops(found):
 
 
 def test_every_line_is_one_of_the_user(found):
-    lines = {causes.line(op) for op, causes in found}
-    files = {line.split(":")[0] for line in lines if line}
+    frames = [causes.frame(op) for op, causes in found]
+    lines = {frame.place for frame in frames if frame}
+    files = {line.split(":")[0] for line in lines}
     assert "transformer.py" in files
     assert files <= {"transformer.py", "test_causes.py"}
 

