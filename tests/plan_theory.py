@@ -41,20 +41,6 @@ MESHES: dict[str, dict[str, int]] = {
 PIPELINE, MICROBATCHES = {"stage": 4, "data": 2}, [4, 8]
 
 
-#: Sizes and meshes that are not powers of two.
-ODD = Shape(
-    layers=3, heads=6, kv_heads=2, embed=96, mlp=200, seq_len=48, vocab_size=250, tied=False
-)
-ODD_ROWS = 12
-ODD_MESHES: dict[str, dict[str, int]] = {
-    "data=6": {"data": 6},
-    "fsdp=6": {"fsdp": 6},
-    "data=3,fsdp=2": {"data": 3, "fsdp": 2},
-    "data=3,tensor=2": {"data": 3, "tensor": 2},
-    "fsdp=3,tensor=2": {"fsdp": 3, "tensor": 2},
-}
-
-
 def plan_gpt(
     mesh_shape: dict[str, int],
     shape: Shape = SHAPE,

@@ -246,13 +246,14 @@ def plan_search(
         except (ValueError, TypeError, RuntimeError) as error:
             reason = str(error).strip().split("\n")[0]
             return dataclasses.replace(candidate, reason=reason)
-        plan = made if isinstance(made, Plan) else None
-        needs = made if plan is None else plan.memory.peak
-        said = (
-            "does not fit: its state alone needs" if plan is None else "does not fit: needs"
-        )
-        reason = f"{said} {format_bytes(needs)} of {format_bytes(limit)}"
-        reason = reason if needs > limit else ""
+        if isinstance(made, Plan):
+            plan, needs, said = made, made.memory.peak, "needs"
+        else:
+            plan, needs, said = None, made, "its state alone needs"
+        reason = ""
+        if needs > limit:
+            sizes = f"{format_bytes(needs)} of {format_bytes(limit)}"
+            reason = f"does not fit: {said} {sizes}"
         return dataclasses.replace(candidate, plan=plan, needs=needs, reason=reason)
 
     console = Console(stderr=True)

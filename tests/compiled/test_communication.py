@@ -1,5 +1,3 @@
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,28 +47,6 @@ def test_an_asynchronous_pair_has_the_groups_of_its_start():
     assert (op.start.name, op.result.name, op.bytes) == ("s", "d", 128)
 
 
-def test_collectives_in_loops_are_told_apart():
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    split = jax.sharding.NamedSharding(mesh, jax.P("x"))
-    whole = jax.sharding.NamedSharding(mesh, jax.P())
-
-    def fn(x):
-        def body(x, _):
-            x = jax.lax.with_sharding_constraint(jnp.tanh(x), whole)
-            return jax.lax.with_sharding_constraint(x @ x, split), None
-
-        return jnp.sum(jax.lax.scan(body, x, None, length=3)[0])
-
-    x = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=split)
-    module = parse_module(jax.jit(fn).lower(x).compile().as_text() or "")
-    found = {op.kind: op for op in find_collectives(module, 8)}
-    assert {kind: (op.in_loop, op.times) for kind, op in found.items()} == {
-        "all-gather": (True, 3),
-        "all-reduce": (False, 1),
-    }
-    assert math.prod(found["all-gather"].shapes[0].dims) == 64 * 64
-
-
 def test_an_all_reduce_in_a_fusion_of_tpus_is_a_reduce_scatter():
     text = """
 %all-reduce-scatter.1 (input: bf16[64,8]) -> bf16[16,8] {
@@ -117,12 +93,7 @@ def test_every_form_gives_the_axes_of_the_mesh(text):
     groups = parse_groups(text, 8)
     assert groups is not None
     assert axes_of_groups(groups, SIZES) == GROUPS[text]
-
-
-def test_each_device_is_in_one_group():
-    for text in GROUPS.keys() - {"{{0,4},{4,0}}"}:
-        groups = parse_groups(text, 8)
-        assert groups is not None
+    if "{4,0}" not in text:
         assert sorted(groups.ravel()) == list(range(8))
 
 
@@ -132,7 +103,7 @@ def test_other_texts_and_other_meshes_give_nothing():
     assert axes_of_groups(np.array([[0, 9]]), SIZES) is None
 
 
-@pytest.mark.parametrize("axes", [("data",), ("fsdp",), ("tensor",), ("data", "tensor")])
+@pytest.mark.parametrize("axes", [("fsdp",), ("data", "tensor")])
 def test_what_jax_compiles_for_an_axis_is_found_to_be_along_it(axes):
     mesh = eqxshard.make_mesh(data=2, fsdp=2, tensor=2)
     split = jax.device_put(np.ones((8, 8), np.float32), NamedSharding(mesh, P(axes)))

@@ -2,17 +2,10 @@ import optax
 import pytest
 
 import eqxshard
-from eqxshard.compiled._findings import KINDS, Finding, lint_levels, report
+from eqxshard.compiled._findings import Finding, lint_levels, report
 
 FIRST = Finding("constant", None, "model.py:12", "a constant. Make it a field.")
 SECOND = Finding("whole", "head.weight", None, "head.weight is whole. Pad it.")
-
-
-def test_levels():
-    assert {*lint_levels("error").values()} == {"error"}
-    levels = lint_levels({"constant": "off", "whole": "error"})
-    assert (levels["constant"], levels["whole"]) == ("off", "error")
-    assert {levels[kind] for kind in KINDS if kind not in ("constant", "whole")} == {"warn"}
 
 
 @pytest.mark.parametrize(

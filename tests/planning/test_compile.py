@@ -120,14 +120,6 @@ def test_the_arrays_of_a_model_are_all_that_the_plan_counts(plan):
     assert 0 <= counters <= 8
 
 
-@pytest.mark.versions
-@pytest.mark.slow
-def test_the_function_of_a_line_is_named(plan):
-    functions = {x.line: x.function for x in plan.collectives if x.line is not None}
-    assert {"MLP.__call__", "Transformer.__call__"} <= {*functions.values()}
-    assert None not in functions.values()
-
-
 def test_forward_and_backward_gathers_of_a_weight_are_two(plan):
     (up,) = (leaf for leaf in plan.leaves if leaf.path == "blocks.mlp.up")
     gathers = [

@@ -10,14 +10,7 @@ B = jax.ShapeDtypeStruct((32, 16), jnp.float32)
 
 
 def total_flops(fn, *args):
-    """Of all instructions, and by the name of the dtype."""
-    module = parse_module(jax.jit(fn).lower(*args).compile().as_text() or "")
-    costs = Costs(module)
-    found = {}
-    for instruction in module.computations[module.entry]:
-        for dtype, count in costs.flops(instruction).items():
-            found[dtype] = found.get(dtype, 0) + count
-    return {dtype: count for dtype, count in found.items() if count}
+    return count_flops(parse_module(jax.jit(fn).lower(*args).compile().as_text() or ""))
 
 
 def test_products_of_matrices():
@@ -128,6 +121,4 @@ def test_of_a_condition_the_branch_with_the_most_operations_counts():
         return jax.lax.scan(lambda x, _: (jax.lax.switch(i, branches, x), None), x, None, 5)
 
     x = jax.ShapeDtypeStruct((32, 32), jnp.float32)
-    text = jax.jit(switch).lower(jnp.int32(0), x).compile().as_text() or ""
-    assert "branch_computations" in text
-    assert count_flops(parse_module(text)) == {"float32": 5 * 2 * 2 * 32**3}
+    assert total_flops(switch, jnp.int32(0), x) == {"float32": 5 * 2 * 2 * 32**3}

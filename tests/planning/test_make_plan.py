@@ -11,16 +11,11 @@ from grades import graded
 from plan_helpers import BATCH, OPTIM, RULE, SIZES
 from plan_theory import (
     MESHES,
-    ODD,
-    ODD_MESHES,
-    ODD_ROWS,
-    PIPELINE,
     SHAPE,
     plan_gpt,
     state_bytes,
     theory,
     theory_of_experts,
-    theory_of_stages,
     traffic,
 )
 from transformer import Transformer, next_token_losses
@@ -124,27 +119,12 @@ def test_communication_of_a_language_model_is_what_theory_counts(name):
     assert plan.memory.parameters == state_bytes(MESHES[name])
 
 
-@pytest.mark.usefixtures("as_scripts_run")
-@pytest.mark.parametrize("name", graded(ODD_MESHES, slow=["fsdp=3,tensor=2"]))
-def test_communication_of_odd_sizes_is_what_theory_counts(name):
-    plan = plan_gpt(ODD_MESHES[name], ODD, ODD_ROWS, backend="cpu")
-    wanted = theory(ODD_MESHES[name], ODD, ODD_ROWS)
-    assert traffic(plan) == pytest.approx(wanted, rel=0.05)
-
-
 @pytest.mark.thorough
 @pytest.mark.usefixtures("as_scripts_run")
 def test_communication_of_experts_is_what_theory_counts():
     shape = dataclasses.replace(SHAPE, experts=8, top_k=2)
     plan = plan_gpt({"expert": 8}, shape, backend="cpu")
     assert traffic(plan) == pytest.approx(theory_of_experts(8, shape), rel=0.05)
-
-
-@pytest.mark.thorough
-@pytest.mark.usefixtures("as_scripts_run")
-def test_communication_of_a_pipeline_is_what_theory_counts():
-    plan = plan_gpt(PIPELINE, microbatches=4, backend="cpu")
-    assert traffic(plan) == pytest.approx(theory_of_stages(4), rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -46,15 +46,6 @@ def test_the_headline_says_what_bounds_the_step(plan, page, tmp_path):
     assert small.find("h1").text == "It does not fit: each device lacks 2.00 kB"
 
 
-def test_without_known_speeds_there_is_a_page(plan, tmp_path):
-    memory = dataclasses.replace(plan.memory, device=None)
-    target = eqxshard.Target.named("cpu")
-    other = dataclasses.replace(plan, target=target, time=None, memory=memory)
-    found = page_of(other, tmp_path)
-    assert found.find("h1").text.startswith("A step needs ")
-    assert "time" not in [x.attributes.get("id") for x in found.find_all("section")]
-
-
 def values(cells):
     return [
         float(x.attributes["data-value"]) for x in cells if "data-value" in x.attributes
@@ -89,6 +80,7 @@ def test_findings_notes_and_settings_are_listed(plan, page, tmp_path):
 
 def test_everything_is_escaped_and_nothing_is_loaded(plan, page, tmp_path):
     assert_loads_nothing(page)
+    assert_accessible(page)
     bad = "</script><b>&\"'"
     leaves = (dataclasses.replace(plan.leaves[0], path=bad, dtype=bad),)
     collective = dataclasses.replace(plan.collectives[0], line=bad, leaves=(bad,) * 5)
@@ -107,15 +99,6 @@ def test_everything_is_escaped_and_nothing_is_loaded(plan, page, tmp_path):
     assert found.find("section", id="settings").find("dt").text == bad
 
 
-def test_it_can_be_read_by_ear_and_used_by_keyboard(page):
-    assert_accessible(page)
-    for name in ("arrays", "collectives"):
-        heads = page.find("table", id=f"{name}-table").find("thead").find_all("th")
-        assert all(len(head.find_all("button")) == 1 for head in heads)
-        order = [x.text for x in heads if x.attributes["aria-sort"] == "descending"]
-        assert order == ["In all"]
-
-
 TEXTS = """
 return [...document.querySelectorAll("#arrays-table tbody tr")].filter(
   (row) => row.checkVisibility()).map((row) => row.cells[arguments[0]].textContent)
@@ -123,10 +106,9 @@ return [...document.querySelectorAll("#arrays-table tbody tr")].filter(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [1280, 400])
-def test_in_a_browser(browser, plan, tmp_path, width):
+def test_in_a_browser(browser, plan, tmp_path):
     plan.save(tmp_path / "plan.html")
-    open_page(browser, tmp_path / "plan.html", width)
+    open_page(browser, tmp_path / "plan.html", 400)
     search(browser, plan)
     sort(browser, plan)
     assert_fits_without_errors(browser)

@@ -148,13 +148,6 @@ def test_inside_a_host_only_its_links_count_and_beyond_it_the_network():
         assert seconds("collective-permute", pairs) == SIZE / speed
 
 
-def test_the_devices_of_a_host_share_what_goes_over_the_network():
-    # Of four hosts each sends three quarters, in four parts.
-    assert seconds("all-gather", "[1,16]<=[16]") == pytest.approx(SIZE * 3 / 4 / 4 / 10)
-    # Three quarters of what each device has are for other hosts.
-    assert seconds("all-to-all", "[1,16]<=[16]") == pytest.approx(SIZE * 3 / 4 / 10)
-
-
 def test_over_eight_hosts_a_gather_of_weights_and_the_all_reduce_of_a_hybrid():
     """By hand, for H200s: ports of 50 GB/s, NVLink of 450."""
     h200 = Target.named("h200")
@@ -169,13 +162,6 @@ def test_over_eight_hosts_a_gather_of_weights_and_the_all_reduce_of_a_hybrid():
     # Of a hybrid, each device has a port for its own part, and sends it twice but for 1/8.
     across = seconds("all-reduce", "[8,8]<=[8,8]T(1,0)", h200, 64)
     assert across == pytest.approx(2 * SIZE * 7 / 8 / 50e9)
-    within = seconds("all-gather", "[8,8]<=[64]", h200, 64)
-    assert within == pytest.approx(SIZE * 7 / 8 / 450e9)
-
-
-def test_without_links_there_is_no_time():
-    assert seconds("all-gather", "[4,4]<=[16]", Target.named("cpu")) is None
-
     # Nobody needs the network inside of a host; beyond it, it is not free.
     alone = dataclasses.replace(LINKS, network=None)
     assert seconds("all-gather", "[4,4]<=[16]", alone) == SIZE * 3 / 4 / 100

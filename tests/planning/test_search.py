@@ -7,12 +7,10 @@ import re
 from functools import partial
 
 import equinox as eqx
-import gpt
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from gpt_model import GPT, Shape
 from plan_helpers import BATCH, OPTIM, RULE, by_hand, not_compiled
 from transformer import Transformer, next_token_losses
 
@@ -160,28 +158,6 @@ def test_fewer_rows_than_devices_and_a_large_layer_need_fsdp_and_tensor():
     assert "does not divide" in find(search, fsdp=4).reason
     assert "does not fit" in find(search, data=2, tensor=2).reason
     assert "of size 2 over tensor=4, which does not" in find(search, tensor=4).reason
-
-
-@pytest.mark.thorough
-@pytest.mark.usefixtures("as_scripts_run")
-def test_a_long_sequence_needs_context():
-    shape = Shape(
-        layers=1, heads=1, kv_heads=1, embed=32, mlp=64, seq_len=2048, vocab_size=64
-    )
-    tokens = jax.ShapeDtypeStruct((2, shape.seq_len), jnp.int32)
-    search = eqxshard.plan_search(
-        partial(GPT, shape=shape, remat="full"),
-        gpt.loss_fn,
-        optax.adam(1e-3),
-        {"tokens": tokens, "targets": tokens},
-        devices=4,
-        rules=gpt.make_rule(shape),
-        axes=("data", "fsdp", "context", "tensor"),
-        target="h200",
-        backend="cpu",
-    )
-    assert search.best is not None and search.best.mesh.get("context", 1) > 1
-    assert "does not divide" in find(search, data=4).reason
 
 
 def shapes(devices, axes, per_host=8):
