@@ -74,7 +74,7 @@ def test_several_states_must_count_alike(train_step):
     def twice(state, batch):
         return train_step(train_step(state, batch)[0], batch)
 
-    with pytest.raises(ValueError, match="train_step went from step 0 to step 2; let it"):
+    with pytest.raises(ValueError, match="of step 2, and the run is at step 1; let"):
         eqxshard.fit(new_state(), twice, make_loader(), steps=3)
 
 
@@ -83,7 +83,7 @@ def test_several_states_get_no_crash_dump(train_step, tmp_path):
         states, metrics = both(train_step)(states, batch)
         return states, eqx.tree_at(lambda m: m.nonfinite, metrics, jnp.int32(1))
 
-    with pytest.raises(FloatingPointError, match="there is no crash dump, which can be ma"):
+    with pytest.raises(FloatingPointError, match="a crash dump is of one state; train"):
         eqxshard.fit(
             two_states(),
             nonfinite,
