@@ -85,18 +85,14 @@ def write_crash_dump(
     `TypeError` if the state, the step, the batch or the `extra` is something else than a
     dump can hold.
     """
-    ours = isinstance(state, TrainState) and isinstance(train_step, TrainStep)
-    if not ours or extra is not None:
-        raise TypeError(
-            "a crash dump is of one state; train it by a step from make_train_step without "
-            "extra."
-        )
-    if not isinstance(batch, dict) or not all(
+    is_dict = isinstance(batch, dict) and all(
         isinstance(entry, jax.Array | np.ndarray) for entry in batch.values()
-    ):
+    )
+    ours = isinstance(state, TrainState) and isinstance(train_step, TrainStep)
+    if not (is_dict and ours) or extra is not None:
         raise TypeError(
-            f"a crash dump cannot hold a {type(batch).__name__} as its batch; make the "
-            "loader return a dict of arrays."
+            "a crash dump is of one state and a batch that is a dict of arrays; train by a "
+            "step from make_train_step without extra."
         )
     config = train_step.config.following(state)
     trained, _ = split_model(state.model, config.trainable)

@@ -22,7 +22,7 @@ _LOG = logging.getLogger(__name__)
 
 
 def save(loop: Loop, callbacks: CallbackList, checkpointer: Checkpointer) -> None:
-    """Save the state after the last step of a loop."""
+    """Save the state after the last step of a run."""
     # Those of an earlier step are not this state's.
     metrics = numbers(shown(loop.report.values)) if loop.report.step == loop.step else {}
     with loop.clock.phase("checkpoint", f"the checkpoint of step {loop.step}"):
@@ -78,7 +78,7 @@ def _keep_state(loop: Loop, callbacks: CallbackList, error: BaseException) -> No
 
 def _is_readable(state: Any) -> bool:
     """Whether a state can be read: no step took it, and the one that made it succeeded."""
-    arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
+    arrays: list[Any] = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
     if any_donated(arrays):
         return False
     if jax.process_count() > 1:

@@ -16,7 +16,7 @@ from ._clock import Clock
 from ._report import Report
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Loop:
     """The loop of [`eqxshard.fit`][], after its last step. Callbacks get it.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..sharding._files import open_file, parse_json
 from ..sharding._paths import local_path
-from ._files import writing
+from ._files import write_whole, writing
 from ._tracker import Value, numbers
 
 _LOG = logging.getLogger(__name__)
@@ -63,11 +63,9 @@ class JSONLines:
         self.waiting: list[str] = []
         with writing(self._path):
             if keep_until is not None and self._path.exists():
-                part = self._path.with_name(f".{self._path.name}.part")
                 whole = read_whole_lines(self._path)
                 kept = [text + "\n" for text, line in whole if _step(line) <= keep_until]
-                part.write_text("".join(kept), encoding="utf-8")
-                os.replace(part, self._path)
+                write_whole(self._path, "".join(kept))
             if keep_until is None:
                 self._path.write_bytes(b"")
             # Readable, so that it can be written again.

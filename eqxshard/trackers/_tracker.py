@@ -32,23 +32,19 @@ class Image:
     """
 
     def __init__(self, pixels: ArrayLike):
-        found = np.asarray(pixels)
-        shape = found.shape
+        given = found = np.asarray(pixels)
         if found.ndim == 2:
             found = found[..., None]
-        if found.ndim != 3 or found.shape[-1] not in (1, 3, 4) or not found.size:
-            raise ValueError(
-                f"an image cannot have the shape {shape}; give rows by columns, or rows by "
-                "columns by 1, 3 or 4 channels."
-            )
         # `issubdtype` of JAX knows bfloat16.
         if jnp.issubdtype(found.dtype, jnp.floating):
             cut = np.nan_to_num(np.clip(found.astype(np.float32), 0, 1))
             found = np.round(255 * cut).astype(np.uint8)
-        if found.dtype != np.uint8:
+        is_image = found.ndim == 3 and found.shape[-1] in (1, 3, 4) and found.size
+        if found.dtype != np.uint8 or not is_image:
             raise ValueError(
-                f"an image cannot be of {found.dtype}; give bytes (uint8), or "
-                "floating-point numbers from 0 to 1."
+                f"an array of {given.dtype} and shape {given.shape} is not an image; give "
+                "rows by columns, or rows by columns by 1, 3 or 4 channels, of bytes "
+                "(uint8) or of floating-point numbers from 0 to 1."
             )
         self.pixels = found
 

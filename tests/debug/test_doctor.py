@@ -13,7 +13,6 @@ import pytest
 import eqxshard
 from eqxshard.debug._doctor._checks import Finding
 from eqxshard.debug._doctor._facts import (
-    Cache,
     Devices,
     Disk,
     Facts,
@@ -22,7 +21,7 @@ from eqxshard.debug._doctor._facts import (
     run,
     version_key,
 )
-from eqxshard.debug._doctor._report import describe, doctor, find
+from eqxshard.debug._doctor._report import describe, find
 
 GB = 10**9
 JAX = {"jax": "0.10.2", "jaxlib": "0.10.2"}
@@ -46,7 +45,7 @@ def disk(name="current folder", free=50 * GB, total=100 * GB):
         {},
         {"needs": {"optax": "0.2.8"}, "packages": JAX | {"optax": "0.2.10"}},
         {"packages": CUDA12, "driver": "550.54", "devices": GPU},
-        {"cache": Cache("/c"), **disk()},
+        {"cache": "/c", **disk()},
         disk("shared memory", free=8 * GB, total=8 * GB),
         {"packages": {}, "devices": None},
     ],
@@ -84,8 +83,7 @@ FINDINGS = [
         "unset CUDA_VISIBLE_DEVICES",
         True,
     ),
-    ({"cache": Cache("/c", is_foreign=True)}, "another user", "export JAX_COMP", True),
-    ({"cache": Cache("/c", is_open=True)}, "written by all", "export JAX_COMP", True),
+    ({"cache_problem": "belongs to another"}, "another, so", "export JAX_COMP", True),
     (disk(free=GB // 2), "0.5 GB are free", "df -h /a", True),
     (disk(free=5 * GB), "5.0 GB are free", "df -h /a", False),
     (disk("shared memory", total=64_000_000), "64 MB in all", "docker run", False),
@@ -135,7 +133,7 @@ def test_facts_are_those_of_this_machine(monkeypatch, tmp_path):
     assert {"jax", "equinox", "numpy"} <= facts.needs.keys() <= facts.packages.keys()
     # Names of extras in brackets are not part of a name, and extras are not needed.
     assert "etils" in facts.needs and "matplotlib" not in facts.needs
-    assert facts.cache == Cache(str(tmp_path))
+    assert (facts.cache, facts.cache_problem) == (str(tmp_path), "")
     assert {disk.name for disk in facts.disks} >= {"current folder", "temporary folder"}
     assert "JAX_COMPILATION_CACHE_DIR" in facts.environment
     assert "HOME" not in facts.environment
@@ -149,12 +147,6 @@ def test_what_nvidia_smi_says_is_read(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     facts = gather()
     assert facts.gpus == ["NVIDIA H200", "NVIDIA H200"] and facts.driver == "570.86.15"
-
-
-@pytest.mark.slow
-def test_jax_is_looked_at_in_another_process():
-    devices, failure, hangs = look_for_devices()
-    assert devices is not None and devices.platform == "cpu" and not failure and not hangs
 
 
 def test_what_hangs_is_stopped():
@@ -186,7 +178,7 @@ HEALTHY = Facts(
     gpus=("NVIDIA H200",) * 8,
     environment={"XLA_FLAGS": "--xla_dump_to=/tmp/a"},
     disks=(Disk("current folder", "/a", 10**12, 10**12),),
-    cache=Cache(str(Path.home() / "cache")),
+    cache=str(Path.home() / "cache"),
 )
 
 
@@ -209,16 +201,6 @@ def test_findings_are_listed_with_their_commands():
         "Worth knowing:\n1. This is so.\n     look"
     )
     assert "jax            nothing: ImportError: no" in text
-
-
-def test_the_status_says_whether_something_is_wrong(monkeypatch, capsys):
-    bad = Facts(needs={"jax": "0.10"})
-    for facts, status in ((HEALTHY, 0), (bad, 1)):
-        monkeypatch.setattr(
-            "eqxshard.debug._doctor._report.gather", lambda facts=facts: facts
-        )
-        assert doctor() == status
-    assert "jax is not installed" in capsys.readouterr().out
 
 
 def test_it_works_where_jax_cannot_be_imported(tmp_path):

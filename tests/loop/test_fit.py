@@ -14,6 +14,7 @@ from loop_helpers import Recorder, count_dispatched
 from step_helpers import mean_of_x
 
 import eqxshard
+from eqxshard.callbacks import Every
 
 _ = train_step  # A fixture.
 
@@ -199,7 +200,11 @@ MISTAKES: dict[str, tuple[dict, type[Exception], str]] = {
     "epochs": ({"epochs": -1}, ValueError, "epochs=-1"),
     "log_every": ({**ONCE, "log_every": 0}, ValueError, "log_every=0"),
     "max_nonfinite": ({**ONCE, "max_nonfinite": 0}, ValueError, "max_nonfinite=0"),
-    "evaluate_every": ({**ONCE, "evaluate_every": "epohc"}, ValueError, "'epohc'"),
+    "evaluate_every": (
+        {**ONCE, "evaluate": dict, "evaluate_every": "epohc"},
+        ValueError,
+        "'epohc'",
+    ),
     "no epochs": ({"epochs": 2, "loader": Endless()}, ValueError, "with a length"),
     "no epochs to evaluate": (
         {**ONCE, "loader": Endless(), "evaluate": dict},
@@ -209,6 +214,8 @@ MISTAKES: dict[str, tuple[dict, type[Exception], str]] = {
     "stall_seconds": ({**ONCE, "stall_seconds": 0.0}, ValueError, "stall_seconds must"),
     "hang_seconds": ({**ONCE, "hang_seconds": 0.0}, ValueError, "hang_seconds must"),
     "list": ({**ONCE, "loader": [1, 2]}, TypeError, "a list is not a loader"),
+    "function": ({**ONCE, "callbacks": [print]}, TypeError, "not a callback"),
+    "every": ({**ONCE, "callbacks": [Every(0, print)]}, ValueError, r"Every\.every=0"),
     "tracker": ({**ONCE, "trackers": [print]}, TypeError, "not a tracker"),
     "close": (
         {**ONCE, "trackers": [ClosesWithoutError()]},
@@ -225,7 +232,8 @@ def test_mistakes_are_refused_and_trackers_closed(train_step, mistake, unannotat
     given = {"loader": make_loader(), "trackers": [recorder], **options}
     with pytest.raises(kind, match=says):
         eqxshard.fit(new_state(), train_step, **given)
-    assert len(recorder.closed) == (kind is ValueError)
+    # Unless it is one of the parts that cannot be called.
+    assert len(recorder.closed) == (kind is ValueError and mistake != "every")
 
 
 @pytest.mark.slow

@@ -57,19 +57,6 @@ def test_stop_saves_and_returns_the_state(tmp_path, saves, capfd):
         assert_equal(checkpointer.restore(state), state)
 
 
-@pytest.mark.parametrize("method", ["after_evaluation", "after_report", "after_save"])
-def test_stop_is_possible_after_everything(tmp_path, method):
-    class Stops(Callback):
-        pass
-
-    setattr(Stops, method, lambda self, loop: loop.stop("enough"))
-    checkpointer = eqxshard.Checkpointer(tmp_path, save_every=4)
-    state = fit(
-        Stops(), checkpointer=checkpointer, evaluate=lambda model: {}, evaluate_every=4
-    )
-    assert int(state.step) == 4 and checkpointer.steps() == [4]
-
-
 def test_the_main_process_prints(monkeypatch, capsys):
     fit(Every(3, lambda loop: loop.print(f"a sample\nof step {loop.step}")))
     assert capsys.readouterr().out == "a sample\nof step 3\na sample\nof step 6\n"

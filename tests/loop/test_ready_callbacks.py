@@ -109,14 +109,6 @@ def profiler(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("last, stop", [(5, 5), (9, 6)])
-def test_a_profile_is_of_its_steps(profiler, tmp_path, last, stop):
-    count = Every(1, lambda loop: profiler.append(loop.step))
-    fit(count, Profile(3, last, tmp_path))
-    assert profiler[: profiler.index("start")] == [1, 2]
-    assert profiler[: profiler.index("stop")] == [1, 2, "start", *range(3, stop + 1)]
-
-
 def test_a_profile_ends_dispatches_where_it_begins_and_ends(
     profiler, monkeypatch, tmp_path
 ):

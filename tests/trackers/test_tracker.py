@@ -14,11 +14,7 @@ def test_pixels_are_bytes_of_rows_columns_and_channels():
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 2, 2), (1, 2, 2, 3), (0, 3)])
-def test_other_shapes_are_no_images(shape):
-    with pytest.raises(ValueError, match=r"cannot have the shape \(.*give rows by columns"):
-        Image(np.zeros(shape))
-
-
-def test_other_numbers_are_no_pixels():
-    with pytest.raises(ValueError, match="cannot be of int64; give bytes"):
-        Image(np.zeros((2, 2), int))
+def test_other_arrays_are_no_images(shape):
+    for array in (np.zeros(shape), np.zeros((2, 2), int)):
+        with pytest.raises(ValueError, match="is not an image; give rows by columns, or"):
+            Image(array)

@@ -27,13 +27,9 @@ def check_versions(facts: Facts) -> Iterator[Finding]:
     """Packages that are missing or too old."""
     for name, least in facts.needs.items():
         found = facts.packages.get(name)
-        command = f'pip install --upgrade "{name}>={least}"'
-        if found is None:
-            yield Finding(f"{name} is not installed.", command)
-        elif version_key(found) < version_key(least):
-            yield Finding(
-                f"{name} {found} is older than {least}, which eqxshard needs.", command
-            )
+        if found is None or version_key(found) < version_key(least):
+            old = "is not installed" if found is None else f"{found} is older than {least}"
+            yield Finding(f"{name} {old}.", f'pip install --upgrade "{name}>={least}"')
 
 
 def check_start(facts: Facts) -> Iterator[Finding]:
@@ -95,12 +91,10 @@ def check_gpus(facts: Facts) -> Iterator[Finding]:
 
 def check_cache(facts: Facts) -> Iterator[Finding]:
     """A compilation cache that others can write to."""
-    cache = facts.cache
-    if cache is not None and (cache.is_foreign or cache.is_open):
-        who = "belongs to another user" if cache.is_foreign else "can be written by all"
+    if facts.cache_problem:
         yield Finding(
-            f"The compilation cache {cache.path} {who}, so nothing is cached: what is in "
-            "it would run here.",
+            f"The compilation cache {facts.cache} {facts.cache_problem}, so nothing is "
+            "cached: what is in it would run here.",
             "export JAX_COMPILATION_CACHE_DIR=$HOME/.cache/jax",
         )
 

@@ -50,18 +50,6 @@ class Disk(NamedTuple):
     total: int
 
 
-class Cache(NamedTuple):
-    """The folder of JAX's compilation cache.
-
-    - `is_foreign`: whether it belongs to another user.
-    - `is_open`: whether all users may write to it.
-    """
-
-    path: str
-    is_foreign: bool = False
-    is_open: bool = False
-
-
 @dataclass(frozen=True)
 class Facts:
     """What is known of a machine.
@@ -73,7 +61,8 @@ class Facts:
     - `gpus`: the names of NVIDIA's GPUs.
     - `devices`: what JAX finds; `None` if it fails, which `failure` says, or hangs.
     - `hangs`: whether JAX did not find devices in time.
-    - `cache`: the compilation cache, if there is one.
+    - `cache`, `cache_problem`: the folder of JAX's compilation cache, if there is one, and
+        why it is not used.
     - `disks`: those that are used.
     - `hostname`, `resolves`: its name, and whether that has an address.
     """
@@ -86,7 +75,8 @@ class Facts:
     devices: Devices | None = None
     failure: str = ""
     hangs: bool = False
-    cache: Cache | None = None
+    cache: str | None = None
+    cache_problem: str = ""
     disks: Sequence[Disk] = ()
     hostname: str = "localhost"
     resolves: bool = True
@@ -98,6 +88,7 @@ def gather() -> Facts:
     smi = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
     gpus = [line.split(", ", 1) for line in run(smi, _COMMAND_SECONDS).out.splitlines()]
     devices, failure, hangs = look_for_devices()
+    cache, problem = _cache()
     host = socket.gethostname()
     # By a command that can be stopped: a name server may be long in answering.
     resolve = f"import socket; socket.gethostbyname({host!r})"
@@ -110,7 +101,8 @@ def gather() -> Facts:
         devices=devices,
         failure=failure,
         hangs=hangs,
-        cache=_cache(),
+        cache=cache,
+        cache_problem=problem,
         disks=_disks(),
         hostname=host,
         resolves=run([sys.executable, "-c", resolve], _COMMAND_SECONDS).code == 0,
@@ -188,7 +180,7 @@ def _packages(names: set[str]) -> dict[str, str]:
     return found
 
 
-def _cache() -> Cache | None:
+def _cache() -> tuple[str | None, str]:
     path = os.environ.get("JAX_COMPILATION_CACHE_DIR")
     with contextlib.suppress(ImportError, OSError):
         if path is None:
@@ -196,9 +188,10 @@ def _cache() -> Cache | None:
 
             path = str(platformdirs.user_cache_path("eqxshard") / "compiled")
         about = Path(path).stat()
-        is_foreign = hasattr(os, "getuid") and about.st_uid not in (0, os.getuid())
-        return Cache(path, is_foreign, bool(about.st_mode & stat.S_IWOTH))
-    return None
+        if hasattr(os, "getuid") and about.st_uid not in (0, os.getuid()):
+            return path, "belongs to another user"
+        return path, "can be written by all" if about.st_mode & stat.S_IWOTH else ""
+    return None, ""
 
 
 def _disks() -> list[Disk]:

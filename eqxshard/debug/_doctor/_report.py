@@ -71,7 +71,7 @@ def _machine_lines(facts: Facts) -> dict[str, str]:
     for disk in facts.disks:
         found[disk.name] = f"{_gb(disk.free)} free of {_gb(disk.total)} ({disk.path})"
     if facts.cache is not None:
-        found["compilation cache"] = facts.cache.path
+        found["compilation cache"] = facts.cache
     found["host"] = facts.hostname + ("" if facts.resolves else " (has no address)")
     return found
 
