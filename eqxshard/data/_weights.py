@@ -47,8 +47,8 @@ def check_weights(batch: Any, *, whole: bool = True) -> None:
         if np.any(wrong):
             row = np.argmax(wrong) % x.shape[-1]
             raise ValueError(
-                f"{name!r} is {x[wrong][0]}, first in row {row}, and no example can count "
-                "that much; give that example a weight of 0."
+                f"{name!r} is {x[wrong][0]}, first in row {row}; give weights that are "
+                f"finite and, in {WEIGHT!r}, not negative."
             )
     weight, loss_weight = found.get(WEIGHT), found.get(LOSS_WEIGHT)
     if loss_weight is not None and whole:
