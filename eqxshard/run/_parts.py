@@ -103,9 +103,8 @@ class TrainingData:
         """Batches without a mesh, for their shapes and their number."""
         return HostBatches(
             self.source,
-            Order(len(self.source), sampler=self.sampler),
+            Order(len(self.source), seed=seed, sampler=self.sampler),
             batch_size=batch_size,
-            seed=seed,
             fills=self.remainder == "pad",
             transform=self.transform,
             positions=np.arange(1),

@@ -16,9 +16,9 @@ from jaxtyping import PyTree
 
 from ..checkpoint._checkpointer import Checkpointer
 from ..compiled._findings import Lint
+from ..data._datasets import is_planning
 from ..data._host import Transform
 from ..data._loader import Remainder
-from ..data._planning import is_planning
 from ..data._samplers import Sampler
 from ..data._sources import Source
 from ..debug._script import refuse_import

@@ -32,7 +32,7 @@ import eqxshard
 SCRIPT = ROOT / "recipes" / "fashion_mnist.py"
 IMAGES = "train-images-idx3-ubyte.gz"
 #: Nothing listens there, so that nothing is downloaded.
-NO_MIRROR = "http://127.0.0.1:9/"
+NO_PROXY = "http://127.0.0.1:9/"
 LAST_LINE = re.compile(
     r"test accuracy 0\.\d{4} \| \d+\.\d s/epoch \| \d{1,3}(,\d{3})* images/s"
     r" \| MLP on \d+ x cpu \(data=\d+\)( \| synthetic data)?"
@@ -45,7 +45,7 @@ def elsewhere(monkeypatch, tmp_path):
     """Keep tests away from the user's own data and folders, and from the internet."""
     monkeypatch.delenv("EQXSHARD_DATA_DIR", raising=False)
     monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
-    monkeypatch.setenv("EQXSHARD_FASHION_MNIST_URL", NO_MIRROR)
+    monkeypatch.setenv("https_proxy", NO_PROXY)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
