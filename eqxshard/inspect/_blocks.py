@@ -7,9 +7,6 @@ from jax.sharding import NamedSharding
 
 from ..sharding._spec import axes_of, format_sizes
 
-#: How many runs of device numbers a label lists.
-_RUNS = 32
-
 
 class Block(NamedTuple):
     """A block of an array, in elements from the left and from the top."""
@@ -75,8 +72,6 @@ def format_devices(devices: Sequence[int]) -> str:
     words = [
         f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs
     ]
-    if len(words) > _RUNS:
-        return f"{','.join(words[:3])},...,{words[-1]} ({len(devices)} devices)"
     return ",".join(words)
 
 

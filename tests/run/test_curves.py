@@ -49,7 +49,7 @@ def test_a_run_without_metrics_has_no_curves(tmp_path):
 def test_long_curves_keep_their_ends_and_peaks(count):
     values = [math.sin(n / 50) for n in range(count)]
     values[count // 3], values[count // 2] = 99.0, math.nan
-    points = [Point(n, value, None, 0.0) for n, value in enumerate(values)]
+    points = [Point(n, math.nan, 0.0, value) for n, value in enumerate(values)]
     kept = thin(points)
     assert len(kept) <= MOST_POINTS
     assert kept[0].step == 0 and kept[-1].step == count - 1
