@@ -265,21 +265,13 @@ def impatient(monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
 
-@pytest.mark.parametrize(
-    "host, problem, remedy",
-    [
-        ("nowhere.invalid", "the name does not resolve", "give that host a name that"),
-        ("127.0.0.1", "[Errno ", "see whether process 0 runs, and whether a firewall"),
-    ],
-)
-def test_a_first_process_that_cannot_be_reached_is_named(
-    impatient, capsys, host, problem, remedy
-):
+@pytest.mark.parametrize("host", ["nowhere.invalid", "127.0.0.1"])
+def test_a_first_process_that_cannot_be_reached_is_named(impatient, capsys, host):
     address = f"{host}:{_free_port()}"
     with pytest.raises(TimeoutError) as error:
         eqxshard.initialize(address, 3, 2, start_seconds=1)
-    says = f"process 2 cannot reach process 0 at {address}: {problem}"
-    assert str(error.value).startswith(says) and remedy in str(error.value)
+    says = f"process 2 cannot reach process 0 at {address}: [Errno "
+    assert str(error.value).startswith(says) and "; see whether" in str(error.value)
     # And before the end, for those who watch.
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"eqxshard: {says}") and "It goes on trying, for 1 s" in line
@@ -293,14 +285,11 @@ def test_a_first_process_that_cannot_be_reached_is_named(
         ("rack[1-2]n[07-09].invalid", "rack1n07.invalid"),
     ],
 )
-def test_a_node_of_slurm_that_has_no_address_is_a_mistake(
-    impatient, monkeypatch, nodes, first
-):
+def test_the_first_node_of_slurm_is_waited_for(impatient, monkeypatch, nodes, first):
     settings = {"STEP_NODELIST": nodes, "JOB_ID": "4100", "PROCID": "1"}
     for name, value in (settings | {"STEP_NUM_TASKS": "2"}).items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    says = f"process 1 cannot reach process 0 at {first}:61444: the name does not resolve"
-    with pytest.raises(ValueError, match=re.escape(says)):
+    with pytest.raises(TimeoutError, match=f"process 0 at {re.escape(first)}:61444: "):
         eqxshard.initialize()
 
 

@@ -41,7 +41,7 @@ ASIDE = {
     "parallel": {"sharding", "transforms"},
     "trackers": {"distributed", "loop", "sharding"},
     "launch": {"_parser", "distributed"},
-    "replay": {"_parser", "checkpoint", "debug"},
+    "replay": {"_parser", "checkpoint", "debug", "run"},
 }
 #: The rooms aside that a room may import from.
 USES = {"run": {"trackers"}}
