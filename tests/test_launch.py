@@ -41,17 +41,6 @@ assert os.environ["EQXSHARD_ADDRESS"].startswith("127.0.0.1:")
     )
 
 
-def test_lines_do_not_mix(script, capsys):
-    body = """
-for i in range(200):
-    print(f"{number}-{i}-" + "x" * 300)
-"""
-    assert launch([script(body)], processes=4) == 0
-    lines = capsys.readouterr().out.splitlines()
-    expected = [f"[{n}] {n}-{i}-" + "x" * 300 for n in range(4) for i in range(200)]
-    assert sorted(lines) == sorted(expected)
-
-
 DIES = """
 print("working", flush=True)
 if number == 2:

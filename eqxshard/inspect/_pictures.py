@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
@@ -14,8 +14,7 @@ from ..pages._html import Markup, tag
 from ..pages._mesh import Look, mesh_shapes
 from ..sharding._leaves import array_leaves
 from ..sharding._mesh import describe_mesh
-from ..sharding._spec import check_axis, format_spec
-from ._blocks import format_devices, format_side, lay_out
+from ..sharding._spec import axes_of, check_axis, format_sizes, format_spec
 from ._tables import format_shape
 
 _T = TypeVar("_T")
@@ -229,6 +228,84 @@ def _block(
         black = {"text_anchor": "middle", "style": "fill:#111"}
         for i, label in enumerate(labels):
             yield _text(x + (i + 0.5) * part, y + height / 2 + 4, label, **black)
+
+
+class Block(NamedTuple):
+    """A block of an array, in elements from the left and from the top."""
+
+    left: int
+    top: int
+    width: int
+    height: int
+    devices: list[int]
+
+
+class Layout(NamedTuple):
+    """An array as a rectangle of blocks.
+
+    - `rows`, `columns`: the dims along its two sides. If more than two dims are split,
+        all but the last are along the rows, the first with the largest blocks.
+    - `blocks`: row by row.
+    """
+
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    blocks: list[Block]
+
+
+def lay_out(shape: tuple[int, ...], sharding: NamedSharding) -> Layout:
+    """Arrange the blocks of an array."""
+    holders: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        ends = [part.indices(size) for part, size in zip(index, shape, strict=True)]
+        where = tuple((start, stop) for start, stop, _ in ends)
+        holders.setdefault(where, []).append(device.id)
+    cuts = tuple(len(set(parts)) for parts in zip(*holders))
+    split = [dim for dim, parts in enumerate(cuts) if parts > 1]
+    rest = [dim for dim, parts in enumerate(cuts) if parts == 1]
+    shown = sorted([*split, *rest[::-1]][: max(2, len(split))])
+    rows, columns = tuple(shown[:-1]), tuple(shown[-1:])
+
+    def along(side: tuple[int, ...], where: tuple[tuple[int, int], ...]) -> tuple[int, int]:
+        """The start of a block along a side, and its length."""
+        number, length = 0, 1
+        for dim in side:
+            start, stop = where[dim]
+            # An empty array is drawn as if it had elements.
+            size = max(1, stop - start)
+            number, length = number * cuts[dim] + start // size, length * size
+        return number * length, length
+
+    blocks = []
+    for where, devices in holders.items():
+        (left, width), (top, height) = along(columns, where), along(rows, where)
+        blocks.append(Block(left, top, width, height, devices))
+    return Layout(rows, columns, sorted(blocks, key=lambda b: (b.top, b.left)))
+
+
+def format_devices(devices: Sequence[int]) -> str:
+    """Numbers in a few characters: `0-3`, `0,2,4,6`."""
+    runs: list[list[int]] = []
+    for number in sorted(devices):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    words = [
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs
+    ]
+    return ",".join(words)
+
+
+def format_side(dims: tuple[int, ...], sharding: NamedSharding) -> str:
+    """The label of a side: `dim 0 over data=2, dim 1`."""
+    labels = []
+    for dim in dims:
+        entry = sharding.spec[dim] if dim < len(sharding.spec) else None
+        sizes = {axis: sharding.mesh.shape[axis] for axis in axes_of(entry)}
+        terms = format_sizes({axis: size for axis, size in sizes.items() if size > 1})
+        labels.append(f"dim {dim} over {terms}" if terms else f"dim {dim}")
+    return ", ".join(labels)
 
 
 def _rectangle(*box: int | float, **options: Any) -> Markup:

@@ -46,17 +46,6 @@ def test_every_array_is_a_row():
     assert rows["key"].note == "size 1, below min_size=2"
 
 
-def test_types_are_those_of_jax():
-    tree = {"w": np.zeros(8), "i": np.arange(8), "h": np.zeros(8, np.float16)}
-    explanation = eqxshard.explain(tree, make_mesh(), eqxshard.fsdp(min_size=1))
-    placed = eqxshard.filter_shard(
-        tree, eqxshard.shardings(tree, make_mesh(), eqxshard.fsdp(min_size=1))
-    )
-    for leaf in explanation.leaves:
-        assert leaf.dtype == str(placed[leaf.path].dtype)
-        assert leaf.bytes_whole == placed[leaf.path].nbytes
-
-
 def held_by(tree):
     """The bytes that one device really holds."""
     arrays = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
@@ -159,12 +148,6 @@ def test_nothing_is_placed():
     assert len(jax.live_arrays()) == before
 
 
-def test_shapes_explain_like_arrays():
-    shapes = eqx.filter_eval_shape(Model)
-    mesh = make_mesh()
-    assert eqxshard.explain(shapes, mesh, RULE) == eqxshard.explain(Model(), mesh, RULE)
-
-
 @pytest.mark.parametrize(
     "word, tree, rule",
     [
@@ -197,12 +180,6 @@ def test_it_prints_as_a_table():
     assert ["gradients", "│", "88", "B", "│", "320", "B"] in totals
     total = ["total", "without", "optimizer", "state", "│"]
     assert [*total, f"{194 + key}", "B", "│", f"{658 + key}", "B"] in totals
-
-
-def test_axes_over_which_no_array_is_split_are_named():
-    mesh = eqxshard.make_mesh(data=2, fsdp=2, tensor=2)
-    assert "no array is split over tensor=2" in str(eqxshard.explain(Model(), mesh, RULE))
-    assert "is split over" not in str(eqxshard.explain(Model(), make_mesh(), RULE))
 
 
 def test_a_column_shows_how_updates_are_split_if_they_differ():

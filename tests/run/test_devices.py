@@ -2,12 +2,11 @@ import os
 import subprocess
 import sys
 
-import jax
 import pytest
 from run_helpers import environment
 
 from eqxshard import describe_mesh
-from eqxshard.run import find_devices, mesh_from_text, parse_mesh
+from eqxshard.run import mesh_from_text, parse_mesh
 from eqxshard.run._devices import _count_to_simulate
 
 
@@ -58,11 +57,6 @@ def test_sizes_that_do_not_fit_are_refused(text, devices, message):
     with pytest.raises(ValueError) as error:
         mesh_from_text(text, devices=devices)
     assert message in str(error.value)
-
-
-def test_some_or_all_devices_are_found():
-    assert find_devices() == find_devices(8) == jax.devices()
-    assert find_devices(3) == jax.devices()[:3]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import sys
 import pytest
 from run_helpers import PNG
 
-import eqxshard
 from eqxshard.run import RunFolder
 from eqxshard.run._folder import _PageTracker, default_folder
 from eqxshard.trackers import Curves, JSONLines, ProgressBar, TensorBoard
@@ -38,28 +37,6 @@ def test_trackers_write_what_they_are_named_for(folder):
     ]
     assert folder.curves.read_bytes().startswith(PNG)
     assert folder.page.read_text().startswith("<!doctype html>")
-
-
-def test_services_get_the_run_that_the_folder_names(folder, monkeypatch):
-    started = []
-
-    class Service(JSONLines):
-        def __init__(self, path, **options):
-            super().__init__(path / "service.jsonl")
-            started.append((path, options))
-
-    monkeypatch.setattr(eqxshard.run._folder, "WandB", Service)
-    for first, services in ((0, ("wandb",)), (2, ("wandb",)), (0, ())):
-        settings = {"width": 64}
-        options = {"first": first, "services": services, "settings": settings}
-        made = folder.trackers(title="small", total_steps=4, **options)
-        assert [type(x) for x in made].count(Service) == len(services)
-        for tracker in made:
-            tracker.close()
-    expected = {"name": "small", "settings": {"width": 64}}
-    assert started == [
-        (folder.path, {**expected, "resume": resume}) for resume in (False, True)
-    ]
 
 
 def test_a_run_that_begins_anew_hides_the_events_of_the_earlier_one(folder):

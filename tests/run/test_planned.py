@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pooch
 import pytest
-from run_helpers import ROOT, SCRIPT, assert_refused
+from run_helpers import ROOT, SCRIPT
 
 import eqxshard
 from eqxshard.run._planned import plan_script
@@ -219,15 +219,3 @@ def test_a_script_plans_itself(script, tmp_path):
     assert (status, err) == (0, "")
     assert "4 x cpu (data=4), compiled in" in out
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ("--plan 512", "--plan 512 is not a number and a kind of devices; write"),
-        ("--plan 8xh20", "there is no target 'h20'; did you mean"),
-        ("--plan 8xcpu --devices 2", "--plan 8xcpu and --devices 2 contradict each other"),
-    ],
-)
-def test_a_plan_that_cannot_be_made_is_one_line(script, options, message):
-    assert_refused(script(*options.split()), message)

@@ -77,19 +77,6 @@ def test_a_run_that_does_not_begin_writes_nothing(folder):
     assert not folder.path.exists()
 
 
-def test_what_cannot_be_written_is_logged(folder, caplog):
-    folder.record.mkdir(parents=True)
-    folder.page.mkdir()
-    with RunRecord(folder) as record:
-        record.begin({"title": "small"}, 0)
-    said = [each.getMessage() for each in caplog.records]
-    # Of the record twice: at the start and at the end.
-    assert [text.partition(" cannot be written")[0] for text in said] == [
-        *(str(folder.record), str(folder.record), str(folder.page))
-    ]
-    assert all(text.endswith("Training continues.") for text in said)
-
-
 def test_devices_and_versions():
     found = describe_devices(eqxshard.make_mesh(data=2, fsdp=4))
     assert found["mesh"] == {"data": 2, "fsdp": 4}

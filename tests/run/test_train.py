@@ -61,16 +61,6 @@ def test_the_folder_has_everything(finished):
     assert saved_steps(finished.folder) == [4, 8, 12]
 
 
-def test_a_start_that_has_nothing_to_do_changes_no_record(copy, finished):
-    """The speed that was measured is that of the devices that it was measured on."""
-    files = [copy / name for name in ("run.json", "summary.json")]
-    before = [file.read_text() for file in files]
-    config = dataclasses.replace(CONFIG, devices=1, resume="auto")
-    again = train(copy, config)
-    assert [file.read_text() for file in files] == before
-    assert again.speed == finished.speed and again.metrics == finished.metrics
-
-
 def test_the_summary_says_how_it_was_made(finished):
     summary = json.loads((finished.folder / "summary.json").read_text())
     assert summary == finished.summary
@@ -114,21 +104,6 @@ def test_the_optimizer_gets_the_number_of_steps(tmp_path):
         with pytest.raises(KeyError):
             train(tmp_path, make_optim=stops, **options)
         assert seen.pop() == steps
-
-
-def test_callbacks_and_evaluations_at_any_step(tmp_path):
-    seen = []
-    result = train(
-        tmp_path,
-        dataclasses.replace(CONFIG, evaluate_every=3),
-        callbacks=[
-            eqxshard.callbacks.Every(4, lambda loop: seen.append(loop.step)),
-            eqxshard.callbacks.EarlyStopping("eval/accuracy", patience=1, min_delta=1.0),
-        ],
-    )
-    assert seen == [4] and int(result.state.step) == 6
-    assert [x["step"] for x in read_lines(tmp_path) if "eval/accuracy" in x] == [3, 6]
-    assert len(result.summary["test_accuracy_by_epoch"]) == 2
 
 
 @pytest.mark.slow
