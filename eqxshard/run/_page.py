@@ -1,10 +1,14 @@
 """The page of a run: one file of HTML, which loads nothing from elsewhere."""
 
+import contextlib
 import shlex
 from collections.abc import Iterator, Mapping
+from datetime import datetime
 from math import isfinite, nan
+from pathlib import Path
 from typing import Any
 
+from ..checkpoint._folder import CheckpointFolder
 from ..loop._clock import format_duration
 from ..pages import _kit as kit
 from ..pages._format import format_bytes, format_seconds, format_value
@@ -248,19 +252,21 @@ def _mesh(run: RecordedRun) -> Iterator[Markup]:
 
 
 def _checkpoints(run: RecordedRun) -> Iterator[Markup]:
-    if not run.checkpoints:
-        return
-    names = [m for m in run.checkpoints[-1].metrics if m.startswith("eval/")][:3]
-    rows: list[list[kit.Entry]] = [
-        [
-            each.step,
-            kit.number(each.nbytes, format_bytes),
-            f"{each.time:%Y-%m-%d %H:%M:%S}",
-            *map(each.metrics.get, names),
-        ]
-        for each in run.checkpoints
-    ]
-    yield kit.sortable_table("checkpoints", ("Step", "Size", "Saved", *names), rows)
+    folder, rows = CheckpointFolder(run.folder.checkpoints), []
+    names: list[str] = []
+    for step in folder.known_steps():
+        # Another process may remove it meanwhile, and it may be damaged.
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            metrics = folder.description(step).metrics
+            names = names or [name for name in metrics if name.startswith("eval/")][:3]
+            files = [file.stat() for file in Path(folder.at(step)).rglob("*")]
+            size = kit.number(sum(file.st_size for file in files), format_bytes)
+            saved = datetime.fromtimestamp(max(file.st_mtime for file in files))
+            when = f"{saved:%Y-%m-%d %H:%M:%S}"
+            rows.append([step, size, when, *map(metrics.get, names)])
+    if rows:
+        columns = ("Step", "Size", "Saved", *names)
+        yield kit.sortable_table("checkpoints", columns, rows)
 
 
 def _settings(run: RecordedRun) -> Iterator[Markup]:

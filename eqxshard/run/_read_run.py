@@ -29,21 +29,6 @@ class Report:
         """What describes the model."""
         return list(metrics(self.values))
 
-    @property
-    def is_evaluation(self) -> bool:
-        """Whether it has the metrics of an evaluation."""
-        return any(metric.kind == "eval" for metric in self.metrics)
-
-
-@dataclass(frozen=True)
-class SavedStep:
-    """A checkpoint: its size on disk, when it was complete, and its metrics."""
-
-    step: int
-    nbytes: int
-    time: datetime
-    metrics: Mapping[str, float]
-
 
 @dataclass(frozen=True)
 class RecordedRun:
@@ -61,11 +46,6 @@ class RecordedRun:
         """The numbers of each line of the log that is whole."""
         return [_report(line) for line in self.folder.history()]
 
-    @cached_property
-    def checkpoints(self) -> list[SavedStep]:
-        """Those that are complete, in order."""
-        return _checkpoints(self.folder.checkpoints)
-
     @property
     def title(self) -> str:
         """Its name, devices and mesh."""
@@ -74,8 +54,8 @@ class RecordedRun:
     @property
     def step(self) -> int:
         """The last step that is logged or saved."""
-        last = [*self.reports[-1:], *self.checkpoints]
-        return max((each.step for each in last), default=0)
+        saved = CheckpointFolder(self.folder.checkpoints).known_steps()
+        return max([0, *saved, *(report.step for report in self.reports[-1:])])
 
     @property
     def last_written(self) -> datetime:
@@ -107,7 +87,7 @@ class RecordedRun:
     @cached_property
     def evaluations(self) -> list[Report]:
         """The reports that have an evaluation."""
-        return [report for report in self.reports if report.is_evaluation]
+        return [x for x in self.reports if any(m.kind == "eval" for m in x.metrics)]
 
     @cached_property
     def parts(self) -> dict[str, float]:
@@ -216,18 +196,3 @@ def _report(line: Mapping[str, Any]) -> Report:
 def _median(found: Sequence[float]) -> float | None:
     """The median, without the first report, during which the step compiles."""
     return statistics.median(found[1:] or found) if found else None
-
-
-def _checkpoints(path: Path) -> list[SavedStep]:
-    folder, found = CheckpointFolder(path), list[SavedStep]()
-    for step in folder.known_steps():
-        # Another process may remove it meanwhile.
-        with contextlib.suppress(OSError, ValueError):
-            stats = [file.stat() for file in Path(folder.at(step)).rglob("*")]
-            time = datetime.fromtimestamp(max(stat.st_mtime for stat in stats))
-            saved: Mapping[str, float] = {}
-            with contextlib.suppress(ValueError, TypeError):  # It may be damaged.
-                saved = folder.description(step).metrics
-            size = sum(stat.st_size for stat in stats)
-            found.append(SavedStep(step, size, time.astimezone(), saved))
-    return found
