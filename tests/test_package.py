@@ -40,7 +40,7 @@ ASIDE = {
     "nn": {"sharding", "transforms", "parallel"},
     "parallel": {"sharding", "transforms"},
     "launch": {"_parser", "distributed"},
-    "replay": {"_parser", "checkpoint", "debug"},
+    "replay": {"_parser", "checkpoint", "debug", "run"},
 }
 
 
