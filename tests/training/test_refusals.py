@@ -94,7 +94,6 @@ VALUES: Mistakes = {
     r"loss has shape \(32, 1\) for a batch of 32": lambda: returning(lambda x: x[:, None]),
     "a metric is named 'loss'": lambda: returning(lambda x: (x, {"loss": x})),
     r"accuracy has shape \(4,\)": lambda: evaluate(lambda *_: {"accuracy": ONES[:4]}),
-    "the state of another model": lambda: stateful(lambda x, state: (x, other_state())),
     "remainder='drop'": lambda: stateful(lambda *out: out, PADDED),
     r"'__weight__' has shape \(32, 1\)": lambda: step(make_batch(weight=ONES[:, None])),
     "accumulate=3 parts; use a multiple of 6": lambda: step(accumulate=3),
@@ -115,12 +114,15 @@ VALUES: Mistakes = {
     "must be at least 1 each": lambda: eqxshard.Precision(initial_scale=0.5),
 }
 TYPES: Mistakes = {
-    "loss is a NoneType; return an array": lambda: returning(lambda x: None),
-    "return a real number": lambda: returning(lambda x: jax.lax.complex(x, x)),
+    "loss is NoneType; return an array": lambda: returning(lambda x: None),
+    "complex64; return an array with one real": lambda: returning(
+        lambda x: jax.lax.complex(x, x)
+    ),
     "metrics is a float; return a dict": lambda: returning(lambda x: (x, 3.0)),
     "returned 3 values besides": lambda: returning(lambda x: (x, x, x)),
     "metric_fn is an array; return a dict": lambda: evaluate(lambda m, batch: batch["x"]),
     r"return \(losses, state\) or": lambda: stateful(lambda x, state: x),
+    "the state that the model returned": lambda: stateful(lambda x, _: (x, other_state())),
     "a Model is not a TrainState": lambda: step(state=Model(KEY)),
     r"takes a model; give it state\.model": lambda: evaluate(mean_of_x, start()),
     r"call it, as sgd\(1e-3\)": lambda: step(optim=optax.sgd),
