@@ -26,7 +26,7 @@ from .rewrite._jaxprs import jaxprs_in, open_jaxpr
 _SMALL_ON_CPUS, _SMALL_ON_GPUS = 2**13, 2**20
 #: So many gradients are read together, each with what is made of it: XLA reads no more than
 #: 96 arrays in a kernel.
-_TOGETHER = 16
+_TOGETHER = 20
 #: What makes an update too expensive to be computed twice.
 _EXPENSIVE = {"dot_general", "scan", "while", "cholesky", "eigh", "lu", "qr", "svd"}
 
@@ -161,5 +161,7 @@ def _grouped(masks: list[Array], small: int) -> list[Array]:
     groups = [few[i : i + _TOGETHER] for i in range(0, len(few), _TOGETHER)]
     # Behind barriers, as XLA would reduce each array by itself.
     parts = [jax.lax.optimization_barrier(jnp.concatenate(group)) for group in groups]
-    together = [jnp.concatenate(parts)] if parts else []
+    longest = max((part.size for part in parts), default=0)
+    padded = [jnp.pad(part, (0, longest - part.size)) for part in parts]
+    together = [ft.reduce(operator.or_, padded)] if padded else []
     return [mask for mask in masks if mask.size >= small] + together
