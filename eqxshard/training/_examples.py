@@ -130,8 +130,10 @@ def check_scalars(
     The names of the scalars that are computed from examples.
     """
     names = [name for name, x in values.items() if isinstance(x, jax.Array) and not x.shape]
+    if not names:
+        return []
     wanted = lambda batch: [measure(batch)[name] for name in names]  # noqa: E731
-    jaxpr = jax.make_jaxpr(wanted)(batch).jaxpr if names else None
+    jaxpr = jax.make_jaxpr(wanted)(batch).jaxpr
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
     entries = [getattr(path[0], "key", path[0]) if path else "" for path in paths]
     found = []

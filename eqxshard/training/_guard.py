@@ -128,7 +128,8 @@ def all_finite(changes: Sequence[Change], mesh: Mesh) -> Bool[Array, ""]:
             bad = ~jnp.isfinite(leaf)
             together[place].append(bad if before is None else bad & jnp.isfinite(before))
         masks = [ft.reduce(operator.or_, place) for place in together.values()]
-        count = sum(jnp.any(x).astype(jnp.int32) for x in _grouped(masks, small))
+        found = [jnp.any(mask).astype(jnp.int32) for mask in _grouped(masks, small)]
+        count = ft.reduce(operator.add, found)
         return jax.lax.psum(count, axes) if axes else count
 
     in_specs = specs, [spec if leaf is not None else None for spec, leaf in zip(specs, old)]
