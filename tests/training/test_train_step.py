@@ -125,18 +125,6 @@ def test_the_program_is_the_same_in_every_process():
     assert len(texts) == 1
 
 
-@pytest.mark.slow
-def test_a_single_step_and_each_number_of_stacked_ones_may_compile(caplog):
-    state, train_step = make("data=8", "replicate")
-    state, _ = train_step(state, make_batch())
-    for count in (1, 2, 1):
-        state, _ = train_step.many(state, stack([make_batch()] * count))
-    assert not caplog.records
-    train_step.many(state, stack([make_batch(24)] * 2))
-    assert "train_step.many (length 2) of squared_errors compiles again" in caplog.text
-    assert "Changed: batch.x: float32[2,32,8] -> float32[2,24,8]" in caplog.text
-
-
 def test_a_step_beyond_its_budget_is_refused_and_the_state_is_whole():
     state, train_step = make("data=8", "replicate", max_compiles=1)
     state, _ = train_step(state, make_batch())

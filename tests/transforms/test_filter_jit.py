@@ -79,7 +79,6 @@ CALLS = {
     ),
     "callable module": (Scale(), (X,), {}),
     "bound method": (Scale().plus, (X,), {"bias": jnp.ones(8)}),
-    "equinox partial": (eqx.Partial(apply, Scale(), scale=2.0), (X,), {}),
     "nothing": (lambda: None, (), {}),
     "results that are modules": (
         lambda m, x: (
@@ -90,11 +89,6 @@ CALLS = {
             jnp.sin,
         ),
         (Scale(power=3), X),
-        {},
-    ),
-    "key": (
-        lambda key, shape: jax.random.normal(key, shape),
-        (jax.random.key(0), (3, 2)),
         {},
     ),
 }
