@@ -223,7 +223,7 @@ def slurm(session: nox.Session) -> None:
     if shutil.which("slurmctld") is None or not Path("/usr/sbin/sshd").exists():
         install_debian_packages(session, "slurm-wlm", "munge", "openssh-server")
     session.install(*PACKAGE, *group("tests"), *group("cluster"))
-    session.run(*PYTEST, "-m", "cluster", *session.posargs)
+    session.run(*PYTEST, "-m", "cluster and not thorough", *session.posargs)
 
 
 def install_debian_packages(session: nox.Session, *packages: str) -> None:
