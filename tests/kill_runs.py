@@ -6,10 +6,8 @@ has touched a device, so that it starts in a moment.
 """
 
 import argparse
-import json
 import os
 import random
-import re
 import shutil
 import signal
 import sys
@@ -22,11 +20,11 @@ import jax
 import numpy as np
 import optax
 from orbax.checkpoint import v1  # noqa: F401  (here, so that children start at once)
+from run_helpers import measured
 
 import eqxshard
 
 EXAMPLES, BATCH, EPOCHS, EVERY = 300, 32, 6, 3
-TIMES = re.compile("seconds|per_second|goodput")
 
 
 def train(folder: Path) -> None:
@@ -112,23 +110,15 @@ def finish(folder: Path) -> float:
     return time.monotonic() - began
 
 
-def lines_of(folder: Path) -> list[dict[str, float]]:
-    """What was logged, but for the times that it took."""
-    lines = [
-        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
-    return [{k: v for k, v in line.items() if not TIMES.search(k)} for line in lines]
-
-
 def check_same(folder: Path, whole: Path) -> None:
     """Fail unless a run ended as another one, bit for bit, with the same log."""
     ours, theirs = (np.load(one / "end.npz") for one in (folder, whole))
     for name in theirs.files:
         np.testing.assert_array_equal(ours[name], theirs[name])
-    lines = lines_of(folder)
+    lines = measured(folder)
     steps = [line["step"] for line in lines]
     assert steps == list(range(1, len(steps) + 1)), f"steps in the log: {steps}"
-    assert lines == lines_of(whole)
+    assert lines == measured(whole)
 
 
 def main() -> None:

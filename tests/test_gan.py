@@ -128,8 +128,10 @@ def train_by_hand(states, batches):
     for number, batch in enumerate(batches):
         for name, other in OTHERS.items():
             key = jax.random.fold_in(keys[name], number)
-            given = (*made[name], batch, key, made[other][:2])
-            *made[name], loss = step_by_hand(LOSSES[name], *given)
+            model, model_state, opt_state = made[name]
+            *made[name], loss = step_by_hand(
+                LOSSES[name], model, model_state, opt_state, batch, key, made[other][:2]
+            )
             losses.append(float(loss))
     return {name: tuple(model[:2]) for name, model in made.items()}, losses
 
