@@ -1,4 +1,4 @@
-"""Every strategy trains as one device does, for 10 steps on 1, 2 and 8 devices."""
+"""Every strategy trains as one device does, for 20 steps on 1, 2 and 8 devices."""
 
 import functools
 import math
@@ -25,7 +25,7 @@ from eqxshard.parallel import (
     ring_attention,
 )
 
-STEPS, ROWS, SEQ, WIDTH = 10, 16, 16, 16
+STEPS, ROWS, SEQ, WIDTH = 20, 16, 16, 16
 FSDP, ZERO1 = eqxshard.fsdp(min_size=64), eqxshard.zero1(min_size=64)
 SPLIT = eqxshard.by_dim({"heads": "tensor", "mlp": "tensor", "vocab": "tensor"})
 TENSOR = eqxshard.combine(SPLIT, eqxshard.replicate())
@@ -207,7 +207,7 @@ def test_a_strategy_is_the_same_as_one_device(name, count):
     expected = alone(kind)
     for path, array in expected[0].items():
         np.testing.assert_array_equal(initial[path], array, err_msg=path)
-    assert losses[-1] < losses[0]
+    assert losses[-1] < 0.99 * losses[0]
     np.testing.assert_allclose(losses, expected[1], rtol=1e-5)
     for path, array in expected[2].items():
         off = np.max(np.abs(model[path] - array)) / np.max(np.abs(array))
