@@ -28,6 +28,7 @@ from ..training._state import TrainState
 from ..training._train_step import make_train_step
 from ..training._unused_axes import unused_axes
 from ._backends import find_devices
+from ._cache import keep_compiled
 from ._costs import count_flops
 from ._plan import Plan, PlannedMemory
 from ._process import Request, describe, load_request
@@ -113,7 +114,11 @@ def compile_plan(request: Request, state: TrainState, dump: Path) -> Plan:
     arguments = dict(enumerate((path for path, _ in array_leaves(state.model)), start=1))
     causes = Causes(module, sizes, arguments, _gradient_shapes(leaves, mesh))
     lower = functools.partial(step.lower, state, request.batch)
+    notes = [*make_notes(target, backend, module, unknown)]
     unused = unused_axes(state, mesh, request.rule, lower)
+    notes += [said.removesuffix(".") for said in unused]
+    if request.cache is not None:
+        notes.append(keep_compiled(lower, request.cache))
     rows, tokens = count_examples(request.batch)
     return Plan(
         target=target,
@@ -127,10 +132,7 @@ def compile_plan(request: Request, state: TrainState, dump: Path) -> Plan:
         examples=rows,
         tokens=tokens,
         compile_seconds=seconds,
-        notes=(
-            *make_notes(target, backend, module, unknown),
-            *(said.removesuffix(".") for said in unused),
-        ),
+        notes=tuple(notes),
         leaves=leaves,
         timeline=schedule.spans if schedule and predicted else None,
         settings=_settings(request),

@@ -1,6 +1,7 @@
 """`plan`: what a step needs, before there are devices."""
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ import optax
 from jaxtyping import PyTree
 
 from ..sharding._mesh import AXES, resolve_sizes
+from ..sharding._paths import local_path
 from ..sharding._rule import Rule
 from ..sharding._text import comma_list, did_you_mean
 from ..training._config import Nonfinite, check_optim
@@ -35,6 +37,7 @@ def plan(
     accumulate: int = 1,
     nonfinite: Nonfinite = "skip",
     grad_norms: bool = False,
+    cache: str | os.PathLike[str] | None = None,
 ) -> Plan:
     """What a training step needs on devices that are not there.
 
@@ -60,6 +63,9 @@ def plan(
     - `backend`: the compiler: `gpu`, `tpu` or `cpu`. By default that of the target, if
         it is installed, and else `cpu`: then communication is guessed from the partitioned
         step, and temporaries are an upper estimate.
+    - `cache`: a folder for [`eqxshard.cache_compilations`][], in which to keep the compiled
+        step, so that a run on such devices need not compile it. It is compiled once more
+        for that. `plan.notes` says what is there.
 
     **Returns:**
 
@@ -104,6 +110,7 @@ def plan(
         accumulate=accumulate,
         nonfinite=nonfinite,
         grad_norms=grad_norms,
+        cache=None if cache is None else local_path(cache, "cache="),
     )
     made = run(dump_request(request), request.backend)
     assert isinstance(made, Plan)  # There is no limit.

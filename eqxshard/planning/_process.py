@@ -59,6 +59,7 @@ class Request:
     - `options`: of `make_train_step`, other than those that `init_state` takes, too.
     - `limit`: the most bytes that a device may need: a step whose state alone needs more
         is not compiled.
+    - `cache`: the folder in which to keep what was compiled.
     """
 
     make_model: Callable[[Any], PyTree]
@@ -73,6 +74,7 @@ class Request:
     precision: Precision | None
     options: Mapping[str, Any]
     limit: float | None = None
+    cache: Path | None = None
 
 
 def dump_request(request: Request) -> bytes:

@@ -1,0 +1,83 @@
+"""`cache=`: what a plan compiles is there when the step runs."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from plan_helpers import OPTIM, RULE
+from run_helpers import ROOT, environment
+from transformer import Transformer, next_token_losses
+
+import eqxshard
+
+RUN = """
+import sys
+import jax, jax.numpy as jnp, numpy as np
+import eqxshard
+from plan_helpers import OPTIM, RULE
+from transformer import Transformer, next_token_losses
+
+jax.config.update("jax_num_cpu_devices", 2)
+eqxshard.cache_compilations(sys.argv[1])
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
+mesh = eqxshard.make_mesh(fsdp=2)
+state = eqxshard.init_state(
+    Transformer, OPTIM, key=jax.random.key(0), mesh=mesh, rule=RULE
+)
+step = eqxshard.make_train_step(next_token_losses, OPTIM)
+batch = {"tokens": np.zeros((int(sys.argv[2]), 17), np.int32)}
+batch = eqxshard.filter_shard(batch, eqxshard.batch_sharding(mesh))
+hits.clear()
+step(state, batch)
+misses = [event for event in hits if event.endswith("cache_misses")]
+print(len(misses))
+"""
+
+
+def plan(folder, rows=8, **options):
+    return eqxshard.plan(
+        Transformer,
+        next_token_losses,
+        OPTIM,
+        {"tokens": jax.ShapeDtypeStruct((rows, 17), jnp.int32)},
+        mesh_shape={"fsdp": 2},
+        rule=RULE,
+        target="cpu",
+        cache=folder,
+        **options,
+    )
+
+
+def steps(folder):
+    return sorted(folder.glob("jit_train_step-*-cache"))
+
+
+@pytest.mark.slow
+def test_a_run_compiles_nothing_that_was_planned(tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    notes = plan(folder).notes
+    (entry,) = steps(folder)
+    assert f"the compiled step is in {folder}, as {entry.name}" in notes
+    assert f"{folder} has this compiled step already" in plan(folder).notes
+    assert steps(folder) == [entry]
+
+    def misses(rows):
+        command = [sys.executable, "-c", RUN, str(folder), str(rows)]
+        path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+        settings = environment(PYTHONPATH=path)
+        done = subprocess.run(command, env=settings, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return int(done.stdout)
+
+    assert misses(rows=8) == 0
+    assert steps(folder) == [entry]
+    # Another batch is another program, and so are other flags of the compiler.
+    assert misses(rows=4) == 1
+    assert len(steps(folder)) == 2
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    plan(folder)
+    assert len(steps(folder)) == 3
