@@ -188,6 +188,8 @@ def _plan(options: argparse.Namespace, others: Sequence[str]) -> None:
 
 
 def _search(options: argparse.Namespace, others: Sequence[str]) -> None:
+    from rich.console import Console
+
     from .planning._search import plan_search
     from .run._planned import PlannedRun, plan_script
 
@@ -197,15 +199,16 @@ def _search(options: argparse.Namespace, others: Sequence[str]) -> None:
     def planner(run: PlannedRun, notes: list[str]) -> None:
         arguments = run.for_any_mesh(options.devices)
         arguments["accumulate"] = counts or arguments["accumulate"]
-        found = plan_search(
-            arguments.pop("make_model"),
-            rules=arguments.pop("rule"),
-            devices=options.devices,
-            axes=[axis for axis in options.search_axes.split(",") if axis],
-            target=options.device,
-            backend=options.backend,
-            **arguments,
-        )
+        with Console(stderr=True).status("compiling"):
+            found = plan_search(
+                arguments.pop("make_model"),
+                rules=arguments.pop("rule"),
+                devices=options.devices,
+                axes=[axis for axis in options.search_axes.split(",") if axis],
+                target=options.device,
+                backend=options.backend,
+                **arguments,
+            )
         print(found)
         for note in notes:
             print(f"note: {note}.")

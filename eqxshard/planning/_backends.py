@@ -115,10 +115,5 @@ def tpu_topology(target: Target, count: int) -> dict[str, Any]:
 
 def _prime_factors(n: int) -> list[int]:
     """The largest first."""
-    found, factor = [], 2
-    while n > 1:
-        while n % factor == 0:
-            found.append(factor)
-            n //= factor
-        factor += 1
-    return found[::-1]
+    smallest = next((factor for factor in range(2, n + 1) if n % factor == 0), None)
+    return [] if smallest is None else [*_prime_factors(n // smallest), smallest]

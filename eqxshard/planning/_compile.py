@@ -112,7 +112,12 @@ def compile_plan(request: Request, state: TrainState, dump: Path) -> Plan:
         predicted = predict_time(target, flops, operations, sizes, schedule)
     # The first array of a state is the number of the step, and then come the model's.
     arguments = dict(enumerate((path for path, _ in array_leaves(state.model)), start=1))
-    causes = Causes(module, sizes, arguments, _gradient_shapes(leaves, mesh))
+    gradients = {
+        leaf.path: NamedSharding(mesh, leaf.update_spec).shard_shape(leaf.shape)
+        for leaf in leaves
+        if leaf.update_spec is not None
+    }
+    causes = Causes(module, sizes, arguments, gradients)
     lower = functools.partial(step.lower, state, request.batch)
     notes = [*make_notes(target, backend, module, unknown)]
     unused = unused_axes(state, mesh, request.rule, lower)
@@ -151,15 +156,6 @@ def read_dump(dump: Path, devices: int) -> str:
             "flags from XLA_FLAGS, or use another version of JAX."
         )
     return latest.read_text()
-
-
-def _gradient_shapes(leaves: tuple[Leaf, ...], mesh: Mesh) -> dict[str, tuple[int, ...]]:
-    """The shape of each gradient on one device, as it is stored."""
-    return {
-        leaf.path: NamedSharding(mesh, leaf.update_spec).shard_shape(leaf.shape)
-        for leaf in leaves
-        if leaf.update_spec is not None
-    }
 
 
 def plan_memory(

@@ -10,6 +10,7 @@ the other process imports the script.
 """
 
 import dataclasses
+import functools
 import io
 import math
 import os
@@ -132,10 +133,7 @@ def _from_script(script: str, name: str) -> Any:
 
 
 def _lookup(module: Any, name: str) -> Any:
-    found = module
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    return found
+    return functools.reduce(lambda x, part: getattr(x, part, None), name.split("."), module)
 
 
 def _make_code(

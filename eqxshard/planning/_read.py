@@ -138,8 +138,6 @@ def make_notes(
     instructions = [*module.instructions()]
     if target.compiler == "cpu":
         yield "simulated devices share the memory of one process"
-        if any(each.opcode == "convolution" for each in instructions):
-            yield "the peak is too low, because XLA does not count what convolutions copy"
     elif compiler == "cpu":
         yield (
             "compiled for CPUs: temporaries are an upper estimate, and no schedule says "

@@ -60,7 +60,6 @@ class Schedule:
             (x.start.computation, x.start.name): (n, link_seconds(x, target) or 0.0)
             for n, x in enumerate(operations)
         }
-        self._known: dict[str, tuple[list[PlannedSpan], float]] = {}
         spans, _ = self._run(module.entry)
         self.spans = tuple(sorted(spans, key=lambda span: (span.start, -span.end)))
         self._totals = defaultdict[tuple[str, int | None], float](float)
@@ -79,11 +78,6 @@ class Schedule:
 
     def _run(self, computation: str) -> tuple[list[PlannedSpan], float]:
         """The spans of a computation that starts at 0, and how long it takes."""
-        if computation not in self._known:
-            self._known[computation] = self._run_once(computation)
-        return self._known[computation]
-
-    def _run_once(self, computation: str) -> tuple[list[PlannedSpan], float]:
         spans, now = list[PlannedSpan](), 0.0
         # When the links are free, and when each collective under way ends.
         free, under_way = 0.0, dict[str, float]()

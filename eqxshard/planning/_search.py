@@ -11,8 +11,6 @@ from typing import Any
 
 import optax
 from jaxtyping import PyTree
-from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from ..inspect._tables import render
@@ -252,23 +250,12 @@ def plan_search(
             plan, needs, said = None, made, "its state alone needs"
         reason = ""
         if needs > limit:
-            sizes = f"{format_bytes(needs)} of {format_bytes(limit)}"
-            reason = f"does not fit: {said} {sizes}"
+            reason = f"does not fit: {said} {format_bytes(needs)} of {format_bytes(limit)}"
         return dataclasses.replace(candidate, plan=plan, needs=needs, reason=reason)
 
-    console = Console(stderr=True)
     with ThreadPoolExecutor(workers) as pool:
         # An interrupt ends the iterator, which cancels what has not started.
-        judged = pool.map(compile, candidates, requests)
-        judged = track(
-            judged,
-            "compiling",
-            total=len(requests),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        ranked = rank(judged)
+        ranked = rank(pool.map(compile, candidates, requests))
     return Search(ranked, time.perf_counter() - start)
 
 

@@ -109,11 +109,12 @@ def _gpu(
     *,
     memory: int,
     bandwidth: float,
-    link: float,
-    network: float,
+    link: float = 450e9,
+    network: float = 50e9,
     **chip: Any,
 ) -> Target:
-    """A GPU; `chip` is what else its compiler reads."""
+    """A GPU; `chip` is what else its compiler reads, where it is not as Hopper's."""
+    read = {**_HOPPER, **chip, "memory": memory, "bandwidth": bandwidth, "kind": kind}
     return Target(
         name=name,
         kind=kind,
@@ -124,7 +125,7 @@ def _gpu(
         network=network,
         per_host=8,
         flops=peaks_of(kind),
-        config=_GPU_CONFIG.format(memory=memory, bandwidth=bandwidth, kind=kind, **chip),
+        config=_GPU_CONFIG.format(**read),
     )
 
 
@@ -151,7 +152,12 @@ def _tpu(
 # of NVIDIA's DGX systems: for each GPU an InfiniBand port of 200 Gb/s with A100s, of 400
 # Gb/s with all others.
 _HOPPER: dict[str, Any] = dict(
-    link=450e9, network=50e9, cores=132, units=128, shared=(233472, 232448), cache=52428800
+    cores=132,
+    units=128,
+    shared=(233472, 232448),
+    cache=52428800,
+    clock=1.98,
+    capability=9,
 )
 # TPUs: memory from Google's pages of TPU versions; links, in one direction, and network
 # from "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapter 2.
@@ -177,18 +183,12 @@ _TARGETS = {
             "NVIDIA H100 80GB HBM3",
             memory=84_942_979_072,
             bandwidth=3.35232e12,
-            clock=1.98,
-            capability=9,
-            **_HOPPER,
         ),
         _gpu(
             "h200",
             "NVIDIA H200 141GB HBM3e",
             memory=151_397_597_184,
             bandwidth=4.8e12,
-            clock=1.98,
-            capability=9,
-            **_HOPPER,
         ),
         _gpu(
             "b200",
@@ -196,10 +196,7 @@ _TARGETS = {
             memory=191_514_411_008,
             bandwidth=7.67232e12,
             link=900e9,
-            network=50e9,
             cores=148,
-            units=128,
-            shared=(233472, 232448),
             cache=132644864,
             clock=1.965,
             capability=10,

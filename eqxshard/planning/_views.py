@@ -5,8 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from ..compiled._collective import Collective, join_axes
-from ..inspect._explanation import Leaf
+from ..compiled._collective import join_axes
 from ..inspect._tables import format_shape, render
 from ..pages._format import format_bytes, format_flops, format_seconds
 from ..pages._html import Markup, tag
@@ -112,35 +111,33 @@ def say_lack(plan: Plan) -> str:
 
 def collective_rows(plan: Plan, most: int | None = None) -> list[list[Cell]]:
     """The rows of `COLLECTIVES`, naming at most so many arrays in each."""
-    found = sorted(plan.collectives, key=lambda each: -each.sent_in_all)
-    return [_collective_row(each, most) for each in found]
-
-
-def _collective_row(each: Collective, most: int | None) -> list[Cell]:
-    names = [*each.leaves[:most]]
-    if len(each.leaves) > len(names):
-        names.append(f"{len(each.leaves) - len(names)} more")
-    return [
-        join_axes(each.axes),
-        each.kind,
-        Number("?" if each.times is None else f"{each.times:,}", each.times),
-        _bytes(each.sent),
-        _bytes(each.sent_in_all),
-        Number("" if each.hidden is None else f"{each.hidden:.0%}", each.hidden),
-        "yes" if each.in_loop else "",
-        " at ".join(filter(None, [", ".join(names), each.line])),
-    ]
+    rows = list[list[Cell]]()
+    for each in sorted(plan.collectives, key=lambda each: -each.sent_in_all):
+        names, rest = [*each.leaves[:most]], len(each.leaves[most:]) if most else 0
+        names += [f"{rest} more"] if rest else []
+        rows.append(
+            [
+                join_axes(each.axes),
+                each.kind,
+                Number("?" if each.times is None else f"{each.times:,}", each.times),
+                _bytes(each.sent),
+                _bytes(each.sent_in_all),
+                Number("" if each.hidden is None else f"{each.hidden:.0%}", each.hidden),
+                "yes" if each.in_loop else "",
+                " at ".join(filter(None, [", ".join(names), each.line])),
+            ]
+        )
+    return rows
 
 
 def array_rows(plan: Plan) -> list[list[Cell]]:
     """The rows of `ARRAYS`."""
-    return [_leaf_row(leaf) for leaf in sorted(plan.leaves, key=lambda leaf: -leaf.total)]
-
-
-def _leaf_row(leaf: Leaf) -> list[Cell]:
-    sizes = (leaf.bytes_per_device, leaf.gradient, leaf.optimizer, leaf.total)
-    spec = format_spec(leaf.spec)
-    return [leaf.path, leaf.dtype, format_shape(leaf.shape), spec, *map(_bytes, sizes)]
+    rows = list[list[Cell]]()
+    for leaf in sorted(plan.leaves, key=lambda leaf: -leaf.total):
+        sizes = (leaf.bytes_per_device, leaf.gradient, leaf.optimizer, leaf.total)
+        names = [leaf.path, leaf.dtype, format_shape(leaf.shape), format_spec(leaf.spec)]
+        rows.append([*names, *map(_bytes, sizes)])
+    return rows
 
 
 def _bytes(size: int) -> Number:
@@ -271,8 +268,6 @@ def _listed(name: str, title: str, texts: Iterable[str]) -> Markup:
 
 
 def _settings(plan: Plan) -> Markup:
-    settings = dict(plan.settings)
-    for dtype, count in plan.flops.items():
-        settings[f"{dtype} arithmetic"] = f"{count / 1e12:,.4g} TFLOP"
-    settings["compiled in"] = format_seconds(plan.compile_seconds)
-    return card("settings", "Settings", settings_list(settings))
+    flops = {f"{dtype} arithmetic": format_flops(n) for dtype, n in plan.flops.items()}
+    settings = {"compiled in": format_seconds(plan.compile_seconds), **plan.settings}
+    return card("settings", "Settings", settings_list(settings | flops))

