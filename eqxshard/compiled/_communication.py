@@ -95,14 +95,15 @@ def find_collectives(module: Module, devices: int = 1) -> Iterator[Operation]:
         groups = _GROUPS.search(start.attributes)
         if fusion := _scatter(module, instruction):
             kind, start, instruction = "reduce-scatter", fusion, fusion
+        times, in_loop = module.runs(instruction.computation)
         yield Operation(
             kind=kind,
             shapes=instruction.shapes,
-            times=module.times(instruction.computation),
+            times=times,
             start=start,
             result=instruction,
             groups=None if groups is None else parse_groups(groups[2], devices),
-            in_loop=module.in_loop(instruction.computation),
+            in_loop=in_loop,
         )
 
 
@@ -177,16 +178,14 @@ def _parse_mesh(text: str) -> np.ndarray | None:
     if found[2]:
         order = _parse_iota(found[2])
         ids = np.array(_numbers(found[2])) if order is None else order.ravel()
-    # A part of an axis, `'x':(before)size`, is an axis of its own.
-    dims: list[int] = []
-    along: list[int] = []
-    parts = {name: (before, size) for name, before, size in _AXIS.findall(found[3])}
+    # A part of an axis, `'x':(before)size`, is an axis of its own; whole, it is all of it.
+    parts = {name: (before, part) for name, before, part in _AXIS.findall(found[3])}
+    dims, along = list[int](), list[int]()
     for name, size in axes.items():
         before, part = parts.get(name, ("", ""))
-        pieces = [int(before), int(part), size // (int(before) * int(part))] if part else []
-        if name in parts:
-            along.append(len(dims) + (1 if pieces else 0))
-        dims += pieces or [size]
+        pieces = [int(before or 1), int(part or size)]
+        along += [len(dims) + 1] if name in parts else []
+        dims += [*pieces, size // math.prod(pieces)]
     rest = [dim for dim in range(len(dims)) if dim not in along]
     count = math.prod(dims[dim] for dim in along)
     return ids.reshape(dims).transpose(*rest, *along).reshape(-1, count)

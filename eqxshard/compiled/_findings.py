@@ -54,13 +54,8 @@ class Finding:
 
 def lint_levels(lint: Lint) -> Mapping[str, Level]:
     """The level of each kind; raise `ValueError` if a kind or a level does not exist."""
-    if not isinstance(lint, str | Mapping):
-        raise ValueError(
-            f"lint={lint!r} is not a level; use 'warn', 'error' or 'off', or a mapping "
-            "from kinds of findings to one of these."
-        )
     given: Mapping[str, Level]
-    given = dict.fromkeys(KINDS, lint) if isinstance(lint, str) else lint
+    given = lint if isinstance(lint, Mapping) else dict.fromkeys(KINDS, lint)
     for kind, level in given.items():
         if kind not in KINDS:
             raise ValueError(
@@ -68,7 +63,10 @@ def lint_levels(lint: Lint) -> Mapping[str, Level]:
                 f"{did_you_mean(kind, KINDS)}the kinds are {comma_list(KINDS)}."
             )
         if level not in _LEVELS:
-            raise ValueError(f"lint={lint!r}: {level!r} is not 'warn', 'error' or 'off'.")
+            raise ValueError(
+                f"lint={lint!r}: {level!r} is not a level; use 'warn', 'error' or 'off', "
+                "or a mapping from kinds of findings to these."
+            )
     return {kind: given.get(kind, "warn") for kind in KINDS}
 
 

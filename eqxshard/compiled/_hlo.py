@@ -157,35 +157,24 @@ class Module:
             yield from instructions
 
     @functools.cached_property
-    def times(self) -> Callable[[str], int | None]:
-        """How often one call of the module runs a computation; `None` if not known."""
+    def runs(self) -> Callable[[str], tuple[int | None, bool]]:
+        """How often a call runs a computation, if it is known; whether in a loop."""
 
         @functools.cache
-        def times(computation: str) -> int | None:
-            if computation == self.entry:
-                return 1
-            total = 0
+        def runs(computation: str) -> tuple[int | None, bool]:
+            times: int | None = int(computation == self.entry)
+            in_loop = False
             for caller in self.callers.get(computation, ()):
-                outer, factor = times(caller.computation), self.trips(caller)
-                if outer is None or factor is None:
-                    return None
-                total += outer * factor
-            return total
+                outer, is_inside = runs(caller.computation)
+                factor = self.trips(caller)
+                if times is None or outer is None or factor is None:
+                    times = None
+                else:
+                    times += outer * factor
+                in_loop |= is_inside or caller.opcode == "while"
+            return times, in_loop
 
-        return times
-
-    @functools.cached_property
-    def in_loop(self) -> Callable[[str], bool]:
-        """Whether a computation is part of the body of a loop."""
-
-        @functools.cache
-        def in_loop(computation: str) -> bool:
-            return any(
-                caller.opcode == "while" or in_loop(caller.computation)
-                for caller in self.callers.get(computation, ())
-            )
-
-        return in_loop
+        return runs
 
     @functools.cached_property
     def callers(self) -> Mapping[str, tuple[Instruction, ...]]:

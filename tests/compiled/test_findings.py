@@ -11,9 +11,9 @@ SECOND = Finding("whole", "head.weight", None, "head.weight is whole. Pad it.")
 @pytest.mark.parametrize(
     "lint, text",
     [
-        (False, "lint=False is not a level; use 'warn', 'error' or 'off', or a mapping"),
-        ("loud", "lint='loud': 'loud' is not 'warn', 'error' or 'off'"),
-        ({"constant": "loud"}, "'loud' is not 'warn'"),
+        (False, "lint=False: False is not a level; use 'warn', 'error' or 'off', or a ma"),
+        ("loud", "lint='loud': 'loud' is not a level"),
+        ({"constant": "loud"}, "'loud' is not a level"),
         ({"constants": "off"}, "'constants' is not a kind of finding; did you mean 'cons"),
     ],
 )

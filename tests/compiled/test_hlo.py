@@ -14,7 +14,7 @@ def compiled(fn, *args):
 def products(module):
     """The matrix products, and how often each runs."""
     found = [x for x in module.instructions() if x.opcode == "dot"]
-    return {x.computation: module.times(x.computation) for x in found}
+    return {x.computation: module.runs(x.computation)[0] for x in found}
 
 
 def repeat(x, times):
@@ -28,9 +28,8 @@ X = jax.ShapeDtypeStruct((16, 16), jnp.float32)
 def test_the_body_of_a_loop_runs_as_often_as_the_loop():
     module = compiled(lambda x: repeat(repeat(x, 5) @ x, 3), X)
     assert sorted(products(module).values(), key=str) == [1, 3, 5]
-    inside = {name: module.in_loop(name) for name in products(module)}
-    assert sorted(inside.values()) == [False, True, True]
-    assert not module.in_loop(module.entry)
+    inside = [module.runs(name)[1] for name in products(module)]
+    assert sorted(inside) == [False, True, True]
 
 
 @pytest.mark.versions
@@ -125,5 +124,6 @@ def test_without_annotations_a_loop_of_scan_says_its_length_by_its_condition():
         "  ROOT %loop = (s32[], f32[]) while(%x), condition=%condition, body=%body\n"
         "}\n"
     )
-    assert parse_module(text).times("body") == 9
-    assert parse_module(text.replace("constant(9)", "negate(%q#0)")).times("body") is None
+    assert parse_module(text).runs("body") == (9, True)
+    unknown = parse_module(text.replace("constant(9)", "negate(%q#0)"))
+    assert unknown.runs("body") == (None, True)
