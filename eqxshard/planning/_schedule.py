@@ -133,10 +133,10 @@ def _joined(spans: Sequence[PlannedSpan]) -> list[PlannedSpan]:
     """Without spans of no length; one that goes on with the last is a part of it."""
     joined = list[PlannedSpan]()
     for span in spans:
-        last = joined[-1] if joined else span
-        if last == replace(span, start=last.start, end=span.start):
-            joined[-1] = replace(last, end=span.end)
-        elif span.end > span.start:
+        last = joined[-1] if joined else None
+        if last == replace(span, start=last.start if last else 0.0, end=span.start):
+            span = replace(span, start=joined.pop().start)
+        if span.end > span.start:
             joined.append(span)
     return joined
 

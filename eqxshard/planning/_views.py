@@ -269,5 +269,7 @@ def _listed(name: str, title: str, texts: Iterable[str]) -> Markup:
 
 def _settings(plan: Plan) -> Markup:
     flops = {f"{dtype} arithmetic": format_flops(n) for dtype, n in plan.flops.items()}
-    settings = {"compiled in": format_seconds(plan.compile_seconds), **plan.settings}
-    return card("settings", "Settings", settings_list(settings | flops))
+    seconds = {"compiled in": format_seconds(plan.compile_seconds)}
+    return card(
+        "settings", "Settings", settings_list({**plan.settings, **flops, **seconds})
+    )
