@@ -160,9 +160,9 @@ def fit(
         del state
         called = CallbackList(callbacks, run)
         if checkpointer is not None:
-            called.restore(checkpointer.claim_run(first, loader))
             # Whatever ends the run, the save in progress is finished.
             stack.callback(run.close_checkpointer)
+            called.restore(checkpointer.claim_run(first, loader))
         stop = stack.enter_context(stop_signals(can_save=checkpointer is not None))
         schedule = Schedule(last, epoch, between, log_every, checkpointer, stop)
         rescue.watch(run, called)

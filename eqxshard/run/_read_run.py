@@ -215,7 +215,7 @@ def _checkpoints(path: Path) -> list[SavedStep]:
             time = datetime.fromtimestamp(max(file.stat().st_mtime for file in files))
             saved: Mapping[str, float] = {}
             with contextlib.suppress(ValueError, TypeError):
-                saved = folder.description(step).metrics
+                saved = folder.description(step)["metrics"]
             size = sum(file.stat().st_size for file in files)
             found.append(SavedStep(step, size, time.astimezone(), saved))
     return found
