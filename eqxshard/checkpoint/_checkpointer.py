@@ -175,14 +175,9 @@ class Checkpointer:
         `step` is `None`, or `like` does not have the same arrays: it names each that is
         missing, superfluous or of another shape.
         """
-        description = self._choose(step)
-        wanted, static = partition_by_path(like)
-        check_structure(
-            wanted, description["leaves"], self._folder.name(description["step"])
-        )
-        values = list(read(self._folder.at(description["step"]), wanted).values())
+        state = self._read(like, step)
         self._last_save = time.monotonic()
-        return static.combine(values)
+        return state
 
     def restore_model(
         self, model: _T, *, step: Step = "newest", only: PyTree = True, of: str = ""
@@ -216,13 +211,24 @@ class Checkpointer:
             model = checkpointer.restore_model(model, only=body)
             ```
         """
-        description = self._choose(step)
         chosen, rest = eqx.partition(model, only)
-        wanted, static = partition_by_path(chosen, f"{of}.model" if of else "model")
-        saved = {k: leaf for k, leaf in description["leaves"].items() if k in wanted}
-        check_structure(wanted, saved, self._folder.name(description["step"]))
-        arrays = read(self._folder.at(description["step"]), wanted)
-        return eqx.combine(static.combine(list(arrays.values())), rest)
+        found = self._read(chosen, step, f"{of}.model" if of else "model")
+        return eqx.combine(found, rest)
+
+    def _read(self, like: _T, step: Step, root: str = "") -> _T:
+        """Read a PyTree: all that was saved, or arrays below a path."""
+        if step is None:
+            raise ValueError(
+                f"step=None is not a step: no checkpoint in {self.directory} has a value "
+                f"of best={self._best!r}; leave step out to read the newest."
+            )
+        description = self._folder.choose(None if step == "newest" else step)
+        found, saved = description["step"], description["leaves"]
+        wanted, static = partition_by_path(like, root)
+        if root:
+            saved = {path: leaf for path, leaf in saved.items() if path in wanted}
+        check_structure(wanted, saved, self._folder.name(found))
+        return static.combine([*read(self._folder.at(found), wanted).values()])
 
     def claim_run(self, step: int, loader: Any) -> Mapping[str, Any]:
         """Claim the directory for a run, unless its checkpoints would mix with another's.
@@ -326,14 +332,6 @@ class Checkpointer:
         """
         self._writer.wait()
         self._folder.lock.release()
-
-    def _choose(self, step: Step) -> dict[str, Any]:
-        if step is None:
-            raise ValueError(
-                f"step=None is not a step: no checkpoint in {self.directory} has a value "
-                f"of best={self._best!r}; leave step out to read the newest."
-            )
-        return self._folder.choose(None if step == "newest" else step)
 
     def _outdated(self, newest: int) -> set[int]:
         # Listed once: what is not seen now, and may be the best, must not be removed.

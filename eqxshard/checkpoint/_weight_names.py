@@ -24,6 +24,7 @@ class Names(NamedTuple):
     - `is_list`: whether `rename` returned a list: `transform` joins or splits arrays.
     - `depth`: the number of dims that the stars stand for.
     - `layers`: the names with numbers for the stars, by these numbers.
+    - `transform`: as for [`eqxshard.load_weights`][].
     """
 
     path: str
@@ -31,9 +32,19 @@ class Names(NamedTuple):
     is_list: bool
     depth: int
     layers: Mapping[tuple[int, ...], Sequence[str]]
+    transform: Transform | None
 
     def __str__(self) -> str:
         return first_few(self.names)
+
+    def apply(self, value: Any) -> Any:
+        """Transform an array, or the arrays of a list of names."""
+        return value if self.transform is None else self.transform(self.path, value)
+
+    def read(self, arrays: Mapping[str, np.ndarray], layer: Sequence[str]) -> np.ndarray:
+        """One layer of the array, from those of a file."""
+        found = [arrays[name] for name in layer]
+        return np.asarray(self.apply(found if self.is_list else found[0]))
 
 
 def find_names(
@@ -86,7 +97,7 @@ def _parse(
         numbers: [_fill_stars(name, numbers) for name in names]
         for numbers in np.ndindex(shape[:stars])
     }
-    return Names(path, names, is_list, stars, layers)
+    return Names(path, names, is_list, stars, layers, transform)
 
 
 def _fill_stars(name: str, numbers: tuple[int, ...]) -> str:
@@ -179,7 +190,7 @@ def match_weights(
         used |= needed
         if not needed or not needed <= arrays.keys():
             missing[path] = str(names)
-        elif fault := _find_fault(arrays, names, transform, wanted[path]):
+        elif fault := _find_fault(arrays, names, wanted[path]):
             different[path] = fault
         else:
             fitting[path] = names
@@ -193,37 +204,22 @@ def match_weights(
     return WeightsReport(matched, missing, unused, different), fitting
 
 
-def _find_fault(
-    arrays: Mapping[str, np.ndarray], names: Names, transform: Transform | None, leaf: Any
-) -> str | None:
+def _find_fault(arrays: Mapping[str, np.ndarray], names: Names, leaf: Any) -> str | None:
     """A sentence if a model's array has another shape or type in the file."""
     # All layers are made alike, so that one has to be made to know their shape.
     layers = [*names.layers.values()]
     kinds = {first_few([format_array(arrays[name]) for name in each]) for each in layers}
     if len(kinds) > 1:
         return f"{names.path} has layers of {' and of '.join(sorted(kinds))} in the file"
-    layer = _read_layer(arrays, names, transform, layers[0])
+    layer = names.read(arrays, layers[0])
     shape = (*leaf.shape[: names.depth], *layer.shape)
     found = jax.ShapeDtypeStruct(shape, layer.dtype)
     return describe_difference(names.path, found, leaf, f"in the file (as {names})")
 
 
-def _read_layer(
-    arrays: Mapping[str, np.ndarray],
-    names: Names,
-    transform: Transform | None,
-    layer: Sequence[str],
-) -> np.ndarray:
-    """An array of a model without the dims that stars stand for."""
-    found = [arrays[name] for name in layer]
-    value: Any = found if names.is_list else found[0]
-    return np.asarray(value if transform is None else transform(names.path, value))
-
-
 def read_part(
     arrays: Mapping[str, np.ndarray],
     names: Names,
-    transform: Transform | None,
     part: tuple[range, ...],
     dtype: Any,
 ) -> np.ndarray:
@@ -232,5 +228,5 @@ def read_part(
     rest = tuple(slice(dim.start, dim.stop) for dim in part[names.depth :])
     for at in np.ndindex(out.shape[: names.depth]):
         layer = names.layers[tuple(dim[i] for dim, i in zip(part, at))]
-        out[(*at, ...)] = _read_layer(arrays, names, transform, layer)[rest]
+        out[(*at, ...)] = names.read(arrays, layer)[rest]
     return out

@@ -89,8 +89,8 @@ def save_weights(
         _check_dtype(names.path, leaves[names.path].dtype)
     # Large numbers first, so that each array begins at a multiple of its number's size.
     found.sort(key=lambda names: -leaves[names.path].dtype.itemsize)
-    header = _header(_transformed(found, leaves, transform, _zeros))
-    arrays = _transformed(found, leaves, transform, _fetch)
+    header = _header(_transformed(found, leaves, _zeros))
+    arrays = _transformed(found, leaves, _fetch)
     error = None
     try:
         if is_main_process():
@@ -201,9 +201,7 @@ def load_weights(
     loaded = []
     for name, leaf in wanted.items():
         if name in fitting:
-            read = functools.partial(
-                read_part, arrays, fitting[name], transform, dtype=leaf.dtype
-            )
+            read = functools.partial(read_part, arrays, fitting[name], dtype=leaf.dtype)
             leaf = place_parts(read, leaf.shape, target_sharding(leaf))
         loaded.append(leaf)
     return static.combine(loaded)
@@ -249,13 +247,11 @@ def compare_weights(
 def _transformed(
     found: Iterable[Names],
     leaves: Mapping[str, jax.Array],
-    transform: Transform | None,
     fetch: Callable[[jax.Array, tuple[int, ...]], np.ndarray],
 ) -> Iterator[tuple[str, str, np.ndarray]]:
     for names in found:
         for numbers, layer in names.layers.items():
-            array = fetch(leaves[names.path], numbers)
-            value = array if transform is None else transform(names.path, array)
+            value = names.apply(fetch(leaves[names.path], numbers))
             arrays = value if names.is_list else [value]
             if len(arrays) != len(layer):
                 raise ValueError(
@@ -325,7 +321,7 @@ def _write(path: Path, header: dict[str, Any], arrays: _Arrays) -> None:
             file.write(len(text).to_bytes(8, "little") + text)
             for _, name, array in arrays:
                 assert [*array.shape] == header[name]["shape"], "its shape was another"
-                file.write(np.ravel(array).view(np.uint8))
+                file.write(np.ravel(array).view(np.uint8).data)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)

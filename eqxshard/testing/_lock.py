@@ -145,7 +145,7 @@ def _check_file(path: str | os.PathLike[str], about: str, lines: list[str]) -> N
 def _arrays(tree: PyTree, mesh: Mesh, rule: Rule) -> Iterator[str]:
     """A line for each array: `embed: float32[16,8] P(fsdp)`."""
     leaves = array_leaves(tree)
-    placed = [getattr(leaf, "sharding", None) for _, leaf in leaves]
+    placed: list[Any] = [getattr(leaf, "sharding", None) for _, leaf in leaves]
     if not all(isinstance(each, NamedSharding) for each in placed):
         placed = jax.tree.leaves(shardings(tree, mesh, rule))
     for (path, leaf), sharding in zip(leaves, placed, strict=True):
