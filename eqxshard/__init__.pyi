@@ -29,11 +29,11 @@ from .planning._make_plan import plan as plan
 from .planning._plan import Plan as Plan
 from .planning._plan import PlannedMemory as PlannedMemory
 from .planning._plan import PlannedTime as PlannedTime
+from .planning._schedule import PlannedSpan as PlannedSpan
 from .planning._search import Candidate as Candidate
 from .planning._search import Search as Search
 from .planning._search import plan_search as plan_search
 from .planning._targets import Target as Target
-from .planning._timeline import PlannedSpan as PlannedSpan
 from .run import RunConfig as RunConfig
 from .run import RunResult as RunResult
 from .run import cache_compilations as cache_compilations

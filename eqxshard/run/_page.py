@@ -170,8 +170,8 @@ def _plan(run: RecordedRun) -> Iterator[Markup]:
         "Plan against measured", ("", "Plan", "Measured", "Ratio"), rows
     )
     remark = (
-        "The time of a plan is a roofline, so real steps take longer. Plan.calibrate makes "
-        "a measured time a target for plans of other meshes."
+        "The time of a plan is a roofline, so real steps take longer. Plans of a Target "
+        "whose efficiency is planned over measured time are estimates."
     )
     yield kit.scroller("plan against measured", table)
     yield tag("p", remark, class_="remark")
