@@ -36,6 +36,7 @@ from eqxshard.compiled._hlo import Instruction, Module, parse_module
 from eqxshard.planning._backends import find_backend, install
 from eqxshard.planning._costs import FREE, Costs
 from eqxshard.planning._schedule import Schedule, compute_seconds
+from eqxshard.training._inputs import STACKED_BATCHES
 
 sys.path.append(str(Path(__file__).parents[1] / "recipes"))
 sys.path.append(str(Path(__file__).parent / "_peers"))
@@ -127,7 +128,8 @@ def single(make_model: Callable[[Any], Any], mesh: Any, nonfinite: Any) -> Work:
 
 def many(make_model: Callable[[Any], Any], mesh: Any, nonfinite: Any) -> Work:
     state, step = by_eqxshard(make_model, mesh, nonfinite)
-    lowered = step.lower_many(state, make_batch((STACKED, BATCH_SIZE)))
+    call = step.machine.look_up(state, None, STACKED_BATCHES)
+    lowered = call.lower(make_batch((STACKED, BATCH_SIZE)))
     return read_work(lowered.compile(), STACKED)
 
 

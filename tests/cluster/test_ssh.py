@@ -174,7 +174,7 @@ def test_a_first_host_whose_name_only_ssh_knows_is_named_soon(sshd, tmp_path):
     words, how = command(tmp_path, ["alias", HOSTS[1]])
     with started(words, **how) as process:
         began = time.monotonic()
-        says = r"\[\d\] eqxshard: process \d cannot reach process 0 at alias:\d+: the name"
+        says = r"\[\d\] eqxshard: process \d cannot reach process 0 at alias:\d+: \[Errno "
         lines = read_until(process, process.stdout, "cannot reach process 0")
         assert time.monotonic() - began < 90
         assert re.match(says, lines[-1])

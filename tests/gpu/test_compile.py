@@ -28,6 +28,7 @@ from transformer import Transformer, make_tokens, next_token_losses
 import eqxshard
 from eqxshard import testing
 from eqxshard.parallel import all_gather_matmul, matmul_reduce_scatter
+from eqxshard.training._inputs import STACKED_BATCHES
 
 pytestmark = pytest.mark.gpu
 
@@ -114,7 +115,8 @@ def test_several_steps_in_one_program_reuse_the_memory_of_the_state(gpus):
     train_step, state, _ = make_step(gpus, TOKENS, RULE, SIZES[8])
     tokens = make_tokens(32, seed=0)
     several = jax.tree.map(lambda x: abstract((5, *x.shape), x.dtype), tokens)
-    check_step(train_step.lower_many(state, several).compile(), state)
+    call = train_step.machine.look_up(state, None, STACKED_BATCHES)
+    check_step(call.lower(several).compile(), state)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
