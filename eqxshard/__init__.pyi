@@ -6,7 +6,7 @@ from . import run as run
 from . import testing as testing
 from . import trackers as trackers
 from .checkpoint._checkpointer import Checkpointer as Checkpointer
-from .checkpoint._weight_matching import WeightsReport as WeightsReport
+from .checkpoint._weight_names import WeightsReport as WeightsReport
 from .checkpoint._weights import compare_weights as compare_weights
 from .checkpoint._weights import load_weights as load_weights
 from .checkpoint._weights import save_weights as save_weights

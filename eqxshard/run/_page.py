@@ -257,7 +257,7 @@ def _checkpoints(run: RecordedRun) -> Iterator[Markup]:
     for step in folder.known_steps():
         # Another process may remove it meanwhile, and it may be damaged.
         with contextlib.suppress(OSError, ValueError, TypeError):
-            metrics = folder.description(step).metrics
+            metrics = folder.description(step)["metrics"]
             names = names or [name for name in metrics if name.startswith("eval/")][:3]
             files = [file.stat() for file in Path(folder.at(step)).rglob("*")]
             size = kit.number(sum(file.st_size for file in files), format_bytes)

@@ -107,8 +107,7 @@ def reads_back(folder, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore")
 def test_transformers_reads_what_is_saved(models, kind, tmp_path):
-    gpt_weights.save(tmp_path, models[kind], max_bytes=10_000)
-    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    gpt_weights.save(tmp_path, models[kind])
     expected = reads_back(GOLDEN / kind, kind)
     np.testing.assert_array_equal(reads_back(tmp_path, kind), expected)
 
@@ -134,7 +133,7 @@ def test_what_is_saved_is_what_was_loaded(models, kind, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_begins_with_them_on_any_mesh(models, kind, tmp_path):
-    gpt_weights.save(tmp_path, models[kind], max_bytes=10_000)
+    gpt_weights.save(tmp_path, models[kind])
     shape = gpt_weights.shape_of(tmp_path)
     rule = eqxshard.by_dim({"vocab": "tensor", "mlp": "tensor", "kv_heads": "tensor"})
     state = eqxshard.init_state(
