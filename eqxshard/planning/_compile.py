@@ -107,9 +107,7 @@ def compile_plan(request: Request, state: TrainState, dump: Path) -> Plan:
     # There is no schedule of the target on a CPU.
     schedule = None if on_cpu else Schedule(module, operations, target)
     flops, unknown = count_flops(module), find_unknown(target, operations)
-    predicted = None
-    if not unknown:
-        predicted = predict_time(target, flops, operations, sizes, schedule)
+    least = None if unknown else predict_time(target, flops, operations, sizes, schedule)
     # The first array of a state is the number of the step, and then come the model's.
     arguments = dict(enumerate((path for path, _ in array_leaves(state.model)), start=1))
     gradients = {
@@ -133,13 +131,13 @@ def compile_plan(request: Request, state: TrainState, dump: Path) -> Plan:
         memory=plan_memory(request, state, leaves, program.compiled.memory_analysis()),
         flops=flops,
         collectives=tuple(describe_collectives(operations, sizes, causes, schedule)),
-        time=predicted,
+        time=least,
         examples=rows,
         tokens=tokens,
         compile_seconds=seconds,
         notes=tuple(notes),
         leaves=leaves,
-        timeline=schedule.spans if schedule and predicted else None,
+        timeline=schedule.spans if schedule and least else None,
         settings=_settings(request),
         findings=Findings(findings),
     )

@@ -145,10 +145,6 @@ def _make_code(
 #: Set in the process that compiles.
 CHILD = "EQXSHARD_PLANNING"
 
-#: cuDNN's version, as JAX asks for it: only then does it compile for its attention. The
-#: library itself is needed to run, not to compile.
-_CUDNN = "def cudnn_get_version():\n    return 91000\n"
-
 
 class Failure(NamedTuple):
     """An error in the process that compiles: what to raise, and its own traceback."""
@@ -232,7 +228,10 @@ def _environment(folder: Path, compiler: Compiler) -> dict[str, str]:
         plugin = folder / "stub" / "jax_cuda12_plugin"
         plugin.mkdir(parents=True)
         (plugin / "__init__.py").touch()
-        (plugin / "_versions.py").write_text(_CUDNN)
+        # JAX asks for cuDNN's version before it compiles for its attention; the library is
+        # needed to run, not to compile.
+        version = "def cudnn_get_version():\n    return 91000\n"
+        (plugin / "_versions.py").write_text(version)
         # Behind the real one, if it is installed.
         path.append(str(folder / "stub"))
     flags = os.environ.get("XLA_FLAGS", "")

@@ -157,18 +157,6 @@ def test_a_loop_of_jax_over_layers():
     assert "test_lint_text.py:" in str(finding)
 
 
-def test_a_loop_that_needs_all_of_a_parameter_is_over_no_layers():
-    class Recurrent(eqx.Module):
-        weight: jax.Array
-
-        def __call__(self, x):
-            step = lambda h, x: (jnp.tanh(self.weight @ h + x), None)  # noqa: E731
-            return jax.lax.scan(step, jnp.zeros(128), jnp.broadcast_to(x, (9, 128)))[0]
-
-    make = lambda key: Recurrent(jax.random.normal(key, (128, 128)))  # noqa: E731
-    assert lint(make, batch=WIDE, fsdp=8) == ()
-
-
 def test_an_array_whose_memory_is_not_reused():
     module = parse_module(
         "HloModule step, input_output_alias={ {0}: (0, {}, may-alias) }\n\n"

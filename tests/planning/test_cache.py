@@ -29,7 +29,7 @@ state = eqxshard.init_state(
     Transformer, OPTIM, key=jax.random.key(0), mesh=mesh, rule=RULE
 )
 step = eqxshard.make_train_step(next_token_losses, OPTIM)
-batch = {"tokens": np.zeros((int(sys.argv[2]), 17), np.int32)}
+batch = {"tokens": np.zeros((8, 17), np.int32)}
 batch = eqxshard.filter_shard(batch, eqxshard.batch_sharding(mesh))
 hits.clear()
 step(state, batch)
@@ -38,17 +38,16 @@ print(len(misses))
 """
 
 
-def plan(folder, rows=8, **options):
+def plan(folder):
     return eqxshard.plan(
         Transformer,
         next_token_losses,
         OPTIM,
-        {"tokens": jax.ShapeDtypeStruct((rows, 17), jnp.int32)},
+        {"tokens": jax.ShapeDtypeStruct((8, 17), jnp.int32)},
         mesh_shape={"fsdp": 2},
         rule=RULE,
         target="cpu",
         cache=folder,
-        **options,
     )
 
 
@@ -57,25 +56,18 @@ def steps(folder):
 
 
 @pytest.mark.slow
-def test_a_run_compiles_nothing_that_was_planned(tmp_path, monkeypatch):
+def test_a_run_compiles_nothing_that_was_planned(tmp_path):
     folder = tmp_path / "cache"
     notes = plan(folder).notes
     (entry,) = steps(folder)
     assert f"the compiled step is in {folder}" in notes
 
-    def misses(rows):
-        command = [sys.executable, "-c", RUN, str(folder), str(rows)]
-        path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
-        settings = environment(PYTHONPATH=path)
-        done = subprocess.run(command, env=settings, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return int(done.stdout)
-
-    assert misses(rows=8) == 0
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(folder)],
+        env=environment(PYTHONPATH=path),
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
     assert steps(folder) == [entry]
-    # Another batch is another program, and so are other flags of the compiler.
-    assert misses(rows=4) == 1
-    assert len(steps(folder)) == 2
-    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
-    plan(folder)
-    assert len(steps(folder)) == 3

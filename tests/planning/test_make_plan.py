@@ -1,4 +1,3 @@
-import dataclasses
 import math
 import os
 import re
@@ -11,11 +10,9 @@ from grades import graded
 from plan_helpers import BATCH, OPTIM, RULE, SIZES
 from plan_theory import (
     MESHES,
-    SHAPE,
     plan_gpt,
     state_bytes,
     theory,
-    theory_of_experts,
     traffic,
 )
 from transformer import Transformer, next_token_losses
@@ -117,14 +114,6 @@ def test_communication_of_a_language_model_is_what_theory_counts(name):
     plan = plan_gpt(MESHES[name], backend="cpu")
     assert traffic(plan) == pytest.approx(theory(MESHES[name]), rel=0.05)
     assert plan.memory.parameters == state_bytes(MESHES[name])
-
-
-@pytest.mark.thorough
-@pytest.mark.usefixtures("as_scripts_run")
-def test_communication_of_experts_is_what_theory_counts():
-    shape = dataclasses.replace(SHAPE, experts=8, top_k=2)
-    plan = plan_gpt({"expert": 8}, shape, backend="cpu")
-    assert traffic(plan) == pytest.approx(theory_of_experts(8, shape), rel=0.05)
 
 
 @pytest.mark.parametrize(

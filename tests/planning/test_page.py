@@ -109,20 +109,8 @@ return [...document.querySelectorAll("#arrays-table tbody tr")].filter(
 def test_in_a_browser(browser, plan, tmp_path):
     plan.save(tmp_path / "plan.html")
     open_page(browser, tmp_path / "plan.html", 400)
-    search(browser, plan)
     sort(browser, plan)
     assert_fits_without_errors(browser)
-
-
-def search(browser, plan):
-    field = browser.find_element("id", "arrays-search")
-    field.send_keys("MLP None")
-    wanted = {x.path for x in plan.leaves if "mlp" in x.path and None in x.spec}
-    assert wanted and {*browser.execute_script(TEXTS, 0)} == wanted
-    count = browser.find_element("css selector", "#arrays output").text
-    assert count == f"{len(wanted)} of {len(plan.leaves)} arrays"
-    field.send_keys(8 * "\ue003")  # The key Backspace.
-    assert len(browser.execute_script(TEXTS, 0)) == len(plan.leaves)
 
 
 def sort(browser, plan):

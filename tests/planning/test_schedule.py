@@ -74,15 +74,6 @@ def test_collectives_run_beside_the_device_until_it_waits():
     ]
 
 
-def test_one_collective_at_a_time():
-    found = elapsed(
-        f"  %a = {GATHER}\n  %b = {GATHER}\n"
-        "  %c = f32[32,32]{1,0} all-gather-done(%a)\n"
-        "  ROOT %d = f32[32,32]{1,0} all-gather-done(%b)\n"
-    )
-    assert found.length == pytest.approx(200)
-
-
 def test_devices_wait_for_a_collective_in_a_fusion():
     more = (
         "%all-reduce-scatter (input: f32[32,32]) -> f32[8,32] {\n"
@@ -199,8 +190,5 @@ def test_a_trace_has_a_row_for_the_device_for_loops_and_for_the_links(plan, tmp_
     assert {x["pid"] for x in events} == {0}
     (sent,) = (x["args"] for x in events if x["name"] == first.kind)
     assert sent["bytes sent"] == first.sent and sent["line"] == first.line
-
-
-def test_without_a_schedule_there_is_no_trace(plan):
     with pytest.raises(ValueError, match=r"no schedule of h200, .*; install the compiler"):
         plan.to_trace()

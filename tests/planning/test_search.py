@@ -9,7 +9,6 @@ from functools import partial
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from plan_helpers import BATCH, OPTIM, RULE, by_hand, not_compiled
 from transformer import Transformer, next_token_losses
@@ -21,18 +20,10 @@ from eqxshard.planning._search import mesh_shapes, rank
 
 GIVEN = (Transformer, next_token_losses, OPTIM, BATCH)
 LARGE = partial(Transformer, vocab=512, embed=64, mlp=256)
-SPLIT = eqxshard.combine(
-    eqxshard.by_dim({"heads": "tensor", "mlp": "tensor", "vocab": "tensor"}),
-    eqxshard.fsdp(min_size=1),
-)
 
 
 def with_memory(memory):
     return dataclasses.replace(eqxshard.Target.named("h200"), memory=memory)
-
-
-def find(search, **mesh):
-    return next(each for each in search.candidates if each.mesh == mesh)
 
 
 @pytest.mark.slow
@@ -138,26 +129,6 @@ def test_a_search_prints_a_column_for_each_cost():
 def test_bad_input_is_refused(word, options):
     with pytest.raises(ValueError, match=word):
         eqxshard.plan_search(*GIVEN, **{"devices": 8, "rules": RULE, **options})
-
-
-@pytest.mark.thorough
-@pytest.mark.usefixtures("as_scripts_run")
-def test_fewer_rows_than_devices_and_a_large_layer_need_fsdp_and_tensor():
-    # Two heads, so that tensor is at most 2.
-    search = eqxshard.plan_search(
-        partial(LARGE, heads=2),
-        next_token_losses,
-        optax.adam(1e-3),
-        {"tokens": jax.ShapeDtypeStruct((2, 17), jnp.int32)},
-        devices=4,
-        rules=SPLIT,
-        target=with_memory(1.1e6),
-        backend="cpu",
-    )
-    assert search.best is not None and search.best.mesh == {"fsdp": 2, "tensor": 2}
-    assert "does not divide" in find(search, fsdp=4).reason
-    assert "does not fit" in find(search, data=2, tensor=2).reason
-    assert "of size 2 over tensor=4, which does not" in find(search, tensor=4).reason
 
 
 def shapes(devices, axes, per_host=8):
