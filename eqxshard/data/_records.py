@@ -57,7 +57,7 @@ class RecordSource:
             dataset, lambda pair: {"image": pair[0], "label": pair[1]}
         )
 
-        dataset = datasets.load_dataset("imdb", split="train").with_format("numpy")
+        dataset = datasets.load_dataset("ylecun/mnist", split="train").with_format("numpy")
         source = eqxshard.data.RecordSource(dataset)
         ```
     """
@@ -103,7 +103,7 @@ class RecordSource:
         _check_alike(indices, examples)
         return {name: np.stack([x[name] for x in examples]) for name in examples[0]}
 
-    def _read(self, indices: list[int]) -> list[Mapping[str, Any]]:
+    def _read(self, indices: list[int]) -> list[Any]:
         return self._decode_all([self._records[index] for index in indices])
 
     def _decode_all(self, records: list[Any]) -> list[Any]:
