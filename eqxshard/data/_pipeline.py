@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import Generator
 from contextlib import closing
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +15,6 @@ from jaxtyping import Array
 
 from ._host import HostBatches
 
-_T = TypeVar("_T")
 _Arrays = dict[str, np.ndarray]
 #: Batches, one or more at a time.
 _Chunks = Generator[list[_Arrays], None, None]
@@ -86,13 +85,13 @@ def _gather_one(host: HostBatches, step: int) -> list[_Arrays]:
     return host.gather(range(step, step + 1))
 
 
-def make_ahead(items: Generator[_T, None, None], count: int) -> Generator[_T, None, None]:
+def make_ahead(items: Generator[Any, None, None], count: int) -> Generator[Any, None, None]:
     """The items of a generator, of which a thread of its own makes some ahead."""
     if count == 0:
         with closing(items):
             yield from items
         return
-    made: queue.SimpleQueue[tuple[_T] | BaseException | None] = queue.SimpleQueue()
+    made: queue.SimpleQueue[tuple[Any] | BaseException | None] = queue.SimpleQueue()
     free = threading.Semaphore(count - 1)
     closed = threading.Event()
 
