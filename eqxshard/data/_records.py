@@ -63,11 +63,7 @@ class RecordSource:
     """
 
     def __init__(
-        self,
-        records: Any,
-        decode: Callable[[Any], Any] | None = None,
-        *,
-        threads: int = 16,
+        self, records: Any, decode: Callable[[Any], Any] | None = None, *, threads: int = 16
     ):
         if not (hasattr(records, "__len__") and hasattr(records, "__getitem__")):
             raise TypeError(
