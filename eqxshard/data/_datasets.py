@@ -15,9 +15,6 @@ import platformdirs
 
 from ..sharding._paths import local_path
 
-#: Seconds to wait for a connection, and for each read.
-_TIMEOUT = 10.0
-
 _notes: ContextVar[list[str] | None] = ContextVar("eqxshard_planning", default=None)
 
 
@@ -82,14 +79,7 @@ def _download(path: Path, url: str, sha256: str) -> None:
         # Imported here because it is optional, and most programs download nothing.
         import pooch
 
-        downloader = pooch.HTTPDownloader(timeout=_TIMEOUT)
-        pooch.retrieve(
-            url,
-            f"sha256:{sha256}",
-            path.name,
-            path.parent,
-            downloader=downloader,  # pyright: ignore[reportArgumentType]
-        )
+        pooch.retrieve(url, f"sha256:{sha256}", path.name, path.parent)
     except (ImportError, OSError, ValueError) as error:
         raise FileNotFoundError(
             f"there is no {path}, and it could not be downloaded from {url} ({error}); put "

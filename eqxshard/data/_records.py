@@ -57,17 +57,13 @@ class RecordSource:
             dataset, lambda pair: {"image": pair[0], "label": pair[1]}
         )
 
-        dataset = datasets.load_dataset("imdb", split="train").with_format("numpy")
+        dataset = datasets.load_dataset("ylecun/mnist", split="train").with_format("numpy")
         source = eqxshard.data.RecordSource(dataset)
         ```
     """
 
     def __init__(
-        self,
-        records: Any,
-        decode: Callable[[Any], Any] | None = None,
-        *,
-        threads: int = 16,
+        self, records: Any, decode: Callable[[Any], Any] | None = None, *, threads: int = 16
     ):
         if not (hasattr(records, "__len__") and hasattr(records, "__getitem__")):
             raise TypeError(
@@ -103,7 +99,7 @@ class RecordSource:
         _check_alike(indices, examples)
         return {name: np.stack([x[name] for x in examples]) for name in examples[0]}
 
-    def _read(self, indices: list[int]) -> list[Mapping[str, Any]]:
+    def _read(self, indices: list[int]) -> list[Any]:
         return self._decode_all([self._records[index] for index in indices])
 
     def _decode_all(self, records: list[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""A server to download from, which can be made to misbehave, and no old threads."""
+"""A server to download from, and no old threads."""
 
 import gc
 import threading
@@ -8,33 +8,23 @@ import pytest
 
 
 class Server:
-    """Serves `files`, by the paths of their URLs, and records requests.
-
-    A response in `cut` breaks off half-way; one in `silent` gets no byte before the end of
-    the test.
-    """
+    """Serves `files`, by the paths of their URLs, and records requests."""
 
     def __init__(self, url: str):
         self.url = url
         self.files: dict[str, bytes] = {}
-        self.cut: set[str] = set()
-        self.silent: set[str] = set()
-        self.ended = threading.Event()
         self.requests: list[str] = []
 
     def respond(self, handler: BaseHTTPRequestHandler) -> None:
-        path = handler.path
-        self.requests.append(path)
-        body = self.files.get(path)
-        if path in self.silent:
-            self.ended.wait()
-        elif body is None:
+        self.requests.append(handler.path)
+        body = self.files.get(handler.path)
+        if body is None:
             handler.send_error(404)
         else:
             handler.send_response(200)
             handler.send_header("Content-Length", str(len(body)))
             handler.end_headers()
-            handler.wfile.write(body[: len(body) // 2] if path in self.cut else body)
+            handler.wfile.write(body)
 
 
 @pytest.fixture
@@ -53,7 +43,6 @@ def server(monkeypatch):
         thread = threading.Thread(target=http.serve_forever, args=(0.01,))
         thread.start()
         yield found
-        found.ended.set()
         http.shutdown()
         thread.join()
 

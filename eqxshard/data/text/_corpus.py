@@ -91,7 +91,7 @@ def open_corpus(
         )
     if path.is_file() and path.suffix == ".txt":
         text = "".join(part.text for part in read_parts([path]))
-        return _encode_corpus(text, tokenizer or "char", valid=valid, name=path.stem)
+        return _encode_corpus(text, tokenizer or "char", valid, path.stem)
     if is_prepared(path):
         tokens = TokenFiles(path)
         cut = _cut(tokens, valid)
@@ -138,18 +138,14 @@ def shakespeare(
     """
     if is_planning():
         text = _CHARACTERS * (_LENGTH // len(_CHARACTERS) + 1)
-        return _encode_corpus(text[:_LENGTH], tokenizer, name="shakespeare")
+        return _encode_corpus(text[:_LENGTH], tokenizer, 0.1, "shakespeare")
     path = dataset_folder(data_dir) / "shakespeare" / "input.txt"
     text = read_file(path, _URL, _SHA256).decode()
-    return _encode_corpus(text, tokenizer, name="shakespeare")
+    return _encode_corpus(text, tokenizer, 0.1, "shakespeare")
 
 
 def _encode_corpus(
-    text: str,
-    tokenizer: str | os.PathLike[str] | Tokenizer,
-    *,
-    valid: float = 0.1,
-    name: str = "",
+    text: str, tokenizer: str | os.PathLike[str] | Tokenizer, valid: float, name: str
 ) -> Corpus:
     """The corpus of a text in memory, whose last part is to evaluate on."""
     if not text:

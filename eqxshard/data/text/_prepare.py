@@ -84,25 +84,23 @@ def prepare(
     """
     given = [inputs] if isinstance(inputs, str | os.PathLike) else inputs
     files, folder = _find(given), local_path(output, "output=")
-    if tokenizer == "char":
-        tokenizer = CharTokenizer(part.text for part in read_parts(files))
-    elif not isinstance(tokenizer, Tokenizer):
-        tokenizer = load_tokenizer(tokenizer)
     if is_prepared(folder):
         raise ValueError(
             f"{folder} is prepared already; open it, delete it, or give another output."
         )
+    if tokenizer == "char":
+        tokenizer = CharTokenizer(part.text for part in read_parts(files))
+    elif not isinstance(tokenizer, Tokenizer):
+        tokenizer = load_tokenizer(tokenizer)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(folder / TOKENIZER_FILE)
     tokens, documents = _encode(read_parts(files), tokenizer, folder)
-    record = {
-        "vocab_size": tokenizer.vocab_size,
-        "tokens": tokens,
-        "documents": documents,
-    }
+    sizes = {"tokens": tokens, "documents": documents}
     # Last, and in one piece: a folder without it is not prepared.
     part = folder / f"{RECORD_FILE}.part"
-    part.write_text(json.dumps(record), encoding="utf-8")
+    part.write_text(
+        json.dumps({"vocab_size": tokenizer.vocab_size, **sizes}), encoding="utf-8"
+    )
     part.replace(folder / RECORD_FILE)
     return TokenFiles(folder)
 
