@@ -82,8 +82,6 @@ def main() -> None:
     if differ is not None and not first:
         args.seed += differ == "seed"
         args.batch_size *= 2 if differ == "batch_size" else 1
-        args.mesh = "fsdp=-1,data=1" if differ == "mesh" else args.mesh
-    examples = 0 if differ == "length" and not first else 100
     pairs = (pair.split("=") for pair in args.mesh.split(","))
     sizes: dict[str, Any] = {axis: int(size) for axis, size in pairs}
     if args.dcn:
@@ -92,7 +90,7 @@ def main() -> None:
     where = {"mesh": mesh, "rule": RULES[args.rule]}
     x = np.random.default_rng(0).normal(size=(100, 8)).astype(np.float32)
     arrays = {"x": x, "y": np.sin(x[:, :4]), "index": np.arange(100)}
-    source = eqxshard.data.ArraySource({k: v[:examples] for k, v in arrays.items()})
+    source = eqxshard.data.ArraySource(arrays)
 
     def slowly(batch):
         time.sleep(args.seconds_per_step)

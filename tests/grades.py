@@ -20,3 +20,9 @@ def graded(
         return pytest.mark.slow if case in slow else pytest.mark.thorough
 
     return [marked(case) for case in cases]
+
+
+def on_versions(cases: Iterable[Any], some: Collection[Any]) -> list[Any]:
+    """Parameters of a test, of which some are also tried on other versions of JAX."""
+    marks = {True: [pytest.mark.versions], False: []}
+    return [pytest.param(case, marks=marks[case in some]) for case in cases]

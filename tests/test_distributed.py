@@ -147,17 +147,17 @@ def whole(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("which, step", graded([(0, 3), (2, 12)], slow=[(0, 3)]))
-def test_when_one_is_killed_the_others_end_soon(tmp_path, which, step):
+@pytest.mark.slow
+def test_when_one_is_killed_the_others_end_soon(tmp_path):
     options = ("--seconds-per-step=0.2", "--steps=500", "--batch-size=15")
     with start(tmp_path, *options, processes=3, devices=1) as process:
-        wait_for_step(tmp_path, step)
-        os.kill(workers_of(process)[which], signal.SIGKILL)
+        wait_for_step(tmp_path, 3)
+        os.kill(workers_of(process)[0], signal.SIGKILL)
         began = time.monotonic()
         out, _ = process.communicate(timeout=60)
         assert time.monotonic() - began < 25
     assert process.returncode == 137
-    assert f"process {which} of 3 was killed by SIGKILL; the others were stopped" in out
+    assert "process 0 of 3 was killed by SIGKILL; the others were stopped" in out
 
 
 @pytest.mark.slow
@@ -195,8 +195,6 @@ def test_a_notice_to_one_process_saves_all_at_the_same_step(tmp_path, whole):
     [
         ("seed", r"differ in state key: \[0, 0\] in process 0; \[0, 1\] in process 1"),
         ("batch_size", r"differ in loader batch_size: 16 in process 0; 32 in process 1"),
-        ("length", r"differ in loader length: 100 in process 0; 0 in process 1"),
-        ("mesh", r"differ in mesh data: -1 in process 0; 1 in process 1"),
     ],
 )
 def test_processes_that_differ_do_not_start(tmp_path, what, says):
@@ -206,27 +204,16 @@ def test_processes_that_differ_do_not_start(tmp_path, what, says):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "what, says",
-    [
-        ("code", "processes of this run differ in process script's code: "),
-        ("devices", "of devices (process 0 has 1, process 1 has 2); start all of them"),
-    ],
-)
-def test_processes_of_other_code_or_devices_do_not_start(tmp_path, what, says):
+def test_processes_of_other_code_do_not_start(tmp_path):
     other = tmp_path / "other.py"
     other.write_text(SCRIPT.read_text() + "# another line\n")
-    scripts = [SCRIPT, other] if what == "code" else [SCRIPT, SCRIPT]
-    numbers = ["1", "2"] if what == "devices" else ["1", "1"]
-    starts = [
-        ((script, tmp_path), {"JAX_NUM_CPU_DEVICES": number})
-        for script, number in zip(scripts, numbers)
-    ]
-    for status, err in run_by_hand(starts):
-        assert status == 1 and says in err
+    one = {"JAX_NUM_CPU_DEVICES": "1"}
+    for status, err in run_by_hand([((x, tmp_path), one) for x in (SCRIPT, other)]):
+        assert status == 1
+        assert "processes of this run differ in process script's code: " in err
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_hosts_are_the_outer_part_of_an_axis(tmp_path):
     options = ["--mesh=data=2,fsdp=2", "--rule=fsdp"]
     how = {"processes": 2, "devices": 2}

@@ -13,7 +13,7 @@ def test_killed_runs_end_as_the_whole_one():
     # In a process of its own, which forks before it has touched a device.
     script = Path(__file__).parent / "kill_runs.py"
     run = subprocess.run(
-        [sys.executable, script, "--runs", "8", "--seed", "7"],
+        [sys.executable, script, "--runs", "5", "--seed", "7"],
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,

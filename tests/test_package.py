@@ -127,7 +127,6 @@ BY_HAND += ["Loader", "fit", "evaluate", "explain", "Checkpointer", "filter_shar
 LATER = {"grain", "matplotlib", "orbax", "rich", "safetensors", "tensorstore", "tyro"}
 
 
-@pytest.mark.versions
 def test_a_program_loads_only_the_packages_that_it_uses():
     # Modules, because seconds depend on the machine.
     code = f"""if True:
@@ -216,7 +215,6 @@ def test_warnings_are_errors_in_tests_whoever_is_blamed(level):
         warnings.warn("jax.thing is deprecated", DeprecationWarning, stacklevel=level)
 
 
-@pytest.mark.versions
 def test_what_jax_deprecates_is_an_error_in_other_processes():
     code = "import warnings; warnings.warn('jax.thing is deprecated', DeprecationWarning)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from checkpoint_helpers import OPTIM, like, new_state, placed
+from grades import on_versions
 from helpers import (
     MESHES,
     RULES,
@@ -22,8 +23,7 @@ from hypothesis import strategies as st
 import eqxshard
 
 
-@pytest.mark.versions
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", on_versions(MESHES, ["fsdp=8", "data=2,fsdp=4"]))
 @pytest.mark.parametrize("rule", RULES)
 def test_a_state_is_restored_bit_for_bit_into_any_sharding(checkpoints, mesh, rule):
     folder, state = checkpoints

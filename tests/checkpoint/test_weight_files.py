@@ -49,7 +49,6 @@ def index(folder):
     return path
 
 
-@pytest.mark.versions
 def test_an_index_is_read_from_itself_or_from_its_folder(tmp_path):
     path = index(tmp_path)
     # Another format of the same weights, as in many repositories.

@@ -57,7 +57,6 @@ def assert_close(results, expected, tolerance=1e-5):
 
 
 # All at once; chunks that divide; a last chunk that is not full; one position at a time.
-@pytest.mark.versions
 @pytest.mark.parametrize(
     "chunk, vmapped",
     [(24, False), (24, True), (8, False), (7, False), (7, True), (1, True)],

@@ -70,7 +70,6 @@ MESHES = [
 ]
 
 
-@pytest.mark.versions
 @pytest.mark.parametrize("sizes", MESHES)
 def test_values_and_gradients_equal_plain_products(sizes):
     _, results = compiled(**sizes)

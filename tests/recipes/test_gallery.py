@@ -14,9 +14,6 @@ from safetensors.numpy import load_file
 import eqxshard
 
 GALLERY = ROOT / "recipes" / "gallery"
-#: What is not a recipe: what several of them share.
-SHARED = {"garments", "pictures"}
-RECIPES = sorted({path.stem for path in GALLERY.glob("*.py")} - SHARED)
 synthetic_fashion = eqxshard.data.synthetic_fashion
 
 
@@ -37,14 +34,6 @@ def main(monkeypatch, capsys):
     return lambda name, *options: call(
         capsys, monkeypatch, GALLERY / f"{name}.py", *options
     )
-
-
-def test_every_recipe_is_on_the_page():
-    page = (ROOT / "docs" / "pages" / "gallery.md").read_text()
-    assert len(RECIPES) == 9
-    for name in RECIPES:
-        assert f"python recipes/gallery/{name}.py" in page
-        assert f"[Source](gallery/{name}.md)" in page
 
 
 @pytest.mark.parametrize(

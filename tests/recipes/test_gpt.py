@@ -35,7 +35,7 @@ def main(monkeypatch, capsys):
 
 #: A mesh, and what is changed of the tiny shape.
 MESHES = [
-    ("fsdp=4,context=2", {}),
+    ("fsdp=4,context=2", {"layers": 2}),
     ("stage=2,data=4", {}),
     ("data=2,fsdp=2,tensor=2", {}),
     ("fsdp=2,expert=2,tensor=2", {"experts": 4, "layers": 2}),

@@ -34,7 +34,6 @@ def test_the_last_line_is_what_main_returns(script, tmp_path):
     )
 
 
-@pytest.mark.versions
 def test_help_groups_options_and_shows_defaults(script):
     status, out, err = script("--help")
     assert (status, err) == (0, "")
@@ -73,7 +72,6 @@ MISTAKES = {
 }
 
 
-@pytest.mark.versions
 @pytest.mark.parametrize("options", MISTAKES)
 def test_a_mistake_is_one_line_and_writes_nothing(script, tmp_path, options):
     result = script("--output", tmp_path / "run", *options.split())

@@ -15,7 +15,6 @@ def train(step, **metrics):
     return {"epoch": step / 10, **{f"train/{k}": v for k, v in metrics.items()}}
 
 
-@pytest.mark.versions
 def test_the_plot_is_drawn_after_each_evaluation_and_at_the_end(tmp_path):
     path = tmp_path / "new" / "curves.png"
     tracker = Curves(path, title="LeNet, synthetic")

@@ -25,7 +25,6 @@ def read(tmp_path):
     return read_events
 
 
-@pytest.mark.versions
 @pytest.mark.parametrize("channels, mode", [(1, "L"), (3, "RGB"), (4, "RGBA")])
 def test_images_are_read_back(tmp_path, channels, mode):
     module = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

@@ -79,7 +79,6 @@ OVERFLOWS = {
 }
 
 
-@pytest.mark.versions
 @pytest.mark.parametrize("name", OVERFLOWS)
 @pytest.mark.parametrize("mesh, rule", [("data=8", "replicate"), ("fsdp=8", "fsdp")])
 def test_a_step_whose_update_is_not_finite_is_skipped(mesh, rule, name):
@@ -167,7 +166,6 @@ def test_nonfinite_raise_names_the_step_and_ignore_does_not_check():
     assert np.isnan(state.model.last.weight).all()
 
 
-@pytest.mark.versions
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("where", [None, "small", "large", "split"])
 def test_each_device_checks_its_own_part(where, bad):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from grades import on_versions
 from helpers import (
     MESHES,
     RULES,
@@ -37,9 +38,8 @@ def on_one_device():
     return init(make_mesh("data=1"), eqxshard.replicate())
 
 
-@pytest.mark.versions
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", on_versions(MESHES, ["fsdp=8", "data=2,fsdp=4"]))
 def test_initial_values_do_not_depend_on_mesh_or_rule(mesh, rule):
     assert_equal(init(make_mesh(mesh), RULES[rule]), on_one_device())
 
@@ -172,7 +172,6 @@ class Holder:
         """A function that is bound to it."""
 
 
-@pytest.mark.versions
 @pytest.mark.parametrize(
     "keep",
     [

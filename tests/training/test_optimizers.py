@@ -132,7 +132,6 @@ def train(optim, steps):
     return state.model
 
 
-@pytest.mark.versions
 @pytest.mark.parametrize("name", graded(OPTIMS, QUICK, SLOW))
 def test_two_steps_are_those_of_plain_optax(name):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

@@ -70,7 +70,6 @@ CHANGES = {
 }
 
 
-@pytest.mark.versions
 @pytest.mark.parametrize("kind", CHANGES)
 def test_a_compile_says_what_changed_and_what_to_do(kind, caplog):
     before, now, expected = CHANGES[kind]

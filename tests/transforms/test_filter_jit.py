@@ -94,7 +94,6 @@ CALLS = {
 }
 
 
-@pytest.mark.versions
 @pytest.mark.parametrize("call", CALLS)
 def test_it_computes_what_equinox_does(call):
     fn, args, kwargs = CALLS[call]
