@@ -176,10 +176,11 @@ def _compile(
 def _check_outputs(outputs: PyTree, rows: int) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
         if not is_array(leaf) or leaf.shape[:1] != (rows,):
-            found = f"has shape {leaf.shape}" if is_array(leaf) else f"is {leaf!r}"
+            kind = f"a {type(leaf).__name__}"
+            found = f"of shape {leaf.shape}" if is_array(leaf) else kind
             raise ValueError(
-                f"{leaf_path(path, 'output')} of fn {found} for a batch of {rows}; return "
-                "arrays with one row per example."
+                f"{leaf_path(path, 'output')} of fn is {found} for a batch of {rows}; "
+                "return arrays with one row per example."
             )
 
 
