@@ -120,10 +120,6 @@ def test_bad_input_is_one_sentence_with_the_remedy(command, monkeypatch, tmp_pat
     refuse("plan.htm is no page; give", REGRESSION, "--devices=8", "--html=plan.htm")
     refuse("there is no target 'h20'; did you", REGRESSION, "--devices=8", "--device=h20")
     refuse(
-        "64 does not divide over data=3 x fsdp=1 = 3 devices; use a multiple of 3",
-        *(REGRESSION, "--devices=3", "--batch-size=64"),
-    )
-    refuse(
         "mesh data=3 does not divide the 8 devices; choose",
         *(REGRESSION, "--devices=8", "--mesh=data=3,fsdp=-1"),
     )

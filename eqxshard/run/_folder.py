@@ -15,6 +15,7 @@ from ..checkpoint._folder import is_claimed
 from ..distributed import broadcast_from_first
 from ..sharding._files import read_json
 from ..sharding._paths import local_path
+from ..trackers._curves import Curves
 from ..trackers._files import Seldom, write_whole
 from ..trackers._jsonl import JSONLines, read_whole_lines
 from ..trackers._mlflow import MLflow
@@ -34,6 +35,7 @@ class RunFolder:
     - `path`: the folder.
     - `checkpoints`: where [`eqxshard.Checkpointer`][] saves.
     - `metrics`: `metrics.jsonl`, a line for each report.
+    - `curves`: `curves.png`, if Matplotlib is installed.
     - `summary`: `summary.json`, written at the end.
     - `page`: `index.html`, to look at: all of this and more in one file, which loads
         nothing. It is written during the run and at the end.
@@ -63,6 +65,7 @@ class RunFolder:
         self.path = local_path(path, "the folder of a run")
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
+        self.curves = self.path / "curves.png"
         self.summary = self.path / "summary.json"
         self.page = self.path / "index.html"
         self.record = self.path / "run.json"
@@ -119,7 +122,7 @@ class RunFolder:
 
         **Arguments:**
 
-        - `title`: stands above the progress.
+        - `title`: stands above curves and progress.
         - `total_steps`: the step that the run ends at.
         - `first`: the step that it starts from.
         - `extra`: entries to add to every line of `metrics.jsonl`.
@@ -131,42 +134,57 @@ class RunFolder:
         `ImportError` if the package of a service is not installed, and `ValueError` if the
         service refuses the run.
         """
-        # Before the log is emptied, because they may refuse the run.
+        # Before the log is emptied: curves fail if their file cannot be written, and after
+        # them services if they refuse the run.
+        curves = Curves(self.curves, title=title) if is_installed("matplotlib") else None
         kinds = {"wandb": WandB, "mlflow": MLflow}
-        started: Any = {"name": title, "settings": settings, "resume": first > 0}
         remote: list[Tracker] = []
         try:
             for service in services:
-                remote.append(kinds[service](self.path, **started))
+                start = kinds[service]
+                remote.append(
+                    start(self.path, name=title, settings=settings, resume=first > 0)
+                )
         except Exception as error:
             for tracker in remote:
                 tracker.close(error)
             raise
         self._log = JSONLines(self.metrics, extra=extra, keep_until=first or None)
         trackers: list[Tracker] = [self._log]
+        if curves is not None:
+            for line in self.history():
+                others = {k: v for k, v in line.items() if k != "step"}
+                numbers = {k: v for k, v in others.items() if isinstance(v, int | float)}
+                curves.log(line["step"], numbers)
+            trackers.append(curves)
         if is_installed("tensorboard"):
             # A run that begins anew hides all of an earlier attempt.
             events = self.path / "tensorboard"
             trackers.append(TensorBoard(events, purge_after=first or -1))
         # An earlier run's would contradict the metrics if this one is stopped.
         self.summary.unlink(missing_ok=True)
-        trackers += [*remote, _PageTracker(self)]
-        return [*trackers, ProgressBar(total_steps, title=title)]
+        progress = ProgressBar(total_steps, title=title)
+        return [*trackers, *remote, _PageTracker(self), progress]
 
     def history(self) -> list[dict[str, Any]]:
         """The reports in `metrics.jsonl`, and those that wait for room on a full disk."""
-        waiting = self._log.waiting if self._log else []
         lines = [line for _, line in read_whole_lines(self.metrics)]
-        lines += [json.loads(text) for text in waiting]
-        return [line for line in lines if _is_report(line)]
+        lines += [json.loads(text) for text in (self._log.waiting if self._log else ())]
+        # Somebody may have written others between them.
+        return [line for line in lines if isinstance(line.get("step"), int)]
 
     def read_summary(self) -> dict[str, Any]:
         """What `summary.json` has; empty if there is none, or it is damaged."""
         return read_values(self.summary)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write `summary.json`."""
-        write_whole(self.summary, json.dumps(summary, indent=2, default=str) + "\n")
+        """Write `summary.json`. If that fails, it is logged."""
+        try:
+            write_whole(self.summary, json.dumps(summary, indent=2, default=str) + "\n")
+        except OSError as error:
+            _LOG.error(
+                "%s cannot be written: %s. The run is finished.", self.summary, error
+            )
 
     def write_page(self) -> None:
         """Write `index.html` from the other files.
@@ -196,15 +214,6 @@ class _PageTracker:
     def close(self, error: BaseException | None = None) -> None:
         """Write it for the last time."""
         self._folder.write_page()
-
-
-def _is_report(line: Mapping[str, Any]) -> bool:
-    """Whether a line is one of ours: somebody may have written others between them."""
-    times = [x for k, x in line.items() if k.startswith(("seconds/", "train/seconds"))]
-    numbers = (line.get("epoch"), *times)
-    return isinstance(line.get("step"), int) and all(
-        isinstance(x, int | float) for x in numbers
-    )
 
 
 def script_name() -> str:

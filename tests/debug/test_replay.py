@@ -184,7 +184,11 @@ def command(failed, monkeypatch, capsys):
         sys.modules.pop("eqxshard_imported_script", None)
         monkeypatch.setattr(sys, "path", [*sys.path])
         monkeypatch.setattr(sys, "argv", ["replay", str(dump), str(script), *options])
-        return main(), *capsys.readouterr()
+        try:
+            status = main()
+        except SystemExit as stop:
+            status = stop.code
+        return status, *capsys.readouterr()
 
     yield run
     for name in {*sys.modules} - before:
@@ -230,8 +234,10 @@ def test_the_command_takes_another_loss_only_by_name(command, failed, tmp_path):
 @pytest.mark.slow
 def test_an_error_of_the_script_keeps_its_traceback(command, tmp_path):
     (tmp_path / "train.py").write_text("raise ValueError('mine')")
-    with pytest.raises(ValueError, match=r"^mine$"):
-        command(script=tmp_path / "train.py")
+    status, out, err = command(script=tmp_path / "train.py")
+    assert (status, out) == (1, "")
+    assert f'File "{tmp_path / "train.py"}", line 1' in err
+    assert err.endswith("ValueError: mine\n")
 
 
 NAMES = ["os:system", "module:run", "__main__:loss_fn", "equinox:tree_serialise_leaves"]
