@@ -1,4 +1,5 @@
 import math
+import time
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from eqxshard.callbacks import (
     LearningRate,
     Profile,
     Throughput,
+    TimeLimit,
 )
 
 WHERE: dict = {"mesh": make_mesh(), "rule": eqxshard.replicate()}
@@ -169,6 +171,19 @@ def test_a_resumed_run_stops_where_the_uninterrupted_one_would(tmp_path):
     assert int(stopped(make(), SCORES[3:], tmp_path, state).step) == 10
 
 
+def test_a_time_limit_ends_a_run(monkeypatch, capfd):
+    limit, clock, now = TimeLimit("1:00:00"), time.monotonic, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + now[0])
+
+    def evaluate(model):
+        now[0] += 1_800
+        return {}
+
+    options: dict = {"evaluate": evaluate, "evaluate_every": 2, "stall_seconds": None}
+    assert fit(limit, steps=60, **options)[-1]["epoch"] == 4 / 6
+    assert "the time limit of 1:00:00 is reached; not saved" in capfd.readouterr().err
+
+
 # Refusals
 
 MISTAKES = {
@@ -176,6 +191,8 @@ MISTAKES = {
     "patience": (lambda: EarlyStopping("eval/score", 0), "patience=0"),
     "min_delta": (lambda: EarlyStopping("eval/score", 1, min_delta=-1), "min_delta=-1"),
     "mode": (lambda: EarlyStopping("eval/score", 1, mode="best"), "'best'"),  # pyright: ignore
+    "limit": (lambda: TimeLimit("1h"), "'1h' is not a time limit"),
+    "no time": (lambda: TimeLimit(0.0), "0.0 is not a time limit"),
     "steps": (lambda: Profile(5, 4, "profile"), "5:4"),
     "first": (lambda: Profile(1, 4, "profile"), "1:4"),
 }
