@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import lenient, make_mesh
-from loop_helpers import Layers, Recorder, count_dispatched, fresh, loss_fn, make_loader
+from loop_helpers import Layers, Recorder, fresh, loss_fn, make_loader
 
 import eqxshard
 from eqxshard.callbacks import (
@@ -100,23 +100,6 @@ def test_a_profile_is_written(tmp_path):
     for last in (4, 100):
         fit(Profile(3, last, tmp_path / str(last)))
         assert [*(tmp_path / str(last)).rglob("*.xplane.pb")]
-
-
-@pytest.fixture
-def profiler(monkeypatch):
-    """What is asked of the profiler, which records nothing."""
-    calls: list[str] = []
-    monkeypatch.setattr("jax.profiler.start_trace", lambda folder: calls.append("start"))
-    monkeypatch.setattr("jax.profiler.stop_trace", lambda: calls.append("stop"))
-    return calls
-
-
-def test_a_profile_ends_dispatches_where_it_begins_and_ends(
-    profiler, monkeypatch, tmp_path
-):
-    taken = count_dispatched(monkeypatch)
-    fit(Profile(3, 4, tmp_path), steps=12, placement="device", log_every=50)
-    assert taken == [2, 2, 2, 6] and profiler == ["start", "stop"]
 
 
 # Early stopping

@@ -93,15 +93,6 @@ def test_the_curve_follows_the_values(tmp_path, kind, direction):
     assert direction * slope(tmp_path / "c.png") > 0.6
 
 
-def test_values_that_are_not_finite_leave_gaps(tmp_path):
-    tracker = Curves(tmp_path / "c.png")
-    for step, loss in enumerate([1.0, float("nan"), float("inf"), 2.0]):
-        tracker.log(step, train(step, loss=loss, accuracy=float("nan")))
-    tracker.log(0, {"lr": 0.1})
-    tracker.close()
-    assert size(tmp_path / "c.png")[0] > 0
-
-
 @pytest.mark.parametrize("name", [".", "file/curves.png", "curves.pdf"])
 def test_a_path_that_cannot_be_written_is_an_error_at_once(tmp_path, name):
     (tmp_path / "file").touch()
