@@ -112,7 +112,7 @@ def last_step(steps: int | None, epochs: int | None, epoch: int | None) -> int:
     return (epochs or 0) * epoch
 
 
-def check_positive(**numbers: float | None) -> None:
+def check_positive(**numbers: int | float | None) -> None:
     """Refuse numbers that are not positive."""
     for name, value in numbers.items():
         if value is not None and not value > 0:

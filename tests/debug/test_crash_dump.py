@@ -202,7 +202,7 @@ def test_a_forged_dump_cannot_ask_for_more_memory_than_there_is(copy):
     leaves = json.loads((copy / "crash_dump.json").read_text())["leaves"]
     leaves["batch.x"] = {"shape": [2**40], "dtype": "float32", "spec": []}
     forge(copy, leaves=leaves)
-    refused(copy, r"batch\.x .*its shape is \[8, 4\], not \[1099511627776\]")
+    refused(copy, r"batch\.x .*its shape is \[8, 4\]")
 
 
 @pytest.mark.parametrize("name", FORBIDDEN)
