@@ -120,7 +120,7 @@ REFUSED = {
     "drop": (lambda state: state.model, outputs, {"remainder": "drop"}, "96 of 100 exam"),
     "shape": (lambda state: state.model, mean, {}, r"mean of fn is of shape \(\) for a ba"),
     "text": (lambda state: state.model, lambda *_: {"x": ""}, {}, "x of fn is a str for"),
-    "donated": (gone, outputs, {}, "a part of an earlier state, which was donated; take"),
+    "donated": (gone, outputs, {}, "was donated to an earlier call, or deleted; take"),
 }
 
 
