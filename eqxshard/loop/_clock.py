@@ -15,8 +15,6 @@ from ..distributed import abort_process
 
 _LOG = logging.getLogger(__name__)
 
-#: As after an exception, so launchers and schedulers start the run again.
-_HANG_STATUS = 1
 
 Part = Literal[
     "data",
@@ -106,22 +104,14 @@ def watch(
     - `stall_seconds`: how long one wait may take before it is logged; `None` for any time.
     - `hang_seconds`: how long one wait may take before the process ends; `None` for any
         time.
-
-    **Raises:**
-
-    `ValueError` if one of them is not positive.
     """
-    limits = {"stall_seconds": stall_seconds, "hang_seconds": hang_seconds}
-    given = {name: seconds for name, seconds in limits.items() if seconds is not None}
-    for name, seconds in given.items():
-        if not seconds > 0:
-            raise ValueError(f"{name} must be positive, got {seconds}; use None for never.")
+    given = [seconds for seconds in (stall_seconds, hang_seconds) if seconds is not None]
     if not given:
         yield
         return
     ended = threading.Event()
     # What ends a run is logged first, with stacks.
-    waits = clock, min(given.values()), given.get("hang_seconds", math.inf)
+    waits = clock, min(given), math.inf if hang_seconds is None else hang_seconds
     thread = threading.Thread(
         target=_look, args=(*waits, ended), name="watchdog", daemon=True
     )
@@ -150,13 +140,13 @@ def _look(
             _LOG.error("%s; the stacks of all threads are above, on stderr.", stuck)
         if waited > hang_seconds:
             _LOG.error(
-                "%s, longer than hang_seconds=%g. This process ends with status %d; "
+                "%s, longer than hang_seconds=%g. This process ends with status 1; "
                 "start the run again, to resume from its newest checkpoint.",
                 stuck,
                 hang_seconds,
-                _HANG_STATUS,
             )
-            abort_process(_HANG_STATUS)
+            # As after an exception, so launchers and schedulers start the run again.
+            abort_process(1)
 
 
 def goodput(seconds: Mapping[str, float]) -> float:

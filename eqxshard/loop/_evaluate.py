@@ -28,9 +28,6 @@ from ..training._signature import Signature, mesh_of
 from ..training._state import refuse_state, with_state, without_state
 from ._batches import Batches, is_resident, steps_per_epoch
 
-#: Compiled functions that are kept for the next call, such as after the next epoch.
-_KEPT = 16
-
 
 def evaluate(
     model: PyTree, eval_step: Callable[[PyTree, PyTree], Metrics], loader: Batches
@@ -149,7 +146,8 @@ def _rows(loader: Loader) -> list[np.ndarray]:
     return rows
 
 
-@ft.lru_cache(maxsize=_KEPT)
+# For the next call, such as after the next epoch.
+@ft.lru_cache(maxsize=16)
 def _compile(
     fn: Callable[[Any, Any], PyTree],
     signature: Signature,
@@ -176,10 +174,11 @@ def _compile(
 def _check_outputs(outputs: PyTree, rows: int) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
         if not is_array(leaf) or leaf.shape[:1] != (rows,):
-            found = f"has shape {leaf.shape}" if is_array(leaf) else f"is {leaf!r}"
+            kind = f"a {type(leaf).__name__}"
+            found = f"of shape {leaf.shape}" if is_array(leaf) else kind
             raise ValueError(
-                f"{leaf_path(path, 'output')} of fn {found} for a batch of {rows}; return "
-                "arrays with one row per example."
+                f"{leaf_path(path, 'output')} of fn is {found} for a batch of {rows}; "
+                "return arrays with one row per example."
             )
 
 

@@ -141,9 +141,9 @@ def fit(
         # Below what trackers print when they close.
         stack.callback(_print_time, loop)
         stack.push(lambda kind, error, trace: _close(clock, trackers, callbacks, error))
-        check_positive(
-            steps=steps, epochs=epochs, log_every=log_every, max_nonfinite=max_nonfinite
-        )
+        check_positive(steps=steps, epochs=epochs, log_every=log_every)
+        check_positive(max_nonfinite=max_nonfinite, stall_seconds=stall_seconds)
+        check_positive(hang_seconds=hang_seconds)
         loop.first = loop.step = step_of(loop.state)
         last = last_step(steps, epochs, epoch)
         between = evaluation_interval(evaluate_every, epoch) if evaluate else None
@@ -169,7 +169,7 @@ def fit(
             last, epoch, between, log_every, checkpointer, stop, called.next_step
         )
         # If a step fails, the earlier ones are still reported.
-        stack.callback(report.close)
+        stack.callback(lambda: report.close(loop.step))
         take_steps, batches = dispatches_of(train_step, loader, loop.first, schedule)
         stack.enter_context(closing(batches))
         in_flight = InFlight()

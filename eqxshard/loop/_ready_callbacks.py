@@ -124,27 +124,23 @@ class TimeLimit(Callback):
     """
 
     def __init__(self, limit: float | str):
+        try:
+            parts = [float(part) for part in str(limit).split(":")]
+        except ValueError:
+            parts = [math.nan]
+        seconds = sum(part * 60**i for i, part in enumerate(reversed(parts)))
+        if not seconds > 0:
+            raise ValueError(
+                f"{limit!r} is not a time limit; give a positive number of seconds, or "
+                "hours, minutes and seconds such as '1:30:00'."
+            )
         self._limit = limit
-        self._end = time.monotonic() + _seconds(limit)
+        self._end = time.monotonic() + seconds
 
     def after_report(self, loop: Loop) -> None:
         """Look at the clock."""
         if time.monotonic() >= self._end:
             loop.stop(f"the time limit of {self._limit} is reached")
-
-
-def _seconds(limit: float | str) -> float:
-    try:
-        parts = limit.split(":") if isinstance(limit, str) else [limit]
-        seconds = sum(float(part) * 60**i for i, part in enumerate(reversed(parts)))
-    except ValueError:
-        seconds = math.nan
-    if not seconds > 0:
-        raise ValueError(
-            f"{limit!r} is not a time limit; give a positive number of seconds, or hours, "
-            "minutes and seconds such as '1:30:00'."
-        )
-    return seconds
 
 
 class EvaluateEMA(Callback):

@@ -89,19 +89,13 @@ class Schedule:
 
 def evaluation_interval(evaluate_every: int | str, epoch: int | None) -> int:
     """The number of steps between evaluations."""
-    if evaluate_every == "epoch":
-        if epoch is None:
-            raise ValueError(
-                "this loader has no length, so there are no epochs to evaluate after; give "
-                "evaluate_every a number of steps."
-            )
-        return epoch
-    if not isinstance(evaluate_every, int | np.integer) or evaluate_every < 1:
+    interval = epoch if evaluate_every == "epoch" else evaluate_every
+    if not isinstance(interval, int | np.integer) or interval < 1:
         raise ValueError(
-            f"evaluate_every={evaluate_every!r} must be a positive number of steps, or "
-            "'epoch'."
+            f"evaluate_every={evaluate_every!r} is no number of steps; give one, or "
+            "'epoch' and a loader with a length."
         )
-    return int(evaluate_every)
+    return int(interval)
 
 
 def last_step(steps: int | None, epochs: int | None, epoch: int | None) -> int:
@@ -118,8 +112,8 @@ def last_step(steps: int | None, epochs: int | None, epoch: int | None) -> int:
     return (epochs or 0) * epoch
 
 
-def check_positive(**numbers: int | None) -> None:
-    """Refuse numbers that are less than 1."""
+def check_positive(**numbers: int | float | None) -> None:
+    """Refuse numbers that are not positive."""
     for name, value in numbers.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value} must be at least 1.")
+        if value is not None and not value > 0:
+            raise ValueError(f"{name}={value} must be positive.")

@@ -252,7 +252,7 @@ def _mesh(run: RecordedRun) -> Iterator[Markup]:
 
 
 def _checkpoints(run: RecordedRun) -> Iterator[Markup]:
-    folder, rows = CheckpointFolder(run.folder.checkpoints), []
+    folder, found = CheckpointFolder(run.folder.checkpoints), []
     names: list[str] = []
     for step in folder.known_steps():
         # Another process may remove it meanwhile, and it may be damaged.
@@ -263,7 +263,9 @@ def _checkpoints(run: RecordedRun) -> Iterator[Markup]:
             size = kit.number(sum(file.st_size for file in files), format_bytes)
             saved = datetime.fromtimestamp(max(file.st_mtime for file in files))
             when = f"{saved:%Y-%m-%d %H:%M:%S}"
-            rows.append([step, size, when, *map(metrics.get, names)])
+            found.append(((step, size, when), metrics))
+    # The first ones may be from before the first evaluation.
+    rows = [[*cells, *map(metrics.get, names)] for cells, metrics in found]
     if rows:
         columns = ("Step", "Size", "Saved", *names)
         yield kit.sortable_table("checkpoints", columns, rows)

@@ -4,16 +4,12 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ..sharding._paths import local_path
 from ._files import Seldom, writing
 from ._packages import load
 from ._tracker import Value, is_evaluation, metrics, numbers
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _COLOURS = {"train": "#7a9cc6", "eval": "#c8442f"}
 
@@ -89,42 +85,24 @@ class Curves:
         self._draw().savefig(self._part, format="png", dpi=150)
         os.replace(self._part, self._path)
 
-    def _draw(self) -> "Figure":
-        count = len(self._series)
-        columns = min(count, 3)
-        rows = math.ceil(count / columns)
-        figure = self._new_figure(
-            figsize=(max(4.2 * columns, 5.5), 3.3 * rows), layout="constrained"
-        )
+    def _draw(self) -> Any:
+        """A figure of Matplotlib, with a panel for each metric."""
+        columns = min(len(self._series), 3)
+        rows = math.ceil(len(self._series) / columns)
+        size = max(4.2 * columns, 5.5), 3.3 * rows
+        figure = self._new_figure(figsize=size, layout="constrained")
         figure.suptitle(self._title, fontsize=11)
-        panels = list(figure.subplots(rows, columns, squeeze=False).flat)
-        for panel, (name, series) in zip(panels, self._series.items()):
-            _draw_metric(panel, name, series)
-        for panel in panels[:count]:
+        for place, (name, series) in enumerate(self._series.items(), 1):
+            panel = figure.add_subplot(rows, columns, place)
+            for kind, (xs, ys) in series.items():
+                label = f"{kind or name} {ys[-1]:#.4g}"
+                # A long line is clearer without markers; a single point needs one.
+                marker = "o" if kind == "eval" or len(xs) == 1 else ""
+                colour = _COLOURS.get(kind, "#555555")
+                panel.plot(xs, ys, color=colour, marker=marker, markersize=4, label=label)
+            panel.set_title(name, fontsize=11, loc="left")
             panel.set_xlabel(self._x_label)
             panel.set_xlim(0, 1.03 * self._x_last or 1)
-            panel.locator_params(axis="x", integer=True)
             panel.grid(color="#e6e6e6", linewidth=0.8)
-            panel.set_axisbelow(True)
-            panel.spines[["top", "right"]].set_visible(False)
             panel.legend(frameon=False, fontsize=9)
-        for panel in panels[count:]:
-            panel.set_axis_off()
         return figure
-
-
-def _draw_metric(
-    panel: "Axes", name: str, series: Mapping[str, tuple[list[float], list[float]]]
-) -> None:
-    for kind, (xs, ys) in series.items():
-        panel.plot(
-            xs,
-            ys,
-            color=_COLOURS.get(kind, "#555555"),
-            linewidth=1.2 if kind == "train" else 1.8,
-            # A long line is clearer without markers; a single point needs one.
-            marker="o" if kind == "eval" or len(xs) == 1 else "",
-            markersize=4,
-            label=f"{kind or name} {ys[-1]:#.4g}",
-        )
-    panel.set_title(name, fontsize=11, loc="left")

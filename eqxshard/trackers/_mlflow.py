@@ -146,7 +146,7 @@ class _Sender:
         self._calls.put(call)
         self._raise()
 
-    def close(self, last: Callable[[], object], seconds: float) -> None:
+    def close(self, last: Callable[[], object], seconds: int | float) -> None:
         """Call a last function after all others; wait for them some seconds at most."""
         for call in (last, None):
             self._calls.put(call)

@@ -88,10 +88,6 @@ def test_a_model_with_state(tmp_path):
     )
 
 
-def make_mlp(key):
-    return eqx.nn.MLP(4, 1, 8, 1, key=key)
-
-
 def test_a_precision(tmp_path):
     precision = eqxshard.Precision(compute=jnp.bfloat16)
     dump, _, _ = written(tmp_path, loss_fn=nan_loss, precision=precision)
@@ -181,12 +177,6 @@ def test_a_damaged_dump_is_refused(copy, damage):
         refused(copy, "is not a crash dump; give the folder", FileNotFoundError)
 
 
-def test_another_model_is_refused(copy):
-    refused(
-        copy, "does not fit this model: model.layers.1.w.* has shape", make_model=make_mlp
-    )
-
-
 @pytest.mark.parametrize(
     "forged",
     [
@@ -212,7 +202,7 @@ def test_a_forged_dump_cannot_ask_for_more_memory_than_there_is(copy):
     leaves = json.loads((copy / "crash_dump.json").read_text())["leaves"]
     leaves["batch.x"] = {"shape": [2**40], "dtype": "float32", "spec": []}
     forge(copy, leaves=leaves)
-    refused(copy, r"batch\.x .*its shape is \[8, 4\], not \[1099511627776\]")
+    refused(copy, r"batch\.x .*its shape is \[8, 4\]")
 
 
 @pytest.mark.parametrize("name", FORBIDDEN)

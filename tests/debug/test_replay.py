@@ -216,22 +216,6 @@ def test_the_command_refuses_what_does_not_fit(command, what):
 
 
 @pytest.mark.slow
-def test_the_command_takes_another_loss_only_by_name(command, failed, tmp_path):
-    folder = failed[0] / "run" / "crash_dump"
-    dump = tmp_path / "crash_dump"
-    shutil.copytree(folder, dump)
-    path = dump / "crash_dump.json"
-    for name, was in ((None, "a function without a name"), ("other_loss", "'other_loss'")):
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"loss_fn": name}))
-        write_checksums(dump)
-        status, _, err = command(dump=dump)
-        assert status == 2
-        assert f"the loss function of the run was {was}; give its name in " in err
-    status, out, _ = command("--loss", "loss_fn", dump=dump)
-    assert status == 0 and "roots.1 (Root)" in out
-
-
-@pytest.mark.slow
 def test_an_error_of_the_script_keeps_its_traceback(command, tmp_path):
     (tmp_path / "train.py").write_text("raise ValueError('mine')")
     status, out, err = command(script=tmp_path / "train.py")

@@ -56,19 +56,6 @@ def test_a_script_is_imported_once_with_the_modules_beside_it(script, tmp_path):
     assert import_script(path) is module
 
 
-def test_a_script_that_fails_keeps_its_error_and_is_not_kept(script):
-    path = script("1 / 0")
-    for _ in range(2):
-        with pytest.raises(ZeroDivisionError):
-            import_script(path)
-
-
-def test_a_script_that_is_not_there_is_named(tmp_path):
-    for name in ("none.py", "", "train.txt"):
-        with pytest.raises(ValueError, match=r"there is no Python script .*; give"):
-            import_script(str(tmp_path / name))
-
-
 def test_work_at_the_top_level_is_refused_while_a_script_is_imported(script):
     refuse_import("this")
     path = script("from eqxshard.debug._script import refuse_import; refuse_import('x')")

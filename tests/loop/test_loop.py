@@ -131,21 +131,9 @@ def test_the_state_may_be_replaced():
     assert_equal(fit(Every(3, halve), steps=5), by_hand)
 
 
-REFUSED = {
-    "model": (lambda s: s.model, "not a TrainState"),
-    "step": (
-        lambda s: eqx.tree_at(lambda s: s.step, s, s.step - 1),
-        "is of step 1, and the run is at step 2; let train",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", REFUSED)
-def test_another_kind_of_state_is_refused(kind):
-    change, sentence = REFUSED[kind]
-
+def test_a_state_of_another_step_is_refused():
     def replace(loop):
-        loop.state = change(loop.state)
+        loop.state = eqx.tree_at(lambda s: s.step, loop.state, loop.state.step - 1)
 
-    with pytest.raises((TypeError, ValueError), match=sentence):
+    with pytest.raises(ValueError, match="is of step 1, and the run is at step 2; let"):
         fit(Every(2, replace))

@@ -118,9 +118,9 @@ def mean(model, batch):
 REFUSED = {
     "state": (lambda state: state, outputs, {}, r"give it state\.model"),
     "drop": (lambda state: state.model, outputs, {"remainder": "drop"}, "96 of 100 exam"),
-    "shape": (lambda state: state.model, mean, {}, r"mean of fn has shape \(\) for a ba"),
-    "text": (lambda state: state.model, lambda *_: {"x": ""}, {}, "x of fn is a str; ret"),
-    "donated": (gone, outputs, {}, "a part of an earlier state, which was donated; take"),
+    "shape": (lambda state: state.model, mean, {}, r"mean of fn is of shape \(\) for a ba"),
+    "text": (lambda state: state.model, lambda *_: {"x": ""}, {}, "x of fn is a str for"),
+    "donated": (gone, outputs, {}, "was donated to an earlier call, or deleted; take"),
 }
 
 

@@ -1,11 +1,12 @@
 import math
+import time
 
 import jax
 import numpy as np
 import optax
 import pytest
 from helpers import lenient, make_mesh
-from loop_helpers import Layers, Recorder, count_dispatched, fresh, loss_fn, make_loader
+from loop_helpers import Layers, Recorder, fresh, loss_fn, make_loader
 
 import eqxshard
 from eqxshard.callbacks import (
@@ -15,6 +16,7 @@ from eqxshard.callbacks import (
     LearningRate,
     Profile,
     Throughput,
+    TimeLimit,
 )
 
 WHERE: dict = {"mesh": make_mesh(), "rule": eqxshard.replicate()}
@@ -100,23 +102,6 @@ def test_a_profile_is_written(tmp_path):
         assert [*(tmp_path / str(last)).rglob("*.xplane.pb")]
 
 
-@pytest.fixture
-def profiler(monkeypatch):
-    """What is asked of the profiler, which records nothing."""
-    calls: list[str] = []
-    monkeypatch.setattr("jax.profiler.start_trace", lambda folder: calls.append("start"))
-    monkeypatch.setattr("jax.profiler.stop_trace", lambda: calls.append("stop"))
-    return calls
-
-
-def test_a_profile_ends_dispatches_where_it_begins_and_ends(
-    profiler, monkeypatch, tmp_path
-):
-    taken = count_dispatched(monkeypatch)
-    fit(Profile(3, 4, tmp_path), steps=12, placement="device", log_every=50)
-    assert taken == [2, 2, 2, 6] and profiler == ["start", "stop"]
-
-
 # Early stopping
 
 
@@ -169,6 +154,19 @@ def test_a_resumed_run_stops_where_the_uninterrupted_one_would(tmp_path):
     assert int(stopped(make(), SCORES[3:], tmp_path, state).step) == 10
 
 
+def test_a_time_limit_ends_a_run(monkeypatch, capfd):
+    limit, clock, now = TimeLimit("1:00:00"), time.monotonic, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + now[0])
+
+    def evaluate(model):
+        now[0] += 1_800
+        return {}
+
+    options: dict = {"evaluate": evaluate, "evaluate_every": 2, "stall_seconds": None}
+    assert fit(limit, steps=60, **options)[-1]["epoch"] == 4 / 6
+    assert "the time limit of 1:00:00 is reached; not saved" in capfd.readouterr().err
+
+
 # Refusals
 
 MISTAKES = {
@@ -176,6 +174,8 @@ MISTAKES = {
     "patience": (lambda: EarlyStopping("eval/score", 0), "patience=0"),
     "min_delta": (lambda: EarlyStopping("eval/score", 1, min_delta=-1), "min_delta=-1"),
     "mode": (lambda: EarlyStopping("eval/score", 1, mode="best"), "'best'"),  # pyright: ignore
+    "limit": (lambda: TimeLimit("1h"), "'1h' is not a time limit"),
+    "no time": (lambda: TimeLimit(0.0), "0.0 is not a time limit"),
     "steps": (lambda: Profile(5, 4, "profile"), "5:4"),
     "first": (lambda: Profile(1, 4, "profile"), "1:4"),
 }

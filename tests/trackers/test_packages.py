@@ -29,6 +29,7 @@ def test_a_folder_of_a_packages_name_is_no_package(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "tracker, package, command",
     [
+        ("Curves", "matplotlib", "'eqxshard[recipes]'"),
         ("TensorBoard", "tensorboard", "tensorboard"),
         ("WandB", "wandb", "'eqxshard[wandb]'"),
         ("MLflow", "mlflow", "'eqxshard[mlflow]'"),
