@@ -23,9 +23,8 @@ from .inspect._lint import lint as lint
 from .inspect._pictures import Picture as Picture
 from .inspect._pictures import draw as draw
 from .loop._evaluate import evaluate as evaluate
+from .loop._evaluate import predict as predict
 from .loop._fit import fit as fit
-from .loop._predict import predict as predict
-from .loop._protocols import Tracker as Tracker
 from .planning._make_plan import plan as plan
 from .planning._plan import Plan as Plan
 from .planning._plan import PlannedMemory as PlannedMemory
@@ -55,6 +54,7 @@ from .sharding._placement import constrain as constrain
 from .sharding._placement import filter_shard as filter_shard
 from .sharding._placement import shardings as shardings
 from .sharding._rule import Rule as Rule
+from .trackers._tracker import Tracker as Tracker
 from .training._ema import ema_model as ema_model
 from .training._ema import ema_weights as ema_weights
 from .training._eval_step import EvalStep as EvalStep

@@ -24,7 +24,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 RANKS = [
     {"_parser", "distributed", "pages"},
     {"sharding"},
-    {"transforms", "compiled", "data"},
+    {"transforms", "compiled", "data", "trackers"},
     {"training"},
     {"checkpoint", "inspect"},
     {"debug"},
@@ -39,12 +39,9 @@ ASIDE = {
     "callbacks": {"loop"},
     "nn": {"sharding", "transforms", "parallel"},
     "parallel": {"sharding", "transforms"},
-    "trackers": {"distributed", "loop", "sharding"},
     "launch": {"_parser", "distributed"},
     "replay": {"_parser", "checkpoint", "debug", "run"},
 }
-#: The rooms aside that a room may import from.
-USES = {"run": {"trackers"}}
 
 
 def module_of(file):
@@ -85,7 +82,7 @@ def test_imports_run_downward():
         ranks = [rank for rank, rooms in enumerate(RANKS) if module in rooms]
         assert ranks or module in ASIDE, f"give {module} a place in RANKS or ASIDE"
         allowed = ASIDE[module] if module in ASIDE else set().union(*RANKS[: ranks[0]])
-        upward = set(imported_modules(file)) - allowed - USES.get(module, set())
+        upward = set(imported_modules(file)) - allowed
         wrong |= {file_name(file): upward} if upward else {}
     assert wrong == {}
 

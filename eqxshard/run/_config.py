@@ -16,7 +16,6 @@ import optax
 import tyro
 from jax.sharding import Mesh
 
-from ..loop._callbacks_steps import Profile
 from ..trackers._packages import is_installed
 from ._devices import mesh_from_text, parse_mesh
 
@@ -147,7 +146,7 @@ class RunConfig:
         if self.mesh is not None:
             parse_mesh(self.mesh)
         if self.profile is not None:
-            Profile.parse(self.profile, "")
+            parse_profile(self.profile)
         if self.plan is not None:
             parse_plan(self.plan)
 
@@ -184,6 +183,17 @@ def parse_plan(text: str) -> tuple[int, str]:
             "as 512xh200."
         )
     return int(match[1]), match[2]
+
+
+def parse_profile(text: str) -> tuple[int, int]:
+    """The first and the last step in a text such as `10:15`."""
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and 2 <= int(first) <= int(last)):
+        raise ValueError(
+            f"{text!r} are not steps to profile; write START:STOP, such as 10:15, with "
+            "2 <= START <= STOP."
+        )
+    return int(first), int(last)
 
 
 def make_optimizer(make_optim: MakeOptim, steps: int) -> optax.GradientTransformation:

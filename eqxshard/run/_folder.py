@@ -13,18 +13,15 @@ from typing import Any
 from ..checkpoint._checkpointer import Checkpointer
 from ..checkpoint._folder import is_claimed
 from ..distributed import broadcast_from_first
-from ..loop._media import Value
-from ..loop._protocols import Tracker
 from ..sharding._files import read_json
 from ..sharding._paths import local_path
-from ..trackers._curves import Curves
 from ..trackers._files import Seldom, write_whole
 from ..trackers._jsonl import JSONLines, read_whole_lines
 from ..trackers._mlflow import MLflow
 from ..trackers._packages import is_installed
 from ..trackers._progress import ProgressBar
 from ..trackers._tensorboard import TensorBoard
-from ..trackers._values import is_evaluation
+from ..trackers._tracker import Tracker, Value, is_evaluation
 from ..trackers._wandb import WandB
 from ._config import Resume, Service, option
 
@@ -37,7 +34,6 @@ class RunFolder:
     - `path`: the folder.
     - `checkpoints`: where [`eqxshard.Checkpointer`][] saves.
     - `metrics`: `metrics.jsonl`, a line for each report.
-    - `curves`: `curves.png`, if Matplotlib is installed.
     - `summary`: `summary.json`, written at the end.
     - `page`: `index.html`, to look at: all of this and more in one file, which loads
         nothing. It is written during the run and at the end.
@@ -67,7 +63,6 @@ class RunFolder:
         self.path = local_path(path, "the folder of a run")
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
-        self.curves = self.path / "curves.png"
         self.summary = self.path / "summary.json"
         self.page = self.path / "index.html"
         self.record = self.path / "run.json"
@@ -124,7 +119,7 @@ class RunFolder:
 
         **Arguments:**
 
-        - `title`: stands above curves and progress.
+        - `title`: stands above the progress.
         - `total_steps`: the step that the run ends at.
         - `first`: the step that it starts from.
         - `extra`: entries to add to every line of `metrics.jsonl`.
@@ -136,9 +131,7 @@ class RunFolder:
         `ImportError` if the package of a service is not installed, and `ValueError` if the
         service refuses the run.
         """
-        # Before the log is emptied: curves fail if their file cannot be written, and after
-        # them services if they refuse the run.
-        curves = Curves(self.curves, title=title) if is_installed("matplotlib") else None
+        # Before the log is emptied, because they may refuse the run.
         kinds = {"wandb": WandB, "mlflow": MLflow}
         remote: list[Tracker] = []
         try:
@@ -153,12 +146,6 @@ class RunFolder:
             raise
         self._log = JSONLines(self.metrics, extra=extra, keep_until=first or None)
         trackers: list[Tracker] = [self._log]
-        if curves is not None:
-            for line in self.history():
-                others = {k: v for k, v in line.items() if k != "step"}
-                numbers = {k: v for k, v in others.items() if isinstance(v, int | float)}
-                curves.log(line["step"], numbers)
-            trackers.append(curves)
         if is_installed("tensorboard"):
             # A run that begins anew hides all of an earlier attempt.
             events = self.path / "tensorboard"

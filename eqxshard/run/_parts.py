@@ -17,10 +17,14 @@ from ..data._samplers import Order, Sampler
 from ..data._sources import Source
 from ..distributed import assert_same_on_all_processes
 from ..loop._callbacks import Callback
-from ..loop._callbacks_log import EvaluateEMA, LearningRate, Throughput
-from ..loop._callbacks_steps import Profile
-from ..loop._callbacks_stop import EarlyStopping, TimeLimit
 from ..loop._evaluate import evaluate
+from ..loop._ready_callbacks import (
+    EarlyStopping,
+    EvaluateEMA,
+    LearningRate,
+    Profile,
+    Throughput,
+)
 from ..sharding._rule import Rule
 from ..sharding._text import comma_list, did_you_mean
 from ..training._config import Nonfinite
@@ -37,7 +41,7 @@ MakeModel = Callable[[Any], PyTree]
 Step = Callable[[Any, Any], tuple[Any, Metrics]]
 
 #: Callbacks that report no values under names of their own choice.
-_KNOWN = (EarlyStopping, EvaluateEMA, LearningRate, Profile, Throughput, TimeLimit)
+_KNOWN = (EarlyStopping, EvaluateEMA, LearningRate, Profile, Throughput)
 
 #: Values that steps and these callbacks report, whatever is evaluated.
 _REPORTED = ("train/", "seconds/", "goodput", "learning_rate")

@@ -13,7 +13,7 @@ from typing import Any
 from ..checkpoint._folder import CheckpointFolder
 from ..loop._clock import goodput
 from ..trackers._jsonl import or_nan
-from ..trackers._values import Metric, metrics, times
+from ..trackers._tracker import Metric, metrics, times
 from ._folder import RunFolder, read_values
 
 

@@ -23,13 +23,13 @@ from ..data._sources import Source
 from ..debug._script import refuse_import
 from ..distributed import broadcast_from_first, is_main_process
 from ..loop._callbacks import Callback, check_callbacks
-from ..loop._callbacks_steps import Profile
 from ..loop._fit import fit
-from ..loop._protocols import Tracker
+from ..loop._ready_callbacks import Profile
 from ..sharding._leaf_rules import replicate
 from ..sharding._mesh import describe_mesh
 from ..sharding._rule import Rule
 from ..trackers._jsonl import or_nan
+from ..trackers._tracker import Tracker
 from ..training._config import Nonfinite
 from ..training._eval_step import make_eval_step
 from ..training._init import abstract_state, init_state
@@ -37,7 +37,7 @@ from ..training._precision import Precision
 from ..training._states import states_of, step_of
 from ..training._train_step import TrainStep
 from ..training._unused_axes import unused_axes
-from ._config import MakeOptim, RunConfig, last_step, option
+from ._config import MakeOptim, RunConfig, last_step, option, parse_profile
 from ._folder import RunFolder, default_folder, script_name
 from ._parts import (
     Evaluation,
@@ -109,8 +109,8 @@ def train(
 
     Makes the mesh, the state (or reads it from the newest checkpoint), the loaders and
     the steps, calls [`eqxshard.fit`][] with a progress bar, and writes to the run's
-    folder: checkpoints, `metrics.jsonl`, `curves.png` (with Matplotlib), `tensorboard`
-    (with TensorBoard), `summary.json` and a page to look at, `index.html`. Everything it
+    folder: checkpoints, `metrics.jsonl`, `tensorboard` (with TensorBoard),
+    `summary.json` and a page to look at, `index.html`. Everything it
     does can be written by hand with the public names of this library.
 
     **Arguments:**
@@ -310,12 +310,13 @@ def _result(
 
 def _profile(steps: str, folder: RunFolder, last: int) -> Profile:
     """The profile that `--profile` asks for."""
-    if int(steps.partition(":")[0]) > last:
+    first, end = parse_profile(steps)
+    if first > last:
         raise ValueError(
             f"{option('profile', steps)} begins after the last step, {last}; use steps of "
             "this run."
         )
-    return Profile.parse(steps, folder.path / "profile")
+    return Profile(first, end, folder.path / "profile")
 
 
 def _count_parameters(states: Any) -> int:

@@ -64,7 +64,7 @@ def _cannot_save(*args):
 def test_a_save_in_progress_is_finished_when_a_run_fails(tmp_path, train_step, monkeypatch):
     fit = eqxshard.fit  # Imported before one of its functions is replaced.
     # As where the state cannot be saved any more.
-    monkeypatch.setattr("eqxshard.loop._rescue.save", _cannot_save)
+    monkeypatch.setattr("eqxshard.loop._ends.save", _cannot_save)
 
     class Fails:
         def log(self, step, values):

@@ -5,11 +5,23 @@ import sys
 import jax
 import pytest
 from helpers import assert_equal
-from loop_helpers import Recorder, fresh, make_loader
+from loop_helpers import (
+    ROWS,
+    Layers,
+    Recorder,
+    fresh,
+    loss_fn,
+    make_loader,
+    nan_loss,
+    run,
+)
 from process_helpers import finished
 
 import eqxshard
 from eqxshard.callbacks import Callback, Every
+from eqxshard.debug._crash_dump import read_crash_dump
+from eqxshard.debug._replay import replay
+from eqxshard.debug._script import script_path
 
 
 class Boom(Exception):
@@ -100,14 +112,6 @@ def test_an_error_of_a_tracker_saves_the_state_and_reaches_no_other(tmp_path):
     assert_equal(checkpointer.restore(fresh()[0]), fit(4))
 
 
-def test_the_steps_before_an_error_are_reported():
-    recorder = Recorder()
-    loader = batches_that_end(make_loader())
-    with pytest.raises(Boom):
-        fit(loader=loader, trackers=[recorder], log_every=2)
-    assert recorder.steps("train/loss") == [2, 3]
-
-
 @pytest.mark.parametrize("role", ["trackers", "callbacks"])
 def test_an_error_while_closing_has_the_state(role):
     class Closes(Callback):
@@ -150,36 +154,21 @@ def fails_fifth(error):
     return step
 
 
-def run_into(error, checkpointer):
-    with pytest.raises(type(error)) as caught:
-        eqxshard.fit(
-            fresh()[0],
-            fails_fifth(error),
-            make_loader(),
-            steps=6,
-            checkpointer=checkpointer,
-        )
-    # What cannot be read is not handed back.
-    assert not hasattr(caught.value, "state")
-    return caught.value.__notes__
-
-
-def test_out_of_memory_says_what_to_try_and_where_the_last_checkpoint_is(tmp_path):
-    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 B")
-    checkpointer = eqxshard.Checkpointer(tmp_path, save_every=3)
-    advice, saved = run_into(error, checkpointer)
-    assert "a smaller batch, accumulate=" in advice
-    where = f"; resume from the newest checkpoint, of step 3: {tmp_path / '3'}"
-    assert saved.endswith(where)
-    assert_equal(checkpointer.restore(fresh()[0]), fit(3))
-
-
 @pytest.mark.parametrize("error", [FloatingPointError("nan"), KeyboardInterrupt()])
-def test_a_state_that_a_step_took_is_not_promised(tmp_path, error):
-    *_, note = run_into(error, None)
-    assert note.endswith("; give fit a checkpointer, to have one to resume from.")
-    *_, note = run_into(error, eqxshard.Checkpointer(tmp_path))
-    assert note.endswith("; nothing was saved before, so the run has to start again.")
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_state_that_a_step_took_is_not_promised(tmp_path, error, saves):
+    state, _ = fresh()
+    checkpointer = eqxshard.Checkpointer(tmp_path, save_every=3) if saves else None
+    options: dict = {"steps": 6, "checkpointer": checkpointer}
+    with pytest.raises(type(error)) as caught:
+        eqxshard.fit(state, fails_fifth(error), make_loader(), **options)
+    assert not hasattr(caught.value, "state")
+    *_, note = caught.value.__notes__
+    if checkpointer is None:
+        assert note.endswith("; give fit a checkpointer, to have one to resume from.")
+    else:
+        assert f"; resume from the newest checkpoint in {tmp_path}" in note
+        assert_equal(checkpointer.restore(fresh()[0]), fit(3))
 
 
 def test_an_error_before_the_first_step_saves_nothing(tmp_path):
@@ -205,6 +194,57 @@ def test_a_full_disk_does_not_hide_the_error(tmp_path, monkeypatch, caplog):
         fit(3, checkpointer=checkpointer)
     assert_equal(full_disk.value.state, fit(3))  # pyright: ignore
 
+
+# Steps that are not finite
+
+
+@pytest.mark.parametrize("log_every", [1, 2, 50])
+def test_too_many_in_a_row_end_the_run_with_a_crash_dump(tmp_path, log_every):
+    loader = make_loader(bad=[18, 25, 26, 33, 41])
+    with pytest.raises(FloatingPointError) as error:
+        run(tmp_path, loader, epochs=3, log_every=log_every, max_nonfinite=3)
+    folder = tmp_path / "crash_dump"
+    assert "steps in a row, from step 3 on, was not finite; find the" in str(error.value)
+    command = f"with `python -m eqxshard.replay {folder} {script_path() or 'SCRIPT'}`."
+    assert str(error.value).endswith(command)
+    dump = read_crash_dump(eqxshard.Checkpointer(folder).directory, Layers)
+    assert dump.steps[:3] == [3, 4, 5]
+    assert dump.rows == list(range(16, 24))
+    assert replay(dump, loss_fn) == (
+        "batch entry x is not finite in rows [2] of the batch (examples [18] of the "
+        "source)."
+    )
+    # Skipped steps did not change what was saved.
+    assert eqxshard.Checkpointer(tmp_path).steps()[-1] >= 2
+
+
+def test_steps_that_are_finite_again_at_the_report_do_not_end_the_run():
+    """The state has changed since, so it would not show why the others failed."""
+    loader = make_loader(bad=[1, 9, 17])
+    state = run(None, loader, epochs=2, log_every=50, max_nonfinite=3)
+    assert int(state.step) == 12
+
+
+def test_a_run_without_a_checkpointer_ends_too():
+    loader = make_loader(bad=list(range(ROWS)))
+    with pytest.raises(FloatingPointError) as error:
+        run(None, loader, epochs=1, log_every=1, max_nonfinite=2)
+    assert str(error.value).startswith(
+        "the loss, a gradient or an update of 2 steps in a row, from step 1 on, was not "
+        "finite; use a lower learning rate, or give fit a checkpointer to get a crash dump"
+    )
+
+
+def test_a_full_disk_does_not_hide_why_the_run_ended(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("eqxshard.debug._crash_dump.write", full)
+    with pytest.raises(FloatingPointError, match=r"could not be written: .*No space left"):
+        run(tmp_path, make_loader(), loss_fn=nan_loss, steps=2, max_nonfinite=1)
+
+
+# Several processes
 
 PROCESSES = """
 import sys
