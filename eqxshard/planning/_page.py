@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 
 from ..pages._format import format_bytes, format_seconds
-from ..pages._html import Markup, tag
 from ..pages._kit import (
     Cell,
+    Markup,
     Part,
     card,
     draw_bar,
@@ -17,6 +17,7 @@ from ..pages._kit import (
     scroller,
     settings_list,
     sortable_table,
+    tag,
 )
 from ..pages._mesh import draw_mesh
 from ..sharding._text import format_mesh

@@ -12,7 +12,7 @@ from ..checkpoint._folder import CheckpointFolder
 from ..loop._clock import format_duration
 from ..pages import _kit as kit
 from ..pages._format import format_bytes, format_seconds, format_value
-from ..pages._html import Markup, tag
+from ..pages._kit import Markup, tag
 from ..pages._mesh import draw_mesh
 from ..sharding._text import comma_list, format_mesh
 from ..trackers._files import write_whole

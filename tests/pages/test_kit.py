@@ -2,8 +2,8 @@
 
 from page_parser import assert_accessible, assert_loads_nothing, parse, rows
 
-from eqxshard.pages._html import Markup, join, tag
 from eqxshard.pages._kit import (
+    Markup,
     Number,
     Part,
     card,
@@ -11,10 +11,12 @@ from eqxshard.pages._kit import (
     draw_legend,
     draw_tiles,
     fill_page,
+    join,
     pair,
     plain_table,
     settings_list,
     sortable_table,
+    tag,
 )
 from eqxshard.pages._mesh import draw_mesh
 
