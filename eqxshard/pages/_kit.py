@@ -138,13 +138,7 @@ def plain_table(
     caption: str, columns: Iterable[str], rows: Iterable[Sequence[Entry]]
 ) -> Markup:
     """A table whose rows are in the order that they were given."""
-    head = [tag("th", name, scope="col") for name in columns]
-    return tag(
-        "table",
-        tag("caption", caption, class_="unseen"),
-        tag("thead", tag("tr", *head)),
-        tag("tbody", *map(_row, rows)),
-    )
+    return _table(caption, [tag("th", name, scope="col") for name in columns], rows)
 
 
 def sortable_table(
@@ -175,16 +169,21 @@ def sortable_table(
         )
         for text, cell in zip(columns, rows[0], strict=True)
     ]
-    table = tag(
-        "table",
-        tag("caption", name, class_="unseen"),
-        tag("thead", tag("tr", *head)),
-        tag("tbody", *map(_row, rows)),
-        id=f"{name}-table",
-        class_="sortable",
-    )
+    table = _table(name, head, rows, id=f"{name}-table", class_="sortable")
     search = tag("div", label, field, count, class_="search", hidden=True)
     return join(search, scroller(f"table of {name}", table))
+
+
+def _table(
+    caption: str, head: Iterable[Markup], rows: Iterable[Sequence[Entry]], **options: str
+) -> Markup:
+    return tag(
+        "table",
+        tag("caption", caption, class_="unseen"),
+        tag("thead", tag("tr", *head)),
+        tag("tbody", *map(_row, rows)),
+        **options,
+    )
 
 
 def _row(cells: Sequence[Entry]) -> Markup:
