@@ -11,3 +11,4 @@ from ..loop._ready_callbacks import Every as Every
 from ..loop._ready_callbacks import LearningRate as LearningRate
 from ..loop._ready_callbacks import Profile as Profile
 from ..loop._ready_callbacks import Throughput as Throughput
+from ..loop._ready_callbacks import TimeLimit as TimeLimit

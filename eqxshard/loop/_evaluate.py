@@ -20,8 +20,8 @@ from ..sharding._mesh import batch_sharding
 from ..training._donation import check_not_donated
 from ..training._gradients import step_context
 from ..training._in_flight import IN_FLIGHT
-from ..training._inputs import ONE_BATCH
-from ..training._jit import Jitted, jit_on
+from ..training._inputs import ONE_BATCH, check_ready
+from ..training._jit import call_jitted, jit_on
 from ..training._metrics import Metrics
 from ..training._precision import Precision
 from ..training._signature import Signature, mesh_of
@@ -126,8 +126,8 @@ def predict(
     with closing(one_epoch(loader, "predict")) as batches:
         for batch in batches:
             ONE_BATCH.check(batch, mesh)
-            ONE_BATCH.check_ready(batch, mesh, ONE_BATCH.sharding(mesh))
-            running.append(compiled(arrays, batch))
+            check_ready(ONE_BATCH, batch, mesh, ONE_BATCH.sharding(mesh))
+            running.append(call_jitted(compiled, arrays, batch))
             if len(running) == IN_FLIGHT:
                 fetch()
     while running:
@@ -155,7 +155,7 @@ def _compile(
     signature: Signature,
     mesh: Mesh,
     precision: Precision | None,
-) -> Jitted:
+) -> Any:
     def predict(arrays: list[Array], batch: PyTree) -> PyTree[Array]:
         model, model_state = without_state(signature.static.combine(arrays))
         storage, _ = without_state(signature.storage())

@@ -3,6 +3,7 @@
 import math
 import operator
 import os
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -98,6 +99,52 @@ class EarlyStopping(Callback):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue to count."""
         self._best, self._waited = state["best"], state["waited"]
+
+
+class TimeLimit(Callback):
+    """Stop after some wall time, at the next report.
+
+    The time counts from when this is made, so that a script that makes it first stays
+    within the limit of its job. The state is saved, if there is a checkpointer: leave time
+    for that.
+
+    **Arguments:**
+
+    - `limit`: seconds, or text such as `"1:30:00"`: hours, minutes and seconds.
+
+    **Raises:**
+
+    `ValueError` if it is not positive, or not such a text.
+
+    !!! Example
+
+        ```python
+        callbacks = [eqxshard.callbacks.TimeLimit("23:45:00")]
+        ```
+    """
+
+    def __init__(self, limit: float | str):
+        self._limit = limit
+        self._end = time.monotonic() + _seconds(limit)
+
+    def after_report(self, loop: Loop) -> None:
+        """Look at the clock."""
+        if time.monotonic() >= self._end:
+            loop.stop(f"the time limit of {self._limit} is reached")
+
+
+def _seconds(limit: float | str) -> float:
+    try:
+        parts = limit.split(":") if isinstance(limit, str) else [limit]
+        seconds = sum(float(part) * 60**i for i, part in enumerate(reversed(parts)))
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        raise ValueError(
+            f"{limit!r} is not a time limit; give a positive number of seconds, or hours, "
+            "minutes and seconds such as '1:30:00'."
+        )
+    return seconds
 
 
 class EvaluateEMA(Callback):

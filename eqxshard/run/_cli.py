@@ -17,7 +17,7 @@ import jax
 import tyro
 
 from .._parser import allow_closed_stdout, is_stdout_closed
-from ..data._planning import is_planning
+from ..data._datasets import is_planning
 from ..debug._script import refuse_import
 from ..distributed import exit_process, initialize
 from ..transforms._cache import cache_compilations

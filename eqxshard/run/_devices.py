@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from ..data._planning import is_planning
+from ..data._datasets import is_planning
 from ..distributed import count_cores
 from ..sharding._mesh import AXES, BATCH_AXES, make_mesh
 from ..sharding._text import comma_list, did_you_mean

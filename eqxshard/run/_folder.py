@@ -15,6 +15,7 @@ from ..checkpoint._folder import is_claimed
 from ..distributed import broadcast_from_first
 from ..sharding._files import read_json
 from ..sharding._paths import local_path
+from ..trackers._curves import Curves
 from ..trackers._files import Seldom, write_whole
 from ..trackers._jsonl import JSONLines, read_whole_lines
 from ..trackers._mlflow import MLflow
@@ -34,6 +35,7 @@ class RunFolder:
     - `path`: the folder.
     - `checkpoints`: where [`eqxshard.Checkpointer`][] saves.
     - `metrics`: `metrics.jsonl`, a line for each report.
+    - `curves`: `curves.png`, if Matplotlib is installed.
     - `summary`: `summary.json`, written at the end.
     - `page`: `index.html`, to look at: all of this and more in one file, which loads
         nothing. It is written during the run and at the end.
@@ -63,6 +65,7 @@ class RunFolder:
         self.path = local_path(path, "the folder of a run")
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
+        self.curves = self.path / "curves.png"
         self.summary = self.path / "summary.json"
         self.page = self.path / "index.html"
         self.record = self.path / "run.json"
@@ -119,7 +122,7 @@ class RunFolder:
 
         **Arguments:**
 
-        - `title`: stands above the progress.
+        - `title`: stands above curves and progress.
         - `total_steps`: the step that the run ends at.
         - `first`: the step that it starts from.
         - `extra`: entries to add to every line of `metrics.jsonl`.
@@ -131,7 +134,9 @@ class RunFolder:
         `ImportError` if the package of a service is not installed, and `ValueError` if the
         service refuses the run.
         """
-        # Before the log is emptied, because they may refuse the run.
+        # Before the log is emptied: curves fail if their file cannot be written, and after
+        # them services if they refuse the run.
+        curves = Curves(self.curves, title=title) if is_installed("matplotlib") else None
         kinds = {"wandb": WandB, "mlflow": MLflow}
         remote: list[Tracker] = []
         for service in services:
@@ -139,6 +144,12 @@ class RunFolder:
             remote.append(start(self.path, name=title, settings=settings, resume=first > 0))
         self._log = JSONLines(self.metrics, extra=extra, keep_until=first or None)
         trackers: list[Tracker] = [self._log]
+        if curves is not None:
+            for line in self.history():
+                others = {k: v for k, v in line.items() if k != "step"}
+                numbers = {k: v for k, v in others.items() if isinstance(v, int | float)}
+                curves.log(line["step"], numbers)
+            trackers.append(curves)
         if is_installed("tensorboard"):
             # A run that begins anew hides all of an earlier attempt.
             events = self.path / "tensorboard"

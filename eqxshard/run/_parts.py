@@ -24,6 +24,7 @@ from ..loop._ready_callbacks import (
     LearningRate,
     Profile,
     Throughput,
+    TimeLimit,
 )
 from ..sharding._rule import Rule
 from ..sharding._text import comma_list, did_you_mean
@@ -41,7 +42,7 @@ MakeModel = Callable[[Any], PyTree]
 Step = Callable[[Any, Any], tuple[Any, Metrics]]
 
 #: Callbacks that report no values under names of their own choice.
-_KNOWN = (EarlyStopping, EvaluateEMA, LearningRate, Profile, Throughput)
+_KNOWN = (EarlyStopping, EvaluateEMA, LearningRate, Profile, Throughput, TimeLimit)
 
 #: Values that steps and these callbacks report, whatever is evaluated.
 _REPORTED = ("train/", "seconds/", "goodput", "learning_rate")
@@ -102,9 +103,8 @@ class TrainingData:
         """Batches without a mesh, for their shapes and their number."""
         return HostBatches(
             self.source,
-            Order(len(self.source), sampler=self.sampler),
+            Order(len(self.source), seed=seed, sampler=self.sampler),
             batch_size=batch_size,
-            seed=seed,
             fills=self.remainder == "pad",
             transform=self.transform,
             positions=np.arange(1),

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from jax.sharding import Mesh
 
-from ..data._planning import add_note, planning
+from ..data._datasets import add_note, planning
 from ..planning._make_plan import plan
 from ..sharding._mesh import AXES, BATCH_AXES, resolve_sizes
 from ..sharding._spec import format_sizes

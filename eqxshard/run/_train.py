@@ -15,9 +15,9 @@ from jaxtyping import PyTree
 
 from ..checkpoint._checkpointer import Checkpointer
 from ..compiled._findings import Lint
+from ..data._datasets import is_planning
 from ..data._host import Transform
 from ..data._loader import Loader, Remainder
-from ..data._planning import is_planning
 from ..data._samplers import Sampler
 from ..data._sources import Source
 from ..debug._script import refuse_import
@@ -109,8 +109,8 @@ def train(
 
     Makes the mesh, the state (or reads it from the newest checkpoint), the loaders and
     the steps, calls [`eqxshard.fit`][] with a progress bar, and writes to the run's
-    folder: checkpoints, `metrics.jsonl`, `tensorboard` (with TensorBoard),
-    `summary.json` and a page to look at, `index.html`. Everything it
+    folder: checkpoints, `metrics.jsonl`, `curves.png` (with Matplotlib), `tensorboard`
+    (with TensorBoard), `summary.json` and a page to look at, `index.html`. Everything it
     does can be written by hand with the public names of this library.
 
     **Arguments:**

@@ -3,6 +3,7 @@
 A tracker is any object with the two methods of [`eqxshard.Tracker`][].
 """
 
+from ._curves import Curves as Curves
 from ._jsonl import JSONLines as JSONLines
 from ._mlflow import MLflow as MLflow
 from ._progress import ProgressBar as ProgressBar

@@ -6,7 +6,7 @@ import pytest
 
 from eqxshard.run import RunFolder
 from eqxshard.run._folder import _PageTracker, default_folder
-from eqxshard.trackers import JSONLines, ProgressBar, TensorBoard
+from eqxshard.trackers import Curves, JSONLines, ProgressBar, TensorBoard
 
 
 @pytest.fixture
@@ -27,8 +27,8 @@ def start(folder, first=0):
 
 
 def test_trackers_write_what_they_are_named_for(folder):
-    kinds = [JSONLines, _PageTracker, ProgressBar]
-    kinds[1:1] = [TensorBoard] if importlib.util.find_spec("tensorboard") else []
+    kinds = [JSONLines, Curves, _PageTracker, ProgressBar]
+    kinds[2:2] = [TensorBoard] if importlib.util.find_spec("tensorboard") else []
     assert [*map(type, start(folder))] == kinds
     assert folder.history() == [
         {"step": 1, "epoch": 0.5, "train/loss": 1.0, "data": "lines"},

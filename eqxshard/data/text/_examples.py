@@ -1,13 +1,12 @@
-"""Packing: examples that hold several documents, which know nothing of each other.
+"""Examples of text: windows, wherever documents end, and packed documents.
 
-Glossary:
+Glossary of packing:
 
 - a *piece* is a document, or a part of one that is longer than `seq_len` tokens;
 - a *bin* is an example: the pieces in it, one after another.
 """
 
 from bisect import bisect_left, insort
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int, Int64
@@ -17,11 +16,69 @@ from .._weights import WEIGHT
 from ._tokens import Tokens, as_tokens
 
 
-class _Pieces(NamedTuple):
-    """All pieces of a text, each of at least one token that has a target."""
+class Windows:
+    """A source whose examples are `seq_len` tokens in a row, and the token after each.
 
-    starts: Int64[np.ndarray, " pieces"]
-    lengths: Int64[np.ndarray, " pieces"]
+    By default every offset is an example, so examples overlap. Train on these with an
+    [`eqxshard.data.UniformSampler`][], as an epoch of all of them would be `seq_len` times
+    the text. With `stride=seq_len` no token is a target twice, which is how to evaluate.
+    All are targets but the first one and, at the end, those that do not fill an example.
+
+    An example has `"tokens"` and `"targets"`, int32 of shape `(seq_len,)`.
+
+    **Arguments:**
+
+    - `tokens`: the [`eqxshard.data.text.Tokens`][], or an array of them.
+    - `seq_len`: the number of tokens of an example.
+    - `stride`: how far apart examples start.
+    - `limit`: the number of examples to keep at most, spread evenly over the text.
+
+    **Raises:**
+
+    `ValueError` if a number is not positive, or there are too few tokens for one example.
+
+    !!! Example
+
+        ```python
+        train = eqxshard.data.text.Windows(corpus.train, seq_len=256)
+        valid = eqxshard.data.text.Windows(corpus.valid, seq_len=256, stride=256)
+        ```
+    """
+
+    def __init__(
+        self,
+        tokens: Tokens | ArrayLike,
+        seq_len: int,
+        *,
+        stride: int = 1,
+        limit: int | None = None,
+    ):
+        for name, value in {"seq_len": seq_len, "stride": stride, "limit": limit}.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value} must be at least 1.")
+        self.tokens = as_tokens(tokens)
+        self.seq_len = seq_len
+        if len(self.tokens) <= seq_len:
+            raise ValueError(
+                f"the text has {len(self.tokens):,} tokens, and seq_len={seq_len:,} needs "
+                f"{seq_len + 1:,}; use a smaller seq_len, or a longer text."
+            )
+        self._stride = stride
+        self._all = (len(self.tokens) - seq_len - 1) // stride + 1
+        self._length = self._all if limit is None else min(limit, self._all)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def gather(self, indices: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
+        """The examples at some indices, in that order; indices may repeat."""
+        indices = indices.astype(np.int64)
+        if self._length < self._all:
+            indices = indices * self._all // self._length
+        starts = indices * self._stride
+        found = self.tokens.take(starts[:, None] + np.arange(self.seq_len + 1))
+        # Contiguous, as the devices want them.
+        return {"tokens": found[:, :-1].copy(), "targets": found[:, 1:].copy()}
 
 
 class PackedDocuments:
@@ -63,16 +120,16 @@ class PackedDocuments:
             raise ValueError(f"seq_len={seq_len} must be at least 1.")
         self.tokens = as_tokens(tokens)
         self.seq_len = seq_len
-        pieces = _cut(self.tokens.ends(), seq_len)
-        if not len(pieces.starts):
+        starts, lengths = _cut(self.tokens.ends(), seq_len)
+        if not len(starts):
             raise ValueError(
                 f"the text has {len(self.tokens):,} tokens and no document of two or more, "
                 "so nothing can be predicted; give a longer text."
             )
-        bins = _best_fit(pieces.lengths, seq_len)
+        bins = _best_fit(lengths, seq_len)
         # The pieces by bin; in a bin, in the order of the text.
         order = np.argsort(bins, kind="stable")
-        self._pieces = _Pieces(pieces.starts[order], pieces.lengths[order])
+        self._starts, self._lengths = starts[order], lengths[order]
         #: The first piece of each bin, and where there is one more.
         self._firsts = np.searchsorted(bins[order], np.arange(bins.max() + 2))
 
@@ -87,13 +144,13 @@ class PackedDocuments:
         rows = np.repeat(np.arange(len(indices)), counts)
         within = _counted(counts)
         pieces = self._firsts[indices][rows] + within
-        lengths = self._pieces.lengths[pieces]
+        lengths = self._lengths[pieces]
         # For each token: its position in its piece, and its place in the arrays.
         positions = _counted(lengths)
         row = np.repeat(rows, lengths)
         totals = np.bincount(row, minlength=len(indices))
         places = row * self.seq_len + _counted(totals)
-        sources = np.repeat(self._pieces.starts[pieces], lengths) + positions
+        sources = np.repeat(self._starts[pieces], lengths) + positions
         found = self.tokens.take(np.stack([sources, sources + 1]))
 
         def spread(values: np.ndarray, padding: int) -> np.ndarray:
@@ -110,63 +167,50 @@ class PackedDocuments:
         }
 
 
-def _cut(ends: Int64[np.ndarray, " documents"], seq_len: int) -> _Pieces:
-    """The pieces of the documents that end there, in the order of the text."""
+def _cut(
+    ends: Int64[np.ndarray, " documents"], seq_len: int
+) -> tuple[Int64[np.ndarray, " pieces"], Int64[np.ndarray, " pieces"]]:
+    """The starts and lengths of all pieces, in the order of the text.
+
+    Each has at least one token that has a target.
+    """
     starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
     # The last token of a document has no target.
     lengths = np.maximum(ends - starts - 1, 0)
     counts = -(-lengths // seq_len)
     before = _counted(counts) * seq_len
     whole = np.repeat(lengths, counts)
-    return _Pieces(np.repeat(starts, counts) + before, np.minimum(whole - before, seq_len))
+    return np.repeat(starts, counts) + before, np.minimum(whole - before, seq_len)
 
 
 def _best_fit(
     lengths: Int64[np.ndarray, " pieces"], seq_len: int
 ) -> Int64[np.ndarray, " pieces"]:
-    """The bin of each piece: the longest first, each where the least space is left.
-
-    Pieces of one length are placed together, in the order of the text, one in each of the
-    bins with the same space left (Ding et al., 2024, arXiv:2404.10830).
-    """
+    """The bin of each piece: the longest first, each where the least space is left."""
     bins = np.empty(len(lengths), np.int64)
-    order = np.argsort(-lengths, kind="stable")
-    sizes, firsts = np.unique(-lengths[order], return_index=True)
-    parts = np.split(order, firsts[1:])
-    # The bins by the space that is left in them, and these sizes in order.
-    by_space: dict[int, list[np.ndarray]] = {}
+    # The bins by the space that is left in them, and the sizes of these spaces in order.
+    by_space: dict[int, list[int]] = {}
     spaces: list[int] = []
     made = 0
-
-    def put(chosen: np.ndarray, space: int) -> None:
-        if not space or not len(chosen):
-            return
-        if space not in by_space:
-            insort(spaces, space)
-            by_space[space] = []
-        by_space[space].append(chosen)
-
-    for size, left in zip((-sizes).tolist(), parts):
-        while len(left):
-            at = bisect_left(spaces, size)
-            if at == len(spaces):
-                # None has enough: new ones, each for as many of this size as fit.
-                each = min(seq_len // size, len(left))
-                new = made + np.arange(-(-len(left) // each))
-                made += len(new)
-                bins[left] = np.repeat(new, each)[: len(left)]
-                last = len(left) - each * (len(new) - 1)
-                put(new[:-1], seq_len - each * size)
-                put(new[-1:], seq_len - last * size)
-                break
-            space = spaces.pop(at)
-            there = np.concatenate(by_space.pop(space))
-            chosen = there[: len(left)]
-            bins[left[: len(chosen)]] = chosen
-            left = left[len(chosen) :]
-            put(chosen, space - size)
-            if len(chosen) < len(there):
-                put(there[len(chosen) :], space)
+    order = np.argsort(-lengths, kind="stable")
+    for piece, size in zip(order.tolist(), lengths[order].tolist()):
+        at = bisect_left(spaces, size)
+        if at == len(spaces):
+            # None has enough.
+            chosen, space = made, seq_len
+            made += 1
+        else:
+            space = spaces[at]
+            chosen = by_space[space].pop()
+            if not by_space[space]:
+                del spaces[at]
+        bins[piece] = chosen
+        left = space - size
+        if left:
+            if not by_space.get(left):
+                by_space[left] = []
+                insort(spaces, left)
+            by_space[left].append(chosen)
     return bins
 
 

@@ -1,0 +1,130 @@
+"""Plots of the metrics."""
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..sharding._paths import local_path
+from ._files import Seldom, writing
+from ._packages import load
+from ._tracker import Value, is_evaluation, metrics, numbers
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_COLOURS = {"train": "#7a9cc6", "eval": "#c8442f"}
+
+
+class Curves:
+    """Plots the metrics over the epochs, as a PNG.
+
+    Each metric has a panel, with its values in training and in evaluation. The plot is
+    redrawn after evaluations, unless that would take more than a twentieth of the time,
+    and at the end. It is replaced atomically, so it can be viewed at any time.
+
+    **Arguments:**
+
+    - `path`: the file to write, `*.png`. Its folder is created if necessary.
+    - `title`: a title above the panels.
+
+    **Raises:**
+
+    `ImportError` if Matplotlib is not installed. `ValueError` if the file has another
+    extension, or cannot be written.
+
+    !!! Example
+
+        ```python
+        tracker = eqxshard.trackers.Curves("runs/curves.png", title="MLP, Adam 1e-3")
+        ```
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, title: str = ""):
+        matplotlib = load("matplotlib.figure", "Curves", "'eqxshard[recipes]'")
+        self._new_figure = matplotlib.Figure
+        self._path = local_path(path, "the file")
+        if self._path.suffix.lower() not in (".png", ""):
+            raise ValueError(
+                f"Curves writes a PNG, but {os.fspath(path)!r} has another extension; use "
+                f"{self._path.with_suffix('.png').name!r}."
+            )
+        self._title = title
+        # The x and y values, by metric, then by train or eval.
+        self._series: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
+        self._x_label, self._x_last = "epoch", 0.0
+        self._seldom = Seldom(20)
+        with writing(self._path):
+            if self._path.is_dir():
+                raise IsADirectoryError(0, "it is a folder")
+            self._part.touch()
+            self._part.unlink()
+
+    def log(self, step: int, values: Mapping[str, Value]) -> None:
+        """Add the values; if they are an evaluation's, and it is time, redraw the plot."""
+        if "epoch" not in values:
+            self._x_label = "step"
+        x = float(numbers(values).get("epoch", step))
+        self._x_last = max(self._x_last, x)
+        for kind, name, value in metrics(values):
+            xs, ys = self._series.setdefault(name, {}).setdefault(kind, ([], []))
+            xs.append(x)
+            ys.append(float(value))
+        if is_evaluation(values):
+            self._seldom.call(self._write)
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Draw the final plot, if there are any values."""
+        if self._series:
+            self._write()
+
+    @property
+    def _part(self) -> Path:
+        return self._path.with_name(f".{self._path.name}.part")
+
+    def _write(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._draw().savefig(self._part, format="png", dpi=150)
+        os.replace(self._part, self._path)
+
+    def _draw(self) -> "Figure":
+        count = len(self._series)
+        columns = min(count, 3)
+        rows = math.ceil(count / columns)
+        figure = self._new_figure(
+            figsize=(max(4.2 * columns, 5.5), 3.3 * rows), layout="constrained"
+        )
+        figure.suptitle(self._title, fontsize=11)
+        panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+        for panel, (name, series) in zip(panels, self._series.items()):
+            _draw_metric(panel, name, series)
+        for panel in panels[:count]:
+            panel.set_xlabel(self._x_label)
+            panel.set_xlim(0, 1.03 * self._x_last or 1)
+            panel.locator_params(axis="x", integer=True)
+            panel.grid(color="#e6e6e6", linewidth=0.8)
+            panel.set_axisbelow(True)
+            panel.spines[["top", "right"]].set_visible(False)
+            panel.legend(frameon=False, fontsize=9)
+        for panel in panels[count:]:
+            panel.set_axis_off()
+        return figure
+
+
+def _draw_metric(
+    panel: "Axes", name: str, series: Mapping[str, tuple[list[float], list[float]]]
+) -> None:
+    for kind, (xs, ys) in series.items():
+        panel.plot(
+            xs,
+            ys,
+            color=_COLOURS.get(kind, "#555555"),
+            linewidth=1.2 if kind == "train" else 1.8,
+            # A long line is clearer without markers; a single point needs one.
+            marker="o" if kind == "eval" or len(xs) == 1 else "",
+            markersize=4,
+            label=f"{kind or name} {ys[-1]:#.4g}",
+        )
+    panel.set_title(name, fontsize=11, loc="left")
