@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
-from ..pages._html import Markup, tag
+from ..pages._kit import Markup, tag
 from ..pages._mesh import Look, mesh_shapes
 from ..sharding._leaves import array_leaves
 from ..sharding._mesh import describe_mesh

@@ -1,13 +1,47 @@
-"""What every page is made of: a frame, cards, tiles, tables and bars."""
+"""What every page is made of: escaped markup, a frame, cards, tiles, tables and bars."""
 
 import importlib.resources
 import math
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
 from typing import Any, NamedTuple
 
 from ._format import format_value
-from ._html import Markup, join, tag
+
+#: Elements that have no end.
+_VOID = ("br", "img", "input")
+
+
+class Markup(str):
+    """Text that is HTML already."""
+
+
+def tag(name: str, *children: str, **attributes: Any) -> Markup:
+    """An element.
+
+    **Arguments:**
+
+    - `name`: such as `td`.
+    - `children`: text, which is escaped, or `Markup`.
+    - `attributes`: without those that are `None` or `False`. Their names are written with
+        `_` for `-`, and `class_` for `class`.
+    """
+    head = [name]
+    for key, value in attributes.items():
+        plain = key.strip("_").replace("_", "-")
+        if value is True:
+            head.append(plain)
+        elif value is not None and value is not False:
+            head.append(f'{plain}="{escape(str(value))}"')
+    end = "" if name in _VOID else f"</{name}>"
+    return Markup(f"<{' '.join(head)}>{join(*children)}{end}")
+
+
+def join(*children: str) -> Markup:
+    """Several elements, or text, one after the other."""
+    parts = (x if isinstance(x, Markup) else escape(x) for x in children)
+    return Markup("".join(parts))
 
 
 class Number(NamedTuple):
@@ -104,13 +138,7 @@ def plain_table(
     caption: str, columns: Iterable[str], rows: Iterable[Sequence[Entry]]
 ) -> Markup:
     """A table whose rows are in the order that they were given."""
-    head = [tag("th", name, scope="col") for name in columns]
-    return tag(
-        "table",
-        tag("caption", caption, class_="unseen"),
-        tag("thead", tag("tr", *head)),
-        tag("tbody", *map(_row, rows)),
-    )
+    return _table(caption, [tag("th", name, scope="col") for name in columns], rows)
 
 
 def sortable_table(
@@ -141,16 +169,21 @@ def sortable_table(
         )
         for text, cell in zip(columns, rows[0], strict=True)
     ]
-    table = tag(
-        "table",
-        tag("caption", name, class_="unseen"),
-        tag("thead", tag("tr", *head)),
-        tag("tbody", *map(_row, rows)),
-        id=f"{name}-table",
-        class_="sortable",
-    )
+    table = _table(name, head, rows, id=f"{name}-table", class_="sortable")
     search = tag("div", label, field, count, class_="search", hidden=True)
     return join(search, scroller(f"table of {name}", table))
+
+
+def _table(
+    caption: str, head: Iterable[Markup], rows: Iterable[Sequence[Entry]], **options: str
+) -> Markup:
+    return tag(
+        "table",
+        tag("caption", caption, class_="unseen"),
+        tag("thead", tag("tr", *head)),
+        tag("tbody", *map(_row, rows)),
+        **options,
+    )
 
 
 def _row(cells: Sequence[Entry]) -> Markup:

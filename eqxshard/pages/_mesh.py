@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ._html import Markup, tag
+from ._kit import Markup, tag
 
 #: In pixels: a device, the gaps between devices and between blocks of them, a label.
 _CELL, _GAP, _BLOCK_GAP, _LABEL = 26, 4, 20, 20

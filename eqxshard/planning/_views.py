@@ -8,9 +8,9 @@ from rich.text import Text
 from ..compiled._collective import join_axes
 from ..inspect._tables import format_shape, render
 from ..pages._format import format_bytes, format_flops, format_seconds
-from ..pages._html import Markup, tag
 from ..pages._kit import (
     Cell,
+    Markup,
     Number,
     Part,
     card,
@@ -22,6 +22,7 @@ from ..pages._kit import (
     scroller,
     settings_list,
     sortable_table,
+    tag,
 )
 from ..pages._mesh import draw_mesh
 from ..sharding._spec import format_spec

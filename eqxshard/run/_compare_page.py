@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ..pages import _kit as kit
 from ..pages._format import format_seconds
-from ..pages._html import Markup, tag
+from ..pages._kit import Markup, tag
 from ..sharding._text import format_mesh
 from ..trackers._files import write_whole
 from ._curves import draw_curves

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..pages._format import format_value
-from ..pages._html import Markup, join, tag
+from ..pages._kit import Markup, join, tag
 from ..trackers._tracker import times
 from ._read_run import RecordedRun
 

@@ -139,16 +139,9 @@ class RunFolder:
         curves = Curves(self.curves, title=title) if is_installed("matplotlib") else None
         kinds = {"wandb": WandB, "mlflow": MLflow}
         remote: list[Tracker] = []
-        try:
-            for service in services:
-                start = kinds[service]
-                remote.append(
-                    start(self.path, name=title, settings=settings, resume=first > 0)
-                )
-        except Exception as error:
-            for tracker in remote:
-                tracker.close(error)
-            raise
+        for service in services:
+            start = kinds[service]
+            remote.append(start(self.path, name=title, settings=settings, resume=first > 0))
         self._log = JSONLines(self.metrics, extra=extra, keep_until=first or None)
         trackers: list[Tracker] = [self._log]
         if curves is not None:

@@ -12,7 +12,7 @@ from ..checkpoint._folder import CheckpointFolder
 from ..loop._clock import format_duration
 from ..pages import _kit as kit
 from ..pages._format import format_bytes, format_seconds, format_value
-from ..pages._html import Markup, tag
+from ..pages._kit import Markup, tag
 from ..pages._mesh import draw_mesh
 from ..sharding._text import comma_list, format_mesh
 from ..trackers._files import write_whole
@@ -253,20 +253,17 @@ def _mesh(run: RecordedRun) -> Iterator[Markup]:
 
 def _checkpoints(run: RecordedRun) -> Iterator[Markup]:
     folder, found = CheckpointFolder(run.folder.checkpoints), []
-    names: list[str] = []
     for step in folder.known_steps():
         # Another process may remove it meanwhile, and it may be damaged.
-        with contextlib.suppress(OSError, ValueError, TypeError):
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             metrics = folder.description(step)["metrics"]
-            names = names or [name for name in metrics if name.startswith("eval/")][:3]
             files = [file.stat() for file in Path(folder.at(step)).rglob("*")]
             size = kit.number(sum(file.st_size for file in files), format_bytes)
             saved = datetime.fromtimestamp(max(file.st_mtime for file in files))
-            when = f"{saved:%Y-%m-%d %H:%M:%S}"
-            found.append(((step, size, when), metrics))
-    # The first ones may be from before the first evaluation.
-    rows = [[*cells, *map(metrics.get, names)] for cells, metrics in found]
-    if rows:
+            found.append(([step, size, f"{saved:%Y-%m-%d %H:%M:%S}"], metrics))
+    if found:
+        names = [name for name in found[-1][1] if name.startswith("eval/")][:3]
+        rows = [[*cells, *map(metrics.get, names)] for cells, metrics in found]
         columns = ("Step", "Size", "Saved", *names)
         yield kit.sortable_table("checkpoints", columns, rows)
 

@@ -14,7 +14,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -85,15 +84,11 @@ class RunRecord:
             if self._warnings:
                 self._append("".join(self._warnings.values()))
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._hearing.__exit__(kind, error, trace)
+    def __exit__(self, *failure: Any) -> None:
+        self._hearing.__exit__(*failure)
         if not self._facts:
             return
+        _, error, _ = failure
         why = "" if error is None else _in_a_line(error)
         self._facts |= {"ended": {"time": _now(), "why": why}, "memory": _memory()}
         self._write()

@@ -2,8 +2,8 @@
 
 from page_parser import assert_accessible, assert_loads_nothing, parse, rows
 
-from eqxshard.pages._html import Markup, join, tag
 from eqxshard.pages._kit import (
+    Markup,
     Number,
     Part,
     card,
@@ -11,10 +11,11 @@ from eqxshard.pages._kit import (
     draw_legend,
     draw_tiles,
     fill_page,
+    join,
     pair,
-    plain_table,
     settings_list,
     sortable_table,
+    tag,
 )
 from eqxshard.pages._mesh import draw_mesh
 
@@ -60,12 +61,6 @@ def test_a_page_has_a_frame_and_loads_nothing():
     ((name, size, note),) = rows(page, "things")
     assert (name.tag, name.text, note.find("code").text) == ("th", "a <", "b")
     assert (size.text, size.attributes["data-value"]) == ("1 kB", "1000")
-
-
-def test_a_plain_table_has_no_buttons():
-    page = parse(plain_table("Axes", ("Axis", "Size"), [("data", "8")]))
-    assert [x.text for x in page.find_all("th", scope="col")] == ["Axis", "Size"]
-    assert not page.find_all("button")
 
 
 def test_bars_and_legends_have_sizes_and_shares():

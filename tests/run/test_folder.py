@@ -80,24 +80,3 @@ def test_the_default_folder_is_named_after_the_script(monkeypatch):
         monkeypatch.setattr(sys, "argv", argv)
         assert default_folder("LeNet") == "runs/lenet"
         assert default_folder(None) == "runs/run"
-
-
-def test_if_a_service_refuses_the_run_the_others_end_it(folder, monkeypatch):
-    ended = []
-
-    class Started:
-        def __init__(self, directory, **options):
-            pass
-
-        def close(self, error=None):
-            ended.append(type(error))
-
-    def refuse(directory, **options):
-        raise ValueError("no server")
-
-    monkeypatch.setattr("eqxshard.run._folder.WandB", Started)
-    monkeypatch.setattr("eqxshard.run._folder.MLflow", refuse)
-    with pytest.raises(ValueError, match="no server"):
-        folder.trackers(title="small", total_steps=4, services=("wandb", "mlflow"))
-    # As one that failed, not as one that finished.
-    assert ended == [ValueError]

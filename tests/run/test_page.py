@@ -1,6 +1,5 @@
 import dataclasses
 import json
-import shutil
 
 import pytest
 from browser import assert_fits_without_errors, browser, open_page
@@ -8,7 +7,6 @@ from page_parser import assert_accessible, assert_loads_nothing, parse, rows
 from run_page_helpers import make_lines, make_plan, make_record, make_run
 
 import eqxshard
-from eqxshard.run import RunFolder
 from eqxshard.run._page import save_page
 
 _ = browser  # A fixture.
@@ -96,20 +94,6 @@ def test_the_plan_of_this_version_is_understood():
     assert make_plan().keys() <= names
     assert {"peak"} <= {x.name for x in dataclasses.fields(eqxshard.PlannedMemory)}
     assert {"step"} <= {x.name for x in dataclasses.fields(eqxshard.PlannedTime)}
-
-
-def test_a_run_that_is_killed_has_a_page(folder, tmp_path):
-    """Its last line is cut off, and nobody wrote how it ended."""
-    copy = RunFolder(shutil.copytree(folder.path, tmp_path / "killed"))
-    whole = make_lines(10)
-    text = "".join(json.dumps(line) + "\n" for line in whole)
-    copy.metrics.write_text(text[:-30])
-    copy.record.write_text(json.dumps(make_record(ended=None, memory=None)))
-    found = page_of(copy)
-    assert found.find("h1").text.startswith("At step 450 of 2,000 on ")
-    ended = {"time": "2026-03-01T10:06:00+00:00", "why": "SystemExit: 143"}
-    copy.record.write_text(json.dumps(make_record(ended=ended)))
-    assert page_of(copy).find("h1").text == "Stopped at step 450 of 2,000: SystemExit: 143"
 
 
 def test_a_run_by_hand_has_only_its_log(tmp_path):

@@ -44,18 +44,22 @@ def test_damaged_files_are_left_out(tmp_path):
 
 def test_checkpoints_have_their_size_and_metrics(tmp_path):
     folder = make_run(tmp_path / "run")
-    for step in (4, 8):
+    for step in (2, 4, 8):
         path = folder.checkpoints / str(step)
         path.mkdir(parents=True)
         (path / "weights").write_bytes(b"x" * 1000)
         known = {"eval/loss": 0.5} if step == 8 else {}
         text = json.dumps(describe(step, {}, None, known, {}))
-        (path / "description.json").write_text(text if step == 8 else "{")
+        (path / "description.json").write_text("{" if step == 4 else text)
         write_checksums(path)
     save_page(folder)
-    (cells,) = rows(parse(folder.page.read_text()), "checkpoints")
-    assert [cell.text for cell in cells][0::3] == ["8", "0.5"]
-    assert "kB" in cells[1].text
+    # That of step 4 is damaged, and that of step 2 was saved before an evaluation.
+    early, late = rows(parse(folder.page.read_text()), "checkpoints")
+    assert [[cell.text for cell in cells][0::3] for cells in (early, late)] == [
+        ["2", ""],
+        ["8", "0.5"],
+    ]
+    assert "kB" in late[1].text
 
 
 def test_another_folder_is_refused(tmp_path):

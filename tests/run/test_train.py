@@ -51,7 +51,7 @@ def test_the_result_says_what_was_reached(finished):
 @pytest.mark.versions
 def test_the_folder_has_everything(finished):
     names = {"checkpoints", "metrics.jsonl", "summary.json", "run.json", "index.html"}
-    names |= {"curves.png"} if importlib.util.find_spec("matplotlib") else set()
+    names |= {"curves.png"}
     names |= {"tensorboard"} if importlib.util.find_spec("tensorboard") else set()
     assert {path.name for path in finished.folder.iterdir()} == names
     lines = read_lines(finished.folder)
