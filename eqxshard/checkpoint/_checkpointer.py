@@ -307,11 +307,10 @@ class Checkpointer:
 
         **Raises:**
 
-        `ValueError` if the state was donated, or another program writes to the directory.
+        `ValueError` if the state was donated.
         """
         check_state_not_donated(state)
         step = step_of(state)
-        self._folder.check_unused()
         self._last_save = time.monotonic()
         leaves, _ = partition_by_path(state)
         described = describe(step, leaves, loader, metrics, callbacks)

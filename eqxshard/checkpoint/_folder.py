@@ -174,17 +174,6 @@ class CheckpointFolder:
                 "folder that can be written to."
             )
 
-    def check_unused(self) -> None:
-        """Raise `ValueError` if another program writes to the folder."""
-        if is_remote(self.path) or self.lock.claims:
-            return
-        if is_main_process():
-            # If anything else is wrong, whoever writes will say so.
-            self.claim()
-        fault = broadcast_from_first(self.lock.refusal)
-        if fault is not None:
-            raise ValueError(fault)
-
     def remove(self, step: int) -> None:
         """Remove the folder of a step, if there is one."""
         invalidate(self.at(step))

@@ -35,24 +35,22 @@ class FolderLock:
         self._file: int | None = None
         #: How many runs have claimed the folder, and not ended yet: it stays locked.
         self.claims = 0
-        #: A sentence if another program had the folder at the last try.
-        self.refusal: str | None = None
 
     def acquire(self) -> str | None:
         """Lock the folder, which exists; return a sentence if another program has it."""
-        self.refusal = None
         if self._path in _HELD and not _is_at(_HELD[self._path], self._path):
             # The folder was deleted or renamed, and made again.
             os.close(_HELD.pop(self._path))
         # It may be held by another path, through a link.
         if is_remote(self._folder) or any(_is_at(x, self._path) for x in _HELD.values()):
             return None
-        if (holder := self._try()) is not None:
-            self.refusal = (
-                f"{self._folder} is in use by {holder}; wait until that run ends, or give "
-                "this one another folder (--output)."
-            )
-        return self.refusal
+        holder = self._try()
+        if holder is None:
+            return None
+        return (
+            f"{self._folder} is in use by {holder}; wait until that run ends, or give this "
+            "one another folder (--output)."
+        )
 
     def _try(self) -> str | None:
         """Lock the folder; return what is known of who has it, if another does."""
