@@ -3,7 +3,7 @@ import subprocess
 import pytest
 from etils import epath
 
-from eqxshard.checkpoint._checksums import is_complete, verify, write_checksums
+from eqxshard.checkpoint._checksums import verify, write_checksums
 
 
 @pytest.fixture
@@ -43,13 +43,3 @@ def test_hidden_files_that_were_added_do_not_count(folder):
     (folder / ".ipynb_checkpoints").mkdir()
     (folder / ".ipynb_checkpoints" / "a.txt").write_text("x")
     assert verify(folder) is None
-
-
-def test_a_folder_that_cannot_be_read_is_not_called_incomplete(tmp_path):
-    (tmp_path / "file").touch()
-    assert not is_complete(epath.Path(tmp_path / "file"))
-    assert not is_complete(epath.Path(tmp_path / "nothing"))
-    # An error of the file system.
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    with pytest.raises(OSError, match="loop"):
-        is_complete(epath.Path(tmp_path / "loop"))

@@ -1,6 +1,5 @@
 """The lock on a folder of checkpoints: one program at a time, and nothing stays locked."""
 
-import fcntl
 import os
 import re
 import signal
@@ -123,11 +122,3 @@ def test_a_child_does_not_keep_the_lock_of_its_parent(tmp_path):
             pass
         os.close(pipe[0])
         os.close(pipe[1])
-
-
-def test_a_file_system_without_locks_is_not_locked(tmp_path, train_step, monkeypatch):
-    def fails(*args):
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr(fcntl, "flock", fails)
-    assert fit(tmp_path, train_step).steps() == [2]
