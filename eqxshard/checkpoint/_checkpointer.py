@@ -335,7 +335,8 @@ class Checkpointer:
         """By step, the scores of those that have a value of `best`."""
         scores: dict[int, float] = {}
         for step in steps if self._best is not None else ():
-            with contextlib.suppress(ValueError):  # It is damaged.
+            # It is damaged, or has just been removed.
+            with contextlib.suppress(ValueError, FileNotFoundError):
                 metrics = self._folder.description(step)["metrics"]
                 if self._best in metrics:
                     scores[step] = self._sign * metrics[self._best]
