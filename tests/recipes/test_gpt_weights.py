@@ -268,7 +268,7 @@ def test_weights_of_other_shapes_are_named(tmp_path):
             gpt_weights.load(GOLDEN / "gpt2", abstract(dataclasses.replace(shape, **sizes)))
     # A configuration that is not that of the weights.
     folder = change_config(tmp_path, "gpt2", n_inner=24)
-    says = r"blocks\.mlp\.up has shape \[2, 1, 32, 16\] there .* not \[2, 1, 24, 16\];"
+    says = r"blocks\.mlp\.up is float32\[2,1,32,16\] in .* not float32\[2,1,24,16\];"
     with pytest.raises(ValueError, match=says) as error:
         gpt_weights.load(folder, abstract(gpt_weights.shape_of(folder)))
     assert "\n" not in str(error.value)

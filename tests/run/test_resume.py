@@ -77,7 +77,7 @@ def test_a_damaged_checkpoint_is_skipped(copy, finished, caplog, capsys):
     "how, options, message",
     [
         ("no", {}, "has a run at step 12; add resume='yes' to continue it, or give"),
-        ("yes", {"width": 4}, "model.hidden.bias has shape [8] there, not [4]"),
+        ("yes", {"width": 4}, "model.hidden.bias is float32[8] there, not float32[4]"),
         ("yes", {"make_optim": make_sgd}, "opt_state.0.mu.hidden.bias float32[8] is only"),
         ("yes", {"train_data": make_data(EXAMPLES - 1, 0)}, "length was 96 and is 95"),
         ("auto", {"epochs": 1}, None),
