@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import platform
+import time
 from datetime import datetime
 from typing import Any
 
@@ -58,8 +59,11 @@ class FolderLock:
             file = os.open(self._path, _OPEN, 0o666)
             if not _lock(file):
                 with open(file, "rb") as locked:
-                    text = locked.read(200).decode(errors="replace")
-                return text or "another program"
+                    for _ in range(10):
+                        if text := locked.read(200):
+                            return text.decode(errors="replace")
+                        time.sleep(0.1)  # It is about to say.
+                return "another program"
             if _is_at(file, self._path):
                 break
             os.close(file)  # Another program has released, and so removed, it.
