@@ -87,7 +87,7 @@ def read(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Array]:
             try:
                 store = ts.open(spec, open=True, read=True, context=settings).result()
                 if store.shape != data.shape:
-                    raise ValueError(f"its shape is {[*store.shape]}")
+                    raise ValueError(f"its shape is {[*store.shape]}, not {[*data.shape]}")
                 read_part = ft.partial(_read_part, store, dtype=data.dtype)
                 array = place_parts(read_part, data.shape, there)
             except ValueError as error:

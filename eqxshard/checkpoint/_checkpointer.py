@@ -16,13 +16,10 @@ from ..training._donation import check_state_not_donated
 from ..training._states import step_of, trained_paths
 from ._arrays import partition_by_path, read
 from ._description import check_structure, describe
-from ._folder import CheckpointFolder
+from ._folder import CheckpointFolder, Step
 from ._writer import CheckpointWriter
 
 _T = TypeVar("_T")
-
-#: A step, or what `best_step` has found.
-Step = int | Literal["newest"] | None
 
 
 class Checkpointer:
@@ -171,8 +168,8 @@ class Checkpointer:
 
         **Raises:**
 
-        `FileNotFoundError` if there is no checkpoint. `ValueError` if all are damaged,
-        `step` is `None`, or `like` does not have the same arrays: it names each that is
+        `FileNotFoundError` if there is no checkpoint, or `step` is `None`. `ValueError` if
+        all are damaged, or `like` does not have the same arrays: it names each that is
         missing, superfluous or of another shape.
         """
         state = self._read(like, step)
@@ -217,12 +214,7 @@ class Checkpointer:
 
     def _read(self, like: _T, step: Step, root: str = "") -> _T:
         """Read a PyTree: all that was saved, or arrays below a path."""
-        if step is None:
-            raise ValueError(
-                f"step=None is not a step: no checkpoint in {self.directory} has a value "
-                f"of best={self._best!r}; leave step out to read the newest."
-            )
-        description = self._folder.choose(None if step == "newest" else step)
+        description = self._folder.choose(step)
         found, saved = description["step"], description["leaves"]
         wanted, static = partition_by_path(like, root)
         if root:
@@ -307,11 +299,10 @@ class Checkpointer:
 
         **Raises:**
 
-        `ValueError` if the state was donated, or another program writes to the directory.
+        `ValueError` if the state was donated.
         """
         check_state_not_donated(state)
         step = step_of(state)
-        self._folder.check_unused()
         self._last_save = time.monotonic()
         leaves, _ = partition_by_path(state)
         described = describe(step, leaves, loader, metrics, callbacks)
@@ -344,7 +335,8 @@ class Checkpointer:
         """By step, the scores of those that have a value of `best`."""
         scores: dict[int, float] = {}
         for step in steps if self._best is not None else ():
-            with contextlib.suppress(ValueError):  # It is damaged.
+            # It is damaged, or has just been removed.
+            with contextlib.suppress(ValueError, FileNotFoundError):
                 metrics = self._folder.description(step)["metrics"]
                 if self._best in metrics:
                     scores[step] = self._sign * metrics[self._best]

@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from typing import Any
+from typing import Any, Literal
 
 from ..distributed import (
     assert_same_on_all_processes,
@@ -18,6 +18,9 @@ from ._description import FILE, parse_description
 from ._lock import FolderLock
 
 _LOG = logging.getLogger(__name__)
+
+#: A step, or what `best_step` has found.
+Step = int | Literal["newest"] | None
 
 #: Of the URLs of object stores that checkpoints can be in.
 _SCHEMES = ("s3", "gs")
@@ -90,8 +93,8 @@ class CheckpointFolder:
             )
         return description
 
-    def choose(self, step: int | None) -> dict[str, Any]:
-        """Verify the checkpoint of a step, or find the newest that is not damaged.
+    def choose(self, step: Step) -> dict[str, Any]:
+        """Verify the checkpoint of a step; or find the newest that is not damaged.
 
         Process 0 looks, for all of them.
         """
@@ -102,26 +105,26 @@ class CheckpointFolder:
             raise kind(found["error"])
         return found["description"]
 
-    def _find(self, step: int | None) -> dict[str, Any]:
+    def _find(self, step: Step) -> dict[str, Any]:
         """What `choose` found, as JSON: a description, the damaged steps, an error."""
         steps = self.steps()
         damages: dict[int, str] = {}
-        for candidate in reversed(steps) if step is None else {step}.intersection(steps):
-            damage = verify(self.at(candidate))
+        for candidate in [each for each in reversed(steps) if step in ("newest", each)]:
             try:
+                damage = verify(self.at(candidate))
                 if damage is None:
                     found = self.description(candidate)
                     return {"description": found, "damaged": [*damages]}
             except (OSError, ValueError) as error:
                 damage = str(error)
-            damages[candidate] = str(damage)
-            if step is None:
+            damages[candidate] = damage
+            if step == "newest":
                 said = self.name(candidate), damage
                 _LOG.warning("%s is damaged (%s); using the one before it.", *said)
         others = [other for other in steps if other not in damages]
         use = f"use one of: {listed(others)}" if others else "use another folder"
         kind = "good checkpoint" if damages else "checkpoint"
-        of = "" if step is None else f" of step {step}"
+        of = "" if step == "newest" else f" of step {step}"
         why = "".join(f" (step {each}: {damage})" for each, damage in damages.items())
         error = f"there is no {kind}{of} in {self.path}{why}; {use}."
         return {"description": None, "damaged": [*damages], "error": error}
@@ -173,17 +176,6 @@ class CheckpointFolder:
                 f"checkpoints cannot be written to {self.path}: {reason(error)}; give a "
                 "folder that can be written to."
             )
-
-    def check_unused(self) -> None:
-        """Raise `ValueError` if another program writes to the folder."""
-        if is_remote(self.path) or self.lock.claims:
-            return
-        if is_main_process():
-            # If anything else is wrong, whoever writes will say so.
-            self.claim()
-        fault = broadcast_from_first(self.lock.refusal)
-        if fault is not None:
-            raise ValueError(fault)
 
     def remove(self, step: int) -> None:
         """Remove the folder of a step, if there is one."""

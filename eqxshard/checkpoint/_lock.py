@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import platform
+import time
 from datetime import datetime
 from typing import Any
 
@@ -35,24 +36,22 @@ class FolderLock:
         self._file: int | None = None
         #: How many runs have claimed the folder, and not ended yet: it stays locked.
         self.claims = 0
-        #: A sentence if another program had the folder at the last try.
-        self.refusal: str | None = None
 
     def acquire(self) -> str | None:
         """Lock the folder, which exists; return a sentence if another program has it."""
-        self.refusal = None
         if self._path in _HELD and not _is_at(_HELD[self._path], self._path):
             # The folder was deleted or renamed, and made again.
             os.close(_HELD.pop(self._path))
         # It may be held by another path, through a link.
         if is_remote(self._folder) or any(_is_at(x, self._path) for x in _HELD.values()):
             return None
-        if (holder := self._try()) is not None:
-            self.refusal = (
-                f"{self._folder} is in use by {holder}; wait until that run ends, or give "
-                "this one another folder (--output)."
-            )
-        return self.refusal
+        holder = self._try()
+        if holder is None:
+            return None
+        return (
+            f"{self._folder} is in use by {holder}; wait until that run ends, or give this "
+            "one another folder (--output)."
+        )
 
     def _try(self) -> str | None:
         """Lock the folder; return what is known of who has it, if another does."""
@@ -60,8 +59,11 @@ class FolderLock:
             file = os.open(self._path, _OPEN, 0o666)
             if not _lock(file):
                 with open(file, "rb") as locked:
-                    text = locked.read(200).decode(errors="replace")
-                return text or "another program"
+                    for _ in range(10):
+                        if text := locked.read(200):
+                            return text.decode(errors="replace")
+                        time.sleep(0.1)  # It is about to say.
+                return "another program"
             if _is_at(file, self._path):
                 break
             os.close(file)  # Another program has released, and so removed, it.

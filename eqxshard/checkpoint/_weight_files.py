@@ -30,7 +30,6 @@ DTYPES = {
 
 #: What to look for in a folder, in the order of preference.
 _IN_FOLDERS = ("*.safetensors.index.json", "*.safetensors", "*.bin.index.json", "*.bin")
-_INDEX = ".index.json"
 
 
 def map_weights(path: Path, like: PyTree) -> dict[str, np.ndarray]:
@@ -48,9 +47,23 @@ def map_weights(path: Path, like: PyTree) -> dict[str, np.ndarray]:
     `FileNotFoundError` if there is nothing at `path`, `ValueError` if it cannot be read.
     """
     file = _find_in(path) if path.is_dir() else path
-    arrays: dict[str, np.ndarray] = {}
-    for each in _files_of(file) if file.name.endswith(_INDEX) else [file]:
-        arrays |= _map_file(each, like)
+    files, arrays = [file], dict[str, np.ndarray]()
+    try:
+        if file.name.endswith(".index.json"):
+            names = {*read_json(file)["weight_map"].values()}
+            files = [file.with_name(name) for name in sorted(names)]
+        for file in files:
+            arrays |= _map_file(file, like)
+    except FileNotFoundError:
+        raise
+    # A damaged file, or one made to do harm, can raise anything.
+    except Exception as error:
+        raise ValueError(
+            f"{os.fspath(file)!r} cannot be read ({type(error).__name__}: {error}); fetch "
+            "it again, or convert it to safetensors."
+        ) from error
+    for array in arrays.values():
+        array.flags.writeable = False
     return arrays
 
 
@@ -66,39 +79,17 @@ def _find_in(folder: Path) -> Path:
     return found[0]
 
 
-def _files_of(index: Path) -> list[Path]:
-    """The files that an index names, which are beside it."""
-    try:
-        names = {*read_json(index)["weight_map"].values()}
-        return [index.with_name(name) for name in sorted(names)]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{os.fspath(index)!r} is not an index of weights ({error}); fetch it again."
-        ) from error
-
-
 def _map_file(path: Path, like: PyTree) -> dict[str, np.ndarray]:
     """The arrays of one file, by the ending of its name."""
     # Whatever the ending: neither a FIFO nor a device.
     open_file(path).close()
-    try:
-        if path.suffix == ".safetensors":
-            arrays = dict(_map_safetensors(path))
-        elif path.suffix == ".eqx":
-            arrays = _read_equinox(path, like)
-        elif path.suffix in (".pt", ".pth", ".bin"):
-            arrays = dict(_map_torch(path))
-        else:
-            raise ValueError("its name must end in .safetensors, .eqx, .pt, .pth or .bin")
-    # A damaged file, or one made to do harm, can raise anything.
-    except Exception as error:
-        raise ValueError(
-            f"{os.fspath(path)!r} cannot be read ({type(error).__name__}: {error}); fetch "
-            "it again, or convert it to safetensors."
-        ) from error
-    for array in arrays.values():
-        array.flags.writeable = False
-    return arrays
+    if path.suffix == ".safetensors":
+        return dict(_map_safetensors(path))
+    if path.suffix == ".eqx":
+        return _read_equinox(path, like)
+    if path.suffix in (".pt", ".pth", ".bin"):
+        return dict(_map_torch(path))
+    raise ValueError("its name must end in .safetensors, .eqx, .pt, .pth or .bin")
 
 
 def _map_safetensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:

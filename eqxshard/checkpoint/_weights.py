@@ -88,7 +88,7 @@ def save_weights(
     for names in found:
         _check_dtype(names.path, leaves[names.path].dtype)
     # Large numbers first, so that each array begins at a multiple of its number's size.
-    found.sort(key=lambda names: -leaves[names.path].dtype.itemsize)
+    found.sort(key=lambda names: (-leaves[names.path].dtype.itemsize, names.path))
     header = _header(_transformed(found, leaves, _zeros))
     arrays = _transformed(found, leaves, _fetch)
     error = None

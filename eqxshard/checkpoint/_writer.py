@@ -115,7 +115,9 @@ class CheckpointWriter:
         if not is_done:
             # Orbax still waits for the process that failed, in the old thread.
             self._thread = self._current = None
-            self._tell(errors[0])
+            self._error = errors[0]
+            if is_main_process():
+                self._tell(errors[0])
         self._pending = None
         return errors
 

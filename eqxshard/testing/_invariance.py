@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -138,7 +138,14 @@ def assert_mesh_invariant(
             f"{len(rules)} rules leave nothing to compare; use at least 1 of each."
         )
     for sizes in meshes:
-        _check_devices(sizes)
+        needed, present = math.prod(sizes.values()), jax.device_count()
+        if not 0 < needed <= present:
+            raise ValueError(
+                f"the mesh {format_mesh(sizes)} needs {needed} devices, and there are "
+                f"{present}; simulate them with jax.config.update('jax_num_cpu_devices', "
+                f"{needed}) before anything else uses JAX, such as at the top of "
+                "conftest.py, or use meshes of fewer devices."
+            )
     batches = [given[index % len(given)] for index in range(steps)]
     recorded = optax.chain(_record_gradients(), optim)
 
@@ -148,8 +155,8 @@ def assert_mesh_invariant(
         return make_train_step(loss_fn, recorded, accumulate=accumulate, **options), state
 
     one_device = make_mesh(data=1, devices=jax.devices()[:1])
-    reference = _train_on_one_device(*set_up(one_device, replicate()), batches)
-    rtol = _default_rtol(reference.initial, precision) if rtol is None else rtol
+    expected, starts = _train_on_one_device(*set_up(one_device, replicate()), batches)
+    rtol = _default_rtol(starts[0], precision) if rtol is None else rtol
     rows = []
     for sizes, rule in itertools.product(meshes, rules):
         mesh_name, name = format_mesh(sizes), rule_name(rule)
@@ -157,28 +164,17 @@ def assert_mesh_invariant(
             all_sizes: Any = {"data": 1, **sizes}
             devices = jax.devices()[: math.prod(sizes.values())]
             mesh = make_mesh(**all_sizes, devices=devices)
-            measured = _check_mesh(*set_up(mesh, rule), batches, reference, rtol)
+            found = _check_mesh(*set_up(mesh, rule), batches, expected, starts, rtol)
         rows.append(
-            MeshComparison(mesh=mesh_name, rule=name, devices=len(devices), **measured)
+            MeshComparison(mesh=mesh_name, rule=name, devices=len(devices), **found)
         )
     return MeshReport(tuple(rows), steps, rtol)
 
 
-class _Reference(NamedTuple):
-    """Training on one device: the initial state, and for each step
-
-    - `results`: its result;
-    - `starts`: the state before it.
-    """
-
-    initial: Arrays
-    results: list[Result]
-    starts: list[Arrays]
-
-
 def _train_on_one_device(
     step: TrainStep, state: TrainState, batches: Sequence[PyTree]
-) -> _Reference:
+) -> tuple[list[Result], list[Arrays]]:
+    """The result of each step, and the state before it."""
     initial = to_host(state)
     results = _run(step, state, batches, [None] * len(batches))
     for number, result in enumerate(results, 1):
@@ -187,30 +183,30 @@ def _train_on_one_device(
                 f"step {number}: the loss is {result.loss} on one device already; use "
                 "another batch, or a smaller learning rate."
             )
-    return _Reference(initial, results, [initial, *(each.arrays for each in results[:-1])])
+    return results, [initial, *(result.arrays for result in results[:-1])]
 
 
 def _check_mesh(
     step: TrainStep,
     state: TrainState,
     batches: Sequence[PyTree],
-    reference: _Reference,
+    expected: Sequence[Result],
+    starts: Sequence[Arrays],
     rtol: float,
 ) -> dict[str, Any]:
     """Compare training on a mesh with one device; return fields of a `MeshComparison`."""
-    check_initial(to_host(state), reference.initial)
+    check_initial(to_host(state), starts[0])
     arrays = [leaf for _, leaf in array_leaves(state.model)]
     split = sum(not leaf.sharding.is_fully_replicated for leaf in arrays)
     count = len(batches)
     # Each step from the reference's state before it, and then all in a row.
-    in_a_row = [reference.initial, *[None] * (count - 1)]
-    results = _run(step, state, [*batches, *batches], [*reference.starts, *in_a_row])
-    expected = reference.results, reference.starts
-    alone = [*map(compare_results, results[:count], *expected)]
+    in_a_row = [starts[0], *[None] * (count - 1)]
+    results = _run(step, state, [*batches, *batches], [*starts, *in_a_row])
+    alone = [*map(compare_results, results[:count], expected, starts)]
     for number, (result, found) in enumerate(zip(results, alone), 1):
         check_replicas(number, result.diverged)
         check_step(number, found, rtol)
-    in_a_row = [*map(compare_results, results[count:], *expected)]
+    in_a_row = [*map(compare_results, results[count:], expected, starts)]
     check_losses(in_a_row, rtol)
     return {
         "split": split,
@@ -273,14 +269,3 @@ def _default_rtol(initial: Arrays, precision: Precision | None) -> float:
         dtypes.append(jnp.dtype(precision.compute))
     floats = [jnp.finfo(x).dtype for x in dtypes if jnp.issubdtype(x, jnp.inexact)]
     return max((_RTOL.get(str(x), 2e-2) for x in floats), default=_RTOL["float32"])
-
-
-def _check_devices(sizes: Sizes) -> None:
-    needed, present = math.prod(sizes.values()), jax.device_count()
-    if not 0 < needed <= present:
-        raise ValueError(
-            f"the mesh {format_mesh(sizes)} needs {needed} devices, and there are "
-            f"{present}; simulate them with jax.config.update('jax_num_cpu_devices', "
-            f"{needed}) before anything else uses JAX, such as at the top of conftest.py, "
-            "or use meshes of fewer devices."
-        )

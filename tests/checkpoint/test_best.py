@@ -55,15 +55,6 @@ def test_the_best_of_all_evaluations_is_saved_and_kept(scored, mode, sign):
     assert not found.is_best({}) and not found.is_best({"score": sign * 2.0})
 
 
-def test_without_a_metric_nothing_is_best_and_without_checkpoints_anything(
-    scored, tmp_path
-):
-    found = eqxshard.Checkpointer(scored["max"][0])
-    assert found.best_step() is None and not found.is_best({"eval/score": 2.0})
-    found = eqxshard.Checkpointer(tmp_path, best="eval/score")
-    assert found.best_step() is None and found.is_best({"eval/score": -5.0})
-
-
 def test_a_misspelt_metric_is_noticed_at_the_first_evaluation(scored):
     found = checkpointer(scored, "max")
     with pytest.raises(ValueError, match="best='eval/score' is not a metric of this run"):

@@ -1,8 +1,5 @@
 import json
-import math
 
-import jax
-import numpy as np
 import pytest
 from hostile_files import deep_json
 
@@ -52,13 +49,3 @@ def test_a_description_of_other_types_is_refused(wrong):
     assert parse_description(json.dumps(plain)) == plain
     with pytest.raises(ValueError, match="was not written by eqxshard"):
         parse_description(json.dumps(plain | wrong))
-
-
-def test_only_finite_metrics_are_written():
-    metrics = {"loss": 0.5, "nan": math.nan, "infinite": math.inf}
-    leaves = {"x": jax.device_put(np.ones(4, np.float32))}
-    description = describe(3, leaves, object(), metrics, {})
-    assert description["metrics"] == {"loss": 0.5}
-    assert (description["loader"], description["mesh"]) == (None, {})
-    plain = {"shape": [4], "dtype": "float32", "spec": []}
-    assert description["leaves"] == {"x": plain}

@@ -115,12 +115,6 @@ def test_a_lock_is_written_on_request_and_not_in_ci(locked, monkeypatch):
     assert "+embed: float32[16,8] P(fsdp)" in changes(locked)
 
 
-def test_arrays_on_a_mesh_keep_their_sharding(split, locked):
-    state, _, _ = split
-    text = locked(state, rule=eqxshard.replicate())
-    assert "model.weight: float32[4,8] P(None, fsdp)\n" in text
-
-
 GATHER = testing.Collective(
     kind="all-gather",
     axes=("fsdp",),
