@@ -2,11 +2,10 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import pytest
 from jax.sharding import AxisType
 
-from eqxshard.sharding._mesh import AXES, check_batch_size, describe_mesh, make_mesh
+from eqxshard.sharding._mesh import AXES, check_batch_size, make_mesh
 
 
 @pytest.mark.versions
@@ -15,11 +14,6 @@ def test_all_six_axes_exist_and_are_auto():
     assert mesh.axis_names == AXES
     assert dict(mesh.shape) == dict(stage=1, data=8, fsdp=1, context=1, expert=1, tensor=1)
     assert set(mesh.axis_types) == {AxisType.Auto}
-
-
-def test_one_axis_takes_what_is_left():
-    mesh = make_mesh(data=2, fsdp=-1, tensor=2)
-    assert (mesh.shape["data"], mesh.shape["fsdp"], mesh.shape["tensor"]) == (2, 2, 2)
 
 
 @pytest.mark.versions
@@ -101,8 +95,3 @@ def test_batch_size_errors_show_the_arithmetic():
         check_batch_size(5, mesh)
     with pytest.raises(ValueError, match="batch size 0 is not positive; use a mul"):
         check_batch_size(0, mesh)
-
-
-def test_describe():
-    assert describe_mesh(make_mesh(fsdp=2)) == "8 x cpu (data=4, fsdp=2)"
-    assert describe_mesh(make_mesh(devices=jax.devices()[:1])) == "1 x cpu (data=1)"
