@@ -10,7 +10,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,17 @@ def main(args: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_plan(commands)
     _add_search(commands)
-    _add_page(commands)
-    _add_compare(commands)
-    _add_doctor(commands)
+    _add_pages(commands)
+    _add(
+        commands,
+        "doctor",
+        doctor,
+        "Print versions, devices, links, folders and limits of this machine, what is wrong "
+        "with them, and the command that mends it. The exit status is 1 if something is "
+        "wrong.",
+    )
     options, others = parser.parse_known_args(args)
-    if others and not options.has_script:
+    if others and options.run not in (_plan, _search):
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
         if options.run is doctor:
@@ -55,43 +61,41 @@ def _run(options: argparse.Namespace, others: Sequence[str]) -> None:
         options.run(options, others)
 
 
+def _add(
+    commands: Any, name: str, run: Callable[..., Any], text: str
+) -> argparse.ArgumentParser:
+    """Add a command, and the text of its help."""
+    parser = commands.add_parser(name, allow_abbrev=False, help=text, description=text)
+    parser.set_defaults(run=run)
+    return parser
+
+
 def _add_plan(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = _add(
+        commands,
         "plan",
-        allow_abbrev=False,
-        help="the memory, communication and time of a step, as tables",
-        description="Compile the step of a script for devices that are not there, and "
-        "print its memory, its communication and the least time that it takes. No data "
-        "are needed, and nothing is written.",
-        epilog="All other options are the script's, such as --mesh data=8,fsdp=64 and "
-        "--batch-size 512.",
+        _plan,
+        "Compile the step of a script for devices that are not there, and print its "
+        "memory, its communication and the least time that it takes.",
     )
-    parser.set_defaults(run=_plan, has_script=True)
     _add_script(parser)
-    parser.add_argument("--json", metavar="FILE", help="also write the plan as JSON")
-    parser.add_argument("--html", metavar="FILE", help="also write the plan as a page")
-    parser.add_argument(
-        "--trace",
-        metavar="FILE",
-        help="also write the time line as a trace, which Perfetto and Chrome open",
-    )
-    parser.add_argument(
-        "--cache",
-        metavar="DIR",
-        help="also keep the compiled step in JAX's compilation cache in this folder",
-    )
+    for name, metavar, text in (
+        ("--json", "FILE", "also write the plan as JSON"),
+        ("--html", "FILE", "also write the plan as a page"),
+        ("--trace", "FILE", "also write the time line as a trace for Perfetto and Chrome"),
+        ("--cache", "DIR", "also keep the compiled step in this folder, as JAX's cache"),
+    ):
+        parser.add_argument(name, metavar=metavar, help=text)
 
 
 def _add_search(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = _add(
+        commands,
         "search",
-        allow_abbrev=False,
-        help="which mesh is the fastest of those that fit",
-        description="Plan the step of a script on one mesh after the other, and rank them.",
-        epilog="All other options are the script's, such as --batch-size 512; its --mesh "
-        "is not used.",
+        _search,
+        "Plan the step of a script on one mesh after the other, and rank those that fit. "
+        "The script's --mesh is not used.",
     )
-    parser.set_defaults(run=_search, has_script=True)
     _add_script(parser)
     parser.add_argument(
         "--search-axes",
@@ -108,29 +112,24 @@ def _add_search(commands: Any) -> None:
     parser.add_argument("--json", metavar="FILE", help="also write the search as JSON")
 
 
-def _add_page(commands: Any) -> None:
-    parser = commands.add_parser(
+def _add_pages(commands: Any) -> None:
+    page = _add(
+        commands,
         "page",
-        allow_abbrev=False,
-        help="the page of a run, made anew",
-        description="Write index.html into the folder of a run: of one that was killed, or "
-        "still runs, or after a plan was put beside it as plan.json.",
+        _page,
+        "Write index.html into the folder of a run: of one that was killed, or still runs, "
+        "or after a plan was put beside it as plan.json.",
     )
-    parser.set_defaults(run=_page, has_script=False)
-    parser.add_argument("folder", metavar="RUN", help="the folder of a run")
-
-
-def _add_compare(commands: Any) -> None:
-    parser = commands.add_parser(
+    page.add_argument("folder", metavar="RUN", help="the folder of a run")
+    compare = _add(
+        commands,
         "compare",
-        allow_abbrev=False,
-        help="one page of several runs",
-        description="Write one page of several runs: their curves over each other, their "
-        "results, and in what they differ.",
+        _compare,
+        "Write one page of several runs: their curves over each other, their results, and "
+        "in what they differ.",
     )
-    parser.set_defaults(run=_compare, has_script=False)
-    parser.add_argument("folders", metavar="RUN", nargs="+", help="the folder of a run")
-    parser.add_argument(
+    compare.add_argument("folders", metavar="RUN", nargs="+", help="the folder of a run")
+    compare.add_argument(
         "--output",
         metavar="FILE",
         default="compare.html",
@@ -138,19 +137,8 @@ def _add_compare(commands: Any) -> None:
     )
 
 
-def _add_doctor(commands: Any) -> None:
-    parser = commands.add_parser(
-        "doctor",
-        allow_abbrev=False,
-        help="what is wrong with this machine, and what mends it",
-        description="Print versions, devices, links, folders and limits of this machine, "
-        "what is wrong with them, and the command that mends it. The exit status is 1 if "
-        "something is wrong.",
-    )
-    parser.set_defaults(run=doctor, has_script=False)
-
-
 def _add_script(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = "All other options are the script's, such as --batch-size 512."
     parser.add_argument(
         "script", metavar="SCRIPT", help="the path of a script that calls eqxshard.train"
     )
@@ -182,23 +170,19 @@ def _plan(options: argparse.Namespace, others: Sequence[str]) -> None:
         raise ValueError(f"--html {options.html} is no page; give a name like plan.html.")
 
     def planner(run: PlannedRun, notes: list[str]) -> None:
-        arguments = run.for_mesh(options.devices)
-        compiling = f"compiling for {options.devices} x {options.device}"
-        with Console(stderr=True).status(compiling):
+        with Console(stderr=True).status("compiling"):
             made = plan(
-                **arguments,
+                **run.for_mesh(options.devices),
                 target=options.device,
                 backend=options.backend,
                 cache=options.cache,
             )
         made = dataclasses.replace(made, notes=(*made.notes, *notes))
         print(made)
-        if options.json:
-            Path(options.json).write_text(json.dumps(made.to_json(), indent=2) + "\n")
         if options.html:
             made.save(options.html)
-        if options.trace:
-            Path(options.trace).write_text(json.dumps(made.to_trace()) + "\n")
+        _write(options.json, made.to_json)
+        _write(options.trace, made.to_trace)
 
     plan_script(options.script, others, planner)
 
@@ -208,18 +192,16 @@ def _search(options: argparse.Namespace, others: Sequence[str]) -> None:
     from .run._planned import PlannedRun, plan_script
 
     _check_folders(options.json)
-    axes = [axis for axis in options.search_axes.split(",") if axis]
     counts = options.search_accumulate and _counts(options.search_accumulate)
 
     def planner(run: PlannedRun, notes: list[str]) -> None:
         arguments = run.for_any_mesh(options.devices)
-        if counts:
-            arguments["accumulate"] = counts
+        arguments["accumulate"] = counts or arguments["accumulate"]
         found = plan_search(
             arguments.pop("make_model"),
             rules=arguments.pop("rule"),
             devices=options.devices,
-            axes=axes,
+            axes=[axis for axis in options.search_axes.split(",") if axis],
             target=options.device,
             backend=options.backend,
             **arguments,
@@ -227,8 +209,7 @@ def _search(options: argparse.Namespace, others: Sequence[str]) -> None:
         print(found)
         for note in notes:
             print(f"note: {note}.")
-        if options.json:
-            Path(options.json).write_text(json.dumps(found.to_json(), indent=2) + "\n")
+        _write(options.json, found.to_json)
 
     plan_script(options.script, others, planner)
 
@@ -248,6 +229,11 @@ def _compare(options: argparse.Namespace, others: Sequence[str]) -> None:
     _check_folders(options.output)
     compare_runs(options.folders, options.output)
     print(options.output)
+
+
+def _write(file: str | None, to_json: Callable[[], Any]) -> None:
+    if file is not None:
+        Path(file).write_text(json.dumps(to_json(), indent=2) + "\n")
 
 
 def _counts(text: str) -> list[int]:

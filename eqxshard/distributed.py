@@ -64,10 +64,10 @@ def initialize(
 
     **Raises:**
 
-    `ValueError` if only some of the three are known, SLURM's name of the first node does
-    not resolve, or the processes differ. `TimeoutError` if process 0 cannot be reached in
-    time. (If it can, but others do not join, JAX ends the process.) What a process waits
-    for is printed to stderr after 15 seconds.
+    `ValueError` if only some of the three are known, or the processes differ.
+    `TimeoutError` if process 0 cannot be reached in time; under SLURM, if its name does not
+    resolve, after 15 seconds. (If it can be reached, but others do not join, JAX ends the
+    process.) What a process waits for is printed to stderr after 15 seconds.
 
     !!! Example
 
@@ -77,15 +77,14 @@ def initialize(
             mesh = eqxshard.make_mesh()
         ```
     """
-    given = {
-        "coordinator_address": _or_environment(coordinator_address, ADDRESS),
-        "num_processes": _or_environment(num_processes, PROCESSES),
-        "process_id": _or_environment(process_id, PROCESS),
+    environment = os.environ.get
+    given: dict[str, Any] = {
+        "coordinator_address": coordinator_address or environment(ADDRESS),
+        "num_processes": num_processes or environment(PROCESSES),
+        "process_id": environment(PROCESS) if process_id is None else process_id,
     }
     count = given["num_processes"]
-    if count is not None:
-        count = _integer("num_processes", count)
-    if count == 1:
+    if count is not None and (count := _integer("num_processes", count)) == 1:
         return
     missing = [name for name, value in given.items() if value is None]
     if 0 < len(missing) < 3:
@@ -244,10 +243,6 @@ def fetch_whole(array: jax.Array) -> np.ndarray:
     return np.asarray(process_allgather(array, tiled=True))
 
 
-def _or_environment(value: Any, variable: str) -> Any:
-    return os.environ.get(variable) if value is None else value
-
-
 def _integer(name: str, value: int | str) -> int:
     try:
         return int(value)
@@ -283,25 +278,23 @@ def _wait_for_first(address: str, number: int, seconds: int, *, under_slurm: boo
             f"coordinator_address={address!r} is not HOST:PORT; write one such as "
             "node-1:29400."
         )
-    host, began, said = host.strip("[]"), time.monotonic(), False
+    place, began, said = (host.strip("[]"), int(port)), time.monotonic(), False
     while True:
         try:
-            socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+            socket.getaddrinfo(*place, type=socket.SOCK_STREAM)
             if number > 0:
-                socket.create_connection((host, int(port)), timeout=5).close()
+                socket.create_connection(place, timeout=5).close()
             return
         except OSError as error:
-            unknown = isinstance(error, socket.gaierror)
-            problem = f"the name does not resolve ({error})" if unknown else f"{error}"
-        remedy = "see whether process 0 runs, and whether a firewall is between the hosts."
-        if unknown:
-            remedy = "give that host a name that resolves on all hosts, as in /etc/hosts."
-        says = f"process {number} cannot reach process 0 at {address}: {problem}; {remedy}"
+            # Elsewhere a name may appear with its host, such as that of a pod.
+            is_final = under_slurm and isinstance(error, socket.gaierror)
+            says = (
+                f"process {number} cannot reach process 0 at {address}: {error}; see "
+                "whether process 0 runs, whether all hosts know the name of its host, as "
+                "by /etc/hosts, and whether a firewall is between them."
+            )
         waited = time.monotonic() - began
-        # Elsewhere a name may appear with its host, such as that of a pod.
-        if unknown and under_slurm and waited > _SILENT_SECONDS:
-            raise ValueError(says)
-        if waited > seconds:
+        if waited > (_SILENT_SECONDS if is_final else seconds):
             raise TimeoutError(says)
         if waited > _SILENT_SECONDS and not said:
             _print(f"{says} It goes on trying, for {seconds} s in all.")
@@ -323,25 +316,18 @@ def _slurm_place() -> tuple[str | None, int | None]:
 
 def _in_cluster() -> bool:
     """Whether a scheduler started this process as one of several."""
-    for name in ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
-        if os.environ.get(name, "1") != "1":
-            return True
-    return False
+    sizes = ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+    return any(os.environ.get(name, "1") != "1" for name in sizes)
 
 
 def _versions() -> dict[str, str]:
     main = getattr(sys.modules["__main__"], "__file__", None)
-    files = sorted(Path(__file__).parent.rglob("*.py"))
-    return {
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "eqxshard's code": _digest(files),
-        "script's code": _digest([Path(main)] if main else []),
+    files = {
+        "eqxshard's code": sorted(Path(__file__).parent.rglob("*.py")),
+        "script's code": [Path(main)] if main else [],
     }
-
-
-def _digest(files: list[Path]) -> str:
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:12]
+    digests = {
+        what: hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:12]
+        for what, paths in files.items()
+    }
+    return {"python": platform.python_version(), "jax": jax.__version__, **digests}

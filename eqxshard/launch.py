@@ -15,6 +15,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,49 +115,33 @@ class _Worker:
                     sys.stdout.flush()
 
 
-class _Guard:
-    """Stops the processes if this one is killed and cannot do so itself."""
-
-    def __init__(self):
-        self._process = subprocess.Popen(
-            ["sh", "-c", _GUARD, "eqxshard.launch", str(_GRACE_SECONDS)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            # It must outlive this process, whatever is sent to its group.
-            start_new_session=True,
-        )
-
-    def add(self, worker: _Worker) -> None:
-        """Stop this one, too."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{worker.process.pid}\n")
-        self._process.stdin.flush()
-
-    def end(self) -> None:
-        """End without stopping any, once all have ended."""
-        self._process.kill()
-        self._process.communicate()
+def _start_guard() -> subprocess.Popen[str]:
+    """What stops the processes, whose ids it reads, if this one is killed."""
+    return subprocess.Popen(
+        ["sh", "-c", _GUARD, "eqxshard.launch", str(_GRACE_SECONDS)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        bufsize=1,
+        # It must outlive this process, whatever is sent to its group.
+        start_new_session=True,
+    )
 
 
-class _Signals:
-    """Counts the signals that ask to stop; what is ignored stays ignored."""
-
-    def __init__(self):
-        self.seen = 0
-        # A terminal sends SIGHUP when it is closed; under nohup, or in the background of a
-        # shell, some are ignored.
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        handled = [n for n in numbers if signal.getsignal(n) is not signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._note) for number in handled}
-
-    def _note(self, number: int, frame: object) -> None:
-        self.seen += 1
-
-    def restore(self) -> None:
-        """Put the earlier handlers back."""
-        for number, handler in self._before.items():
+@contextlib.contextmanager
+def _signals_to_stop() -> Iterator[list[int]]:
+    """Collect the signals that ask to stop, such as SIGHUP of a terminal that is closed."""
+    seen: list[int] = []
+    before = {}
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # Under nohup, or in the background of a shell, some are ignored, and stay so.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            before[number] = signal.signal(number, lambda number, _: seen.append(number))
+    try:
+        yield seen
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
 
 
@@ -163,53 +149,44 @@ def _run(command: list[str], processes: int, devices: int | None) -> tuple[int, 
     """Run all processes once; return the status, and whether a signal asked to stop."""
     environments = _environments(processes, devices)
     workers: list[_Worker] = []
-    signals = _Signals()
-    guard = _Guard()
-    try:
-        for number, environment in enumerate(environments):
-            workers.append(_Worker(number, [sys.executable, *command], environment))
-            guard.add(workers[-1])
-        first = _wait(workers, signals)
-        if first is not None and not signals.seen:
-            # After a mistake all print the same, and would only log that one is gone.
-            mistake = first.process.returncode == 2
-            if not mistake:
+    with _signals_to_stop() as signals, _start_guard() as guard:
+        try:
+            for number, environment in enumerate(environments):
+                workers.append(_Worker(number, [sys.executable, *command], environment))
+                print(workers[-1].process.pid, file=guard.stdin)
+            first = _wait(workers, signals)
+            if first is not None and not signals:
                 # Processes that fail because of this one do so a moment later.
                 time.sleep(0.2)
-            _stop(workers, grace=0.0 if mistake else _GRACE_SECONDS)
-            first.drain()
-            _print(_describe_failure(first, processes))
-    finally:
-        _stop(workers, grace=_GRACE_SECONDS)
-        guard.end()
-        signals.restore()
+                _stop(workers)
+                first.drain()
+                _print(_describe_failure(first, processes))
+        finally:
+            _stop(workers)
+            guard.kill()
     for worker in workers:
         worker.drain()
     code = 0 if first is None else first.process.returncode
-    return (code if code >= 0 else 128 - code), bool(signals.seen)
+    return (code if code >= 0 else 128 - code), bool(signals)
 
 
-def _wait(workers: list[_Worker], signals: _Signals) -> _Worker | None:
+def _wait(workers: list[_Worker], signals: list[int]) -> _Worker | None:
     """Wait until all have ended, or one has failed; return the first that failed.
 
     The first signal is passed on, as SIGTERM; the second one kills.
     """
-    first: _Worker | None = None
-    passed_on = 0
-    running = workers
-    while running:
-        running = [worker for worker in workers if worker.process.poll() is None]
-        if signals.seen > passed_on:
-            passed_on = signals.seen
-            for worker in running:
-                worker.send(signal.SIGTERM if passed_on == 1 else signal.SIGKILL)
-        failed = (worker for worker in workers if worker.process.returncode)
-        first = first or next(failed, None)
+    first, passed_on = None, 0
+    while True:
+        codes = [worker.process.poll() for worker in workers]
+        first = first or next((w for w, code in zip(workers, codes) if code), None)
         # After a signal, each may take its time to save.
-        if first is not None and not signals.seen:
-            break
+        if None not in codes or (first is not None and not signals):
+            return first
+        for _ in signals[passed_on:]:
+            for worker in workers:
+                worker.send(signal.SIGKILL if passed_on else signal.SIGTERM)
+            passed_on += 1
         time.sleep(0.02)
-    return first
 
 
 def _environments(processes: int, devices: int | None) -> list[dict[str, str]]:
@@ -233,11 +210,10 @@ def _environments(processes: int, devices: int | None) -> list[dict[str, str]]:
     return [shared | settings for settings in own]
 
 
-def _stop(workers: list[_Worker], *, grace: float) -> None:
-    if grace:
-        for worker in workers:
-            worker.send(signal.SIGTERM)
-    until = time.monotonic() + grace
+def _stop(workers: list[_Worker]) -> None:
+    for worker in workers:
+        worker.send(signal.SIGTERM)
+    until = time.monotonic() + _GRACE_SECONDS
     while time.monotonic() < until and any(w.process.poll() is None for w in workers):
         time.sleep(0.05)
     for worker in workers:
@@ -288,16 +264,16 @@ def main() -> int:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--processes", type=int, required=True, help="the number of processes"
+        "--processes", type=partial(_count, 1), required=True, help="how many processes"
     )
     parser.add_argument(
         "--devices-per-process",
-        type=int,
+        type=partial(_count, 1),
         help="simulated CPU devices of each (default: a GPU each, if there are GPUs)",
     )
     parser.add_argument(
         "--restarts",
-        type=int,
+        type=partial(_count, 0),
         default=0,
         help="how often to start all again after one has died (the script must resume)",
     )
@@ -305,15 +281,7 @@ def main() -> int:
         "command", nargs=argparse.REMAINDER, help="the script (or -m module), its arguments"
     )
     args = parser.parse_args()
-    least = {"processes": 1, "devices_per_process": 1, "restarts": 0}
-    for name, number in least.items():
-        value = getattr(args, name)
-        if value is not None and value < number:
-            flag = name.replace("_", "-")
-            parser.error(f"--{flag} {value} is too few; use {number} or more.")
-    if not args.command:
-        parser.error("there is no script; give one, such as recipes/fashion_mnist.py.")
-    script = args.command[0]
+    script, *_ = args.command or [""]
     if script != "-m" and not Path(script).is_file():
         parser.error(f"there is no script {script!r}; give the path of one.")
     try:
@@ -325,6 +293,12 @@ def main() -> int:
         )
     except ValueError as error:
         parser.error(str(error))
+
+
+def _count(least: int, text: str) -> int:
+    if not text.isdigit() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text} is too few; use {least} or more.")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ arrays. The model and the loss function come from the script, which must be your
 """
 
 import sys
-import traceback
 from types import ModuleType
 from typing import Any
 
@@ -15,9 +14,7 @@ from .checkpoint._folder import folder_path
 from .debug._crash_dump import read_crash_dump
 from .debug._replay import replay
 from .debug._script import import_script
-
-#: Run as a command, this module is `__main__`.
-_OURS = ("eqxshard", "__main__")
+from .run._cli import exit_on_errors
 
 
 def main() -> int:
@@ -35,12 +32,10 @@ def main() -> int:
         help="the script's function that makes the model from a key (default: make_model)",
     )
     parser.add_argument(
-        "--loss",
-        metavar="NAME",
-        help="the script's loss function (default: loss_fn)",
+        "--loss", metavar="NAME", help="the script's loss function (default: loss_fn)"
     )
     args = parser.parse_args()
-    try:
+    with exit_on_errors():
         script = import_script(args.script)
         make_model = _function(script, args.model, "--model", "makes the model from a key")
         dump = read_crash_dump(folder_path(args.folder), make_model)
@@ -52,21 +47,10 @@ def main() -> int:
                 "by --loss."
             )
         loss_fn = _function(script, args.loss or "loss_fn", "--loss", "is the loss")
-    except (FileNotFoundError, ValueError) as error:
-        if not _is_ours(error):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     first, last = dump.steps[0], dump.steps[-1]
     print(f"steps {first} to {last} were not finite; step {first}:")
     print(replay(dump, loss_fn))
     return 0
-
-
-def _is_ours(error: Exception) -> bool:
-    """Whether this library raised an error, and not the script."""
-    trace = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return trace[-1].f_globals.get("__name__", "").partition(".")[0] in _OURS
 
 
 def _function(script: ModuleType, name: str, option: str, does: str) -> Any:

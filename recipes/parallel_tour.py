@@ -84,7 +84,7 @@ def show_collectives(mesh, console):
     def per_device(number, row):
         key = collectives.fold_in_axes(jax.random.key(0), "data")
         gathered = jax.lax.all_gather(number, "data", tiled=True)
-        scattered = collectives.psum_scatter(row[0], "data")
+        scattered = jax.lax.psum_scatter(row[0], "data", tiled=True)
         column = jax.lax.all_to_all(row, "data", 1, 0, tiled=True)
         return {
             "psum: the sum, on every device": jax.lax.psum(number, "data")[None],

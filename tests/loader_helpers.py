@@ -65,12 +65,12 @@ def flat(lists):
     return list(itertools.chain.from_iterable(lists))
 
 
-def grain_threads():
-    return [t for t in threading.enumerate() if t.name.startswith("grain")]
+def loader_threads():
+    return [t for t in threading.enumerate() if t.name == "eqxshard-batches"]
 
 
 def assert_threads_end():
     deadline = time.monotonic() + 60
-    while grain_threads():
-        assert time.monotonic() < deadline, grain_threads()
+    while loader_threads():
+        assert time.monotonic() < deadline, loader_threads()
         time.sleep(0.01)

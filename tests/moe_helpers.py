@@ -177,6 +177,16 @@ def compiled_on(mesh, k, capacity, experts=EXPERTS, fn=backward):
     return on_mesh(make_mesh(mesh), ft.partial(fn, k=k, capacity=capacity), *args)
 
 
+@ft.cache
+def batch_on(name, case):
+    """The gradients of a mixture that is given the whole batch, on a mesh."""
+    k, capacity = CASES[case]
+    experts = P("expert" if "expert" in name else None)
+    fn = ft.partial(backward, k=k, capacity=capacity, forward=forward_batch)
+    args = (make_arrays(), *make_inputs())
+    return on_mesh(make_mesh(name), fn, *args, split=(experts, ROWS, ROWS))
+
+
 def assert_close(ours, theirs, tolerance=1e-6):
     """Relative to the largest element of an array, or to 1."""
     ours, theirs = jax.tree.leaves(ours), jax.tree.leaves(theirs)

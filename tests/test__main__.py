@@ -120,10 +120,6 @@ def test_bad_input_is_one_sentence_with_the_remedy(command, monkeypatch, tmp_pat
     refuse("plan.htm is no page; give", REGRESSION, "--devices=8", "--html=plan.htm")
     refuse("there is no target 'h20'; did you", REGRESSION, "--devices=8", "--device=h20")
     refuse(
-        "64 does not divide over data=3 x fsdp=1 = 3 devices; use a multiple of 3",
-        *(REGRESSION, "--devices=3", "--batch-size=64"),
-    )
-    refuse(
         "mesh data=3 does not divide the 8 devices; choose",
         *(REGRESSION, "--devices=8", "--mesh=data=3,fsdp=-1"),
     )
@@ -169,10 +165,10 @@ def test_pages_of_runs_are_written(command, tmp_path):
 
 
 def test_the_doctor_says_whether_something_is_wrong(command, monkeypatch):
-    facts = Facts(python="3.9.1")
+    facts = Facts(needs={"jax": "0.10"})
     monkeypatch.setattr("eqxshard.debug._doctor._report.gather", lambda: facts)
     status, out, err = command("doctor")
-    assert (status, err) == (1, "") and "Python 3.9.1 is older than 3.11" in out
+    assert (status, err) == (1, "") and "jax is not installed" in out
     monkeypatch.setattr("eqxshard.debug._doctor._report.gather", Facts)
     assert command("doctor")[0] == 0
 

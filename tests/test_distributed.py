@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -265,21 +264,13 @@ def impatient(monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
 
-@pytest.mark.parametrize(
-    "host, problem, remedy",
-    [
-        ("nowhere.invalid", "the name does not resolve", "give that host a name that"),
-        ("127.0.0.1", "[Errno ", "see whether process 0 runs, and whether a firewall"),
-    ],
-)
-def test_a_first_process_that_cannot_be_reached_is_named(
-    impatient, capsys, host, problem, remedy
-):
+@pytest.mark.parametrize("host", ["nowhere.invalid", "127.0.0.1"])
+def test_a_first_process_that_cannot_be_reached_is_named(impatient, capsys, host):
     address = f"{host}:{_free_port()}"
     with pytest.raises(TimeoutError) as error:
         eqxshard.initialize(address, 3, 2, start_seconds=1)
-    says = f"process 2 cannot reach process 0 at {address}: {problem}"
-    assert str(error.value).startswith(says) and remedy in str(error.value)
+    says = f"process 2 cannot reach process 0 at {address}: [Errno "
+    assert str(error.value).startswith(says) and "; see whether" in str(error.value)
     # And before the end, for those who watch.
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"eqxshard: {says}") and "It goes on trying, for 1 s" in line
@@ -293,14 +284,11 @@ def test_a_first_process_that_cannot_be_reached_is_named(
         ("rack[1-2]n[07-09].invalid", "rack1n07.invalid"),
     ],
 )
-def test_a_node_of_slurm_that_has_no_address_is_a_mistake(
-    impatient, monkeypatch, nodes, first
-):
+def test_the_first_node_of_slurm_is_waited_for(impatient, monkeypatch, nodes, first):
     settings = {"STEP_NODELIST": nodes, "JOB_ID": "4100", "PROCID": "1"}
     for name, value in (settings | {"STEP_NUM_TASKS": "2"}).items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    says = f"process 1 cannot reach process 0 at {first}:61444: the name does not resolve"
-    with pytest.raises(ValueError, match=re.escape(says)):
+    with pytest.raises(TimeoutError, match=f"process 0 at {re.escape(first)}:61444: "):
         eqxshard.initialize()
 
 
@@ -308,73 +296,3 @@ def test_a_node_of_slurm_that_has_no_address_is_a_mistake(
 def test_an_address_without_host_or_port_is_a_mistake(impatient, address):
     with pytest.raises(ValueError, match=f"{address!r} is not HOST:PORT; write one such"):
         eqxshard.initialize(address, 2, 1)
-
-
-# Two hosts
-
-
-@pytest.fixture
-def hosts():
-    """Two network namespaces with a link between them."""
-    if subprocess.run(["ip", "netns", "list"], capture_output=True, check=False).returncode:
-        pytest.skip("only root may make network namespaces, with iproute2")
-    names, links = ("eqx-a", "eqx-b"), ("eqx-va", "eqx-vb")
-    for name in names:
-        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-
-    def ip(*words):
-        subprocess.run(["ip", *words], check=True, capture_output=True)
-
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])
-        for number, (name, link) in enumerate(zip(names, links)):
-            ip("link", "set", link, "netns", name)
-            ip("-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", link)
-            ip("-n", name, "link", "set", link, "up")
-            ip("-n", name, "link", "set", "lo", "up")
-            # Gloo listens where the host's own name leads to.
-            folder = Path("/etc/netns") / name
-            folder.mkdir(parents=True, exist_ok=True)
-            own = f"10.77.0.{number + 1} {socket.gethostname()}"
-            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{own}\n")
-    except (subprocess.CalledProcessError, FileNotFoundError) as error:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-        pytest.skip(f"network namespaces cannot be made here: {error}")
-    yield names, links
-    for name in names:
-        subprocess.run(["ip", "netns", "del", name], check=False)
-
-
-@contextlib.contextmanager
-def start_on(hosts, folder, *options):
-    """A process on each host."""
-    with contextlib.ExitStack() as stack:
-        processes = []
-        for number, host in enumerate(hosts[0]):
-            command = [
-                *("ip", "netns", "exec", host, sys.executable, SCRIPT, folder),
-                *("--address=10.77.0.1:29500", "--processes=2", f"--process={number}"),
-                *options,
-            ]
-            how = {"env": SETTINGS | {"JAX_NUM_CPU_DEVICES": "2"}}
-            child = started(command, stderr=subprocess.STDOUT, **how)
-            processes.append(stack.enter_context(child))
-        yield processes
-
-
-@pytest.mark.slow
-def test_when_the_link_is_cut_both_end_in_bounded_time(hosts, tmp_path):
-    options = ("--seconds-per-step=0.2", "--heartbeat-seconds=10", "--steps=500")
-    with start_on(hosts, tmp_path, *options) as processes:
-        wait_for_step(tmp_path, 5)
-        name, link = hosts[0][1], hosts[1][1]
-        subprocess.run(["ip", "-n", name, "link", "set", link, "down"], check=True)
-        began = time.monotonic()
-        for process in processes:
-            out, _ = process.communicate(timeout=300)
-            assert process.returncode != 0
-            assert re.search(r"heartbeat|Connection|timed out|unavailable", out, re.I), out
-        assert time.monotonic() - began < 60

@@ -5,58 +5,93 @@ Nothing here knows devices, so it can be sent to worker processes. *Row*, *batch
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 from jaxtyping import Bool, Int
 
-from ._random import RandomTransform, example_generators
 from ._samplers import Order
 from ._sources import Source
-from ._weights import WEIGHT, check_weights, part_to_check
+from ._weights import WEIGHT, check_weights
+
+
+@dataclass(frozen=True)
+class RandomTransform:
+    """A transform that draws random numbers, for the `transform` of [`eqxshard.Loader`][].
+
+    An example's draws are a function of the loader's seed, the epoch and the example's
+    place in the order of that epoch. So they are the same on any number of processes and
+    workers, for any batch size, and in a run that was resumed.
+
+    The generators are NumPy's, and take about 15 microseconds each to make. Augment small
+    images on the devices instead, in the loss function, with its `key`. (NumPy may change
+    what a generator draws in a later version.)
+
+    **Arguments:**
+
+    - `fn`: called with a dict of NumPy arrays, as any transform, and with a list of one
+        `numpy.random.Generator` for each of their rows; returns a dict of arrays.
+
+    !!! Example
+
+        ```python
+        def flip(batch, generators):
+            flips = [generator.random() < 0.5 for generator in generators]
+            pairs = zip(batch["image"], flips)
+            images = [image[:, ::-1] if flip else image for image, flip in pairs]
+            return {**batch, "image": np.stack(images)}
+
+
+        loader = eqxshard.Loader(
+            source,
+            batch_size=256,
+            mesh=mesh,
+            transform=eqxshard.data.RandomTransform(flip),
+        )
+        ```
+    """
+
+    fn: Callable[[dict[str, Any], list[np.random.Generator]], dict[str, Any]]
+
 
 #: What the loader calls with each batch.
 Transform = Callable[[dict[str, Any]], dict[str, Any]] | RandomTransform
 
 
+@dataclass
 class HostBatches:
     """Makes this process's part of the batch of any step.
 
-    **Arguments:**
-
-    - `source`, `batch_size`, `seed`, `transform`: as for the loader.
     - `order`: the rows of each epoch.
     - `fills`: whether to fill up the last batch of an epoch, or to drop it.
     - `positions`: the positions in a batch that this process holds.
+    - `source`, `batch_size`, `transform`: as for the loader.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        order: Order,
-        *,
-        batch_size: int,
-        seed: int,
-        fills: bool,
-        transform: Transform | None,
-        positions: Int[np.ndarray, " positions"],
-    ):
-        self.source = source
-        self.batch_size = batch_size
-        self.positions = positions
-        self.transform = transform
-        self._order = order
-        self._seed = seed
-        full, left = divmod(len(order), batch_size)
-        #: Whether the last batch of an epoch has rows of padding.
-        self.pads = fills and left > 0
-        #: The number of batches in an epoch.
-        self.length = full + self.pads
+    source: Source
+    order: Order
+    batch_size: int
+    fills: bool
+    transform: Transform | None
+    positions: Int[np.ndarray, " positions"]
+
+    @property
+    def pads(self) -> bool:
+        """Whether the last batch of an epoch has rows of padding."""
+        return self.fills and len(self.order) % self.batch_size > 0
+
+    @property
+    def length(self) -> int:
+        """The number of batches in an epoch."""
+        return len(self.order) // self.batch_size + self.pads
 
     def rows(self, step: int) -> Int[np.ndarray, " n"]:
         """The examples of a step's batch, on all processes."""
-        return self._part(step)[0]
+        epoch, start = self._place(step)
+        return self.order.rows(epoch, start, start + self.batch_size)
 
     def padded(
         self, steps: range, positions: Int[np.ndarray, " positions"]
@@ -87,21 +122,21 @@ class HostBatches:
             self._finish(
                 {name: array[i * size : (i + 1) * size] for name, array in arrays.items()},
                 real[i],
-                self._generators(step, padded[i]),
+                self._generators(step),
             )
             for i, step in enumerate(steps)
         ]
 
-    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+    def shapes(self, sharding: Sharding | None = None) -> dict[str, jax.ShapeDtypeStruct]:
         """A batch of all processes without its values, for which one example is read."""
-        row = np.zeros(1, np.int64)
-        generators = example_generators(self._seed, 0, row, row)
+        arrays = self.source.gather(np.zeros(1, np.int64))
         # As of padding, which has a weight.
-        arrays = self._finish(self.source.gather(row), np.zeros(1, bool), generators)
+        arrays = self._finish(arrays, np.zeros(1, bool), self._generators(0)[:1])
         return {
             name: jax.ShapeDtypeStruct(
                 (self.batch_size, *array.shape[1:]),
                 jax.dtypes.canonicalize_dtype(array.dtype),
+                sharding=sharding,
             )
             for name, array in arrays.items()
         }
@@ -111,22 +146,20 @@ class HostBatches:
         count = len(self.source)
         arrays = self.source.gather(np.arange(count))
         _check_rows("the source's gather", arrays, count)
-        return self._finish(arrays, np.ones(count, bool))
+        return self._finish(arrays, np.ones(count, bool), [])
 
     def _finish(
         self,
         arrays: dict[str, np.ndarray],
         real: Bool[np.ndarray, " rows"],
-        generators: list[np.random.Generator] | None = None,
+        generators: list[np.random.Generator],
     ) -> dict[str, np.ndarray]:
         size = len(real)
-        if self.transform is not None:
-            if isinstance(self.transform, RandomTransform):
-                assert generators is not None
-                arrays = self.transform.fn(arrays, generators)
-            else:
-                arrays = self.transform(arrays)
-            _check_rows("the transform", arrays, size)
+        if isinstance(self.transform, RandomTransform):
+            arrays = self.transform.fn(arrays, generators)
+        elif self.transform is not None:
+            arrays = self.transform(arrays)
+        _check_rows("the transform", arrays, size)
         arrays = {name: np.asarray(array) for name, array in arrays.items()}
         check_dtypes(arrays, "use a transform that converts it to numbers, or drops it")
         # Full batches without weights of their own share some on the devices.
@@ -138,24 +171,21 @@ class HostBatches:
                     "number per example, or use another name."
                 )
             arrays = arrays | {WEIGHT: np.where(real, weight, 0).astype(np.float32)}
-        check_weights(part_to_check(arrays, size == self.batch_size))
+        check_weights(arrays, whole=size == self.batch_size)
         return arrays
 
-    def _generators(
-        self, step: int, rows: Int[np.ndarray, " rows"]
-    ) -> list[np.random.Generator] | None:
-        """Generators for this process's rows of a step, if the transform wants any."""
+    def _generators(self, step: int) -> list[np.random.Generator]:
+        """A generator for each of this process's rows, if the transform wants any."""
         if not isinstance(self.transform, RandomTransform):
-            return None
-        repeats = self._part(step)[1]
-        repeats = np.pad(repeats, (0, self.batch_size - len(repeats)))[self.positions]
-        return example_generators(self._seed, step // self.length, rows, repeats)
+            return []
+        epoch, start = self._place(step)
+        places = (start + self.positions).tolist()
+        return [np.random.default_rng([self.order.seed, epoch, place]) for place in places]
 
-    def _part(self, step: int) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
-        """The rows of a step's batch, and how often each came before in its epoch."""
+    def _place(self, step: int) -> tuple[int, int]:
+        """The epoch of a step, and the place in it where its batch starts."""
         epoch, batch = divmod(step, self.length)
-        start = batch * self.batch_size
-        return self._order.part(epoch, start, start + self.batch_size)
+        return epoch, batch * self.batch_size
 
 
 def check_dtypes(arrays: Mapping[str, np.ndarray], remedy: str) -> None:

@@ -8,9 +8,12 @@ Glossary:
   position of a loader: `epoch, batch = divmod(step, len(loader))`.
 """
 
+import functools
+import itertools
 import operator
 import sys
 from collections.abc import Generator, Mapping
+from contextlib import closing
 from typing import Any, Literal
 
 import jax
@@ -20,11 +23,12 @@ from jaxtyping import Array, Int
 
 from ..distributed import assert_same_on_all_processes, spans_processes
 from ..sharding._mesh import batch_sharding, check_batch_size
-from ._host import HostBatches, Transform
-from ._pipeline import HostPipeline, positions_on_this_process
+from ._host import HostBatches, Transform, check_integers
+from ._pipeline import gather_ahead, place_rows, positions_on_this_process
 from ._resident import DeviceBatches, ResidentDataset
-from ._samplers import Order, Sampler, digest, sample
+from ._samplers import Order, Sampler, digest
 from ._sources import Source
+from ._weights import WEIGHT
 
 Remainder = Literal["pad", "drop", "error"]
 Placement = Literal["host", "device"]
@@ -35,8 +39,8 @@ class Loader:
 
     Iterating gives dicts of global `jax.Array`s, their rows split over the mesh's `data`
     and `fsdp` axes, starting at the loader's position. Each device gets its own rows
-    only. Batches are gathered ahead in a [Grain](https://google-grain.readthedocs.io)
-    thread, which ends when the iterator is closed or dropped.
+    only. Batches are gathered ahead in a thread, which ends when the iterator is closed or
+    dropped.
 
     The order of the examples is a function of `seed` and the epoch alone, so it is the
     same on any number of devices, and a batch is a function of its step. No batch mixes
@@ -67,7 +71,8 @@ class Loader:
     - `prefetch`: how many batches to gather ahead. Small batches are gathered several at
         a time if there is no `transform`, so a few more may be. With 0, each batch is
         gathered on demand, without a thread.
-    - `workers`: the number of worker processes that gather and transform batches, for
+    - `workers`: the number of worker processes, [Grain](https://google-grain.readthedocs.io)'s,
+        that gather and transform batches instead of the thread, for
         sources and transforms that spend their time in Python. The source and the
         transform are pickled for them (so a script that uses workers keeps its work below
         `if __name__ == "__main__":`).
@@ -113,25 +118,32 @@ class Loader:
         workers: int = 0,
         placement: Placement = "host",
     ):
-        _check_source(source)
+        if not isinstance(source, Source):
+            raise TypeError(
+                f"a {type(source).__name__} is not a source; give something with __len__() "
+                "and gather(indices), such as eqxshard.data.ArraySource({'x': x, 'y': y})."
+            )
+        if not isinstance(sampler, Sampler | None):
+            raise TypeError(
+                f"a {type(sampler).__name__} is not a sampler; give something with "
+                "__len__() and rows(examples, seed, epoch)."
+            )
         # Python's own integers, also if NumPy's were given: state() must be JSON.
         batch_size, seed = operator.index(batch_size), operator.index(seed)
         _check_numbers(seed, epochs, prefetch, workers)
+        order = Order(len(source), seed=seed, shuffle=shuffle, sampler=sampler)
         self._fingerprint = {
             "length": len(source),
             "batch_size": batch_size,
             "seed": seed,
             "shuffle": shuffle,
-            "sampler": _digest(sampler, len(source), seed, shuffle),
+            "sampler": None if sampler is None else digest(order.rows(0, 0, len(order))),
             "remainder": remainder,
         }
-        order = Order(len(source), seed=seed, shuffle=shuffle, sampler=sampler)
         if spans_processes(mesh.devices.flat):
             assert_same_on_all_processes("loader", self._fingerprint)
-        # Only now, because it may be empty in one process alone.
-        if len(source) == 0:
-            raise ValueError("the source is empty; give one with at least one example.")
         check_batch_size(batch_size, mesh)
+        # Only now, because it may be empty in one process alone.
         _check_remainder(remainder, len(order), batch_size)
         _check_placement(placement, transform, workers)
         self._sharding = sharding = batch_sharding(mesh)
@@ -139,7 +151,6 @@ class Loader:
             source,
             order,
             batch_size=batch_size,
-            seed=seed,
             fills=remainder == "pad",
             transform=transform,
             positions=positions_on_this_process(sharding, batch_size),
@@ -147,7 +158,14 @@ class Loader:
         self._resident = None
         if placement == "device":
             self._resident = ResidentDataset(self._host, mesh)
-        self._pipeline = HostPipeline(self._host, sharding, prefetch, workers)
+        self._place = functools.partial(
+            place_rows,
+            sharding=sharding,
+            positions=self._host.positions,
+            batch_size=batch_size,
+        )
+        self._prefetch, self._workers = prefetch, workers
+        self._full_weight: Array | None = None
         self._stop = sys.maxsize if epochs is None else epochs * len(self)
         self._step = 0
 
@@ -164,23 +182,37 @@ class Loader:
         """The shapes, dtypes and shardings of a batch; reads one example."""
         # Without its sharding, a step that is lowered for a batch would be traced again
         # when it is called.
-        return {
-            name: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=self._sharding)
-            for name, shape in self._host.shapes().items()
-        }
+        return self._host.shapes(self._sharding)
 
     def __iter__(self) -> Generator[dict[str, Array], None, None]:
         """The batches from the loader's position on; close it to end its thread early."""
         return self._batches(self._step)
 
     def _batches(self, first: int) -> Generator[dict[str, Array], None, None]:
-        batches = (self._resident or self._pipeline).batches(range(first, self._stop))
-        try:
+        steps = range(first, self._stop)
+        made = self._resident.batches(steps) if self._resident else self._placed(steps)
+        with closing(made) as batches:
             for step, batch in enumerate(batches, start=first):
                 self._step = step + 1
                 yield batch
-        finally:
-            batches.close()
+
+    def _placed(self, steps: range) -> Generator[dict[str, Array], None, None]:
+        """The batches of some steps, gathered on the host and placed on the devices."""
+        chunks = gather_ahead(
+            self._host, steps, prefetch=self._prefetch, workers=self._workers
+        )
+        with closing(chunks):
+            for arrays in itertools.chain.from_iterable(chunks):
+                # Here and not ahead, as jax.enable_x64 may hold for this thread only.
+                check_integers(arrays)
+                batch = {name: self._place(array) for name, array in arrays.items()}
+                if self._host.pads and WEIGHT not in batch:
+                    # One for all full batches, until somebody donates it.
+                    if self._full_weight is None or self._full_weight.is_deleted():
+                        ones = np.ones(len(self._host.positions), np.float32)
+                        self._full_weight = self._place(ones)
+                    batch[WEIGHT] = self._full_weight
+                yield batch
 
     def seek(self, step: int) -> None:
         """Go to the batch of a step, counted from 0 over all epochs.
@@ -225,15 +257,12 @@ class Loader:
             raise ValueError(
                 "this loader's dataset is on the host; make it with placement='device'."
             )
-        if not 1 <= count <= capacity:
+        left = self._stop - self._step
+        if not 1 <= count <= min(capacity, left):
             raise ValueError(
-                f"{count} batches do not fit capacity={capacity}; ask for at least 1, and "
-                "at most as many as the capacity."
-            )
-        if count > self._stop - self._step:
-            raise ValueError(
-                f"only {self._stop - self._step} batches are left, and {count} were asked "
-                "for; ask for fewer, or make the loader with more epochs."
+                f"{count} batches were asked for, capacity={capacity} and {left} are left; "
+                "ask for at least 1 and no more than these, or make the loader with more "
+                "epochs."
             )
         steps = range(self._step, self._step + count)
         self._step += count
@@ -276,16 +305,11 @@ class Loader:
         `ValueError` if it belongs to a loader with other batches: of another source
         length, batch size, seed, `shuffle`, `sampler` or `remainder`.
         """
-        if (
-            not isinstance(state, Mapping)
-            or set(state) != {"step", "fingerprint"}
-            or not isinstance(state["step"], int)
-            or not isinstance(state["fingerprint"], Mapping)
-        ):
+        ours, theirs = self._fingerprint, state.get("fingerprint")
+        if not isinstance(theirs, Mapping) or not isinstance(state.get("step"), int):
             raise ValueError(
                 f"{state} is not the state of a loader; give what Loader.state() returned."
             )
-        ours, theirs = self._fingerprint, state["fingerprint"]
         differ = [name for name in ours if theirs.get(name) != ours[name]]
         if differ:
             says = ", ".join(
@@ -298,41 +322,13 @@ class Loader:
         self.seek(state["step"])
 
 
-def _check_source(source: Any) -> None:
-    if not isinstance(source, Source):
-        raise TypeError(
-            f"a {type(source).__name__} is not a source; give something with __len__() and "
-            "gather(indices), such as eqxshard.data.ArraySource({'x': x, 'y': y})."
-        )
-
-
-def _digest(sampler: Any, examples: int, seed: int, shuffle: bool) -> str | None:
-    """Identify a user's sampler by its first epoch, for the fingerprint."""
-    if sampler is None:
-        return None
-    if not isinstance(sampler, Sampler):
-        raise TypeError(
-            f"a {type(sampler).__name__} is not a sampler; give something with __len__() "
-            "and rows(examples, seed, epoch), such as an eqxshard.data.WeightedSampler."
-        )
-    if not shuffle:
-        raise ValueError(
-            "shuffle=False has no meaning with a sampler, which decides the order; leave "
-            "it out."
-        )
-    if len(sampler) == 0:
-        raise ValueError("the sampler is empty; give one with at least one row.")
-    return digest(sample(sampler, examples, seed, epoch=0))
-
-
 def _check_numbers(seed: int, epochs: int | None, prefetch: int, workers: int) -> None:
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed={seed} must be between 0 and 2**32 - 1.")
-    if epochs is not None and epochs < 1:
-        raise ValueError(f"epochs={epochs} must be at least 1, or None for no end.")
-    for name, value in {"prefetch": prefetch, "workers": workers}.items():
-        if value < 0:
-            raise ValueError(f"{name}={value} must be at least 0.")
+    least = {"epochs": (epochs, 1), "prefetch": (prefetch, 0), "workers": (workers, 0)}
+    for name, (value, smallest) in least.items():
+        if value is not None and value < smallest:
+            raise ValueError(f"{name}={value} must be at least {smallest}.")
 
 
 def _check_placement(placement: str, transform: Any, workers: int) -> None:
@@ -348,6 +344,8 @@ def _check_placement(placement: str, transform: Any, workers: int) -> None:
 def _check_remainder(remainder: str, length: int, batch_size: int) -> None:
     if remainder not in ("pad", "drop", "error"):
         raise ValueError(f"remainder={remainder!r} is not 'pad', 'drop' or 'error'.")
+    if length == 0:
+        raise ValueError("an epoch has no examples; give a source and sampler with some.")
     left = length % batch_size
     if remainder == "error" and left:
         raise ValueError(

@@ -1,130 +1,129 @@
 """Batches gathered on the host, ahead of the steps, and placed on their devices."""
 
 import functools
-import itertools
 import math
-import sys
+import queue
+import threading
 from collections.abc import Generator
 from contextlib import closing
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
-from ._host import HostBatches, check_integers
-from ._weights import WEIGHT
+from ._host import HostBatches
 
+_T = TypeVar("_T")
+_Arrays = dict[str, np.ndarray]
+#: Batches, one or more at a time.
+_Chunks = Generator[list[_Arrays], None, None]
+
+#: How long a closed iterator waits for its thread, which a source may block.
+_CLOSE_SECONDS = 2
 #: Passing something from one thread to another costs as much as gathering a batch of
 #: small images, so small batches are gathered and passed on together.
 _TOGETHER_BYTES = 2**21
 _TOGETHER_BATCHES = 16
 
 
-class HostPipeline:
-    """A Grain pipeline that gathers batches in a thread or in worker processes.
+def gather_ahead(
+    host: HostBatches, steps: range, *, prefetch: int, workers: int
+) -> _Chunks:
+    """The batches of some steps, one or more at a time; close it to end its thread early.
 
     **Arguments:**
 
     - `host`: makes the batches.
-    - `sharding`: of a batch on its devices.
+    - `steps`: the steps.
     - `prefetch`, `workers`: as for the loader.
     """
-
-    def __init__(
-        self, host: HostBatches, sharding: NamedSharding, prefetch: int, workers: int
-    ):
-        self._host = host
-        self._sharding = sharding
-        self._prefetch = prefetch
-        self._workers = workers
-        self._shared: Array | None = None
-
-    def batches(self, steps: range) -> Generator[dict[str, Array], None, None]:
-        """The batches of some steps; close it to end its thread early."""
-        with closing(self._host_batches(steps)) as host_batches:
-            for arrays in host_batches:
-                # Here and not ahead, as jax.enable_x64 may hold for this thread only.
-                check_integers(arrays)
-                batch = {name: self._place(array) for name, array in arrays.items()}
-                if self._host.pads and WEIGHT not in batch:
-                    batch[WEIGHT] = self._full_weight()
-                yield batch
-
-    def _host_batches(self, steps: range) -> Generator[dict[str, np.ndarray], None, None]:
-        if not steps:
-            return
-        if not self._prefetch and not self._workers:
-            # Passing through Grain takes as long as gathering a small batch.
-            for step in steps:
-                yield from self._host.gather(range(step, step + 1))
-            return
-        first, stop = steps.start, steps.stop
-        (batch,) = self._host.gather(range(first, first + 1))
-        if first + 1 == stop:
-            yield batch
-            return
-        # Grain takes as long to import as JAX, so the first step of a process does not wait
-        # for it; but workers, which take longer to start, do so during that step.
-        late = not self._workers and "grain" not in sys.modules
-        if late:
-            yield batch
-        import grain
-
-        together, ahead = 1, self._prefetch
-        nbytes = sum(array.nbytes for array in batch.values())
-        small = 2 * nbytes <= _TOGETHER_BYTES and self._host.transform is None
-        if small:
-            together = min(_TOGETHER_BYTES // max(nbytes, 1), _TOGETHER_BATCHES)
-            # At least two: with one, the thread would wait for us as often as we for it.
-            ahead = max(math.ceil(self._prefetch / together), 2)
-        chunks = grain.MapDataset.range(first + 1, stop, together).map(
-            functools.partial(_gather_chunk, self._host, together, stop)
-        )
-        if self._workers:
-            _parse_flags()
-            dataset = chunks.to_iter_dataset(grain.ReadOptions(num_threads=0)).mp_prefetch(
-                grain.MultiprocessingOptions(
-                    num_workers=self._workers,
-                    per_worker_buffer_size=max(math.ceil(ahead / self._workers), 1),
-                )
-            )
-        else:
-            dataset = chunks.to_iter_dataset(
-                grain.ReadOptions(num_threads=1, prefetch_buffer_size=ahead)
-            )
-        with closing(iter(dataset)) as gathered:
-            gathered.start_prefetch()
-            if not late:
-                yield batch
-            yield from itertools.chain.from_iterable(gathered)
-
-    def _place(self, array: np.ndarray) -> Array:
-        return place_rows(
-            array, self._sharding, self._host.positions, self._host.batch_size
-        )
-
-    def _full_weight(self) -> Array:
-        """The weight of all full batches, until somebody donates it."""
-        if self._shared is None or self._shared.is_deleted():
-            self._shared = self._place(np.ones(len(self._host.positions), np.float32))
-        return self._shared
+    if workers and len(steps) > 1:
+        return _from_workers(host, steps, prefetch, workers)
+    return make_ahead(_gathered(host, steps, prefetch), prefetch)
 
 
-def _gather_chunk(
-    host: HostBatches, together: int, stop: int, start: int
-) -> list[dict[str, np.ndarray]]:
-    """The batches of `together` steps, or of those before `stop`, gathered at once."""
-    return host.gather(range(start, min(start + together, stop)))
+def _gathered(host: HostBatches, steps: range, prefetch: int) -> _Chunks:
+    """The batches of some steps: one at first, and small ones several together."""
+    start, together = steps.start, 1
+    while start < steps.stop:
+        chunk = host.gather(range(start, min(start + together, steps.stop)))
+        start += len(chunk)
+        yield chunk
+        nbytes = sum(array.nbytes for array in chunk[0].values())
+        if prefetch and host.transform is None:
+            together = min(max(_TOGETHER_BYTES // max(nbytes, 1), 1), _TOGETHER_BATCHES)
 
 
-def _parse_flags() -> None:
-    """Grain asks absl for flags, which only programs of absl's have parsed."""
+def _from_workers(host: HostBatches, steps: range, prefetch: int, workers: int) -> _Chunks:
+    """The batches of some steps, made by worker processes."""
+    # Grain takes as long to import as JAX.
+    import grain
     from absl import flags
 
+    # Grain asks absl for flags, which only programs of absl's have parsed.
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()
+    options = grain.MultiprocessingOptions(
+        num_workers=workers,
+        per_worker_buffer_size=max(math.ceil(prefetch / workers), 1),
+    )
+    dataset = (
+        grain.MapDataset.range(steps.start + 1, steps.stop)
+        .map(functools.partial(_gather_one, host))
+        .to_iter_dataset(grain.ReadOptions(num_threads=0))
+        .mp_prefetch(options)
+    )
+    with closing(iter(dataset)) as rest:
+        rest.start_prefetch()
+        # Here, so that the first step is compiled while the workers start.
+        yield _gather_one(host, steps.start)
+        yield from rest
+
+
+def _gather_one(host: HostBatches, step: int) -> list[_Arrays]:
+    return host.gather(range(step, step + 1))
+
+
+def make_ahead(items: Generator[_T, None, None], count: int) -> Generator[_T, None, None]:
+    """The items of a generator, of which a thread of its own makes some ahead."""
+    if count == 0:
+        with closing(items):
+            yield from items
+        return
+    made: queue.SimpleQueue[tuple[_T] | BaseException | None] = queue.SimpleQueue()
+    free = threading.Semaphore(count - 1)
+    closed = threading.Event()
+
+    def work() -> None:
+        try:
+            with closing(items):
+                for item in items:
+                    made.put((item,))
+                    free.acquire()
+                    if closed.is_set():
+                        return
+        except BaseException as error:
+            made.put(error)
+        else:
+            made.put(None)
+
+    # A process does not wait for a daemon, which a source may block.
+    thread = threading.Thread(target=work, name="eqxshard-batches", daemon=True)
+    thread.start()
+    try:
+        while (item := made.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            free.release()
+            yield item[0]
+    finally:
+        closed.set()
+        free.release()
+        # The garbage collector may run this in that very thread.
+        if threading.current_thread() is not thread:
+            thread.join(_CLOSE_SECONDS)
 
 
 def place_rows(

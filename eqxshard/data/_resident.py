@@ -1,7 +1,6 @@
 """A dataset that is whole on every device, and batches that steps gather from it."""
 
-import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 
 import equinox as eqx
 import jax
@@ -51,16 +50,18 @@ class ResidentDataset:
 
     - `host`: decides which examples make up each batch.
     - `mesh`: the mesh of the devices.
-
-    **Raises:**
-
-    `ValueError` if the examples do not fit on a device.
     """
 
     def __init__(self, host: HostBatches, mesh: Mesh):
         self._host = host
         self._mesh = mesh
-        self._examples = _replicate(host.everything(), mesh)
+        arrays = host.everything()
+        check_integers(arrays)
+        replicated = NamedSharding(mesh, PartitionSpec())
+        self._examples: dict[str, Array] = {
+            name: jax.make_array_from_callback(array.shape, replicated, array.__getitem__)
+            for name, array in arrays.items()
+        }
         self._gather = jax.jit(
             lambda batches: batches.batch(jnp.int32(0), mesh),
             out_shardings=batch_sharding(mesh),
@@ -85,25 +86,3 @@ class ResidentDataset:
         weight = put(real, np.float32) if self._host.pads else None
         count = np.array(len(steps), np.int32)
         return DeviceBatches(self._examples, put(padded, np.int32), weight, count)
-
-
-def _replicate(arrays: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, Array]:
-    check_integers(arrays)
-    nbytes = sum(array.nbytes for array in arrays.values())
-    for device in mesh.local_devices or ():
-        _check_fits(nbytes, device.memory_stats() or {})
-    replicated = NamedSharding(mesh, PartitionSpec())
-    return {
-        name: jax.make_array_from_callback(array.shape, replicated, array.__getitem__)
-        for name, array in arrays.items()
-    }
-
-
-def _check_fits(nbytes: int, memory: Mapping[str, int]) -> None:
-    """Raise `ValueError` if the examples do not fit on a device (CPUs do not report it)."""
-    free = memory.get("bytes_limit", sys.maxsize) - memory.get("bytes_in_use", 0)
-    if nbytes > free:
-        raise ValueError(
-            f"the source's {nbytes / 2**30:.1f} GiB do not fit on a device that has "
-            f"{free / 2**30:.1f} GiB free; use placement='host'."
-        )

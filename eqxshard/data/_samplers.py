@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -141,76 +142,62 @@ class WeightedSampler:
         return np.minimum(np.searchsorted(totals, drawn, side="right"), last)
 
 
+@dataclass
 class Order:
     """The rows of any part of any epoch.
-
-    **Arguments:**
 
     - `examples`: the length of the source.
     - `seed`, `shuffle`, `sampler`: as for the loader.
     """
 
-    def __init__(
-        self,
-        examples: int,
-        *,
-        seed: int = 0,
-        shuffle: bool = True,
-        sampler: Sampler | None = None,
-    ):
-        self._examples = examples
-        self._seed = seed
-        self._shuffle = shuffle
-        self._sampler = sampler
-        # The last epoch that was made as a whole, its rows and their repeats.
-        self._epoch: tuple[int, np.ndarray, np.ndarray] | None = None
+    examples: int
+    seed: int = 0
+    shuffle: bool = True
+    sampler: Sampler | None = None
+    #: The last epoch that was made as a whole, and its rows.
+    _last: tuple[int, np.ndarray] | None = field(default=None, init=False, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_epoch": None}
+        return self.__dict__ | {"_last": None}
 
     def __len__(self) -> int:
         """The number of rows in an epoch."""
-        return self._examples if self._sampler is None else len(self._sampler)
+        return self.examples if self.sampler is None else len(self.sampler)
 
-    def part(
-        self, epoch: int, start: int, stop: int
-    ) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
-        """The rows at some positions of an epoch, and how often each came before in it."""
-        if self._sampler is None and len(self) > _WHOLE_ROWS:
-            rows = self._unique(epoch, start, min(stop, len(self)))
-            return rows, np.zeros_like(rows)
+    def rows(self, epoch: int, start: int, stop: int) -> Int[np.ndarray, " n"]:
+        """The rows at some places of an epoch, as far as there are so many."""
+        if self.sampler is None and len(self) > _WHOLE_ROWS:
+            return self._unique(epoch, start, min(stop, len(self)))
         # Another thread may be in another epoch.
-        last = self._epoch
+        last = self._last
         if last is None or last[0] != epoch:
-            last = self._epoch = (epoch, *self._whole(epoch))
-        return last[1][start:stop], last[2][start:stop]
+            last = self._last = epoch, self._whole(epoch)
+        return last[1][start:stop]
 
-    def _whole(self, epoch: int) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
-        if self._sampler is None:
-            rows = self._unique(epoch, 0, len(self))
-            return rows, np.zeros_like(rows)
-        rows = sample(self._sampler, self._examples, self._seed, epoch)
-        return rows, count_repeats(rows)
+    def _whole(self, epoch: int) -> Int[np.ndarray, " n"]:
+        if self.sampler is None:
+            return self._unique(epoch, 0, len(self))
+        return _sample(self.sampler, self.examples, self.seed, epoch)
 
     def _unique(self, epoch: int, start: int, stop: int) -> Int[np.ndarray, " n"]:
-        if not self._shuffle:
+        if not self.shuffle:
             return np.arange(start, stop)
-        return _permutation(self._examples, self._seed, epoch).rows(start, stop)
+        return _permutation(self.examples, self.seed, epoch).rows(start, stop)
 
 
-def sample(sampler: Sampler, examples: int, seed: int, epoch: int) -> Int[np.ndarray, " n"]:
+def _sample(
+    sampler: Sampler, examples: int, seed: int, epoch: int
+) -> Int[np.ndarray, " n"]:
     """The rows of an epoch, checked."""
     rows, length = np.asarray(sampler.rows(examples, seed, epoch)), len(sampler)
-    if rows.dtype.kind not in "iu" or rows.shape != (length,):
+    if (
+        rows.dtype.kind not in "iu"
+        or rows.shape != (length,)
+        or not 0 <= rows.min(initial=0) <= rows.max(initial=0) < max(examples, 1)
+    ):
         raise ValueError(
-            f"the sampler gave {rows.dtype} of shape {rows.shape} for epoch {epoch}, and "
-            f"its length is {length:,}; return one integer for each row of an epoch."
-        )
-    low, high = int(rows.min(initial=0)), int(rows.max(initial=0))
-    if low < 0 or high >= examples:
-        raise ValueError(
-            f"the sampler gave row {low if low < 0 else high} in epoch {epoch}, and the "
-            f"source has {examples:,} examples; return rows from 0 to {examples - 1}."
+            f"the sampler gave {rows.dtype} of shape {rows.shape} for epoch {epoch}, or "
+            f"rows out of range; return {length:,} integers from 0 to {examples - 1}."
         )
     return rows
 
@@ -218,17 +205,6 @@ def sample(sampler: Sampler, examples: int, seed: int, epoch: int) -> Int[np.nda
 def digest(rows: Int[np.ndarray, " n"]) -> str:
     """A short text that tells one epoch from another."""
     return hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()[:16]
-
-
-def count_repeats(rows: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
-    """How often each row occurred earlier in an epoch."""
-    _, inverse, counts = np.unique(rows, return_inverse=True, return_counts=True)
-    starts = np.cumsum(counts) - counts
-    repeats = np.zeros(len(rows), np.int64)
-    repeats[np.argsort(inverse, kind="stable")] = np.arange(len(rows)) - np.repeat(
-        starts, counts
-    )
-    return repeats
 
 
 @functools.lru_cache(maxsize=2)
@@ -243,16 +219,9 @@ def _random_state(seed: int, epoch: int) -> np.random.RandomState:
 
 def _check_weights(weights: Any) -> Float[np.ndarray, " n"]:
     found = np.asarray(weights, np.float64)
-    if found.ndim != 1:
+    if found.ndim != 1 or not np.all(np.isfinite(found) & (found >= 0)) or not found.any():
         raise ValueError(
-            f"the weights have shape {found.shape}; give one number per example."
+            f"the weights have the shape {found.shape} and the sum {np.sum(found)}; give "
+            "each example a finite number of at least 0, and not all of them 0."
         )
-    wrong = np.flatnonzero(~(np.isfinite(found) & (found >= 0)))
-    if len(wrong):
-        raise ValueError(
-            f"the weight of example {wrong[0]} is {found[wrong[0]]}; give finite numbers "
-            "of at least 0."
-        )
-    if not found.any():
-        raise ValueError("all weights are 0; give at least one example a positive weight.")
     return found

@@ -1,10 +1,8 @@
-"""Sources: datasets that return many examples at a time."""
+"""Sources: datasets that return many examples at a time, in memory or mixed of others."""
 
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
@@ -94,19 +92,13 @@ class ArraySource:
                 f"ArraySource got a {type(arrays).__name__}; give a dict of arrays by "
                 "name, such as {'x': x, 'y': y}."
             )
-        if not arrays:
-            raise ValueError("ArraySource got no arrays; give at least one, by name.")
         self.arrays = {key: np.asarray(array) for key, array in arrays.items()}
-        for key, array in self.arrays.items():
-            if array.ndim == 0:
-                raise ValueError(
-                    f"{key!r} is a scalar; give an array whose first dim counts examples."
-                )
-        lengths = {name: len(array) for name, array in self.arrays.items()}
-        if len(set(lengths.values())) > 1:
-            sizes = ", ".join(f"{name!r} has {n:,}" for name, n in lengths.items())
+        shapes = {key: array.shape for key, array in self.arrays.items()}
+        lengths = {shape[:1] for shape in shapes.values()}
+        if len(lengths) != 1 or () in lengths:
             raise ValueError(
-                f"the arrays differ in length: {sizes}; give each the same number of rows."
+                f"the arrays have the shapes {shapes}; give at least one array, and all of "
+                "them the same first dim, which counts the examples."
             )
 
     def __len__(self) -> int:
@@ -115,13 +107,6 @@ class ArraySource:
     def gather(self, indices: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
         """The examples at some indices, in that order; indices may repeat."""
         return {name: _gather(array, indices) for name, array in self.arrays.items()}
-
-    def __repr__(self) -> str:
-        shapes = ", ".join(
-            f"{name}: {array.dtype}{list(array.shape[1:]) or ''}"
-            for name, array in self.arrays.items()
-        )
-        return f"ArraySource({len(self):,} x {{{shapes}}})"
 
 
 def _gather(array: np.ndarray, indices: Int[np.ndarray, " n"]) -> np.ndarray:
@@ -149,142 +134,72 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray | None:
     return np.ndarray(shape, dtype, memory, -memory.ctypes.data % _ALIGNMENT)
 
 
-@runtime_checkable
-class Records(Protocol):
-    """Examples that are read one by one, such as `grain.sources.ArrayRecordDataSource`."""
+class Mixture:
+    """A source that has the examples of several, in proportion to weights.
 
-    def __len__(self) -> int:
-        """The number of examples."""
-        ...
-
-    def __getitem__(self, index: int, /) -> Any:
-        """One example."""
-        ...
-
-
-class RecordSource:
-    """Examples that are read one by one: files, an ArrayRecord, a dataset of PyTorch.
-
-    If `records` has a method `__getitems__(indices)`, as sources of Grain and PyTorch may,
-    one call of it reads all examples of a batch, or of several small ones, and threads
-    share the decoding. Otherwise threads share both. If either is work in Python rather
-    than waiting for a disk, the `workers` of [`eqxshard.Loader`][] help more.
+    It is as long as it must be to have every example of every source: those of the one
+    that is largest for its weight once, those of the others more often. They come source
+    by source, so shuffle them, or draw them with an [`eqxshard.data.UniformSampler`][].
 
     **Arguments:**
 
-    - `records`: a source of Grain or PyTorch, or any other object with `__len__` and
-        `__getitem__`.
-    - `decode`: called with a record, returns a dict of arrays and numbers, or what `names`
-        makes one of; by default, records must be that.
-    - `names`: the names of the entries, if the examples are tuples or single arrays.
-    - `threads`: the number of examples to read or decode at a time.
+    - `sources`: for each name, a source and its weight. The weights need not sum to 1. The
+        examples of all must have the same entries.
 
     **Raises:**
 
-    `TypeError` if `records` has no length or no indices; `ValueError` if `threads` is not
-    positive. While reading, `TypeError` if an example is not a dict and has no names, and
-    `ValueError` if the examples of a batch differ in their names or shapes.
+    `ValueError` if there are no sources, one is empty, or a weight is not a positive
+    number. While reading, `ValueError` if the examples of two sources differ in their
+    entries or shapes.
 
     !!! Example
 
         ```python
-        def decode(record):
-            image, label = json.loads(record)
-            return {"image": np.uint8(image), "label": label}
-
-
-        files = grain.sources.ArrayRecordDataSource(sorted(glob("train-*.arrayrecord")))
-        source = eqxshard.data.RecordSource(files, decode)
-
-        dataset = torchvision.datasets.CIFAR10(root, transform=to_tensor)
-        source = eqxshard.data.RecordSource(dataset, names=("image", "label"))
+        source = eqxshard.data.Mixture({"books": (books, 0.7), "code": (code, 0.3)})
         ```
     """
 
-    def __init__(
-        self,
-        records: Records,
-        decode: Callable[[Any], Any] | None = None,
-        *,
-        names: Sequence[str] | None = None,
-        threads: int = 16,
-    ):
-        if not isinstance(records, Records):
-            raise TypeError(
-                f"a {type(records).__name__} cannot be read by index; give an object with "
-                "__len__() and __getitem__(index), or use eqxshard.data.from_iterator."
-            )
-        if threads < 1:
-            raise ValueError(f"threads={threads} must be at least 1.")
-        self._records = records
-        self._decode = decode
-        self._names = names
-        self._threads = threads
-        self._pool: ThreadPoolExecutor | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_pool": None}
+    def __init__(self, sources: Mapping[str, tuple[Source, int | float]]):
+        if not sources:
+            raise ValueError("the mixture has no sources; give at least one.")
+        for name, (source, weight) in sources.items():
+            if not (math.isfinite(weight) and weight > 0 and len(source)):
+                raise ValueError(
+                    f"{name!r} has the weight {weight} and {len(source)} examples; give a "
+                    "positive weight and at least one example, or leave it out."
+                )
+        self._sources = {name: source for name, (source, _) in sources.items()}
+        # Of the largest, exactly its length.
+        each = max(len(source) / weight for source, weight in sources.values())
+        counts = [max(round(each * w), len(source)) for source, w in sources.values()]
+        #: The first index of each source, and where there is one more.
+        self._firsts = np.cumsum([0, *counts])
 
     def __len__(self) -> int:
-        return len(self._records)
+        return int(self._firsts[-1])
 
     def gather(self, indices: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
         """The examples at some indices, in that order; indices may repeat."""
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads, "eqxshard-records")
-        items, work = indices.tolist(), self._read
-        get_many = getattr(self._records, "__getitems__", None)
-        if get_many is not None:
-            # Not in parts: such sources have threads of their own, or read in order.
-            items, work = list(zip(items, get_many(items))), self._decode_all
-        size = -(-len(items) // self._threads)
-        parts = (items[start : start + size] for start in range(0, len(items), size))
-        examples = list(itertools.chain.from_iterable(self._pool.map(work, parts)))
-        names = examples[0].keys()
-        for index, example in zip(indices, examples):
-            if example.keys() != names:
+        owners = np.searchsorted(self._firsts, indices, side="right") - 1
+        found: dict[str, np.ndarray] = {}
+        first, expected = "", {}
+        for owner, (name, source) in enumerate(self._sources.items()):
+            here = owners == owner
+            if not here.any():
+                continue
+            part = source.gather((indices[here] - self._firsts[owner]) % len(source))
+            entries = {key: (array.dtype, *array.shape[1:]) for key, array in part.items()}
+            if not found:
+                first, expected = name, entries
+                found = {
+                    key: np.empty((len(indices), *array.shape[1:]), array.dtype)
+                    for key, array in part.items()
+                }
+            if entries != expected:
                 raise ValueError(
-                    f"example {index} has the entries {sorted(example)}, and another has "
-                    f"{sorted(names)}; give all examples the same entries."
+                    f"the examples of {first!r} have {expected}, and those of {name!r} "
+                    f"{entries}; give sources with the same entries."
                 )
-        return {name: _stack(name, indices, examples) for name in names}
-
-    def _read(self, indices: list[int]) -> list[Mapping[str, Any]]:
-        return [self._example(index, self._records[index]) for index in indices]
-
-    def _decode_all(self, records: list[tuple[int, Any]]) -> list[Mapping[str, Any]]:
-        return [self._example(index, record) for index, record in records]
-
-    def _example(self, index: int, example: Any) -> Mapping[str, Any]:
-        if self._decode is not None:
-            example = self._decode(example)
-        if isinstance(example, Mapping):
-            return example
-        if self._names is None:
-            raise TypeError(
-                f"example {index} is a {type(example).__name__}; name its entries, such as "
-                "names=('x', 'y'), or use decode= to turn it into a dict of arrays."
-            )
-        parts = example if isinstance(example, tuple | list) else (example,)
-        if len(self._names) != len(parts):
-            raise ValueError(
-                f"example {index} has {len(parts)} entries, and names has "
-                f"{len(self._names)}; give one name for each."
-            )
-        return dict(zip(self._names, parts))
-
-
-def _stack(
-    name: str, indices: Int[np.ndarray, " n"], examples: list[Mapping[str, Any]]
-) -> np.ndarray:
-    arrays = [np.asarray(example[name]) for example in examples]
-    for index, array in zip(indices, arrays):
-        if array.shape != arrays[0].shape:
-            raise ValueError(
-                f"{name!r} has shape {array.shape} in example {index}, and "
-                f"{arrays[0].shape} in example {indices[0]}; pad or crop them to the same "
-                "shape, in the dataset or with decode=."
-            )
-    shape, dtypes = arrays[0].shape, {array.dtype for array in arrays}
-    out = _empty((len(arrays), *shape), arrays[0].dtype) if len(dtypes) == 1 else None
-    return np.stack(arrays, out=out)
+            for key, array in part.items():
+                found[key][here] = array
+        return found

@@ -1,8 +1,6 @@
 """Loaders of batches that somebody else makes: any iterator, of any length."""
 
 import inspect
-import queue
-import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, suppress
 from typing import Any
@@ -14,14 +12,11 @@ from jaxtyping import Array
 from ..distributed import assert_same_on_all_processes, spans_processes
 from ..sharding._mesh import batch_sharding, check_batch_size
 from ._host import check_dtypes, check_integers
-from ._pipeline import place_rows, positions_on_this_process
-from ._weights import WEIGHT, check_weights, part_to_check
+from ._pipeline import make_ahead, place_rows, positions_on_this_process
+from ._weights import WEIGHT, check_weights
 
 Batch = Mapping[str, Any]
 _Arrays = dict[str, np.ndarray]
-
-#: How long a closed iterator of ours waits for the other one, which may be blocked.
-_CLOSE_SECONDS = 2
 
 
 class Stream:
@@ -56,7 +51,7 @@ class Stream:
 
     def __iter__(self) -> Generator[dict[str, Array], None, None]:
         """The batches from the position on; close it to end its thread early."""
-        with closing(_ahead(self._batches(self._step), self._prefetch)) as batches:
+        with closing(make_ahead(self._batches(self._step), self._prefetch)) as batches:
             for step, arrays in enumerate(batches, start=self._step):
                 self._step = step + 1
                 yield self._place(arrays, step)
@@ -96,7 +91,7 @@ class Stream:
         check_integers(arrays)
         rows = self._check_shapes({n: a.shape for n, a in arrays.items()}, step)
         positions = positions_on_this_process(self._sharding, rows)
-        check_weights(part_to_check(arrays, len(positions) == rows))
+        check_weights(arrays, whole=len(positions) == rows)
         return {
             name: place_rows(array, self._sharding, positions, rows)
             for name, array in arrays.items()
@@ -105,10 +100,13 @@ class Stream:
     def _check_shapes(self, shapes: dict[str, tuple[int, ...]], step: int) -> int:
         """Raise unless a batch is like the first; return its rows on all processes."""
         ours = {shape[:1] for shape in shapes.values()}
-        if len(ours) > 1 or () in ours:
+        first = self._shapes or shapes
+        if len(ours) > 1 or () in ours or shapes != first:
             raise ValueError(
-                f"the arrays of step {step} have the shapes {shapes}; give each the same "
-                "number of rows."
+                f"the batch of step {step} has the shapes {shapes}, and the first one had "
+                f"{first}; give all arrays of a batch the same number of rows, and all "
+                "batches the same shapes, by dropping the last one of an epoch "
+                f"(drop_last=True), or by padding it with rows whose {WEIGHT!r} is 0."
             )
         ((mine,),) = ours
         rows = round(mine / self._share)
@@ -118,13 +116,6 @@ class Stream:
                 assert_same_on_all_processes("batch", {"rows": rows, "shapes": inner})
             check_batch_size(rows, self._mesh)
             self._shapes = shapes
-        if shapes != self._shapes:
-            raise ValueError(
-                f"the batch of step {step} has the shapes {shapes}, and the first one had "
-                f"{self._shapes}; give all batches the same shapes, by dropping the last "
-                "one of an epoch (drop_last=True), or by padding it with rows whose "
-                f"{WEIGHT!r} is 0."
-            )
         return rows
 
 
@@ -219,44 +210,3 @@ def _copied(batch: Any, step: int) -> _Arrays:
         )
     # np.array would ask tensors for the copy, which some refuse with a warning.
     return {name: np.asarray(array).copy() for name, array in batch.items()}
-
-
-def _ahead(
-    batches: Generator[_Arrays, None, None], count: int
-) -> Generator[_Arrays, None, None]:
-    """The batches of a generator, made ahead by a thread of its own."""
-    if count == 0:
-        with closing(batches):
-            yield from batches
-        return
-    # Not a Grain pipeline, whose elements are functions of their index.
-    made: queue.SimpleQueue[_Arrays | BaseException | None] = queue.SimpleQueue()
-    free = threading.Semaphore(count - 1)
-    closed = threading.Event()
-
-    def work() -> None:
-        try:
-            with closing(batches):
-                for batch in batches:
-                    made.put(batch)
-                    free.acquire()
-                    if closed.is_set():
-                        return
-        except BaseException as error:
-            made.put(error)
-        else:
-            made.put(None)
-
-    # A process does not wait for a daemon, which the iterator may block.
-    thread = threading.Thread(target=work, name="eqxshard-batches", daemon=True)
-    thread.start()
-    try:
-        while (batch := made.get()) is not None:
-            if isinstance(batch, BaseException):
-                raise batch
-            free.release()
-            yield batch
-    finally:
-        closed.set()
-        free.release()
-        thread.join(_CLOSE_SECONDS)

@@ -11,15 +11,6 @@ WEIGHT = "__weight__"
 LOSS_WEIGHT = "__loss_weight__"
 
 
-def part_to_check(arrays: Mapping[str, np.ndarray], whole: bool) -> dict[str, np.ndarray]:
-    """The weights of a process's rows, with those of the loss only if they are whole.
-
-    Of a part of a batch, the sum of these says nothing.
-    """
-    names = (WEIGHT, LOSS_WEIGHT) if whole else (WEIGHT,)
-    return {name: arrays[name] for name in names if name in arrays}
-
-
 def fetch_weights(batch: Any) -> dict[str, np.ndarray]:
     """The weights of a batch as NumPy arrays, if this process has all of them."""
     found = batch if isinstance(batch, Mapping) else {}
@@ -30,40 +21,37 @@ def fetch_weights(batch: Any) -> dict[str, np.ndarray]:
     }
 
 
-def check_weights(batch: Any) -> None:
+def check_weights(batch: Any, *, whole: bool = True) -> None:
     """Refuse weights that are negative, which would turn the loss around, or not finite.
 
     **Arguments:**
 
     - `batch`: of which NumPy arrays are looked at. Rows are the last dim of weights.
+    - `whole`: whether it has the rows of all processes. The sum of a part says nothing.
 
     **Raises:**
 
     `ValueError` if a weight is negative or not finite, or the sum of a batch's loss
     weights is negative.
     """
-    if not isinstance(batch, Mapping) or not (WEIGHT in batch or LOSS_WEIGHT in batch):
+    if not isinstance(batch, Mapping):
         return
-    found = [batch.get(name) for name in (WEIGHT, LOSS_WEIGHT)]
     # What is not an array of numbers is refused by its shape.
-    weight, loss_weight = (
-        x.astype(np.float64) if isinstance(x, np.ndarray) and x.ndim else None
-        for x in found
-    )
-    for name, x in ((WEIGHT, weight), (LOSS_WEIGHT, loss_weight)):
-        if x is not None and not np.all(np.isfinite(x)):
-            row = np.argmin(np.isfinite(x)) % x.shape[-1]
+    found = {
+        name: batch[name].astype(np.float64)
+        for name in (WEIGHT, LOSS_WEIGHT)
+        if isinstance(batch.get(name), np.ndarray) and batch[name].ndim
+    }
+    for name, x in found.items():
+        wrong = ~np.isfinite(x) | ((x < 0) & (name == WEIGHT))
+        if np.any(wrong):
+            row = np.argmax(wrong) % x.shape[-1]
             raise ValueError(
-                f"{name!r} is not finite, first in row {row}, and would make the loss nan; "
-                "give that example a weight of 0."
+                f"{name!r} is {x[wrong][0]}, first in row {row}; give weights that are "
+                f"finite and, in {WEIGHT!r}, not negative."
             )
-    if weight is not None and np.any(weight < 0):
-        row = np.argmax(weight < 0) % weight.shape[-1]
-        raise ValueError(
-            f"{WEIGHT!r} is {weight.min()} at its lowest, first negative in row {row}, and "
-            "no example counts less than nothing; give weights of 0 or more."
-        )
-    if loss_weight is not None:
+    weight, loss_weight = found.get(WEIGHT), found.get(LOSS_WEIGHT)
+    if loss_weight is not None and whole:
         counted = loss_weight if weight is None else loss_weight * weight
         if np.any(np.sum(counted, axis=-1) < 0):
             raise ValueError(

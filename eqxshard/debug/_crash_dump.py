@@ -5,6 +5,7 @@ a dump says is imported or called.
 """
 
 import json
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,22 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..checkpoint._arrays import (
-    abstract_array,
-    array_metadata,
-    check_structure,
-    partition_by_path,
-    read,
-    write,
-)
+from ..checkpoint._arrays import partition_by_path, read, write
 from ..checkpoint._checksums import is_complete, verify, write_checksums
+from ..checkpoint._description import abstract_array, array_metadata, check_structure
 from ..distributed import barrier, is_main_process
 from ..sharding._files import read_json
 from ..sharding._leaves import array_leaves, is_key
 from ..training._state import TrainState, split_model, without_state
 from ..training._train_step import TrainStep
 from ..transforms._partition import partition
-from ._script import name_in_script
+from ._script import name_in_script, script_path
 
 _FILE = "crash_dump.json"
 
@@ -60,11 +55,12 @@ class CrashDump:
 
 def write_crash_dump(
     folder: Any,
-    state: TrainState,
+    state: Any,
     steps: Sequence[int],
     batch: Any,
-    train_step: TrainStep,
+    train_step: Any,
     loader: Any,
+    extra: Any = None,
 ) -> None:
     """Write down the first of several steps that were not finite.
 
@@ -76,17 +72,21 @@ def write_crash_dump(
     - `batch`: the batch of the first of them, a dict of arrays.
     - `train_step`: for its settings.
     - `loader`: what made the batch.
+    - `extra`: of the run.
 
     **Raises:**
 
-    `TypeError` if the batch is something else.
+    `TypeError` if the state, the step, the batch or the `extra` is something else than a
+    dump can hold.
     """
-    if not isinstance(batch, dict) or not all(
+    is_dict = isinstance(batch, dict) and all(
         isinstance(entry, jax.Array | np.ndarray) for entry in batch.values()
-    ):
+    )
+    ours = isinstance(state, TrainState) and isinstance(train_step, TrainStep)
+    if not (is_dict and ours) or extra is not None:
         raise TypeError(
-            f"the batch is a {type(batch).__name__}, and a crash dump can hold only a dict "
-            "of arrays; make the loader return one."
+            "a crash dump is of one state and a batch that is a dict of arrays; train by a "
+            "step from make_train_step without extra."
         )
     config = train_step.config.following(state)
     trained, _ = split_model(state.model, config.trainable)
@@ -117,6 +117,15 @@ def write_crash_dump(
     if is_main_process():
         (folder / _FILE).write_text(json.dumps(dump, indent=1) + "\n")
         write_checksums(folder)
+
+
+def replay_command(folder: Any, train_step: TrainStep) -> str:
+    """The command that replays a crash dump."""
+    command = ["python", "-m", "eqxshard.replay", str(folder), script_path() or "SCRIPT"]
+    name = name_in_script(train_step.config.loss_fn)
+    if name != "loss_fn":
+        command += ["--loss", name or "NAME"]
+    return shlex.join(command)
 
 
 def read_crash_dump(folder: Any, make_model: Callable[[Any], PyTree]) -> CrashDump:

@@ -94,17 +94,12 @@ def _locate(trace: TracebackType | None, model: PyTree) -> tuple[str, str]:
 def _module_paths(model: PyTree) -> dict[int, str]:
     paths: dict[int, str] = {}
 
-    def walk(path: tuple[Any, ...], node: Any) -> None:
+    def note(path: tuple[Any, ...], node: Any) -> bool:
         if isinstance(node, eqx.Module):
             paths[id(node)] = leaf_path(path) or "the model"
-        children, _ = jax.tree_util.tree_flatten_with_path(
-            node, is_leaf=lambda x: x is not node
-        )
-        for key, child in children:
-            if child is not node:
-                walk((*path, *key), child)
+        return False
 
-    walk((), model)
+    jax.tree.flatten_with_path(model, is_leaf=note, is_leaf_takes_path=True)
     return paths
 
 

@@ -47,8 +47,8 @@ def explain(
     An [`eqxshard.Explanation`][]. It prints as a table: path, shape, dtype, spec, bytes
     per device, the rule that decided, and why if a leaf could not be split. (If gradients
     and optimizer state are split otherwise, a column says how.) Below it are the bytes of
-    parameters, gradients and optimizer state. `to_dict` returns the same for programs,
-    and `draw` a picture of it.
+    parameters, gradients and optimizer state. Its fields have the same for programs, and
+    `draw` a picture of it.
 
     **Raises:**
 
@@ -75,11 +75,9 @@ def explain(
     leaves = named_leaves(model)
     check_rule(rule, dict(leaves), mesh)
     decisions = decide_leaves(leaves, mesh, rule)
-    update_rule = optimizer_rule(rule)
     trained = named_leaves(params)
-    updates = dict(
-        zip((path for path, _ in trained), decide_leaves(trained, mesh, update_rule))
-    )
+    split = decide_leaves(trained, mesh, optimizer_rule(rule))
+    updates = {path: decision for (path, _), decision in zip(trained, split)}
     by_path, optimizer_state, host = Counter[str](), None, 0
     if optim is not None:
         shardings = make_layout(model, params, opt_state, mesh, rule).opt_state
@@ -95,15 +93,13 @@ def explain(
         rows.append(_row(path, leaf, mesh, decision, None, notes, 0))
     inexact = {path for path, leaf in leaves if is_inexact(leaf)}
     trained_rows = [row for row in rows if row.update_spec is not None]
+    gradients = sum(row.gradient for row in trained_rows)
     return Explanation(
         leaves=tuple(rows),
         mesh=mesh,
         parameters=_held([row for row in rows if row.path in inexact]),
         other=_held([row for row in rows if row.path not in inexact]),
-        gradients=Bytes(
-            sum(row.bytes_whole for row in trained_rows),
-            sum(row.gradient for row in trained_rows),
-        ),
+        gradients=Bytes(_held(trained_rows).whole, gradients),
         optimizer_state=optimizer_state,
         host=host,
     )
@@ -168,6 +164,5 @@ def _bytes(leaf: Any, sharding: NamedSharding) -> Bytes:
 
 
 def _held(rows: Sequence[Leaf]) -> Bytes:
-    return Bytes(
-        sum(row.bytes_whole for row in rows), sum(row.bytes_per_device for row in rows)
-    )
+    whole = sum(row.bytes_whole for row in rows)
+    return Bytes(whole, sum(row.bytes_per_device for row in rows))

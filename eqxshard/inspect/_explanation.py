@@ -107,39 +107,6 @@ class Explanation:
         """Bytes of all the model's arrays, whole."""
         return self.parameters.whole + self.other.whole
 
-    def to_dict(self) -> dict[str, Any]:
-        """The same as dicts, lists, strings and numbers, for `json.dump`.
-
-        **Returns:**
-
-        A dict with the entries `mesh` (`axes`, by name; `devices`; `platform`), `leaves`
-        (the fields of each [`eqxshard.Leaf`][]) and `totals` (`bytes_whole` and
-        `bytes_per_device` of the `parameters`, of `other` arrays, of the `gradients`, of
-        the `optimizer_state` and in `total`; and `host`, as above). A spec is a list with
-        one entry per dim: an axis, a list of axes, or `None`.
-        """
-
-        def plain(size: Bytes) -> dict[str, int]:
-            return {"bytes_whole": size.whole, "bytes_per_device": size.per_device}
-
-        optimizer_state = self.optimizer_state
-        return {
-            "mesh": {
-                "axes": dict(self.mesh.shape),
-                "devices": self.mesh.size,
-                "platform": self.mesh.devices.flat[0].platform,
-            },
-            "leaves": [leaf.to_dict() for leaf in self.leaves],
-            "totals": {
-                "parameters": plain(self.parameters),
-                "other": plain(self.other),
-                "gradients": plain(self.gradients),
-                "optimizer_state": optimizer_state and plain(optimizer_state),
-                "total": plain(self._total()),
-                "host": self.host,
-            },
-        }
-
     def draw(self, paths: str | None = None) -> Picture:
         """Draw which device holds which block of which array.
 
@@ -165,16 +132,23 @@ class Explanation:
             eqxshard.explain(model, mesh, rule).draw("layers.0").save("layout.svg")
             ```
         """
-        chosen = self._chosen(paths)
+        if paths is None:
+            chosen = keep_largest(self.leaves, lambda leaf: leaf.shape)
+        else:
+            chosen = [leaf for leaf in self.leaves if re.search(paths, leaf.path)]
+        if not chosen and self.leaves:
+            some = ", ".join(leaf.path for leaf in self.leaves[:3])
+            raise ValueError(
+                f"draw: {paths!r} matches the path of no array; the first paths are {some}."
+            )
         panels = []
         for leaf in chosen:
             specs = {leaf.path: leaf.spec}
             if leaf.update_spec is not None and leaf.updates_elsewhere:
                 specs[f"{leaf.path} (update)"] = leaf.update_spec
-            panels += [
-                draw_array(name, leaf.shape, NamedSharding(self.mesh, spec))
-                for name, spec in specs.items()
-            ]
+            for name, spec in specs.items():
+                sharding = NamedSharding(self.mesh, spec)
+                panels.append(draw_array(name, leaf.shape, sharding))
         return make_picture(panels, "arrays", len(self.leaves) - len(chosen))
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
@@ -195,26 +169,28 @@ class Explanation:
         from rich.table import Table
         from rich.text import Text
 
-        updates = any(leaf.updates_elsewhere for leaf in self.leaves)
         table = Table(title=f"on {describe_mesh(self.mesh)}", caption=self._unused())
-        columns = ["path", "shape", "dtype", "spec", "bytes/device", "rule"]
-        columns[4:4] = ["update spec"] if updates else []
-        for column in columns:
-            justify = "right" if column == "bytes/device" else "left"
-            table.add_column(column, justify=justify, overflow="fold")
+        for column in ("path", "shape", "dtype", "spec"):
+            table.add_column(column, overflow="fold")
+        updates = any(leaf.updates_elsewhere for leaf in self.leaves)
+        if updates:
+            table.add_column("update spec", overflow="fold")
+        table.add_column("bytes/device", justify="right")
+        table.add_column("rule", overflow="fold")
         for leaf in self.leaves:
-            # The update's rule names all rules that had a say, the leaf's maybe not.
-            rule = leaf.update_rule or leaf.rule
             cells = [
                 leaf.path,
                 format_shape(leaf.shape),
                 leaf.dtype,
                 format_spec(leaf.spec),
-                format_bytes(leaf.bytes_per_device),
-                f"{rule}: {leaf.note}" if leaf.note else rule,
             ]
-            update = leaf.update_spec if leaf.updates_elsewhere else None
-            cells[4:4] = [format_spec(update) if update else ""] if updates else []
+            if updates:
+                update = leaf.update_spec if leaf.updates_elsewhere else None
+                cells.append(format_spec(update) if update else "")
+            # The update's rule names all rules that had a say, the leaf's maybe not.
+            rule = leaf.update_rule or leaf.rule
+            cells.append(format_bytes(leaf.bytes_per_device))
+            cells.append(f"{rule}: {leaf.note}" if leaf.note else rule)
             # As `Text`: in a `str`, rich would read brackets, as in by_path('[a-z]'), as
             # markup.
             table.add_row(*map(Text, cells))
@@ -231,19 +207,18 @@ class Explanation:
     def _totals(self) -> Any:
         from rich.table import Table
 
-        kinds = {
-            "parameters": self.parameters,
-            "other arrays": self.other if self.other.whole else None,
-            "gradients": self.gradients,
-            "optimizer state": self.optimizer_state,
-        }
         table = Table(show_edge=False, show_footer=True)
         total = "total" if self.optimizer_state else "total without optimizer state"
         whole, per_device = map(format_bytes, self._total())
         table.add_column("", total)
         table.add_column("each device", per_device, justify="right")
         table.add_column("whole", whole, justify="right")
-        for kind, size in kinds.items():
+        for kind, size in (
+            ("parameters", self.parameters),
+            ("other arrays", self.other if self.other.whole else None),
+            ("gradients", self.gradients),
+            ("optimizer state", self.optimizer_state),
+        ):
             if size is not None:
                 table.add_row(kind, format_bytes(size.per_device), format_bytes(size.whole))
         if self.host:
@@ -253,25 +228,6 @@ class Explanation:
     def _total(self) -> Bytes:
         kinds = (self.parameters, self.other, self.gradients, self.optimizer_state)
         return Bytes(*map(sum, zip(*filter(None, kinds))))
-
-    def _chosen(self, pattern: str | None) -> list[Leaf]:
-        """The leaves to draw, in their order."""
-        if pattern is None or not self.leaves:
-            return keep_largest(self.leaves, lambda leaf: leaf.shape)
-        try:
-            found = [leaf for leaf in self.leaves if re.search(pattern, leaf.path)]
-        except re.error as error:
-            raise ValueError(
-                f"draw: {pattern!r} is not a regular expression ({error}); escape its "
-                "special characters with a backslash."
-            ) from None
-        if not found:
-            some = ", ".join(leaf.path for leaf in self.leaves[:3])
-            raise ValueError(
-                f"draw: {pattern!r} matches the path of no array; the first paths are "
-                f"{some}."
-            )
-        return found
 
 
 def _plain_spec(spec: PartitionSpec | None) -> list[str | list[str] | None] | None:

@@ -45,7 +45,8 @@ def lint(
         as a loop over examples does (`jax.lax.map`); use `jax.vmap`.
     - `all-layers`: all stacked layers are gathered at once.
     - `donation`: a donated array whose memory is not reused.
-    - `dtype`: float64, or float32 under a 16-bit precision.
+    - `dtype`: most matrix products of the loss are in a wider type than the model's, or
+        than that of a 16-bit precision.
     - `callback`: a call of the host.
     - `constant`: an array above 1 MB that is compiled in.
 

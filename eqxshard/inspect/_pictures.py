@@ -1,21 +1,20 @@
 """`draw`: meshes and arrays as pictures for notebooks and pages."""
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
+from ..pages._html import Markup, tag
+from ..pages._mesh import Look, mesh_shapes
 from ..sharding._leaves import array_leaves
 from ..sharding._mesh import describe_mesh
-from ..sharding._spec import check_axis, format_spec
-from ._blocks import format_devices, format_side, lay_out
+from ..sharding._spec import axes_of, check_axis, format_sizes, format_spec
 from ._tables import format_shape
 
 _T = TypeVar("_T")
@@ -28,8 +27,9 @@ _COLOURS += ("#92a8e8", "#f08a5d", "#dda0c8", "#bfbfbf")
 _MOST = 12
 #: In pixels: a line of text, a letter, a bold one.
 _LINE, _LETTER, _BOLD = 15, 6.3, 6.9
-#: In pixels: a device of a mesh, and the sides of an array.
-_CELL, _WIDTH, _HEIGHT = 34, 150, 96
+#: In pixels: the sides of an array.
+_WIDTH, _HEIGHT = 150, 96
+_FAINT = {"opacity": 0.75}
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Drawing:
     width: int | float
     height: int | float
     label: str
-    elements: list[str]
+    elements: list[Markup]
 
 
 @dataclass(frozen=True, repr=False)
@@ -80,21 +80,17 @@ class Picture:
         return f'<div class="eqxshard" style="{style}">\n{panels}{note}\n</div>\n'
 
     def _svg(self) -> str:
-        """One image: as many panels in a row as four average ones."""
-        row = 4 * (sum(panel.width for panel in self._panels) / len(self._panels) + 28)
-        x = y = height = width = 0.0
+        """One image, of four panels in a row."""
+        width = max(panel.width for panel in self._panels) + 28
+        height = max(panel.height for panel in self._panels) + 16
         parts = []
-        for panel in self._panels:
-            if x and x + panel.width > row:
-                x, y, height = 0.0, y + height + 16, 0.0
-            parts.append(_element(panel, f' x="{x:g}" y="{y:g}"'))
-            width, height = max(width, x + panel.width), max(height, panel.height)
-            x += panel.width + 28
-        if self._note:
-            parts.append(_text(0, y + height + _LINE, self._note))
-            height += 2 * _LINE
-        whole = Drawing(width, y + height, "", parts)
-        return _element(whole) + "\n"
+        for i, panel in enumerate(self._panels):
+            row, column = divmod(i, 4)
+            parts.append(_element(panel, x=column * width, y=row * height))
+        rows, columns = math.ceil(len(parts) / 4), min(len(parts), 4)
+        parts.append(_text(0, rows * height + _LINE, self._note))
+        whole = Drawing(columns * width, rows * height + 2 * _LINE, "", parts)
+        return f"{_element(whole)}\n"
 
 
 def draw(thing: Mesh | PyTree, *, along: Sequence[str] = ()) -> Picture:
@@ -130,8 +126,7 @@ def draw(thing: Mesh | PyTree, *, along: Sequence[str] = ()) -> Picture:
     if isinstance(thing, Mesh):
         for axis in along:
             check_axis(axis, thing, "along")
-        panels = [*_mesh_panels(thing, along)]
-        return make_picture(panels[:_MOST], "parts of the mesh", len(panels) - _MOST)
+        return Picture((_draw_mesh(thing, along),), "")
     if along:
         raise ValueError("along is for meshes; leave it out to draw arrays.")
     leaves = array_leaves(thing)
@@ -164,42 +159,25 @@ def _sharding(path: str, leaf: Any) -> NamedSharding:
     return sharding
 
 
-def _mesh_panels(mesh: Mesh, along: Sequence[str]) -> Iterator[Drawing]:
-    """A grid of the last two axes that are used, for each index of those before them."""
-    used = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1] or ["data"]
-    sizes = [mesh.shape[axis] for axis in used]
-    devices = np.array([device.id for device in mesh.devices.flat]).reshape(sizes)
-    apart = [size for axis, size in zip(used, sizes) if axis not in along]
-    groups = np.arange(math.prod(apart)).reshape(
-        [1 if axis in along else size for axis, size in zip(used, sizes)]
-    )
-    colours = np.broadcast_to(groups, sizes)
-    for index in itertools.product(*map(range, sizes[:-2])):
-        where = ", ".join(f"{axis}={i}" for axis, i in zip(used, index))
-        grid = np.atleast_2d(devices[index]), np.atleast_2d(colours[index])
-        title = where or describe_mesh(mesh)
-        title += f", along {', '.join(along)}" if along else ""
-        yield _draw_mesh(mesh, title, used[-2:], *grid)
+def _draw_mesh(mesh: Mesh, along: Sequence[str]) -> Drawing:
+    """All devices; those that differ only along some axes have one colour."""
+    axes = {axis: n for axis, n in mesh.shape.items() if n > 1} or {"data": 1}
+    devices, groups = [*mesh.devices.flat], dict[tuple[int, ...], int]()
 
+    def look(number: int, where: Mapping[str, int]) -> Look:
+        apart = tuple(index for axis, index in where.items() if axis not in along)
+        group = groups.setdefault(apart, len(groups))
+        place = ", ".join(f"{axis}={index}" for axis, index in where.items())
+        return Look(devices[number].id, place, {"fill": _COLOURS[group % len(_COLOURS)]})
 
-def _draw_mesh(
-    mesh: Mesh, title: str, axes: list[str], devices: np.ndarray, colours: np.ndarray
-) -> Drawing:
-    rows, columns = devices.shape
-    cell = max(6.0, min(_CELL, 640 / columns))
-    left, top = (_LINE + 3 if len(axes) > 1 else 0), 2.4 * _LINE
-    width, height = left + columns * cell, top + rows * cell
-    elements = [_text(0, _LINE - 4, title, bold=True)]
-    elements.append(_text(left, top - 5, f"{axes[-1]} →", faint=True))
-    if len(axes) > 1:
-        turned = f' transform="translate({_LINE - 7} {top:g}) rotate(90)"'
-        elements.append(_text(0, 0, f"{axes[0]} →", faint=True, more=turned))
-    for row, column in np.ndindex(rows, columns):
-        x, y = left + column * cell, top + row * cell
-        number, colour = int(devices[row, column]), int(colours[row, column])
-        elements += _block((x, y, cell, cell), [colour], [number])
-    label = ", ".join(dict.fromkeys((describe_mesh(mesh), title)))
-    return Drawing(max(width, len(title) * _BOLD), height, label, elements)
+    title = describe_mesh(mesh)
+    title += f", along {', '.join(along)}" if along else ""
+    shapes, width, height = mesh_shapes(axes, look)
+    elements = [
+        _text(0, _LINE - 4, title, font_weight=600),
+        tag("g", *shapes, transform=f"translate(0 {2 * _LINE})"),
+    ]
+    return Drawing(max(width, len(title) * _BOLD), 2 * _LINE + height, title, elements)
 
 
 def draw_array(name: str, shape: tuple[int, ...], sharding: NamedSharding) -> Drawing:
@@ -212,17 +190,16 @@ def draw_array(name: str, shape: tuple[int, ...], sharding: NamedSharding) -> Dr
     subtitle = f"{format_shape(shape)}, {format_spec(sharding.spec)}"
     lines = [name, subtitle, format_side(layout.columns, sharding)]
     elements, top = [], 0.0
-    for i, line in enumerate(lines):
+    for line, style in zip(lines, ({"font_weight": 600}, {}, _FAINT)):
         if line:
             top += _LINE
-            elements.append(_text(0, top - 4, line, bold=i == 0, faint=i == 2))
-    left = _LINE + 3 if layout.rows else 0
-    height = _HEIGHT if layout.rows else 30
+            elements.append(_text(0, top - 4, line, **style))
+    left, height = 0, 30
     if layout.rows:
-        turned = f' transform="translate({_LINE - 7} {top:g}) rotate(90)"'
         side = format_side(layout.rows, sharding)
-        elements.append(_text(0, 0, side, faint=True, more=turned))
-        height = max(height, len(side) * _LETTER)
+        left, height = _LINE + 3, max(_HEIGHT, len(side) * _LETTER)
+        turn = f"translate({_LINE - 7} {top:g}) rotate(90)"
+        elements.append(_text(0, 0, side, transform=turn, **_FAINT))
     for block in layout.blocks:
         x, y = left + block.left / wide * _WIDTH, top + block.top / high * height
         size = block.width / wide * _WIDTH, block.height / high * height
@@ -234,7 +211,7 @@ def draw_array(name: str, shape: tuple[int, ...], sharding: NamedSharding) -> Dr
 
 def _block(
     box: tuple[int | float, ...], places: Sequence[int], devices: Sequence[int]
-) -> Iterator[str]:
+) -> Iterator[Markup]:
     """A rectangle with a band for each of a few devices, and their numbers if these fit."""
     x, y, width, height = box
     colours = [_COLOURS[place % len(_COLOURS)] for place in places]
@@ -242,43 +219,118 @@ def _block(
         colours = [_COLOURS[-1]]
     band = width / len(colours)
     for i, colour in enumerate(colours):
-        yield (
-            f'<rect x="{x + i * band:g}" y="{y:g}" width="{band:g}" height="{height:g}" '
-            f'fill="{colour}"/>'
-        )
-    yield (
-        f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="none" '
-        'stroke="#333" stroke-width="1.2"/>'
-    )
+        yield _rectangle(x + i * band, y, band, height, fill=colour)
+    yield _rectangle(x, y, width, height, fill="none", stroke="#333", stroke_width=1.2)
     labels, part = [*map(str, devices)], band
     if len(colours) < len(labels) or max(map(len, labels)) * _LETTER > band:
         labels, part = [format_devices(devices)], width
     if len(labels[0]) * _LETTER < part and height > 11:
-        black = ' text-anchor="middle" style="fill:#111"'
+        black = {"text_anchor": "middle", "style": "fill:#111"}
         for i, label in enumerate(labels):
-            yield _text(x + (i + 0.5) * part, y + height / 2 + 4, label, more=black)
+            yield _text(x + (i + 0.5) * part, y + height / 2 + 4, label, **black)
 
 
-def _text(
-    x: int | float,
-    y: int | float,
-    text: str,
-    *,
-    bold: bool = False,
-    faint: bool = False,
-    more: str = "",
-) -> str:
-    style = ' font-weight="600"' * bold + ' opacity=".75"' * faint + more
-    return f'<text x="{x:g}" y="{y:g}"{style}>{escape(text)}</text>'
+class Block(NamedTuple):
+    """A block of an array, in elements from the left and from the top."""
+
+    left: int
+    top: int
+    width: int
+    height: int
+    devices: list[int]
 
 
-def _element(drawing: Drawing, where: str = "") -> str:
+class Layout(NamedTuple):
+    """An array as a rectangle of blocks.
+
+    - `rows`, `columns`: the dims along its two sides. If more than two dims are split,
+        all but the last are along the rows, the first with the largest blocks.
+    - `blocks`: row by row.
+    """
+
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    blocks: list[Block]
+
+
+def lay_out(shape: tuple[int, ...], sharding: NamedSharding) -> Layout:
+    """Arrange the blocks of an array."""
+    holders: dict[tuple[tuple[int, int], ...], list[int]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        ends = [part.indices(size) for part, size in zip(index, shape, strict=True)]
+        where = tuple((start, stop) for start, stop, _ in ends)
+        holders.setdefault(where, []).append(device.id)
+    cuts = tuple(len(set(parts)) for parts in zip(*holders))
+    split = [dim for dim, parts in enumerate(cuts) if parts > 1]
+    rest = [dim for dim, parts in enumerate(cuts) if parts == 1]
+    shown = sorted([*split, *rest[::-1]][: max(2, len(split))])
+    rows, columns = tuple(shown[:-1]), tuple(shown[-1:])
+
+    def along(side: tuple[int, ...], where: tuple[tuple[int, int], ...]) -> tuple[int, int]:
+        """The start of a block along a side, and its length."""
+        number, length = 0, 1
+        for dim in side:
+            start, stop = where[dim]
+            # An empty array is drawn as if it had elements.
+            size = max(1, stop - start)
+            number, length = number * cuts[dim] + start // size, length * size
+        return number * length, length
+
+    blocks = []
+    for where, devices in holders.items():
+        (left, width), (top, height) = along(columns, where), along(rows, where)
+        blocks.append(Block(left, top, width, height, devices))
+    return Layout(rows, columns, sorted(blocks, key=lambda b: (b.top, b.left)))
+
+
+def format_devices(devices: Sequence[int]) -> str:
+    """Numbers in a few characters: `0-3`, `0,2,4,6`."""
+    runs: list[list[int]] = []
+    for number in sorted(devices):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    words = [
+        f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs
+    ]
+    return ",".join(words)
+
+
+def format_side(dims: tuple[int, ...], sharding: NamedSharding) -> str:
+    """The label of a side: `dim 0 over data=2, dim 1`."""
+    labels = []
+    for dim in dims:
+        entry = sharding.spec[dim] if dim < len(sharding.spec) else None
+        sizes = {axis: sharding.mesh.shape[axis] for axis in axes_of(entry)}
+        terms = format_sizes({axis: size for axis, size in sizes.items() if size > 1})
+        labels.append(f"dim {dim} over {terms}" if terms else f"dim {dim}")
+    return ", ".join(labels)
+
+
+def _rectangle(*box: int | float, **options: Any) -> Markup:
+    sides = {side: f"{size:g}" for side, size in zip(("x", "y", "width", "height"), box)}
+    return tag("rect", **sides, **options)
+
+
+def _text(x: int | float, y: int | float, text: str, **options: Any) -> Markup:
+    return tag("text", text, x=f"{x:g}", y=f"{y:g}", **options)
+
+
+def _element(drawing: Drawing, **where: Any) -> Markup:
     width, height = math.ceil(drawing.width) + 2, math.ceil(drawing.height) + 2
-    label = f' role="img" aria-label="{escape(drawing.label)}"' if drawing.label else ""
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="eqxshard"{where} width="{width}" '
-        f'height="{height}" viewBox="-1 -1 {width} {height}"{label} fill="currentColor" '
-        'font-family="ui-sans-serif, system-ui, sans-serif" font-size="11">\n'
-        + "\n".join(drawing.elements)
-        + "\n</svg>"
+    return tag(
+        "svg",
+        *drawing.elements,
+        xmlns="http://www.w3.org/2000/svg",
+        class_="eqxshard",
+        **where,
+        width=width,
+        height=height,
+        viewBox=f"-1 -1 {width} {height}",
+        role="img" if drawing.label else None,
+        aria_label=drawing.label or None,
+        fill="currentColor",
+        font_family="ui-sans-serif, system-ui, sans-serif",
+        font_size=11,
     )

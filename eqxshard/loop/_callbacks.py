@@ -3,9 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..sharding._text import did_you_mean
 from ._loop import Loop
-from ._run import Run
 
 
 class Callback:
@@ -36,12 +34,11 @@ class Callback:
     every: int | None = 1
 
     def __init_subclass__(cls):
-        events = [name for name in vars(Callback) if name.startswith("after_")]
         for name in vars(cls):
-            if name.startswith("after_") and name not in events:
-                hint = did_you_mean(name, events)
+            if name.startswith("after_") and not hasattr(Callback, name):
+                events = ", ".join(each for each in vars(Callback) if each[:6] == "after_")
                 raise TypeError(
-                    f"{cls.__name__}.{name} is never called; {hint}If it is yours to call, "
+                    f"{cls.__name__}.{name} is never called; override one of {events}, or "
                     f"use another name, such as _{name}."
                 )
 
@@ -81,28 +78,26 @@ class CallbackList:
     **Arguments:**
 
     - `callbacks`: called in order.
-    - `run`: the run that they are called in.
+    - `loop`: what they are called with.
     """
 
-    def __init__(self, callbacks: Sequence[Callback], run: Run):
+    def __init__(self, callbacks: Sequence[Callback], loop: Loop):
         self._callbacks = callbacks
-        self._run = run
-        #: What they are called with.
-        self.loop = Loop(run)
-        self._at_steps = _with_own(callbacks, "after_step")
+        self._loop = loop
+        self._at_steps = self._with_own("after_step")
         #: Whether reports are read at once, for `after_report`.
-        self.need_reports = bool(_with_own(callbacks, "after_report"))
+        self.need_reports = bool(self._with_own("after_report"))
 
     def after_step(self) -> None:
         """Call those that are due after this step."""
-        step = self._run.step
+        step = self._loop.step
         # Those that are due are the ones that were not due a step earlier.
         due = [each for each in self._at_steps if each.next_step(step - 1) == step]
         self._call("after_step", due)
 
     def after(self, event: str) -> None:
         """Call a method of all that have it."""
-        self._call(f"after_{event}", _with_own(self._callbacks, f"after_{event}"))
+        self._call(f"after_{event}", self._with_own(f"after_{event}"))
 
     def next_step(self, step: int) -> int | None:
         """The next step after `step` that one of them is to be called at."""
@@ -123,12 +118,20 @@ class CallbackList:
     def _call(self, method: str, callbacks: Sequence[Callback]) -> None:
         if not callbacks:
             return
-        what = f"callbacks ({method}) of step {self._run.step}"
-        with self._run.clock.phase("callbacks", f"the {what}"):
+        loop, before = self._loop, self._loop.state
+        what = f"callbacks ({method}) of step {loop.step}"
+        with loop.clock.phase("callbacks", f"the {what}"):
             for each in callbacks:
-                getattr(each, method)(self.loop)
-        with self._run.clock.phase("other", f"the others' {what}"):
-            self._run.agree()
+                getattr(each, method)(loop)
+            if loop.state is not before:
+                loop.check_step()
+        with loop.clock.phase("other", f"the others' {what}"):
+            loop.agree()
+
+    def _with_own(self, method: str) -> list[Callback]:
+        """Those that override a method."""
+        base = getattr(Callback, method)
+        return [each for each in self._callbacks if getattr(type(each), method) is not base]
 
     def _named(self) -> dict[str, Callback]:
         """By the name of the class, with a number from the second of its kind on."""
@@ -142,11 +145,6 @@ class CallbackList:
 
 def check_callbacks(callbacks: Sequence[Any]) -> None:
     """Refuse other things than callbacks."""
-    if isinstance(callbacks, Callback):
-        raise TypeError(
-            f"callbacks is one {type(callbacks).__name__}; give a list of callbacks, such "
-            f"as [{type(callbacks).__name__}(...)]."
-        )
     for each in callbacks:
         if not isinstance(each, Callback):
             raise TypeError(
@@ -157,9 +155,3 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
             raise ValueError(
                 f"{type(each).__name__}.every={each.every} must be at least 1, or None."
             )
-
-
-def _with_own(callbacks: Sequence[Callback], method: str) -> list[Callback]:
-    """The callbacks that override a method."""
-    base = getattr(Callback, method)
-    return [each for each in callbacks if getattr(type(each), method) is not base]

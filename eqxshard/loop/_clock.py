@@ -1,13 +1,22 @@
-"""What a run does at each moment, and where its wall time goes."""
+"""What a run does at each moment: where its wall time goes, and where it is stuck."""
 
 import contextlib
+import faulthandler
+import logging
+import math
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from types import TracebackType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
+
+from ..distributed import abort_process
+
+_LOG = logging.getLogger(__name__)
+
+#: As after an exception, so launchers and schedulers start the run again.
+_HANG_STATUS = 1
 
 Part = Literal[
     "data",
@@ -39,10 +48,10 @@ class Clock:
     """Knows what a run does, and splits its wall time: each moment counts for one part.
 
     - `data`: waiting for batches.
-    - `dispatch`: handing steps to the devices.
+    - `compile`: the first step, which is traced and compiled.
+    - `dispatch`: handing the other steps to the devices.
     - `device`: waiting for the devices: for room among the steps in flight, or for the
         metrics of a report.
-    - `compile`: tracing and compiling, whatever part it interrupts, in the run's thread.
     - `evaluation`: evaluations.
     - `checkpoint`: saving, and waiting for saves.
     - `callbacks`: callbacks.
@@ -50,81 +59,104 @@ class Clock:
     - `other`: the rest: what comes before the first batch and after the last step, and
         waiting for the callbacks of other processes.
 
-    It starts when it is made. Compiling is seen within its `with` block.
+    It starts when it is made.
     """
 
     def __init__(self):
-        now = time.perf_counter()
         #: What the run does now; another object after each change.
-        self.now = Phase("other", "the start", now)
-        #: The seconds of each part, up to the last reading.
-        self.totals = _no_seconds()
-        self._seconds = _no_seconds()
-        # What came before is in the seconds.
-        self._counted_until = now
-        self._thread = threading.get_ident()
-        # The starts and durations of what was compiled since the last reading.
-        self._compiled: list[tuple[float, float]] = []
+        self.now = Phase("other", "the start", time.perf_counter())
+        #: The seconds of each part, up to the last change or reading.
+        self.totals = dict.fromkeys(get_args(Part), 0.0)
+        self._at_last_reading = dict(self.totals)
+        self._counted_until = self.now.since
 
     @contextlib.contextmanager
     def phase(self, part: Part, what: str) -> Iterator[None]:
         """Count the time of a `with` block for a part; the watchdog sees what it is."""
         outer = self.now
-        self._enter(part, what)
+        self.now = Phase(part, what, self._count())
         try:
             yield
         finally:
-            self._enter(outer.part, outer.what)
+            self.now = outer._replace(since=self._count())
 
     def read(self) -> dict[str, float]:
         """The seconds of each part since the last reading."""
         self._count()
-        seconds, self._seconds = self._seconds, _no_seconds()
-        self.totals = {part: self.totals[part] + seconds[part] for part in seconds}
-        self._compiled.clear()
-        return seconds
-
-    def __enter__(self) -> "Clock":
-        jax.monitoring.register_event_duration_secs_listener(self._on_event)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        # Unless somebody has cleared all listeners.
-        with contextlib.suppress(AssertionError, ValueError):
-            jax.monitoring.unregister_event_duration_listener(self._on_event)
-
-    def _enter(self, part: Part, what: str) -> None:
-        self.now = Phase(part, what, self._count())
+        before, self._at_last_reading = self._at_last_reading, dict(self.totals)
+        return {part: total - before[part] for part, total in self.totals.items()}
 
     def _count(self) -> float:
         """Count the time until now for the current part; return the time."""
         now = time.perf_counter()
-        self._seconds[self.now.part] += now - self._counted_until
+        self.totals[self.now.part] += now - self._counted_until
         self._counted_until = now
         return now
 
-    def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
-        """Move the time that something took to compile from its part to `compile`."""
-        # The threads of loaders and checkpoints take no time of the run.
-        compiles = event.startswith("/jax/core/compile/")
-        if not compiles or threading.get_ident() != self._thread:
-            return
-        now = time.perf_counter()
-        added = duration_secs
-        start = now - duration_secs
-        # A function's time includes that of the functions inside, which began after it.
-        while self._compiled and self._compiled[-1][0] >= start:
-            added -= self._compiled.pop()[1]
-        self._compiled.append((start, duration_secs))
-        # JAX measures by another clock, which may be set meanwhile.
-        added = min(max(added, 0.0), now - self._counted_until)
-        self._seconds["compile"] += added
-        self._counted_until += added
+
+@contextlib.contextmanager
+def watch(
+    clock: Clock, stall_seconds: float | None, hang_seconds: float | None = None
+) -> Iterator[None]:
+    """Log a stall, with the stack of every thread; end the process of a run that hangs.
+
+    **Arguments:**
+
+    - `clock`: knows what the run waits for.
+    - `stall_seconds`: how long one wait may take before it is logged; `None` for any time.
+    - `hang_seconds`: how long one wait may take before the process ends; `None` for any
+        time.
+
+    **Raises:**
+
+    `ValueError` if one of them is not positive.
+    """
+    limits = {"stall_seconds": stall_seconds, "hang_seconds": hang_seconds}
+    given = {name: seconds for name, seconds in limits.items() if seconds is not None}
+    for name, seconds in given.items():
+        if not seconds > 0:
+            raise ValueError(f"{name} must be positive, got {seconds}; use None for never.")
+    if not given:
+        yield
+        return
+    ended = threading.Event()
+    # What ends a run is logged first, with stacks.
+    waits = clock, min(given.values()), given.get("hang_seconds", math.inf)
+    thread = threading.Thread(
+        target=_look, args=(*waits, ended), name="watchdog", daemon=True
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _look(
+    clock: Clock, stall_seconds: float, hang_seconds: float, ended: threading.Event
+) -> None:
+    """Look at the clock until the run has ended."""
+    logged = None
+    while not ended.wait(min(stall_seconds / 10, 1.0)):
+        phase = clock.now
+        waited = time.perf_counter() - phase.since
+        count = jax.process_count()
+        process = f"process {jax.process_index()} of {count}: " if count > 1 else ""
+        stuck = f"{process}no progress for {waited:.0f} s: waiting for {phase.what}"
+        if waited > stall_seconds and phase is not logged:
+            logged = phase
+            faulthandler.dump_traceback(2)
+            _LOG.error("%s; the stacks of all threads are above, on stderr.", stuck)
+        if waited > hang_seconds:
+            _LOG.error(
+                "%s, longer than hang_seconds=%g. This process ends with status %d; "
+                "start the run again, to resume from its newest checkpoint.",
+                stuck,
+                hang_seconds,
+                _HANG_STATUS,
+            )
+            abort_process(_HANG_STATUS)
 
 
 def goodput(seconds: Mapping[str, float]) -> float:
@@ -145,10 +177,6 @@ def describe_time(seconds: Mapping[str, float]) -> str:
         if percent and part not in ("dispatch", "device"):
             parts.append(f"{part} {percent} %")
     return " | ".join(parts)
-
-
-def _no_seconds() -> dict[str, float]:
-    return dict.fromkeys(get_args(Part), 0.0)
 
 
 def format_duration(seconds: float) -> str:

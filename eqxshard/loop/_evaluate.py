@@ -1,16 +1,35 @@
-"""`evaluate`: measure a model over a whole dataset."""
+"""`evaluate` and `predict`: a model's metrics or outputs for a whole dataset."""
 
+import functools as ft
 import itertools
+from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import closing
 from typing import Any
 
-from jaxtyping import PyTree
+import equinox as eqx
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, PyTree
 
+from ..data._loader import Loader
+from ..distributed import fetch_whole
+from ..sharding._leaves import is_array, leaf_path
+from ..sharding._mesh import batch_sharding
+from ..training._donation import check_not_donated
+from ..training._gradients import step_context
+from ..training._in_flight import IN_FLIGHT
+from ..training._inputs import ONE_BATCH, check_ready
+from ..training._jit import call_jitted, jit_on
 from ..training._metrics import Metrics
-from ._chunks import closing_iterator, is_resident
-from ._protocols import Batches
-from ._schedule import steps_per_epoch
+from ..training._precision import Precision
+from ..training._signature import Signature, mesh_of
+from ..training._state import refuse_state, with_state, without_state
+from ._batches import Batches, is_resident, steps_per_epoch
+
+#: Compiled functions that are kept for the next call, such as after the next epoch.
+_KEPT = 16
 
 
 def evaluate(
@@ -43,6 +62,127 @@ def evaluate(
     return Metrics.stack(parts).compute()
 
 
+def predict(
+    model: PyTree,
+    fn: Callable[[Any, Any], PyTree],
+    loader: Batches,
+    *,
+    precision: Precision | None = None,
+) -> PyTree[np.ndarray]:
+    """The outputs of a model for a whole dataset, in the order of the source.
+
+    The model is put in inference mode (`equinox.nn.inference_mode`) and is not donated.
+    Each batch is computed where its rows are, as in an eval step, and its outputs are
+    fetched while the next batch is computed. With several processes, every process gets
+    the outputs of all.
+
+    **Arguments:**
+
+    - `model`: with its arrays on a mesh, such as `state.model`; if it has a state, the
+        pair `(state.model, state.model_state)`.
+    - `fn`: `fn(model, batch)` returns a PyTree of arrays of leading size batch. For a
+        model with state, `model` is the pair `(model, state)`. It is compiled once, and
+        calls with the same function and model structure share what is compiled.
+    - `loader`: an [`eqxshard.Loader`][] on the same mesh, which is read for one epoch from
+        its start. If it shuffles, the outputs are put back in the order of the source.
+    - `precision`: as for [`eqxshard.make_train_step`][].
+
+    **Returns:**
+
+    What `fn` returns, as NumPy arrays of leading size dataset, without padding. (Of a
+    loader that is not an [`eqxshard.Loader`][], all rows, in its order.)
+
+    **Raises:**
+
+    `ValueError` if the loader leaves out examples or repeats them, an output has another
+    leading size, or the model was donated or is not on a mesh; `TypeError` if `model` is a
+    [`eqxshard.TrainState`][].
+
+    !!! Example
+
+        ```python
+        def classify(model, batch):
+            return jnp.argmax(jax.vmap(model)(batch["image"]), axis=-1)
+
+
+        labels = eqxshard.predict(state.model, classify, test_loader)
+        ```
+    """
+    refuse_state(model, "predict")
+    arrays, signature = Signature.of(model, "model")
+    check_not_donated(arrays, "model")
+    mesh = mesh_of(arrays, "model")
+    compiled = _compile(fn, signature, mesh, precision)
+    rows = _rows(loader) if isinstance(loader, Loader) else None
+    parts: list[PyTree[np.ndarray]] = []
+    running: deque[PyTree[Array]] = deque()
+
+    def fetch() -> None:
+        """Wait for the oldest outputs. Beyond the rows of examples, they are of padding."""
+        count = None if rows is None else len(rows[len(parts)])
+        outputs = running.popleft()
+        parts.append(jax.tree.map(lambda leaf: fetch_whole(leaf)[:count], outputs))
+
+    with closing(one_epoch(loader, "predict")) as batches:
+        for batch in batches:
+            ONE_BATCH.check(batch, mesh)
+            check_ready(ONE_BATCH, batch, mesh, ONE_BATCH.sharding(mesh))
+            running.append(call_jitted(compiled, arrays, batch))
+            if len(running) == IN_FLIGHT:
+                fetch()
+    while running:
+        fetch()
+    in_order = slice(None) if rows is None else np.argsort(np.concatenate(rows))
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves)[in_order], *parts)
+
+
+def _rows(loader: Loader) -> list[np.ndarray]:
+    """The examples of each batch of an epoch, which must have each example once."""
+    rows = [loader.rows(step) for step in range(len(loader))]
+    found = np.sort(np.concatenate(rows))
+    length = loader.state()["fingerprint"]["length"]
+    if not np.array_equal(found, np.arange(length)):
+        raise ValueError(
+            f"an epoch of this loader has {len(np.unique(found))} of {length} examples, in "
+            f"{len(found)} rows; make one with remainder='pad' and without a sampler."
+        )
+    return rows
+
+
+@ft.lru_cache(maxsize=_KEPT)
+def _compile(
+    fn: Callable[[Any, Any], PyTree],
+    signature: Signature,
+    mesh: Mesh,
+    precision: Precision | None,
+) -> Any:
+    def predict(arrays: list[Array], batch: PyTree) -> PyTree[Array]:
+        model, model_state = without_state(signature.static.combine(arrays))
+        storage, _ = without_state(signature.storage())
+        with step_context(model, storage, storage, batch, mesh, precision) as (
+            model,
+            batch,
+        ):
+            model = eqx.nn.inference_mode(model)
+            outputs = fn(with_state(model, model_state), batch)
+        _check_outputs(outputs, jax.tree.leaves(batch)[0].shape[0])
+        return outputs
+
+    by_rows = batch_sharding(mesh)
+    places: dict[str, Any] = {"in_shardings": (None, by_rows), "out_shardings": by_rows}
+    return jit_on(mesh, predict, "predict", **places)
+
+
+def _check_outputs(outputs: PyTree, rows: int) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
+        if not is_array(leaf) or leaf.shape[:1] != (rows,):
+            found = f"has shape {leaf.shape}" if is_array(leaf) else f"is {leaf!r}"
+            raise ValueError(
+                f"{leaf_path(path, 'output')} of fn {found} for a batch of {rows}; return "
+                "arrays with one row per example."
+            )
+
+
 def one_epoch(loader: Batches, who: str) -> Generator[PyTree, None, None]:
     """The batches of a loader's first epoch; close it to end its thread early.
 
@@ -57,5 +197,4 @@ def one_epoch(loader: Batches, who: str) -> Generator[PyTree, None, None]:
             "none; make an eqxshard.Loader, or add __len__()."
         )
     loader.seek(0)
-    with closing_iterator(loader) as batches:
-        yield from itertools.islice(batches, epoch)
+    yield from itertools.islice(loader, epoch)

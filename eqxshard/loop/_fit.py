@@ -1,28 +1,27 @@
 """`fit`: batches in order, a bounded number of steps in flight, reports in between."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
-from types import TracebackType
+from contextlib import ExitStack, closing, suppress
 from typing import Any, Literal, TypeVar
 
 from jaxtyping import PyTree
 
 from ..checkpoint._checkpointer import Checkpointer
 from ..distributed import assert_same_on_all_processes, is_main_process
+from ..trackers._tracker import Tracker, check_trackers
 from ..training._in_flight import InFlight
 from ..training._metrics import Metrics
 from ..training._states import map_models, step_of
+from ..training._train_step import TrainStep
+from ._batches import Batches, check_loader, dispatches_of, steps_per_epoch
 from ._callbacks import Callback, CallbackList, check_callbacks
-from ._chunks import chunks_of, taker_of
-from ._clock import Clock
-from ._give_up import give_up
-from ._protocols import Batches, Tracker, check_parts
+from ._clock import Clock, describe_time, watch
+from ._ends import announce_stop, give_up, rescue, save
+from ._loop import Loop
 from ._report import Report, tell
-from ._rescue import Rescue, save
-from ._run import Run
-from ._schedule import Schedule, evaluation_interval, last_step, steps_per_epoch
-from ._signals import announce_stop, stop_signals
-from ._watchdog import Watchdog
+from ._schedule import Schedule, check_positive, evaluation_interval, last_step
+from ._signals import stop_signals
 
 _State = TypeVar("_State")
 
@@ -107,7 +106,7 @@ def fit(
 
     `ValueError` unless exactly one of `steps` and `epochs` is given, if one of the
     numbers is not positive, or if the checkpointer's directory holds another run.
-    `TypeError` if the loader or a tracker lacks a method, or `close` takes no error.
+    `TypeError` if the loader or a tracker lacks a method.
     `FloatingPointError` after `max_nonfinite` skipped steps. `OSError` if the last
     checkpoint could not be written. And any error of the loader, `evaluate`, a callback or
     a tracker, once the state after the last step is saved. If it cannot be saved, or there
@@ -127,25 +126,32 @@ def fit(
         )
         ```
     """
-    check_parts(loader, trackers)
+    check_loader(loader)
+    check_trackers(trackers)
     check_callbacks(callbacks)
     clock, epoch = Clock(), steps_per_epoch(loader)
-    report = Report(trackers if is_main_process() else (), clock, epoch, max_nonfinite)
+    report = Report(trackers if is_main_process() else (), clock, epoch)
+    loop = Loop(clock, report, loader, checkpointer, state, extra)
+    # It would keep arrays alive that the first step copies.
+    del state
+    called = CallbackList(callbacks, loop)
     with ExitStack() as stack:
         # The last to leave: an error of a tracker that closes would lose the state, too.
-        rescue = stack.enter_context(Rescue())
-        stack.enter_context(clock)
+        stack.enter_context(rescue(loop, called))
         # Below what trackers print when they close.
-        stack.callback(report.print_time)
-        stack.push(_close_parts(clock, trackers, callbacks))
-        first = step_of(state)
-        last = last_step(steps, epochs, log_every, max_nonfinite, epoch)
-        between = evaluation_interval(evaluate_every, epoch, evaluates=evaluate is not None)
-        stack.enter_context(Watchdog(clock, stall_seconds, hang_seconds))
+        stack.callback(_print_time, loop)
+        stack.push(lambda kind, error, trace: _close(clock, trackers, callbacks, error))
+        check_positive(
+            steps=steps, epochs=epochs, log_every=log_every, max_nonfinite=max_nonfinite
+        )
+        loop.first = loop.step = step_of(loop.state)
+        last = last_step(steps, epochs, epoch)
+        between = evaluation_interval(evaluate_every, epoch) if evaluate else None
+        stack.enter_context(watch(clock, stall_seconds, hang_seconds))
         assert_same_on_all_processes(
             "fit",
             {
-                "step": first,
+                "step": loop.first,
                 "stop": last,
                 "log_every": log_every,
                 "evaluate_every": between,
@@ -154,79 +160,84 @@ def fit(
                 "saves": checkpointer is not None,
             },
         )
-        extras = () if extra is None else (extra,)
-        run = Run(clock, report, loader, checkpointer, first, first, state, extras)
-        # It would keep arrays alive that the first step copies.
-        del state
-        called = CallbackList(callbacks, run)
         if checkpointer is not None:
-            called.restore(checkpointer.claim_run(first, loader))
             # Whatever ends the run, the save in progress is finished.
-            stack.callback(run.close_checkpointer)
+            stack.callback(loop.end_save, close=True)
+            called.restore(checkpointer.claim_run(loop.first, loader))
         stop = stack.enter_context(stop_signals(can_save=checkpointer is not None))
-        schedule = Schedule(last, epoch, between, log_every, checkpointer, stop)
-        rescue.watch(run, called)
+        schedule = Schedule(
+            last, epoch, between, log_every, checkpointer, stop, called.next_step
+        )
         # If a step fails, the earlier ones are still reported.
         stack.callback(report.close)
-        chunks = stack.enter_context(closing(chunks_of(run, train_step, schedule, called)))
-        take_steps = taker_of(run, train_step)
+        take_steps, batches = dispatches_of(train_step, loader, loop.first, schedule)
+        stack.enter_context(closing(batches))
         in_flight = InFlight()
-        while run.step < last and run.stop_reason is None:
-            with clock.phase("data", f"the batch of step {run.step + 1}"):
-                count, batch = next(chunks)
-            step = run.step + count
+        while loop.step < last and loop.stop_reason is None:
+            with clock.phase("data", f"the batch of step {loop.step + 1}"):
+                loop.count, batch = next(batches)
+            step = loop.step + loop.count
             with clock.phase("device", f"the steps before step {step}"):
                 in_flight.make_room()
-            with clock.phase("dispatch", f"step {step}"):
-                run.advance(count, *take_steps(run.state, batch, *run.extra))
-            in_flight.add(run.metrics.weight)
+            is_first = loop.step == loop.first
+            with clock.phase("compile" if is_first else "dispatch", f"step {step}"):
+                extras = () if loop.extra is None else (loop.extra,)
+                loop.state, loop.taken = take_steps(loop.state, batch, *extras)
+                loop.step = step
+            if is_first and not isinstance(train_step, TrainStep):
+                loop.check_step()
+            in_flight.add(loop.taken.weight)
             # Reads the metrics of earlier steps, while this one runs.
             report.flush()
             called.after_step()
             with clock.phase("device", f"step {step}"):
-                due = schedule.after(step, asked=run.asked)
-            report.add(step, run.metrics, count, due=due.report)
+                due = schedule.after(step, asked=loop.asked)
+            report.add(step, loop.taken, loop.count, due=due.report)
             if due.evaluate or due.save or (due.report and called.need_reports):
                 report.read()
                 if due.evaluate and evaluate is not None:
-                    called.loop.evaluate(evaluate, map_models(run.state))
+                    loop.evaluate(evaluate, map_models(loop.state))
                     called.after("evaluation")
                 called.after("report")
                 report.flush()
-            if report.too_many_nonfinite:
-                give_up(run, train_step, report.too_many_nonfinite)
+            # Not if later steps are finite: then the state is another than in the first.
+            if len(report.nonfinite_steps) >= max_nonfinite:
+                give_up(loop, train_step)
             best = due.evaluate and checkpointer and checkpointer.is_best(report.values)
-            if checkpointer is not None and (due.save or run.asked or best):
-                save(run, called, checkpointer)
+            if checkpointer is not None and (due.save or loop.asked or best):
+                save(loop, called, checkpointer)
                 called.after("save")
                 # Exclude save time from throughput.
                 report.restart_speed()
             if due.leave:
-                stop.leave(run)
-        if run.stop_reason is not None:
-            announce_stop(run)
-        run.wait_for_checkpoint()
+                break
+        loop.end_save()
         # A signal may have come after the last step.
-        if stop.signal is not None:
-            stop.leave(run)
-    return run.state
+        if stop.requested or loop.stop_reason is not None:
+            announce_stop(loop)
+        if stop.requested:
+            stop.leave()
+    return loop.state
 
 
-def _close_parts(
-    clock: Clock, trackers: Sequence[Tracker], callbacks: Sequence[Callback]
-) -> Callable[..., None]:
-    """The exit of a `with` block that closes them all, even if one of them fails."""
+def _print_time(loop: Loop) -> None:
+    """Print where the time of a run went, if there was a report."""
+    if loop.report.step is not None and is_main_process():
+        loop.clock.read()
+        # A terminal that is gone does not fail a run that is finished.
+        with suppress(OSError, ValueError):
+            print(describe_time(loop.clock.totals), file=sys.stderr)
 
-    def close(
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        with clock.phase("log", "the trackers to close"), ExitStack() as stack:
-            for tracker in trackers:
-                stack.callback(tell, tracker.close, error)
-            with clock.phase("callbacks", "the callbacks to close"), ExitStack() as first:
-                for callback in callbacks:
-                    first.callback(callback.close)
 
-    return close
+def _close(
+    clock: Clock,
+    trackers: Sequence[Tracker],
+    callbacks: Sequence[Callback],
+    error: BaseException | None,
+) -> None:
+    """Close the callbacks, then the trackers, even if one of them fails."""
+    with clock.phase("log", "the trackers and callbacks to close"), ExitStack() as stack:
+        for tracker in trackers:
+            stack.callback(tell, tracker.close, error)
+        for callback in callbacks:
+            stack.callback(callback.close)

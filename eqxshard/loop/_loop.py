@@ -1,67 +1,59 @@
-"""`Loop`: what callbacks see of a run, and what they may ask of it."""
+"""`Loop`: one run of `fit`, which its parts share, and callbacks see."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jaxtyping import PyTree
 
-from ..distributed import is_main_process
+from ..checkpoint._checkpointer import Checkpointer
+from ..distributed import allgather_json, is_main_process
 from ..training._metrics import Metrics
 from ..training._states import step_of
-from ._run import Run
+from ._batches import Batches
+from ._clock import Clock
+from ._report import Report
 
 
+@dataclass(eq=False, repr=False)
 class Loop:
-    """The loop of [`eqxshard.fit`][], as callbacks see it.
+    """The loop of [`eqxshard.fit`][], after its last step. Callbacks get it.
 
     - `loader`: the loader, whose position is that of the next batch to be read.
+    - `step`: the number of steps taken, counted from step 0.
+    - `state`: the state after this step; it may be replaced. A new one needs the
+        structure, shapes, dtypes, shardings and step of the old one. It is donated to the
+        next step, so do not keep it; copy what you need.
+    - `extra`: the `extra` of the steps, which may be replaced: by `loop.state.model`, say.
+
+    The other attributes are the loop's own.
     """
 
-    def __init__(self, run: Run):
-        self.loader = run.loader
-        self._run = run
-
-    @property
-    def step(self) -> int:
-        """The number of steps taken, counted from step 0."""
-        return self._run.step
-
-    @property
-    def state(self) -> Any:
-        """The state after this step; it may be replaced.
-
-        A new one needs the structure, shapes, dtypes, shardings and step of the old one.
-        It is donated to the next step, so do not keep it; copy what you need.
-        """
-        return self._run.state
-
-    @state.setter
-    def state(self, new: PyTree) -> None:
-        if step_of(new) != self.step:
-            raise ValueError(
-                f"the new state is of step {step_of(new)}, and the run is at step "
-                f"{self.step}; keep the step, such as with eqx.tree_at(lambda s: s.step, "
-                "new, loop.state.step)."
-            )
-        self._run.state = new
-
-    @property
-    def extra(self) -> PyTree:
-        """The `extra` of the steps, which may be replaced: by `loop.state.model`, say."""
-        return next(iter(self._run.extra), None)
-
-    @extra.setter
-    def extra(self, new: PyTree) -> None:
-        self._run.extra = () if new is None else (new,)
+    clock: Clock
+    report: Report
+    loader: Batches
+    checkpointer: Checkpointer | None
+    state: Any
+    extra: PyTree = None
+    # The step that it started from.
+    first: int = 0
+    step: int = 0
+    # The metrics of the last dispatch, and how many steps it took.
+    taken: Any = None
+    count: int = 0
+    # The step of the last checkpoint.
+    saved: int | None = None
+    # What callbacks asked for.
+    save_requested: bool = False
+    stop_reason: str | None = None
 
     @property
     def metrics(self) -> Metrics:
         """The [`eqxshard.Metrics`][] of the last step; nothing waits for them yet."""
-        metrics = self._run.metrics
-        if not metrics.weight.ndim:
-            return metrics
-        return jax.tree.map(lambda leaf: leaf[self._run.count - 1], metrics)
+        if not self.taken.weight.ndim:
+            return self.taken
+        return jax.tree.map(lambda leaf: leaf[self.count - 1], self.taken)
 
     @property
     def values(self) -> Mapping[str, Any]:
@@ -70,12 +62,7 @@ class Loop:
         After an evaluation, this is the report that the evaluation is a part of, with the
         arrays that it returned (trackers get none).
         """
-        return self._run.report.values
-
-    @property
-    def epoch(self) -> float | None:
-        """The number of epochs, such as 1.5; `None` if the loader has no length."""
-        return self._run.report.epoch(self.step)
+        return self.report.values
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Report more values.
@@ -86,9 +73,9 @@ class Loop:
         **Arguments:**
 
         - `values`: by name: numbers, or arrays of one, which nothing waits for here;
-            [`eqxshard.trackers.Image`][]s and [`eqxshard.trackers.Histogram`][]s.
+            [`eqxshard.trackers.Image`][]s.
         """
-        self._run.report.log(self.step, values)
+        self.report.log(self.step, values)
 
     def evaluate(
         self,
@@ -104,8 +91,8 @@ class Loop:
         - `models`: what to call it with.
         - `prefix`: the first part of the results' names.
         """
-        with self._run.clock.phase("evaluation", f"the evaluation after step {self.step}"):
-            self._run.report.add_evaluation(evaluate(models), prefix)
+        with self.clock.phase("evaluation", f"the evaluation after step {self.step}"):
+            self.report.add_evaluation(evaluate(models), prefix)
 
     def print(self, text: str) -> None:
         """Print text above the progress bar; of several processes, only the main one does.
@@ -125,9 +112,9 @@ class Loop:
 
         `ValueError` if `fit` has no checkpointer.
         """
-        if self._run.checkpointer is None:
+        if self.checkpointer is None:
             raise ValueError("loop.save() needs a checkpointer; give fit checkpointer=.")
-        self._run.save_requested = self.step != self._run.saved
+        self.save_requested = self.step != self.saved
 
     def stop(self, reason: str) -> None:
         """End the run after this step. The state is saved, if there is a checkpointer.
@@ -136,4 +123,41 @@ class Loop:
 
         - `reason`: printed at the end.
         """
-        self._run.stop_reason = self._run.stop_reason or reason
+        self.stop_reason = self.stop_reason or reason
+
+    @property
+    def asked(self) -> bool:
+        """Whether a callback asked for something."""
+        return self.save_requested or self.stop_reason is not None
+
+    def agree(self) -> None:
+        """Do what a callback of any process asked for; all processes must call this."""
+        if jax.process_count() == 1:
+            return
+        everyone = allgather_json([self.stop_reason, self.save_requested])
+        reasons = [reason for reason, _ in everyone if reason is not None]
+        self.stop_reason = reasons[0] if reasons else None
+        self.save_requested = any(requested for _, requested in everyone)
+
+    def check_step(self) -> None:
+        """Refuse a new state that has not taken as many steps as the run."""
+        if step_of(self.state) != self.step:
+            raise ValueError(
+                f"the state is of step {step_of(self.state)}, and the run is at step "
+                f"{self.step}; let train_step add 1 to state.step for each batch, and "
+                "callbacks keep it."
+            )
+
+    def end_save(self, *, close: bool = False) -> None:
+        """Wait until the last checkpoint is written; raise if it cannot be.
+
+        **Arguments:**
+
+        - `close`: release the checkpointer, whether or not the save succeeds.
+        """
+        if self.checkpointer is not None:
+            with self.clock.phase("checkpoint", "the last checkpoint to be written"):
+                if close:
+                    self.checkpointer.close()
+                else:
+                    self.checkpointer.wait()

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,11 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..distributed import is_main_process
+from ..trackers._tracker import Image, Tracker, Value
 from ..training._metrics import Metrics
-from ._clock import Clock, describe_time, goodput
-from ._media import Media, Value
-from ._protocols import Tracker
+from ._clock import Clock, goodput
 
 _LOG = logging.getLogger(__name__)
 
@@ -22,25 +19,26 @@ _LOG = logging.getLogger(__name__)
 class Report:
     """The metrics since the last report, and values that callbacks log.
 
+    - `values`: those of the last report that was read, and what was logged since.
+    - `step`: the step of that report.
+    - `nonfinite_steps`: the last steps in a row, up to that report, that were not finite.
+
     **Arguments:**
 
     - `trackers`: receive the reports.
     - `clock`: splits the time of the run.
     - `steps_per_epoch`: to report the epoch, if the loader has epochs.
-    - `max_nonfinite`: how many steps in a row may be not finite.
     """
 
     def __init__(
-        self,
-        trackers: Sequence[Tracker],
-        clock: Clock,
-        steps_per_epoch: int | None,
-        max_nonfinite: int,
+        self, trackers: Sequence[Tracker], clock: Clock, steps_per_epoch: int | None
     ):
+        self.values: dict[str, Any] = {}
+        self.step: int | None = None
+        self.nonfinite_steps: list[int] = []
         self._trackers = trackers
         self._clock = clock
         self._steps_per_epoch = steps_per_epoch
-        self._max_nonfinite = max_nonfinite
         # The metrics of each dispatch since the last report, and which of its steps count.
         self._parts: list[Metrics] = []
         self._taken: list[np.ndarray] = []
@@ -51,17 +49,6 @@ class Report:
         self._logged: dict[str, Any] = {}
         self._logged_at = 0
         self._training_since = time.perf_counter()
-        self._nonfinite_steps: list[int] = []
-        #: The values of the last report that was read, and what was logged since.
-        self.values: dict[str, Any] = {}
-        #: The step of that report.
-        self.step: int | None = None
-        #: The last steps, if too many of them in a row were not finite.
-        self.too_many_nonfinite: list[int] = []
-
-    def epoch(self, step: int) -> float | None:
-        """The number of epochs at a step, if the loader has epochs."""
-        return step / self._steps_per_epoch if self._steps_per_epoch else None
 
     def add(self, step: int, metrics: Metrics, count: int, *, due: bool) -> None:
         """Add the metrics of `count` steps (there may be room for more in them)."""
@@ -84,7 +71,9 @@ class Report:
         training = prefixed("train", {**metrics.compute(), **speed})
         self.step = self._due
         self.values = self._with_epoch(self._due, training) | self._logged
-        self._count_nonfinite(self._due, metrics)
+        first = self._due - len(metrics.nonfinite) + 1
+        for step, nonfinite in enumerate(metrics.nonfinite, start=first):
+            self.nonfinite_steps = [*self.nonfinite_steps, step] if nonfinite else []
 
     def add_evaluation(self, values: Mapping[str, Any], prefix: str = "eval") -> None:
         """Add the result of an evaluation; trackers get all of it but arrays."""
@@ -108,7 +97,9 @@ class Report:
             self.read()
             step, self._due = self._due, None
             with self._clock.phase("log", f"the report of step {step}"):
-                self.values |= {**self._take_logged(), **self._times()}
+                self.values |= self._take_logged()
+                self.values |= prefixed("seconds", self._clock.read())
+                self.values["goodput"] = goodput(self._clock.totals)
                 self._send(step, self.values)
             self.restart_speed()
         elif self._logged:
@@ -122,35 +113,13 @@ class Report:
             self._due = self._last_step
         self.flush()
 
-    def print_time(self) -> None:
-        """Print where the time of the run went, if there was a report."""
-        if self.step is not None and is_main_process():
-            self._clock.read()
-            # A terminal that is gone does not fail a run that is finished.
-            with contextlib.suppress(OSError, ValueError):
-                print(describe_time(self._clock.totals), file=sys.stderr)
-
     def restart_speed(self) -> None:
         """Exclude the time until now from the next report's training time."""
         self._training_since = time.perf_counter()
 
-    def _count_nonfinite(self, last: int, metrics: Metrics) -> None:
-        """Keep the numbers of the last steps in a row that were not finite."""
-        first = last - len(metrics.nonfinite) + 1
-        for step, nonfinite in enumerate(metrics.nonfinite, start=first):
-            self._nonfinite_steps = [*self._nonfinite_steps, step] if nonfinite else []
-        # Not if later steps are finite: then the state is another than in the first.
-        if len(self._nonfinite_steps) >= self._max_nonfinite:
-            self.too_many_nonfinite = self._nonfinite_steps
-
-    def _times(self) -> dict[str, float]:
-        """The time since the last report, and the goodput of the run until now."""
-        seconds = prefixed("seconds", self._clock.read())
-        return {**seconds, "goodput": goodput(self._clock.totals)}
-
     def _with_epoch(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
-        epoch = self.epoch(step)
-        return {**values} if epoch is None else {"epoch": epoch, **values}
+        epoch = {"epoch": step / self._steps_per_epoch} if self._steps_per_epoch else {}
+        return {**epoch, **values}
 
     def _take_logged(self) -> dict[str, Value]:
         """Wait for the values that were logged."""
@@ -183,12 +152,12 @@ def prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value(name: str, value: Any) -> Value:
-    if isinstance(value, Media):
+    if isinstance(value, Image):
         return value
     try:
         return float(value)
     except (TypeError, ValueError):
         raise TypeError(
             f"{name} was logged as a {type(value).__name__}; log numbers, or make it an "
-            "eqxshard.trackers.Image or Histogram."
+            "eqxshard.trackers.Image."
         ) from None

@@ -1,7 +1,8 @@
 """The actions that are due after each step."""
 
-from collections.abc import Sized
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,10 +25,9 @@ class Due(NamedTuple):
     leave: bool
 
 
+@dataclass(frozen=True)
 class Schedule:
     """Decides which actions are due after each step of a run.
-
-    **Arguments:**
 
     - `last`: the step that the run ends at.
     - `epoch`: the number of steps in an epoch; `None` if there are no epochs.
@@ -36,22 +36,16 @@ class Schedule:
     - `log_every`: the number of steps between reports.
     - `checkpointer`: decides when to save, if there is one.
     - `stop`: knows whether a signal asked the run to end.
+    - `next_call`: the next step after a step that a callback is to be called at.
     """
 
-    def __init__(
-        self,
-        last: int,
-        epoch: int | None,
-        evaluate_every: int | None,
-        log_every: int,
-        checkpointer: Checkpointer | None,
-        stop: Stop,
-    ):
-        self.last = last
-        self._evaluate_every = evaluate_every
-        self._reports = [n for n in (epoch, evaluate_every, log_every) if n is not None]
-        self._checkpointer = checkpointer
-        self._stop = stop
+    last: int
+    epoch: int | None
+    evaluate_every: int | None
+    log_every: int
+    checkpointer: Checkpointer | None
+    stop: Stop
+    next_call: Callable[[int], int | None]
 
     def after(self, step: int, *, asked: bool) -> Due:
         """The actions due after a step. Several processes must ask about the same steps.
@@ -63,66 +57,57 @@ class Schedule:
         """
         ends = step == self.last
         report = ends or any(step % interval == 0 for interval in self._reports)
-        leave = self._stop.requested(step)
-        save = self._checkpointer is not None and (
-            leave or ends or asked or self._checkpointer.should_save(step, reporting=report)
+        leave = self.stop.look(step)
+        save = self.checkpointer is not None and (
+            leave or ends or asked or self.checkpointer.should_save(step, reporting=report)
         )
-        between = self._evaluate_every
+        between = self.evaluate_every
         evaluate = between is not None and (ends or step % between == 0)
         return Due(report or save or leave or asked, evaluate, save, leave)
 
     @property
     def longest_chunk(self) -> int:
         """The largest number of steps with nothing due between them."""
-        return min(self._intervals())
+        return min(self._intervals)
 
     def steps_until_due(self, step: int) -> int:
         """The number of steps to take before anything is due."""
-        return min(self.last - step, *(n - step % n for n in self._intervals()))
+        called = self.next_call(step) or self.last
+        due = min(called, self.last, *(step - step % n + n for n in self._intervals))
+        return due - step
 
+    @property
+    def _reports(self) -> list[int]:
+        intervals = self.epoch, self.evaluate_every, self.log_every
+        return [n for n in intervals if n is not None]
+
+    @property
     def _intervals(self) -> list[int]:
-        interval = self._checkpointer and self._checkpointer.save_every
+        interval = self.checkpointer and self.checkpointer.save_every
         return [*self._reports, *([interval] if interval else [])]
 
 
-def steps_per_epoch(loader: Any) -> int | None:
-    """The number of steps in an epoch of a loader; `None` if it has no epochs."""
-    return len(loader) if isinstance(loader, Sized) else None
-
-
-def evaluation_interval(
-    evaluate_every: int | str, epoch: int | None, *, evaluates: bool
-) -> int | None:
-    """The number of steps between evaluations; `None` if there are none."""
+def evaluation_interval(evaluate_every: int | str, epoch: int | None) -> int:
+    """The number of steps between evaluations."""
     if evaluate_every == "epoch":
-        if epoch is None and evaluates:
+        if epoch is None:
             raise ValueError(
                 "this loader has no length, so there are no epochs to evaluate after; give "
                 "evaluate_every a number of steps."
             )
-        return epoch if evaluates else None
+        return epoch
     if not isinstance(evaluate_every, int | np.integer) or evaluate_every < 1:
         raise ValueError(
             f"evaluate_every={evaluate_every!r} must be a positive number of steps, or "
             "'epoch'."
         )
-    return evaluate_every if evaluates else None
+    return int(evaluate_every)
 
 
-def last_step(
-    steps: int | None,
-    epochs: int | None,
-    log_every: int,
-    max_nonfinite: int,
-    epoch: int | None,
-) -> int:
-    """The step that a run ends at; raise `ValueError` unless the numbers make sense."""
+def last_step(steps: int | None, epochs: int | None, epoch: int | None) -> int:
+    """The step that a run ends at."""
     if (steps is None) == (epochs is None):
         raise ValueError("fit needs one of steps= and epochs=; give exactly one.")
-    numbers = {"steps": steps, "epochs": epochs, "log_every": log_every}
-    for name, value in (numbers | {"max_nonfinite": max_nonfinite}).items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name}={value} must be at least 1.")
     if steps is not None:
         return steps
     if epoch is None:
@@ -131,3 +116,10 @@ def last_step(
             "fit steps= instead."
         )
     return (epochs or 0) * epoch
+
+
+def check_positive(**numbers: int | None) -> None:
+    """Refuse numbers that are less than 1."""
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1.")

@@ -2,16 +2,12 @@
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import jax
-
-from ..distributed import is_main_process
-from ._run import Run
 
 _NOTICE = (
     b"\nstopping after this step, to save a checkpoint; a second signal stops at once.\n"
@@ -21,6 +17,8 @@ _NOTICE = (
 class Stop:
     """Whether a signal asked this run to stop, and which.
 
+    - `requested`: whether to end the run, which all processes know after the same step.
+
     **Arguments:**
 
     - `listens`: whether the run can be stopped; otherwise signals end the process.
@@ -28,34 +26,22 @@ class Stop:
 
     def __init__(self, listens: bool):
         self.signal: int | None = None
+        self.requested = False
         self._listens = listens
 
-    def requested(self, step: int) -> bool:
+    def look(self, step: int) -> bool:
         """Whether to end the run after this step: the same step in all processes."""
-        if not self._listens:
-            return False
-        if jax.process_count() == 1:
-            return self.signal is not None
-        from jax.experimental.multihost_utils import reached_preemption_sync_point
+        if self._listens and jax.process_count() > 1:
+            from jax.experimental.multihost_utils import reached_preemption_sync_point
 
-        return reached_preemption_sync_point(step)
+            self.requested = reached_preemption_sync_point(step)
+        return self.requested
 
-    def leave(self, run: Run) -> NoReturn:
+    def leave(self) -> NoReturn:
         """Raise the exception that ends the run as the signal would have."""
-        announce_stop(run)
         if self.signal == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + signal.SIGTERM)
-
-
-def announce_stop(run: Run) -> None:
-    """Wait for the last checkpoint, and print why a run ends and what is saved of it."""
-    run.wait_for_checkpoint()
-    saved = run.checkpointer and run.checkpointer.steps()[-1:]
-    if is_main_process():
-        why = f": {run.stop_reason}" if run.stop_reason else ""
-        kept = f"the checkpoint of step {saved[0]} is saved" if saved else "not saved"
-        print(f"stopped after step {run.step}{why}; {kept}.", file=sys.stderr)
 
 
 @contextmanager
@@ -80,7 +66,7 @@ def stop_signals(*, can_save: bool) -> Iterator[Stop]:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def handle(number: int, frame: Any) -> None:
-        stop.signal = number
+        stop.signal, stop.requested = number, True
         for each in handled:
             signal.signal(each, signal.SIG_DFL)
         # Not print, which the signal may have interrupted.

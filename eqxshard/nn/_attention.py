@@ -1,7 +1,7 @@
 """`attention`: softmax attention, by the fastest implementation on each backend."""
 
 import functools as ft
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +16,6 @@ from ..sharding._placement import constrain
 from ..sharding._spec import check_axis
 from ..transforms._dtypes import accumulation_dtype
 from . import _cudnn
-
-
-class _Options(NamedTuple):
-    causal: bool
-    scale: float
-    axis: str
 
 
 def attention(
@@ -90,33 +84,28 @@ def attention(
             "dims (batch, seq, heads, head_dim), such as query[None] of one example."
         )
     seq, keys = query.shape[-3], key.shape[-3]
-    _check_options(seq, keys, causal, segments is not None, offset is not None)
+    if offset is not None and (segments is not None or not causal):
+        raise ValueError(
+            "attention: an offset is for causal attention without segments; set "
+            "causal=True and leave out segments, or leave out offset."
+        )
+    if seq != keys and offset is None and (segments is not None or causal):
+        raise ValueError(
+            f"attention: {seq} queries and {keys} keys; give the offset of the first query "
+            "among the keys, or the same number of both."
+        )
     factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:
         check_axis(axis, mesh, "attention")
     if offset is not None or seq != keys:
         return _by_rows(query, key, value, offset, factor)
-    options = _Options(causal, factor, axis)
-    if _is_split(axis) or not _cudnn.supports(query, key, segments, causal, factor):
-        return _exact(options, query, key, value, segments)
     arrays = (query, key, value) if segments is None else (query, key, value, segments)
+    exact = ft.partial(_exact, causal, factor, axis)
+    if _is_split(axis) or not _cudnn.supports(query, key, segments, causal, factor):
+        return exact(*arrays)
     cudnn = ft.partial(_cudnn.attend, causal, factor)
-    exact = ft.partial(_exact, options)
     return jax.lax.platform_dependent(*arrays, cuda=cudnn, default=exact)
-
-
-def _check_options(seq: int, keys: int, causal: bool, segments: bool, offset: bool) -> None:
-    if offset and (segments or not causal):
-        raise ValueError(
-            "attention: an offset is for causal attention without segments; leave out "
-            f"{'segments' if segments else 'offset, or set causal=True'}."
-        )
-    if seq != keys and (segments or causal) and not offset:
-        raise ValueError(
-            f"attention: {seq} queries and {keys} keys; give the offset of the first query "
-            "among the keys, or the same number of both."
-        )
 
 
 def _is_split(axis: str) -> bool:
@@ -125,21 +114,22 @@ def _is_split(axis: str) -> bool:
 
 
 def _exact(
-    options: _Options,
+    causal: bool,
+    scale: float,
+    axis: str,
     query: Array,
     key: Array,
     value: Array,
     segments: Array | None = None,
 ) -> Array:
     """Self-attention on any backend."""
-    causal, scale, axis = options
     seq = query.shape[-3]
     if seq > CHUNK or _is_split(axis):
         return ring_attention(
             query, key, value, causal=causal, segments=segments, scale=scale, axis=axis
         )
     query, key, value = map(_whole, (query, key, value))
-    seen = _causal_mask(seq, seq, 0) if causal else None
+    seen = jnp.tri(seq, dtype=bool)[None] if causal else None
     if segments is not None:
         same = segments[..., :, None] == segments[..., None, :]
         seen = same if seen is None else same & jnp.broadcast_to(seen, same.shape)
@@ -160,32 +150,20 @@ def _whole(x: Float[Array, "batch seq heads head_dim"]) -> Array:
 
 def _by_rows(query: Array, key: Array, value: Array, offset: Any, scale: float) -> Array:
     """Attention to another number of keys, in chunks of queries."""
-    batch, seq, heads, dim = query.shape
+    seq, keys = query.shape[1], key.shape[1]
 
-    def attend(start, query):
+    def attend(row: tuple[Int[Array, ""], Float[Array, "batch heads head_dim"]]) -> Array:
+        position, query = row
         seen = None
         if offset is not None:
-            seen = _causal_mask(query.shape[-3], key.shape[-3], start + offset)
-        return _plain(query, key, value, seen, scale)
+            seen = (jnp.arange(keys) <= position + offset)[None, None]
+        return _plain(query[:, None], key, value, seen, scale)[:, 0]
 
-    if seq <= CHUNK:
-        return attend(0, query)
-    count = -(-seq // CHUNK)
-    size = -(-seq // count)
-    widths = [(0, 0), (0, count * size - seq), (0, 0), (0, 0)]
-    chunks = jnp.pad(query, widths).reshape(batch, count, size, heads, dim)
-    starts = jnp.arange(count, dtype=jnp.int32) * size
-    # The loop itself keeps XLA from undoing the checkpoint.
-    attend_chunk = jax.checkpoint(lambda chunk: attend(*chunk), prevent_cse=False)
-    out = jax.lax.map(attend_chunk, (starts, jnp.moveaxis(chunks, 1, 0)))
-    out = jnp.moveaxis(out, 0, 1).reshape(batch, count * size, heads, dim)
-    return out[:, :seq]
-
-
-def _causal_mask(seq: int, keys: int, offset: Any) -> Bool[Array, "1 seq keys"]:
-    rows = jax.lax.broadcasted_iota(jnp.int32, (1, seq, keys), 1)
-    columns = jax.lax.broadcasted_iota(jnp.int32, (1, seq, keys), 2)
-    return columns <= rows + offset
+    if seq > CHUNK:
+        # The loop itself keeps XLA from undoing the checkpoint.
+        attend = jax.checkpoint(attend, prevent_cse=False)
+    rows = jnp.arange(seq), jnp.moveaxis(query, 1, 0)
+    return jnp.moveaxis(jax.lax.map(attend, rows, batch_size=CHUNK), 0, 1)
 
 
 def _plain(

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Key, PyTree
 
 from ..transforms._dtypes import at_least_float32
@@ -111,33 +110,22 @@ def keep_likely(
 
 
 def _check(length: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
-    if length < 0:
-        raise ValueError(f"length={length} must not be negative; ask for 0 tokens or more.")
-    if temperature < 0:
+    good_k, good_p = top_k is None or top_k >= 1, top_p is None or 0 < top_p <= 1
+    if length < 0 or temperature < 0 or not (good_k and good_p):
         raise ValueError(
-            f"temperature={temperature} must not be negative; use 0 for the most likely "
-            "token, 1 for the model's own probabilities."
+            f"{length=}, {temperature=}, {top_k=} or {top_p=} is out of range; give a "
+            "length and a temperature of 0 or more, a top_k of 1 or more, and a top_p "
+            "above 0 and up to 1 (None for all tokens)."
         )
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k={top_k} must be at least 1; give None for all tokens.")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ValueError(f"top_p={top_p} must be above 0 and at most 1; give None for all.")
 
 
 def _check_capacity(cache: PyTree, prompt: int, length: int) -> None:
     """The last token need not be in the cache."""
     if prompt < 1:
         raise ValueError("the prompt is empty; give at least one token, such as an end.")
-    is_cache = lambda node: isinstance(node, KVCache)  # noqa: E731
-    for part in jax.tree.leaves(cache, is_leaf=is_cache):
-        if not is_cache(part):
-            continue
-        # Under jit, what is taken is not known; what does not fit is NaN then.
-        known = not isinstance(part.length, Tracer)
-        taken = int(jnp.max(part.length)) if known else 0
-        if part.capacity < taken + prompt + length - 1:
+    for part in jax.tree.leaves(cache, is_leaf=lambda node: isinstance(node, KVCache)):
+        if isinstance(part, KVCache) and part.capacity < prompt + length - 1:
             raise ValueError(
                 f"a prompt of {prompt} tokens and {length} more do not fit a cache of "
-                f"{part.capacity}, of which {taken} are taken; make it for "
-                f"{taken + prompt + length}, or ask for fewer tokens."
+                f"{part.capacity}; make it for {prompt + length}, or ask for fewer tokens."
             )

@@ -93,15 +93,16 @@ class KVCache(eqx.Module):
         are more tokens than it has positions left.
         """
         batch, seq, *heads = key.shape
-        fits = self.key.shape == (batch, self.capacity, *heads)
-        if not fits or key.shape != value.shape or seq > self.capacity:
+        fits = self.key.shape == (batch, self.capacity, *heads) and key.shape == value.shape
+        known = fits and not isinstance(self.length, Tracer)
+        taken = int(self.length) if known else 0
+        if not fits or taken + seq > self.capacity:
             raise ValueError(
                 f"keys {key.shape} and values {value.shape} do not fit a cache of "
-                f"{self.key.shape}; make it by KVCache.empty((batch, capacity, kv_heads, "
-                "head_dim)) with a capacity of all tokens to come."
+                f"{self.key.shape} with {taken} positions taken; make it by "
+                "KVCache.empty((batch, capacity, kv_heads, head_dim)) with a capacity of "
+                "all tokens to come."
             )
-        if not isinstance(self.length, Tracer):
-            self._check_room(int(self.length), seq)
         fits = self.length + seq <= self.capacity
         zero = jnp.zeros((), self.length.dtype)
         start = (zero, self.length, zero, zero)
@@ -116,10 +117,3 @@ class KVCache(eqx.Module):
             value=write(self.value, value),
             length=self.length + seq,
         )
-
-    def _check_room(self, taken: int, seq: int) -> None:
-        if taken + seq > self.capacity:
-            raise ValueError(
-                f"{seq} more tokens do not fit a cache of {self.capacity} positions, of "
-                f"which {taken} are taken; make it with a capacity of all tokens to come."
-            )

@@ -32,16 +32,11 @@ class RotaryScaling:
     original_length: int
 
     def __post_init__(self) -> None:
-        if not 0 < self.low_frequency_factor < self.high_frequency_factor:
+        ordered = 0 < self.low_frequency_factor < self.high_frequency_factor
+        if not ordered or self.factor <= 0 or self.original_length <= 0:
             raise ValueError(
-                f"low_frequency_factor={self.low_frequency_factor} must be positive and "
-                f"less than high_frequency_factor={self.high_frequency_factor}; Llama 3.1 "
-                "has 1 and 4."
-            )
-        if self.factor <= 0 or self.original_length <= 0:
-            raise ValueError(
-                f"factor={self.factor} and original_length={self.original_length} must be "
-                "positive; Llama 3.1 has 8 and 8192."
+                f"{self} has a number that is not positive, or a low_frequency_factor that "
+                "is not below high_frequency_factor; Llama 3.1 has 8, 1, 4 and 8192."
             )
 
 

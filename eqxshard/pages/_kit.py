@@ -1,10 +1,12 @@
 """What every page is made of: a frame, cards, tiles, tables and bars."""
 
 import importlib.resources
+import math
 import string
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from ._format import format_value
 from ._html import Markup, join, tag
 
 
@@ -26,6 +28,15 @@ class Part(NamedTuple):
 
 #: A cell of a table: text, which is escaped, markup, or a number.
 Cell = str | Number
+#: The same, or a number that is written as `number` does.
+Entry = Cell | int | float | None
+
+
+def number(value: int | float | None, text: Callable[[Any], str] = format_value) -> Number:
+    """A number in a table; empty if it is not known, or not finite."""
+    if value is None or not math.isfinite(value):
+        return Number("", None)
+    return Number(text(value), value)
 
 
 def fill_page(
@@ -53,7 +64,9 @@ def fill_page(
 
 
 def card(name: str, title: str, *content: Markup) -> Markup:
-    """A section with a heading."""
+    """A section with a heading; nothing without content."""
+    if not content:
+        return Markup("")
     return tag(
         "section",
         tag("h2", title, id=f"{name}-title"),
@@ -88,7 +101,7 @@ def settings_list(settings: Mapping[str, str]) -> Markup:
 
 
 def plain_table(
-    caption: str, columns: Iterable[str], rows: Iterable[Sequence[Cell]]
+    caption: str, columns: Iterable[str], rows: Iterable[Sequence[Entry]]
 ) -> Markup:
     """A table whose rows are in the order that they were given."""
     head = [tag("th", name, scope="col") for name in columns]
@@ -103,7 +116,7 @@ def plain_table(
 def sortable_table(
     name: str,
     columns: Iterable[str],
-    rows: Sequence[Sequence[Cell]],
+    rows: Sequence[Sequence[Entry]],
     ordered: str | None = None,
 ) -> Markup:
     """A table to search and sort.
@@ -124,7 +137,7 @@ def sortable_table(
             tag("button", text, type="button"),
             scope="col",
             aria_sort="descending" if text == ordered else "none",
-            class_="number" if isinstance(cell, Number) else None,
+            class_=None if isinstance(cell, str) else "number",
         )
         for text, cell in zip(columns, rows[0], strict=True)
     ]
@@ -140,16 +153,17 @@ def sortable_table(
     return join(search, scroller(f"table of {name}", table))
 
 
-def _row(cells: Sequence[Cell]) -> Markup:
+def _row(cells: Sequence[Entry]) -> Markup:
     """A row, of which the first cell is the heading."""
     (first, *others) = cells
     return tag("tr", _cell("th", first, scope="row"), *(_cell("td", x) for x in others))
 
 
-def _cell(kind: str, cell: Cell, **options: str) -> Markup:
-    if isinstance(cell, Number):
-        return tag(kind, cell.text, data_value=cell.value, class_="number", **options)
-    return tag(kind, cell, **options)
+def _cell(kind: str, cell: Entry, **options: str) -> Markup:
+    if isinstance(cell, str):
+        return tag(kind, cell, **options)
+    found = cell if isinstance(cell, Number) else number(cell)
+    return tag(kind, found.text, data_value=found.value, class_="number", **options)
 
 
 def scroller(name: str, content: Markup) -> Markup:

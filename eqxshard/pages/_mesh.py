@@ -1,6 +1,7 @@
 """The picture of a mesh: its devices, and the hosts that they are on."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ._html import Markup, tag
 
@@ -13,31 +14,25 @@ _INSIDE, _BLOCKS = 8, 2
 _Slot = tuple[Mapping[str, int | None], int]
 
 
+class Look(NamedTuple):
+    """How a device is drawn: its number, its description, how its rectangle is filled."""
+
+    number: int
+    said: str
+    attributes: Mapping[str, Any]
+
+
 def draw_mesh(mesh: Mapping[str, int], per_host: int) -> Markup:
-    """The devices of a mesh: the last two axes in blocks, two more between blocks."""
-    names = [*mesh][-4:]
-    # Each from the inside.
-    across, down = names[::-1][0::2], names[::-1][1::2]
-    columns, width = _slots(across, mesh)
-    rows, height = _slots(down, mesh)
-    left, top = _LABEL * len(down), _LABEL * len(across)
-    shapes = [
-        shape
-        for below, y in rows
-        for beside, x in columns
-        for shape in _device({**below, **beside}, x + left, y + top, mesh, per_host)
-    ]
-    for level, name in enumerate(across):
-        move = f"translate({left} {top - 7 - _LABEL * level})"
-        shapes.append(tag("text", f"{name} = {mesh[name]:,} →", transform=move))
-    for level, name in enumerate(down):
-        turn = f"translate({left - 8 - _LABEL * level} {top}) rotate(-90)"
-        text, anchor = f"← {name} = {mesh[name]:,}", "end"
-        shapes.append(tag("text", text, transform=turn, text_anchor=anchor))
-    # Labels may be longer than what they name.
-    width, height = max(left + width, 150), max(top + height, left * 5)
+    """The devices of a mesh on a page; hosts, in turn, differ in shade."""
+
+    def look(number: int, where: Mapping[str, int]) -> Look:
+        place = ", ".join(f"{axis} {index}" for axis, index in where.items())
+        host = number // per_host
+        said = f"device {number:,}: {place}; host {host:,}"
+        return Look(number, said, {"class_": "even" if host % 2 == 0 else "odd"})
+
+    shapes, width, height = mesh_shapes(mesh, look)
     scale = 1.3 if width < 300 else 1.0
-    said = ", ".join(f"{axis} of {size}" for axis, size in mesh.items())
     return tag(
         "svg",
         *shapes,
@@ -46,8 +41,51 @@ def draw_mesh(mesh: Mapping[str, int], per_host: int) -> Markup:
         height=scale * height,
         viewBox=f"0 0 {width} {height}",
         role="img",
-        aria_label=f"The mesh: {said}",
+        aria_label=f"The mesh: {', '.join(f'{axis} of {n}' for axis, n in mesh.items())}",
     )
+
+
+def mesh_shapes(
+    mesh: Mapping[str, int], look: Callable[[int, Mapping[str, int]], Look]
+) -> tuple[list[Markup], int, int]:
+    """The devices of a mesh: the last two axes in blocks, two more between blocks.
+
+    **Arguments:**
+
+    - `mesh`: the sizes of its axes, of which four may be larger than 1.
+    - `look`: from a device's position in the mesh, and its index along each axis.
+
+    **Returns:**
+
+    Elements of an SVG, and the width and the height that they need.
+    """
+    names = [*mesh][-4:]
+    # Each from the inside.
+    across, down = names[::-1][0::2], names[::-1][1::2]
+    columns, width = _slots(across, mesh)
+    rows, height = _slots(down, mesh)
+    left, top = _LABEL * len(down), _LABEL * len(across)
+    shapes = []
+    for below, y in rows:
+        for beside, x in columns:
+            found = {**below, **beside}
+            if None in found.values():  # In the place of those that are left out.
+                shapes.append(tag("text", "…", x=x + left + 1, y=y + top + _CELL / 2 + 4))
+                continue
+            where = {axis: found[axis] or 0 for axis in names}
+            number = 0
+            for axis, index in where.items():
+                number = number * mesh[axis] + index
+            shapes += _device(look(number, where), x + left, y + top)
+    for level, name in enumerate(across):
+        move = f"translate({left} {top - 7 - _LABEL * level})"
+        shapes.append(tag("text", f"{name} = {mesh[name]:,} →", transform=move))
+    for level, name in enumerate(down):
+        turn = f"translate({left - 8 - _LABEL * level} {top}) rotate(-90)"
+        text, anchor = f"← {name} = {mesh[name]:,}", "end"
+        shapes.append(tag("text", text, transform=turn, text_anchor=anchor))
+    # Labels may be longer than what they name.
+    return shapes, max(left + width, 150), max(top + height, left * 5)
 
 
 def _slots(axes: Sequence[str], mesh: Mapping[str, int]) -> tuple[list[_Slot], int]:
@@ -67,26 +105,10 @@ def _slots(axes: Sequence[str], mesh: Mapping[str, int]) -> tuple[list[_Slot], i
     return slots, length
 
 
-def _device(
-    where: Mapping[str, int | None],
-    x: int,
-    y: int,
-    mesh: Mapping[str, int],
-    per_host: int,
-) -> list[Markup]:
-    """A device with its number, or dots in the place of those that are left out."""
-    if None in where.values():
-        return [tag("text", "…", x=x + 1, y=y + _CELL / 2 + 4)]
-    number, names = 0, [name for name in mesh if name in where]
-    for name in names:
-        number = number * mesh[name] + (where[name] or 0)
-    host = number // per_host
-    place = ", ".join(f"{name} {where[name]}" for name in names)
-    said = tag("title", f"device {number:,}: {place}; host {host:,}")
-    shape = {"width": _CELL, "height": _CELL, "rx": 4}
-    style = "even" if host % 2 == 0 else "odd"
-    found = [tag("rect", said, x=x, y=y, class_=style, **shape)]
-    if number < 10_000:
+def _device(look: Look, x: int, y: int) -> Iterator[Markup]:
+    side = {"width": _CELL, "height": _CELL, "rx": 4}
+    yield tag("rect", tag("title", look.said), x=x, y=y, **side, **look.attributes)
+    if look.number < 10_000:
         middle = {"x": x + _CELL / 2, "y": y + _CELL / 2 + 3.5, "text_anchor": "middle"}
-        found.append(tag("text", str(number), class_="number", **middle))
-    return found
+        # A page has colours of its own for it.
+        yield tag("text", str(look.number), class_="number", fill="#111", **middle)

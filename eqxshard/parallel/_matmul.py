@@ -7,16 +7,15 @@ a device multiplies one block of rows, and sends one to the next device of a rin
 
 import functools as ft
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from ..sharding._text import nearest_multiples
 from ..transforms._dtypes import accumulation_dtype, at_least_float32
-from ._per_device import find_axis, run_per_device, send_to_next
+from ._ring import Ring, find_ring
 
 
 def all_gather_matmul(
@@ -77,13 +76,15 @@ def all_gather_matmul(
         rule = eqxshard.combine(eqxshard.by_dim({"mlp": "tensor"}), eqxshard.fsdp())
         ```
     """
-    ring = _make_ring("all_gather_matmul", x, weight, axis)
-    if ring is None:
+    ring = _find_ring("all_gather_matmul", x, weight, axis)
+    if ring.size == 1:
         return x @ weight
     if ring.mesh is not None:
         ring.check_divides(x.shape[-2], "rows of x")
         ring.check_divides(weight.shape[1], "columns of weight")
-    return _on_parts(ring, _gather_matmul, (-2, 1, -1), x, weight)
+    rows, columns = _split_specs(x.ndim, axis)
+    in_specs = (rows, PartitionSpec(None, axis))
+    return ring.run(ft.partial(_gather_matmul, ring), in_specs, columns, x, weight)
 
 
 def matmul_reduce_scatter(
@@ -122,78 +123,40 @@ def matmul_reduce_scatter(
         x = x + matmul_reduce_scatter(hidden, self.down)
         ```
     """
-    ring = _make_ring("matmul_reduce_scatter", x, weight, axis)
-    if ring is None:
+    ring = _find_ring("matmul_reduce_scatter", x, weight, axis)
+    if ring.size == 1:
         return x @ weight
     ring.check_divides(x.shape[-2], "rows of x")
     if ring.mesh is not None:
         ring.check_divides(x.shape[-1], "columns of x")
-    return _on_parts(ring, _matmul_scatter, (-1, 0, -2), x, weight)
+    rows, columns = _split_specs(x.ndim, axis)
+    in_specs = (columns, PartitionSpec(axis))
+    return ring.run(ft.partial(_matmul_scatter, ring), in_specs, rows, x, weight)
 
 
-class _Ring(NamedTuple):
-    """The devices of a call. `mesh` is `None` in code that is per device already."""
-
-    name: str
-    mesh: AbstractMesh | None
-    axis: str
-    size: int
-
-    def send(self, x: Array) -> Array:
-        """Send to the next device, and return what arrives from the one before."""
-        return send_to_next(x, self.axis, self.size)
-
-    def check_divides(self, count: int, what: str) -> None:
-        """Raise `ValueError` unless a number of rows or columns does."""
-        if count % self.size:
-            raise ValueError(
-                f"{self.name}: the {count} {what} do not divide over "
-                f"{self.axis}={self.size}; use a multiple of {self.size}, such as "
-                f"{nearest_multiples(count, self.size)}."
-            )
-
-
-def _make_ring(name: str, x: Array, weight: Array, axis: str) -> _Ring | None:
-    """The ring of the mesh in context; `None` if one device has everything."""
+def _find_ring(name: str, x: Array, weight: Array, axis: str) -> Ring:
     if x.ndim < 2 or weight.ndim != 2 or x.shape[-1] != weight.shape[0]:
         raise ValueError(
             f"{name}: x has the shape {x.shape} and weight {weight.shape}; give x "
             "(*batch, rows, in) and weight (in, out), with the same size of in."
         )
-    mesh, size = find_axis(name, axis)
-    return None if size == 1 else _Ring(name, mesh, axis, size)
+    return find_ring(name, axis)
 
 
-def _on_parts(
-    ring: _Ring,
-    fn: Callable[[_Ring, Array, Array, Array], Array],
-    split_dims: tuple[int, int, int],
-    x: Array,
-    weight: Array,
-) -> Array:
-    """Call a function on each device's parts.
-
-    `split_dims` are those of `x`, `weight` and the result.
-    """
-
-    def spec(ndim: int, dim: int) -> PartitionSpec:
-        return PartitionSpec(*[None] * (dim % ndim), ring.axis)
-
-    of_x, of_weight, of_out = split_dims
-    in_specs = (spec(x.ndim, of_x), spec(2, of_weight))
-    out_spec = spec(x.ndim, of_out)
-    call = ft.partial(fn, ring)
-    return run_per_device(call, ring.mesh, ring.axis, in_specs, out_spec, x, weight)
+def _split_specs(ndim: int, axis: str) -> tuple[PartitionSpec, PartitionSpec]:
+    """How an array is split by its rows, and by its columns."""
+    batch = [None] * (ndim - 2)
+    return PartitionSpec(*batch, axis), PartitionSpec(*batch, None, axis)
 
 
 @ft.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _gather_matmul(ring: _Ring, rank: Array, x: Array, weight: Array) -> Array:
+def _gather_matmul(ring: Ring, rank: Array, x: Array, weight: Array) -> Array:
     return _gather_ring(ring, rank, x, weight)[0]
 
 
 @_gather_matmul.defjvp
 def _(
-    ring: _Ring, primals: tuple[Array, ...], tangents: tuple[Array, ...]
+    ring: Ring, primals: tuple[Array, ...], tangents: tuple[Array, ...]
 ) -> tuple[Array, Array]:
     (rank, x, weight), (_, dx, dweight) = primals, tangents
     out, gathered = _gather_ring(ring, rank, x, weight)
@@ -203,7 +166,7 @@ def _(
 
 
 def _gather_ring(
-    ring: _Ring, rank: Array, block: Array, weight: Array
+    ring: Ring, rank: Array, block: Array, weight: Array
 ) -> tuple[Array, Array]:
     """The product of all devices' rows, and these rows."""
     outs: list[Array] = []
@@ -229,7 +192,7 @@ def _put_rows(parts: list[Array], rank: Array) -> Array:
 
 
 @ft.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _matmul_scatter(ring: _Ring, rank: Array, x: Array, weight: Array) -> Array:
+def _matmul_scatter(ring: Ring, rank: Array, x: Array, weight: Array) -> Array:
     def part(owner: Array) -> Array:
         return _dot(_take_rows(ring, x, owner), weight)
 
@@ -238,7 +201,7 @@ def _matmul_scatter(ring: _Ring, rank: Array, x: Array, weight: Array) -> Array:
 
 @_matmul_scatter.defjvp
 def _(
-    ring: _Ring, primals: tuple[Array, ...], tangents: tuple[Array, ...]
+    ring: Ring, primals: tuple[Array, ...], tangents: tuple[Array, ...]
 ) -> tuple[Array, Array]:
     (rank, x, weight), (_, dx, dweight) = primals, tangents
     # One product for the gradient of the weight here too.
@@ -253,7 +216,7 @@ def _(
 
 
 def _scatter_ring(
-    ring: _Ring, rank: Array, part: Callable[[Array], Array], dtype: Any
+    ring: Ring, rank: Array, part: Callable[[Array], Array], dtype: Any
 ) -> Array:
     """The sum of all devices' parts for the rows of this device."""
     total = part((rank - 1) % ring.size)
@@ -263,7 +226,7 @@ def _scatter_ring(
     return total.astype(dtype)
 
 
-def _take_rows(ring: _Ring, x: Array, owner: Array) -> Array:
+def _take_rows(ring: Ring, x: Array, owner: Array) -> Array:
     """The rows that belong to one device."""
     length = x.shape[-2] // ring.size
     return jax.lax.dynamic_slice_in_dim(x, owner * length, length, axis=-2)

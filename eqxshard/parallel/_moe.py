@@ -25,8 +25,7 @@ from ..sharding._mesh import BATCH_AXES, automatic_axes
 from ..sharding._text import nearest_multiples
 from ..transforms._dtypes import at_least_float32
 from ..transforms._shard_map import filter_shard_map
-from ._moe_devices import Devices
-from ._moe_routes import Routes, route
+from ._moe_routes import Devices, Routes, route
 
 #: The slots of a round, as a multiple of an even load. Longer queues take further rounds:
 #: with fewer slots these are more common, with more slots more is sent and computed for
@@ -153,48 +152,29 @@ def mixture_of_experts(
     limit = tokens
     if capacity is not None:
         limit = min(tokens, math.ceil(capacity * k * tokens / count))
-    mix = ft.partial(_mixture, k=k, limit=limit)
-    devices = Devices(size, parts, ())
-    if x.ndim > 2:
-        return _mixtures(mix, experts, x, router_logits, devices)
-    return mix(experts, x, router_logits, devices)
 
-
-def _mixtures(
-    mix: Callable[..., Mixture],
-    experts: PyTree,
-    x: Float[Array, "*batch tokens embed"],
-    logits: Float[Array, "*batch tokens experts"],
-    devices: Devices,
-) -> Mixture:
-    """The mixtures of a batch, per device where the mesh splits it.
-
-    Left to itself, the compiler for GPUs gathers the tokens of a batch for the branch that
-    takes further rounds.
-    """
-
-    def mix_all(experts: PyTree, x: Array, logits: Array, devices: Devices) -> Mixture:
+    def mix(experts: PyTree, x: Array, logits: Array, devices: Devices) -> Mixture:
         def mix_one(x: Array, logits: Array) -> Mixture:
-            return mix(experts, x, logits, devices)
+            return _mixture(experts, x, logits, devices, k, limit)
 
         for _ in range(x.ndim - 2):
             mix_one = jax.vmap(mix_one)
         return mix_one(x, logits)
 
-    sizes = jax.sharding.get_abstract_mesh().shape
-    axes = automatic_axes(BATCH_AXES, len(x))
-    axes = tuple(axis for axis in axes if sizes[axis] > 1)
-    if not axes or devices.parts > 1:
-        return mix_all(experts, x, logits, devices)
-    inside = Devices(devices.size, devices.size, axes)
+    axes = automatic_axes(BATCH_AXES, len(x)) if x.ndim > 2 and parts == 1 else ()
+    axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
+    if not axes:
+        return mix(experts, x, router_logits, Devices(size, parts, ()))
 
+    # Left to itself, the compiler for GPUs gathers the tokens of a batch for the branch
+    # that takes further rounds.
     def per_device(experts: PyTree, x: Array, logits: Array) -> tuple[Array, ...]:
         # Their gradients are summed over the batch here, once, and not in every round.
         arrays, static = eqx.partition(experts, eqx.is_array)
         arrays = lax.pcast(arrays, axes, to="varying")
-        return tuple(mix_all(eqx.combine(arrays, static), x, logits, inside))
+        return tuple(mix(eqx.combine(arrays, static), x, logits, Devices(size, size, axes)))
 
-    expert = "expert" if devices.size > 1 else None
+    expert = "expert" if size > 1 else None
     rows, batch = P(axes, *[None] * (x.ndim - 3), expert), P(axes)
     fn = filter_shard_map(
         per_device,
@@ -203,15 +183,7 @@ def _mixtures(
         (rows, batch, batch),
         axis_names={*axes, "expert"} if expert else {*axes},
     )
-    return Mixture(*fn(experts, x, logits))
-
-
-class _Sizes(NamedTuple):
-    """The sizes of an exchange: devices, experts on each, and slots for each expert."""
-
-    devices: int
-    experts: int
-    slots: int
+    return Mixture(*fn(experts, x, router_logits))
 
 
 def _mixture(
@@ -219,7 +191,6 @@ def _mixture(
     x: Float[Array, "tokens embed"],
     logits: Float[Array, "tokens experts"],
     devices: Devices,
-    *,
     k: int,
     limit: int,
 ) -> Mixture:
@@ -234,7 +205,8 @@ def _mixture(
     longest_possible = min(limit, tokens)
     slots = math.ceil(_SLOTS_PER_EVEN_LOAD * k * tokens / count)
     slots = min(longest_possible, slots)
-    send = ft.partial(_send, sizes=_Sizes(devices.size, count // devices.size, slots))
+    sizes = devices.size, count // devices.size, slots
+    send = ft.partial(_send, sizes=sizes)
 
     def run_round(given: PyTree, number: Int[Array, ""]) -> Float[Array, "tokens out"]:
         experts, routes, x = given
@@ -264,7 +236,10 @@ def _mixture(
 
 
 def _send(
-    routes: Routes, x: Float[Array, "tokens embed"], number: Int[Array, ""], sizes: _Sizes
+    routes: Routes,
+    x: Float[Array, "tokens embed"],
+    number: Int[Array, ""],
+    sizes: tuple[int, int, int],
 ) -> Float[Array, "1 devices experts slots embed"]:
     """A device's rows for the experts of every device, in one round."""
     tokens, (devices, experts, slots) = len(x), sizes
@@ -325,12 +300,10 @@ def _check(
             "each token, with shapes (tokens, embed) and (tokens, experts)."
         )
     tokens, count = x.shape[-2] * parts, logits.shape[-1]
-    if not 1 <= k <= count:
-        raise ValueError(f"k={k} must be between 1 and the number of experts, {count}.")
-    if capacity is not None and not 0 < capacity < math.inf:
+    if not 1 <= k <= count or (capacity is not None and not 0 < capacity < math.inf):
         raise ValueError(
-            f"capacity={capacity} must be positive and finite, such as 1.25, or None to "
-            "drop nothing."
+            f"k={k} and capacity={capacity} do not suit {count} experts; give k from 1 to "
+            f"{count}, and a positive capacity such as 1.25, or None to drop nothing."
         )
     for name, size in (("tokens", tokens), ("experts", count)):
         if size % devices:

@@ -5,7 +5,7 @@ The terms are those of `_pipeline.py`.
 
 import functools as ft
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -16,16 +16,26 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree, Shaped
 
 from ..sharding._leaves import stacked_depth
 from ..transforms._dtypes import accumulation_dtype
-from ._one_f_one_b import Examples, Work, run_schedule, sum_losses
 from ._pipeline import (
+    apply_layer,
+    apply_layers,
     check_rows,
     fold_in_if_given,
+    format_example,
+    from_microbatches,
+    map_examples,
     per_device,
     pipeline,
     split_axes,
     sum_copies,
+    take,
     to_microbatches,
+    to_next,
 )
+
+#: Arrays of leading size batch: what every layer gets of each example, what the loss gets,
+#: and how much of the batch's mean each example is.
+_Examples = tuple[tuple[PyTree, ...], PyTree, Array]
 
 
 def pipeline_loss(
@@ -97,44 +107,205 @@ def pipeline_loss(
     counts = jnp.ones(len(x), dtype) if weight is None else jnp.asarray(weight, dtype)
     check_rows({"args": args, "target": target, "weight": counts}, len(x))
     if stages > 1:
-        target = jax.tree.map(ft.partial(_constant, "target"), target)
-        args = jax.tree.map(ft.partial(_constant, "args"), args)
-        counts = _constant("weight", counts)
+        target, args, counts = jax.tree.map(_constant, (target, args, counts))
     total = jnp.sum(counts)
     share = counts / jnp.where(total == 0, 1, total)
     loss = _loss if stages == 1 else _one_f_one_b_loss
-    examples = Examples(args, target, share)
-    return loss((layers, head, x), loss_fn, examples, microbatches, key)
+    return loss((layers, head, x), loss_fn, (args, target, share), microbatches, key)
 
 
-@ft.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _constant(name: str, x: Array) -> Array:
+@jax.custom_jvp
+def _constant(x: Array) -> Array:
     """`x`, which must not depend on what is differentiated."""
-    del name
     return x
 
 
 @_constant.defjvp
-def _(name: str, *_: Any) -> tuple[Array, Array]:
+def _(*_: Any) -> tuple[Array, Array]:
     # Called only if there is something to differentiate.
     raise ValueError(
-        f"pipeline_loss has no gradient of {name}, which depends here on what is "
-        f"differentiated; use jax.lax.stop_gradient({name}), or "
+        "pipeline_loss has no gradient of target, args and weight, one of which depends "
+        "here on what is differentiated; use jax.lax.stop_gradient of it, or "
         "eqxshard.parallel.pipeline where you need the gradient."
     )
+
+
+# The schedule on one device
+
+
+class _Carry(NamedTuple):
+    """The values that a stage carries from tick to tick.
+
+    - `h`: activations, from the stage before.
+    - `dh`: their gradient, from the stage after.
+    - `inputs`: of each layer, for each microbatch that has yet to go backward.
+    - `loss`, `layer_grads`, `head_grads`: sums so far.
+    - `dx`: the gradient of the stage's input, for each microbatch.
+    """
+
+    h: Array
+    dh: Array
+    inputs: Array
+    loss: Array
+    layer_grads: PyTree
+    head_grads: PyTree
+    dx: Array
+
+
+def _run_schedule(
+    stages: int,
+    layers: PyTree,
+    layer_ids: Array,
+    head: PyTree,
+    loss_fn: Callable[..., Array],
+    batch: tuple[Array, _Examples, Array],
+    keys: tuple[PRNGKeyArray | None, PRNGKeyArray | None],
+) -> tuple[Array, tuple[PyTree, PyTree, Array]]:
+    """One device's part of the loss, and of the gradients of layers, head and input.
+
+    Stage `i` takes microbatch `t` forward in tick `t + i`. The last stage takes it backward
+    in the same tick, and each stage before it one tick later. All stages do the same in
+    each tick, even if it is of no use. Taking turns would halve the number of microbatches
+    under way, but collectives of layers along other axes would then get mixed up with those
+    of another stage's layers.
+
+    **Arguments:**
+
+    - `layers`, `layer_ids`: those of this device.
+    - `batch`: the input, the examples and their rows, by microbatch.
+    - `keys`: of the layers and of the loss.
+    """
+    x, examples, all_rows = batch
+    all_args, _, share = examples
+    key, head_key = keys
+    stage, last = jax.lax.axis_index("stage"), stages - 1
+    # The number of microbatches to keep the layers' inputs of.
+    slots = 2 * last + 1
+
+    def forward(carry: _Carry, time: Array) -> tuple[_Carry, Array]:
+        """Take a microbatch through this stage's layers; also return its activations."""
+        microbatch = time - stage
+        h = jnp.where(stage == 0, x[microbatch], carry.h)
+        args, rows = take((all_args, all_rows), microbatch)
+        h, inputs = apply_layers(layers, layer_ids, h, args, rows, key)
+        inputs = carry.inputs.at[microbatch % slots].set(inputs)
+        received = jax.lax.ppermute(h, "stage", to_next(stages))
+        return carry._replace(h=received, inputs=inputs), h
+
+    def take_loss(carry: _Carry, h: Array, time: Array) -> _Carry:
+        """On the last stage: a microbatch's loss, and the gradient to go backward with."""
+        now, rows = take((examples, all_rows), time - last)
+        loss, (head_grads, dh) = eqx.filter_value_and_grad(_sum_losses)(
+            (head, h), loss_fn, now, rows, head_key
+        )
+        return carry._replace(
+            dh=jnp.where(stage == last, dh, carry.dh),
+            loss=_add_if(stage == last, carry.loss, loss),
+            head_grads=_add_if(stage == last, carry.head_grads, head_grads),
+        )
+
+    def backward(carry: _Carry, time: Array) -> _Carry:
+        """Take a microbatch back through the layers of this stage."""
+        microbatch = time - 2 * last + stage
+        busy = (microbatch >= 0) & (microbatch < len(x))
+        inputs = carry.inputs[microbatch % slots]
+        args, rows = take((all_args, all_rows), microbatch)
+        arrays, static = eqx.partition(layers, eqx.is_array)
+
+        def one(
+            carry: tuple[Array, PyTree], saved: tuple[Array, PyTree, Array, Array]
+        ) -> tuple[tuple[Array, PyTree], None]:
+            (dh, grads), (index, arrays, layer_id, h) = carry, saved
+            layer = eqx.combine(arrays, static)
+            _, vjp = eqx.filter_vjp(
+                lambda layer, h: apply_layer(layer, layer_id, h, args, rows, key), layer, h
+            )
+            grad, dh = vjp(dh)
+            total = _add_if(busy, take(grads, index), grad)
+            return (dh, jax.tree.map(lambda x, y: x.at[index].set(y), grads, total)), None
+
+        each = (jnp.arange(len(layer_ids)), arrays, layer_ids, inputs)
+        sums = (carry.dh, carry.layer_grads)
+        (dh, layer_grads), _ = jax.lax.scan(one, sums, each, reverse=True)
+        # What is out of range is not written.
+        entry = jnp.where(busy, microbatch, len(x))
+        dx = carry.dx.at[entry].set(dh, mode="drop")
+        to_previous = [(after, before) for before, after in to_next(stages)]
+        received = jax.lax.ppermute(dh, "stage", to_previous)
+        return carry._replace(dh=received, layer_grads=layer_grads, dx=dx)
+
+    def forward_only(carry: _Carry, time: Array) -> tuple[_Carry, None]:
+        return forward(carry, time)[0], None
+
+    def both(carry: _Carry, time: Array) -> tuple[_Carry, None]:
+        carry, h = forward(carry, time)
+        return backward(take_loss(carry, h, time), time), None
+
+    def backward_only(carry: _Carry, time: Array) -> tuple[_Carry, None]:
+        return backward(carry, time), None
+
+    def zeros(tree: PyTree) -> PyTree:
+        return jax.tree.map(jnp.zeros_like, eqx.filter(tree, eqx.is_inexact_array))
+
+    carry = _Carry(
+        h=jnp.zeros_like(x[0]),
+        dh=jnp.zeros_like(x[0]),
+        inputs=jnp.zeros_like(x, shape=(slots, len(layer_ids), *x.shape[1:])),
+        loss=jnp.zeros((), share.dtype),
+        layer_grads=zeros(layers),
+        head_grads=zeros(head),
+        dx=jnp.zeros_like(x),
+    )
+    # Until the first loss; until the last loss; until the last microbatch is back at the
+    # first stage.
+    forward_ticks = len(x) + last
+    times = jnp.arange(last + forward_ticks)
+    warm_up, steady, cool_down = jnp.split(times, (last, forward_ticks))
+    carry, _ = jax.lax.scan(forward_only, carry, warm_up)
+    carry, _ = jax.lax.scan(both, carry, steady)
+    carry, _ = jax.lax.scan(backward_only, carry, cool_down)
+    dx = jnp.where(stage == 0, from_microbatches(carry.dx), 0)
+    return carry.loss, (carry.layer_grads, carry.head_grads, dx)
+
+
+def _sum_losses(
+    params: tuple[PyTree, Array],
+    loss_fn: Callable[..., Array],
+    examples: _Examples,
+    rows: Array,
+    key: PRNGKeyArray | None,
+) -> Array:
+    """Sum the losses of examples, each by its share of the batch's mean."""
+    (head, h), (_, target, share) = params, examples
+    losses = map_examples(ft.partial(loss_fn, head), rows, key, h, target)
+    if jnp.shape(losses) != share.shape:
+        raise ValueError(
+            f"loss_fn returns {format_example(losses)} for each example; have it return a "
+            "scalar."
+        )
+    # An example of weight 0 does not count, even if its loss is nan.
+    return jnp.sum(jnp.where(share == 0, 0, losses.astype(share.dtype) * share))
+
+
+def _add_if(condition: Array, total: PyTree, new: PyTree) -> PyTree:
+    """Add where the condition holds; elsewhere the new values may be nan."""
+    return jax.tree.map(lambda total, new: total + jnp.where(condition, new, 0), total, new)
+
+
+# The loss, and its gradient
 
 
 def _loss(
     params: tuple[PyTree, PyTree, Array],
     loss_fn: Callable[..., Array],
-    examples: Examples,
+    examples: _Examples,
     microbatches: int,
     key: PRNGKeyArray | None,
 ) -> Float[Array, ""]:
     layers, head, x = params
-    h = pipeline(layers, x, *examples.args, microbatches=microbatches, key=key)
+    h = pipeline(layers, x, *examples[0], microbatches=microbatches, key=key)
     key = fold_in_if_given(key, stacked_depth(layers))
-    return sum_losses((head, h), loss_fn, examples, jnp.arange(len(x)), key)
+    return _sum_losses((head, h), loss_fn, examples, jnp.arange(len(x)), key)
 
 
 _one_f_one_b_loss = eqx.filter_custom_vjp(_loss)
@@ -145,7 +316,7 @@ def _(
     perturbed: PyTree,
     params: tuple[PyTree, PyTree, Array],
     loss_fn: Callable[..., Array],
-    examples: Examples,
+    examples: _Examples,
     microbatches: int,
     key: PRNGKeyArray | None,
 ) -> tuple[Array, PyTree]:
@@ -158,10 +329,8 @@ def _(
     def one_f_one_b(
         layers: PyTree, layer_ids: Array, head: PyTree, batch: PyTree, keys: PyTree
     ) -> tuple[Array, PyTree]:
-        stage = jax.lax.axis_index("stage")
         batch = to_microbatches(batch, microbatches)
-        work = Work(stages, stage, layers, layer_ids, head, loss_fn, *batch, *keys)
-        sums = run_schedule(work)
+        sums = _run_schedule(stages, layers, layer_ids, head, loss_fn, batch, keys)
         return jax.tree.map(lambda leaf: leaf[None], sums)
 
     by_stage, by_batch = PartitionSpec("stage"), PartitionSpec(batch_axes)

@@ -1,4 +1,4 @@
-"""Blocks of a sequence that go around a ring of devices, attended to in chunks.
+"""Rings of devices, and the blocks of a sequence that go around one.
 
 Glossary:
 
@@ -22,42 +22,92 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
-from ._per_device import run_per_device, send_to_next
+from ..sharding._spec import check_axis
+from ..sharding._text import nearest_multiples
 
 #: The largest number of queries, and of keys, in a chunk.
 CHUNK = 512
 
 
 class Ring(NamedTuple):
-    """The static arguments of a call.
+    """The devices along a mesh axis; the other axes are left to the compiler.
 
     - `mesh`: to split arrays over; `None` if they are whole, or split already.
     - `axis`, `size`: the mesh axis of the ring, and its number of devices.
-    - `length`: the length of a block.
-    - `group`: how many heads of queries share one of keys.
     """
 
     mesh: AbstractMesh | None
     axis: str
     size: int
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        in_specs: tuple[PartitionSpec, ...],
+        out_specs: Any,
+        *args: Any,
+    ) -> Any:
+        """Call `fn(rank, *args)` on each device's parts; one device has the rank `None`."""
+        if self.size == 1:
+            return fn(None, *args)
+        if self.mesh is None:
+            return fn(jax.lax.axis_index(self.axis), *args)
+        # The ranks are passed in, because JAX 0.10.1 cannot lower an axis_index in
+        # per-device code that is inside other per-device code.
+        return jax.shard_map(
+            lambda ranks, *args: fn(ranks[0], *args),
+            mesh=self.mesh,
+            in_specs=(PartitionSpec(self.axis), *in_specs),
+            out_specs=out_specs,
+            axis_names={self.axis},
+        )(jnp.arange(self.size, dtype=jnp.int32), *args)
+
+    def send(self, tree: PyTree) -> PyTree:
+        """Send arrays to the next device; return those of the one before."""
+        ahead = [(i, (i + 1) % self.size) for i in range(self.size)]
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, ahead), tree)
+
+    def check_divides(self, count: int, what: str) -> None:
+        """Raise `ValueError` unless a number of rows, say, does."""
+        if count % self.size:
+            raise ValueError(
+                f"the {count} {what} do not divide over {self.axis}={self.size}; use a "
+                f"multiple of {self.size}, such as {nearest_multiples(count, self.size)}."
+            )
+
+
+def find_ring(name: str, axis: str) -> Ring:
+    """The ring of an axis of the mesh in context, of size 1 if there is no mesh.
+
+    **Raises:**
+
+    `ValueError` if the mesh has no such axis.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return Ring(None, axis, 1)
+    check_axis(axis, mesh, name)
+    size = mesh.shape[axis]
+    return Ring(None if size == 1 or axis in mesh.manual_axes else mesh, axis, size)
+
+
+class Blocks(NamedTuple):
+    """The static arguments of a call.
+
+    - `ring`: the devices.
+    - `length`: the length of a block.
+    - `group`: how many heads of queries share one of keys.
+    """
+
+    ring: Ring
     length: int
     group: int
     causal: bool
     scale: float
 
 
-def on_blocks(ring: Ring, fn: Callable[..., Any], query: Array, *args: Array | None) -> Any:
-    """Call a function on each device's blocks."""
-    fn = ft.partial(fn, ring)
-    if ring.size == 1:
-        return fn(None, query, *args)
-    spec = PartitionSpec(*[None] * (query.ndim - 3), ring.axis)
-    specs = (spec,) * (1 + len(args))
-    return run_per_device(fn, ring.mesh, ring.axis, specs, spec, query, *args)
-
-
 def attend_ring(
-    ring: Ring,
+    blocks: Blocks,
     rank: Array | None,
     attend_chunk: Callable[..., Any],
     queries: PyTree,
@@ -79,37 +129,39 @@ def attend_ring(
         queries, keys = (queries, None), (keys, None)
     else:
         of_keys = to_chunks(segments[..., None, None])
-        shape = (*of_keys.shape[:-2], ring.group, *of_keys.shape[-2:])
+        shape = (*of_keys.shape[:-2], blocks.group, *of_keys.shape[-2:])
         of_queries = jnp.broadcast_to(jnp.expand_dims(of_keys, -3), shape)
         queries, keys = (queries, of_queries), (keys, of_keys)
-    if rank is None:
-        return _attend_block(ring, attend_chunk, 0, queries, query_sums, keys, key_sums)
 
-    rotate = ft.partial(send_to_next, axis=ring.axis, size=ring.size)
-
-    def step(number: Any, query_sums: PyTree, keys: PyTree, key_sums: PyTree) -> Any:
-        source = (rank - number) % ring.size
-        distance = (rank - source) * ring.length
+    def step(distance: Any, query_sums: PyTree, keys: PyTree, key_sums: PyTree) -> Any:
         return _attend_block(
-            ring, attend_chunk, distance, queries, query_sums, keys, key_sums
+            blocks, attend_chunk, distance, queries, query_sums, keys, key_sums
         )
+
+    if rank is None:
+        return step(0, query_sums, keys, key_sums)
+    ring = blocks.ring
+
+    def distance(number: Any) -> Array:
+        """From the block that arrives in a step to this device's own."""
+        return (rank - (rank - number) % ring.size) * blocks.length
 
     def body(carry: tuple[PyTree, ...], number: Array) -> tuple[tuple[PyTree, ...], None]:
         query_sums, keys, key_sums = carry
         # Sent before it is used, so that the next block arrives while this one is.
-        next_keys = rotate(keys)
-        query_sums, key_sums = step(number, query_sums, keys, key_sums)
-        return (query_sums, next_keys, rotate(key_sums)), None
+        next_keys = ring.send(keys)
+        query_sums, key_sums = step(distance(number), query_sums, keys, key_sums)
+        return (query_sums, next_keys, ring.send(key_sums)), None
 
     # A loop, because an unrolled ring may hold all of its blocks at once.
     numbers = jnp.arange(ring.size - 1, dtype=jnp.int32)
     carry, _ = jax.lax.scan(body, (query_sums, keys, key_sums), numbers)
-    query_sums, key_sums = step(ring.size - 1, *carry)
-    return query_sums, rotate(key_sums)
+    query_sums, key_sums = step(distance(ring.size - 1), *carry)
+    return query_sums, ring.send(key_sums)
 
 
 def _attend_block(
-    ring: Ring,
+    blocks: Blocks,
     attend_chunk: Callable[..., Any],
     distance: Any,
     queries: PyTree,
@@ -118,7 +170,7 @@ def _attend_block(
     key_sums: PyTree,
 ) -> tuple[PyTree, PyTree]:
     """Attend to a block that begins `distance` before this device's own, in chunks."""
-    count, size = _count_chunks(ring.length)
+    count, size = _count_chunks(blocks.length)
 
     def get(tree: PyTree, i: Array) -> PyTree:
         slice_chunk = ft.partial(jax.lax.dynamic_slice_in_dim, slice_size=size, axis=-2)
@@ -134,19 +186,19 @@ def _attend_block(
 
     def put_rows(tree: PyTree, rows: PyTree, i: Array) -> PyTree:
         def to_group(x: Array) -> Array:
-            return x.reshape(*x.shape[:-2], ring.group, size, x.shape[-1])
+            return x.reshape(*x.shape[:-2], blocks.group, size, x.shape[-1])
 
         return put(tree, jax.tree.map(to_group, rows), i)
 
     def make_mask(i: Array, j: Array) -> Array | None:
         """Which keys of chunk `j` the rows of chunk `i` see; `None` if all."""
-        if not ring.causal and count * size == ring.length:
+        if not blocks.causal and count * size == blocks.length:
             return None
-        shape = (ring.group, size, size)
+        shape = (blocks.group, size, size)
         rows, columns = (jax.lax.broadcasted_iota(jnp.int32, shape, d) for d in (1, 2))
         columns += j.astype(jnp.int32) * size
-        seen = columns < ring.length
-        if ring.causal:
+        seen = columns < blocks.length
+        if blocks.causal:
             seen &= columns <= rows + (i.astype(jnp.int32) * size + distance)
         return seen.reshape(-1, size)
 
@@ -168,7 +220,7 @@ def _attend_block(
 
         # The same on all devices in each step. Otherwise one of them could wait forever in
         # a collective that the compiler put here, and another never reaches.
-        stop = jnp.where(distance == 0, i + 1, count) if ring.causal else count
+        stop = jnp.where(distance == 0, i + 1, count) if blocks.causal else count
         chunk_sums, key_sums = jax.lax.fori_loop(
             0, stop, attend, (get_rows(query_sums, i), key_sums)
         )
@@ -194,21 +246,21 @@ def to_chunks(
 
 
 def from_chunks(
-    ring: Ring, x: Float[Array, "*batch heads padded dim"]
+    blocks: Blocks, x: Float[Array, "*batch heads padded dim"]
 ) -> Float[Array, "*batch block heads dim"]:
     """The inverse of `to_chunks`."""
-    return jnp.swapaxes(x[..., : ring.length, :], -3, -2)
+    return jnp.swapaxes(x[..., : blocks.length, :], -3, -2)
 
 
 def to_groups(
-    ring: Ring, x: Float[Array, "*batch block heads dim"]
+    blocks: Blocks, x: Float[Array, "*batch block heads dim"]
 ) -> Float[Array, "*batch kv_heads group padded dim"]:
     x = to_chunks(x)
-    return x.reshape(*x.shape[:-3], -1, ring.group, *x.shape[-2:])
+    return x.reshape(*x.shape[:-3], -1, blocks.group, *x.shape[-2:])
 
 
 def from_groups(
-    ring: Ring, x: Float[Array, "*batch kv_heads group padded dim"]
+    blocks: Blocks, x: Float[Array, "*batch kv_heads group padded dim"]
 ) -> Float[Array, "*batch block heads dim"]:
     """The inverse of `to_groups`."""
-    return from_chunks(ring, x.reshape(*x.shape[:-4], -1, *x.shape[-2:]))
+    return from_chunks(blocks, x.reshape(*x.shape[:-4], -1, *x.shape[-2:]))

@@ -1,22 +1,22 @@
 """Exact attention over a sequence that is split over devices."""
 
 import functools as ft
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from ..sharding._text import nearest_multiples
 from ..transforms._dtypes import accumulation_dtype
-from ._per_device import find_axis
 from ._ring import (
-    Ring,
+    Blocks,
     attend_ring,
+    find_ring,
     from_chunks,
     from_groups,
-    on_blocks,
     to_chunks,
     to_groups,
 )
@@ -88,18 +88,13 @@ def ring_attention(
             f"ring_attention: {length} queries and {keys} keys; give the same number of "
             "both, or use eqxshard.nn.attention."
         )
-    mesh, size = find_axis("ring_attention", axis)
-    if mesh is not None:
-        if length % size:
-            raise ValueError(
-                f"a sequence of length {length} does not divide over {axis}={size}; use a "
-                f"multiple of {size}, such as {nearest_multiples(length, size)}."
-            )
-        length //= size
+    ring = find_ring("ring_attention", axis)
+    if ring.mesh is not None:
+        ring.check_divides(length, "positions of the sequence")
+        length //= ring.size
     factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    group = query.shape[-2] // key.shape[-2]
-    ring = Ring(mesh, axis, size, length, group, causal, factor)
-    return _attention(ring, query, key, value, segments)
+    blocks = Blocks(ring, length, query.shape[-2] // key.shape[-2], causal, factor)
+    return _attention(blocks, query, key, value, segments)
 
 
 def check_shapes(
@@ -128,33 +123,41 @@ def check_shapes(
 
 @ft.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
-    ring: Ring, query: Array, key: Array, value: Array, segments: Array | None
+    blocks: Blocks, query: Array, key: Array, value: Array, segments: Array | None
 ) -> Array:
-    return _attention_fwd(ring, query, key, value, segments)[0]
+    return _attention_fwd(blocks, query, key, value, segments)[0]
 
 
 def _attention_fwd(
-    ring: Ring, query: Array, key: Array, value: Array, segments: Array | None
+    blocks: Blocks, query: Array, key: Array, value: Array, segments: Array | None
 ) -> tuple[Array, tuple[Array | None, ...]]:
     # Named, so that a policy of jax.checkpoint can keep all that the gradient needs.
     out, logsumexp = (
         checkpoint_name(x, "attention")
-        for x in on_blocks(ring, _forward, query, key, value, segments)
+        for x in _on_blocks(blocks, _forward, query, key, value, segments)
     )
     return out, (query, key, value, segments, out, logsumexp)
 
 
 def _attention_bwd(
-    ring: Ring, residuals: tuple[Any, ...], grad: Array
+    blocks: Blocks, residuals: tuple[Any, ...], grad: Array
 ) -> tuple[Array | None, ...]:
-    return *on_blocks(ring, _backward, *residuals, grad), None
+    return *_on_blocks(blocks, _backward, *residuals, grad), None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
+def _on_blocks(blocks: Blocks, fn: Callable[..., Any], *args: Array | None) -> Any:
+    """Call a function on each device's blocks, of which the first is the query's."""
+    query, axis = args[0], blocks.ring.axis
+    assert query is not None
+    spec = PartitionSpec(*[None] * (query.ndim - 3), axis)
+    return blocks.ring.run(ft.partial(fn, blocks), (spec,) * len(args), spec, *args)
+
+
 def _forward(
-    ring: Ring,
+    blocks: Blocks,
     rank: Array | None,
     query: Float[Array, "*batch block heads dim"],
     key: Float[Array, "*batch block kv_heads dim"],
@@ -162,13 +165,13 @@ def _forward(
     segments: Int[Array, "*batch block"] | None,
 ) -> tuple[Float[Array, "*batch block heads dim"], Float[Array, "*batch block heads"]]:
     """The block's output, and the logsumexp of its scores."""
-    q, k, v = to_groups(ring, query), to_chunks(key), to_chunks(value)
+    q, k, v = to_groups(blocks, query), to_chunks(key), to_chunks(value)
 
     def attend_chunk(
         queries: Any, query_sums: Any, keys: Any, key_sums: Any, mask: Array | None
     ) -> Any:
         (q,), (k, v), (weighted, total, running_max) = queries, keys, query_sums
-        scores = _scores(ring, q, k, mask)
+        scores = _scores(blocks, q, k, mask)
         new_max = jnp.maximum(running_max, jnp.max(scores, axis=-1, keepdims=True))
         weights, rescale = jnp.exp(scores - new_max), jnp.exp(running_max - new_max)
         total = rescale * total + jnp.sum(weights, axis=-1, keepdims=True)
@@ -180,14 +183,14 @@ def _forward(
     running_max = jnp.full_like(total, jnp.finfo(total.dtype).min)
     query_sums = (weighted, total, running_max)
     (weighted, total, running_max), _ = attend_ring(
-        ring, rank, attend_chunk, (q,), query_sums, (k, v), (), segments
+        blocks, rank, attend_chunk, (q,), query_sums, (k, v), (), segments
     )
-    out = from_groups(ring, weighted / total).astype(query.dtype)
-    return out, from_groups(ring, running_max + jnp.log(total))[..., 0]
+    out = from_groups(blocks, weighted / total).astype(query.dtype)
+    return out, from_groups(blocks, running_max + jnp.log(total))[..., 0]
 
 
 def _backward(
-    ring: Ring,
+    blocks: Blocks,
     rank: Array | None,
     query: Float[Array, "*batch block heads dim"],
     key: Float[Array, "*batch block kv_heads dim"],
@@ -202,7 +205,7 @@ def _backward(
     dtype = logsumexp.dtype
     mean = jnp.sum(grad.astype(dtype) * out.astype(dtype), axis=-1, keepdims=True)
     of_queries = (query, grad, logsumexp[..., None], mean)
-    queries = tuple(to_groups(ring, x) for x in of_queries)
+    queries = tuple(to_groups(blocks, x) for x in of_queries)
     k, v = keys = to_chunks(key), to_chunks(value)
 
     def attend_chunk(
@@ -210,19 +213,19 @@ def _backward(
     ) -> Any:
         (q, g, logsumexp, mean), (k, v) = queries, keys
         dq, (dk, dv) = query_sums, key_sums
-        weights = jnp.exp(_scores(ring, q, k, mask) - logsumexp)
-        dscores = weights * (_dot("...qd,...kd->...qk", g, v) - mean) * ring.scale
+        weights = jnp.exp(_scores(blocks, q, k, mask) - logsumexp)
+        dscores = weights * (_dot("...qd,...kd->...qk", g, v) - mean) * blocks.scale
         dq += _dot("...qk,...kd->...qd", dscores, k)
         dk += _dot("...qk,...qd->...kd", dscores, q)
         dv += _dot("...qk,...qd->...kd", weights, g)
         return dq, (dk, dv)
 
-    key_sums = (_zero_sums(k), _zero_sums(v))
+    dq, key_sums = _zero_sums(queries[0]), (_zero_sums(k), _zero_sums(v))
     dq, (dk, dv) = attend_ring(
-        ring, rank, attend_chunk, queries, _zero_sums(queries[0]), keys, key_sums, segments
+        blocks, rank, attend_chunk, queries, dq, keys, key_sums, segments
     )
-    dk, dv = from_chunks(ring, dk), from_chunks(ring, dv)
-    grads = zip((from_groups(ring, dq), dk, dv), (query, key, value))
+    dk, dv = from_chunks(blocks, dk), from_chunks(blocks, dv)
+    grads = zip((from_groups(blocks, dq), dk, dv), (query, key, value))
     return tuple(dx.astype(x.dtype) for dx, x in grads)
 
 
@@ -240,8 +243,8 @@ def _dot(subscripts: str, x: Array, y: Array) -> Array:
     )
 
 
-def _scores(ring: Ring, q: Array, k: Array, mask: Array | None) -> Array:
-    scores = ring.scale * _dot("...qd,...kd->...qk", q, k)
+def _scores(blocks: Blocks, q: Array, k: Array, mask: Array | None) -> Array:
+    scores = blocks.scale * _dot("...qd,...kd->...qk", q, k)
     if mask is None:
         return scores
     return jnp.where(jnp.broadcast_to(mask, scores.shape), scores, -jnp.inf)

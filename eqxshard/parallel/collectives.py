@@ -14,7 +14,6 @@ of an array that several devices share; `sync_gradients` reads from a gradient's
 this was done, and only divides.)
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Key, PyTree, Shaped, UInt32
 
 from ..sharding._leaves import is_array
-from ..sharding._spec import axes_of, check_axis, check_spec, format_sizes, spec_axes
+from ..sharding._spec import axes_of, check_axis, spec_axes
 from ..sharding._text import comma_list
 from ..transforms._shard_map import broadcast_specs
 
@@ -54,42 +53,14 @@ def all_gather_mean_grad(
     `ValueError` if the code is not per device along the axis, or `x` has no such dim.
     """
     axes = _check_bound(axis, "all_gather_mean_grad")
-    dim = _check_dim(x, dim, "all_gather_mean_grad")
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(
+            f"all_gather_mean_grad of an array {x.shape}, which has no dim {dim}; choose a "
+            f"dim below {x.ndim}."
+        )
     if jnp.issubdtype(x.dtype, jnp.inexact):
         x = _scale_gradient(x, 1 / jax.lax.axis_size(axes))
-    return jax.lax.all_gather(x, axes, axis=dim, tiled=True)
-
-
-def psum_scatter(
-    x: Shaped[Array, "..."], axis: str | tuple[str, ...], dim: int = 0
-) -> Shaped[Array, "..."]:
-    """Sum over devices, and keep this device's part of the sum: a reduce-scatter.
-
-    **Arguments:**
-
-    - `x`: an array of the same shape on every device.
-    - `axis`: the mesh axis, or several, to sum over.
-    - `dim`: the dim along which the sum is split.
-
-    **Returns:**
-
-    This device's part: the size of `dim` divided by the number of devices along the axis.
-
-    **Raises:**
-
-    `ValueError` if `dim` does not divide by the size of the axis, and as for
-    [`eqxshard.parallel.collectives.all_gather_mean_grad`][].
-    """
-    axes = _check_bound(axis, "psum_scatter")
-    dim = _check_dim(x, dim, "psum_scatter")
-    if x.shape[dim] % jax.lax.axis_size(axes):
-        sizes = format_sizes({axis: jax.lax.axis_size(axis) for axis in axes})
-        raise ValueError(
-            f"psum_scatter of an array {x.shape}: dim {dim} of size {x.shape[dim]} does "
-            f"not divide over {sizes}; choose a dim that is a multiple of "
-            f"{jax.lax.axis_size(axes)}."
-        )
-    return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
+    return jax.lax.all_gather(x, axes, axis=dim % x.ndim, tiled=True)
 
 
 def shift(x: PyTree[Array], axis: str, by: int = 1, *, wrap: bool = True) -> PyTree[Array]:
@@ -172,8 +143,7 @@ def gather_params(
 
     **Raises:**
 
-    `ValueError` if the code is not per device along an axis, or a spec does not fit its
-    array.
+    `ValueError` if the code is not per device along an axis.
 
     !!! Example
 
@@ -195,7 +165,6 @@ def gather_params(
     axes = _check_bound(axes, "gather_params")
 
     def gather_leaf(path: str, leaf: Array, spec: PartitionSpec) -> Array:
-        _check_stored(path, leaf, spec)
         # So that JAX scatters gradients before it sums them over the other axes.
         leaf = _vary(leaf, axes)
         for dim, entry in enumerate(spec):
@@ -235,12 +204,11 @@ def sync_gradients(
 
     **Raises:**
 
-    `ValueError` if the code is not per device along an axis, or a spec does not fit.
+    `ValueError` if the code is not per device along an axis.
     """
     axes = _check_bound(axes, "sync_gradients")
 
     def average(path: str, grad: Array, spec: PartitionSpec) -> Array:
-        _check_stored(path, grad, spec)
         left = tuple(axis for axis in axes if axis not in spec_axes(spec))
         summed = tuple(a for a in left if _is_checked(a) and a not in _varying(grad))
         unsummed = tuple(axis for axis in left if axis not in summed)
@@ -279,8 +247,13 @@ def _vary(x: Array, axes: tuple[str, ...]) -> Array:
 def _map_arrays(
     fn: Callable[[str, Any, PartitionSpec], Any], tree: PyTree, specs: PyTree, root: str
 ) -> PyTree:
-    leaves = iter(broadcast_specs(specs, tree, "specs", root))
-    return jax.tree.map(lambda leaf: fn(*next(leaves)) if is_array(leaf) else leaf, tree)
+    mesh = jax.sharding.get_abstract_mesh()
+    leaves = broadcast_specs(specs, tree, "specs", root)
+    for path, _, spec in leaves:
+        for axis in spec_axes(spec):
+            check_axis(axis, mesh, path)
+    found = iter(leaves)
+    return jax.tree.map(lambda leaf: fn(*next(found)) if is_array(leaf) else leaf, tree)
 
 
 def _check_bound(axes: str | tuple[str, ...], where: str) -> tuple[str, ...]:
@@ -298,22 +271,3 @@ def _check_bound(axes: str | tuple[str, ...], where: str) -> tuple[str, ...]:
                 "it; call it inside eqxshard.filter_shard_map."
             ) from None
     return axes
-
-
-def _check_dim(x: Array, dim: int, where: str) -> int:
-    if not -x.ndim <= dim < x.ndim:
-        raise ValueError(
-            f"{where} of an array {x.shape}, which has no dim {dim}; choose a dim below "
-            f"{x.ndim}."
-        )
-    return dim % x.ndim
-
-
-def _check_stored(path: str, part: Array, spec: PartitionSpec) -> None:
-    """Raise `ValueError` unless a spec fits the whole array that `part` belongs to."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty:
-        split = [math.prod(mesh.shape.get(a, 1) for a in axes_of(e)) for e in spec]
-        split += [1] * part.ndim
-        whole = tuple(size * n for size, n in zip(part.shape, split))
-        check_spec(path, whole, spec, mesh)

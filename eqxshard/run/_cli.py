@@ -11,14 +11,13 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import jax
 import tyro
 
 from .._parser import allow_closed_stdout, is_stdout_closed
-from ..data._planning import is_planning
+from ..data._datasets import is_planning
 from ..debug._script import refuse_import
 from ..distributed import exit_process, initialize
 from ..transforms._cache import cache_compilations
@@ -134,11 +133,11 @@ def _parse(args_type: type[_Args], args: Sequence[str]) -> _Args:
             raise  # After --help.
         raise ValueError(_first_sentence(box.getvalue())) from None
     for field in dataclasses.fields(parsed):
-        config = getattr(parsed, field.name)
-        if isinstance(config, RunConfig):
-            config = _one_length(config, field.default)
-            config.check()
-            parsed = dataclasses.replace(parsed, **{field.name: config})
+        run = getattr(parsed, field.name)
+        if isinstance(run, RunConfig):
+            run = _one_length(run, field.default)
+            run.check()
+            parsed = dataclasses.replace(parsed, **{field.name: run})
     return parsed
 
 
@@ -170,24 +169,19 @@ def _first_sentence(box: str) -> str:
 
 
 def _is_plain(error: Exception) -> bool:
-    """Whether an error is a mistake in how a script is used, rather than a bug in it."""
+    """Whether an error is a mistake in how a script is used, rather than a bug in it.
+
+    Such are those of files, and what this library, the script or a module beside it raises.
+    """
     if isinstance(error, OSError):
         return True
     *_, (last, _) = traceback.walk_tb(error.__traceback__)
     # JAX hides its own frames, and says so.
     hidden = any("JAX" in note for note in getattr(error, "__notes__", ()))
-    hidden = hidden or type(error.__cause__).__module__.startswith("jax")
-    return not hidden and (_is_ours(last) or _is_of_script(last))
-
-
-def _is_ours(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__", "").partition(".")[0] == "eqxshard"
-
-
-def _is_of_script(frame: FrameType) -> bool:
-    """Whether code is the script's, or of a module beside it."""
-    if frame.f_globals.get("__name__") == "__main__":
+    if hidden or type(error.__cause__).__module__.startswith("jax"):
+        return False
+    if last.f_globals.get("__name__", "").partition(".")[0] in ("eqxshard", "__main__"):
         return True
     script = getattr(sys.modules["__main__"], "__file__", None)
-    file = frame.f_globals.get("__file__")
+    file = last.f_globals.get("__file__")
     return None not in (script, file) and Path(str(script)).parent == Path(str(file)).parent

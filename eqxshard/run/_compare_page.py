@@ -1,16 +1,16 @@
 """One page of several runs: their curves over each other, their results, what differs."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ..pages import _kit as kit
 from ..pages._format import format_seconds
 from ..pages._html import Markup, tag
-from ..pages._kit import Cell, card, fill_page, plain_table, scroller, sortable_table
 from ..sharding._text import format_mesh
 from ..trackers._files import write_whole
 from ._curves import draw_curves
 from ._folder import RunFolder
-from ._page import names_of, number
 from ._read_run import RecordedRun, read_run, showing
 
 
@@ -28,20 +28,24 @@ def compare_runs(folders: Sequence[str], output: str) -> None:
     """
     if len(folders) < 2:
         raise ValueError("there is only one run to compare; give two or more folders.")
-    runs = [read_run(RunFolder(folder)) for folder in folders]
-    with showing(*(run.path for run in runs)):
-        text = render_runs(dict(zip(names_of(runs), runs, strict=True)))
+    paths = [Path(folder).resolve() for folder in folders]
+    if len({*paths}) < len(paths):
+        raise ValueError("two of the folders are the same; give each run once.")
+    common = os.path.commonpath(paths)
+    runs = {str(path.relative_to(common)): read_run(RunFolder(path)) for path in paths}
+    with showing(*paths):
+        text = render_runs(runs)
     write_whole(Path(output), text)
 
 
 def render_runs(runs: Mapping[str, RecordedRun]) -> str:
     """The page, as text; the runs by name."""
     cards = (
-        card("runs", "Runs", _results(runs)),
-        card("curves", "Curves", draw_curves(runs)),
-        card("settings", "What differs", *_differences(runs)),
+        kit.card("runs", "Runs", _results(runs)),
+        kit.card("curves", "Curves", draw_curves(runs)),
+        kit.card("settings", "What differs", *_differences(runs)),
     )
-    return fill_page(
+    return kit.fill_page(
         title=f"{len(runs)} runs: {', '.join(runs)}",
         about=", ".join(runs),
         headline=f"{len(runs)} runs compared",
@@ -59,21 +63,21 @@ def _results(runs: Mapping[str, RecordedRun]) -> Markup:
         if metric.kind
     )
     evaluated = [name for name in names if name.startswith("eval/")] or [*names]
-    rows: list[list[Cell]] = [
+    rows: list[list[kit.Entry]] = [
         [
             _label(position, name),
             run.state,
-            number(run.step),
-            *[number(run.last(key)) for key in evaluated],
-            number(run.step_seconds, format_seconds),
-            number(run.examples_per_second),
-            number(run.goodput, "{:.0%}".format),
+            run.step,
+            *map(run.last, evaluated),
+            kit.number(run.step_seconds, format_seconds),
+            run.examples_per_second,
+            kit.number(run.goodput, "{:.0%}".format),
         ]
         for position, (name, run) in enumerate(runs.items())
     ]
     columns = ("Run", "State", "Step", *evaluated)
     columns += ("Time of a step", "Examples per second", "Goodput")
-    return sortable_table("runs", columns, rows)
+    return kit.sortable_table("runs", columns, rows)
 
 
 def _label(number: int, name: str) -> Markup:
@@ -89,8 +93,8 @@ def _differences(runs: Mapping[str, RecordedRun]) -> list[Markup]:
     rows = [(key, *each) for key, each in values.items() if len(set(each)) > 1]
     if not rows:
         return [tag("p", "Their settings, devices and versions are the same.")]
-    table = plain_table("What differs between the runs", ("", *runs), rows)
-    return [scroller("what differs between the runs", table)]
+    table = kit.plain_table("What differs between the runs", ("", *runs), rows)
+    return [kit.scroller("what differs between the runs", table)]
 
 
 def _facts(run: RecordedRun) -> dict[str, str]:
@@ -98,14 +102,12 @@ def _facts(run: RecordedRun) -> dict[str, str]:
     record = run.record
     facts = dict(record.get("settings") or {})
     # Options have such names, too, and may not say what they came to.
-    facts["data"] = record.get("data")
+    facts |= {name: record.get(name) for name in ("data", "parameters")}
     if devices := record.get("devices"):
         facts["mesh"] = format_mesh(record.get("mesh") or {})
         facts["devices"] = f"{devices['count']} x {devices['kind']}"
         facts["devices of a process"] = devices["per_process"]
-    facts["parameters"] = record.get("parameters")
-    versions = record.get("versions") or {}
-    facts |= {f"version of {name}": version for name, version in versions.items()}
-    for own in ("output", "resume"):  # Of every run.
-        facts.pop(own, None)
-    return {name: str(value) for name, value in facts.items() if value is not None}
+    for package, version in (record.get("versions") or {}).items():
+        facts[f"version of {package}"] = version
+    own = ("output", "resume")  # Of every run.
+    return {k: str(v) for k, v in facts.items() if v is not None and k not in own}

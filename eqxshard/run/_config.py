@@ -10,13 +10,12 @@ import re
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import optax
 import tyro
 from jax.sharding import Mesh
 
-from ..loop._callbacks_steps import Profile
 from ..trackers._packages import is_installed
 from ._devices import mesh_from_text, parse_mesh
 
@@ -119,11 +118,13 @@ class RunConfig:
                 f"{option('hang_seconds', self.hang_seconds)} is too small; use more than "
                 "the longest evaluation or compilation takes."
             )
-        if self.epochs is not None and self.steps is not None:
-            raise ValueError(
-                f"{option('epochs', self.epochs)} and {option('steps', self.steps)} "
-                "contradict each other; give one of them."
-            )
+        for one, other in (("epochs", "steps"), ("plan", "devices")):
+            values = getattr(self, one), getattr(self, other)
+            if None not in values:
+                raise ValueError(
+                    f"{option(one, values[0])} and {option(other, values[1])} contradict "
+                    "each other; give one of them."
+                )
         if not 0 <= self.seed < 2**32:
             raise ValueError(
                 f"{option('seed', self.seed)} is out of range; use 0 to 2**32 - 1."
@@ -132,13 +133,11 @@ class RunConfig:
             raise ValueError(
                 f"{option('output')} is empty; give a folder, or leave the option out."
             )
-        if self.resume not in ("no", "yes", "auto"):
+        if self.resume not in get_args(Resume):
             raise ValueError(
                 f"{option('resume', self.resume)} is unknown; use no, yes or auto."
             )
         for service in self.track:
-            if self.track.count(service) > 1:
-                raise ValueError(f"{option('track')} names {service} twice; name it once.")
             if not is_installed(service):
                 raise ValueError(
                     f"{option('track', service)} needs the package {service}, which is not "
@@ -147,14 +146,9 @@ class RunConfig:
         if self.mesh is not None:
             parse_mesh(self.mesh)
         if self.profile is not None:
-            Profile.parse(self.profile, "")
+            parse_profile(self.profile)
         if self.plan is not None:
             parse_plan(self.plan)
-            if self.devices is not None:
-                raise ValueError(
-                    f"{option('plan', self.plan)} and {option('devices', self.devices)} "
-                    "contradict each other; give one of them."
-                )
 
     def make_mesh(self, mesh: str | Mesh) -> Mesh:
         """The mesh that the options ask for.
@@ -191,6 +185,17 @@ def parse_plan(text: str) -> tuple[int, str]:
     return int(match[1]), match[2]
 
 
+def parse_profile(text: str) -> tuple[int, int]:
+    """The first and the last step in a text such as `10:15`."""
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and 2 <= int(first) <= int(last)):
+        raise ValueError(
+            f"{text!r} are not steps to profile; write START:STOP, such as 10:15, with "
+            "2 <= START <= STOP."
+        )
+    return int(first), int(last)
+
+
 def make_optimizer(make_optim: MakeOptim, steps: int) -> optax.GradientTransformation:
     """The optimizer of a run of some steps: as it is given, or made for them.
 
@@ -207,16 +212,13 @@ def make_optimizer(make_optim: MakeOptim, steps: int) -> optax.GradientTransform
             f"make_optim is a {name}; give an optimizer, such as optax.adam(1e-3), or a "
             "function from the number of steps to one."
         )
-    module = getattr(make_optim, "__module__", None) or ""
-    try:
-        parameters = [*inspect.signature(make_optim).parameters]
-    except ValueError:  # Some callables of C have none.
-        parameters = []
-    if module.partition(".")[0] == "optax" or parameters[:1] in (["learning_rate"], ["lr"]):
+    # It would take the number of steps as its learning rate.
+    is_optax = (getattr(make_optim, "__module__", None) or "").startswith("optax")
+    if is_optax or "learning_rate" in inspect.signature(make_optim).parameters:
         raise TypeError(
-            f"make_optim={name} would get the number of steps, {steps}, as its "
-            f"{', '.join(parameters[:1]) or 'first argument'}; give an optimizer, such as "
-            f"{name}(1e-3), or a function of the steps, such as lambda steps: {name}(1e-3)."
+            f"make_optim={name} would get the number of steps, {steps}, as its learning "
+            f"rate; give an optimizer, such as {name}(1e-3), or a function of the steps, "
+            f"such as lambda steps: {name}(1e-3)."
         )
     return make_optim(steps)
 

@@ -3,11 +3,11 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..pages._format import format_value
 from ..pages._html import Markup, join, tag
+from ..trackers._values import times
 from ._read_run import RecordedRun
 
 #: The most points of a curve that are on the page.
@@ -19,38 +19,14 @@ class Point(NamedTuple):
     """A value that was logged at a step; nan if it was not finite."""
 
     step: int
-    value: float
-    epoch: float | None
+    epoch: float
     seconds: float
-
-
-@dataclass(frozen=True)
-class Series:
-    """A curve.
-
-    - `name`: what the key says, such as `train`.
-    - `run`: the number of its run on the page.
-    - `style`: the classes that draw it.
-    - `points`: in order.
-    - `is_dotted`: whether each point is marked.
-    """
-
-    name: str
-    run: int
-    style: str
-    points: Sequence[Point]
-    is_dotted: bool
-
-    @property
-    def last(self) -> str:
-        """Its last value."""
-        found = [point.value for point in self.points if math.isfinite(point.value)]
-        return format_value(found[-1]) if found else "not finite"
+    value: float
 
 
 def draw_curves(runs: Mapping[str, RecordedRun]) -> Markup:
     """A chart for each metric of some runs by name, with a legend if they are several."""
-    charts = dict[str, list[Series]]()
+    charts = dict[str, list[dict[str, Any]]]()
     for number, (name, run) in enumerate(runs.items()):
         for (metric, kind), points in _points(run).items():
             label = kind or metric
@@ -59,20 +35,24 @@ def draw_curves(runs: Mapping[str, RecordedRun]) -> Markup:
                 label = f"{name}, {kind}" if kind else name
                 style = f"{'train ' if kind == 'train' else ''}c{number % 8}"
             dotted = kind == "eval" or len(points) == 1
-            series = Series(label, number, style, thin(points), dotted)
-            charts.setdefault(metric, []).append(series)
+            curve = {"name": label, "run": number, "style": style, "dotted": dotted}
+            charts.setdefault(metric, []).append({**curve, **_columns(thin(points))})
     if _SPEED in charts:  # It is the last that one looks for.
         charts[_SPEED] = charts.pop(_SPEED)
     if not charts:
         return tag("p", "Nothing is logged yet.")
-    data = [[_to_json(each) for each in series] for series in charts.values()]
-    # Within a script, only this would end it.
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    data = json.dumps([*charts.values()], separators=(",", ":"), allow_nan=False)
     return join(
         tag("noscript", tag("p", "Curves are drawn by JavaScript, which is off here.")),
         _controls(),
         tag("div", *[_chart(*each) for each in charts.items()], class_="charts"),
-        tag("script", Markup(text), type="application/json", id="curves-data"),
+        # Within a script, only "<" could end it.
+        tag(
+            "script",
+            Markup(data.replace("<", "\\u003c")),
+            type="application/json",
+            id="curves-data",
+        ),
     )
 
 
@@ -93,30 +73,22 @@ def _points(run: RecordedRun) -> dict[tuple[str, str], list[Point]]:
     """The values of each metric and kind, such as `("loss", "train")`."""
     found, seconds = dict[tuple[str, str], list[Point]](), 0.0
     for report in run.reports:
-        seconds += sum(report.parts.values())
+        seconds += sum(times(report.values).values())
         named = {(each.name, each.kind): each.value for each in report.metrics}
         if "train/examples_per_second" in report.values:
             named[_SPEED, "train"] = report.values["train/examples_per_second"]
+        epoch = report.values.get("epoch", math.nan)
         for key, value in named.items():
-            point = Point(report.step, value, report.epoch, seconds)
-            found.setdefault(key, []).append(point)
+            found.setdefault(key, []).append(Point(report.step, epoch, seconds, value))
     return found
 
 
-def _to_json(series: Series) -> dict[str, Any]:
-    points = series.points
+def _columns(points: Sequence[Point]) -> dict[str, Any]:
+    """The fields of points in six digits, as JSON has them: `None` for what is nan."""
     return {
-        "name": series.name,
-        "run": series.run,
-        "style": series.style,
-        "dotted": series.is_dotted,
-        "step": [point.step for point in points],
-        "epoch": [None if p.epoch is None else float(f"{p.epoch:.6g}") for p in points],
-        "seconds": [float(f"{point.seconds:.6g}") for point in points],
-        "value": [
-            float(f"{p.value:.6g}") if math.isfinite(p.value) else None for p in points
-        ],
-    }
+        field: [float(f"{x:.6g}") if math.isfinite(x) else None for x in column]
+        for field, column in zip(Point._fields, zip(*points), strict=True)
+    } | {"step": [point.step for point in points]}
 
 
 def _controls() -> Markup:
@@ -135,23 +107,21 @@ def _controls() -> Markup:
     return tag("div", row, tag("p", said), id="curves-controls", hidden=True)
 
 
-def _chart(name: str, series: Sequence[Series]) -> Markup:
-    key = [
-        tag(
-            "li",
-            tag("span", class_=f"stroke {each.style}"),
-            f"{each.name} ",
-            tag("span", each.last, class_="value"),
-            data_run=each.run,
-        )
-        for each in series
-    ]
+def _chart(name: str, curves: Sequence[Mapping[str, Any]]) -> Markup:
+    items, said = [], []
+    for curve in curves:
+        finite = [value for value in curve["value"] if value is not None]
+        last = format_value(finite[-1]) if finite else "not finite"
+        stroke = tag("span", class_=f"stroke {curve['style']}")
+        value = tag("span", last, class_="value")
+        items.append(tag("li", stroke, f"{curve['name']} ", value, data_run=curve["run"]))
+        said.append(f"{curve['name']} {last}")
     picture = tag("svg", viewBox="0 0 1000 400", preserveAspectRatio="none")
     frame = tag(
         "div",
         tag("div", picture, class_="plot"),
         class_="frame",
-        aria_label=f"{name}: " + ", ".join(f"{x.name} {x.last}" for x in series),
+        aria_label=f"{name}: {', '.join(said)}",
         tabindex=0,
         role="group",
         aria_roledescription="chart",
@@ -159,7 +129,7 @@ def _chart(name: str, series: Sequence[Series]) -> Markup:
     return tag(
         "figure",
         tag("figcaption", name),
-        tag("ul", *key, class_="key"),
+        tag("ul", *items, class_="key"),
         frame,
         tag("p", class_="unseen", aria_live="polite"),
         class_="chart",

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from ..data._planning import is_planning
+from ..data._datasets import is_planning
 from ..distributed import count_cores
 from ..sharding._mesh import AXES, BATCH_AXES, make_mesh
 from ..sharding._text import comma_list, did_you_mean
 
-#: CPU devices that JAX can make in a few seconds.
-_SIMULATED = 4096
+#: The most CPU devices that JAX can make in a few seconds.
+_MOST_SIMULATED = 4096
 
 
 def mesh_from_text(
@@ -39,8 +39,8 @@ def mesh_from_text(
 
     **Raises:**
 
-    `ValueError` if the text is not of this form, there are no devices or not enough, the
-    sizes do not fit them, or the axes of the batch have more devices than it has examples.
+    `ValueError` if the text is not of this form, there are no devices or not enough, or
+    the sizes do not fit them.
 
     !!! Example
 
@@ -49,9 +49,8 @@ def mesh_from_text(
         ```
     """
     sizes = complete_mesh(parse_mesh(text))
-    simulate_devices(_count_to_simulate(sizes, devices, batch_size))
-    found = find_devices(devices)
-    return make_mesh(**sizes, devices=found)
+    simulate_devices(devices or _count_to_simulate(sizes, batch_size))
+    return make_mesh(**sizes, devices=find_devices(devices))
 
 
 def parse_mesh(text: str) -> dict[str, Any]:
@@ -107,7 +106,7 @@ def simulate_devices(count: int) -> None:
     """
     if "JAX_NUM_CPU_DEVICES" not in os.environ and not jax.distributed.is_initialized():
         try:
-            jax.config.update("jax_num_cpu_devices", count)
+            jax.config.update("jax_num_cpu_devices", min(count, _MOST_SIMULATED))
         except RuntimeError:  # JAX has looked for devices already.
             if jax.default_backend() == "cpu" and jax.device_count() == 1 < count:
                 print(
@@ -151,10 +150,10 @@ def find_devices(count: int | None = None) -> list[Any]:
         ) from error
     if count is None or count == len(found):
         return found
-    if count > len(found):
+    if not 1 <= count <= len(found):
         raise ValueError(
-            f"{count} devices are more than the {len(found)} x {found[0].platform} that "
-            f"there are; use {len(found)} or fewer."
+            f"{count} devices are not some of the {len(found)} x {found[0].platform} that "
+            f"there are; use 1 to {len(found)}."
         )
     if jax.process_count() > 1:
         raise ValueError(
@@ -164,25 +163,15 @@ def find_devices(count: int | None = None) -> list[Any]:
     return found[:count]
 
 
-def _count_to_simulate(
-    sizes: Mapping[str, int], devices: int | None, batch_size: int | None
-) -> int:
-    """The CPU devices to simulate for a mesh: up to one per core, if an axis is -1."""
-    if devices is not None and devices < 1:
-        raise ValueError(f"{devices} devices are too few; use 1 or more.")
+def _count_to_simulate(sizes: Mapping[str, int], batch_size: int | None) -> int:
+    """The CPU devices to simulate for a mesh: if an axis is -1, up to one per core."""
     fixed = math.prod(size for size in sizes.values() if size > 0)
+    # Negative if one of these axes takes the remaining devices.
+    along_batch = math.prod(sizes.get(axis, 1) for axis in BATCH_AXES)
+
+    def divides(count: int) -> bool:
+        parts = -along_batch * count // fixed if along_batch < 0 else along_batch
+        return batch_size is None or batch_size % max(parts, 1) == 0
+
     counts = range(fixed, count_cores() + 1, fixed) if -1 in sizes.values() else ()
-
-    def parts(count: int) -> int:
-        """How many parts of a batch that many devices take."""
-        rows = (sizes.get(axis, 1) for axis in BATCH_AXES)
-        return math.prod(max(1, count // fixed if size == -1 else size) for size in rows)
-
-    fits = (n for n in counts if batch_size is None or batch_size % parts(n) == 0)
-    count = max(fits, default=fixed) if devices is None else devices
-    if batch_size is not None and parts(count) > batch_size:
-        raise ValueError(
-            f"{parts(count)} devices along {' and '.join(BATCH_AXES)} are more than the "
-            f"{batch_size} examples of a batch; use fewer, or a larger batch size."
-        )
-    return min(count, _SIMULATED)
+    return max(filter(divides, counts), default=fixed)

@@ -13,8 +13,6 @@ from typing import Any
 from ..checkpoint._checkpointer import Checkpointer
 from ..checkpoint._folder import is_claimed
 from ..distributed import broadcast_from_first
-from ..loop._media import Value
-from ..loop._protocols import Tracker
 from ..sharding._files import read_json
 from ..sharding._paths import local_path
 from ..trackers._curves import Curves
@@ -24,7 +22,7 @@ from ..trackers._mlflow import MLflow
 from ..trackers._packages import is_installed
 from ..trackers._progress import ProgressBar
 from ..trackers._tensorboard import TensorBoard
-from ..trackers._values import is_evaluation
+from ..trackers._tracker import Tracker, Value, is_evaluation
 from ..trackers._wandb import WandB
 from ._config import Resume, Service, option
 
@@ -138,15 +136,15 @@ class RunFolder:
         """
         # Before the log is emptied: curves fail if their file cannot be written, and after
         # them services if they refuse the run.
-        curves = None
-        if is_installed("matplotlib"):
-            curves = Curves(self.curves, title=title)
+        curves = Curves(self.curves, title=title) if is_installed("matplotlib") else None
         kinds = {"wandb": WandB, "mlflow": MLflow}
-        started: Any = {"name": title, "settings": settings, "resume": first > 0}
         remote: list[Tracker] = []
         try:
             for service in services:
-                remote.append(kinds[service](self.path, **started))
+                start = kinds[service]
+                remote.append(
+                    start(self.path, name=title, settings=settings, resume=first > 0)
+                )
         except Exception as error:
             for tracker in remote:
                 tracker.close(error)
@@ -155,8 +153,9 @@ class RunFolder:
         trackers: list[Tracker] = [self._log]
         if curves is not None:
             for line in self.history():
-                numbers = {k: v for k, v in line.items() if isinstance(v, int | float)}
-                curves.log(line["step"], {k: v for k, v in numbers.items() if k != "step"})
+                others = {k: v for k, v in line.items() if k != "step"}
+                numbers = {k: v for k, v in others.items() if isinstance(v, int | float)}
+                curves.log(line["step"], numbers)
             trackers.append(curves)
         if is_installed("tensorboard"):
             # A run that begins anew hides all of an earlier attempt.
@@ -164,23 +163,28 @@ class RunFolder:
             trackers.append(TensorBoard(events, purge_after=first or -1))
         # An earlier run's would contradict the metrics if this one is stopped.
         self.summary.unlink(missing_ok=True)
-        trackers += [*remote, _PageTracker(self)]
-        return [*trackers, ProgressBar(total_steps, title=title)]
+        progress = ProgressBar(total_steps, title=title)
+        return [*trackers, *remote, _PageTracker(self), progress]
 
     def history(self) -> list[dict[str, Any]]:
         """The reports in `metrics.jsonl`, and those that wait for room on a full disk."""
-        waiting = self._log.waiting if self._log else []
         lines = [line for _, line in read_whole_lines(self.metrics)]
-        lines += [json.loads(text) for text in waiting]
-        return [line for line in lines if _is_report(line)]
+        lines += [json.loads(text) for text in (self._log.waiting if self._log else ())]
+        # Somebody may have written others between them.
+        return [line for line in lines if isinstance(line.get("step"), int)]
 
     def read_summary(self) -> dict[str, Any]:
         """What `summary.json` has; empty if there is none, or it is damaged."""
         return read_values(self.summary)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Write `summary.json`."""
-        write_whole(self.summary, json.dumps(summary, indent=2, default=str) + "\n")
+        """Write `summary.json`. If that fails, it is logged."""
+        try:
+            write_whole(self.summary, json.dumps(summary, indent=2, default=str) + "\n")
+        except OSError as error:
+            _LOG.error(
+                "%s cannot be written: %s. The run is finished.", self.summary, error
+            )
 
     def write_page(self) -> None:
         """Write `index.html` from the other files.
@@ -210,15 +214,6 @@ class _PageTracker:
     def close(self, error: BaseException | None = None) -> None:
         """Write it for the last time."""
         self._folder.write_page()
-
-
-def _is_report(line: Mapping[str, Any]) -> bool:
-    """Whether a line is one of ours: somebody may have written others between them."""
-    times = [x for k, x in line.items() if k.startswith(("seconds/", "train/seconds"))]
-    numbers = (line.get("epoch"), *times)
-    return isinstance(line.get("step"), int) and all(
-        isinstance(x, int | float) for x in numbers
-    )
 
 
 def script_name() -> str:

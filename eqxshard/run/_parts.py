@@ -17,15 +17,20 @@ from ..data._samplers import Order, Sampler
 from ..data._sources import Source
 from ..distributed import assert_same_on_all_processes
 from ..loop._callbacks import Callback
-from ..loop._callbacks_log import EvaluateEMA, LearningRate, Throughput
-from ..loop._callbacks_steps import Profile
-from ..loop._callbacks_stop import EarlyStopping, TimeLimit
 from ..loop._evaluate import evaluate
+from ..loop._ready_callbacks import (
+    EarlyStopping,
+    EvaluateEMA,
+    LearningRate,
+    Profile,
+    Throughput,
+    TimeLimit,
+)
 from ..sharding._rule import Rule
 from ..sharding._text import comma_list, did_you_mean
 from ..training._config import Nonfinite
 from ..training._ema import ema_model
-from ..training._eval_step import make_eval_step
+from ..training._eval_step import EvalStep
 from ..training._metrics import Metrics
 from ..training._precision import Precision
 from ..training._states import map_models
@@ -77,14 +82,7 @@ class TrainingData:
         """The loader of a run, in the same data on all processes."""
         # Hosts may differ in what they can download.
         assert_same_on_all_processes("data", {"name": self.name})
-        # What is no source or no sampler is for the loader to refuse.
-        known = isinstance(self.source, Source) and isinstance(self.sampler, Sampler | None)
-        if known and config.batch_size > self.examples:
-            raise ValueError(
-                f"{option('batch_size', config.batch_size)} is more than the "
-                f"{self.examples} examples; use fewer."
-            )
-        return Loader(
+        loader = Loader(
             self.source,
             batch_size=config.batch_size,
             mesh=mesh,
@@ -94,14 +92,19 @@ class TrainingData:
             transform=self.transform,
             workers=self.workers,
         )
+        if config.batch_size > self.examples:
+            raise ValueError(
+                f"{option('batch_size', config.batch_size)} is more than the "
+                f"{self.examples} examples; use fewer."
+            )
+        return loader
 
     def host_batches(self, batch_size: int, seed: int) -> HostBatches:
         """Batches without a mesh, for their shapes and their number."""
         return HostBatches(
             self.source,
-            Order(len(self.source), sampler=self.sampler),
+            Order(len(self.source), seed=seed, sampler=self.sampler),
             batch_size=batch_size,
-            seed=seed,
             fills=self.remainder == "pad",
             transform=self.transform,
             positions=np.arange(1),
@@ -126,11 +129,11 @@ class Training:
 
     def for_steps(self, steps: int) -> "Training":
         """The same, with the optimizers of a run of some steps."""
-        given = self.make_optim
-        if isinstance(given, Mapping):
-            optim = {name: make_optimizer(each, steps) for name, each in given.items()}
+        optims = self.make_optim
+        if isinstance(optims, Mapping):
+            optim = {name: make_optimizer(each, steps) for name, each in optims.items()}
         else:
-            optim = make_optimizer(given, steps)
+            optim = make_optimizer(optims, steps)
         return dataclasses.replace(self, make_optim=optim)
 
     def make_states(self, make: Callable[..., Any], key: Key[Array, ""], mesh: Mesh) -> Any:
@@ -141,26 +144,28 @@ class Training:
         - `make`: `init_state` or `abstract_state`.
         - `key`, `mesh`: as for them.
         """
-        if not isinstance(self.make_model, Mapping):
-            return make(
-                self.make_model,
-                self.make_optim,
-                key=key,
-                mesh=mesh,
-                rule=self.rule,
-                trainable=self.trainable,
-                precision=self.precision,
-            )
-        keys = jax.random.split(key, len(self.make_model))
-        return {
-            name: dataclasses.replace(
-                self,
-                make_model=self.make_model[name],
-                make_optim=_of(self.make_optim, name),
-                trainable=_of(self.trainable, name),
-            ).make_states(make, own_key, mesh)
-            for name, own_key in zip(self.make_model, keys)
-        }
+        if isinstance(self.make_model, Mapping):
+            keys = jax.random.split(key, len(self.make_model))
+            return {
+                name: self._only(name).make_states(make, own_key, mesh)
+                for name, own_key in zip(self.make_model, keys)
+            }
+        return make(
+            self.make_model,
+            self.make_optim,
+            key=key,
+            mesh=mesh,
+            rule=self.rule,
+            trainable=self.trainable,
+            precision=self.precision,
+        )
+
+    def _only(self, name: str) -> "Training":
+        """That of one of several models."""
+        parts = ("make_model", "make_optim", "trainable")
+        given = {part: getattr(self, part) for part in parts}
+        own = {k: v[name] for k, v in given.items() if isinstance(v, Mapping)}
+        return dataclasses.replace(self, **own)
 
     def make_step(self) -> Step:
         """The step of the run."""
@@ -182,36 +187,15 @@ class Training:
         )
 
 
-def _of(given: Any, name: str) -> Any:
-    """What is given for one of several models, or for all."""
-    return given[name] if isinstance(given, Mapping) else given
-
-
+@dataclass(frozen=True)
 class Evaluation:
-    """Measures a model on the evaluation data; called with the model.
+    """Measures a model on the evaluation data; called with the model."""
 
-    **Arguments:**
-
-    - `metric_fn`, `eval_data`, `config`, `precision`, `lint`: as for [`eqxshard.train`][].
-    - `mesh`: that of the run.
-    """
-
-    def __init__(
-        self,
-        metric_fn: Callable[[Any, Any], Mapping[str, Any]],
-        eval_data: Source,
-        config: RunConfig,
-        mesh: Mesh,
-        precision: Precision | None,
-        lint: Lint,
-    ):
-        self._step = make_eval_step(metric_fn, precision=precision, lint=lint)
-        self._loader = Loader(
-            eval_data, batch_size=config.batch_size, mesh=mesh, shuffle=False
-        )
+    step: EvalStep
+    loader: Loader
 
     def __call__(self, model: PyTree) -> dict[str, Any]:
-        return evaluate(model, self._step, self._loader)
+        return evaluate(model, self.step, self.loader)
 
     def names(self, state: PyTree) -> list[str]:
         """The metrics, such as `eval/loss`; traces the evaluation.
@@ -220,7 +204,7 @@ class Evaluation:
 
         What `metric_fn` raises for a batch of these shapes.
         """
-        lowered = self._step.lower(map_models(state), self._loader.shapes())
+        lowered = self.step.lower(map_models(state), self.loader.shapes())
         (_, metrics), _ = lowered.out_info
         return [f"eval/{name}" for name in metrics.totals]
 
@@ -244,22 +228,16 @@ def check_metrics(
         names += [name.replace("eval/", "ema/", 1) for name in names]
     # Callbacks of the user's own may report anything.
     has_others = any(not isinstance(each, _KNOWN) for each in callbacks)
-    wanted = [("best", best)]
     stops = [each for each in callbacks if isinstance(each, EarlyStopping)]
-    wanted += [("EarlyStopping's metric", each.metric) for each in stops]
+    wanted = [("best", best), *(("EarlyStopping's metric", x.metric) for x in stops)]
     for who, name in wanted:
         if name is None or name in names or name.startswith(_REPORTED):
             continue
-        if has_others and f"eval/{name}" not in names:
-            continue
-        if not names:
-            raise ValueError(
-                f"{who}={name!r} is no metric of this run, which evaluates nothing; "
-                "give train a metric_fn and eval_data, or leave it out."
-            )
         meant = f"eval/{name}"
-        hint = did_you_mean(meant if meant in names else name, names)
-        raise ValueError(
-            f"{who}={name!r} is no metric of this run; {hint}use one of "
-            f"{comma_list(names)}."
-        )
+        if has_others and meant not in names:
+            continue
+        remedy = "give train a metric_fn and eval_data, or leave it out"
+        if names:
+            hint = did_you_mean(meant if meant in names else name, names)
+            remedy = f"{hint}use one of {comma_list(names)}"
+        raise ValueError(f"{who}={name!r} is no metric of this run; {remedy}.")

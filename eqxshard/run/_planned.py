@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import math
 import os
-import re
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,11 +17,10 @@ from typing import Any, NoReturn
 
 from jax.sharding import Mesh
 
-from ..data._planning import add_note, planning
+from ..data._datasets import add_note, planning
 from ..planning._make_plan import plan
 from ..sharding._mesh import AXES, BATCH_AXES, resolve_sizes
 from ..sharding._spec import format_sizes
-from ..sharding._text import nearest_multiples
 from ._config import RunConfig, last_step, parse_plan
 from ._devices import complete_mesh, parse_mesh
 from ._parts import Training, TrainingData
@@ -44,28 +42,25 @@ class PlannedRun:
 
         **Raises:**
 
-        `ValueError` if the mesh or the batch size does not fit the devices.
+        `ValueError` if the mesh does not fit the devices, or the step is the script's own.
         """
         sizes = self._mesh_sizes(devices)
-        arguments = self._arguments(self._batch_size(sizes, may_stay=False))
-        return {**arguments, "mesh_shape": sizes, "devices": devices}
+        return {**self._arguments(sizes), "mesh_shape": sizes, "devices": devices}
 
     def for_any_mesh(self, devices: int) -> dict[str, Any]:
         """The arguments of [`eqxshard.plan_search`][], other than the meshes to try."""
-        sizes = self._mesh_sizes(devices)
-        return self._arguments(self._batch_size(sizes, may_stay=True))
+        return self._arguments(self._mesh_sizes(devices))
 
-    def _arguments(self, batch_size: int) -> dict[str, Any]:
-        batches = self.data.host_batches(batch_size, self.config.seed)
-        epoch = max(batches.length, 1)
-        training = self.training.for_steps(
-            last_step(self.config, self.epochs, self.steps, epoch)
-        )
-        if training.train_step is not None:
+    def _arguments(self, sizes: Mapping[str, int]) -> dict[str, Any]:
+        if self.training.train_step is not None:
             raise ValueError(
-                "this script gives train a step of its own, which cannot be planned here; "
-                "use eqxshard.plan_step in Python."
+                "this script gives train a step of its own, which is not planned; give "
+                "eqxshard.plan its models and losses in Python."
             )
+        batches = self.data.host_batches(self._batch_size(sizes), self.config.seed)
+        epoch = max(batches.length, 1)
+        last = last_step(self.config, self.epochs, self.steps, epoch)
+        training = self.training.for_steps(last)
         return {
             "make_model": training.make_model,
             "loss_fn": training.loss_fn,
@@ -92,85 +87,73 @@ class PlannedRun:
             )
         return {axis: self.mesh.shape[axis] for axis in AXES}
 
-    def _batch_size(self, sizes: Mapping[str, int], *, may_stay: bool) -> int:
-        """The batch size, rounded up if the script chose one that does not divide."""
-        accumulate = self.training.accumulate
-        devices = math.prod(sizes[axis] for axis in BATCH_AXES)
-        parts, batch_size = devices * accumulate, self.config.batch_size
-        users = any(re.match("--batch[-_]size", word) for word in sys.argv)
-        if batch_size % parts == 0 or (users and may_stay):
-            return batch_size
-        over = format_sizes({axis: sizes[axis] for axis in BATCH_AXES})
-        each = f" in {accumulate} parts each" if accumulate > 1 else ""
-        says = f"--batch-size {batch_size} does not divide over {over} = {devices} devices"
-        if users:
-            nearest = nearest_multiples(batch_size, parts)
-            raise ValueError(f"{says}{each}; use a multiple of {parts}, such as {nearest}.")
-        rounded = batch_size + -batch_size % parts
-        add_note(f"{says}{each}, so this is a plan for --batch-size {rounded}")
+    def _batch_size(self, sizes: Mapping[str, int]) -> int:
+        """The batch size, rounded up to one that divides."""
+        over = {axis: sizes[axis] for axis in BATCH_AXES}
+        parts = math.prod(over.values()) * self.training.accumulate
+        given = self.config.batch_size
+        rounded = given + -given % parts
+        if rounded != given:
+            add_note(
+                f"--batch-size {given} does not divide into {parts} parts, over "
+                f"{format_sizes(over)} with accumulate={self.training.accumulate}, so this "
+                f"is a plan for --batch-size {rounded}"
+            )
         return rounded
 
 
+#: Gets a run, and a list of what else to know of its plan.
+Planner = Callable[[PlannedRun, list[str]], None]
+
 #: Called by `train` in place of training, with what it would train.
-_planner: ContextVar[Callable[[PlannedRun], None] | None] = ContextVar(
-    "eqxshard_planner", default=None
-)
+_planner: ContextVar[Callable[[PlannedRun], None]] = ContextVar("eqxshard_planner")
+
+
+class _Planned(BaseException):
+    """Ends a script once its run is planned, or could not be.
+
+    Unlike the error that is its cause, no `except Exception` of the script stops it.
+    """
 
 
 def end_with_plan(run: PlannedRun) -> NoReturn:
     """Plan a run that a script is about to start, and end the script."""
-    planner = _planner.get()
-    if planner is not None:
-        planner(run)
-    raise SystemExit(0)
+    try:
+        _planner.get()(run)
+    except Exception as error:
+        raise _Planned from error
+    raise _Planned
 
 
 @contextlib.contextmanager
-def planned_by(planner: Callable[[PlannedRun, list[str]], None]) -> Iterator[None]:
+def planned_by(planner: Planner) -> Iterator[None]:
     """Have the call of `train` that follows call a function, and end the script there.
-
-    **Arguments:**
-
-    - `planner`: called with the run, and with a list of what else to know of its plan.
 
     **Raises:**
 
     `ValueError` if `train` is not called; `SystemExit` if the script ends with an error.
     """
-    script = sys.argv[0]
-    is_called, failure = False, None
     with planning() as notes:
-
-        def plan_once(run: PlannedRun) -> None:
-            nonlocal is_called, failure
-            is_called = True
-            try:
-                planner(run, notes)
-            except Exception as error:
-                failure = error
-                raise
-
-        token = _planner.set(plan_once)
+        token = _planner.set(lambda run: planner(run, notes))
         try:
             yield
+        except _Planned as end:
+            if end.__cause__ is not None:
+                raise end.__cause__ from None
+            return
         except SystemExit as end:
             if end.code:
                 raise
         finally:
             _planner.reset(token)
-    if failure is not None:
-        raise failure  # The script caught it.
-    if not is_called:
-        raise ValueError(
-            f"{script} does not call eqxshard.train, so there is nothing to plan; give a "
-            "script that does, or use eqxshard.plan in Python."
-        )
+    raise ValueError(
+        f"{sys.argv[0]} does not call eqxshard.train, so there is nothing to plan; give a "
+        "script that does, or use eqxshard.plan in Python."
+    )
 
 
 def plan_script(
-    script: str | os.PathLike[str],
-    options: Sequence[str],
-    planner: Callable[[PlannedRun, list[str]], None],
+    script: str | os.PathLike[str], options: Sequence[str], planner: Planner
 ) -> None:
     """Run a script as `__main__` up to its call of `train`, for [`planned_by`][].
 
@@ -196,7 +179,7 @@ def plan_script(
         sys.argv, sys.path[:] = before
 
 
-def print_plan(text: str) -> Callable[[PlannedRun, list[str]], None]:
+def print_plan(text: str) -> Planner:
     """What `--plan 512xh200` asks for.
 
     **Raises:**
@@ -207,6 +190,6 @@ def print_plan(text: str) -> Callable[[PlannedRun, list[str]], None]:
 
     def planner(run: PlannedRun, notes: list[str]) -> None:
         made = plan(**run.for_mesh(count), target=device)
-        print(dataclasses.replace(made, notes=(*made.notes, *dict.fromkeys(notes))))
+        print(dataclasses.replace(made, notes=(*made.notes, *notes)))
 
     return planner

@@ -12,77 +12,57 @@ from typing import Any
 
 from ..checkpoint._folder import CheckpointFolder
 from ..loop._clock import goodput
-from ..trackers._jsonl import or_nan, read_whole_lines
-from ..trackers._values import Metric, metrics, times
+from ..trackers._jsonl import or_nan
+from ..trackers._tracker import Metric, metrics, times
 from ._folder import RunFolder, read_values
 
 
 @dataclass(frozen=True)
-class Reported:
+class Report:
     """A line of the log: its numbers, of which those that were not finite are nan."""
 
     step: int
     values: Mapping[str, float]
-
-    @property
-    def epoch(self) -> float | None:
-        """How far the run was."""
-        return self.values.get("epoch")
 
     @cached_property
     def metrics(self) -> list[Metric]:
         """What describes the model."""
         return list(metrics(self.values))
 
-    @cached_property
-    def parts(self) -> dict[str, float]:
-        """The seconds of each part of the run, since the last report."""
-        return times(self.values)
-
-
-@dataclass(frozen=True)
-class SavedStep:
-    """A checkpoint: its size on disk, when it was complete, and its metrics."""
-
-    step: int
-    nbytes: int
-    time: datetime
-    metrics: Mapping[str, float]
-
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """What the files of a run say; all but the log may be missing.
+    """What the files of a run say, each read when it is asked for; any may be missing."""
 
-    - `path`: its folder.
-    - `record`: of `run.json`.
-    - `lines`: of `metrics.jsonl`, those that are whole.
-    - `written`: when the last of them was written.
-    - `warnings`: of `warnings.jsonl`.
-    - `checkpoints`: in order.
-    - `plan`: of `plan.json`, as [`eqxshard.Plan.to_json`][] makes it.
-    - `crash_dump`: the folder of a crash dump.
-    """
+    folder: RunFolder
 
-    path: Path
-    record: Mapping[str, Any]
-    lines: Sequence[Mapping[str, Any]]
-    written: datetime
-    warnings: Sequence[Mapping[str, Any]]
-    checkpoints: Sequence[SavedStep]
-    plan: Mapping[str, Any] | None
-    crash_dump: Path | None
+    @cached_property
+    def record(self) -> dict[str, Any]:
+        """What `run.json` has."""
+        return read_values(self.folder.record)
+
+    @cached_property
+    def reports(self) -> list[Report]:
+        """The numbers of each line of the log that is whole."""
+        return [_report(line) for line in self.folder.history()]
 
     @property
     def title(self) -> str:
         """Its name, devices and mesh."""
-        return self.record.get("title") or self.path.name
+        return self.record.get("title") or self.folder.path.name
 
     @property
     def step(self) -> int:
         """The last step that is logged or saved."""
-        logged = [line["step"] for line in self.lines[-1:]]
-        return max([0, *logged, *(each.step for each in self.checkpoints)])
+        saved = CheckpointFolder(self.folder.checkpoints).known_steps()
+        return max([0, *saved, *(report.step for report in self.reports[-1:])])
+
+    @property
+    def last_written(self) -> datetime:
+        """When the last line was logged; without a log, when the run started."""
+        files = (self.folder.metrics, self.folder.record)
+        newest = next(file for file in files if file.exists())
+        return datetime.fromtimestamp(newest.stat().st_mtime).astimezone()
 
     @property
     def state(self) -> str:
@@ -100,17 +80,12 @@ class RecordedRun:
         steps = self.record.get("steps")
         at = f"step {self.step:,}" + ("" if steps is None else f" of {steps:,}")
         if self.state == "not ended":
-            return f"At {at} on {self.written:%Y-%m-%d %H:%M}, and not ended since"
+            return f"At {at} on {self.last_written:%Y-%m-%d %H:%M}, and not ended since"
         why = self.record["ended"].get("why")
         return f"Stopped at {at}: {why}" if why else f"Stopped at {at}"
 
     @cached_property
-    def reports(self) -> list[Reported]:
-        """The numbers of each line."""
-        return [_report(line) for line in self.lines]
-
-    @cached_property
-    def evaluations(self) -> list[Reported]:
+    def evaluations(self) -> list[Report]:
         """The reports that have an evaluation."""
         return [x for x in self.reports if any(m.kind == "eval" for m in x.metrics)]
 
@@ -119,7 +94,7 @@ class RecordedRun:
         """The seconds of each part of the wall time."""
         total: dict[str, float] = {}
         for report in self.reports:
-            for part, seconds in report.parts.items():
+            for part, seconds in times(report.values).items():
                 total[part] = total.get(part, 0.0) + seconds
         return total
 
@@ -166,19 +141,38 @@ def read_run(folder: RunFolder) -> RecordedRun:
             f"{folder.path} is not the folder of a run: it has no {folder.metrics.name}; "
             "give one such as runs/NAME."
         )
-    newest = folder.metrics if folder.metrics.exists() else folder.record
-    lines = [line for _, line in read_whole_lines(folder.metrics)]
-    crash = folder.checkpoints / "crash_dump"
-    return RecordedRun(
-        path=folder.path,
-        record=read_values(folder.record),
-        lines=[line for line in lines if isinstance(line.get("step"), int)],
-        written=datetime.fromtimestamp(newest.stat().st_mtime).astimezone(),
-        warnings=[line for _, line in read_whole_lines(folder.warnings)],
-        checkpoints=_checkpoints(folder.checkpoints),
-        plan=read_values(folder.path / "plan.json") or None,
-        crash_dump=crash if crash.is_dir() else None,
-    )
+    return RecordedRun(folder)
+
+
+def summarize(
+    run: RecordedRun, steps_per_epoch: int, examples: int, unit: str
+) -> dict[str, Any]:
+    """Metrics and speed of a run, for its summary.
+
+    **Arguments:**
+
+    - `run`: the run.
+    - `steps_per_epoch`, `examples`: the number of steps and of examples in an epoch.
+    - `unit`: the name of the examples, such as `images`.
+
+    **Returns:**
+
+    For each evaluated metric its last value, and a list of all; the seconds of an epoch,
+    and the examples per second; the wall time by part, and the share of it in which
+    training steps ran. What is not known is `None`.
+    """
+    summary: dict[str, Any] = {}
+    evaluated = [metric for report in run.evaluations for metric in report.metrics]
+    for kind, name, value in evaluated:
+        if kind == "eval":
+            known = value if math.isfinite(value) else None
+            summary[f"test_{name}"] = known
+            summary.setdefault(f"test_{name}_by_epoch", []).append(known)
+    if run.parts:
+        summary |= {"seconds": run.parts, "goodput": run.goodput}
+    pace = run.step_seconds and run.step_seconds * steps_per_epoch
+    speed = pace and examples / pace
+    return summary | {"seconds_per_epoch": pace, f"{unit}_per_second": speed}
 
 
 @contextlib.contextmanager
@@ -193,29 +187,12 @@ def showing(*folders: Path) -> Iterator[None]:
         ) from error
 
 
+def _report(line: Mapping[str, Any]) -> Report:
+    numbers = {k: v for k, v in line.items() if isinstance(v, int | float | None)}
+    values = {name: float(or_nan(x)) for name, x in numbers.items() if name != "step"}
+    return Report(line["step"], values)
+
+
 def _median(found: Sequence[float]) -> float | None:
     """The median, without the first report, during which the step compiles."""
     return statistics.median(found[1:] or found) if found else None
-
-
-def _report(line: Mapping[str, Any]) -> Reported:
-    numbers = {k: v for k, v in line.items() if isinstance(v, int | float | None)}
-    values = {k: float(or_nan(v)) for k, v in numbers.items() if k != "step"}
-    return Reported(line["step"], values)
-
-
-def _checkpoints(path: Path) -> list[SavedStep]:
-    folder, found = CheckpointFolder(path), list[SavedStep]()
-    for step in folder.known_steps():
-        # Another process may remove it meanwhile, and it may be damaged.
-        with contextlib.suppress(OSError):
-            files = [file for file in Path(folder.at(step)).rglob("*") if file.is_file()]
-            if not files:
-                continue
-            time = datetime.fromtimestamp(max(file.stat().st_mtime for file in files))
-            saved: Mapping[str, float] = {}
-            with contextlib.suppress(ValueError, TypeError):
-                saved = folder.description(step).metrics
-            size = sum(file.stat().st_size for file in files)
-            found.append(SavedStep(step, size, time.astimezone(), saved))
-    return found

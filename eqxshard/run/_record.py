@@ -4,6 +4,7 @@ It is written when a run starts, so that a run that is killed has one, too.
 """
 
 import contextlib
+import dataclasses
 import importlib.metadata
 import json
 import logging
@@ -11,9 +12,8 @@ import platform
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -29,7 +29,6 @@ _LOG = logging.getLogger(__name__)
 _PACKAGES = ("jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain", "numpy")
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 
-
 #: The most warnings that are kept, each once.
 _MOST_WARNINGS = 200
 
@@ -37,6 +36,7 @@ _MOST_WARNINGS = 200
 class RunRecord:
     """Writes the record of a run, its warnings and its page; a context manager.
 
+    It hears what is logged and warned of, from the level WARNING, and keeps each text once.
     Only the process that calls `begin` writes anything. What cannot be written is logged,
     and the run goes on.
 
@@ -48,17 +48,29 @@ class RunRecord:
     def __init__(self, folder: RunFolder):
         self._folder = folder
         self._facts: dict[str, Any] = {}
-        self._heard = HeardWarnings()
+        self._warnings: dict[str, str] = {}
+        self._hearing = hearing_warnings(self.keep_warning)
 
     def __enter__(self) -> "RunRecord":
-        self._heard.start()
+        self._hearing.__enter__()
         return self
 
     def warn(self, texts: Iterable[str]) -> None:
-        """Print warnings on stderr, and add them to those of the run."""
+        """Print warnings on stderr, and keep them with those of the run."""
         for text in texts:
             print(f"warning: {text}", file=sys.stderr)
-            self._heard.add("eqxshard", text)
+            self.keep_warning("eqxshard", text)
+
+    def keep_warning(self, source: str, text: str) -> None:
+        """Keep a warning, if it is new."""
+        if text in self._warnings or len(self._warnings) >= _MOST_WARNINGS:
+            return
+        line = json.dumps({"time": _now(), "source": source, "text": text}) + "\n"
+        self._warnings[text] = line
+        if self._facts:
+            # Logging here that the disk is full would come back as a warning.
+            with contextlib.suppress(OSError):
+                self._append(line)
 
     def begin(self, facts: Mapping[str, Any], first: int) -> None:
         """Write the record of a run that starts, or resumes, at a step."""
@@ -67,8 +79,11 @@ class RunRecord:
         start = {"time": _now(), "step": first}
         self._facts = {**facts, "starts": [*starts, start], "ended": None}
         self._write()
-        with _not_fatal(self._folder.warnings):
-            self._heard.write_to(self._folder.warnings, keep=bool(first))
+        with self._not_fatal("warnings"):
+            if not first:
+                self._folder.warnings.unlink(missing_ok=True)
+            if self._warnings:
+                self._append("".join(self._warnings.values()))
 
     def __exit__(
         self,
@@ -76,7 +91,7 @@ class RunRecord:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._heard.stop()
+        self._hearing.__exit__(kind, error, trace)
         if not self._facts:
             return
         why = "" if error is None else _in_a_line(error)
@@ -85,23 +100,66 @@ class RunRecord:
         self._folder.write_page()
 
     def _write(self) -> None:
-        with _not_fatal(self._folder.record):
+        with self._not_fatal("record"):
             # Settings may be of any type.
             text = json.dumps(self._facts, indent=1, default=str) + "\n"
             write_whole(self._folder.record, text)
 
+    def _append(self, lines: str) -> None:
+        with self._folder.warnings.open("a", encoding="utf-8") as file:
+            file.write(lines)
+
+    @contextlib.contextmanager
+    def _not_fatal(self, name: str) -> Iterator[None]:
+        """Log that a file could not be written, instead of ending the run."""
+        try:
+            yield
+        except OSError as error:
+            path = getattr(self._folder, name)
+            _LOG.error("%s cannot be written: %s. Training continues.", path, error)
+
+
+@contextlib.contextmanager
+def hearing_warnings(keep: Callable[[str, str], None]) -> Iterator[None]:
+    """Call a function with the source and the text of each warning, logged or not.
+
+    All are shown as they would be without it.
+    """
+    show, make_record = warnings.showwarning, logging.getLogRecordFactory()
+
+    def show_and_keep(message: Any, category: Any, *args: Any, **kwargs: Any) -> None:
+        keep(category.__name__, str(message))
+        show(message, category, *args, **kwargs)
+
+    def make_and_keep(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make_record(*args, **kwargs)
+        if record.levelno >= logging.WARNING:
+            # A malformed call must not raise into its caller; those that show it say so.
+            with contextlib.suppress(Exception):
+                keep(record.name, record.getMessage())
+        return record
+
+    warnings.showwarning = show_and_keep
+    logging.setLogRecordFactory(make_and_keep)
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(make_record)
+        # Unless somebody else listens by now, too, who would be cut off.
+        if warnings.showwarning is show_and_keep:
+            warnings.showwarning = show
+
 
 def describe_devices(mesh: Mesh) -> dict[str, Any]:
     """The mesh of a run, and the devices that it is made of, as values for JSON."""
-    devices = list(mesh.devices.flat)
+    first, *others = mesh.devices.flat
+    beside = [each for each in others if each.process_index == first.process_index]
     return {
         "mesh": {axis: size for axis, size in mesh.shape.items() if size > 1},
         "devices": {
-            "kind": devices[0].device_kind,
+            "kind": first.device_kind,
             "count": mesh.size,
-            "per_process": sum(
-                device.process_index == devices[0].process_index for device in devices
-            ),
+            "per_process": 1 + len(beside),
         },
         "host": f"{platform.node()}, {platform.platform()}",
         "command": shlex.join(sys.argv),
@@ -119,22 +177,30 @@ def versions() -> dict[str, str]:
     return ours
 
 
-@contextlib.contextmanager
-def _not_fatal(path: Path) -> Any:
-    """Log that a file could not be written, instead of ending the run."""
-    try:
-        yield
-    except OSError as error:
-        _LOG.error("%s cannot be written: %s. Training continues.", path, error)
+def flatten_settings(settings: Any) -> dict[str, Any]:
+    """The fields of nested dataclasses, or the entries of dicts, side by side.
+
+    Their values are as JSON has them; what it has no kind for, such as a path, is text.
+    """
+    if dataclasses.is_dataclass(settings):
+        settings = {x.name: getattr(settings, x.name) for x in dataclasses.fields(settings)}
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if dataclasses.is_dataclass(value) or isinstance(value, Mapping):
+            flat |= flatten_settings(value)
+        else:
+            text = json.dumps(value, default=str)
+            flat[str(name)] = json.loads(text, parse_constant=str)  # Such as NaN.
+    return flat
 
 
 def _memory() -> dict[str, int] | None:
     """The most bytes that were in use on a device of this process, if devices tell."""
     found = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [each["peak_bytes_in_use"] for each in found if "peak_bytes_in_use" in each]
+    limits = [each["bytes_limit"] for each in found if "bytes_limit" in each]
     if not peaks:
         return None
-    limits = [each["bytes_limit"] for each in found if "bytes_limit" in each]
     return {"peak": max(peaks)} | ({"limit": min(limits)} if limits else {})
 
 
@@ -151,86 +217,3 @@ def _in_a_line(error: BaseException) -> str:
 
 def _now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
-
-
-class HeardWarnings:
-    """Listens to `logging`, from its level WARNING, and to Python's warnings.
-
-    All are still shown where they would be. Each text is kept once.
-    """
-
-    def __init__(self):
-        self._lines: dict[str, str] = {}
-        self._path: Path | None = None
-        self._handler = _Handler(self.add)
-        self._shown: Callable[..., None] = warnings.showwarning
-
-    def start(self) -> None:
-        """Listen from now on."""
-        logging.getLogger().addHandler(self._handler)
-        self._shown = warnings.showwarning
-        warnings.showwarning = self._show
-
-    def stop(self) -> None:
-        """Listen no more."""
-        logging.getLogger().removeHandler(self._handler)
-        # Unless somebody else listens by now, too, who would be cut off.
-        if warnings.showwarning == self._show:
-            warnings.showwarning = self._shown
-
-    def add(self, source: str, text: str) -> None:
-        """Keep a warning, if it is new."""
-        if text in self._lines or len(self._lines) >= _MOST_WARNINGS:
-            return
-        line = {"time": _now(), "source": source, "text": text}
-        self._lines[text] = json.dumps(line) + "\n"
-        if self._path is not None:
-            # A full disk has been logged by others, and logging it here would come back.
-            with (
-                contextlib.suppress(OSError),
-                self._path.open("a", encoding="utf-8") as file,
-            ):
-                file.write(self._lines[text])
-
-    def write_to(self, path: Path, *, keep: bool) -> None:
-        """Write what was heard, and from now on each warning, to a file.
-
-        **Arguments:**
-
-        - `path`: the file, which need not exist; without warnings, it is not made.
-        - `keep`: keep what is there from an earlier start of the run.
-        """
-        if not keep:
-            path.unlink(missing_ok=True)
-        if self._lines:
-            with path.open("a", encoding="utf-8") as file:
-                file.write("".join(self._lines.values()))
-        self._path = path
-
-    def _show(self, message: Any, category: Any, *args: Any, **kwargs: Any) -> None:
-        self.add(category.__name__, str(message))
-        self._shown(message, category, *args, **kwargs)
-
-
-class _Handler(logging.Handler):
-    """Passes records on; shows those that nobody else shows, as `logging` does."""
-
-    def __init__(self, heard: Callable[[str, str], None]):
-        super().__init__(logging.WARNING)
-        self._heard = heard
-
-    def emit(self, record: logging.LogRecord) -> None:
-        # A malformed call must not raise into its caller; those that show it say so.
-        with contextlib.suppress(Exception):
-            self._heard(record.name, record.getMessage())
-        # With a handler, even one that shows nothing, `logging` leaves out its last resort.
-        if logging.lastResort is not None and not self._is_shown(record):
-            logging.lastResort.handle(record)
-
-    def _is_shown(self, record: logging.LogRecord) -> bool:
-        logger: logging.Logger | None = logging.getLogger(record.name)
-        while logger is not None:
-            if any(handler is not self for handler in logger.handlers):
-                return True
-            logger = logger.parent if logger.propagate else None
-        return False

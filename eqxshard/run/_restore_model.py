@@ -77,7 +77,8 @@ def restore_model(
     options: Any = {"key": key, "mesh": mesh, "rule": rule or replicate()}
     folder = RunFolder(config.output or default_folder(name))
     checkpointer = Checkpointer(folder.checkpoints, best=best, mode=mode)
-    if load is not None and not _reads_run(config, checkpointer):
+    resumes = {"no": False, "yes": True, "auto": bool(checkpointer.steps())}
+    if load is not None and not resumes[config.resume]:
         return init_state(make_model, optax.identity(), **options, load=load).model
     like = abstract_state(make_model, optax.identity(), **options)
     if like.model_state is not None:
@@ -96,15 +97,11 @@ def _choose(
     """The best checkpoint; the newest if nothing is best."""
     record = read_values(folder.record)
     kept, kept_mode = record.get("best"), record.get("mode", mode)
-    if best is None and kept is not None:
+    is_unclear = best is None or (best == kept and mode != kept_mode)
+    if kept is not None and is_unclear:
         raise ValueError(
-            f"the run in {folder.path} kept the best checkpoint by {kept}, so say which "
-            f"one to read; give best={kept!r} with its mode=, or step='newest'."
-        )
-    if best is not None and best == kept and mode != kept_mode:
-        raise ValueError(
-            f"the run in {folder.path} kept the {kept_mode} of {kept}, and this reads the "
-            f"{mode}; give mode={kept_mode!r}, or step= the one to read."
+            f"the run in {folder.path} kept the {kept_mode} of {kept}; give best={kept!r} "
+            f"with mode={kept_mode!r}, or step= the one to read."
         )
     step = checkpointer.best_step()
     if best is not None and step is None and checkpointer.steps():
@@ -113,10 +110,3 @@ def _choose(
             "metric, or step='newest'."
         )
     return "newest" if step is None else step
-
-
-def _reads_run(config: RunConfig, checkpointer: Checkpointer) -> bool:
-    """Whether to read a run's model although there are weights to load."""
-    if config.resume == "auto":
-        return bool(checkpointer.steps())
-    return config.resume == "yes"

@@ -1,7 +1,6 @@
 """`train`: everything a training script does around `fit`."""
 
 import contextlib
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,28 +15,29 @@ from jaxtyping import PyTree
 
 from ..checkpoint._checkpointer import Checkpointer
 from ..compiled._findings import Lint
+from ..data._datasets import is_planning
 from ..data._host import Transform
-from ..data._loader import Remainder
-from ..data._planning import is_planning
+from ..data._loader import Loader, Remainder
 from ..data._samplers import Sampler
 from ..data._sources import Source
 from ..debug._script import refuse_import
 from ..distributed import broadcast_from_first, is_main_process
 from ..loop._callbacks import Callback, check_callbacks
-from ..loop._callbacks_steps import Profile
 from ..loop._fit import fit
-from ..loop._protocols import Tracker
+from ..loop._ready_callbacks import Profile
 from ..sharding._leaf_rules import replicate
 from ..sharding._mesh import describe_mesh
 from ..sharding._rule import Rule
 from ..trackers._jsonl import or_nan
+from ..trackers._tracker import Tracker
 from ..training._config import Nonfinite
+from ..training._eval_step import make_eval_step
 from ..training._init import abstract_state, init_state
 from ..training._precision import Precision
 from ..training._states import states_of, step_of
 from ..training._train_step import TrainStep
 from ..training._unused_axes import unused_axes
-from ._config import MakeOptim, RunConfig, last_step, option
+from ._config import MakeOptim, RunConfig, last_step, option, parse_profile
 from ._folder import RunFolder, default_folder, script_name
 from ._parts import (
     Evaluation,
@@ -48,10 +48,8 @@ from ._parts import (
     check_metrics,
 )
 from ._planned import PlannedRun, end_with_plan
-from ._record import RunRecord, describe_devices, versions
-from ._summary import flatten_settings, summarize
-
-_LOG = logging.getLogger(__name__)
+from ._read_run import RecordedRun, summarize
+from ._record import RunRecord, describe_devices, flatten_settings, versions
 
 
 @dataclass(frozen=True)
@@ -60,8 +58,8 @@ class RunResult:
 
     - `state`: the [`eqxshard.TrainState`][] at the end; of several models, a dict of them.
     - `metrics`: the last evaluation, by metric.
-    - `speed`: time per epoch and throughput: `14.7 s/epoch | 4,072 images/s`. A run of
-      one epoch includes its compiling.
+    - `speed`: time per epoch and throughput: `14.7 s/epoch | 4,072 images/s`, by the
+      median step. Only a run of one report includes its compiling.
     - `title`: its name, devices and mesh: `LeNet on 2 x cpu (data=2)`.
     - `folder`: the folder of its files.
     - `summary`: the contents of its `summary.json`.
@@ -202,9 +200,13 @@ def train(
     step = training.make_step()
     evaluation = None
     if metric_fn is not None and eval_data is not None:
-        evaluation = Evaluation(metric_fn, eval_data, config, mesh, precision, lint)
+        evaluation = Evaluation(
+            make_eval_step(metric_fn, precision=precision, lint=lint),
+            Loader(eval_data, batch_size=config.batch_size, mesh=mesh, shuffle=False),
+        )
     check_callbacks(callbacks)
-    callbacks = [*callbacks, *_profile(config, folder, last)]
+    if config.profile is not None:
+        callbacks = [*callbacks, _profile(config.profile, folder, last)]
     checkpointer = Checkpointer(
         folder.checkpoints,
         save_every=config.save_every or len(loader),
@@ -224,10 +226,9 @@ def train(
         # Before the trackers, which empty the files of an earlier run.
         checkpointer.claim_run(first, loader)
         title = f"{name or script_name() or 'run'} on {describe_mesh(mesh)}"
-        about = {
+        facts = {
             "title": f"{title} | {data.name} data" if data.warning else title,
             "steps": last,
-            "batch_size": config.batch_size,
             "unit": data.unit,
             "best": best,
             "mode": mode,
@@ -241,23 +242,23 @@ def train(
             **describe_devices(mesh),
         }
         # A start that takes no step leaves what is written of the run as it is.
-        kept = folder.read_summary() if first >= last else {}
+        summary = folder.read_summary() if first >= last else {}
         if is_main_process():
+            _announce(record, data.warning, first, last)
             if isinstance(step, TrainStep):
                 lower = lambda: step.lower(state, loader.shapes())  # noqa: E731
                 record.warn(unused_axes(state, mesh, training.rule, lower))
-            _announce(data.warning, first, last, resumes)
-            if not kept:
+            if not summary:
                 own = folder.trackers(
-                    title=about["title"],
+                    title=facts["title"],
                     total_steps=last,
                     first=first,
                     extra={"data": data.name} if data.name else {},
                     services=config.track,
-                    settings=about["settings"],
+                    settings=facts["settings"],
                 )
                 trackers = (*trackers, *own)
-                record.begin(about, first)
+                record.begin(facts, first)
         state = fit(
             state,
             step,
@@ -271,34 +272,51 @@ def train(
             log_every=config.log_every,
             hang_seconds=config.hang_seconds,
         )
-        summary = kept
-        if is_main_process():
-            summary = kept or _finish(folder, data, about, mesh)
-            # What reads it may be gone.
-            with contextlib.suppress(OSError):
-                print(f"metrics, checkpoints and a page, index.html, are in {folder.path}")
+        if is_main_process() and not summary:
+            own = ("data", "parameters", "settings", "versions")
+            summary = {
+                **summarize(RecordedRun(folder), len(loader), data.examples, data.unit),
+                **{name: facts[name] for name in own},
+                "devices": describe_mesh(mesh),
+            }
+            folder.write_summary(summary)
         summary = broadcast_from_first(summary)
+    return _result(state, summary, facts["title"], folder, data.unit)
+
+
+def _result(
+    state: Any, summary: dict[str, Any], title: str, folder: RunFolder, unit: str
+) -> RunResult:
+    if is_main_process():
+        # What reads it may be gone.
+        with contextlib.suppress(OSError):
+            print(f"metrics, checkpoints and a page, index.html, are in {folder.path}")
+    pace = or_nan(summary.get("seconds_per_epoch"))
+    speed = or_nan(summary.get(f"{unit}_per_second"))
+    evaluated = [name for name in summary if name.startswith("test_")]
     return RunResult(
         state=state,
-        metrics=_last_evaluation(summary),
-        speed=_describe_speed(summary, data.unit),
-        title=about["title"],
+        metrics={
+            name.removeprefix("test_"): or_nan(summary[name])
+            for name in evaluated
+            if not name.endswith("_by_epoch")
+        },
+        speed=f"{pace:.1f} s/epoch | {speed:,.0f} {unit}/s",
+        title=title,
         folder=folder.path,
         summary=summary,
     )
 
 
-def _profile(config: RunConfig, folder: RunFolder, last: int) -> list[Callback]:
+def _profile(steps: str, folder: RunFolder, last: int) -> Profile:
     """The profile that `--profile` asks for."""
-    if config.profile is None:
-        return []
-    start = int(config.profile.partition(":")[0])
-    if start > last:
+    first, end = parse_profile(steps)
+    if first > last:
         raise ValueError(
-            f"{option('profile', config.profile)} begins after the last step, {last}; use "
-            "steps of this run."
+            f"{option('profile', steps)} begins after the last step, {last}; use steps of "
+            "this run."
         )
-    return [Profile.parse(config.profile, folder.path / "profile")]
+    return Profile(first, end, folder.path / "profile")
 
 
 def _count_parameters(states: Any) -> int:
@@ -306,44 +324,10 @@ def _count_parameters(states: Any) -> int:
     return sum(map(jnp.size, jax.tree.leaves(eqx.filter(models, eqx.is_array))))
 
 
-def _announce(warning: str, first: int, last: int, resumes: bool) -> None:
+def _announce(record: RunRecord, warning: str, first: int, last: int) -> None:
     if warning:
-        from rich.console import Console
-        from rich.panel import Panel
-
-        panel = Panel(warning, title="SYNTHETIC DATA", style="bold yellow")
-        Console(stderr=True).print(panel)
+        record.warn([f"SYNTHETIC DATA: {warning}"])
     if first >= last:
         print(f"training already finished at step {first}; nothing is left to do.")
-    elif resumes:
+    elif first:
         print(f"resuming from step {first}.")
-
-
-def _finish(
-    folder: RunFolder, data: TrainingData, about: Mapping[str, Any], mesh: Mesh
-) -> dict[str, Any]:
-    """Write the summary of a run that has taken its steps."""
-    summary = summarize(folder.history(), data.examples, data.unit)
-    for fact in ("data", "parameters", "settings", "versions"):
-        summary[fact] = about[fact]
-    summary["devices"] = describe_mesh(mesh)
-    try:
-        folder.write_summary(summary)
-    except OSError as error:
-        _LOG.error("%s cannot be written: %s. The run is finished.", folder.summary, error)
-    return summary
-
-
-def _last_evaluation(summary: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of the last evaluation, by their names."""
-    return {
-        name.removeprefix("test_"): or_nan(value)
-        for name, value in summary.items()
-        if name.startswith("test_") and not name.endswith("_by_epoch")
-    }
-
-
-def _describe_speed(summary: Mapping[str, Any], unit: str) -> str:
-    pace = or_nan(summary.get("seconds_per_epoch"))
-    speed = or_nan(summary.get(f"{unit}_per_second"))
-    return f"{pace:.1f} s/epoch | {speed:,.0f} {unit}/s"

@@ -1,14 +1,12 @@
 """Trackers, which [`eqxshard.fit`][] reports to: the terminal, files, plots, services.
 
-A tracker is any object with the two methods of [`eqxshard.Tracker`][]. Uses no other part
-of the package than the values that `loop` logs.
+A tracker is any object with the two methods of [`eqxshard.Tracker`][].
 """
 
-from ..loop._media import Histogram as Histogram
-from ..loop._media import Image as Image
 from ._curves import Curves as Curves
 from ._jsonl import JSONLines as JSONLines
 from ._mlflow import MLflow as MLflow
 from ._progress import ProgressBar as ProgressBar
 from ._tensorboard import TensorBoard as TensorBoard
+from ._tracker import Image as Image
 from ._wandb import WandB as WandB

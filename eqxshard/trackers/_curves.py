@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..loop._media import Value, numbers
-from ._files import Seldom, local_file, writing
+from ..sharding._paths import local_path
+from ._files import Seldom, writing
 from ._packages import load
-from ._values import is_evaluation, metrics
+from ._tracker import Value, is_evaluation, metrics, numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,7 +45,7 @@ class Curves:
     def __init__(self, path: str | os.PathLike[str], *, title: str = ""):
         matplotlib = load("matplotlib.figure", "Curves", "'eqxshard[recipes]'")
         self._new_figure = matplotlib.Figure
-        self._path = local_file(path)
+        self._path = local_path(path, "the file")
         if self._path.suffix.lower() not in (".png", ""):
             raise ValueError(
                 f"Curves writes a PNG, but {os.fspath(path)!r} has another extension; use "

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..loop._media import Value, numbers
 from ..sharding._files import open_file, parse_json
-from ._files import local_file, writing
+from ..sharding._paths import local_path
+from ._files import write_whole, writing
+from ._tracker import Value, numbers
 
 _LOG = logging.getLogger(__name__)
 
@@ -41,8 +42,7 @@ class JSONLines:
 
     **Raises:**
 
-    `ValueError` if the file cannot be written, or `extra` is not JSON; from `log`, if it
-    is closed.
+    `ValueError` if the file cannot be written; from `log`, if it is closed.
 
     !!! Example
 
@@ -58,28 +58,21 @@ class JSONLines:
         keep_until: int | None = None,
         extra: Mapping[str, object] = {},
     ):
-        try:
-            self._extra = json.loads(json.dumps(dict(extra), allow_nan=False))
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"extra is not JSON: {error}; use text, finite numbers, lists and dicts."
-            ) from error
-        self._path = local_file(path)
+        self._extra = json.loads(json.dumps(dict(extra), allow_nan=False))
+        self._path = local_path(path, "the file")
         self.waiting: list[str] = []
         with writing(self._path):
             if keep_until is not None and self._path.exists():
-                part = self._path.with_name(f".{self._path.name}.part")
                 whole = read_whole_lines(self._path)
                 kept = [text + "\n" for text, line in whole if _step(line) <= keep_until]
-                part.write_text("".join(kept), encoding="utf-8")
-                os.replace(part, self._path)
+                write_whole(self._path, "".join(kept))
             if keep_until is None:
                 self._path.write_bytes(b"")
             # Readable, so that it can be written again.
             self._file = self._path.open("ab+", buffering=0)
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
-        """Write a line of the numbers, without pictures and histograms."""
+        """Write a line of the numbers, without pictures."""
         if self._file.closed:
             raise ValueError(
                 f"{os.fspath(self._path)!r} is closed; continue with a new "

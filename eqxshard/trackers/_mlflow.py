@@ -1,28 +1,30 @@
 """Runs of MLflow."""
 
+import contextlib
 import functools
 import os
+import queue
 import re
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..distributed import is_main_process
-from ..loop._media import Histogram, Image, Value, numbers
-from ._packages import load
-from ._service import KeptRun, Sender, one_line
+from ._files import KeptRun
+from ._packages import load, one_line
+from ._tracker import Image, Value, numbers
 
-#: Of MLflow: parameters in a request, and letters of a parameter.
-_MOST_PARAMETERS, _LONGEST_PARAMETER = 100, 6_000
+#: The most letters that a parameter of MLflow has.
+_LONGEST_PARAMETER = 6_000
 
 
 class MLflow:
     """Sends each report to a run of [MLflow](https://mlflow.org).
 
     Where it goes is set as for MLflow itself, by the environment's `MLFLOW_TRACKING_URI`
-    and `MLFLOW_EXPERIMENT_NAME`; by default, into a database in the working folder. Images
-    are those of the run, and histograms are artifacts, `histograms/NAME/STEP.json`. With
+    and `MLFLOW_EXPERIMENT_NAME`; by default, into a database in the working folder. With
     several processes, only process 0 has a run.
 
     **Arguments:**
@@ -55,7 +57,7 @@ class MLflow:
         resume: bool = False,
     ):
         self._mlflow = mlflow = load("mlflow", "MLflow", "'eqxshard[mlflow]'")
-        self._sender: Sender | None = None
+        self._sender: _Sender | None = None
         if not is_main_process():
             return
         self._kept = KeptRun(Path(directory) / "mlflow.json", resume=resume)
@@ -70,7 +72,7 @@ class MLflow:
                 f"{one_line(error)} Set MLFLOW_TRACKING_URI to a server that answers."
             ) from error
         self._kept.keep(self._kept.after)
-        self._sender = Sender("MLflow")
+        self._sender = _Sender()
         if not new:
             update = functools.partial(self._client.update_run, self._kept.id)
             self._sender.send(functools.partial(update, status="RUNNING"))
@@ -99,13 +101,9 @@ class MLflow:
         found = experiment and experiment.experiment_id
         id = found or self._client.create_experiment(wanted)
         run = self._client.create_run(id, run_name=name)
-        parameters = [
-            self._mlflow.entities.Param(_plain(key), str(value)[:_LONGEST_PARAMETER])
-            for key, value in settings.items()
-        ]
-        for start in range(0, len(parameters), _MOST_PARAMETERS):
-            part = parameters[start : start + _MOST_PARAMETERS]
-            self._client.log_batch(run.info.run_id, params=part)
+        for key, value in settings.items():
+            text = str(value)[:_LONGEST_PARAMETER]
+            self._client.log_param(run.info.run_id, _plain(key), text)
         return run.info.run_id
 
     def _send(self, step: int, values: dict[str, Value], now: int) -> None:
@@ -122,13 +120,52 @@ class MLflow:
                 pixels = value.pixels[..., 0] if grey else value.pixels
                 options: Any = {"key": _plain(name), "step": step, "synchronous": True}
                 self._client.log_image(run, pixels, **options)
-            elif isinstance(value, Histogram):
-                found = {"counts": value.counts.tolist(), "edges": value.edges.tolist()}
-                file = f"histograms/{_plain(name)}/{step}.json"
-                self._client.log_dict(run, found, file)
         self._kept.keep(step)
 
 
 def _plain(name: str) -> str:
     """A name without the letters that MLflow refuses."""
     return re.sub(r"[^\w\-. /]", "_", name)
+
+
+class _Sender:
+    """Calls functions in a thread, one after the other, so that a run waits for no server.
+
+    Errors are raised as `OSError`s at the next call, which `fit` logs.
+    """
+
+    def __init__(self):
+        self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+        # A process does not wait for it to end.
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def send(self, call: Callable[[], object]) -> None:
+        """Call a function soon."""
+        self._calls.put(call)
+        self._raise()
+
+    def close(self, last: Callable[[], object], seconds: float) -> None:
+        """Call a last function after all others; wait for them some seconds at most."""
+        for call in (last, None):
+            self._calls.put(call)
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            raise OSError(
+                f"MLflow has not taken the last {self._calls.qsize()} reports in "
+                f"{seconds:g} s"
+            )
+        self._raise()
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                call()
+            except Exception as error:
+                self._errors.put(error)
+
+    def _raise(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            error = self._errors.get_nowait()
+            raise OSError(f"MLflow refused a report: {error}") from error

@@ -1,4 +1,4 @@
-"""Optional packages: which are installed, and how to install one that a tracker needs."""
+"""Optional packages: which are installed, how to install one, and what its errors say."""
 
 import importlib
 import importlib.util
@@ -38,3 +38,8 @@ def load(module: str, tracker: str, install: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise missing from error
+
+
+def one_line(error: Exception) -> str:
+    """What an error says, as a sentence on one line."""
+    return f"{' '.join(str(error).split()).rstrip('.')}."

@@ -1,22 +1,16 @@
 """A progress bar, or plain lines for logs."""
 
 import contextlib
+import importlib
 import sys
 from collections.abc import Mapping
+from html import escape
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from ._tracker import Value, metrics, numbers
 
-from ..loop._media import Value, numbers
-from ._notebook import NotebookBar
-from ._values import metrics
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class ProgressBar:
@@ -46,16 +40,17 @@ class ProgressBar:
     """
 
     def __init__(
-        self, total_steps: int, *, title: str = "", console: Console | None = None
+        self, total_steps: int, *, title: str = "", console: "Console | None" = None
     ):
+        from rich.console import Console
+
         if total_steps < 1:
             raise ValueError(f"total_steps={total_steps} must be at least 1.")
         self._total = total_steps
         self._console = Console(stderr=True) if console is None else console
         # Started with the first values, so that a run that fails before its first step
-        # leaves the terminal alone.
-        self._live: tuple[Progress, TaskID] | None = None
-        self._in_notebook = NotebookBar(total_steps)
+        # leaves the terminal alone: the bar and its task, or a notebook's display.
+        self._live: Any = None
         if title:
             # The disk of a log may be full, which is no reason not to train.
             with contextlib.suppress(OSError):
@@ -64,40 +59,51 @@ class ProgressBar:
     def log(self, step: int, values: Mapping[str, Value]) -> None:
         """Move the bar, or print a line; evaluations always get a line."""
         values = numbers(values)
-        if self._console.is_jupyter:
-            if _has(values, "train"):
-                where = f"{_epoch(values)}{_text(values, 'train')}"
-                self._in_notebook.move(step, where)
-            due = {"eval"}
-        elif self._console.is_interactive:
-            if _has(values, "train"):
-                self._move(step, values)
-            due = {"eval"}
-        else:
-            whole_epoch = float(values.get("epoch", 0.5)).is_integer()
-            due = {"train", "eval"} if whole_epoch or step == self._total else {"eval"}
-        for kind in ("train", "eval"):
-            if kind in due and _has(values, kind):
-                where = f"{_epoch(values)}step {step}/{self._total}"
-                self._print(f"{where}  {kind} {_text(values, kind)}")
+        epoch = f"epoch {values['epoch']:.4g}  " if "epoch" in values else ""
+        texts = {kind: _text(values, kind) for kind in ("train", "eval")}
+        if self._console.is_jupyter or self._console.is_interactive:
+            training = texts.pop("train")
+            if training and self._console.is_jupyter:
+                self._move_in_notebook(step, epoch + training)
+            elif training:
+                self._move(step, epoch.rstrip(), training)
+        elif not float(values.get("epoch", 0.5)).is_integer() and step != self._total:
+            del texts["train"]
+        for kind, text in texts.items():
+            if text:
+                self._print(f"{epoch}step {step}/{self._total}  {kind} {text}")
 
     def close(self, error: BaseException | None = None) -> None:
         """Stop the bar, and leave it on the terminal."""
-        if self._live is not None:
-            self._live[0].stop()
-            self._live = None
+        live, self._live = self._live, None
+        if live is not None and not self._console.is_jupyter:
+            live[0].stop()
 
     def _print(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
-    def _move(self, step: int, values: Mapping[str, float]) -> None:
+    def _move_in_notebook(self, step: int, text: str) -> None:
+        """Redraw the bar in its place, below which the cell's other output appears."""
+        line = f"{step}/{self._total}  {text}"
+        bar = f'<progress value="{step}" max="{self._total}"></progress>'
+        html = f'<div style="white-space:pre-wrap">{bar} {escape(line)}</div>'
+        shown = {"text/plain": line, "text/html": html}
         if self._live is None:
-            progress = Progress(
-                TextColumn("{task.description}", markup=False),
-                BarColumn(bar_width=None),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[metrics]}", markup=False),
-                TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+            display = importlib.import_module("IPython.display").display
+            self._live = display(shown, raw=True, display_id=True)
+        else:
+            self._live.update(shown, raw=True)
+
+    def _move(self, step: int, epoch: str, text: str) -> None:
+        from rich import progress
+
+        if self._live is None:
+            bar = progress.Progress(
+                progress.TextColumn("{task.description}", markup=False),
+                progress.BarColumn(bar_width=None),
+                progress.MofNCompleteColumn(),
+                progress.TextColumn("{task.fields[metrics]}", markup=False),
+                progress.TimeRemainingColumn(compact=True, elapsed_when_finished=True),
                 console=self._console,
                 # What a script prints stays above the bar, but in its own file if it
                 # has one.
@@ -106,28 +112,15 @@ class ProgressBar:
                 # The time left is estimated from reports, which can be minutes apart.
                 speed_estimate_period=600,
             )
-            task = progress.add_task("", total=self._total, completed=step, metrics="")
-            progress.start()
-            self._live = progress, task
-        progress, task = self._live
-        progress.update(
-            task,
-            completed=step,
-            description=_epoch(values).rstrip(),
-            metrics=_text(values, "train"),
-        )
-
-
-def _epoch(values: Mapping[str, float]) -> str:
-    return f"epoch {values['epoch']:.4g}  " if "epoch" in values else ""
-
-
-def _has(values: Mapping[str, float], kind: str) -> bool:
-    # Values without a kind are shown with those of training.
-    return any((metric.kind or "train") == kind for metric in metrics(values))
+            task = bar.add_task("", total=self._total, completed=step, metrics="")
+            bar.start()
+            self._live = bar, task
+        bar, task = self._live
+        bar.update(task, completed=step, description=epoch, metrics=text)
 
 
 def _text(values: Mapping[str, float], kind: str) -> str:
+    """The metrics of a kind; those without one are shown with those of training."""
     parts = [
         f"{metric.name} {metric.value:#.4g}"
         for metric in metrics(values)

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ..loop._media import Histogram, Image, Value
+from ..sharding._paths import local_path
 from ..sharding._text import GONE
 from ._packages import load
+from ._tracker import Image, Value
 
 _LOG = logging.getLogger(__name__)
 
@@ -48,10 +49,7 @@ class TensorBoard:
         self._events: Any = event_pb2
         self._summaries: Any = summary_pb2
         self._new_writer = EventFileWriter
-        # TensorBoard itself writes to object stores.
-        self._is_local = "://" not in os.fspath(directory)
-        local = os.path.abspath(directory)
-        self._folder = local if self._is_local else os.fspath(directory)
+        self._folder = str(local_path(directory, "the folder of the events"))
         self._writer = self._new_writer(self._folder)
         if purge_after is not None:
             start = self._events.SessionLog(status=self._events.SessionLog.START)
@@ -59,7 +57,7 @@ class TensorBoard:
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
         """Write the values of a step."""
-        if self._is_local and not os.path.isdir(self._folder):
+        if not os.path.isdir(self._folder):
             _LOG.warning(GONE, self._folder, "the events in it")
             self._writer.close()
             self._writer = self._new_writer(self._folder)
@@ -82,20 +80,6 @@ class TensorBoard:
             encoded = _encode_png(value.pixels)
             summary = self._summaries.Summary
             return {"image": summary.Image(encoded_image_string=encoded, **image)}
-        if isinstance(value, Histogram):
-            middles = (value.edges[1:] + value.edges[:-1]) / 2
-            return {
-                "histo": self._summaries.HistogramProto(
-                    min=value.edges[0],
-                    max=value.edges[-1],
-                    num=value.counts.sum(),
-                    # As exactly as the bins know them.
-                    sum=value.counts @ middles,
-                    sum_squares=value.counts @ middles**2,
-                    bucket_limit=value.edges[1:],
-                    bucket=value.counts,
-                )
-            }
         return {"simple_value": float(value)}
 
     def _add(self, step: int, **content: object) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ..distributed import is_main_process
-from ..loop._media import Histogram, Image, Value
-from ._packages import load
-from ._service import KeptRun, one_line
+from ._files import KeptRun
+from ._packages import load, one_line
+from ._tracker import Image, Value
 
 _LOG = logging.getLogger(__name__)
 
@@ -114,8 +114,4 @@ class WandB:
             return run
 
     def _native(self, value: Value) -> Any:
-        if isinstance(value, Image):
-            return self._wandb.Image(value.pixels)
-        if isinstance(value, Histogram):
-            return self._wandb.Histogram(np_histogram=(value.counts, value.edges))
-        return float(value)
+        return self._wandb.Image(value.pixels) if isinstance(value, Image) else float(value)

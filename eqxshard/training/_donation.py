@@ -9,11 +9,6 @@ from jaxtyping import Array, PyTree
 
 from ..sharding._leaves import is_key
 
-DONATED = (
-    "this state was donated to an earlier step, and its model with it; use the state that "
-    "the step returned."
-)
-
 
 def any_donated(arrays: Iterable[Any]) -> bool:
     """Whether a step has taken one of some arrays."""
@@ -28,15 +23,18 @@ def any_donated(arrays: Iterable[Any]) -> bool:
 def check_state_not_donated(tree: PyTree) -> None:
     """Refuse a state, or a part of one, that a step has taken."""
     if any_donated(jax.tree.leaves(tree)):
-        raise ValueError(DONATED)
-
-
-def check_not_donated(arrays: Iterable[Any], name: str) -> None:
-    """Refuse arrays that a step took with an earlier state: JAX 0.10 segfaults on them."""
-    if any_donated(arrays):
         raise ValueError(
-            f"the {name} was a part of an earlier state, which was donated; take it from "
-            "the newest state, or copy its arrays."
+            "this state was donated to an earlier step, and its model with it; use the "
+            "state that the step returned."
+        )
+
+
+def check_not_donated(tree: PyTree, name: str) -> None:
+    """Refuse another argument that a step has taken: JAX 0.10 segfaults on it."""
+    if any_donated(jax.tree.leaves(tree)):
+        raise ValueError(
+            f"an array of the {name} was donated to an earlier call, or deleted; take it "
+            "from the newest state, or copy it before it is donated."
         )
 
 

@@ -14,24 +14,21 @@ from ..compiled._findings import Lint
 from ..sharding._mesh import check_mesh
 from ..sharding._placement import assign_shardings
 from ..sharding._rule import Rule
-from ..transforms._compiles import CompileLog
 from ._examples import (
     check_metric_names,
     check_scalars,
     example_weights,
     is_weighted,
-    scalars_of_examples,
     sum_over_examples,
     total_weight,
 )
 from ._gradients import step_context
 from ._inputs import ONE_BATCH, several_batches
-from ._lint import StepLint
 from ._metrics import Metrics
 from ._precision import Precision
 from ._signature import Signature, mesh_of
 from ._state import refuse_state, with_state, without_state
-from ._step import Key, PureStep, StepMachine
+from ._step import Key, StepMachine, Variant
 
 _MetricFn = Callable[[Any, Any], Mapping[str, Any]]
 
@@ -83,8 +80,8 @@ def make_eval_step(
     if mesh is not None:
         check_mesh(mesh)
     make = ft.partial(_make_pure, metric_fn, mesh, rule, precision)
-    log, lints = CompileLog(max_compiles), StepLint(lint)
-    return EvalStep(StepMachine("eval_step", metric_fn, "model", make, log, lints))
+    machine = StepMachine("eval_step", metric_fn, "model", make, max_compiles, lint)
+    return EvalStep(machine)
 
 
 class EvalStep:
@@ -158,11 +155,11 @@ def _make_pure(
     state: None,
     kept: list[Any],
     key: Key,
-) -> PureStep:
+) -> Variant:
     """The step for models of one structure."""
     on: Mesh = mesh or mesh_of(kept, "model", ", or give the step mesh= and rule=")
     fn = ft.partial(eval_step, metric_fn, on, rule, precision, key.kept)
-    return PureStep(fn, on, precision)
+    return Variant(fn, on, precision)
 
 
 def eval_step(
@@ -201,7 +198,7 @@ def eval_step(
         check_metric_names("the result of metric_fn", values, "nonfinite")
         if is_weighted(batch):
             again = lambda batch: metric_fn(with_state(model, model_state), batch)  # noqa: E731
-            check_scalars(scalars_of_examples(values, again, batch_for_use), batch)
+            check_scalars(values, again, batch_for_use)
     sums = sum_over_examples(values, batch, mesh)
     weight = total_weight(example_weights(batch))
     return arrays, Metrics(sums, weight, jnp.zeros((), jnp.int32))

@@ -67,53 +67,42 @@ def mask_padding(batch: PyTree) -> PyTree:
     return jax.tree.map(mask, batch)
 
 
-def sum_losses(losses: Any, batch: PyTree, mesh: Mesh) -> Float[Array, ""]:
-    """Sum losses over a batch by their weights; a scalar is taken for the mean."""
-    rows = jax.tree.leaves(batch)[0].shape[0]
-    if eqx.is_array_like(losses) and jnp.shape(losses) not in ((), (rows,)):
-        raise ValueError(
-            f"loss has shape {jnp.shape(losses)} for a batch of {rows}; return one value "
-            f"per example, of shape {(rows,)}, or a scalar."
-        )
-    return _sum("loss", losses, example_loss_weights(batch), batch, mesh)
-
-
 def sum_over_examples(
     values: Mapping[str, Any], batch: PyTree, mesh: Mesh
 ) -> dict[str, Float[Array, " *value"]]:
     """Sum values over a batch by weight; a scalar is taken for the mean.
 
-    An example of weight 0 does not count, not even if its value is nan.
+    An example of weight 0 does not count, not even if its value is nan. What is called
+    `loss` has weights of its own, and one number per example.
     """
-    weight = example_weights(batch)
-    return {name: _sum(name, each, weight, batch, mesh) for name, each in values.items()}
+    weight, loss_weight = example_weights(batch), example_loss_weights(batch)
+    return {
+        name: _sum(name, value, loss_weight if name == "loss" else weight, mesh)
+        for name, value in values.items()
+    }
 
 
 def _sum(
-    name: str, value: Any, weight: Float[Array, " batch"], batch: PyTree, mesh: Mesh
+    name: str, value: Any, weight: Float[Array, " batch"], mesh: Mesh
 ) -> Float[Array, " *value"]:
-    if not eqx.is_array_like(value):
+    if not eqx.is_array_like(value) or jnp.iscomplexobj(value):
+        what = getattr(value, "dtype", type(value).__name__)
         raise TypeError(
-            f"{name} is a {type(value).__name__}; return an array with one value per "
-            "example, or a scalar."
+            f"{name} is {what}; return an array with one real number per example, or a "
+            "scalar."
         )
-    value = jnp.asarray(value)
-    if value.shape and value.shape[0] != weight.shape[0]:
+    value, rows = jnp.asarray(value), weight.shape[0]
+    if value.shape and value.shape[: None if name == "loss" else 1] != (rows,):
         raise ValueError(
-            f"{name} has shape {value.shape} for a batch of {weight.shape[0]}; return "
-            "one value per example, in the first dim, or a scalar."
+            f"{name} has shape {value.shape} for a batch of {rows}; return one value per "
+            "example, in the first dim (a loss has no other), or a scalar."
         )
     if value.shape:
         value = filter_shard(value, batch_sharding(mesh))
         weight = jnp.expand_dims(weight, range(1, value.ndim))
-    if jnp.iscomplexobj(value):
-        raise TypeError(
-            f"{name} is {value.dtype}; return a real number, such as its absolute value."
-        )
     # Sums of many need float32 at least.
-    if not jnp.issubdtype(value.dtype, jnp.floating):
-        value = value.astype(jnp.float32)
-    value = at_least_float32(value)
+    is_float = jnp.issubdtype(value.dtype, jnp.floating)
+    value = at_least_float32(value) if is_float else value.astype(jnp.float32)
     weighted = value * weight.astype(value.dtype)
     return jnp.sum(jnp.where(weight == 0, 0, weighted), axis=0)
 
@@ -123,48 +112,44 @@ def is_weighted(batch: PyTree) -> bool:
     return has_entry(batch, WEIGHT) or has_entry(batch, LOSS_WEIGHT)
 
 
-def check_scalars(scalars: Mapping[str, set[Any]], batch: PyTree) -> None:
+def check_scalars(
+    values: Mapping[str, Any],
+    measure: Callable[[PyTree], Mapping[str, Any]],
+    batch: PyTree,
+) -> list[str]:
     """Refuse scalars that are computed from examples without regard to their weights.
 
     **Arguments:**
 
-    - `scalars`: from `scalars_of_examples`.
+    - `values`: what the user's function returned for the batch.
+    - `measure`: computes the same from a batch.
     - `batch`: the batch.
+
+    **Returns:**
+
+    The names of the scalars that are computed from examples.
     """
-    for name, used in scalars.items():
-        for entry in (WEIGHT, LOSS_WEIGHT) if name == "loss" else (WEIGHT,):
-            if has_entry(batch, entry) and entry not in used:
-                raise ValueError(
-                    f"{name} is one number for the batch and ignores its {entry!r}"
-                    f"{_REMEDIES[entry]}."
-                )
-
-
-def scalars_of_examples(
-    values: Mapping[str, Any],
-    measure: Callable[[PyTree], Mapping[str, Any]],
-    batch: PyTree,
-) -> dict[str, set[Any]]:
-    """The scalars that are computed from a batch, and the entries that each is made of."""
     names = [name for name, x in values.items() if isinstance(x, jax.Array) and not x.shape]
     if not names:
-        return {}
+        return []
     wanted = lambda batch: [measure(batch)[name] for name in names]  # noqa: E731
     jaxpr = jax.make_jaxpr(wanted)(batch).jaxpr
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
     entries = [getattr(path[0], "key", path[0]) if path else "" for path in paths]
-    used = {}
+    found = []
     for name in names:
         _, is_used = dce_jaxpr(jaxpr, [name == other for other in names])
-        used[name] = {entry for entry, is_used in zip(entries, is_used) if is_used}
-    return {name: found for name, found in used.items() if found}
-
-
-_REMEDIES = {
-    WEIGHT: ", so padding would count; return one value per example, or make the loader "
-    f"with remainder='drop' (weights of the source's own can be called {LOSS_WEIGHT!r})",
-    LOSS_WEIGHT: "; return one loss per example, or leave that entry out",
-}
+        used = {entry for entry, is_used in zip(entries, is_used) if is_used}
+        if used:
+            found.append(name)
+        for entry in (WEIGHT, LOSS_WEIGHT) if name == "loss" else (WEIGHT,):
+            if used and entry not in used and has_entry(batch, entry):
+                raise ValueError(
+                    f"{name} is one number for the batch and ignores its {entry!r}; return "
+                    "one value per example, or make the loader with remainder='drop' if "
+                    "the weights are those of padding."
+                )
+    return found
 
 
 def check_metric_names(what: str, values: Any, *reserved: str) -> None:

@@ -25,8 +25,6 @@ from ._examples import (
     has_entry,
     is_weighted,
     mask_padding,
-    scalars_of_examples,
-    sum_losses,
     sum_over_examples,
     total_weight,
 )
@@ -54,21 +52,24 @@ class Gradients(NamedTuple):
     model_state: PyTree
 
 
-class Extra(NamedTuple):
-    """What a loss function gets besides a model, a batch and a key.
-
-    - `values`: the step's `extra`, if it has one.
-    - `storage`: the shardings of its arrays.
-    """
-
-    values: tuple[PyTree, ...] = ()
-    storage: tuple[PyTree[NamedSharding | None], ...] = ()
+Extra = tuple[tuple[PyTree, ...], tuple[PyTree[NamedSharding | None], ...]]
 
 
 def compute_gradients(
     config: StepConfig, layout: StateLayout, state: TrainState, batch: PyTree, extra: Extra
 ) -> Gradients:
-    """Differentiate the mean loss over a batch, in `config.accumulate` microbatches."""
+    """Differentiate the mean loss over a batch, in `config.accumulate` microbatches.
+
+    **Arguments:**
+
+    - `config`, `layout`, `state`, `batch`: of the step.
+    - `extra`: what the loss function gets besides a model, a batch and a key: nothing or
+        one PyTree; and as many of the shardings of its arrays.
+
+    **Returns:**
+
+    The gradients of the batch, its loss and its metrics.
+    """
     params, frozen = split_model(state.model, config.trainable)
     weight = total_weight(example_weights(batch))
     loss_weight = jnp.sum(example_loss_weights(batch))
@@ -82,14 +83,13 @@ def compute_gradients(
         batch = filter_shard(batch, batch_sharding(layout.mesh))
         grads, (sums, model_state) = gradient(batch, state.model_state, key)
     else:
-        microbatches = split_microbatches(batch, config.accumulate, layout.mesh)
         grads, (sums, model_state) = accumulate_gradients(
-            gradient, microbatches, config.accumulate, state.model_state, key
+            gradient, batch, config.accumulate, layout.mesh, state.model_state, key
         )
     # JAX's gradient of a complex number is the conjugate of the direction of ascent.
     grads = jax.tree.map(jnp.conj, grads)
     if scale is not None:
-        grads = unscale(grads, scale)
+        grads = jax.tree.map(lambda grad: _unscale(grad, scale), grads)
     loss = _mean(sums["loss"], loss_weight)
     if has_entry(batch, LOSS_WEIGHT):
         # Steps are added up by the examples in them.
@@ -121,9 +121,9 @@ def _mean_loss(
             f"{WEIGHT!r}) would change; make the loader with remainder='drop', or call "
             f"weights of the loss {LOSS_WEIGHT!r}."
         )
-    model = eqx.combine(params, frozen), extra.values
-    storage = layout.model, extra.storage
-    update = layout.update, extra.storage
+    given, places = extra
+    model = eqx.combine(params, frozen), given
+    storage, update = (layout.model, places), (layout.update, places)
     with step_context(model, storage, update, batch, layout.mesh, config.precision) as (
         (model, values),
         batch_for_use,
@@ -132,18 +132,15 @@ def _mean_loss(
         # of a mistake in the loss function.
         out = config.loss_fn(with_state(model, model_state), batch_for_use, key, *values)
         results, new_state = _split_result(out, model_state, config)
-
-        def again(batch: PyTree) -> dict[str, Any]:
-            out = config.loss_fn(with_state(model, model_state), batch, key, *values)
-            return _split_result(out, model_state, config)[0]
-
         if config.accumulate > 1 or is_weighted(batch):
-            scalars = scalars_of_examples(results, again, batch_for_use)
-            check_scalars(scalars, batch)
-            config.warn_of_scalars(scalars)
-    losses = sum_losses(results.pop("loss"), batch, layout.mesh)
-    sums = {**sum_over_examples(results, batch, layout.mesh), "loss": losses}
-    loss = _mean(losses, loss_weight)
+
+            def again(batch: PyTree) -> dict[str, Any]:
+                out = config.loss_fn(with_state(model, model_state), batch, key, *values)
+                return _split_result(out, model_state, config)[0]
+
+            config.warn_of_scalars(check_scalars(results, again, batch_for_use))
+    sums = sum_over_examples(results, batch, layout.mesh)
+    loss = _mean(sums["loss"], loss_weight)
     return loss if scale is None else loss * scale, (sums, new_state)
 
 
@@ -158,23 +155,17 @@ def _split_result(
 ) -> tuple[dict[str, Any], PyTree]:
     """The losses and metrics by name, and the model's new state, that a user returned."""
     values = [*out] if isinstance(out, tuple) else [out]
-    new_state = None
-    if model_state is not None:
-        new_state = values.pop()
-        if not isinstance(new_state, eqx.nn.State):
-            raise TypeError(
-                f"the loss function returned a {type(new_state).__name__} last; for a "
-                "model with state, return (losses, state) or (losses, metrics, state)."
-            )
+    new_state = None if model_state is None else values.pop()
+    if jax.tree.structure(new_state) != jax.tree.structure(model_state):
+        raise TypeError(
+            f"the loss function returned a {type(new_state).__name__} last, and not the "
+            "state that the model returned; for a model with state, return (losses, state) "
+            "or (losses, metrics, state)."
+        )
     if len(values) not in (1, 2):
         raise TypeError(
             f"the loss function returned {len(values)} values besides a model's state; "
             "return losses, or losses and a dict of metrics."
-        )
-    if jax.tree.structure(new_state) != jax.tree.structure(model_state):
-        raise ValueError(
-            "the loss function returned the state of another model; return the one that "
-            "the model returned."
         )
     losses, metrics = values if len(values) == 2 else (*values, {})
     reserved = ("loss", "nonfinite", *["grad_norm"] * config.grad_norms)
@@ -205,10 +196,17 @@ def step_context(
         yield model, batch
 
 
-def split_microbatches(
-    batch: PyTree, count: int, mesh: Mesh
-) -> Callable[[Int[Array, ""]], PyTree]:
-    """Return a function from a number to a microbatch; each device keeps its own rows.
+def accumulate_gradients(
+    gradient: Callable[..., tuple[PyTree, tuple[PyTree, PyTree]]],
+    batch: PyTree,
+    count: int,
+    mesh: Mesh,
+    model_state: PyTree,
+    key: Array,
+) -> tuple[PyTree, tuple[PyTree, PyTree]]:
+    """Sum gradients and metrics over microbatches; pass the model's state along.
+
+    `gradient(microbatch, model_state, key)` returns `(grads, (sums, model_state))`.
 
     Microbatch `i` is every `count`-th row from row `i`, because consecutive rows would
     all be on a few of the devices. It is taken out of the batch when it is its turn: to
@@ -224,20 +222,6 @@ def split_microbatches(
         )
         return filter_shard(taken, sharding)
 
-    return microbatch
-
-
-def accumulate_gradients(
-    gradient: Callable[..., tuple[PyTree, tuple[PyTree, PyTree]]],
-    microbatch: Callable[[Int[Array, ""]], PyTree],
-    count: int,
-    model_state: PyTree,
-    key: Array,
-) -> tuple[PyTree, tuple[PyTree, PyTree]]:
-    """Sum gradients and metrics over microbatches; pass the model's state along.
-
-    `gradient(microbatch, model_state, key)` returns `(grads, (sums, model_state))`.
-    """
     numbers = jnp.arange(count)
     first = jax.eval_shape(microbatch, numbers[0])
     # Traced once, for the shapes of the sums and for the body of the loop.
@@ -257,11 +241,7 @@ def accumulate_gradients(
     return grads, (sums, model_state)
 
 
-def unscale(grads: PyTree, scale: Float[Array, ""]) -> PyTree:
-    """Divide by the loss scale, which may be too large for the gradients' own type."""
-
-    def divide(grad: Array) -> Array:
-        wide = at_least_float32(grad)
-        return (wide / scale.astype(wide.dtype)).astype(grad.dtype)
-
-    return jax.tree.map(divide, grads)
+def _unscale(grad: Array, scale: Float[Array, ""]) -> Array:
+    """Divide by the loss scale, which may be too large for the gradient's own type."""
+    wide = at_least_float32(grad)
+    return (wide / scale.astype(wide.dtype)).astype(grad.dtype)

@@ -20,13 +20,13 @@ from ._gradients import Gradients
 from ._layout import StateLayout
 from .rewrite._jaxprs import jaxprs_in, open_jaxpr
 
-#: On CPUs, arrays with fewer elements are checked together: with a reduction for each, a
-#: small model would take longer to check than to update.
-_SMALL = 2**13
-#: Elsewhere, so many arrays are checked together, as XLA reads no more than 96 in a kernel.
-_TOGETHER = 80
-#: There, an array with so many elements has a kernel of its own.
-_LARGE = 2**20
+#: Arrays with fewer elements are checked together: with a reduction for each, a small model
+#: would take longer to check than to update. (XLA:CPU copies what is reduced together, and
+#: on a GPU, an array with more has a kernel of its own.)
+_SMALL_ON_CPUS, _SMALL_ON_GPUS = 2**13, 2**20
+#: So many gradients are read together, each with what is made of it: XLA reads no more than
+#: 96 arrays in a kernel.
+_TOGETHER = 20
 #: What makes an update too expensive to be computed twice.
 _EXPENSIVE = {"dot_general", "scan", "while", "cholesky", "eigh", "lu", "qr", "svd"}
 
@@ -120,14 +120,16 @@ def all_finite(changes: Sequence[Change], mesh: Mesh) -> Bool[Array, ""]:
     # In the mesh's order: a set's would differ from one process to the next.
     axes = tuple(axis for axis in mesh.axis_names if axis in used)
 
+    small = _SMALL_ON_CPUS if is_on_cpus(mesh) else _SMALL_ON_GPUS
+
     def count_bad(new: list[Array], old: list[Array | None]) -> Int[Array, ""]:
         together = collections.defaultdict(list)
         for place, leaf, before in zip(places, new, old):
             bad = ~jnp.isfinite(leaf)
             together[place].append(bad if before is None else bad & jnp.isfinite(before))
-        groups = _cpu_groups if is_on_cpus(mesh) else _gpu_groups
-        bad = [jnp.any(x).astype(jnp.int32) for x in groups([*together.values()])]
-        count = ft.reduce(operator.add, bad)
+        masks = [ft.reduce(operator.or_, place) for place in together.values()]
+        found = [jnp.any(mask).astype(jnp.int32) for mask in _grouped(masks, small)]
+        count = ft.reduce(operator.add, found)
         return jax.lax.psum(count, axes) if axes else count
 
     in_specs = specs, [spec if leaf is not None else None for spec, leaf in zip(specs, old)]
@@ -154,29 +156,13 @@ def _places(
     return places
 
 
-def _cpu_groups(places: list[list[Array]]) -> list[Array]:
-    """What to reduce, one by one. XLA:CPU first copies what is reduced together."""
-    leaves = [ft.reduce(operator.or_, place) for place in places]
-    small = [leaf.ravel() for leaf in leaves if leaf.size < _SMALL]
-    large = [leaf for leaf in leaves if leaf.size >= _SMALL]
-    return [*large, jnp.concatenate(small)] if small else large
-
-
-def _gpu_groups(places: list[list[Array]]) -> list[Array]:
-    """What to reduce, one by one: few kernels, whatever the number of arrays."""
-    groups: list[list[Array]] = []
-    count = _TOGETHER
-    for place in places:
-        if count + len(place) > _TOGETHER:
-            groups.append([])
-            count = 0
-        count += len(place)
-        bad = ft.reduce(operator.or_, place)
-        # A kernel of its own, without which the whole mask would be written down.
-        bad = jnp.any(bad, axis=-1) if bad.size >= _LARGE else bad
-        groups[-1].append(bad.ravel())
-    # Behind barriers, as XLA would reduce each leaf by itself.
-    masks = [jax.lax.optimization_barrier(jnp.concatenate(group)) for group in groups]
-    longest = max(mask.size for mask in masks)
-    padded = [jnp.pad(mask, (0, longest - mask.size)) for mask in masks]
-    return [ft.reduce(operator.or_, padded)]
+def _grouped(masks: list[Array], small: int) -> list[Array]:
+    """Arrays to reduce one by one: the large ones, and all small ones in one."""
+    few = [mask.ravel() for mask in masks if mask.size < small]
+    groups = [few[i : i + _TOGETHER] for i in range(0, len(few), _TOGETHER)]
+    # Behind barriers, as XLA would reduce each array by itself.
+    parts = [jax.lax.optimization_barrier(jnp.concatenate(group)) for group in groups]
+    longest = max((part.size for part in parts), default=0)
+    padded = [jnp.pad(part, (0, longest - part.size)) for part in parts]
+    together = [ft.reduce(operator.or_, padded)] if padded else []
+    return [mask for mask in masks if mask.size >= small] + together

@@ -3,7 +3,6 @@
 Each kind is a class with the same methods, so that steps treat them alike.
 """
 
-import abc
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
@@ -22,63 +21,18 @@ from ..sharding._mesh import (
     describe_mesh,
     format_sharding,
 )
+from ._donation import check_not_donated
 
 #: From arrays that are carried along, arrays that stay the same, and a batch, to new arrays
 #: and what is returned.
 _Step = Callable[[list[Any], list[Any], PyTree], tuple[list[Any], Any]]
 
 
-class StepInput(abc.ABC):
-    """A kind of input of a step.
+class _Batch:
+    """One batch, or stacked ones: a PyTree of arrays with the same leading dims.
 
     - `suffix`: of the name of a step that takes it, in profiles and compiled modules.
     """
-
-    suffix: str
-
-    @abc.abstractmethod
-    def check(self, batch: PyTree, mesh: Mesh, accumulate: int = 1) -> None:
-        """Raise unless a batch has rows that divide, and is where the step takes it."""
-
-    def check_ready(
-        self, batch: PyTree, mesh: Mesh, wanted: NamedSharding | None, accumulate: int = 1
-    ) -> None:
-        """Raise `ValueError` if a batch was donated, or is committed elsewhere.
-
-        JAX 0.10 ends the process on either. `wanted` is the sharding of this kind on the
-        mesh, which the usual batch has.
-        """
-        elsewhere = False
-        for leaf in jax.tree.leaves(batch):
-            if not isinstance(leaf, jax.Array):
-                continue
-            if leaf.is_deleted():
-                raise ValueError(
-                    "an array of the batch was deleted, or donated to an earlier call; "
-                    "make the batch anew, or copy the array before it is donated."
-                )
-            elsewhere = elsewhere or leaf.sharding != wanted
-        if elsewhere:
-            self.check(batch, mesh, accumulate)
-
-    @abc.abstractmethod
-    def program(self, step: str, batch: PyTree) -> str:
-        """What users call the program for a batch, whose first compile is expected.
-
-        It has the sizes that are its own by design: the length of a loop, of a dataset.
-        """
-
-    @abc.abstractmethod
-    def sharding(self, mesh: Mesh) -> NamedSharding | None:
-        """The sharding that the step takes a batch in; `None` for any."""
-
-    @abc.abstractmethod
-    def repeat(self, step: _Step, mesh: Mesh) -> _Step:
-        """A function that takes a step for each batch, and stacks what these return."""
-
-
-class _Batch(StepInput):
-    """One batch, or stacked ones: a PyTree of arrays with the same leading dims."""
 
     def __init__(self, *leading: str):
         self.suffix = "" if len(leading) == 1 else "s"
@@ -86,6 +40,7 @@ class _Batch(StepInput):
         self._stacked = len(leading) > 1
 
     def check(self, batch: PyTree, mesh: Mesh, accumulate: int = 1) -> None:
+        """Raise unless a batch has rows that divide, and is where the step takes it."""
         if isinstance(batch, DeviceBatches):
             raise TypeError(
                 "Loader.stacked returns batches for several steps; give them to many, or "
@@ -118,14 +73,20 @@ class _Batch(StepInput):
                 )
 
     def program(self, step: str, batch: PyTree) -> str:
+        """What users call the program for a batch, whose first compile is expected.
+
+        It has the sizes that are its own by design: the length of a loop, of a dataset.
+        """
         if not self._stacked:
             return step
         return f"{step}.many (length {jax.tree.leaves(batch)[0].shape[0]})"
 
     def sharding(self, mesh: Mesh) -> NamedSharding:
+        """The sharding that the step takes a batch in; `None` for any."""
         return batch_sharding(mesh, stacked=self._stacked)
 
     def repeat(self, step: _Step, mesh: Mesh) -> _Step:
+        """A function that takes a step for each batch, and stacks what these return."""
         if not self._stacked:
             return step
         return lambda arrays, kept, batch: jax.lax.scan(
@@ -133,7 +94,7 @@ class _Batch(StepInput):
         )
 
 
-class _Resident(StepInput):
+class _Resident:
     """Rows of a dataset on the devices, from which the step gathers batches."""
 
     suffix = "s"
@@ -163,21 +124,20 @@ class _Resident(StepInput):
             def one(index: Array, arrays: Any) -> tuple[Any, Any]:
                 return step(arrays, kept, batch.batch(index, mesh))
 
-            def body(loop: tuple[Array, Any, PyTree]) -> tuple[Array, Any, PyTree]:
-                index, arrays, outs = loop
-                arrays, out = one(index, arrays)
-                outs = jax.tree.map(lambda all, one: all.at[index].set(one), outs, out)
-                return index + 1, arrays, outs
+            def body(index: Array, loop: tuple[Any, PyTree]) -> tuple[Any, PyTree]:
+                arrays, out = one(index, loop[0])
+                outs = jax.tree.map(lambda all, x: all.at[index].set(x), loop[1], out)
+                return arrays, outs
 
             capacity = batch.rows.shape[0]
             _, out = jax.eval_shape(one, jnp.int32(0), arrays)
             empty = jax.tree.map(lambda x: jnp.zeros((capacity, *x.shape), x.dtype), out)
-            first = jnp.int32(0), arrays, empty
-            _, *results = jax.lax.while_loop(lambda x: x[0] < batch.count, body, first)
-            return tuple(results)
+            return jax.lax.fori_loop(jnp.int32(0), batch.count, body, (arrays, empty))
 
         return steps
 
+
+StepInput = _Batch | _Resident
 
 ONE_BATCH = _Batch("examples")
 STACKED_BATCHES = _Batch("steps", "examples")
@@ -187,6 +147,28 @@ RESIDENT_BATCHES = _Resident()
 def several_batches(batches: PyTree) -> StepInput:
     """The kind of several batches."""
     return RESIDENT_BATCHES if isinstance(batches, DeviceBatches) else STACKED_BATCHES
+
+
+def check_ready(
+    kind: StepInput,
+    batch: PyTree,
+    mesh: Mesh,
+    wanted: NamedSharding | None,
+    accumulate: int = 1,
+) -> None:
+    """Raise `ValueError` if a batch was donated, or is committed elsewhere.
+
+    JAX 0.10 ends the process on either. `wanted` is the sharding of the kind on the mesh,
+    which the usual batch has.
+    """
+    elsewhere = False
+    for leaf in jax.tree.leaves(batch):
+        if isinstance(leaf, jax.Array):
+            if leaf.is_deleted():
+                check_not_donated(batch, "batch")
+            elsewhere = elsewhere or leaf.sharding != wanted
+    if elsewhere:
+        kind.check(batch, mesh, accumulate)
 
 
 def is_elsewhere(leaf: Any, sharding: NamedSharding) -> TypeGuard[Array]:

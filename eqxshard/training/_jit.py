@@ -34,7 +34,7 @@ def jit_on(
     name: str,
     on_trace: Callable[..., None] = lambda *args: None,
     **options: Any,
-) -> "Jitted":
+) -> Any:
     """Compile a function of PyTrees of arrays for the devices of a mesh.
 
     **Arguments:**
@@ -47,7 +47,7 @@ def jit_on(
 
     **Returns:**
 
-    The compiled function, which raises if a check by `equinox.error_if` in it fails.
+    What `jax.jit` returns, for `call_jitted`.
     """
     on_cpu = is_on_cpus(mesh)
 
@@ -64,7 +64,7 @@ def jit_on(
         def rewrite(jaxpr: Any) -> Any:
             if on_cpu:
                 jaxpr = map_jaxpr(fast_convolutions, jaxpr)
-            return collect_checks(jaxpr, errors, mesh.size > 1)
+            return collect_checks(jaxpr, errors)
 
         jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
         out, failed = run_rewritten(rewrite, jaxpr, out, args)
@@ -77,7 +77,7 @@ def jit_on(
     options["out_shardings"] = (options["out_shardings"], replicated)
     if on_cpu:
         options["compiler_options"] = _CPU_OPTIONS
-    return Jitted(jax.jit(traced, **options))
+    return jax.jit(traced, **options)
 
 
 def jit_is_off() -> ValueError:
@@ -105,28 +105,11 @@ class Program(NamedTuple):
         return self.compiled.as_text() or ""
 
 
-class Jitted:
-    """A function of `jax.jit`, which waits and raises if it has checks."""
-
-    def __init__(self, jitted: Any):
-        self._jitted = jitted
-
-    def __call__(self, *args: Any) -> Any:
-        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
-            raise jit_is_off()
-        out, checks = self._jitted(*args)
-        if checks is not None:
-            checks.raise_failed()
-        return out
-
-    def program(self, *args: Any) -> Program:
-        """Compile for arguments, whose arrays may be `jax.ShapeDtypeStruct`s.
-
-        A call with arguments like them compiles nothing then: JAX keeps the executable.
-        """
-        traced = self._jitted.trace(*args)
-        return Program(traced.jaxpr, traced.lower().compile())
-
-    def lower(self, *args: Any) -> jax.stages.Lowered:
-        """As that of `jax.jit`."""
-        return self._jitted.lower(*args)
+def call_jitted(jitted: Any, *args: Any) -> Any:
+    """Call what `jit_on` returns; wait and raise if it has checks."""
+    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+        raise jit_is_off()
+    out, checks = jitted(*args)
+    if checks is not None:
+        checks.raise_failed()
+    return out

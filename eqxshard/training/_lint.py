@@ -1,16 +1,17 @@
 """Lint of a step: everything that is found before it runs for the first time."""
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from ..compiled._findings import Finding, Lint, lint_levels, report
-from ..compiled._hlo import parse_module
+from ..compiled._causes import user_frame
+from ..compiled._findings import Finding
+from ..compiled._hlo import Frame, parse_module
 from ..compiled._lint_text import Argument, TextLint
 from ..data._resident import DeviceBatches
 from ..sharding._combinators import HOST_MEMORY
@@ -20,53 +21,69 @@ from ..sharding._rule import Rule, check_rule
 from ..sharding._spec import spec_axes
 from ._inputs import STACKED_BATCHES, StepInput
 from ._jit import Program
-from ._lint_jaxpr import lint_jaxpr, scanned_shapes
 from ._state import without_state
+from .rewrite._jaxprs import jaxprs_in, open_jaxpr
 
 if TYPE_CHECKING:
     from ._step import Call
 
+#: Constants of fewer bytes are none of ours.
+_LARGE = 10**6
+_CALLBACKS = {
+    "pure_callback": "jax.pure_callback",
+    "io_callback": "jax.experimental.io_callback",
+    "debug_callback": "jax.debug.callback",
+    "debug_print": "jax.debug.print",
+}
 
-class StepLint:
-    """What is done about the findings in a step, each of which is reported once.
+
+def lint_step(call: "Call", program: Program, batch: PyTree) -> Iterator[Finding]:
+    """The findings in a step: in how its rule splits a model, and in its program.
 
     **Arguments:**
 
-    - `lint`: a level, or the levels of some kinds.
-
-    **Raises:**
-
-    `ValueError` if a kind or a level does not exist.
+    - `call`: what the step is called with.
+    - `program`: what was compiled for it.
+    - `batch`: the batch that it was compiled for.
     """
-
-    def __init__(self, lint: Lint):
-        self._levels = lint_levels(lint)
-        self._reported: set[Finding] = set()
-
-    @property
-    def is_on(self) -> bool:
-        """Whether anything would be done."""
-        return {*self._levels.values()} != {"off"}
-
-    def report(self, findings: Iterable[Finding], where: str) -> None:
-        """Warn of those that are new, or raise `ValueError`."""
-        new = [each for each in findings if each not in self._reported]
-        report(new, self._levels, where)
-        self._reported.update(new)
-
-
-def argument(
-    path: str, leaf: Any, sharding: NamedSharding | None, donated: bool = False
-) -> Argument:
-    """An array that a step takes; `path` begins with `model.` if it is the model's."""
-    in_host_memory = sharding is not None and sharding.memory_kind == HOST_MEMORY
-    return Argument(
-        path=path.removeprefix("model."),
-        shape=tuple(leaf.shape),
-        spec=() if sharding is None else tuple(sharding.spec),
-        donated=donated and not in_host_memory,
-        in_model=path == "model" or path.startswith("model."),
-    )
+    step, key = call.variant, call.key
+    if call.state is not None:
+        model, leaves, places = call.state.model, array_leaves(call.state), step.shardings
+        yield from lint_model(model, step.mesh, step.rule)
+    else:
+        model, _ = without_state(key.kept.static.combine(call.kept))
+        leaves, places = array_leaves(model, "model"), key.kept.shardings
+    arguments = [
+        Argument(
+            path=path.removeprefix("model."),
+            shape=tuple(leaf.shape),
+            spec=() if sharding is None else tuple(sharding.spec),
+            donated=call.state is not None and sharding.memory_kind != HOST_MEMORY,
+            in_model=path == "model" or path.startswith("model."),
+        )
+        for (path, leaf), sharding in zip(leaves, places)
+    ]
+    try:
+        compute = None if step.precision is None else step.precision.compute
+        if compute is None:
+            floats = [leaf.dtype for leaf in jax.tree.leaves(model) if is_inexact(leaf)]
+            compute = max(floats, key=lambda dtype: dtype.itemsize, default=None)
+        yield from lint_jaxpr(program.jaxpr, compute)
+        text = TextLint(
+            parse_module(program.text),
+            dict(step.mesh.shape),
+            arguments,
+            _batch_entries(key.kind, batch),
+            scanned_shapes(program.jaxpr),
+        )
+        yield from dict.fromkeys(text.findings())
+    except Exception as error:  # A program of a kind that lint does not know still runs.
+        warnings.warn(
+            f"lint could not read a step ({type(error).__name__}: {error}); please report "
+            "this, and make the step with lint='off' until it is mended.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def lint_model(model: PyTree, mesh: Mesh, rule: Rule) -> Iterator[Finding]:
@@ -92,53 +109,6 @@ def lint_model(model: PyTree, mesh: Mesh, rule: Rule) -> Iterator[Finding]:
         yield Finding("unmatched", None, None, str(error))
 
 
-def lint_step(call: "Call", program: Program, batch: PyTree) -> Iterator[Finding]:
-    """The findings in a step: in how its rule splits a model, and in its program.
-
-    **Arguments:**
-
-    - `call`: what the step is called with.
-    - `program`: what was compiled for it.
-    - `batch`: the batch that it was compiled for.
-    """
-    step, key = call.variant.step, call.key
-    if call.state is not None:
-        model, leaves, places = call.state.model, array_leaves(call.state), step.shardings
-        yield from lint_model(model, step.mesh, step.rule)
-    else:
-        model, _ = without_state(key.kept.static.combine(call.kept))
-        leaves, places = array_leaves(model, "model"), key.kept.shardings
-    arguments = [
-        argument(path, leaf, sharding, donated=call.state is not None)
-        for (path, leaf), sharding in zip(leaves, places)
-    ]
-    try:
-        floats = {
-            leaf_path(path): leaf.dtype
-            for path, leaf in jax.tree_util.tree_leaves_with_path(model)
-            if is_inexact(leaf)
-        }
-        wide = [path for path, x in floats.items() if x in (jnp.float64, jnp.complex128)]
-        compute = None if step.precision is None else step.precision.compute
-        yield from lint_jaxpr(program.jaxpr, compute, wide, len(wide) < len(floats))
-        text = TextLint(
-            parse_module(program.text),
-            dict(step.mesh.shape),
-            arguments,
-            _batch_entries(key.kind, batch),
-            scanned_shapes(program.jaxpr),
-            step.accumulate,
-        )
-        yield from dict.fromkeys(text.findings())
-    except Exception as error:  # A program of a kind that lint does not know still runs.
-        warnings.warn(
-            f"lint could not read a step ({type(error).__name__}: {error}); please report "
-            "this, and make the step with lint='off' until it is mended.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-
-
 def _batch_entries(
     kind: StepInput, batch: PyTree
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -153,3 +123,99 @@ def _batch_entries(
         f"batch{jax.tree_util.keystr(path)}": (leaf_path(path, "batch"), x.shape[leading:])
         for path, x in jax.tree_util.tree_leaves_with_path(batch)
     }
+
+
+def lint_jaxpr(jaxpr: Any, compute: Any) -> Iterator[Finding]:
+    """The findings of kinds `constant`, `dtype` and `callback`, in a step as it was traced.
+
+    The compiled text would not say: compilers for CPUs compute bfloat16 in float32, and
+    print no large constants. `compute` is the widest dtype to compute in, if there is one.
+    """
+    yield from _constants(jaxpr)
+    equations = list(_equations(jaxpr))
+    if compute is not None:
+        yield from _wide_products(equations, jnp.dtype(compute))
+    calls = {eqn.primitive.name: eqn for eqn, _ in reversed(equations)}
+    for name, function in _CALLBACKS.items():
+        if name in calls:
+            yield Finding(
+                "callback",
+                None,
+                _line(calls[name]),
+                f"the step calls the host ({function}), and devices wait for it. Return "
+                "values as metrics instead, and compute on the device.",
+            )
+
+
+def scanned_shapes(jaxpr: Any) -> set[tuple[int, ...]]:
+    """The shapes of the arrays of which loops take a part in each iteration."""
+    found = set()
+    for eqn, _ in _equations(jaxpr):
+        if eqn.primitive.name == "scan":
+            inside = open_jaxpr(eqn.params["jaxpr"]).invars
+            pairs = [(x.aval, y.aval) for x, y in zip(eqn.invars, inside)]
+            # What a loop takes whole has the same shape inside of it.
+            found |= {whole.shape for whole, part in pairs if whole.shape != part.shape}
+    return found
+
+
+def _equations(jaxpr: Any, names: str = "") -> Iterator[tuple[Any, str]]:
+    """All equations, each with the names of the transforms around it."""
+    for eqn in open_jaxpr(jaxpr).eqns:
+        inside = f"{names}/{eqn.source_info.name_stack}"
+        yield eqn, inside
+        for part in jaxprs_in(eqn.params):
+            yield from _equations(part, inside)
+
+
+def _line(eqn: Any) -> str | None:
+    """The user's line that an equation comes from."""
+    traceback = eqn.source_info.traceback
+    frames = [] if traceback is None else traceback.frames
+    found = user_frame(Frame(x.file_name, x.line_num, x.function_name) for x in frames)
+    return found and found.place
+
+
+def _constants(jaxpr: Any) -> Iterator[Finding]:
+    """Arrays that the step was not given."""
+    eqns = open_jaxpr(jaxpr).eqns
+    for var, value in zip(open_jaxpr(jaxpr).constvars, getattr(jaxpr, "consts", ())):
+        if getattr(value, "nbytes", 0) >= _LARGE:
+            users = (eqn for eqn in eqns if any(each is var for each in eqn.invars))
+            yield Finding(
+                "constant",
+                None,
+                next(map(_line, users), None),
+                f"{format_array(value)}, {value.nbytes / 1e6:.3g} MB, is compiled in as a "
+                "constant, on every device. Make it a field of the model, an entry of the "
+                "batch, or a part of extra.",
+            )
+    for eqn in eqns:
+        for part in jaxprs_in(eqn.params):
+            yield from _constants(part)
+
+
+def _wide_products(equations: list[tuple[Any, str]], compute: Any) -> Iterator[Finding]:
+    """Matrix products in a wider type, if they are most of the loss and its gradient."""
+
+    def is_wide(var: Any) -> bool:
+        dtype = jnp.dtype(var.aval.dtype)
+        return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > compute.itemsize
+
+    products = [
+        eqn
+        for eqn, names in equations
+        if eqn.primitive.name == "dot_general" and "jvp(" in names
+    ]
+    wide = [eqn for eqn in products if any(map(is_wide, eqn.invars))]
+    # One layer may need it, such as a softmax.
+    if wide and 2 * len(wide) >= len(products):
+        types = " and ".join(format_array(var.aval) for var in wide[0].invars)
+        yield Finding(
+            "dtype",
+            None,
+            _line(wide[0]),
+            f"{len(wide)} of {len(products)} matrix products are in a wider type than "
+            f"{compute.name}; the first is of {types}. An array of that type made its "
+            "products wide: cast it with .astype(x.dtype), or leave jax_enable_x64 off.",
+        )

@@ -8,34 +8,26 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ..compiled._findings import Finding
+from ..compiled._findings import Finding, Lint, lint_levels, report
 from ..data._weights import check_weights, fetch_weights
 from ..sharding._leaves import array_leaves
 from ..sharding._mesh import format_sharding
 from ..sharding._placement import filter_shard
 from ..transforms._compiles import CompileLog, function_name
 from ._donation import (
-    DONATED,
-    any_donated,
     check_not_donated,
     check_state_not_donated,
     copy_shared,
     copy_taken,
 )
 from ._in_flight import InFlight
-from ._inputs import StepInput, is_elsewhere
-from ._jit import Jitted, Program, jit_on
-from ._lint import StepLint, lint_step
+from ._inputs import StepInput, check_ready, is_elsewhere
+from ._jit import Program, call_jitted, jit_on
+from ._lint import lint_step
 from ._metrics import Metrics
 from ._precision import Precision
 from ._signature import Signature
 from ._state import TrainState, flatten_state, unflatten_state
-
-_DEBUG_NANS = (
-    "jax_debug_nans raised this, whatever nonfinite= is. The state was not donated, so go "
-    "on from it. To find the cause, turn jax_debug_nans off and replay the crash dump that "
-    "eqxshard.fit writes."
-)
 
 
 class Key(NamedTuple):
@@ -52,14 +44,18 @@ class Key(NamedTuple):
     kind: StepInput
 
 
-class PureStep(NamedTuple):
-    """A step for one key, as a pure function.
+@dataclass
+class Variant:
+    """The program of a step for one key.
 
-    - `fn`: from the arrays of a state, those that are kept, and a batch, to new arrays and
-        metrics.
+    - `fn`: a pure function from the arrays of a state, those that are kept, and a batch, to
+        new arrays and metrics.
     - `mesh`: the mesh that it runs on.
     - `precision`, `accumulate`: as for [`eqxshard.make_train_step`][].
     - `rule`, `shardings`: of the state: the sharding of each of its arrays.
+    - `jitted`: the function compiled.
+    - `batch_sharding`: that of a batch; `None` for any.
+    - `is_new`: whether it is still to be called, and linted.
     """
 
     fn: Callable[..., tuple[list[Any], Metrics]]
@@ -68,20 +64,8 @@ class PureStep(NamedTuple):
     accumulate: int = 1
     rule: Any = None
     shardings: Sequence[NamedSharding] = ()
-
-
-@dataclass
-class Variant:
-    """The program of a step for one key.
-
-    - `step`, `jitted`: the pure step, and the same compiled.
-    - `batch_sharding`: that of a batch; `None` for any.
-    - `is_new`: whether it is still to be called, and linted.
-    """
-
-    step: PureStep
-    jitted: Jitted
-    batch_sharding: NamedSharding | None
+    jitted: Any = None
+    batch_sharding: NamedSharding | None = None
     is_new: bool = True
 
 
@@ -103,22 +87,6 @@ class Call(NamedTuple):
         """Lower the program."""
         return self.variant.jitted.lower(self.arrays, self.kept, batch)
 
-    def abstract(self) -> list[jax.ShapeDtypeStruct]:
-        """The arrays of the state as the program takes them, wherever they are."""
-        pairs = zip(self.arrays, self.variant.step.shardings, strict=True)
-        return [_abstract(array, sharding) for array, sharding in pairs]
-
-    def findings(self, program: Program, batch: PyTree) -> tuple[Finding, ...]:
-        """What lint finds in the program, as it was compiled for a batch."""
-        return tuple(lint_step(self, program, batch))
-
-    def check(self, batch: PyTree) -> None:
-        """Raise `ValueError` if the state or a batch does not fit the program."""
-        step = self.variant.step
-        if self.state is not None:
-            check_shardings(self.state, step.shardings)
-        self.key.kind.check(batch, step.mesh, step.accumulate)
-
 
 class StepMachine:
     """The programs of a step, each made when it is first needed: look up, check, call.
@@ -128,8 +96,13 @@ class StepMachine:
     - `name`: that of a single step in profiles and compiled modules.
     - `user_fn`: the function that the step is for.
     - `keeps`: what errors call what the step keeps.
-    - `make`: makes the pure step for a key, given the state and the arrays that are kept.
-    - `log`, `lint`: what to do about compiles and findings.
+    - `make`: makes the program for a key, but for what is compiled, given the state and
+        the arrays that are kept.
+    - `max_compiles`, `lint`: as for [`eqxshard.make_train_step`][].
+
+    **Raises:**
+
+    `ValueError` if `max_compiles` or `lint` is invalid.
     """
 
     def __init__(
@@ -137,16 +110,17 @@ class StepMachine:
         name: str,
         user_fn: Callable[..., Any],
         keeps: str,
-        make: Callable[[Any, list[Any], Key], PureStep],
-        log: CompileLog,
-        lint: StepLint,
+        make: Callable[[Any, list[Any], Key], Variant],
+        max_compiles: int | None,
+        lint: Lint,
     ):
         self._name = name
         self._of = function_name(user_fn)
         self._keeps = keeps
         self._make = make
-        self._log = log
-        self._lint = lint
+        self._log = CompileLog(max_compiles)
+        self._levels = lint_levels(lint)
+        self._reported: set[Finding] = set()
         self._variants: dict[Key, Variant] = {}
         self._in_flight = InFlight()
 
@@ -161,13 +135,14 @@ class StepMachine:
         key = Key(static, signature, kind)
         variant = self._variants.get(key)
         if variant is None:
-            variant = self._jit(self._make(state, kept, key), key)
+            variant = self._make(state, kept, key)
             if state is not None:
-                check_shardings(state, variant.step.shardings)
+                check_shardings(state, variant.shardings)
+            self._jit(variant, key)
             self._variants[key] = variant
         return Call(key, variant, state, arrays, kept)
 
-    def _jit(self, step: PureStep, key: Key) -> Variant:
+    def _jit(self, step: Variant, key: Key) -> None:
         static, signature, kind = key
         if signature is not None:
             signature.check_on(step.mesh, self._keeps)
@@ -182,17 +157,16 @@ class StepMachine:
             self._log.add(f"{kind.program(self._name, batch)} of {self._of}", arguments)
 
         replicated = NamedSharding(step.mesh, PartitionSpec())
-        batch_sharding = kind.sharding(step.mesh)
-        jitted = jit_on(
+        step.batch_sharding = kind.sharding(step.mesh)
+        step.jitted = jit_on(
             step.mesh,
             kind.repeat(step.fn, step.mesh),
             self._name + kind.suffix,
             on_trace,
             donate_argnums=0,
-            in_shardings=([*step.shardings], None, batch_sharding),
+            in_shardings=([*step.shardings], None, step.batch_sharding),
             out_shardings=([*step.shardings], replicated),
         )
-        return Variant(step, jitted, batch_sharding)
 
     def run(self, call: Call, batch: PyTree) -> tuple[Any, Metrics]:
         """Take a step, or several; at most two calls are in flight.
@@ -201,11 +175,10 @@ class StepMachine:
 
         The new state, if there is one, and the metrics.
         """
-        key, variant, state, arrays, kept = call
-        step, jitted = variant.step, variant.jitted
+        key, step, state, arrays, kept = call
         # Negative weights, as far as they are on the host; a step takes others for nan.
-        check_weights(fetch_weights(batch) if variant.is_new else batch)
-        key.kind.check_ready(batch, step.mesh, variant.batch_sharding, step.accumulate)
+        check_weights(fetch_weights(batch) if step.is_new else batch)
+        check_ready(key.kind, batch, step.mesh, step.batch_sharding, step.accumulate)
         if kept:
             check_not_donated(kept, self._keeps)
         if state is not None:
@@ -213,38 +186,49 @@ class StepMachine:
             # donated together, and the first one tells.
             is_unread = state._values is None
             seen = arrays[:1] if is_unread else arrays
-            if seen[0].is_deleted() if is_unread else any_donated(seen):
-                raise ValueError(DONATED)
+            if seen is arrays or arrays[0].is_deleted():
+                check_state_not_donated(seen)
             taken = [*jax.tree.leaves(batch), *kept]
             arrays = copy_taken(seen, taken) + arrays[len(seen) :]
         self._in_flight.make_room()
         try:
-            if variant.is_new and self._lint.is_on:
-                program = jitted.program(call.abstract(), kept, batch)
-                where = f"the {self._name.replace('_', ' ')} of {self._of}"
-                self._lint.report(call.findings(program, batch), where)
-            variant.is_new = False
+            if step.is_new and {*self._levels.values()} != {"off"}:
+                self._report(self.inspect(call, batch)[1])
+            step.is_new = False
             if state is not None and state._flat is None:
                 # Not from a step, so it may be anywhere.
                 check_shardings(state, step.shardings)
                 arrays = copy_shared(filter_shard(arrays, [*step.shardings]))
-            arrays, metrics = jitted(arrays, kept, batch)
+            arrays, metrics = call_jitted(step.jitted, arrays, kept, batch)
         except (TypeError, ValueError):
             # Blame the inputs if they are at fault. (Checking them before each call would
             # take as long as the rest of it; errors of a running step are other types.)
-            call.check(batch)
-            raise
-        except FloatingPointError as error:
-            if arrays and not arrays[0].is_deleted():
-                error.add_note(_DEBUG_NANS)
+            if state is not None:
+                check_shardings(state, step.shardings)
+            key.kind.check(batch, step.mesh, step.accumulate)
             raise
         self._in_flight.add(metrics.weight)
         return None if state is None else unflatten_state(arrays, key.static), metrics
 
-    def inspect(self, call: Call, batch: PyTree) -> tuple[Program, tuple[Finding, ...]]:
-        """Compile the program; also return what lint finds in it, whatever the level."""
-        program = call.variant.jitted.program(call.abstract(), call.kept, batch)
-        return program, call.findings(program, batch)
+    def inspect(self, call: Call, batch: PyTree) -> tuple[Program, list[Finding]]:
+        """Compile the program; also return what lint finds in it, whatever the level.
+
+        Arrays are taken to be where the program takes them, wherever they are.
+        """
+        state = [
+            _abstract(array, sharding)
+            for array, sharding in zip(call.arrays, call.variant.shardings)
+        ]
+        # A call with arguments like them compiles nothing then: JAX keeps the executable.
+        traced = call.variant.jitted.trace(state, call.kept, batch)
+        program = Program(traced.jaxpr, traced.lower().compile())
+        return program, [*lint_step(call, program, batch)]
+
+    def _report(self, findings: list[Finding]) -> None:
+        """Warn of findings, or raise `ValueError`; of each once."""
+        where = f"the {self._name.replace('_', ' ')} of {self._of}"
+        report([x for x in findings if x not in self._reported], self._levels, where)
+        self._reported.update(findings)
 
 
 def _abstract(array: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

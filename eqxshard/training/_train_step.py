@@ -14,16 +14,14 @@ from jaxtyping import PyTree
 from ..compiled._findings import Lint
 from ..data._resident import DeviceBatches
 from ..sharding._rule import Rule
-from ..transforms._compiles import CompileLog
 from ._config import Nonfinite, StepConfig, check_optim
 from ._inputs import ONE_BATCH, several_batches
 from ._layout import make_layout
-from ._lint import StepLint
 from ._metrics import Metrics
 from ._optimizer import check_numbers
 from ._precision import Precision
 from ._state import TrainState, split_model
-from ._step import Key, PureStep, StepMachine
+from ._step import Key, StepMachine, Variant
 from ._update import train_step
 
 
@@ -133,8 +131,8 @@ def make_train_step(
         grad_norms=grad_norms,
     )
     make = ft.partial(_make_pure, config)
-    log, lints = CompileLog(max_compiles), StepLint(lint)
-    return TrainStep(config, StepMachine("train_step", loss_fn, "extra", make, log, lints))
+    machine = StepMachine("train_step", loss_fn, "extra", make, max_compiles, lint)
+    return TrainStep(config, machine)
 
 
 class TrainStep:
@@ -225,27 +223,8 @@ class TrainStep:
         """
         return self.machine.look_up(state, extra, ONE_BATCH).lower(batch)
 
-    def lower_many(
-        self, state: TrainState, batches: PyTree, extra: PyTree = None
-    ) -> jax.stages.Lowered:
-        """Lower the program of `many`.
 
-        **Arguments:**
-
-        - `state`, `batches`, `extra`: as for `many`, of arrays or of
-            `jax.ShapeDtypeStruct`s; not donated.
-
-        **Returns:**
-
-        A `jax.stages.Lowered`.
-        """
-        kind = several_batches(batches)
-        return self.machine.look_up(state, extra, kind).lower(batches)
-
-
-def _make_pure(
-    config: StepConfig, state: TrainState, kept: list[Any], key: Key
-) -> PureStep:
+def _make_pure(config: StepConfig, state: TrainState, kept: list[Any], key: Key) -> Variant:
     """The step for states of one structure."""
     config = config.following(state)
     mesh, rule = config.mesh, config.rule
@@ -255,7 +234,7 @@ def _make_pure(
     layout = make_layout(state.model, params, state.opt_state, mesh, rule)
     fn = ft.partial(train_step, config, layout, key.static, key.kept)
     shardings = layout.flat(state)
-    return PureStep(fn, mesh, config.precision, config.accumulate, rule, shardings)
+    return Variant(fn, mesh, config.precision, config.accumulate, rule, shardings)
 
 
 def _check_optimizer(config: StepConfig, state: TrainState, params: PyTree) -> None:

@@ -12,7 +12,7 @@ from ..sharding._placement import filter_shard
 from ..transforms._dtypes import at_least_float32
 from ..transforms._partition import Static
 from ._config import StepConfig, takes_value
-from ._gradients import Extra, Gradients, compute_gradients
+from ._gradients import Gradients, compute_gradients
 from ._guard import gradients_fit, guard_update
 from ._layout import StateLayout, constrain_state, fetch_offloaded
 from ._metrics import Metrics
@@ -44,9 +44,9 @@ def train_step(
     The arrays of the new state, and the metrics of the batch.
     """
     state = TrainState(*static.combine(arrays))
-    extra = Extra()
+    extra = (), ()
     if signature is not None:
-        extra = Extra((signature.static.combine(kept),), (signature.storage(),))
+        extra = (signature.static.combine(kept),), (signature.storage(),)
     gradients = compute_gradients(config, layout, state, batch, extra)
     params, frozen = split_model(state.model, config.trainable)
     before = filter_shard(params, layout.update), fetch_offloaded(state, layout.rule)

@@ -4,11 +4,10 @@ What `jax.jit` compiles runs as Python only while JAX traces it. There it tells 
 `CompileLog` the arguments. (JAX traces nothing again if shardings alone differ.)
 """
 
-import dataclasses
 import logging
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.core import Tracer
@@ -20,21 +19,21 @@ from ..sharding._text import first_few
 
 _LOG = logging.getLogger(__name__)
 
-_REMEDIES = {
-    "structure": "Pass the same arguments, of the same structure.",
-    "array": "Keep shapes and dtypes the same.",
-    "batch": "Loader(remainder=...) pads or drops the last batch.",
-    "static": (
-        "Pass a number that changes as an array; make other objects once, or give them "
-        "__eq__ and __hash__."
-    ),
-}
+_REMEDY = (
+    "Keep shapes, dtypes and structures the same (Loader(remainder=...) pads or drops the "
+    "last batch); pass a number that changes as an array, and make other objects once, or "
+    "give them __eq__ and __hash__."
+)
 _NO_DIFFERENCE = (
     "No argument differs; a JAX setting or the mesh in context may have changed."
 )
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 80
+
+#: What compiled functions depend on, by path: types of arrays, classes of inner nodes, and
+#: static values.
+_Description = Mapping[str, Any]
 
 
 class CompileLog:
@@ -75,7 +74,11 @@ class CompileLog:
         arrays = [x for x in jax.tree.leaves(arguments) if is_array(x)]
         if arrays and not any(isinstance(x, Tracer) for x in arrays):
             return  # Under jax_debug_nans, JAX calls functions without tracing them.
-        found = _describe(arguments)
+        found = {
+            path: part
+            for name, argument in arguments.items()
+            for path, part in _parts(argument, (), name)
+        }
         again = program in self._last
         # Or of another program, such as that of several batches.
         last = self._last.get(program, next(reversed(self._last.values()), {}))
@@ -100,57 +103,25 @@ def function_name(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__name__", type(fn).__name__)
 
 
-class _Part(NamedTuple):
-    """A part of an argument, of one of the kinds `array`, `static` and `structure`.
-
-    The value of an array is its type as text; that of an inner node, its class.
-    """
-
-    kind: str
-    value: Any
-
-    def __str__(self) -> str:
-        return self.value if self.kind == "array" else _text(self.value)
-
-    def is_same(self, other: "_Part | None") -> bool:
-        if other is None or type(self.value) is not type(other.value):
-            return False
-        try:
-            return self.value is other.value or bool(self.value == other.value)
-        except Exception:  # The value's own code may raise anything.
-            return False
+class absent:
+    """Stands for what one of two calls does not have."""
 
 
-_Description = Mapping[str, _Part]
-
-
-def _describe(arguments: Mapping[str, PyTree]) -> _Description:
-    found: dict[str, _Part] = {}
-    for name, argument in arguments.items():
-        try:
-            found.update(_parts(argument, (), name))
-        except Exception:  # The fields of the user's objects may raise anything.
-            found[name] = _Part("static", type(argument))
-    return found
-
-
-def _parts(node: PyTree, path: tuple[Any, ...], root: str) -> Iterator[tuple[str, _Part]]:
+def _parts(node: PyTree, path: tuple[Any, ...], root: str) -> Iterator[tuple[str, Any]]:
     """The leaves of a PyTree, its inner nodes, and the static fields of its modules."""
     here = leaf_path(path, root)
-    is_child = lambda x: x is not node  # noqa: E731
+    children = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
     if is_array(node):
-        weak = " (weak type)" if jax.typeof(node).weak_type else ""
-        yield here, _Part("array", format_array(node) + weak)
-    elif jax.tree_util.treedef_is_leaf(jax.tree.structure(node)) or node is None:
-        yield here, _Part("static", node)
+        weak = jax.typeof(node).weak_type
+        yield here, jax.ShapeDtypeStruct(node.shape, node.dtype, weak_type=weak)
+    elif node is None or any(child is node for _, child in children):
+        yield here, node
     else:
-        children = jax.tree_util.tree_leaves_with_path(node, is_leaf=is_child)
-        yield here, _Part("structure", type(node))
-        if dataclasses.is_dataclass(node):
-            names = {field.name for field in dataclasses.fields(node)}
-            names -= {getattr(keys[0], "name", None) for keys, _ in children}
-            for name in sorted(names):
-                yield f"{here}.{name}", _Part("static", getattr(node, name, None))
+        yield here, type(node)
+        names = {field.name for field in getattr(node, "__dataclass_fields__", {}).values()}
+        names -= {getattr(keys[0], "name", None) for keys, _ in children}
+        for name in sorted(names):
+            yield f"{here}.{name}", getattr(node, name, None)
         for keys, child in children:
             yield from _parts(child, (*path, *keys), root)
 
@@ -158,28 +129,31 @@ def _parts(node: PyTree, path: tuple[Any, ...], root: str) -> Iterator[tuple[str
 def _explain(before: _Description, now: _Description) -> str:
     """How arguments differ from those of an earlier compile, and what to do."""
     changes: dict[str, str] = {}
-    kinds = set[str]()
     for path in {**before, **now}:
-        old, new = before.get(path), now.get(path)
         # Below a node that came or went, all did.
         if path.startswith(tuple(f"{above}." for above in changes)):
             continue
-        if old is None or not old.is_same(new):
-            was, is_now = str(old or "absent"), str(new or "absent")
+        old, new = before.get(path, absent), now.get(path, absent)
+        if not _is_same(old, new):
+            was, is_now = _text(old), _text(new)
             is_now = "another like it" if was == is_now else is_now
             changes[path] = f"{path}: {was} -> {is_now}"
-            kind = old.kind if old and new and old.kind == new.kind else "structure"
-            kinds.add(kind)
-            if kind == "array" and path.partition(".")[0] == "batch":
-                kinds.add("batch")
     if not changes:
         return _NO_DIFFERENCE
-    remedies = [text for kind, text in _REMEDIES.items() if kind in kinds]
-    return " ".join([f"Changed: {first_few([*changes.values()], '; ')}.", *remedies])
+    return f"Changed: {first_few([*changes.values()], '; ')}. {_REMEDY}"
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    try:
+        return old is new or (type(old) is type(new) and bool(old == new))
+    except Exception:  # The value's own code may raise anything.
+        return False
 
 
 def _text(value: Any) -> str:
-    """A static value, or a type, in a few words."""
+    """A type, or a static value, in a few words."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return format_array(value) + (" (weak type)" if value.weak_type else "")
     try:
         name = getattr(value, "__qualname__", None)
         if name is not None:  # A class, a function, or what `jax.jit` made of one.

@@ -59,7 +59,7 @@ class _FilterJit(Generic[_P, _T]):
         # The arrays of a callable module, or of a bound method's module, are passed as
         # arguments: as constants they would be compiled in.
         self._fn_arrays, self._fn_static = partition(fn, "fn")
-        self._donates = _donation(donate, self._signature)
+        self._donates = _donation(donate, fn)
         self._in_shardings = in_shardings
         self._out_shardings = out_shardings
         self._compile_log = compile_log
@@ -88,12 +88,6 @@ class _FilterJit(Generic[_P, _T]):
         """
         jitted, arrays = self._prepare(args, kwargs)
         return jitted.lower(*arrays)
-
-    @overload
-    def __get__(self, instance: None, owner: type) -> "_FilterJit[_P, _T]": ...
-
-    @overload
-    def __get__(self, instance: object, owner: type) -> Callable[..., _T]: ...
 
     def __get__(self, instance: Any, owner: type) -> Any:
         return self if instance is None else ft.partial(self, instance)
@@ -231,7 +225,7 @@ def filter_jit(
     return _FilterJit(fn, donate, in_shardings, out_shardings, CompileLog(max_compiles))
 
 
-def _donation(donate: Donate, signature: inspect.Signature) -> Callable[[int | None], bool]:
+def _donation(donate: Donate, fn: Callable[..., Any]) -> Callable[[int | None], bool]:
     """Whether the argument at a position is donated (`None`: a keyword-only argument)."""
     if donate == "none":
         return lambda index: False
@@ -246,14 +240,7 @@ def _donation(donate: Donate, signature: inspect.Signature) -> Callable[[int | N
             f"donate={donate!r} is not 'none', 'all', 'all-except-first', or one or more "
             "positions of arguments, from 0."
         )
-    parameters = signature.parameters.values()
-    count = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-    unlimited = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    if not unlimited and max(positions, default=-1) >= count:
-        raise ValueError(
-            f"donate={donate!r} names a position that the function does not have: it "
-            f"takes {count} positional arguments, counted from 0."
-        )
+    jax.jit(fn, donate_argnums=positions)  # Refuses those that the function does not have.
     return lambda index: index in positions
 
 

@@ -59,13 +59,6 @@ class _FilterShardMap:
         return eqx.combine(arrays_out, static_out)
 
     def _check(self, args: tuple[Any, ...], mesh: Mesh | AbstractMesh) -> None:
-        for axis in self.axis_names:
-            check_axis(axis, mesh, f"axis_names={set(self.axis_names)}")
-        if not isinstance(self.in_specs, tuple | PartitionSpec):
-            raise TypeError(
-                f"in_specs is a {type(self.in_specs).__name__}; give a tuple with an entry "
-                "for each positional argument, or one PartitionSpec for all."
-            )
         if isinstance(self.in_specs, tuple) and len(self.in_specs) != len(args):
             raise ValueError(
                 f"in_specs has {len(self.in_specs)} entries for {len(args)} positional "
@@ -74,9 +67,9 @@ class _FilterShardMap:
         for path, leaf, spec in broadcast_specs(self.in_specs, args, "in_specs", "args"):
             check_spec(path, leaf.shape, spec, mesh)
         _check_all_specs(self.out_specs, "out_specs")
-        for spec in jax.tree.leaves(self.out_specs):
-            for axis in spec_axes(spec):
-                check_axis(axis, mesh, f"out_specs: {spec}")
+        used = {a for spec in jax.tree.leaves(self.out_specs) for a in spec_axes(spec)}
+        for axis in (*self.axis_names, *used):
+            check_axis(axis, mesh, "filter_shard_map")
 
 
 def filter_shard_map(

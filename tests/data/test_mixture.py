@@ -24,7 +24,6 @@ def mixture(**weights):
 )
 def test_every_example_is_there_and_shares_are_those_of_the_weights(weights, counts):
     source = mixture(**weights)
-    assert tuple(source.counts.values()) == counts
     x = source.gather(np.arange(len(source)))["x"]
     assert len(source) == sum(counts)
     for name, (low, size) in {"a": (0, 20), "b": (100, 5)}.items():
@@ -54,9 +53,9 @@ def test_a_loader_mixes_alike_on_every_mesh():
     "sources, says",
     [
         ({}, "has no sources; give"),
-        ({"a": (numbers(3), 0.0)}, "the weight of 'a' is 0.0; give a positive"),
-        ({"a": (numbers(3), float("nan"))}, "the weight of 'a' is nan"),
-        ({"a": (numbers(0), 1.0)}, "the source 'a' is empty; leave it out"),
+        ({"a": (numbers(3), 0.0)}, "'a' has the weight 0.0 and 3 examples; give a"),
+        ({"a": (numbers(3), float("nan"))}, "'a' has the weight nan"),
+        ({"a": (numbers(0), 1.0)}, "'a' has the weight 1.0 and 0 examples"),
     ],
 )
 def test_what_cannot_be_mixed_is_an_error(sources, says):

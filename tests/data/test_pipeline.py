@@ -6,14 +6,13 @@ import threading
 from contextlib import closing
 from pathlib import Path
 
-import grain  # noqa: F401 - the first pipeline of a process imports it after a batch
 import numpy as np
 import pytest
 from loader_helpers import (
     MESHES,
     assert_threads_end,
-    grain_threads,
     loader_of,
+    loader_threads,
     mesh_of,
     numbers,
     read,
@@ -24,16 +23,6 @@ from loader_helpers import (
 import eqxshard
 
 # Batches on devices
-
-
-def test_all_batches_have_the_same_structure_and_weights_count_the_examples():
-    with closing(iter(loader_of(numbers(20), epochs=1))) as batches:
-        parts = list(batches)
-    assert [sorted(part) for part in parts] == [["__weight__", "x"]] * 3
-    assert {part["x"].shape for part in parts} == {(8,)}
-    assert [float(part["__weight__"].sum()) for part in parts] == [8, 8, 4]
-    avals = {(part["__weight__"].aval, part["__weight__"].sharding) for part in parts}
-    assert len(avals) == 1
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -55,29 +44,23 @@ def test_each_device_gets_only_its_own_rows(mesh):
 # Threads
 
 
-def test_there_is_no_thread_before_the_first_batch_and_after_the_last():
+@pytest.mark.parametrize("end", ["last", "close", "drop", "raise"])
+def test_the_thread_ends_with_its_iterator(end):
     # Threads of earlier tests may take a moment to end.
     assert_threads_end()
-    loader = loader_of(numbers(64), epochs=1)
-    batches = iter(loader)
-    assert not grain_threads()
+    batches = iter(loader_of(numbers(64), epochs=1 if end == "last" else None))
+    assert not loader_threads()
     next(batches)
-    assert grain_threads()
-    list(batches)
-    assert_threads_end()
-
-
-@pytest.mark.parametrize("end", ["close", "drop", "raise"])
-def test_the_thread_ends_with_its_iterator(end):
-    batches = iter(loader_of(numbers(64)))
-    next(batches)
-    assert grain_threads()
-    if end == "close":
+    assert loader_threads() or end == "last"
+    if end == "last":
+        list(batches)
+    elif end == "close":
         batches.close()
     elif end == "raise":
         with pytest.raises(RuntimeError):
             batches.throw(RuntimeError())
-    del batches
+    else:
+        del batches
     assert_threads_end()
 
 
@@ -100,11 +83,9 @@ def test_without_prefetch_there_is_no_thread_and_nothing_is_gathered_early():
     [
         # Batches of 2 MiB: one per call.
         (2**18, 1, 1 + 1),
-        (2**18, 2, 1 + 2),
         (2**18, 5, 1 + 5),
         # Batches of 128 KiB: after the first, 16 per call.
         (2**14, 2, 1 + 2),
-        (2**14, 80, 1 + 5),
     ],
 )
 def test_batches_are_gathered_ahead_while_the_caller_computes(row_bytes, prefetch, calls):
@@ -112,7 +93,7 @@ def test_batches_are_gathered_ahead_while_the_caller_computes(row_bytes, prefetc
 
     class Large:
         def __len__(self):
-            return 512
+            return 2**20
 
         def gather(self, indices):
             gathered.release()
@@ -172,18 +153,16 @@ def run(program):
 
 @pytest.mark.slow
 def test_a_program_ends_even_if_iterators_are_open():
-    """And its first step does not wait for Grain, which takes long to import."""
+    """And it does not import Grain, which takes long, if it has no workers."""
     program = """
 import sys
 batches = iter(loader)
 next(batches)
-print("grain" in sys.modules)
-next(batches)
-print("grain" in sys.modules)
 for batch in loader:
     break
+print("grain" in sys.modules)
 """
-    assert run(program) == (0, "False\nTrue\n", "")
+    assert run(program) == (0, "False\n", "")
 
 
 @pytest.mark.slow

@@ -16,14 +16,11 @@ class Half:
     def __init__(self, shift=0):
         self.shift = shift
 
-    def __len__(self):
+    def __len__(self) -> int:
         return 12
 
     def rows(self, examples, seed, epoch):
         return np.arange(12) + 12 * ((epoch + self.shift) % 2)
-
-
-# Any sampler
 
 
 def test_an_epoch_is_what_the_sampler_says():
@@ -33,11 +30,7 @@ def test_an_epoch_is_what_the_sampler_says():
     loader.seek(3)
     assert read(loader, 1) == [list(range(20, 24))]
     assert loader.rows(2).tolist() == list(range(12, 20))
-
-
-@pytest.mark.parametrize("remainder, batches", [("pad", 2), ("drop", 1)])
-def test_the_remainder_is_that_of_the_samplers_length(remainder, batches):
-    assert len(loader_of(numbers(24), sampler=Half(), remainder=remainder)) == batches
+    assert len(loader_of(numbers(24), sampler=Half(), remainder="drop")) == 1
 
 
 def test_batches_are_the_same_on_every_mesh_and_on_the_device():
@@ -86,7 +79,6 @@ def test_the_order_of_ten_million_examples_takes_little_memory(shuffle):
     transform = eqxshard.data.RandomTransform(lambda batch, generators: batch)
     tracemalloc.start()
     try:
-        # Without a thread, as importing Grain takes more memory.
         options = {"shuffle": shuffle, "transform": transform, "prefetch": 0}
         loader = loader_of(Many(), batch_size=256, **options)
         for step in (0, len(loader) - 2):
@@ -108,36 +100,32 @@ class Wrong(Half):
 
 
 @pytest.mark.parametrize(
-    "rows, says",
-    [
-        (np.zeros(12), r"gave float64 of shape \(12,\) for epoch 0"),
-        (np.arange(11), r"gave int64 of shape \(11,\) for epoch 0, and its length is 12"),
-        (np.arange(12) * 3, "gave row 33 in epoch 0, and the source has 24 examples"),
-        (np.arange(12) - 1, "gave row -1 in epoch 0"),
-    ],
+    "rows", [np.zeros(12), np.arange(11), np.arange(12) * 3, np.arange(12) - 1]
 )
-def test_wrong_rows_are_an_error(rows, says, unannotated):
-    with pytest.raises(ValueError, match=says):
+def test_wrong_rows_are_an_error(rows, unannotated):
+    with pytest.raises(ValueError, match=r"for epoch 0, .*; return 12 int"):
         loader_of(numbers(24), sampler=Wrong(rows))
 
 
-def test_an_object_that_is_not_a_sampler_is_an_error(unannotated):
-    with pytest.raises(TypeError, match="a list is not a sampler; give something with"):
-        loader_of(numbers(24), sampler=[1, 2, 3])
-    with pytest.raises(ValueError, match="shuffle=False has no meaning with a sampler"):
-        loader_of(numbers(24), sampler=Half(), shuffle=False)
+class Empty(Half):
+    def __len__(self):
+        return 0
+
+    def rows(self, examples, seed, epoch):
+        return np.arange(0)
 
 
-def test_an_empty_sampler_is_an_error():
-    class Empty:
-        def __len__(self):
-            return 0
-
-        def rows(self, examples, seed, epoch):
-            return np.arange(0)
-
-    with pytest.raises(ValueError, match="the sampler is empty"):
-        loader_of(numbers(24), sampler=Empty())
+@pytest.mark.parametrize(
+    "sampler, error, says",
+    [
+        ([1, 2, 3], TypeError, "a list is not a sampler; give something with"),
+        (Empty(), ValueError, "an epoch has no examples; give"),
+        (WeightedSampler(np.ones(23)), ValueError, "23 weights and the source 24 exam"),
+    ],
+)
+def test_unsuitable_samplers_are_errors(unannotated, sampler, error, says):
+    with pytest.raises(error, match=says):
+        loader_of(numbers(24), sampler=sampler)
 
 
 # All alike
@@ -147,12 +135,8 @@ def test_examples_are_drawn_alike_and_again_in_an_epoch():
     sampler = UniformSampler(6000)
     first, second = (sampler.rows(3, seed=5, epoch=epoch) for epoch in range(2))
     assert len(sampler) == len(first) == 6000 and (first != second).any()
-    np.testing.assert_array_equal(sampler.rows(3, seed=5, epoch=1), second)
     assert np.bincount(first).tolist() == pytest.approx([2000] * 3, rel=0.1)
     assert sampler.rows(2**40, seed=5, epoch=0).max() > 2**39
-
-
-def test_draws_of_none_are_refused():
     with pytest.raises(ValueError, match="length=0 must be at least 1"):
         UniformSampler(0)
 
@@ -167,30 +151,20 @@ def test_examples_are_drawn_in_proportion_to_their_weights():
     assert counts[0] == counts[4] == 0
     np.testing.assert_allclose(counts / 1000, weights, rtol=0.1)
     assert (sampler.rows(5, 0, 0) == sampler.rows(5, 0, 0)).all()
-    for other in (sampler.rows(5, 0, 1), sampler.rows(5, 1, 0)):
-        assert (sampler.rows(5, 0, 0) != other).any()
-
-
-def test_the_draws_of_a_seed_never_change():
-    sampler = WeightedSampler([1, 2, 3, 4], 6)
-    assert sampler.rows(4, 0, 0).tolist() == [1, 1, 1, 0, 1, 3]
+    # The draws of a seed never change.
+    assert WeightedSampler([1, 2, 3, 4], 6).rows(4, 0, 0).tolist() == [1, 1, 1, 0, 1, 3]
 
 
 @pytest.mark.parametrize(
-    "options, says",
+    "weights, length, says",
     [
-        ({"weights": [[1, 2]]}, r"weights have shape \(1, 2\); give one number per"),
-        ({"weights": [1, -2]}, "the weight of example 1 is -2.0; give finite"),
-        ({"weights": [np.nan]}, "the weight of example 0 is nan; give finite"),
-        ({"weights": [0, 0]}, "all weights are 0"),
-        ({"weights": [1], "length": 0}, "length=0 must be at least 1"),
+        ([[1, 2]], None, r"weights have the shape \(1, 2\) .*; give each"),
+        ([1, -2], None, "the sum -1.0; give"),
+        ([np.nan], None, "the sum nan; give each"),
+        ([0, 0], None, "not all of them 0"),
+        ([1], 0, "length=0 must be at least 1"),
     ],
 )
-def test_invalid_weights_are_errors(options, says):
+def test_invalid_weights_are_errors(weights, length, says):
     with pytest.raises(ValueError, match=says):
-        WeightedSampler(**options)
-
-
-def test_weights_must_be_one_per_example():
-    with pytest.raises(ValueError, match="has 23 weights and the source 24 examples"):
-        loader_of(numbers(24), sampler=WeightedSampler(np.ones(23)))
+        WeightedSampler(weights, length)

@@ -91,14 +91,6 @@ def test_a_layer_and_its_line_are_named():
     )
 
 
-def test_an_infinity_is_named():
-    def overflows(model, batch, key):
-        return jnp.exp(1000 + jax.vmap(model)(batch["x"]))
-
-    says = replayed(loss_fn=overflows)
-    assert says.startswith("the first infinity appears in the loss function, ")
-
-
 def test_a_gradient_is_named():
     def kink(model, batch, key):
         # The gradient of a square root at 0 is infinite.
@@ -109,11 +101,6 @@ def test_a_gradient_is_named():
         "the loss is finite and its gradient is not; the first parameter whose gradient is "
         "not finite is layers.0.weight (of 6: layers.0.weight, layers.0.bias,"
     )
-
-
-def test_a_step_that_is_finite_here():
-    says = replayed()
-    assert says.startswith("nothing: on one device, the loss and its gradients are finite")
 
 
 # From a run to the command
@@ -197,7 +184,11 @@ def command(failed, monkeypatch, capsys):
         sys.modules.pop("eqxshard_imported_script", None)
         monkeypatch.setattr(sys, "path", [*sys.path])
         monkeypatch.setattr(sys, "argv", ["replay", str(dump), str(script), *options])
-        return main(), *capsys.readouterr()
+        try:
+            status = main()
+        except SystemExit as stop:
+            status = stop.code
+        return status, *capsys.readouterr()
 
     yield run
     for name in {*sys.modules} - before:
@@ -243,15 +234,10 @@ def test_the_command_takes_another_loss_only_by_name(command, failed, tmp_path):
 @pytest.mark.slow
 def test_an_error_of_the_script_keeps_its_traceback(command, tmp_path):
     (tmp_path / "train.py").write_text("raise ValueError('mine')")
-    with pytest.raises(ValueError, match=r"^mine$"):
-        command(script=tmp_path / "train.py")
-
-
-@pytest.mark.slow
-def test_work_of_a_script_that_is_imported_is_refused(command, tmp_path):
-    (tmp_path / "train.py").write_text("import eqxshard\neqxshard.cli(print, dict)\n")
-    status, _, err = command(script=tmp_path / "train.py")
-    assert status == 2 and "eqxshard.cli is called when this script is imported" in err
+    status, out, err = command(script=tmp_path / "train.py")
+    assert (status, out) == (1, "")
+    assert f'File "{tmp_path / "train.py"}", line 1' in err
+    assert err.endswith("ValueError: mine\n")
 
 
 NAMES = ["os:system", "module:run", "__main__:loss_fn", "equinox:tree_serialise_leaves"]

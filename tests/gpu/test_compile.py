@@ -28,6 +28,7 @@ from transformer import Transformer, make_tokens, next_token_losses
 import eqxshard
 from eqxshard import testing
 from eqxshard.parallel import all_gather_matmul, matmul_reduce_scatter
+from eqxshard.training._inputs import STACKED_BATCHES
 
 pytestmark = pytest.mark.gpu
 
@@ -114,10 +115,11 @@ def test_several_steps_in_one_program_reuse_the_memory_of_the_state(gpus):
     train_step, state, _ = make_step(gpus, TOKENS, RULE, SIZES[8])
     tokens = make_tokens(32, seed=0)
     several = jax.tree.map(lambda x: abstract((5, *x.shape), x.dtype), tokens)
-    check_step(train_step.lower_many(state, several).compile(), state)
+    call = train_step.machine.look_up(state, None, STACKED_BATCHES)
+    check_step(call.lower(several).compile(), state)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", graded(MESHES, ["data=2,fsdp=2,tensor=2"]))
 @pytest.mark.parametrize("model", MODELS)
 def test_no_device_receives_activations_of_other_examples(gpus, model, mesh):
     ops = step_collectives(model, mesh, gpus)
@@ -125,7 +127,7 @@ def test_no_device_receives_activations_of_other_examples(gpus, model, mesh):
     assert_no_activations_of_others(ops, model, mesh)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", graded(MESHES, ["data=2,fsdp=4"]))
 @pytest.mark.parametrize("model", TABLES)
 def test_nor_if_a_table_is_split_by_word(gpus, model, mesh):
     ops = step_collectives(model, mesh, gpus, BY_WORD)

@@ -1,17 +1,15 @@
 """Meshes and arrays as SVG."""
 
-import re
 from xml.etree import ElementTree
 
 import jax
 import numpy as np
 import pytest
-from inspect_helpers import RULE, Model, explained, make_mesh
+from inspect_helpers import RULE, explained, make_mesh
 from jax.sharding import PartitionSpec as P
 
 import eqxshard
-from eqxshard.inspect._blocks import format_devices, lay_out
-from eqxshard.inspect._pictures import _COLOURS
+from eqxshard.inspect._pictures import _COLOURS, format_devices, lay_out
 
 MESH = eqxshard.make_mesh(data=2, fsdp=2, tensor=2)
 
@@ -41,36 +39,37 @@ def bands(panel):
     return found
 
 
-def test_a_mesh_is_a_grid_of_its_last_two_axes():
-    (panel,) = panels(eqxshard.draw(eqxshard.make_mesh(data=2, fsdp=4)))
-    assert texts(panel)[0] == "8 x cpu (data=2, fsdp=4)"
-    assert texts(panel)[1:] == ["fsdp →", "data →", *"01234567"]
-    rows = {place: {corner[1] for corner in at} for place, at in bands(panel).items()}
-    assert rows[0] == rows[3] != rows[4] == rows[7]
-    assert panel.attrib["aria-label"] == "8 x cpu (data=2, fsdp=4)"
+def groups(picture):
+    """The devices of a mesh by their colour."""
+    found = {}
+    (shapes,) = [x for x in panels(picture)[0] if x.tag.endswith("g")]
+    numbers = [x.text for x in shapes if x.get("class") == "number"]
+    fills = [x.attrib["fill"] for x in shapes if x.tag.endswith("rect")]
+    for fill, number in zip(fills, numbers, strict=True):
+        found.setdefault(fill, []).append(int(number))
+    return sorted(map(sorted, found.values()))
 
 
-def test_a_mesh_of_three_axes_has_a_grid_for_each_index_of_the_first():
-    first, second = panels(eqxshard.draw(MESH))
-    assert texts(first) == ["data=0", "tensor →", "fsdp →", *"0123"]
-    assert texts(second)[0] == "data=1" and texts(second)[3:] == [*"4567"]
+def test_a_mesh_has_all_devices_and_axes():
+    picture = eqxshard.draw(MESH)
+    (panel,) = panels(picture)
+    assert texts(panel) == ["8 x cpu (data=2, fsdp=2, tensor=2)"]
+    assert panel.attrib["aria-label"] == texts(panel)[0]
+    assert groups(picture) == [[n] for n in range(8)]
+    labels = [x.text for x in panel.iter() if x.get("transform") and x.text]
+    assert labels == ["tensor = 2 →", "data = 2 →", "← fsdp = 2"]
 
 
 @pytest.mark.parametrize(
-    "along, groups",
+    "along, wanted",
     [
-        (["tensor"], [{0, 1}, {2, 3}, {4, 5}, {6, 7}]),
-        (["data", "tensor"], [{0, 1, 4, 5}, {2, 3, 6, 7}]),
-        (["data", "fsdp", "tensor"], [{*range(8)}]),
+        (["tensor"], [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        (["data", "tensor"], [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        (["data", "fsdp", "tensor"], [[*range(8)]]),
     ],
 )
-def test_devices_that_communicate_have_one_colour(along, groups):
-    found = {}
-    for panel in panels(eqxshard.draw(MESH, along=along)):
-        fills = [x.attrib["fill"] for x in panel if x.get("fill") in _COLOURS]
-        for fill, number in zip(fills, texts(panel)[3:], strict=True):
-            found.setdefault(fill, set()).add(int(number))
-    assert sorted(map(sorted, found.values())) == sorted(map(sorted, groups))
+def test_devices_that_communicate_have_one_colour(along, wanted):
+    assert groups(eqxshard.draw(MESH, along=along)) == wanted
 
 
 def test_a_block_has_the_colours_of_the_devices_that_hold_it():
@@ -118,19 +117,11 @@ def test_blocks_are_where_the_shards_of_real_arrays_are(shape, spec, rows, colum
 
 
 def test_labels_are_short():
-    numbers = ([0, 1, 4, 5], [6, 4, 2, 0], range(9), range(0, 128, 2))
-    assert [*map(format_devices, numbers)] == [
-        *("0,1,4,5", "0,2,4,6", "0-8", "0,2,4,...,126 (64 devices)")
-    ]
+    numbers = ([0, 1, 4, 5], [6, 4, 2, 0], range(9))
+    assert [*map(format_devices, numbers)] == ["0,1,4,5", "0,2,4,6", "0-8"]
     # An array without elements has blocks, too.
     (panel,) = panels(eqxshard.draw(array((0, 4), None, "fsdp")))
     assert sorted(texts(panel)[3:]) == [*"01234567"]
-
-
-def test_real_arrays_are_drawn_as_they_are():
-    x = jax.device_put(np.zeros((8, 4)), eqxshard.batch_sharding(MESH))
-    (panel,) = panels(eqxshard.draw({"x": x}))
-    assert texts(panel)[:3] == ["x", "8 x 4, P(('data', 'fsdp'))", "dim 1"]
 
 
 def test_pictures_are_saved_for_pages_and_as_images(tmp_path):
@@ -173,18 +164,10 @@ def test_which_arrays_of_an_explanation_are_drawn():
     assert len(names(explanation.draw("w|last"))) == 15
 
 
-def test_a_notebook_shows_an_explanation_with_its_pictures():
-    text = eqxshard.explain(Model(), MESH, eqxshard.replicate())._repr_html_()
-    assert text.startswith("<pre") and "bytes/device" in text
-    paths = re.findall(r'aria-label="([\w.]+) ', text)
-    assert paths[:2] == ["layers.0.weight", "layers.0.bias"]
-
-
 @pytest.mark.parametrize(
     "word, draw",
     [
         ("no array", lambda e: e.draw("wieght")),
-        ("not a regular expression", lambda e: e.draw("w(")),
         ("no arrays", lambda e: eqxshard.explain({}, MESH, RULE).draw()),
         ("no arrays", lambda e: eqxshard.draw({})),
         ("'fdsp'", lambda e: eqxshard.draw(MESH, along=["fdsp"])),

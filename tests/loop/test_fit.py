@@ -1,26 +1,20 @@
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fit_helpers import OPTIM, RULE, new_state, train_step
+from fit_helpers import OPTIM, new_state, train_step
 from helpers import (
-    RULES,
-    Model,
-    assert_close,
     assert_equal,
-    make_batch,
     make_loader,
-    make_mesh,
     squared_errors,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loop_helpers import Recorder
+from loop_helpers import Recorder, count_dispatched
 from step_helpers import mean_of_x
 
 import eqxshard
+from eqxshard.callbacks import Every
 
 _ = train_step  # A fixture.
 
@@ -58,19 +52,6 @@ def test_a_resumed_run_equals_the_uninterrupted_one(train_step, stop):
     part = eqxshard.fit(new_state(), train_step, make_loader(), steps=stop)
     assert int(part.step) == stop
     assert_equal(eqxshard.fit(part, train_step, make_loader(), steps=12), whole)
-
-
-def test_a_run_continues_on_another_mesh():
-    mesh, rule = make_mesh("data=2,fsdp=2"), RULES["fsdp"]
-    step = eqxshard.make_train_step(squared_errors, OPTIM, mesh=mesh, rule=rule)
-    key = jax.random.key(0)
-    state = eqxshard.init_state(Model, OPTIM, key=key, mesh=mesh, rule=rule)
-    state = eqxshard.fit(state, step, make_loader(mesh=mesh), steps=6)
-    mesh = make_mesh()
-    step = eqxshard.make_train_step(squared_errors, OPTIM, mesh=mesh, rule=RULE)
-    state = eqxshard.filter_shard(state, jax.NamedSharding(mesh, jax.P()))
-    state = eqxshard.fit(state, step, make_loader(), steps=12)
-    assert_close(state, eqxshard.fit(new_state(), step, make_loader(), steps=12))
 
 
 def test_a_finished_run_takes_no_more_steps(train_step):
@@ -178,25 +159,6 @@ def test_a_run_compiles_each_step_once(placement, caplog):
     assert not caplog.records
 
 
-class Ragged:
-    """A loader whose third batch is smaller."""
-
-    def __iter__(self):
-        return map(make_batch, (32, 32, 24))
-
-    def seek(self, step):
-        assert step == 0
-
-
-def test_a_run_beyond_the_budget_hands_back_its_state():
-    train_step = eqxshard.make_train_step(squared_errors, OPTIM, max_compiles=1)
-    with pytest.raises(ValueError, match=r"float32\[32,8\] -> float32\[24,8\]") as caught:
-        eqxshard.fit(new_state(), train_step, Ragged(), steps=3)
-    handed: Any = caught.value
-    state, _ = train_step(handed.state, make_batch())
-    assert int(state.step) == 3
-
-
 class Endless:
     """A loader without epochs."""
 
@@ -238,19 +200,27 @@ MISTAKES: dict[str, tuple[dict, type[Exception], str]] = {
     "epochs": ({"epochs": -1}, ValueError, "epochs=-1"),
     "log_every": ({**ONCE, "log_every": 0}, ValueError, "log_every=0"),
     "max_nonfinite": ({**ONCE, "max_nonfinite": 0}, ValueError, "max_nonfinite=0"),
-    "evaluate_every": ({**ONCE, "evaluate_every": "epohc"}, ValueError, "'epohc'"),
+    "evaluate_every": (
+        {**ONCE, "evaluate": dict, "evaluate_every": "epohc"},
+        ValueError,
+        "'epohc'",
+    ),
     "no epochs": ({"epochs": 2, "loader": Endless()}, ValueError, "with a length"),
     "no epochs to evaluate": (
         {**ONCE, "loader": Endless(), "evaluate": dict},
         ValueError,
-        "give evaluate_every a number",
+        "evaluate_every a number",
     ),
+    "stall_seconds": ({**ONCE, "stall_seconds": 0.0}, ValueError, "stall_seconds must"),
+    "hang_seconds": ({**ONCE, "hang_seconds": 0.0}, ValueError, "hang_seconds must"),
     "list": ({**ONCE, "loader": [1, 2]}, TypeError, "a list is not a loader"),
+    "function": ({**ONCE, "callbacks": [print]}, TypeError, "not a callback"),
+    "every": ({**ONCE, "callbacks": [Every(0, print)]}, ValueError, r"Every\.every=0"),
     "tracker": ({**ONCE, "trackers": [print]}, TypeError, "not a tracker"),
     "close": (
         {**ONCE, "trackers": [ClosesWithoutError()]},
         TypeError,
-        r"close\(self, error=None\)",
+        r"close\(error=None\)",
     ),
 }
 
@@ -262,4 +232,18 @@ def test_mistakes_are_refused_and_trackers_closed(train_step, mistake, unannotat
     given = {"loader": make_loader(), "trackers": [recorder], **options}
     with pytest.raises(kind, match=says):
         eqxshard.fit(new_state(), train_step, **given)
-    assert len(recorder.closed) == (kind is ValueError)
+    # Unless it is one of the parts that cannot be called.
+    assert len(recorder.closed) == (kind is ValueError and mistake != "every")
+
+
+@pytest.mark.slow
+def test_an_epoch_of_a_resident_dataset_is_one_dispatch_per_report(train_step, monkeypatch):
+    taken = count_dispatched(monkeypatch)
+    loader = make_loader(placement="device")
+    eqxshard.fit(new_state(), train_step, loader, epochs=2, log_every=100)
+    assert taken == [4, 4]
+
+
+def test_a_loader_that_ends_too_early_is_named(train_step):
+    with pytest.raises(ValueError, match="ended before step 12; take fewer steps"):
+        eqxshard.fit(new_state(), train_step, make_loader(epochs=1), epochs=3)

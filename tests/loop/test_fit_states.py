@@ -1,7 +1,9 @@
-"""Several states in one `fit`."""
+"""Several states in one `fit`, and companions of its steps."""
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
+import loop_helpers
 import pytest
 from fit_helpers import new_state, train_step
 from helpers import (
@@ -9,10 +11,12 @@ from helpers import (
     assert_equal,
     copied,
     make_loader,
+    make_mesh,
 )
 from loop_helpers import Recorder
 
 import eqxshard
+from eqxshard.callbacks import Every
 
 _ = train_step  # A fixture.
 
@@ -74,7 +78,7 @@ def test_several_states_must_count_alike(train_step):
     def twice(state, batch):
         return train_step(train_step(state, batch)[0], batch)
 
-    with pytest.raises(ValueError, match="train_step went from step 0 to step 2; let it"):
+    with pytest.raises(ValueError, match="of step 2, and the run is at step 1; let"):
         eqxshard.fit(new_state(), twice, make_loader(), steps=3)
 
 
@@ -83,7 +87,7 @@ def test_several_states_get_no_crash_dump(train_step, tmp_path):
         states, metrics = both(train_step)(states, batch)
         return states, eqx.tree_at(lambda m: m.nonfinite, metrics, jnp.int32(1))
 
-    with pytest.raises(FloatingPointError, match="there is no crash dump, which can be ma"):
+    with pytest.raises(FloatingPointError, match="a crash dump is of one state and"):
         eqxshard.fit(
             two_states(),
             nonfinite,
@@ -93,3 +97,58 @@ def test_several_states_get_no_crash_dump(train_step, tmp_path):
             checkpointer=eqxshard.Checkpointer(tmp_path),
         )
     assert eqxshard.Checkpointer(tmp_path).steps() == [4]
+
+
+# Companions of steps
+
+
+def follow(model, batch, key, target):
+    """The squared distance of a model's outputs from a target's, plus 1."""
+    return (jax.vmap(model)(batch["x"]) - jax.vmap(target)(batch["x"]) - 1) ** 2
+
+
+def follower(seed=0):
+    where = {"mesh": make_mesh(), "rule": eqxshard.replicate()}
+    return eqxshard.init_state(
+        loop_helpers.Layers, loop_helpers.OPTIM, key=jax.random.key(seed), **where
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", ["host", "device"])
+def test_fit_gives_each_step_the_companion(placement):
+    train_step = eqxshard.make_train_step(follow, loop_helpers.OPTIM)
+    target = follower(1).model
+    expected = follower()
+    for batch in loop_helpers.make_loader(epochs=1):
+        expected, _ = train_step(expected, batch, target)
+    loader = loop_helpers.make_loader(placement=placement)
+    state = eqxshard.fit(follower(), train_step, loader, epochs=1, extra=target)
+    assert_equal(state, expected)
+
+
+def test_a_callback_replaces_the_companion():
+    train_step = eqxshard.make_train_step(follow, loop_helpers.OPTIM)
+    synced = []
+
+    def sync(loop):
+        loop.extra = loop.state.model
+        synced.append(loop.step)
+
+    recorder = Recorder()
+    state = follower()
+    eqxshard.fit(
+        state,
+        train_step,
+        loop_helpers.make_loader(),
+        steps=6,
+        extra=state.model,
+        callbacks=[Every(2, sync)],
+        trackers=[recorder],
+        log_every=1,
+    )
+    assert synced == [2, 4, 6]
+    losses = [values["train/loss"] for _, values in recorder.lines]
+    # Where the model is its own target, the distance is 0.
+    assert losses[0] == losses[2] == losses[4] == 1.0
+    assert all(abs(loss - 1.0) > 1e-6 for loss in losses[1::2])

@@ -104,26 +104,6 @@ def test_a_model_with_state_in_other_precision():
     np.testing.assert_allclose(found, 2 * x + 5, rtol=0.02, atol=0.02)
 
 
-class NumPyLoader:
-    """Two batches of another loader, which pads nothing."""
-
-    def __len__(self):
-        return 2
-
-    def seek(self, step):
-        self.step = step
-
-    def __iter__(self):
-        for step in range(self.step, 2):
-            yield source().gather(np.arange(40 * step, 40 * step + 40))
-
-
-def test_another_loader_gives_its_rows_in_its_order(state, expected):
-    found = eqxshard.predict(state.model, outputs, NumPyLoader())
-    assert found["index"].tolist() == [*range(80)]
-    np.testing.assert_allclose(found["out"], expected[:80], rtol=1e-5, atol=1e-6)
-
-
 def gone(state):
     model = copied(state.model)
     model.first.weight.delete()
@@ -138,7 +118,6 @@ def mean(model, batch):
 REFUSED = {
     "state": (lambda state: state, outputs, {}, r"give it state\.model"),
     "drop": (lambda state: state.model, outputs, {"remainder": "drop"}, "96 of 100 exam"),
-    "no mesh": (lambda state: Model(KEY), outputs, {}, "place them with filter_shard"),
     "shape": (lambda state: state.model, mean, {}, r"mean of fn has shape \(\) for a ba"),
     "text": (lambda state: state.model, lambda *_: {"x": ""}, {}, "x of fn is a str; ret"),
     "donated": (gone, outputs, {}, "a part of an earlier state, which was donated; take"),

@@ -8,8 +8,8 @@ from loop_helpers import Recorder, make_loader, run
 
 import eqxshard
 from eqxshard.loop._clock import Clock
-from eqxshard.loop._media import numbers
 from eqxshard.loop._report import Report
+from eqxshard.trackers._tracker import numbers
 
 
 def metrics(loss, weight=1.0, nonfinite=0):
@@ -18,8 +18,8 @@ def metrics(loss, weight=1.0, nonfinite=0):
     )
 
 
-def report_to(*trackers, max_nonfinite=10):
-    return Report(trackers, Clock(), 4, max_nonfinite)
+def report_to(*trackers):
+    return Report(trackers, Clock(), 4)
 
 
 def test_a_report_has_the_means_since_the_last_one():
@@ -44,31 +44,29 @@ def test_a_report_has_the_means_since_the_last_one():
     assert len(recorder.lines) == 1
 
 
-def test_images_and_histograms_are_for_trackers_but_no_metrics():
+def test_images_are_for_trackers_but_no_metrics():
     recorder = Recorder()
     report = report_to(recorder)
-    image = eqxshard.trackers.Image(np.zeros((2, 2)))
-    histogram = eqxshard.trackers.Histogram(np.zeros(3))
+    images = [eqxshard.trackers.Image(np.zeros((2, 2))) for _ in range(2)]
     report.add(1, metrics(1.0), 1, due=True)
     report.read()
-    report.add_evaluation({"samples": image})
-    report.log(1, {"weights": histogram})
+    report.add_evaluation({"samples": images[0]})
+    report.log(1, {"filters": images[1]})
     report.flush()
     ((_, values),) = recorder.lines
-    assert (values["eval/samples"], values["weights"]) == (image, histogram)
-    assert not {"eval/samples", "weights"} & numbers(values).keys()
+    assert [values["eval/samples"], values["filters"]] == images
+    assert not {"eval/samples", "filters"} & numbers(values).keys()
     report.log(2, {"name": "LeNet"})
     with pytest.raises(TypeError, match="name was logged as a str; log numbers, or make"):
         report.flush()
 
 
 def test_steps_in_a_row_that_are_not_finite_are_counted_across_reports():
-    report = report_to(max_nonfinite=3)
+    report = report_to()
     for step, bad in enumerate([1, 0, 1, 1, 1], start=1):
-        assert report.too_many_nonfinite == []
         report.add(step, metrics(1.0, nonfinite=bad), 1, due=True)
         report.flush()
-    assert report.too_many_nonfinite == [3, 4, 5]
+    assert report.nonfinite_steps == [3, 4, 5]
 
 
 def test_only_the_steps_that_were_taken_are_read():

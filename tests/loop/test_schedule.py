@@ -1,15 +1,7 @@
-import signal
-
 import pytest
 
 from eqxshard import Checkpointer
-from eqxshard.loop._schedule import (
-    Due,
-    Schedule,
-    evaluation_interval,
-    last_step,
-    steps_per_epoch,
-)
+from eqxshard.loop._schedule import Due, Schedule
 from eqxshard.loop._signals import Stop
 
 
@@ -22,7 +14,9 @@ def schedule(
 ):
     """What is due in a run of 10 steps that saves every `interval` steps."""
     checkpointer = interval and Checkpointer("never written", save_every=interval)
-    return Schedule(10, epoch, evaluate_every, log_every, checkpointer, stop or Stop(False))
+    stop = stop or Stop(False)
+    calls = lambda step: None  # noqa: E731
+    return Schedule(10, epoch, evaluate_every, log_every, checkpointer, stop, calls)
 
 
 def steps(schedule, what):
@@ -49,17 +43,13 @@ def test_actions_are_due_at_intervals_and_at_the_end(options, evaluations, saves
 
 
 @pytest.mark.parametrize("interval", [None, 100])
-def test_a_signal_saves_and_leaves(interval):
+@pytest.mark.parametrize("leaves", [True, False])
+def test_who_asks_for_an_end_gets_a_checkpoint(interval, leaves):
+    """A signal, or a callback."""
     stop = Stop(True)
-    stop.signal = signal.SIGTERM
-    due = schedule(interval=interval, stop=stop).after(7, asked=False)
-    assert due == Due(report=True, evaluate=False, save=interval is not None, leave=True)
-
-
-@pytest.mark.parametrize("interval", [None, 100])
-def test_a_callback_that_asks_saves(interval):
-    due = schedule(interval=interval).after(7, asked=True)
-    assert due == Due(report=True, evaluate=False, save=interval is not None, leave=False)
+    stop.requested = leaves
+    due = schedule(interval=interval, stop=stop).after(7, asked=not leaves)
+    assert due == Due(report=True, evaluate=False, save=interval is not None, leave=leaves)
 
 
 @pytest.mark.parametrize(
@@ -78,16 +68,3 @@ def test_chunks_end_where_something_is_due(options, first, expected, longest):
         found.append(made.steps_until_due(step))
         step += found[-1]
     assert found == expected and made.longest_chunk == longest
-
-
-def test_evaluations_are_some_steps_apart():
-    assert evaluation_interval("epoch", 4, evaluates=True) == 4
-    assert evaluation_interval(7, None, evaluates=True) == 7
-    assert evaluation_interval(7, 4, evaluates=False) is None
-    assert evaluation_interval("epoch", None, evaluates=False) is None
-
-
-def test_a_run_ends_at_a_step_or_after_epochs():
-    assert last_step(7, None, 50, 10, epoch=None) == 7
-    assert last_step(None, 3, 50, 10, epoch=4) == 12
-    assert steps_per_epoch([1, 2, 3]) == 3 and steps_per_epoch(iter(())) is None

@@ -87,11 +87,6 @@ def handlers():
         signal.signal(number, handler)
 
 
-def test_signals_are_as_they_were_after_a_run(tmp_path, handlers):
-    run(tmp_path, make_loader(), steps=1)
-    assert {number: signal.getsignal(number) for number in NUMBERS} == handlers
-
-
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_signal_in_the_last_evaluation_ends_the_run(tmp_path, handlers, capfd, number):
     """Once its result is reported and the state is saved."""

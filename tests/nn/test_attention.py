@@ -62,10 +62,8 @@ def assert_close(results, expected, tolerance=1e-5):
 @pytest.mark.parametrize(
     "seq, causal, packed, kv_heads",
     [
-        (20, False, False, 2),
         (20, False, True, 4),
-        (20, True, False, 4),
-        (20, True, True, 2),
+        (20, True, False, 2),
         (530, False, True, 4),
         (530, True, True, 2),
     ],
@@ -165,52 +163,28 @@ def test_a_policy_keeps_the_output(seq):
     assert kept(names("attention")) > kept(names("other"))
 
 
-def mistake(*shapes, **options):
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    with pytest.raises(ValueError) as info:
-        jax.eval_shape(ft.partial(attention, **options), *arrays)
-    return str(info.value)
-
-
-def test_mistakes():
-    same = [(2, 8, 4, 8)] * 3
-    longer = [(2, 4, 4, 8), (2, 8, 4, 8), (2, 8, 4, 8)]
-    message = mistake(*longer, causal=True)
-    assert "4 queries and 8 keys; give the offset of the first query" in message
-    assert "or set causal=True" in mistake(*longer, offset=4)
-    segments = jnp.zeros((2, 8), jnp.int32)
-    message = mistake(*same, causal=True, offset=0, segments=segments)
-    assert "leave out segments" in message
-    with jax.sharding.use_abstract_mesh(make_mesh(data=2).abstract_mesh):
-        assert "did you mean 'context'?" in mistake(*same, axis="contxt")
+SAME = [(2, 8, 4, 8)] * 3
+SHORT = [(2, 4, 4, 8), (2, 8, 4, 8), (2, 8, 4, 8)]
+SEGMENTS = jnp.zeros((2, 8), jnp.int32)
 
 
 @pytest.mark.parametrize(
-    "query, key, value",
+    "shapes, options, words",
     [
-        # Heads, and those of value, the size of heads, keys, the batch, too few dims.
-        ((8, 4, 8), (8, 3, 8), (8, 3, 8)),
-        ((8, 4, 8), (8, 0, 8), (8, 0, 8)),
-        ((2, 8, 4, 8), (2, 8, 4, 8), (2, 8, 2, 8)),
-        ((8, 4, 8), (8, 4, 8), (8, 4, 4)),
-        ((8, 4, 8), (8, 4, 4), (8, 4, 4)),
-        ((8, 4, 8), (8, 4, 8), (9, 4, 8)),
-        ((2, 8, 4, 8), (3, 8, 4, 8), (3, 8, 4, 8)),
-        ((2, 8, 4, 8), (8, 4, 8), (8, 4, 8)),
-        ((8, 8), (8, 8), (8, 8)),
+        (SHORT, {"causal": True}, "give the offset of the first query"),
+        (SHORT, {"offset": 4}, "set causal=True"),
+        (SAME, {"causal": True, "offset": 0, "segments": SEGMENTS}, "leave out segments"),
+        (SAME, {"segments": SEGMENTS[:, :7]}, r"segments have the shape \(2, 7\)"),
+        (SAME, {"axis": "contxt"}, "did you mean 'context'"),
+        ([(8, 4, 8)] * 3, {}, r"give it the dims \(batch, seq, heads, head_dim\)"),
+        # Heads, those of value, the batch.
+        ([(8, 4, 8), (8, 3, 8), (8, 3, 8)], {}, "have the shapes .*; give query"),
+        ([(2, 8, 4, 8), (2, 8, 4, 8), (2, 8, 2, 8)], {}, "have the shapes .*; give query"),
+        ([(2, 8, 4, 8), (3, 8, 4, 8), (3, 8, 4, 8)], {}, "have the shapes .*; give query"),
     ],
 )
-def test_shapes_that_do_not_fit(query, key, value, unannotated):
-    message = mistake(query, key, value)
-    assert f"have the shapes {query}, {key} and {value}; give query" in message
-
-
-def test_segments_that_do_not_fit(unannotated):
-    segments = jnp.zeros((2, 7), jnp.int32)
-    message = mistake(*[(2, 8, 4, 8)] * 3, segments=segments)
-    assert "segments have the shape (2, 7)" in message
-
-
-def test_it_takes_whole_batches(unannotated):
-    message = mistake(*[(8, 4, 8)] * 3)
-    assert "(8, 4, 8); give it the dims (batch, seq, heads, head_dim)" in message
+def test_mistakes(shapes, options, words, unannotated):
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    mesh = make_mesh(data=2).abstract_mesh
+    with jax.sharding.use_abstract_mesh(mesh), pytest.raises(ValueError, match=words):
+        jax.eval_shape(ft.partial(attention, **options), *arrays)

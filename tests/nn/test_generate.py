@@ -132,21 +132,13 @@ def test_the_same_tokens_on_eight_devices(model):
     np.testing.assert_array_equal(tokens, sample(model, prompts(), **options))
 
 
-def test_no_token_and_one():
-    apply = lambda tokens, cache: (jnp.eye(5)[tokens[:, -1]], cache)  # noqa: E731
-    prompt = jnp.array([[1, 3]])
-    assert nn.generate(apply, None, prompt, 0, key=KEY).tolist() == [[1, 3]]
-    tokens = nn.generate(apply, None, prompt, 1, key=KEY, temperature=0.0)
-    assert tokens.tolist() == [[1, 3, 3]]
-
-
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"length": -1}, "length=-1 must not be negative"),
-        ({"temperature": -1.0}, "use 0 for the most likely token"),
-        ({"top_k": 0}, "top_k=0 must be at least 1"),
-        ({"top_p": 0.0}, "top_p=0.0 must be above 0"),
+        ({"length": -1}, "length=-1.* is out of range"),
+        ({"temperature": -1.0}, "temperature=-1.0.* is out of range"),
+        ({"top_k": 0}, "top_k=0.* is out of range"),
+        ({"top_p": 0.0}, "top_p=0.0 is out of range"),
         ({"prompt": jnp.ones((4, 0), jnp.int32)}, "the prompt is empty"),
         ({"length": 20}, "a prompt of 6 tokens and 20 more do not fit a cache of 24"),
     ],
@@ -156,7 +148,7 @@ def test_mistakes(model, options, message):
         sample(model, **{"prompt": prompts(), **options})
 
 
-def test_a_cache_that_holds_tokens_already_is_refused_or_ends_the_text():
+def test_a_cache_that_holds_tokens_already_ends_the_text():
     """Under jit nobody knows how many there are."""
     one = jnp.ones((1, 3, 1, 4))
     taken = nn.KVCache.empty((1, 4, 1, 4)).append(one, one)
@@ -170,6 +162,4 @@ def test_a_cache_that_holds_tokens_already_is_refused_or_ends_the_text():
         prompt = jnp.array([[1]])
         return nn.generate(apply, cache, prompt, 3, key=KEY, temperature=0.0)
 
-    with pytest.raises(ValueError, match="of which 3 are taken; make it for 7"):
-        add(taken)
     assert jax.jit(add)(taken).tolist() == [[1, 0, -1, -1]]

@@ -21,26 +21,14 @@ def test_appends_after_what_is_there():
     assert not np.any(cache.key[:, 5:])
 
 
-def test_of_stacked_layers_and_in_bfloat16():
-    caches = KVCache.empty((2, 3, 6, 4, 8), jnp.bfloat16)
-    assert caches.length.shape == (2,) and caches.key.dtype == jnp.bfloat16
-
-    def layer(_, cache):
-        return None, cache.append(*random(2, 3, 4, 4, 8))
-
-    _, caches = jax.lax.scan(layer, None, caches)
-    assert caches.length.tolist() == [4, 4] and caches.key.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(caches.key[0], caches.key[1])
-
-
 def test_a_full_cache_is_an_error_or_nan_but_never_written_over():
     one = random(2, 1, 1, 2, 8)
     full = KVCache.empty((1, 2, 2, 8)).append(*one).append(*one)
     assert np.all(full.key == one[0]) and full.length == 2
-    with pytest.raises(ValueError, match=r"1 more tokens do not fit a cache of 2 .*; make"):
+    with pytest.raises(ValueError, match=r"do not fit a cache of .* 2 positions .*; make"):
         full.append(*one)
     two = jnp.concatenate([one, one], 2)
-    with pytest.raises(ValueError, match=r"2 more tokens do not fit .* which 1 are taken"):
+    with pytest.raises(ValueError, match="with 1 positions taken"):
         KVCache.empty((1, 2, 2, 8)).append(*one).append(*two)
 
     @jax.jit

@@ -2,18 +2,14 @@ import functools as ft
 import math
 
 import equinox as eqx
-import helpers
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
 from parallel_helpers import make_mesh, on
 
-import eqxshard
 from eqxshard import testing
 from eqxshard.parallel import all_gather_matmul, matmul_reduce_scatter, pipeline
 
@@ -145,19 +141,6 @@ def test_in_per_device_code():
     assert_close(grads, jax.grad(expected, (0, 1, 2))(*args), 2e-6)
 
 
-def test_in_per_device_code_parts_need_not_divide_again():
-    mesh = make_mesh(data=2, tensor=4)
-    # A device has 3 rows of 4 devices, and 2 columns.
-    x, weight = (jnp.cos(jnp.arange(n * m)).reshape(n, m) for n, m in ((12, 16), (16, 8)))
-    rows, columns = P("tensor"), P(None, "tensor")
-    for fn, specs in (
-        (all_gather_matmul, (rows, columns, columns)),
-        (matmul_reduce_scatter, (columns, rows, rows)),
-    ):
-        mapped = jax.shard_map(fn, mesh=mesh, in_specs=specs[:2], out_specs=specs[2])
-        assert_close([jax.jit(mapped)(x, weight)], [x @ weight])
-
-
 @pytest.mark.parametrize("fn", [all_gather_matmul, matmul_reduce_scatter])
 @pytest.mark.parametrize(
     "dtypes", [(jnp.bfloat16, jnp.float32), (jnp.float32, jnp.bfloat16)]
@@ -172,18 +155,6 @@ def test_different_types_give_what_they_give_without_a_mesh(fn, dtypes, as_scrip
     for result, array in zip(results, expected):
         assert result.dtype == array.dtype == jnp.float32
     assert_close(results, expected)
-
-
-def test_forward_mode():
-    mesh = make_mesh(tensor=2)
-    primals = random()[:3]
-    tangents = [jnp.cos(x) for x in primals]
-
-    def jvp(fn, *args):
-        return jax.jit(lambda primals, tangents: jax.jvp(fn, primals, tangents))(*args)
-
-    placed = jax.device_put((primals, tangents), NamedSharding(mesh, P()))
-    assert_close(jvp(on(mesh, mlp), *placed), jvp(plain, primals, tangents))
 
 
 @pytest.mark.slow
@@ -211,76 +182,6 @@ def test_in_the_layers_of_a_pipeline():
     assert_close(grad(make_mesh(stage=2, data=2, tensor=2)), grad(None), 2e-6)
 
 
-# In a train step
-
-
-class MLP(eqx.Module):
-    up: Float[Array, "embed mlp"]
-    down: Float[Array, "mlp embed"]
-
-    def __init__(self, key):
-        k1, k2 = jax.random.split(key)
-        self.up = jax.random.normal(k1, (EMBED, MLP_WIDTH)) / EMBED**0.5
-        self.down = jax.random.normal(k2, (MLP_WIDTH, EMBED)) / MLP_WIDTH**0.5
-
-    def __call__(self, x: Float[Array, "seq embed"]):
-        hidden = jax.nn.gelu(all_gather_matmul(x, self.up))
-        return x + matmul_reduce_scatter(hidden, self.down)
-
-
-class Model(eqx.Module):
-    layers: MLP
-
-    def __init__(self, key):
-        self.layers = eqx.filter_vmap(MLP)(jax.random.split(key, 2))
-
-    def __call__(self, x):
-        return eqxshard.scan_layers(self.layers, eqxshard.constrain(x, P("tensor")))
-
-
-def loss_fn(model, batch, key):
-    return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2, axis=(1, 2))
-
-
-def train(**sizes):
-    """The losses of five steps, the model, and the compiled step."""
-    mesh, optim = make_mesh(**sizes), helpers.lenient(optax.sgd(0.5))
-    rule = eqxshard.combine(eqxshard.by_dim({"mlp": "tensor"}), eqxshard.fsdp(min_size=64))
-    state = eqxshard.init_state(Model, optim, key=jax.random.key(0), mesh=mesh, rule=rule)
-    step = eqxshard.make_train_step(loss_fn, optim, mesh=mesh, rule=rule)
-    x = np.asarray(random()[0])
-    batch = {"x": x, "y": np.sin(x[:, ::-1])}
-    program, found = step.lower(state, batch).compile(), []
-    for _ in range(5):
-        state, metrics = step(state, batch)
-        found.append(float(metrics["loss"]))
-    return np.array(found), helpers.arrays(state.model), program
-
-
-@pytest.mark.slow
-def test_training_on_a_mesh_equals_one_device():
-    expected, expected_model, _ = train()
-    assert expected[-1] < 0.95 * expected[0]
-    found, model, program = train(fsdp=2, tensor=4)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-    for path, array in expected_model.items():
-        np.testing.assert_allclose(model[path], array, 0, 1e-5 * np.abs(array).max())
-    # Weights are gathered and their gradients summed over fsdp, losses over all devices.
-    # Activations go around the ring only: forward twice, for one product again, because
-    # the layer is recomputed, and backward twice.
-    ops = testing.collectives(program).ops
-    shapes: dict[str, set[str]] = {op.kind: set() for op in ops}
-    for op in ops:
-        shapes[op.kind] |= set(op.shapes)
-    assert shapes["collective-permute"] == {f"f32[{ROWS // 2},{SEQ // 4},{EMBED}]"}
-    assert shapes["all-gather"] == {f"f32[1,{EMBED},{MLP_WIDTH // 4}]"}
-    weights, losses = f"f32[{EMBED},{MLP_WIDTH // 4}]", f"f32[{ROWS // 2}]"
-    assert shapes["all-reduce"] <= {weights, losses, "f32[]", "s32[]"}
-    assert shapes.keys() == {"collective-permute", "all-gather", "all-reduce"}
-    sent = sum(op.times or 0 for op in ops if op.kind == "collective-permute")
-    assert sent == 2 * 5 * 3  # layers, products, steps
-
-
 # Mistakes
 
 
@@ -295,7 +196,6 @@ def test_training_on_a_mesh_equals_one_device():
             r"x has the shape \(16, 8\) and weight \(32, 8\); give",
         ),
         ((8,), (8, 32), "tensor", r"x has the shape \(8,\)"),
-        ((16, 8), (2, 8, 32), "tensor", r"weight \(2, 8, 32\); give"),
         (
             (2, 30, 8),
             (8, 32),
@@ -309,5 +209,5 @@ def test_training_on_a_mesh_equals_one_device():
 def test_shapes_that_do_not_fit(unannotated, fn, x, weight, axis, says):
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (x, weight)]
     call = on(make_mesh(tensor=4), ft.partial(fn, axis=axis))
-    with pytest.raises(ValueError, match=f"^{fn.__name__}.*{says}"):
+    with pytest.raises(ValueError, match=says):
         jax.eval_shape(call, *arrays)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from collectives_helpers import MESH, ROWS, normal, one_based_index, per_device, place
-from helpers import assert_close, assert_equal
+from helpers import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
@@ -129,18 +129,6 @@ def test_explicit_fsdp_equals_gradient_descent_on_one_device(count, check_vma):
         np.testing.assert_allclose(value, expected_value, rtol=1e-6)
         assert_close(model, expected, rtol=1e-6, atol=1e-6)
     assert model.up.weight.addressable_shards[0].data.shape == (16 // DEVICES[count][1], 8)
-
-
-def test_gathered_params_are_whole():
-    model = Model(jax.random.key(0))
-    placed, specs = place(model, MESH)
-
-    def gather(model):
-        return collectives.gather_params(model, specs, ROWS)
-
-    whole = per_device(gather, (specs,), P(), check_vma=False)(placed)
-    assert_equal(whole, model)
-    assert whole.activation is jnp.tanh
 
 
 @few

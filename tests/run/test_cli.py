@@ -1,14 +1,13 @@
 """What a script prints, and the status that it ends with."""
 
 import dataclasses
-import io
 import re
 import signal
 import subprocess
 import sys
 
 import pytest
-from process_helpers import finished, read_until, started
+from process_helpers import read_until, started
 from run_helpers import SCRIPT, assert_refused, call, environment, read_lines
 
 import eqxshard
@@ -110,15 +109,6 @@ def test_a_bug_in_the_model_shows_a_traceback(script, fail, line):
     assert not err.startswith("error: ")
 
 
-def test_other_errors_are_left_to_python(monkeypatch):
-    def main(args):
-        raise KeyError("missing")
-
-    monkeypatch.setattr("eqxshard.run._cli.cache_compilations", lambda: None)
-    with pytest.raises(KeyError):
-        eqxshard.cli(main, Args, args=[])
-
-
 def test_an_error_of_a_module_beside_the_script_is_one_line(tmp_path, capsys, monkeypatch):
     (tmp_path / "beside_the_script.py").write_text(
         "def check(n):\n    raise ValueError(f'{n} layers are too few; use more.')\n"
@@ -169,41 +159,6 @@ def test_steps_replace_the_epochs_of_a_script():
 
 LONG = ["--epochs", 100_000, "--seconds-per-step", 0.02, "--devices", 2]
 STOPPED = "stopped; everything logged and saved so far is kept: --resume continues."
-
-
-def end_by_ctrl_c(monkeypatch, stdout):
-    """Interrupt a script that prints; return what of it was written, and the status."""
-    written = []
-
-    def main(args):
-        print("early")
-        raise KeyboardInterrupt
-
-    def end(status):
-        # As os._exit does, without flushing.
-        written.append(stdout.buffer.getvalue())
-        sys.exit(status)
-
-    monkeypatch.setattr("eqxshard.run._cli.cache_compilations", lambda: None)
-    monkeypatch.setattr("os._exit", end)
-    monkeypatch.setattr("sys.stdout", stdout)
-    with pytest.raises(SystemExit) as stop:
-        eqxshard.cli(main, Args, args=[])
-    return written, stop.value.code
-
-
-class Broken(io.TextIOWrapper):
-    """What a script writes to, when what reads it is gone."""
-
-    def flush(self):
-        raise BrokenPipeError
-
-
-def test_ctrl_c_keeps_what_was_printed(monkeypatch, capsys):
-    for kind, kept in ((io.TextIOWrapper, b"early\n"), (Broken, b"")):
-        found = end_by_ctrl_c(monkeypatch, kind(io.BytesIO()))
-        assert found == ([kept], 130)
-        assert capsys.readouterr().err == f"{STOPPED}\n"
 
 
 def start(folder, *options):
@@ -259,17 +214,3 @@ def test_ctrl_c_while_jax_compiles(tmp_path):
 
 
 # Several processes
-
-
-@pytest.mark.slow
-def test_two_processes_are_one_run(tmp_path):
-    launcher = ["-m", "eqxshard.launch", "--processes=2", "--devices-per-process=1"]
-    command = [sys.executable, *launcher, SCRIPT, "--output", tmp_path / "run"]
-    status, out, err = finished(command, env=environment())
-    assert status == 0, out + err
-    lines = out.splitlines()
-    # Process 0 alone prints, as one process does.
-    assert [line for line in lines if not line.startswith("[0] ")] == []
-    assert re.fullmatch(LINE, lines[-1].removeprefix("[0] ")), lines[-1]
-    assert saved(tmp_path) == [6, 12]
-    assert [line["step"] for line in read_lines(tmp_path / "run")] == [2, 4, 6, 8, 10, 12]

@@ -36,14 +36,6 @@ def test_only_what_differs_is_listed(page):
     assert found == [["batch_size", "64", ""], ["learning_rate", "0.001", "0.01"]]
 
 
-def test_runs_that_are_alike(tmp_path):
-    for name in "ab":
-        make_run(tmp_path / name, record=make_record())
-    compare_runs([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "c.html"))
-    section = parse((tmp_path / "c.html").read_text()).find("section", id="settings")
-    assert section.find("p").text.endswith("versions are the same.")
-
-
 def test_the_devices_of_a_run_are_those_that_it_had(tmp_path):
     """The options may be the same, and name none: the mesh is of what there was."""
     for name, count in {"a": 8, "b": 4}.items():

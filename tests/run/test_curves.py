@@ -40,16 +40,11 @@ def test_runs_are_drawn_over_each_other(tmp_path):
     assert [x["style"] for x in found["loss"]] == ["train c0", "c0", "train c1", "c1"]
 
 
-def test_a_run_without_metrics_has_no_curves(tmp_path):
-    run = read_run(make_run(tmp_path / "run", lines=[{"step": 1, "goodput": 0.5}]))
-    assert draw_curves({"run": run}) == "<p>Nothing is logged yet.</p>"
-
-
 @pytest.mark.parametrize("count", [10, MOST_POINTS, MOST_POINTS + 1, 5_432])
 def test_long_curves_keep_their_ends_and_peaks(count):
     values = [math.sin(n / 50) for n in range(count)]
     values[count // 3], values[count // 2] = 99.0, math.nan
-    points = [Point(n, value, None, 0.0) for n, value in enumerate(values)]
+    points = [Point(n, math.nan, 0.0, value) for n, value in enumerate(values)]
     kept = thin(points)
     assert len(kept) <= MOST_POINTS
     assert kept[0].step == 0 and kept[-1].step == count - 1

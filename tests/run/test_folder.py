@@ -3,49 +3,15 @@ import itertools
 import sys
 
 import pytest
-from run_helpers import PNG
 
-import eqxshard
 from eqxshard.run import RunFolder
 from eqxshard.run._folder import _PageTracker, default_folder
-from eqxshard.trackers import Curves, JSONLines, ProgressBar, TensorBoard
+from eqxshard.trackers import JSONLines, ProgressBar, TensorBoard
 
 
 @pytest.fixture
 def folder(tmp_path):
     return RunFolder(tmp_path / "run")
-
-
-class Checkpoints:
-    """A checkpointer that has some steps."""
-
-    def __init__(self, *steps):
-        self._steps = list(steps)
-
-    def steps(self):
-        return self._steps
-
-
-def test_a_run_that_must_be_there_is_not(folder):
-    checkpointer = eqxshard.Checkpointer(folder.checkpoints)
-    with pytest.raises(ValueError, match="has no run to resume; leave resume out, or use"):
-        folder.should_resume("yes", checkpointer)
-
-
-def test_a_run_that_is_there_is_resumed_only_if_asked(folder, unannotated):
-    folder.path.mkdir()
-    checkpointer = Checkpoints(5, 10)
-    assert folder.should_resume("yes", checkpointer) is True  # pyright: ignore
-    assert folder.should_resume("auto", checkpointer) is True  # pyright: ignore
-    with pytest.raises(ValueError, match="has a run at step 10; add resume='yes' to cont"):
-        folder.should_resume("no", checkpointer)  # pyright: ignore
-
-
-def test_a_run_that_saved_nothing_starts_again(folder):
-    folder.path.mkdir()
-    checkpointer = eqxshard.Checkpointer(folder.checkpoints)
-    for resume in ("no", "yes", "auto"):
-        assert folder.should_resume(resume, checkpointer) is False
 
 
 def start(folder, first=0):
@@ -61,45 +27,14 @@ def start(folder, first=0):
 
 
 def test_trackers_write_what_they_are_named_for(folder):
-    kinds = [JSONLines, Curves, _PageTracker, ProgressBar]
-    kinds[2:2] = [TensorBoard] if importlib.util.find_spec("tensorboard") else []
+    kinds = [JSONLines, _PageTracker, ProgressBar]
+    kinds[1:1] = [TensorBoard] if importlib.util.find_spec("tensorboard") else []
     assert [*map(type, start(folder))] == kinds
     assert folder.history() == [
         {"step": 1, "epoch": 0.5, "train/loss": 1.0, "data": "lines"},
         {"step": 2, "epoch": 1.0, "train/loss": 0.5, "data": "lines"},
     ]
-    assert folder.curves.read_bytes().startswith(PNG)
     assert folder.page.read_text().startswith("<!doctype html>")
-
-
-def test_services_get_the_run_that_the_folder_names(folder, monkeypatch):
-    started = []
-
-    class Service(JSONLines):
-        def __init__(self, path, **options):
-            super().__init__(path / "service.jsonl")
-            started.append((path, options))
-
-    monkeypatch.setattr(eqxshard.run._folder, "WandB", Service)
-    for first, services in ((0, ("wandb",)), (2, ("wandb",)), (0, ())):
-        settings = {"width": 64}
-        options = {"first": first, "services": services, "settings": settings}
-        made = folder.trackers(title="small", total_steps=4, **options)
-        assert [type(x) for x in made].count(Service) == len(services)
-        for tracker in made:
-            tracker.close()
-    expected = {"name": "small", "settings": {"width": 64}}
-    assert started == [
-        (folder.path, {**expected, "resume": resume}) for resume in (False, True)
-    ]
-
-
-def test_a_resumed_run_keeps_the_log_up_to_its_first_step(folder):
-    start(folder)
-    start(folder, first=1)
-    assert [line["step"] for line in folder.history()] == [1, 2, 3]
-    # What was taken again is there once.
-    assert [line["train/loss"] for line in folder.history()] == [1.0, 1 / 2, 1 / 3]
 
 
 def test_a_run_that_begins_anew_hides_the_events_of_the_earlier_one(folder):

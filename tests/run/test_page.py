@@ -89,16 +89,6 @@ def test_a_plan_is_beside_what_was_measured(page):
     }
 
 
-def test_what_is_not_known_of_a_plan_or_a_run_is_said(tmp_path):
-    plan = make_plan(time=None, mfu=None, examples_per_second=None)
-    folder = make_run(tmp_path / "a", record=make_record(memory=None), plan=plan)
-    found = plan_rows(page_of(folder))
-    assert found["time of a step"] == ["unknown", "0.13 s", ""]
-    assert found["memory of a device"] == ["58.00 GB", "unknown", ""]
-    other = make_run(tmp_path / "b", record=make_record(), plan={"what": "another"})
-    assert "is not a plan" in page_of(other).find("section", id="plan").find("p").text
-
-
 def test_the_plan_of_this_version_is_understood():
     """What it reads is what a plan writes."""
     names = {field.name for field in dataclasses.fields(eqxshard.Plan)}
@@ -126,14 +116,6 @@ def test_a_run_by_hand_has_only_its_log(tmp_path):
     found = page_of(make_run(tmp_path / "mine"))
     assert found.find("h1").text.startswith("At step 2,000 on ")
     assert cards(found) == ["curves", "ledger", "metrics", "evaluations"]
-
-
-def test_a_run_without_a_report_has_a_page(tmp_path):
-    folder = make_run(tmp_path / "new", record=make_record(ended=None))
-    folder.metrics.unlink()
-    assert page_of(folder).find("section", id="curves").find("p").text == (
-        "Nothing is logged yet."
-    )
 
 
 def test_everything_is_escaped(tmp_path):

@@ -1,13 +1,12 @@
 import functools
 import os
-import sys
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pooch
 import pytest
-from run_helpers import ROOT, SCRIPT, assert_refused
+from run_helpers import ROOT, SCRIPT
 
 import eqxshard
 from eqxshard.run._planned import plan_script
@@ -84,8 +83,7 @@ def refuse(capsys):
     def check(message, script, *options, devices=2):
         with pytest.raises((ValueError, SystemExit)) as caught:
             collected(script, *options, devices=devices)
-        says = capsys.readouterr().err if script == SCRIPT else str(caught.value)
-        assert message in says
+        assert message in capsys.readouterr().err + str(caught.value)
 
     return check
 
@@ -93,24 +91,12 @@ def refuse(capsys):
 def test_a_script_runs_up_to_its_call_of_train(write, tmp_path, capsys):
     script = write(config(batch_size=10))
     arguments, notes = collected(script)
+    # Not caught: no `except Exception` sees the end.
     assert capsys.readouterr().out == "steps 10\ncleaned up\n"
     assert arguments["batch"] == BATCH and notes == ()
     assert arguments["mesh_shape"]["data"] == arguments["devices"] == 2
     assert arguments["rule"] == eqxshard.replicate()
     assert [path.name for path in tmp_path.iterdir()] == [script.name]
-
-
-def test_the_script_is_main_only_inside(write):
-    before = sys.modules["__main__"], sys.argv, [*sys.path]
-    script, seen = write(config(batch_size=10)), []
-
-    def planner(run, notes):
-        main = sys.modules["__main__"]
-        seen.append((run.training.loss_fn is main.loss_fn, sys.argv, sys.path[0]))
-
-    plan_script(script, ["--one", "2"], planner)
-    assert seen == [(True, [str(script), "--one", "2"], str(script.parent))]
-    assert (sys.modules["__main__"], sys.argv, [*sys.path]) == before
 
 
 def test_options_of_the_script_reach_the_plan(monkeypatch):
@@ -138,16 +124,12 @@ options |= dict(precision=eqxshard.Precision("bfloat16"), rule=eqxshard.fsdp(min
     assert {name: arguments[name] for name in wanted} == wanted
 
 
-def test_the_batch_size_of_a_script_is_rounded_up_and_that_of_a_user_is_not(refuse):
-    arguments, (note,) = collected(SCRIPT, devices=24)
-    assert arguments["batch"]["x"].shape == (24, 3)
-    assert note == (
-        "--batch-size 16 does not divide over data=24 x fsdp=1 = 24 devices, so this is a "
-        "plan for --batch-size 24"
-    )
-    message = "= 24 devices; use a multiple of 24, such as 24 or 48."
-    for option in ("--batch-size=36", "--batch_size=36"):
-        refuse(message, SCRIPT, option, devices=24)
+@pytest.mark.parametrize("options, size", [([], 24), (["--batch-size=36"], 48)])
+def test_a_batch_size_that_does_not_divide_is_rounded_up(options, size):
+    arguments, (note,) = collected(SCRIPT, *options, devices=24)
+    assert arguments["batch"]["x"].shape == (size, 3)
+    assert "does not divide into 24 parts, over data=24 x fsdp=1" in note
+    assert note.endswith(f"so this is a plan for --batch-size {size}")
 
 
 def test_a_script_that_makes_its_own_mesh(write, refuse):
@@ -156,14 +138,6 @@ def test_a_script_that_makes_its_own_mesh(write, refuse):
     arguments, _ = collected(script, devices=8)
     assert arguments["mesh_shape"]["fsdp"] == 2
     refuse("makes its own mesh, of 8 devices; let it give", script, devices=16)
-
-
-def test_bad_input_is_one_sentence_with_the_remedy(write, refuse):
-    refuse("there is no script nowhere.py; give the path", "nowhere.py")
-    refuse("--devices 0 is too small; use 1", SCRIPT, devices=0)
-    refuse("does not divide the 8 devices; choose", SCRIPT, "--mesh=fsdp=3", devices=8)
-    script = write(text="print('hello')")
-    refuse("simple.py does not call eqxshard.train, so there is nothing to plan", script)
 
 
 @pytest.mark.parametrize(
@@ -228,23 +202,12 @@ def vocab_of(arguments):
     return model.embedding.shape[0]
 
 
-def test_a_search_has_no_mesh_and_a_batch_that_need_not_divide(write):
-    found = []
-
-    def planner(run, notes):
-        found.append((run.for_any_mesh(24), [*notes]))
-
-    for options in (["--batch-size=36"], []):
-        plan_script(SCRIPT, options, planner)
-    (given, silent), (rounded, (note,)) = found
-    assert given["batch"]["x"].shape == (36, 3) and silent == []
-    assert rounded["batch"]["x"].shape == (24, 3) and "--batch-size 24" in note
-    assert not {"mesh_shape", "devices"} & given.keys()
-
-
 def test_a_step_of_ones_own_is_refused(write, refuse):
     lines = "; loss_fn = None; options['train_step'] = refuse\n"
-    refuse("use eqxshard.plan_step", write(config(batch_size=10) + lines))
+    refuse(
+        "a step of its own, which is not planned; give",
+        write(config(batch_size=10) + lines),
+    )
 
 
 # `--plan` of the script's own command line
@@ -256,16 +219,3 @@ def test_a_script_plans_itself(script, tmp_path):
     assert (status, err) == (0, "")
     assert "4 x cpu (data=4), compiled in" in out
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ("--plan 512", "--plan 512 is not a number and a kind of devices; write"),
-        ("--plan 8xh20", "there is no target 'h20'; did you mean"),
-        ("--plan 8xcpu --devices 2", "--plan 8xcpu and --devices 2 contradict each other"),
-        ("--plan 8xcpu --batch-size 20", "20 does not divide over data=8 x fsdp=1"),
-    ],
-)
-def test_a_plan_that_cannot_be_made_is_one_line(script, options, message):
-    assert_refused(script(*options.split()), message)

@@ -2,32 +2,14 @@ import json
 
 import pytest
 from hostile_files import forbid
+from page_parser import parse, rows
 from run_page_helpers import make_lines, make_record, make_run
 
 from eqxshard.checkpoint._checksums import write_checksums
-from eqxshard.checkpoint._description import Description
+from eqxshard.checkpoint._description import describe
 from eqxshard.run import RunFolder
 from eqxshard.run._page import save_page
-from eqxshard.run._read_run import read_run
-
-
-def test_the_pace_is_the_median_without_what_compiles(tmp_path):
-    lines = make_lines(2)
-    lines[0]["train/seconds"] = 60.0
-    lines[0]["train/examples_per_second"] = 1.0
-    run = read_run(make_run(tmp_path / "run", lines=lines))
-    assert run.step_seconds == pytest.approx(0.13)
-    assert run.examples_per_second == pytest.approx(64 * 50 / 6.5)
-    alone = read_run(make_run(tmp_path / "one", lines=lines[:1]))
-    assert alone.step_seconds == pytest.approx(60 / 50)
-
-
-def test_a_log_without_times_has_none(tmp_path):
-    lines = [{"step": 5, "train/loss": 1.0}, {"step": 9, "train/loss": None}]
-    run = read_run(make_run(tmp_path / "run", lines=lines))
-    assert (run.step_seconds, run.examples_per_second, run.goodput) == (None, None, None)
-    assert run.parts == {} and run.last("train/loss") == 1.0 and run.last("x") is None
-    assert run.reports[1].values["train/loss"] != run.reports[1].values["train/loss"]
+from eqxshard.run._read_run import read_run, summarize
 
 
 @pytest.mark.parametrize(
@@ -54,8 +36,10 @@ def test_damaged_files_are_left_out(tmp_path):
     with folder.metrics.open("a") as file:
         file.write('{"no step": 1}\n{"step": 20')
     run = read_run(folder)
-    assert (run.record, run.plan, run.warnings) == ({}, None, [{"text": "whole"}])
-    assert run.step == 2000
+    assert run.record == {} and run.step == 2000
+    save_page(folder)
+    section = parse(folder.page.read_text()).find("section", id="warnings")
+    assert [item.text for item in section.find_all("li")] == ["None: whole"]
 
 
 def test_checkpoints_have_their_size_and_metrics(tmp_path):
@@ -65,12 +49,13 @@ def test_checkpoints_have_their_size_and_metrics(tmp_path):
         path.mkdir(parents=True)
         (path / "weights").write_bytes(b"x" * 1000)
         known = {"eval/loss": 0.5} if step == 8 else {}
-        text = Description(step, known, None, {}, {}, {}).to_json()
+        text = json.dumps(describe(step, {}, None, known, {}))
         (path / "description.json").write_text(text if step == 8 else "{")
         write_checksums(path)
-    first, second = read_run(folder).checkpoints
-    assert (first.step, second.step, first.metrics) == (4, 8, {})
-    assert second.metrics == {"eval/loss": 0.5} and second.nbytes > 1000
+    save_page(folder)
+    (cells,) = rows(parse(folder.page.read_text()), "checkpoints")
+    assert [cell.text for cell in cells][0::3] == ["8", "0.5"]
+    assert "kB" in cells[1].text
 
 
 def test_another_folder_is_refused(tmp_path):
@@ -87,11 +72,12 @@ def test_files_that_never_end_are_not_read(tmp_path, kind):
         file.unlink(missing_ok=True)
         forbid(file, kind)
     run = read_run(folder)
-    assert (run.record, run.plan, run.step) == ({}, None, 2000)
+    assert (run.record, run.step) == ({}, 2000)
+    save_page(folder)
     folder.metrics.unlink()
     forbid(folder.metrics, kind)
     with pytest.raises(ValueError, match=r"metrics\.jsonl' is not a regular file"):
-        read_run(folder)
+        save_page(folder)
 
 
 def test_a_line_that_never_ends_is_refused(tmp_path):
@@ -99,19 +85,15 @@ def test_a_line_that_never_ends_is_refused(tmp_path):
     with folder.metrics.open("ab") as file:
         file.truncate(2**42)
     with pytest.raises(ValueError, match=r"metrics\.jsonl' has a line of .*; it is d"):
-        read_run(folder)
+        save_page(folder)
 
 
 @pytest.mark.parametrize(
     "forged",
     [
         {"ended": [1]},
-        {"starts": [{}]},
-        {"devices": {"kind": 1}},
         {"devices": {"kind": "x", "count": 8, "per_process": 0}},
-        {"memory": {"peak": "x"}},
         {"settings": [1]},
-        {"title": {"a": 1}},
     ],
     ids=json.dumps,
 )
@@ -123,8 +105,18 @@ def test_a_record_that_makes_no_sense_is_a_sentence(tmp_path, forged):
     assert str(error.value).endswith("); they are damaged, or of another version.")
 
 
-def test_a_number_that_is_too_large_is_a_sentence(tmp_path):
-    line = {"step": 1, "train/loss": 10**400}
-    folder = make_run(tmp_path / "run", lines=[line])
-    with pytest.raises(ValueError, match="run say cannot be shown"):
-        save_page(folder)
+def test_the_summary_is_of_the_evaluations_and_the_median_step(tmp_path):
+    run = read_run(make_run(tmp_path / "run", lines=make_lines(8)))
+    found = summarize(run, 200, 12_800, "images")
+    first, last = (lines["eval/accuracy"] for lines in make_lines(8)[3::4])
+    assert found["test_accuracy_by_epoch"] == [first, last]
+    assert found["test_accuracy"] == last
+    # A report of 50 steps has 6.5 s of training.
+    assert found["seconds_per_epoch"] == pytest.approx(4 * 6.5)
+    assert found["images_per_second"] == pytest.approx(12_800 / (4 * 6.5))
+    assert found["seconds"]["device"] == 8 * 6.0 and 0 < found["goodput"] < 1
+    lines = [{"step": 1, "epoch": 1.0, "eval/loss": None}]
+    found = summarize(read_run(make_run(tmp_path / "b", lines=lines)), 1, 100, "images")
+    assert found == dict.fromkeys(
+        ("test_loss", "seconds_per_epoch", "images_per_second")
+    ) | {"test_loss_by_epoch": [None]}

@@ -1,7 +1,6 @@
 """The model of a run, read for scripts that use it."""
 
 import dataclasses
-import subprocess
 import sys
 from functools import partial
 
@@ -67,11 +66,11 @@ def test_a_run_that_kept_the_best_wants_to_know_which_to_read(tmp_path):
         best="eval/loss",
         mode="min",
     )
-    with pytest.raises(ValueError, match=r"give best='eval/loss' with its mode=, or step="):
+    with pytest.raises(ValueError, match=r"with mode='min', or step= the one"):
         restore_model(MAKE, config=config)
     assert_equal(restore_model(MAKE, config=config, step="newest"), run.state.model)
     # The largest loss is not what the run kept.
-    with pytest.raises(ValueError, match=r"kept the min of eval/loss, .*; give mode='min'"):
+    with pytest.raises(ValueError, match=r"kept the min of eval/loss; give best="):
         restore_model(MAKE, config=config, best="eval/loss")
     read = restore_model(MAKE, config=config, best="eval/loss", mode="min")
     assert_equal(read, run.state.model)
@@ -120,27 +119,6 @@ def test_mistakes_are_one_sentence(trained, tmp_path):
         restore_model(partial(Line, 4), config=config)
     with pytest.raises(ValueError, match="restore_model reads models without state; read"):
         restore_model(stateful, config=config)
-    with pytest.raises(ValueError, match="9 devices are more than the 8 x cpu"):
+    with pytest.raises(ValueError, match="9 devices are not some of the 8 x cpu"):
         restore_model(MAKE, config=dataclasses.replace(config, devices=9))
     assert not (tmp_path / "none").exists()
-
-
-ALONE = """
-import sys
-from functools import partial
-import jax
-import eqxshard
-sys.path.insert(0, {scripts!r})
-from run_script import Line
-config = eqxshard.RunConfig(devices=2, mesh="fsdp=2", output={output!r})
-model = eqxshard.run.restore_model(partial(Line, 8), config=config)
-print(len(jax.tree.leaves(model)[0].sharding.device_set), "devices")
-"""
-
-
-@pytest.mark.slow
-def test_a_process_that_reads_a_model_simulates_the_devices_it_asks_for(trained):
-    _, config = trained
-    code = ALONE.format(scripts=str(SCRIPT.parent), output=config.output)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "2 devices\n", done.stderr

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import eqxshard
-from eqxshard.trackers import Histogram, Image, JSONLines
+from eqxshard.trackers import Image, JSONLines
 
 
 def lines(path):
@@ -51,11 +51,10 @@ def test_values_round_trip(values, tmp_path_factory):
 def test_numpys_numbers_are_written_and_pictures_are_not(tmp_path):
     path = tmp_path / "metrics.jsonl"
     tracker = JSONLines(path)
-    image, histogram = Image(np.zeros((2, 2))), Histogram(np.zeros(3))
+    image = Image(np.zeros((2, 2)))
     tracker.log(1, {"loss": np.float64("nan"), "lr": np.float64(0.5), "samples": image})
-    tracker.log(2, {"weights": histogram})
     tracker.close()
-    assert lines(path) == [{"step": 1, "loss": None, "lr": 0.5}, {"step": 2}]
+    assert lines(path) == [{"step": 1, "loss": None, "lr": 0.5}]
 
 
 def test_extra_is_in_every_line_unless_it_is_logged(tmp_path):
@@ -84,11 +83,6 @@ def test_a_resumed_run_keeps_the_lines_before_it(tmp_path, until, steps):
     assert [line["step"] for line in lines(tmp_path / "m.jsonl")] == steps
 
 
-def test_there_may_be_nothing_to_keep(tmp_path):
-    JSONLines(tmp_path / "new" / "m.jsonl", keep_until=5).close()
-    assert lines(tmp_path / "new" / "m.jsonl") == []
-
-
 def test_closing_twice_is_harmless_but_logging_afterwards_is_an_error(tmp_path):
     tracker = JSONLines(tmp_path / "m.jsonl")
     tracker.close()
@@ -99,20 +93,13 @@ def test_closing_twice_is_harmless_but_logging_afterwards_is_an_error(tmp_path):
         tracker.log(1, {"train/loss": 1.0})
 
 
-@pytest.mark.parametrize("extra", [{"loss": math.inf}, {"dtype": np.float32}])
-def test_invalid_extra_is_an_error_before_the_file_is_touched(tmp_path, extra):
-    with pytest.raises(ValueError, match="extra is not JSON"):
-        JSONLines(tmp_path / "m.jsonl", extra=extra)
-    assert not (tmp_path / "m.jsonl").exists()
-
-
 def test_a_path_that_cannot_be_written_is_an_error_at_once(tmp_path):
     (tmp_path / "file").touch()
     says = {
         tmp_path: f"cannot write '{tmp_path}': .*; use a path",
         tmp_path / "file" / "m.jsonl": "/file' is a file and not a folder; use",
         tmp_path / "file" / "new" / "m.jsonl": "/file' is a file and not a folder; use",
-        Path("gs://bucket/m.jsonl"): "which is a URL; use a path on this machine",
+        Path("gs://bucket/m.jsonl"): "is a URL; give a path on this machine",
     }
     for path, message in says.items():
         with pytest.raises(ValueError, match=message):

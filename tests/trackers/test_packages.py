@@ -29,7 +29,6 @@ def test_a_folder_of_a_packages_name_is_no_package(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "tracker, package, command",
     [
-        ("Curves", "matplotlib", "'eqxshard[recipes]'"),
         ("TensorBoard", "tensorboard", "tensorboard"),
         ("WandB", "wandb", "'eqxshard[wandb]'"),
         ("MLflow", "mlflow", "'eqxshard[mlflow]'"),
@@ -41,7 +40,7 @@ def test_without_the_package_the_error_says_how_to_install_it(
     code = f"""if True:
         import sys
         from eqxshard import trackers
-        assert not {{"wandb", "mlflow", "tensorboard", "matplotlib"}} & {{*sys.modules}}
+        assert not {{"wandb", "mlflow", "tensorboard"}} & {{*sys.modules}}
         sys.modules["{package}"] = None  # as if it were not installed
         trackers.{tracker}("run")
     """

@@ -10,7 +10,7 @@ import pytest
 from loop_helpers import make_loader, run
 
 import eqxshard
-from eqxshard.trackers import Histogram, Image, WandB
+from eqxshard.trackers import Image, WandB
 
 BLOCK = 32_768
 
@@ -70,13 +70,12 @@ def read(folder, wandb):
 
 
 @pytest.mark.slow
-def test_numbers_images_and_histograms_are_in_the_run(offline, tmp_path):
+def test_numbers_and_images_are_in_the_run(offline, tmp_path):
     tracker = WandB(tmp_path, name="mlp", settings={"width": 64})
     assert isinstance(tracker, eqxshard.Tracker)
     assert tracker._run.settings.finish_timeout == 600
     tracker.log(2, {"train/loss": 2.0})
-    image, histogram = Image(np.zeros((4, 5, 3))), Histogram(np.arange(4.0), bins=2)
-    tracker.log(4, {"train/loss": np.float64(1.5), "x": image, "w": histogram})
+    tracker.log(4, {"train/loss": np.float64(1.5), "x": Image(np.zeros((4, 5, 3)))})
     tracker.close()
     tracker.close()
     (found,) = read(tmp_path, offline)
@@ -84,7 +83,7 @@ def test_numbers_images_and_histograms_are_in_the_run(offline, tmp_path):
     assert found["exit"] == 0 and found["history"][2] == {"train/loss": 2.0}
     row = found["history"][4]
     assert row["train/loss"] == 1.5
-    assert row["x._type"] == "image-file" and row["w.values"] == [2, 2]
+    assert row["x._type"] == "image-file"
     assert len([*tmp_path.glob("wandb/offline-*/files/media/images/*.png")]) == 1
 
 
@@ -134,29 +133,6 @@ def test_a_server_that_is_away_does_not_matter(offline, tmp_path, monkeypatch, c
     assert json.loads((tmp_path / "wandb.json").read_text()) == kept
     histories = [found["history"] for found in read(tmp_path, offline)]
     assert {2: {"train/loss": 2.0}} in histories and len(histories) == 2
-
-
-@pytest.mark.slow
-def test_nobody_is_logged_in(offline, tmp_path, monkeypatch):
-    def refuse(**options):
-        raise offline.errors.UsageError("No API key configured.")
-
-    monkeypatch.setattr(offline, "init", refuse)
-    with pytest.raises(ValueError, match=r"W&B refuses the run: No API .* Log in with `wa"):
-        WandB(tmp_path)
-
-
-@pytest.mark.slow
-def test_what_it_does_not_take_is_logged(offline, tmp_path, monkeypatch, caplog):
-    tracker = WandB(tmp_path)
-
-    def fail(*args, **options):
-        raise RuntimeError("the service is gone")
-
-    monkeypatch.setattr(tracker._run, "log", fail)
-    run(None, make_loader(), steps=2, log_every=1, trackers=[tracker])
-    said = "a tracker failed: W&B did not take the values of step 2: the service is gone. "
-    assert f"{said}Training continues." in caplog.text
 
 
 @pytest.mark.slow

@@ -1,8 +1,5 @@
-import weakref
-
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import RULES, assert_equal, compiles, make_batch, make_mesh
@@ -42,13 +39,3 @@ def test_an_eval_step_compiles_once():
             eval_step(state.model, make_batch(seed=seed))
             state, _ = train_step(state, make_batch(seed=seed))
     assert len(events) == 3
-
-
-def test_a_compiled_eval_step_keeps_no_arguments():
-    state, _ = setup()
-    eval_step = eqxshard.make_eval_step(mean_of_x)
-    batch = jax.tree.map(jnp.asarray, make_batch())
-    reference = weakref.ref(batch["x"])
-    eval_step(state.model, batch)
-    del batch
-    assert reference() is None

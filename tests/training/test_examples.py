@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import Model, assert_close, make_batch, make_mesh, squared_errors
+from helpers import Model, assert_close, make_batch, make_mesh
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_helpers import KEY, make, setup, without_dropout
@@ -14,27 +14,6 @@ from step_helpers import KEY, make, setup, without_dropout
 import eqxshard
 
 # Of a train step
-
-
-def test_losses_and_metrics_may_be_scalars_or_one_per_example():
-    def per_example(model, batch, key):
-        losses = squared_errors(model, batch, key)
-        return losses, {"double": 2 * losses, "first": batch["x"][:, 0] > 0}
-
-    def scalars(model, batch, key):
-        losses, metrics = per_example(model, batch, key)
-        return jnp.mean(losses), jax.tree.map(
-            lambda x: jnp.mean(x.astype(jnp.float32)), metrics
-        )
-
-    (one, step_one), (two, step_two) = setup(loss_fn=per_example), setup(loss_fn=scalars)
-    one, metrics_one = step_one(one, make_batch())
-    two, metrics_two = step_two(two, make_batch())
-    assert_close(one, two)
-    assert metrics_one.compute() == pytest.approx(metrics_two.compute(), rel=1e-5)
-    assert metrics_one.compute().keys() == {"loss", "double", "first"}
-    expected = np.mean(make_batch()["x"][:, 0] > 0)
-    assert metrics_one.compute()["first"] == pytest.approx(expected)
 
 
 @pytest.mark.slow
@@ -80,19 +59,22 @@ def test_a_scalar_cannot_leave_padding_out():
         losses = without_dropout(model, batch, key)
         return losses, {"double": jnp.mean(2 * losses)}
 
-    for name, loss_fn in {"loss": scalar_loss, "double": scalar_metric}.items():
+    padded = make_batch(weight=np.ones(32, np.float32))
+    weighted = make_batch() | {"__loss_weight__": np.ones(32, np.float32)}
+    for name, loss_fn, entry, batch in (
+        ("loss", scalar_loss, "__weight__", padded),
+        ("double", scalar_metric, "__weight__", padded),
+        ("loss", scalar_loss, "__loss_weight__", weighted),
+    ):
         state, train_step = make("data=8", "replicate", loss_fn)
-        with pytest.raises(ValueError, match=f"{name} is one .* '__weight__'.* remainder="):
-            train_step(state, make_batch(weight=np.ones(32, np.float32)))
-    state, train_step = make("data=8", "replicate", scalar_loss)
-    with pytest.raises(ValueError, match=r"'__loss_weight__'.* leave that entry out"):
-        train_step(state, make_batch() | {"__loss_weight__": np.ones(32, np.float32)})
+        with pytest.raises(ValueError, match=f"{name} is one number .* '{entry}'; return"):
+            train_step(state, batch)
     eval_step = eqxshard.make_eval_step(lambda model, batch: {"m": jnp.mean(batch["x"])})
     with pytest.raises(ValueError, match=r"m is one number .* remainder='drop'"):
-        eval_step(state.model, make_batch(weight=np.ones(32, np.float32)))
+        eval_step(state.model, padded)
 
 
-def test_negative_weights_are_refused():
+def test_negative_and_infinite_weights_are_refused():
     state, train_step = setup()
     eval_step = eqxshard.make_eval_step(lambda model, batch: {"x": batch["x"][:, 0]})
     weight = np.where(np.arange(32) == 5, -1, 1).astype(np.float32)
@@ -100,26 +82,19 @@ def test_negative_weights_are_refused():
     refused = pytest.raises(ValueError, match=r"'__weight__' is -1.* row 5.*; give weights")
     placed = eqxshard.filter_shard(batch, eqxshard.batch_sharding(make_mesh()))
     # Of arrays on the devices, only the first call of a step reads the weights.
-    fresh = eqxshard.make_train_step(train_step.config.loss_fn, train_step.config.optim)
-    with refused:
-        fresh(state, placed)
     with refused:
         train_step(state, batch)
     for made in (batch, placed):
         with refused:
             eval_step(state.model, made)
-    with refused:
-        train_step.many(state, jax.tree.map(lambda x: np.stack([x, x]), batch))
-    loader = eqxshard.Loader(
-        eqxshard.data.ArraySource(batch), batch_size=16, mesh=make_mesh(), shuffle=False
-    )
-    with refused:
-        eqxshard.evaluate(state.model, eval_step, loader)
     # A loss may count negatively, as long as the sum does not.
     with pytest.raises(
-        ValueError, match=r"the sum of '__loss_weight__' .* negative.*; give"
+        ValueError, match=r"the sum of '__loss_weight__' .* negative.*; giv"
     ):
         train_step(state, make_batch() | {"__loss_weight__": -weight})
+    infinite = make_batch() | {"__loss_weight__": weight * np.float32(np.inf)}
+    with pytest.raises(ValueError, match=r"'__loss_weight__' is not finite, .*; give"):
+        train_step(state, infinite)
     train_step(state, make_batch() | {"__loss_weight__": weight})
 
 
@@ -128,7 +103,7 @@ def test_weights_are_finite_numbers_of_any_type(name):
     state, train_step = setup()
     for wrong in (np.nan, np.inf):
         weight = np.where(np.arange(32) == 5, wrong, 1).astype(np.float32)
-        with pytest.raises(ValueError, match=rf"'{name}' is not finite, .* row 5.*; give"):
+        with pytest.raises(ValueError, match=rf"'{name}' is {wrong}, .* row 5; give"):
             train_step(state, make_batch() | {name: weight})
     # As int8, the product of the two is negative.
     weights = {each: np.full(32, 12, np.int8) for each in ("__weight__", "__loss_weight__")}
@@ -193,13 +168,6 @@ def test_a_scalar_may_apply_the_weights_itself():
     assert_close(one, two)
     assert metrics.compute()["loss"] == pytest.approx(expected.compute()["loss"], rel=1e-6)
     assert metrics.compute()["constant"] == 3
-
-
-def test_a_metric_may_be_an_array_per_example():
-    values = {"row": np.arange(16.0).reshape(8, 2), "one": np.arange(8.0)}
-    means = measure(values, weight=np.array([1, 1, 0, 0, 0, 0, 0, 0], np.float32))
-    np.testing.assert_array_equal(means["row"], [1, 2])
-    assert means["one"] == 0.5
 
 
 # Of an eval step

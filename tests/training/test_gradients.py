@@ -10,7 +10,6 @@ from helpers import (
     assert_close,
     make_batch,
     make_mesh,
-    squared_errors,
 )
 from step_helpers import KEY, WEIGHTS, setup, train, without_dropout
 
@@ -33,23 +32,6 @@ def test_accumulation_is_exact_whatever_the_weights(mesh, rule, weight):
         parts, parts_metrics = parts_step(parts, batch)
         assert parts_metrics.compute() == pytest.approx(whole_metrics.compute(), rel=1e-5)
     assert_close(whole, parts)
-
-
-@pytest.mark.slow
-def test_each_microbatch_has_a_key_of_its_own():
-    def noise(model, batch, key):
-        return squared_errors(model, batch, key), {"noise": jax.random.uniform(key)}
-
-    state, train_step = setup(loss_fn=noise, accumulate=4)
-    seen = set()
-    for seed in range(4):
-        state, metrics = train_step(state, make_batch(seed=seed))
-        seen.add(round(metrics.compute()["noise"], 6))
-    key = jax.random.fold_in(state.key, 0)
-    alone = [float(jax.random.uniform(jax.random.fold_in(key, i))) for i in range(4)]
-    assert len(seen) == 4 and any(
-        x == pytest.approx(np.mean(alone), abs=1e-5) for x in seen
-    )
 
 
 # Models with state

@@ -5,25 +5,6 @@ import textwrap
 
 import pytest
 
-from eqxshard.training._in_flight import IN_FLIGHT, InFlight
-
-
-class Result:
-    def __init__(self):
-        self.waited = False
-
-    def block_until_ready(self):
-        self.waited = True
-
-
-def test_the_oldest_call_is_waited_for():
-    in_flight, results = InFlight(), [Result() for _ in range(5)]
-    for result in results:
-        in_flight.make_room()
-        in_flight.add(result)
-    waited = [result.waited for result in results]
-    assert waited == [True] * (5 - IN_FLIGHT) + [False] * IN_FLIGHT
-
 
 @pytest.mark.slow
 def test_three_thousand_steps_do_not_deadlock():

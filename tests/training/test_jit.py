@@ -20,9 +20,9 @@ def test_no_convolution_is_left_to_ynnpack():
         return jax.value_and_grad(loss)(weight)
 
     whole = jax.NamedSharding(mesh, jax.P())
-    program = jit_on(mesh, fn, "fn", out_shardings=(whole, whole)).program(
-        jnp.ones((8, 4, 12, 12)), jnp.ones((6, 4, 3, 3))
-    )
-    assert len(re.findall(r" convolution\(", program.text)) == 2
-    kinds = re.findall(r"ynn_fusion[^\n]*op_name=\"([^\"]*)\"", program.text)
+    jitted = jit_on(mesh, fn, "fn", out_shardings=(whole, whole))
+    lowered = jitted.lower(jnp.ones((8, 4, 12, 12)), jnp.ones((6, 4, 3, 3)))
+    text = lowered.compile().as_text()
+    assert len(re.findall(r" convolution\(", text)) == 2
+    kinds = re.findall(r"ynn_fusion[^\n]*op_name=\"([^\"]*)\"", text)
     assert not [name for name in kinds if "conv_general_dilated" in name]

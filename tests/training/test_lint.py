@@ -1,4 +1,4 @@
-"""Steps are linted when they first compile, and compile once all the same; rules, too."""
+"""Steps are linted when they first compile, and compile once all the same."""
 
 from typing import Any
 
@@ -6,13 +6,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import compiles
 from jax import P
-from lint_helpers import FSDP, KEY, MLP, OPTIM, found, make_mesh, square_losses
+from jax.experimental import io_callback
+from lint_helpers import FSDP, KEY, MLP, OPTIM, found, lint, make_mesh, square_losses
 
 import eqxshard
-from eqxshard.training._lint import lint_model
+from eqxshard.training._lint import lint_jaxpr, lint_model
 
 #: Every step of this model has a finding: no dim of its weights divides by 8.
 BATCH = {"x": np.ones((16, 9), np.float32)}
@@ -50,17 +52,6 @@ def test_an_error_is_raised_before_anything_is_donated():
         with pytest.raises(ValueError, match="the train step of square_losses, whole: "):
             step(state, BATCH)
     make_step(lint={"whole": "off"})(state, BATCH)
-
-
-def test_several_steps_and_resident_batches_are_linted():
-    batches = {"x": np.ones((2, 16, 9), np.float32)}
-    source = eqxshard.data.ArraySource(BATCH)
-    loader = eqxshard.Loader(
-        source, batch_size=16, mesh=make_mesh(fsdp=8), placement="device"
-    )
-    for several in (batches, loader.stacked(1)):
-        with pytest.warns(eqxshard.LintWarning, match="is whole on every device"):
-            make_step().many(make_state(), several)
 
 
 def test_an_eval_step_is_linted_once():
@@ -113,11 +104,6 @@ def test_arrays_that_do_not_divide(rule):
     assert check(FSDP, lambda key: eqx.nn.LayerNorm(9), fsdp=8) == []
 
 
-def test_an_array_that_is_split_over_another_axis_is_not_whole():
-    rule = eqxshard.combine(eqxshard.by_path({".*": P("tensor")}), FSDP)
-    assert check(rule, lambda key: MLP(key, width=258, size=66), fsdp=4, tensor=2) == []
-
-
 def test_a_rule_that_was_not_checked_when_the_state_was_made():
     mesh = make_mesh(fsdp=8)
     state = eqxshard.abstract_state(MLP, OPTIM, key=KEY, mesh=mesh, rule=FSDP)
@@ -125,3 +111,97 @@ def test_a_rule_that_was_not_checked_when_the_state_was_made():
     step = eqxshard.make_train_step(square_losses, OPTIM, rule=misspelt)
     findings = eqxshard.lint(step, state, {"x": np.ones((16, 64), np.float32)})
     found(findings, "unmatched", "'upp' matches no leaf", "did you mean 'up'")
+
+
+# Arithmetic, callbacks and constants
+
+
+BFLOAT16 = eqxshard.Precision()
+
+
+def trace(fn, *args):
+    return list(lint_jaxpr(jax.make_jaxpr(fn)(*args), None))
+
+
+TABLE = np.ones((512, 512), np.float32)
+
+
+@pytest.mark.parametrize("table", [TABLE, jnp.asarray(TABLE)], ids=["NumPy", "JAX"])
+def test_a_large_constant(table):
+    def loss_fn(model, batch, key):
+        return square_losses(model, batch, key) + (batch["x"][:, :1] * table).sum(-1)
+
+    finding = found(lint(loss_fn=loss_fn, fsdp=8), "constant", "float32[512,512], 1.05 MB")
+    assert "test_lint.py:" in str(finding)
+
+
+def wide_losses(model, batch, key):
+    """An array in float32 makes everything after it wide."""
+    x = batch["x"] + jnp.ones(64, jnp.float32).astype(jnp.float32) * 2
+    return square_losses(model, {"x": x}, key)
+
+
+def test_products_in_float32_under_bfloat16(as_scripts_run):
+    findings = lint(loss_fn=wide_losses, precision=BFLOAT16, fsdp=8)
+    finding = found(findings, "dtype", "in a wider type than bfloat16")
+    assert "lint_helpers.py:" in str(finding)
+
+
+def test_products_in_bfloat16_and_a_few_others(as_scripts_run):
+    def loss_fn(model, batch, key):
+        weights = jax.nn.softmax(batch["x"].astype(jnp.float32) @ jnp.ones((64, 4)))
+        return square_losses(model, batch, key) * weights[:, 0]
+
+    assert lint(loss_fn=loss_fn, precision=BFLOAT16, fsdp=8) == ()
+    # Nor are those of an optimizer, which are not of the loss.
+    optim = squaring()
+    assert lint(optim=optim, precision=BFLOAT16, fsdp=8, nonfinite="ignore") == ()
+
+
+def squaring():
+    """An optimizer of matrix products."""
+
+    def update(updates, state, params=None):
+        return jax.tree.map(lambda x: x @ (x.T @ x), updates), state
+
+    return optax.GradientTransformation(lambda params: (), update)
+
+
+def test_products_in_float64_where_the_model_has_none(as_scripts_run):
+    def loss_fn(model, batch, key):
+        return square_losses(model, {"x": batch["x"].astype(jnp.float64)}, key)
+
+    with jax.enable_x64(True):
+        finding = found(lint(MLP32, loss_fn), "dtype", "float64", "wider type than float32")
+        assert lint(MLP32) == ()
+    assert "lint_helpers.py:" in str(finding)
+
+
+class MLP32(MLP):
+    """In float32, whatever the default."""
+
+    def __init__(self, key):
+        super().__init__(key)
+        self.up, self.down = (x.astype(jnp.float32) for x in (self.up, self.down))
+
+
+CALLS = {
+    "pure_callback": lambda x: jax.pure_callback(np.sin, x, x, vmap_method="expand_dims"),
+    "io_callback": lambda x: io_callback(np.sin, x, x),
+    "debug.print": lambda x: (jax.debug.print("{}", x), x)[1],
+    "debug.callback": lambda x: (jax.debug.callback(print, x), x)[1],
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_of_the_host(name):
+    finding = found(trace(CALLS[name], jnp.ones(8)), "callback", f"{name})", "as metrics")
+    assert "test_lint.py:" in str(finding)
+
+
+def test_checks_are_not_calls_of_the_host():
+    class Checked(MLP):
+        def __call__(self, x):
+            return super().__call__(eqx.error_if(x, x[0] < 0, "negative"))
+
+    assert lint(Checked, fsdp=8) == ()

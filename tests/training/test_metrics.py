@@ -17,10 +17,6 @@ def metrics(weight, nonfinite: Any = 0, **totals):
     )
 
 
-def test_compute_is_the_mean_over_examples():
-    assert metrics(4, loss=10, accuracy=3).compute() == {"loss": 2.5, "accuracy": 0.75}
-
-
 def test_steps_that_were_not_finite_are_counted_and_left_out():
     stacked = metrics([4, 1, 3], [0, 1, 0], loss=[8, math.nan, 6], other=[4, 100, 3])
     assert stacked.compute() == {"loss": 2.0, "other": 1.0, "nonfinite": 1.0}
@@ -30,6 +26,7 @@ def test_steps_that_were_not_finite_are_counted_and_left_out():
 
 def test_a_name_gives_the_mean_of_each_step():
     one = metrics(4, loss=10)
+    assert one.compute() == {"loss": 2.5}
     assert isinstance(one["loss"], jax.Array)
     assert one["loss"] == 2.5
     stacked = metrics([4, 1], [0, 1], loss=[8, math.nan])
@@ -47,6 +44,10 @@ def test_stack_puts_steps_one_after_the_other_on_the_host():
     np.testing.assert_array_equal(stacked.weight, [4, 1, 2, 0])
     np.testing.assert_array_equal(stacked.nonfinite, [0, 1, 0, 0])
     assert stacked.compute() == {"loss": 13 / 6, "nonfinite": 1.0}
+    counts = metrics(4, confusion=[[2, 0], [1, 1]])
+    bad = metrics(2, 1, confusion=np.full((2, 2), math.nan))
+    means = eqxshard.Metrics.stack([counts, bad, counts]).compute()
+    np.testing.assert_array_equal(means["confusion"], [[0.5, 0], [0.25, 0.25]])
     # What is stacked can be stacked again.
     assert eqxshard.Metrics.stack([stacked, stacked]).weight.shape == (8,)
 
@@ -56,19 +57,6 @@ def test_stack_needs_something_of_the_same_names():
         eqxshard.Metrics.stack([])
     with pytest.raises(ValueError, match="accuracy"):
         eqxshard.Metrics.stack([metrics(1, loss=1), metrics(1, loss=1, accuracy=1)])
-
-
-def test_metrics_may_be_arrays():
-    one = metrics(4, loss=8, confusion=[[2, 0], [1, 1]])
-    assert one.compute()["loss"] == 2.0
-    np.testing.assert_array_equal(one.compute()["confusion"], [[0.5, 0], [0.25, 0.25]])
-    bad = metrics(2, 1, loss=math.nan, confusion=np.full((2, 2), math.nan))
-    stacked = eqxshard.Metrics.stack([one, bad, one])
-    assert stacked.totals["confusion"].shape == (3, 2, 2)
-    np.testing.assert_array_equal(stacked["confusion"][2], [[0.5, 0], [0.25, 0.25]])
-    values = stacked.compute()
-    np.testing.assert_array_equal(values["confusion"], [[0.5, 0], [0.25, 0.25]])
-    assert values["nonfinite"] == 1.0
 
 
 def test_join_names_the_metrics_of_several_models():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import RULES, Model, make_batch, make_mesh, squared_errors
+from helpers import RULES, Model, make_batch, make_loader, make_mesh, squared_errors
 from step_helpers import KEY, OPTIM, mean_of_x
 
 import eqxshard
@@ -37,6 +37,21 @@ def start(make_model: Any = Model, **options):
 def step(batch=None, *, loss_fn=squared_errors, optim: Any = OPTIM, state=None, **options):
     train_step = eqxshard.make_train_step(loss_fn, optim, **options)
     train_step(state or start(), batch or make_batch())
+
+
+def loader(mesh):
+    return make_loader(placement="device", mesh=mesh)
+
+
+def several(mesh):
+    train_step = eqxshard.make_train_step(squared_errors, OPTIM)
+    train_step.many(start(), loader(mesh).stacked(2))
+
+
+class Foreign:
+    """An array of another library, such as a tensor of PyTorch."""
+
+    shape = (32, 8)
 
 
 def returning(change):
@@ -94,9 +109,13 @@ VALUES: Mistakes = {
     r"loss has shape \(32, 1\) for a batch of 32": lambda: returning(lambda x: x[:, None]),
     "a metric is named 'loss'": lambda: returning(lambda x: (x, {"loss": x})),
     r"accuracy has shape \(4,\)": lambda: evaluate(lambda *_: {"accuracy": ONES[:4]}),
-    "the state of another model": lambda: stateful(lambda x, state: (x, other_state())),
     "remainder='drop'": lambda: stateful(lambda *out: out, PADDED),
     r"'__weight__' has shape \(32, 1\)": lambda: step(make_batch(weight=ONES[:, None])),
+    "batch size 13 does not divide over data=2": lambda: step(make_batch(13)),
+    "batch size 0 is not positive": lambda: step(make_batch(0)),
+    r"'z': \(\).* same leading dim": lambda: step(make_batch() | {"z": 3.0}),
+    "'y': .* the same leading dim": lambda: step(make_batch() | {"y": make_batch(16)["y"]}),
+    "the loader's dataset is on .*; make the loader": lambda: several(make_mesh()),
     "accumulate=3 parts; use a multiple of 6": lambda: step(accumulate=3),
     "batch entry x is sharded as .*; make the loader": lambda: step(ON_ONE),
     "not on a mesh; place them": lambda: evaluate(mean_of_x, Model(KEY)),
@@ -115,12 +134,17 @@ VALUES: Mistakes = {
     "must be at least 1 each": lambda: eqxshard.Precision(initial_scale=0.5),
 }
 TYPES: Mistakes = {
-    "loss is a NoneType; return an array": lambda: returning(lambda x: None),
-    "return a real number": lambda: returning(lambda x: jax.lax.complex(x, x)),
+    "loss is NoneType; return an array": lambda: returning(lambda x: None),
+    "complex64; return an array with one real": lambda: returning(
+        lambda x: jax.lax.complex(x, x)
+    ),
     "metrics is a float; return a dict": lambda: returning(lambda x: (x, 3.0)),
     "returned 3 values besides": lambda: returning(lambda x: (x, x, x)),
     "metric_fn is an array; return a dict": lambda: evaluate(lambda m, batch: batch["x"]),
     r"return \(losses, state\) or": lambda: stateful(lambda x, state: x),
+    "the state that the model returned": lambda: stateful(lambda x, _: (x, other_state())),
+    r"entry x is a .*\.Foreign; convert": lambda: step(make_batch() | {"x": Foreign()}),
+    "returns batches for several steps; give": lambda: step(loader(MESH).stacked(2)),
     "a Model is not a TrainState": lambda: step(state=Model(KEY)),
     r"takes a model; give it state\.model": lambda: evaluate(mean_of_x, start()),
     r"call it, as sgd\(1e-3\)": lambda: step(optim=optax.sgd),

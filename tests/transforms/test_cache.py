@@ -57,13 +57,6 @@ def test_a_second_start_compiles_nothing(tmp_path):
     assert second == (first[0], first[1], first[2] + first[3], 0)
 
 
-@pytest.mark.slow
-def test_what_jax_was_told_is_kept(tmp_path):
-    folder = tmp_path / "elsewhere"
-    assert start(JAX_COMPILATION_CACHE_DIR=str(folder))[0] == str(folder)
-    assert any(folder.iterdir())
-
-
 @pytest.fixture
 def settings():
     names = (
@@ -77,12 +70,6 @@ def settings():
         jax.config.update(name, value)
 
 
-def test_a_folder_that_is_given_comes_before_what_jax_was_told(tmp_path, settings):
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "told"))
-    assert eqxshard.cache_compilations(tmp_path / "given") == tmp_path / "given"
-    assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "given")
-
-
 @pytest.mark.parametrize("given", ["gs://bucket/cache", Path("gs://bucket/cache")])
 def test_a_bucket_is_jaxs_business(tmp_path, settings, monkeypatch, given):
     monkeypatch.chdir(tmp_path)
@@ -90,12 +77,6 @@ def test_a_bucket_is_jaxs_business(tmp_path, settings, monkeypatch, given):
     assert str(eqxshard.cache_compilations()) == "gs://bucket/cache"
     assert jax.config.values["jax_compilation_cache_dir"] == "gs://bucket/cache"
     assert [*tmp_path.iterdir()] == []
-
-
-def test_the_folder_stays_where_it_is(tmp_path, settings, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert eqxshard.cache_compilations("cache") == tmp_path / "cache"
-    assert jax.config.values["jax_compilation_cache_dir"] == str(tmp_path / "cache")
 
 
 @pytest.mark.parametrize("which", ["all users'", "another's"])

@@ -16,28 +16,18 @@ def main(args: Sequence[str] | None = None) -> int:
         prog="python -m eqxshard.data.text",
         description="Encode files of text into token files, for training.",
     )
-    parser.add_argument(
-        "inputs",
-        nargs="+",
-        metavar="INPUT",
-        help="a file, .txt or .jsonl (the entry 'text' of each line), or a folder of them",
-    )
-    parser.add_argument(
-        "--output", required=True, metavar="DIR", help="the folder to write"
-    )
-    parser.add_argument(
-        "--tokenizer",
-        required=True,
-        metavar="NAME",
-        help="byte, char, or the tokenizer.json of a Hugging Face model",
-    )
+    inputs = "files, .txt or .jsonl (the entry 'text' of each line), or folders of them"
+    tokenizer = "byte, char, or the tokenizer.json of a Hugging Face model"
+    parser.add_argument("inputs", nargs="+", metavar="INPUT", help=inputs)
+    parser.add_argument("--output", required=True, help="the folder to write")
+    parser.add_argument("--tokenizer", required=True, help=tokenizer)
     try:
         tokens = prepare(**vars(parser.parse_args(args)))
     except (ValueError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(
-        f"{tokens.paths[0]} has {len(tokens):,} tokens of {len(tokens.ends()):,} "
+        f"{tokens.path} has {len(tokens):,} tokens of {len(tokens.ends()):,} "
         f"documents, vocabulary {tokens.vocab_size:,}"
     )
     return 0

@@ -1,19 +1,24 @@
 """A text to train on and one to evaluate on, from whatever holds them."""
 
 import os
+import string
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from .._planning import add_note, is_planning
+from .._datasets import add_note, dataset_folder, is_planning, read_file
 from ._prepare import read_parts
-from ._token_files import TokenFiles, is_prepared
 from ._tokenizers import TOKENIZER_FILE, Tokenizer, load_tokenizer
-from ._tokens import TokenArray, TokenRange, Tokens
+from ._tokens import TokenArray, TokenFiles, Tokens, is_prepared
 
 #: The tokens of a corpus that is planned and not there: longer than any sequence.
 _STAND_IN = 2**24
+
+_LENGTH = 1_115_394
+_CHARACTERS = "\n !$&',-.3:;?" + string.ascii_letters
+_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+_URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 
 
 @dataclass(frozen=True)
@@ -86,26 +91,60 @@ def open_corpus(
         )
     if path.is_file() and path.suffix == ".txt":
         text = "".join(part.text for part in read_parts([path]))
-        return encode_corpus(text, tokenizer or "char", valid=valid, name=path.stem)
-    parts = {name: path / name for name in ("train", "valid", "train.bin", "val.bin")}
+        return _encode_corpus(text, tokenizer or "char", valid=valid, name=path.stem)
     if is_prepared(path):
         tokens = TokenFiles(path)
         cut = _cut(tokens, valid)
-        train, held_out = TokenRange(tokens, 0, cut), TokenRange(tokens, cut, len(tokens))
-    elif is_prepared(parts["train"]) and is_prepared(parts["valid"]):
-        train, held_out = TokenFiles(parts["train"]), TokenFiles(parts["valid"])
-    elif parts["train.bin"].is_file() and parts["val.bin"].is_file():
-        train, held_out = TokenFiles(parts["train.bin"]), TokenFiles(parts["val.bin"])
+        train, held_out = TokenFiles(path, stop=cut), TokenFiles(path, start=cut)
     else:
-        raise ValueError(
-            f"{path} is not a corpus; give a .txt file, a folder that python -m "
-            "eqxshard.data.text wrote, or one with train.bin and val.bin."
-        )
+        train, held_out = map(TokenFiles, _find_parts(path))
     found = _find_tokenizer([path, path / "train"], tokenizer)
     return Corpus(train, held_out, found, path.resolve().name)
 
 
-def encode_corpus(
+def shakespeare(
+    data_dir: str | os.PathLike[str] | None = None,
+    *,
+    tokenizer: str | os.PathLike[str] | Tokenizer = "char",
+) -> Corpus:
+    """Plays of Shakespeare: 1,115,394 characters, 65 different ones.
+
+    The first 90 % are to train on and the last 10 % to evaluate on, as in
+    [nanoGPT](https://github.com/karpathy/nanoGPT).
+
+    The file `shakespeare/input.txt` is read from `data_dir` if given, else from
+    `$EQXSHARD_DATA_DIR` if set, else from the user's cache directory, and downloaded if it
+    is missing there.
+
+    **Arguments:**
+
+    - `data_dir`: the directory to read from.
+    - `tokenizer`: as for [`eqxshard.data.text.open_corpus`][].
+
+    **Returns:**
+
+    An [`eqxshard.data.text.Corpus`][].
+
+    **Raises:**
+
+    `FileNotFoundError` if the file is missing and cannot be downloaded; `ValueError` if it
+    is damaged.
+
+    !!! Example
+
+        ```python
+        corpus = eqxshard.data.text.shakespeare()
+        ```
+    """
+    if is_planning():
+        text = _CHARACTERS * (_LENGTH // len(_CHARACTERS) + 1)
+        return _encode_corpus(text[:_LENGTH], tokenizer, name="shakespeare")
+    path = dataset_folder(data_dir) / "shakespeare" / "input.txt"
+    text = read_file(path, _URL, _SHA256).decode()
+    return _encode_corpus(text, tokenizer, name="shakespeare")
+
+
+def _encode_corpus(
     text: str,
     tokenizer: str | os.PathLike[str] | Tokenizer,
     *,
@@ -139,13 +178,20 @@ def _stand_in(path: Path, tokenizer: str | os.PathLike[str] | Tokenizer | None) 
 def _cut(tokens: TokenFiles, valid: float) -> int:
     """Where the held-out part of tokens starts: between two documents, if it can."""
     cut = int(len(tokens) * (1 - valid))
-    ends = tokens.ends()
-    # The end of the document that the cut is in, or else of the one before.
-    last = int(ends.searchsorted(cut))
-    for end in (*ends[last : last + 1], *ends[max(last - 1, 0) : last][::-1]):
-        if 0 < end < len(tokens):
-            return int(end)
-    return cut
+    ends = tokens.ends()[:-1]
+    return int(ends[np.abs(ends - cut).argmin()]) if len(ends) else cut
+
+
+def _find_parts(folder: Path) -> tuple[Path, Path]:
+    """The folders or files of a corpus that somebody else has split."""
+    for names in (("train", "valid"), ("train.bin", "val.bin")):
+        train, valid = (folder / name for name in names)
+        if train.exists() and valid.exists():
+            return train, valid
+    raise ValueError(
+        f"{folder} is not a corpus; give a .txt file, a folder that python -m "
+        "eqxshard.data.text wrote, or one with train.bin and val.bin."
+    )
 
 
 def _find_tokenizer(

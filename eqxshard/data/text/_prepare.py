@@ -1,9 +1,9 @@
 """Preparation: from files of text to token files."""
 
-import hashlib
 import itertools
 import json
 import os
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TextIO
@@ -12,13 +12,20 @@ import numpy as np
 
 from ...sharding._files import open_file, parse_json
 from ...sharding._paths import local_path
-from ._token_files import RECORD_FILE, TokenFiles, ends_file, read_record, shard_file
 from ._tokenizers import (
     TOKENIZER_FILE,
     CharTokenizer,
     Tokenizer,
     encode_all,
     load_tokenizer,
+)
+from ._tokens import (
+    ENDS_FILE,
+    RECORD_FILE,
+    TOKENS_FILE,
+    TokenFiles,
+    is_prepared,
+    token_dtype,
 )
 
 _SUFFIXES = (".txt", ".jsonl")
@@ -41,8 +48,6 @@ def prepare(
     inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     output: str | os.PathLike[str],
     tokenizer: str | os.PathLike[str] | Tokenizer,
-    *,
-    shard_tokens: int = 2**26,
 ) -> TokenFiles:
     """Encode files of text into token files.
 
@@ -51,8 +56,8 @@ def prepare(
     The folder also gets the tokenizer, as `tokenizer.json`. Tokenizers of Hugging Face use
     all cores.
 
-    If the folder has these tokens already, nothing is done. (Inputs are known by their
-    names and sizes.)
+    A folder that is prepared already is left as it is, and refused; one whose preparation
+    was interrupted is prepared again.
 
     **Arguments:**
 
@@ -61,7 +66,6 @@ def prepare(
     - `output`: the folder to write.
     - `tokenizer`: a tokenizer, or what [`eqxshard.data.text.load_tokenizer`][] takes;
         `"char"` takes the characters of all the inputs.
-    - `shard_tokens`: about how many tokens a file gets.
 
     **Returns:**
 
@@ -70,8 +74,7 @@ def prepare(
     **Raises:**
 
     `FileNotFoundError` if there is no such input; `ValueError` if one is not text, there
-    are no tokens, `shard_tokens` is not positive, or the folder has the tokens of other
-    inputs, of another tokenizer or of another size.
+    are no tokens, or the folder is prepared already.
 
     !!! Example
 
@@ -79,94 +82,62 @@ def prepare(
         eqxshard.data.text.prepare("articles.jsonl", "prepared", "gpt2/tokenizer.json")
         ```
     """
-    if shard_tokens < 1:
-        raise ValueError(f"shard_tokens={shard_tokens} must be at least 1.")
     given = [inputs] if isinstance(inputs, str | os.PathLike) else inputs
     files, folder = _find(given), local_path(output, "output=")
     if tokenizer == "char":
         tokenizer = CharTokenizer(part.text for part in read_parts(files))
     elif not isinstance(tokenizer, Tokenizer):
         tokenizer = load_tokenizer(tokenizer)
+    if is_prepared(folder):
+        raise ValueError(
+            f"{folder} is prepared already; open it, delete it, or give another output."
+        )
     folder.mkdir(parents=True, exist_ok=True)
-    saved = folder / f"{TOKENIZER_FILE}.part"
-    tokenizer.save(saved)
-    settings = {
-        "inputs": [[file.name, file.stat().st_size] for file in files],
-        "tokenizer": hashlib.sha256(saved.read_bytes()).hexdigest(),
-        "shard_tokens": shard_tokens,
+    tokenizer.save(folder / TOKENIZER_FILE)
+    tokens, documents = _encode(read_parts(files), tokenizer, folder)
+    record = {
+        "vocab_size": tokenizer.vocab_size,
+        "tokens": tokens,
+        "documents": documents,
     }
-    if (folder / RECORD_FILE).exists():
-        saved.unlink()
-        _check_same(folder, settings)
-    else:
-        saved.replace(folder / TOKENIZER_FILE)
-        shards = list(_write_shards(folder, read_parts(files), tokenizer, shard_tokens))
-        record = {"vocab_size": tokenizer.vocab_size, "shards": shards, **settings}
-        part = folder / f"{RECORD_FILE}.part"
-        part.write_text(json.dumps(record, indent=2), encoding="utf-8")
-        part.replace(folder / RECORD_FILE)
+    # Last, and in one piece: a folder without it is not prepared.
+    part = folder / f"{RECORD_FILE}.part"
+    part.write_text(json.dumps(record), encoding="utf-8")
+    part.replace(folder / RECORD_FILE)
     return TokenFiles(folder)
 
 
-def _check_same(folder: Path, settings: dict[str, object]) -> None:
-    record = read_record(folder)
-    differ = [name for name in settings if record.get(name) != settings[name]]
-    if differ:
-        raise ValueError(
-            f"{folder} was prepared with other {' and '.join(differ)}; give another "
-            "output, or delete it."
-        )
-
-
-def _write_shards(
-    folder: Path, parts: Iterator[_Part], tokenizer: Tokenizer, shard_tokens: int
-) -> Iterator[int]:
-    """Write the token files, and yield how many tokens each has."""
-    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-    arrays: list[np.ndarray] = []
-    ends: list[int] = []
-    count, numbers = 0, itertools.count()
-    while group := list(itertools.islice(parts, _TOGETHER)):
-        encoded = encode_all(tokenizer, [part.text for part in group])
-        for part, tokens in zip(group, encoded):
-            if part.ends and tokenizer.eos_id is not None:
-                tokens = np.append(tokens, np.int32(tokenizer.eos_id))
-            arrays.append(tokens.astype(dtype))
-            count += len(tokens)
-            # A document without tokens is none.
-            if part.ends and ends[-1:] != [count]:
-                ends.append(count)
-            if count >= shard_tokens:
-                yield _write(shard_file(folder, next(numbers)), arrays, ends)
-                arrays, ends, count = [], [], 0
-    if count:
-        yield _write(shard_file(folder, next(numbers)), arrays, ends)
-
-
-def _write(path: Path, arrays: list[np.ndarray], ends: list[int]) -> int:
-    tokens = np.concatenate(arrays)
-    np.save(path, tokens)
-    np.save(ends_file(path), np.array(ends, np.uint64))
-    return len(tokens)
+def _encode(parts: Iterator[_Part], tokenizer: Tokenizer, folder: Path) -> tuple[int, int]:
+    """Write the files of tokens and of ends; return the number of each."""
+    dtype = token_dtype(tokenizer.vocab_size)
+    # A vector of 64-bit integers, as there may be many documents.
+    count, ends = 0, array("Q", [0])
+    with (folder / TOKENS_FILE).open("wb") as file:
+        while group := list(itertools.islice(parts, _TOGETHER)):
+            encoded = encode_all(tokenizer, [part.text for part in group])
+            for part, tokens in zip(group, encoded):
+                if part.ends and tokenizer.eos_id is not None:
+                    tokens = np.append(tokens, np.int32(tokenizer.eos_id))
+                file.write(tokens.astype(dtype).tobytes())
+                count += len(tokens)
+                # A document without tokens is none.
+                if part.ends and count > ends[-1]:
+                    ends.append(count)
+    (folder / ENDS_FILE).write_bytes(np.array(ends[1:], "<u8").tobytes())
+    return count, len(ends) - 1
 
 
 def _find(inputs: Iterable[str | os.PathLike[str]]) -> list[Path]:
     """The files of text at some paths, those of each folder in the order of their names."""
     files = []
     for path in map(Path, inputs):
-        if not path.exists():
-            raise FileNotFoundError(
-                f"there is no input {path}; give files (.txt, .jsonl) or folders of them."
-            )
-        found = sorted(path.rglob("*")) if path.is_dir() else [path]
+        found = [path] if path.is_file() else sorted(path.rglob("*"))
         found = [file for file in found if file.suffix in _SUFFIXES]
         if not found:
-            raise ValueError(
-                f"{path} is not text; give files (.txt, .jsonl) or folders of them."
+            raise FileNotFoundError(
+                f"there is no text at {path}; give files (.txt, .jsonl) or folders of them."
             )
         files += found
-    if not files:
-        raise ValueError("there are no inputs; give at least one file or folder.")
     return files
 
 

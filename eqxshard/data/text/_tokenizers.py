@@ -104,7 +104,7 @@ class CharTokenizer:
             found.update(some)
         self.chars = "".join(sorted(found))
         if not self.chars:
-            raise ValueError("there are no characters; give the tokenizer at least one.")
+            raise ValueError("a char tokenizer needs characters; give text= that has some.")
         self.vocab_size = len(self.chars)
         self._ids = {char: number for number, char in enumerate(self.chars)}
 
@@ -113,12 +113,9 @@ class CharTokenizer:
         try:
             return np.array([self._ids[char] for char in text], np.int32)
         except KeyError as error:
-            char = error.args[0]
             raise ValueError(
-                f"the text has {char!r} (U+{ord(char):04X}) at character "
-                f"{text.index(char):,}, which is not among the tokenizer's "
-                f"{self.vocab_size} characters; make the tokenizer of a text that has it, "
-                "or leave it out."
+                f"the text has {error.args[0]!r}, which is not among the tokenizer's "
+                "characters; make the tokenizer of a text that has it, or leave it out."
             ) from None
 
     def decode(self, ids: ArrayLike) -> str:
@@ -233,12 +230,7 @@ def load_tokenizer(
     if tokenizer == "byte":
         return ByteTokenizer()
     if tokenizer == "char":
-        if text is None:
-            raise ValueError(
-                "tokenizer='char' takes its characters from a text; give text=, or the "
-                "tokenizer.json that was saved beside the tokens."
-            )
-        return CharTokenizer(text)
+        return CharTokenizer(text or "")
     saved = _read(_file(tokenizer))
     kind = saved.get(_KIND) if isinstance(saved, dict) else None
     if kind == "byte":

@@ -1,11 +1,24 @@
-"""Tokens behind one index space: in memory, or a part of others."""
+"""Tokens behind one index space: in memory, or in files.
 
-import operator
-from typing import Protocol, runtime_checkable
+A prepared folder has `tokens.bin`, all tokens as unsigned integers of the smallest size
+that holds the vocabulary; `ends.bin`, where each document ends, in uint64; and
+`prepared.json`, the record of how they were made, which is written last. nanoGPT's files,
+`.bin`, are uint16 tokens and nothing else.
+"""
+
+import functools
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int, Int32, Int64
 from numpy.typing import ArrayLike
+
+from ...sharding._files import open_file, read_json
+
+RECORD_FILE, TOKENS_FILE, ENDS_FILE = "prepared.json", "tokens.bin", "ends.bin"
 
 
 @runtime_checkable
@@ -69,11 +82,11 @@ class TokenArray:
                 f"the tokens are {found.dtype} of shape {found.shape}; give one row of "
                 "integers."
             )
-        low, high = int(found.min(initial=0)), int(found.max(initial=0))
+        low, high = (int(f(found)) if len(found) else 0 for f in (np.min, np.max))
         self.vocab_size = high + 1 if vocab_size is None else vocab_size
-        if low < 0 or high >= self.vocab_size:
+        if not 0 <= low <= high < self.vocab_size:
             raise ValueError(
-                f"there is a token {low if low < 0 else high}, and the vocabulary has "
+                f"the tokens are from {low} to {high}, and the vocabulary has "
                 f"{self.vocab_size}; give tokens from 0 to {self.vocab_size - 1}."
             )
         self._tokens = found
@@ -97,57 +110,156 @@ class TokenArray:
         return self._ends
 
 
-class TokenRange:
-    """A part of other tokens, such as the first 90 %.
+class TokenFiles:
+    """Tokens in files, read where they are needed.
 
-    A document that the range cuts is shorter in it.
+    The files are mapped into memory, so they may be larger than it.
 
     **Arguments:**
 
-    - `tokens`: the [`eqxshard.data.text.Tokens`][] to take a part of.
-    - `start`: the index of the first token.
-    - `stop`: the index after the last one.
+    - `path`: a folder that [`eqxshard.data.text.prepare`][] wrote, or a file of nanoGPT's,
+        `.bin`: one document of tokens in uint16, without a header.
+    - `start`, `stop`: the range of tokens to read, such as the last 10 %, as of a slice. A
+        document that it cuts is shorter in it.
 
     **Raises:**
 
-    `ValueError` if it is not within the tokens.
+    `FileNotFoundError` if there is no such file; `ValueError` if it is not a token file or
+    is truncated, there are no tokens, or the preparation did not finish. While reading,
+    `ValueError` if a prepared file has tokens beyond its vocabulary.
 
     !!! Example
 
         ```python
         tokens = eqxshard.data.text.TokenFiles("prepared")
-        train = eqxshard.data.text.TokenRange(tokens, 0, len(tokens) * 9 // 10)
+        tokens.take(np.arange(100))
         ```
     """
 
-    def __init__(self, tokens: Tokens, start: int, stop: int):
-        start, stop = operator.index(start), operator.index(stop)
-        if not 0 <= start <= stop <= len(tokens):
+    def __init__(
+        self, path: str | os.PathLike[str], *, start: int = 0, stop: int | None = None
+    ):
+        self.path = Path(path)
+        self._record = read_record(self.path) if self.path.is_dir() else None
+        if self._record is not None:
+            dtype = token_dtype(self._record["vocab_size"])
+            tokens = _map(self.path / TOKENS_FILE, dtype, self._record["tokens"])
+        elif self.path.suffix == ".bin":
+            tokens = _map(self.path, np.dtype("<u2"))
+        else:
             raise ValueError(
-                f"tokens {start:,} to {stop:,} are not within {len(tokens):,} tokens; give "
-                "a range that is."
+                f"{self.path} is not a token file; give a .bin file of uint16 tokens, or a "
+                "folder of prepared text."
             )
-        self._tokens = tokens
-        self._start = start
-        self._length = stop - start
+        #: The range of the file's tokens that are read.
+        self._range = range(len(tokens))[start:stop]
+        self._tokens = tokens[start:stop]
+        if not self._range:
+            raise ValueError(
+                f"there are no tokens from {self._range.start} to {self._range.stop} in "
+                f"{self.path}; give a longer text."
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Mapped again by the process that gets this.
+        first, stop = self._range[0], self._range.stop
+        return functools.partial(TokenFiles, start=first, stop=stop), (self.path,)
 
     @property
     def vocab_size(self) -> int:
-        """The number of different tokens."""
-        return self._tokens.vocab_size
+        """The number of different tokens; a `.bin` file is read for its largest token."""
+        return self._vocab_size
+
+    @functools.cached_property
+    def _vocab_size(self) -> int:
+        if self._record is not None:
+            return self._record["vocab_size"]
+        return 1 + int(self._tokens.max())
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._tokens)
 
     def take(self, indices: Int[np.ndarray, "..."]) -> Int32[np.ndarray, "..."]:
         """The tokens at some indices, in an array of the same shape."""
-        return self._tokens.take(indices + self._start)
+        found = self._tokens[indices].astype(np.int32)
+        largest = found.max(initial=0)
+        if self._record is not None and largest >= self.vocab_size:
+            raise ValueError(
+                f"{self.path} has the token {largest}, and the vocabulary has "
+                f"{self.vocab_size}; it is damaged, so prepare the text again."
+            )
+        return found
 
     def ends(self) -> Int64[np.ndarray, " documents"]:
         """Where each document ends: the index after its last token, in order."""
-        ends = self._tokens.ends() - self._start
-        within = ends[(ends > 0) & (ends < self._length)]
-        return np.append(within, self._length) if self._length else within
+        return self._ends
+
+    @functools.cached_property
+    def _ends(self) -> Int64[np.ndarray, " documents"]:
+        if self._record is None:
+            return np.array([len(self)], np.int64)
+        path, count = self.path / ENDS_FILE, self._record["documents"]
+        length = self._record["tokens"]
+        # Compared before they are read: each document has a token.
+        if count <= length:
+            ends = _map(path, np.dtype("<u8"), count).astype(np.int64)
+            if ends[-1:].tolist() == [length] and np.all(np.diff(ends, prepend=0) > 0):
+                ends = ends - self._range.start
+                return np.append(ends[(ends > 0) & (ends < len(self))], len(self))
+        raise ValueError(
+            f"{path} is damaged: the ends of documents do not increase up to the "
+            f"{length:,} tokens; prepare the text again."
+        )
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The dtype of the tokens of a vocabulary in a file."""
+    return np.min_scalar_type(vocab_size - 1).newbyteorder("<")
+
+
+def is_prepared(folder: Path) -> bool:
+    """Whether a folder has prepared text."""
+    return (folder / RECORD_FILE).exists()
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """How a folder of token files was prepared."""
+    path = folder / RECORD_FILE
+    if not path.exists():
+        raise ValueError(
+            f"{folder} has no {RECORD_FILE}, so it is not prepared text, or its "
+            "preparation did not finish; prepare the text, or give another folder."
+        )
+    with suppress(ValueError):
+        record = read_json(path)
+        found = record if isinstance(record, dict) else {}
+        numbers = [found.get(name) for name in ("vocab_size", "tokens", "documents")]
+        if all(isinstance(n, int) and 0 <= n < 2**63 for n in numbers):
+            return found
+    raise ValueError(
+        f"{path} is damaged, or not from eqxshard; delete the folder, and prepare the "
+        "text again."
+    )
+
+
+def _map(path: Path, dtype: np.dtype, count: int | None = None) -> np.ndarray:
+    """The integers in a file, of which there must be `count` if that is known."""
+    try:
+        with open_file(path) as file:
+            size = os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"there is no {path}; give a .bin file, or prepare the text again."
+        ) from None
+    found, rest = divmod(size, dtype.itemsize)
+    if rest or count not in (None, found):
+        raise ValueError(
+            f"{path} is truncated or damaged: it has {size:,} bytes, not "
+            f"{'whole' if count is None else f'{count:,}'} integers of {dtype.itemsize} "
+            "bytes; prepare the text again."
+        )
+    # Without the bookkeeping of np.memmap, which indexing would pay for each time.
+    return np.memmap(path, dtype, "r").view(np.ndarray) if found else np.empty(0, dtype)
 
 
 def as_tokens(tokens: Tokens | ArrayLike) -> Tokens:

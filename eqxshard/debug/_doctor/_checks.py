@@ -1,4 +1,4 @@
-"""What the doctor looks for: ten mistakes that have cost somebody a day."""
+"""What the doctor looks for: mistakes that have cost somebody a day."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -24,51 +24,12 @@ class Finding(NamedTuple):
 
 
 def check_versions(facts: Facts) -> Iterator[Finding]:
-    """Python and packages that are missing or too old."""
-    if version_key(facts.python) < version_key(facts.needs_python):
-        yield Finding(
-            f"Python {facts.python} is older than {facts.needs_python}, which eqxshard "
-            "needs.",
-            f"uv venv --python {facts.needs_python}",
-        )
+    """Packages that are missing or too old."""
     for name, least in facts.needs.items():
         found = facts.packages.get(name)
-        command = f'pip install --upgrade "{name}>={least}"'
-        if found is None:
-            yield Finding(f"{name} is not installed.", command)
-        elif version_key(found) < version_key(least):
-            yield Finding(
-                f"{name} {found} is older than {least}, which eqxshard needs.", command
-            )
-
-
-def check_plugins(facts: Facts) -> Iterator[Finding]:
-    """Plug-ins for GPUs of another version than jaxlib."""
-    jaxlib = facts.packages.get("jaxlib")
-    if jaxlib is None:
-        return
-    for cuda in _OLDEST_DRIVER:
-        for name in (f"jax-{cuda}-plugin", f"jax-{cuda}-pjrt"):
-            found = facts.packages.get(name, jaxlib)
-            if version_key(found) != version_key(jaxlib):
-                yield Finding(
-                    f"{name} {found} and jaxlib {jaxlib} differ, so JAX may leave it out.",
-                    _install(facts, cuda),
-                )
-
-
-def check_stray_client(facts: Facts) -> Iterator[Finding]:
-    """A compiler for GPUs where there are none: JAX logs an error at every start."""
-    for cuda in _OLDEST_DRIVER:
-        name = f"jax-{cuda}-pjrt"
-        if facts.driver is None and name in facts.packages:
-            yield Finding(
-                f"{name} is installed on a machine without NVIDIA's driver, so every start "
-                "of JAX logs an error; plans also find it in a folder of its own "
-                "(python -m eqxshard plan says how to install it there).",
-                f"pip uninstall -y {name} jax-{cuda}-plugin",
-                is_wrong=False,
-            )
+        if found is None or version_key(found) < version_key(least):
+            old = "is not installed" if found is None else f"{found} is older than {least}"
+            yield Finding(f"{name} {old}.", f'pip install --upgrade "{name}>={least}"')
 
 
 def check_start(facts: Facts) -> Iterator[Finding]:
@@ -101,29 +62,25 @@ def check_gpus(facts: Facts) -> Iterator[Finding]:
     if facts.environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles"):
         yield Finding("CUDA_VISIBLE_DEVICES hides every GPU.", "unset CUDA_VISIBLE_DEVICES")
         return
+    there = [cuda for cuda in _OLDEST_DRIVER if f"jax-{cuda}-plugin" in facts.packages]
     runs = [
         cuda
         for cuda, oldest in _OLDEST_DRIVER.items()
         if version_key(driver) >= version_key(oldest)
     ]
-    there = [cuda for cuda in _OLDEST_DRIVER if f"jax-{cuda}-plugin" in facts.packages]
-    if not runs:
+    if not runs or (there and there[0] not in runs):
+        needed = (there or [*_OLDEST_DRIVER])[-1]
         yield Finding(
-            f"NVIDIA's driver {driver} is older than {_OLDEST_DRIVER['cuda12']}, which JAX "
-            "needs.",
-            "sudo apt-get install --only-upgrade nvidia-driver-580",
+            f"JAX for {needed} needs NVIDIA's driver {_OLDEST_DRIVER[needed]}, and this is "
+            f"{driver}; upgrade the driver, or JAX's plug-in to one that it runs.",
+            _install(facts, runs[0])
+            if runs
+            else "sudo apt-get install --only-upgrade nvidia-driver-580",
         )
     elif not there:
         yield Finding(
             f"There is an NVIDIA driver ({driver}), and JAX is installed for CPUs only.",
             _install(facts, runs[0]),
-        )
-    elif there[0] not in runs:
-        yield Finding(
-            f"jax-{there[0]}-plugin needs NVIDIA's driver {_OLDEST_DRIVER[there[0]]}, and "
-            f"this is {driver}.",
-            f"pip uninstall -y jax-{there[0]}-plugin jax-{there[0]}-pjrt && "
-            f"{_install(facts, runs[0])}",
         )
     else:
         yield Finding(
@@ -134,15 +91,11 @@ def check_gpus(facts: Facts) -> Iterator[Finding]:
 
 def check_cache(facts: Facts) -> Iterator[Finding]:
     """A compilation cache that others can write to."""
-    cache = facts.cache
-    if cache is not None and (cache.is_foreign or cache.is_open):
-        who = "belongs to another user" if cache.is_foreign else "can be written by all"
+    if facts.cache_problem:
         yield Finding(
-            f"The compilation cache {cache.path} {who}, so nothing is cached: what is in "
-            "it would run here.",
-            "export JAX_COMPILATION_CACHE_DIR=$HOME/.cache/jax"
-            if cache.is_foreign
-            else f"chmod o-w {cache.path}",
+            f"The compilation cache {facts.cache} {facts.cache_problem}, so nothing is "
+            "cached: what is in it would run here.",
+            "export JAX_COMPILATION_CACHE_DIR=$HOME/.cache/jax",
         )
 
 
@@ -170,17 +123,6 @@ def check_shared_memory(facts: Facts) -> Iterator[Finding]:
             )
 
 
-def check_cores(facts: Facts) -> Iterator[Finding]:
-    """A container that may use fewer cores than programs see."""
-    if facts.quota is not None and facts.quota < facts.usable_cores:
-        yield Finding(
-            f"This container may keep {facts.quota:g} cores busy, and programs see "
-            f"{facts.usable_cores}, for each of which a CPU device is simulated.",
-            f"export JAX_NUM_CPU_DEVICES={max(int(facts.quota), 1)}",
-            is_wrong=False,
-        )
-
-
 def check_hostname(facts: Facts) -> Iterator[Finding]:
     """A name that other processes cannot reach."""
     if not facts.resolves:
@@ -194,14 +136,11 @@ def check_hostname(facts: Facts) -> Iterator[Finding]:
 
 CHECKS = (
     check_versions,
-    check_plugins,
-    check_stray_client,
     check_start,
     check_gpus,
     check_cache,
     check_disks,
     check_shared_memory,
-    check_cores,
     check_hostname,
 )
 

@@ -1,12 +1,12 @@
 """The report of the doctor: facts, then what is wrong and what mends it."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import platform
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ._checks import CHECKS, Finding
-from ._facts import Facts
-from ._gather import gather
+from ._facts import Facts, gather
 
 
 def doctor() -> int:
@@ -43,24 +43,16 @@ def _listed(title: str, findings: Sequence[Finding]) -> str:
 
 
 def _lines(facts: Facts) -> Iterator[str]:
-    yield "versions"
-    versions = {"python": facts.python} | dict(facts.packages)
-    yield from _table({**versions, "system": facts.system})
-    yield "devices"
-    yield from _table(_device_lines(facts))
-    if facts.links:
-        yield "links"
-        yield from ("  " + line for line in facts.links.rstrip().splitlines())
-    yield "machine"
-    yield from _table(_machine_lines(facts))
-    if facts.environment:
-        yield "environment"
-        yield from _table(facts.environment)
-
-
-def _table(rows: Mapping[str, str]) -> Iterator[str]:
-    width = max(map(len, rows), default=0)
-    yield from (f"  {name:<{width}}  {value}" for name, value in rows.items())
+    tables = {
+        "versions": {"python": platform.python_version(), **facts.packages},
+        "devices": _device_lines(facts),
+        "machine": _machine_lines(facts),
+        "environment": facts.environment,
+    }
+    for title, rows in tables.items():
+        yield title
+        width = max(map(len, rows), default=0)
+        yield from (f"  {name:<{width}}  {value}" for name, value in rows.items())
 
 
 def _device_lines(facts: Facts) -> dict[str, str]:
@@ -75,14 +67,11 @@ def _device_lines(facts: Facts) -> dict[str, str]:
 
 
 def _machine_lines(facts: Facts) -> dict[str, str]:
-    cores = f"{facts.usable_cores} of {facts.cores}"
-    if facts.quota is not None:
-        cores += f", of which {facts.quota:g} may be busy"
-    found = {"cores": cores}
+    found = {"system": platform.platform(), "cores": str(os.cpu_count())}
     for disk in facts.disks:
         found[disk.name] = f"{_gb(disk.free)} free of {_gb(disk.total)} ({disk.path})"
     if facts.cache is not None:
-        found["compilation cache"] = facts.cache.path
+        found["compilation cache"] = facts.cache
     found["host"] = facts.hostname + ("" if facts.resolves else " (has no address)")
     return found
 

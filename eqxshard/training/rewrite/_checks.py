@@ -7,13 +7,11 @@ array that it guards whole on every device. So the branches are taken out of the
 a step, which returns the number of the first check that failed; the host reads it, and
 raises Equinox's error.
 
-A check where no number can be returned from, such as in the condition of a loop, stays
-where it is. With several devices its callback does not raise, but tells the host to.
+A number is not returned from everywhere, such as from the condition of a loop or from code
+for each device. A check in there stays where it is, but its callback does not raise: it
+tells the host to.
 """
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import equinox as eqx
@@ -21,11 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int
 
 from ._jaxprs import (
-    call_equation,
     call_function,
     jaxprs_in,
     map_jaxpr,
@@ -86,14 +82,13 @@ class Checks(eqx.Module):
         raises(jnp.int32(message))
 
 
-def collect_checks(jaxpr: Any, errors: Errors, several: bool) -> Any:
+def collect_checks(jaxpr: Any, errors: Errors) -> Any:
     """Take the checks out of a closed jaxpr.
 
     **Arguments:**
 
     - `jaxpr`: the jaxpr.
     - `errors`: where to put what the checks raise.
-    - `several`: whether it runs on several devices.
 
     **Returns:**
 
@@ -102,13 +97,10 @@ def collect_checks(jaxpr: Any, errors: Errors, several: bool) -> Any:
     """
     if not any(map(_has_checks, open_jaxpr(jaxpr).eqns)):
         return jaxpr
-
-    def collect(jaxpr: Any) -> Any:
-        # Equinox makes no check whose result is not used.
-        jaxpr, _ = dce_jaxpr(jaxpr, True, True)
-        return _Collector(errors, several).add_number(jaxpr)
-
-    return map_jaxpr(collect, jaxpr)
+    # Equinox makes no check whose result is not used.
+    return map_jaxpr(
+        lambda part: _add_number(dce_jaxpr(part, True, True)[0], errors), jaxpr
+    )
 
 
 def _has_checks(eqn: Any) -> bool:
@@ -133,86 +125,76 @@ def _raising(eqn: Any) -> int | None:
     return next((i for i, each in enumerate(inside) if _raises(each)), None)
 
 
-@dataclass(frozen=True)
-class _Collector:
-    """Takes checks out of jaxprs, and puts what they raise into `errors`.
+def _add_number(jaxpr: Any, errors: Errors) -> Any:
+    """A jaxpr with the number of the check that failed as one more output."""
+    eqns, numbers = [], []
+    for eqn in jaxpr.eqns:
+        if _has_checks(eqn):
+            new, number = _rewrite(eqn, errors)
+            eqns.append(new)
+            numbers.append(number)
+        else:
+            eqns.append(eqn)
+    first = call_function(_first, [x for x in numbers if x is not None])
+    return jaxpr.replace(eqns=[*eqns, first], outvars=[*jaxpr.outvars, *first.outvars])
 
-    - `per_device`: whether this is code for each device, and not for all.
-    """
 
-    errors: Errors
-    several: bool
-    per_device: bool = False
+def _rewrite(eqn: Any, errors: Errors) -> tuple[Any, Any]:
+    """What takes the place of an equation with checks, and its number, if it has one."""
+    name, params = eqn.primitive.name, eqn.params
 
-    def add_number(self, jaxpr: Any) -> Any:
-        """A jaxpr with the number of the check that failed as one more output."""
-        eqns, numbers = [], []
-        for eqn in jaxpr.eqns:
-            if _has_checks(eqn):
-                *new, number = self._rewrite(eqn)
-                eqns.extend(new)
-                numbers.append(number)
-            else:
-                eqns.append(eqn)
-        first = call_function(_first, [x for x in numbers if x is not None])
-        return jaxpr.replace(eqns=[*eqns, first], outvars=[*jaxpr.outvars, *first.outvars])
+    def inside(part: Any) -> Any:
+        return map_jaxpr(lambda jaxpr: _add_number(jaxpr, errors), part)
 
-    def _rewrite(self, eqn: Any) -> list[Any]:
-        """The equations to put in the place of one with checks, and their number."""
-        name, params = eqn.primitive.name, eqn.params
+    if _raising(eqn) is not None:
+        return _check(eqn, errors)
+    if name == "cond":
+        return _with_output(eqn, branches=tuple(map(inside, params["branches"])))
+    if name in ("jit", "remat2"):
+        return _with_output(eqn, jaxpr=inside(params["jaxpr"]))
+    if name in ("custom_jvp_call", "custom_vjp_call"):
+        return _call(core.jaxpr_as_fun(inside(params["call_jaxpr"])), eqn)
+    if name == "scan":
+        return _rewrite_scan(eqn, inside(params["jaxpr"]))
+    if name == "while" and _is_plain_loop(params["cond_jaxpr"]):
+        return _rewrite_while(eqn, inside(params["body_jaxpr"]))
+    return _note(eqn, errors), None
 
-        def inside(part: Any) -> Any:
-            return map_jaxpr(self.add_number, part)
 
-        if _raising(eqn) is not None:
-            return self._check(eqn)
-        if name == "cond":
-            return _with_output(eqn, branches=tuple(map(inside, params["branches"])))
-        if name in ("jit", "remat2"):
-            return _with_output(eqn, jaxpr=inside(params["jaxpr"]))
-        if name in ("custom_jvp_call", "custom_vjp_call"):
-            return _call(core.jaxpr_as_fun(inside(params["call_jaxpr"])), eqn)
-        if name == "scan":
-            return _rewrite_scan(eqn, inside(params["jaxpr"]))
-        if name == "shard_map":
-            local = replace(self, per_device=True)
-            return _rewrite_per_device(eqn, map_jaxpr(local.add_number, params["jaxpr"]))
-        if name == "while" and not any(map(_has_checks, params["cond_jaxpr"].eqns)):
-            return _rewrite_loop(eqn, inside(params["body_jaxpr"]), not self.per_device)
-        return [self._note(eqn) if self.several else eqn, None]
+def _check(eqn: Any, errors: Errors) -> tuple[Any, Any]:
+    held, message, callback = _parts(eqn)
+    errors.callbacks.append(callback)
+    number = len(errors.callbacks) * _MOST_MESSAGES
 
-    def _check(self, eqn: Any) -> list[Any]:
-        held, message, callback = _parts(eqn)
-        self.errors.callbacks.append(callback)
-        number = len(self.errors.callbacks) * _MOST_MESSAGES
+    def check(branch: Int[Array, ""], *operands: Array) -> list[Array]:
+        (position,) = message(*operands)
+        failed = jnp.where(branch == 0, 0, number + jnp.asarray(position, jnp.int32))
+        return [*held(*operands), failed]
 
-        def check(branch: Int[Array, ""], *operands: Array) -> list[Array]:
-            (position,) = message(*operands)
-            failed = jnp.where(branch == 0, 0, number + jnp.asarray(position, jnp.int32))
-            return [*held(*operands), failed]
+    return _call(check, eqn)
 
-        return _call(check, eqn)
 
-    def _note(self, eqn: Any) -> Any:
-        """An equation whose checks note that they failed, and go on."""
-        if _raising(eqn) is None:
-            return eqn.replace(params=map_jaxprs_in(self._note_all, eqn.params))
-        held, message, callback = _parts(eqn)
+def _note(eqn: Any, errors: Errors) -> Any:
+    """An equation whose checks note that they failed, and go on."""
+    if _raising(eqn) is None:
 
-        def note(position: Any, *results: Any) -> Any:
-            self.errors.noted.append((callback, int(position)))
-            return results
+        def note_all(jaxpr: Any) -> Any:
+            return jaxpr.replace(eqns=[_note(each, errors) for each in jaxpr.eqns])
 
-        def check(branch: Int[Array, ""], *operands: Array) -> tuple[Array, ...]:
-            results = tuple(held(*operands))
-            shapes = jax.eval_shape(lambda: results)
-            fails = lambda: jax.pure_callback(note, shapes, *message(*operands), *results)  # noqa: E731
-            return jax.lax.cond(branch == 0, lambda: results, fails)
+        return eqn.replace(params=map_jaxprs_in(note_all, eqn.params))
+    held, message, callback = _parts(eqn)
 
-        return call_equation(check, eqn)
+    def note(position: Any, *results: Any) -> Any:
+        errors.noted.append((callback, int(position)))
+        return results
 
-    def _note_all(self, jaxpr: Any) -> Any:
-        return jaxpr.replace(eqns=[*map(self._note, jaxpr.eqns)])
+    def check(branch: Int[Array, ""], *operands: Array) -> tuple[Array, ...]:
+        results = tuple(held(*operands))
+        shapes = jax.eval_shape(lambda: results)
+        fails = lambda: jax.pure_callback(note, shapes, *message(*operands), *results)  # noqa: E731
+        return jax.lax.cond(branch == 0, lambda: results, fails)
+
+    return call_function(check, eqn.invars).replace(outvars=eqn.outvars)
 
 
 def _parts(eqn: Any) -> tuple[Any, Any, Any]:
@@ -236,7 +218,7 @@ def _first(*numbers: Int[Array, "..."]) -> Int[Array, ""]:
     return all_numbers[jnp.argmax(all_numbers != 0)]
 
 
-def _rewrite_scan(eqn: Any, body: Any) -> list[Any]:
+def _rewrite_scan(eqn: Any, body: Any) -> tuple[Any, Any]:
     params = eqn.params
     if "ft_in" in params:  # JAX 0.11 and later.
         consts, carry, _ = map(len, params["ft_in"].unpack())
@@ -256,79 +238,48 @@ def _rewrite_scan(eqn: Any, body: Any) -> list[Any]:
     return _call(scan, eqn)
 
 
-def _rewrite_loop(eqn: Any, body: Any, stops: bool) -> list[Any]:
-    """A loop of `jax.lax.while_loop` that carries the number along.
-
-    It may `stop` once a check has failed, as Equinox would: it might not end otherwise.
-    """
-    # Under vmap, the condition may have dims, which all that is carried needs.
-    shape = open_jaxpr(eqn.params["cond_jaxpr"]).outvars[0].aval.shape
-
-    def carry_number(jaxpr: Any) -> Any:
-        *outvars, number = jaxpr.outvars
-        carried = _variable(shape)
-        kept = call_function(lambda a, b: jnp.where(a == 0, b, a), [carried, number])
-        return jaxpr.replace(
-            invars=[*jaxpr.invars, carried],
-            eqns=[*jaxpr.eqns, kept],
-            outvars=[*outvars, *kept.outvars],
-        )
-
-    def read_number(jaxpr: Any) -> Any:
-        (goes_on,), carried = jaxpr.outvars, _variable(shape)
-        holds = call_function(lambda a, b: a & (b == 0), [goes_on, carried])
-        jaxpr = jaxpr.replace(invars=[*jaxpr.invars, carried])
-        if not stops:
-            return jaxpr
-        return jaxpr.replace(eqns=[*jaxpr.eqns, holds], outvars=holds.outvars)
-
-    zero = call_function(lambda: jnp.zeros(shape, jnp.int32), [])
-    loop, numbers = _with_output(
-        eqn.replace(invars=[*eqn.invars, *zero.outvars]),
-        shape,
-        body_jaxpr=map_jaxpr(carry_number, body),
-        cond_jaxpr=map_jaxpr(read_number, eqn.params["cond_jaxpr"]),
-    )
-    first = call_function(_first, [numbers])
-    return [zero, loop, first, *first.outvars]
+def _is_plain_loop(condition: Any) -> bool:
+    """Whether a loop is as from `jax.lax.while_loop`, without checks in its condition."""
+    # Under vmap, the condition has dims.
+    is_scalar = not condition.out_avals[0].shape
+    return is_scalar and not any(map(_has_checks, open_jaxpr(condition).eqns))
 
 
-def _rewrite_per_device(eqn: Any, jaxpr: Any) -> list[Any]:
-    """Code for each device, which returns a number for each."""
-    # JAX 0.10.1 calls them `manual_axes`.
-    names = ("newly_manual_axes", "manual_axes")
-    manual = next(eqn.params[name] for name in names if name in eqn.params)
-    mesh = eqn.params["mesh"]
-    axes = tuple(axis for axis in mesh.axis_names if axis in manual)
-    count = math.prod(mesh.shape[axis] for axis in axes)
-    *outvars, number = jaxpr.outvars
-    row = call_function(lambda number: number[None], [number])
-    jaxpr = jaxpr.replace(eqns=[*jaxpr.eqns, row], outvars=[*outvars, *row.outvars])
-    out_specs = (*eqn.params["out_specs"], PartitionSpec(axes))
-    per_device, numbers = _with_output(eqn, (count,), jaxpr=jaxpr, out_specs=out_specs)
-    first = call_function(_first, [numbers])
-    return [per_device, first, *first.outvars]
+def _rewrite_while(eqn: Any, body: Any) -> tuple[Any, Any]:
+    """A loop that stops once a check has failed: it might not end otherwise."""
+    condition, params = eqn.params["cond_jaxpr"], eqn.params
+    first = params["cond_nconsts"]
+    second = first + params["body_nconsts"]
+
+    def loop(*operands: Array) -> list[Array]:
+        def goes_on(carried: Any) -> Array:
+            (holds,) = core.jaxpr_as_fun(condition)(*operands[:first], *carried[0])
+            return holds & (carried[1] == 0)
+
+        def step(carried: Any) -> Any:
+            *state, failed = core.jaxpr_as_fun(body)(*operands[first:second], *carried[0])
+            return state, failed
+
+        carried = [*operands[second:]], jnp.int32(0)
+        state, failed = jax.lax.while_loop(goes_on, step, carried)
+        return [*state, failed]
+
+    return _call(loop, eqn)
 
 
-def _call(fn: Any, eqn: Any) -> list[Any]:
+def _call(fn: Any, eqn: Any) -> tuple[Any, Any]:
     """A call, instead of an equation, of a function with a number as its last output."""
     call = call_function(fn, eqn.invars)
     number = call.outvars[-1]
-    return [call.replace(outvars=[*eqn.outvars, number]), number]
+    return call.replace(outvars=[*eqn.outvars, number]), number
 
 
-def _with_output(eqn: Any, shape: Sequence[int] = (), **params: Any) -> list[Any]:
-    """An equation with other parameters, and one more output."""
+def _with_output(eqn: Any, **params: Any) -> tuple[Any, Any]:
+    """An equation with other parameters, and a number as one more output."""
+    like = call_function(_first, [])
+    (number,) = like.outvars
     if eqn.primitive.name == "jit":
-        default = call_function(_first, []).params
         for name in ("out_shardings", "out_layouts"):
-            params[name] = (*eqn.params[name], *default[name])
-    output = _variable(shape)
-    outvars = [*eqn.outvars, output]
-    return [eqn.replace(params={**eqn.params, **params}, outvars=outvars), output]
-
-
-def _variable(shape: Sequence[int]) -> Any:
-    """A new variable of integers."""
-    like = jax.ShapeDtypeStruct(shape, jnp.int32)
-    return open_jaxpr(jax.make_jaxpr(lambda x: x)(like)).invars[0]
+            params[name] = (*eqn.params[name], *like.params[name])
+    outvars = [*eqn.outvars, number]
+    return eqn.replace(params={**eqn.params, **params}, outvars=outvars), number

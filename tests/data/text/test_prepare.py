@@ -6,12 +6,13 @@ from hostile_files import deep_json, forbid
 
 from eqxshard.data.text import (
     ByteTokenizer,
-    CharTokenizer,
     HFTokenizer,
+    TokenFiles,
     load_tokenizer,
     prepare,
 )
 from eqxshard.data.text import _prepare as module
+from eqxshard.data.text.__main__ import main
 
 
 @pytest.fixture
@@ -20,12 +21,11 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(module, "_TOGETHER", 3)
 
 
-def texts(inputs, output, **options):
+def texts(inputs, output):
     """The documents that were prepared."""
-    tokens = prepare(inputs, output, "byte", **options)
-    starts = [0, *tokens.ends()[:-1]]
-    spans = zip(starts, tokens.ends())
-    found = [tokens.take(np.arange(start, end)) for start, end in spans]
+    tokens = prepare(inputs, output, "byte")
+    ends = tokens.ends()
+    found = [tokens.take(np.arange(start, end)) for start, end in zip([0, *ends], ends)]
     assert all(ids[-1] == 256 for ids in found)
     return [ByteTokenizer().decode(ids) for ids in found]
 
@@ -38,16 +38,14 @@ def test_folders_are_searched_in_the_order_of_names(tmp_path):
     (tmp_path / "in" / "b").mkdir(parents=True)
     for name in ("b/y.txt", "c.txt", "a.txt", "ignored.md"):
         (tmp_path / "in" / name).write_text(name)
-    (tmp_path / "z.jsonl").write_text(
-        '{"text": "1"}\n\n{"text": "", "id": 3}\n{"text":"2"}'
-    )
+    lines = '{"text": "1"}\n\n{"text": "", "id": 3}\n{"text":"2"}'
+    (tmp_path / "z.jsonl").write_text(lines)
     inputs = [tmp_path / "z.jsonl", tmp_path / "in"]
     expected = ["1", "2", "a.txt", "b/y.txt", "c.txt"]
     assert texts(inputs, tmp_path / "out") == expected
 
 
-@pytest.mark.parametrize("shard_tokens", [2**11, 2**26])
-def test_documents_are_whole_however_large(tmp_path, small_parts, shard_tokens):
+def test_documents_are_whole_however_large(tmp_path, small_parts):
     words = "a" + "é" * 2**10
     long = words + "\r\n" + words + "\n\n" + "x\n" * 2**11 + words
     lines = ["short", words, "é\n" * 9, words]
@@ -56,9 +54,8 @@ def test_documents_are_whole_however_large(tmp_path, small_parts, shard_tokens):
         "".join(json.dumps({"text": t}) + "\n" for t in lines)
     )
     (tmp_path / "empty.txt").write_text("")
-    found = texts(tmp_path, tmp_path / "out", shard_tokens=shard_tokens)
-    assert found == [long.replace("\r\n", "\n"), *lines]
-    assert (len(list((tmp_path / "out").glob("*.ends.npy"))) > 2) == (shard_tokens < 2**26)
+    expected = [long.replace("\r\n", "\n"), *lines]
+    assert texts(tmp_path, tmp_path / "out") == expected
 
 
 def test_a_text_in_parts_has_the_tokens_of_the_whole(tmp_path, small_parts, bpe):
@@ -71,61 +68,32 @@ def test_a_text_in_parts_has_the_tokens_of_the_whole(tmp_path, small_parts, bpe)
     assert tokens.take(np.arange(len(tokens))).tolist() == expected
 
 
-def test_characters_are_those_of_all_inputs(tmp_path):
-    (tmp_path / "x.txt").write_text("the cat")
-    (tmp_path / "y.jsonl").write_text('{"text": "né"}')
-    prepare([tmp_path / "x.txt", tmp_path / "y.jsonl"], tmp_path / "out", "char")
-    saved = load_tokenizer(tmp_path / "out")
-    assert isinstance(saved, CharTokenizer) and saved.chars == " acehnté"
-
-
 def test_what_was_interrupted_starts_again_and_what_is_done_is_kept(tmp_path, monkeypatch):
-    for n in range(4):
+    for n in range(1, 4):
         (tmp_path / f"{n}.txt").write_text("text" * n)
     inputs = sorted(tmp_path.glob("*.txt"))
-    prepare(inputs, tmp_path / "whole", "byte", shard_tokens=5)
+    prepare(inputs, tmp_path / "whole", "byte")
 
     class Stop(BaseException):
         pass
 
-    def stop(path, *args):
-        if path.name == "00001.npy":
-            raise Stop
-        return write(path, *args)
+    def stop(tokenizer, texts):
+        raise Stop
 
-    write = module._write
-    monkeypatch.setattr(module, "_write", stop)
-    with pytest.raises(Stop):
-        prepare(inputs, tmp_path / "out", "byte", shard_tokens=5)
-    monkeypatch.setattr(module, "_write", write)
-    prepare(inputs, tmp_path / "out", "byte", shard_tokens=5)
+    with monkeypatch.context() as patched, pytest.raises(Stop):
+        patched.setattr(module, "encode_all", stop)
+        prepare(inputs, tmp_path / "out", "byte")
+    prepare(inputs, tmp_path / "out", "byte")
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    monkeypatch.setattr(module, "_write", None)
-    prepare(inputs, tmp_path / "out", "byte", shard_tokens=5)
-
-
-@pytest.mark.parametrize(
-    "change", [{"tokenizer": "char"}, {"shard_tokens": 7}, {"inputs": "x"}]
-)
-def test_a_folder_of_other_settings_is_refused(tmp_path, change):
-    (tmp_path / "x.txt").write_text("text")
-    (tmp_path / "y.txt").write_text("other")
-    options = {"inputs": "y", "tokenizer": "byte", "shard_tokens": 9}
-
-    def run(inputs, **rest):
-        prepare(tmp_path / f"{inputs}.txt", tmp_path / "out", **rest)
-
-    run(**options)
-    before = contents(tmp_path / "out")
-    with pytest.raises(ValueError, match=f"with other {next(iter(change))}; give"):
-        run(**options | change)
-    assert contents(tmp_path / "out") == before
+    with pytest.raises(ValueError, match=r"out is prepared already; open it"):
+        prepare(inputs[:1], tmp_path / "out", "char")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
     "name, data, says",
     [
-        ("x.csv", b"a,b", r"x\.csv is not text"),
+        ("x.csv", b"a,b", r"there is no text at .*x\.csv"),
         ("x.txt", b"abc\xff", r"x\.txt is not text in UTF-8"),
         ("x.txt", b"", "there are no tokens"),
         ("x.jsonl", b'{"text": "a"}\n{"txt": 1}\n', r"x\.jsonl .* line 2"),
@@ -138,7 +106,7 @@ def test_a_folder_of_other_settings_is_refused(tmp_path, change):
 )
 def test_what_is_not_text_is_an_error(tmp_path, name, data, says):
     (tmp_path / name).write_bytes(data)
-    with pytest.raises(ValueError, match=f"{says}.*; "):
+    with pytest.raises((ValueError, FileNotFoundError), match=f"{says}.*; "):
         prepare(tmp_path / name, tmp_path / "out", "byte")
 
 
@@ -150,12 +118,36 @@ def test_what_is_no_file_is_not_opened(tmp_path, kind):
         prepare(tmp_path / "in", tmp_path / "out", "byte")
 
 
-def test_missing_and_empty_inputs_are_errors(tmp_path):
-    (tmp_path / "in").mkdir()
-    for inputs, error in ((tmp_path / "x", FileNotFoundError), ([], ValueError)):
-        with pytest.raises(error, match=r"there (is|are) no input"):
-            prepare(inputs, tmp_path / "out", "byte")
-    with pytest.raises(ValueError, match="in is not text; give"):
-        prepare(tmp_path / "in", tmp_path / "out", "byte")
-    with pytest.raises(ValueError, match="shard_tokens=0 must be at least 1"):
-        prepare(tmp_path, tmp_path / "out", "byte", shard_tokens=0)
+# The command
+
+
+def test_the_command_prepares_text(tmp_path, capsys):
+    (tmp_path / "x.txt").write_text("a text")
+    (tmp_path / "y.jsonl").write_text('{"text": "né"}')
+    folder = str(tmp_path / "out")
+    inputs = [str(tmp_path / "x.txt"), str(tmp_path / "y.jsonl")]
+    assert main([*inputs, "--output", folder, "--tokenizer", "char"]) == 0
+    printed = capsys.readouterr()
+    expected = f"{folder} has 8 tokens of 2 documents, vocabulary 7\n"
+    assert printed.out == expected and printed.err == ""
+    tokens = TokenFiles(folder)
+    decoded = load_tokenizer(folder).decode(tokens.take(np.arange(len(tokens))))
+    assert decoded == "a textné"
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"inputs": "nothing"}, "nothing"),
+        ({"--tokenizer": "gpt2.json"}, "gpt2.json"),
+        ({"--output": "x.txt"}, "exists"),
+    ],
+)
+def test_mistakes_are_one_sentence(tmp_path, monkeypatch, capsys, change, says):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.txt").write_text("a text")
+    options = {"inputs": "x.txt", "--output": "out", "--tokenizer": "byte"} | change
+    words = [options.pop("inputs"), *(w for pair in options.items() for w in pair)]
+    assert main(words) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ") and printed.count("\n") == 1 and says in printed

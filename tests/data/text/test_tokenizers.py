@@ -1,5 +1,4 @@
 import json
-import subprocess
 import sys
 
 import numpy as np
@@ -37,15 +36,10 @@ def test_characters_are_in_the_order_of_their_code_points():
     assert CharTokenizer("abc").decode([0, 3]) == "a\N{REPLACEMENT CHARACTER}"
 
 
-@pytest.mark.parametrize("text, where", [("ad", 1), ("0", 0), ("ab!", 2), ("abz", 2)])
-def test_an_unknown_character_is_named(text, where):
-    says = f"has '{text[where]}' .* at character {where}, .* 3 characters; make"
-    with pytest.raises(ValueError, match=says):
-        CharTokenizer("aby").encode(text)
-
-
-def test_a_tokenizer_without_characters_is_refused():
-    with pytest.raises(ValueError, match="at least one"):
+def test_an_unknown_character_is_named():
+    with pytest.raises(ValueError, match=r"has 'z', which .*; make"):
+        CharTokenizer("aby").encode("abz")
+    with pytest.raises(ValueError, match="needs characters; give"):
         CharTokenizer("")
 
 
@@ -85,11 +79,13 @@ def test_tokenizers_are_read_back_from_their_files(bpe, tmp_path):
             assert again.encode(TEXT).tolist() == tokenizer.encode(TEXT).tolist()
 
 
-def test_tokenizers_by_name():
+def test_tokenizers_by_name(tmp_path):
     assert load_tokenizer("byte").vocab_size == 257
     assert load_tokenizer("char", text="abba").vocab_size == 2
     with pytest.raises(ValueError, match="give text="):
         load_tokenizer("char")
+    with pytest.raises(FileNotFoundError, match=r"there is no tokenizer .*gpt2; give"):
+        load_tokenizer(tmp_path / "gpt2")
 
 
 @pytest.mark.parametrize(
@@ -98,7 +94,7 @@ def test_tokenizers_by_name():
         (b"not JSON", r"x\.json. is not JSON"),
         (b"\xff", r"x\.json. is not JSON"),
         (deep_json().encode(), r"x\.json. is not JSON \(it nests too deep"),
-        (b'{"eqxshard_tokenizer": "char", "chars": []}', "there are no characters; give"),
+        (b'{"eqxshard_tokenizer": "char", "chars": []}', "needs characters; give"),
         (b'{"model": 3}', r"x\.json is not a tokenizer of Hugging Face"),
     ],
 )
@@ -117,17 +113,7 @@ def test_what_is_no_file_is_not_opened(tmp_path, kind):
         load_tokenizer(tmp_path)
 
 
-def test_a_missing_file_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"there is no tokenizer .*gpt2; give"):
-        load_tokenizer(tmp_path / "gpt2")
-
-
 def test_hugging_face_without_its_package_says_what_to_install(bpe, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ImportError, match=r"pip install 'eqxshard\[text\]'"):
         load_tokenizer(bpe)
-
-
-def test_the_package_is_imported_only_when_needed():
-    code = "import sys, eqxshard; assert 'tokenizers' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,7 +1,5 @@
 """`equinox.error_if` in a model, on one device and on several."""
 
-import os
-import sys
 from typing import Any
 
 import equinox as eqx
@@ -11,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from helpers import RULES, Model, copied, lenient, make_batch, make_mesh, source
-from process_helpers import finished
 
 import eqxshard
 from eqxshard.testing import collectives
@@ -131,12 +128,9 @@ def placed(mesh):
     return {"mesh": make_mesh(mesh), "rule": RULES["fsdp"]}
 
 
-@pytest.fixture(
-    scope="module",
-    params=["data=1", pytest.param("data=2,fsdp=4", marks=pytest.mark.thorough)],
-)
-def eval_step(request):
-    where = placed(request.param)
+@pytest.fixture(scope="module")
+def eval_step():
+    where = placed("data=1")
     step = eqxshard.make_eval_step(
         lambda model, batch: {"loss": losses(model, batch, KEY)}, lint=LINT, **where
     )
@@ -153,37 +147,24 @@ def test_evaluation_reports_a_check(eval_step, number, case):
         step(model, batch_of(number))
 
 
-def test_evaluation_goes_on_after_an_error(eval_step):
-    step, model = eval_step
-    SEEN.clear()
-    assert np.isfinite(step(model, batch_of()).compute()["loss"])
-    jax.effects_barrier()
-    assert SEEN == [-1]
-    with pytest.raises(eqx.EquinoxRuntimeError, match=r"x \{large\}"):
-        step(model, batch_of() | {"x": np.full((32, 8), 1000, np.float32)})
-
-
-@pytest.fixture(
-    scope="module",
-    params=["data=2,fsdp=4", pytest.param("data=1", marks=pytest.mark.thorough)],
-)
-def train_step(request):
-    where = placed(request.param)
-    step = eqxshard.make_train_step(losses, OPTIM, accumulate=2, lint=LINT, **where)
-    state = eqxshard.init_state(Model, OPTIM, key=KEY, **where)
-    return step, lambda: copied(state)
-
-
 @pytest.mark.slow
-def test_training_reports_each_check(train_step):
-    step, new_state = train_step
-    state = new_state()
+def test_training_reports_each_check():
+    where = placed("data=2,fsdp=4")
+    step = eqxshard.make_train_step(losses, OPTIM, accumulate=2, lint=LINT, **where)
+    first = eqxshard.init_state(Model, OPTIM, key=KEY, **where)
+    state = copied(first)
+    SEEN.clear()
     for _ in range(3):
         state, metrics = step(state, batch_of())
         assert np.isfinite(metrics.compute()["loss"])
+    jax.effects_barrier()
+    assert set(SEEN) == {-1}
     for number, case in enumerate(CASES):
         with pytest.raises(eqx.EquinoxRuntimeError, match=case.__name__):
-            step(new_state(), batch_of(number))
+            step(copied(first), batch_of(number))
+    large = batch_of() | {"x": np.full((32, 8), 1000, np.float32)}
+    with pytest.raises(eqx.EquinoxRuntimeError, match=r"x \{large\}"):
+        step(first, large)
 
 
 def checked_losses(model, batch, key):
@@ -239,7 +220,7 @@ def test_a_check_that_holds_moves_nothing_between_devices():
 
 @pytest.mark.parametrize("mesh", ["data=1", "data=2,fsdp=4"])
 def test_a_check_in_the_condition_of_a_loop_is_reported(mesh):
-    """No number comes out of there, so on several devices its callback tells the host."""
+    """No number comes out of there, so its callback tells the host."""
 
     def metric_fn(model, batch):
         def goes_on(x):
@@ -257,13 +238,11 @@ def test_a_check_in_the_condition_of_a_loop_is_reported(mesh):
         moved = jax.lax.while_loop(lambda x: jnp.all(x < 3), lambda x: x + 1, batch["x"])
         measured = eval_step(model, batch).compute()["x"]
         assert measured == pytest.approx(float(moved[:, 0].mean()))
-        # On one device, Equinox raises by itself, and JAX wraps its error.
-        with pytest.raises((RuntimeError, ValueError), match="in a condition"):
+        with pytest.raises(eqx.EquinoxRuntimeError, match="in a condition"):
             eval_step(model, batch | {"x": np.full((32, 8), 1e6, np.float32)}).compute()
 
 
-@pytest.mark.parametrize("mesh", ["data=1", "data=2,fsdp=4"])
-def test_a_loop_that_only_a_check_ends_ends(mesh):
+def test_a_loop_that_only_a_check_ends_ends():
     def metric_fn(model, batch):
         def body(loop):
             step, x = loop
@@ -272,43 +251,8 @@ def test_a_loop_that_only_a_check_ends_ends(mesh):
         x = jax.lax.while_loop(lambda loop: loop[1][0, 0] < 1e6, body, (0, batch["x"]))[1]
         return {"x": x[:, 0]}
 
-    where = placed(mesh)
+    where = placed("data=2,fsdp=4")
     eval_step = eqxshard.make_eval_step(metric_fn, lint=LINT, **where)
     model = eqxshard.init_state(Model, OPTIM, key=KEY, **where).model
     with pytest.raises(eqx.EquinoxRuntimeError, match="too many steps"):
         eval_step(model, make_batch())
-
-
-SCRIPT = """
-import sys
-import equinox as eqx, jax, jax.numpy as jnp, numpy as np, optax
-import eqxshard
-
-class Checked(eqx.Module):
-    inner: eqx.nn.MLP
-
-    def __call__(self, x):
-        return self.inner(eqx.error_if(x, jnp.any(x > 100), "x is too large"))
-
-def losses(model, batch, key):
-    return jnp.sum(jax.vmap(model)(batch["x"]) ** 2, axis=-1)
-
-mesh, rule, optim = eqxshard.make_mesh(data=2, fsdp=-1), eqxshard.fsdp(1), optax.adam(1e-3)
-make_model = lambda key: Checked(eqx.nn.MLP(8, 8, 32, 2, key=key))
-state = eqxshard.init_state(make_model, optim, key=jax.random.key(0), mesh=mesh, rule=rule)
-train_step = eqxshard.make_train_step(losses, optim, mesh=mesh, rule=rule)
-x = np.ones((32, 8), np.float32)
-for value in (1, 1, 1, 1000):
-    x[5] = value
-    state, metrics = train_step(state, {"x": x})
-    print(metrics.compute())
-"""
-
-
-@pytest.mark.slow
-def test_a_script_on_several_devices_ends_with_the_message():
-    flags = "--xla_force_host_platform_device_count=8"
-    env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    status, out, err = finished([sys.executable, "-c", SCRIPT], env=env)
-    assert status == 1 and out.count("loss") == 3
-    assert "EquinoxRuntimeError: x is too large" in err

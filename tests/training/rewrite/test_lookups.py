@@ -1,9 +1,7 @@
 """The gradient of a lookup in a table that is split over an axis of the batch."""
 
 import functools
-import os
 import re
-import sys
 
 import equinox as eqx
 import jax
@@ -14,7 +12,6 @@ import pytest
 from grades import graded
 from helpers import assert_close, make_mesh
 from jax.sharding import PartitionSpec as P
-from process_helpers import finished
 
 import eqxshard
 from eqxshard.testing import collectives
@@ -149,66 +146,3 @@ def test_other_gradients_are_left_as_they_are():
         trained.append(train_step(state, batch(8))[0].model)
     assert_close(trained[1], trained[0])
     assert_close(trained[2], trained[0])
-
-
-ODD_VOCABULARY = """
-import equinox as eqx, jax, jax.numpy as jnp, numpy as np, optax
-from jaxtyping import Array, Float
-import eqxshard
-
-
-class Model(eqx.Module):
-    embedding: Float[Array, "vocab embed"]
-    up: Float[Array, "mlp embed"]
-    head: Float[Array, "vocab mlp"]
-
-    def __init__(self, key):
-        shapes = (65, 32), (64, 32), (65, 64)
-        keys = jax.random.split(key, 3)
-        arrays = [0.1 * jax.random.normal(k, s) for k, s in zip(keys, shapes)]
-        self.embedding, self.up, self.head = arrays
-
-    def __call__(self, tokens):
-        return jnp.tanh(self.embedding[tokens] @ self.up.T) @ self.head.T
-
-
-def loss_fn(model, batch, key):
-    logits = jax.vmap(model)(batch["tokens"])
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"])
-    return losses.mean(-1)
-
-
-# XLA cannot do this well, and says so.
-mesh = eqxshard.make_mesh(data=4, fsdp=2)
-by_rows, by_features = eqxshard.batch_sharding(mesh), jax.P(None, None, "fsdp")
-
-@jax.jit
-def move(x):
-    x = jnp.sin(jax.lax.with_sharding_constraint(x, by_rows))
-    return jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, by_features))
-
-move.lower(jnp.ones((8, 16, 32))).compile()
-
-fsdp, optim = eqxshard.fsdp(min_size=1), optax.sgd(0.1)
-mlp, embed = eqxshard.by_dim({"mlp": "tensor"}), eqxshard.by_dim({"embed": "tensor"})
-rules = fsdp, eqxshard.combine(mlp, fsdp), eqxshard.combine(embed, fsdp)
-batch = {"tokens": np.zeros((8, 16), np.int32)}
-for axes in ({"data": 1, "fsdp": 4}, {"data": 2, "fsdp": 2}):
-    for rule in rules:
-        where = dict(mesh=eqxshard.make_mesh(**axes, tensor=2), rule=rule)
-        state = eqxshard.init_state(Model, optim, key=jax.random.key(0), **where)
-        eqxshard.make_train_step(loss_fn, optim, **where).lower(state, batch).compile()
-        print(eqxshard.explain(state.model, **where))
-"""
-
-
-@pytest.mark.slow
-def test_an_odd_vocabulary_is_not_whole_on_every_device():
-    """Only C++ writes to stderr what XLA's partitioner could not do."""
-    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-    env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    status, out, err = finished([sys.executable, "-c", ODD_VOCABULARY], env=env)
-    assert status == 0, err
-    # That of `move`.
-    assert err.count("Involuntary full rematerialization") == 1, err
-    assert out.count("65 x 32") == 6 and "no rule" not in out

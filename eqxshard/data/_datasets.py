@@ -1,0 +1,98 @@
+"""Datasets that this library can find: where their files are, and what replaces them.
+
+Files are downloaded once, by pooch. While a script is planned, it runs for the shapes of
+what it would train on and not for the values: zeros of these shapes take their place.
+"""
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator
+from contextvars import ContextVar
+from pathlib import Path
+
+import platformdirs
+
+from ..sharding._paths import local_path
+
+#: Seconds to wait for a connection, and for each read.
+_TIMEOUT = 10.0
+
+_notes: ContextVar[list[str] | None] = ContextVar("eqxshard_planning", default=None)
+
+
+@contextlib.contextmanager
+def planning() -> Iterator[list[str]]:
+    """Plan what runs inside; yields a list of what is to be known of the plan."""
+    notes: list[str] = []
+    token = _notes.set(notes)
+    try:
+        yield notes
+    finally:
+        _notes.reset(token)
+
+
+def is_planning() -> bool:
+    """Whether only shapes matter."""
+    return _notes.get() is not None
+
+
+def add_note(text: str) -> None:
+    """Say something of the plan that is being made."""
+    notes = _notes.get()
+    assert notes is not None
+    notes.append(text)
+
+
+def dataset_folder(data_dir: str | os.PathLike[str] | None) -> Path:
+    """Where datasets are: as given, in `$EQXSHARD_DATA_DIR`, or in the user's cache."""
+    directory = data_dir or os.environ.get("EQXSHARD_DATA_DIR")
+    directory = directory or platformdirs.user_cache_dir("eqxshard")
+    return local_path(directory, "the folder of the data ($EQXSHARD_DATA_DIR)")
+
+
+def read_file(path: Path, url: str, sha256: str) -> bytes:
+    """The content of a file, which is downloaded first if it is missing.
+
+    **Arguments:**
+
+    - `path`: the file. Its folder is created if necessary.
+    - `url`: where to download it from.
+    - `sha256`: the SHA-256 of the file, in hexadecimal.
+
+    **Raises:**
+
+    `FileNotFoundError` if the file is missing and cannot be downloaded; `ValueError` if it
+    is damaged, in which case it stays as it is.
+    """
+    if not path.is_file():
+        _download(path, url, sha256)
+    data = path.read_bytes()
+    found = hashlib.sha256(data).hexdigest()
+    if found != sha256:
+        raise ValueError(
+            f"{path} is damaged: its SHA-256 is {found}, not {sha256}; delete it to "
+            "download it again."
+        )
+    return data
+
+
+def _download(path: Path, url: str, sha256: str) -> None:
+    try:
+        # Imported here because it is optional, and most programs download nothing.
+        import pooch
+
+        downloader = pooch.HTTPDownloader(timeout=_TIMEOUT)
+        pooch.retrieve(
+            url,
+            f"sha256:{sha256}",
+            path.name,
+            path.parent,
+            downloader=downloader,  # pyright: ignore[reportArgumentType]
+        )
+    except (ImportError, OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"there is no {path}, and it could not be downloaded from {url} ({error}); put "
+            "the file there, set data_dir or $EQXSHARD_DATA_DIR to the directory that has "
+            "it, or have pip install 'eqxshard[recipes]' for the download."
+        ) from error

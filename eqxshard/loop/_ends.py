@@ -1,0 +1,134 @@
+"""How a run ends: with its state saved, or handed back, whatever ends it."""
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import jax
+
+from ..checkpoint._checkpointer import Checkpointer
+from ..debug._crash_dump import replay_command, write_crash_dump
+from ..distributed import is_main_process
+from ..sharding._leaves import is_key
+from ..trackers._tracker import numbers
+from ..training._donation import any_donated
+from ._callbacks import CallbackList
+from ._loop import Loop
+from ._report import shown
+
+_LOG = logging.getLogger(__name__)
+
+
+def save(loop: Loop, callbacks: CallbackList, checkpointer: Checkpointer) -> None:
+    """Save the state after the last step of a run."""
+    # Those of an earlier step are not this state's.
+    metrics = numbers(shown(loop.report.values)) if loop.report.step == loop.step else {}
+    with loop.clock.phase("checkpoint", f"the checkpoint of step {loop.step}"):
+        checkpointer.save(
+            loop.state, loader=loop.loader, metrics=metrics, callbacks=callbacks.state()
+        )
+    loop.saved, loop.save_requested = loop.step, False
+
+
+def announce_stop(loop: Loop) -> None:
+    """Print why a run ends, and what is saved of it."""
+    saved = loop.checkpointer and loop.checkpointer.steps()[-1:]
+    if is_main_process():
+        why = f": {loop.stop_reason}" if loop.stop_reason else ""
+        kept = f"the checkpoint of step {saved[0]} is saved" if saved else "not saved"
+        print(f"stopped after step {loop.step}{why}; {kept}.", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def rescue(loop: Loop, callbacks: CallbackList) -> Iterator[None]:
+    """Keep the state of a run, whatever error ends the `with` block.
+
+    It is saved. If that is not possible, the error gets it as its attribute `state`. If
+    the step that failed took it, the error says so.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if loop.step > loop.first:
+            _keep_state(loop, callbacks, error)
+        raise
+
+
+def _keep_state(loop: Loop, callbacks: CallbackList, error: BaseException) -> None:
+    if not _is_readable(loop.state):
+        lost = "The state cannot be read any more: a step that failed took it; "
+        if loop.checkpointer is None:
+            error.add_note(f"{lost}give fit a checkpointer, to have one to resume from.")
+        else:
+            folder = loop.checkpointer.directory
+            error.add_note(f"{lost}resume from the newest checkpoint in {folder}, if any.")
+    elif loop.checkpointer and _is_saved(loop, callbacks, loop.checkpointer):
+        # A signal has said so already.
+        if isinstance(error, Exception):
+            # Not a note, which would follow what the error says to do.
+            _LOG.warning("the checkpoint of step %d is saved.", loop.step)
+    else:
+        # Any exception may have attributes.
+        handed: Any = error
+        handed.state = loop.state
+        error.add_note(f"The state after step {loop.step} is the error's `state`.")
+
+
+def _is_readable(state: Any) -> bool:
+    """Whether a state can be read: no step took it, and the one that made it succeeded."""
+    arrays: list[Any] = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
+    if any_donated(arrays):
+        return False
+    if jax.process_count() > 1:
+        # The others may be gone, and what waits for them would wait forever. Arrays of
+        # keys cannot say whether they are ready.
+        arrays = [x for x in arrays if not is_key(x) and x.is_ready()]
+    try:
+        jax.block_until_ready(arrays)
+    except Exception:
+        return False
+    return True
+
+
+def _is_saved(loop: Loop, callbacks: CallbackList, checkpointer: Checkpointer) -> bool:
+    """Whether a run's state is saved, or could be now."""
+    try:
+        # With several processes, only this one may have failed, and they save together.
+        if loop.saved != loop.step and jax.process_count() == 1:
+            save(loop, callbacks, checkpointer)
+            loop.end_save()
+        return loop.step in checkpointer.steps()
+    # The step itself may have failed, and the first error is the one to show.
+    except Exception as error:
+        _LOG.error("the state of step %d could not be saved: %s", loop.step, error)
+        return False
+
+
+def give_up(loop: Loop, train_step: Any) -> NoReturn:
+    """Write a crash dump of the first of the steps that are not finite; raise an error."""
+    steps = loop.report.nonfinite_steps
+    message = (
+        f"the loss, a gradient or an update of {len(steps)} steps in a row, from step "
+        f"{steps[0]} on, was not finite"
+    )
+    if loop.checkpointer is None:
+        raise FloatingPointError(
+            f"{message}; use a lower learning rate, or give fit a checkpointer to get a "
+            "crash dump that helps to find the cause."
+        )
+    loop.loader.seek(steps[0] - 1)
+    batch = next(iter(loop.loader))
+    folder = loop.checkpointer.directory / "crash_dump"
+    try:
+        write_crash_dump(
+            folder, loop.state, steps, batch, train_step, loop.loader, loop.extra
+        )
+    # A full disk, say, or several states.
+    except Exception as error:
+        raise FloatingPointError(
+            f"{message}; a crash dump could not be written: {error}"
+        ) from error
+    command = replay_command(folder, train_step)
+    raise FloatingPointError(f"{message}; find the cause with `{command}`.")

@@ -1,0 +1,341 @@
+"""Callbacks that are ready to use."""
+
+import math
+import operator
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+from jaxtyping import PyTree
+
+from ..sharding._peaks import mfu
+from ..training._ema import ema_model, has_average
+from ..training._states import map_models, states_of
+from ._callbacks import Callback
+from ._loop import Loop
+
+
+class EarlyStopping(Callback):
+    """Stop when a metric has not improved for some evaluations.
+
+    The state is saved before the run ends, if there is a checkpointer. It is the last
+    state, not the best one: with `Checkpointer(..., best=metric)`, that is in the
+    checkpoint of [`eqxshard.Checkpointer.best_step`][]. The count is saved in every
+    checkpoint, so a resumed run stops where the uninterrupted one would have.
+
+    **Arguments:**
+
+    - `metric`: its name in reports, such as `"eval/loss"`.
+    - `patience`: stop after this many reports of the metric in a row without improvement.
+    - `min_delta`: a smaller improvement does not count.
+    - `mode`: whether the best value is the smallest (`"min"`) or the largest (`"max"`).
+
+    **Raises:**
+
+    `ValueError` if `patience` is less than 1, `min_delta` is negative or `mode` is not
+    known; during the run, if an evaluation is reported without the metric.
+
+    !!! Example
+
+        ```python
+        state = eqxshard.fit(
+            state,
+            train_step,
+            loader,
+            epochs=100,
+            evaluate=evaluate,
+            checkpointer=eqxshard.Checkpointer("run", best="eval/loss", mode="min"),
+            callbacks=[eqxshard.callbacks.EarlyStopping("eval/loss", patience=5)],
+        )
+        ```
+    """
+
+    def __init__(
+        self,
+        metric: str,
+        patience: int,
+        *,
+        min_delta: float = 0.0,
+        mode: Literal["min", "max"] = "min",
+    ):
+        if patience < 1 or min_delta < 0 or mode not in ("min", "max"):
+            raise ValueError(
+                f"patience={patience} must be at least 1, min_delta={min_delta} at least 0 "
+                f"and mode={mode!r} 'min' or 'max'."
+            )
+        self.metric = metric
+        self._patience = operator.index(patience)
+        self._min_delta = min_delta
+        self._sign = 1.0 if mode == "max" else -1.0
+        self._best: float | None = None
+        self._waited = 0
+
+    def after_report(self, loop: Loop) -> None:
+        """Compare the metric with its best value."""
+        if self.metric not in loop.values:
+            if any(name.startswith("eval/") for name in loop.values):
+                raise ValueError(
+                    f"EarlyStopping waits for {self.metric!r}, which the report of step "
+                    f"{loop.step} does not have; use one of {', '.join(loop.values)}."
+                )
+            return
+        value = float(loop.values[self.metric])
+        best = self._best
+        # A nan is never an improvement, and nothing would improve on it.
+        better = best is None or self._sign * (value - best) > self._min_delta
+        if better and not math.isnan(value):
+            self._best, self._waited = value, 0
+            return
+        self._waited += 1
+        if self._waited >= self._patience:
+            loop.stop(f"{self.metric} has not improved on {best} in {self._waited} reports")
+
+    def state(self) -> dict[str, Any]:
+        """The best value and the number of evaluations since."""
+        return {"best": self._best, "waited": self._waited}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue to count."""
+        self._best, self._waited = state["best"], state["waited"]
+
+
+class TimeLimit(Callback):
+    """Stop after some wall time, at the next report.
+
+    The time counts from when this is made, so that a script that makes it first stays
+    within the limit of its job. The state is saved, if there is a checkpointer: leave time
+    for that.
+
+    **Arguments:**
+
+    - `limit`: seconds, or text such as `"1:30:00"`: hours, minutes and seconds.
+
+    **Raises:**
+
+    `ValueError` if it is not positive, or not such a text.
+
+    !!! Example
+
+        ```python
+        callbacks = [eqxshard.callbacks.TimeLimit("23:45:00")]
+        ```
+    """
+
+    def __init__(self, limit: float | str):
+        self._limit = limit
+        self._end = time.monotonic() + _seconds(limit)
+
+    def after_report(self, loop: Loop) -> None:
+        """Look at the clock."""
+        if time.monotonic() >= self._end:
+            loop.stop(f"the time limit of {self._limit} is reached")
+
+
+def _seconds(limit: float | str) -> float:
+    try:
+        parts = limit.split(":") if isinstance(limit, str) else [limit]
+        seconds = sum(float(part) * 60**i for i, part in enumerate(reversed(parts)))
+    except ValueError:
+        seconds = math.nan
+    if not seconds > 0:
+        raise ValueError(
+            f"{limit!r} is not a time limit; give a positive number of seconds, or hours, "
+            "minutes and seconds such as '1:30:00'."
+        )
+    return seconds
+
+
+class EvaluateEMA(Callback):
+    """Evaluate the averaged weights, too, after each evaluation.
+
+    The results are reported as `ema/...`, beside `eval/...`.
+
+    **Arguments:**
+
+    - `evaluate`: called as `fit`'s own is, with [`eqxshard.ema_model`][] of the state, or
+        of each state that has an average; others give their weights.
+
+    !!! Example
+
+        ```python
+        state = eqxshard.fit(
+            state,
+            train_step,
+            loader,
+            epochs=10,
+            evaluate=evaluate,
+            callbacks=[eqxshard.callbacks.EvaluateEMA(evaluate)],
+        )
+        ```
+    """
+
+    def __init__(self, evaluate: Callable[[PyTree], Mapping[str, Any]]):
+        self._evaluate = evaluate
+
+    def after_evaluation(self, loop: Loop) -> None:
+        """Evaluate, and add the values to the report."""
+        none_has = not any(map(has_average, states_of(loop.state)))
+        models = map_models(
+            # If none has an average, this says what to do.
+            loop.state,
+            lambda s: ema_model(s) if none_has or has_average(s) else s.model,
+        )
+        loop.evaluate(self._evaluate, models, "ema")
+
+
+class Every(Callback):
+    """Call a function every some steps, say to draw samples.
+
+    **Arguments:**
+
+    - `steps`: the number of steps between calls.
+    - `function`: called with the [`eqxshard.callbacks.Loop`][].
+
+    !!! Example
+
+        ```python
+        def draw(loop):
+            image = sample(loop.state.model, jax.random.key(0))
+            plt.imsave(f"samples/{loop.step}.png", image)
+
+
+        callbacks = [eqxshard.callbacks.Every(1_000, draw)]
+        ```
+    """
+
+    def __init__(self, steps: int, function: Callable[[Loop], object]):
+        self.every = operator.index(steps)
+        self._function = function
+
+    def after_step(self, loop: Loop) -> None:
+        """Call it."""
+        self._function(loop)
+
+
+class LearningRate(Callback):
+    """Report the learning rate of the step before each report, as `learning_rate`.
+
+    Where the rate is part of the optimizer's state, by `optax.inject_hyperparams`, a
+    callback of your own logs `optax.tree_utils.tree_get(loop.state.opt_state,
+    "learning_rate")`.
+
+    **Arguments:**
+
+    - `schedule`: the optimizer's, a function of the number of steps taken before. Steps
+        that were skipped count here, but not in the optimizer.
+
+    !!! Example
+
+        ```python
+        schedule = optax.cosine_decay_schedule(1e-3, 10_000)
+        optim = optax.adamw(schedule)
+        ...
+        callbacks = [eqxshard.callbacks.LearningRate(schedule)]
+        ```
+    """
+
+    def __init__(self, schedule: Callable[[int], Any]):
+        self._schedule = schedule
+
+    def after_report(self, loop: Loop) -> None:
+        """Log the rate."""
+        loop.log({"learning_rate": self._schedule(loop.step - 1)})
+
+
+class Profile(Callback):
+    """Record a profile of some steps with `jax.profiler`, to look at in TensorBoard.
+
+    Waits for the steps before, and for those of the profile, so that it shows whole
+    steps. With several processes, each writes its own.
+
+    **Arguments:**
+
+    - `first`, `last`: the first and the last step to record, counted from step 0 of the
+        run; `first` is at least 2, since the first step compiles. A run that starts or
+        ends in between records nothing, or a shorter profile.
+    - `directory`: the folder to write to.
+
+    **Raises:**
+
+    `ValueError` unless `2 <= first <= last`.
+
+    !!! Example
+
+        ```python
+        callbacks = [eqxshard.callbacks.Profile(100, 104, "runs/profile")]
+        ```
+    """
+
+    def __init__(self, first: int, last: int, directory: str | os.PathLike[str]):
+        if not 2 <= first <= last:
+            raise ValueError(
+                f"steps {first}:{last} cannot be profiled; use 2 <= first <= last."
+            )
+        self._first, self._last = operator.index(first), operator.index(last)
+        self._directory = os.fspath(directory)
+        self._recording = False
+
+    def next_step(self, step: int) -> int | None:
+        """The step before the first one, and the last one."""
+        return next((s for s in (self._first - 1, self._last) if s > step), None)
+
+    def after_step(self, loop: Loop) -> None:
+        """Start or end the recording."""
+        jax.block_until_ready(loop.state)
+        self.close()
+        if loop.step == self._first - 1:
+            jax.profiler.start_trace(self._directory)
+            self._recording = True
+
+    def close(self) -> None:
+        """End the recording, if the run ends before the last step."""
+        if self._recording:
+            self._recording = False
+            jax.profiler.stop_trace()
+
+
+class Throughput(Callback):
+    """Report tokens per second, and how much of the devices' peak the model uses.
+
+    Each report gets `tokens_per_second`, of all devices together, and, if the FLOPs of a
+    token and the peak of the devices are known, `mfu`, a number between 0 and 1.
+    Evaluations and checkpoints do not count as time.
+
+    **Arguments:**
+
+    - `tokens_per_example`: the length of an example; 1 if examples weigh as much as they
+        have tokens, as packed documents do.
+    - `flops_per_token`: of the model, as [`eqxshard.nn.flops_per_token`][] counts them.
+    - `peak`: the operations per second that one device can do; by default, those of
+        [`eqxshard.nn.peak_flops`][] in bfloat16.
+
+    !!! Example
+
+        ```python
+        callbacks = [eqxshard.callbacks.Throughput(1_024, flops_per_token=8.6e8)]
+        ```
+    """
+
+    def __init__(
+        self,
+        tokens_per_example: int,
+        flops_per_token: float | None = None,
+        *,
+        peak: float | None = None,
+    ):
+        self._tokens_per_example = tokens_per_example
+        self._flops_per_token = flops_per_token
+        self._peak = peak
+
+    def after_report(self, loop: Loop) -> None:
+        """Log both."""
+        tokens = loop.values["train/examples_per_second"] * self._tokens_per_example
+        loop.log({"tokens_per_second": tokens})
+        if self._flops_per_token is None:
+            return
+        devices = list(states_of(loop.state)[0].step.sharding.device_set)
+        used = mfu(tokens, self._flops_per_token, peak=self._peak, devices=devices)
+        if used is not None:
+            loop.log({"mfu": used})

@@ -1,0 +1,292 @@
+"""Errors that end a run: the state is saved, or handed back."""
+
+import sys
+
+import jax
+import pytest
+from helpers import assert_equal
+from loop_helpers import (
+    ROWS,
+    Layers,
+    Recorder,
+    fresh,
+    loss_fn,
+    make_loader,
+    nan_loss,
+    run,
+)
+from process_helpers import finished
+
+import eqxshard
+from eqxshard.callbacks import Callback, Every
+from eqxshard.debug._crash_dump import read_crash_dump
+from eqxshard.debug._replay import replay
+from eqxshard.debug._script import script_path
+
+
+class Boom(Exception):
+    """Somebody's bug."""
+
+
+def boom(*args):
+    raise Boom
+
+
+class Fails:
+    """A tracker that fails."""
+
+    def log(self, step, values):
+        boom()
+
+    def close(self, error=None):
+        pass
+
+
+class FailsAfterReport(Callback):
+    def after_report(self, loop):
+        boom()
+
+
+def batches_that_end(loader):
+    """A loader whose fourth batch cannot be read."""
+
+    class Ends:
+        def seek(self, step):
+            loader.seek(step)
+
+        def __iter__(self):
+            batches = iter(loader)
+            for _ in range(3):
+                yield next(batches)
+            boom()
+
+    return Ends()
+
+
+def fit(steps=6, loader=None, **options):
+    state, train_step = fresh()
+    options = {"log_every": 3, **options}
+    return eqxshard.fit(state, train_step, loader or make_loader(), steps=steps, **options)
+
+
+CASES = {
+    "after_step": {"callbacks": [Every(3, boom)]},
+    "after_report": {"callbacks": [FailsAfterReport()]},
+    "evaluate": {"evaluate": boom, "evaluate_every": 3},
+    "loader": {"loader": batches_that_end(make_loader())},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_error_saves_the_state(tmp_path, case, caplog):
+    checkpointer = eqxshard.Checkpointer(tmp_path)
+    with pytest.raises(Boom) as caught:
+        fit(checkpointer=checkpointer, **CASES[case])
+    assert checkpointer.steps() == [3]
+    assert "the checkpoint of step 3 is saved." in caplog.text
+    assert not hasattr(caught.value, "state")
+    # The run goes on from there as if nothing had happened.
+    state, train_step = fresh()
+    state = checkpointer.restore(state)
+    state = eqxshard.fit(
+        state, train_step, make_loader(), steps=6, checkpointer=checkpointer
+    )
+    assert_equal(state, fit())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_without_a_checkpointer_the_error_has_the_state(case):
+    with pytest.raises(Boom) as caught:
+        fit(**CASES[case])
+    assert_equal(caught.value.state, fit(3))  # pyright: ignore
+    notes = caught.value.__notes__
+    assert notes == ["The state after step 3 is the error's `state`."]
+
+
+def test_an_error_of_a_tracker_saves_the_state_and_reaches_no_other(tmp_path):
+    checkpointer, recorder = eqxshard.Checkpointer(tmp_path), Recorder()
+    with pytest.raises(Boom):
+        fit(checkpointer=checkpointer, trackers=[Fails(), recorder])
+    # The report of step 3 is sent while step 4 runs.
+    assert recorder.steps("train/loss")[0] == 3 and checkpointer.steps() == [4]
+    assert_equal(checkpointer.restore(fresh()[0]), fit(4))
+
+
+@pytest.mark.parametrize("role", ["trackers", "callbacks"])
+def test_an_error_while_closing_has_the_state(role):
+    class Closes(Callback):
+        def log(self, step, values):
+            pass
+
+        def close(self, error=None):
+            boom()
+
+    options: dict = {role: [Closes()]}
+    with pytest.raises(Boom) as caught:
+        fit(**options)
+    assert_equal(caught.value.state, fit())  # pyright: ignore
+
+
+def test_an_evaluation_that_was_not_finished_is_not_the_best(tmp_path):
+    checkpointer = eqxshard.Checkpointer(tmp_path, best="eval/score")
+    scores = iter([0.5])
+    with pytest.raises(StopIteration):
+        fit(
+            checkpointer=checkpointer,
+            evaluate=lambda model: {"score": next(scores)},
+            evaluate_every=2,
+        )
+    assert checkpointer.steps() == [2, 4]
+    assert checkpointer.best_step() == 2
+    assert "eval/score" not in checkpointer.description(4)["metrics"]
+
+
+def fails_fifth(error):
+    """A step that fails once it has taken the state, as steps on devices do."""
+    _, train_step = fresh()
+
+    def step(state, batch):
+        if int(state.step) == 4:
+            jax.tree.map(lambda leaf: leaf.delete(), (state.model, state.opt_state))
+            raise error
+        return train_step(state, batch)
+
+    return step
+
+
+@pytest.mark.parametrize("error", [FloatingPointError("nan"), KeyboardInterrupt()])
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_state_that_a_step_took_is_not_promised(tmp_path, error, saves):
+    state, _ = fresh()
+    checkpointer = eqxshard.Checkpointer(tmp_path, save_every=3) if saves else None
+    options: dict = {"steps": 6, "checkpointer": checkpointer}
+    with pytest.raises(type(error)) as caught:
+        eqxshard.fit(state, fails_fifth(error), make_loader(), **options)
+    assert not hasattr(caught.value, "state")
+    *_, note = caught.value.__notes__
+    if checkpointer is None:
+        assert note.endswith("; give fit a checkpointer, to have one to resume from.")
+    else:
+        assert f"; resume from the newest checkpoint in {tmp_path}" in note
+        assert_equal(checkpointer.restore(fresh()[0]), fit(3))
+
+
+def test_an_error_before_the_first_step_saves_nothing(tmp_path):
+    checkpointer = eqxshard.Checkpointer(tmp_path)
+    with pytest.raises(Boom):
+        state, _ = fresh()
+        eqxshard.fit(state, boom, make_loader(), steps=6, checkpointer=checkpointer)
+    assert checkpointer.steps() == []
+
+
+def test_a_full_disk_does_not_hide_the_error(tmp_path, monkeypatch, caplog):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("eqxshard.checkpoint._writer.write", full)
+    checkpointer = eqxshard.Checkpointer(tmp_path)
+    with pytest.raises(Boom) as caught:
+        fit(checkpointer=checkpointer, callbacks=[Every(3, boom)])
+    assert "the state of step 3 could not be saved: the checkpoint of" in caplog.text
+    assert_equal(caught.value.state, fit(3))  # pyright: ignore
+    # Nor is the state lost if the last checkpoint is the error.
+    with pytest.raises(OSError, match="No space left on device") as full_disk:
+        fit(3, checkpointer=checkpointer)
+    assert_equal(full_disk.value.state, fit(3))  # pyright: ignore
+
+
+# Steps that are not finite
+
+
+@pytest.mark.parametrize("log_every", [1, 2, 50])
+def test_too_many_in_a_row_end_the_run_with_a_crash_dump(tmp_path, log_every):
+    loader = make_loader(bad=[18, 25, 26, 33, 41])
+    with pytest.raises(FloatingPointError) as error:
+        run(tmp_path, loader, epochs=3, log_every=log_every, max_nonfinite=3)
+    folder = tmp_path / "crash_dump"
+    assert "steps in a row, from step 3 on, was not finite; find the" in str(error.value)
+    command = f"with `python -m eqxshard.replay {folder} {script_path() or 'SCRIPT'}`."
+    assert str(error.value).endswith(command)
+    dump = read_crash_dump(eqxshard.Checkpointer(folder).directory, Layers)
+    assert dump.steps[:3] == [3, 4, 5]
+    assert dump.rows == list(range(16, 24))
+    assert replay(dump, loss_fn) == (
+        "batch entry x is not finite in rows [2] of the batch (examples [18] of the "
+        "source)."
+    )
+    # Skipped steps did not change what was saved.
+    assert eqxshard.Checkpointer(tmp_path).steps()[-1] >= 2
+
+
+def test_steps_that_are_finite_again_at_the_report_do_not_end_the_run():
+    """The state has changed since, so it would not show why the others failed."""
+    loader = make_loader(bad=[1, 9, 17])
+    state = run(None, loader, epochs=2, log_every=50, max_nonfinite=3)
+    assert int(state.step) == 12
+
+
+def test_a_run_without_a_checkpointer_ends_too():
+    loader = make_loader(bad=list(range(ROWS)))
+    with pytest.raises(FloatingPointError) as error:
+        run(None, loader, epochs=1, log_every=1, max_nonfinite=2)
+    assert str(error.value).startswith(
+        "the loss, a gradient or an update of 2 steps in a row, from step 1 on, was not "
+        "finite; use a lower learning rate, or give fit a checkpointer to get a crash dump"
+    )
+
+
+def test_a_full_disk_does_not_hide_why_the_run_ended(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("eqxshard.debug._crash_dump.write", full)
+    with pytest.raises(FloatingPointError, match=r"could not be written: .*No space left"):
+        run(tmp_path, make_loader(), loss_fn=nan_loss, steps=2, max_nonfinite=1)
+
+
+# Several processes
+
+PROCESSES = """
+import sys
+import jax, numpy as np, optax, equinox as eqx
+import eqxshard
+from eqxshard.callbacks import Every
+eqxshard.initialize()
+mesh = eqxshard.make_mesh()
+where = {"mesh": mesh, "rule": eqxshard.replicate()}
+source = eqxshard.data.ArraySource({"x": np.ones((64, 4), np.float32)})
+loader = eqxshard.Loader(source, batch_size=8, mesh=mesh)
+optim = optax.adam(1e-3)
+make_model = lambda key: eqx.nn.MLP(4, 1, 8, 1, key=key)
+state = eqxshard.init_state(make_model, optim, key=jax.random.key(0), **where)
+step = eqxshard.make_train_step(
+    lambda model, batch, key: (jax.vmap(model)(batch["x"])[:, 0] - 1) ** 2, optim, **where
+)
+checkpointer = eqxshard.Checkpointer(sys.argv[1])
+def look(loop):
+    if jax.process_index() == 1 and loop.step == 4:
+        loop.save()
+    if jax.process_index() == 1 and loop.step == 6:
+        loop.stop("process 1 has had enough")
+state = eqxshard.fit(state, step, loader, steps=100, checkpointer=checkpointer,
+                     callbacks=[Every(2, look)])
+print(f"ended at step {int(state.step)}")
+"""
+
+
+@pytest.mark.slow
+def test_what_one_process_asks_for_all_do(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(PROCESSES)
+    launch = [sys.executable, "-m", "eqxshard.launch", "--processes=2"]
+    command = [*launch, "--devices-per-process=1", script, tmp_path / "run"]
+    status, out, err = finished(command)
+    assert status == 0, out + err
+    lines = [line for line in out.splitlines() if not line.startswith("[0] goodput")]
+    assert sorted(lines) == [
+        "[0] ended at step 6",
+        "[0] stopped after step 6: process 1 has had enough; the checkpoint of step 6 is "
+        "saved.",
+        "[1] ended at step 6",
+    ]
+    assert eqxshard.Checkpointer(tmp_path / "run").steps() == [4, 6]

@@ -1,0 +1,20 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from eqxshard.trackers import Image
+
+
+def test_pixels_are_bytes_of_rows_columns_and_channels():
+    grey = np.array([[0.0, 0.5, 1.0], [-1.0, 2.0, np.nan]])
+    assert Image(grey).pixels[..., 0].tolist() == [[0, 128, 255], [0, 255, 0]]
+    assert Image(jnp.ones((2, 3, 4), jnp.bfloat16)).pixels.tolist() == [[[255] * 4] * 3] * 2
+    pixels = np.arange(12, dtype=np.uint8).reshape(2, 2, 3)
+    np.testing.assert_array_equal(Image(pixels).pixels, pixels)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2, 2), (1, 2, 2, 3), (0, 3)])
+def test_other_arrays_are_no_images(shape):
+    for array in (np.zeros(shape), np.zeros((2, 2), int)):
+        with pytest.raises(ValueError, match="is not an image; give rows by columns, or"):
+            Image(array)
