@@ -13,7 +13,7 @@ from pathlib import Path
 
 import platformdirs
 
-from ..sharding._paths import local_path
+from ..sharding._files import local_path
 
 #: Seconds to wait for a connection, and for each read.
 _TIMEOUT = 10.0

@@ -100,7 +100,8 @@ def _walk(node: Any, path: tuple[Any, ...], leaf: Any, faults: list[_Fault]) -> 
         below = _hints_below(node, hints, key, annotated, faults)
         hints = [plain for hint in below for plain in _unwrap(hint)]
         node = _child(node, key)
-    return _dims_of_array(leaf, hints, faults) or in_layer
+    dims = _dims_of_array(leaf, hints, faults)
+    return in_layer if dims is None else dims
 
 
 def _child(node: Any, key: Any) -> Any:

@@ -26,14 +26,14 @@ def test_tensor_neighbours_are_device_neighbours():
 @pytest.mark.parametrize(
     "sizes, message",
     [
-        (dict(data=3), "data=3 does not use exactly the 8 devices"),
-        (dict(data=2, fsdp=2), "data=2 x fsdp=2 = 4 does not use exactly the 8 devices"),
-        (dict(fsdp=3), "fsdp=3 does not divide the 8 devices"),
+        (dict(data=3), "data=3 does not fit the 8 devices"),
+        (dict(data=2, fsdp=2), "data=2 x fsdp=2 = 4 does not fit the 8 devices"),
+        (dict(fsdp=3), "fsdp=3 does not fit the 8 devices"),
         (dict(fsdp=-1), "data and fsdp are both -1"),
         (dict(tensor=0), "axis tensor=0 must be at least 1; give a size, or -1"),
         (dict(tensor=-2), "axis tensor=-2 must be at least 1; give a size, or -1"),
-        (dict(dcn={"pipeline": 2}), "no axis 'pipeline'"),
-        (dict(dcn={"data": 3}), "does not divide data=8"),
+        (dict(dcn={"pipeline": 2}), "'pipeline': 2. does not divide an axis"),
+        (dict(dcn={"data": 3}), "does not divide an axis of the mesh, .*data=8"),
         (dict(dcn={"data": 2}), "asks for 2 hosts or slices of as many devices each, but"),
     ],
 )
@@ -45,7 +45,7 @@ def test_bad_sizes_are_one_sentence(sizes, message):
 def test_a_size_that_is_no_number(unannotated):
     with pytest.raises(ValueError, match="axis tensor='2' must be at least 1; give"):
         make_mesh(tensor="2")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"dcn=.*'2'. does not divide data=8; choose"):
+    with pytest.raises(ValueError, match=r"dcn=.*'2'. does not divide an axis"):
         make_mesh(dcn={"data": "2"})  # pyright: ignore[reportArgumentType]
 
 

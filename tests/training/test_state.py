@@ -4,6 +4,7 @@ import pickle
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 from helpers import (
@@ -19,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import eqxshard
 from eqxshard.training._state import flatten_state
+from eqxshard.training._states import map_models, step_of
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +117,25 @@ def test_a_step_or_key_that_is_not_an_array_is_refused(trained, unannotated):
     broken = eqxshard.TrainState(3, state.model, state.opt_state, state.key)  # pyright: ignore
     with pytest.raises(TypeError, match=r"write jnp\.int32\(0\) and jax\.random\.key\(0\)"):
         flatten_state(broken)
+
+
+def at_step(step, model="model", model_state=None):
+    return eqxshard.TrainState(jnp.int32(step), model, None, jax.random.key(0), model_state)
+
+
+def test_states_of_a_run_have_taken_the_same_number_of_steps():
+    assert step_of(at_step(3)) == 3
+    assert step_of({"a": at_step(3), "b": [at_step(3)]}) == 3
+    with pytest.raises(ValueError, match=r"but a is at step 3, b\.0 is at step 4; let"):
+        step_of({"a": at_step(3), "b": [at_step(4)]})
+
+
+@pytest.mark.parametrize("other, name", [("model", "str"), ({}, "dict"), ([1.0], "float")])
+def test_other_things_than_states_are_refused(other, name):
+    with pytest.raises(TypeError, match=f"a {name} is not a TrainState; make one"):
+        step_of(other)
+
+
+def test_models_come_as_user_code_gets_them():
+    assert map_models(at_step(1)) == "model"
+    assert map_models({"g": at_step(1, "a"), "d": at_step(1, "b")}) == {"g": "a", "d": "b"}
