@@ -120,7 +120,7 @@ def test_bad_input_is_one_sentence_with_the_remedy(command, monkeypatch, tmp_pat
     refuse("plan.htm is no page; give", REGRESSION, "--devices=8", "--html=plan.htm")
     refuse("there is no target 'h20'; did you", REGRESSION, "--devices=8", "--device=h20")
     refuse(
-        "mesh data=3 does not divide the 8 devices; choose",
+        "mesh data=3 does not fit the 8 devices; choose",
         *(REGRESSION, "--devices=8", "--mesh=data=3,fsdp=-1"),
     )
     monkeypatch.setenv("EQXSHARD_PLAN_DIR", str(tmp_path))

@@ -13,8 +13,8 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import Array, PyTree
 
+from ..sharding._files import is_remote
 from ..sharding._leaves import array_leaves, is_key
-from ..sharding._paths import is_remote
 from ..transforms._partition import Static, partition
 from ._object_store import ARRAYS, Upload, context, kvstore
 

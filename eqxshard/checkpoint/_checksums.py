@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ..sharding._files import odd_file, read_bytes
-from ..sharding._paths import is_remote
+from ..sharding._files import is_remote, odd_file, read_bytes
 
 #: The file that marks a folder as complete, with the checksum of every other file.
 CHECKSUMS = "checksums.txt"

@@ -10,8 +10,7 @@ from ..distributed import (
     broadcast_from_first,
     is_main_process,
 )
-from ..sharding._files import read_bytes
-from ..sharding._paths import as_text, is_remote, local_path
+from ..sharding._files import as_text, is_remote, local_path, read_bytes
 from ..sharding._text import GONE
 from ._checksums import invalidate, is_complete, verify, write_checksums
 from ._description import FILE, parse_description

@@ -8,7 +8,7 @@ import time
 from datetime import datetime
 from typing import Any
 
-from ..sharding._paths import is_remote
+from ..sharding._files import is_remote
 
 _LOG = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..distributed import broadcast_from_first, fetch_whole, is_main_process
-from ..sharding._paths import local_path
+from ..sharding._files import local_path
 from ..sharding._text import first_few
 from ..training._donation import check_state_not_donated
 from ..training._state import refuse_state

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import platformdirs
 
-from ..sharding._paths import local_path
+from ..sharding._files import local_path
 
 _notes: ContextVar[list[str] | None] = ContextVar("eqxshard_planning", default=None)
 

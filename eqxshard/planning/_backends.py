@@ -11,7 +11,7 @@ import numpy as np
 import platformdirs
 from jax.experimental import topologies
 
-from ..sharding._paths import local_path
+from ..sharding._files import local_path
 from ..sharding._text import nearest_multiples
 from ._targets import TPU_HOST, Compiler, Target
 

@@ -9,8 +9,8 @@ import jax
 import optax
 from jaxtyping import PyTree
 
+from ..sharding._files import local_path
 from ..sharding._mesh import AXES, resolve_sizes
-from ..sharding._paths import local_path
 from ..sharding._rule import Rule
 from ..sharding._text import comma_list, did_you_mean
 from ..training._config import Nonfinite, check_optim

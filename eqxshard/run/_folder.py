@@ -13,8 +13,7 @@ from typing import Any
 from ..checkpoint._checkpointer import Checkpointer
 from ..checkpoint._folder import is_claimed
 from ..distributed import broadcast_from_first
-from ..sharding._files import read_json
-from ..sharding._paths import local_path
+from ..sharding._files import local_path, read_json
 from ..trackers._curves import Curves
 from ..trackers._files import Seldom, write_whole
 from ..trackers._jsonl import JSONLines, read_whole_lines

@@ -1,6 +1,5 @@
 """Rules made of other rules."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,7 +26,35 @@ HOST_MEMORY = "pinned_host"
 
 
 @dataclass(frozen=True, init=False, repr=False)
-class first_match(AbstractRule):
+class _SeveralRules(AbstractRule):
+    """What the rules below share."""
+
+    rules: tuple[Rule, ...]
+
+    def __init__(self, *rules: Rule):
+        for rule in rules:
+            if isinstance(rule, offload):
+                raise ValueError(
+                    f"{rule_name(rule)} is inside another rule, and offload goes around "
+                    "all; write offload(combine(...)) or offload(first_match(...))."
+                )
+        object.__setattr__(self, "rules", rules)
+
+    @property
+    def label(self) -> str:
+        """Those of the rules."""
+        return f"{type(self).__name__}({comma_list(map(rule_name, self.rules))})"
+
+    def check(self, leaves: Leaves, mesh: Mesh) -> None:
+        """Each rule checks itself."""
+        for rule in self.rules:
+            check_rule(rule, leaves, mesh)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({comma_list(map(repr, self.rules))})"
+
+
+class first_match(_SeveralRules):
     """Ask rules in turn; the first that claims a leaf decides.
 
     The rule claims what any of them claims.
@@ -47,33 +74,13 @@ class first_match(AbstractRule):
         ```
     """
 
-    rules: tuple[Rule, ...]
-
-    def __init__(self, *rules: Rule):
-        _refuse_offload(rules)
-        object.__setattr__(self, "rules", rules)
-
-    @property
-    def label(self) -> str:
-        """Those of the rules."""
-        return f"first_match({comma_list(map(rule_name, self.rules))})"
-
     def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision | None:
         """The first decision."""
         decisions = (apply_rule(rule, path, leaf, mesh) for rule in self.rules)
         return next((d for d in decisions if d is not None), None)
 
-    def check(self, leaves: Leaves, mesh: Mesh) -> None:
-        """Each rule checks itself."""
-        for rule in self.rules:
-            check_rule(rule, leaves, mesh)
 
-    def __repr__(self) -> str:
-        return f"first_match({comma_list(map(repr, self.rules))})"
-
-
-@dataclass(frozen=True, init=False, repr=False)
-class combine(AbstractRule):
+class combine(_SeveralRules):
     """Split each leaf by several rules in turn: tensor, then fsdp on the remaining dims.
 
     Each rule sees in `leaf.sharding` what those before it have split, and
@@ -95,17 +102,6 @@ class combine(AbstractRule):
         rule = eqxshard.combine(eqxshard.by_dim({"mlp": "tensor"}), eqxshard.fsdp())
         ```
     """
-
-    rules: tuple[Rule, ...]
-
-    def __init__(self, *rules: Rule):
-        _refuse_offload(rules)
-        object.__setattr__(self, "rules", rules)
-
-    @property
-    def label(self) -> str:
-        """Those of the rules."""
-        return f"combine({comma_list(map(rule_name, self.rules))})"
 
     def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision | None:
         """The union of all decisions."""
@@ -132,14 +128,6 @@ class combine(AbstractRule):
                 leaf.shape, leaf.dtype, partial(getattr, leaf, "dims", None), sharding
             )
         return _union(decisions, leaf) if decisions else None
-
-    def check(self, leaves: Leaves, mesh: Mesh) -> None:
-        """Each rule checks itself."""
-        for rule in self.rules:
-            check_rule(rule, leaves, mesh)
-
-    def __repr__(self) -> str:
-        return f"combine({comma_list(map(repr, self.rules))})"
 
 
 def _union(decisions: list[Decision], leaf: jax.ShapeDtypeStruct) -> Decision:
@@ -207,15 +195,6 @@ class offload(AbstractRule):
                     f"has {comma_list(kinds)}; leave offload out."
                 )
         check_rule(self.rule, leaves, mesh)
-
-
-def _refuse_offload(rules: Sequence[Rule]) -> None:
-    for rule in rules:
-        if isinstance(rule, offload):
-            raise ValueError(
-                f"{rule_name(rule)} is inside another rule, and offload goes around all; "
-                "write offload(combine(...)) or offload(first_match(...))."
-            )
 
 
 def optimizer_rule(rule: Rule) -> Rule:

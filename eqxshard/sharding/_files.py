@@ -1,4 +1,6 @@
-"""Reading files that somebody else may have made.
+"""Paths, and reading files that somebody else may have made.
+
+Folders and files are local, or those of object stores, which have URLs.
 
 A file may be a FIFO that never answers, a link to a device that never ends, larger than
 the memory, or JSON that nests deeper than Python can follow.
@@ -6,16 +8,47 @@ the memory, or JSON that nests deeper than Python can follow.
 
 import json
 import os
+import re
 import stat
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, BinaryIO
-
-from ._paths import is_remote
 
 #: The largest file that is read into memory in one piece.
 _MOST_BYTES = 2**30
 #: How deep JSON may nest. Ours nests less than 10 deep.
 _MOST_DEPTH = 100
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a URL, also one that `pathlib` has taken a slash from."""
+    # A single letter is a drive of Windows.
+    return re.match(r"[A-Za-z][\w+.-]+:/", os.fspath(path)) is not None
+
+
+def as_text(path: str | os.PathLike[str]) -> str:
+    """A path as text, such as `gs://bucket` for `Path("gs://bucket")`."""
+    return re.sub(r"^([A-Za-z][\w+.-]+):/(?!/)", r"\1://", os.fspath(path))
+
+
+def local_path(path: str | os.PathLike[str], what: str) -> Path:
+    """A path that stays the same wherever the program goes (`os.chdir`).
+
+    **Arguments:**
+
+    - `path`: of a folder or file, which need not exist; `~` is the home folder.
+    - `what`: it is, for the error.
+
+    **Raises:**
+
+    `ValueError` if it is blank, or a URL.
+    """
+    text = as_text(path)
+    if is_remote(text):
+        raise ValueError(f"{what} {text!r} is a URL; give a path on this machine.")
+    if not text.strip():
+        raise ValueError(f"{what} {text!r} is blank; give a path.")
+    return Path(os.path.abspath(os.path.expanduser(text)))
 
 
 def open_file(path: str | os.PathLike[str]) -> BinaryIO:

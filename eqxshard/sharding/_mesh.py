@@ -195,18 +195,12 @@ def resolve_sizes(asked: dict[str, int], count: int) -> dict[str, int]:
         return asked | {rest[0]: count // product}
     if not rest and count == product:
         return asked
-    used = used_axes(fixed)
-    terms = format_sizes(used)
-    if len(used) > 1:
-        terms = f"{terms} = {product}"
-    if rest:
-        raise ValueError(
-            f"mesh {terms} does not divide the {count} devices; choose "
-            f"sizes whose product divides {count}."
-        )
+    sizes = used_axes(fixed)
+    terms = format_sizes(sizes) + (f" = {product}" if len(sizes) > 1 else "")
+    fits = "divides" if rest else "is"
     raise ValueError(
-        f"mesh {terms} does not use exactly the {count} devices; choose sizes whose "
-        f"product is {count}, set one axis to -1, or use another number of devices."
+        f"mesh {terms} does not fit the {count} devices; choose sizes whose product {fits} "
+        f"{count}, set one axis to -1, or use another number of devices."
     )
 
 
@@ -229,14 +223,11 @@ def _granule(devices: Sequence[Any], dcn: Mapping[str, int]) -> str:
 
 
 def _across_hosts(sizes: Mapping[str, int], dcn: Mapping[str, int]) -> tuple[int, ...]:
-    if not isinstance(dcn, Mapping):
-        raise TypeError(f"dcn={dcn!r} is not a mapping; write such as {{'data': 2}}.")
     for axis, n in dcn.items():
-        if axis not in sizes:
-            raise ValueError(f"dcn names no axis {axis!r}; the axes are {', '.join(AXES)}.")
-        if not isinstance(n, int | np.integer) or n < 1 or sizes[axis] % n:
+        size = sizes.get(axis, 0)
+        if not isinstance(n, int | np.integer) or not 1 <= n <= size or size % n:
             raise ValueError(
-                f"dcn={{{axis!r}: {n!r}}} does not divide {axis}={sizes[axis]}; choose a "
-                f"divisor of {sizes[axis]}."
+                f"dcn={{{axis!r}: {n!r}}} does not divide an axis of the mesh, "
+                f"{format_mesh(sizes)}; give an axis, and a divisor of its size."
             )
     return tuple(dcn.get(axis, 1) for axis in AXES)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..sharding._paths import local_path
+from ..sharding._files import local_path
 from ._files import Seldom, writing
 from ._packages import load
 from ._tracker import Value, is_evaluation, metrics, numbers

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..sharding._files import open_file, parse_json
-from ..sharding._paths import local_path
+from ..sharding._files import local_path, open_file, parse_json
 from ._files import write_whole, writing
 from ._tracker import Value, numbers
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..sharding._paths import local_path
+from ..sharding._files import local_path
 from ..sharding._text import GONE
 from ._packages import load
 from ._tracker import Image, Value

@@ -215,7 +215,9 @@ def _trace(
     def make_state(made: tuple[MadeWith, PyTree, PyTree], key: Array) -> tuple[Any, PyTree]:
         made_with, model, model_state = made
         params, _ = split_model(model, made_with.trainable(model))
-        scales_loss = precision is not None and precision.scales_loss
+        loss_scale = None
+        if precision is not None and precision.scales_loss:
+            loss_scale = LossScale.init(precision)
         state = TrainState(
             step=jnp.zeros((), jnp.int32),
             model=model,
@@ -223,7 +225,7 @@ def _trace(
             # Any number works that `make_model` does not fold in itself.
             key=jax.random.fold_in(key, 2**32 - 1),
             model_state=model_state,
-            loss_scale=LossScale.init(precision) if scales_loss else None,
+            loss_scale=loss_scale,
             made_with=made_with,
         )
         return state, params

@@ -68,9 +68,10 @@ def _find_tracer(whole: Any) -> Tracer | None:
 
 
 def _refers_to(part: Any) -> list[Any]:
+    # `__wrapped__` of functions that are jitted, and the like, is there.
+    found = [*getattr(part, "__dict__", {}).values()]
     if isinstance(part, FunctionType):  # Whose globals are not its own.
-        return [part.__closure__, part.__defaults__, part.__kwdefaults__, part.__dict__]
-    # JAX's own objects also refer to its caches. What they wrap is in `__dict__`.
-    is_jax = type(part).__module__.startswith("jax")
-    own = [] if is_jax else gc.get_referents(part)
-    return [*own, getattr(part, "__dict__", None)]
+        return [*found, part.__closure__, part.__defaults__, part.__kwdefaults__]
+    if type(part).__module__.startswith("jax"):  # JAX's own objects know its caches.
+        return found
+    return [*found, *gc.get_referents(part)]

@@ -240,10 +240,11 @@ def _updated_otherwise(
 
     @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def update_both(states: list[PyTree]) -> tuple[list[PyTree], list[PyTree]]:
-        (stack, one), (listed, other) = (
+        pairs: list[Any] = [
             optim.update(grads, state, params, **extra)
             for (grads, params), state in zip(trees, states)
-        )
+        ]
+        (stack, one), (listed, other) = pairs
         restacked = jax.tree.map(lambda *layers: jnp.stack(layers), *listed)
         return [jax.tree.leaves(stack), jax.tree.leaves(restacked)], [one, other]
 

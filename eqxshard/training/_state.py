@@ -34,17 +34,20 @@ class MadeWith:
     trained: tuple[bool, ...] | Literal[True]
     precision: Precision | None
 
+    def fits(self, model: PyTree) -> bool:
+        """Whether `trained` is of a model of this structure."""
+        return self.trained is True or len(self.trained) == len(jax.tree.leaves(model))
+
     def trainable(self, model: PyTree) -> PyTree[bool]:
         """Which leaves of a model are trained."""
+        if not self.fits(model):
+            raise ValueError(
+                "the model has other leaves than when its state was made; give "
+                "make_train_step trainable=."
+            )
         if self.trained is True:
             return True
-        treedef = jax.tree.structure(model)
-        if treedef.num_leaves != len(self.trained):
-            raise ValueError(
-                f"the model has {treedef.num_leaves} leaves, and had {len(self.trained)} "
-                "when its state was made; give make_train_step trainable=."
-            )
-        return jax.tree.unflatten(treedef, self.trained)
+        return jax.tree.unflatten(jax.tree.structure(model), self.trained)
 
 
 @jax.tree_util.register_pytree_with_keys_class

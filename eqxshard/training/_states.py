@@ -51,12 +51,11 @@ def trained_paths(states: PyTree[Any]) -> set[str]:
     paths: set[str] = set()
     found = jax.tree_util.tree_leaves_with_path(states, is_leaf=_is_state)
     for path, state in found:
-        trained = True if state.made_with is None else state.made_with.trained
-        treedef = jax.tree.structure(state.model)
-        if trained is not True:
+        trained: PyTree[bool] = True
+        if state.made_with is not None:
             # A model that was exchanged has its trained arrays elsewhere.
-            known = treedef.num_leaves == len(trained)
-            trained = jax.tree.unflatten(treedef, trained) if known else False
+            known = state.made_with.fits(state.model)
+            trained = state.made_with.trainable(state.model) if known else False
         params, _ = split_model(state.model, trained)
         root = leaf_path((*path, jax.tree_util.GetAttrKey("model")))
         paths.update(path for path, _ in array_leaves(params, root))

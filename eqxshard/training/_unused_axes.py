@@ -11,6 +11,7 @@ from ..sharding._leaves import is_array
 from ..sharding._mesh import describe_mesh
 from ..sharding._rule import Rule, rule_name
 from ..sharding._spec import spec_axes
+from ..sharding._text import comma_list
 from ._state import TrainState
 
 #: The dims of a sharding in the text of a lowered step: `<@mesh, [{"data"}, {}]>`.
@@ -32,27 +33,19 @@ def unused_axes(
     split = {axis for array in arrays for axis in spec_axes(array.sharding.spec)}
     idle = {axis: n for axis, n in mesh.shape.items() if n > 1 and axis not in split}
     splits_none = len(idle) == sum(n > 1 for n in mesh.shape.values())
-    if idle and splits_none and rule != replicate():
+    if "fsdp" in idle or (idle and splits_none and rule != replicate()):
         yield (
-            f"{rule_name(rule)} splits no array on {describe_mesh(mesh)}, so each device "
-            "holds the whole model; choose a --mesh with an axis that the rule splits "
-            "over, or another rule (a smaller min_size)."
-        )
-    elif "fsdp" in idle:
-        n = idle["fsdp"] * mesh.shape.get("data", 1)
-        yield (
-            f"fsdp={idle['fsdp']} splits the batch, but no array of the model, so each "
-            f"device holds all of it, as with data={n}; use rule=eqxshard.fsdp() (perhaps "
-            f"with a smaller min_size), or use data={n}."
+            f"{rule_name(rule)} splits no array over {comma_list(idle)} on "
+            f"{describe_mesh(mesh)}, so each device holds all of them; use a mesh with an "
+            "axis that the rule splits over, or another rule, such as eqxshard.fsdp() with "
+            "a smaller min_size."
         )
     others = idle.keys() - {"data", "fsdp"}
     if not others:
         return
     dims = " ".join(_DIMS.findall(lower().as_text()))
-    used = {axis for axis in others if f'"{axis}"' in dims}
-    for axis in (axis for axis in idle if axis in others - used):
+    for axis in (axis for axis in idle if axis in others and f'"{axis}"' not in dims):
         yield (
             f"nothing is split over {axis}={idle[axis]}, so its devices repeat the same "
-            f"work; use them for data (--mesh data=-1), or use a rule that splits "
-            f"arrays over {axis}."
+            f"work; use them for data, or use a rule that splits arrays over {axis}."
         )

@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 import jax
 import platformdirs
 
-from ..sharding._paths import as_text, is_remote, local_path
+from ..sharding._files import as_text, is_remote, local_path
 
 _LOG = logging.getLogger(__name__)
 

@@ -45,8 +45,8 @@ def test_a_mesh_takes_the_devices_that_there_are(text, devices, batch_size, desc
 @pytest.mark.parametrize(
     "text, devices, message",
     [
-        ("data=3", None, "mesh data=3 does not use exactly the 8 devices"),
-        ("fsdp=3", None, "mesh fsdp=3 does not divide the 8 devices"),
+        ("data=3", None, "mesh data=3 does not fit the 8 devices"),
+        ("fsdp=3", None, "mesh fsdp=3 does not fit the 8 devices"),
         ("data=-1,fsdp=-1", None, "data and fsdp are both -1"),
         ("data=0", None, "axis data=0 must be at least 1"),
         ("data=-1", 0, "0 devices are not some of the 8 x cpu that there are; use 1 to 8"),

@@ -1,7 +1,6 @@
 import math
 from types import SimpleNamespace
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +16,6 @@ from sharding_helpers import (
     make_mesh,
     opt_specs,
     spec_of,
-    specs,
     struct,
 )
 
@@ -40,31 +38,6 @@ def test_first_match_asks_in_order():
     nested = eqxshard.first_match(eqxshard.first_match(mine), fsdp())
     assert spec_of(nested, 8, mesh=mesh) == P("tensor")
     assert eqxshard.first_match(mine)("c", struct(8, 8), mesh) is None
-
-
-def test_combine_gives_fsdp_what_is_left():
-    rule = eqxshard.combine(eqxshard.by_dim({"mlp": "tensor"}), fsdp(min_size=16))
-    assert specs(rule) == {
-        "up": P("tensor", "fsdp"),
-        "down": P("fsdp", "tensor"),
-        "bias": P(("tensor", "fsdp")),
-        "norm.weight": P(),
-        "norm.bias": P(),
-        "table": P(),
-    }
-
-
-def test_later_rules_see_the_same_dims():
-    seen = []
-
-    def look(path, leaf, mesh):
-        seen.append((path, leaf.dims))
-        return P()
-
-    tree = {"plain": struct(8, 8), "layer": eqx.nn.Linear(8, 8, key=jax.random.key(0))}
-    eqxshard.shardings(tree, make_mesh(), eqxshard.combine(look, look))
-    dims = {"plain": None, "layer.weight": ("out", "in"), "layer.bias": ("out",)}
-    assert seen == [(path, dims[path]) for path, _ in seen] and len(seen) == 6
 
 
 def test_combine_says_who_decided_and_why_not():

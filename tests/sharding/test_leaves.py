@@ -6,9 +6,6 @@ import pytest
 
 from eqxshard.sharding._leaves import (
     array_leaves,
-    is_array,
-    is_inexact,
-    is_key,
     stacked_depth,
 )
 
@@ -25,21 +22,6 @@ def test_arrays_are_found_by_their_paths():
         ("model.scale", (2,)),
     ]
     assert [path for path, _ in array_leaves(jnp.ones(2))] == [""]
-
-
-@pytest.mark.parametrize(
-    "leaf, array, inexact, key",
-    [
-        (jnp.ones(2), True, True, False),
-        (jnp.ones(2, jnp.complex64), True, True, False),
-        (jnp.ones(2, int), True, False, False),
-        (jax.ShapeDtypeStruct((2,), jnp.bfloat16), True, True, False),
-        (KEY, True, False, True),
-    ],
-    ids=["float", "complex", "integer", "shape", "key"],
-)
-def test_kinds_of_arrays(leaf, array, inexact, key):
-    assert (is_array(leaf), is_inexact(leaf), is_key(leaf)) == (array, inexact, key)
 
 
 def test_stacked_layers_have_a_depth():

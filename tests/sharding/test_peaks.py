@@ -56,9 +56,3 @@ def test_the_simulated_devices_of_these_tests_have_none():
     assert mfu(1e5, 1e9) is None
     # 8 of them.
     assert mfu(1e5, 1e9, peak=1e14) == pytest.approx(1 / 8)
-
-
-def test_mfu_counts_devices():
-    two = [device("NVIDIA H200")] * 2
-    assert mfu(989_500.0, 1e9, devices=two, dtype="float32") == pytest.approx(1.0)
-    assert mfu(1e5, 1e9, devices=two, peak=1e14) == pytest.approx(0.5)

@@ -32,32 +32,12 @@ class Model(eqx.Module):
         self.rate = 0.5
 
 
-def test_shardings_are_like_the_tree():
-    model = Model()
-    found = eqxshard.shardings(model, make_mesh(), FSDP)
-    assert isinstance(found, Model)
-    split = NamedSharding(make_mesh(), P("fsdp"))
-    assert [found.linear.weight, found.linear.bias, found.table] == [split] * 3
-    assert (found.activation, found.rate, found.missing) == (None, None, None)
-
-
 def test_a_leaf_that_the_rule_does_not_claim_is_an_error_with_both_remedies():
     tree = {"up": jnp.zeros((8, 8)), "down": jnp.zeros(8), "rest": [jnp.zeros(3)]}
     rule = eqxshard.by_path({"up": P("fsdp")})
     message = r"by_path\('up'\) does not claim down \(8,\) \(nor 1 more\); .*first_match\("
     with pytest.raises(ValueError, match=message):
         eqxshard.shardings(tree, make_mesh(), rule)
-
-
-def test_shapes_can_stand_in_for_arrays():
-    mesh = make_mesh()
-    shapes = eqx.filter_eval_shape(Model)
-    found = eqxshard.shardings(shapes, mesh, FSDP)
-    assert jax.tree.leaves(found) == jax.tree.leaves(
-        eqxshard.shardings(Model(), mesh, FSDP)
-    )
-    # There is nothing to move.
-    assert eqx.tree_equal(eqxshard.filter_shard(shapes, found), shapes)
 
 
 def test_filter_shard_moves_arrays_and_leaves_the_rest_alone():
@@ -190,18 +170,6 @@ def test_constrain_refuses_what_does_not_fit(spec, width, message):
     train_step, state = train_step_and_state(spec, width)
     with pytest.raises(ValueError, match=message):
         train_step(state, BATCH)
-
-
-def test_dims_are_whole_unless_named_or_unconstrained():
-    mesh = make_mesh(fsdp=2, tensor=2)
-    x = jax.device_put(np.zeros((8, 8)), NamedSharding(mesh, P(None, "tensor")))
-
-    def constrained(spec):
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return jax.jit(lambda x: eqxshard.constrain(x, spec))(x)
-
-    assert part(constrained(P("fsdp"))) == (4, 8)
-    assert part(constrained(P("fsdp", P.UNCONSTRAINED))) == (4, 4)
 
 
 @pytest.mark.versions

@@ -26,14 +26,6 @@ def test_a_rule_is_any_function():
     assert found[0].bias == jax.NamedSharding(mesh, P())
 
 
-def test_user_rules_see_the_dims():
-    def rule(path, leaf, mesh):
-        return P("tensor") if leaf.dims and leaf.dims[0] == "mlp" else None
-
-    found = specs(eqxshard.first_match(rule, eqxshard.replicate()))
-    assert [path for path, spec in found.items() if spec] == ["up", "bias"]
-
-
 RULES = (
     eqxshard.replicate(),
     eqxshard.fsdp(min_size=16),

@@ -1,6 +1,6 @@
 import pytest
 from jax.sharding import PartitionSpec as P
-from sharding_helpers import error, fsdp, make_mesh, spec_of, struct
+from sharding_helpers import error, fsdp, make_mesh, spec_of
 
 import eqxshard
 
@@ -22,12 +22,6 @@ def test_an_axis_splits_one_dim_only(spec):
     assert "uses the axis 'fsdp' twice" in error(eqxshard.by_path({"w": spec}), 16, 16)
 
 
-def test_no_more_entries_than_dims():
-    message = error(eqxshard.by_path({"w": P(None, None, "fsdp")}), 8, 8)
-    assert "has 3 entries and the array 2 dims; give at most one entry per dim" in message
-    assert "has 1 entries and the array 0 dims" in error(lambda *_: P("fsdp"))
-
-
 def test_a_dim_that_does_not_divide_is_an_error_with_its_arithmetic():
     mesh = make_mesh(fsdp=2, tensor=2)
     rule = eqxshard.by_path({"w": P(None, ("fsdp", "tensor"))})
@@ -36,8 +30,3 @@ def test_a_dim_that_does_not_divide_is_an_error_with_its_arithmetic():
     assert "w (3, 6): P(None, ('fsdp', 'tensor')) splits dim 1 of size 6" in message
     assert "over fsdp=2 x tensor=2, which does not divide it" in message
     assert "choose a dim that is a multiple of 4, or do not split this one" in message
-
-
-def test_a_lone_array_has_a_name_in_errors():
-    with pytest.raises(ValueError, match=r"^the array \(3,\): P\('fsdp',\) splits dim 0"):
-        eqxshard.shardings(struct(3), make_mesh(), lambda *_: P("fsdp"))

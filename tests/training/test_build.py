@@ -141,15 +141,6 @@ def test_what_differs_in_a_constant_is_not_shared():
         np.testing.assert_array_equal(np.signbit(ours), np.signbit(theirs))
 
 
-def test_a_draw_that_arrays_share_is_drawn_once(monkeypatch):
-    """So is one that an optimizer keeps a copy of."""
-    optim = lenient(optax.chain(optax.sgd(0.1), eqxshard.ema_weights(0.9)))
-    with compiled_by_jit(monkeypatch) as compiled:
-        init(cut, optim=optim)
-    drawing = [p for p in compiled if "xor" in p.as_text()]
-    assert len(drawing) == 1
-
-
 def test_what_make_model_prints_and_checks_is_done_once(capfd):
     def make(key):
         weight = normal(key, (64, 64))

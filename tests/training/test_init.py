@@ -20,8 +20,6 @@ from helpers import (
     make_mesh,
     squared_errors,
 )
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import eqxshard
 
@@ -42,23 +40,6 @@ def on_one_device():
 @pytest.mark.parametrize("mesh", on_versions(MESHES, ["fsdp=8", "data=2,fsdp=4"]))
 def test_initial_values_do_not_depend_on_mesh_or_rule(mesh, rule):
     assert_equal(init(make_mesh(mesh), RULES[rule]), on_one_device())
-
-
-def test_what_is_not_a_key_is_refused(unannotated):
-    with pytest.raises(TypeError, match=r"key=0 is not a random key; use jax\.random\.key"):
-        init(make_mesh(), eqxshard.replicate(), key=0)
-
-
-@pytest.mark.parametrize("mesh", ["fsdp=8", "data=2,fsdp=4"])
-def test_every_array_of_the_model_is_sharded_as_the_rule_says(mesh):
-    mesh = make_mesh(mesh)
-    state = init(mesh, RULES["fsdp"])
-    shardings = eqxshard.shardings(state.model, mesh, RULES["fsdp"])
-    leaves = jax.tree.leaves(eqx.filter(state.model, eqx.is_array))
-    assert [leaf.sharding for leaf in leaves] == jax.tree.leaves(shardings)
-    assert state.model.first.weight.sharding.spec == P("fsdp")
-    whole = NamedSharding(mesh, P())
-    assert state.step.sharding == state.key.sharding == whole
 
 
 @pytest.mark.parametrize("mesh", ["fsdp=8", "data=2,fsdp=4"])

@@ -100,14 +100,6 @@ def test_steps_are_the_same_bit_for_bit(inner):
     assert kinds(eqx.filter(state.model, eqx.is_array)) == {"device"}
 
 
-@pytest.mark.slow
-@needs_new_jax
-@pytest.mark.parametrize("options", [{"many": True}, {"accumulate": 2}])
-def test_in_loops_too(options):
-    rule = INNER["fsdp"]
-    assert_equal(run(eqxshard.offload(rule), **options), run(rule, **options))
-
-
 @needs_new_jax
 def test_checkpoints_are_restored_to_host_memory(tmp_path):
     rule = eqxshard.offload(INNER["fsdp"])

@@ -141,15 +141,6 @@ def test_two_steps_are_those_of_plain_optax(name):
         assert_close(train(optim, 2), plain(optim, 2))
 
 
-def test_an_optimizer_that_needs_the_objective_is_refused():
-    with (
-        jax.numpy_dtype_promotion("standard"),
-        jax.numpy_rank_promotion("allow"),
-        pytest.raises(ValueError, match=r"'grad' and 'value_fn'\); use one without a line"),
-    ):
-        train(optax.lbfgs(), 1)
-
-
 class Counted(NamedTuple):
     count: Any
     rate: Any = 0.5

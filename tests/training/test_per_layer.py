@@ -144,21 +144,6 @@ CLIP = optax.clip_by_global_norm(1.0)
 WARM_UP = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 2, 8)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "optim",
-    [
-        optax.chain(CLIP, optax.adamw(WARM_UP, mask=lambda p: by_path(p) and True)),
-        optax.chain(CLIP, eqxshard.per_layer(LOOKING["muon"], "layers")),
-        eqxshard.per_layer(LOOKING["by path"], "layers"),
-        optax.add_noise(0.1, 0.5, 0),
-    ],
-)
-def test_one_that_treats_them_alike_is_not(optim):
-    assert not warned(optim)
-    assert not warned(LOOKING["muon"], listed=True)
-
-
 def test_clipping_by_the_global_norm_is_not_for_one_layer():
     outside = optax.chain(CLIP, eqxshard.per_layer(LOOKING["lamb"], "layers"))
     listed = optax.chain(CLIP, LOOKING["lamb"])
@@ -246,15 +231,6 @@ def test_paths_that_name_no_stack_are_refused(stacks, message):
     params = {"layers": make(False).layers, "inner": make(True).layers, "odd": odd}
     with pytest.raises((ValueError, TypeError), match=message):
         eqxshard.per_layer(optax.lamb(1e-2), *stacks).init(params)
-
-
-@pytest.mark.slow
-def test_layers_draw_noise_of_their_own():
-    optim = lenient(eqxshard.per_layer(optax.add_noise(1.0, 0.0, 0), "layers"))
-    zeros: Any = jax.tree.map(jnp.zeros_like, make(False))
-    noise: Any = optim.update(zeros, optim.init(zeros), zeros)[0]
-    first, second, _ = noise.layers.weight
-    assert np.abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.5
 
 
 def test_an_average_inside_of_it_is_refused():

@@ -181,28 +181,6 @@ def test_it_trains_as_one_device_does(remat, options):
         np.testing.assert_allclose(new, expected, rtol=1e-4, atol=1e-6)
 
 
-class Scaled(eqx.Module):
-    layer: Layer
-    scale: jax.Array
-
-    def __call__(self, x, key=None):
-        return self.scale * self.layer(x, key=key)
-
-
-@pytest.mark.slow
-def test_other_arrays_than_the_models_are_scanned_with_its_layers():
-    """Of the shape of its biases."""
-
-    def with_scale(scan, layers, x, *, key):
-        scale = jnp.linspace(0.5, 1.0, DEPTH * WIDTH).reshape(DEPTH, WIDTH)
-        return scan(Scaled(layers, scale), x, key=key)
-
-    plain = make(ft.partial(with_scale, plain_scan), sizes={"data": 1})
-    one, _ = run(*plain, steps=2)
-    found, _ = run(*make(ft.partial(with_scale, eqxshard.scan_layers)), steps=2)
-    np.testing.assert_allclose(found, one, rtol=1e-5)
-
-
 def test_layers_that_were_computed_from_the_models_own_are_found_by_lint():
     def call(layers, x, *, key):
         twice = jax.tree.map(lambda x: x + x if eqx.is_array(x) else x, layers)
@@ -211,26 +189,6 @@ def test_layers_that_were_computed_from_the_models_own_are_found_by_lint():
     state, train_step = make(call)
     with pytest.warns(eqxshard.LintWarning, match=r"all-layers: .*up\.weight"):
         train_step(state, BATCH)
-
-
-@pytest.mark.slow
-def test_other_stacked_arrays_are_allowed_in_a_step():
-    def call(layers, x, *, key):
-        constants = {"scale": jnp.ones((DEPTH, 5)), "shift": jnp.zeros(DEPTH)}
-
-        class Shift(eqx.Module):
-            arrays: dict[str, jax.Array]
-
-            def __call__(self, x):
-                return x * self.arrays["scale"][0] + self.arrays["shift"]
-
-        return eqxshard.scan_layers(Shift(constants), plain_scan(layers, x, key=key))
-
-    # A plain scan gathers all layers.
-    state, train_step = make(call, lint="off")
-    found, _ = run(state, train_step)
-    expected, _ = run(*make(plain_scan, lint="off"))
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 def test_a_layer_is_cast_before_it_is_gathered():

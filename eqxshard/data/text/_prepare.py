@@ -10,8 +10,7 @@ from typing import NamedTuple, TextIO
 
 import numpy as np
 
-from ...sharding._files import open_file, parse_json
-from ...sharding._paths import local_path
+from ...sharding._files import local_path, open_file, parse_json
 from ._tokenizers import (
     TOKENIZER_FILE,
     CharTokenizer,
