@@ -172,8 +172,9 @@ def test_products_in_float64_where_the_model_has_none(as_scripts_run):
         return square_losses(model, {"x": batch["x"].astype(jnp.float64)}, key)
 
     with jax.enable_x64(True):
-        finding = found(lint(MLP32, loss_fn), "dtype", "float64", "wider type than float32")
-        assert lint(MLP32) == ()
+        findings = lint(MLP32, loss_fn, fsdp=8)
+        finding = found(findings, "dtype", "float64", "in a wider type than float32")
+        assert lint(MLP32, fsdp=8) == ()
     assert "lint_helpers.py:" in str(finding)
 
 
