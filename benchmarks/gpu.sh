@@ -40,7 +40,7 @@ if [[ -n ${REHEARSE:-} ]]; then
     text=$(mktemp --suffix .txt)
     trap 'rm "$text"' EXIT
     printf 'To be, or not to be, that is the question.\n%.0s' {1..400} >"$text"
-    tiny=(--layers 1 --embed 16 --mlp 32 --heads 2 --block 16 --batch-size 8 --devices 1)
+    tiny=(--layers 1 --embed 16 --mlp 32 --heads 2 --seq-len 16 --batch-size 8 --devices 1)
     part step_overhead 120 benchmarks/step_overhead.py --rounds 1 --depths 4 --seconds 0.01 "${to[@]}"
     part data 300 benchmarks/data.py --rounds 1 --seconds 0.05 --mapped-gigabytes 0.05 "${to[@]}"
     part profile 120 benchmarks/_profile_epoch.py --examples 960 "${to[@]}"
@@ -54,10 +54,10 @@ if [[ -n ${REHEARSE:-} ]]; then
         --data "$text" "${tiny[@]}" --steps 4 --evaluate-every 2
 else
     # The most important first, in case time runs out.
-    part gpt_124m 400 benchmarks/gpt.py --size 124m --block 1024 --batch-size 16 --remat none "${half[@]}" "${to[@]}"
+    part gpt_124m 400 benchmarks/gpt.py --size 124m --seq-len 1024 --batch-size 16 --remat none "${half[@]}" "${to[@]}"
     part profile_gpt 200 benchmarks/_profile_gpt.py --output "$output/profile_gpt" -- \
-        --size 124m --block 1024 --batch-size 16 "${half[@]}"
-    part gpt_1b 300 benchmarks/gpt.py --size 1b --block 2048 --batch-size 8 --remat dots "${half[@]}" "${to[@]}"
+        --size 124m --seq-len 1024 --batch-size 16 "${half[@]}"
+    part gpt_1b 300 benchmarks/gpt.py --size 1b --seq-len 2048 --batch-size 8 --remat dots "${half[@]}" "${to[@]}"
     part epoch 170 benchmarks/epoch.py --rounds 3 "${to[@]}"
     part profile 35 benchmarks/_profile_epoch.py "${to[@]}"
     part step_overhead 45 benchmarks/step_overhead.py --rounds 5 --seconds 0.03 "${to[@]}"

@@ -33,7 +33,7 @@ from jax.experimental import topologies
 
 import eqxshard
 from eqxshard.compiled._hlo import Instruction, Module, parse_module
-from eqxshard.planning._backends import find_backend, install
+from eqxshard.planning._backends import find_backend, install, wheels_folder
 from eqxshard.planning._costs import FREE, Costs
 from eqxshard.planning._schedule import Schedule, compute_seconds
 from eqxshard.training._inputs import STACKED_BATCHES
@@ -81,7 +81,7 @@ def read_work(compiled: Any, steps: int) -> Work:
         {kind: count / steps for kind, count in kernels.items()},
         {kind: count / steps for kind, count in moved.items()},
         compute_seconds(flops, TARGET) / steps,
-        Schedule(module, [], TARGET).elapsed(module.entry).seconds / steps,
+        Schedule(module, [], TARGET).length / steps,
     )
 
 
@@ -212,12 +212,10 @@ def main() -> None:
     choices = [*recipe.MODELS]
     options.add_argument("--models", nargs="+", choices=choices, default=choices)
     args = options.parse_args()
-    where = find_backend(TARGET, None)
-    if where.compiler != "gpu":
+    if find_backend(TARGET, None) != "gpu":
         print(f"The compiler for GPUs is not installed; run `{install('gpu')}`.")
         return
-    if where.folder is not None:
-        sys.path.append(str(where.folder))
+    sys.path.append(str(wheels_folder()))  # Behind the wheels beside JAX.
     # Or else the compiler would look for GPUs.
     jax.config.update("jax_platforms", "cpu")
     topology = topologies.get_topology_desc(

@@ -34,7 +34,7 @@ from PIL import Image
 
 import eqxshard
 
-SIZE, CROP, CLASSES = 256, 224, 10
+SIZE, CROP = 256, 224
 #: By default, Grain would make 500 batches ahead, which are gigabytes.
 GRAIN_OPTIONS = grain.ReadOptions(num_threads=4, prefetch_buffer_size=4)
 #: Batches that are not measured: more than any loader makes ahead.

@@ -6,7 +6,7 @@ from . import run as run
 from . import testing as testing
 from . import trackers as trackers
 from .checkpoint._checkpointer import Checkpointer as Checkpointer
-from .checkpoint._weight_matching import WeightsReport as WeightsReport
+from .checkpoint._weight_names import WeightsReport as WeightsReport
 from .checkpoint._weights import compare_weights as compare_weights
 from .checkpoint._weights import load_weights as load_weights
 from .checkpoint._weights import save_weights as save_weights
@@ -29,11 +29,11 @@ from .planning._make_plan import plan as plan
 from .planning._plan import Plan as Plan
 from .planning._plan import PlannedMemory as PlannedMemory
 from .planning._plan import PlannedTime as PlannedTime
+from .planning._schedule import PlannedSpan as PlannedSpan
 from .planning._search import Candidate as Candidate
 from .planning._search import Search as Search
 from .planning._search import plan_search as plan_search
 from .planning._targets import Target as Target
-from .planning._timeline import PlannedSpan as PlannedSpan
 from .run import RunConfig as RunConfig
 from .run import RunResult as RunResult
 from .run import cache_compilations as cache_compilations

@@ -194,8 +194,8 @@ def load(folder: Folder, like: GPT) -> GPT:
     return eqxshard.load_weights(folder, like, **options("" if is_short else family.prefix))
 
 
-def save(folder: Folder, model: GPT, *, max_bytes: int = 5 * 10**9) -> None:
-    """Write a folder that `transformers` reads, in files of at most `max_bytes` each."""
+def save(folder: Folder, model: GPT) -> None:
+    """Write a folder that `transformers` reads."""
     folder, shape = Path(folder), model.shape
     family = family_of(shape)
     _, outward = layouts(shape)
@@ -204,7 +204,6 @@ def save(folder: Folder, model: GPT, *, max_bytes: int = 5 * 10**9) -> None:
         model,
         rename=lambda path: name_of(family, path, family.prefix),
         transform=lambda path, x: outward[path](x) if path in outward else x,
-        max_bytes=max_bytes,
     )
     config: dict[str, Any] = {name: values[0] for name, values in family.options.items()}
     config |= {name: getattr(shape, ours) for ours, name in family.sizes.items()}

@@ -57,17 +57,13 @@ def main() -> None:
     parser.add_argument("--dcn", help="JSON")
     parser.add_argument("--rule", default="data")
     parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--seconds-per-step", type=float, default=0.0)
     parser.add_argument("--checkpoints", help="where, if not in the folder")
     parser.add_argument("--stall-process", type=int, help="stalls in step 8, from step 0")
-    parser.add_argument("--ahead-process", type=int, help="whose clocks are ahead")
-    parser.add_argument("--save-seconds", type=float, default=600.0)
-    parser.add_argument("--linger", help="in compilation or evaluation")
+    parser.add_argument("--linger", action="store_true", help="in evaluations")
     parser.add_argument("--full-process", type=int, help="whose disk is full for a while")
-    parser.add_argument("--stall-seconds", type=float, default=300.0)
     parser.add_argument("--hang-seconds", type=float)
     parser.add_argument("--heartbeat-seconds", type=int, default=30)
     parser.add_argument("--address")
@@ -80,11 +76,6 @@ def main() -> None:
         args.process,
         heartbeat_seconds=args.heartbeat_seconds,
     )
-    if args.ahead_process == jax.process_index():
-        print("ahead by an hour")
-        for name in ("time", "monotonic"):
-            clock = getattr(time, name)
-            setattr(time, name, lambda clock=clock: clock() + 3600)
     # Mistakes: something that is not the same in all processes.
     differ = os.environ.get("DIFFER")
     first = jax.process_index() == 0
@@ -126,8 +117,7 @@ def main() -> None:
     optim, key = optax.adam(1e-2), jax.random.key(args.seed)
     checkpointer = eqxshard.Checkpointer(
         args.checkpoints or f"{args.folder}/checkpoints",
-        save_every=args.every,
-        save_every_seconds=args.save_seconds,
+        save_every=5,
     )
     if checkpointer.steps():
         like = eqxshard.abstract_state(make_model, optim, key=key, **where)
@@ -140,20 +130,13 @@ def main() -> None:
         path = f"{args.folder}/metrics.jsonl"
         trackers = [eqxshard.trackers.JSONLines(path, keep_until=begin)]
 
-    def linger(where):
-        if args.linger == where:
-            print(f"in the {where}", flush=True)
-            time.sleep(3)
-
-    def slow_loss_fn(model, batch, key):
-        linger("compilation")
-        return loss_fn(model, batch, key)
-
     def evaluate(model):
-        linger("evaluation")
+        if args.linger:
+            print("in the evaluation", flush=True)
+            time.sleep(3)
         return eqxshard.evaluate(model, eval_step, test)
 
-    train_step = eqxshard.make_train_step(slow_loss_fn, optim, **where)
+    train_step = eqxshard.make_train_step(loss_fn, optim, **where)
     eval_step = eqxshard.make_eval_step(metric_fn, **where)
     print(f"resuming from step {begin} in {jax.process_count()} processes")
     state = eqxshard.fit(
@@ -165,7 +148,6 @@ def main() -> None:
         evaluate=evaluate,
         checkpointer=None if differ == "checkpointer" and not first else checkpointer,
         trackers=trackers,
-        stall_seconds=args.stall_seconds,
         hang_seconds=args.hang_seconds,
     )
     print(f"finished at step {int(state.step)}")

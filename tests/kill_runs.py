@@ -6,28 +6,25 @@ has touched a device, so that it starts in a moment.
 """
 
 import argparse
-import json
 import os
 import random
-import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
 from pathlib import Path
 
 import jax
 import numpy as np
 import optax
 from orbax.checkpoint import v1  # noqa: F401  (here, so that children start at once)
+from run_helpers import measured
 
 import eqxshard
 
 EXAMPLES, BATCH, EPOCHS, EVERY = 300, 32, 6, 3
-TIMES = re.compile("seconds|per_second|goodput")
 
 
 def train(folder: Path) -> None:
@@ -113,34 +110,15 @@ def finish(folder: Path) -> float:
     return time.monotonic() - began
 
 
-def state_of(folder: Path) -> str:
-    """What a killed run was at, by what it left."""
-    names = os.listdir(folder / "checkpoints") if (folder / "checkpoints").exists() else []
-    if any(".orbax-checkpoint-tmp" in name for name in names):
-        return "while a checkpoint was written"
-    sealed = [(folder / "checkpoints" / name / "checksums.txt").exists() for name in names]
-    if not all(sealed):
-        return "before a checkpoint was sealed, or while one was removed"
-    return "between checkpoints" if names else "before the first checkpoint"
-
-
-def lines_of(folder: Path) -> list[dict[str, float]]:
-    """What was logged, but for the times that it took."""
-    lines = [
-        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
-    return [{k: v for k, v in line.items() if not TIMES.search(k)} for line in lines]
-
-
 def check_same(folder: Path, whole: Path) -> None:
     """Fail unless a run ended as another one, bit for bit, with the same log."""
     ours, theirs = (np.load(one / "end.npz") for one in (folder, whole))
     for name in theirs.files:
         np.testing.assert_array_equal(ours[name], theirs[name])
-    lines = lines_of(folder)
+    lines = measured(folder)
     steps = [line["step"] for line in lines]
     assert steps == list(range(1, len(steps) + 1)), f"steps in the log: {steps}"
-    assert lines == lines_of(whole)
+    assert lines == measured(whole)
 
 
 def main() -> None:
@@ -159,7 +137,7 @@ def main() -> None:
     shutil.rmtree(root / "again" / "checkpoints")
     seconds = finish(root / "again")
     check_same(root / "again", whole)
-    kills: Counter[str] = Counter()
+    kills = 0
     for number in range(args.runs):
         folder = root / str(number)
         folder.mkdir()
@@ -170,16 +148,14 @@ def main() -> None:
             _, status = os.waitpid(child, 0)
             if not os.WIFSIGNALED(status):
                 break
-            kills[state_of(folder)] += 1
+            kills += 1
             if rng.random() < 0.5:
                 break
         finish(folder)
         check_same(folder, whole)
         shutil.rmtree(folder)
     shutil.rmtree(root)
-    print(f"{args.runs} runs of {seconds:.1f} s, {kills.total()} kills: all ended as one.")
-    for where, count in kills.most_common():
-        print(f"  {count} {where}")
+    print(f"{args.runs} runs of {seconds:.1f} s, {kills} kills: all ended as one.")
 
 
 if __name__ == "__main__":

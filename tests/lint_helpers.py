@@ -1,7 +1,5 @@
 """A small model whose weights are just large enough to be linted, and lint of its step."""
 
-import contextlib
-import warnings
 from typing import Any
 
 import equinox as eqx
@@ -78,11 +76,3 @@ def found(findings, kind, *texts):
     for text in texts:
         assert text in finding.message
     return finding
-
-
-@contextlib.contextmanager
-def no_warnings_of_jax():
-    """Those about donated buffers, which lint also has."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Some donated buffers")
-        yield

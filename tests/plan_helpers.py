@@ -8,7 +8,7 @@ from transformer import Transformer, next_token_losses
 
 import eqxshard
 from eqxshard.inspect._lint import Findings
-from eqxshard.planning._request import Request
+from eqxshard.planning._process import Request
 
 OPTIM = lenient(optax.adam(1e-3))
 BATCH = {"tokens": jax.ShapeDtypeStruct((16, 17), jnp.int32)}
@@ -20,7 +20,6 @@ REQUEST = Request(
     optim=OPTIM,
     batch=BATCH,
     mesh_shape={"fsdp": 8},
-    devices=8,
     rule=RULE,
     target=eqxshard.Target.named("h200"),
     backend="cpu",

@@ -65,13 +65,6 @@ def error(rule, *shape, path="w", mesh=None):
     return str(info.value)
 
 
-def rule_error(rule, mesh=None, tree: Any = BLOCK):
-    """What is wrong with a rule, for a tree."""
-    with pytest.raises(ValueError) as info:
-        eqxshard.shardings(tree, mesh or make_mesh(2, 2), rule)
-    return str(info.value)
-
-
 def opt_specs(rule, mesh=None):
     """The specs of the parameters of a `Block`, and of their moments under Adam."""
     state = eqxshard.init_state(

@@ -33,9 +33,6 @@ def make_model(key):
 
 def loss_fn(model, batch, key):
     return (model.slope * batch["x"] - batch["y"]) ** 2
-
-def broken_loss_fn(model, batch, key):
-    return loss_fn(model, batch, key) + jnp.nan
 """
 TRAIN = """
 def train(train_step, steps, folder=None):
@@ -72,21 +69,12 @@ def test_a_run_goes_on_in_a_new_kernel(tmp_path):
 
 
 @pytest.mark.slow
-def test_cells_run_again(tmp_path):
+def test_cells_run_again():
     """The class and the functions are new ones, of the same names."""
     first = "first = Model; train(train_step, 2)"
     again = "assert Model is not first; train(train_step, 2)"
-    broken = f"""
-broken = eqxshard.make_train_step(broken_loss_fn, optim)
-try:
-    train(broken, 12, {str(tmp_path)!r})
-except FloatingPointError as error:
-    print(error)
-"""
-    lines, log = run(SETUP, DEFINE, TRAIN, first, DEFINE, again, TRAIN, again, broken)
+    lines, log = run(SETUP, DEFINE, TRAIN, first, DEFINE, again, TRAIN, again)
     assert lines[0] == lines[1] == lines[2]
     # The step from before is for any class, but compiles again.
     assert "Changed: state.model: Model " in log
     assert "-> another like it" in log
-    # To replay it, the cells have to be in a script.
-    assert lines[-1].endswith("/crash_dump SCRIPT --loss broken_loss_fn`.")

@@ -10,24 +10,16 @@ from run_helpers import SCRIPT, environment
 from eqxshard._parser import Parser
 
 
-@pytest.mark.parametrize(
-    "message, says",
-    [
-        ("--steps 0 is too few; use 1 or more.", "--steps 0 is too few; use 1 or more."),
-        ("--steps is missing", "--steps is missing; see python -m x --help."),
-    ],
-)
-def test_a_mistake_is_one_line_and_status_2(capsys, message, says):
+def test_a_mistake_is_one_line_with_a_remedy_and_status_2(capsys):
     with pytest.raises(SystemExit) as error:
-        Parser(prog="python -m x").error(message)
+        Parser(prog="python -m x").error("--steps is missing")
     assert error.value.code == 2
-    assert capsys.readouterr() == ("", f"error: {says}\n")
+    says = "error: --steps is missing; see python -m x --help.\n"
+    assert capsys.readouterr() == ("", says)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "command", ["-m eqxshard doctor", "-u -m eqxshard doctor", f"{SCRIPT} --help"]
-)
+@pytest.mark.parametrize("command", ["-m eqxshard doctor", f"{SCRIPT} --help"])
 def test_output_that_nobody_reads_ends_a_command_without_a_word(command):
     reads, writes = os.pipe()
     os.close(reads)

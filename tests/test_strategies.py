@@ -250,13 +250,7 @@ SPLITS: dict[str, tuple[eqxshard.Rule, dict[str, Any], int]] = {
         {"data": 2, "fsdp": 4},
         8,
     ),
-    "tensor": (ROWWISE, {"tensor": 8}, 8),
     "tensor by two axes": (GRID, {"fsdp": 4, "tensor": 2}, 8),
-    "FSDP x tensor": (
-        eqxshard.combine(ROWWISE, eqxshard.fsdp(min_size=1)),
-        {"fsdp": 4, "tensor": 2},
-        8,
-    ),
     "ZeRO-1": (eqxshard.zero1(min_size=1), {"data": 8}, 1),
     "ZeRO-1 x tensor": (
         eqxshard.combine(ROWWISE, eqxshard.zero1(min_size=1)),

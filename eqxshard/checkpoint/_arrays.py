@@ -3,21 +3,18 @@
 import functools as ft
 import itertools
 import logging
-import operator
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import Array, PyTree
 
-from ..sharding._leaves import array_leaves, format_array, is_key
+from ..sharding._leaves import array_leaves, is_key
 from ..sharding._paths import is_remote
-from ..sharding._text import first_few
 from ..transforms._partition import Static, partition
 from ._object_store import ARRAYS, Upload, context, kvstore
 
@@ -80,39 +77,29 @@ def read(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Array]:
     settings = ts.Context(tables, parent=context() if is_remote(folder) else None)
     arrays = {}
     for path, leaf in wanted.items():
-        target = _target(leaf)
-        assert target.sharding is not None
-        if leaf.size:
+        data = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
+        there = target_sharding(leaf)
+        if not leaf.size:
+            array = jnp.zeros(data.shape, data.dtype, device=there)
+        else:
             where = {**base, "path": f"{base.get('path', '')}{path}/"}
             spec = {"driver": "zarr3", "kvstore": where}
             try:
                 store = ts.open(spec, open=True, read=True, context=settings).result()
-                _check_store(store, target)
-                read_part = ft.partial(_read_part, store, dtype=target.dtype)
-                array = place_parts(read_part, target)
+                if store.shape != data.shape:
+                    raise ValueError(f"its shape is {[*store.shape]}")
+                read_part = ft.partial(_read_part, store, dtype=data.dtype)
+                array = place_parts(read_part, data.shape, there)
             except ValueError as error:
                 why = str(error).partition(" [source")[0]
                 raise ValueError(
                     f"{path} in {folder} cannot be read ({why}); use another checkpoint."
                 ) from None
-        else:
-            empty = np.zeros(target.shape, target.dtype)
-            there = target.sharding
-            array = jax.make_array_from_callback(empty.shape, there, empty.__getitem__)
         if is_key(leaf):
             wrap = ft.partial(jax.random.wrap_key_data, impl=leaf.dtype)
-            array = jax.jit(wrap, out_shardings=target.sharding)(array)
+            array = jax.jit(wrap, out_shardings=there)(array)
         arrays[path] = array
     return arrays
-
-
-def _check_store(store: Any, target: jax.ShapeDtypeStruct) -> None:
-    """Refuse arrays that would take more memory than the one that is read."""
-    chunk = store.chunk_layout.read_chunk.shape or store.shape
-    if store.shape != target.shape:
-        raise ValueError(f"its shape is {[*store.shape]}, not {[*target.shape]}")
-    if any(length > size for length, size in zip(chunk, store.shape)):
-        raise ValueError(f"its chunks of shape {[*chunk]} are larger than it is")
 
 
 def _base(folder: Any) -> dict[str, Any]:
@@ -134,14 +121,14 @@ def _base(folder: Any) -> dict[str, Any]:
 
 
 def place_parts(
-    read_part: Callable[[tuple[range, ...]], np.ndarray], target: jax.ShapeDtypeStruct
+    read_part: Callable[[tuple[range, ...]], np.ndarray],
+    shape: tuple[int, ...],
+    there: Sharding,
 ) -> Array:
     """Read one part after the other, each once, onto the devices that hold it."""
-    there = target.sharding
-    assert there is not None
     devices: dict[tuple[range, ...], list[Any]] = {}
-    for device, index in there.addressable_devices_indices_map(target.shape).items():
-        part = tuple(range(n)[at] for n, at in zip(target.shape, index or ()))
+    for device, index in there.addressable_devices_indices_map(shape).items():
+        part = tuple(range(n)[at] for n, at in zip(shape, index or ()))
         devices.setdefault(part, []).append(
             SingleDeviceSharding(device, memory_kind=there.memory_kind)
         )
@@ -150,7 +137,7 @@ def place_parts(
         on_host = read_part(part)
         # Waited for, to free the memory of the host.
         shards += jax.block_until_ready([_copy_to(each, on_host) for each in shardings])
-    return jax.make_array_from_single_device_arrays(target.shape, there, shards)
+    return jax.make_array_from_single_device_arrays(shape, there, shards)
 
 
 def _copy_to(there: SingleDeviceSharding, on_host: np.ndarray) -> Array:
@@ -196,79 +183,14 @@ def partition_by_path(tree: PyTree, root: str = "") -> tuple[dict[str, Any], Sta
     """As `partition`, with the arrays by their paths."""
     _, static = partition(tree)
     leaves = array_leaves(tree, root)
-    twice = [
-        path for path, count in Counter(path for path, _ in leaves).items() if count > 1
-    ]
-    if twice:
-        raise ValueError(
-            f"two arrays have the path {twice[0]}; use dict keys without dots."
-        )
-    return dict(leaves), static
-
-
-def array_metadata(leaf: Array) -> dict[str, Any]:
-    """The shape, dtype and spec of an array, as JSON values."""
-    spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else ()
-    described = {
-        "shape": list(leaf.shape),
-        "dtype": str(leaf.dtype),
-        "spec": [list(axes) if isinstance(axes, tuple) else axes for axes in spec],
-    }
-    return described | ({"impl": str(jax.random.key_impl(leaf))} if is_key(leaf) else {})
-
-
-def abstract_array(described: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
-    """The shape and dtype that `array_metadata` describes."""
-    dtype = described["dtype"]
-    if "impl" in described:
-        dtype = jax.eval_shape(lambda: jax.random.key(0, impl=described["impl"])).dtype
-    elif not any(jnp.issubdtype(jnp.dtype(dtype), kind) for kind in (jnp.number, bool)):
-        raise TypeError(f"{dtype!r} is no dtype of an array")
-    return jax.ShapeDtypeStruct(tuple(map(operator.index, described["shape"])), dtype)
+    by_path = dict(leaves)
+    if len(by_path) < len(leaves):
+        paths = [path for path, _ in leaves]
+        twice = next(path for path in paths if paths.count(path) > 1)
+        raise ValueError(f"two arrays have the path {twice}; use dict keys without dots.")
+    return by_path, static
 
 
 def target_sharding(leaf: Any) -> Sharding:
     """The sharding of an array or `jax.ShapeDtypeStruct`; by default, the first device."""
     return leaf.sharding or SingleDeviceSharding(jax.devices()[0])
-
-
-def _target(leaf: Any) -> jax.ShapeDtypeStruct:
-    """What to read for a leaf, and its sharding."""
-    data = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
-    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=target_sharding(leaf))
-
-
-def check_structure(
-    wanted: Mapping[str, Any], saved: Mapping[str, Mapping[str, Any]], where: str
-) -> None:
-    """Raise `ValueError` naming arrays that a checkpoint lacks, or has besides."""
-    faults = []
-    # In the model's order; the optimizer's state, which repeats its faults, comes later.
-    for path in dict.fromkeys((*wanted, *saved)):
-        ours, theirs = wanted.get(path), saved.get(path)
-        if theirs is None:
-            faults.append(f"{path} {format_array(ours)} is missing there")
-        elif ours is None:
-            faults.append(f"{path} {format_array(abstract_array(theirs))} is only there")
-        elif list(ours.shape) != theirs["shape"]:
-            faults.append(f"{path} has shape {theirs['shape']} there, not {[*ours.shape]}")
-        elif not converts(theirs["dtype"], ours):
-            faults.append(f"{path} has dtype {theirs['dtype']} there, not {ours.dtype}")
-    if faults:
-        raise ValueError(
-            f"{where} does not fit this model: {first_few(faults, '; ')}; use the model "
-            "(and the optimizer) that it was made with, or read a part of it."
-        )
-
-
-def converts(saved: str, leaf: Any) -> bool:
-    """Whether a saved dtype is the leaf's, or both are floating-point, or complex."""
-    if saved == str(leaf.dtype):
-        return True
-    if saved.startswith("key<") or is_key(leaf):
-        return False
-    old, new = jnp.dtype(saved), leaf.dtype
-    return any(
-        jnp.issubdtype(old, kind) and jnp.issubdtype(new, kind)
-        for kind in (jnp.floating, jnp.complexfloating)
-    )

@@ -1,10 +1,11 @@
 """`Checkpointer`: states on disk, to resume from on any mesh."""
 
-import dataclasses
+import contextlib
+import math
 import operator
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeVar
 
 import equinox as eqx
@@ -12,12 +13,9 @@ from jaxtyping import PyTree
 
 from ..distributed import assert_same_on_all_processes, broadcast_from_first
 from ..training._donation import check_state_not_donated
-from ..training._state import TrainState, flatten_state, unflatten_state
 from ..training._states import step_of, trained_paths
-from ..transforms._partition import Static
-from ._arrays import check_structure, partition_by_path, read
-from ._best import Best
-from ._description import Description
+from ._arrays import partition_by_path, read
+from ._description import check_structure, describe
 from ._folder import CheckpointFolder
 from ._writer import CheckpointWriter
 
@@ -32,9 +30,9 @@ class Checkpointer:
 
     A checkpoint is the folder `directory/STEP`: the state's arrays as
     [Orbax](https://orbax.readthedocs.io) writes them, by path; a readable
-    `description.json` (paths, shapes, dtypes, mesh, versions, the loader's position, the
-    metrics); and `checksums.txt`, the SHA-256 of every other file, which is written last:
-    a folder without it was interrupted, and does not count.
+    `description.json` (paths, shapes, dtypes, mesh, the loader's position, the metrics);
+    and `checksums.txt`, the SHA-256 of every other file, which is written last: a folder
+    without it was interrupted, and does not count.
 
     Saving waits for the state's step and for the copy of its arrays from the devices; a
     thread does the rest while training continues. If it fails, say because the disk is
@@ -51,8 +49,6 @@ class Checkpointer:
     - `best`: the name of a metric that `fit` reports, such as `"eval/accuracy"`: `fit`
         saves whenever it is better than before, and the best checkpoint is kept, too.
     - `mode`: whether the largest (`"max"`) or the smallest (`"min"`) value is best.
-    - `on_error`: if a checkpoint cannot be written: `"continue"` training, or `"raise"`
-        when the next one is due.
 
     **Raises:**
 
@@ -79,18 +75,26 @@ class Checkpointer:
         save_every_seconds: float | None = 600.0,
         best: str | None = None,
         mode: Literal["max", "min"] = "max",
-        on_error: Literal["continue", "raise"] = "continue",
     ):
-        _check_options(max_to_keep, save_every, save_every_seconds, mode, on_error)
+        for number in (max_to_keep, save_every, save_every_seconds):
+            if number is not None and not number > 0:
+                raise ValueError(
+                    f"max_to_keep={max_to_keep}, save_every={save_every}, "
+                    f"save_every_seconds={save_every_seconds}: {number} is not positive; "
+                    "give a larger number, or None for never."
+                )
+        if mode not in ("max", "min"):
+            raise ValueError(f"mode={mode!r} is not a mode; use 'max' or 'min'.")
         self._folder = CheckpointFolder(directory)
         self.directory = self._folder.path  #: The folder, as an `etils.epath.Path`.
         self._max_to_keep = operator.index(max_to_keep)
         #: Save every this many steps, if not `None`.
         self.save_every = save_every and operator.index(save_every)
         self._save_every_seconds = save_every_seconds
-        self._best = Best(self._folder, best, mode)
+        self._best = best
+        self._sign = 1 if mode == "max" else -1
         self._last_save = time.monotonic()
-        self._writer = CheckpointWriter(self._folder, self._outdated, on_error == "raise")
+        self._writer = CheckpointWriter(self._folder, self._outdated)
 
     def steps(self) -> list[int]:
         """The steps with complete checkpoints, in order."""
@@ -98,7 +102,7 @@ class Checkpointer:
 
     def best_step(self) -> int | None:
         """The step with the best value of `best`; `None` if no checkpoint has a value."""
-        return self._best.step()
+        return _best_of(self._scores(self._folder.known_steps()))
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
         """Whether metrics are better, by `best`, than those of every checkpoint.
@@ -109,8 +113,22 @@ class Checkpointer:
 
         `ValueError` if they are of an evaluation, which does not have `best`.
         """
+        if self._best is None:
+            return False
+        if self._best not in metrics and any(name.startswith("eval/") for name in metrics):
+            raise ValueError(
+                f"best={self._best!r} is not a metric of this run; use one of "
+                f"{', '.join(metrics)}."
+            )
+        score = self._sign * metrics.get(self._best, math.nan)
         for _ in range(2):
-            if not self._best.is_beaten_by(metrics):
+            best = -math.inf
+            # Not only OSError: packages for object stores have errors of their own.
+            with contextlib.suppress(Exception):
+                scores = self._scores(self._folder.good_steps())
+                best = max(scores.values(), default=best)
+            # Processes may see a shared folder at different times.
+            if not broadcast_from_first(math.isfinite(score) and score > best):
                 return False
             # The checkpoint that is being written may be better.
             self._writer.settle()
@@ -126,13 +144,13 @@ class Checkpointer:
         **Returns:**
 
         The contents of `description.json`: `step`, `leaves` (shape, dtype and spec of
-        each, by path), `mesh`, `loader`, `metrics`, `versions`, `callbacks`.
+        each, by path), `mesh`, `loader`, `metrics`, `callbacks`.
 
         **Raises:**
 
         `FileNotFoundError` if there is no such checkpoint; `ValueError` if it is damaged.
         """
-        return dataclasses.asdict(self._folder.check(step))
+        return self._folder.description(step)
 
     def restore(self, like: _T, *, step: Step = "newest") -> _T:
         """Read a state, each array straight into its sharding.
@@ -157,12 +175,9 @@ class Checkpointer:
         `step` is `None`, or `like` does not have the same arrays: it names each that is
         missing, superfluous or of another shape.
         """
-        description = self._best.choose(step)
-        wanted, static = partition_by_path(like)
-        check_structure(wanted, description.leaves, self._folder.name(description.step))
-        values = list(read(self._folder.at(description.step), wanted).values())
+        state = self._read(like, step)
         self._last_save = time.monotonic()
-        return _combine(like, static, values)
+        return state
 
     def restore_model(
         self, model: _T, *, step: Step = "newest", only: PyTree = True, of: str = ""
@@ -196,13 +211,24 @@ class Checkpointer:
             model = checkpointer.restore_model(model, only=body)
             ```
         """
-        description = self._best.choose(step)
         chosen, rest = eqx.partition(model, only)
-        wanted, static = partition_by_path(chosen, f"{of}.model" if of else "model")
-        saved = {k: leaf for k, leaf in description.leaves.items() if k in wanted}
-        check_structure(wanted, saved, self._folder.name(description.step))
-        arrays = read(self._folder.at(description.step), wanted)
-        return eqx.combine(static.combine(list(arrays.values())), rest)
+        found = self._read(chosen, step, f"{of}.model" if of else "model")
+        return eqx.combine(found, rest)
+
+    def _read(self, like: _T, step: Step, root: str = "") -> _T:
+        """Read a PyTree: all that was saved, or arrays below a path."""
+        if step is None:
+            raise ValueError(
+                f"step=None is not a step: no checkpoint in {self.directory} has a value "
+                f"of best={self._best!r}; leave step out to read the newest."
+            )
+        description = self._folder.choose(None if step == "newest" else step)
+        found, saved = description["step"], description["leaves"]
+        wanted, static = partition_by_path(like, root)
+        if root:
+            saved = {path: leaf for path, leaf in saved.items() if path in wanted}
+        check_structure(wanted, saved, self._folder.name(found))
+        return static.combine([*read(self._folder.at(found), wanted).values()])
 
     def claim_run(self, step: int, loader: Any) -> Mapping[str, Any]:
         """Claim the directory for a run, unless its checkpoints would mix with another's.
@@ -226,20 +252,18 @@ class Checkpointer:
         steps or other things with numbers for names, or its checkpoint of this step belongs
         to a loader with other batches.
         """
-        facts: dict[str, Any] = {"directory": str(self.directory), "first step": step}
-        facts |= {"save_every": self.save_every}
-        facts |= {
-            "best": self._best.metric,
-            "timed": self._save_every_seconds is not None,
-        }
+        when = [self.save_every, self._best, self._save_every_seconds is not None]
+        facts = {"directory": str(self.directory), "first step": step, "saves": when}
         assert_same_on_all_processes("run", facts)
-        with self._folder.lock.claiming():
-            self._folder.claim_from(step)
-            if step not in self._folder.good_steps():
-                return {}
-            description = self._folder.description(step)
-            _move(loader, description)
-            return description.callbacks
+        self._folder.lock.claims += 1
+        self._folder.claim_from(step)
+        if step not in self._folder.good_steps():
+            return {}
+        description = self._folder.description(step)
+        # One of the user's own may have no position.
+        if description["loader"] is not None and hasattr(loader, "restore"):
+            loader.restore(description["loader"])
+        return description["callbacks"]
 
     def should_save(self, step: int, *, reporting: bool) -> bool:
         """Whether it is time to save.
@@ -289,15 +313,15 @@ class Checkpointer:
         step = step_of(state)
         self._folder.check_unused()
         self._last_save = time.monotonic()
-        if self._writer.make_ready(step):
-            leaves, _ = partition_by_path(state)
-            described = Description.of(step, leaves, loader, metrics, callbacks)
-            self._writer.start(leaves, trained_paths(state), described)
+        leaves, _ = partition_by_path(state)
+        described = describe(step, leaves, loader, metrics, callbacks)
+        self._writer.start(leaves, trained_paths(state), described)
 
     def close(self) -> None:
         """Wait for the last save, whether or not it succeeds, and end the last claim."""
         self._writer.close()
-        self._folder.lock.end_claim()
+        self._folder.lock.claims = max(0, self._folder.lock.claims - 1)
+        self._folder.lock.release()
 
     def wait(self) -> None:
         """Wait until everything is written.
@@ -312,41 +336,21 @@ class Checkpointer:
     def _outdated(self, newest: int) -> set[int]:
         # Listed once: what is not seen now, and may be the best, must not be removed.
         steps = self._folder.steps()
-        good = self._folder.good_ones(steps)
-        last = good[-self._max_to_keep :]
-        return {*steps} - {*last, newest} - self._best.candidates(good)
+        good = [step for step in steps if step not in self._folder.damaged]
+        kept = {newest, *good[-self._max_to_keep :], _best_of(self._scores(good))}
+        return {step for step in steps if step not in kept}
+
+    def _scores(self, steps: Iterable[int]) -> dict[int, float]:
+        """By step, the scores of those that have a value of `best`."""
+        scores: dict[int, float] = {}
+        for step in steps if self._best is not None else ():
+            with contextlib.suppress(ValueError):  # It is damaged.
+                metrics = self._folder.description(step)["metrics"]
+                if self._best in metrics:
+                    scores[step] = self._sign * metrics[self._best]
+        return scores
 
 
-def _move(loader: Any, description: Description) -> None:
-    """Move a loader to where it was; one of the user's own may have no position."""
-    if description.loader is not None and hasattr(loader, "restore"):
-        loader.restore(description.loader)
-
-
-def _combine(like: Any, static: Static, values: list[Any]) -> Any:
-    """A PyTree like another; a state as a step returns it."""
-    if isinstance(like, TrainState):
-        _, static = flatten_state(like)
-        return unflatten_state(values, static.with_shapes(values))
-    return static.combine(values)
-
-
-def _check_options(
-    max_to_keep: int,
-    save_every: int | None,
-    save_every_seconds: float | None,
-    mode: str,
-    on_error: str,
-) -> None:
-    numbers = {
-        "max_to_keep": max_to_keep,
-        "save_every": save_every,
-        "save_every_seconds": save_every_seconds,
-    }
-    for name, value in numbers.items():
-        if value is not None and not value > 0:
-            raise ValueError(f"{name}={value} must be positive.")
-    if mode not in ("max", "min"):
-        raise ValueError(f"mode={mode!r} is not 'max' or 'min'.")
-    if on_error not in ("continue", "raise"):
-        raise ValueError(f"on_error={on_error!r} is not 'continue' or 'raise'.")
+def _best_of(scores: Mapping[int, float]) -> int | None:
+    """The step with the best score; of equals, the latest."""
+    return max(scores, key=lambda step: (scores[step], step), default=None)

@@ -100,8 +100,5 @@ def _files(folder: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _digest(file: Any) -> str:
-    digest = hashlib.sha256()
     with file.open("rb") as stream:
-        while chunk := stream.read(2**20):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,109 +1,118 @@
-"""The readable description of a checkpoint: written, checked and read here."""
+"""The readable description of a checkpoint: made, checked, and compared with a model."""
 
-import dataclasses
-import importlib.metadata
-import json
 import math
-import platform
-import sys
+import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from ..sharding._files import parse_json
-from ._arrays import abstract_array, array_metadata
+from ..sharding._leaves import format_array, is_key
+from ..sharding._text import first_few
 
 #: The file in a checkpoint's folder.
 FILE = "description.json"
 
-_PACKAGES = ("jax", "equinox", "optax", "orbax-checkpoint")
 
-
-@dataclass(frozen=True)
-class Description:
-    """The description that is saved with a checkpoint.
+def describe(
+    step: int,
+    leaves: Mapping[str, Array],
+    loader: Any,
+    metrics: Mapping[str, float],
+    callbacks: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Describe the state of a step, as JSON values.
 
     - `step`: the number of steps taken.
     - `metrics`: the metrics of this state, finite values only.
     - `loader`: the loader's position, as [`eqxshard.Loader.state`][] returns it, if there
         was a loader that has one.
     - `mesh`: the sizes of the mesh's axes.
-    - `versions`: of Python and of the packages in use.
     - `leaves`: for each array, by path, its shape, dtype and spec.
     - `callbacks`: the states of the run's callbacks, by name.
     """
+    placed = [leaf.sharding for leaf in leaves.values()]
+    meshes = [each.mesh.shape for each in placed if isinstance(each, NamedSharding)]
+    return {
+        "step": step,
+        # JSON has no infinity and no nan.
+        "metrics": {k: float(v) for k, v in metrics.items() if math.isfinite(v)},
+        # The step's position, whatever else the loader was used for.
+        "loader": {**loader.state(), "step": step} if hasattr(loader, "state") else None,
+        "mesh": dict(meshes[0]) if meshes else {},
+        "leaves": {path: array_metadata(leaf) for path, leaf in leaves.items()},
+        "callbacks": dict(callbacks),
+    }
 
-    step: int
-    metrics: Mapping[str, float]
-    loader: Mapping[str, Any] | None
-    mesh: Mapping[str, int]
-    versions: Mapping[str, str]
-    leaves: Mapping[str, Mapping[str, Any]]
-    callbacks: Mapping[str, Any] = field(default_factory=dict)
 
-    @staticmethod
-    def of(
-        step: int,
-        leaves: Mapping[str, Array],
-        loader: Any,
-        metrics: Mapping[str, float],
-        callbacks: Mapping[str, Any],
-    ) -> "Description":
-        """Describe the state of a step, given its arrays by path."""
-        position = None
-        if hasattr(loader, "state"):
-            # The step's position, whatever else the loader was used for.
-            position = {**loader.state(), "step": step}
-        return Description(
-            step=step,
-            # JSON has no infinity and no nan.
-            metrics={k: float(v) for k, v in metrics.items() if math.isfinite(v)},
-            loader=position,
-            mesh=_mesh_sizes(leaves),
-            versions=_versions(),
-            leaves={path: array_metadata(leaf) for path, leaf in leaves.items()},
-            callbacks=callbacks,
+def parse_description(text: str | bytes) -> dict[str, Any]:
+    """Read a description; raise `ValueError` if it is not one."""
+    try:
+        found = parse_json(text)
+        for leaf in found["leaves"].values():
+            abstract_array(leaf)
+        for value in (found["step"], *found["metrics"].values(), *found["mesh"].values()):
+            math.isfinite(value)
+        for part in (found["loader"] or {}, found["callbacks"]):
+            part.keys()
+    except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{FILE} was not written by eqxshard ({error!r})") from None
+    return found
+
+
+def array_metadata(leaf: Array) -> dict[str, Any]:
+    """The shape, dtype and spec of an array, as JSON values."""
+    spec = leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else ()
+    described = {
+        "shape": list(leaf.shape),
+        "dtype": str(leaf.dtype),
+        "spec": [list(axes) if isinstance(axes, tuple) else axes for axes in spec],
+    }
+    return described | ({"impl": str(jax.random.key_impl(leaf))} if is_key(leaf) else {})
+
+
+def abstract_array(described: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
+    """The shape and dtype that `array_metadata` describes."""
+    dtype = described["dtype"]
+    if "impl" in described:
+        dtype = jax.eval_shape(lambda: jax.random.key(0, impl=described["impl"])).dtype
+    elif not any(jnp.issubdtype(jnp.dtype(dtype), kind) for kind in (jnp.number, bool)):
+        raise TypeError(f"{dtype!r} is no dtype of an array")
+    return jax.ShapeDtypeStruct(tuple(map(operator.index, described["shape"])), dtype)
+
+
+def check_structure(
+    wanted: Mapping[str, Any], saved: Mapping[str, Mapping[str, Any]], where: str
+) -> None:
+    """Raise `ValueError` naming arrays that a checkpoint lacks, or has besides."""
+    faults = []
+    # In the model's order; the optimizer's state, which repeats its faults, comes later.
+    for path in dict.fromkeys((*wanted, *saved)):
+        if path not in saved:
+            faults.append(f"{path} {format_array(wanted[path])} is missing there")
+            continue
+        theirs = abstract_array(saved[path])
+        if path not in wanted:
+            faults.append(f"{path} {format_array(theirs)} is only there")
+        elif fault := describe_difference(path, theirs, wanted[path], "there"):
+            faults.append(fault)
+    if faults:
+        raise ValueError(
+            f"{where} does not fit this model: {first_few(faults, '; ')}; use the model "
+            "(and the optimizer) that it was made with, or read a part of it."
         )
 
-    @staticmethod
-    def from_json(text: str | bytes) -> "Description":
-        """Read a description; raise `ValueError` if it is not one."""
-        try:
-            values = parse_json(text)
-        except UnicodeDecodeError:
-            raise ValueError(f"{FILE} is not text") from None
-        except ValueError as error:
-            raise ValueError(f"{FILE} is not JSON ({error})") from None
-        try:
-            found = Description(**values)
-            dicts = (found.metrics, found.loader or {}, found.mesh, found.leaves)
-            if not all(isinstance(x, dict) for x in (*dicts, found.callbacks)):
-                raise TypeError("a part of it is not a dict")
-            for leaf in found.leaves.values():
-                abstract_array(leaf)
-            for value in (found.step, *found.metrics.values(), *found.mesh.values()):
-                math.isfinite(value)
-        except (LookupError, TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"{FILE} was not written by eqxshard ({error})") from None
-        return found
 
-    def to_json(self) -> str:
-        """The text of the file."""
-        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
-
-
-def _mesh_sizes(leaves: Mapping[str, Array]) -> dict[str, int]:
-    for leaf in leaves.values():
-        if isinstance(leaf.sharding, NamedSharding):
-            return dict(leaf.sharding.mesh.shape)
-    return {}
-
-
-def _versions() -> dict[str, str]:
-    # Not by an import, as this module is a part of it.
-    version = sys.modules["eqxshard"].__version__
-    ours = {"python": platform.python_version(), "eqxshard": version}
-    return ours | {name: importlib.metadata.version(name) for name in _PACKAGES}
+def describe_difference(path: str, saved: Any, leaf: Any, where: str) -> str | None:
+    """A phrase if a saved array cannot become a leaf: floating-point types convert."""
+    alike = saved.dtype == leaf.dtype or any(
+        jnp.issubdtype(saved.dtype, kind) and jnp.issubdtype(leaf.dtype, kind)
+        for kind in (jnp.floating, jnp.complexfloating)
+    )
+    if saved.shape == leaf.shape and alike:
+        return None
+    return f"{path} is {format_array(saved)} {where}, not {format_array(leaf)}"

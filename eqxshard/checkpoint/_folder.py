@@ -1,9 +1,8 @@
 """The folder of a run's checkpoints: listing, choosing, completing and removing them."""
 
-import contextlib
+import json
 import logging
 import os
-from collections.abc import Iterable
 from typing import Any
 
 from ..distributed import (
@@ -13,15 +12,15 @@ from ..distributed import (
 )
 from ..sharding._files import read_bytes
 from ..sharding._paths import as_text, is_remote, local_path
-from ..sharding._text import GONE, comma_list
+from ..sharding._text import GONE
 from ._checksums import invalidate, is_complete, verify, write_checksums
-from ._description import FILE, Description
+from ._description import FILE, parse_description
 from ._lock import FolderLock
 
 _LOG = logging.getLogger(__name__)
 
-#: What reaches object stores, by the scheme of their URLs.
-_PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
+#: Of the URLs of object stores that checkpoints can be in.
+_SCHEMES = ("s3", "gs")
 
 #: The file that marks the numbered folders beside it as ours to remove.
 _MARK = "eqxshard.txt"
@@ -43,8 +42,8 @@ class CheckpointFolder:
         #: Held from `claim` on, in process 0.
         self.lock = FolderLock(self.path)
         #: The steps whose checkpoints were found damaged.
-        self._damaged: set[int] = set()
-        self._claimed = False
+        self.damaged: set[int] = set()
+        self.claimed = False
 
     def at(self, step: int) -> Any:
         """The folder of a step."""
@@ -60,10 +59,6 @@ class CheckpointFolder:
             found = [*self.path.iterdir()] if self.path.exists() else []
             folders = [path for path in found if _is_step(path.name)]
             return sorted(int(path.name) for path in folders if is_complete(path))
-        except NotADirectoryError:
-            raise ValueError(
-                f"{self.path} is a file, not a folder; give the checkpoints a folder."
-            ) from None
         # Not only OSError: packages for object stores have errors of their own.
         except Exception as error:
             raise OSError(
@@ -73,103 +68,69 @@ class CheckpointFolder:
 
     def good_steps(self) -> list[int]:
         """The steps whose checkpoints were not found damaged."""
-        return self.good_ones(self.steps())
-
-    def good_ones(self, steps: Iterable[int]) -> list[int]:
-        """Those of some steps whose checkpoints were not found damaged."""
-        return [step for step in steps if step not in self._damaged]
+        return [step for step in self.steps() if step not in self.damaged]
 
     def known_steps(self) -> list[int]:
         """As `good_steps`; none if the folder cannot be listed at the moment."""
         try:
             return self.good_steps()
-        except (OSError, ValueError):
+        except OSError:
             return []
 
-    def description(self, step: int) -> Description:
-        """The description of a checkpoint, whose files are unchecked."""
-        description = Description.from_json(read_bytes(self.at(step) / FILE))
-        if description.step != step:
+    def description(self, step: int) -> dict[str, Any]:
+        """The description of a checkpoint, whose files are unchecked.
+
+        Raises `ValueError` if it is damaged, or another error if it cannot be read.
+        """
+        description = parse_description(read_bytes(self.at(step) / FILE))
+        if description["step"] != step:
             raise ValueError(
-                f"{FILE} says step {description.step}, so the folder was renamed or copied"
+                f"{FILE} says step {description['step']}, so the folder was renamed or "
+                "copied"
             )
         return description
 
-    def metric(self, step: int, name: str) -> float | None:
-        """A metric of a checkpoint, or `None` if it has no such metric."""
-        # Read without verifying: damage must not end a run.
-        with contextlib.suppress(ValueError, LookupError, TypeError):
-            return self.description(step).metrics[name]
-        return None
-
-    def check(self, step: int) -> Description:
-        """Verify a checkpoint and return its description; raise if missing or damaged."""
-        return self._taken(self._find(step))
-
-    def choose(self, step: int | None) -> Description:
+    def choose(self, step: int | None) -> dict[str, Any]:
         """Verify the checkpoint of a step, or find the newest that is not damaged.
 
         Process 0 looks, for all of them.
         """
-        return self._taken(
-            broadcast_from_first(self._find(step) if is_main_process() else None)
-        )
+        found = broadcast_from_first(self._find(step) if is_main_process() else None)
+        self.damaged.update(found["damaged"])
+        if found["description"] is None:
+            kind = ValueError if found["damaged"] else FileNotFoundError
+            raise kind(found["error"])
+        return found["description"]
 
     def _find(self, step: int | None) -> dict[str, Any]:
         """What `choose` found, as JSON: a description, the damaged steps, an error."""
         steps = self.steps()
         damages: dict[int, str] = {}
         for candidate in reversed(steps) if step is None else {step}.intersection(steps):
+            damage = verify(self.at(candidate))
             try:
-                text = self._verified(candidate).to_json()
-                return {"description": text, "damaged": [*damages]}
-            except ValueError as error:
-                damages[candidate] = str(error)
-                if step is None:
-                    name = self.name(candidate)
-                    _LOG.warning(
-                        "%s is damaged (%s); using the one before it.", name, error
-                    )
+                if damage is None:
+                    found = self.description(candidate)
+                    return {"description": found, "damaged": [*damages]}
+            except (OSError, ValueError) as error:
+                damage = str(error)
+            damages[candidate] = str(damage)
+            if step is None:
+                said = self.name(candidate), damage
+                _LOG.warning("%s is damaged (%s); using the one before it.", *said)
         others = [other for other in steps if other not in damages]
         use = f"use one of: {listed(others)}" if others else "use another folder"
-        said = "; ".join(f"step {each}: {damage}" for each, damage in damages.items())
-        what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        error = f"there is {what} in {self.path}; {use}."
-        if damages:
-            error = f"{self.path} has damaged checkpoints ({said}); {use}."
+        kind = "good checkpoint" if damages else "checkpoint"
+        of = "" if step is None else f" of step {step}"
+        why = "".join(f" (step {each}: {damage})" for each, damage in damages.items())
+        error = f"there is no {kind}{of} in {self.path}{why}; {use}."
         return {"description": None, "damaged": [*damages], "error": error}
 
-    def _taken(self, found: dict[str, Any]) -> Description:
-        self._damaged.update(found["damaged"])
-        if found["description"] is None:
-            kind = ValueError if found["damaged"] else FileNotFoundError
-            raise kind(found["error"])
-        return Description.from_json(found["description"])
-
-    def _verified(self, step: int) -> Description:
-        damage = verify(self.at(step))
-        if damage is not None:
-            raise ValueError(damage)
-        try:
-            return self.description(step)
-        except OSError as error:
-            raise ValueError(f"{FILE} cannot be read: {error}") from None
-
-    def complete(self, description: Description) -> None:
+    def complete(self, description: dict[str, Any]) -> None:
         """Complete a checkpoint whose arrays are written."""
-        folder = self.at(description.step)
-        (folder / FILE).write_text(description.to_json())
+        folder = self.at(description["step"])
+        (folder / FILE).write_text(json.dumps(description, indent=1) + "\n")
         write_checksums(folder)
-
-    def forget_damage(self, step: int) -> None:
-        """Count a step's checkpoint as good again: it is about to be replaced."""
-        self._damaged.discard(step)
-
-    def remove_all(self, steps: Iterable[int]) -> None:
-        """Remove the checkpoints of some steps."""
-        for step in steps:
-            invalidate(self.at(step))
-            self.remove(step)
 
     def claim_from(self, step: int) -> None:
         """Claim the folder for a run that starts from a step, or raise `ValueError`."""
@@ -200,14 +161,12 @@ class CheckpointFolder:
                         f"{self.path} has {min(numbered)!r}, which is not a checkpoint of "
                         "eqxshard; give the run a folder of its own."
                     )
-                if self._claimed:
+                if self.claimed:
                     _LOG.warning(GONE, self.path, "its checkpoints")
                 self.path.mkdir(parents=True, exist_ok=True)
                 (self.path / _MARK).write_text(_MARK_TEXT)
-            self._claimed = True
+            self.claimed = True
             return self.lock.acquire()
-        except ValueError as error:
-            return str(error)
         # Not only OSError: packages for object stores have errors of their own.
         except Exception as error:
             return (
@@ -217,7 +176,7 @@ class CheckpointFolder:
 
     def check_unused(self) -> None:
         """Raise `ValueError` if another program writes to the folder."""
-        if is_remote(self.path) or self.lock.is_claimed:
+        if is_remote(self.path) or self.lock.claims:
             return
         if is_main_process():
             # If anything else is wrong, whoever writes will say so.
@@ -228,6 +187,7 @@ class CheckpointFolder:
 
     def remove(self, step: int) -> None:
         """Remove the folder of a step, if there is one."""
+        invalidate(self.at(step))
         _remove(self.at(step))
 
     def clean(self) -> None:
@@ -249,23 +209,14 @@ def folder_path(path: str | os.PathLike[str]) -> Any:
 
     if not is_remote(path):
         return epath.Path(local_path(path, "the folder of checkpoints"))
-    import fsspec
+    path = as_text(path)
+    if path.partition("://")[0] not in _SCHEMES:
+        raise ValueError(
+            f"checkpoints cannot be written to {path!r}; use a local folder, or s3:// or "
+            "gs://, with s3fs or gcsfs installed."
+        )
     from fsspec.config import conf
 
-    path = as_text(path)
-    scheme = path.partition("://")[0]
-    if scheme not in _PACKAGES:
-        raise ValueError(
-            f"checkpoints cannot be written to {path!r}; use a local folder, or "
-            f"one of {comma_list([f'{name}://' for name in _PACKAGES])}."
-        )
-    try:
-        fsspec.get_filesystem_class(scheme)
-    except ImportError as error:
-        raise ValueError(
-            f"no installed package reaches {path!r} ({error}); use a local "
-            f"folder, or install {_PACKAGES[scheme]}."
-        ) from error
     # Or it would not see what other processes, and TensorStore, have written since.
     for protocol in ("s3", "gcs"):
         conf.setdefault(protocol, {})["use_listings_cache"] = False

@@ -34,13 +34,11 @@ def kvstore(folder: Any) -> dict[str, Any]:
     where: dict[str, Any] = {"bucket": bucket, "path": f"{path.strip('/')}/"}
     if scheme != "s3":
         return {"driver": "gcs", **where}
-    environment = {
-        "endpoint": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
-        "aws_region": ("AWS_REGION", "AWS_DEFAULT_REGION"),
-    }
-    for name, variables in environment.items():
-        found = [os.environ[variable] for variable in variables if variable in os.environ]
-        where |= {name: found[0]} if found else {}
+    said = os.environ
+    endpoint = said.get("AWS_ENDPOINT_URL_S3") or said.get("AWS_ENDPOINT_URL")
+    region = said.get("AWS_REGION") or said.get("AWS_DEFAULT_REGION")
+    where |= {"endpoint": endpoint} if endpoint else {}
+    where |= {"aws_region": region} if region else {}
     if "AWS_ACCESS_KEY_ID" in os.environ:
         where["aws_credentials"] = {"type": "environment"}
     return {"driver": "s3", **where}
@@ -65,7 +63,7 @@ class Upload:
     def __init__(self, folder: Any, leaves: Mapping[str, Any]):
         self._folder = folder
         self._parts = {
-            path: _Part(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+            path: _part(jax.random.key_data(leaf) if is_key(leaf) else leaf)
             for path, leaf in leaves.items()
             if leaf.size
         }
@@ -80,9 +78,9 @@ class Upload:
         began, fault = time.monotonic(), None
         try:
             self._write()
-        # TensorStore's errors are ValueErrors, mostly.
+        # TensorStore's are ValueErrors, mostly, and end with what it was asked to do.
         except Exception as error:
-            fault = _first_clause(error)
+            fault = str(error).partition(" [")[0] or type(error).__name__
         if jax.process_count() > 1:
             marks = self._folder / _WRITTEN
             (marks / str(jax.process_index())).write_text(fault or "")
@@ -96,38 +94,36 @@ class Upload:
 
         base, settings = kvstore(self._folder / ARRAYS), context()
         opened = {}
-        for path, part in self._parts.items():
+        for path, (metadata, _) in self._parts.items():
             where = {**base, "path": f"{base['path']}{path}/"}
-            spec = {"driver": "zarr3", "kvstore": where, "metadata": part.metadata}
+            spec = {"driver": "zarr3", "kvstore": where, "metadata": metadata}
             opened[path] = ts.open(spec, create=True, open=True, context=settings)
         writes = [
-            store.result()[index].write(values)
-            for path, store in opened.items()
-            for index, values in self._parts[path].shards
+            opened[path].result()[index].write(values)
+            for path, (_, shards) in self._parts.items()
+            for index, values in shards
         ]
         for write in writes:
             write.result()
 
 
-class _Part:
-    """The part of an array that this process writes, on the host."""
-
-    def __init__(self, leaf: jax.Array):
-        # No two processes may write one chunk, so chunks are parts of shards.
-        chunk = [*leaf.sharding.shard_shape(leaf.shape)]
-        while np.prod(chunk) * leaf.dtype.itemsize > _OBJECT_BYTES:
-            even = [n for n in chunk if n % 2 == 0]
-            if not even:
-                break
-            chunk[chunk.index(max(even))] //= 2
-        grid = {"name": "regular", "configuration": {"chunk_shape": chunk}}
-        dtype = str(leaf.dtype)
-        self.metadata = {"shape": leaf.shape, "data_type": dtype, "chunk_grid": grid}
-        self.shards = [
-            (shard.index, np.array(shard.data, copy=True))
-            for shard in leaf.addressable_shards
-            if shard.replica_id == 0
-        ]
+def _part(leaf: jax.Array) -> tuple[dict[str, Any], list[tuple[Any, np.ndarray]]]:
+    """How TensorStore describes an array, and this process's part of it, on the host."""
+    # No two processes may write one chunk, so chunks are parts of shards.
+    chunk = [*leaf.sharding.shard_shape(leaf.shape)]
+    while np.prod(chunk) * leaf.dtype.itemsize > _OBJECT_BYTES:
+        even = [n for n in chunk if n % 2 == 0]
+        if not even:
+            break
+        chunk[chunk.index(max(even))] //= 2
+    grid = {"name": "regular", "configuration": {"chunk_shape": chunk}}
+    dtype = str(leaf.dtype)
+    shards = [
+        (shard.index, np.array(shard.data, copy=True))
+        for shard in leaf.addressable_shards
+        if shard.replica_id == 0
+    ]
+    return {"shape": leaf.shape, "data_type": dtype, "chunk_grid": grid}, shards
 
 
 def _wait_for_others(marks: Any, seconds: float) -> str | None:
@@ -142,8 +138,3 @@ def _wait_for_others(marks: Any, seconds: float) -> str | None:
             missing.discard(process)
         time.sleep(_POLL_SECONDS if missing else 0)
     return f"process {min(missing)} has not written its part" if missing else None
-
-
-def _first_clause(error: Exception) -> str:
-    """What an error of TensorStore says, without what it was asked to do."""
-    return str(error).partition(" [")[0] or type(error).__name__

@@ -1,31 +1,41 @@
 """A model's weights in files that other libraries read and write."""
 
 import functools
+import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
-from jax.sharding import NamedSharding, Sharding
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import PyTree
 
-from ..distributed import is_main_process
+from ..distributed import broadcast_from_first, fetch_whole, is_main_process
 from ..sharding._paths import local_path
-from ..sharding._placement import broadcast_prefix
-from ..sharding._spec import check_spec
 from ..sharding._text import first_few
 from ..training._donation import check_state_not_donated
-from ..training._state import TrainState
+from ..training._state import refuse_state
 from ._arrays import partition_by_path, place_parts, target_sharding
-from ._weight_files import map_weights
-from ._weight_matching import WeightsReport, list_faults, match_weights
-from ._weight_names import Rename, Transform
-from ._weight_writing import outgoing, write_weights
+from ._weight_files import DTYPES, map_weights
+from ._weight_names import (
+    Names,
+    Rename,
+    Transform,
+    WeightsReport,
+    find_names,
+    match_weights,
+    read_part,
+)
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+#: For each array of a file: its path in the model, its name, and its values.
+_Arrays = Iterable[tuple[str, str, np.ndarray]]
 
 
 def save_weights(
@@ -34,12 +44,13 @@ def save_weights(
     *,
     rename: Rename | None = None,
     transform: Transform | None = None,
-    max_bytes: int | None = None,
 ) -> None:
     r"""Write a model's arrays to a safetensors file (Hugging Face).
 
     Each array is named by its path, such as `layers.0.weight`, and written whole, however
-    it is sharded. With several processes, all must call this, and process 0 writes.
+    it is sharded. One after the other is fetched and written, so the host needs memory for
+    one array (one layer of it for a `*`), not for the model. With several processes, all
+    must call this, and process 0 writes.
 
     Other libraries have other names and layouts: `rename` and `transform` are the inverse
     of those for [`eqxshard.load_weights`][].
@@ -55,11 +66,8 @@ def save_weights(
         each layer of stacked layers is an array of its own. A function may also return a
         list of names, for an array that `transform` divides.
     - `transform`: `transform(path, array)` changes an array, one layer for a `*`, before
-        it is written; where there is a list of names, it returns a list of arrays.
-    - `max_bytes`: where there are more bytes of arrays, they are written to several files,
-        `model-00001-of-00003.safetensors` and so on for `model.safetensors`, with an index
-        beside them. Arrays are fetched as they are written, so the host needs memory for
-        one file and one array, not for the model.
+        it is written; where there is a list of names, it returns a list of arrays. It is
+        called once more before, for the shapes.
 
     **Raises:**
 
@@ -73,21 +81,37 @@ def save_weights(
         eqxshard.save_weights("model.safetensors", state.model)
         ```
     """
-    if max_bytes is not None and max_bytes < 1:
-        raise ValueError(f"max_bytes must be positive, got {max_bytes}.")
     check_state_not_donated(model)
+    file = local_path(path, "the file of weights")
     leaves, _ = partition_by_path(model)
-    write_weights(
-        local_path(path, "the file of weights"),
-        outgoing(leaves, rename, transform),
-        max_bytes,
-    )
+    found = [*find_names(leaves, rename, transform).values()]
+    for names in found:
+        _check_dtype(names.path, leaves[names.path].dtype)
+    # Large numbers first, so that each array begins at a multiple of its number's size.
+    found.sort(key=lambda names: -leaves[names.path].dtype.itemsize)
+    header = _header(_transformed(found, leaves, _zeros))
+    arrays = _transformed(found, leaves, _fetch)
+    error = None
+    try:
+        if is_main_process():
+            _write(file, header, arrays)
+    except OSError as first:
+        error = first
+    if jax.process_count() > 1:
+        # Each is fetched by all processes, even if process 0 cannot write it.
+        for _ in arrays:
+            pass
+    fault = broadcast_from_first(None if error is None else error.strerror or str(error))
+    if fault is not None:
+        raise OSError(
+            f"{os.fspath(path)!r} could not be written: {fault}; give another path, or "
+            "make room."
+        ) from error
 
 
 def load_weights(
     path: str | os.PathLike[str],
     like: _T,
-    shardings: PyTree[Sharding | None] = None,
     *,
     rename: Rename | None = None,
     transform: Transform | None = None,
@@ -96,18 +120,18 @@ def load_weights(
 ) -> _T:
     r"""Read a model's arrays from a file, each device only its own part.
 
-    The file may be of [safetensors](https://huggingface.co/docs/safetensors), of
-    `equinox.tree_serialise_leaves`, or of `torch.save` (a `state_dict`, or dicts of them),
-    which takes torch to read. No code in a file is run.
+    The file may be of [safetensors](https://huggingface.co/docs/safetensors) (its name ends
+    in `.safetensors`), of `equinox.tree_serialise_leaves` (`.eqx`), or of `torch.save`
+    (`.pt`, `.pth`, `.bin`; a `state_dict`, or dicts of them), which takes torch to read. No
+    code in a file is run.
 
     **Arguments:**
 
     - `path`: a file; or the index of several, such as `model.safetensors.index.json`; or
         the folder of either.
     - `like`: a model of arrays or of `jax.ShapeDtypeStruct`s, such as the `model` of
-        [`eqxshard.abstract_state`][]. Floating-point types may differ from the file's.
-    - `shardings`: the shardings of the arrays, such as from [`eqxshard.shardings`][]; a
-        prefix of `like`. Where it is `None`, arrays are sharded like those of `like`.
+        [`eqxshard.abstract_state`][], whose shardings say what each device reads.
+        Floating-point types may differ from the file's.
     - `rename`: leads from the model to the file: from a path, such as
         `blocks.0.up.weight`, to the name there. A function of the path; or a mapping from
         regular expressions to replacements, which are applied in turn, as by `re.sub`.
@@ -152,43 +176,34 @@ def load_weights(
         )
         ```
     """
-    path = Path(path)
-    wanted, static = partition_by_path(_check_model(like))
-    arrays = map_weights(path, like)
-    report, sources = match_weights(arrays, wanted, rename, transform, ignore)
-    if faults := list_faults(report, partial=partial):
+    refuse_state(like, "load_weights")
+    wanted, static = partition_by_path(like)
+    arrays = map_weights(Path(path), like)
+    report, fitting = match_weights(arrays, wanted, rename, transform, ignore)
+    faults = [*report.different.values()]
+    if not partial:
+        missing, unused = report.missing.items(), report.unused.items()
+        faults += [
+            f"{name} is missing in the file (as {theirs})" for name, theirs in missing
+        ]
+        faults += [f"{theirs} {what} is only in the file" for theirs, what in unused]
+    if faults:
         raise ValueError(
             f"{os.fspath(path)} does not fit this model: {first_few(faults, '; ')}. Find "
             "the right rename= and transform= with compare_weights; partial=True leaves "
             "out arrays that only one of them has, ignore= some that only the file has."
         )
-    left_out = []
-    if report.missing:
-        left_out.append(f"the model keeps its own {first_few([*report.missing])}")
-    if report.unused:
-        left_out.append(f"the file's {first_few([*report.unused])} are not used")
-    if left_out and is_main_process():
+    if (left_out := [*report.missing, *report.unused]) and is_main_process():
         _log.warning(
-            "%s: %d of the model's %d arrays are read; %s.",
-            os.fspath(path),
-            len(sources),
-            len(wanted),
-            "; ".join(left_out),
+            "%s: %d of the model's %d arrays are read; not found, or not used: %s.",
+            *(os.fspath(path), len(fitting), len(wanted), first_few(left_out)),
         )
     loaded = []
-    targets = broadcast_prefix(shardings, like)
-    for (name, leaf), target in zip(wanted.items(), targets, strict=True):
-        if name in sources:
-            there = target or target_sharding(leaf)
-            if isinstance(there, NamedSharding):
-                check_spec(name, leaf.shape, there.spec, there.mesh)
-            what = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=there)
-            read = functools.partial(sources[name].read, dtype=leaf.dtype)
-            loaded.append(place_parts(read, what))
-        elif target is not None and isinstance(leaf, jax.Array):
-            loaded.append(jax.device_put(leaf, target))
-        else:
-            loaded.append(leaf)
+    for name, leaf in wanted.items():
+        if name in fitting:
+            read = functools.partial(read_part, arrays, fitting[name], dtype=leaf.dtype)
+            leaf = place_parts(read, leaf.shape, target_sharding(leaf))
+        loaded.append(leaf)
     return static.combine(loaded)
 
 
@@ -223,15 +238,92 @@ def compare_weights(
         print(eqxshard.compare_weights("model.safetensors", like))
         ```
     """
-    wanted, _ = partition_by_path(_check_model(like))
+    refuse_state(like, "compare_weights")
+    wanted, _ = partition_by_path(like)
     arrays = map_weights(Path(path), like)
     return match_weights(arrays, wanted, rename, transform, ignore)[0]
 
 
-def _check_model(like: _T) -> _T:
-    if isinstance(like, TrainState):
-        raise TypeError(
-            "a TrainState is more than a model; load the weights when the state is made, "
-            "with init_state(..., load=...), or into state.model."
+def _transformed(
+    found: Iterable[Names],
+    leaves: Mapping[str, jax.Array],
+    fetch: Callable[[jax.Array, tuple[int, ...]], np.ndarray],
+) -> Iterator[tuple[str, str, np.ndarray]]:
+    for names in found:
+        for numbers, layer in names.layers.items():
+            value = names.apply(fetch(leaves[names.path], numbers))
+            arrays = value if names.is_list else [value]
+            if len(arrays) != len(layer):
+                raise ValueError(
+                    f"{names.path} has {len(layer)} names in the file; write a transform= "
+                    "that returns a list with one array for each."
+                )
+            for name, array in zip(layer, arrays, strict=True):
+                yield names.path, name, np.asarray(array)
+
+
+def _zeros(leaf: jax.Array, numbers: tuple[int, ...]) -> np.ndarray:
+    """Something of the shape and dtype of one layer, which takes no memory."""
+    return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape[len(numbers) :])
+
+
+def _fetch(leaf: jax.Array, numbers: tuple[int, ...]) -> np.ndarray:
+    """One layer, of which the array itself keeps no copy on the host."""
+    return fetch_whole(
+        _layer(leaf, [*map(np.array, numbers)]) if numbers else jnp.copy(leaf)
+    )
+
+
+@jax.jit
+def _layer(leaf: jax.Array, numbers: list[jax.Array]) -> jax.Array:
+    """One layer of stacked layers, so that only that one is gathered."""
+    for number in numbers:
+        leaf = jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False)
+    return leaf
+
+
+def _header(arrays: _Arrays) -> dict[str, Any]:
+    """What a file says of its arrays before their values."""
+    # What Hugging Face's libraries write, and some insist on.
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for path, name, array in arrays:
+        if name in header:
+            raise ValueError(
+                f"rename gives {path} and another array the name {name}; give each its "
+                "own, or None to leave it out."
+            )
+        _check_dtype(path, array.dtype)
+        begin, end = end, end + array.nbytes
+        header[name] = {
+            "dtype": _CODES[str(array.dtype)],
+            "shape": [*array.shape],
+            "data_offsets": [begin, end],
+        }
+    return header
+
+
+def _check_dtype(path: str, dtype: Any) -> None:
+    if str(dtype) not in _CODES:
+        raise ValueError(
+            f"{path} has dtype {dtype}, which safetensors does not have; cast it, or leave "
+            "it out with equinox.filter."
         )
-    return like
+
+
+def _write(path: Path, header: dict[str, Any], arrays: _Arrays) -> None:
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    part = path.with_name(f".{path.name}.part")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with part.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for _, name, array in arrays:
+                assert [*array.shape] == header[name]["shape"], "its shape was another"
+                file.write(np.ravel(array).view(np.uint8).data)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    # It would be read instead of this file.
+    path.with_name(f"{path.name}.index.json").unlink(missing_ok=True)

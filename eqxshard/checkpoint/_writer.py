@@ -1,7 +1,6 @@
 """Writes checkpoints in a thread while training continues."""
 
 import contextlib
-import functools as ft
 import logging
 from collections.abc import Callable, Container, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -15,7 +14,6 @@ from jaxtyping import Array
 from ..distributed import allgather_json, broadcast_from_first, is_main_process
 from ..sharding._text import first_few
 from ._arrays import write
-from ._description import Description
 from ._folder import CheckpointFolder, listed, reason
 
 _LOG = logging.getLogger(__name__)
@@ -32,19 +30,11 @@ class CheckpointWriter:
     - `folder`: the run's checkpoints.
     - `outdated`: called with the step of a new checkpoint, returns the steps whose
         checkpoints to remove.
-    - `raises`: whether a failure is raised when the next checkpoint is due.
     """
 
-    def __init__(
-        self,
-        folder: CheckpointFolder,
-        outdated: Callable[[int], Iterable[int]],
-        raises: bool,
-    ):
+    def __init__(self, folder: CheckpointFolder, outdated: Callable[[int], Iterable[int]]):
         self._folder = folder
         self._outdated = outdated
-        self._raises = raises
-        self._cleaned = False
         # One thread, so that checkpoints do not overlap; started when first needed.
         self._thread: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
@@ -52,21 +42,15 @@ class CheckpointWriter:
         self._current: Any = None
         self._error: str | None = None
 
-    def make_ready(self, step: int) -> bool:
-        """Wait for the last checkpoint; return whether this step has none yet."""
-        errors = self.settle()
-        if errors and self._raises:
-            raise OSError(errors[0])
-        has = is_main_process() and step in self._folder.known_steps()
-        return not broadcast_from_first(has)
-
     def start(
         self,
         leaves: Mapping[str, Array],
         trained: Container[str],
-        description: Description,
+        description: dict[str, Any],
     ) -> None:
-        """Begin to write a checkpoint; return once its arrays are copied.
+        """Begin to write a checkpoint, unless there is one; return once arrays are copied.
+
+        Waits for the last checkpoint first.
 
         **Arguments:**
 
@@ -75,8 +59,11 @@ class CheckpointWriter:
             the best loss so far, but not NaN.
         - `description`: what is written beside them.
         """
+        self.settle()
         self._error = None
-        step = description.step
+        step = description["step"]
+        if broadcast_from_first(is_main_process() and step in self._folder.known_steps()):
+            return
         if flawed := _find_flawed(leaves, trained):
             if is_main_process():
                 _LOG.error(
@@ -91,8 +78,8 @@ class CheckpointWriter:
         try:
             if fault is not None:
                 raise OSError(fault)
-            # In all processes, which must agree on what is damaged.
-            self._folder.forget_damage(step)
+            # About to be replaced; all processes must agree on what is damaged.
+            self._folder.damaged.discard(step)
             response = write(self._folder.at(step), dict(leaves))
         # Whatever keeps a checkpoint from being written, training continues.
         except Exception as error:
@@ -128,29 +115,23 @@ class CheckpointWriter:
         if not is_done:
             # Orbax still waits for the process that failed, in the old thread.
             self._thread = self._current = None
-            self._error = errors[0]
-            if is_main_process():
-                _LOG.error("%s Training continues.", self._error)
-                self._clean()
+            self._tell(errors[0])
         self._pending = None
         return errors
 
     def _make_room(self, step: int) -> str | None:
         """Clear the folder of a step; return a sentence if that failed, else `None`."""
         fault = self._folder.claim()
-        if fault is not None:
-            return fault
-        if not self._cleaned:
-            self._cleaned = True
+        if fault is None:
             self._remove_old(self._folder.clean)
-        try:
-            self._folder.remove(step)
-        except Exception as error:
-            return reason(error)
-        return None
+            try:
+                self._folder.remove(step)
+            except Exception as error:
+                fault = reason(error)
+        return fault
 
-    def _finish(self, response: Any, description: Description) -> None:
-        step = description.step
+    def _finish(self, response: Any, description: dict[str, Any]) -> None:
+        step = description["step"]
         try:
             response.result()
             if not is_main_process() or response is not self._current:
@@ -160,9 +141,9 @@ class CheckpointWriter:
             if response is self._current:
                 self._report_failure(step, error)
             return
-        self._remove_old(lambda: self._folder.remove_all(self._outdated(step)))
+        self._remove_old(lambda: [*map(self._folder.remove, self._outdated(step))])
 
-    def _remove_old(self, remove: Callable[[], None]) -> None:
+    def _remove_old(self, remove: Callable[[], Any]) -> None:
         """Call a function that removes old checkpoints; a new one does not need it."""
         try:
             remove()
@@ -174,17 +155,17 @@ class CheckpointWriter:
         if jax.process_count() > 1:
             why = f"process {jax.process_index()}: {why}"
         others = [other for other in self._folder.known_steps() if other != step]
-        self._error = (
+        self._tell(
             f"the checkpoint of step {step} could not be written to {self._folder.path}: "
             f"{why}; the newest checkpoint: {listed(others[-1:])}."
         )
-        _LOG.error("%s Training continues.", self._error)
-        self._clean()
 
-    def _clean(self) -> None:
-        """Free the space that the part of a checkpoint takes: the disk may be full."""
+    def _tell(self, error: str) -> None:
+        """Log an error, and free the space of what was written: the disk may be full."""
+        self._error = error
+        _LOG.error("%s Training continues.", error)
         # Nothing may be removed from a folder that could not be claimed.
-        if self._cleaned:
+        if is_main_process() and self._folder.claimed:
             with contextlib.suppress(Exception):
                 self._folder.clean()
 
@@ -197,29 +178,23 @@ def _find_flawed(leaves: Mapping[str, Array], trained: Container[str]) -> list[s
         if jnp.issubdtype(leaf.dtype, jnp.inexact)
     }
     everyone = allgather_json([path for path, flaw in flaws.items() if flaw])
-    found = {path for paths in everyone for path in paths}
-    return [path for path in leaves if path in found]
+    return sorted({path for paths in everyone for path in paths})
 
 
 def _has_flaw(leaf: Array, is_trained: bool) -> Any:
     """Whether an array is NaN somewhere or, if it is trained, infinite."""
-    find = _is_not_finite if is_trained else _has_nan
     if next(iter(leaf.devices())).platform != "cpu":
-        return _on_devices(find)(leaf, jnp)
+        return _find_on_devices(leaf, is_trained, jnp)
     # A program for each shape would take seconds to compile, to read memory of the host.
     shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
-    return any(find(np.asarray(shard.data), np) for shard in shards)
+    return any(_find_flaw(np.asarray(shard.data), is_trained, np) for shard in shards)
 
 
-@ft.cache
-def _on_devices(find: Callable[[Any, Any], Any]) -> Callable[[Array, Any], Array]:
-    return jax.jit(find, static_argnums=1)
-
-
-def _is_not_finite(x: Any, numpy: Any) -> Any:
+def _find_flaw(x: Any, is_trained: bool, numpy: Any) -> Any:
+    if not is_trained:
+        return numpy.any(numpy.isnan(x))
     # Minus infinity is what a mask holds, which may count as trained.
     return ~numpy.all(numpy.isfinite(x) | (x == -numpy.inf))
 
 
-def _has_nan(x: Any, numpy: Any) -> Any:
-    return numpy.any(numpy.isnan(x))
+_find_on_devices = jax.jit(_find_flaw, static_argnums=(1, 2))

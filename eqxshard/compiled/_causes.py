@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 from ..sharding._mesh import BATCH_AXES
 from ._communication import Operation
@@ -22,19 +21,6 @@ _PASS = ("call", "fusion", "get-tuple-element", "parameter", "tuple", "while")
 _DEEPEST = 12
 
 
-class Leaf(NamedTuple):
-    """An array of the model.
-
-    - `path`: its path.
-    - `shape`: its shape on each device, as its gradient is stored.
-    - `bytes`: of that.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    bytes: int
-
-
 class Causes:
     """Finds what causes the collectives of a module.
 
@@ -43,7 +29,8 @@ class Causes:
     - `module`: the module.
     - `sizes`: of the axes of the mesh.
     - `arguments`: the path of each array of the model, by its number among the arguments.
-    - `gradients`: the trained arrays.
+    - `gradients`: by the path of each trained array, the shape of its gradient on each
+        device.
     """
 
     def __init__(
@@ -51,31 +38,27 @@ class Causes:
         module: Module,
         sizes: Mapping[str, int],
         arguments: Mapping[int, str],
-        gradients: list[Leaf],
+        gradients: Mapping[str, tuple[int, ...]],
     ):
         self._module = module
         self._sizes = sizes
         self._arguments = arguments
         self._gradients = gradients
 
-    def line(self, operation: Operation) -> str | None:
-        """The user's line of code, `file.py:12`, or the one nearest to it."""
-        return _line(self._frame(operation))
+    def frame(self, operation: Operation, *, of_use: bool = False) -> Frame | None:
+        """The user's code that it is from, or the nearest to it.
 
-    def function(self, operation: Operation) -> str | None:
-        """The function that this line is in, such as `MLP.__call__`."""
-        frame = self._frame(operation)
-        return None if frame is None else frame.function or None
-
-    def _frame(self, operation: Operation) -> Frame | None:
-        queue, seen = [operation.start], set[str]()
+        With `of_use`, that which first needs its result: a step gathers by itself.
+        """
+        queue = self._module.takers(operation.result) if of_use else [operation.start]
+        follow = self._module.takers if of_use else self._module.operands
+        seen = set[str]()
         for _ in range(_DEEPEST):
             for instruction in queue:
-                if found := _user_frame(self._module.stack(instruction)):
+                if found := user_frame(self._module.stack(instruction)):
                     return found
             seen |= {each.name for each in queue}
-            operands = [x for each in queue for x in self._module.operands(each)]
-            queue = [x for x in operands if x.name not in seen]
+            queue = [x for each in queue for x in follow(each) if x.name not in seen]
         return None
 
     def leaves(self, operation: Operation) -> tuple[str, ...]:
@@ -164,38 +147,28 @@ class Causes:
     def _joined(self, operation: Operation) -> list[tuple[int, ...]]:
         """The shapes of what it reduces: compilers join gradients into one of one dim."""
         whole = [shape.dims for shape in operation.shapes]
-        if len(whole) > 1 or len(whole[0]) > 1:
-            return whole
         parts = [
             shape.dims
             for operand in self._module.operands(operation.start)
             for part in self._module.operands(operand)
             for shape in part.shapes
         ]
+        is_joined = len(whole) == len(whole[0]) == 1
         # If they are not all of it, something else is computed of them.
-        return parts if sum(map(math.prod, parts)) == math.prod(whole[0]) else whole
+        return parts if is_joined and sum(map(math.prod, parts)) == whole[0][0] else whole
 
     def _reduced(self, dims: tuple[int, ...], first: int) -> list[str]:
-        """The arrays whose dims, from the first on, these are."""
-        wanted, found = _plain(dims), []
-        for leaf in self._gradients:
-            shape = leaf.shape[first:]
-            # What is joined has one dim, whatever it had before.
-            if wanted and wanted in (_plain(shape), [math.prod(shape)]):
-                found.append(leaf.path)
-        return found
-
-    def line_of(self, instruction: Instruction) -> str | None:
-        """The user's line of code that an instruction itself is from."""
-        return _line(_user_frame(self._module.stack(instruction)))
+        """The arrays whose dims, from the first on, these are; or as many in one dim."""
+        wanted = _plain(dims)
+        return [
+            path
+            for path, shape in self._gradients.items()
+            if wanted and wanted in (_plain(shape[first:]), [math.prod(shape[first:])])
+        ]
 
 
-def user_line(stack: Iterable[Frame]) -> str | None:
-    """The innermost line of a stack that is neither this library's nor another's."""
-    return _line(_user_frame(stack))
-
-
-def _user_frame(stack: Iterable[Frame]) -> Frame | None:
+def user_frame(stack: Iterable[Frame]) -> Frame | None:
+    """The innermost place of a stack that is neither this library's nor another's."""
     for frame in stack:
         if frame.file == _STEP:
             return None  # What follows is the line that calls the step.
@@ -204,10 +177,6 @@ def _user_frame(stack: Iterable[Frame]) -> Frame | None:
         if known and not ours and not any(part in frame.file for part in _LIBRARIES):
             return frame
     return None
-
-
-def _line(frame: Frame | None) -> str | None:
-    return None if frame is None else f"{Path(frame.file).name}:{frame.line}"
 
 
 def _plain(dims: tuple[int, ...]) -> list[int]:

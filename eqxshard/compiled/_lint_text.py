@@ -51,7 +51,6 @@ class TextLint:
     - `arguments`: the arrays that it takes first.
     - `batch`: the path and shape of each array of a batch, by its name in the text.
     - `scanned`: the shapes of the arrays of which loops take a part in each iteration.
-    - `microbatches`: how many parts of a batch it takes in turn.
     """
 
     def __init__(
@@ -61,102 +60,68 @@ class TextLint:
         arguments: Sequence[Argument],
         batch: Mapping[str, tuple[str, tuple[int, ...]]],
         scanned: set[tuple[int, ...]],
-        microbatches: int = 1,
     ):
         self._module = module
         self._sizes = sizes
         self._arguments = arguments
-        others = [i for i, each in enumerate(arguments) if not each.in_model]
-        #: The step, keys and the optimizer's state, as the text names them.
-        self._other_arguments = {f"arrays[{i}]" for i in others}
-        model = [(i, each) for i, each in enumerate(arguments) if each.in_model]
-        self._by_path = {each.path: each for _, each in model}
-        paths = {i: each.path for i, each in model}
+        #: The arrays of the model, by number, and the others as the text names them.
+        self._model = {i: x for i, x in enumerate(arguments) if x.in_model}
+        others = {*range(len(arguments))} - self._model.keys()
+        self._other_arguments = {f"arrays[{number}]" for number in others}
         self._batch_axes = {axis for axis in BATCH_AXES if sizes.get(axis, 1) > 1}
-        self._causes = Causes(module, sizes, paths, [])
-        self._batch = {name: path for name, (path, _) in batch.items()}
-        shapes = [shape for _, shape in batch.values()]
-        self._batch_shapes = dict(batch.values())
-        self._rows = min((shape[0] for shape in shapes), default=0) // microbatches
+        paths = {number: each.path for number, each in self._model.items()}
+        self._causes = Causes(module, sizes, paths, {})
+        self._batch = batch
         self._scanned = scanned
         self._is_training = any("jvp(" in x.op_name for x in module.instructions())
 
     def findings(self) -> Iterator[Finding]:
         """All of them."""
-        collectives = [
-            operation
-            for operation in find_collectives(self._module, math.prod(self._sizes.values()))
+        by_path = {each.path: each for each in self._model.values()}
+        devices = math.prod(self._sizes.values())
+        for operation in find_collectives(self._module, devices):
             # In per-device code, the user gathers on purpose; and our rewrites do.
-            if not any(x in operation.start.op_name for x in ("shard_map", REWRITTEN))
-        ]
-        yield from self._global_batch(collectives)
-        for operation in collectives:
-            if operation.kind == "all-gather":
+            names = ("shard_map", REWRITTEN)
+            is_meant = any(name in operation.start.op_name for name in names)
+            if operation.kind == "all-gather" and not is_meant:
+                yield from self._global_batch(operation)
                 for path in self._causes.leaves(operation):
-                    yield from self._all_layers(operation, self._by_path[path])
+                    yield from self._all_layers(operation, by_path[path])
         yield from self._donation()
 
-    def _global_batch(self, collectives: Sequence[Operation]) -> Iterator[Finding]:
+    def _global_batch(self, operation: Operation) -> Iterator[Finding]:
         """What brings a device the rows of others, or what is computed of them."""
-        lines = dict[str, str | None]()
-        pieces = dict[str, int]()
-        computed = list[Operation]()
-        for operation in collectives:
-            if not self._batch_axes & {*(operation.axes(self._sizes) or ())}:
-                continue
-            entries, of_model = set[str](), False
-            for name in self._causes.depends_on(operation):
-                if name in self._batch:
-                    entries.add(self._batch[name])
-                elif name not in self._other_arguments:
-                    of_model = True
-                if entries and of_model:
-                    break
-            if of_model:
-                if entries and self._gathers_computed(operation):
-                    computed.append(operation)
-                continue
-            for entry in sorted(entries):
-                # A loop of Python's over all examples is as many small broadcasts; an
-                # all-to-all brings a device no more than it gives away.
-                if operation.kind != "all-to-all":
-                    pieces[entry] = pieces.get(entry, 0) + len(operation.shapes)
-                at_once = operation.kind == "all-gather" or self._is_summed_rows(operation)
-                if at_once or pieces.get(entry, 0) >= self._rows:
-                    line = self._causes.line(operation) or self._line_of_use(operation)
-                    lines.setdefault(entry, line)
-        axes = comma_list(sorted(self._batch_axes))
-        for entry, line in lines.items():
+        if self._batch_axes.isdisjoint(operation.axes(self._sizes) or ()):
+            return
+        entries, of_model = dict[str, tuple[int, ...]](), False
+        for name in self._causes.depends_on(operation):
+            if name in self._batch:
+                path, shape = self._batch[name]
+                entries[path] = shape
+            elif name not in self._other_arguments:
+                of_model = True
+            if entries and of_model:
+                break
+        if of_model and not self._gathers_computed(operation):
+            return
+        what = {path: f"{path} {shape}" for path, shape in sorted(entries.items())}
+        if of_model and entries:
+            shapes = comma_list(operation.shapes)
+            what = {None: f"{shapes}, computed from the whole batch,"}
+        uses = (self._causes.frame(operation, of_use=of_use) for of_use in (False, True))
+        line = next((frame.place for frame in uses if frame), None)
+        for leaf, name in what.items():
             yield Finding(
                 "global-batch",
-                entry,
+                leaf,
                 line,
-                f"{entry} {self._batch_shapes[entry]} is gathered: every device gets the "
-                f"rows of all others, over {axes}, and may compute with all of them. Use "
-                "jax.vmap in place of a loop over examples (jax.lax.map, jax.lax.scan), "
-                "and shuffle in the Loader; a loss that compares all examples with each "
-                "other needs this.",
+                f"{name} is gathered: every device gets the rows of all others, over "
+                f"{comma_list(sorted(self._batch_axes))}, and may compute with all of "
+                "them. Use jax.vmap in place of a loop over examples (jax.lax.map, "
+                "jax.lax.scan), shuffle in the Loader, or keep the rows split with "
+                "eqxshard.constrain; a loss that compares all examples with each other "
+                "needs this.",
             )
-        for operation in computed:
-            yield Finding(
-                "global-batch",
-                None,
-                self._causes.line(operation),
-                f"{comma_list(operation.shapes)}, computed from the whole batch, is "
-                f"gathered, over {axes}: it grows with the number of devices. Use "
-                "each example's own rows only (jax.vmap in place of a loop over examples), "
-                "or keep them split with eqxshard.constrain; a loss that compares all "
-                "examples with each other needs this.",
-            )
-
-    def _is_summed_rows(self, operation: Operation) -> bool:
-        """Whether an all-reduce brings rows together: each device adds those it has."""
-        own = self._rows // math.prod(self._sizes[axis] for axis in self._batch_axes)
-        return (
-            operation.kind == "all-reduce"
-            and operation.start.op_name.endswith("/gather")
-            and any(shape.dims[:1] > (own,) for shape in operation.shapes)
-        )
 
     def _gathers_computed(self, operation: Operation) -> bool:
         """Whether it gathers much in the forward pass, or what a loop takes row by row.
@@ -165,7 +130,7 @@ class TextLint:
         """
         name = self._op_name(operation.start)
         is_forward = "jvp(" in name or not self._is_training
-        if operation.kind != "all-gather" or "transpose(" in name or not is_forward:
+        if "transpose(" in name or not is_forward:
             return False
         return any(
             shape.bytes >= _SMALL or shape.dims in self._scanned
@@ -183,44 +148,23 @@ class TextLint:
 
     def _all_layers(self, operation: Operation, leaf: Argument) -> Iterator[Finding]:
         """Stacked layers that a loop takes one by one, gathered before it."""
-        count = max(math.prod(shape.dims) for shape in operation.shapes)
+        axes = [axis for entry in leaf.spec for axis in axes_of(entry)]
+        others = (self._sizes[axis] for axis in axes if axis not in BATCH_AXES)
+        used = math.prod(leaf.shape) // math.prod(others)
         # Stacked vectors cost little, and XLA may take them out of the loop.
         if leaf.shape not in self._scanned or len(leaf.shape) < 3 or leaf.shape[0] == 1:
             return
-        if count == self._in_use(leaf):
+        if used == max(math.prod(shape.dims) for shape in operation.shapes):
+            frame = self._causes.frame(operation, of_use=True)
             yield Finding(
                 "all-layers",
                 leaf.path,
-                self._line_of_use(operation),
+                frame and frame.place,
                 f"{leaf.path} {leaf.shape} is gathered for all {leaf.shape[0]} layers "
                 "at once. Use eqxshard.scan_layers instead of jax.lax.scan, and the "
                 "arrays of a layer in that layer alone; and a rule that does not split "
                 "the dim of layers.",
             )
-
-    def _line_of_use(self, operation: Operation) -> str | None:
-        """The user's line that first needs what is gathered; a step gathers by itself."""
-        own = self._causes.line(operation)
-        queue, seen = [operation.result], set[str]()
-        for _ in range(_DEEPEST):
-            users = [
-                user
-                for value in queue
-                for user in self._module.users.get((value.computation, value.name), [])
-            ]
-            queue = [user for user in users if user.name not in seen]
-            seen |= {user.name for user in queue}
-            for user in queue:
-                line = self._causes.line_of(user)
-                if line not in (None, own):
-                    return line
-        return own
-
-    def _in_use(self, leaf: Argument) -> int:
-        """The elements of an array as it is used: whole along the batch's axes."""
-        axes = [axis for entry in leaf.spec for axis in axes_of(entry)]
-        parts = (self._sizes[axis] for axis in axes if axis not in BATCH_AXES)
-        return math.prod(leaf.shape) // math.prod(parts)
 
     def _donation(self) -> Iterator[Finding]:
         head = self._module.text.partition("\n")[0]

@@ -16,15 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..checkpoint._arrays import (
-    abstract_array,
-    array_metadata,
-    check_structure,
-    partition_by_path,
-    read,
-    write,
-)
+from ..checkpoint._arrays import partition_by_path, read, write
 from ..checkpoint._checksums import is_complete, verify, write_checksums
+from ..checkpoint._description import abstract_array, array_metadata, check_structure
 from ..distributed import barrier, is_main_process
 from ..sharding._files import read_json
 from ..sharding._leaves import array_leaves, is_key

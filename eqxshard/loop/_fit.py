@@ -161,9 +161,9 @@ def fit(
             },
         )
         if checkpointer is not None:
-            called.restore(checkpointer.claim_run(loop.first, loader))
             # Whatever ends the run, the save in progress is finished.
             stack.callback(loop.end_save, close=True)
+            called.restore(checkpointer.claim_run(loop.first, loader))
         stop = stack.enter_context(stop_signals(can_save=checkpointer is not None))
         schedule = Schedule(
             last, epoch, between, log_every, checkpointer, stop, called.next_step

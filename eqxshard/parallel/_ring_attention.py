@@ -220,16 +220,9 @@ def _backward(
         dv += _dot("...qk,...qd->...kd", weights, g)
         return dq, (dk, dv)
 
-    key_sums = (_zero_sums(k), _zero_sums(v))
+    dq, key_sums = _zero_sums(queries[0]), (_zero_sums(k), _zero_sums(v))
     dq, (dk, dv) = attend_ring(
-        blocks,
-        rank,
-        attend_chunk,
-        queries,
-        _zero_sums(queries[0]),
-        keys,
-        key_sums,
-        segments,
+        blocks, rank, attend_chunk, queries, dq, keys, key_sums, segments
     )
     dk, dv = from_chunks(blocks, dk), from_chunks(blocks, dv)
     grads = zip((from_groups(blocks, dq), dk, dv), (query, key, value))

@@ -1,36 +1,25 @@
-"""Where the compilers are: wheels beside JAX, or in a folder of their own."""
+"""Compilers, which are wheels beside JAX or in a folder of their own, and their devices."""
 
 import importlib.metadata
-import importlib.util
 import os
-import platform
+import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import jax
+import numpy as np
 import platformdirs
+from jax.experimental import topologies
 
 from ..sharding._paths import local_path
-from ._targets import Compiler, Target
+from ..sharding._text import nearest_multiples
+from ._targets import TPU_HOST, Compiler, Target
 
-#: The names of a compiler's wheel, and of the module that it installs.
-_WHEELS = {
-    "gpu": {
-        "jax-cuda12-pjrt": "jax_plugins.xla_cuda12",
-        "jax-cuda13-pjrt": "jax_plugins.xla_cuda13",
-    },
-    "tpu": {"libtpu": "libtpu"},
-}
+#: The wheels of each compiler, any of which will do.
+_WHEELS = {"gpu": ("jax-cuda12-pjrt", "jax-cuda13-pjrt"), "tpu": ("libtpu",)}
 
 
-class Backend(NamedTuple):
-    """A compiler, and the folder that it is in, if it is not installed beside JAX."""
-
-    compiler: Compiler
-    folder: Path | None = None
-
-
-def find_backend(target: Target, wanted: Compiler | None) -> Backend:
+def find_backend(target: Target, wanted: Compiler | None) -> Compiler:
     """The compiler for a target, or that for CPUs if it is not installed.
 
     **Raises:**
@@ -38,38 +27,28 @@ def find_backend(target: Target, wanted: Compiler | None) -> Backend:
     `ValueError` if the wanted one is not installed, is not for this target, or is of
     another version than JAX.
     """
-    if "cpu" in (wanted, target.compiler):
-        if wanted not in (None, "cpu"):
-            raise ValueError(
-                f"backend={wanted!r} does not compile for the target {target.name}; leave "
-                "it out, or use another target."
-            )
-        return Backend("cpu")
-    if wanted not in (None, target.compiler):
+    if wanted not in (None, "cpu", target.compiler):
         raise ValueError(
             f"backend={wanted!r} does not compile for the target {target.name}; use "
             f"{target.compiler!r} or 'cpu'."
         )
-    folder = wheels_folder()
-    for wheel, module in _WHEELS[target.compiler].items():
-        if _is_importable(module):
-            _check_version(wheel, importlib.metadata.version(wheel), target.compiler)
-            return Backend(target.compiler)
-        if folder.joinpath(*module.split(".")).is_dir():
-            stem = wheel.replace("-", "_")
-            for info in folder.glob(f"{stem}-*.dist-info"):
-                version = info.name.removeprefix(f"{stem}-").removesuffix(".dist-info")
-                _check_version(wheel, version, target.compiler)
-            return Backend(target.compiler, folder)
+    if "cpu" in (wanted, target.compiler):
+        return "cpu"
+    command, path = install(target.compiler), [*sys.path, str(wheels_folder())]
+    for wheel in _WHEELS[target.compiler]:
+        for found in importlib.metadata.distributions(name=wheel, path=path):
+            if wheel != "libtpu" and found.version != jax.__version__:
+                raise ValueError(
+                    f"{wheel} is of version {found.version} and JAX of {jax.__version__}, "
+                    f"and they must be the same; run `{command} --upgrade`."
+                )
+            return target.compiler
     if wanted is None:
-        return Backend("cpu")
-    if platform.system() != "Linux":
-        raise ValueError(
-            f"the compiler for {target.name} is a wheel for Linux only, and this is "
-            f"{platform.system()}; plan with backend='cpu', or on Linux."
-        )
-    command = install(target.compiler)
-    raise ValueError(f"the compiler for {target.name} is not installed; run `{command}`.")
+        return "cpu"
+    raise ValueError(
+        f"the compiler for {target.name} is not installed; run `{command}` (on Linux), or "
+        "use backend='cpu'."
+    )
 
 
 def wheels_folder() -> Path:
@@ -82,29 +61,64 @@ def wheels_folder() -> Path:
 
 def install(compiler: str) -> str:
     """The command that installs a compiler where no other process sees it."""
-    (wheel, *_) = _WHEELS[compiler]
-    return f'pip install --no-deps --target "{wheels_folder()}" "{_requirement(wheel)}"'
+    wheel = _WHEELS[compiler][0]
+    requirement = f"{wheel}=={jax.__version__}"
+    if wheel == "libtpu":  # Of the version that JAX asks for.
+        asked = importlib.metadata.requires("jax") or []
+        requirement = next((x for x in asked if x.startswith(wheel)), wheel).split(";")[0]
+    return f'pip install --no-deps --target "{wheels_folder()}" "{requirement}"'
 
 
-def _requirement(wheel: str) -> str:
-    if wheel != "libtpu":
-        return f"{wheel}=={jax.__version__}"
-    found = importlib.metadata.requires("jax") or []
-    return next((line for line in found if line.startswith(wheel)), wheel).split(";")[0]
+def check_whole_hosts(target: Target, compiler: Compiler, count: int) -> None:
+    """Raise `ValueError` if so many devices are a part of a host, or of a TPU's slice."""
+    wholes = {"gpu": {"hosts": target.per_host}, "tpu": {"slices": target.per_host}}
+    sizes = {name: size for name, size in wholes.get(compiler, {}).items() if count > size}
+    if compiler == "tpu" and count > 2:
+        sizes["hosts"] = TPU_HOST
+    for name, size in sizes.items():
+        if count % size:
+            raise ValueError(
+                f"{count} devices are not whole {name} of {size}; use "
+                f"{nearest_multiples(count, size)}, or a Target with another per_host."
+            )
 
 
-def _check_version(wheel: str, version: str, compiler: str) -> None:
-    if wheel != "libtpu" and version != jax.__version__:
-        raise ValueError(
-            f"{wheel} is of version {version} and JAX of {jax.__version__}, and they must "
-            f"be the same; run `{install(compiler)} --upgrade`."
-        )
+def find_devices(target: Target, compiler: Compiler, count: int) -> list[Any]:
+    """As many devices as asked for, which are not there."""
+    if compiler == "cpu":
+        return jax.devices()[:count]
+    if compiler == "gpu":
+        each = min(count, target.per_host)
+        options = {"target_config": target.config, "topology": f"1x{count // each}x{each}"}
+        return list(topologies.get_topology_desc(platform="cuda", **options).devices)
+    options = tpu_topology(target, count)
+    return list(topologies.get_topology_desc(platform="tpu", **options).devices)
 
 
-def _is_importable(module: str) -> bool:
-    try:
-        spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:  # Not even its package.
-        return False
-    # A mere folder of that name is not a module.
-    return spec is not None and spec.has_location
+def tpu_topology(target: Target, count: int) -> dict[str, Any]:
+    """The topology of so many chips, as libtpu names it: two or three dims, near a cube."""
+    slices = max(count // target.per_host, 1)
+    chips, options = count // slices, dict[str, Any]()
+    dims = 2 if target.config in ("v5e", "v6e") else 3
+    # Hosts have four chips, two by two. Fewer are a part of one.
+    shape = [2, 2, 1][:dims] if chips >= TPU_HOST else [chips, 1, 1][:dims]
+    if chips < TPU_HOST:
+        options["chips_per_host_bounds"] = (chips, 1, 1)
+    for factor in _prime_factors(chips // TPU_HOST):
+        shape[int(np.argmin(shape))] *= factor
+    if slices > 1:
+        options["num_slices"] = slices
+    if target.config == "v4":  # Otherwise each chip counts as two devices.
+        options["chip_config_name"] = "megacore"
+    return {"topology_name": f"{target.config}:{'x'.join(map(str, shape))}", **options}
+
+
+def _prime_factors(n: int) -> list[int]:
+    """The largest first."""
+    found, factor = [], 2
+    while n > 1:
+        while n % factor == 0:
+            found.append(factor)
+            n //= factor
+        factor += 1
+    return found[::-1]

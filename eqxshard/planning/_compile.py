@@ -6,40 +6,40 @@ import os
 import pickle
 import sys
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import PyTree
 
 from ..compiled._causes import Causes
-from ..compiled._collective import Collective, join_axes
-from ..compiled._communication import Operation, find_collectives
-from ..compiled._hlo import Module, parse_module
+from ..compiled._hlo import parse_module
 from ..inspect._explain import explain
+from ..inspect._explanation import Leaf
 from ..inspect._lint import Findings
 from ..sharding._leaves import array_leaves, format_array
-from ..sharding._mesh import check_batch_size, make_mesh, used_axes
+from ..sharding._mesh import batch_sharding, check_batch_size, make_mesh, used_axes
 from ..training._init import abstract_state
 from ..training._inputs import ONE_BATCH
+from ..training._layout import is_offloaded
 from ..training._state import TrainState
 from ..training._train_step import make_train_step
 from ..training._unused_axes import unused_axes
+from ._backends import find_devices
 from ._cache import keep_compiled
 from ._costs import count_flops
-from ._devices import find_devices
-from ._memory import least_bytes, mesh_of, plan_memory, stored_gradients
-from ._plan import Plan, PlannedTime
-from ._process import Failure, TooLarge
-from ._request import Request, load_request
-from ._rewrites import rewrite_collectives
-from ._schedule import Elapsed, Schedule, compute_seconds, key_of, link_seconds
-from ._targets import Target
-
-#: Custom kernels are recognised by these words in the text of a module.
-_KERNELS = ("mosaic", "__gpu$xla.gpu.triton", "tpu_custom")
+from ._plan import Plan, PlannedMemory
+from ._process import Request, describe, load_request
+from ._read import (
+    describe_collectives,
+    find_operations,
+    find_unknown,
+    make_notes,
+    predict_time,
+)
+from ._schedule import Schedule
 
 
 def main() -> None:
@@ -49,29 +49,31 @@ def main() -> None:
         request = load_request((folder / "request").read_bytes())
         result = _answer(request, folder / "dump")
     except Exception as error:
-        result = Failure.of(error)
+        result = describe(error)
     part = folder / "part"
     part.write_bytes(pickle.dumps(result))
     os.replace(part, folder / "result")
 
 
-def _answer(request: Request, dump: Path) -> Plan | TooLarge:
+def _answer(request: Request, dump: Path) -> Plan | int:
     state = make_state(request)
     rows, _ = count_examples(request.batch)
     check_batch_size(rows, mesh_of(state), accumulate=request.options["accumulate"])
-    if request.limit is not None and (least := least_bytes(request, state)) > request.limit:
-        return TooLarge(least)
+    if request.limit is not None and (least := state_bytes(state)) > request.limit:
+        return least
     return compile_plan(request, state, dump)
 
 
 def make_state(request: Request) -> TrainState:
     """The state of a step, as shapes on devices that are not there."""
     sizes: dict[str, Any] = dict(request.mesh_shape)
+    count = math.prod(sizes.values())
+    devices = find_devices(request.target, request.backend, count)
     return abstract_state(
         request.make_model,
         request.optim,
         key=jax.random.key(0),
-        mesh=make_mesh(**sizes, devices=find_devices(request)),
+        mesh=make_mesh(**sizes, devices=devices),
         rule=request.rule,
         trainable=request.trainable,
         precision=request.precision,
@@ -88,58 +90,54 @@ def compile_plan(request: Request, state: TrainState, dump: Path) -> Plan:
     - `dump`: where the compiler for CPUs writes the partitioned text.
     """
     start = time.perf_counter()
+    target, backend = request.target, request.backend
     mesh, sizes = mesh_of(state), dict(request.mesh_shape)
     step = make_train_step(request.loss_fn, request.optim, **request.options)
     call = step.machine.look_up(state, None, ONE_BATCH)
     program, findings = step.machine.inspect(call, request.batch)
     seconds = time.perf_counter() - start
-    on_cpu = request.backend == "cpu"
-    text = read_dump(dump, mesh.size) if on_cpu else program.text
-    module = parse_module(text)
-    operations = [x for x in find_collectives(module, mesh.size) if has_peers(x)]
-    if on_cpu:
-        operations = rewrite_collectives(module, operations)
-    elapsed = Schedule(module, operations, request.target).elapsed(module.entry)
-    # There is no schedule of the target on a CPU.
-    schedule = None if on_cpu else elapsed
-    flops = count_flops(module)
-    predicted = _time(request, flops, operations, sizes, elapsed)
-    gradients = stored_gradients(state)
-    causes = Causes(module, sizes, _model_arrays(state), gradients)
-    lower = functools.partial(step.lower, state, request.batch)
-    rows, tokens = count_examples(request.batch)
-    explained = explain(
+    leaves = explain(
         *(state.model, mesh, request.rule),
         optim=request.optim,
         trainable=request.trainable,
-    )
-    notes = _notes(request, module, operations)
-    notes += [x.removesuffix(".") for x in unused_axes(state, mesh, request.rule, lower)]
+    ).leaves
+    on_cpu = backend == "cpu"
+    module = parse_module(read_dump(dump, mesh.size) if on_cpu else program.text)
+    operations = find_operations(module, mesh.size, backend)
+    # There is no schedule of the target on a CPU.
+    schedule = None if on_cpu else Schedule(module, operations, target)
+    flops, unknown = count_flops(module), find_unknown(target, operations)
+    predicted = None
+    if not unknown:
+        predicted = predict_time(target, flops, operations, sizes, schedule)
+    # The first array of a state is the number of the step, and then come the model's.
+    arguments = dict(enumerate((path for path, _ in array_leaves(state.model)), start=1))
+    causes = Causes(module, sizes, arguments, _gradient_shapes(leaves, mesh))
+    lower = functools.partial(step.lower, state, request.batch)
+    notes = [*make_notes(target, backend, module, unknown)]
+    unused = unused_axes(state, mesh, request.rule, lower)
+    notes += [said.removesuffix(".") for said in unused]
     if request.cache is not None:
-        notes.append(keep_compiled(lower, Path(request.cache)))
+        notes.append(keep_compiled(lower, request.cache))
+    rows, tokens = count_examples(request.batch)
     return Plan(
-        target=request.target,
-        backend=request.backend,
+        target=target,
+        backend=backend,
         mesh=used_axes(sizes),
         devices=mesh.size,
-        memory=plan_memory(request, state, gradients, program.compiled.memory_analysis()),
+        memory=plan_memory(request, state, leaves, program.compiled.memory_analysis()),
         flops=flops,
-        collectives=tuple(_describe(x, sizes, causes, schedule) for x in operations),
+        collectives=tuple(describe_collectives(operations, sizes, causes, schedule)),
         time=predicted,
         examples=rows,
         tokens=tokens,
         compile_seconds=seconds,
         notes=tuple(notes),
-        leaves=explained.leaves,
-        timeline=None if on_cpu or predicted is None else elapsed.timeline.spans,
+        leaves=leaves,
+        timeline=schedule.spans if schedule and predicted else None,
         settings=_settings(request),
         findings=Findings(findings),
     )
-
-
-def has_peers(operation: Operation) -> bool:
-    """Whether devices take part together, and not each alone."""
-    return operation.groups is None or operation.groups.shape[1] > 1
 
 
 def read_dump(dump: Path, devices: int) -> str:
@@ -155,70 +153,74 @@ def read_dump(dump: Path, devices: int) -> str:
     return latest.read_text()
 
 
-def _model_arrays(state: TrainState) -> dict[int, str]:
-    """The paths of the model's arrays, by their numbers among the step's arguments."""
-    # The first array of a state is the number of the step.
-    return dict(enumerate((path for path, _ in array_leaves(state.model)), start=1))
+def _gradient_shapes(leaves: tuple[Leaf, ...], mesh: Mesh) -> dict[str, tuple[int, ...]]:
+    """The shape of each gradient on one device, as it is stored."""
+    return {
+        leaf.path: NamedSharding(mesh, leaf.update_spec).shard_shape(leaf.shape)
+        for leaf in leaves
+        if leaf.update_spec is not None
+    }
 
 
-def _describe(
-    operation: Operation,
-    sizes: dict[str, int],
-    causes: Causes,
-    schedule: Elapsed | None,
-) -> Collective:
-    hidden = None
-    if schedule is not None and (sending := schedule.sending[key_of(operation)]):
-        waiting = schedule.waiting[key_of(operation)]
-        hidden = min(max(1 - waiting / sending, 0.0), 1.0)
-    return Collective(
-        kind=operation.kind,
-        axes=operation.axes(sizes),
-        shapes=tuple(map(str, operation.shapes)),
-        bytes=operation.bytes,
-        sent=operation.sent,
-        times=operation.times,
-        in_loop=operation.in_loop,
-        line=causes.line(operation),
-        function=causes.function(operation),
-        leaves=causes.leaves(operation),
-        hidden=hidden,
+def plan_memory(
+    request: Request, state: TrainState, leaves: tuple[Leaf, ...], analysis: Any
+) -> PlannedMemory:
+    """The memory of one device: exact for what a step keeps, from XLA for the rest.
+
+    **Arguments:**
+
+    - `request`, `state`: what was compiled.
+    - `leaves`: the arrays of its model.
+    - `analysis`: of the compiled step, by XLA.
+    """
+    params, optimizer = _bytes(state.model), _bytes(state.opt_state)
+    offloaded, total = _offloaded_bytes(state), request.target.memory
+    rows = batch_sharding(mesh_of(state))
+    batch = jax.tree.leaves(request.batch)
+    # The compiler for CPUs does not distinguish memories.
+    not_here = offloaded - analysis.host_argument_size_in_bytes
+    return PlannedMemory(
+        parameters=params,
+        optimizer=optimizer - offloaded,
+        other_state=_bytes(state) - params - optimizer,
+        batch=sum(x.dtype.itemsize * math.prod(rows.shard_shape(x.shape)) for x in batch),
+        gradients=sum(leaf.gradient for leaf in leaves),
+        temporaries=analysis.temp_size_in_bytes,
+        peak=analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+        + analysis.temp_size_in_bytes
+        - not_here,
+        device=None if total is None else int(total),
+        host=offloaded
+        + analysis.host_output_size_in_bytes
+        - analysis.host_alias_size_in_bytes
+        + analysis.host_temp_size_in_bytes,
     )
 
 
-def _time(
-    request: Request,
-    flops: dict[str, float],
-    operations: list[Operation],
-    sizes: dict[str, int],
-    elapsed: Elapsed,
-) -> PlannedTime | None:
-    target = request.target
-    if not target.flops or _unknown(operations, target):
-        return None
-    links, waiting = defaultdict[str, float](float), defaultdict[str, float](float)
-    for operation in operations:
-        axes = join_axes(operation.axes(sizes) or None)
-        links[axes] += elapsed.sending[key_of(operation)]
-        waiting[axes] += elapsed.waiting[key_of(operation)]
-    if request.backend != "cpu":
-        parts = (elapsed.compute, elapsed.memory, dict(links), dict(waiting))
-        return PlannedTime(elapsed.seconds, *parts)
-    # There is no schedule of the target: at best, all is hidden behind the longest.
-    compute = compute_seconds(flops, target)
-    return PlannedTime(max(compute, sum(links.values())), compute, None, dict(links), None)
+def state_bytes(state: TrainState) -> int:
+    """The bytes of one device that a state takes."""
+    return _bytes(state) - _offloaded_bytes(state)
 
 
-def _unknown(operations: list[Operation], target: Target) -> str:
-    """What has to be known to predict the time of a step, and is not."""
-    if target.bandwidth is None:
-        return "bandwidth"
-    missing = [each for each in operations if link_seconds(each, target) is None]
-    if not missing:
-        return ""
-    if any(each.groups is None for each in missing):
-        return "groups of devices that communicate"
-    return "link" if target.link is None else "network"
+def mesh_of(state: TrainState) -> Mesh:
+    """The mesh of a state."""
+    return state.step.sharding.mesh
+
+
+def _bytes(tree: PyTree) -> int:
+    return sum(
+        leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
+        for _, leaf in array_leaves(tree)
+    )
+
+
+def _offloaded_bytes(state: TrainState) -> int:
+    """What is in the host's memory instead."""
+    assert state.made_with is not None  # By `abstract_state`.
+    rule, leaves = state.made_with.rule, jax.tree.leaves(state.opt_state)
+    return _bytes([leaf for leaf in leaves if is_offloaded(leaf, rule)])
 
 
 def count_examples(batch: Any) -> tuple[int, int | None]:
@@ -231,41 +233,6 @@ def count_examples(batch: Any) -> tuple[int, int | None]:
 
 def _settings(request: Request) -> dict[str, str]:
     batch = [f"{path} {format_array(x)}" for path, x in array_leaves(request.batch)]
-    settings = {"rule": repr(request.rule), "batch": ", ".join(batch)}
-    if (precision := request.precision) is not None:
-        names = {"compute": precision.compute, "parameters": precision.params}
-        settings["precision"] = ", ".join(
-            f"{name} {jnp.dtype(x)}" for name, x in names.items() if x is not None
-        )
-    return settings | {name: str(value) for name, value in request.options.items()}
-
-
-def _notes(request: Request, module: Module, operations: list[Operation]) -> list[str]:
-    notes, target = [], request.target
-    opcodes = {x.opcode for x in module.instructions()}
-    if target.compiler == "cpu":
-        notes.append("simulated devices share the memory of one process")
-        if "convolution" in opcodes:
-            notes.append(
-                "the peak is too low, as XLA does not count what convolutions on CPUs copy"
-            )
-    elif request.backend == "cpu":
-        notes.append(
-            "compiled for CPUs: temporaries are an upper estimate, and no schedule says "
-            f"what communication is hidden. The backend {target.compiler} knows both "
-            "(--backend, or backend=), and says how to install it"
-        )
-    if request.backend == "gpu":
-        notes.append(
-            "memory is without CUDA's context, NCCL's buffers and cuDNN's workspaces, "
-            "about 2 GB"
-        )
-    loops = [x for x in module.instructions() if x.opcode == "while"]
-    if any(module.trips(loop) is None for loop in loops):
-        notes.append("a loop of unknown length counts as one iteration")
-    calls = [x.attributes for x in module.instructions() if x.opcode == "custom-call"]
-    if any(word in attributes for attributes in calls for word in _KERNELS):
-        notes.append("the arithmetic of custom kernels is not counted")
-    if target.flops and (unknown := _unknown(operations, target)):
-        notes.append(f"no time is predicted, because the {unknown} is not known")
-    return notes
+    settings = {"rule": request.rule, "batch": ", ".join(batch)}
+    settings |= {"precision": request.precision, **request.options}
+    return {name: str(value) for name, value in settings.items()}

@@ -4,7 +4,7 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 from ..compiled._hlo import Instruction, Module, Shape
 
@@ -35,6 +35,9 @@ FREE = {
     "call",
     "add-dependency",
 }
+#: What reads only a part of its first operand, and what writes only a part of it.
+_READS_PART = ("dynamic-slice", "slice", "gather")
+_WRITES_PART = ("dynamic-update-slice", "scatter")
 
 _DIMS = re.compile(r'"?lhs_contracting_dim(?:ension)?s"?[=:][\[{]([\d," ]*)[\]}]')
 
@@ -44,7 +47,6 @@ class Costs:
 
     def __init__(self, module: Module):
         self._module = module
-        self._uses: dict[str, dict[str, list[Instruction]]] = {}
 
     def flops(self, instruction: Instruction) -> Counter[str]:
         """The operations of matrix products and convolutions, by the dtype of a factor."""
@@ -54,7 +56,7 @@ class Costs:
                 for inside in self._module.computations.get(name, ()):
                     total.update(self.flops(inside))
             return total
-        shapes = [shape for each in self.operand_shapes(instruction) for shape in each]
+        shapes = [s for x in self._module.operands(instruction) for s in x.shapes]
         if not shapes:
             return Counter()
         return Counter({DTYPES.get(shapes[0].dtype, ""): _flops(instruction, shapes)})
@@ -63,81 +65,55 @@ class Costs:
         """The bytes that an instruction reads and writes in the device's memory."""
         if instruction.opcode in FREE or instruction.opcode.endswith(("-start", "-done")):
             return 0
+        operands = self._module.operands(instruction)
+        if instruction.opcode in _READS_PART:
+            return 2 * _bytes(instruction)
+        if instruction.opcode in _WRITES_PART:
+            return 2 * self._update(instruction)
         if instruction.opcode != "fusion":
-            return self._bytes_of_one(instruction)
-        inside = next((name for _, name in instruction.called()), "")
+            return sum(map(_bytes, operands)) + _bytes(instruction)
+        inside = self._module.computations.get(dict(instruction.called())["calls"], ())
+        parameters = {x.content: x for x in inside if x.opcode == "parameter"}
         reads = sum(
-            self._read(inside, number, _bytes(shapes))
-            for number, shapes in enumerate(self.operand_shapes(instruction))
+            self._read(parameters.get(str(number)), _bytes(operand))
+            for number, operand in enumerate(operands)
         )
-        return reads + self._written(inside, instruction)
+        return reads + (self._written(inside[-1]) if inside else _bytes(instruction))
 
-    def operand_shapes(self, instruction: Instruction) -> list[tuple[Shape, ...]]:
-        """The types of an instruction's operands."""
-        found = (
-            self._module.by_name.get((instruction.computation, name))
-            for name in instruction.operands
-        )
-        return [() if operand is None else operand.shapes for operand in found]
+    def _update(self, instruction: Instruction) -> int:
+        """The bytes that are written into an array in place."""
+        operands = self._module.operands(instruction)
+        return _bytes(operands[-1 if instruction.opcode == "scatter" else 1])
 
-    def _bytes_of_one(self, instruction: Instruction) -> int:
-        operands = [_bytes(shapes) for shapes in self.operand_shapes(instruction)]
-        if instruction.opcode in ("dynamic-slice", "slice", "gather"):
-            return 2 * _bytes(instruction.shapes)
-        if instruction.opcode in ("dynamic-update-slice", "scatter"):
-            return 2 * operands[-1 if instruction.opcode == "scatter" else 1]
-        return sum(operands) + _bytes(instruction.shapes)
-
-    def _read(self, computation: str, number: int, whole: int) -> int:
+    def _read(self, parameter: Instruction | None, whole: int) -> int:
         """What a fusion reads of an operand: of a slice, only that."""
-        instructions = self._module.computations.get(computation, ())
-        parameters = (x for x in instructions if x.opcode == "parameter")
-        name = next((x.name for x in parameters if x.content == str(number)), None)
-        if name is None:
+        if parameter is None:
             return whole
-        uses = list(self._users(computation, name))
         sliced = 0
-        for source, user in uses:
-            if user.operands[:1] != (source,):
+        for source, user in self._users(parameter):
+            if user.operands[:1] != (source.name,):
                 return whole
-            if user.opcode in ("dynamic-slice", "slice", "gather"):
-                sliced += _bytes(user.shapes)
-            elif user.opcode not in ("dynamic-update-slice", "scatter"):
+            if user.opcode in _READS_PART:
+                sliced += _bytes(user)
+            elif user.opcode not in _WRITES_PART:
                 return whole
         return min(sliced, whole)
 
-    def _written(self, computation: str, fusion: Instruction) -> int:
+    def _written(self, root: Instruction) -> int:
         """What a fusion writes: of an update in place, only that."""
-        instructions = self._module.computations.get(computation, ())
-        if not instructions:
-            return _bytes(fusion.shapes)
-        root = instructions[-1]
-        names = root.operands if root.opcode == "tuple" else (root.name,)
-        total = 0
-        for name in names:
-            result = self._module.by_name[computation, name]
-            while result.opcode == "bitcast":
-                result = self._module.by_name[computation, result.operands[0]]
-            if result.opcode in ("dynamic-update-slice", "scatter"):
-                updates = self.operand_shapes(result)
-                total += _bytes(updates[-1 if result.opcode == "scatter" else 1])
-            else:
-                total += _bytes(result.shapes)
-        return total
+        if root.opcode == "tuple":
+            return sum(map(self._written, self._module.operands(root)))
+        if root.opcode == "bitcast":
+            return self._written(self._module.operands(root)[0])
+        return self._update(root) if root.opcode in _WRITES_PART else _bytes(root)
 
-    def _users(self, computation: str, name: str) -> Iterable[tuple[str, Instruction]]:
-        """The users of a value, also of what is a view of it."""
-        if computation not in self._uses:
-            table: dict[str, list[Instruction]] = {}
-            for instruction in self._module.computations[computation]:
-                for operand in instruction.operands:
-                    table.setdefault(operand, []).append(instruction)
-            self._uses[computation] = table
-        for user in self._uses[computation].get(name, ()):
+    def _users(self, value: Instruction) -> Iterator[tuple[Instruction, Instruction]]:
+        """The users of a value, each after the value or the view of it that it takes."""
+        for user in self._module.takers(value):
             if user.opcode == "bitcast":
-                yield from self._users(computation, user.name)
+                yield from self._users(user)
             else:
-                yield name, user
+                yield value, user
 
 
 def count_flops(module: Module) -> dict[str, float]:
@@ -152,49 +128,38 @@ def count_flops(module: Module) -> dict[str, float]:
         total = Counter[str]()
         for instruction in module.computations.get(computation, ()):
             total.update(costs.flops(instruction))
-            if instruction.opcode in ("fusion", "custom-call"):  # All of it was counted.
+            if instruction.opcode not in ("while", "call", "conditional"):
                 continue
             parts = [inside(name) for _, name in instruction.called()]
-            if instruction.opcode == "conditional":
-                parts = [max(parts, key=Counter.total, default=Counter())]
-            times = module.trips(instruction)
-            for part in parts:
-                for dtype, count in part.items():
-                    total[dtype] += count * (1 if times is None else times)
+            most = max(parts, key=Counter.total, default=Counter[str]())
+            times = module.trips(instruction) or 1
+            total.update({dtype: times * count for dtype, count in most.items()})
         return total
 
-    counts = inside(module.entry)
-    return {dtype: float(count) for dtype, count in counts.items() if count}
+    return {dtype: float(n) for dtype, n in inside(module.entry).items() if n}
 
 
 def _flops(instruction: Instruction, shapes: list[Shape]) -> int:
     opcode, attributes = instruction.opcode, instruction.attributes
-    if opcode == "dot":
-        return 2 * _size(instruction.shapes[:1]) * _contracted(attributes, shapes[0])
     if opcode == "convolution":
         return _convolution(attributes, shapes[1], instruction.shapes[0])
-    if opcode != "custom-call":
-        return 0
     if "__cudnn$fmha" in attributes:
         return _attention(attributes, shapes[0])
     if "__cudnn$conv" in attributes:
         return _convolution_by_cudnn(attributes, shapes, instruction.shapes[0])
-    if "contracting_dim" in attributes:  # cuBLAS and its relatives.
-        return 2 * _size(instruction.shapes[:1]) * _contracted(attributes, shapes[0])
-    return 0
-
-
-def _contracted(attributes: str, lhs: Shape) -> int:
-    found = _DIMS.search(attributes)
-    dims = [int(n) for n in re.findall(r"\d+", found[1])] if found else []
-    return math.prod(lhs.dims[dim] for dim in dims)
+    # Of a custom call, cuBLAS and its relatives.
+    found = _DIMS.search(attributes) if opcode in ("dot", "custom-call") else None
+    if found is None:
+        return 0
+    contracted = (shapes[0].dims[int(dim)] for dim in re.findall(r"\d+", found[1]))
+    return 2 * _size(instruction.shapes[0]) * math.prod(contracted)
 
 
 def _convolution(attributes: str, kernel: Shape, out: Shape) -> int:
     """For each output a product with the kernel of one output feature."""
     labels = re.search(r"dim_labels=\w+_(\w+)->", attributes)
     features = kernel.dims[labels[1].index("o")] if labels else 1
-    return 2 * _size((out,)) * _size((kernel,)) // max(features, 1)
+    return 2 * _size(out) * _size(kernel) // max(features, 1)
 
 
 def _convolution_by_cudnn(attributes: str, shapes: list[Shape], out: Shape) -> int:
@@ -222,9 +187,9 @@ def _attention(attributes: str, query: Shape) -> int:
     return products * 2 * size * query.dims[-1] // (2 if "CAUSAL" in attributes else 1)
 
 
-def _size(shapes: Iterable[Shape]) -> int:
-    return sum(math.prod(shape.dims) for shape in shapes)
+def _size(shape: Shape) -> int:
+    return math.prod(shape.dims)
 
 
-def _bytes(shapes: Iterable[Shape]) -> int:
-    return sum(shape.bytes for shape in shapes)
+def _bytes(value: Instruction) -> int:
+    return sum(shape.bytes for shape in value.shapes)

@@ -12,14 +12,13 @@ from jaxtyping import PyTree
 from ..sharding._mesh import AXES, resolve_sizes
 from ..sharding._paths import local_path
 from ..sharding._rule import Rule
-from ..sharding._text import comma_list, did_you_mean, nearest_multiples
+from ..sharding._text import comma_list, did_you_mean
 from ..training._config import Nonfinite, check_optim
 from ..training._precision import Precision
-from ._backends import Backend, find_backend
+from ._backends import check_whole_hosts, find_backend
 from ._plan import Plan
-from ._process import run
-from ._request import Request, dump_request
-from ._targets import TPU_HOST, Compiler, Target
+from ._process import Request, dump_request, run
+from ._targets import Compiler, Target
 
 
 def plan(
@@ -96,7 +95,7 @@ def plan(
         )
         ```
     """
-    request, where = make_request(
+    request = make_request(
         mesh_shape=mesh_shape,
         target=target,
         devices=devices,
@@ -111,9 +110,9 @@ def plan(
         accumulate=accumulate,
         nonfinite=nonfinite,
         grad_norms=grad_norms,
-        cache=None if cache is None else str(local_path(cache, "cache=")),
+        cache=None if cache is None else local_path(cache, "cache="),
     )
-    made = run(dump_request(request), where)
+    made = run(dump_request(request), request.backend)
     assert isinstance(made, Plan)  # There is no limit.
     return made
 
@@ -124,31 +123,28 @@ def make_request(
     target: str | Target,
     devices: int | None,
     backend: Compiler | None,
-    optim: optax.GradientTransformation,
     batch: PyTree,
     accumulate: int,
     nonfinite: Nonfinite,
     grad_norms: bool,
     **others: Any,
-) -> tuple[Request, Backend]:
+) -> Request:
     """Check the arguments of a plan; choose its compiler.
 
     **Arguments:** as for `plan`; `others` are the fields of the request that are taken
     as they are.
     """
-    check_optim(optim)
+    check_optim(others["optim"])
     found = Target.named(target) if isinstance(target, str) else target
-    sizes = mesh_sizes(mesh_shape, devices)
+    sizes = _mesh_sizes(mesh_shape, devices)
     count = math.prod(sizes.values())
-    where = find_backend(found, backend)
-    _check_whole_hosts(found, where.compiler, count)
-    request = Request(
-        optim=optim,
+    compiler = find_backend(found, backend)
+    check_whole_hosts(found, compiler, count)
+    return Request(
         batch=jax.tree.map(_abstract, batch),
         mesh_shape=sizes,
-        devices=count,
         target=found,
-        backend=where.compiler,
+        backend=compiler,
         options={
             "accumulate": accumulate,
             "nonfinite": nonfinite,
@@ -156,25 +152,9 @@ def make_request(
         },
         **others,
     )
-    return request, where
 
 
-def _check_whole_hosts(target: Target, compiler: Compiler, count: int) -> None:
-    if compiler == "tpu" and count > 2 and count % TPU_HOST:
-        raise ValueError(
-            f"{count} TPUs are not whole hosts of {TPU_HOST}; use "
-            f"{nearest_multiples(count, TPU_HOST)}."
-        )
-    if compiler != "cpu" and count > target.per_host and count % target.per_host:
-        groups = "hosts" if compiler == "gpu" else "slices"
-        raise ValueError(
-            f"{count} devices are not whole {groups} of {target.per_host}; use "
-            f"{nearest_multiples(count, target.per_host)}, or a Target with another "
-            "per_host."
-        )
-
-
-def mesh_sizes(asked: Mapping[str, int], devices: int | None) -> dict[str, int]:
+def _mesh_sizes(asked: Mapping[str, int], devices: int | None) -> dict[str, int]:
     """The size of each axis of the mesh."""
     for axis in asked:
         if axis not in AXES:

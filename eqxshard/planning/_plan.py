@@ -13,8 +13,8 @@ from typing import Any
 from ..compiled._collective import Collective, join_axes
 from ..inspect._explanation import Leaf
 from ..inspect._lint import Findings
+from ._schedule import PlannedSpan, make_trace
 from ._targets import Compiler, Target
-from ._timeline import PlannedSpan, make_trace
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,17 @@ class PlannedMemory:
     peak: int
     device: int | None
     host: int = 0
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The bytes by what takes them, without what only the outputs of a step need."""
+        return {
+            "parameters": self.parameters,
+            "optimizer state": self.optimizer,
+            "other state": self.other_state,
+            "batch": self.batch,
+            "temporaries": self.temporaries,
+        }
 
     @property
     def left(self) -> int | None:
@@ -162,31 +173,6 @@ class Plan:
         busy = sum(n / peaks.get(dtype, slowest) for dtype, n in self.flops.items())
         return busy / self.time.step
 
-    def calibrate(self, seconds: float) -> Target:
-        """The target, as fast as a run of this step was seen to be.
-
-        A plan counts with peaks, so a real step takes longer. All speeds of the target
-        that this returns are scaled by the same factor, for plans of other meshes.
-
-        **Arguments:**
-
-        - `seconds`: the time of a step, as `fit` reports it, of a run with the model, the
-            batch and the mesh of this plan.
-
-        **Raises:**
-
-        `ValueError` if the time is not positive, or the plan has none to compare with.
-        """
-        if self.time is None or not self.time.step:
-            raise ValueError(
-                f"the speed of {self.target.name} is not known, so there is no time to "
-                "compare with; give the Target its flops, bandwidth, link and network."
-            )
-        if not 0 < seconds < float("inf"):
-            raise ValueError(f"seconds={seconds} must be a positive time.")
-        efficiency = self.target.efficiency * self.time.step / seconds
-        return dataclasses.replace(self.target, efficiency=efficiency)
-
     def to_json(self) -> dict[str, Any]:
         """All of it as values for `json.dumps`, with what follows from them."""
         plain = dataclasses.asdict(dataclasses.replace(self, leaves=()))
@@ -202,7 +188,7 @@ class Plan:
         """The time line as values for `json.dumps`, which Perfetto and Chrome open.
 
         It has a row for what the device does, one for the links of each axis, and one for
-        loops, of which it has one iteration.
+        loops, of which it has the first iteration in detail.
 
         **Raises:**
 
@@ -229,7 +215,7 @@ class Plan:
 
         `ValueError` if the name ends otherwise, or as `to_trace` does.
         """
-        from ._page import render_page  # It imports this module.
+        from ._views import render_page  # It imports this module.
 
         file = Path(path)
         if file.name.lower().endswith(".trace.json"):
@@ -247,7 +233,7 @@ class Plan:
         file.write_text(text, encoding="utf-8")
 
     def __str__(self) -> str:
-        from ._tables import print_plan  # It imports this module.
+        from ._views import print_plan  # It imports this module.
 
         return "\n\n".join(print_plan(self))
 

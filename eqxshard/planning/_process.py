@@ -1,9 +1,17 @@
-"""The subprocess that compiles, and what to raise when it fails.
+"""The subprocess that compiles: what is sent to it, and what to raise when it fails.
 
 It is a separate process because it may need another platform than this one has started,
 because an error in XLA's C++ ends the process, and so that its memory is given back.
+
+A request is pickled by cloudpickle, because optimizers are closures and functions are often
+lambdas. But cloudpickle sends what a script defines by value, and the classes of Equinox's
+modules do not survive that: the functions and classes of the script are sent by name, and
+the other process imports the script.
 """
 
+import dataclasses
+import io
+import math
 import os
 import pickle
 import re
@@ -12,15 +20,129 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import types
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import cloudpickle
+import equinox as eqx
 import jax
+import optax
+from jaxtyping import PyTree
 
-from ..compiled._causes import user_line
+from ..compiled._causes import user_frame
 from ..compiled._hlo import Frame
-from ._backends import Backend, install
+from ..debug._script import import_script, script_path
+from ..sharding._rule import Rule
+from ..training._precision import Precision
+from ._backends import wheels_folder
 from ._plan import Plan
+from ._targets import Compiler, Target
+
+#: Settings of JAX that change what is compiled.
+_CONFIG = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The arguments of [`eqxshard.plan`][], checked.
+
+    - `batch`: a `jax.ShapeDtypeStruct` for each array.
+    - `backend`: the compiler.
+    - `options`: of `make_train_step`, other than those that `init_state` takes, too.
+    - `limit`: the most bytes that a device may need: a step whose state alone needs more
+        is not compiled.
+    - `cache`: the folder in which to keep what was compiled.
+    """
+
+    make_model: Callable[[Any], PyTree]
+    loss_fn: Callable[..., Any]
+    optim: optax.GradientTransformation
+    batch: PyTree
+    mesh_shape: Mapping[str, int]
+    rule: Rule
+    target: Target
+    backend: Compiler
+    trainable: PyTree
+    precision: Precision | None
+    options: Mapping[str, Any]
+    limit: float | None = None
+    cache: Path | None = None
+
+
+def dump_request(request: Request) -> bytes:
+    """Pickle a request.
+
+    **Raises:**
+
+    `TypeError` if a part of it cannot be pickled.
+    """
+    config = {name: getattr(jax.config, name) for name in _CONFIG}
+    if request.backend == "cpu":
+        config["jax_num_cpu_devices"] = math.prod(request.mesh_shape.values())
+    out = io.BytesIO()
+    pickle.dump(config, out)
+    try:
+        _Pickler(out).dump(request)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise TypeError(
+            "plan compiles in another process, to which something cannot be sent "
+            f"({error}); define the model, the loss function and the optimizer at the top "
+            "level of a script or module."
+        ) from error
+    return out.getvalue()
+
+
+def load_request(data: bytes) -> Request:
+    """Set JAX up as it was where a request was pickled, and unpickle it."""
+    file = io.BytesIO(data)
+    # Before anything that may make an array.
+    for name, value in pickle.load(file).items():
+        jax.config.update(name, value)
+    return pickle.load(file)
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Sends what is at the top level of the script that runs by name."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, types.CodeType):
+            # cloudpickle 3.1.3 leaves out the file, which errors and findings name.
+            reduced: Any = self.dispatch_table[types.CodeType](obj)
+            return _make_code, (*reduced, obj.co_filename)
+        is_code = isinstance(obj, type | types.FunctionType)
+        if is_code and getattr(obj, "__module__", None) == "__main__":
+            script, name = script_path(), obj.__qualname__
+            if script is not None and _lookup(sys.modules["__main__"], name) is obj:
+                return _from_script, (script, name)
+            if isinstance(obj, type) and issubclass(obj, eqx.Module):
+                raise TypeError(f"class {obj.__name__} is in no file's top level")
+        return super().reducer_override(obj)
+
+
+def _from_script(script: str, name: str) -> Any:
+    return _lookup(import_script(script), name)
+
+
+def _lookup(module: Any, name: str) -> Any:
+    found = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _make_code(
+    make: Callable[..., types.CodeType], arguments: tuple[Any, ...], file: str
+) -> types.CodeType:
+    return make(*arguments).replace(co_filename=file)
+
 
 #: Set in the process that compiles.
 CHILD = "EQXSHARD_PLANNING"
@@ -29,51 +151,47 @@ CHILD = "EQXSHARD_PLANNING"
 #: library itself is needed to run, not to compile.
 _CUDNN = "def cudnn_get_version():\n    return 91000\n"
 
-#: What XLA says when a kernel that it uses in JAX 0.12 fails.
-_ONE_SHOT = ("one_shot", "size mismatch when packing")
-
-
-class TooLarge(NamedTuple):
-    """A step that is not compiled, because its state alone needs too many bytes."""
-
-    needs: int
-
 
 class Failure(NamedTuple):
-    """An error in the process that compiles.
+    """An error in the process that compiles: what to raise, and its own traceback."""
 
-    - `kind`, `message`: its type, and what it said.
-    - `line`: the line of the user's code that raised it, as `model.py:12`, if any did.
-    - `by_compiler`: whether XLA raised it.
-    - `traceback`: as Python prints it.
-    """
-
-    kind: str
+    kind: type[Exception]
     message: str
-    line: str | None
-    by_compiler: bool
     traceback: str
 
-    @staticmethod
-    def of(error: Exception) -> "Failure":
-        """From an exception."""
-        frames = traceback.extract_tb(error.__traceback__)
-        return Failure(
-            type(error).__name__,
-            str(error),
-            user_line(Frame(x.filename, x.lineno or 0, x.name) for x in reversed(frames)),
-            isinstance(error, jax.errors.JaxRuntimeError | NotImplementedError),
-            "".join(traceback.format_exception(error)),
+
+def describe(error: Exception) -> Failure:
+    """Say of an error whose it is, and what to do about it."""
+    kind, message, said = RuntimeError, str(error), type(error).__name__
+    first = message.strip().split("\n")[0][:300].rstrip(".")
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    frame = user_frame(Frame(x.filename, x.lineno or 0, x.name) for x in frames)
+    by_compiler = isinstance(error, jax.errors.JaxRuntimeError | NotImplementedError)
+    if type(error) in (ValueError, TypeError):
+        kind = type(error)
+    elif frame is None and by_compiler:
+        message = f"the step could not be compiled ({said}: {first}); use backend='cpu'."
+    else:
+        where = "" if frame is None else f" at {frame.place}"
+        message = (
+            f"making the model and its step raised {said}: {first}{where}; correct the "
+            "script."
         )
+    return Failure(kind, message, "".join(traceback.format_exception(error)))
 
 
-def run(data: bytes, backend: Backend) -> Plan | TooLarge:
+def run(data: bytes, compiler: Compiler) -> Plan | int:
     """Compile in another process, and return what it finds.
 
     **Arguments:**
 
     - `data`: the request, as `dump_request` writes it.
-    - `backend`: the compiler.
+    - `compiler`: its backend.
+
+    **Returns:**
+
+    The plan; the bytes of the state on each device if they alone are above the limit of
+    the request.
 
     **Raises:**
 
@@ -90,7 +208,7 @@ def run(data: bytes, backend: Backend) -> Plan | TooLarge:
         command = "from eqxshard.planning._compile import main; main()"
         done = subprocess.run(
             [sys.executable, "-c", command, name],
-            env=_environment(folder, backend),
+            env=_environment(folder, compiler),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -102,30 +220,32 @@ def run(data: bytes, backend: Backend) -> Plan | TooLarge:
             raise RuntimeError(explain_death(done.returncode, done.stderr))
         answer = pickle.loads(result.read_bytes())
     if isinstance(answer, Failure):
-        raise _error(answer, backend)
+        error = answer.kind(answer.message)
+        error.add_note(f"In the process that compiles:\n{answer.traceback}")
+        raise error
     return answer
 
 
-def _environment(folder: Path, backend: Backend) -> dict[str, str]:
+def _environment(folder: Path, compiler: Compiler) -> dict[str, str]:
     path = [entry or os.getcwd() for entry in sys.path]
-    if backend.folder is not None:
-        path.insert(0, str(backend.folder))
-    if backend.compiler == "gpu":
+    if compiler != "cpu":  # Behind the wheels beside JAX.
+        path.append(str(wheels_folder()))
+    if compiler == "gpu":
         plugin = folder / "stub" / "jax_cuda12_plugin"
         plugin.mkdir(parents=True)
         (plugin / "__init__.py").touch()
         (plugin / "_versions.py").write_text(_CUDNN)
         # Behind the real one, if it is installed.
         path.append(str(folder / "stub"))
-    # No TPU is there to be queried for its place in a cluster, or to be locked.
-    tpu = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     flags = os.environ.get("XLA_FLAGS", "")
-    if backend.compiler == "cpu":
+    if compiler == "cpu":
         dump = f"--xla_dump_to={folder / 'dump'} --xla_dump_hlo_pass_re=spmd-partitioning"
         flags = f"{flags} {dump} --xla_dump_hlo_as_text"
     return {
         **os.environ,
-        **(tpu if backend.compiler == "tpu" else {}),
+        # No TPU is there to be queried for its place in a cluster, or to be locked.
+        "TPU_SKIP_MDS_QUERY": "1",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         # XLA reports nothing about a program that comes out of the cache.
         "JAX_ENABLE_COMPILATION_CACHE": "false",
         "JAX_PLATFORMS": "cpu",
@@ -147,36 +267,7 @@ def explain_death(code: int, stderr: str) -> str:
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     fatal = [line for line in lines if re.match(r"F\d{4} |.*Check failed", line)]
     said = (fatal or lines or ["it said nothing"])[-1][:300]
-    remedy = "plan with backend='cpu', or another version of JAX"
-    if any(text in stderr for text in _ONE_SHOT):
-        flag = "--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=false"
-        remedy = f"XLA_FLAGS={flag} avoids it"
-    return f"XLA ended the process that compiles ({how}: {said}); {remedy}."
-
-
-def _error(failure: Failure, backend: Backend) -> Exception:
-    """What to raise here."""
-    kinds = {"ValueError": ValueError, "TypeError": TypeError}
-    if failure.kind in kinds:
-        error = kinds[failure.kind](failure.message)
-    else:
-        error = RuntimeError(_explain(failure, backend))
-    error.add_note(f"In the process that compiles:\n{failure.traceback}")
-    return error
-
-
-def _explain(failure: Failure, backend: Backend) -> str:
-    first = failure.message.strip().split("\n")[0][:300].rstrip(".")
-    if failure.kind in ("ImportError", "ModuleNotFoundError"):
-        return (
-            f"the process that compiles cannot import what it was sent ({first}); put it "
-            "in a module that can be imported from here."
-        )
-    said = f"{failure.kind}: {first}"
-    if failure.line is not None or not failure.by_compiler:
-        where = "" if failure.line is None else f" at {failure.line}"
-        return f"making the model and its step raised {said}{where}; correct the script."
-    remedy = "use backend='cpu'"
-    if "topology not implemented" in first or "No visible GPU" in first:
-        remedy = f"run `{install(backend.compiler)}`"
-    return f"the step could not be compiled ({said}); {remedy}."
+    return (
+        f"XLA ended the process that compiles ({how}: {said}); plan with backend='cpu', or "
+        "another version of JAX."
+    )

@@ -5,139 +5,146 @@ whichever is longer. Collectives run beside them, one at a time, from their `-st
 their `-done`, where the devices wait for what is left.
 """
 
-import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 
+from ..compiled._collective import Collective, join_axes
 from ..compiled._communication import Operation
 from ..compiled._hlo import Instruction, Module
 from ._costs import FREE, Costs
 from ._targets import Target
-from ._timeline import PlannedSpan, Recorder, Timeline
 
 
-class _Seconds(defaultdict[tuple[str, str], float]):
-    """Seconds of collectives, by their computations and names; 0 for others."""
+@dataclass(frozen=True)
+class PlannedSpan:
+    """A part of a planned step's time line.
 
-    def __init__(self):
-        super().__init__(float)
+    Of what a loop does, it has the first iteration. A step takes `(end - start) * times`,
+    summed over the kinds `compute`, `memory` and `waiting`.
 
-
-@dataclasses.dataclass
-class Elapsed:
-    """The seconds of a computation, and what they are spent on.
-
-    - `compute`, `memory`: of instructions whose arithmetic, or whose memory, takes longer.
-    - `waiting`: for each collective, by computation and name, the seconds that the devices
-        wait for it.
-    - `sending`: for each collective, the seconds that it takes.
-    - `timeline`: what happens when.
+    - `kind`: `compute` or `memory`, for which the device's instructions wait; `waiting`,
+        for a collective; `collective`, during which it is under way; `loop`, all
+        iterations of a loop.
+    - `start`, `end`: in seconds.
+    - `times`: how often a step does it; of a loop, its iterations.
+    - `collective`: its number in `plan.collectives`, if it is of one.
     """
 
-    compute: float = 0.0
-    memory: float = 0.0
-    waiting: _Seconds = dataclasses.field(default_factory=_Seconds)
-    sending: _Seconds = dataclasses.field(default_factory=_Seconds)
-    timeline: Timeline = Timeline()
-
-    @property
-    def seconds(self) -> float:
-        """All of them."""
-        return self.compute + self.memory + sum(self.waiting.values())
-
-    def add(self, other: "Elapsed", times: int = 1) -> None:
-        """Add a computation that runs several times."""
-        self.compute += times * other.compute
-        self.memory += times * other.memory
-        for key, value in other.waiting.items():
-            self.waiting[key] += times * value
-        for key, value in other.sending.items():
-            self.sending[key] += times * value
+    kind: Literal["compute", "memory", "waiting", "collective", "loop"]
+    start: float
+    end: float
+    times: int = 1
+    collective: int | None = None
 
 
 class Schedule:
-    """The schedule of a module on a target."""
+    """What happens when in a step on a target.
 
-    def __init__(self, module: Module, operations: list[Operation], target: Target):
+    **Arguments:**
+
+    - `module`: the compiled step.
+    - `operations`: its collectives.
+    - `target`: the devices.
+    """
+
+    def __init__(self, module: Module, operations: Sequence[Operation], target: Target):
         self._module = module
         self._costs = Costs(module)
         self._target = target
-        self._seconds = {
-            key_of(operation): link_seconds(operation, target) or 0.0
-            for operation in operations
+        #: By computation and name: the number of a collective, and its seconds.
+        self._operations = {
+            (x.start.computation, x.start.name): (n, link_seconds(x, target) or 0.0)
+            for n, x in enumerate(operations)
         }
-        self._numbers = {key: number for number, key in enumerate(self._seconds)}
-        self._known: dict[str, Elapsed] = {}
+        self._known: dict[str, tuple[list[PlannedSpan], float]] = {}
+        spans, _ = self._run(module.entry)
+        self.spans = tuple(sorted(spans, key=lambda span: (span.start, -span.end)))
+        self._totals = defaultdict[tuple[str, int | None], float](float)
+        for span in self.spans:
+            for number in {None, span.collective}:
+                self._totals[span.kind, number] += (span.end - span.start) * span.times
 
-    def elapsed(self, computation: str) -> Elapsed:
-        """How long a computation takes."""
+    @property
+    def length(self) -> float:
+        """The seconds of a step."""
+        return sum(map(self.seconds, ("compute", "memory", "waiting")))
+
+    def seconds(self, kind: str, collective: int | None = None) -> float:
+        """The seconds in a step of all spans of a kind, or of those of one collective."""
+        return self._totals.get((kind, collective), 0.0)
+
+    def _run(self, computation: str) -> tuple[list[PlannedSpan], float]:
+        """The spans of a computation that starts at 0, and how long it takes."""
         if computation not in self._known:
-            self._known[computation] = self._run(computation)
+            self._known[computation] = self._run_once(computation)
         return self._known[computation]
 
-    def _run(self, computation: str) -> Elapsed:
-        total, recorder = Elapsed(), Recorder()
+    def _run_once(self, computation: str) -> tuple[list[PlannedSpan], float]:
+        spans, now = list[PlannedSpan](), 0.0
         # When the links are free, and when each collective under way ends.
         free, under_way = 0.0, dict[str, float]()
         for instruction in self._module.computations.get(computation, ()):
-            key, now = (computation, instruction.name), total.seconds
-            if instruction.opcode.endswith("-done") and instruction.operands:
-                start = computation, instruction.operands[0]
-                end = under_way.pop(instruction.operands[0], 0.0)
-                if end > now:
-                    total.waiting[start] += end - now
-                    number = self._numbers.get(start)
-                    recorder.add(PlannedSpan("waiting", now, end, collective=number))
-            elif key in self._seconds:
-                seconds, number = self._seconds[key], self._numbers[key]
-                total.sending[key] += seconds
+            opcode, key = instruction.opcode, (computation, instruction.name)
+            if opcode.endswith("-done") and instruction.operands:
+                start = instruction.operands[0]
+                number, _ = self._operations.get((computation, start), (None, 0.0))
+                end = max(now, under_way.pop(start, now))
+                spans.append(PlannedSpan("waiting", now, end, collective=number))
+                now = end
+            elif key in self._operations:
+                number, seconds = self._operations[key]
                 start = max(free, now)
                 free = start + seconds
-                recorder.add(PlannedSpan("collective", start, free, collective=number))
-                if instruction.opcode.endswith("-start"):
+                spans.append(PlannedSpan("collective", start, free, collective=number))
+                if opcode.endswith("-start"):
                     under_way[instruction.name] = free
                 else:  # Synchronous.
-                    total.waiting[key] += free - now
-                    recorder.add(PlannedSpan("waiting", now, free, collective=number))
-            elif instruction.opcode in ("while", "call", "conditional"):
-                inside, times = self._inside(instruction), self._module.trips(instruction)
-                total.add(inside, times or 1)
-                free = max(free, total.seconds)
-                kind = "loop" if instruction.opcode == "while" else "compute"
-                span = PlannedSpan(kind, now, total.seconds, times or 1)
-                recorder.add_called(span, inside.timeline)
-            elif instruction.opcode not in FREE:
-                kind = self._add_instruction(total, instruction)
-                recorder.add(PlannedSpan(kind, now, total.seconds))
-        total.timeline = recorder.finish(total.seconds)
-        return total
+                    spans.append(PlannedSpan("waiting", now, free, collective=number))
+                    now = free
+            elif opcode in ("while", "call", "conditional"):
+                inside, seconds = self._inside(instruction)
+                times = self._module.trips(instruction) or 1
+                end = now + times * seconds
+                if opcode == "while":
+                    spans.append(PlannedSpan("loop", now, end, times))
+                spans += [
+                    replace(x, start=x.start + now, end=x.end + now, times=x.times * times)
+                    for x in inside
+                ]
+                now, free = end, max(free, end)
+            elif opcode not in FREE:
+                span = self._instruction(instruction, now)
+                spans.append(span)
+                now = span.end
+        return _joined(spans), now
 
-    def _inside(self, instruction: Instruction) -> Elapsed:
+    def _inside(self, instruction: Instruction) -> tuple[list[PlannedSpan], float]:
         """What an instruction calls: of the branches of a condition, the longest."""
         called = [name for what, name in instruction.called() if what != "condition"]
-        if not called:
-            return Elapsed()
-        return max(map(self.elapsed, called), key=lambda each: each.seconds)
+        return max(map(self._run, called), key=lambda each: each[1], default=([], 0.0))
 
-    def _add_instruction(
-        self, total: Elapsed, instruction: Instruction
-    ) -> Literal["compute", "memory"]:
+    def _instruction(self, instruction: Instruction, now: float) -> PlannedSpan:
         compute = compute_seconds(self._costs.flops(instruction), self._target)
         bandwidth = (self._target.bandwidth or float("inf")) * self._target.efficiency
         memory = self._costs.bytes(instruction) / bandwidth
-        if compute >= memory:
-            total.compute += compute
-            return "compute"
-        total.memory += memory
-        return "memory"
+        kind = "compute" if compute >= memory else "memory"
+        return PlannedSpan(kind, now, now + max(compute, memory))
 
 
-def key_of(operation: Operation) -> tuple[str, str]:
-    """The computation and the name of the instruction that starts a collective."""
-    return operation.start.computation, operation.start.name
+def _joined(spans: Sequence[PlannedSpan]) -> list[PlannedSpan]:
+    """Without spans of no length; one that goes on with the last is a part of it."""
+    joined = list[PlannedSpan]()
+    for span in spans:
+        last = joined[-1] if joined else span
+        if last == replace(span, start=last.start, end=span.start):
+            joined[-1] = replace(last, end=span.end)
+        elif span.end > span.start:
+            joined.append(span)
+    return joined
 
 
 def compute_seconds(flops: Mapping[str, int | float], target: Target) -> float:
@@ -161,23 +168,54 @@ def link_seconds(operation: Operation, target: Target) -> float | None:
     groups = operation.groups
     if groups is None or target.link is None:
         return None
-    link = target.link * target.efficiency
+    within = operation.sent / (target.link * target.efficiency)
     hosts = groups // target.per_host
-    crossing = bool((hosts != hosts[:, :1]).any())
-    if not crossing:
-        return operation.sent / link
+    if (hosts == hosts[:, :1]).all():
+        return within
     if target.network is None:
         return None
     network = target.network * target.efficiency
-    devices = groups.shape[1]
     if operation.kind == "collective-permute":
         return operation.sent / network
-    across = len(np.unique(hosts[0]))
+    devices, across = groups.shape[1], len(np.unique(hosts[0]))
     each = devices / across
     if "all-to-all" in operation.kind:
         beyond = operation.bytes * (devices - each) / devices
-        return max(operation.sent / link, beyond / network)
-    # The whole that is gathered or reduced, of which each host sends all but its part.
-    whole = operation.sent * devices / max(devices - 1, 1)
-    beyond = whole * (across - 1) / across / each
-    return max(operation.sent / link, beyond / network)
+    else:
+        # The whole that is gathered or reduced, of which each host sends all but its part.
+        whole = operation.sent * devices / max(devices - 1, 1)
+        beyond = whole * (across - 1) / across / each
+    return max(within, beyond / network)
+
+
+def make_trace(
+    spans: Sequence[PlannedSpan], collectives: Sequence[Collective]
+) -> dict[str, Any]:
+    """Spans in the Trace Event Format: one row for the device, one for each axis' links.
+
+    **Arguments:**
+
+    - `spans`: of a plan, in their order.
+    - `collectives`: of that plan, which the spans name by number.
+    """
+    rows, events = dict[str, int](), list[dict[str, Any]]()
+    for span in spans:
+        row, name, more = "device", span.kind, dict[str, Any](times=span.times)
+        if span.kind == "loop":
+            row, name = "loops", f"{span.times:,} iterations, with the first in detail"
+        if span.collective is not None:
+            found = collectives[span.collective]
+            links = f"{join_axes(found.axes)} links"
+            name = f"wait for {links}"
+            if span.kind == "collective":
+                row, name = links, found.kind
+            more |= {"kind": found.kind, "bytes sent": found.sent}
+            more |= {"line": found.line, "arrays": ", ".join(found.leaves)}
+        event = {"ph": "X", "name": name, "pid": 0, "args": more}
+        event |= {"tid": rows.setdefault(row, len(rows)), "ts": 1e6 * span.start}
+        events.append(event | {"dur": 1e6 * (span.end - span.start)})
+    names = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": row, "args": {"name": name}}
+        for name, row in rows.items()
+    ]
+    return {"traceEvents": names + events, "displayTimeUnit": "ms"}

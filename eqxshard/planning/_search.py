@@ -3,12 +3,10 @@
 import dataclasses
 import itertools
 import math
-import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import optax
@@ -21,22 +19,23 @@ from ..inspect._tables import render
 from ..pages._format import format_bytes, format_seconds
 from ..sharding._mesh import used_axes
 from ..sharding._rule import Rule
-from ..sharding._text import format_mesh
+from ..sharding._text import comma_list, did_you_mean, format_mesh
 from ..training._config import Nonfinite
 from ..training._precision import Precision
 from ._backends import find_backend
 from ._make_plan import make_request
-from ._meshes import SEARCHED, mesh_shapes
 from ._plan import Plan
-from ._process import TooLarge, run
-from ._request import dump_request
+from ._process import dump_request, run
 from ._targets import Compiler, Target
 
-#: Among steps this close to the fastest, the simplest mesh is ranked first.
-_AS_FAST = 0.02
+#: The part of a device's memory that must be left, for what a plan does not count.
+_MARGIN = 0.05
 
-#: The memory that one compile takes, in bytes.
-_EACH = 4e9
+#: The axes that a search may split over.
+_SEARCHED = ("data", "fsdp", "context", "tensor")
+
+#: The most devices that `tensor` and `context` span, where hosts are larger.
+_MOST_WITHIN = 8
 
 
 @dataclass(frozen=True)
@@ -48,9 +47,8 @@ class Candidate:
     - `model`, `rule`: their names, if there are several.
     - `accumulate`: the number of microbatches.
     - `plan`: its [`eqxshard.Plan`][]; `None` if it was not compiled.
-    - `needs`: the bytes that it needs on each device. If it was not compiled, this is the
-        least: its parameters, optimizer state, gradients and rows of the batch. `None` if
-        it cannot run at all.
+    - `needs`: the bytes that it needs on each device; those of its state alone if it was
+        not compiled. `None` if it cannot run at all.
     - `reason`: why it does not run; empty if it fits.
     """
 
@@ -65,14 +63,13 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether it can run: it was compiled, and leaves the margin of memory."""
+        """Whether it can run: it was compiled, and leaves 5% of the memory."""
         return not self.reason
 
     def to_json(self) -> dict[str, Any]:
         """All of it as values for `json.dumps`."""
         plan = None if self.plan is None else self.plan.to_json()
-        given = dict(vars(self)) | {"mesh": dict(self.mesh), "plan": plan}
-        return given | {"fits": self.fits}
+        return {**vars(self), "mesh": dict(self.mesh), "plan": plan, "fits": self.fits}
 
 
 @dataclass(frozen=True)
@@ -102,35 +99,32 @@ class Search:
     def __str__(self) -> str:
         tried, fit = len(self.candidates), sum(each.fits for each in self.candidates)
         compiled = sum(each.plan is not None for each in self.candidates)
-        parts = [
-            f"{tried} candidates, of which {compiled} were compiled and {fit} fit, in "
-            f"{self.seconds:.0f} s",
-            render(self._table()),
-        ]
-        if not fit:
-            parts.append(
-                "Nothing fits; try more devices, a rule that splits more of the state, a "
-                "larger accumulate, or a model that computes layers again (remat)."
-            )
-        return "\n\n".join(parts)
+        head = f"{tried} candidates, of which {compiled} were compiled and {fit} fit"
+        advice = (
+            "Nothing fits; try more devices, a rule that splits more of the state, a "
+            "larger accumulate, or a model that computes layers again (remat)."
+        )
+        parts = [f"{head}, in {self.seconds:.0f} s", render(self._table())]
+        return "\n\n".join(parts if fit else [*parts, advice])
 
     def _table(self) -> Table:
         """A row for each candidate, a column for each cost that any of them has."""
-        parts = [_parts(each.plan) for each in self.candidates]
-        costs = dict.fromkeys(name for each in parts for name in each)
+        times = [each.plan.time if each.plan else None for each in self.candidates]
+        parts = [{} if x is None else x.parts for x in times]
+        costs = dict.fromkeys(name for x in parts for name, value in x.items() if value)
         table = Table("candidate")
         for column in ("needs", "step", "mfu", *costs):
             table.add_column(column, justify="right")
         table.add_column("why it does not run", overflow="fold")
-        for each, seconds in zip(self.candidates, parts, strict=True):
-            plan = each.plan
-            least = "" if plan is not None else "> "
+        for each, step, seconds in zip(self.candidates, times, parts, strict=True):
+            mfu = None if each.plan is None else each.plan.mfu
+            least = "" if each.plan is not None else "> "
             table.add_row(
                 each.name,
                 "" if each.needs is None else f"{least}{format_bytes(each.needs)}",
-                "" if plan is None or plan.time is None else format_seconds(plan.time.step),
-                "" if plan is None or plan.mfu is None else f"{plan.mfu:.0%}",
-                *(format_seconds(seconds[x]) if x in seconds else "" for x in costs),
+                "" if step is None else format_seconds(step.step),
+                "" if mfu is None else f"{mfu:.0%}",
+                *(format_seconds(seconds[x]) if seconds.get(x) else "" for x in costs),
                 each.reason,
             )
         return table
@@ -148,20 +142,19 @@ def plan_search(
     meshes: Sequence[Mapping[str, int]] | None = None,
     axes: Sequence[str] = ("data", "fsdp", "tensor"),
     accumulate: int | Sequence[int] = 1,
-    margin: float = 0.05,
     backend: Compiler | None = None,
     trainable: PyTree = True,
     precision: Precision | None = None,
     nonfinite: Nonfinite = "skip",
     grad_norms: bool = False,
-    workers: int | None = None,
+    workers: int = 4,
 ) -> Search:
     """The fastest way to run a training step that fits, on devices that are not there.
 
     Every mesh is tried with every model, rule and number of microbatches. What cannot
     divide, or does not fit by the bytes of its state alone, is not compiled. The rest is
-    planned as by [`eqxshard.plan`][], several at a time. Those that fit are ranked by the
-    time of a step; of several within 2%, the simplest mesh comes first.
+    planned as by [`eqxshard.plan`][], several at a time. Those that fit and leave 5% of
+    the memory are ranked by the time of a step.
 
     As for `plan`, put the call under `if __name__ == "__main__":`.
 
@@ -174,13 +167,12 @@ def plan_search(
     - `devices`: their number.
     - `rules`: a rule, or several by their names.
     - `meshes`: the mesh shapes to try. By default, those of `axes` whose `tensor` and
-        `context` stay within 8 devices of a host; beyond one host, copies of the model
-        are on one device or on whole hosts, four times as many each time.
+        `context` stay within 8 devices of a host; beyond one host, `fsdp` goes over whole
+        hosts.
     - `axes`: of these meshes, some of `data`, `fsdp`, `context` and `tensor`.
     - `accumulate`: the numbers of microbatches to try. The batch stays the same.
-    - `margin`: the part of a device's memory that must be left.
-    - `workers`: how many to compile at a time, by default as many as cores and memory
-        allow.
+    - `workers`: how many to compile at a time. Each takes a core, and for a large model
+        a few GB of memory.
 
     **Returns:**
 
@@ -213,26 +205,17 @@ def plan_search(
     models = dict(make_model) if isinstance(make_model, Mapping) else {"": make_model}
     named = dict(rules) if isinstance(rules, Mapping) else {"": rules}
     counts = (accumulate,) if isinstance(accumulate, int) else tuple(accumulate)
-    for name, given in (("make_model", models), ("rules", named), ("accumulate", counts)):
-        if not given:
-            raise ValueError(f"{name} is empty; give at least one.")
-    for name, number in (("devices", devices), ("workers", workers)):
-        if number is not None and number < 1:
-            raise ValueError(f"{name}={number} is too few; give at least 1.")
-    if not 0 <= margin < 1:
-        raise ValueError(f"margin={margin} is not a part; use one from 0 to 1, as 0.05.")
     found = Target.named(target) if isinstance(target, str) else target
-    where = find_backend(found, backend)
-    limit = math.inf if found.memory is None else found.memory * (1 - margin)
-    shapes = mesh_shapes(devices, axes, found.per_host) if meshes is None else meshes
-    if not (shapes := [*shapes]):
-        raise ValueError(
-            f"there is no mesh of {devices} devices to try; give meshes=, or axes= more of "
-            f"{', '.join(SEARCHED)}."
-        )
+    compiler = find_backend(found, backend)
+    limit = math.inf if found.memory is None else found.memory * (1 - _MARGIN)
+    shapes = [*(mesh_shapes(devices, axes, found.per_host) if meshes is None else meshes)]
+    choices = {"meshes": shapes, "make_model": models, "rules": named, "accumulate": counts}
+    for name, given in choices.items():
+        if not given:
+            raise ValueError(f"there are no {name} for {devices} devices; give some.")
     candidates, requests = list[Candidate](), list[bytes]()
-    for shape, model, rule, count in itertools.product(shapes, models, named, counts):
-        request, _ = make_request(
+    for shape, model, rule, count in itertools.product(*choices.values()):
+        request = make_request(
             make_model=models[model],
             loss_fn=loss_fn,
             optim=optim,
@@ -241,7 +224,7 @@ def plan_search(
             rule=named[rule],
             target=found,
             devices=devices,
-            backend=backend,
+            backend=compiler,
             trainable=trainable,
             precision=precision,
             accumulate=count,
@@ -259,17 +242,25 @@ def plan_search(
 
     def compile(candidate: Candidate, request: bytes) -> Candidate:
         try:
-            made = run(request, where)
+            made = run(request, compiler)
         except (ValueError, TypeError, RuntimeError) as error:
             reason = str(error).strip().split("\n")[0]
             return dataclasses.replace(candidate, reason=reason)
-        return _judge(candidate, made, limit)
+        plan = made if isinstance(made, Plan) else None
+        needs = made if plan is None else plan.memory.peak
+        said = (
+            "does not fit: its state alone needs" if plan is None else "does not fit: needs"
+        )
+        reason = f"{said} {format_bytes(needs)} of {format_bytes(limit)}"
+        reason = reason if needs > limit else ""
+        return dataclasses.replace(candidate, plan=plan, needs=needs, reason=reason)
 
     console = Console(stderr=True)
-    with ThreadPoolExecutor(workers or _default_workers()) as pool:
+    with ThreadPoolExecutor(workers) as pool:
         # An interrupt ends the iterator, which cancels what has not started.
+        judged = pool.map(compile, candidates, requests)
         judged = track(
-            pool.map(compile, candidates, requests),
+            judged,
             "compiling",
             total=len(requests),
             console=console,
@@ -280,57 +271,53 @@ def plan_search(
     return Search(ranked, time.perf_counter() - start)
 
 
-def _judge(candidate: Candidate, made: Plan | TooLarge, limit: float) -> Candidate:
-    """A candidate with what it needs, and why it does not run if it does not."""
-    if isinstance(made, TooLarge):
-        plan, needs, said = None, made.needs, "needs at least"
-    else:
-        plan, needs, said = made, made.memory.peak, "needs"
-    reason = ""
-    if needs > limit:
-        reason = f"does not fit: {said} {format_bytes(needs)} of {format_bytes(limit)}"
-    return dataclasses.replace(candidate, plan=plan, needs=needs, reason=reason)
-
-
 def rank(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    """Those that fit, the fastest first; then those that need the least memory."""
-    candidates = [*candidates]
-    fit = [each for each in candidates if each.fits]
-    rest = [each for each in candidates if not each.fits]
-    fastest = min(map(_cost, fit), default=0.0)
+    """Those that fit, the fastest first; of others, what needs the least memory."""
 
-    def order(candidate: Candidate) -> tuple[int | float, ...]:
-        cost = _cost(candidate)
-        if cost > fastest * (1 + _AS_FAST):
-            return 1, cost
-        # The simplest of those that are as fast.
-        return 0, len(candidate.mesh), candidate.accumulate, cost
+    def order(each: Candidate) -> tuple[bool, bool, int | float]:
+        cost = math.inf if each.needs is None else each.needs
+        if each.fits and each.plan is not None and each.plan.time is not None:
+            cost = each.plan.time.step
+        return not each.fits, each.plan is None, cost
 
-    def nearness(candidate: Candidate) -> tuple[bool, int | float]:
-        needs = math.inf if candidate.needs is None else candidate.needs
-        return candidate.plan is None, needs
-
-    return *sorted(fit, key=order), *sorted(rest, key=nearness)
+    return tuple(sorted(candidates, key=order))
 
 
-def _cost(candidate: Candidate) -> float:
-    """The seconds of a step; its arithmetic, if the speed of the target is not known."""
-    assert candidate.plan is not None
-    time = candidate.plan.time
-    return sum(candidate.plan.flops.values()) if time is None else time.step
+def mesh_shapes(
+    devices: int, axes: Sequence[str], per_host: int
+) -> Iterator[dict[str, int]]:
+    """The mesh shapes to try: few, and none that only loses to others.
+
+    Within a host all that divide. Beyond one, a copy of the model is on whole hosts, or
+    on as many devices as its layers are split over.
+
+    **Arguments:**
+
+    - `devices`: their number.
+    - `axes`: the axes that may be larger than 1.
+    - `per_host`: the number of devices of a host.
+
+    **Raises:**
+
+    `ValueError` if an axis is not one that can be searched.
+    """
+    for axis in axes:
+        if axis not in _SEARCHED:
+            raise ValueError(
+                f"axes={axis!r} cannot be searched; {did_you_mean(axis, _SEARCHED)}use "
+                f"some of {comma_list(_SEARCHED)}, or give meshes=."
+            )
+    host = min(per_host, _MOST_WITHIN)
+    names = ("context", "tensor", "fsdp")
+    sizes = [_divisors(devices) if axis in axes else [1] for axis in names]
+    for context, tensor, fsdp in itertools.product(*sizes):
+        group = context * tensor * fsdp
+        data = devices // group
+        fits = data * group == devices and context * tensor <= host
+        on_whole_hosts = fsdp == 1 or group % host == 0 or devices <= host or devices % host
+        if fits and on_whole_hosts and (data == 1 or "data" in axes):
+            yield {"data": data, "fsdp": fsdp, "context": context, "tensor": tensor}
 
 
-def _default_workers() -> int:
-    """How many compiles cores and memory allow at a time."""
-    memory = Path("/proc/meminfo")
-    lines = memory.read_text().splitlines() if memory.exists() else []
-    free = [1024 * int(x.split()[1]) for x in lines if x.startswith("MemAvailable:")]
-    cores = os.cpu_count() or 1
-    return max(1, min(cores, *(int(size / _EACH) for size in free)))
-
-
-def _parts(plan: Plan | None) -> dict[str, float]:
-    """The seconds of a step by what takes them, without what takes none."""
-    if plan is None or plan.time is None:
-        return {}
-    return {name: seconds for name, seconds in plan.time.parts.items() if seconds}
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

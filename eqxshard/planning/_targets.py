@@ -31,8 +31,8 @@ class Target:
     - `network`: the bytes per second that it sends to another host (of TPUs, slice).
     - `per_host`: the number of devices that `link` joins.
     - `flops`: by dtype, the operations per second of dense matrix products.
-    - `efficiency`: the part of all these speeds that real steps reach; see
-        `Plan.calibrate`.
+    - `efficiency`: the part of all these speeds that real steps reach. Of a run that was
+        planned and measured, it is `plan.time.step / seconds`.
     - `config`: what the compiler has to know of it: for GPUs the text of XLA's
         `GpuTargetConfigProto`, for TPUs the name of its topologies.
     """
@@ -75,22 +75,7 @@ def how_sure(target: Target) -> str:
     return "at least" if target.efficiency == 1 else "about"
 
 
-def _gpu(
-    name: str,
-    kind: str,
-    *,
-    memory: int,
-    bandwidth: float,
-    link: float,
-    network: float,
-    cores: int,
-    units: int,
-    shared: tuple[int, int],
-    cache: int,
-    clock: float,
-    capability: int,
-) -> Target:
-    config = f"""
+_GPU_CONFIG = """
 gpu_device_info {{
   threads_per_block_limit: 1024
   threads_per_warp: 32
@@ -102,7 +87,7 @@ gpu_device_info {{
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
-  memory_bandwidth: {int(bandwidth)}
+  memory_bandwidth: {bandwidth:.0f}
   l2_cache_size: {cache}
   clock_rate_ghz: {clock}
   device_memory_size: {memory}
@@ -116,6 +101,19 @@ dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 runtime_version {{ major: 12 minor: 8 patch: 0 }}
 device_description_str: "{kind}"
 """
+
+
+def _gpu(
+    name: str,
+    kind: str,
+    *,
+    memory: int,
+    bandwidth: float,
+    link: float,
+    network: float,
+    **chip: Any,
+) -> Target:
+    """A GPU; `chip` is what else its compiler reads."""
     return Target(
         name=name,
         kind=kind,
@@ -126,7 +124,7 @@ device_description_str: "{kind}"
         network=network,
         per_host=8,
         flops=peaks_of(kind),
-        config=config,
+        config=_GPU_CONFIG.format(memory=memory, bandwidth=bandwidth, kind=kind, **chip),
     )
 
 

@@ -170,8 +170,8 @@ def _plan(run: RecordedRun) -> Iterator[Markup]:
         "Plan against measured", ("", "Plan", "Measured", "Ratio"), rows
     )
     remark = (
-        "The time of a plan is a roofline, so real steps take longer. Plan.calibrate makes "
-        "a measured time a target for plans of other meshes."
+        "The time of a plan is a roofline, so real steps take longer. Plans of a Target "
+        "whose efficiency is planned over measured time are estimates."
     )
     yield kit.scroller("plan against measured", table)
     yield tag("p", remark, class_="remark")
@@ -257,7 +257,7 @@ def _checkpoints(run: RecordedRun) -> Iterator[Markup]:
     for step in folder.known_steps():
         # Another process may remove it meanwhile, and it may be damaged.
         with contextlib.suppress(OSError, ValueError, TypeError):
-            metrics = folder.description(step).metrics
+            metrics = folder.description(step)["metrics"]
             names = names or [name for name in metrics if name.startswith("eval/")][:3]
             files = [file.stat() for file in Path(folder.at(step)).rglob("*")]
             size = kit.number(sum(file.st_size for file in files), format_bytes)

@@ -1,6 +1,7 @@
 """Collectives: the communication of a compiled step."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from ..compiled._collective import Collective
 from ..compiled._communication import KINDS, Operation, find_collectives
 from ..compiled._hlo import parse_module
 from ..inspect._tables import render
-from ..sharding._text import comma_list, did_you_mean
+from ..sharding._text import comma_list
 
 
 @dataclass(frozen=True)
@@ -39,23 +40,22 @@ class Collectives:
     @property
     def times(self) -> dict[str, int | None]:
         """The number of operations that a call runs, by kind; `None` if not known."""
-        known = {
-            kind: [op.times for op in ops if op.times is not None]
-            for kind, ops in self._by_kind().items()
-        }
-        counts = self.counts
-        return {k: sum(x) if len(x) == counts[k] else None for k, x in known.items()}
+        times: dict[str, int | None] = {}
+        for kind, ops in self._by_kind().items():
+            known = [op.times for op in ops if op.times is not None]
+            times[kind] = sum(known) if len(known) == len(ops) else None
+        return times
 
     def _by_kind(self) -> dict[str, list[Collective]]:
-        found = {kind: [op for op in self.ops if op.kind == kind] for kind in KINDS}
-        return {kind: ops for kind, ops in found.items() if ops}
+        found: dict[str, list[Collective]] = {}
+        for op in sorted(self.ops, key=lambda op: KINDS.index(op.kind)):
+            found.setdefault(op.kind, []).append(op)
+        return found
 
     def __str__(self) -> str:
         if not self.ops:
             return "no collectives"
-        rows: dict[Collective, int] = {}
-        for op in sorted(self.ops, key=lambda op: (KINDS.index(op.kind), -op.bytes)):
-            rows[op] = rows.get(op, 0) + 1
+        rows = Counter(sorted(self.ops, key=lambda op: (KINDS.index(op.kind), -op.bytes)))
         table = Table("kind", "axes")
         for column in ("count", "times per call", "bytes"):
             table.add_column(column, justify="right")
@@ -104,11 +104,7 @@ def collectives(step: Any, /, *args: Any) -> Collectives:
 
 def _mesh_of(compiled: Any) -> Mesh | None:
     """The mesh that the arguments or results of a compiled function are on."""
-    given = (
-        getattr(compiled, "input_shardings", ()),
-        getattr(compiled, "output_shardings", ()),
-    )
-    for sharding in jax.tree.leaves(given):
+    for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
         mesh = getattr(sharding, "mesh", None)
         if isinstance(mesh, Mesh):
             return mesh
@@ -169,19 +165,16 @@ def assert_collectives(
     for kind in (*at_most, *exactly):
         if kind not in KINDS:
             raise ValueError(
-                f"{kind!r} is not a kind of collective; {did_you_mean(kind, KINDS)}use one "
-                f"of {comma_list(KINDS)}."
+                f"{kind!r} is not a kind of collective; use one of {comma_list(KINDS)}."
             )
     found = collectives(step, *args)
     wrong = []
     for kind in KINDS:
         count = found.counts.get(kind, 0)
         if kind in exactly and count != exactly[kind]:
-            wrong.append(f"{plural(count, kind)} instead of exactly {exactly[kind]}")
+            wrong.append(f"{count} {kind} instead of exactly {exactly[kind]}")
         elif kind not in exactly and count > at_most.get(kind, 0):
-            limit = at_most.get(kind, 0)
-            allowed = f"at most {limit}" if limit else "none"
-            wrong.append(f"{plural(count, kind)} instead of {allowed}")
+            wrong.append(f"{count} {kind} instead of at most {at_most.get(kind, 0)}")
     if wrong:
         raise AssertionError(
             f"the compiled function has {'; '.join(wrong)}. Its collectives:\n{found}\n"
@@ -190,8 +183,3 @@ def assert_collectives(
             "are sent, which eqxshard.constrain can prevent."
         )
     return found
-
-
-def plural(count: int, kind: str) -> str:
-    """A count and its kind: `1 all-gather`, `2 all-gathers`."""
-    return f"{count:,} {kind}" + ("" if abs(count) == 1 else "s")

@@ -40,8 +40,7 @@ class Difference(NamedTuple):
     - `name`: such as `gradients.layers.0.weight`.
     - `absolute`: max |a - b|.
     - `relative`: max |a - b| / max |b|.
-    - `excess`: the part of `relative` that neither the rounding of gradients nor the
-        precision explains.
+    - `excess`: the part of `relative` that the rounding of gradients does not explain.
     """
 
     name: str
@@ -86,17 +85,13 @@ def with_arrays(state: PyTree, arrays: Arrays) -> PyTree:
     return jax.tree_util.tree_map_with_path(replace, state)
 
 
-def compare_results(
-    result: Result, reference: Result, before: Arrays, precision_errors: Mapping[str, float]
-) -> list[Difference]:
+def compare_results(result: Result, reference: Result, before: Arrays) -> list[Difference]:
     """Compare everything in a step's result with one device's.
 
     **Arguments:**
 
     - `result`, `reference`: on a mesh, and on one device.
     - `before`: the state before the step, of both.
-    - `precision_errors`: the absolute error of each gradient that the precision itself
-        causes.
     """
     gradients = {
         name: (a, reference.arrays[name])
@@ -115,7 +110,7 @@ def compare_results(
     for name, a in result.arrays.items():
         b, allowed, scale = reference.arrays[name], 0.0, 0.0
         if name in gradients:
-            allowed, scale = 2 * precision_errors.get(name, 0.0), _SMALL * largest
+            scale = _SMALL * largest
         elif jnp.issubdtype(b.dtype, jnp.inexact):
             old = before[name]
             if kind_of(name) == "model":
@@ -126,15 +121,6 @@ def compare_results(
             allowed = size * _of_parameter(name, b.shape, uncertainty)
         found.append(compare(name, a, b, allowed, scale))
     return found
-
-
-def gradient_errors(exact: Result, result: Result) -> dict[str, float]:
-    """The largest absolute error of each gradient."""
-    return {
-        name: _max_difference(a, exact.arrays[name])
-        for name, a in result.arrays.items()
-        if kind_of(name) == "gradients"
-    }
 
 
 def kind_of(name: str) -> str:

@@ -2,7 +2,6 @@
 
 import difflib
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +22,6 @@ from ..sharding._spec import axes_of, format_sizes
 from ._collectives import collectives
 
 UPDATE = "EQXSHARD_UPDATE_LOCKS"
-_VERSION = re.compile(r"with jax (\S+);")
 
 
 def assert_sharding_lock(
@@ -34,26 +32,24 @@ def assert_sharding_lock(
     *,
     step: Any = None,
     batch: PyTree = None,
-    update: bool | None = None,
 ) -> None:
     """Check that shardings, and the collectives of a step, are those in a text file.
 
     Commit the file: whoever reviews a change of the rule, the model or the step then sees
     how it affects each array. A missing file is written, except in CI (where the
-    environment has `CI=true`).
+    environment has `CI=true`); with `EQXSHARD_UPDATE_LOCKS=1` in the environment, it is
+    written again.
 
     **Arguments:**
 
     - `path`: of the file.
     - `tree`: a model, a train state or any other PyTree, of arrays or of
-        `jax.ShapeDtypeStruct`s. Arrays on a mesh have a sharding already; the rule decides
-        the others.
+        `jax.ShapeDtypeStruct`s. If all arrays are on a mesh, their shardings count; else
+        the rule decides.
     - `mesh`, `rule`: as for [`eqxshard.shardings`][].
     - `step`, `batch`: to lock the collectives of `step(tree, batch)`, too, as
         [`eqxshard.testing.collectives`][] counts them. They depend on the platform, and
         may change with JAX's version.
-    - `update`: write the file, whatever its contents. By default, only if the environment
-        has `EQXSHARD_UPDATE_LOCKS=1`.
 
     **Raises:**
 
@@ -74,26 +70,22 @@ def assert_sharding_lock(
         found = collectives(step, tree, batch)
         lines.append("[collectives]")
         lines += [f"{k}: {n}, {found.bytes[k]} bytes" for k, n in found.counts.items()]
-    _check_file(path, about, lines, update, compiled=step is not None)
+    _check_file(path, about, lines)
 
 
-def assert_plan_lock(
-    path: str | os.PathLike[str], plan: Plan, *, update: bool | None = None
-) -> None:
+def assert_plan_lock(path: str | os.PathLike[str], plan: Plan) -> None:
     """Check that what a planned step sends is what a text file says.
 
     Commit the file: whoever reviews a change of the model, the rule or the version of JAX
     then sees what it does to the communication. It names arrays and functions and no
-    numbers of lines, so that an edit elsewhere in a file does not change it. A missing file
-    is written, except in CI (where the environment has `CI=true`).
+    numbers of lines, so that an edit elsewhere in a file does not change it. The file is
+    written as for [`eqxshard.testing.assert_sharding_lock`][].
 
     **Arguments:**
 
     - `path`: of the file. Other versions of JAX and other compilers may send something
         else: let its name say which it is of.
     - `plan`: an [`eqxshard.Plan`][].
-    - `update`: write the file, whatever its contents. By default, only if the environment
-        has `EQXSHARD_UPDATE_LOCKS=1`.
 
     **Raises:**
 
@@ -115,23 +107,13 @@ def assert_plan_lock(
         f"mesh: {format_sizes(dict(plan.mesh))}",
         *_sent(plan),
     ]
-    _check_file(path, about, lines, update, compiled=True)
+    _check_file(path, about, lines)
 
 
-def _check_file(
-    path: str | os.PathLike[str],
-    about: str,
-    lines: list[str],
-    update: bool | None,
-    compiled: bool,
-) -> None:
-    """Compare the lines of a file, but for its head, with new ones; or write it.
-
-    `compiled` says whether they depend on XLA, and so on the version of JAX.
-    """
+def _check_file(path: str | os.PathLike[str], about: str, lines: list[str]) -> None:
+    """Compare the lines of a file, but for its head, with new ones; or write it."""
     file = Path(path)
-    if update is None:
-        update = os.environ.get(UPDATE, "0") not in ("", "0")
+    update = os.environ.get(UPDATE, "0") not in ("", "0")
     if not update and not file.exists():
         if os.environ.get("CI", "false").lower() not in ("", "0", "false"):
             raise AssertionError(
@@ -148,48 +130,26 @@ def _check_file(
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("\n".join((*head, *lines)) + "\n", encoding="utf-8")
         return
-    text = read_bytes(file).decode()
-    old = [line for line in text.splitlines() if not line.startswith("#")]
-    if old == lines:
-        return
-    # Without the names of the two, and without its places.
-    diff = [*difflib.unified_diff(old, lines, n=0, lineterm="")][2:]
-    changes = "\n  ".join(line for line in diff if not line.startswith("@@"))
-    written = _VERSION.search(text)
-    version, other = written[1] if written else "another version", ""
-    if compiled and version != jax.__version__:
-        other = (
-            f"The file was written with jax {version}, and this is {jax.__version__}, "
-            "whose XLA may use other collectives. "
+    text = read_bytes(file).decode().splitlines()
+    old = [line for line in text if not line.startswith("#")]
+    if old != lines:
+        # Without the names of the two, and without its places.
+        diff = [*difflib.unified_diff(old, lines, n=0, lineterm="")][2:]
+        changes = "\n  ".join(line for line in diff if not line.startswith("@@"))
+        raise AssertionError(
+            f"{path} differs:\n  {changes}\nIf the change is intended, run this test once "
+            f"with {UPDATE}=1, and commit the file. This is jax {jax.__version__}."
         )
-    raise AssertionError(
-        f"{path} differs:\n  {changes}\n{other}If the change is intended, run this test "
-        f"once with {UPDATE}=1, and commit the file."
-    )
 
 
 def _arrays(tree: PyTree, mesh: Mesh, rule: Rule) -> Iterator[str]:
     """A line for each array: `embed: float32[16,8] P(fsdp)`."""
     leaves = array_leaves(tree)
-    chosen = [_current_sharding(path, leaf, mesh) for path, leaf in leaves]
-    if None in chosen:
-        by_rule = jax.tree.leaves(shardings(tree, mesh, rule))
-        chosen = [current or ruled for current, ruled in zip(chosen, by_rule, strict=True)]
-    for (path, leaf), sharding in zip(leaves, chosen, strict=True):
+    placed: list[Any] = [getattr(leaf, "sharding", None) for _, leaf in leaves]
+    if not all(isinstance(each, NamedSharding) for each in placed):
+        placed = jax.tree.leaves(shardings(tree, mesh, rule))
+    for (path, leaf), sharding in zip(leaves, placed, strict=True):
         yield f"{path}: {format_array(leaf)} {_format_spec(sharding.spec)}"
-
-
-def _current_sharding(path: str, leaf: Any, mesh: Mesh) -> NamedSharding | None:
-    """The sharding of an array that is on a mesh already, which must be this mesh."""
-    sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        return None
-    if isinstance(sharding.mesh, Mesh) and sharding.mesh != mesh:
-        raise ValueError(
-            f"{path or 'the array'} is on {describe_mesh(sharding.mesh)}, not on "
-            f"{describe_mesh(mesh)}; give the mesh that it was placed on."
-        )
-    return sharding
 
 
 def _format_spec(spec: PartitionSpec) -> str:

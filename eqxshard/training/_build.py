@@ -1,4 +1,4 @@
-"""Make the arrays of a traced function, each by a small program of its own.
+"""Make the arrays of traced functions, each by a small program of its own.
 
 XLA takes more than twice as long for one program of twice as many arrays. So small values,
 above all keys, are computed at once, and each array that is left gets a program with
@@ -7,17 +7,17 @@ those values as arguments. Equal layers have equal programs, which are compiled 
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from ..sharding._combinators import HOST_MEMORY
-from ..sharding._leaves import is_key
+from ..sharding._leaves import is_inexact, is_key
+from ..sharding._mesh import is_on_cpus
 from .rewrite._jaxprs import jaxprs_in, map_jaxpr, open_jaxpr
 
 #: The most elements of a small value. Keys and integers are the same wherever they are
@@ -25,60 +25,102 @@ from .rewrite._jaxprs import jaxprs_in, map_jaxpr, open_jaxpr
 _SMALL, _TINY = 2**16, 2**10
 #: How many programs may run at a time: each needs memory, and simulated devices block.
 _IN_FLIGHT = 8
+#: At its default level, LLVM takes up to four times as long to compile code no faster.
+_CPU_OPTIONS = {"xla_backend_optimization_level": 1}
 
 
-def build_arrays(
-    equations: Sequence[Any],
-    known: Mapping[Any, Any],
-    outputs: Sequence[Any],
-    shardings: Sequence[NamedSharding],
-) -> list[Array]:
-    """Evaluate equations, without making a large array whole.
+class ArrayBuilder:
+    """The equations of traced functions that call one another, and what they make.
 
-    **Arguments:**
-
-    - `equations`: those of a jaxpr, or of several in a row.
-    - `known`: the values of the variables that no equation computes.
-    - `outputs`: the variables, or literals, to return.
-    - `shardings`: the sharding of each output, all on one mesh.
-
-    **Returns:**
-
-    The outputs. None shares memory with another, or with what was known.
+    No large array is ever whole on one device.
     """
-    mesh = shardings[0].mesh
-    equations, known, outputs = _inline(equations, known, outputs)
-    # Not on the mesh, where each small computation would be one of all processes.
-    with jax.default_device(next(iter(mesh.local_devices or ()), None)):
-        values = {variable: _uncommitted(value) for variable, value in known.items()}
-        equations = _compute_small(_needed(equations, outputs), values)
-    wanted: dict[Any, NamedSharding] = {}
-    for output, sharding in zip(outputs, shardings, strict=True):
-        if _is_variable(output) and output not in values:
-            wanted.setdefault(output, sharding)
-    programs = _Programs(NamedSharding(mesh, PartitionSpec()))
-    for group in _groups(equations, wanted, values):
-        programs.run([equations[i] for i in group], values, wanted)
-    arrays, taken = [], set()
-    for output, sharding in zip(outputs, shardings, strict=True):
-        if _is_variable(output) and output in wanted and output not in taken:
-            taken.add(output)
-            arrays.append(values[output])
-        else:
-            arrays.append(programs.copy(_read(output, values), sharding))
-    return arrays
+
+    def __init__(self):
+        self._equations: list[Any] = []
+        self._known: dict[Any, Any] = {}
+        self._new_variable: Any = core.gensym()
+
+    def call(self, fn: Any, inputs: Sequence[Any]) -> list[Any]:
+        """Add the equations of a traced function.
+
+        **Arguments:**
+
+        - `fn`: a closed jaxpr. Jitted functions in it that make several arrays, such as a
+            whole model, are taken apart.
+        - `inputs`: variables and literals that another call returned, or values.
+
+        **Returns:**
+
+        Its outputs: variables and literals.
+        """
+        jaxpr = open_jaxpr(fn)
+        names: dict[Any, Any] = {}
+        variables, given = (*jaxpr.constvars, *jaxpr.invars), (*fn.consts, *inputs)
+        for variable, value in zip(variables, given, strict=True):
+            if not isinstance(value, core.Var | core.Literal):
+                names[variable] = self._new_variable(variable.aval)
+                self._known[names[variable]] = value
+            else:
+                names[variable] = value
+
+        def read(atoms: Sequence[Any]) -> list[Any]:
+            return [names[x] if _is_variable(x) else x for x in atoms]
+
+        for eqn in jaxpr.eqns:
+            if _makes_several(eqn):
+                outvars = self.call(eqn.params["jaxpr"], read(eqn.invars))
+            else:
+                outvars = [self._new_variable(v.aval) for v in eqn.outvars]
+                new = eqn.replace(invars=read(eqn.invars), outvars=outvars)
+                self._equations.append(new)
+            names |= zip(eqn.outvars, outvars, strict=True)
+        return read(jaxpr.outvars)
+
+    def build(
+        self, outputs: Sequence[Any], shardings: Sequence[NamedSharding]
+    ) -> list[Array]:
+        """Evaluate the equations.
+
+        **Arguments:**
+
+        - `outputs`: the variables and literals to return.
+        - `shardings`: the sharding of each, all on one mesh.
+
+        **Returns:**
+
+        The arrays. None shares memory with another, or with what was given.
+        """
+        mesh: Any = shardings[0].mesh
+        equations = _needed(self._equations, outputs)
+        # Not on the mesh, where each small computation would be one of all processes.
+        with jax.default_device(next(iter(mesh.local_devices or ()), None)):
+            values = {v: _off_mesh(x, mesh) for v, x in self._known.items()}
+            equations = _compute_small(equations, values, {*filter(_is_variable, outputs)})
+        pairs = list(zip(outputs, shardings, strict=True))
+        wanted: dict[Any, NamedSharding] = {}
+        for output, sharding in pairs:
+            if _is_variable(output) and output not in values:
+                wanted.setdefault(output, sharding)
+        programs = _Programs(mesh)
+        constants: list[Any] = []
+        for group in _groups(equations):
+            if any(v in values for eqn in group for v in _variables(eqn)):
+                programs.run(group, values, wanted)
+            else:
+                constants += group
+        # Such as the moments of an optimizer, which compile in no time.
+        programs.run(constants, values, wanted)
+        arrays = []
+        for output, sharding in pairs:
+            if _is_variable(output) and wanted.pop(output, None) is not None:
+                arrays.append(values[output])
+            else:
+                arrays.append(programs.copy(_read(output, values), sharding))
+        return arrays
 
 
 def _is_variable(atom: Any) -> bool:
     return not isinstance(atom, core.Literal)
-
-
-def _read(atom: Any, values: Mapping[Any, Any]) -> Any:
-    if _is_variable(atom):
-        return values[atom]
-    value = np.asarray(atom.val, atom.aval.dtype)
-    # A number of Python's is of a weak type, which a counter may rely on.
-    return jnp.asarray(value.item()) if atom.aval.weak_type else value
 
 
 def _variables(eqn: Any) -> list[Any]:
@@ -86,52 +128,28 @@ def _variables(eqn: Any) -> list[Any]:
     return [atom for atom in eqn.invars if _is_variable(atom)]
 
 
-def _is_small(aval: Any) -> bool:
-    inexact = jnp.issubdtype(aval.dtype, jnp.inexact)
-    return aval.size <= (_TINY if inexact else _SMALL)
+def _read(atom: Any, values: Mapping[Any, Any]) -> Any:
+    if _is_variable(atom):
+        return values[atom]
+    return _as_numpy(np.asarray(atom.val, atom.aval.dtype), atom.aval.weak_type)
 
 
-def _uncommitted(value: Any) -> Any:
-    """A small value as NumPy, or as keys, which may be computed with on any device."""
-    if value.size > _SMALL or not getattr(value, "is_fully_addressable", True):
+def _as_numpy(value: Any, weak_type: bool) -> Any:
+    # A number of Python's is of a weak type, which a counter may rely on.
+    value = np.asarray(value)
+    return jnp.asarray(value.item()) if weak_type and not value.ndim else value
+
+
+def _off_mesh(value: Any, mesh: Mesh) -> Any:
+    """A value that may be computed with on any device, unless it is large and on a mesh."""
+    sharding = getattr(value, "sharding", None)
+    on_mesh = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
+    if on_mesh and (value.size > _SMALL or not value.is_fully_addressable):
         return value
     if is_key(value):
         data = np.asarray(jax.random.key_data(value))
         return jax.random.wrap_key_data(jnp.asarray(data), impl=value.dtype)
-    return np.asarray(value)
-
-
-def _inline(
-    equations: Sequence[Any], known: Mapping[Any, Any], outputs: Sequence[Any]
-) -> tuple[list[Any], dict[Any, Any], list[Any]]:
-    """Take apart jitted functions that make several arrays, such as a whole model."""
-    flat: list[Any] = []
-    known = dict(known)
-    new_variable: Any = core.gensym()
-
-    def read(atoms: Sequence[Any], names: Mapping[Any, Any]) -> list[Any]:
-        return [names.get(x, x) if _is_variable(x) else x for x in atoms]
-
-    def add(equations: Sequence[Any], names: dict[Any, Any]) -> None:
-        for eqn in equations:
-            inputs = read(eqn.invars, names)
-            if _makes_several(eqn):
-                called = eqn.params["jaxpr"]
-                jaxpr = open_jaxpr(called)
-                inside = dict(zip(jaxpr.invars, inputs, strict=True))
-                for variable, value in zip(jaxpr.constvars, called.consts, strict=True):
-                    inside[variable] = new_variable(variable.aval)
-                    known[inside[variable]] = value
-                add(jaxpr.eqns, inside)
-                outvars = read(jaxpr.outvars, inside)
-            else:
-                outvars = [new_variable(v.aval) for v in eqn.outvars]
-                flat.append(eqn.replace(invars=inputs, outvars=outvars))
-            names |= zip(eqn.outvars, outvars, strict=True)
-
-    names: dict[Any, Any] = {}
-    add(equations, names)
-    return flat, known, read(outputs, names)
+    return _as_numpy(value, getattr(value, "weak_type", False))
 
 
 def _makes_several(eqn: Any) -> bool:
@@ -153,13 +171,20 @@ def _needed(equations: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
     return kept[::-1]
 
 
-def _compute_small(equations: Sequence[Any], values: dict[Any, Any]) -> list[Any]:
+def _compute_small(
+    equations: Sequence[Any], values: dict[Any, Any], outputs: set[Any]
+) -> list[Any]:
     """Add what can be computed of small values alone; return the other equations."""
+
+    def is_small(variable: Any) -> bool:
+        if not is_inexact(jax.ShapeDtypeStruct((), variable.aval.dtype)):
+            return variable.aval.size <= _SMALL
+        return variable.aval.size <= _TINY and variable not in outputs
+
     left = []
     for eqn in equations:
-        read = _variables(eqn)
-        at_hand = all(v in values and v.aval.size <= _SMALL for v in read)
-        if at_hand and all(_is_small(v.aval) for v in eqn.outvars):
+        at_hand = all(v in values and v.aval.size <= _SMALL for v in _variables(eqn))
+        if at_hand and all(map(is_small, eqn.outvars)):
             inputs = [_read(atom, values) for atom in eqn.invars]
             values.update(zip(eqn.outvars, _compute(eqn, inputs), strict=True))
         else:
@@ -176,126 +201,83 @@ def _compute(eqn: Any, inputs: list[Any]) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def _groups(
-    equations: Sequence[Any], wanted: Mapping[Any, Any], values: Mapping[Any, Any]
-) -> list[list[int]]:
-    """The numbers of the equations of each program, in order.
-
-    What is wanted is in one program with all that it is computed from. Programs that share
-    an equation are one.
-    """
+def _groups(equations: Sequence[Any]) -> list[list[Any]]:
+    """The equations of each program: those that depend on one another."""
     producers = {v: i for i, eqn in enumerate(equations) for v in eqn.outvars}
-    owners: dict[int, set[int]] = {}
-    effects = [i for i, eqn in enumerate(equations) if eqn.effects]
-    for root in [*(producers[v] for v in wanted), *effects]:
-        group: set[int] = set()
-        stack = [root]
-        while stack:
-            i = stack.pop()
-            owner = owners.get(i)
-            if owner is None:
-                owners[i] = group
-                group.add(i)
-                read = _variables(equations[i])
-                stack += [producers[v] for v in read if v not in values]
-            elif owner is not group:
-                group, smaller = sorted((group, owner), key=len, reverse=True)
-                group |= smaller
-                owners.update(dict.fromkeys(smaller, group))
-    groups = {id(group): sorted(group) for group in owners.values()}
-    return [*groups.values()]
+    groups = [[i] for i in range(len(equations))]
+    for i, eqn in enumerate(equations):
+        for j in (producers[v] for v in _variables(eqn) if v in producers):
+            if groups[i] is not groups[j]:
+                smaller, group = sorted((groups[i], groups[j]), key=len)
+                group += smaller
+                for k in smaller:
+                    groups[k] = group
+    unique = {id(group): sorted(group) for group in groups}
+    return [[equations[i] for i in group] for group in unique.values()]
 
 
 class _Programs:
-    """Compiled programs, each for all arrays that are made alike.
+    """Compiled programs on a mesh, each for all arrays that are made alike."""
 
-    **Arguments:**
-
-    - `whole`: the sharding of what every device needs all of.
-    """
-
-    def __init__(self, whole: NamedSharding):
-        self._whole = whole
-        self._compiled: dict[Any, Any] = {}
+    def __init__(self, mesh: Mesh):
+        self._replicated = NamedSharding(mesh, PartitionSpec())
+        self._options = _CPU_OPTIONS if is_on_cpus(mesh) else None
+        self._jitted: dict[Any, Any] = {}
         self._running: deque[Any] = deque()
+        self._empty = jax.make_jaxpr(lambda: ())()
 
     def run(
-        self, equations: Sequence[Any], values: dict[Any, Any], wanted: Mapping[Any, Any]
+        self,
+        equations: Sequence[Any],
+        values: dict[Any, Any],
+        wanted: Mapping[Any, NamedSharding],
     ) -> None:
         """Add what is wanted of some equations to `values`."""
-        outvars = [v for eqn in equations for v in eqn.outvars]
+        made = dict.fromkeys(v for eqn in equations for v in eqn.outvars)
         read = dict.fromkeys(v for eqn in equations for v in _variables(eqn))
-        invars = [v for v in read if v not in {*outvars}]
-        outvars = [v for v in outvars if v in wanted]
+        invars = [v for v in read if v not in made]
+        outvars = [v for v in made if v in wanted]
         parts = {"invars": invars, "outvars": outvars, "eqns": [*equations]}
-        empty = jax.make_jaxpr(lambda: ())()
-        jaxpr = map_jaxpr(lambda empty: empty.replace(**parts), empty)
+        jaxpr = map_jaxpr(lambda empty: empty.replace(**parts), self._empty)
         # Whatever its variables are called.
         what = (str(jaxpr), *map(id, _consts(jaxpr)))
-        inputs = [self._input(values[v], self._whole) for v in invars]
-        shardings = [wanted[v] for v in outvars]
+        inputs, shardings = [values[v] for v in invars], [wanted[v] for v in outvars]
         arrays = self._call(what, core.jaxpr_as_fun(jaxpr), inputs, shardings)
         values.update(zip(outvars, arrays, strict=True))
 
     def copy(self, value: Any, sharding: NamedSharding) -> Array:
         """A copy of an array, in its place on the mesh."""
-        given = self._input(value, sharding)
-        aval = (value.shape, value.dtype)
-        (array,) = self._call(aval, lambda x: [x], [given], [sharding])
-        return array
+        if isinstance(value, np.ndarray):
+            # From several processes, jit takes only what each device needs all of.
+            place = NamedSharding(sharding.mesh, sharding.spec)
+            value = jax.make_array_from_callback(value.shape, place, value.__getitem__)
+        return self._call("copy", lambda x: [x], [value], [sharding])[0]
 
     def _call(
-        self, what: Any, fn: Any, inputs: Sequence["_Input"], shardings: list[NamedSharding]
+        self, what: Any, fn: Any, inputs: Sequence[Any], shardings: Sequence[NamedSharding]
     ) -> list[Array]:
-        def make_arrays(*given: Any) -> list[Array]:
-            typed = [
-                x if each.impl is None else jax.random.wrap_key_data(x, impl=each.impl)
-                for x, each in zip(given, inputs)
-            ]
-            typed = [
-                jax.device_put(x, jax.memory.Space.Device)
-                if each.sharding.memory_kind == HOST_MEMORY
-                else x
-                for x, each in zip(typed, inputs)
-            ]
-            # What is returned must not be what was given.
-            return [jnp.copy(x) for x in fn(*typed)]
+        places = [getattr(x, "sharding", None) for x in inputs]
+        places = tuple(
+            x if isinstance(x, NamedSharding) else self._replicated for x in places
+        )
+        key = (what, places, tuple(shardings))
+        if key not in self._jitted:
 
-        key = (what, tuple((x.sharding, x.impl) for x in inputs), tuple(shardings))
-        program = self._compiled.get(key)
-        if program is None:
-            program = self._compiled[key] = jax.jit(
+            def make_arrays(*given: Any) -> list[Array]:
+                # What is returned must not be what was given.
+                return [jnp.copy(x) for x in fn(*given)]
+
+            self._jitted[key] = jax.jit(
                 make_arrays,
-                in_shardings=tuple(x.sharding for x in inputs),
-                out_shardings=shardings,
+                in_shardings=places,
+                out_shardings=list(shardings),
+                compiler_options=self._options,
             )
-        arrays = program(*(x.value for x in inputs))
+        arrays = self._jitted[key](*inputs)
         self._running.append(arrays)
         if len(self._running) > _IN_FLIGHT:
             jax.block_until_ready(self._running.popleft())
         return arrays
-
-    def _input(self, value: Any, there: NamedSharding) -> "_Input":
-        """What to give to a program for a value, which is put `there` unless it is."""
-        sharding = getattr(value, "sharding", None)
-        if isinstance(sharding, NamedSharding) and sharding.mesh == there.mesh:
-            return _Input(value, sharding)
-        impl = value.dtype if is_key(value) else None
-        data = np.asarray(jax.random.key_data(value) if is_key(value) else value)
-        if not there.is_fully_replicated:
-            # From several processes, jit takes only what each device needs all of.
-            data = jax.make_array_from_callback(data.shape, there, data.__getitem__)
-        elif getattr(value, "weak_type", False) and not value.ndim:
-            data = data.item()
-        return _Input(data, there, impl)
-
-
-class _Input(NamedTuple):
-    """An array for a program, its sharding, and the type of keys that it holds."""
-
-    value: Any
-    sharding: NamedSharding
-    impl: Any = None
 
 
 def _consts(jaxpr: Any) -> list[Any]:

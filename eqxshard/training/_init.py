@@ -1,7 +1,7 @@
 """Make a training state, each array sharded from the start."""
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -17,7 +17,7 @@ from ..sharding._leaves import array_leaves, format_array, is_array, is_key
 from ..sharding._mesh import check_mesh
 from ..sharding._placement import named_leaves
 from ..sharding._rule import Rule, check_rule
-from ._build import build_arrays
+from ._build import ArrayBuilder
 from ._config import check_optim
 from ._donation import any_donated, copy_shared
 from ._jit import jit_is_off
@@ -34,7 +34,6 @@ from ._state import (
     unflatten_state,
     without_state,
 )
-from .rewrite._jaxprs import open_jaxpr
 
 
 def init_state(
@@ -90,8 +89,8 @@ def init_state(
 
     `TypeError` if `key` is not a random key, `make_model` not a function or `optim` not
     an optimizer; `ValueError` as [`eqxshard.shardings`][] does, if one array is trained in
-    two places (the two would drift apart), if `make_model` cannot run under jit, if `load`
-    returns another model, and under `jax_disable_jit`.
+    two places (the two would drift apart), if `load` returns another model, and under
+    `jax_disable_jit`. What `make_model` raises, with a note if it cannot run under jit.
 
     !!! Example
 
@@ -110,33 +109,20 @@ def init_state(
     traced = _trace(make_model, optim, key, mesh, rule, trainable, precision)
     warn_of_stacks(optim, traced.params)
     leaves, static = flatten_state(traced.like)
-    model_arrays = [] if load is None else _load(load, traced.like.model)
-    # By their number among the state's arrays; before the model is the step.
-    arrays = {i: x for i, x in enumerate(model_arrays, start=1) if x is not None}
+    builder = ArrayBuilder()
+    model = builder.call(traced.make_model, [key])
+    loaded = [None] * len(model) if load is None else _load(load, traced.like.model)
+    # Those of the model come first; those of its own state are not loaded.
+    model[: len(loaded)] = [
+        made if own is None else own for made, own in zip(model, loaded)
+    ]
+    outputs = builder.call(traced.make_state, [*model, key])
+    # Among the state's arrays, the step is before the model.
+    arrays = {i: x for i, x in enumerate(loaded, start=1) if x is not None}
     left = [i for i in range(len(leaves)) if i not in arrays]
-    equations, known, outputs = _one_after_the_other(traced, key, arrays)
     wanted = [outputs[i] for i in left], [leaves[i].sharding for i in left]
-    arrays |= zip(left, build_arrays(equations, known, *wanted), strict=True)
+    arrays |= zip(left, builder.build(*wanted), strict=True)
     return unflatten_state([arrays[i] for i in range(len(leaves))], static)
-
-
-def _one_after_the_other(
-    traced: "_Traced", key: Array, loaded: dict[int, Array]
-) -> tuple[list[Any], dict[Any, Any], list[Any]]:
-    """The equations that make a state of a key, what they read, and the state's arrays."""
-    model, state = map(open_jaxpr, (traced.make_model, traced.make_state))
-    known = dict(zip(model.constvars, traced.make_model.consts, strict=True))
-    known |= zip(state.constvars, traced.make_state.consts, strict=True)
-    known |= {model.invars[0]: key, state.invars[-1]: key}
-    known |= {state.invars[i - 1]: x for i, x in loaded.items()}
-    made = dict(zip(state.invars, model.outvars))
-
-    def follow(atom: Any) -> Any:
-        literal = isinstance(atom, core.Literal)
-        return atom if literal or atom in known else made.get(atom, atom)
-
-    then = [eqn.replace(invars=[*map(follow, eqn.invars)]) for eqn in state.eqns]
-    return [*model.eqns, *then], known, [*map(follow, state.outvars)]
 
 
 def abstract_state(
@@ -178,12 +164,6 @@ def abstract_state(
     return _trace(make_model, optim, key, mesh, rule, trainable, precision).like
 
 
-_TAKEN = (
-    "the key, or the model that make_model returns, was donated to a step; use those of "
-    "the newest state, or copies."
-)
-
-
 class _Traced(NamedTuple):
     """How a state is made, traced: the user's code runs once.
 
@@ -214,40 +194,37 @@ def _trace(
     _check_function(make_model)
     if not isinstance(key, jax.Array):
         raise TypeError(f"key={key!r} is not a random key; use jax.random.key(0).")
-    if any_donated([key]):
-        raise ValueError(_TAKEN)
+    _check_not_taken(key)
     if spans_processes(mesh.devices.flat):
-        assert_same_on_all_processes("state", {"key": _key_data(key).tolist()})
+        data = np.asarray(jax.random.key_data(key) if is_key(key) else key)
+        assert_same_on_all_processes("state", {"key": data.tolist()})
 
-    def make(key: Array) -> tuple[Any, PyTree, PyTree]:
-        model, model_state = without_state(_make_traced(make_model, key))
+    def make(key: Array) -> tuple[MadeWith, PyTree, PyTree]:
+        model, model_state = without_state(_call_traced(make_model, key))
         check_no_tracers(model)
-        if any_donated(jax.tree.leaves((model, model_state))):
-            raise ValueError(_TAKEN)
+        _check_not_taken((model, model_state))
         params, frozen = split_model(model, trainable)
         _check_not_shared(params)
-        trained = _trained(model, params, trainable)
+        leaves = jax.tree.structure(model).flatten_up_to(params)
+        trained = trainable is True or tuple(leaf is not None for leaf in leaves)
         if precision is not None:
             params = cast(params, precision.params)
-        return trained, eqx.combine(params, frozen), model_state
+        made_with = MadeWith(rule, trained, precision)
+        return made_with, eqx.combine(params, frozen), model_state
 
-    def make_state(made: tuple[Any, PyTree, PyTree], key: Array) -> tuple[Any, PyTree]:
-        trained, model, model_state = made
-        params, _ = split_model(model, _as_spec(trained, model))
-        loss_scale = None
-        if precision is not None and precision.scales_loss:
-            loss_scale = LossScale.init(precision)
-        opt_state = init_optimizer(optim, params)
-        _check_one_copy(opt_state)
+    def make_state(made: tuple[MadeWith, PyTree, PyTree], key: Array) -> tuple[Any, PyTree]:
+        made_with, model, model_state = made
+        params, _ = split_model(model, made_with.trainable(model))
+        scales_loss = precision is not None and precision.scales_loss
         state = TrainState(
             step=jnp.zeros((), jnp.int32),
             model=model,
-            opt_state=opt_state,
+            opt_state=init_optimizer(optim, params),
             # Any number works that `make_model` does not fold in itself.
             key=jax.random.fold_in(key, 2**32 - 1),
             model_state=model_state,
-            loss_scale=loss_scale,
-            made_with=MadeWith(rule, trained, precision),
+            loss_scale=LossScale.init(precision) if scales_loss else None,
+            made_with=made_with,
         )
         return state, params
 
@@ -266,30 +243,6 @@ def _trace(
     return _Traced(jax.tree.map(shaped, state), params, model_jaxpr, state_jaxpr)
 
 
-def _check_one_copy(opt_state: PyTree) -> None:
-    is_lookahead = lambda node: isinstance(node, optax.LookaheadState)  # noqa: E731
-    if any(map(is_lookahead, jax.tree.leaves(opt_state, is_leaf=is_lookahead))):
-        raise ValueError(
-            "optax.lookahead trains two copies of the parameters, and a step updates one; "
-            "average the weights with eqxshard.ema_weights instead."
-        )
-
-
-def _trained(
-    model: PyTree, params: PyTree, trainable: PyTree
-) -> tuple[bool, ...] | Literal[True]:
-    """Whether each leaf of a model is among its trained arrays."""
-    if trainable is True:
-        return True
-    leaves = jax.tree.structure(model).flatten_up_to(params)
-    return tuple(leaf is not None for leaf in leaves)
-
-
-def _as_spec(trained: tuple[bool, ...] | Literal[True], model: PyTree) -> PyTree:
-    """The reverse of `_trained`."""
-    return trained is True or jax.tree.unflatten(jax.tree.structure(model), trained)
-
-
 def _check_function(make_model: Any) -> None:
     """Refuse a model in the place of a function that makes one."""
     is_model = isinstance(make_model, eqx.Module) and array_leaves(make_model)
@@ -300,47 +253,12 @@ def _check_function(make_model: Any) -> None:
         )
 
 
-def _load(load: Callable[[Any], PyTree], like: PyTree) -> list[Array | None]:
-    """What `load` makes of each array of the model: an array, or nothing."""
-    wanted, loaded = array_leaves(like), array_leaves(load(like))
-    if [path for path, _ in wanted] != [path for path, _ in loaded]:
+def _check_not_taken(arrays: PyTree) -> None:
+    if any_donated(jax.tree.leaves(arrays)):
         raise ValueError(
-            "load returned a model with other arrays than it got; return what "
-            "load_weights(path, like) returns."
+            "the key, or the model that make_model returns, was donated to a step; use "
+            "those of the newest state, or copies."
         )
-    for (path, leaf), (_, x) in zip(wanted, loaded, strict=True):
-        if format_array(x) != format_array(leaf):
-            raise ValueError(
-                f"load returned {path} as {format_array(x)}, and the model has "
-                f"{format_array(leaf)}; load it with the shape and dtype that it has."
-            )
-    placed = {
-        i: jax.device_put(x, leaf.sharding)
-        for i, ((_, leaf), (_, x)) in enumerate(zip(wanted, loaded, strict=True))
-        if isinstance(x, jax.Array)
-    }
-    own = dict(zip(placed, copy_shared([*placed.values()])))
-    return [own.get(i) for i in range(len(wanted))]
-
-
-def _key_data(key: Array) -> np.ndarray:
-    return np.asarray(jax.random.key_data(key) if is_key(key) else key)
-
-
-def _make_traced(make_model: Callable[[Any], PyTree], key: Array) -> PyTree:
-    try:
-        return make_model(key)
-    except (TypeError, IndexError, ValueError) as error:
-        kinds = jax.errors.ConcretizationTypeError, jax.errors.NonConcreteBooleanIndexError
-        # JAX has no type of its own for others, such as of a shape that is traced.
-        if not isinstance(error, kinds) and "Tracer" not in f"{type(error)} {error}":
-            raise
-        raise ValueError(
-            "make_model needs the value of an array, and init_state runs it under jit, "
-            "where arrays have no values; make the model first and write "
-            "make_model=lambda key: model (it is then whole on one device before it is "
-            "split)."
-        ) from error
 
 
 def _check_not_shared(params: PyTree) -> None:
@@ -353,3 +271,41 @@ def _check_not_shared(params: PyTree) -> None:
                 "them with equinox.nn.Shared, make one a copy with jnp.copy, or train only "
                 "one with trainable=."
             )
+
+
+def _call_traced(make_model: Callable[[Any], PyTree], key: Array) -> PyTree:
+    """Call `make_model`; tell what to do if it needs values, which JAX cannot."""
+    try:
+        return make_model(key)
+    # JAX has no type of its own for others, such as of a shape that is traced.
+    except (TypeError, IndexError, ValueError) as error:
+        if "Tracer" in f"{type(error)} {error}" or "Concret" in type(error).__name__:
+            error.add_note(
+                "init_state runs make_model under jit, where arrays have no values; make "
+                "the model first and write make_model=lambda key: model (it is then whole "
+                "on one device before it is split)."
+            )
+        raise
+
+
+def _load(load: Callable[[Any], PyTree], like: PyTree) -> list[Array | None]:
+    """What `load` makes of each array of the model: an array, or nothing."""
+    wanted, loaded = array_leaves(like), array_leaves(load(like))
+    if [path for path, _ in wanted] != [path for path, _ in loaded]:
+        raise ValueError(
+            "load returned a model with other arrays than it got; return what "
+            "load_weights(path, like) returns."
+        )
+    for (path, leaf), (_, x) in zip(wanted, loaded):
+        if format_array(x) != format_array(leaf):
+            raise ValueError(
+                f"load returned {path} as {format_array(x)}, and the model has "
+                f"{format_array(leaf)}; load it with the shape and dtype that it has."
+            )
+    placed = {
+        i: jax.device_put(x, leaf.sharding)
+        for i, ((_, leaf), (_, x)) in enumerate(zip(wanted, loaded))
+        if isinstance(x, jax.Array)
+    }
+    own = dict(zip(placed, copy_shared([*placed.values()])))
+    return [own.get(i) for i in range(len(wanted))]

@@ -1,10 +1,9 @@
 """Find arrays of a trace that a model keeps where JAX does not see them."""
 
-import contextlib
 import dataclasses
-import functools as ft
-from collections.abc import Iterable, Iterator, Mapping
-from types import FunctionType, MethodType, ModuleType
+import gc
+from collections.abc import Iterator
+from types import FunctionType, ModuleType
 from typing import Any
 
 import jax
@@ -64,24 +63,14 @@ def _find_tracer(whole: Any) -> Tracer | None:
             return part
         if id(part) not in seen and not isinstance(part, _PLAIN):
             seen.add(id(part))
-            stack.extend(_refers_to(part))
+            stack += _refers_to(part)
     return None
 
 
-def _refers_to(part: Any) -> Iterable[Any]:
-    if isinstance(part, Mapping):
-        return [*part.keys(), *part.values()]
-    if isinstance(part, list | tuple | set | frozenset):
-        return part
-    if isinstance(part, MethodType):
-        return [part.__self__, part.__func__]
-    if isinstance(part, ft.partial):
-        return [part.func, part.args, part.keywords]
-    # `__wrapped__` of functions that are jitted, and the like, is there.
-    found: list[Any] = [getattr(part, "__dict__", None)]
-    if isinstance(part, FunctionType):
-        found += [part.__defaults__, part.__kwdefaults__]
-        for cell in part.__closure__ or ():
-            with contextlib.suppress(ValueError):  # It is not assigned yet.
-                found.append(cell.cell_contents)
-    return found
+def _refers_to(part: Any) -> list[Any]:
+    if isinstance(part, FunctionType):  # Whose globals are not its own.
+        return [part.__closure__, part.__defaults__, part.__kwdefaults__, part.__dict__]
+    # JAX's own objects also refer to its caches. What they wrap is in `__dict__`.
+    is_jax = type(part).__module__.startswith("jax")
+    own = [] if is_jax else gc.get_referents(part)
+    return [*own, getattr(part, "__dict__", None)]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from ..compiled._causes import user_line
+from ..compiled._causes import user_frame
 from ..compiled._findings import Finding
 from ..compiled._hlo import Frame, parse_module
 from ..compiled._lint_text import Argument, TextLint
@@ -75,7 +75,6 @@ def lint_step(call: "Call", program: Program, batch: PyTree) -> Iterator[Finding
             arguments,
             _batch_entries(key.kind, batch),
             scanned_shapes(program.jaxpr),
-            step.accumulate,
         )
         yield from dict.fromkeys(text.findings())
     except Exception as error:  # A program of a kind that lint does not know still runs.
@@ -173,7 +172,8 @@ def _line(eqn: Any) -> str | None:
     """The user's line that an equation comes from."""
     traceback = eqn.source_info.traceback
     frames = [] if traceback is None else traceback.frames
-    return user_line(Frame(x.file_name, x.line_num, x.function_name) for x in frames)
+    found = user_frame(Frame(x.file_name, x.line_num, x.function_name) for x in frames)
+    return found and found.place
 
 
 def _constants(jaxpr: Any) -> Iterator[Finding]:

@@ -144,8 +144,6 @@ def _check_found(patterns: list[re.Pattern[str]], params: PyTree) -> None:
 
 def _split(patterns: list[re.Pattern[str]], tree: PyTree) -> tuple[list[PyTree], PyTree]:
     """The part of a tree in each stack, and the rest of it."""
-    if any(map(_is_listed, jax.tree.leaves(tree, is_leaf=_is_listed))):
-        patterns = []
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
 
     def stack_of(path: tuple[Any, ...]) -> str | None:
@@ -232,27 +230,22 @@ def _updated_otherwise(
         layers = [10.0**power * rng.normal(size=layer) for power in (-3, 2)]
         return jnp.asarray(np.stack(layers), leaf.dtype)
 
-    def listed(tree: PyTree) -> PyTree:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: _Listed(path[-1], [*leaf]), tree
-        )
+    def layers(tree: PyTree) -> list[PyTree]:
+        # In front of the paths, because masks and labels look at the end.
+        return [jax.tree.map(lambda leaf: leaf[i], tree) for i in range(2)]  # noqa: B023
 
     params, grads = (jax.tree_util.tree_map_with_path(sample, params) for _ in range(2))
-    trees = [(grads, params), (listed(grads), listed(params))]
+    trees = [(grads, params), (layers(grads), layers(params))]
     extra = {"value": 1.0} if takes_value(optim) else {}
 
     @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def update_both(states: list[PyTree]) -> tuple[list[PyTree], list[PyTree]]:
-        (stack, one), (layers, other) = (
+        (stack, one), (listed, other) = (
             optim.update(grads, state, params, **extra)
             for (grads, params), state in zip(trees, states)
         )
-        layers = jax.tree.map(
-            lambda node: jnp.stack(node.layers),
-            layers,
-            is_leaf=_is_listed,
-        )
-        return [jax.tree.leaves(stack), jax.tree.leaves(layers)], [one, other]
+        restacked = jax.tree.map(lambda *layers: jnp.stack(layers), *listed)
+        return [jax.tree.leaves(stack), jax.tree.leaves(restacked)], [one, other]
 
     states = jax.jit(lambda: [optim.init(params) for _, params in trees])()
     if any(is_key(leaf) for leaf in jax.tree.leaves(states)):
@@ -270,27 +263,3 @@ def _close(stack: Array, layers: Array) -> bool:
         np.allclose(one, other, rtol=0, atol=1e-2 * np.abs(other).max())
         for one, other in zip(np.asarray(stack), np.asarray(layers))
     )
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class _Listed:
-    """The layers of a stacked array, in its place.
-
-    Each has the key of the array, because masks and labels look at the last one.
-    """
-
-    def __init__(self, key: Any, layers: Any):
-        self.key, self.layers = key, layers
-
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
-        """The layers."""
-        return [(self.key, layer) for layer in self.layers], self.key
-
-    @classmethod
-    def tree_unflatten(cls, key: Any, layers: Any) -> "_Listed":
-        """As JAX makes one."""
-        return cls(key, layers)
-
-
-def _is_listed(node: Any) -> bool:
-    return isinstance(node, _Listed)

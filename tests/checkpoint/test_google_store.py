@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import logging
 import os
 import sys
 import time
@@ -13,14 +12,8 @@ from store_helpers import (
     arrays_of,
     kill_while_saving,
     linked,
-    names,
     save_and_resume,
-    train,
 )
-
-import eqxshard
-from eqxshard.checkpoint import _object_store
-from eqxshard.checkpoint._object_store import Upload
 
 # Not imported yet: gcsfs reads the environment then.
 for package in ("gcp_storage_emulator", "gcsfs"):
@@ -62,33 +55,6 @@ def bucket(link):
 
 def test_a_run_saves_and_resumes_on_any_mesh(bucket, train_step, tmp_path):
     save_and_resume(f"{bucket}/runs/one", train_step, tmp_path)
-
-
-def test_a_server_that_dies_during_a_save(bucket, link, train_step, caplog, monkeypatch):
-    write = Upload._write
-    attempts: list[object] = []
-
-    def write_without_a_server(upload):
-        attempts.append(upload)
-        if len(attempts) > 1:
-            return write(upload)
-        link.close()
-        try:
-            write(upload)
-        finally:
-            link.open()
-
-    monkeypatch.setattr(Upload, "_write", write_without_a_server)
-    monkeypatch.setitem(_object_store._RETRIES, "max_retries", 2)
-    checkpointer = eqxshard.Checkpointer(bucket, save_every=5)
-    with caplog.at_level(logging.ERROR):
-        train(checkpointer, train_step, steps=10)
-    (line,) = [r.message for r in caplog.records if r.name.startswith("eqxshard")]
-    says = f"the checkpoint of step 5 could not be written to {bucket}: "
-    assert line.startswith(says) and line.endswith("Training continues.")
-    assert checkpointer.steps() == [10]
-    # Nothing is left of the one that was interrupted.
-    assert {name.split("/")[0] for name in names(bucket)} == {"10", "eqxshard.txt"}
 
 
 def test_processes_killed_while_they_save(bucket, tmp_path):

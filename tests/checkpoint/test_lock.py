@@ -1,7 +1,6 @@
 """The lock on a folder of checkpoints: one program at a time, and nothing stays locked."""
 
 import fcntl
-import json
 import os
 import re
 import signal
@@ -63,18 +62,6 @@ def test_a_folder_is_one_programs_until_that_is_gone(tmp_path, train_step, monke
     assert sorted(os.listdir(folder)) == ["2", "eqxshard.txt"]
 
 
-def test_a_host_that_died_is_waited_for(tmp_path, train_step, monkeypatch, caplog):
-    """Its locks end a while after it, and a scheduler has started the run elsewhere."""
-    other = (tmp_path / "lock").open("w")
-    json.dump({"pid": 7, "host": "another", "since": "yesterday"}, other)
-    other.flush()
-    fcntl.flock(other, fcntl.LOCK_EX)
-    monkeypatch.setattr("eqxshard.checkpoint._lock.time.sleep", lambda _: other.close())
-    assert fit(tmp_path, train_step).steps() == [2]
-    assert other.closed
-    assert caplog.text.count("is locked by another host, another; waiting 120 s") == 1
-
-
 def test_a_run_that_fails_lets_go_of_its_folder(tmp_path, train_step):
     with pytest.raises(ZeroDivisionError):
         eqxshard.fit(
@@ -95,8 +82,7 @@ def test_a_program_has_its_folder_from_the_first_save_to_wait(tmp_path):
     again = eqxshard.Checkpointer(tmp_path)
     state = new_state()
     again.save(eqx.tree_at(lambda s: s.step, state, state.step + 1))
-    holder = json.loads((tmp_path / "lock").read_text())
-    assert holder["pid"] == os.getpid()
+    assert (tmp_path / "lock").read_text().startswith(f"process {os.getpid()} on ")
     again.wait()
     assert (tmp_path / "lock").exists()
     checkpointer.wait()

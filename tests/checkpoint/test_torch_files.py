@@ -1,7 +1,5 @@
 """Files of torch.save, which torch reads if it is there."""
 
-import io
-import pickle
 import sys
 import zipfile
 
@@ -17,10 +15,8 @@ import eqxshard
 
 def test_without_torch_it_is_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    with zipfile.ZipFile(tmp_path / "model.pt", "w") as archive:
-        archive.writestr("model/data.pkl", b"")
-    says = r"model\.pt' is a file of torch\.save, .*; install it, or convert the file"
-    with pytest.raises(ValueError, match=says):
+    (tmp_path / "model.pt").touch()
+    with pytest.raises(ValueError, match=r"import of torch halted.*; .* convert it to saf"):
         eqxshard.load_weights(tmp_path / "model.pt", {})
 
 
@@ -29,18 +25,16 @@ def test_files_of_torch_itself_are_read(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4))
     half = {k: x.bfloat16() if x.ndim > 1 else x for k, x in model.state_dict().items()}
     small = torch.arange(3).to(torch.float8_e4m3fn)
-    again: dict = {"name": "x"}
-    again["itself"] = again
+    more = {"t": half["0.weight"].T, "deep": {"x": small}, "name": "x"}
     path = tmp_path / "model.pt"
-    torch.save({**half, "t": half["0.weight"].T, "deep": {"x": small}, "a": again}, path)
+    torch.save({**half, **more}, path)
+    columns = jax.NamedSharding(make_mesh("fsdp=2"), jax.P(None, "fsdp"))
     like = {
-        "0": {"weight": jax.ShapeDtypeStruct((4, 6), jnp.float32)},
+        "0": {"weight": jax.ShapeDtypeStruct((4, 6), jnp.float32, sharding=columns)},
         "t": jax.ShapeDtypeStruct((6, 4), jnp.float32),
         "deep": {"x": jax.ShapeDtypeStruct((3,), jnp.float8_e4m3fn)},
     }
-    columns = jax.NamedSharding(make_mesh("fsdp=2"), jax.P(None, "fsdp"))
-    there = {"0": columns, "t": None, "deep": None}
-    loaded = eqxshard.load_weights(path, like, there, partial=True)
+    loaded = eqxshard.load_weights(path, like, partial=True)
     expected = half["0.weight"].float().numpy()
     np.testing.assert_array_equal(loaded["0"]["weight"], expected)
     assert part(loaded["0"]["weight"]) == (4, 3)
@@ -53,7 +47,7 @@ def test_what_torch_does_not_read_is_refused(tmp_path):
     path, hostile = tmp_path / "x.pt", HostilePickle(tmp_path)
 
     def refused():
-        with pytest.raises(ValueError, match=r"x\.pt' cannot be read .*; it is damaged"):
+        with pytest.raises(ValueError, match=r"x\.pt' cannot be read .*; fetch it again"):
             eqxshard.load_weights(path, {})
 
     with zipfile.ZipFile(path, "w") as archive:
@@ -66,11 +60,3 @@ def test_what_torch_does_not_read_is_refused(tmp_path):
     torch.save({"x": torch.zeros(1000)}, path)
     path.write_bytes(path.read_bytes()[:-900])
     refused()
-
-
-def test_the_format_before_1_6_is_refused(tmp_path):
-    path, content = tmp_path / "x.pt", io.BytesIO()
-    pickle.dump(0x1950A86A20F9469CFC6C, content, protocol=2)  # Its magic number.
-    path.write_bytes(content.getvalue())
-    with pytest.raises(ValueError, match=r"x\.pt' is not a file of safetensors, torch\.sa"):
-        eqxshard.load_weights(path, {})

@@ -1,6 +1,5 @@
-"""A model's arrays under other names, in other layouts, in several files."""
+"""A model's arrays under other names and in other layouts."""
 
-import json
 import os
 import sys
 import tracemalloc
@@ -9,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_equal, make_mesh
+from helpers import make_mesh
 from process_helpers import finished
 from safetensors.numpy import load_file
 
@@ -36,10 +35,6 @@ RENAME = {
 }
 
 
-def rename(path):
-    return RENAME[path]
-
-
 def outward(path, array):
     if path == "blocks.up":
         return array.T
@@ -58,20 +53,12 @@ def inward(path, array):
 
 
 def save(path, model=MODEL, **options):
-    options = {"rename": rename, "transform": outward} | options
+    options = {"rename": RENAME.get, "transform": outward} | options
     eqxshard.save_weights(path, model, **options)
 
 
-def load(path, shardings=None):
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), MODEL)
-    return eqxshard.load_weights(path, like, shardings, rename=rename, transform=inward)
-
-
-# Names and layouts
-
-
 def test_arrays_have_the_names_and_layouts_of_others(tmp_path):
-    file = tmp_path / "model.safetensors"
+    file = tmp_path / "new" / "model.safetensors"
     save(file)
     arrays = load_file(file)
     assert len(arrays) == 1 + 6 + 2 + 6
@@ -87,27 +74,26 @@ def test_arrays_have_the_names_and_layouts_of_others(tmp_path):
             np.testing.assert_array_equal(expert, MODEL["experts"][i, j])
 
 
-@pytest.mark.parametrize("spec", [None, jax.P("fsdp"), jax.P(("data", "fsdp"))])
+@pytest.mark.parametrize("spec", [None, jax.P("fsdp", None, "data")])
 def test_they_come_back_bit_for_bit_from_any_mesh(tmp_path, spec):
     # A zero with a sign, and a number that is none, in layers of one device each.
     model = MODEL | {
         "experts": MODEL["experts"].at[0, 0, 0, :2].set(jnp.array([-0.0, jnp.nan]))
     }
-    there = None
+    file, there = tmp_path / "model.safetensors", jax.tree.map(lambda _: None, MODEL)
     if spec is not None:
-        mesh = make_mesh("data=2,fsdp=2")
-        stacked = jax.NamedSharding(mesh, jax.P("fsdp", None, "data"))
-        whole = jax.NamedSharding(mesh, jax.P())
-        there = {"norm": whole, "blocks": stacked, "experts": stacked}
+        stacked = jax.NamedSharding(make_mesh("data=2,fsdp=2"), spec)
+        there = jax.tree.map(lambda _: stacked, MODEL)
+        there["norm"] = jax.NamedSharding(stacked.mesh, jax.P())
         model = jax.device_put(model, there)
-    save(tmp_path / "model.safetensors", model)
-    for target in (None, there):
-        loaded = load(tmp_path / "model.safetensors", target)
-        for ours, theirs in zip(jax.tree.leaves(loaded), jax.tree.leaves(model)):
-            assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
-
-
-# What is refused
+    save(file, model)
+    like = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        *(MODEL, there),
+    )
+    loaded = eqxshard.load_weights(file, like, rename=RENAME.get, transform=inward)
+    for ours, theirs in zip(jax.tree.leaves(loaded), jax.tree.leaves(model)):
+        assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
 
 
 @pytest.mark.parametrize(
@@ -115,29 +101,21 @@ def test_they_come_back_bit_for_bit_from_any_mesh(tmp_path, spec):
     [
         (
             {"rename": lambda path: "x", "model": {"a": normal(2), "b": normal(2)}},
-            r"rename gives a and b the same name, x; give each array its own, or None",
+            r"rename gives b and another array the name x; give each its own, or None",
         ),
         (
             {"rename": lambda path: "h.*.x.*", "model": {"a": normal(2)}},
             r"a has the shape \[2\], and h\.\*\.x\.\* more stars than that",
         ),
-        (
-            {"transform": None},
-            r"blocks\.qkv has 3 names in the file and one array, .*; write a transform=",
-        ),
+        ({"transform": None}, r"blocks\.qkv has 3 names in the file; write a transform="),
         (
             {"transform": lambda path, x: [x, x] if path == "blocks.qkv" else x},
-            r"blocks\.qkv has 3 names in the file and 2 .*; write a transform=",
+            r"blocks\.qkv has 3 names in the file; .* returns a list",
         ),
         (
-            {
-                "rename": None,
-                "model": {"a": normal(2)},
-                "transform": lambda path, x: x.astype(np.complex128),
-            },
-            r"a has dtype complex128, which safetensors does not have",
+            {"transform": lambda path, x: x.astype(complex), "rename": None},
+            r"has dtype complex128, which safetensors does not have",
         ),
-        ({"max_bytes": 0}, r"max_bytes must be positive, got 0\."),
     ],
 )
 def test_mistakes_are_named_and_nothing_is_written(tmp_path, options, says):
@@ -146,84 +124,41 @@ def test_mistakes_are_named_and_nothing_is_written(tmp_path, options, says):
     assert not list(tmp_path.iterdir())
 
 
-# Several files
-
-
-def test_what_is_too_large_for_one_file_is_in_several(tmp_path):
-    file = tmp_path / "new" / "model.safetensors"
-    save(file, max_bytes=1000)
-    names = sorted(path.name for path in file.parent.iterdir())
-    index = json.loads((file.parent / names.pop()).read_text())
-    assert names == [f"model-{i:05}-of-00005.safetensors" for i in range(1, 6)]
-    assert index["metadata"] == {
-        "total_size": sum(x.nbytes for x in jax.tree.leaves(MODEL))
-    }
-    held = {name: {*load_file(file.parent / name)} for name in names}
-    assert sum(map(len, held.values())) == len(index["weight_map"]) == 15
-    for array, name in index["weight_map"].items():
-        assert array in held[name]
-    for name in names:
-        assert sum(x.nbytes for x in load_file(file.parent / name).values()) <= 1000
-    # By the name that was asked for, the index, and the folder.
-    for path in (file, file.with_name("model.safetensors.index.json"), file.parent):
-        assert_equal(load(path), MODEL)
-
-
-@pytest.mark.parametrize("fails_at", [0, 3])
-def test_an_interrupted_save_leaves_what_was_there(tmp_path, monkeypatch, fails_at):
-    from safetensors.numpy import save_file
-
-    calls = []
-
-    def fail(arrays, path, metadata):
-        save_file(arrays, path, metadata)
-        calls.append(path)
-        if len(calls) > fails_at:
+def test_an_interrupted_save_leaves_what_was_there(tmp_path):
+    def interrupt(path, array):
+        if path == "norm" and array.any():  # And not when only shapes are asked for.
             raise KeyboardInterrupt
+        return outward(path, array)
 
     file = tmp_path / "model.safetensors"
-    save(file, max_bytes=1000)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    monkeypatch.setattr("safetensors.numpy.save_file", fail)
+    save(file)
+    before = file.read_bytes()
     with pytest.raises(KeyboardInterrupt):
-        save(file, jax.tree.map(lambda x: 2 * x, MODEL), max_bytes=1000)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+        save(file, transform=interrupt)
+    assert file.read_bytes() == before and [*tmp_path.iterdir()] == [file]
 
 
-def test_the_host_holds_one_file_at_a_time(tmp_path):
+def test_the_host_holds_one_array_at_a_time(tmp_path):
     # Split over devices: what is whole on one CPU is the host's memory already.
     there = jax.NamedSharding(make_mesh("data=2,fsdp=4"), jax.P(None, "fsdp", "data"))
     # Two of each, because an array may keep what was fetched of it once.
     first, model = (
-        {"up": jax.device_put(jnp.ones((8, 256, 128)), there), "down": jnp.ones((2, 4))}
-        for _ in range(2)
+        {"up": jax.device_put(jnp.ones((16, 256, 256)), there)} for _ in range(2)
     )
-    file, most = tmp_path / "model.safetensors", 2**18
-    names = {"up": "h.*.up", "down": "down"}
+    file, names = tmp_path / "model.safetensors", {"up": "h.*.up"}
     eqxshard.save_weights(file, first, rename=names.get)
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
-        eqxshard.save_weights(file, model, rename=names.get, max_bytes=most)
-        after, peak = tracemalloc.get_traced_memory()
+        eqxshard.save_weights(file, model, rename=names.get)
+        _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    size = model["up"].nbytes
-    assert size == 4 * most
-    # A file, the array that did not fit into it, and what JAX keeps of its programs.
-    assert peak - before < most + size / 8 + most < size
-    assert after - before < most
-
-
-def test_one_file_replaces_several_and_the_other_way_round(tmp_path):
-    file, twice = tmp_path / "model.safetensors", jax.tree.map(lambda x: 2 * x, MODEL)
-    for model, most in ((MODEL, 1), (twice, None), (MODEL, 1000)):
-        save(file, model, max_bytes=most)
-        assert_equal(load(file), model)
-        assert file.exists() == (most is None)
-
-
-# Several processes
+    # A few layers of sixteen, and what JAX keeps of its programs.
+    assert peak - before < model["up"].nbytes / 4
+    # Others may read it, if they may read other files.
+    (tmp_path / "other").touch()
+    assert file.stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 PROCESSES = """
@@ -257,12 +192,6 @@ def test_an_error_of_process_0_is_raised_in_all(tmp_path):
         [*command, "--devices-per-process=1", script, bad, good], env=env
     )
     assert status == 0, out + err
-    why = f"[Errno 17] File exists: '{file}'"
-    assert sorted(out.splitlines()) == [
-        "[0] " + why,
-        "[0] is there: (8,)",
-        "[0] sum: 28.0",
-        "[1] is there: (8,)",
-        f"[1] process 0 could not write '{bad}': {why}",
-        "[1] sum: 28.0",
-    ]
+    says = f"'{bad}' could not be written: File exists; give another path, or make room."
+    lines = (says, "is there: (8,)", "sum: 28.0")
+    assert sorted(out.splitlines()) == [f"[{i}] {line}" for i in (0, 1) for line in lines]

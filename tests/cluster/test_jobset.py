@@ -31,20 +31,8 @@ def validate_job(jobset):
 
 def test_it_is_a_jobset(jobset):
     assert is_known(jobset)
-
-
-@pytest.mark.parametrize("where", ["metadata", "spec", "failurePolicy", "replicatedJobs"])
-def test_other_fields_are_found(jobset, where):
-    spec = jobset["spec"]
-    part = {**jobset, **spec, "spec": spec, "replicatedJobs": spec["replicatedJobs"][0]}
-    part[where]["maxRestart"] = 1
+    jobset["spec"]["failurePolicy"]["maxRestart"] = 1
     assert not is_known(jobset)
-
-
-def test_values_of_other_types_are_found(jobset):
-    jobset["spec"]["failurePolicy"]["maxRestarts"] = "10"
-    with pytest.raises(ValueError, match="maxRestarts"):
-        is_known(jobset)
 
 
 def test_its_jobs_are_jobs_of_kubernetes(jobset):

@@ -73,13 +73,7 @@ def wait_for_checkpoint(run):
     wait_for("a checkpoint", lambda: any(run.glob(done)))
 
 
-def test_two_nodes_train_as_one_process_does(slurm, folder, one_process):
-    job = submit(slurm, folder)
-    assert_done(slurm, job, folder)
-    assert " on 2 x cpu (data=2) | " in log(folder)
-    assert_same(reports(folder / "runs" / f"eqxshard-{job}"), one_process)
-
-
+@pytest.mark.thorough
 def test_a_requeued_job_saves_and_goes_on(slurm, folder, one_process):
     job = submit(slurm, folder)
     run = folder / "runs" / f"eqxshard-{job}"
@@ -135,10 +129,13 @@ def test_a_job_at_its_time_limit_saves_and_goes_on(slurm, folder):
     assert f"resuming from step {saved}." in log(folder)
 
 
-def test_the_jobs_of_an_array_are_runs_of_their_own(slurm, folder, one_process):
+def test_two_nodes_train_as_one_process_does_in_each_job_of_an_array(
+    slurm, folder, one_process
+):
     array = submit(slurm, folder, "--array=0-1")
     for index in range(2):
         assert_done(slurm, f"{array}_{index}", folder)
+    assert " on 2 x cpu (data=2) | " in log(folder)
     runs = [folder / "runs" / f"eqxshard-{array}_{index}" for index in range(2)]
     first, second = map(reports, runs)
     assert_same(first, one_process)

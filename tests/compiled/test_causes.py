@@ -1,12 +1,10 @@
-import math
-
 import jax
 import pytest
 from plan_helpers import OPTIM, RULE
 from transformer import Transformer, make_tokens, next_token_losses
 
 import eqxshard
-from eqxshard.compiled._causes import Causes, Leaf
+from eqxshard.compiled._causes import Causes
 from eqxshard.compiled._communication import find_collectives
 from eqxshard.compiled._hlo import parse_module
 from eqxshard.sharding._leaves import array_leaves
@@ -26,10 +24,8 @@ def found():
     module = parse_module(compiled.as_text() or "")
     arrays = list(enumerate(array_leaves(state.model), start=1))
     paths = {number: path for number, (path, _) in arrays}
-    shapes = [(path, x.sharding.shard_shape(x.shape)) for _, (path, x) in arrays]
-    # Of float32, all of them.
-    parts = [Leaf(path, shape, 4 * math.prod(shape)) for path, shape in shapes]
-    causes = Causes(module, SIZES, paths, parts)
+    shapes = {path: x.sharding.shard_shape(x.shape) for _, (path, x) in arrays}
+    causes = Causes(module, SIZES, paths, shapes)
     return [(op, causes) for op in find_collectives(module, 8)]
 
 
@@ -45,8 +41,9 @@ def test_gathered_arrays_are_followed_through_fusions_and_loops(found):
 
 
 def test_every_line_is_one_of_the_user(found):
-    lines = {causes.line(op) for op, causes in found}
-    files = {line.split(":")[0] for line in lines if line}
+    frames = [causes.frame(op) for op, causes in found]
+    lines = {frame.place for frame in frames if frame}
+    files = {line.split(":")[0] for line in lines}
     assert "transformer.py" in files
     assert files <= {"transformer.py", "test_causes.py"}
 
@@ -66,7 +63,7 @@ ENTRY %main (a: f32[4,8]) -> f32[4,8] {
 )
 def test_sums_over_other_axes_are_of_no_array(groups, leaves):
     module = parse_module(SUM.replace("GROUPS", groups))
-    causes = Causes(module, {"data": 2, "tensor": 2}, {}, [Leaf("up", (4, 8), 128)])
+    causes = Causes(module, {"data": 2, "tensor": 2}, {}, {"up": (4, 8)})
     (operation,) = find_collectives(module, 4)
     assert causes.leaves(operation) == leaves
 
@@ -85,7 +82,6 @@ ENTRY %main (a: f32[4,8], b: f32[8]) -> f32[40] {
 def test_gradients_that_the_compiler_joins_are_all_named():
     # None of them is as large as all.
     shapes = {"up": (8, 4), "bias": (8,), "other": (40,), "down": (2, 8)}
-    parts = [Leaf(path, shape, 4 * math.prod(shape)) for path, shape in shapes.items()]
-    causes = Causes(parse_module(TWO), SIZES, {}, parts)
+    causes = Causes(parse_module(TWO), SIZES, {}, shapes)
     (operation,) = find_collectives(parse_module(TWO), 8)
     assert causes.leaves(operation) == ("bias", "up")

@@ -101,10 +101,6 @@ def counted(model, batch, key):
     return jax.lax.fori_loop(0, len(rows), body, jnp.zeros(len(rows)))
 
 
-def one_by_one(model, batch, key):
-    return jnp.stack([jnp.sum(model(x)) for x in batch["x"]])
-
-
 def contrastive(model, batch, key):
     out = jax.vmap(model)(batch["x"])
     return jnp.sum(
@@ -119,7 +115,6 @@ def contrastive(model, batch, key):
         (mapped, "batch.x"),
         (mapped_outputs, None),
         (counted, "batch.x"),
-        (one_by_one, "batch.x"),
         (shuffle, "batch.x"),
         (contrastive, "batch.y"),
     ],
@@ -130,12 +125,6 @@ def test_all_examples_on_every_device_are_found_at_any_size(loss_fn, leaf):
     )
     assert finding.leaf == leaf
     assert str(finding.line).startswith("test_lint_text.py:")
-
-
-def test_rows_that_an_all_reduce_brings_together_are_found():
-    # Beside a free axis, XLA has each device look up the rows that it has.
-    finding = found(lint(loss_fn=shuffle, batch=SMALL, data=4, tensor=2), "global-batch")
-    assert finding.leaf == "batch.x"
 
 
 @pytest.mark.parametrize("accumulate, resident", [(2, False), (1, True)])

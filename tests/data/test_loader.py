@@ -29,15 +29,6 @@ def test_a_restored_loader_continues_with_the_next_batch(n, read_first, prefetch
     assert read(resumed, 16 - read_first) == whole[read_first:]
 
 
-def test_the_position_does_not_count_prefetched_batches():
-    loader = loader_of(numbers(64), prefetch=4)
-    with closing(iter(loader)) as batches:
-        assert loader.state()["step"] == 0
-        next(batches)
-        assert loader.state()["step"] == 1
-    assert loader.state()["step"] == 1
-
-
 def test_iterators_are_independent_and_the_last_to_advance_sets_the_position():
     loader = loader_of(numbers(64), shuffle=False)
     with closing(iter(loader)) as a, closing(iter(loader)) as b:

@@ -119,7 +119,7 @@ def test_several_steps_in_one_program_reuse_the_memory_of_the_state(gpus):
     check_step(call.lower(several).compile(), state)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", graded(MESHES, ["data=2,fsdp=2,tensor=2"]))
 @pytest.mark.parametrize("model", MODELS)
 def test_no_device_receives_activations_of_other_examples(gpus, model, mesh):
     ops = step_collectives(model, mesh, gpus)
@@ -127,7 +127,7 @@ def test_no_device_receives_activations_of_other_examples(gpus, model, mesh):
     assert_no_activations_of_others(ops, model, mesh)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", graded(MESHES, ["data=2,fsdp=4"]))
 @pytest.mark.parametrize("model", TABLES)
 def test_nor_if_a_table_is_split_by_word(gpus, model, mesh):
     ops = step_collectives(model, mesh, gpus, BY_WORD)

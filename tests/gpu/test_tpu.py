@@ -14,7 +14,7 @@ TABLE = 2 * 7 / 8 * 2 * 256 * 128
 
 @pytest.fixture(autouse=True)
 def libtpu():
-    if find_backend(eqxshard.Target.named("tpu-v5p"), None).compiler != "tpu":
+    if find_backend(eqxshard.Target.named("tpu-v5p"), None) != "tpu":
         pytest.skip(f"libtpu is not installed; run `{install('tpu')}`")
 
 

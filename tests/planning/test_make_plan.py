@@ -147,17 +147,11 @@ def test_communication_of_a_pipeline_is_what_theory_counts():
     assert traffic(plan) == pytest.approx(theory_of_stages(4), rel=0.05)
 
 
-def refuse(word, **options):
-    with pytest.raises(ValueError, match=re.escape(word)):
-        eqxshard.plan(*GIVEN, **{"mesh_shape": SIZES, "rule": RULE, **options})
-
-
 @pytest.mark.parametrize(
     "word, options",
     [
         ("no target 'h20'; did you mean 'h200'?", {"target": "h20"}),
         ("exactly the 12 devices", {"devices": 12}),
-        ("the 12 devices", {"devices": 12, "mesh_shape": {"fsdp": 5, "data": -1}}),
         ("give devices=", {"mesh_shape": {"fsdp": -1}}),
         ("no mesh axis 'fdsp'", {"mesh_shape": {"fdsp": 2}}),
         ("b200 is not installed; run", {"target": "b200", "backend": "gpu"}),
@@ -166,20 +160,5 @@ def refuse(word, **options):
 )
 def test_bad_input_is_refused(word, options, monkeypatch, tmp_path):
     monkeypatch.setenv("EQXSHARD_PLAN_DIR", str(tmp_path))
-    refuse(word, **options)
-
-
-@pytest.mark.parametrize(
-    "word, count, target",
-    [
-        ("12 devices are not whole hosts of 8; use 8 or 16", 12, "h200"),
-        ("3 TPUs are not whole hosts of 4; use 4", 3, "tpu-v5p"),
-        ("300 devices are not whole slices of 256; use 256 or 512", 300, "tpu-v5e"),
-    ],
-)
-def test_devices_are_whole_hosts(word, count, target, monkeypatch, tmp_path):
-    monkeypatch.setenv("EQXSHARD_PLAN_DIR", str(tmp_path))
-    monkeypatch.setattr("eqxshard.planning._backends._is_importable", lambda module: False)
-    for module in ("libtpu", "jax_plugins/xla_cuda12"):
-        (tmp_path / module).mkdir(parents=True)
-    refuse(word, mesh_shape={"data": count}, target=target)
+    with pytest.raises(ValueError, match=re.escape(word)):
+        eqxshard.plan(*GIVEN, **{"mesh_shape": SIZES, "rule": RULE, **options})

@@ -1,7 +1,6 @@
 import dataclasses
 import json
 
-import pytest
 from page_parser import parse
 
 import eqxshard
@@ -32,21 +31,9 @@ def test_it_is_json(plan):
     assert values["target"]["name"] == "h200" and "config" not in values["target"]
 
 
-def test_a_measured_step_makes_a_target_for_plans_of_others(plan):
-    assert plan.time is not None
-    target = plan.calibrate(4 * plan.time.step)
-    assert target == dataclasses.replace(plan.target, efficiency=0.25)
-    # The same again from a plan that is calibrated already.
-    slower = dataclasses.replace(plan.time, step=4 * plan.time.step)
-    again = dataclasses.replace(plan, target=target, time=slower)
-    assert again.calibrate(slower.step) == target
-    assert "A step takes about " in str(again)
-    # It is of the peaks, whatever a run reaches.
-    assert plan.mfu is not None and again.mfu == plan.mfu / 4
-    with pytest.raises(ValueError, match=r"seconds=0\.0 must be a positive time"):
-        plan.calibrate(0.0)
-    with pytest.raises(ValueError, match="the speed of h200 is not known"):
-        dataclasses.replace(plan, time=None).calibrate(1.0)
+def test_times_at_measured_speeds_are_estimates(plan):
+    target = dataclasses.replace(plan.target, efficiency=0.25)
+    assert "A step takes about " in str(dataclasses.replace(plan, target=target))
 
 
 def test_only_the_largest_are_printed(plan):
@@ -82,10 +69,7 @@ def test_a_step_that_does_not_fit_says_so(plan):
     memory = dataclasses.replace(plan.memory, device=plan.memory.peak - 1)
     small = dataclasses.replace(plan, memory=memory)
     assert (small.memory.left, small.fits) == (-1, False)
-    assert "It does not fit: each device lacks 1 B, as temporaries take " in str(small)
-    memory = dataclasses.replace(plan.memory, device=1000)
-    text = str(dataclasses.replace(plan, memory=memory))
-    assert ", as its state is too large; split it over more devices." in text
+    assert "It does not fit: each device lacks 1 B; split the state over" in str(small)
 
 
 def test_without_known_speeds_there_is_no_time(plan):

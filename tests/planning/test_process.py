@@ -11,7 +11,7 @@ from plan_helpers import BATCH
 from transformer import next_token_losses
 
 import eqxshard
-from eqxshard.planning._process import CHILD, Failure, explain_death
+from eqxshard.planning._process import CHILD, describe, explain_death
 
 
 def die(key):
@@ -44,7 +44,8 @@ def test_errors_of_the_compiler_are_told_apart():
     try:
         jax.jit(lambda: 0.0).lower().compile({"xla_no_such": "1"})
     except Exception as error:
-        assert Failure.of(error).by_compiler
+        error.__traceback__ = None  # As if no line of ours were in it.
+        assert "could not be compiled" in describe(error).message
     else:
         raise AssertionError
 
@@ -53,7 +54,6 @@ def test_the_remedy_is_that_for_what_it_said():
     fatal = "I0101 hello\nF0101 one.cc:3] Check failed: size mismatch when packing elements"
     message = explain_death(-6, fatal)
     assert message.startswith("XLA ended the process that compiles (signal SIGABRT: F0101 ")
-    assert "XLA_FLAGS=--xla_gpu_unsupported_use_all_reduce_one_shot_kernel=false" in message
     assert "memory ran out" in explain_death(-9, "")
     assert "(exit status 3: it said nothing); plan with backend='cpu'" in explain_death(
         3, ""

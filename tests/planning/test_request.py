@@ -10,7 +10,7 @@ import pytest
 from plan_helpers import BATCH, REQUEST
 from transformer import Transformer
 
-from eqxshard.planning._request import dump_request, load_request
+from eqxshard.planning._process import dump_request, load_request
 from eqxshard.planning._targets import Target
 
 OPTIM = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_equal, lenient, make_mesh
+from helpers import assert_equal, lenient
 from safetensors.numpy import save_file
 
 import eqxshard
@@ -111,48 +111,6 @@ def test_the_loaded_model_is_gpt2(page, file):
 def trainable(page):
     like = eqx.filter_eval_shape(page.make_adapted, jax.random.key(0))
     return jax.tree_util.tree_map_with_path(page.is_adapter, like)
-
-
-def adapted(page, file, trainable, mesh, compute):
-    """A state with loaded weights and fresh adapters, and the step for it."""
-    settings = {
-        "mesh": make_mesh(mesh),
-        "rule": eqxshard.fsdp(min_size=2**8),
-        "trainable": trainable,
-        "precision": eqxshard.Precision(compute=compute),
-    }
-    state = eqxshard.init_state(
-        page.make_adapted,
-        OPTIM,
-        key=jax.random.key(0),
-        load=lambda like: load(page, file, like, page.lora_rename),
-        **settings,
-    )
-    return state, eqxshard.make_train_step(page.loss_fn, OPTIM, **settings)
-
-
-def split(page, tree, trainable):
-    learned, frozen = eqx.partition(tree, trainable)
-    return learned, eqx.filter(frozen, eqx.is_array)
-
-
-@pytest.mark.slow
-def test_the_base_stays_in_bfloat16_without_optimizer_state(page, file, trainable):
-    state, train_step = adapted(page, file, trainable, "fsdp=8", jnp.bfloat16)
-    # JAX's attention mixes types.
-    with jax.numpy_dtype_promotion("standard"):
-        text = train_step.lower(state, make_batch(page)).as_text()
-    # A layer's matrices, and all layers'.
-    for shape in ("96x32", "128x32", "32x128"):
-        assert f"<{shape}xbf16>" in text
-        assert f"<{shape}xf32>" not in text and f"<{page.DEPTH}x{shape}xf32>" not in text
-    learned, base = split(page, state.model, trainable)
-    assert {str(x.dtype) for x in jax.tree.leaves(base)} == {"bfloat16"}
-    assert {str(x.dtype) for x in jax.tree.leaves(learned)} == {"float32"}
-    adapters = [x.shape for x in jax.tree.leaves(learned)]
-    # The two moments of AdamW, and the number of its steps.
-    state_shapes = [x.shape for x in jax.tree.leaves(state.opt_state)]
-    assert len(adapters) == 8 and sorted(state_shapes) == sorted([(), *adapters * 2])
 
 
 @pytest.mark.slow

@@ -107,8 +107,7 @@ def reads_back(folder, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore")
 def test_transformers_reads_what_is_saved(models, kind, tmp_path):
-    gpt_weights.save(tmp_path, models[kind], max_bytes=10_000)
-    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    gpt_weights.save(tmp_path, models[kind])
     expected = reads_back(GOLDEN / kind, kind)
     np.testing.assert_array_equal(reads_back(tmp_path, kind), expected)
 
@@ -134,7 +133,7 @@ def test_what_is_saved_is_what_was_loaded(models, kind, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_state_begins_with_them_on_any_mesh(models, kind, tmp_path):
-    gpt_weights.save(tmp_path, models[kind], max_bytes=10_000)
+    gpt_weights.save(tmp_path, models[kind])
     shape = gpt_weights.shape_of(tmp_path)
     rule = eqxshard.by_dim({"vocab": "tensor", "mlp": "tensor", "kv_heads": "tensor"})
     state = eqxshard.init_state(
@@ -227,13 +226,10 @@ ROPE = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10_000.0}
         ("gpt2", {"activation_function": "gelu"}, r"activation_function='gelu', and only"),
         ("gpt2", {"n_head": 3}, r"embed=16 does not divide over heads=3"),
         ("gpt2", {"n_layer": ...}, r"n_layer is missing"),
-        ("gpt2", {"n_embd": "16"}, r"n_embd='16' is not a positive int"),
         ("gpt2", {"model_type": "bert"}, r"model_type='bert' is not one of gpt2, llama"),
         ("llama", {"hidden_act": "relu"}, r"hidden_act='relu', and only 'silu' or 'swish'"),
-        ("llama", {"head_dim": 8}, r"head_dim=8, and only 24 features / 4 heads is"),
         ("llama", {"num_key_value_heads": 3}, r"heads=4 does not divide over kv_heads=3"),
         ("llama", {"rope_parameters": ROPE}, r"rope_type='yarn', and only 'default' or"),
-        ("llama", {"rope_parameters": {"rope_type": "llama3"}}, r"factor is missing\."),
         (
             "llama",
             {"quantization_config": {"bits": 4}},
@@ -257,34 +253,22 @@ def test_files_that_are_missing_or_damaged_are_named(tmp_path):
     (folder / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"there are no weights in '.*'; give a"):
         gpt_weights.load(folder, like)
-    for content in ("[1", "[1]", "3"):
-        (folder / "config.json").write_text(content)
-        with pytest.raises(ValueError, match=r"config\.json cannot be used: .*\.$"):
-            gpt_weights.shape_of(folder)
+    (folder / "config.json").write_text("[1")
+    with pytest.raises(ValueError, match=r"config\.json cannot be used: .*\.$"):
+        gpt_weights.shape_of(folder)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_of_other_shapes_are_named(kind, tmp_path):
-    shape = gpt_weights.shape_of(GOLDEN / kind)
-    other = abstract(dataclasses.replace(shape, vocab_size=33))
-    says = r"has a model of vocab_size=32, and this one has 33; make it of the shape that"
-    with pytest.raises(ValueError, match=says):
-        gpt_weights.load(GOLDEN / kind, other)
-    longer = abstract(dataclasses.replace(shape, seq_len=1024))
-    with pytest.raises(ValueError, match=r"seq_len=(16|512), and this one has 1024;"):
-        gpt_weights.load(GOLDEN / kind, longer)
+def test_weights_of_other_shapes_are_named(tmp_path):
+    shape = gpt_weights.shape_of(GOLDEN / "gpt2")
+    for sizes, says in (
+        ({"vocab_size": 33}, r"has a model of vocab_size=32, and this one has 33; make it"),
+        ({"seq_len": 1024}, r"seq_len=16, and this one has 1024;"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            gpt_weights.load(GOLDEN / "gpt2", abstract(dataclasses.replace(shape, **sizes)))
     # A configuration that is not that of the weights.
-    changes, says = {
-        "gpt2": (
-            {"n_inner": 24},
-            r"blocks\.mlp\.up has shape \[2, 1, 32, 16\] there .* not \[2, 1, 24, 16\];",
-        ),
-        "llama": (
-            {"num_key_value_heads": 4},
-            r"cannot reshape array",
-        ),
-    }[kind]
-    folder = change_config(tmp_path, kind, **changes)
+    folder = change_config(tmp_path, "gpt2", n_inner=24)
+    says = r"blocks\.mlp\.up has shape \[2, 1, 32, 16\] there .* not \[2, 1, 24, 16\];"
     with pytest.raises(ValueError, match=says) as error:
         gpt_weights.load(folder, abstract(gpt_weights.shape_of(folder)))
     assert "\n" not in str(error.value)

@@ -31,7 +31,6 @@ def test_arrays_that_are_not_donated_are_errors():
         testing.assert_donated(scale, tree_on("data=8"), 2.0)
     assert "the memory of 2 of 2 arrays of the state is not reused" in str(error.value)
     assert "\n  a: float32[8,4]\n  b.0: float32[16]\n" in str(error.value)
-    assert "JAX warned" not in str(error.value)
 
 
 def test_arrays_that_are_deleted_and_not_reused_are_errors():
@@ -52,12 +51,8 @@ def test_arrays_that_are_donated_but_not_reused_are_errors(mesh):
         return {"a": 2 * tree["a"], "b": tree["b"][0][:3]}
 
     with (
-        pytest.raises(AssertionError) as error,
+        pytest.raises(AssertionError, match="the memory of 1 of 2 arrays") as error,
         pytest.warns(UserWarning, match="something else"),
     ):
         testing.assert_donated(shorten, tree_on(mesh))
-    assert "the memory of 1 of 2 arrays of the state is not reused" in str(error.value)
     assert "\n  b.0: float32[16]\n" in str(error.value)
-    # JAX does not notice this if several devices share an array.
-    warned = "JAX warned: Some donated buffers were not usable: float32[16]"
-    assert (warned in str(error.value)) == (mesh == "data=1")

@@ -23,14 +23,14 @@ def test_a_correct_model_passes_and_the_report_has_the_differences():
         loss_fn=cross_entropies,
         optim=LAMB,
         batch=[make_batch(seed=seed) for seed in range(2)],
-        rules={"whole": eqxshard.replicate(), "split": eqxshard.fsdp(min_size=8)},
+        rules=[eqxshard.replicate(), eqxshard.fsdp(min_size=8)],
         meshes=[{"data": 2, "fsdp": 4}],
         steps=3,
         accumulate=2,
     )
     assert (report.steps, report.rtol) == (3, 2e-5)
     whole, split = report.rows
-    assert (whole.mesh, whole.rule, whole.devices) == ("data=2, fsdp=4", "whole", 8)
+    assert (whole.mesh, whole.rule, whole.devices) == ("data=2, fsdp=4", "replicate()", 8)
     assert (whole.split, split.split, split.arrays) == (0, 2, 3)
     for row in report.rows:
         assert 0 < row.gradients < 2e-6
@@ -62,11 +62,6 @@ def model_from_numpy_random():
         return eqx.tree_at(lambda m: m.weight, Affine(key), jnp.asarray(weight))
 
     return {"make_model": make_model}
-
-
-def loss_times_a_counter():
-    calls = itertools.count(1)
-    return {"loss_fn": lambda m, batch, key: next(calls) * squares(m, batch, key)}
 
 
 def per_device(fn, *args):
@@ -141,19 +136,6 @@ def learning_rate_from_a_counter():
     return {"optim": optax.stateless(update)}
 
 
-def optimizer_state_from_a_counter():
-    calls = itertools.count(1)
-
-    def update(updates, state, params=None):
-        state = jax.tree.map(lambda x: x + next(calls), state)
-        return jax.tree.map(lambda x: -0.1 * x, updates), state
-
-    def init(params):
-        return jax.tree.map(jnp.zeros_like, params)
-
-    return {"optim": optax.GradientTransformation(init, update)}
-
-
 class Averaging(eqx.Module):
     affine: Affine
     mean: eqx.nn.StateIndex
@@ -183,24 +165,19 @@ def loss_that_magnifies_rounding():
 
 BY = "differs from one device's by"
 MISTAKES = {
-    model_from_numpy_random: rf"before step 1: model.weight {BY} .*numpy.random",
-    loss_times_a_counter: rf"step 1: loss {BY} 1.0e\+00 relative, .* more than rtol=2e-05"
-    r"\. So do others: 3 in gradients\. .* that change between calls\.$",
-    loss_with_the_mean_of_one_device: rf"step 2: loss {BY} .*shard_map\) without a psum",
-    dropout_with_one_key: rf"step 1: loss {BY} .* one key on every device",
-    loss_divided_by_the_weight_of_one_device: rf"step 1: nonfinite {BY} .* that may be 0",
+    model_from_numpy_random: r"before step 1: model.weight is .*numpy.random",
+    loss_with_the_mean_of_one_device: rf"step 2: loss \(and \d more\) {BY} .* a psum",
+    dropout_with_one_key: rf"step 1: loss .*{BY} .* one key on every device",
+    loss_divided_by_the_weight_of_one_device: rf"step 1: nonfinite .*{BY} .* that may be 0",
     gradient_that_is_not_summed: r"step 1: the gradient of weight \(and 1 more\) differs "
     r"between devices that .* no psum or pmean",
-    learning_rate_from_a_counter: rf"step 1: model.weight {BY} .* look at the optimizer",
-    optimizer_state_from_a_counter: rf"step 1: opt_state.weight {BY} .* optimizer's state",
+    learning_rate_from_a_counter: rf"step 1: model.weight .*{BY} .* look at the optimizer",
     running_mean_of_one_device: r"step 1: model_state\S* differs between devices that",
     loss_that_magnifies_rounding: rf"step 2 of all in a row: the loss {BY} .* magnifies",
 }
 
 #: One of each kind of difference is quick.
 SLOW = {
-    loss_times_a_counter,
-    optimizer_state_from_a_counter,
     dropout_with_one_key,
     loss_divided_by_the_weight_of_one_device,
     running_mean_of_one_device,
@@ -219,14 +196,6 @@ def test_mistakes_are_located(make):
     assert error.match(MISTAKES[make])
 
 
-@pytest.mark.thorough
-def test_mistakes_are_found_in_bfloat16_too():
-    precision = eqxshard.Precision(compute=jnp.bfloat16)
-    # The loss differs as well, but no more than bfloat16 explains.
-    with pytest.raises(AssertionError, match=r"step 1: the gradient of weight differs"):
-        check_invariant(**dropout_with_one_key(), precision=precision)
-
-
 def test_a_loss_that_is_not_finite_on_one_device_is_an_error():
     with pytest.raises(AssertionError, match="step 1: the loss is nan on one device"):
         check_invariant(loss_fn=lambda *args: squares(*args) * jnp.nan)
@@ -242,12 +211,11 @@ def test_other_errors_get_a_note_with_the_mesh_and_rule():
     "options, message",
     [
         ({"meshes": [{"data": 2, "fsdp": 8}]}, "'jax_num_cpu_devices', 16"),
-        ({"meshes": [{"data": -1}]}, "size below 1"),
+        ({"meshes": [{"data": -1}]}, "needs -1 devices"),
         ({"meshes": {"data": 2}}, "is one mesh"),
-        ({"meshes": []}, "meshes is empty"),
-        ({"rules": []}, "rules is empty"),
+        ({"meshes": []}, "0 meshes and 1 rules leave nothing"),
+        ({"rules": []}, "1 meshes and 0 rules leave nothing"),
         ({"steps": 0}, "0 steps on 1 batches"),
-        ({"batch": []}, "2 steps on 0 batches"),
     ],
 )
 def test_nothing_to_compare_is_an_error(options, message, unannotated):

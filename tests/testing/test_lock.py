@@ -99,12 +99,9 @@ def test_collectives_are_locked_too(locked):
     found = testing.collectives(total, split, batch)
     lines = [f"+{k}: {n}, {found.bytes[k]} bytes" for k, n in found.counts.items()]
     assert lines and {*lines} <= {*changes(locked, split, step=total, batch=batch)}
-    locked(split, step=total, batch=batch, update=True)
+    locked.file.unlink()
+    locked(split, step=total, batch=batch)
     assert "-[collectives]" in changes(locked, split)
-    text = locked.file.read_text().replace(f"jax {jax.__version__}", "jax 0.9.1")
-    locked.file.write_text(text)
-    with pytest.raises(AssertionError, match=r"written with jax 0\.9\.1, and this is"):
-        locked(whole, step=total, batch=batch)
 
 
 def test_a_lock_is_written_on_request_and_not_in_ci(locked, monkeypatch):
@@ -114,16 +111,14 @@ def test_a_lock_is_written_on_request_and_not_in_ci(locked, monkeypatch):
     monkeypatch.setenv("EQXSHARD_UPDATE_LOCKS", "1")
     assert "P(fsdp)" in locked()
     assert "P(fsdp)" not in locked(rule=eqxshard.replicate())
-    assert "P(fsdp)" not in locked(rule=eqxshard.replicate(), update=False)
-    assert "+embed: float32[16,8] P(fsdp)" in changes(locked, update=False)
+    monkeypatch.delenv("EQXSHARD_UPDATE_LOCKS")
+    assert "+embed: float32[16,8] P(fsdp)" in changes(locked)
 
 
 def test_arrays_on_a_mesh_keep_their_sharding(split, locked):
     state, _, _ = split
     text = locked(state, rule=eqxshard.replicate())
     assert "model.weight: float32[4,8] P(None, fsdp)\n" in text
-    with pytest.raises(ValueError, match=r"step is on .*data=2, fsdp=4\), not on 8 x"):
-        locked(state, mesh="fsdp=8")
 
 
 GATHER = testing.Collective(

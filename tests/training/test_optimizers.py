@@ -212,12 +212,6 @@ def test_an_update_changes_only_the_values_of_the_state(first, update, says, non
         train_step(state, make_batch(0))
 
 
-def test_an_optimizer_of_two_copies_is_refused():
-    optim = optax.lookahead(optax.sgd(RATE), 5, 0.5)
-    with pytest.raises(ValueError, match=r"two copies .* eqxshard\.ema_weights"):
-        train(optim, 1)
-
-
 def test_the_guide_lists_what_is_tested():
     page = Path(__file__).parents[2] / "docs/pages/guide/optimizers.md"
     table = page.read_text().split("<!-- optimizers -->")[1].split("| not these |")[0]

@@ -1,0 +1,160 @@
+"""What a compiled program says: what is sent and why, and how long it takes."""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from ..compiled._causes import Causes
+from ..compiled._collective import Collective, join_axes
+from ..compiled._communication import Operation, find_collectives
+from ..compiled._hlo import VIEWS, Instruction, Module, Shape
+from ._plan import PlannedTime
+from ._schedule import Schedule, compute_seconds, link_seconds
+from ._targets import Compiler, Target
+
+#: Custom kernels are recognised by these words in the text of a module.
+_KERNELS = ("mosaic", "__gpu$xla.gpu.triton", "tpu_custom")
+
+
+def find_operations(module: Module, devices: int, compiler: Compiler) -> list[Operation]:
+    """The collectives in which devices take part together, and not each alone.
+
+    XLA's compiler for CPUs has no reduce-scatters, and widens bfloat16 before it sends it.
+    So its text is that of the partitioner, which is the same on all platforms, and where
+    each device keeps only its part of a sum, other compilers would scatter it.
+    """
+    found = find_collectives(module, devices)
+    together = [x for x in found if x.groups is None or x.groups.shape[1] > 1]
+    return [_scattered(x, module) for x in together] if compiler == "cpu" else together
+
+
+def _scattered(operation: Operation, module: Module) -> Operation:
+    """The reduce-scatter that an all-reduce is, if each device keeps only its part."""
+    if operation.kind != "all-reduce" or operation.groups is None:
+        return operation
+    whole, devices = operation.shapes[0], operation.groups.shape[1]
+    parts = {
+        Shape(whole.dtype, use.shapes[0].dims)
+        if use.opcode == "dynamic-slice" and len(operation.shapes) == 1
+        else whole
+        for use in _uses(operation.start, module)
+    }
+    part = parts.pop() if len(parts) == 1 else whole
+    if devices * part.bytes != whole.bytes:
+        return operation
+    return dataclasses.replace(operation, kind="reduce-scatter", shapes=(part,))
+
+
+def _uses(value: Instruction, module: Module) -> Iterator[Instruction]:
+    """The users of a value, and of its views."""
+    for user in module.takers(value):
+        if user.opcode in VIEWS:
+            yield from _uses(user, module)
+        else:
+            yield user
+
+
+def describe_collectives(
+    operations: Sequence[Operation],
+    sizes: Mapping[str, int],
+    causes: Causes,
+    schedule: Schedule | None,
+) -> Iterator[Collective]:
+    """The collectives of a plan.
+
+    **Arguments:**
+
+    - `operations`: from `find_operations`.
+    - `sizes`: of the axes of the mesh.
+    - `causes`: of the same module.
+    - `schedule`: of these operations, if the compiler is that of the target.
+    """
+    for number, operation in enumerate(operations):
+        hidden = None
+        if schedule is not None and (sending := schedule.seconds("collective", number)):
+            hidden = min(max(1 - schedule.seconds("waiting", number) / sending, 0.0), 1.0)
+        frame = causes.frame(operation)
+        yield Collective(
+            kind=operation.kind,
+            axes=operation.axes(sizes),
+            shapes=tuple(map(str, operation.shapes)),
+            bytes=operation.bytes,
+            sent=operation.sent,
+            times=operation.times,
+            in_loop=operation.in_loop,
+            line=frame and frame.place,
+            function=(frame and frame.function) or None,
+            leaves=causes.leaves(operation),
+            hidden=hidden,
+        )
+
+
+def predict_time(
+    target: Target,
+    flops: Mapping[str, float],
+    operations: Sequence[Operation],
+    sizes: Mapping[str, int],
+    schedule: Schedule | None,
+) -> PlannedTime:
+    """The time of a step on a target of which all is known that it takes.
+
+    Without a schedule of the target, all is hidden behind the longest at best.
+    """
+    links, waiting = defaultdict[str, float](float), defaultdict[str, float](float)
+    for number, operation in enumerate(operations):
+        axes = join_axes(operation.axes(sizes) or None)
+        links[axes] += (link_seconds(operation, target) or 0.0) * (operation.times or 1)
+        if schedule is not None:
+            waiting[axes] += schedule.seconds("waiting", number)
+    if schedule is None:
+        compute = compute_seconds(flops, target)
+        longest = max(compute, sum(links.values()))
+        return PlannedTime(longest, compute, None, dict(links), None)
+    return PlannedTime(
+        step=schedule.length,
+        compute=schedule.seconds("compute"),
+        memory=schedule.seconds("memory"),
+        links=dict(links),
+        waiting=dict(waiting),
+    )
+
+
+def find_unknown(target: Target, operations: Sequence[Operation]) -> str:
+    """What has to be known to predict the time of a step, and is not."""
+    if target.bandwidth is None or not target.flops:
+        return "speed of the target" if target.bandwidth else "bandwidth"
+    missing = [each for each in operations if link_seconds(each, target) is None]
+    if not missing:
+        return ""
+    if any(each.groups is None for each in missing):
+        return "groups of devices that communicate"
+    return "link" if target.link is None else "network"
+
+
+def make_notes(
+    target: Target, compiler: Compiler, module: Module, unknown: str
+) -> Iterator[str]:
+    """What else to know of a plan; `unknown` is from `find_unknown`."""
+    instructions = [*module.instructions()]
+    if target.compiler == "cpu":
+        yield "simulated devices share the memory of one process"
+        if any(each.opcode == "convolution" for each in instructions):
+            yield "the peak is too low, because XLA does not count what convolutions copy"
+    elif compiler == "cpu":
+        yield (
+            "compiled for CPUs: temporaries are an upper estimate, and no schedule says "
+            f"what communication is hidden. The backend {target.compiler} knows both "
+            "(--backend, or backend=), and says how to install it"
+        )
+    if compiler == "gpu":
+        yield (
+            "memory is without CUDA's context, NCCL's buffers and cuDNN's workspaces, "
+            "about 2 GB"
+        )
+    if any(module.trips(each) is None for each in instructions):
+        yield "a loop of unknown length counts as one iteration"
+    calls = [each.attributes for each in instructions if each.opcode == "custom-call"]
+    if any(word in attributes for attributes in calls for word in _KERNELS):
+        yield "the arithmetic of custom kernels is not counted"
+    if unknown:
+        yield f"no time is predicted, because the {unknown} is not known"

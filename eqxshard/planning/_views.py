@@ -1,0 +1,278 @@
+"""A plan as tables of text, and as one page of HTML, which loads nothing from elsewhere."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from ..compiled._collective import Collective, join_axes
+from ..inspect._explanation import Leaf
+from ..inspect._tables import format_shape, render
+from ..pages._format import format_bytes, format_flops, format_seconds
+from ..pages._html import Markup, tag
+from ..pages._kit import (
+    Cell,
+    Number,
+    Part,
+    card,
+    draw_bar,
+    draw_legend,
+    draw_tiles,
+    fill_page,
+    pair,
+    scroller,
+    settings_list,
+    sortable_table,
+)
+from ..pages._mesh import draw_mesh
+from ..sharding._spec import format_spec
+from ..sharding._text import format_mesh
+from ._plan import Plan
+from ._targets import how_sure
+
+#: How many collectives, and how many arrays, are printed.
+_PRINTED = 15
+
+#: The columns of collectives and of arrays.
+COLLECTIVES = ("axes", "kind", "times", "each", "in all", "hidden", "in a loop", "cause")
+ARRAYS = ("array", "type", "shape", "spec", "bytes", "gradient", "optimizer", "in all")
+
+
+def print_plan(plan: Plan) -> Iterator[str]:
+    """The parts of a plan as text."""
+    memory = plan.memory.parts
+    gradients = format_bytes(plan.memory.gradients)
+    memory[f"temporaries (gradients: {gradients})"] = memory.pop("temporaries")
+    memory["peak"] = plan.memory.peak
+    if plan.memory.left is not None:
+        memory[f"left of {format_bytes(plan.memory.device or 0)}"] = plan.memory.left
+    if plan.memory.host:
+        memory["of the host's memory"] = plan.memory.host
+    rows = [[name, _bytes(size)] for name, size in memory.items()]
+    yield (
+        f"{plan.devices} x {plan.target.kind} ({format_mesh(plan.mesh)}), compiled in "
+        f"{plan.compile_seconds:.0f} s by the backend {plan.backend}"
+    )
+    yield _print_rows(("memory of a device", ""), rows)
+    for what, columns, rows in (
+        ("collectives", COLLECTIVES, collective_rows(plan, most=3)),
+        ("arrays", ARRAYS, array_rows(plan)),
+    ):
+        some = f"{_PRINTED} largest of " if len(rows) > _PRINTED else ""
+        if rows:
+            title = f"{some}{len(rows)} {what}"
+            yield _print_rows(columns, rows[:_PRINTED], title)
+    yield "\n".join(_summary(plan))
+    if plan.findings:
+        yield f"Most likely not meant:\n{plan.findings}"
+
+
+def _summary(plan: Plan) -> Iterator[str]:
+    flops = ", ".join(f"{format_flops(n)} {k}" for k, n in plan.flops.items())
+    yield f"Arithmetic of a device: {flops or 'no matrix products'}"
+    if plan.time is not None and plan.time.step:
+        parts = ", ".join(
+            f"{name} {format_seconds(seconds)}"
+            for name, seconds in plan.time.parts.items()
+            if seconds
+        )
+        yield f"{say_time(plan)}: {parts}"
+        speed, more = say_speed(plan)
+        used = "" if plan.mfu is None else f"; {plan.mfu:.0%} MFU at that speed"
+        yield f"{speed} in all, {more}{used}"
+    if plan.fits is False:
+        yield (
+            f"{say_lack(plan)}; split the state over more devices, or take less for "
+            "temporaries: compute in bfloat16, compute layers again (remat), or accumulate "
+            "over more microbatches."
+        )
+    for note in plan.notes:
+        yield f"Note: {note}."
+
+
+def say_time(plan: Plan) -> str:
+    """How long a step takes, and what for."""
+    assert plan.time is not None
+    step = format_seconds(plan.time.step)
+    return f"A step takes {how_sure(plan.target)} {step}, bound by {plan.time.bound}"
+
+
+def say_speed(plan: Plan) -> tuple[str, str]:
+    """The examples or tokens per second, and a few words more."""
+    if plan.tokens_per_second is None:
+        return f"{plan.examples_per_second:,.4g} examples/s", f"{plan.examples:,} at once"
+    each = plan.tokens_per_second / plan.devices
+    return f"{plan.tokens_per_second:,.0f} tokens/s", f"{each:,.0f} on each device"
+
+
+def say_lack(plan: Plan) -> str:
+    """By how much a step does not fit."""
+    return f"It does not fit: each device lacks {format_bytes(-(plan.memory.left or 0))}"
+
+
+def collective_rows(plan: Plan, most: int | None = None) -> list[list[Cell]]:
+    """The rows of `COLLECTIVES`, naming at most so many arrays in each."""
+    found = sorted(plan.collectives, key=lambda each: -each.sent_in_all)
+    return [_collective_row(each, most) for each in found]
+
+
+def _collective_row(each: Collective, most: int | None) -> list[Cell]:
+    names = [*each.leaves[:most]]
+    if len(each.leaves) > len(names):
+        names.append(f"{len(each.leaves) - len(names)} more")
+    return [
+        join_axes(each.axes),
+        each.kind,
+        Number("?" if each.times is None else f"{each.times:,}", each.times),
+        _bytes(each.sent),
+        _bytes(each.sent_in_all),
+        Number("" if each.hidden is None else f"{each.hidden:.0%}", each.hidden),
+        "yes" if each.in_loop else "",
+        " at ".join(filter(None, [", ".join(names), each.line])),
+    ]
+
+
+def array_rows(plan: Plan) -> list[list[Cell]]:
+    """The rows of `ARRAYS`."""
+    return [_leaf_row(leaf) for leaf in sorted(plan.leaves, key=lambda leaf: -leaf.total)]
+
+
+def _leaf_row(leaf: Leaf) -> list[Cell]:
+    sizes = (leaf.bytes_per_device, leaf.gradient, leaf.optimizer, leaf.total)
+    spec = format_spec(leaf.spec)
+    return [leaf.path, leaf.dtype, format_shape(leaf.shape), spec, *map(_bytes, sizes)]
+
+
+def _bytes(size: int) -> Number:
+    return Number(format_bytes(size), size)
+
+
+def _print_rows(
+    columns: Sequence[str], rows: Sequence[Sequence[Cell]], title: str | None = None
+) -> str:
+    table = Table(title=title, title_justify="left", title_style="none")
+    for column, cell in zip(columns, rows[0], strict=True):
+        justify = "right" if isinstance(cell, Number) else "left"
+        table.add_column(column, justify=justify, overflow="fold")
+    for row in rows:
+        texts = (cell.text if isinstance(cell, Number) else cell for cell in row)
+        table.add_row(*map(Text, texts))
+    return render(table)
+
+
+def render_page(plan: Plan) -> str:
+    """The page, as text."""
+    mesh = format_mesh(plan.mesh)
+    devices = f"{plan.devices:,} x {plan.target.kind}"
+    headline = f"A step needs {format_bytes(plan.memory.peak)} of each device"
+    if plan.fits is False:
+        headline = say_lack(plan)
+    elif plan.time is not None and plan.time.step:
+        headline = say_time(plan)
+    picture = draw_mesh(plan.mesh, plan.target.per_host)
+    return fill_page(
+        title=f"{devices}: {mesh}",
+        about=f"{devices}, {mesh}, compiled by the backend {plan.backend}",
+        headline=headline,
+        tiles=draw_tiles(_tiles(plan)),
+        cards=(
+            _listed("findings", "Most likely not meant", map(str, plan.findings)),
+            pair(_time(plan), _memory(plan)),
+            pair(
+                card("mesh", "Mesh", scroller("picture of the mesh", picture)),
+                _settings(plan),
+            ),
+            _table(
+                "collectives",
+                "Collectives: what each device sends, each time and in all of a step",
+                COLLECTIVES,
+                collective_rows(plan),
+            ),
+            _table(
+                "arrays",
+                "One device's part of each array, its gradient and its optimizer state",
+                ARRAYS,
+                array_rows(plan),
+            ),
+            _listed("notes", "Notes", plan.notes),
+        ),
+    )
+
+
+def _tiles(plan: Plan) -> dict[str, tuple[str, str]]:
+    tiles = dict[str, tuple[str, str]]()
+    if plan.time is not None and plan.time.step:
+        tiles["Step"] = format_seconds(plan.time.step), f"bound by {plan.time.bound}"
+        tiles["Speed"] = say_speed(plan)
+    memory = plan.memory
+    of = "" if memory.device is None else f"of {format_bytes(memory.device)}: "
+    fits = {None: "", True: "it fits", False: "it does not fit"}[plan.fits]
+    tiles["Memory of a device"] = format_bytes(memory.peak), f"{of}{fits}"
+    if plan.mfu is not None:
+        tiles["MFU"] = f"{plan.mfu:.0%}", "of the peak, at that speed"
+    return tiles
+
+
+def _time(plan: Plan) -> Markup:
+    if plan.time is None or not plan.time.step:
+        return Markup("")
+    parts = [
+        # Of the links, what is waited for.
+        Part("waiting" if name.endswith(" links") else name, name, seconds, text)
+        for name, seconds in plan.time.parts.items()
+        if (text := format_seconds(seconds)) and seconds
+    ]
+    said = "A roofline over the compiler's schedule. Real steps take longer."
+    if plan.time.waiting is None:
+        said = "Without a schedule of the target, all may be hidden behind the longest."
+    return _bar("time", "Time of a step", said, parts)
+
+
+def _memory(plan: Plan) -> Markup:
+    memory = plan.memory
+    sizes = dict(memory.parts)
+    rest = memory.peak - sum(sizes.values())
+    sizes |= {"outputs": rest} if rest > 0 else {}
+    sizes |= {"left": memory.left} if memory.left and memory.left > 0 else {}
+    parts = [
+        Part(name.split()[0], name, size, format_bytes(size))
+        for name, size in sizes.items()
+    ]
+    said = (
+        f"{format_bytes(memory.gradients)} of the temporaries are gradients, if all exist "
+        "at once."
+    )
+    if memory.host:
+        said += f" What is offloaded takes {format_bytes(memory.host)} of the host."
+    limit = memory.device if plan.fits is False else None
+    return _bar("memory", "Memory of a device", said, parts, limit)
+
+
+def _bar(
+    name: str, title: str, said: str, parts: Sequence[Part], limit: int | None = None
+) -> Markup:
+    """A card with a bar, and its parts as a table."""
+    whole = sum(part.size for part in parts)
+    bar, legend = draw_bar(parts, whole, limit), draw_legend(parts, whole, title)
+    return card(name, title, tag("p", said), bar, legend)
+
+
+def _table(name: str, title: str, columns: Iterable[str], rows: list[list[Cell]]) -> Markup:
+    """A card with a table, ordered by its sums; nothing if there are no rows."""
+    if not rows:
+        return Markup("")
+    heads = [column.capitalize() for column in columns]
+    return card(name, title, sortable_table(name, heads, rows, "In all"))
+
+
+def _listed(name: str, title: str, texts: Iterable[str]) -> Markup:
+    items = [tag("li", text) for text in texts]
+    return card(name, title, tag("ul", *items)) if items else Markup("")
+
+
+def _settings(plan: Plan) -> Markup:
+    settings = dict(plan.settings)
+    for dtype, count in plan.flops.items():
+        settings[f"{dtype} arithmetic"] = f"{count / 1e12:,.4g} TFLOP"
+    settings["compiled in"] = format_seconds(plan.compile_seconds)
+    return card("settings", "Settings", settings_list(settings))
