@@ -135,6 +135,15 @@ def test_a_large_constant(table):
     assert "test_lint.py:" in str(finding)
 
 
+def test_a_constant_in_a_branch():
+    table = jnp.asarray(TABLE)
+
+    def fn(x):
+        return jax.lax.cond(x[0, 0] > 0, lambda x: x + table, lambda x: 0 * x, x)
+
+    found(trace(fn, jnp.ones((512, 512))), "constant")
+
+
 def wide_losses(model, batch, key):
     """An array in float32 makes everything after it wide."""
     x = batch["x"] + jnp.ones(64, jnp.float32).astype(jnp.float32) * 2
