@@ -66,7 +66,9 @@ def flat(lists):
 
 
 def loader_threads():
-    return [t for t in threading.enumerate() if t.name == "eqxshard-batches"]
+    """Grain's, and those of streams."""
+    names = ("grain", "eqxshard-batches")
+    return [t for t in threading.enumerate() if t.name.startswith(names)]
 
 
 def assert_threads_end():

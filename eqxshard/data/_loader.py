@@ -39,8 +39,8 @@ class Loader:
 
     Iterating gives dicts of global `jax.Array`s, their rows split over the mesh's `data`
     and `fsdp` axes, starting at the loader's position. Each device gets its own rows
-    only. Batches are gathered ahead in a thread, which ends when the iterator is closed or
-    dropped.
+    only. Batches are gathered ahead in a [Grain](https://google-grain.readthedocs.io)
+    thread, which ends when the iterator is closed or dropped.
 
     The order of the examples is a function of `seed` and the epoch alone, so it is the
     same on any number of devices, and a batch is a function of its step. No batch mixes
@@ -71,11 +71,10 @@ class Loader:
     - `prefetch`: how many batches to gather ahead. Small batches are gathered several at
         a time if there is no `transform`, so a few more may be. With 0, each batch is
         gathered on demand, without a thread.
-    - `workers`: the number of worker processes, [Grain](https://google-grain.readthedocs.io)'s,
-        that gather and transform batches instead of the thread, for
-        sources and transforms that spend their time in Python. The source and the
-        transform are pickled for them (so a script that uses workers keeps its work below
-        `if __name__ == "__main__":`).
+    - `workers`: the number of worker processes that gather and transform batches instead
+        of the thread, for sources and transforms that spend their time in Python. The
+        source and the transform are pickled for them (so a script that uses workers keeps
+        its work below `if __name__ == "__main__":`).
     - `placement`: `"host"` gathers batches on the host; `"device"` puts the whole dataset
         on every device once, for datasets that fit. The batches are the same, but are
         gathered on the devices, and [`eqxshard.fit`][] and [`eqxshard.evaluate`][] take

@@ -2,11 +2,10 @@
 
 import functools
 import math
-import queue
-import threading
+import sys
 from collections.abc import Generator
 from contextlib import closing
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,13 +14,8 @@ from jaxtyping import Array
 
 from ._host import HostBatches
 
-_T = TypeVar("_T")
 _Arrays = dict[str, np.ndarray]
-#: Batches, one or more at a time.
-_Chunks = Generator[list[_Arrays], None, None]
 
-#: How long a closed iterator waits for its thread, which a source may block.
-_CLOSE_SECONDS = 2
 #: Passing something from one thread to another costs as much as gathering a batch of
 #: small images, so small batches are gathered and passed on together.
 _TOGETHER_BYTES = 2**21
@@ -30,100 +24,68 @@ _TOGETHER_BATCHES = 16
 
 def gather_ahead(
     host: HostBatches, steps: range, *, prefetch: int, workers: int
-) -> _Chunks:
-    """The batches of some steps, one or more at a time; close it to end its thread early.
+) -> Generator[list[_Arrays], None, None]:
+    """Batches from a Grain pipeline, which gathers them in a thread or in workers.
 
     **Arguments:**
 
     - `host`: makes the batches.
-    - `steps`: the steps.
+    - `steps`: those of the batches.
     - `prefetch`, `workers`: as for the loader.
+
+    **Returns:**
+
+    A generator of the batches, one or more at a time; close it to end its thread early.
     """
-    if workers and len(steps) > 1:
-        return _from_workers(host, steps, prefetch, workers)
-    return make_ahead(_gathered(host, steps, prefetch), prefetch)
-
-
-def _gathered(host: HostBatches, steps: range, prefetch: int) -> _Chunks:
-    """The batches of some steps: one at first, and small ones several together."""
-    start, together = steps.start, 1
-    while start < steps.stop:
-        chunk = host.gather(range(start, min(start + together, steps.stop)))
-        start += len(chunk)
-        yield chunk
-        nbytes = sum(array.nbytes for array in chunk[0].values())
-        if prefetch and host.transform is None:
-            together = min(max(_TOGETHER_BYTES // max(nbytes, 1), 1), _TOGETHER_BATCHES)
-
-
-def _from_workers(host: HostBatches, steps: range, prefetch: int, workers: int) -> _Chunks:
-    """The batches of some steps, made by worker processes."""
-    # Grain takes as long to import as JAX.
+    gather = functools.partial(_gather, host, steps.stop)
+    if not prefetch and not workers:
+        # Passing through Grain takes as long as gathering a small batch.
+        yield from map(gather, steps)
+        return
+    if not steps:
+        return
+    (batch,) = gather(steps.start)
+    # Grain takes as long to import as JAX, so the first step of a process does not wait
+    # for it; but workers, which take longer to start, do so during that step.
+    late = not workers and "grain" not in sys.modules
+    if late or len(steps) == 1:
+        yield [batch]
+    if len(steps) == 1:
+        return
     import grain
+
+    together, ahead = 1, prefetch
+    nbytes = sum(array.nbytes for array in batch.values())
+    if 2 * nbytes <= _TOGETHER_BYTES and host.transform is None:
+        together = min(_TOGETHER_BYTES // max(nbytes, 1), _TOGETHER_BATCHES)
+        # At least two: with one, the thread would wait for us as often as we for it.
+        ahead = max(math.ceil(prefetch / together), 2)
+    chunks = grain.MapDataset.range(steps.start + 1, steps.stop, together)
+    chunks = chunks.map(functools.partial(gather, count=together))
+    options = grain.ReadOptions(num_threads=0 if workers else 1, prefetch_buffer_size=ahead)
+    dataset = chunks.to_iter_dataset(options)
+    if workers:
+        _parse_flags()
+        each = max(math.ceil(ahead / workers), 1)
+        dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(workers, each))
+    with closing(iter(dataset)) as gathered:
+        gathered.start_prefetch()
+        if not late:
+            yield [batch]
+        yield from gathered
+
+
+def _gather(host: HostBatches, stop: int, start: int, count: int = 1) -> list[_Arrays]:
+    """The batches of some steps from `start` on, but not of `stop`, gathered at once."""
+    return host.gather(range(start, min(start + count, stop)))
+
+
+def _parse_flags() -> None:
+    """Grain asks absl for flags, which only programs of absl's have parsed."""
     from absl import flags
 
-    # Grain asks absl for flags, which only programs of absl's have parsed.
     if not flags.FLAGS.is_parsed():
         flags.FLAGS.mark_as_parsed()
-    options = grain.MultiprocessingOptions(
-        num_workers=workers,
-        per_worker_buffer_size=max(math.ceil(prefetch / workers), 1),
-    )
-    dataset = (
-        grain.MapDataset.range(steps.start + 1, steps.stop)
-        .map(functools.partial(_gather_one, host))
-        .to_iter_dataset(grain.ReadOptions(num_threads=0))
-        .mp_prefetch(options)
-    )
-    with closing(iter(dataset)) as rest:
-        rest.start_prefetch()
-        # Here, so that the first step is compiled while the workers start.
-        yield _gather_one(host, steps.start)
-        yield from rest
-
-
-def _gather_one(host: HostBatches, step: int) -> list[_Arrays]:
-    return host.gather(range(step, step + 1))
-
-
-def make_ahead(items: Generator[_T, None, None], count: int) -> Generator[_T, None, None]:
-    """The items of a generator, of which a thread of its own makes some ahead."""
-    if count == 0:
-        with closing(items):
-            yield from items
-        return
-    made: queue.SimpleQueue[tuple[_T] | BaseException | None] = queue.SimpleQueue()
-    free = threading.Semaphore(count - 1)
-    closed = threading.Event()
-
-    def work() -> None:
-        try:
-            with closing(items):
-                for item in items:
-                    made.put((item,))
-                    free.acquire()
-                    if closed.is_set():
-                        return
-        except BaseException as error:
-            made.put(error)
-        else:
-            made.put(None)
-
-    # A process does not wait for a daemon, which a source may block.
-    thread = threading.Thread(target=work, name="eqxshard-batches", daemon=True)
-    thread.start()
-    try:
-        while (item := made.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            free.release()
-            yield item[0]
-    finally:
-        closed.set()
-        free.release()
-        # The garbage collector may run this in that very thread.
-        if threading.current_thread() is not thread:
-            thread.join(_CLOSE_SECONDS)
 
 
 def place_rows(

@@ -1,6 +1,8 @@
 """Loaders of batches that somebody else makes: any iterator, of any length."""
 
 import inspect
+import queue
+import threading
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, suppress
 from typing import Any
@@ -12,11 +14,14 @@ from jaxtyping import Array
 from ..distributed import assert_same_on_all_processes, spans_processes
 from ..sharding._mesh import batch_sharding, check_batch_size
 from ._host import check_dtypes, check_integers
-from ._pipeline import make_ahead, place_rows, positions_on_this_process
+from ._pipeline import place_rows, positions_on_this_process
 from ._weights import WEIGHT, check_weights
 
 Batch = Mapping[str, Any]
 _Arrays = dict[str, np.ndarray]
+
+#: How long a closed iterator waits for its thread, which the other one may block.
+_CLOSE_SECONDS = 2
 
 
 class Stream:
@@ -51,7 +56,7 @@ class Stream:
 
     def __iter__(self) -> Generator[dict[str, Array], None, None]:
         """The batches from the position on; close it to end its thread early."""
-        with closing(make_ahead(self._batches(self._step), self._prefetch)) as batches:
+        with closing(_ahead(self._batches(self._step), self._prefetch)) as batches:
             for step, arrays in enumerate(batches, start=self._step):
                 self._step = step + 1
                 yield self._place(arrays, step)
@@ -210,3 +215,46 @@ def _copied(batch: Any, step: int) -> _Arrays:
         )
     # np.array would ask tensors for the copy, which some refuse with a warning.
     return {name: np.asarray(array).copy() for name, array in batch.items()}
+
+
+def _ahead(
+    batches: Generator[_Arrays, None, None], count: int
+) -> Generator[_Arrays, None, None]:
+    """The batches of a generator, of which a thread of its own makes some ahead."""
+    if count == 0:
+        with closing(batches):
+            yield from batches
+        return
+    # Not a Grain pipeline, whose elements are functions of their index.
+    made: queue.SimpleQueue[_Arrays | BaseException | None] = queue.SimpleQueue()
+    free = threading.Semaphore(count - 1)
+    closed = threading.Event()
+
+    def work() -> None:
+        try:
+            with closing(batches):
+                for batch in batches:
+                    made.put(batch)
+                    free.acquire()
+                    if closed.is_set():
+                        return
+        except BaseException as error:
+            made.put(error)
+        else:
+            made.put(None)
+
+    # A process does not wait for a daemon, which a source may block.
+    thread = threading.Thread(target=work, name="eqxshard-batches", daemon=True)
+    thread.start()
+    try:
+        while (batch := made.get()) is not None:
+            if isinstance(batch, BaseException):
+                raise batch
+            free.release()
+            yield batch
+    finally:
+        closed.set()
+        free.release()
+        # The garbage collector may run this in that very thread.
+        if threading.current_thread() is not thread:
+            thread.join(_CLOSE_SECONDS)

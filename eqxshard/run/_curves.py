@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ..pages._format import format_value
 from ..pages._html import Markup, join, tag
-from ..trackers._values import times
+from ..trackers._tracker import times
 from ._read_run import RecordedRun
 
 #: The most points of a curve that are on the page.
