@@ -1,4 +1,4 @@
-"""`fast_convolutions`: convolutions in the form that is fast on CPUs.
+"""`fast_convolutions`: convolutions and pools in the form that is fast on CPUs.
 
 The speed of a convolutional network on CPUs (JAX 0.10 to 0.12) depends on things that do
 not change its result, apart from rounding:
@@ -6,19 +6,27 @@ not change its result, apart from rounding:
 - XLA's own kernel for convolutions takes dims in one order only. XLA transposes others into
   that order, but not in loops: there, any other order runs as a plain loop, ten times
   slower. JAX differentiates into other orders, and `equinox.nn.Conv` starts with another.
+- For the gradient of a weight, that kernel needs transposed copies of its two operands,
+  which take longer than it does. In a first layer, which has few input channels, patches of
+  the input are small, and their product with the gradient of the output needs no copies.
 - The gradient of an input pads the gradient of the output by almost the size of the kernel,
   and multiplies the padding, too. One kernel per row, and then the sum of what they give
   for each row, needs no padding in that dim.
 - The gradient of a bias sums over all dims but one in the middle, for which XLA writes a
   transposed copy, too. A product with a vector of ones needs none.
+- The windows of an average pool, and of its gradient, run as a loop that nothing is fused
+  with. Sums of a reshaped array, and broadcasts, are fused with what is before them.
 """
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 from jaxtyping import Array
 
 from ._jaxprs import call_equation, map_jaxprs_in
@@ -31,21 +39,25 @@ _CONTROL_FLOW = ("cond", "scan", "while", "custom_linear_solve", "custom_vmap_ca
 
 
 def fast_convolutions(jaxpr: Any) -> Any:
-    """Rewrite the convolutions of a jaxpr, and their gradients, for CPUs."""
-    return jaxpr.replace(eqns=[*map(_rewrite, jaxpr.eqns)])
+    """Rewrite the convolutions of a jaxpr, their gradients, and pools, for CPUs."""
+    made_by = {variable: eqn for eqn in jaxpr.eqns for variable in eqn.outvars}
+    return jaxpr.replace(eqns=[_rewrite(eqn, made_by) for eqn in jaxpr.eqns])
 
 
-def _rewrite(eqn: Any) -> Any:
+def _rewrite(eqn: Any, made_by: Mapping[Any, Any]) -> Any:
     name, params = eqn.primitive.name, eqn.params
     # Not per-device code, nor kernels, in which other operations may be allowed.
     if name in _CALLS + _CONTROL_FLOW:
         return eqn.replace(params=map_jaxprs_in(fast_convolutions, params))
-    if name not in ("conv_general_dilated", "reduce_sum"):
+    if name not in ("conv_general_dilated", "reduce_sum", "reduce_window_sum"):
         return eqn
     if not all(_is_plain(x.aval) for x in (*eqn.invars, *eqn.outvars)):
         return eqn
     if name == "conv_general_dilated":
-        return call_equation(partial(_convolution, **params), eqn)
+        fn = _weight_gradient if _is_weight_gradient(eqn) else _convolution
+        return call_equation(partial(fn, **params), eqn)
+    if name == "reduce_window_sum":
+        return _fast_pool(eqn, made_by)
     return call_equation(_bias_gradient, eqn) if _is_bias_gradient(eqn) else eqn
 
 
@@ -132,6 +144,60 @@ def _by_rows(
     return sum(parts[1:], start=parts[0])
 
 
+def _is_weight_gradient(eqn: Any) -> bool:
+    """Whether patches of the input are no larger than the gradient of the output.
+
+    In the convolution that is the gradient of a weight, the batch are the input channels,
+    the output's gradient slides over the input, and the result is as large as the weight.
+    """
+    params = eqn.params
+    lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
+    lhs, rhs = (variable.aval.shape for variable in eqn.invars)
+    window = math.prod(eqn.outvars[0].aval.shape[dim] for dim in out_spec[2:])
+    return (
+        params["feature_group_count"] == params["batch_group_count"] == 1
+        and all(x == 1 for x in params["lhs_dilation"])
+        and window < math.prod(rhs[dim] for dim in rhs_spec[2:])
+        and window * lhs[lhs_spec[0]] <= rhs[rhs_spec[0]]
+    )
+
+
+def _weight_gradient(
+    lhs: Array, rhs: Array, *, dimension_numbers: Any, **params: Any
+) -> Array:
+    """The product of all patches of the input and the gradient of the output."""
+    lhs_spec, rhs_spec, out_spec = dimension_numbers
+    # Both to (examples, ..., channels).
+    x = _channels_last(lhs, (lhs_spec[1], lhs_spec[0], *lhs_spec[2:]))
+    slope = _channels_last(rhs, (rhs_spec[1], rhs_spec[0], *rhs_spec[2:]))
+    whole = (0, 0, 0)
+    pads = [(low, high, 0) for low, high in params["padding"]]
+    x = jax.lax.pad(x, jnp.zeros((), x.dtype), [whole, *pads, whole])
+    steps, strides = params["rhs_dilation"], params["window_strides"]
+    sizes = [(n - 1) * step + 1 for n, step in zip(slope.shape[1:-1], steps, strict=True)]
+    window = [
+        (n - size) // stride + 1
+        for n, size, stride in zip(x.shape[1:-1], sizes, strides, strict=True)
+    ]
+
+    def patch(place: Sequence[int]) -> Array:
+        first = [i * stride for i, stride in zip(place, strides, strict=True)]
+        end = [i + size for i, size in zip(first, sizes, strict=True)]
+        limits = (x.shape[0], *end, x.shape[-1])
+        return jax.lax.slice(x, (0, *first, 0), limits, (1, *steps, 1))
+
+    positions = tuple(range(x.ndim - 1))
+    out = jax.lax.dot_general(
+        jnp.stack([patch(place) for place in itertools.product(*map(range, window))]),
+        slope,
+        ((tuple(dim + 1 for dim in positions), positions), ((), ())),
+        precision=params["precision"],
+        preferred_element_type=params["preferred_element_type"],
+    )
+    out = out.reshape(*window, *out.shape[1:])
+    return _restore_order(jnp.moveaxis(out, -2, 0), out_spec)
+
+
 def _is_bias_gradient(eqn: Any) -> bool:
     """Whether all dims of images but the second are summed."""
     aval = eqn.invars[0].aval
@@ -146,3 +212,68 @@ def _bias_gradient(slope: Array) -> Array:
     dims = tuple(range(rows.ndim - 1))
     ones = jnp.ones(rows.shape[:-1], rows.dtype)
     return jax.lax.dot_general(ones, rows, ((dims, dims), ((), ())), precision="highest")
+
+
+def _fast_pool(eqn: Any, made_by: Mapping[Any, Any]) -> Any:
+    """Rewrite a sum over windows, if it is a pool or the gradient of one.
+
+    `made_by` has the equation that each variable is a result of.
+    """
+    params = eqn.params
+    if _is_pool(params):
+        return call_equation(partial(_pool, window=params["window_dimensions"]), eqn)
+    if (pad := _padding_before(eqn, made_by)) is not None:
+        window, shape = params["window_dimensions"], eqn.outvars[0].aval.shape
+        spread = partial(_spread, window=window, shape=shape)
+        return call_equation(spread, eqn, pad.invars[:1])
+    return eqn
+
+
+def _is_pool(params: Mapping[str, Any]) -> bool:
+    """Whether windows follow each other, without padding."""
+    window = params["window_dimensions"]
+    dilations = (*params["base_dilation"], *params["window_dilation"])
+    return (
+        params["window_strides"] == window
+        and all(low == high == 0 for low, high in params["padding"])
+        and all(dilation == 1 for dilation in dilations)
+    )
+
+
+def _pool(x: Array, *, window: Sequence[int]) -> Array:
+    """The sums of windows."""
+    counts = [n // size for n, size in zip(x.shape, window, strict=True)]
+    # Its last rows and columns may fill no window.
+    ends = [count * size for count, size in zip(counts, window, strict=True)]
+    x = jax.lax.slice(x, [0] * x.ndim, ends)
+    x = x.reshape([n for pair in zip(counts, window, strict=True) for n in pair])
+    return jax.lax.reduce_sum(x, tuple(range(1, x.ndim, 2)))
+
+
+def _padding_before(eqn: Any, made_by: Mapping[Any, Any]) -> Any:
+    """The equation that pads the gradient of a pool, if this sums that over windows."""
+    (padded,), params = eqn.invars, eqn.params
+    pad = None if isinstance(padded, core.Literal) else made_by.get(padded)
+    if pad is None or pad.primitive.name != "pad":
+        return None
+    zero, ones = pad.invars[1], (*params["window_strides"], *params["base_dilation"])
+    if not isinstance(zero, core.Literal) or zero.val != 0:
+        return None
+    alone = all(
+        # Of all positions of a window, one has an entry, but for those after the last.
+        low == inner == size - 1 <= high
+        for (low, high, inner), size in zip(
+            pad.params["padding_config"], params["window_dimensions"], strict=True
+        )
+    )
+    plain = all(low == high == 0 for low, high in params["padding"])
+    return pad if alone and plain and all(x == 1 for x in ones) else None
+
+
+def _spread(slope: Array, *, window: Sequence[int], shape: Sequence[int]) -> Array:
+    """The gradient of `_pool`: each entry, at all positions of its window."""
+    sizes = [size for pair in zip(slope.shape, window, strict=True) for size in pair]
+    spread = jax.lax.broadcast_in_dim(slope, sizes, range(0, 2 * slope.ndim, 2))
+    spread = spread.reshape([n * size for n, size in zip(slope.shape, window, strict=True)])
+    left = [(0, n - covered, 0) for n, covered in zip(shape, spread.shape, strict=True)]
+    return jax.lax.pad(spread, jnp.zeros((), spread.dtype), left)

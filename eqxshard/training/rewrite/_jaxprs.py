@@ -75,12 +75,14 @@ def call_function(fn: Callable[..., Any], variables: Sequence[Any]) -> Any:
     return call.replace(invars=[*variables])
 
 
-def call_equation(fn: Callable[..., Any], eqn: Any) -> Any:
-    """An equation that calls a function instead, on the same inputs.
+def call_equation(
+    fn: Callable[..., Any], eqn: Any, variables: Sequence[Any] | None = None
+) -> Any:
+    """An equation that calls a function instead, on the same inputs or on others.
 
     If the function returns arrays of other types, the equation stays as it is.
     """
-    call = call_function(fn, eqn.invars)
+    call = call_function(fn, eqn.invars if variables is None else variables)
     if [x.aval for x in call.outvars] != [x.aval for x in eqn.outvars]:
         return eqn
     return call.replace(outvars=eqn.outvars, source_info=eqn.source_info, ctx=eqn.ctx)

@@ -100,6 +100,24 @@ def test_loops_have_convolutions_only_as_xla_has_a_kernel_for():
     assert set(CONVOLUTION.findall(str(text))) == {"b01f_01io->b01f", "b0f_0io->b0f"}
 
 
+def test_convolutions_in_conditions_loops_and_checkpoints_are_found():
+    def loss_fn(model, batch, key):
+        def both(x):
+            plain, other = lambda x: model.plain(x), lambda x: -model.plain(x)
+            return jnp.mean(jax.lax.cond(x[0, 0, 0] > 0, plain, other, x))
+
+        return jax.checkpoint(jax.vmap(both))(batch["x"])
+
+    where: dict[str, Any] = {"mesh": make_mesh("data=1"), "rule": eqxshard.replicate()}
+    train_step = eqxshard.make_train_step(loss_fn, OPTIM, **where)
+    state = eqxshard.init_state(ConvNet, OPTIM, key=KEY, **where)
+    text = train_step.lower(state, batch()).as_text("hlo")
+    assert set(CONVOLUTION.findall(str(text))) == {"b01f_01io->b01f"}
+    _, metrics = train_step(state, batch())
+    expected = jnp.mean(loss_fn(ConvNet(KEY), batch(), None))
+    assert float(metrics["loss"]) == pytest.approx(float(expected), rel=1e-5)
+
+
 def test_what_is_split_over_explicit_axes_stays_as_it_is():
     """Its types say how it is split, which an operation in its place would have to."""
     kind = (jax.sharding.AxisType.Explicit,)
@@ -167,6 +185,28 @@ def normal(*shape):
     return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"padding": 1},
+        {"stride": 2, "padding": ((2, 0), (0, 1))},
+        {"dilation": 2, "kernel_size": (2, 3)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("channels", [1, 2])
+def test_the_first_layer_multiplies_patches(channels, options):
+    options = {"kernel_size": 3, **options}
+    layer = eqx.nn.Conv2d(channels, 20, **options, key=KEY)
+    x = normal(3, channels, 10, 9)
+    ours, text = rewritten(layer, x)
+    # The gradient of the input is one; that of the weight and of the bias are products.
+    assert text.count("conv_general_dilated[") == 2 and text.count("dot_general[") == 2
+    assert_model_close(ours, slopes(layer, x))
+
+
 SPREAD = [
     # The layer, the size of its images, and the padding of the input's gradient by dim.
     (eqx.nn.Conv2d(2, 3, 5, key=KEY), (9, 8), [(0, 0), (4, 4)]),
@@ -193,3 +233,30 @@ def test_the_gradient_of_an_input_pads_one_dim_less(layer, size, padding):
     ours, text = rewritten(layer, x)
     assert f"padding={tuple(padding)}" in text
     assert_model_close(ours, slopes(layer, x))
+
+
+@pytest.mark.parametrize(
+    ("pool", "shape"),
+    [
+        (eqx.nn.AvgPool2d(2, 2), (3, 2, 8, 6)),
+        (eqx.nn.AvgPool2d((2, 3), (2, 3)), (3, 2, 9, 11)),
+        (eqx.nn.AvgPool1d(4, 4), (3, 2, 9)),
+    ],
+    ids=["whole", "remainder", "line"],
+)
+def test_pools_have_no_windows(pool, shape):
+    ours, text = rewritten(pool, normal(*shape))
+    assert "reduce_window" not in text
+    assert_model_close(ours, slopes(pool, normal(*shape)))
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [eqx.nn.AvgPool2d(3, 2), eqx.nn.AvgPool2d(2, 2, padding=1)],
+    ids=["overlapping", "padded"],
+)
+def test_other_pools_stay_as_they_are(pool):
+    x = normal(2, 3, 11, 10)
+    ours, text = rewritten(pool, x)
+    assert "reduce_window" in text
+    assert_model_close(ours, slopes(pool, x))
