@@ -18,7 +18,7 @@ from ..sharding._mesh import is_on_cpus
 from ..sharding._spec import spec_axes
 from ._gradients import Gradients
 from ._layout import StateLayout
-from .rewrite._jaxprs import jaxprs_in, open_jaxpr
+from .rewrite._jaxprs import equations
 
 #: Arrays with fewer elements are checked together: with a reduction for each, a small model
 #: would take longer to check than to update. (XLA:CPU copies what is reduced together, and
@@ -67,21 +67,13 @@ def guard_update(
         # With a select, XLA:CPU would copy the optimizer's state, because it has no
         # kernel that writes several results at once. A cheap update is computed again, in
         # the place of the old values, rather than kept until it is known to be finite.
-        make = (lambda: new) if _has(jaxpr, _EXPENSIVE) else compute
+        expensive = any(eqn.primitive.name in _EXPENSIVE for eqn in equations(jaxpr))
+        make = (lambda: new) if expensive else compute
         kept = jax.lax.cond(finite, make, lambda: arrays)
     else:
         # With a branch, a GPU would wait for the host to decide.
         kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, arrays)
     return eqx.combine(kept, static), finite
-
-
-def _has(jaxpr: Any, primitives: set[str]) -> bool:
-    """Whether a jaxpr, or one inside of it, has an equation of one of some primitives."""
-    return any(
-        eqn.primitive.name in primitives
-        or any(_has(inner, primitives) for inner in jaxprs_in(eqn.params))
-        for eqn in open_jaxpr(jaxpr).eqns
-    )
 
 
 def gradients_fit(gradients: Gradients, layout: StateLayout) -> Bool[Array, ""]:

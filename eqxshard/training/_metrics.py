@@ -89,12 +89,12 @@ class Metrics(eqx.Module):
                 "there are no metrics to join; give those of one model or more."
             )
         weight = next(iter(parts.values())).weight
-        totals = {
+        totals = {}
+        for part, metrics in parts.items():
             # Each by the weight of the first, should batches have differed.
-            f"{part}/{name}": _reweigh(total, metrics.weight, weight)
-            for part, metrics in parts.items()
-            for name, total in metrics.totals.items()
-        }
+            ratio = jnp.where(weight == 0, 0, weight / metrics.weight)
+            for name, total in metrics.totals.items():
+                totals[f"{part}/{name}"] = total * ratio.reshape(_like(total, ratio))
         bad = ft.reduce(jnp.maximum, [metrics.nonfinite for metrics in parts.values()])
         return Metrics(totals, weight, bad)
 
@@ -122,15 +122,6 @@ class Metrics(eqx.Module):
             for m in host
         ]
         return jax.tree.map(lambda *leaves: np.concatenate(leaves), *rows)
-
-
-@jax.jit
-def _reweigh(total: Array, old: Array, new: Array) -> Array:
-    """A metric's sums over examples, as if they had another weight: in one dispatch."""
-    mean = total / old.reshape(_like(total, old))
-    new = new.reshape(_like(total, new))
-    # Where no example counts, the mean is nan.
-    return jnp.where(new == 0, 0, mean * new)
 
 
 def _value(total: Any, steps: Any) -> tuple[int, ...]:

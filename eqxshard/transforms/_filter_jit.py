@@ -5,7 +5,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
-import equinox as eqx
 import jax
 from jax.core import Tracer
 from jax.sharding import Sharding
@@ -28,12 +27,6 @@ class _Arguments(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-
-
-class _StaticResult(eqx.Module):
-    """Carries the static part of a result out of jit: a PyTree without leaves."""
-
-    static: Static = eqx.field(static=True)
 
 
 class _FilterJit(Generic[_P, _T]):
@@ -68,7 +61,7 @@ class _FilterJit(Generic[_P, _T]):
     def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         jitted, arrays = self._prepare(args, kwargs)
         try:
-            out, result = jitted(*arrays)
+            out, static = jitted(*arrays)
         except RuntimeError as error:
             # JAX looks before it donates anything, and does not say whose array it is.
             if any(x.is_deleted() for x in arrays if isinstance(x, jax.Array)):
@@ -77,7 +70,7 @@ class _FilterJit(Generic[_P, _T]):
                     "deleted; use what that call returned."
                 ) from error
             raise
-        return result.static.combine(out)
+        return static.combine(out)
 
     def lower(self, /, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lower for these arguments, whose arrays may be `jax.ShapeDtypeStruct`s.
@@ -114,7 +107,7 @@ class _FilterJit(Generic[_P, _T]):
         fn_static, out_shardings = self._fn_static, self._out_shardings
         count = static.array_count
 
-        def flat(*arrays: Array) -> tuple[list[Array], _StaticResult]:
+        def flat(*arrays: Array) -> tuple[list[Array], Static]:
             args, kwargs = static.combine(arrays[:count])
             if not is_inside:
                 # Without defaults: to leave one out is another program than to give it.
@@ -123,8 +116,7 @@ class _FilterJit(Generic[_P, _T]):
             out = fn_static.combine(arrays[count:])(*args, **kwargs)
             if out_shardings is not None:
                 out = filter_shard(out, out_shardings)
-            arrays_out, static_out = partition(out, "result")
-            return arrays_out, _StaticResult(static_out)
+            return partition(out, "result")
 
         flat.__name__ = flat.__qualname__ = self._name
         donated, in_shardings = [], []

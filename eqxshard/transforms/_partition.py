@@ -19,10 +19,12 @@ class _ArrayHere:
 _HERE = _ArrayHere()
 
 
+@jax.tree_util.register_static
 class Static:
     """Everything of a PyTree but its arrays: structure and static leaves, hashable.
 
-    PyTrees with equal static parts can share one compiled function.
+    PyTrees with equal static parts can share one compiled function. To JAX, it is itself a
+    PyTree without leaves, which a compiled function may return.
     """
 
     __slots__ = ("_hash", "leaves", "shapes", "treedef")

@@ -135,6 +135,15 @@ def test_a_large_constant(table):
     assert "test_lint.py:" in str(finding)
 
 
+def test_a_constant_in_a_branch():
+    table = jnp.asarray(TABLE)
+
+    def fn(x):
+        return jax.lax.cond(x[0, 0] > 0, lambda x: x + table, lambda x: 0 * x, x)
+
+    found(trace(fn, jnp.ones((512, 512))), "constant")
+
+
 def wide_losses(model, batch, key):
     """An array in float32 makes everything after it wide."""
     x = batch["x"] + jnp.ones(64, jnp.float32).astype(jnp.float32) * 2
@@ -172,8 +181,9 @@ def test_products_in_float64_where_the_model_has_none(as_scripts_run):
         return square_losses(model, {"x": batch["x"].astype(jnp.float64)}, key)
 
     with jax.enable_x64(True):
-        finding = found(lint(MLP32, loss_fn), "dtype", "float64", "wider type than float32")
-        assert lint(MLP32) == ()
+        findings = lint(MLP32, loss_fn, fsdp=8)
+        finding = found(findings, "dtype", "float64", "in a wider type than float32")
+        assert lint(MLP32, fsdp=8) == ()
     assert "lint_helpers.py:" in str(finding)
 
 

@@ -23,6 +23,7 @@ from jaxtyping import Array, Int
 
 from ._jaxprs import (
     call_function,
+    equations,
     jaxprs_in,
     map_jaxpr,
     map_jaxprs_in,
@@ -95,7 +96,7 @@ def collect_checks(jaxpr: Any, errors: Errors) -> Any:
     The jaxpr, with the number of the first check that failed as its last output. Without
     checks, the jaxpr as it was.
     """
-    if not any(map(_has_checks, open_jaxpr(jaxpr).eqns)):
+    if not any(map(_raises, equations(jaxpr))):
         return jaxpr
     # Equinox makes no check whose result is not used.
     return map_jaxpr(
@@ -104,8 +105,8 @@ def collect_checks(jaxpr: Any, errors: Errors) -> Any:
 
 
 def _has_checks(eqn: Any) -> bool:
-    inside = (each for part in jaxprs_in(eqn.params) for each in open_jaxpr(part).eqns)
-    return _raises(eqn) or any(map(_has_checks, inside))
+    inside = (each for part in jaxprs_in(eqn.params) for each in equations(part))
+    return _raises(eqn) or any(map(_raises, inside))
 
 
 def _raises(eqn: Any) -> bool:
@@ -242,7 +243,7 @@ def _is_plain_loop(condition: Any) -> bool:
     """Whether a loop is as from `jax.lax.while_loop`, without checks in its condition."""
     # Under vmap, the condition has dims.
     is_scalar = not condition.out_avals[0].shape
-    return is_scalar and not any(map(_has_checks, open_jaxpr(condition).eqns))
+    return is_scalar and not any(map(_raises, equations(condition)))
 
 
 def _rewrite_while(eqn: Any, body: Any) -> tuple[Any, Any]:

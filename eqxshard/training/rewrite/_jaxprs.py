@@ -38,6 +38,14 @@ def jaxprs_in(part: Any) -> Iterator[Any]:
             yield from jaxprs_in(each)
 
 
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a jaxpr, and of those inside of it."""
+    for eqn in open_jaxpr(jaxpr).eqns:
+        yield eqn
+        for part in jaxprs_in(eqn.params):
+            yield from equations(part)
+
+
 def map_jaxprs_in(rewrite: Callable[[Any], Any], part: Any) -> Any:
     """Apply a function of open jaxprs to all of `jaxprs_in`.
 

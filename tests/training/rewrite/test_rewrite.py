@@ -18,7 +18,7 @@ from step_helpers import call_rewritten
 import eqxshard
 from eqxshard.training.rewrite._checks import Errors, collect_checks
 from eqxshard.training.rewrite._convolutions import fast_convolutions
-from eqxshard.training.rewrite._jaxprs import jaxprs_in, map_jaxpr, open_jaxpr
+from eqxshard.training.rewrite._jaxprs import equations, map_jaxpr, open_jaxpr
 
 #: How many primitives the programs of the sweep have between them, at least.
 PRIMITIVES = 165
@@ -116,18 +116,11 @@ def test_steps_on_eight_devices_return_what_jax_returns_on_one(group):
 @pytest.mark.slow
 def test_rewritten_programs_are_well_formed_and_have_most_primitives(record_property):
     met = set()
-
-    def walk(jaxpr):
-        for eqn in open_jaxpr(jaxpr).eqns:
-            met.add(eqn.primitive.name)
-            for part in jaxprs_in(eqn.params):
-                walk(part)
-
     # Programs that take long to trace have few that the others do not have.
     for group in GROUPS.keys() - {"solvers"}:
         sweep = Sweep(group)
         jaxpr = jax.make_jaxpr(sweep.measure)(sweep.weights, BATCH)
-        walk(jaxpr)
+        met |= {eqn.primitive.name for eqn in equations(jaxpr)}
         rewritten = collect_checks(map_jaxpr(fast_convolutions, jaxpr), Errors())
         core.check_jaxpr(open_jaxpr(rewritten))
     record_property("primitives", len(met))
