@@ -104,16 +104,6 @@ SUMMARY: dict[str, tuple[str, str, Sequence[str | None]]] = {
         "small",
         ("eqxshard, 1 device", None, None, None, "PyTorch"),
     ),
-    "a step in the loop": (
-        "fit_overhead",
-        "depth 2",
-        ("eqxshard.fit", "a loop by hand", None, None, None),
-    ),
-    "memory of a step": (
-        "memory",
-        "one device",
-        ("eqxshard, nonfinite='skip'", "hand-written jax.jit", None, None, None),
-    ),
 }
 
 

@@ -53,7 +53,7 @@ def main(args: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace, others: Sequence[str]) -> None:
     import jax
 
-    from .run._cli import exit_on_errors
+    from .run._errors import exit_on_errors
 
     # The accelerators of this machine are not needed.
     jax.config.update("jax_platforms", "cpu")

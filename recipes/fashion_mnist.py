@@ -118,7 +118,9 @@ def make_optimizer(args, steps):
     if peak is None:
         peak = LEARNING_RATES[args.optimizer]
     if not 0 < peak < float("inf"):
-        raise ValueError(f"--learning-rate {peak} is not positive and finite; use another.")
+        raise eqxshard.UsageError(
+            f"--learning-rate {peak} is not positive and finite; use another."
+        )
     warm_up = steps // 20
     rise = optax.linear_schedule(0.0, peak, warm_up)
     fall = optax.linear_schedule(peak, peak / 100, steps - warm_up)

@@ -133,7 +133,9 @@ class Args:
 def make_optimizer(args, steps):
     peak = args.learning_rate
     if not 0 < peak < float("inf"):
-        raise ValueError(f"--learning-rate {peak} is not positive; use one such as 0.001.")
+        raise eqxshard.UsageError(
+            f"--learning-rate {peak} is not positive; use one such as 0.001."
+        )
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=0.0,
         peak_value=peak,
@@ -193,7 +195,7 @@ def make_shape(args: Args, vocab_size: int) -> Shape:
     changes.setdefault("vocab_size", max(shape.vocab_size, vocab_size))
     shape = dataclasses.replace(shape, **changes)
     if vocab_size > shape.vocab_size:
-        raise ValueError(
+        raise eqxshard.UsageError(
             f"the text has {vocab_size:,} different tokens, and the model "
             f"{shape.vocab_size:,}; use --vocab-size {vocab_size} or more, or another "
             "--tokenizer."
@@ -218,12 +220,14 @@ def check_mesh(args: Args, shape: Shape) -> None:
         for name in names:
             value = getattr(shape, name)
             if size > 1 and (value == 0 or value % size):
-                raise ValueError(
+                raise eqxshard.UsageError(
                     f"--{name.replace('_', '-')} {value} does not divide over {axis}="
                     f"{size}; use a multiple of {size}, or another --mesh."
                 )
     if sizes.get("stage", 1) > 1 and shape.experts:
-        raise ValueError("--experts does not go with stages; use the mesh axis expert.")
+        raise eqxshard.UsageError(
+            "--experts does not go with stages; use the mesh axis expert."
+        )
 
 
 class Report(eqxshard.callbacks.Callback):
@@ -338,10 +342,10 @@ def train(args: Args, corpus: text.Corpus, shape: Shape, make_model, load) -> st
 def write_sample(args: Args, corpus: text.Corpus, shape: Shape, make_model, load) -> str:
     """The text of `--sample`, continued by a trained model."""
     if corpus.tokenizer is None:
-        raise ValueError(f"{args.data} has no tokenizer.json; give --tokenizer.")
+        raise eqxshard.UsageError(f"{args.data} has no tokenizer.json; give --tokenizer.")
     tokens = np.asarray(corpus.tokenizer.encode(args.sample or ""), np.int32)
     if not len(tokens):
-        raise ValueError("--sample is empty; give it at least one character.")
+        raise eqxshard.UsageError("--sample is empty; give it at least one character.")
     model = eqxshard.run.restore_model(
         make_model,
         config=args.run,

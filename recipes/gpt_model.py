@@ -46,18 +46,20 @@ class Shape:
     def __post_init__(self):
         for name in ("layers", "heads", "kv_heads", "embed", "mlp"):
             if getattr(self, name) < 1:
-                raise ValueError(
+                raise eqxshard.UsageError(
                     f"{name}={getattr(self, name)} is too small; use 1 or more."
                 )
         if self.seq_len < 2:
-            raise ValueError(f"seq_len={self.seq_len} is too small; use 2 or more.")
+            raise eqxshard.UsageError(
+                f"seq_len={self.seq_len} is too small; use 2 or more."
+            )
         if self.embed % self.heads:
-            raise ValueError(
+            raise eqxshard.UsageError(
                 f"embed={self.embed} does not divide over heads={self.heads}; use a "
                 "multiple."
             )
         if self.heads % self.kv_heads:
-            raise ValueError(
+            raise eqxshard.UsageError(
                 f"heads={self.heads} does not divide over kv_heads={self.kv_heads}; use a "
                 "multiple."
             )
@@ -287,7 +289,7 @@ class GPT(eqx.Module):
 
     def embed(self, tokens, positions, key=None) -> Float[Array, "batch seq embed"]:
         if self.position is not None and tokens.shape[1] > len(self.position):
-            raise ValueError(
+            raise eqxshard.UsageError(
                 f"{tokens.shape[1]} tokens are more than the {len(self.position)} positions"
                 " that the model has learned; cut them, or use a larger seq_len."
             )

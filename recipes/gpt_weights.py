@@ -119,7 +119,8 @@ def shape_of(folder: Folder) -> Shape:
             f"{file} does not exist; give the folder of a GPT-2 or Llama by Hugging Face."
         ) from None
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{file} cannot be used: {str(error).rstrip('.')}.") from None
+        sentence = f"{file} cannot be used: {str(error).rstrip('.')}."
+        raise eqxshard.UsageError(sentence) from None
 
 
 def _shape(config: dict[str, Any]) -> Shape:
@@ -173,7 +174,7 @@ def load(folder: Folder, like: GPT) -> GPT:
     for field in dataclasses.fields(Shape):
         here, there = getattr(ours, field.name), getattr(theirs, field.name)
         if here != there:
-            raise ValueError(
+            raise eqxshard.UsageError(
                 f"{os.fspath(folder)} has a model of {field.name}={there!r}, and this one "
                 f"has {here!r}; make it of the shape that shape_of returns."
             )
@@ -231,7 +232,7 @@ def family_of(shape: Shape) -> Family:
     wanted |= {"kv_heads": shape.heads} if family is GPT2 else {}
     for name, value in wanted.items():
         if (ours := getattr(shape, name)) != value:
-            raise ValueError(
+            raise eqxshard.UsageError(
                 f"this model has {name}={ours!r}, and {family.architecture} of Hugging "
                 f"Face {value!r}; write it with eqxshard.save_weights."
             )

@@ -228,7 +228,7 @@ def compare_with_one_device(function, arguments, specs, mesh):
 
 def main(args: Args) -> str:
     if args.steps < 1 or args.batch_size < 1:
-        raise ValueError("--steps and --batch-size must be at least 1.")
+        raise eqxshard.UsageError("--steps and --batch-size must be at least 1.")
     mesh = eqxshard.run.mesh_from_text("data=-1", devices=args.devices)
     console = Console(width=None if Console().is_terminal else 120)
     show_collectives(mesh, console)

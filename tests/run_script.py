@@ -94,11 +94,11 @@ def main(args: Args) -> str:
     """Train, and say how it went."""
     rate = 0.01 if args.learning_rate is None else args.learning_rate
     if args.fail == "value":
-        raise ValueError("--fail value is not what you want; use another.")
+        raise eqxshard.UsageError("--fail value is not what you want; use another.")
     if args.fail == "file":
         Path("/nowhere/at all").read_text()
     if args.fail == "number":
-        raise FloatingPointError("no number is finite; use others.")
+        int("ten")
     if args.fail == "key":
         {}["missing"]
 

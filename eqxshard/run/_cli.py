@@ -8,20 +8,19 @@ import operator
 import os
 import re
 import sys
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import jax
 import tyro
 
-from .._parser import allow_closed_stdout, is_stdout_closed
+from .._parser import allow_closed_stdout
 from ..data._datasets import is_planning
 from ..debug._script import refuse_import
 from ..distributed import exit_process, initialize
 from ..transforms._cache import cache_compilations
 from ._config import RunConfig, command_line
+from ._errors import exit_on_errors
 from ._planned import planned_by, print_plan
 
 _Args = TypeVar("_Args")
@@ -40,10 +39,10 @@ def cli(
     programs ([`eqxshard.cache_compilations`][]). With `--plan`, it runs up to its call of
     [`eqxshard.train`][], which is then planned instead.
 
-    A `ValueError` or `FloatingPointError` of this library, of the script itself or of a
-    module in its folder, and any `OSError`, ends the script with one line on stderr and
-    exit status 2. Other errors show their traceback, with status 1. Ctrl-C ends with
-    status 130, SIGTERM with 143.
+    What this library raised on purpose, and an [`eqxshard.UsageError`][] of the script,
+    ends it with one line on stderr and exit status 2. Another error is a bug: the
+    traceback shows the user's own code, down to the line to look at, and `--traceback`
+    all of it; the exit status is 1. Ctrl-C ends with status 130, SIGTERM with 143.
 
     **Arguments:**
 
@@ -70,9 +69,11 @@ def cli(
         ```
     """
     refuse_import("eqxshard.cli")
+    words = sys.argv[1:] if args is None else args
+    errors = exit_on_errors(whole_traceback="--traceback" in words)
     try:
-        with allow_closed_stdout(), exit_on_errors(), command_line():
-            parsed = _parse(args_type, sys.argv[1:] if args is None else args)
+        with allow_closed_stdout(), errors, command_line():
+            parsed = _parse(args_type, words)
             plan = _plan_of(parsed)
             if is_planning():
                 main(parsed)
@@ -99,21 +100,6 @@ def cli(
         # Not sys.exit: JAX 0.10 crashes at exit if a compilation was interrupted.
         os._exit(130)
     exit_process(0)
-
-
-@contextlib.contextmanager
-def exit_on_errors() -> Iterator[None]:
-    """End the process with one line at a mistake in how a script is used."""
-    try:
-        yield
-    except (ValueError, OSError, FloatingPointError) as error:
-        if isinstance(error, BrokenPipeError) and is_stdout_closed():
-            raise
-        if not _is_plain(error):
-            traceback.print_exc()
-            exit_process(1)
-        print(f"error: {error}", file=sys.stderr)
-        exit_process(2)
 
 
 def _parse(args_type: type[_Args], args: Sequence[str]) -> _Args:
@@ -166,22 +152,3 @@ def _first_sentence(box: str) -> str:
     hint = re.search(r"Perhaps you meant:.*?(--[\w-]+)", " ".join(lines))
     suggestion = f" Did you mean {hint[1]}?" if hint else ""
     return f"{' '.join(message).rstrip('.')}.{suggestion} See --help."
-
-
-def _is_plain(error: Exception) -> bool:
-    """Whether an error is a mistake in how a script is used, rather than a bug in it.
-
-    Such are those of files, and what this library, the script or a module beside it raises.
-    """
-    if isinstance(error, OSError):
-        return True
-    *_, (last, _) = traceback.walk_tb(error.__traceback__)
-    # JAX hides its own frames, and says so.
-    hidden = any("JAX" in note for note in getattr(error, "__notes__", ()))
-    if hidden or type(error.__cause__).__module__.startswith("jax"):
-        return False
-    if last.f_globals.get("__name__", "").partition(".")[0] in ("eqxshard", "__main__"):
-        return True
-    script = getattr(sys.modules["__main__"], "__file__", None)
-    file = last.f_globals.get("__file__")
-    return None not in (script, file) and Path(str(script)).parent == Path(str(file)).parent

@@ -101,6 +101,8 @@ class RunConfig:
     """Write a profile of these steps to the folder profile in --output."""
     plan: Annotated[str | None, default("none", "COUNTxDEVICE")] = None
     """Plan a step on devices that are not there, such as 512xh200, instead of training."""
+    traceback: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """At an error, show the whole traceback."""
 
     def check(self) -> None:
         """Raise `ValueError` if an option makes no sense.

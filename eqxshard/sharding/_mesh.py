@@ -12,7 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..distributed import assert_same_on_all_processes, spans_processes
 from ._spec import format_sizes
-from ._text import format_mesh, nearest_multiples
+from ._text import comma_list, did_you_mean, format_mesh, nearest_multiples
 
 #: The axes of every mesh, slowest link first. All exist on every mesh, so a rule written
 #: once is valid on all of them.
@@ -24,7 +24,7 @@ BATCH_AXES = ("data", "fsdp")
 
 def make_mesh(
     *,
-    data: int = -1,
+    data: int | None = None,
     fsdp: int = 1,
     tensor: int = 1,
     context: int = 1,
@@ -32,6 +32,7 @@ def make_mesh(
     stage: int = 1,
     devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
     dcn: Mapping[str, int] | None = None,
+    **unknown: int,
 ) -> Mesh:
     """Arrange devices in a mesh with six named axes.
 
@@ -41,7 +42,8 @@ def make_mesh(
     **Arguments:**
 
     - `data`, `fsdp`, `tensor`, `context`, `expert`, `stage`: the number of devices along
-        each axis. At most one of them may be `-1`: it takes the devices that are left.
+        each axis. At most one of them may be `-1`: it takes the devices that are left. By
+        default, `data` does.
     - `devices`: the devices to use, all of [`jax.devices`][] by default.
     - `dcn`: how much of an axis crosses hosts, such as `{"data": 4}` on four hosts, or
         slices of TPUs, each of one host or several. The axis keeps its full size; all
@@ -55,7 +57,7 @@ def make_mesh(
     **Raises:**
 
     `ValueError` if the sizes do not multiply to the number of devices, or `dcn` names an
-    unknown axis or does not fit the hosts and slices.
+    unknown axis or does not fit the hosts and slices; `TypeError` for another axis.
 
     !!! Example
 
@@ -64,6 +66,13 @@ def make_mesh(
         mesh = eqxshard.make_mesh(tensor=2)  # the rest is data parallel
         ```
     """
+    for axis in unknown:
+        raise TypeError(
+            f"there is no mesh axis {axis!r}; {did_you_mean(axis, AXES)}the axes are "
+            f"{comma_list(AXES)}."
+        )
+    if data is None:
+        data = 1 if -1 in (fsdp, tensor, context, expert, stage) else -1
     devices = list(jax.devices() if devices is None else devices)
     if not devices:
         raise ValueError("devices is empty; give at least one, or leave it out for all.")

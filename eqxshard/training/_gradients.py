@@ -16,6 +16,7 @@ from ..data._weights import LOSS_WEIGHT, WEIGHT
 from ..sharding._mesh import batch_sharding
 from ..sharding._placement import filter_shard
 from ..transforms._dtypes import at_least_float32
+from ._advice import add_advice
 from ._config import StepConfig
 from ._examples import (
     check_metric_names,
@@ -193,7 +194,11 @@ def step_context(
         gathered(model, storage, update, dtype) as model,
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
     ):
-        yield model, batch
+        try:
+            yield model, batch
+        except Exception as error:
+            add_advice(error, batch)
+            raise
 
 
 def accumulate_gradients(

@@ -80,7 +80,7 @@ class Args:
 
 def main(args: Args) -> str:
     if not 0 < args.learning_rate < float("inf"):
-        raise ValueError(
+        raise eqxshard.UsageError(
             f"--learning-rate {args.learning_rate} is not positive and finite; use another."
         )
     train_data = waves(256, args.run.seed)

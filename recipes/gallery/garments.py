@@ -89,7 +89,9 @@ def read_cifar(folder: str, names: list[str]) -> Any:
     """Each record is a label and 32x32 bytes of red, then of green, then of blue."""
     records = np.concatenate([np.fromfile(Path(folder) / name, np.uint8) for name in names])
     if records.size % 3073:
-        raise ValueError(f"{folder} has files that are cut off; download CIFAR-10 again.")
+        raise eqxshard.UsageError(
+            f"{folder} has files that are cut off; download CIFAR-10 again."
+        )
     records = records.reshape(-1, 3073)
     images = records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
     arrays = {

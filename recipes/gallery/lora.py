@@ -109,7 +109,7 @@ def show(path, model, test):
 
 def main(args: Args) -> str:
     if args.rank < 1:
-        raise ValueError(f"--rank {args.rank} is too small; use 1 or more.")
+        raise eqxshard.UsageError(f"--rank {args.rank} is too small; use 1 or more.")
     args.run.make_mesh("data=-1")  # Simulates devices, before JAX computes anything.
     train_data, test_data = args.garments.load()
     file = Path(args.weights)

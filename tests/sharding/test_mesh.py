@@ -16,6 +16,14 @@ def test_all_six_axes_exist_and_are_auto():
     assert set(mesh.axis_types) == {AxisType.Auto}
 
 
+def test_one_axis_takes_what_is_left():
+    mesh = make_mesh(data=2, fsdp=-1, tensor=2)
+    assert (mesh.shape["data"], mesh.shape["fsdp"], mesh.shape["tensor"]) == (2, 2, 2)
+    # Then it is not `data`, which takes it by default.
+    mesh = make_mesh(fsdp=-1)
+    assert (mesh.shape["data"], mesh.shape["fsdp"]) == (1, 8)
+
+
 @pytest.mark.versions
 def test_tensor_neighbours_are_device_neighbours():
     mesh = make_mesh(data=4, tensor=2)
@@ -29,7 +37,7 @@ def test_tensor_neighbours_are_device_neighbours():
         (dict(data=3), "data=3 does not fit the 8 devices"),
         (dict(data=2, fsdp=2), "data=2 x fsdp=2 = 4 does not fit the 8 devices"),
         (dict(fsdp=3), "fsdp=3 does not fit the 8 devices"),
-        (dict(fsdp=-1), "data and fsdp are both -1"),
+        (dict(data=-1, fsdp=-1), "data and fsdp are both -1"),
         (dict(tensor=0), "axis tensor=0 must be at least 1; give a size, or -1"),
         (dict(tensor=-2), "axis tensor=-2 must be at least 1; give a size, or -1"),
         (dict(dcn={"pipeline": 2}), "'pipeline': 2. does not divide an axis"),
@@ -40,6 +48,11 @@ def test_tensor_neighbours_are_device_neighbours():
 def test_bad_sizes_are_one_sentence(sizes, message):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         make_mesh(**sizes)
+
+
+def test_a_misspelt_axis():
+    with pytest.raises(TypeError, match="no mesh axis 'fsdb'; did you mean 'fsdp'"):
+        make_mesh(fsdb=8)
 
 
 def test_a_size_that_is_no_number(unannotated):

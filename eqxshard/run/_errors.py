@@ -1,0 +1,115 @@
+"""What a program prints of an error: one line, or where in the user's code it was."""
+
+import contextlib
+import dis
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+import jax
+
+from .._parser import is_stdout_closed
+from ..distributed import exit_process
+
+_PACKAGE = str(Path(__file__).parents[1])
+_FOLDERS = ("stdlib", "platstdlib", "purelib", "platlib")
+_NOT_USERS = (_PACKAGE, "<frozen ", *(sysconfig.get_path(name) for name in _FOLDERS))
+_JAX_HIDES = "JAX has removed its internal frames"
+
+
+class UsageError(ValueError):
+    """A mistake in how a script is used, such as options that contradict each other.
+
+    Raise it in a script, or in a model that it makes, with a sentence that says what is
+    wrong and what to do. [`eqxshard.cli`][] prints the sentence alone, and ends with exit
+    status 2. Other errors of a script are taken for bugs, and shown with their traceback.
+
+    !!! Example
+
+        ```python
+        if args.rank < 1:
+            raise eqxshard.UsageError(f"--rank {args.rank} is too small; use 1 or more.")
+        ```
+    """
+
+
+@contextlib.contextmanager
+def exit_on_errors(*, whole_traceback: bool = False) -> Iterator[None]:
+    """End the process at an error: with one line if it was raised on purpose.
+
+    Those are a `UsageError`, and the `ValueError`s, `FloatingPointError`s and `OSError`s
+    of this library: exit status 2. Another error is a bug. Its traceback shows the user's
+    own code alone, whose last line is the place to look at: exit status 1.
+
+    **Arguments:**
+
+    - `whole_traceback`: show the whole traceback of any error.
+    """
+    if whole_traceback:
+        jax.config.update("jax_traceback_filtering", "off")
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and is_stdout_closed():
+            raise
+        on_purpose = _is_on_purpose(error)
+        if whole_traceback:
+            traceback.print_exc()
+        elif on_purpose:
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            _print_users_part(error)
+        exit_process(2 if on_purpose else 1)
+
+
+def _is_on_purpose(error: Exception) -> bool:
+    if isinstance(error, UsageError):
+        return True
+    steps = [*_walk(error.__traceback__)]
+    if isinstance(error, OSError):
+        # It may come from deep in Python; who asked for the file is to blame.
+        last = next(filter(_is_ours_or_users, reversed(steps)), steps[-1])
+        return _file(last).startswith(_PACKAGE)
+    if not isinstance(error, ValueError | FloatingPointError):
+        return False
+    return _file(steps[-1]).startswith(_PACKAGE) and _raises(steps[-1])
+
+
+def _walk(step: TracebackType | None) -> Iterator[TracebackType]:
+    while step is not None:
+        yield step
+        step = step.tb_next
+
+
+def _is_ours_or_users(step: TracebackType) -> bool:
+    return _file(step).startswith(_PACKAGE) or not _file(step).startswith(_NOT_USERS)
+
+
+def _file(step: TracebackType) -> str:
+    return step.tb_frame.f_code.co_filename
+
+
+def _raises(step: TracebackType) -> bool:
+    """Whether a `raise` is executed there, rather than a call of C that failed."""
+    instructions = dis.get_instructions(step.tb_frame.f_code)
+    at = next(each for each in instructions if each.offset == step.tb_lasti)
+    return at.opname == "RAISE_VARARGS"
+
+
+def _print_users_part(error: Exception) -> None:
+    """Print a traceback of what is neither installed, nor of this library."""
+    report = traceback.TracebackException.from_exception(error)
+    shown: traceback.TracebackException | None = report
+    while shown is not None:
+        own = [each for each in shown.stack if not each.filename.startswith(_NOT_USERS)]
+        if own:
+            shown.stack = traceback.StackSummary.from_list(own)
+        # What JAX says of frames that it hides is true of all that is installed.
+        notes = getattr(shown, "__notes__", None) or []
+        shown.__notes__ = [note for note in notes if _JAX_HIDES not in note]
+        shown = shown.__cause__ or shown.__context__
+    print(*report.format(), sep="", end="", file=sys.stderr)
+    print("Only your own code is shown; --traceback shows the rest.", file=sys.stderr)

@@ -1,0 +1,80 @@
+"""What a mistake in a user's function has to do with its batch: a note on the error."""
+
+import traceback
+from collections.abc import Mapping
+from types import FrameType
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from ..sharding._leaves import array_leaves, format_array
+from ..sharding._text import comma_list, did_you_mean
+
+
+def add_advice(error: Exception, batch: PyTree) -> None:
+    """Note on an error of a loss or metric function what batch it was given.
+
+    One line of advice follows where the cause is known: an entry that the batch lacks, a
+    forgotten `vmap`, labels of the wrong dtype or rank. An error that this library raised
+    says what to do itself, and gets no note.
+
+    **Arguments:**
+
+    - `error`: caught where the function was called.
+    - `batch`: what the function got.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][1:]
+    if not frames or frames[-1].f_globals.get("__name__", "").startswith("eqxshard."):
+        return
+    entries = (f"{name} {format_array(leaf)}" for name, leaf in array_leaves(batch))
+    error.add_note(f"The batch was: {comma_list(entries)}.")
+    advice = (
+        _missing_entry(error, batch) or _labels(frames) or _forgotten_vmap(error, frames)
+    )
+    if advice is not None:
+        error.add_note(advice)
+
+
+def _missing_entry(error: Exception, batch: PyTree) -> str | None:
+    if not isinstance(error, KeyError) or not isinstance(batch, Mapping):
+        return None
+    name = error.args[0] if error.args else None
+    if not isinstance(name, str) or name in batch:
+        return None
+    hint = did_you_mean(name, batch)
+    return f"The batch has no {name!r}; {hint}it has {comma_list(batch)}."
+
+
+def _labels(frames: list[FrameType]) -> str | None:
+    """Of labels that optax's cross-entropy of classes cannot take."""
+    for frame in frames:
+        if frame.f_code.co_name != "softmax_cross_entropy_with_integer_labels":
+            continue
+        labels, logits = frame.f_locals["labels"], frame.f_locals["logits"]
+        if labels.shape == logits.shape:
+            return (
+                "The labels are one-hot; use optax.softmax_cross_entropy(logits, labels)."
+            )
+        if labels.shape == (*logits.shape[:-1], 1):
+            return f"The labels have the shape {labels.shape}; write labels[..., 0]."
+        if not jnp.issubdtype(labels.dtype, jnp.integer):
+            return f"The labels are {labels.dtype}; write labels.astype(jnp.int32)."
+    return None
+
+
+def _forgotten_vmap(error: Exception, frames: list[FrameType]) -> str | None:
+    """Of a model of one example that was called with all of them."""
+    if not isinstance(error, TypeError | ValueError):
+        return None
+    # That of `jax.vmap`, which `eqx.filter_vmap` calls, too.
+    if any(frame.f_code.co_name == "vmap_f" for frame in frames):
+        return None
+    for frame in frames:
+        model = frame.f_locals.get("self")
+        if frame.f_code.co_name == "__call__" and isinstance(model, eqx.Module):
+            return (
+                f"{type(model).__name__} got the whole batch; if it takes one example, "
+                "write jax.vmap(model)(...)."
+            )
+    return None

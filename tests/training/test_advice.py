@@ -1,0 +1,92 @@
+"""The notes on errors of a user's loss and metric functions."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import eqxshard
+
+CROSS_ENTROPY = optax.softmax_cross_entropy_with_integer_labels
+BATCH = "The batch was: image float32[8,4], label {}."
+
+
+class Model(eqx.Module):
+    layer: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.layer = eqx.nn.Linear(4, 3, key=key)
+
+    def __call__(self, x):
+        return self.layer(x)
+
+
+def loss_fn(model, batch, key=None):
+    return CROSS_ENTROPY(jax.vmap(model)(batch["image"]), batch["label"])
+
+
+def no_vmap(model, batch, key=None):
+    return CROSS_ENTROPY(model(batch["image"]), batch["label"])
+
+
+def filtered(model, batch, key=None):
+    return eqx.filter_vmap(model)(batch["image"].T)
+
+
+def wrong_key(model, batch, key=None):
+    return jax.vmap(model)(batch["images"])
+
+
+CLASSES = np.zeros(8, np.int32)
+MISTAKES = {
+    "float labels": (loss_fn, CLASSES.astype("f"), "write labels.astype(jnp.int32)."),
+    "one-hot": (loss_fn, np.eye(8, 3, dtype="f"), "use optax.softmax_cross_entropy("),
+    "a column": (loss_fn, CLASSES[:, None], "shape (8, 1); write labels[..., 0]."),
+    "no vmap": (no_vmap, CLASSES, "Model got the whole batch; if it takes one example"),
+    "a key": (
+        wrong_key,
+        CLASSES,
+        "no 'images'; did you mean 'image'? it has image, label.",
+    ),
+    "another": (filtered, CLASSES, None),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("kind", ["train", "eval"])
+def test_an_error_says_what_the_batch_was_and_what_to_do(kind, mistake):
+    fn, labels, advice = MISTAKES[mistake]
+    batch = {"image": jnp.ones((8, 4)), "label": jnp.asarray(labels)}
+    optim = optax.sgd(0.1)
+    rule = eqxshard.replicate()
+    state = eqxshard.init_state(
+        Model, optim, key=jax.random.key(0), mesh=eqxshard.make_mesh(), rule=rule
+    )
+    with pytest.raises((TypeError, ValueError, KeyError)) as caught:
+        if kind == "train":
+            eqxshard.make_train_step(fn, optim)(state, batch)
+        else:
+            metrics = eqxshard.make_eval_step(lambda *args: {"loss": fn(*args)})
+            metrics(state.model, batch)
+    label = f"{labels.dtype}[{','.join(map(str, labels.shape))}]"
+    # JAX's own note, of the frames that it hides, comes last.
+    first, *more = [note for note in caught.value.__notes__ if "JAX" not in note]
+    assert first == BATCH.format(label)
+    assert [advice in note for note in more] == [True] if advice else more == []
+
+
+def test_an_error_of_this_library_is_left_as_it_is():
+    def weighted(model, batch, key):
+        return loss_fn(model, batch).mean()
+
+    optim = optax.sgd(0.1)
+    rule = eqxshard.replicate()
+    state = eqxshard.init_state(
+        Model, optim, key=jax.random.key(0), mesh=eqxshard.make_mesh(), rule=rule
+    )
+    batch = {"image": jnp.ones((8, 4)), "label": CLASSES, "__weight__": jnp.ones(8)}
+    with pytest.raises(ValueError, match="one number for the batch") as caught:
+        eqxshard.make_train_step(weighted, optim)(state, batch)
+    assert not any("batch was" in note for note in getattr(caught.value, "__notes__", []))
