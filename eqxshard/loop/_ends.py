@@ -20,6 +20,12 @@ from ._report import shown
 
 _LOG = logging.getLogger(__name__)
 
+_OUT_OF_MEMORY = (
+    "The devices are out of memory. Use a smaller batch, accumulate= (the same batch in "
+    "parts), remat (activations computed again), bfloat16, or a rule and a mesh that split "
+    "the state, such as fsdp()."
+)
+
 
 def save(loop: Loop, callbacks: CallbackList, checkpointer: Checkpointer) -> None:
     """Save the state after the last step of a run."""
@@ -51,19 +57,19 @@ def rescue(loop: Loop, callbacks: CallbackList) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if loop.step > loop.first:
-            _keep_state(loop, callbacks, error)
+        is_of_jax = isinstance(error, jax.errors.JaxRuntimeError)
+        if is_of_jax and "RESOURCE_EXHAUSTED" in str(error):
+            error.add_note(_OUT_OF_MEMORY)
+        _keep_state(loop, callbacks, error)
         raise
 
 
 def _keep_state(loop: Loop, callbacks: CallbackList, error: BaseException) -> None:
     if not _is_readable(loop.state):
         lost = "The state cannot be read any more: a step that failed took it; "
-        if loop.checkpointer is None:
-            error.add_note(f"{lost}give fit a checkpointer, to have one to resume from.")
-        else:
-            folder = loop.checkpointer.directory
-            error.add_note(f"{lost}resume from the newest checkpoint in {folder}, if any.")
+        error.add_note(f"{lost}{_where_to_resume(loop.checkpointer)}")
+    elif loop.step == loop.first:
+        pass  # Nothing was taken yet.
     elif loop.checkpointer and _is_saved(loop, callbacks, loop.checkpointer):
         # A signal has said so already.
         if isinstance(error, Exception):
@@ -74,6 +80,18 @@ def _keep_state(loop: Loop, callbacks: CallbackList, error: BaseException) -> No
         handed: Any = error
         handed.state = loop.state
         error.add_note(f"The state after step {loop.step} is the error's `state`.")
+
+
+def _where_to_resume(checkpointer: Checkpointer | None) -> str:
+    if checkpointer is None:
+        return "give fit a checkpointer, to have one to resume from."
+    saved: list[int] = []
+    with contextlib.suppress(OSError, ValueError):
+        saved = checkpointer.steps()
+    if not saved:
+        return "nothing was saved before, so the run has to start again."
+    folder = checkpointer.directory / str(saved[-1])
+    return f"resume from the newest checkpoint, of step {saved[-1]}: {folder}"
 
 
 def _is_readable(state: Any) -> bool:

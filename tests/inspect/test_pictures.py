@@ -43,7 +43,7 @@ def groups(picture):
     """The devices of a mesh by their colour."""
     found = {}
     (shapes,) = [x for x in panels(picture)[0] if x.tag.endswith("g")]
-    numbers = [x.text for x in shapes if x.get("class") == "number"]
+    numbers = [str(x.text) for x in shapes if x.get("class") == "number"]
     fills = [x.attrib["fill"] for x in shapes if x.tag.endswith("rect")]
     for fill, number in zip(fills, numbers, strict=True):
         found.setdefault(fill, []).append(int(number))

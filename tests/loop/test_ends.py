@@ -154,21 +154,32 @@ def fails_fifth(error):
     return step
 
 
-@pytest.mark.parametrize("error", [FloatingPointError("nan"), KeyboardInterrupt()])
-@pytest.mark.parametrize("saves", [True, False])
-def test_a_state_that_a_step_took_is_not_promised(tmp_path, error, saves):
+def run_into(error, checkpointer):
     state, _ = fresh()
-    checkpointer = eqxshard.Checkpointer(tmp_path, save_every=3) if saves else None
-    options: dict = {"steps": 6, "checkpointer": checkpointer}
+    step, loader = fails_fifth(error), make_loader()
     with pytest.raises(type(error)) as caught:
-        eqxshard.fit(state, fails_fifth(error), make_loader(), **options)
+        eqxshard.fit(state, step, loader, steps=6, checkpointer=checkpointer)
+    # What cannot be read is not handed back.
     assert not hasattr(caught.value, "state")
-    *_, note = caught.value.__notes__
-    if checkpointer is None:
-        assert note.endswith("; give fit a checkpointer, to have one to resume from.")
-    else:
-        assert f"; resume from the newest checkpoint in {tmp_path}" in note
-        assert_equal(checkpointer.restore(fresh()[0]), fit(3))
+    return caught.value.__notes__
+
+
+def test_out_of_memory_says_what_to_try_and_where_the_last_checkpoint_is(tmp_path):
+    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 B")
+    checkpointer = eqxshard.Checkpointer(tmp_path, save_every=3)
+    advice, saved = run_into(error, checkpointer)
+    assert "a smaller batch, accumulate=" in advice
+    where = f"; resume from the newest checkpoint, of step 3: {tmp_path / '3'}"
+    assert saved.endswith(where)
+    assert_equal(checkpointer.restore(fresh()[0]), fit(3))
+
+
+@pytest.mark.parametrize("error", [FloatingPointError("nan"), KeyboardInterrupt()])
+def test_a_state_that_a_step_took_is_not_promised(tmp_path, error):
+    *_, note = run_into(error, None)
+    assert note.endswith("; give fit a checkpointer, to have one to resume from.")
+    *_, note = run_into(error, eqxshard.Checkpointer(tmp_path))
+    assert note.endswith("; nothing was saved before, so the run has to start again.")
 
 
 def test_an_error_before_the_first_step_saves_nothing(tmp_path):
