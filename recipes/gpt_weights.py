@@ -115,7 +115,7 @@ def shape_of(folder: Folder) -> Shape:
         config = dict(json.loads(file.read_bytes()))
         return _shape(config)
     except FileNotFoundError:
-        raise FileNotFoundError(
+        raise eqxshard.UsageError(
             f"{file} does not exist; give the folder of a GPT-2 or Llama by Hugging Face."
         ) from None
     except (ValueError, TypeError) as error:

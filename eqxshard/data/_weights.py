@@ -36,13 +36,13 @@ def check_weights(batch: Any, *, whole: bool = True) -> None:
     """
     if not isinstance(batch, Mapping):
         return
-    # What is not an array of numbers is refused by its shape.
-    found = {
-        name: batch[name].astype(np.float64)
-        for name in (WEIGHT, LOSS_WEIGHT)
-        if isinstance(batch.get(name), np.ndarray) and batch[name].ndim
-    }
-    for name, x in found.items():
+    found: dict[str, np.ndarray] = {}
+    for name in (WEIGHT, LOSS_WEIGHT):
+        x = batch.get(name)
+        # What is not an array of numbers is refused by its shape.
+        if not isinstance(x, np.ndarray) or not x.ndim:
+            continue
+        found[name] = x = x.astype(np.float64)
         wrong = ~np.isfinite(x) | ((x < 0) & (name == WEIGHT))
         if np.any(wrong):
             row = np.argmax(wrong) % x.shape[-1]

@@ -44,6 +44,7 @@ def make_mesh(
     - `data`, `fsdp`, `tensor`, `context`, `expert`, `stage`: the number of devices along
         each axis. At most one of them may be `-1`: it takes the devices that are left. By
         default, `data` does.
+    - `unknown`: any other axis, which is refused.
     - `devices`: the devices to use, all of [`jax.devices`][] by default.
     - `dcn`: how much of an axis crosses hosts, such as `{"data": 4}` on four hosts, or
         slices of TPUs, each of one host or several. The axis keeps its full size; all

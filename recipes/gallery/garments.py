@@ -87,7 +87,13 @@ def first(source: Any, count: int) -> Any:
 
 def read_cifar(folder: str, names: list[str]) -> Any:
     """Each record is a label and 32x32 bytes of red, then of green, then of blue."""
-    records = np.concatenate([np.fromfile(Path(folder) / name, np.uint8) for name in names])
+    files = [Path(folder) / name for name in names]
+    for file in files:
+        if not file.exists():
+            raise eqxshard.UsageError(
+                f"{file} does not exist; give the folder of CIFAR-10."
+            )
+    records = np.concatenate([np.fromfile(file, np.uint8) for file in files])
     if records.size % 3073:
         raise eqxshard.UsageError(
             f"{folder} has files that are cut off; download CIFAR-10 again."

@@ -120,7 +120,7 @@ def test_communication_of_a_language_model_is_what_theory_counts(name):
     "word, options",
     [
         ("no target 'h20'; did you mean 'h200'?", {"target": "h20"}),
-        ("exactly the 12 devices", {"devices": 12}),
+        ("does not fit the 12 devices", {"devices": 12}),
         ("give devices=", {"mesh_shape": {"fsdp": -1}}),
         ("no mesh axis 'fdsp'", {"mesh_shape": {"fdsp": 2}}),
         ("b200 is not installed; run", {"target": "b200", "backend": "gpu"}),

@@ -41,7 +41,7 @@ def main(monkeypatch, capsys):
     [
         ("ensemble", "--learning-rate 0", "--learning-rate 0.0 is not positive and finite"),
         ("lora", "--rank 0", "--rank 0 is too small; use 1 or more"),
-        ("resnet", "--cifar nowhere", "'nowhere/data_batch_1.bin'"),
+        ("resnet", "--cifar nowhere", "nowhere/data_batch_1.bin does not exist; give"),
     ],
 )
 def test_a_mistake_is_one_line(main, name, options, sentence):

@@ -246,7 +246,7 @@ def test_what_is_not_computed_here_is_refused(kind, changes, says, tmp_path):
 
 
 def test_files_that_are_missing_or_damaged_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"config\.json does not exist; give the"):
+    with pytest.raises(eqxshard.UsageError, match=r"config\.json does not exist; give the"):
         gpt_weights.shape_of(tmp_path / "nowhere")
     like = abstract(gpt_weights.shape_of(GOLDEN / "gpt2"))
     folder = change_config(tmp_path, "gpt2")
