@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import logging
 import math
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -11,7 +12,7 @@ from typing import Literal, NamedTuple, get_args
 
 import jax
 
-from ..distributed import abort_process
+from ..distributed import abort_process, is_main_process
 
 _LOG = logging.getLogger(__name__)
 
@@ -73,8 +74,10 @@ class Clock:
         """Count the time of a `with` block for a part; the watchdog sees what it is."""
         outer = self.now
         self.now = Phase(part, what, self._count())
+        compiling = announced("compiling the train step")
         try:
-            yield
+            with compiling if part == "compile" else contextlib.nullcontext():
+                yield
         finally:
             self.now = outer._replace(since=self._count())
 
@@ -90,6 +93,21 @@ class Clock:
         self.totals[self.now.part] += now - self._counted_until
         self._counted_until = now
         return now
+
+
+@contextlib.contextmanager
+def announced(what: str) -> Iterator[None]:
+    """Say what takes long, and then how long it took, on a terminal or in a notebook."""
+    begun = time.perf_counter()
+    somebody_looks = sys.stderr.isatty() or "ipykernel" in sys.modules
+    if not (somebody_looks and is_main_process()):
+        yield
+        return
+    print(f"{what} ...", end=" ", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print(format_duration(time.perf_counter() - begun), file=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ import tyro
 from jax.sharding import Mesh
 
 from ..trackers._packages import is_installed
+from ..training._config import is_optimizer
 from ._devices import mesh_from_text, parse_mesh
 
 Resume = Literal["no", "yes", "auto"]
@@ -44,6 +45,12 @@ def option(name: str, value: Any = None) -> str:
         flag = f"--{name.replace('_', '-')}"
         return flag if value is None else f"{flag} {value}"
     return name if value is None else f"{name}={value!r}"
+
+
+def setting(name: str, value: Any) -> str:
+    """What to write to set an option: `--seed 1`, or `config=RunConfig(seed=1)`."""
+    given = option(name, value)
+    return given if _has_command_line.get() else f"config=RunConfig({given})"
 
 
 def default(text: str, metavar: str | None = None) -> Any:
@@ -206,7 +213,7 @@ def make_optimizer(make_optim: MakeOptim, steps: int) -> optax.GradientTransform
     `TypeError` if it is no optimizer and no function of the number of steps, but one of
     the learning rate, such as `optax.adam`.
     """
-    if hasattr(make_optim, "init") and hasattr(make_optim, "update"):
+    if is_optimizer(make_optim):
         return make_optim  # pyright: ignore[reportReturnType]
     name = getattr(make_optim, "__name__", type(make_optim).__name__)
     if not callable(make_optim):

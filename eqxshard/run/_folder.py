@@ -23,7 +23,7 @@ from ..trackers._progress import ProgressBar
 from ..trackers._tensorboard import TensorBoard
 from ..trackers._tracker import Tracker, Value, is_evaluation
 from ..trackers._wandb import WandB
-from ._config import Resume, Service, option
+from ._config import Resume, Service, option, setting
 
 _LOG = logging.getLogger(__name__)
 
@@ -94,13 +94,14 @@ class RunFolder:
             )
         if resume == "no" and steps:
             raise ValueError(
-                f"{self.path} has a run at step {steps[-1]}; add {option('resume', 'yes')} "
-                f"to continue it, or give another {option('output')}."
+                f"{self.path} has a run at step {steps[-1]}; add "
+                f"{setting('resume', 'auto')} to continue it, or give another "
+                f"{option('output')}."
             )
         if resume == "yes" and not exists:
             raise ValueError(
                 f"{self.path} has no run to resume; leave {option('resume')} out, or use "
-                f"{option('resume', 'auto')}."
+                f"{setting('resume', 'auto')}."
             )
         return bool(steps)
 

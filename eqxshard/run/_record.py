@@ -19,6 +19,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from ..sharding._text import format_mesh
 from ..trackers._files import write_whole
 from ._folder import RunFolder, read_values
 
@@ -27,6 +28,9 @@ _LOG = logging.getLogger(__name__)
 #: The packages whose versions matter most; the second line is for accelerators.
 _PACKAGES = ("jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain", "numpy")
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
+
+#: Settings that are of one start of a run, and not of the run.
+_OF_A_START = ("resume", "output", "profile", "traceback")
 
 #: The most warnings that are kept, each once.
 _MOST_WARNINGS = 200
@@ -71,6 +75,15 @@ class RunRecord:
             with contextlib.suppress(OSError):
                 self._append(line)
 
+    def changes(self, facts: Mapping[str, Any]) -> list[str]:
+        """What differs from the start before this one, such as `seed 0 -> 1`."""
+        before, now = _comparable(read_values(self._folder.record)), _comparable(facts)
+        return [
+            f"{name} {before[name]} -> {value}"
+            for name, value in now.items()
+            if name in before and before[name] != value
+        ]
+
     def begin(self, facts: Mapping[str, Any], first: int) -> None:
         """Write the record of a run that starts, or resumes, at a step."""
         starts = read_values(self._folder.record).get("starts") if first else None
@@ -112,6 +125,18 @@ class RunRecord:
         except OSError as error:
             path = getattr(self._folder, name)
             _LOG.error("%s cannot be written: %s. Training continues.", path, error)
+
+
+def _comparable(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run, its devices and mesh, and versions; none without a record."""
+    try:
+        found = flatten_settings({**record["settings"], **record["versions"]})
+        devices = record["devices"]
+        found["devices"] = f"{devices['count']} x {devices['kind']}"
+        found["mesh"] = format_mesh(record["mesh"])
+    except (KeyError, TypeError, AttributeError):  # Somebody may have edited it.
+        return {}
+    return {name: value for name, value in found.items() if name not in _OF_A_START}
 
 
 @contextlib.contextmanager

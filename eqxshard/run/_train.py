@@ -23,11 +23,13 @@ from ..data._sources import Source
 from ..debug._script import refuse_import
 from ..distributed import broadcast_from_first, is_main_process
 from ..loop._callbacks import Callback, check_callbacks
+from ..loop._clock import announced
 from ..loop._fit import fit
 from ..loop._ready_callbacks import Profile
 from ..sharding._leaf_rules import replicate
 from ..sharding._mesh import describe_mesh
 from ..sharding._rule import Rule
+from ..sharding._text import comma_list
 from ..trackers._jsonl import or_nan
 from ..trackers._tracker import Tracker
 from ..training._config import Nonfinite
@@ -86,7 +88,7 @@ def train(
     epochs: int | None = None,
     steps: int | None = None,
     train_step: Step | None = None,
-    mesh: str | Mesh = "data=-1",
+    mesh: str | Mapping[str, int] | Mesh = "data=-1",
     rule: Rule | None = None,
     trainable: PyTree = True,
     accumulate: int = 1,
@@ -128,8 +130,8 @@ def train(
     - `epochs`, `steps`: how long to train if `config` does not say.
     - `train_step`: a step of your own, as for [`eqxshard.fit`][], in place of the one that
         is made of `loss_fn`. Of several models, it gets their states by name.
-    - `mesh`: the default mesh as text, for [`eqxshard.run.mesh_from_text`][]; or a mesh,
-        which the options cannot change.
+    - `mesh`: the default mesh as text, for [`eqxshard.run.mesh_from_text`][], or its axes,
+        such as `{"data": -1, "fsdp": 4}`; or a mesh, which the options cannot change.
     - `rule`: as for [`eqxshard.init_state`][]; [`eqxshard.replicate`][] by default.
     - `trainable`, `precision`, `load`: as for [`eqxshard.init_state`][]. A run that resumes
         reads its checkpoint instead of calling `load`.
@@ -173,6 +175,8 @@ def train(
         ```
     """
     refuse_import("eqxshard.train")
+    if isinstance(mesh, Mapping):
+        mesh = ",".join(f"{axis}={size}" for axis, size in mesh.items())
     config = RunConfig() if config is None else config
     config.check()
     data = TrainingData(train_data, sampler, transform, remainder, workers)
@@ -216,11 +220,12 @@ def train(
     resumes = folder.should_resume(config.resume, checkpointer)
     key = jax.random.key(config.seed)
     with contextlib.closing(checkpointer), RunRecord(folder) as record:
-        if resumes:
-            like = training.make_states(abstract_state, key, mesh)
-            state = checkpointer.restore(like)
-        else:
-            state = training.make_states(partial(init_state, load=load), key, mesh)
+        with announced("reading the checkpoint" if resumes else "making the state"):
+            if resumes:
+                like = training.make_states(abstract_state, key, mesh)
+                state = checkpointer.restore(like)
+            else:
+                state = training.make_states(partial(init_state, load=load), key, mesh)
         check_metrics(evaluation, state, best, callbacks)
         first = step_of(state)
         # Before the trackers, which empty the files of an earlier run.
@@ -244,7 +249,7 @@ def train(
         # A start that takes no step leaves what is written of the run as it is.
         summary = folder.read_summary() if first >= last else {}
         if is_main_process():
-            _announce(record, data.warning, first, last)
+            _announce(record, data.warning, facts, first)
             if isinstance(step, TrainStep):
                 lower = lambda: step.lower(state, loader.shapes())  # noqa: E731
                 record.warn(unused_axes(state, mesh, training.rule, lower))
@@ -324,10 +329,12 @@ def _count_parameters(states: Any) -> int:
     return sum(map(jnp.size, jax.tree.leaves(eqx.filter(models, eqx.is_array))))
 
 
-def _announce(record: RunRecord, warning: str, first: int, last: int) -> None:
+def _announce(record: RunRecord, warning: str, facts: dict[str, Any], first: int) -> None:
     if warning:
         record.warn([f"SYNTHETIC DATA: {warning}"])
-    if first >= last:
+    if first >= facts["steps"]:
         print(f"training already finished at step {first}; nothing is left to do.")
     elif first:
-        print(f"resuming from step {first}.")
+        changes = record.changes(facts)
+        what = f"; changed: {comma_list(changes)}" if changes else ""
+        print(f"resuming from step {first}{what}.")

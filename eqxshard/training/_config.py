@@ -20,9 +20,14 @@ from ._state import TrainState, flatten_state
 Nonfinite = Literal["skip", "raise", "ignore"]
 
 
+def is_optimizer(given: Any) -> bool:
+    """Whether this is an optax optimizer."""
+    return hasattr(given, "init") and hasattr(given, "update")
+
+
 def check_optim(optim: Any) -> None:
     """Raise `TypeError` unless this is an optax optimizer."""
-    if not (hasattr(optim, "init") and hasattr(optim, "update")):
+    if not is_optimizer(optim):
         name = getattr(optim, "__name__", type(optim).__name__)
         remedy = f"call it, as {name}(1e-3)" if callable(optim) else "use optax.adamw(1e-3)"
         raise TypeError(f"optim={name} is not an optax optimizer; {remedy}.")

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from ..compiled._findings import Lint
 from ..data._resident import DeviceBatches
 from ..sharding._rule import Rule
-from ._config import Nonfinite, StepConfig, check_optim
+from ._config import Nonfinite, StepConfig, check_optim, is_optimizer
 from ._inputs import ONE_BATCH, several_batches
 from ._layout import make_layout
 from ._metrics import Metrics
@@ -118,6 +118,8 @@ def make_train_step(
             state, metrics = train_step(state, batch)
         ```
     """
+    if is_optimizer(loss_fn):
+        raise TypeError("loss_fn is an optimizer; write make_train_step(loss_fn, optim).")
     check_optim(optim)
     config = StepConfig(
         loss_fn=loss_fn,

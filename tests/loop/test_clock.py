@@ -1,5 +1,6 @@
 """Where the time of a run goes: by a clock that is told, and in real runs."""
 
+import sys
 from contextlib import closing
 from typing import Any
 
@@ -46,6 +47,17 @@ def test_each_moment_counts_for_one_part(now):
     assert clock.read() == {**NONE, "other": 16, "dispatch": 32}
     assert clock.totals == {**NONE, "other": 17, "data": 10, "device": 4, "dispatch": 32}
     assert goodput(clock.totals) == 36 / 63
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_says_that_a_step_compiles(now, terminal, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    with Clock().phase("compile", "step 1"):
+        begun = capsys.readouterr().err
+        now[0] += 9
+    said = ("compiling the train step ... ", "9.0 s\n") if terminal else ("", "")
+    assert (begun, capsys.readouterr().err) == said
 
 
 # Runs

@@ -76,7 +76,7 @@ def test_a_damaged_checkpoint_is_skipped(copy, finished, caplog, capsys):
 @pytest.mark.parametrize(
     "how, options, message",
     [
-        ("no", {}, "has a run at step 12; add resume='yes' to continue it, or give"),
+        ("no", {}, "at step 12; add config=RunConfig(resume='auto') to continue it, or"),
         ("yes", {"width": 4}, "float32[8,3] there, not float32[4,3]"),
         ("yes", {"make_optim": make_sgd}, "opt_state.0.mu.hidden.bias float32[8] is only"),
         ("yes", {"train_data": make_data(EXAMPLES - 1, 0)}, "length was 96 and is 95"),
@@ -91,3 +91,21 @@ def test_another_run_in_the_same_folder_is_refused(copy, how, options, message):
         return
     assert message in refusal(copy, resume(how), **options)
     assert files(copy) == before
+
+
+def test_resuming_says_what_changed(copy, capsys):
+    record = copy / "run.json"
+    record.write_text(record.read_text().replace('"numpy": "', '"numpy": "0'))
+    config = dataclasses.replace(resume("yes"), devices=4, log_every=3)
+    train(copy, config, epochs=3, settings={"rate": 0.1})
+    line, *_ = capsys.readouterr().out.splitlines()
+    said, _, changes = line.partition("; changed: ")
+    assert said == "resuming from step 12"
+    *found, numpy = changes.removesuffix(".").split(", ")
+    assert set(found) == {
+        "devices 2 x cpu -> 4 x cpu",
+        "mesh data=2 -> data=4",
+        "log_every 2 -> 3",
+        "epochs 2.0 -> 3.0",
+    }
+    assert numpy.startswith("numpy 0")

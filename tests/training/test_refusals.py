@@ -149,6 +149,7 @@ TYPES: Mistakes = {
     r"takes a model; give it state\.model": lambda: evaluate(mean_of_x, start()),
     r"call it, as sgd\(1e-3\)": lambda: step(optim=optax.sgd),
     "use optax.adamw": lambda: step(optim=3),
+    "loss_fn is an optimizer": lambda: eqxshard.make_train_step(OPTIM, squared_errors),
 }
 
 
