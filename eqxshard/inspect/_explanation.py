@@ -1,8 +1,9 @@
 """`Explanation`: a rule's decisions as a table, a dict and a picture."""
 
+import itertools
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any, NamedTuple
 
@@ -10,9 +11,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..pages._format import format_bytes
 from ..sharding._mesh import describe_mesh
-from ..sharding._spec import axes_of, format_sizes, format_spec
+from ..sharding._spec import axes_of, format_sizes
 from ._pictures import Picture, draw_array, keep_largest, make_picture
-from ._tables import format_shape, render
+from ._tables import render
 
 
 class Bytes(NamedTuple):
@@ -159,41 +160,37 @@ class Explanation:
         yield self._totals()
 
     def __str__(self) -> str:
-        return render(self) + "\n"
+        return render(self, columns=80) + "\n"
 
     def _repr_html_(self) -> str:
         table = f'<pre style="line-height:1.2">{escape(str(self))}</pre>'
         return f"{table}\n{self.draw()._repr_html_()}" if self.leaves else table
 
     def _table(self) -> Any:
+        from rich import box
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=f"on {describe_mesh(self.mesh)}", caption=self._unused())
-        for column in ("path", "shape", "dtype", "spec"):
-            table.add_column(column, overflow="fold")
-        updates = any(leaf.updates_elsewhere for leaf in self.leaves)
-        if updates:
-            table.add_column("update spec", overflow="fold")
-        table.add_column("bytes/device", justify="right")
+        title = f"on {describe_mesh(self.mesh)}"
+        table = Table(
+            title=title, caption=self._unused(), box=box.SIMPLE_HEAD, pad_edge=False
+        )
+        table.add_column("path", no_wrap=True)
+        table.add_column("array", overflow="fold")
+        table.add_column("on a device", justify="right", no_wrap=True)
         table.add_column("rule", overflow="fold")
-        for leaf in self.leaves:
-            cells = [
-                leaf.path,
-                format_shape(leaf.shape),
-                leaf.dtype,
-                format_spec(leaf.spec),
-            ]
-            if updates:
-                update = leaf.update_spec if leaf.updates_elsewhere else None
-                cells.append(format_spec(update) if update else "")
+        for path, (leaf, *others) in _fold(self.leaves):
+            times = f"{1 + len(others)} x " if others else ""
+            size = times + format_bytes(leaf.bytes_per_device)
             # The update's rule names all rules that had a say, the leaf's maybe not.
             rule = leaf.update_rule or leaf.rule
-            cells.append(format_bytes(leaf.bytes_per_device))
-            cells.append(f"{rule}: {leaf.note}" if leaf.note else rule)
+            why = f"{rule}: {leaf.note}" if leaf.note else rule
             # As `Text`: in a `str`, rich would read brackets, as in by_path('[a-z]'), as
             # markup.
-            table.add_row(*map(Text, cells))
+            table.add_row(*map(Text, (path, _split_array(leaf, leaf.spec), size, why)))
+            if leaf.update_spec is not None and leaf.updates_elsewhere:
+                update = _split_array(leaf, leaf.update_spec)
+                table.add_row("  its update", Text(update))
         return table
 
     def _unused(self) -> str | None:
@@ -228,6 +225,31 @@ class Explanation:
     def _total(self) -> Bytes:
         kinds = (self.parameters, self.other, self.gradients, self.optimizer_state)
         return Bytes(*map(sum, zip(*filter(None, kinds))))
+
+
+def _split_array(leaf: Leaf, spec: PartitionSpec) -> str:
+    """An array as JAX writes types: `f32[512@fsdp,64]`, its first dim split over fsdp."""
+    dtype = re.sub(r"(b?)(f|u|i|c)[a-z]+(\d+)", r"\1\2\3", leaf.dtype)
+    dims = []
+    for size, entry in itertools.zip_longest(leaf.shape, spec):
+        axes = ",".join(axes_of(entry))
+        dims.append(f"{size}@({axes})" if "," in axes else f"{size}@{axes}".rstrip("@"))
+    return f"{dtype}[{','.join(dims)}]"
+
+
+def _fold(leaves: Iterable[Leaf]) -> Iterator[tuple[str, list[Leaf]]]:
+    """Arrays that differ in numbers of their paths alone, as one: `layers.0-11.weight`."""
+    alike: dict[Leaf, list[Leaf]] = {}
+    for leaf in leaves:
+        pattern = ".".join("*" if x.isdecimal() else x for x in leaf.path.split("."))
+        alike.setdefault(replace(leaf, path=pattern), []).append(leaf)
+    for group in alike.values():
+        parts = [dict.fromkeys(part) for part in zip(*(x.path.split(".") for x in group))]
+        yield ".".join(_first_to_last(*part) for part in parts), group
+
+
+def _first_to_last(first: str, *others: str) -> str:
+    return f"{first}-{others[-1]}" if others else first
 
 
 def _plain_spec(spec: PartitionSpec | None) -> list[str | list[str] | None] | None:

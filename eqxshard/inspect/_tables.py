@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 
-def render(renderable: Any) -> str:
-    """Anything that rich can print, as plain text of at most 140 columns."""
+def render(renderable: Any, columns: int = 140) -> str:
+    """Anything that rich can print, as plain text of at most so many columns."""
     from rich.console import Console
 
     text = io.StringIO()
     # In a notebook, rich would show the table there instead.
-    console = Console(file=text, width=140, color_system=None, force_jupyter=False)
+    console = Console(file=text, width=columns, color_system=None, force_jupyter=False)
     console.print(renderable)
     return text.getvalue().rstrip("\n")
 

@@ -150,9 +150,9 @@ def test_nothing_is_placed():
 def test_it_prints_as_a_table():
     lines = str(eqxshard.explain(Model(), make_mesh(), RULE)).splitlines()
     text = "\n".join(lines)
-    assert "on 8 x cpu (data=2, fsdp=4)" in text and "update spec" not in text
+    assert "on 8 x cpu (data=2, fsdp=4)" in text and "update" not in text
     (row,) = [line for line in lines if "layers.0.weight" in line]
-    for cell in ("8 x 6", "float32", "P('fsdp')", "48 B", "fsdp()"):
+    for cell in ("f32[8@fsdp,6]", "48 B", "fsdp()"):
         assert cell in row
     # rich would read these brackets as markup.
     (row,) = [line for line in lines if "layers.1.weight" in line]
@@ -166,7 +166,25 @@ def test_it_prints_as_a_table():
     assert [*total, f"{194 + key}", "B", "│", f"{658 + key}", "B"] in totals
 
 
-def test_a_column_shows_how_updates_are_split_if_they_differ():
+def test_equal_layers_are_one_row():
+    def make_model(key):
+        deep = eqx.nn.MLP(8, 8, width_size=8, depth=11, key=key)
+        return {"wide": eqx.nn.Linear(8, 16, key=key), "deep": deep}
+
+    model = eqx.filter_eval_shape(make_model, jax.random.key(0))
+    text = str(eqxshard.explain(model, make_mesh(), eqxshard.fsdp(min_size=16)))
+    rows = [
+        line.split() for line in text.splitlines() if line.startswith((" deep", " wide"))
+    ]
+    assert [row[:6] for row in rows if row[0].startswith("deep")] == [
+        ["deep.layers.0-11.weight", "f32[8@fsdp,8]", "12", "x", "64", "B"],
+        ["deep.layers.0-11.bias", "f32[8]", "12", "x", "32", "B"],
+    ]
+    assert [row[0] for row in rows][2:] == ["wide.weight", "wide.bias"]
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_line_shows_how_updates_are_split_if_they_differ():
     rule = eqxshard.combine(
         eqxshard.by_path({r"0\.weight": P("tensor")}), eqxshard.zero1(min_size=8)
     )
@@ -182,7 +200,10 @@ def test_a_column_shows_how_updates_are_split_if_they_differ():
     assert (weight.gradient, weight.optimizer) == (24, 24)
     assert explanation.parameters == (320, 96 + 32 + 96)
     assert explanation.gradients == explanation.optimizer_state == (320, 24 + 8 + 24)
-    (row,) = [line for line in str(explanation).splitlines() if "layers.0.weight" in line]
-    assert "P('tensor')" in row and "P(('tensor', 'data'))" in row
-    # No column if all are split like their parameters.
-    assert "update spec" not in str(eqxshard.explain(Model(), mesh, eqxshard.zero1()))
+    lines = str(explanation).splitlines()
+    (at,) = [i for i, line in enumerate(lines) if "layers.0.weight" in line]
+    assert "f32[8@tensor,6]" in lines[at]
+    update = ["its", "update", "f32[8@(tensor,data),6]"]
+    assert update in [line.split() for line in lines[at + 1 : at + 3]]
+    # No line if all are split like their parameters.
+    assert "update" not in str(eqxshard.explain(Model(), mesh, eqxshard.zero1()))
