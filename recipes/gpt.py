@@ -242,7 +242,8 @@ class Report(eqxshard.callbacks.Callback):
     def after_evaluation(self, loop):
         loop.log({"eval/perplexity": np.exp(loop.values["eval/loss"])})
         if self.args.length and self.tokenizer is not None:
-            loop.print(write(self.args, loop.state.model, self.tokenizer, self.start))
+            sampled = write(self.args, loop.state.model, self.tokenizer, self.start)
+            loop.print(f"--- sample after step {loop.step} ---\n{sampled}\n---")
 
 
 def write(args: Args, model: GPT, tokenizer: text.Tokenizer, tokens: np.ndarray) -> str:
@@ -293,7 +294,11 @@ def make_cache(model: GPT, batch: int) -> nn.KVCache:
 
 def open_corpus(args: Args) -> text.Corpus:
     if args.data == "shakespeare":
-        return text.shakespeare(tokenizer=args.tokenizer or "char")
+        try:
+            return text.shakespeare(tokenizer=args.tokenizer or "char")
+        except FileNotFoundError as error:
+            sentence = f"{error} Or give a text of your own: --data FILE."
+            raise eqxshard.UsageError(sentence) from None
     return text.open_corpus(args.data, tokenizer=args.tokenizer)
 
 

@@ -203,7 +203,6 @@ def test_a_line_shows_how_updates_are_split_if_they_differ():
     lines = str(explanation).splitlines()
     (at,) = [i for i, line in enumerate(lines) if "layers.0.weight" in line]
     assert "f32[8@tensor,6]" in lines[at]
-    update = ["its", "update", "f32[8@(tensor,data),6]"]
-    assert update in [line.split() for line in lines[at + 1 : at + 3]]
+    assert any("its update" in x and "f32[8@(tensor,data),6" in x for x in lines[at:][:3])
     # No line if all are split like their parameters.
     assert "update" not in str(eqxshard.explain(Model(), mesh, eqxshard.zero1()))

@@ -130,6 +130,14 @@ MISTAKES = {
 }
 
 
+def test_without_a_network_it_asks_for_a_text(main, monkeypatch, tmp_path):
+    monkeypatch.setenv("EQXSHARD_DATA_DIR", str(tmp_path))
+    # Nothing listens there.
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9/")
+    status, _, err = main()
+    assert status == 2 and err.endswith("Or give a text of your own: --data FILE.\n")
+
+
 @pytest.mark.parametrize("options", MISTAKES)
 def test_a_mistake_is_one_line(main, options, words):
     assert_refused(main("--data", words, *options.split()), MISTAKES[options])
