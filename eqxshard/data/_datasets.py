@@ -82,7 +82,8 @@ def _download(path: Path, url: str, sha256: str) -> None:
         pooch.retrieve(url, f"sha256:{sha256}", path.name, path.parent)
     except (ImportError, OSError, ValueError) as error:
         raise FileNotFoundError(
-            f"there is no {path}, and it could not be downloaded from {url} ({error!s:.120}); put "
-            "the file there, set data_dir or $EQXSHARD_DATA_DIR to the directory that has "
-            "it, or have pip install 'eqxshard[recipes]' for the download."
+            f"there is no {path}, and it could not be downloaded from {url} "
+            f"({error!s:.120}); put the file there, set data_dir or $EQXSHARD_DATA_DIR to "
+            "the directory that has it, or have pip install 'eqxshard[recipes]' for the "
+            "download."
         ) from error

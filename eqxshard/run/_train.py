@@ -227,7 +227,10 @@ def train(
             else:
                 state = training.make_states(partial(init_state, load=load), key, mesh)
         check_metrics(evaluation, state, best, callbacks)
-        first = step_of(state)
+        first, lowered = step_of(state), None
+        if isinstance(step, TrainStep) and first < last:
+            # A mistake in the loss function leaves no run behind.
+            lowered = step.lower(state, loader.shapes())
         # Before the trackers, which empty the files of an earlier run.
         checkpointer.claim_run(first, loader)
         title = f"{name or script_name() or 'run'} on {describe_mesh(mesh)}"
@@ -250,9 +253,8 @@ def train(
         summary = folder.read_summary() if first >= last else {}
         if is_main_process():
             _announce(record, data.warning, facts, first)
-            if isinstance(step, TrainStep):
-                lower = lambda: step.lower(state, loader.shapes())  # noqa: E731
-                record.warn(unused_axes(state, mesh, training.rule, lower))
+            if lowered is not None:
+                record.warn(unused_axes(state, mesh, training.rule, lambda: lowered))
             if not summary:
                 own = folder.trackers(
                     title=facts["title"],

@@ -261,6 +261,17 @@ def test_several_models_train_by_a_step_of_ones_own_and_resume(tmp_path):
     assert_equal(train(tmp_path / "half", config, **two_models()).state, whole.state)
 
 
+def test_a_mistake_in_the_loss_leaves_no_run_behind(tmp_path):
+    def mistaken(model, batch, key):
+        return batch["z"]
+
+    with pytest.raises(KeyError, match="z") as caught:
+        train(tmp_path / "run", loss_fn=mistaken)
+    assert "The batch has no 'z'; it has x, y." in caught.value.__notes__
+    assert not (tmp_path / "run").exists()
+    train(tmp_path / "run")
+
+
 def test_several_models_need_a_step(tmp_path):
     for options in (two_models(train_step=None), {"loss_fn": None}):
         assert "give your own as train_step=" in refusal(tmp_path / "run", **options)
