@@ -63,12 +63,14 @@ def _results(runs: Mapping[str, RecordedRun]) -> Markup:
         if metric.kind
     )
     evaluated = [name for name in names if name.startswith("eval/")] or [*names]
+    best = {run.record["best"] for run in runs.values() if run.record.get("best")}
     rows: list[list[kit.Entry]] = [
         [
             _label(position, name),
             run.state,
             run.step,
             *map(run.last, evaluated),
+            *([run.best] if best else []),
             kit.number(run.step_seconds, format_seconds),
             run.examples_per_second,
             kit.number(run.goodput, "{:.0%}".format),
@@ -76,6 +78,7 @@ def _results(runs: Mapping[str, RecordedRun]) -> Markup:
         for position, (name, run) in enumerate(runs.items())
     ]
     columns = ("Run", "State", "Step", *evaluated)
+    columns += (f"Best {', '.join(sorted(best))}",) if best else ()
     columns += ("Time of a step", "Examples per second", "Goodput")
     return kit.sortable_table("runs", columns, rows)
 

@@ -121,6 +121,15 @@ class RecordedRun:
         speeds = (each.values.get("train/examples_per_second") for each in self.reports)
         return _median([speed for speed in speeds if speed])
 
+    @property
+    def best(self) -> float | None:
+        """The best value of the metric whose best checkpoint the run keeps, if it does."""
+        found = [
+            each.values.get(self.record.get("best"), math.nan) for each in self.reports
+        ]
+        choose = min if self.record.get("mode") == "min" else max
+        return choose(filter(math.isfinite, found), default=None)
+
     def last(self, key: str) -> float | None:
         """The last value of this name that is finite."""
         found = (each.values.get(key, math.nan) for each in reversed(self.reports))

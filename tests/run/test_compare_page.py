@@ -12,7 +12,7 @@ _ = browser  # A fixture.
 def file(tmp_path_factory):
     path = tmp_path_factory.mktemp("compare")
     settings = {"learning_rate": 0.01, "seed": 0, "output": "elsewhere"}
-    make_run(path / "slow", record=make_record())
+    make_run(path / "slow", record=make_record(best="eval/loss", mode="max"))
     make_run(path / "fast", lines=make_lines(20), record=make_record(settings=settings))
     compare_runs([str(path / "slow"), str(path / "fast")], str(path / "compare.html"))
     return path / "compare.html"
@@ -26,8 +26,10 @@ def page(file):
 def test_results_are_side_by_side(page):
     assert page.find("h1").text == "2 runs compared"
     slow, fast = ([x.text for x in cells] for cells in rows(page, "runs"))
-    assert slow[:5] == ["slow", "finished", "2,000", "0.3176", "0.9155"]
-    assert fast[:3] == ["fast", "stopped", "1,000"]
+    # The last values, and the best of the metric whose best checkpoint one of them keeps.
+    best = max(line.get("eval/loss", 0) for line in make_lines())
+    assert slow[:6] == ["slow", "finished", "2,000", "0.3176", "0.9155", f"{best:.4g}"]
+    assert (fast[:3], fast[5]) == (["fast", "stopped", "1,000"], "")
 
 
 def test_only_what_differs_is_listed(page):
