@@ -146,8 +146,15 @@ def _make_code(
 CHILD = "EQXSHARD_PLANNING"
 
 
+#: The first line of the note on an error that this library did not raise on purpose.
+ELSEWHERE = "In the process that compiles:"
+
+
 class Failure(NamedTuple):
-    """An error in the process that compiles: what to raise, and its own traceback."""
+    """An error in the process that compiles: what to raise, and its own traceback.
+
+    There is no traceback of an error of this library that says what to do.
+    """
 
     kind: type[Exception]
     message: str
@@ -171,7 +178,10 @@ def describe(error: Exception) -> Failure:
             f"making the model and its step raised {said}: {first}{where}; correct the "
             "script."
         )
-    return Failure(kind, message, "".join(traceback.format_exception(error)))
+    *_, (last, _) = traceback.walk_tb(error.__traceback__)
+    ours = kind is type(error) and last.f_globals["__name__"].startswith("eqxshard.")
+    trace = "" if ours else "".join(traceback.format_exception(error))
+    return Failure(kind, message, trace)
 
 
 def run(data: bytes, compiler: Compiler) -> Plan | int:
@@ -215,7 +225,8 @@ def run(data: bytes, compiler: Compiler) -> Plan | int:
         answer = pickle.loads(result.read_bytes())
     if isinstance(answer, Failure):
         error = answer.kind(answer.message)
-        error.add_note(f"In the process that compiles:\n{answer.traceback}")
+        if answer.traceback:
+            error.add_note(f"{ELSEWHERE}\n{answer.traceback}")
         raise error
     return answer
 

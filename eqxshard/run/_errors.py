@@ -13,6 +13,7 @@ import jax
 
 from .._parser import is_stdout_closed
 from ..distributed import exit_process
+from ..planning._process import ELSEWHERE
 
 _PACKAGE = str(Path(__file__).parents[1])
 _FOLDERS = ("stdlib", "platstdlib", "purelib", "platlib")
@@ -60,6 +61,8 @@ def exit_on_errors(*, whole_traceback: bool = False) -> Iterator[None]:
             traceback.print_exc()
         elif on_purpose:
             print(f"error: {error}", file=sys.stderr)
+        elif (elsewhere := _traceback_elsewhere(error)) is not None:
+            print(elsewhere, file=sys.stderr)
         else:
             _print_users_part(error)
         exit_process(2 if on_purpose else 1)
@@ -68,6 +71,8 @@ def exit_on_errors(*, whole_traceback: bool = False) -> Iterator[None]:
 def _is_on_purpose(error: Exception) -> bool:
     if isinstance(error, UsageError):
         return True
+    if _traceback_elsewhere(error) is not None:
+        return False
     steps = [*_walk(error.__traceback__)]
     if isinstance(error, OSError):
         # It may come from deep in Python; who asked for the file is to blame.
@@ -76,6 +81,13 @@ def _is_on_purpose(error: Exception) -> bool:
     if not isinstance(error, ValueError | FloatingPointError):
         return False
     return _file(steps[-1]).startswith(_PACKAGE) and _raises(steps[-1])
+
+
+def _traceback_elsewhere(error: Exception) -> str | None:
+    """The traceback of an error in the process that compiles a plan."""
+    notes: list[str] = getattr(error, "__notes__", [])
+    found = (note for note in notes if note.startswith(ELSEWHERE))
+    return next((note.removeprefix(ELSEWHERE).strip() for note in found), None)
 
 
 def _walk(step: TracebackType | None) -> Iterator[TracebackType]:
