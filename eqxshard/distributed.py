@@ -77,11 +77,14 @@ def initialize(
             mesh = eqxshard.make_mesh()
         ```
     """
-    environment = os.environ.get
+    asked = {
+        "coordinator_address": (coordinator_address, ADDRESS),
+        "num_processes": (num_processes, PROCESSES),
+        "process_id": (process_id, PROCESS),
+    }
     given: dict[str, Any] = {
-        "coordinator_address": coordinator_address or environment(ADDRESS),
-        "num_processes": num_processes or environment(PROCESSES),
-        "process_id": environment(PROCESS) if process_id is None else process_id,
+        name: os.environ.get(variable) if value is None else value
+        for name, (value, variable) in asked.items()
     }
     count = given["num_processes"]
     if count is not None and (count := _integer("num_processes", count)) == 1:

@@ -61,6 +61,10 @@ class CheckpointFolder:
             found = [*self.path.iterdir()] if self.path.exists() else []
             folders = [path for path in found if _is_step(path.name)]
             return sorted(int(path.name) for path in folders if is_complete(path))
+        except NotADirectoryError:
+            raise ValueError(
+                f"{self.path} is a file, not a folder; give the checkpoints a folder."
+            ) from None
         # Not only OSError: packages for object stores have errors of their own.
         except Exception as error:
             raise OSError(
@@ -167,8 +171,10 @@ class CheckpointFolder:
                     _LOG.warning(GONE, self.path, "its checkpoints")
                 self.path.mkdir(parents=True, exist_ok=True)
                 (self.path / _MARK).write_text(_MARK_TEXT)
-            self.claimed = True
-            return self.lock.acquire()
+            fault = self.lock.acquire()
+            # Else its half-written checkpoints are not ours to remove.
+            self.claimed = fault is None
+            return fault
         # Not only OSError: packages for object stores have errors of their own.
         except Exception as error:
             return (
@@ -200,13 +206,23 @@ def folder_path(path: str | os.PathLike[str]) -> Any:
 
     if not is_remote(path):
         return epath.Path(local_path(path, "the folder of checkpoints"))
+    import fsspec
+    from fsspec.config import conf
+
     path = as_text(path)
-    if path.partition("://")[0] not in _SCHEMES:
+    scheme = path.partition("://")[0]
+    if scheme not in _SCHEMES:
         raise ValueError(
             f"checkpoints cannot be written to {path!r}; use a local folder, or s3:// or "
             "gs://, with s3fs or gcsfs installed."
         )
-    from fsspec.config import conf
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except ImportError as error:
+        raise ValueError(
+            f"{path!r} cannot be reached ({error}); use a local folder, or install what it "
+            "names."
+        ) from error
 
     # Or it would not see what other processes, and TensorStore, have written since.
     for protocol in ("s3", "gcs"):

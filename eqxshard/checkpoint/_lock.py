@@ -12,6 +12,9 @@ from ..sharding._files import is_remote
 
 _LOG = logging.getLogger(__name__)
 
+#: How long file servers keep the lock of a host that is gone, at most.
+_GRACE_SECONDS = 120.0
+
 #: The file in the folder. What it says is only for messages.
 FILE = "lock"
 #: Not through a link, which may lead to a file that is not ours to write to.
@@ -45,13 +48,19 @@ class FolderLock:
         # It may be held by another path, through a link.
         if is_remote(self._folder) or any(_is_at(x, self._path) for x in _HELD.values()):
             return None
-        holder = self._try()
-        if holder is None:
-            return None
-        return (
-            f"{self._folder} is in use by {holder}; wait until that run ends, or give this "
-            "one another folder (--output)."
-        )
+        began = time.monotonic()
+        while (holder := self._try()) is not None:
+            waited = time.monotonic() - began
+            if not _is_elsewhere(holder) or waited > _GRACE_SECONDS:
+                return (
+                    f"{self._folder} is in use by {holder}; wait until that run ends, or "
+                    "give this one another folder."
+                )
+            if waited < 1:
+                words = "%s is locked by %s; waiting %d s, in case that host died."
+                _LOG.warning(words, self._folder, holder, _GRACE_SECONDS)
+            time.sleep(1)
+        return None
 
     def _try(self) -> str | None:
         """Lock the folder; return what is known of who has it, if another does."""
@@ -85,6 +94,12 @@ class FolderLock:
                     os.unlink(self._path)
             os.close(_HELD.pop(self._path))
         self._file = None
+
+
+def _is_elsewhere(holder: str) -> bool:
+    """Whether another host has a lock: a file server may keep that of one that died."""
+    _, known, host = holder.partition(" on ")
+    return bool(known) and host.partition(" since ")[0] != platform.node()
 
 
 def _lock(file: int) -> bool:

@@ -115,10 +115,14 @@ def _map_torch(path: Path) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors of a file of `torch.save`, with dots for dicts in dicts."""
     import torch  # pyright: ignore[reportMissingImports]
 
+    seen: set[int] = set()
+
     def tensors(name: str, node: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(node, torch.Tensor):
             yield name, node
-        elif isinstance(node, dict):
+        elif isinstance(node, dict) and id(node) not in seen:
+            # A forged file may share dicts, which would be visited exponentially often.
+            seen.add(id(node))
             for key, part in node.items():
                 yield from tensors(f"{name}.{key}" if name else str(key), part)
 

@@ -130,6 +130,11 @@ class Loader:
         # Python's own integers, also if NumPy's were given: state() must be JSON.
         batch_size, seed = operator.index(batch_size), operator.index(seed)
         _check_numbers(seed, epochs, prefetch, workers)
+        if sampler is not None and not shuffle:
+            raise ValueError(
+                "shuffle=False has no meaning with a sampler, which decides the order; "
+                "leave it out."
+            )
         order = Order(len(source), seed=seed, shuffle=shuffle, sampler=sampler)
         self._fingerprint = {
             "length": len(source),

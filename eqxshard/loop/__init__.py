@@ -1,4 +1,5 @@
 """The training loop: `fit`, `evaluate`, their reports, and the ways to stop them.
 
-May use every room below: `training`, `data`, `checkpoint` and `debug`.
+May use every room below: `training`, `data`, `checkpoint`, `debug` and
+`trackers`.
 """

@@ -74,9 +74,11 @@ class Clock:
         """Count the time of a `with` block for a part; the watchdog sees what it is."""
         outer = self.now
         self.now = Phase(part, what, self._count())
-        compiling = announced("compiling the train step")
         try:
-            with compiling if part == "compile" else contextlib.nullcontext():
+            if part == "compile":
+                with announced("compiling the train step"):
+                    yield
+            else:
                 yield
         finally:
             self.now = outer._replace(since=self._count())

@@ -169,7 +169,7 @@ def fit(
             last, epoch, between, log_every, checkpointer, stop, called.next_step
         )
         # If a step fails, the earlier ones are still reported.
-        stack.callback(lambda: report.close(loop.step))
+        stack.callback(report.close)
         take_steps, batches = dispatches_of(train_step, loader, loop.first, schedule)
         stack.enter_context(closing(batches))
         in_flight = InFlight()

@@ -42,6 +42,8 @@ class Report:
         # The metrics of each dispatch since the last report, and which of its steps count.
         self._parts: list[Metrics] = []
         self._taken: list[np.ndarray] = []
+        # The last step of these.
+        self._added = 0
         # The step of a report that is due and not sent yet.
         self._due: int | None = None
         # What was logged and not sent yet, and at which step.
@@ -52,6 +54,7 @@ class Report:
     def add(self, step: int, metrics: Metrics, count: int, *, due: bool) -> None:
         """Add the metrics of `count` steps (there may be room for more in them)."""
         self._parts.append(metrics)
+        self._added = step
         self._taken.append(np.arange(metrics.weight.size) < count)
         self._due = step if due else None
 
@@ -105,10 +108,10 @@ class Report:
             with self._clock.phase("log", f"what was logged at step {step}"):
                 self._send(step, self._with_epoch(step, self._take_logged()))
 
-    def close(self, step: int) -> None:
-        """Report what is left up to a step, if something else than the last one ends."""
+    def close(self) -> None:
+        """Report what is left, if something else than the last step ends a run."""
         if self._parts:
-            self._due = step
+            self._due = self._added
         self.flush()
 
     def restart_speed(self) -> None:

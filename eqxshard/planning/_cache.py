@@ -32,4 +32,5 @@ def keep_compiled(lower: Callable[[], jax.stages.Lowered], folder: Path) -> str:
     # Otherwise JAX would return the program that it has in memory.
     jax.clear_caches()
     lower().compile()
-    return f"the compiled step is in {folder}"
+    kept = sorted(path.name for path in folder.glob("*-cache"))
+    return f"the compiled step is in {folder}" if kept else f"nothing is kept in {folder}"

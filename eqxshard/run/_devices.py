@@ -152,8 +152,8 @@ def find_devices(count: int | None = None) -> list[Any]:
         return found
     if not 1 <= count <= len(found):
         raise ValueError(
-            f"{count} devices are not some of the {len(found)} x {found[0].platform} that "
-            f"there are; use 1 to {len(found)}."
+            f"{count} devices were asked for, and there are {len(found)} x "
+            f"{found[0].platform}; use 1 to {len(found)}."
         )
     if jax.process_count() > 1:
         raise ValueError(

@@ -141,7 +141,14 @@ class RunFolder:
         remote: list[Tracker] = []
         for service in services:
             start = kinds[service]
-            remote.append(start(self.path, name=title, settings=settings, resume=first > 0))
+            try:
+                remote.append(
+                    start(self.path, name=title, settings=settings, resume=first > 0)
+                )
+            except Exception as error:
+                for tracker in remote:
+                    tracker.close(error)
+                raise
         self._log = JSONLines(self.metrics, extra=extra, keep_until=first or None)
         trackers: list[Tracker] = [self._log]
         if curves is not None:

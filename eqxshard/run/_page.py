@@ -102,8 +102,8 @@ def _tiles(run: RecordedRun) -> dict[str, tuple[str, str]]:
         whole = format_duration(sum(run.parts.values()))
         tiles["Goodput"] = f"{run.goodput:.0%}", f"of {whole}: steps ran"
     if memory := run.record.get("memory"):
-        of = f"of {format_bytes(memory['limit'])}" if "limit" in memory else ""
-        tiles["Memory of a device"] = format_bytes(memory["peak"]), f"at the peak {of}"
+        of = f" of {format_bytes(memory['limit'])}" if "limit" in memory else ""
+        tiles["Memory of a device"] = format_bytes(memory["peak"]), f"at the peak{of}"
     if parameters := run.record.get("parameters"):
         tiles["Parameters"] = _count(parameters), f"{parameters:,}"
     return tiles
@@ -170,8 +170,8 @@ def _plan(run: RecordedRun) -> Iterator[Markup]:
         "Plan against measured", ("", "Plan", "Measured", "Ratio"), rows
     )
     remark = (
-        "The time of a plan is a roofline, so real steps take longer. Plans of a Target "
-        "whose efficiency is planned over measured time are estimates."
+        "The time of a plan is a roofline, so real steps take longer. Give its Target an "
+        "efficiency, planned over measured time, for estimates."
     )
     yield kit.scroller("plan against measured", table)
     yield tag("p", remark, class_="remark")

@@ -112,7 +112,7 @@ class RecordedRun:
             seconds = report.values.get("train/seconds")
             if seconds and report.step > last:
                 found.append(seconds / (report.step - last))
-            last = report.step
+                last = report.step
         return _median(found)
 
     @cached_property

@@ -153,7 +153,10 @@ def hearing_warnings(keep: Callable[[str, str], None]) -> Iterator[None]:
 
     def make_and_keep(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = make_record(*args, **kwargs)
-        if record.levelno >= logging.WARNING:
+        # Before the filters of loggers, which drop what nobody is to see.
+        if record.levelno >= logging.WARNING and logging.getLogger(record.name).filter(
+            record
+        ):
             # A malformed call must not raise into its caller; those that show it say so.
             with contextlib.suppress(Exception):
                 keep(record.name, record.getMessage())

@@ -154,7 +154,8 @@ def train(
 
     `ValueError` with one clear sentence for each option that does not fit the devices,
     the data or the run's folder, and for a name that no metric has (`best`, of
-    [`eqxshard.callbacks.EarlyStopping`][]); `TypeError` if `make_optim` is neither. All of
+    [`eqxshard.callbacks.EarlyStopping`][]); `TypeError` if `make_optim` is no optimizer
+    and no function of the number of steps. All of
     these, and what `metric_fn` raises for the shapes of the evaluation data, come before
     the first step and leave no run in the folder. Then as [`eqxshard.fit`][] does.
 

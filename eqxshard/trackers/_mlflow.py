@@ -18,6 +18,8 @@ from ._tracker import Image, Value, numbers
 
 #: The most letters that a parameter of MLflow has.
 _LONGEST_PARAMETER = 6_000
+#: MLflow takes no more of them at a time.
+_MOST_PARAMETERS = 100
 
 
 class MLflow:
@@ -101,9 +103,13 @@ class MLflow:
         found = experiment and experiment.experiment_id
         id = found or self._client.create_experiment(wanted)
         run = self._client.create_run(id, run_name=name)
-        for key, value in settings.items():
-            text = str(value)[:_LONGEST_PARAMETER]
-            self._client.log_param(run.info.run_id, _plain(key), text)
+        parameters = [
+            self._mlflow.entities.Param(_plain(key), str(value)[:_LONGEST_PARAMETER])
+            for key, value in settings.items()
+        ]
+        for start in range(0, len(parameters), _MOST_PARAMETERS):
+            part = parameters[start : start + _MOST_PARAMETERS]
+            self._client.log_batch(run.info.run_id, params=part)
         return run.info.run_id
 
     def _send(self, step: int, values: dict[str, Value], now: int) -> None:

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ..sharding._leaves import array_leaves, format_array
+from ..sharding._leaves import array_leaves, format_array, is_array
 from ..sharding._text import comma_list, did_you_mean
 
 
@@ -51,7 +51,10 @@ def _labels(frames: list[FrameType]) -> str | None:
     for frame in frames:
         if frame.f_code.co_name != "softmax_cross_entropy_with_integer_labels":
             continue
-        labels, logits = frame.f_locals["labels"], frame.f_locals["logits"]
+        labels, logits = (frame.f_locals.get(name) for name in ("labels", "logits"))
+        # They may be anything, and this must not hide the user's error.
+        if not (is_array(labels) and is_array(logits)):
+            continue
         if labels.shape == logits.shape:
             return (
                 "The labels are one-hot; use optax.softmax_cross_entropy(logits, labels)."

@@ -52,11 +52,13 @@ def test_a_folder_is_one_programs_until_that_is_gone(tmp_path, train_step, monke
         says = rf"{folder} is in use by process {process.pid} on {host} since 20.*; wait"
         with pytest.raises(ValueError, match=says):
             fit(folder, train_step)
+        # What the other is about to write is left alone.
+        (folder / "7").mkdir()
         checkpointer = eqxshard.Checkpointer(folder)
         checkpointer.save(new_state())
         with pytest.raises(OSError, match=says.removesuffix("; wait")):
             checkpointer.wait()
-        assert sorted(os.listdir(folder)) == ["eqxshard.txt", "lock"]
+        assert sorted(os.listdir(folder)) == ["7", "eqxshard.txt", "lock"]
     # It was killed, and its file is still there.
     assert (folder / "lock").exists()
     assert fit(folder, train_step).steps() == [2]
@@ -122,3 +124,15 @@ def test_a_child_does_not_keep_the_lock_of_its_parent(tmp_path):
             pass
         os.close(pipe[0])
         os.close(pipe[1])
+
+
+def test_the_lock_of_a_host_that_died_is_waited_for(tmp_path, monkeypatch, caplog):
+    with other_program(tmp_path / "run") as process:
+        # A file server keeps it a while.
+        monkeypatch.setattr("platform.node", lambda: "elsewhere")
+        monkeypatch.setattr("time.sleep", lambda seconds: process.kill() or process.wait())
+        checkpointer = eqxshard.Checkpointer(tmp_path / "run")
+        checkpointer.save(new_state())
+        checkpointer.wait()
+    assert "waiting 120 s, in case that host died" in caplog.text
+    assert eqxshard.Checkpointer(tmp_path / "run").steps() == [0]

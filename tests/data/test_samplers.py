@@ -41,6 +41,11 @@ def test_batches_are_the_same_on_every_mesh_and_on_the_device():
     assert read(loader_of(numbers(24), placement="device", **options)) == expected
 
 
+def test_a_sampler_decides_the_order():
+    with pytest.raises(ValueError, match="shuffle=False has no meaning with a sampler"):
+        loader_of(numbers(24), sampler=Half(), shuffle=False)
+
+
 def test_the_state_tells_samplers_apart():
     state = json.loads(json.dumps(loader_of(numbers(24), sampler=Half()).state()))
     loader_of(numbers(24), sampler=Half()).restore(state)

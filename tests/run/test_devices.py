@@ -49,8 +49,8 @@ def test_a_mesh_takes_the_devices_that_there_are(text, devices, batch_size, desc
         ("fsdp=3", None, "mesh fsdp=3 does not fit the 8 devices"),
         ("data=-1,fsdp=-1", None, "data and fsdp are both -1"),
         ("data=0", None, "axis data=0 must be at least 1"),
-        ("data=-1", 0, "0 devices are not some of the 8 x cpu that there are; use 1 to 8"),
-        ("data=-1", 999999999, "999999999 devices are not some of the 8 x cpu that"),
+        ("data=-1", 0, "0 devices were asked for, and there are 8 x cpu; use 1 to 8"),
+        ("data=-1", 999999999, "999999999 devices were asked for"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(text, devices, message):

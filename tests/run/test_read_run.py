@@ -109,6 +109,14 @@ def test_a_record_that_makes_no_sense_is_a_sentence(tmp_path, forged):
     assert str(error.value).endswith("); they are damaged, or of another version.")
 
 
+def test_the_pace_leaves_out_lines_between_reports(tmp_path):
+    lines = [{"step": step, "learning_rate": 0.1} for step in range(1, 201)]
+    for line in lines[49::50]:
+        line |= {"train/seconds": 5.0, "train/loss": 1.0}
+    run = read_run(make_run(tmp_path / "run", lines=lines, record=make_record()))
+    assert run.step_seconds == pytest.approx(0.1)
+
+
 def test_the_summary_is_of_the_evaluations_and_the_median_step(tmp_path):
     run = read_run(make_run(tmp_path / "run", lines=make_lines(8)))
     found = summarize(run, 200, 12_800, "images")

@@ -147,7 +147,7 @@ def test_a_profile_is_written_to_the_folder_of_the_run(tmp_path, monkeypatch):
     [
         ({"batch_size": 98}, {}, "batch_size=98 is more than the 96 examples; use fewer"),
         ({"mesh": "dta=3"}, {}, "did you mean 'data'?"),
-        ({"devices": 9}, {}, "9 devices are not some of the 8 x cpu that there are"),
+        ({"devices": 9}, {}, "9 devices were asked for, and there are 8 x cpu"),
         ({"epochs": 0}, {}, "epochs=0 is too small"),
         ({"profile": "13:14"}, {}, "profile='13:14' begins after the last step, 12; use"),
         ({"steps": 2**31}, {}, "2147483648 steps are not between 1 and 2**31 - 1"),

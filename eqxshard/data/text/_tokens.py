@@ -140,6 +140,8 @@ class TokenFiles:
         self, path: str | os.PathLike[str], *, start: int = 0, stop: int | None = None
     ):
         self.path = Path(path)
+        if not self.path.exists():
+            raise FileNotFoundError(f"there is no {self.path}; give a file that exists.")
         self._record = read_record(self.path) if self.path.is_dir() else None
         if self._record is not None:
             dtype = token_dtype(self._record["vocab_size"])
