@@ -3,6 +3,7 @@
 import traceback
 from collections.abc import Mapping
 from types import FrameType
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -51,7 +52,8 @@ def _labels(frames: list[FrameType]) -> str | None:
     for frame in frames:
         if frame.f_code.co_name != "softmax_cross_entropy_with_integer_labels":
             continue
-        labels, logits = (frame.f_locals.get(name) for name in ("labels", "logits"))
+        labels: Any = frame.f_locals.get("labels")
+        logits: Any = frame.f_locals.get("logits")
         # They may be anything, and this must not hide the user's error.
         if not (is_array(labels) and is_array(logits)):
             continue

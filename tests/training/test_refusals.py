@@ -149,7 +149,10 @@ TYPES: Mistakes = {
     r"takes a model; give it state\.model": lambda: evaluate(mean_of_x, start()),
     r"call it, as sgd\(1e-3\)": lambda: step(optim=optax.sgd),
     "use optax.adamw": lambda: step(optim=3),
-    "loss_fn is an optimizer": lambda: eqxshard.make_train_step(OPTIM, squared_errors),
+    "loss_fn is an optimizer": lambda: eqxshard.make_train_step(
+        OPTIM,  # pyright: ignore[reportArgumentType]
+        squared_errors,  # pyright: ignore[reportArgumentType]
+    ),
 }
 
 

@@ -146,7 +146,7 @@ def test_no_tokens_and_other_files_are_errors(tmp_path):
     (tmp_path / "x.bin").write_bytes(b"123")
     with pytest.raises(ValueError, match=r"x\.bin is truncated .* 3 bytes.*; prepare"):
         TokenFiles(tmp_path / "x.bin")
-    with pytest.raises(FileNotFoundError, match="there is no .*y; give"):
+    with pytest.raises(FileNotFoundError, match=r"there is no .*y; give"):
         TokenFiles(tmp_path / "y")
     (tmp_path / "y").touch()
     with pytest.raises(ValueError, match=r"y is not a token file; give"):
