@@ -58,8 +58,10 @@ def map_weights(path: Path, like: PyTree) -> dict[str, np.ndarray]:
         raise
     # A damaged file, or one made to do harm, can raise anything.
     except Exception as error:
+        # The first sentence: PyTorch's others say how to run what is in the file.
+        said = str(error).split("\n")[0].partition(". ")[0]
         raise ValueError(
-            f"{os.fspath(file)!r} cannot be read ({type(error).__name__}: {error}); fetch "
+            f"{os.fspath(file)!r} cannot be read ({type(error).__name__}: {said}); fetch "
             "it again, or convert it to safetensors."
         ) from error
     for array in arrays.values():

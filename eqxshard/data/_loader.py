@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from ..distributed import assert_same_on_all_processes, spans_processes
-from ..sharding._mesh import batch_sharding, check_batch_size
+from ..sharding._mesh import batch_sharding, check_batch_size, check_is_mesh
 from ._host import HostBatches, Transform, check_integers
 from ._pipeline import gather_ahead, place_rows, positions_on_this_process
 from ._resident import DeviceBatches, ResidentDataset
@@ -122,6 +122,7 @@ class Loader:
                 f"a {type(source).__name__} is not a source; give something with __len__() "
                 "and gather(indices), such as eqxshard.data.ArraySource({'x': x, 'y': y})."
             )
+        check_is_mesh(mesh)
         if not isinstance(sampler, Sampler | None):
             raise TypeError(
                 f"a {type(sampler).__name__} is not a sampler; give something with "

@@ -90,7 +90,7 @@ def cli(
                     print(last_line)
     except KeyboardInterrupt:
         print(
-            "stopped; everything logged and saved so far is kept: --resume continues.",
+            "stopped; what is saved is kept, and --resume continues it.",
             file=sys.stderr,
             flush=True,
         )

@@ -124,9 +124,8 @@ class RecordedRun:
     @property
     def best(self) -> float | None:
         """The best value of the metric whose best checkpoint the run keeps, if it does."""
-        found = [
-            each.values.get(self.record.get("best"), math.nan) for each in self.reports
-        ]
+        name = str(self.record.get("best"))
+        found = [each.values.get(name, math.nan) for each in self.reports]
         choose = min if self.record.get("mode") == "min" else max
         return choose(filter(math.isfinite, found), default=None)
 

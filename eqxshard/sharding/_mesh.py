@@ -115,8 +115,18 @@ def batch_sharding(mesh: Mesh, *, stacked: bool = False) -> NamedSharding:
     return NamedSharding(mesh, rows)
 
 
+def check_is_mesh(mesh: Any) -> None:
+    """Raise `TypeError` for text, or whatever else is no mesh."""
+    if not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"mesh={mesh!r} is not a mesh; make it with eqxshard.make_mesh, or from text "
+            "with eqxshard.run.mesh_from_text."
+        )
+
+
 def check_mesh(mesh: Mesh) -> None:
-    """Raise `ValueError` unless the mesh was made by `make_mesh`."""
+    """Raise unless the mesh was made by `make_mesh`."""
+    check_is_mesh(mesh)
     if mesh.axis_names != AXES or set(mesh.axis_types) != {AxisType.Auto}:
         raise ValueError(
             f"the mesh has the axes {mesh.axis_names} of types {mesh.axis_types}; make it "

@@ -146,8 +146,8 @@ def check_scalars(
             if used and entry not in used and has_entry(batch, entry):
                 raise ValueError(
                     f"{name} is one number for the batch and ignores its {entry!r}; return "
-                    "one value per example, or make the loader with remainder='drop' if "
-                    "the weights are those of padding."
+                    "one value per example; or, of a loss alone, leave the padded rows out "
+                    "with remainder='drop'."
                 )
     return found
 

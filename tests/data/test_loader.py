@@ -88,6 +88,7 @@ def test_an_invalid_state_is_an_error(state, unannotated):
         ({"source": numbers(0)}, ValueError, "an epoch has no examples"),
         ({"batch_size": 16.0}, TypeError, "'float' object cannot be interpreted as an int"),
         ({"source": {"x": np.zeros(3)}}, TypeError, "a dict is not a source; give"),
+        ({"mesh": "data=8"}, TypeError, "mesh='data=8' is not a mesh; make it with"),
     ],
 )
 def test_invalid_options_are_errors(options, error, says, unannotated):

@@ -148,7 +148,7 @@ def test_steps_replace_the_epochs_of_a_script():
 # Signals
 
 LONG = ["--epochs", 100_000, "--seconds-per-step", 0.02, "--devices", 2]
-STOPPED = "stopped; everything logged and saved so far is kept: --resume continues."
+STOPPED = "stopped; what is saved is kept, and --resume continues it."
 
 
 def start(folder, *options):

@@ -90,3 +90,17 @@ def test_an_error_of_this_library_is_left_as_it_is():
     with pytest.raises(ValueError, match="one number for the batch") as caught:
         eqxshard.make_train_step(weighted, optim)(state, batch)
     assert not any("batch was" in note for note in getattr(caught.value, "__notes__", []))
+
+
+def two_arguments(model, batch):
+    return loss_fn(model, batch)
+
+
+def test_the_arguments_of_a_loss_function_are_named():
+    optim = optax.sgd(0.1)
+    mesh, rule = eqxshard.make_mesh(), eqxshard.replicate()
+    state = eqxshard.init_state(Model, optim, key=jax.random.key(0), mesh=mesh, rule=rule)
+    batch = {"image": jnp.ones((8, 4)), "label": CLASSES}
+    with pytest.raises(TypeError, match="positional argument") as caught:
+        eqxshard.make_train_step(two_arguments, optim)(state, batch)
+    assert any("takes (model, batch, key)" in note for note in caught.value.__notes__)
