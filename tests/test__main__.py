@@ -93,6 +93,7 @@ def command(monkeypatch, capsys, tmp_path):
 
 
 @pytest.mark.usefixtures("as_scripts_run")
+@pytest.mark.slow
 def test_a_plan_of_a_script_is_printed_and_written(command, script, tmp_path):
     words = ["plan", script(), "--size", "wide", "--devices", "4", "--backend=cpu"]
     status, out, err = command(*words, "--device", "h100", "--json", "plan.json")

@@ -103,6 +103,7 @@ def wait_for_step(folder, step):
 
 
 @pytest.mark.versions
+@pytest.mark.slow
 def test_two_processes_are_one_run(tmp_path):
     status, out = run(tmp_path / "run", processes=2, devices=1)
     assert status == 0, out

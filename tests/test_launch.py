@@ -114,6 +114,7 @@ time.sleep(60)
     assert out == "[0] asked to stop\n" and err == ""
 
 
+@pytest.mark.slow
 def test_signals_that_are_ignored_stay_ignored(script):
     """As under nohup, or in the background of a shell."""
     body = """
@@ -146,6 +147,7 @@ while True:
     assert process.returncode == 137
 
 
+@pytest.mark.slow
 def test_when_it_is_killed_its_processes_end(script, tmp_path):
     body = """
 def handle(*_):

@@ -49,6 +49,7 @@ def exit_on_errors(*, whole_traceback: bool = False) -> Iterator[None]:
 
     - `whole_traceback`: show the whole traceback of any error.
     """
+    filtering = jax.config.values["jax_traceback_filtering"]
     if whole_traceback:
         jax.config.update("jax_traceback_filtering", "off")
     try:
@@ -66,6 +67,8 @@ def exit_on_errors(*, whole_traceback: bool = False) -> Iterator[None]:
         else:
             _print_users_part(error)
         exit_process(2 if on_purpose else 1)
+    finally:
+        jax.config.update("jax_traceback_filtering", filtering)
 
 
 def _is_on_purpose(error: Exception) -> bool:

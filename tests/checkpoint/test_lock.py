@@ -126,6 +126,7 @@ def test_a_child_does_not_keep_the_lock_of_its_parent(tmp_path):
         os.close(pipe[1])
 
 
+@pytest.mark.slow
 def test_the_lock_of_a_host_that_died_is_waited_for(tmp_path, monkeypatch, caplog):
     with other_program(tmp_path / "run") as process:
         # A file server keeps it a while.

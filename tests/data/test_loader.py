@@ -1,11 +1,14 @@
 import json
 from contextlib import closing
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loader_helpers import MESHES, loader_of, numbers, read, rows
+
+import eqxshard
 
 # The position
 
@@ -88,12 +91,17 @@ def test_an_invalid_state_is_an_error(state, unannotated):
         ({"source": numbers(0)}, ValueError, "an epoch has no examples"),
         ({"batch_size": 16.0}, TypeError, "'float' object cannot be interpreted as an int"),
         ({"source": {"x": np.zeros(3)}}, TypeError, "a dict is not a source; give"),
-        ({"mesh": "data=8"}, TypeError, "mesh='data=8' is not a mesh; make it with"),
     ],
 )
 def test_invalid_options_are_errors(options, error, says, unannotated):
     with pytest.raises(error, match=says):
         loader_of(**{"source": numbers(10)} | options)
+
+
+def test_a_mesh_is_not_text(unannotated):
+    mesh: Any = "data=8"
+    with pytest.raises(TypeError, match="mesh='data=8' is not a mesh; make it with"):
+        eqxshard.Loader(numbers(10), batch_size=8, mesh=mesh)
 
 
 def test_seeking_before_the_start_is_an_error():

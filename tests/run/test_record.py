@@ -133,6 +133,7 @@ def test_what_is_logged_is_kept_once(folder, caplog):
     assert "early 1" in caplog.text
 
 
+@pytest.mark.slow
 def test_where_nobody_else_shows_them_they_are_shown():
     """In a process without pytest, whose handlers would."""
     code = """if True:

@@ -245,6 +245,7 @@ def two_models(**options):
     } | options
 
 
+@pytest.mark.slow
 def test_several_models_train_by_a_step_of_ones_own_and_resume(tmp_path):
     whole = train(tmp_path / "whole", **two_models())
     assert {name: int(state.step) for name, state in whole.state.items()} == {

@@ -100,6 +100,7 @@ def test_loops_have_convolutions_only_as_xla_has_a_kernel_for():
     assert set(CONVOLUTION.findall(str(text))) == {"b01f_01io->b01f", "b0f_0io->b0f"}
 
 
+@pytest.mark.slow
 def test_convolutions_in_conditions_loops_and_checkpoints_are_found():
     def loss_fn(model, batch, key):
         def both(x):
