@@ -3,7 +3,7 @@
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -191,12 +191,56 @@ class Module:
             return 1
         if trips := _TRIPS.search(caller.attributes):
             return int(trips[1])
-        # Text that the compiler has not annotated yet says it only by the condition: the
-        # loops of `lax.scan` count from 0 to a constant.
-        condition = self.computations.get(dict(caller.called()).get("condition", ""), ())
-        bounds = self.operands(condition[-1]) if condition else []
-        is_counter = "direction=LT" in condition[-1].attributes if condition else False
-        return _integer(bounds[1]) if is_counter and len(bounds) == 2 else None
+        return self._trips_of_condition(caller)
+
+    def _trips_of_condition(self, loop: Instruction) -> int | None:
+        """From the constants of a loop that counts up, as those of `lax.scan` do."""
+        called = dict(loop.called())
+        condition = self.computations.get(called.get("condition", ""), ())
+        body = self.computations.get(called.get("body", ""), ())
+        compare = self._seen(condition[-1:])
+        tuples = [self._seen(self.operands(loop)[:1]), self._seen(body[-1:])]
+        if compare is None or "direction=LT" not in compare.attributes:
+            return None
+        sides = [self._seen([x]) for x in self._outer_operands(compare)]
+        counter = sides[0] if len(sides) == 2 else None
+        if counter is None or counter.opcode != "get-tuple-element":
+            return None
+        bound, index = sides[1], int(counter.attribute("index") or 0)
+        # What the counter is at first, and after an iteration.
+        first, after = (
+            None if x is None else self._seen(self.operands(x)[index : index + 1])
+            for x in tuples
+        )
+        if after is None or after.opcode != "add":
+            return None
+        start, stop = _integer(first), _integer(bound)
+        steps = [_integer(self._seen([x])) for x in self._outer_operands(after)]
+        step = next(filter(None, steps), None)
+        if start is None or stop is None or step is None:
+            return None
+        return max(-((start - stop) // step), 0)
+
+    def _seen(self, instructions: Sequence[Instruction]) -> Instruction | None:
+        """The one instruction, or what it is another form of."""
+        found = instructions[0] if instructions else None
+        while found is not None and found.opcode in (*VIEWS, "fusion"):
+            if found.opcode != "fusion":
+                instructions = self.operands(found)
+            else:
+                instructions = self.computations.get(dict(found.called())["calls"], ())[-1:]
+            found = instructions[0] if instructions else None
+        return found
+
+    def _outer_operands(self, instruction: Instruction) -> list[Instruction]:
+        """What an instruction takes; in a fusion, what the fusion takes."""
+        callers = self.callers.get(instruction.computation, ())
+        fusions = [caller for caller in callers if caller.opcode == "fusion"]
+        outer = self.operands(fusions[0]) if fusions else []
+        return [
+            outer[int(x.content)] if outer and x.opcode == "parameter" else x
+            for x in self.operands(instruction)
+        ]
 
     def stack(self, instruction: Instruction) -> Iterator[Frame]:
         """The places in the code that an instruction is from, innermost first."""
@@ -208,11 +252,12 @@ class Module:
             yield frame
 
 
-def _integer(instruction: Instruction) -> int | None:
+def _integer(instruction: Instruction | None) -> int | None:
     """The value of a constant that is one integer."""
+    if instruction is None or instruction.opcode != "constant":
+        return None
     is_integer = re.match(r"\s*[su]\d+\[\]", instruction.type)
-    is_constant = instruction.opcode == "constant"
-    return int(instruction.content) if is_constant and is_integer else None
+    return int(instruction.content) if is_integer else None
 
 
 def parse_module(text: str) -> Module:

@@ -33,6 +33,24 @@ def test_the_body_of_a_loop_runs_as_often_as_the_loop():
 
 
 @pytest.mark.versions
+@pytest.mark.parametrize(
+    ("start", "stop", "step"), [(0, 7, 1), (3, 11, 2), (3, 12, 2), (-2, 5, 3), (9, 7, 1)]
+)
+def test_loops_may_start_anywhere_and_take_any_steps(start, stop, step):
+    def count(x):
+        def body(carry):
+            return carry[0] + step, carry[1] @ carry[1]
+
+        return jax.lax.while_loop(lambda c: c[0] < stop, body, (start, x))[1]
+
+    text = jax.jit(count).lower(X).compile().as_text() or ""
+    for shown in (text, text.replace("known_trip_count", "other")):
+        counts = list(products(parse_module(shown)).values())
+        # What never runs may be gone.
+        assert counts == [len(range(start, stop, step))] or (start > stop and not counts)
+
+
+@pytest.mark.versions
 def test_loops_of_unknown_length_have_no_count():
     def grow(x):
         return jax.lax.while_loop(lambda x: jnp.sum(x) < 9.0, lambda x: x @ x, x)
@@ -112,18 +130,48 @@ def test_parts_of_an_instruction():
 def test_without_annotations_a_loop_of_scan_says_its_length_by_its_condition():
     text = (
         "%body (p: (s32[], f32[])) -> (s32[], f32[]) {\n"
-        "  ROOT %p = (s32[], f32[]) parameter(0)\n"
+        "  %p = (s32[], f32[]) parameter(0)\n"
+        "  %one = s32[] constant(1)\n"
+        "  %next = s32[] add(%p#0, %one)\n"
+        "  ROOT %out = (s32[], f32[]) tuple(%next, %p#1)\n"
         "}\n"
         "%condition (q: (s32[], f32[])) -> pred[] {\n"
         "  %q = (s32[], f32[]) parameter(0)\n"
         "  %last = s32[] constant(9)\n"
         "  ROOT %less = pred[] compare(%q#0, %last), direction=LT\n"
         "}\n"
-        "ENTRY %main (x: (s32[], f32[])) -> (s32[], f32[]) {\n"
-        "  %x = (s32[], f32[]) parameter(0)\n"
-        "  ROOT %loop = (s32[], f32[]) while(%x), condition=%condition, body=%body\n"
+        "ENTRY %main (x: f32[]) -> (s32[], f32[]) {\n"
+        "  %x = f32[] parameter(0)\n"
+        "  %zero = s32[] constant(0)\n"
+        "  %first = (s32[], f32[]) tuple(%zero, %x)\n"
+        "  ROOT %loop = (s32[], f32[]) while(%first), condition=%condition, body=%body\n"
         "}\n"
     )
     assert parse_module(text).runs("body") == (9, True)
     unknown = parse_module(text.replace("constant(9)", "negate(%q#0)"))
     assert unknown.runs("body") == (None, True)
+
+
+def test_counters_that_are_written_with_a_number_sign():
+    module = parse_module(
+        "%body (p: (s32[], f32[])) -> (s32[], f32[]) {\n"
+        "  %p = (s32[], f32[]) parameter(0)\n"
+        "  %two = s32[] constant(2)\n"
+        "  %next = s32[] add(%p#0, %two)\n"
+        "  ROOT %out = (s32[], f32[]) tuple(%next, %p#1)\n"
+        "}\n"
+        "%condition (q: (s32[], f32[])) -> pred[] {\n"
+        "  %q = (s32[], f32[]) parameter(0)\n"
+        "  %last = s32[] constant(9)\n"
+        "  ROOT %less = pred[] compare(%q#0, %last), direction=LT\n"
+        "}\n"
+        "ENTRY %main (x: f32[]) -> (s32[], f32[]) {\n"
+        "  %x = f32[] parameter(0)\n"
+        "  %one = s32[] constant(1)\n"
+        "  %start = s32[] copy(%one)\n"
+        "  %first = (s32[], f32[]) tuple(%start, %x)\n"
+        "  ROOT %loop = (s32[], f32[]) while(%first), condition=%condition, body=%body\n"
+        "}\n"
+    )
+    (loop,) = [x for x in module.instructions() if x.opcode == "while"]
+    assert module.trips(loop) == 4 == module.runs("body")[0]

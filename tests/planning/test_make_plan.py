@@ -109,7 +109,7 @@ def test_the_time_is_what_links_and_arithmetic_take(plan):
 
 
 @pytest.mark.usefixtures("as_scripts_run")
-@pytest.mark.parametrize("name", graded(MESHES, slow=["data x fsdp x tensor"]))
+@pytest.mark.parametrize("name", graded(MESHES, slow=["data x fsdp x tensor", "context"]))
 def test_communication_of_a_language_model_is_what_theory_counts(name):
     plan = plan_gpt(MESHES[name], backend="cpu")
     assert traffic(plan) == pytest.approx(theory(MESHES[name]), rel=0.05)
