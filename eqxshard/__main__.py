@@ -33,9 +33,8 @@ def main(args: Sequence[str] | None = None) -> int:
         commands,
         "doctor",
         doctor,
-        "Print versions, devices, links, folders and limits of this machine, what is wrong "
-        "with them, and the command that mends it. The exit status is 1 if something is "
-        "wrong.",
+        "Print versions, devices and disks of this machine, what is wrong with them, and "
+        "the command that mends it. The exit status is 1 if something is wrong.",
     )
     options, others = parser.parse_known_args(args)
     if others and options.run not in (_plan, _search):
@@ -57,7 +56,7 @@ def _run(options: argparse.Namespace, others: Sequence[str]) -> None:
 
     # The accelerators of this machine are not needed.
     jax.config.update("jax_platforms", "cpu")
-    with exit_on_errors():
+    with exit_on_errors(whole_traceback=options.traceback):
         options.run(options, others)
 
 
@@ -67,6 +66,9 @@ def _add(
     """Add a command, and the text of its help."""
     parser = commands.add_parser(name, allow_abbrev=False, help=text, description=text)
     parser.set_defaults(run=run)
+    parser.add_argument(
+        "--traceback", action="store_true", help="at an error, show the whole traceback"
+    )
     return parser
 
 

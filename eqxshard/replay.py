@@ -14,7 +14,7 @@ from .checkpoint._folder import folder_path
 from .debug._crash_dump import read_crash_dump
 from .debug._replay import replay
 from .debug._script import import_script
-from .run._cli import exit_on_errors
+from .run._errors import exit_on_errors
 
 
 def main() -> int:
@@ -34,8 +34,11 @@ def main() -> int:
     parser.add_argument(
         "--loss", metavar="NAME", help="the script's loss function (default: loss_fn)"
     )
+    parser.add_argument(
+        "--traceback", action="store_true", help="at an error, show the whole traceback"
+    )
     args = parser.parse_args()
-    with exit_on_errors():
+    with exit_on_errors(whole_traceback=args.traceback):
         script = import_script(args.script)
         make_model = _function(script, args.model, "--model", "makes the model from a key")
         dump = read_crash_dump(folder_path(args.folder), make_model)

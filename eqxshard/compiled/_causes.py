@@ -10,9 +10,10 @@ from ..sharding._mesh import BATCH_AXES
 from ._communication import Operation
 from ._hlo import VIEWS, Frame, Instruction, Module
 
-_OURS = str(Path(__file__).parent.parent)
+_OURS = os.path.join(Path(__file__).parent.parent, "")
 _STEP = str(Path(_OURS, "training", "_jit.py"))
-_LIBRARIES = ("site-packages", "dist-packages", f"{Path(os.__file__).parent}")
+_PYTHONS = os.path.join(Path(os.__file__).parent, "")
+_INSTALLED = tuple(f"{os.sep}{name}-packages{os.sep}" for name in ("site", "dist"))
 
 #: Instructions that have the values of their first operand, or a part of them.
 _VIEWS = (*VIEWS, "dynamic-slice", "slice", "copy-start")
@@ -172,11 +173,24 @@ def user_frame(stack: Iterable[Frame]) -> Frame | None:
     for frame in stack:
         if frame.file == _STEP:
             return None  # What follows is the line that calls the step.
-        ours = frame.file.startswith(_OURS)
-        known = frame.file and not frame.file.startswith("<")
-        if known and not ours and not any(part in frame.file for part in _LIBRARIES):
+        if is_users(frame.file):
             return frame
     return None
+
+
+def is_ours(file: str) -> bool:
+    """Whether a file of source code is this library's."""
+    return file.startswith(_OURS)
+
+
+def is_users(file: str) -> bool:
+    """Whether a file of source code is neither this library's, nor Python's or another's.
+
+    Files such as `<string>`, which libraries make up, are not.
+    """
+    if not file or file.startswith(("<", _OURS, _PYTHONS)):
+        return False
+    return not any(folder in file for folder in _INSTALLED)
 
 
 def _plain(dims: tuple[int, ...]) -> list[int]:

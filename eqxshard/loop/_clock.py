@@ -75,11 +75,7 @@ class Clock:
         outer = self.now
         self.now = Phase(part, what, self._count())
         try:
-            if part == "compile":
-                with announced("compiling the train step"):
-                    yield
-            else:
-                yield
+            yield
         finally:
             self.now = outer._replace(since=self._count())
 

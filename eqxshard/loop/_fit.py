@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from typing import Any, Literal, TypeVar
 
 from jaxtyping import PyTree
@@ -16,7 +16,7 @@ from ..training._states import map_models, step_of
 from ..training._train_step import TrainStep
 from ._batches import Batches, check_loader, dispatches_of, steps_per_epoch
 from ._callbacks import Callback, CallbackList, check_callbacks
-from ._clock import Clock, describe_time, watch
+from ._clock import Clock, announced, describe_time, watch
 from ._ends import announce_stop, give_up, rescue, save
 from ._loop import Loop
 from ._report import Report, tell
@@ -180,7 +180,8 @@ def fit(
             with clock.phase("device", f"the steps before step {step}"):
                 in_flight.make_room()
             is_first = loop.step == loop.first
-            with clock.phase("compile" if is_first else "dispatch", f"step {step}"):
+            saying = announced("compiling the train step") if is_first else nullcontext()
+            with saying, clock.phase("compile" if is_first else "dispatch", f"step {step}"):
                 extras = () if loop.extra is None else (loop.extra,)
                 loop.state, loop.taken = take_steps(loop.state, batch, *extras)
                 loop.step = step

@@ -10,9 +10,8 @@ import optax
 from jaxtyping import PyTree
 
 from ..sharding._files import local_path
-from ..sharding._mesh import AXES, resolve_sizes
+from ..sharding._mesh import AXES, no_such_axis, resolve_sizes
 from ..sharding._rule import Rule
-from ..sharding._text import comma_list, did_you_mean
 from ..training._config import Nonfinite, check_optim
 from ..training._precision import Precision
 from ._backends import check_whole_hosts, find_backend
@@ -158,10 +157,7 @@ def _mesh_sizes(asked: Mapping[str, int], devices: int | None) -> dict[str, int]
     """The size of each axis of the mesh."""
     for axis in asked:
         if axis not in AXES:
-            raise ValueError(
-                f"there is no mesh axis {axis!r}; {did_you_mean(axis, AXES)}the axes are "
-                f"{comma_list(AXES)}."
-            )
+            raise ValueError(no_such_axis(axis))
     if devices is None and -1 in asked.values():
         raise ValueError(
             "an axis of mesh_shape is -1, which takes the devices that are left; give "

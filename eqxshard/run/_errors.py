@@ -3,21 +3,17 @@
 import contextlib
 import dis
 import sys
-import sysconfig
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
 
 import jax
 
 from .._parser import is_stdout_closed
+from ..compiled._causes import is_ours, is_users
 from ..distributed import exit_process
 from ..planning._process import ELSEWHERE
 
-_PACKAGE = str(Path(__file__).parents[1])
-_FOLDERS = ("stdlib", "platstdlib", "purelib", "platlib")
-_NOT_USERS = (_PACKAGE, "<frozen ", *(sysconfig.get_path(name) for name in _FOLDERS))
 _JAX_HIDES = "JAX has removed its internal frames"
 
 
@@ -79,11 +75,11 @@ def _is_on_purpose(error: Exception) -> bool:
     steps = [*_walk(error.__traceback__)]
     if isinstance(error, OSError):
         # It may come from deep in Python; who asked for the file is to blame.
-        last = next(filter(_is_ours_or_users, reversed(steps)), steps[-1])
-        return _file(last).startswith(_PACKAGE)
+        files = [_file(step) for step in steps]
+        return is_ours(next((x for x in reversed(files) if is_ours(x) or is_users(x)), ""))
     if not isinstance(error, ValueError | FloatingPointError):
         return False
-    return _file(steps[-1]).startswith(_PACKAGE) and _raises(steps[-1])
+    return is_ours(_file(steps[-1])) and _raises(steps[-1])
 
 
 def _traceback_elsewhere(error: Exception) -> str | None:
@@ -97,10 +93,6 @@ def _walk(step: TracebackType | None) -> Iterator[TracebackType]:
     while step is not None:
         yield step
         step = step.tb_next
-
-
-def _is_ours_or_users(step: TracebackType) -> bool:
-    return _file(step).startswith(_PACKAGE) or not _file(step).startswith(_NOT_USERS)
 
 
 def _file(step: TracebackType) -> str:
@@ -118,13 +110,15 @@ def _print_users_part(error: Exception) -> None:
     """Print a traceback of what is neither installed, nor of this library."""
     report = traceback.TracebackException.from_exception(error)
     shown: traceback.TracebackException | None = report
+    is_whole = True
     while shown is not None:
-        own = [each for each in shown.stack if not each.filename.startswith(_NOT_USERS)]
-        if own:
-            shown.stack = traceback.StackSummary.from_list(own)
+        own = [each for each in shown.stack if is_users(each.filename)]
+        if own and len(own) < len(shown.stack):
+            shown.stack, is_whole = traceback.StackSummary.from_list(own), False
         # What JAX says of frames that it hides is true of all that is installed.
         notes = getattr(shown, "__notes__", None) or []
         shown.__notes__ = [note for note in notes if _JAX_HIDES not in note]
         shown = shown.__cause__ or shown.__context__
     print(*report.format(), sep="", end="", file=sys.stderr)
-    print("Only your own code is shown; --traceback shows the rest.", file=sys.stderr)
+    if not is_whole:
+        print("Only your own code is shown; --traceback shows the rest.", file=sys.stderr)

@@ -130,7 +130,7 @@ class RunRecord:
 def _comparable(record: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a run, its devices and mesh, and versions; none without a record."""
     try:
-        found = flatten_settings({**record["settings"], **record["versions"]})
+        found = {**record["settings"], **record["versions"]}
         devices = record["devices"]
         found["devices"] = f"{devices['count']} x {devices['kind']}"
         found["mesh"] = format_mesh(record["mesh"])
@@ -145,30 +145,28 @@ def hearing_warnings(keep: Callable[[str, str], None]) -> Iterator[None]:
 
     All are shown as they would be without it.
     """
-    show, make_record = warnings.showwarning, logging.getLogRecordFactory()
+    show, call_handlers = warnings.showwarning, logging.Logger.callHandlers
 
     def show_and_keep(message: Any, category: Any, *args: Any, **kwargs: Any) -> None:
         keep(category.__name__, str(message))
         show(message, category, *args, **kwargs)
 
-    def make_and_keep(*args: Any, **kwargs: Any) -> logging.LogRecord:
-        record = make_record(*args, **kwargs)
-        # Before the filters of loggers, which drop what nobody is to see.
-        if record.levelno >= logging.WARNING and logging.getLogger(record.name).filter(
-            record
-        ):
+    # It gets what the filters of a logger have let through.
+    def call_and_keep(logger: logging.Logger, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING:
             # A malformed call must not raise into its caller; those that show it say so.
             with contextlib.suppress(Exception):
                 keep(record.name, record.getMessage())
-        return record
+        call_handlers(logger, record)
 
     warnings.showwarning = show_and_keep
-    logging.setLogRecordFactory(make_and_keep)
+    logging.Logger.callHandlers = call_and_keep  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
-        logging.setLogRecordFactory(make_record)
         # Unless somebody else listens by now, too, who would be cut off.
+        if logging.Logger.callHandlers is call_and_keep:
+            logging.Logger.callHandlers = call_handlers
         if warnings.showwarning is show_and_keep:
             warnings.showwarning = show
 

@@ -281,10 +281,10 @@ def train(
             hang_seconds=config.hang_seconds,
         )
         if is_main_process() and not summary:
-            own = ("data", "parameters", "settings", "versions")
+            kept = ("data", "parameters", "settings", "versions")
             summary = {
                 **summarize(RecordedRun(folder), len(loader), data.examples, data.unit),
-                **{name: facts[name] for name in own},
+                **{name: facts[name] for name in kept},
                 "devices": describe_mesh(mesh),
             }
             folder.write_summary(summary)

@@ -68,10 +68,7 @@ def make_mesh(
         ```
     """
     for axis in unknown:
-        raise TypeError(
-            f"there is no mesh axis {axis!r}; {did_you_mean(axis, AXES)}the axes are "
-            f"{comma_list(AXES)}."
-        )
+        raise TypeError(no_such_axis(axis))
     if data is None:
         data = 1 if -1 in (fsdp, tensor, context, expert, stage) else -1
     devices = list(jax.devices() if devices is None else devices)
@@ -97,6 +94,12 @@ def make_mesh(
         process_is_granule=_granule(devices, dcn) == "process_index",
     )
     return Mesh(grid, AXES, axis_types=auto)
+
+
+def no_such_axis(axis: str) -> str:
+    """What to say of an axis that no mesh has."""
+    hint = did_you_mean(axis, AXES)
+    return f"there is no mesh axis {axis!r}; {hint}the axes are {comma_list(AXES)}."
 
 
 def batch_sharding(mesh: Mesh, *, stacked: bool = False) -> NamedSharding:

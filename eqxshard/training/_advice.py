@@ -26,9 +26,10 @@ def add_advice(error: Exception, batch: PyTree) -> None:
     - `batch`: what the function got.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][1:]
-    if isinstance(error, TypeError) and "positional argument" in str(error):
-        error.add_note("loss_fn takes (model, batch, key), and metric_fn (model, batch).")
     if not frames or frames[-1].f_globals.get("__name__", "").startswith("eqxshard."):
+        if isinstance(error, TypeError) and "positional argument" in str(error):
+            words = "loss_fn takes (model, batch, key), and metric_fn (model, batch)."
+            error.add_note(words)
         return
     entries = (f"{name} {format_array(leaf)}" for name, leaf in array_leaves(batch))
     error.add_note(f"The batch was: {comma_list(entries)}.")

@@ -10,7 +10,7 @@ import pytest
 from loop_helpers import Recorder, fresh, make_loader
 
 import eqxshard
-from eqxshard.loop._clock import Clock, describe_time, goodput
+from eqxshard.loop._clock import Clock, announced, describe_time, goodput
 
 PARTS = ["data", "dispatch", "device", "compile", "evaluation", "checkpoint"]
 PARTS += ["callbacks", "log", "other"]
@@ -53,7 +53,7 @@ def test_each_moment_counts_for_one_part(now):
 def test_a_terminal_says_that_a_step_compiles(now, terminal, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
-    with Clock().phase("compile", "step 1"):
+    with announced("compiling the train step"):
         begun = capsys.readouterr().err
         now[0] += 9
     said = ("compiling the train step ... ", "9.0 s\n") if terminal else ("", "")

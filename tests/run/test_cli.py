@@ -1,16 +1,20 @@
 """What a script prints, and the status that it ends with."""
 
 import dataclasses
+import logging
 import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import optax
 import pytest
 from process_helpers import read_until, started
 from run_helpers import SCRIPT, assert_refused, environment, read_lines
 
 import eqxshard
+from eqxshard.compiled._causes import is_users
 from eqxshard.run._cli import _parse
 
 sys.path.insert(0, str(SCRIPT.parent))
@@ -104,6 +108,19 @@ def test_a_bug_shows_the_users_own_code(script, fail):
     assert frames[-1][1] == function
     assert f"\n{line}" in err and "JAX has removed" not in err
     assert err.endswith("Only your own code is shown; --traceback shows the rest.\n")
+
+
+def test_a_script_beside_the_library_is_the_users():
+    """Its path may begin like that of the library."""
+    folder = str(Path(eqxshard.__file__).parent)
+    for file, expected in (
+        (f"{folder}_scripts/train.py", True),
+        (f"{folder}/run/_cli.py", False),
+        (logging.__file__, False),
+        (optax.__file__, False),
+        ("<string>", False),
+    ):
+        assert is_users(file) == expected, file
 
 
 def test_traceback_shows_all(script):

@@ -16,6 +16,7 @@ from eqxshard.run._record import (
     RunRecord,
     describe_devices,
     flatten_settings,
+    hearing_warnings,
     versions,
 )
 
@@ -131,6 +132,26 @@ def test_what_is_logged_is_kept_once(folder, caplog):
     found = [(line["source"], line["text"]) for line in lines(folder)]
     assert found == [("jax.x", "early 1"), ("jax.x", "late")]
     assert "early 1" in caplog.text
+
+
+def test_filters_of_loggers_see_a_record_once(caplog):
+    """Such as one that lets each text pass once."""
+    seen, kept = [], []
+
+    def once(record):
+        seen.append(record.getMessage())
+        return seen.count(record.getMessage()) == 1
+
+    logger = logging.getLogger("mine")
+    logger.addFilter(once)
+    try:
+        with hearing_warnings(lambda source, text: kept.append(text)):
+            for text in ("one", "two", "one"):
+                logger.warning(text)
+    finally:
+        logger.removeFilter(once)
+    assert kept == ["one", "two"]
+    assert [record.getMessage() for record in caplog.records] == ["one", "two"]
 
 
 @pytest.mark.slow

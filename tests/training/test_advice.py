@@ -104,3 +104,19 @@ def test_the_arguments_of_a_loss_function_are_named():
     with pytest.raises(TypeError, match="positional argument") as caught:
         eqxshard.make_train_step(two_arguments, optim)(state, batch)
     assert any("takes (model, batch, key)" in note for note in caught.value.__notes__)
+
+
+def test_a_call_of_the_users_own_gets_no_advice_on_arguments():
+    def helper(x):
+        return x
+
+    def mistaken(model, batch, key):
+        return helper(batch, key)  # pyright: ignore[reportCallIssue]
+
+    optim = optax.sgd(0.1)
+    mesh, rule = eqxshard.make_mesh(), eqxshard.replicate()
+    state = eqxshard.init_state(Model, optim, key=jax.random.key(0), mesh=mesh, rule=rule)
+    batch = {"image": jnp.ones((8, 4)), "label": CLASSES}
+    with pytest.raises(TypeError, match="positional argument") as caught:
+        eqxshard.make_train_step(mistaken, optim)(state, batch)
+    assert not any("takes (model" in note for note in caught.value.__notes__)
