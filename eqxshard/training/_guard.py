@@ -55,7 +55,13 @@ def guard_update(
     def compute() -> PyTree:
         # Without tracing the optimizer again.
         flat = core.jaxpr_as_fun(jaxpr)()
-        return jax.tree.unflatten(jax.tree.structure(shapes), flat)
+        # What an optimizer sets to a constant comes out as a number of NumPy's.
+        types = [aval.dtype for aval in jaxpr.out_avals]
+        arrays = [
+            x if isinstance(x, jax.Array) else jnp.asarray(x, dtype)
+            for x, dtype in zip(flat, types, strict=True)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
 
     new = compute()
     *_, model_state = arrays

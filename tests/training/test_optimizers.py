@@ -97,8 +97,8 @@ WRAPPED: dict[str, optax.GradientTransformation] = {
 }
 OPTIMS = {k: v for k, v in ALIASES.items() if k not in LEFT_OUT} | WRAPPED
 QUICK = ("adam", "multi_transform", "sam")
-#: Of each kind of state: none, factored, counted, projected, with copies of parameters.
-SLOW = ("sgd", "adafactor", "muon", "MultiSteps", "lbfgs without line search")
+#: Of each kind of state: none, factored, counted, projected, with copies, with constants.
+SLOW = ("sgd", "adafactor", "muon", "MultiSteps", "lbfgs without line search", "dog")
 
 
 def plain(optim, steps):
