@@ -51,6 +51,7 @@ from .sharding._leaf_rules import zero1 as zero1
 from .sharding._mesh import batch_sharding as batch_sharding
 from .sharding._mesh import describe_mesh as describe_mesh
 from .sharding._mesh import make_mesh as make_mesh
+from .sharding._mesh import name_batch_axes as name_batch_axes
 from .sharding._placement import constrain as constrain
 from .sharding._placement import filter_shard as filter_shard
 from .sharding._placement import shardings as shardings
@@ -69,6 +70,8 @@ from .training._scan_layers import scan_layers as scan_layers
 from .training._state import TrainState as TrainState
 from .training._train_step import TrainStep as TrainStep
 from .training._train_step import make_train_step as make_train_step
+from .training._typecheck import TypeReport as TypeReport
+from .training._typecheck import typecheck as typecheck
 from .transforms._filter_jit import filter_jit as filter_jit
 from .transforms._shard_map import filter_shard_map as filter_shard_map
 

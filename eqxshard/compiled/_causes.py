@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from ..sharding._mesh import BATCH_AXES
+from ..sharding._mesh import batch_axes
 from ._communication import Operation
 from ._hlo import VIEWS, Frame, Instruction, Module
 
@@ -72,7 +72,7 @@ class Causes:
                     gathered.add(self._arguments[int(found[1])])
         reduces = operation.kind in ("all-reduce", "reduce-scatter")
         axes = operation.axes(self._sizes) or ()
-        if gathered or not reduces or {*BATCH_AXES}.isdisjoint(axes):
+        if gathered or not reduces or {*batch_axes(self._sizes)}.isdisjoint(axes):
             return tuple(sorted(gathered))
         reduced = set[str]()
         for dims in self._joined(operation):

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ..sharding._mesh import BATCH_AXES
+from ..sharding._mesh import batch_axes
 from ..sharding._spec import axes_of
 from ..sharding._text import comma_list
 from ._causes import Causes
@@ -68,7 +68,7 @@ class TextLint:
         self._model = {i: x for i, x in enumerate(arguments) if x.in_model}
         others = {*range(len(arguments))} - self._model.keys()
         self._other_arguments = {f"arrays[{number}]" for number in others}
-        self._batch_axes = {axis for axis in BATCH_AXES if sizes.get(axis, 1) > 1}
+        self._batch_axes = {axis for axis in batch_axes(sizes) if sizes[axis] > 1}
         paths = {number: each.path for number, each in self._model.items()}
         self._causes = Causes(module, sizes, paths, {})
         self._batch = batch
@@ -149,7 +149,8 @@ class TextLint:
     def _all_layers(self, operation: Operation, leaf: Argument) -> Iterator[Finding]:
         """Stacked layers that a loop takes one by one, gathered before it."""
         axes = [axis for entry in leaf.spec for axis in axes_of(entry)]
-        others = (self._sizes[axis] for axis in axes if axis not in BATCH_AXES)
+        of_batch = batch_axes(self._sizes)
+        others = (self._sizes[axis] for axis in axes if axis not in of_batch)
         used = math.prod(leaf.shape) // math.prod(others)
         # Stacked vectors cost little, and XLA may take them out of the loop.
         if leaf.shape not in self._scanned or len(leaf.shape) < 3 or leaf.shape[0] == 1:

@@ -12,12 +12,14 @@ from jaxtyping import Array, Bool, Float, Int
 from ..parallel import ring_attention
 from ..parallel._ring import CHUNK
 from ..parallel._ring_attention import check_shapes
+from ..sharding._explicit import on_auto_axes
 from ..sharding._placement import constrain
 from ..sharding._spec import check_axis
 from ..transforms._dtypes import accumulation_dtype
 from . import _cudnn
 
 
+@on_auto_axes(like="query")
 def attention(
     query: Float[Array, "batch seq heads head_dim"],
     key: Float[Array, "batch keys kv_heads head_dim"],

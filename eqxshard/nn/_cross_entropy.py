@@ -9,7 +9,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from ..sharding._mesh import BATCH_AXES, automatic_axes
+from ..sharding._explicit import on_auto_axes
+from ..sharding._mesh import automatic_axes, batch_axes
 from ..sharding._placement import constrain
 from ..transforms._dtypes import at_least_float32
 
@@ -18,6 +19,7 @@ _ANY = PartitionSpec.UNCONSTRAINED
 _KEPT = "logsumexp"
 
 
+@on_auto_axes(like="targets")
 def cross_entropy(
     hidden: Float[Array, "*batch seq embed"],
     weight: Float[Array, "vocab embed"],
@@ -76,7 +78,9 @@ def cross_entropy(
     # In 8 bits the indices of a longer vocabulary would wrap around.
     targets = targets.astype(jnp.int32)
     *batch, seq, _ = hidden.shape
-    devices, row_axes = _split(BATCH_AXES, math.prod(batch))
+    devices, row_axes = _split(
+        batch_axes(jax.sharding.get_abstract_mesh()), math.prod(batch)
+    )
     parts, part_axes = _split(("context",), seq)
     length = seq // parts
     if length <= chunk:

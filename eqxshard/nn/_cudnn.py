@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
-from ..sharding._mesh import BATCH_AXES, automatic_axes
+from ..sharding._mesh import automatic_axes, batch_axes
 from ..sharding._placement import constrain
 
 _ANY = PartitionSpec.UNCONSTRAINED
@@ -82,7 +82,7 @@ _within_per_device_code.defvjp(_forward, _backward)
 def _on_devices(fn: Callable[..., Any], *arrays: Array) -> Any:
     """Call a function per device over the axes over which the code around it is not."""
     mesh, (query, key, *_) = jax.sharding.get_abstract_mesh(), arrays
-    rows = automatic_axes(BATCH_AXES, len(query)) or None
+    rows = automatic_axes(batch_axes(mesh), len(query)) or None
     heads = automatic_axes(("tensor",), query.shape[2], key.shape[2]) or None
     spec = PartitionSpec(rows, None, heads)
     return jax.shard_map(

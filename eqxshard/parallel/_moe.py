@@ -20,8 +20,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, PyTree
 
+from ..sharding._explicit import on_auto_axes
 from ..sharding._leaves import array_leaves
-from ..sharding._mesh import BATCH_AXES, automatic_axes
+from ..sharding._mesh import automatic_axes, batch_axes
 from ..sharding._text import nearest_multiples
 from ..transforms._dtypes import at_least_float32
 from ..transforms._shard_map import filter_shard_map
@@ -48,6 +49,7 @@ class Mixture(NamedTuple):
     dropped: Float[Array, "*batch"]
 
 
+@on_auto_axes(like="x")
 def mixture_of_experts(
     experts: PyTree,
     x: Float[Array, "*batch tokens embed"],
@@ -161,7 +163,7 @@ def mixture_of_experts(
             mix_one = jax.vmap(mix_one)
         return mix_one(x, logits)
 
-    axes = automatic_axes(BATCH_AXES, len(x)) if x.ndim > 2 and parts == 1 else ()
+    axes = automatic_axes(batch_axes(mesh), len(x)) if x.ndim > 2 and parts == 1 else ()
     axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
     if not axes:
         return mix(experts, x, router_logits, Devices(size, parts, ()))

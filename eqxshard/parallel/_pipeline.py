@@ -18,15 +18,17 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
+from ..sharding._explicit import on_auto_axes
 from ..sharding._leaves import array_leaves, format_array, stacked_depth
-from ..sharding._mesh import BATCH_AXES
+from ..sharding._mesh import batch_axes
 from ..sharding._spec import format_sizes
 from ..transforms._shard_map import filter_shard_map
 
 
+@on_auto_axes(like="x")
 def pipeline(
     layers: PyTree,
     x: Float[Array, "batch ..."],
@@ -139,17 +141,16 @@ def split_axes(layers: int, batch: int, microbatches: int) -> tuple[int, tuple[s
     if microbatches < 1:
         raise ValueError(f"microbatches={microbatches} must be at least 1.")
     mesh = jax.sharding.get_abstract_mesh()
-    auto = [a for a, kind in zip(mesh.axis_names, mesh.axis_types) if kind is AxisType.Auto]
-    stages = mesh.shape["stage"] if "stage" in auto else 1
-    batch_axes = tuple(axis for axis in BATCH_AXES if axis in auto)
+    stages = mesh.shape["stage"] if "stage" in mesh.auto_axes else 1
+    rows = tuple(axis for axis in batch_axes(mesh) if axis in mesh.auto_axes)
     if stages == 1:
-        return stages, batch_axes
+        return stages, rows
     if layers % stages:
         raise ValueError(
             f"{layers} layers do not divide over stage={stages}; use a multiple of "
             f"{stages} layers, or a number of stages that divides {layers}."
         )
-    sizes = {axis: mesh.shape[axis] for axis in batch_axes}
+    sizes = {axis: mesh.shape[axis] for axis in rows}
     devices = math.prod(sizes.values())
     parts = devices * microbatches
     if batch % parts:
@@ -158,7 +159,7 @@ def split_axes(layers: int, batch: int, microbatches: int) -> tuple[int, tuple[s
             f"devices, each with microbatches={microbatches}; use a multiple of {parts} "
             "examples, or fewer microbatches."
         )
-    return stages, batch_axes
+    return stages, rows
 
 
 def to_next(stages: int) -> list[tuple[int, int]]:

@@ -87,7 +87,7 @@ def find_ring(name: str, axis: str) -> Ring:
     if mesh.empty:
         return Ring(None, axis, 1)
     check_axis(axis, mesh, name)
-    size = mesh.shape[axis]
+    size = mesh.shape.get(axis, 1)
     return Ring(None if size == 1 or axis in mesh.manual_axes else mesh, axis, size)
 
 

@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from ..sharding._explicit import on_auto_axes
 from ..transforms._dtypes import accumulation_dtype
 from ._ring import (
     Blocks,
@@ -22,6 +23,7 @@ from ._ring import (
 )
 
 
+@on_auto_axes(like="query")
 def ring_attention(
     query: Float[Array, "*batch seq heads dim"],
     key: Float[Array, "*batch seq kv_heads dim"],

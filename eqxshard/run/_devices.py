@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 
 from ..data._datasets import is_planning
 from ..distributed import count_cores
-from ..sharding._mesh import AXES, BATCH_AXES, make_mesh
+from ..sharding._mesh import batch_axes, make_mesh
+from ..sharding._spec import AXES
 from ..sharding._text import comma_list, did_you_mean
 
 #: The most CPU devices that JAX can make in a few seconds.
@@ -167,7 +168,7 @@ def _count_to_simulate(sizes: Mapping[str, int], batch_size: int | None) -> int:
     """The CPU devices to simulate for a mesh: if an axis is -1, up to one per core."""
     fixed = math.prod(size for size in sizes.values() if size > 0)
     # Negative if one of these axes takes the remaining devices.
-    along_batch = math.prod(sizes.get(axis, 1) for axis in BATCH_AXES)
+    along_batch = math.prod(sizes[axis] for axis in batch_axes(sizes))
 
     def divides(count: int) -> bool:
         parts = -along_batch * count // fixed if along_batch < 0 else along_batch

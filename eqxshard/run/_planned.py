@@ -19,8 +19,8 @@ from jax.sharding import Mesh
 
 from ..data._datasets import add_note, planning
 from ..planning._make_plan import plan
-from ..sharding._mesh import AXES, BATCH_AXES, resolve_sizes
-from ..sharding._spec import format_sizes
+from ..sharding._mesh import batch_axes, resolve_sizes
+from ..sharding._spec import AXES, format_sizes
 from ._config import RunConfig, last_step, parse_plan
 from ._devices import complete_mesh, parse_mesh
 from ._parts import Training, TrainingData
@@ -85,11 +85,11 @@ class PlannedRun:
                 f"this script makes its own mesh, of {self.mesh.size} devices; let it give "
                 "eqxshard.train the mesh as text, such as mesh='fsdp=-1', to plan others."
             )
-        return {axis: self.mesh.shape[axis] for axis in AXES}
+        return dict(self.mesh.shape)
 
     def _batch_size(self, sizes: Mapping[str, int]) -> int:
         """The batch size, rounded up to one that divides."""
-        over = {axis: sizes[axis] for axis in BATCH_AXES}
+        over = {axis: sizes[axis] for axis in batch_axes(sizes)}
         parts = math.prod(over.values()) * self.training.accumulate
         given = self.config.batch_size
         rounded = given + -given % parts

@@ -14,6 +14,7 @@ from ._rule import AbstractRule, Decision, Leaves, axes_by_dim, leaf_dims
 from ._spec import (
     Axes,
     axes_of,
+    axis_sizes,
     check_axis,
     format_sizes,
     format_spec,
@@ -81,7 +82,7 @@ class fsdp(AbstractRule):
     def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision:
         """Split the largest dim that divides, of those that no other rule has split."""
         self.check({}, mesh)
-        sizes = {axis: mesh.shape[axis] for axis in axes_of(self.axis)}
+        sizes = axis_sizes(axes_of(self.axis), mesh)
         taken, parts = axes_by_dim(leaf), math.prod(sizes.values())
         if not sizes.keys().isdisjoint(axis for axes in taken for axis in axes):
             return Decision(PartitionSpec(), self.label)

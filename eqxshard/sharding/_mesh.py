@@ -8,18 +8,14 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..distributed import assert_same_on_all_processes, spans_processes
-from ._spec import format_sizes
+from ._spec import AXES, axis_sizes, check_axis, format_sizes
 from ._text import comma_list, did_you_mean, format_mesh, nearest_multiples
 
-#: The axes of every mesh, slowest link first. All exist on every mesh, so a rule written
-#: once is valid on all of them.
-AXES = ("stage", "data", "fsdp", "context", "expert", "tensor")
-
-#: The axes that the rows of a batch are split over.
-BATCH_AXES = ("data", "fsdp")
+#: The axes that the rows of a batch are split over, where a mesh has them.
+_BATCH_AXES = ["data", "fsdp"]
 
 
 def make_mesh(
@@ -32,6 +28,7 @@ def make_mesh(
     stage: int = 1,
     devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
     dcn: Mapping[str, int] | None = None,
+    explicit: bool | Sequence[str] = False,
     **unknown: int,
 ) -> Mesh:
     """Arrange devices in a mesh with six named axes.
@@ -49,16 +46,20 @@ def make_mesh(
     - `dcn`: how much of an axis crosses hosts, such as `{"data": 4}` on four hosts, or
         slices of TPUs, each of one host or several. The axis keeps its full size; all
         other axes stay inside a host or slice. (A *hybrid mesh*.)
+    - `explicit`: the axes that are `AxisType.Explicit`: `True` for all, or their names.
 
     **Returns:**
 
-    A `jax.sharding.Mesh` whose axes are all `AxisType.Auto`, so that computation follows
-    data and Equinox's layers work unchanged. (They do not on JAX's default, `Explicit`.)
+    A `jax.sharding.Mesh`. On axes that are `AxisType.Auto`, as all are by default,
+    computation follows data, and any model works unchanged. On Explicit axes, which are
+    the default of `jax.make_mesh`, models and loss functions see arrays whose types say
+    how they are split, and JAX refuses what is ambiguous.
 
     **Raises:**
 
-    `ValueError` if the sizes do not multiply to the number of devices, or `dcn` names an
-    unknown axis or does not fit the hosts and slices; `TypeError` for another axis.
+    `ValueError` if the sizes do not multiply to the number of devices, `explicit` or `dcn`
+    names an unknown axis, or `dcn` does not fit the hosts and slices; `TypeError` for
+    another axis.
 
     !!! Example
 
@@ -82,9 +83,9 @@ def make_mesh(
         assert_same_on_all_processes("mesh", facts)
     sizes = resolve_sizes(asked, len(devices))
     shape = tuple(sizes[axis] for axis in AXES)
-    auto = (AxisType.Auto,) * len(AXES)
+    types = _axis_types(explicit)
     if dcn is None:
-        return jax.make_mesh(shape, AXES, devices=devices, axis_types=auto)
+        return jax.make_mesh(shape, AXES, devices=devices, axis_types=types)
     across = _across_hosts(sizes, dcn)
     within = tuple(size // n for size, n in zip(shape, across))
     grid = mesh_utils.create_hybrid_device_mesh(
@@ -93,7 +94,7 @@ def make_mesh(
         devices,
         process_is_granule=_granule(devices, dcn) == "process_index",
     )
-    return Mesh(grid, AXES, axis_types=auto)
+    return Mesh(grid, AXES, axis_types=types)
 
 
 def no_such_axis(axis: str) -> str:
@@ -102,20 +103,72 @@ def no_such_axis(axis: str) -> str:
     return f"there is no mesh axis {axis!r}; {hint}the axes are {comma_list(AXES)}."
 
 
-def batch_sharding(mesh: Mesh, *, stacked: bool = False) -> NamedSharding:
-    """The sharding of a batch: rows split over the `data` and `fsdp` axes.
+def _axis_types(explicit: bool | Sequence[str]) -> tuple[AxisType, ...]:
+    """The types of the axes of a mesh, of which some are Explicit."""
+    if isinstance(explicit, bool):
+        explicit = AXES if explicit else ()
+    names = (explicit,) if isinstance(explicit, str) else explicit
+    for axis in names:
+        if axis not in AXES:
+            raise ValueError(f"explicit={explicit!r}: {no_such_axis(axis)}")
+    return tuple(AxisType.Explicit if a in names else AxisType.Auto for a in AXES)
+
+
+def name_batch_axes(mesh: Mesh, batch_axes: Sequence[str]) -> Mesh:
+    """Say which axes of a mesh split the batch, if they are not called `data` and `fsdp`.
+
+    Say it once, in each process: it holds for every mesh with axes of these names.
 
     **Arguments:**
 
-    - `mesh`: from [`eqxshard.make_mesh`][].
+    - `mesh`: a mesh of your own.
+    - `batch_axes`: those of its axes that the rows of a batch are split over. Parameters
+        that a rule splits over one of them are gathered for use, as under FSDP.
+
+    **Returns:**
+
+    The mesh.
+
+    **Raises:**
+
+    `ValueError` if the mesh does not have one of the axes.
+
+    !!! Example
+
+        ```python
+        mesh = jax.make_mesh((2, 4), ("dp", "shard"))
+        mesh = eqxshard.name_batch_axes(mesh, ("dp", "shard"))
+        rule = eqxshard.fsdp(axis="shard")
+        ```
+    """
+    check_is_mesh(mesh)
+    axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
+    for axis in axes:
+        check_axis(axis, mesh, f"batch_axes={axes}")
+    _BATCH_AXES.extend(axis for axis in axes if axis not in _BATCH_AXES)
+    return mesh
+
+
+def batch_axes(mesh: Mesh | AbstractMesh | Mapping[str, int]) -> tuple[str, ...]:
+    """The axes of a mesh, or of the sizes of one, that the rows of a batch are split over."""
+    names = mesh if isinstance(mesh, Mapping) else mesh.axis_names
+    return tuple(axis for axis in names if axis in _BATCH_AXES)
+
+
+def batch_sharding(mesh: Mesh, *, stacked: bool = False) -> NamedSharding:
+    """The sharding of a batch: rows split over the axes of the batch, `data` and `fsdp`.
+
+    **Arguments:**
+
+    - `mesh`: from [`eqxshard.make_mesh`][], or your own.
     - `stacked`: whether the rows are the second dim, after one of stacked batches.
 
     **Returns:**
 
     A `NamedSharding` for arrays of any larger rank.
     """
-    rows = PartitionSpec(None, BATCH_AXES) if stacked else PartitionSpec(BATCH_AXES)
-    return NamedSharding(mesh, rows)
+    rows = batch_axes(mesh) or None
+    return NamedSharding(mesh, PartitionSpec(*[None] * stacked, rows))
 
 
 def check_is_mesh(mesh: Any) -> None:
@@ -128,12 +181,18 @@ def check_is_mesh(mesh: Any) -> None:
 
 
 def check_mesh(mesh: Mesh) -> None:
-    """Raise unless the mesh was made by `make_mesh`."""
+    """Raise unless this is a mesh, and it is known which of its axes split the batch."""
     check_is_mesh(mesh)
-    if mesh.axis_names != AXES or set(mesh.axis_types) != {AxisType.Auto}:
+    if AxisType.Manual in mesh.axis_types:
         raise ValueError(
-            f"the mesh has the axes {mesh.axis_names} of types {mesh.axis_types}; make it "
-            "with eqxshard.make_mesh."
+            f"the mesh has the axis types {mesh.axis_types}, and Manual axes are for "
+            "jax.shard_map; give Auto or Explicit ones."
+        )
+    if not batch_axes(mesh) and not {*mesh.axis_names} <= {*AXES}:
+        raise ValueError(
+            f"the mesh has the axes {comma_list(mesh.axis_names)}, and none is called data "
+            "or fsdp; say which split the batch, with eqxshard.name_batch_axes(mesh, "
+            "batch_axes=(...))."
         )
 
 
@@ -144,7 +203,7 @@ def is_on_cpus(mesh: Mesh) -> bool:
 
 def check_batch_size(batch_size: int, mesh: Mesh, *, accumulate: int = 1) -> None:
     """Raise `ValueError` unless each microbatch divides over the mesh's batch axes."""
-    sizes = {axis: mesh.shape[axis] for axis in BATCH_AXES}
+    sizes = axis_sizes(batch_axes(mesh), mesh)
     devices = math.prod(sizes.values())
     parts = devices * accumulate
     if batch_size < 1:
@@ -193,7 +252,7 @@ def automatic_axes(axes: Sequence[str], *sizes: int) -> tuple[str, ...]:
     None of them, if one of `sizes` does not divide over them.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    auto = [axis for axis in axes if axis in mesh.shape and axis not in mesh.manual_axes]
+    auto = [axis for axis in axes if axis in mesh.auto_axes]
     count = math.prod(mesh.shape[axis] for axis in auto)
     return () if any(size % count for size in sizes) else tuple(auto)
 

@@ -1,20 +1,20 @@
 """Compute shardings, and place arrays by them."""
 
-from collections.abc import Collection
 from functools import cache, partial
 from typing import Any
 
 import equinox as eqx
 import jax
 from jax.core import Tracer
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
 from ._dims import logical_dims
+from ._explicit import constrain_to
 from ._leaves import array_leaves, is_array, leaf_path
-from ._mesh import BATCH_AXES
+from ._mesh import batch_axes
 from ._rule import Decision, NamedLeaf, Rule, apply_rule, check_rule, rule_name
-from ._spec import axes_of, check_spec
+from ._spec import check_spec, only
 
 
 def shardings(tree: PyTree, mesh: Mesh, rule: Rule) -> PyTree[NamedSharding | None]:
@@ -87,7 +87,8 @@ def filter_shard(tree: PyTree, shardings: PyTree[Sharding | None]) -> PyTree:
     """Place the arrays of a PyTree; leave everything else alone.
 
     Outside jit the arrays are moved, without waiting. Inside jit they are constrained
-    ([`jax.lax.with_sharding_constraint`][]). NumPy arrays become JAX arrays.
+    ([`jax.lax.with_sharding_constraint`][], or on Explicit axes `jax.sharding.reshard`).
+    NumPy arrays become JAX arrays.
 
     **Arguments:**
 
@@ -122,9 +123,10 @@ def filter_shard(tree: PyTree, shardings: PyTree[Sharding | None]) -> PyTree:
             check_spec(leaf_path(path), leaf.shape, sharding.spec, sharding.mesh)
         if sharding is not None and eqx.is_array(leaf):
             chosen[i] = sharding
-    inside = any(isinstance(leaf, Tracer) for leaf in leaves)
-    move = jax.lax.with_sharding_constraint if inside else jax.device_put
-    moved = move([leaves[i] for i in chosen], [*chosen.values()])
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
+        moved = [constrain_to(leaves[i], sharding) for i, sharding in chosen.items()]
+    else:
+        moved = jax.device_put([leaves[i] for i in chosen], [*chosen.values()])
     for i, leaf in zip(chosen, moved, strict=True):
         leaves[i] = leaf
     return jax.tree.unflatten(treedef, leaves)
@@ -186,22 +188,13 @@ def constrain(x: PyTree, spec: PartitionSpec) -> PyTree:
         ```
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if AxisType.Auto not in mesh.axis_types:
+    if len(mesh.manual_axes) == len(mesh.axis_names):
         return x
-    if mesh.manual_axes:
-        spec = PartitionSpec(*(_without(mesh.manual_axes, entry) for entry in spec))
     for path, leaf in array_leaves(x):
         check_spec(path, leaf.shape, spec, mesh)
-    return jax.tree.map(
-        lambda x: jax.lax.with_sharding_constraint(x, spec) if is_array(x) else x, x
-    )
-
-
-def _without(axes: Collection[str], entry: Any) -> Any:
-    """An entry of a spec without some axes of the mesh."""
-    if entry is PartitionSpec.UNCONSTRAINED:
-        return entry
-    return tuple(axis for axis in axes_of(entry) if axis not in axes) or None
+    there = {*mesh.axis_names} - {*mesh.manual_axes}
+    spec = PartitionSpec(*(only(entry, there.__contains__) for entry in spec))
+    return jax.tree.map(lambda x: constrain_to(x, spec) if is_array(x) else x, x)
 
 
 def compute_sharding(storage: NamedSharding) -> NamedSharding:
@@ -210,5 +203,7 @@ def compute_sharding(storage: NamedSharding) -> NamedSharding:
     A weight split over the same axis as the batch must be gathered before it meets the
     batch's rows; left to itself, the compiler may split features instead of rows.
     """
-    without_batch = PartitionSpec(*(_without(BATCH_AXES, entry) for entry in storage.spec))
-    return NamedSharding(storage.mesh, without_batch)
+    mesh: Any = storage.mesh
+    of_batch = batch_axes(mesh)
+    entries = [only(entry, lambda axis: axis not in of_batch) for entry in storage.spec]
+    return NamedSharding(mesh, PartitionSpec(*entries))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ._spec import axes_of, check_spec
+from ._spec import axes_of, check_spec, spec_on
 
 #: A rule maps `(path, leaf, mesh)` to a `PartitionSpec`, or to `None`: "not mine".
 Rule = Callable[[str, jax.ShapeDtypeStruct, Mesh], PartitionSpec | None]
@@ -94,6 +94,7 @@ def apply_rule(
         if 0 in leaf.shape:
             # What JAX 0.10 computes is whole on every device if it is empty.
             return decision._replace(spec=PartitionSpec(), note="empty")
+        return decision._replace(spec=spec_on(decision.spec, mesh))
     return decision
 
 

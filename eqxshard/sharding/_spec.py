@@ -1,12 +1,16 @@
 """`PartitionSpec`s: the mesh axes in them, and whether one fits an array and a mesh."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ._text import comma_list, did_you_mean
+
+#: The axes of `make_mesh`, slowest link first. A mesh without one of them is as one where
+#: it has size 1, so a rule written once is valid on all meshes.
+AXES = ("stage", "data", "fsdp", "context", "expert", "tensor")
 
 #: The mesh axis or axes that split one dim, the first over the largest blocks.
 Axes = str | tuple[str, ...]
@@ -24,6 +28,25 @@ def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
     return tuple(axis for entry in spec for axis in axes_of(entry))
 
 
+def axis_sizes(axes: Iterable[str], mesh: Mesh | AbstractMesh) -> dict[str, int]:
+    """The sizes of some axes: 1 of those that the mesh does not have."""
+    return {axis: mesh.shape.get(axis, 1) for axis in axes}
+
+
+def spec_on(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """A spec without the axes that the mesh does not have, which split nothing."""
+    if all(axis in mesh.shape for axis in spec_axes(spec)):
+        return spec
+    return PartitionSpec(*[only(entry, mesh.shape.__contains__) for entry in spec])
+
+
+def only(entry: Any, keep: Callable[[str], bool]) -> Any:
+    """An entry of a spec with those of its axes that are kept."""
+    if entry is PartitionSpec.UNCONSTRAINED:
+        return entry
+    return tuple(axis for axis in axes_of(entry) if keep(axis)) or None
+
+
 def make_spec(entries: Iterable[tuple[str, ...]]) -> PartitionSpec:
     """The spec with these axes for each dim, in its shortest form."""
     plain = [axes[0] if len(axes) == 1 else axes or None for axes in entries]
@@ -38,8 +61,8 @@ def format_spec(spec: PartitionSpec) -> str:
 
 
 def check_axis(axis: str, mesh: Mesh | AbstractMesh, where: str) -> None:
-    """Raise `ValueError` unless the mesh has the axis."""
-    if axis not in mesh.shape:
+    """Raise `ValueError` unless the mesh has the axis, or might have had it."""
+    if axis not in mesh.shape and axis not in AXES:
         raise ValueError(
             f"{where} names the axis {axis!r}, which the mesh does not have; "
             f"{did_you_mean(axis, mesh.axis_names)}its axes are "
@@ -67,9 +90,10 @@ def check_spec(
                     f"{where} uses the axis {axis!r} twice; an axis can split one dim only."
                 )
             seen.add(axis)
-        parts = math.prod(mesh.shape[axis] for axis in axes)
+        sizes = axis_sizes(axes, mesh)
+        parts = math.prod(sizes.values())
         if shape[dim] % parts:
-            sizes = format_sizes({axis: mesh.shape[axis] for axis in axes})
+            sizes = format_sizes(sizes)
             raise ValueError(
                 f"{where} splits dim {dim} of size {shape[dim]} over {sizes}, which does "
                 f"not divide it; choose a dim that is a multiple of {parts}, or do not "

@@ -16,6 +16,7 @@ from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from ..sharding._explicit import auto_mesh, auto_sharding, with_types
 from ..sharding._leaves import is_inexact, is_key
 from ..sharding._mesh import is_on_cpus
 from .rewrite._jaxprs import jaxprs_in, map_jaxpr, open_jaxpr
@@ -90,13 +91,14 @@ class ArrayBuilder:
 
         The arrays. None shares memory with another, or with what was given.
         """
-        mesh: Any = shardings[0].mesh
+        places = [auto_sharding(sharding) for sharding in shardings]
+        mesh: Any = places[0].mesh
         equations = _needed(self._equations, outputs)
         # Not on the mesh, where each small computation would be one of all processes.
         with jax.default_device(next(iter(mesh.local_devices or ()), None)):
             values = {v: _off_mesh(x, mesh) for v, x in self._known.items()}
             equations = _compute_small(equations, values, {*filter(_is_variable, outputs)})
-        pairs = list(zip(outputs, shardings, strict=True))
+        pairs = list(zip(outputs, places, strict=True))
         wanted: dict[Any, NamedSharding] = {}
         for output, sharding in pairs:
             if _is_variable(output) and output not in values:
@@ -116,7 +118,7 @@ class ArrayBuilder:
                 arrays.append(values[output])
             else:
                 arrays.append(programs.copy(_read(output, values), sharding))
-        return arrays
+        return [with_types(x, each) for x, each in zip(arrays, shardings, strict=True)]
 
 
 def _is_variable(atom: Any) -> bool:
@@ -143,9 +145,9 @@ def _as_numpy(value: Any, weak_type: bool) -> Any:
 def _off_mesh(value: Any, mesh: Mesh) -> Any:
     """A value that may be computed with on any device, unless it is large and on a mesh."""
     sharding = getattr(value, "sharding", None)
-    on_mesh = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
+    on_mesh = isinstance(sharding, NamedSharding) and auto_mesh(sharding.mesh) == mesh
     if on_mesh and (value.size > _SMALL or not value.is_fully_addressable):
-        return value
+        return with_types(value, auto_sharding(sharding))
     if is_key(value):
         data = np.asarray(jax.random.key_data(value))
         return jax.random.wrap_key_data(jnp.asarray(data), impl=value.dtype)

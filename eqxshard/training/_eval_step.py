@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from ..compiled._findings import Lint
+from ..sharding._explicit import replicated_on, to_auto
 from ..sharding._mesh import check_mesh
 from ..sharding._placement import assign_shardings
 from ..sharding._rule import Rule
@@ -194,11 +195,12 @@ def eval_step(
         batch_for_use,
     ):
         model = eqx.nn.inference_mode(model)
+        model_state = replicated_on(model_state, mesh)
         values = metric_fn(with_state(model, model_state), batch_for_use)
         check_metric_names("the result of metric_fn", values, "nonfinite")
         if is_weighted(batch):
             again = lambda batch: metric_fn(with_state(model, model_state), batch)  # noqa: E731
             check_scalars(values, again, batch_for_use)
-    sums = sum_over_examples(values, batch, mesh)
+    sums = sum_over_examples(to_auto(values), batch, mesh)
     weight = total_weight(example_weights(batch))
     return arrays, Metrics(sums, weight, jnp.zeros((), jnp.int32))

@@ -7,10 +7,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
+from ..sharding._explicit import (
+    computing_on_auto,
+    constrain_to,
+    replicated_on,
+    to_auto,
+    to_explicit,
+)
 from ..sharding._leaves import leaf_path
 from ..sharding._placement import compute_sharding
 from ._precision import cast
@@ -38,24 +45,25 @@ class Stored(NamedTuple):
         Its gradient goes back in one go: cast, summed over the batch's axes and left
         where the array is updated, which is a reduce-scatter.
         """
+        used, dtype = compute_sharding(self.storage), self.array.dtype
 
         def for_use(array: Array) -> Array:
-            if self.dtype is not None and jnp.issubdtype(array.dtype, jnp.floating):
+            if self.dtype is not None and jnp.issubdtype(dtype, jnp.floating):
                 # Left to itself, the compiler may gather first: twice the bytes.
                 array = array.astype(self.dtype)
-                array = jax.lax.with_sharding_constraint(array, self.storage)
-            return jax.lax.with_sharding_constraint(array, compute_sharding(self.storage))
-
-        if not jnp.issubdtype(self.array.dtype, jnp.inexact):
-            return for_use(self.array)
+                array = constrain_to(array, self.storage)
+            return constrain_to(array, used)
 
         def back(_: None, grad: Array) -> tuple[Array]:
-            grad = grad.astype(self.array.dtype)
-            return (jax.lax.with_sharding_constraint(grad, self.update),)
+            return (constrain_to(grad.astype(dtype), self.update),)
 
-        gather = jax.custom_vjp(for_use)
-        gather.defvjp(lambda array: (for_use(array), None), back)
-        return gather(self.array)
+        gather = for_use
+        if jnp.issubdtype(dtype, jnp.inexact):
+            gather = jax.custom_vjp(for_use)
+            gather.defvjp(lambda array: (for_use(array), None), back)
+        with computing_on_auto(used.mesh):
+            array = gather(to_auto(self.array))
+        return to_explicit(array, used)
 
 
 #: The arrays of the step's model by `id`: each as it is used (held, so that its id stays
@@ -71,6 +79,7 @@ def gathered(
     model: PyTree,
     storage: PyTree[NamedSharding | None],
     update: PyTree[NamedSharding | None],
+    mesh: Mesh,
     dtype: DTypeLike | None = None,
 ) -> Iterator[PyTree]:
     """A model as it is used: each array gathered along the axes that split the batch.
@@ -82,7 +91,9 @@ def gathered(
 
     def gather(path: tuple[Any, ...], leaf: Any, storage: Any, update: Any) -> Any:
         if storage is None:
-            return cast(leaf, dtype)
+            return replicated_on(cast(leaf, dtype), mesh)
+        # In user code, which may be a loop over layers, on the axes that it sees.
+        leaf = to_explicit(leaf, storage)
         stored = Stored(leaf, storage, update or storage, dtype, leaf_path(path))
         pairs.append((stored.gather(), stored))
         return pairs[-1][0]

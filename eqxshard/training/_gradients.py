@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int, PyTree
 
 from ..data._weights import LOSS_WEIGHT, WEIGHT
+from ..sharding._explicit import replicated_on, to_auto, to_explicit
 from ..sharding._mesh import batch_sharding
 from ..sharding._placement import filter_shard
 from ..transforms._dtypes import at_least_float32
@@ -33,6 +34,7 @@ from ._gather import gathered
 from ._layout import StateLayout
 from ._precision import Precision, cast
 from ._state import TrainState, split_model, with_state
+from ._typecheck import add_type_note
 from .rewrite._lookups import reduce_lookups
 
 
@@ -131,6 +133,7 @@ def _mean_loss(
     ):
         # Called here, and not in a function of its own: each is a frame in the traceback
         # of a mistake in the loss function.
+        model_state, key = replicated_on((model_state, key), layout.mesh)
         out = config.loss_fn(with_state(model, model_state), batch_for_use, key, *values)
         results, new_state = _split_result(out, model_state, config)
         if config.accumulate > 1 or is_weighted(batch):
@@ -140,6 +143,7 @@ def _mean_loss(
                 return _split_result(out, model_state, config)[0]
 
             config.warn_of_scalars(check_scalars(results, again, batch_for_use))
+    results, new_state = to_auto((results, new_state))
     sums = sum_over_examples(results, batch, layout.mesh)
     loss = _mean(sums["loss"], loss_weight)
     return loss if scale is None else loss * scale, (sums, new_state)
@@ -191,12 +195,14 @@ def step_context(
         kept = {name: batch[name] for name in names}
         batch = {**cast(batch, dtype), **kept} if kept else cast(batch, dtype)
     with (
-        gathered(model, storage, update, dtype) as model,
+        gathered(model, storage, update, mesh, dtype) as model,
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
     ):
+        rows = batch_sharding(mesh)
         try:
-            yield model, batch
+            yield model, jax.tree.map(lambda x: to_explicit(x, rows), batch)
         except Exception as error:
+            add_type_note(error)
             add_advice(error, batch)
             raise
 

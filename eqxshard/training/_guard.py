@@ -13,6 +13,7 @@ from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int, PyTree
 
+from ..sharding._explicit import auto_mesh
 from ..sharding._leaves import is_inexact
 from ..sharding._mesh import is_on_cpus
 from ..sharding._spec import spec_axes
@@ -68,7 +69,7 @@ def guard_update(
     replicated = jax.tree.map(lambda _: layout.replicated, model_state)
     values = _changes(new, arrays, (layout.update, layout.opt_state, replicated))
     changes = [*_changes(gradients.grads, None, layout.update), *values]
-    finite = all_finite(changes, layout.mesh) & jnp.isfinite(gradients.loss)
+    finite = all_finite(changes, auto_mesh(layout.mesh)) & jnp.isfinite(gradients.loss)
     if is_on_cpus(layout.mesh):
         # With a select, XLA:CPU would copy the optimizer's state, because it has no
         # kernel that writes several results at once. A cheap update is computed again, in
@@ -85,7 +86,7 @@ def guard_update(
 def gradients_fit(gradients: Gradients, layout: StateLayout) -> Bool[Array, ""]:
     """Whether the loss and the gradients are finite, whatever the update."""
     changes = _changes(gradients.grads, None, layout.update)
-    return all_finite(changes, layout.mesh) & jnp.isfinite(gradients.loss)
+    return all_finite(changes, auto_mesh(layout.mesh)) & jnp.isfinite(gradients.loss)
 
 
 #: A new array, what it takes the place of (`None` for a gradient), and their sharding.

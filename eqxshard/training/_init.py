@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Key, PyTree, UInt32
 
 from ..distributed import assert_same_on_all_processes, spans_processes
+from ..sharding._explicit import computing_on_auto, no_explicit_context
 from ..sharding._leaves import array_leaves, format_array, is_array, is_key
 from ..sharding._mesh import check_mesh
 from ..sharding._placement import named_leaves
@@ -106,7 +107,15 @@ def init_state(
     """
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         raise jit_is_off()
-    traced = _trace(make_model, optim, key, mesh, rule, trainable, precision)
+    with no_explicit_context():
+        traced = _trace(make_model, optim, key, mesh, rule, trainable, precision)
+        return _build(traced, optim, key, load)
+
+
+def _build(
+    traced: "_Traced", optim: optax.GradientTransformation, key: Any, load: Any
+) -> TrainState:
+    """Make the arrays of a state that was traced."""
     warn_of_stacks(optim, traced.params)
     leaves, static = flatten_state(traced.like)
     builder = ArrayBuilder()
@@ -230,8 +239,10 @@ def _trace(
         )
         return state, params
 
-    model_jaxpr, *made = eqx.filter_make_jaxpr(make)(key)
-    state_jaxpr, *made = eqx.filter_make_jaxpr(make_state)(eqx.combine(*made), key)
+    like = jax.ShapeDtypeStruct(key.shape, key.dtype)
+    with computing_on_auto(mesh):
+        model_jaxpr, *made = eqx.filter_make_jaxpr(make)(like)
+        state_jaxpr, *made = eqx.filter_make_jaxpr(make_state)(eqx.combine(*made), like)
     state, params = eqx.combine(*made)
     check_rule(rule, dict(named_leaves(state.model)), mesh)
     layout = make_layout(state.model, params, state.opt_state, mesh, rule)

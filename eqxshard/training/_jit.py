@@ -6,13 +6,17 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
+from ..sharding._explicit import computing_on_auto, is_explicit, to_auto, to_explicit
 from ..sharding._mesh import is_on_cpus
+from ..sharding._placement import broadcast_prefix
 from ._donation import any_donated
 from .rewrite._checks import Checks, Errors, collect_checks
 from .rewrite._convolutions import fast_convolutions
 from .rewrite._jaxprs import map_jaxpr
 from .rewrite._rewrite import is_rewriting, run_rewritten
+from .rewrite._types import erase_types
 
 #: XLA's default without convolutions: YNNPACK, which XLA (JAX 0.10 to 0.12) hands them to,
 #: takes five times as long as XLA's own kernel for the gradient of a weight.
@@ -57,11 +61,19 @@ def jit_on(
         if any_donated(jax.tree.leaves(args)):
             raise FloatingPointError(_DEBUG_NANS_LATE)
         on_trace(*args)
+        if not is_explicit(mesh):
+            return run(*args)
+        with computing_on_auto(mesh):
+            out, checks = run(*to_auto(args))
+        return _typed(out, given), checks
+
+    def run(*args: Any) -> tuple[Any, Checks | None]:
         if not is_rewriting():
             return fn(*args), None
         errors = Errors()
 
         def rewrite(jaxpr: Any) -> Any:
+            jaxpr = erase_types(jaxpr)
             if on_cpu:
                 jaxpr = map_jaxpr(fast_convolutions, jaxpr)
             return collect_checks(jaxpr, errors)
@@ -73,11 +85,19 @@ def jit_on(
     # With the names of the function's arguments, which are those of the compiled module's.
     ft.update_wrapper(traced, fn, assigned=(), updated=())
     traced.__name__ = traced.__qualname__ = name
-    replicated = NamedSharding(mesh, PartitionSpec())
-    options["out_shardings"] = (options["out_shardings"], replicated)
+    replicated, given = NamedSharding(mesh, PartitionSpec()), options["out_shardings"]
+    options["out_shardings"] = (given, replicated)
     if on_cpu:
         options["compiler_options"] = _CPU_OPTIONS
     return jax.jit(traced, **options)
+
+
+def _typed(out: PyTree, shardings: PyTree[NamedSharding]) -> PyTree:
+    """What a step returns, with types as its shardings say."""
+    given = broadcast_prefix(shardings, out)
+    leaves, structure = jax.tree.flatten(out)
+    typed = [to_explicit(x, each) for x, each in zip(leaves, given, strict=True)]
+    return jax.tree.unflatten(structure, typed)
 
 
 def jit_is_off() -> ValueError:

@@ -165,7 +165,7 @@ def _rematerialize(fn: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
 
 def _keep_all_but_gathered(prim: Any, *avals: Any, **params: Any) -> bool:
     # Weights are gathered by these. To keep them would be to gather all layers at once.
-    return prim.name != "sharding_constraint"
+    return prim.name not in ("sharding_constraint", "reshard")
 
 
 def _keep_products(prim: Any, *avals: Any, **params: Any) -> bool:

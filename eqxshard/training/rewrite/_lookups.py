@@ -23,13 +23,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from ...sharding._mesh import BATCH_AXES
+from ...sharding._explicit import auto_sharding, is_explicit
+from ...sharding._mesh import batch_axes
 from ...sharding._spec import axes_of, spec_axes
 from ._jaxprs import call_equation, is_jaxpr, map_jaxpr, open_jaxpr
 from ._rewrite import is_rewriting, run_rewritten
+from ._types import erase_types
 
 #: Operations that a gradient passes through on its way from the lookup, unchanged but for
 #: its dtype and placement.
@@ -54,14 +56,15 @@ def reduce_lookups(
     """
     split = {
         i: sharding
-        for i, sharding in enumerate(shardings)
-        if not {*BATCH_AXES}.isdisjoint(spec_axes(sharding.spec))
+        for i, sharding in enumerate(map(auto_sharding, shardings))
+        if not {*batch_axes(_mesh(sharding))}.isdisjoint(spec_axes(sharding.spec))
     }
-    if not split:
+    typed = any(is_explicit(sharding.mesh) for sharding in shardings)
+    if not split and not typed:
         return gradient
 
     def rewrite(jaxpr: Any) -> Any:
-        return map_jaxpr(lambda jaxpr: _rewrite(jaxpr, split), jaxpr)
+        return map_jaxpr(lambda jaxpr: _rewrite(jaxpr, split), erase_types(jaxpr))
 
     def reduced(*args: Any) -> Any:
         if not is_rewriting():
@@ -70,6 +73,10 @@ def reduce_lookups(
         return run_rewritten(rewrite, jaxpr, out, args)[0]
 
     return reduced
+
+
+def _mesh(sharding: NamedSharding) -> Mesh:
+    return sharding.mesh  # pyright: ignore[reportReturnType]
 
 
 def _rewrite(jaxpr: Any, outputs: dict[int, NamedSharding]) -> Any:
@@ -134,7 +141,8 @@ class _LookupGradient:
         update_dims = dict(zip(window, dims.update_window_dims))
         whole = {d for d, u in update_dims.items() if updates.shape[u] == table.shape[d]}
         rows = [d for d in range(table.ndim) if d not in whole]
-        devices = math.prod(sharding.mesh.shape[axis] for axis in BATCH_AXES)
+        mesh = _mesh(sharding)
+        devices = math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
         if (
             len(rows) != 1
             or dims.operand_batching_dims
@@ -156,8 +164,9 @@ class _LookupGradient:
     ) -> Float[Array, "..."]:
         spec = [axes_of(entry) for entry in self.sharding.spec]
         spec += [()] * (len(self.shape) - len(spec))
-        mine = tuple(axis for axis in BATCH_AXES if axis in spec_axes(self.sharding.spec))
-        others = tuple(axis for axis in BATCH_AXES if axis not in mine)
+        of_batch = batch_axes(_mesh(self.sharding))
+        mine = tuple(axis for axis in of_batch if axis in spec_axes(self.sharding.spec))
+        others = tuple(axis for axis in of_batch if axis not in mine)
         indices, updates = (self._by_device(x, others, mine) for x in (indices, updates))
         tokens = math.prod(indices.shape[2:-1])
         if tokens > self.shape[self.row] or not {*mine}.isdisjoint(spec[self.row]):
@@ -176,9 +185,9 @@ class _LookupGradient:
 
     def _by_device(self, x: Array, others: tuple[str, ...], mine: tuple[str, ...]) -> Array:
         """Split the tokens over `others`, then over `mine`, then each device's own."""
-        sizes = self.sharding.mesh.shape
-        x = x.reshape(*(sizes[axis] for axis in BATCH_AXES), -1, *x.shape[1:])
-        order = [BATCH_AXES.index(axis) for axis in (*others, *mine)]
+        sizes, of_batch = self.sharding.mesh.shape, batch_axes(_mesh(self.sharding))
+        x = x.reshape(*(sizes[axis] for axis in of_batch), -1, *x.shape[1:])
+        order = [of_batch.index(axis) for axis in (*others, *mine)]
         x = x.transpose(*order, *range(len(order), x.ndim))
         count = math.prod(sizes[axis] for axis in others)
         x = x.reshape(count, -1, *x.shape[len(order) :])

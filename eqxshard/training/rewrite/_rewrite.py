@@ -79,7 +79,7 @@ def _rewrite_or_leave(rewrite: Callable[[Any], Any], jaxpr: Any, leaves: list[An
 
 
 def _types(jaxpr: Any) -> list[Any]:
-    return [aval.strip_weak_type() for aval in jaxpr.out_avals]
+    return [(aval.shape, aval.dtype) for aval in jaxpr.out_avals]
 
 
 @ft.cache
