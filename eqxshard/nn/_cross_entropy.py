@@ -78,9 +78,8 @@ def cross_entropy(
     # In 8 bits the indices of a longer vocabulary would wrap around.
     targets = targets.astype(jnp.int32)
     *batch, seq, _ = hidden.shape
-    devices, row_axes = _split(
-        batch_axes(jax.sharding.get_abstract_mesh()), math.prod(batch)
-    )
+    of_batch = batch_axes(jax.sharding.get_abstract_mesh())
+    devices, row_axes = _split(of_batch, math.prod(batch))
     parts, part_axes = _split(("context",), seq)
     length = seq // parts
     if length <= chunk:

@@ -100,7 +100,7 @@ def to_explicit(x: Array, sharding: NamedSharding) -> Array:
 
 
 def with_types(x: Array, sharding: NamedSharding) -> Array:
-    """An array, outside of jit, on the same mesh with the axes of another sharding of it."""
+    """Outside of jit: an array with the types of axes that a sharding like its own has."""
     if x.sharding == sharding:
         return x
     if is_key(x):

@@ -150,7 +150,7 @@ def name_batch_axes(mesh: Mesh, batch_axes: Sequence[str]) -> Mesh:
 
 
 def batch_axes(mesh: Mesh | AbstractMesh | Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of a mesh, or of the sizes of one, that the rows of a batch are split over."""
+    """The axes that the rows of a batch are split over, of a mesh or of its sizes."""
     names = mesh if isinstance(mesh, Mapping) else mesh.axis_names
     return tuple(axis for axis in names if axis in _BATCH_AXES)
 

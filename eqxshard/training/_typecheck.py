@@ -119,8 +119,8 @@ def typecheck(
         storage,
         is_leaf=lambda x: x is None,
     )
-    others = [(model_state, whole), (batch, rows), (key, whole)]
-    given = typed, *(jax.tree.map(lambda x: _typed(x, at), tree) for tree, at in others)
+    model_state, key = jax.tree.map(lambda x: _typed(x, whole), (model_state, key))
+    given = typed, model_state, jax.tree.map(lambda x: _typed(x, rows), batch), key
     dynamic, static = eqx.partition(given, is_array)
     used: dict[str, Any] = {}
 
@@ -186,6 +186,8 @@ def _report(
     frame = user_frame(Frame(x.filename, x.lineno or 0, x.name) for x in frames)
     fields = []
     for path in _met(error, used):
+        if not _is_lookup(error) and not any(specs[path]):
+            continue
         dims = " ".join(name or "_" for name in leaf_dims(leaves[path]))
         annotated = f' "{dims}"' if dims else ""
         fields.append(
