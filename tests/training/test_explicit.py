@@ -1,0 +1,287 @@
+"""Meshes with Explicit axes, with fewer axes than ours, and with others."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import eqxshard
+
+from explicit_model import Model, batches, loss_fn, losses, make_state
+
+FSDP = eqxshard.fsdp(min_size=0)
+SPLIT = eqxshard.by_dim({"mlp": "tensor", "heads": "tensor", "embed": "fsdp"})
+SPLIT = eqxshard.first_match(SPLIT, eqxshard.replicate())
+
+
+def explicit(**sizes):
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=_some(sizes))
+
+
+def _some(sizes):
+    return jax.devices()[: int(np.prod([*sizes.values()]))]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """On one device, with Auto axes and the plain model."""
+    mesh = eqxshard.make_mesh(devices=jax.devices()[:1])
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        return losses(mesh, eqxshard.replicate(), typed=False)
+
+
+MESHES = {
+    "data": (explicit(data=8), eqxshard.replicate(), {}),
+    "fsdp": (explicit(fsdp=8), FSDP, {"accumulate": 2}),
+    "both": (explicit(data=2, fsdp=4), FSDP, {}),
+    "order": (explicit(fsdp=2, data=4), FSDP, {"nonfinite": "ignore"}),
+    "three": (explicit(data=2, fsdp=2, tensor=2), SPLIT, {"accumulate": 2}),
+    "four devices": (explicit(fsdp=2, tensor=2), SPLIT, {"grad_norms": True}),
+    "ours": (eqxshard.make_mesh(data=2, fsdp=2, tensor=2, explicit=True), SPLIT, {}),
+    "some": (
+        eqxshard.make_mesh(data=2, fsdp=2, tensor=2, explicit=("data", "fsdp")),
+        SPLIT,
+        {},
+    ),
+}
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("both", "some") else pytest.param(name, marks=pytest.mark.slow)
+        for name in MESHES
+    ],
+)
+def test_a_model_written_for_explicit_axes_trains_as_the_plain_one(
+    name, expected, as_scripts_run
+):
+    mesh, rule, options = MESHES[name]
+    found = losses(mesh, rule, typed=True, **options)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_without_rewriting_too(expected, as_scripts_run, monkeypatch):
+    monkeypatch.setenv("EQXSHARD_REWRITE", "off")
+    mesh, rule, options = MESHES["both"]
+    np.testing.assert_allclose(losses(mesh, rule, typed=True), expected, rtol=1e-5)
+
+
+def test_user_code_sees_types_and_gets_typed_arrays_back():
+    mesh, seen = explicit(data=2, fsdp=4), []
+
+    def typed_loss(model, batch, key):
+        seen.append([*map(jax.typeof, (model.weight, batch["x"], key))])
+        return jnp.sum(jax.vmap(model)(batch["x"]) ** 2, -1)
+
+    optim = optax.sgd(0.1)
+    with jax.set_mesh(mesh):
+        state = eqxshard.init_state(
+            lambda key: eqx.nn.Linear(16, 8, key=key),
+            optim,
+            key=jax.random.key(0),
+            mesh=mesh,
+            rule=FSDP,
+        )
+        step = eqxshard.make_train_step(typed_loss, optim)
+        state, metrics = step(state, {"x": np.ones((16, 16), np.float32)})
+    specs = [kind.sharding.spec for kind in seen[0]]
+    # Gathered over the axes of the batch, which its rows are split over.
+    assert specs == [P(None, None), P(("data", "fsdp"), None), P()]
+    assert jax.typeof(state.model.weight).sharding.spec == P(None, "fsdp")
+    assert state.model.weight.sharding.mesh == mesh
+    assert np.isfinite(metrics["loss"])
+
+
+def test_a_checkpoint_goes_from_auto_axes_to_explicit_ones_and_back(tmp_path):
+    auto, typed = eqxshard.make_mesh(data=2, fsdp=4), explicit(data=4, fsdp=2)
+    optim = optax.adam(1e-3)
+
+    def like(mesh):
+        make = lambda key: eqx.nn.Linear(16, 8, key=key)  # noqa: E731
+        return make, optim, {"key": jax.random.key(0), "mesh": mesh, "rule": FSDP}
+
+    make, _, options = like(auto)
+    states = [eqxshard.init_state(make, optim, **options)]
+    for mesh in (typed, auto):
+        checkpointer = eqxshard.Checkpointer(tmp_path / mesh.axis_types[0].name)
+        checkpointer.save(states[-1])
+        make, _, options = like(mesh)
+        restored = checkpointer.restore(eqxshard.abstract_state(make, optim, **options))
+        checkpointer.close()
+        assert restored.model.weight.sharding.mesh == mesh
+        states.append(restored)
+    first, *others = [jax.tree.leaves(eqx.filter(s.model, eqx.is_array)) for s in states]
+    for other in others:
+        assert all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_initial_values_are_those_of_auto_axes(as_scripts_run):
+    optim = optax.adam(1e-3)
+    meshes = explicit(data=2, fsdp=4), eqxshard.make_mesh(data=2, fsdp=4)
+    models = [make_state(mesh, FSDP, False, optim).model for mesh in meshes]
+    leaves = [jax.tree.leaves(eqx.filter(model, eqx.is_array)) for model in models]
+    assert all(np.array_equal(a, b) for a, b in zip(*leaves, strict=True))
+
+
+@pytest.mark.slow
+def test_loader_fit_many_and_resident_data(as_scripts_run):
+    data = {k: np.concatenate([b[k] for b in batches()]) for k in batches()[0]}
+    source, optim = eqxshard.data.ArraySource(data), optax.adamw(1e-2)
+    found = []
+    for mesh in (explicit(data=2, fsdp=4), eqxshard.make_mesh(data=2, fsdp=4)):
+        typed = AxisType.Explicit in mesh.axis_types
+        options = {"batch_size": 16, "mesh": mesh, "seed": 1}
+        step = eqxshard.make_train_step(loss_fn, optim)
+        loader = eqxshard.Loader(source, **options)
+        state = eqxshard.fit(make_state(mesh, FSDP, typed, optim), step, loader, steps=3)
+        resident = eqxshard.Loader(source, placement="device", **options)
+        state, metrics = step.many(state, resident.stacked(2))
+        found.append(np.asarray(metrics["loss"])[:2])
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
+def test_constraints_and_our_own_layers_on_explicit_axes():
+    mesh, rng, found = explicit(data=2, tensor=4), np.random.default_rng(0), []
+    batch = {
+        "x": rng.standard_normal((8, 8, 4, 8)).astype(np.float32),
+        "targets": rng.integers(0, 64, (8, 8)).astype(np.int32),
+    }
+
+    def typed_loss(model, batch, key):
+        x = eqxshard.constrain(batch["x"] * model.bias[0], P(("data",), None, "tensor"))
+        mixed = eqxshard.nn.attention(x, x, x, causal=True)
+        mixed = eqxshard.constrain(mixed, P("data"))
+        hidden = mixed.reshape(8, 8, 32)
+        losses = eqxshard.nn.cross_entropy(hidden, model.weight, batch["targets"], chunk=4)
+        return jnp.mean(losses, -1)
+
+    optim = optax.sgd(0.1)
+    for mesh in (mesh, eqxshard.make_mesh(data=2, tensor=4)):
+        state = eqxshard.init_state(
+            lambda key: eqx.nn.Linear(32, 64, key=key),
+            optim,
+            key=jax.random.key(0),
+            mesh=mesh,
+            rule=eqxshard.replicate(),
+        )
+        _, metrics = eqxshard.make_train_step(typed_loss, optim)(state, batch)
+        found.append(float(metrics["loss"]))
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
+def test_filter_shard_places_inside_and_outside_of_jit():
+    mesh = explicit(data=2, fsdp=4)
+    x = eqxshard.filter_shard(jnp.ones((8, 8)), NamedSharding(mesh, P("fsdp")))
+    inside = eqx.filter_jit(
+        lambda x: eqxshard.filter_shard(x * 2, NamedSharding(mesh, P("data")))
+    )
+    assert [jax.typeof(y).sharding.spec for y in (x, inside(x))] == [
+        P("fsdp", None),
+        P("data", None),
+    ]
+
+
+def test_an_ambiguous_product_is_refused_at_the_line_with_the_field_and_remedies():
+    mesh = explicit(tensor=2)
+    pair = {"layers.0.weight": P("tensor"), "layers.1.weight": P(None, "tensor")}
+    rule = eqxshard.first_match(eqxshard.by_path(pair), eqxshard.replicate())
+    optim = optax.sgd(0.1)
+    state = eqxshard.init_state(
+        lambda key: eqx.nn.MLP(8, 8, 16, 1, key=key),
+        optim,
+        key=jax.random.key(0),
+        mesh=mesh,
+        rule=rule,
+    )
+
+    def typed_loss(model, batch, key):
+        return jnp.sum(jax.vmap(model)(batch["x"]), -1)
+
+    step = eqxshard.make_train_step(typed_loss, optim)
+    with pytest.raises(TypeError, match="ambiguous") as caught:
+        step(state, {"x": np.ones((16, 8), np.float32)})
+    notes = "\n".join(caught.value.__notes__)
+    assert "layers.1.weight is split as P(None, 'tensor')" in notes
+    assert "out_sharding=" in notes and "Auto axes" in notes
+
+
+def test_axes_of_any_name_split_the_batch_once_it_is_said(expected, as_scripts_run):
+    mesh = jax.make_mesh((2, 4), ("dp", "shard"), axis_types=(AxisType.Auto,) * 2)
+    with pytest.raises(ValueError, match="name_batch_axes"):
+        make_state(mesh, eqxshard.replicate(), False, optax.sgd(0.1))
+    with pytest.raises(ValueError, match="'dq'.*'dp'"):
+        eqxshard.name_batch_axes(mesh, ("dq",))
+    mesh = eqxshard.name_batch_axes(mesh, batch_axes=("dp", "shard"))
+    assert eqxshard.batch_sharding(mesh).spec == P(("dp", "shard"))
+    found = losses(mesh, eqxshard.fsdp(min_size=0, axis="shard"), typed=False)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_an_axis_of_ours_that_a_mesh_lacks_has_size_1():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    linear = eqx.nn.Linear(16, 8, key=jax.random.key(0))
+    rule = eqxshard.combine(eqxshard.by_path({"weight": P("tensor")}), FSDP)
+    assert eqxshard.shardings(linear, mesh, rule).weight.spec == P(None)
+    wrong = eqxshard.by_path({"weight": P("tensr"), "bias": P()})
+    with pytest.raises(ValueError, match="'tensr'"):
+        eqxshard.shardings(linear, mesh, wrong)
+
+
+class TestTypecheck:
+    def test_a_model_written_for_explicit_axes_passes(self, as_scripts_run):
+        for mesh in (eqxshard.make_mesh(data=2, fsdp=2, tensor=2), explicit(data=8)):
+            report = eqxshard.typecheck(
+                lambda key: Model(key, True), loss_fn, batches()[0], mesh, SPLIT
+            )
+            assert report, report
+
+    def test_says_where_arrays_meet_that_are_split_differently(self, as_scripts_run):
+        mesh = eqxshard.make_mesh(data=4, tensor=2)
+        pair = {"up": P(None, "tensor"), "down": P("tensor")}
+        rule = eqxshard.first_match(eqxshard.by_path(pair), eqxshard.replicate())
+
+        class Pair(eqx.Module):
+            up: jax.Array
+            down: jax.Array
+
+            def __init__(self, key):
+                self.up, self.down = jnp.ones((8, 16)), jnp.ones((16, 8))
+
+        def pair_loss(model, batch, key):
+            hidden = batch["x"] @ model.up
+            return jnp.sum(hidden @ model.down, -1)
+
+        batch = {"x": jax.ShapeDtypeStruct((16, 8), jnp.float32)}
+        report = eqxshard.typecheck(Pair, pair_loss, batch, mesh, rule)
+        assert not report and not report.untyped
+        assert report.place.startswith("test_explicit.py:")
+        assert report.fields[0].startswith("down (16, 8) is split as P('tensor'")
+        assert "out_sharding=" in report.advice
+
+    def test_says_what_jax_cannot_type(self, as_scripts_run):
+        mesh = eqxshard.make_mesh(data=8)
+        report = eqxshard.typecheck(
+            lambda key: Model(key, False), loss_fn, batches()[0], mesh, SPLIT
+        )
+        assert report.untyped and "cannot type" in str(report)
+        assert report.place.startswith("explicit_model.py:")
+        assert "table.at[ids].get(out_sharding=...)" in report.advice
+
+    def test_other_errors_are_the_users_own(self):
+        def broken(model, batch, key):
+            raise KeyError("images")
+
+        mesh = eqxshard.make_mesh(data=8)
+        make = lambda key: eqx.nn.Linear(8, 8, key=key)  # noqa: E731
+        batch = {"x": np.ones((16, 8))}
+        with pytest.raises(KeyError, match="images"):
+            eqxshard.typecheck(make, broken, batch, mesh, FSDP)
+        with pytest.raises(ValueError, match="batch size 12"):
+            eqxshard.typecheck(make, broken, {"x": np.ones((12, 8))}, mesh, FSDP)
