@@ -5,7 +5,7 @@ its output, in which `...` stands for anything and `/runs` for the working folde
 block with a title is a file of its own; a page with files has commands that run them, all
 in one folder. Recipes run shortened, with the flags of `SHORT`. A block under
 `<!-- not run -->` is only read. The pictures that a program draws are those in
-`docs/pictures`, which the site shows below the code.
+`docs/pictures`, which the page shows below the code.
 """
 
 import ast
@@ -48,7 +48,7 @@ _BLOCK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 #: The file of a picture that a program draws.
-_PICTURE = re.compile(r"^eqxshard\.draw\(.*\)\.save\(\"([\w-]+\.html)\"\)$", re.MULTILINE)
+_PICTURE = re.compile(r"^eqxshard\.draw\(.*\)\.save\(\"([\w-]+\.svg)\"\)$", re.MULTILINE)
 _OUTPUT = re.compile(r"\s*^ *```text\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 
