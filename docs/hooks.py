@@ -28,9 +28,9 @@ _PICTURE = re.compile(
     r"^!\[[^\]]*\]\((?:\.\./)+pictures/([\w-]+\.svg)\)$", re.MULTILINE
 )
 _PANEL = re.compile(r"<svg (?:(?!<svg ).)*?</svg>", re.DOTALL)
-#: Code in a line of text, not in a link; a line that is a link alone.
+#: Code in a line of text, not in a link; the ends of the links that a dot separates.
 _CODE = re.compile(r"(?<![\[`])`(eqxshard(?:\.\w+)+)((?:\([^`\n]*)?)`(?!\])")
-_BUTTON = re.compile(r"^\[[^\]]+\]\([^)]+\)$", re.MULTILINE)
+_BUTTON = re.compile(r"(?<=\))(?: ·(?=\s\[)|$(?=\n\n</div>))", re.MULTILINE)
 _FENCE = re.compile(r"^( *)```.*?^\1```$|^#.*?$", re.DOTALL | re.MULTILINE)
 
 
@@ -58,9 +58,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
                 return os.path.relpath(found.expand(place), folder or ".")
         return link[0]
 
-    if page.is_homepage:
+    if page.file.src_uri == "index.md":
         page.meta["hide"] = ["navigation", "toc"]
-        markdown = _BUTTON.sub(r"\g<0>{ .md-button }", markdown)
+        markdown = _BUTTON.sub("{ .md-button }", markdown)
     markdown = _PICTURE.sub(_show, markdown)
     markdown = _OUTSIDE.sub(find, markdown)
     kept = [match[0] for match in _FENCE.finditer(markdown)]
