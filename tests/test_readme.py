@@ -5,8 +5,8 @@ The Python blocks of a page are one program, in order, which may go on from anot
 `text` block right after one is its output, in which `...` stands for anything and `/runs`
 for the working folder. A Python block with a title is a file of its own; a page with files
 has commands that run them, all in one folder. Recipes run shortened, with the flags of
-`SHORT`. A block under `<!-- not run -->` is only read. The pictures that a program draws are
-those in `docs/pictures`, which the page shows below the code.
+`SHORT`. A block under `<!-- not run -->` is only read. The pictures that a program draws
+are those in `docs/pictures`, which the page shows below the code.
 """
 
 import ast
