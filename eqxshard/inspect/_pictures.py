@@ -84,12 +84,15 @@ class Picture:
         width = max(panel.width for panel in self._panels) + 28
         height = max(panel.height for panel in self._panels) + 16
         rows, columns = math.ceil(len(self._panels) / 4), min(len(self._panels), 4)
-        parts = [_rectangle(0, 0, columns * width, rows * height + 2 * _LINE, fill="#fff")]
+        whole_width, bottom = columns * width, rows * height
+        whole_height = bottom + (2 * _LINE if self._note else 0)
+        parts = [_rectangle(0, 0, whole_width, whole_height, fill="#fff")]
         for i, panel in enumerate(self._panels):
             row, column = divmod(i, 4)
             parts.append(_element(panel, x=14 + column * width, y=8 + row * height))
-        parts.append(_text(14, rows * height + _LINE, self._note))
-        whole = Drawing(columns * width, rows * height + 2 * _LINE, "", parts)
+        if self._note:
+            parts.append(_text(14, bottom + _LINE, self._note))
+        whole = Drawing(whole_width, whole_height, "", parts)
         return f"{_element(whole, style='color:#111')}\n"
 
 
