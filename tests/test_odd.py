@@ -166,17 +166,6 @@ def test_complex_parameters_go_downhill():
     assert complex(state.model["z"]) == pytest.approx(aim * (1 - 0.8**2))
 
 
-def test_complex_losses_are_refused():
-    def loss_fn(model, batch, key):
-        return jax.lax.complex(batch["x"][:, 0], batch["y"][:, 0])
-
-    with pytest.raises(
-        TypeError,
-        match="loss is complex64; return an array",
-    ):
-        train(Linear, loss_fn)
-
-
 @pytest.mark.slow
 def test_double_precision(tmp_path):
     with jax.enable_x64(True):

@@ -9,7 +9,6 @@ import pkgutil
 import re
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -207,15 +206,3 @@ def undocumented(name):
 
 def test_every_public_thing_has_a_docstring_with_its_arguments():
     assert {name: undocumented(name) for name in OBJECTS if undocumented(name)} == {}
-
-
-@pytest.mark.parametrize("level", [1, 99])
-def test_warnings_are_errors_in_tests_whoever_is_blamed(level):
-    with pytest.raises(DeprecationWarning):
-        warnings.warn("jax.thing is deprecated", DeprecationWarning, stacklevel=level)
-
-
-def test_what_jax_deprecates_is_an_error_in_other_processes():
-    code = "import warnings; warnings.warn('jax.thing is deprecated', DeprecationWarning)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert run.returncode == 1 and "DeprecationWarning: jax.thing" in run.stderr

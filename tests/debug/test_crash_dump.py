@@ -102,20 +102,6 @@ def test_a_precision(tmp_path):
     assert error.value.args == (jnp.bfloat16, jnp.bfloat16)
 
 
-class OnMesh(eqx.Module):
-    inner: Layers
-    mesh: jax.sharding.Mesh = eqx.field(static=True)
-
-    def __call__(self, x):
-        sharding = jax.NamedSharding(self.mesh, jax.P())
-        return self.inner(jax.lax.with_sharding_constraint(x, sharding))
-
-
-def test_a_model_that_knows_a_mesh_is_replayed(tmp_path):
-    dump, _, _ = written(tmp_path, lambda key: OnMesh(Layers(key), make_mesh()), nan_loss)
-    assert replay(dump, nan_loss).startswith("the first NaN appears in the loss function, ")
-
-
 def test_frozen_arrays(tmp_path):
     shapes = eqx.filter_eval_shape(Layers, KEY)
     frozen = jax.tree.map(lambda _: False, shapes)
