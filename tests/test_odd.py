@@ -92,6 +92,7 @@ def test_keys_of_another_generator(tmp_path):
     assert found[0] != pytest.approx(train(Linear, noisy, steps=1)[0][0], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_leaves_of_many_types_and_no_size(tmp_path):
     kinds = {
         "bytes": lambda: jnp.arange(16, dtype=jnp.uint8),
@@ -237,6 +238,7 @@ def make_nan():
     return {**batch, "y": np.full_like(batch["y"], np.nan)}
 
 
+@pytest.mark.slow
 def test_jax_debug_nans_raises_at_nan_and_keeps_the_state():
     state, _ = setup()
     train_step = eqxshard.make_train_step(losses, ADAM)

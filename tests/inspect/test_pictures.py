@@ -87,13 +87,9 @@ def test_a_block_has_the_colours_of_the_devices_that_hold_it():
     "shape, spec, rows, column",
     [
         ((), P(), [], None),
-        ((16,), P("tensor"), [], 0),
         ((16,), P(("tensor", "fsdp", "data")), [], 0),
         ((8, 12), P(), [0], 1),
-        ((8, 12), P("stage", "data"), [0], 1),
-        ((8, 12), P("tensor", "fsdp"), [0], 1),
         ((8, 16), P(None, ("tensor", "data", "fsdp")), [0], 1),
-        ((3, 8, 4), P(None, "tensor", "fsdp"), [1], 2),
         ((2, 8, 3, 4), P(None, "data", None, "tensor"), [1], 3),
         ((4, 6, 8), P("data", "fsdp", "tensor"), [0, 1], 2),
     ],

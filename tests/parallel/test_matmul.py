@@ -63,7 +63,7 @@ def assert_close(results, expected, tolerance=1e-6):
 
 MESHES = [
     dict(data=2, tensor=4),
-    dict(data=2, fsdp=2, tensor=2),
+    pytest.param(dict(data=2, fsdp=2, tensor=2), marks=pytest.mark.slow),
     pytest.param(dict(tensor=2), marks=pytest.mark.slow),
     pytest.param(dict(tensor=8), marks=pytest.mark.slow),
 ]
