@@ -1,11 +1,11 @@
 """Whether a change made anything slower: the benchmarks of two checkouts, in turn.
 
 Each checkout runs its own benchmarks on its own eqxshard, so their APIs may differ. A round
-runs a benchmark once in each checkout, in new processes; every other round starts with the
-other checkout. The table has the median over rounds for each checkout, and the ratio: the
-median of this checkout's figure divided by the other's in the same round, from its smallest
-to its largest. What is measured beside eqxshard is the same code in both checkouts, so its
-ratio shows the noise.
+runs a benchmark once in each checkout, in new processes, and every other round starts with
+the other checkout. The table has the median over rounds for each checkout, and the ratio:
+this checkout's figure divided by the other's in the same round, its median, smallest and
+largest. What is measured beside eqxshard is the same code in both checkouts, so its ratio
+shows the noise.
 
     git worktree add --detach ../before COMMIT
     python benchmarks/_before_after.py ../before
@@ -21,20 +21,18 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
-from _side_by_side import take_turns
 from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).resolve().parents[1]
 
-#: The options of one round, which takes less than a minute on two cores.
+#: The options of one run, which takes about a minute on two cores.
 OPTIONS = {
     "step_overhead": "--rounds 5",
     "epoch": "--rounds 1 --models lenet --devices 1 --examples 9600 --device cpu",
-    "data": "--rounds 1 --seconds 0.2 --mapped-gigabytes 0.1 --workers 1",
+    "data": "--rounds 1 --seconds 0.1 --mapped-gigabytes 0.1 --workers 1",
     "gpt": "--rounds 2 --steps 10 --device cpu",
     "start": "--rounds 1",
 }
@@ -103,11 +101,10 @@ def main() -> None:
                 f"there is no benchmark {name!r}; use one of {', '.join(OPTIONS)}."
             )
         options = OPTIONS[name].split()
-        turns = {
-            side: partial(measure, checkout, name, options)
-            for side, checkout in checkouts.items()
-        }
-        found = take_turns(turns, args.rounds)
+        found: dict[str, list[Figures]] = {side: [] for side in checkouts}
+        for number in range(args.rounds):
+            for side in [*checkouts][:: 1 if number % 2 == 0 else -1]:
+                found[side].append(measure(checkouts[side], name, options))
         Console(width=110).print(compare(name, found["before"], found["after"]))
 
 

@@ -207,11 +207,6 @@ def test_older_configurations_mean_the_same(tmp_path):
     older |= {"head_dim": None, "hidden_act": ..., "attention_bias": ...}
     expected = gpt_weights.shape_of(GOLDEN / "llama")
     assert gpt_weights.shape_of(change_config(tmp_path, "llama", **older)) == expected
-    oldest = {"rope_parameters": ..., "rope_scaling": None, "num_key_value_heads": ...}
-    oldest |= {"rms_norm_eps": ..., "tie_word_embeddings": ...}
-    assert gpt_weights.shape_of(
-        change_config(tmp_path, "llama", **oldest)
-    ) == dataclasses.replace(expected, rope_scaling=None, kv_heads=4)
     defaults = {"n_inner": None, "activation_function": "gelu_pytorch_tanh"}
     shape = gpt_weights.shape_of(change_config(tmp_path, "gpt2", **defaults))
     assert shape == dataclasses.replace(gpt_weights.shape_of(GOLDEN / "gpt2"), mlp=64)
