@@ -131,7 +131,6 @@ def fail(like):
     raise AssertionError
 
 
-@pytest.mark.slow
 def test_a_profile_is_written_to_the_folder_of_the_run(tmp_path, monkeypatch):
     started: list[str] = []
     monkeypatch.setattr("jax.profiler.start_trace", started.append)
