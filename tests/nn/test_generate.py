@@ -33,7 +33,7 @@ def sample(model, prompt, length=10, **options):
 
 @pytest.fixture(scope="module")
 def model():
-    model = GPT(jax.random.key(0), SHAPE)
+    model = eqx.filter_jit(GPT)(jax.random.key(0), SHAPE)
     # Larger, so that it says more than one word.
     return jax.tree.map(lambda x: 4 * x if eqx.is_inexact_array(x) else x, model)
 
