@@ -36,7 +36,7 @@ def test_a_disk_that_is_full_on_one_host_is_told_soon(tmp_path, whole):
         began = time.monotonic()
         says = "the checkpoint of step 10 could not be written"
         lines += read_until(process, process.stdout, says)
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 120
         assert "process 1: " in lines[-1]
         assert "step 5. Training continues." in lines[-1]
         for _ in range(2):

@@ -62,6 +62,7 @@ def test_a_misspelt_metric_is_noticed_at_the_first_evaluation(scored):
     assert not found.is_best({"train/loss": 1.0})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [OSError, RuntimeError])
 def test_the_best_is_kept_if_it_cannot_be_read_for_a_moment(
     tmp_path, monkeypatch, caplog, kind

@@ -46,6 +46,7 @@ def test_numbers_are_looked_through_alike_on_the_host_and_on_devices(dtype, is_t
 
 
 # Orbax leaves a coroutine behind that never ran.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_run_continues_if_the_disk_is_full(small_disk, train_step, caplog):
     folder, filler = small_disk / "run", small_disk / "filler"

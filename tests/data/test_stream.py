@@ -171,6 +171,7 @@ def test_the_iterator_is_closed_with_the_loaders(prefetch):
     assert closed.wait(60)
 
 
+@pytest.mark.slow
 def test_fit_and_evaluate_take_it_and_resume():
     optim, rule, mesh = lenient(optax.adam(1e-2)), RULES["replicate"], make_mesh()
     train_step = eqxshard.make_train_step(squared_errors, optim, mesh=mesh, rule=rule)
