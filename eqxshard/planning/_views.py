@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from ..compiled._collective import join_axes
+from ..compiled._communication import join_axes
 from ..inspect._tables import format_shape, render
 from ..pages._format import format_bytes, format_flops, format_seconds
 from ..pages._kit import (
