@@ -14,11 +14,11 @@ from jaxtyping import PyTree
 from ..compiled._findings import Lint
 from ..data._resident import DeviceBatches
 from ..sharding._rule import Rule
-from ._config import Nonfinite, StepConfig, check_optim, is_optimizer
+from ._config import Nonfinite, StepConfig
 from ._inputs import ONE_BATCH, several_batches
 from ._layout import make_layout
 from ._metrics import Metrics
-from ._optimizer import check_numbers
+from ._optimizer import check_numbers, check_optim, is_optimizer
 from ._precision import Precision
 from ._state import TrainState, split_model
 from ._step import Key, StepMachine, Variant

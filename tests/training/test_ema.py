@@ -1,3 +1,4 @@
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +9,11 @@ from helpers import RULES, Model, arrays, lenient, make_batch, make_mesh, square
 import eqxshard
 
 KEY = jax.random.key(0)
+
+
+class Layers(eqx.Module):
+    first: jax.Array
+    last: jax.Array
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +79,20 @@ def test_the_average_of_half_precision_moves():
     assert eqxshard.ema_model(state).first.bias.dtype == jnp.bfloat16
 
 
-def test_an_average_of_a_part_is_refused():
-    masked = optax.masked(
-        eqxshard.ema_weights(0.9),
-        lambda params: jax.tree.map(lambda x: x.ndim == 2, params),
-    )
-    optim = lenient(optax.chain(optax.sgd(0.1), masked))
+PARTS = {
+    "masked": optax.masked(
+        eqxshard.ema_weights(0.9), lambda ps: jax.tree.map(lambda x: x.ndim == 2, ps)
+    ),
+    "per_layer": eqxshard.per_layer(eqxshard.ema_weights(0.9), "first"),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_an_average_of_a_part_is_refused(part):
+    optim = lenient(optax.chain(optax.sgd(0.1), PARTS[part]))
     placed: dict = dict(mesh=make_mesh("data=1"), rule=RULES["replicate"])
-    state = eqxshard.init_state(Model, optim, key=KEY, **placed)
+    state = eqxshard.init_state(
+        lambda key: Layers(jnp.ones((2, 4)), jnp.ones(2)), optim, key=KEY, **placed
+    )
     with pytest.raises(ValueError, match=r"put ema_weights outside of it, last in the ch"):
         eqxshard.ema_model(state)

@@ -19,8 +19,7 @@ from helpers import (
 from jax.sharding import PartitionSpec as P
 
 import eqxshard
-from eqxshard.training._state import flatten_state
-from eqxshard.training._states import map_models, step_of
+from eqxshard.training._state import flatten_state, map_models, step_of
 
 
 @pytest.fixture(scope="module")
