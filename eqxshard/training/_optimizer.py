@@ -51,16 +51,6 @@ def _is_number(leaf: Any) -> bool:
     return type(leaf) in (bool, int, float, complex)
 
 
-def check_numbers(opt_state: PyTree) -> None:
-    """Refuse numbers in a state that `init_state` did not make: they would never change."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
-        if _is_number(leaf) and not isinstance(leaf, np.ndarray):
-            raise ValueError(
-                f"{leaf_path(path, 'opt_state')} is {leaf!r}, and a step changes arrays "
-                "alone; make it one, with jnp.asarray."
-            )
-
-
 def apply_update(
     optim: optax.GradientTransformationExtraArgs,
     grads: PyTree,

@@ -75,7 +75,8 @@ def per_layer(
         stacks = jax.tree_util.tree_map_with_path(stack_of, tree)
         names: list[Any] = jax.tree.leaves(stacks)
         optims = {**dict.fromkeys(names, _each_layer(optim)), "": optim}
-        return optax.partition(optims, stacks)
+        # A model may be callable, which would be taken for a function of labels.
+        return optax.partition(optims, lambda _: stacks)
 
     def init(params: PyTree) -> Any:
         _check_found(patterns, params)

@@ -1,5 +1,7 @@
 """The notes on errors of a user's loss and metric functions."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -63,7 +65,7 @@ def start():
     return eqxshard.init_state(Model, OPTIM, key=jax.random.key(0), **where)
 
 
-def notes(fn, batch=IMAGES, error=Exception, match=""):
+def notes(fn, batch=IMAGES, error: Any = Exception, match=None):
     """The notes on what a train step of a loss function raises."""
     with pytest.raises(error, match=match) as caught:
         eqxshard.make_train_step(fn, OPTIM)(start(), batch)

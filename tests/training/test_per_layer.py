@@ -71,6 +71,10 @@ class Model(eqx.Module):
     head: eqx.nn.Linear
     layers: Any
 
+    def __call__(self, x):
+        """A model may be called, as a function of labels is by optax."""
+        raise NotImplementedError
+
 
 def make(listed, key=KEY):
     """Layers of unlike sizes, so that what looks at all of them sees something else."""
