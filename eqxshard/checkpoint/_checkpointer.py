@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 
 from ..distributed import assert_same_on_all_processes, broadcast_from_first
 from ..training._donation import check_state_not_donated
-from ..training._states import step_of, trained_paths
+from ..training._state import step_of, trained_paths
 from ._arrays import partition_by_path, read
 from ._description import check_structure, describe
 from ._folder import CheckpointFolder, Step

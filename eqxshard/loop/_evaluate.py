@@ -19,13 +19,12 @@ from ..sharding._leaves import is_array, leaf_path
 from ..sharding._mesh import batch_sharding
 from ..training._donation import check_not_donated
 from ..training._gradients import step_context
-from ..training._in_flight import IN_FLIGHT
-from ..training._inputs import ONE_BATCH, check_ready
+from ..training._inputs import ONE_BATCH, Signature, check_ready, mesh_of
 from ..training._jit import call_jitted, jit_on
 from ..training._metrics import Metrics
 from ..training._precision import Precision
-from ..training._signature import Signature, mesh_of
 from ..training._state import refuse_state, with_state, without_state
+from ..training._step import IN_FLIGHT
 from ._batches import Batches, is_resident, steps_per_epoch
 
 

@@ -10,9 +10,9 @@ from jaxtyping import PyTree
 from ..checkpoint._checkpointer import Checkpointer
 from ..distributed import assert_same_on_all_processes, is_main_process
 from ..trackers._tracker import Tracker, check_trackers
-from ..training._in_flight import InFlight
 from ..training._metrics import Metrics
-from ..training._states import map_models, step_of
+from ..training._state import map_models, step_of
+from ..training._step import InFlight
 from ..training._train_step import TrainStep
 from ._batches import Batches, check_loader, dispatches_of, steps_per_epoch
 from ._callbacks import Callback, CallbackList, check_callbacks

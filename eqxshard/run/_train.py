@@ -35,10 +35,10 @@ from ..trackers._tracker import Tracker
 from ..training._config import Nonfinite
 from ..training._eval_step import make_eval_step
 from ..training._init import abstract_state, init_state
+from ..training._layout import unused_axes
 from ..training._precision import Precision
-from ..training._states import states_of, step_of
+from ..training._state import states_of, step_of
 from ..training._train_step import TrainStep
-from ..training._unused_axes import unused_axes
 from ._config import MakeOptim, RunConfig, last_step, option, parse_profile
 from ._folder import RunFolder, default_folder, script_name
 from ._parts import (

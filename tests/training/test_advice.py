@@ -1,5 +1,7 @@
 """The notes on errors of a user's loss and metric functions."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -54,25 +56,37 @@ MISTAKES = {
 }
 
 
+OPTIM = optax.sgd(0.1)
+IMAGES = {"image": jnp.ones((8, 4)), "label": CLASSES}
+
+
+def start():
+    where = {"mesh": eqxshard.make_mesh(), "rule": eqxshard.replicate()}
+    return eqxshard.init_state(Model, OPTIM, key=jax.random.key(0), **where)
+
+
+def notes(fn, batch=IMAGES, error: Any = Exception, match=None):
+    """The notes on what a train step of a loss function raises."""
+    with pytest.raises(error, match=match) as caught:
+        eqxshard.make_train_step(fn, OPTIM)(start(), batch)
+    return getattr(caught.value, "__notes__", [])
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("kind", ["train", "eval"])
 def test_an_error_says_what_the_batch_was_and_what_to_do(kind, mistake):
     fn, labels, advice = MISTAKES[mistake]
     batch = {"image": jnp.ones((8, 4)), "label": jnp.asarray(labels)}
-    optim = optax.sgd(0.1)
-    rule = eqxshard.replicate()
-    state = eqxshard.init_state(
-        Model, optim, key=jax.random.key(0), mesh=eqxshard.make_mesh(), rule=rule
-    )
-    with pytest.raises((TypeError, ValueError, KeyError)) as caught:
-        if kind == "train":
-            eqxshard.make_train_step(fn, optim)(state, batch)
-        else:
-            metrics = eqxshard.make_eval_step(lambda *args: {"loss": fn(*args)})
-            metrics(state.model, batch)
+    if kind == "train":
+        found = notes(fn, batch, (TypeError, ValueError, KeyError))
+    else:
+        eval_step = eqxshard.make_eval_step(lambda *args: {"loss": fn(*args)})
+        with pytest.raises((TypeError, ValueError, KeyError)) as caught:
+            eval_step(start().model, batch)
+        found = caught.value.__notes__
     label = f"{labels.dtype}[{','.join(map(str, labels.shape))}]"
     # JAX's own note, of the frames that it hides, comes last.
-    first, *more = [note for note in caught.value.__notes__ if "JAX" not in note]
+    first, *more = [note for note in found if "JAX" not in note]
     assert first == BATCH.format(label)
     assert [advice in note for note in more] == [True] if advice else more == []
 
@@ -81,42 +95,24 @@ def test_an_error_of_this_library_is_left_as_it_is():
     def weighted(model, batch, key):
         return loss_fn(model, batch).mean()
 
-    optim = optax.sgd(0.1)
-    rule = eqxshard.replicate()
-    state = eqxshard.init_state(
-        Model, optim, key=jax.random.key(0), mesh=eqxshard.make_mesh(), rule=rule
-    )
-    batch = {"image": jnp.ones((8, 4)), "label": CLASSES, "__weight__": jnp.ones(8)}
-    with pytest.raises(ValueError, match="one number for the batch") as caught:
-        eqxshard.make_train_step(weighted, optim)(state, batch)
-    assert not any("batch was" in note for note in getattr(caught.value, "__notes__", []))
-
-
-def two_arguments(model, batch):
-    return loss_fn(model, batch)
+    batch = IMAGES | {"__weight__": jnp.ones(8)}
+    found = notes(weighted, batch, ValueError, "one number for the batch")
+    assert not any("batch was" in note for note in found)
 
 
 def test_the_arguments_of_a_loss_function_are_named():
-    optim = optax.sgd(0.1)
-    mesh, rule = eqxshard.make_mesh(), eqxshard.replicate()
-    state = eqxshard.init_state(Model, optim, key=jax.random.key(0), mesh=mesh, rule=rule)
-    batch = {"image": jnp.ones((8, 4)), "label": CLASSES}
-    with pytest.raises(TypeError, match="positional argument") as caught:
-        eqxshard.make_train_step(two_arguments, optim)(state, batch)
-    assert any("takes (model, batch, key)" in note for note in caught.value.__notes__)
+    def two_arguments(model, batch):
+        return loss_fn(model, batch)
 
-
-def test_a_call_of_the_users_own_gets_no_advice_on_arguments():
     def helper(x):
         return x
 
     def mistaken(model, batch, key):
         return helper(batch, key)  # pyright: ignore[reportCallIssue]
 
-    optim = optax.sgd(0.1)
-    mesh, rule = eqxshard.make_mesh(), eqxshard.replicate()
-    state = eqxshard.init_state(Model, optim, key=jax.random.key(0), mesh=mesh, rule=rule)
-    batch = {"image": jnp.ones((8, 4)), "label": CLASSES}
-    with pytest.raises(TypeError, match="positional argument") as caught:
-        eqxshard.make_train_step(mistaken, optim)(state, batch)
-    assert not any("takes (model" in note for note in caught.value.__notes__)
+    says = "takes (model, batch, key)"
+    found = notes(two_arguments, error=TypeError, match="positional argument")
+    assert any(says in note for note in found)
+    # A call of the user's own gets no such advice.
+    found = notes(mistaken, error=TypeError, match="positional argument")
+    assert not any(says in note for note in found)
