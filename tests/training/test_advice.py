@@ -1,4 +1,7 @@
-"""The notes on errors of a user's loss and metric functions."""
+"""The notes on errors of a user's loss and metric functions, and their tracebacks."""
+
+import json
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -8,6 +11,8 @@ import optax
 import pytest
 
 import eqxshard
+from eqxshard.compiled._causes import is_ours
+from eqxshard.training._advice import short_traceback, traceback_steps
 
 CROSS_ENTROPY = optax.softmax_cross_entropy_with_integer_labels
 BATCH = "The batch was: image float32[8,4], label {}."
@@ -54,6 +59,12 @@ MISTAKES = {
 }
 
 
+def files(error):
+    """The files of a traceback, without those of the type checks in tests."""
+    found = [step.tb_frame.f_code.co_filename for step in traceback_steps(error)]
+    return [file for file in found if "beartype" not in file and "jaxtyping" not in file]
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("kind", ["train", "eval"])
 def test_an_error_says_what_the_batch_was_and_what_to_do(kind, mistake):
@@ -75,6 +86,8 @@ def test_an_error_says_what_the_batch_was_and_what_to_do(kind, mistake):
     first, *more = [note for note in caught.value.__notes__ if "JAX" not in note]
     assert first == BATCH.format(label)
     assert [advice in note for note in more] == [True] if advice else more == []
+    # The test, the step's call, its machine, and the function.
+    assert [*map(is_ours, files(caught.value))][:4] == [False, True, True, False]
 
 
 def test_an_error_of_this_library_is_left_as_it_is():
@@ -90,6 +103,28 @@ def test_an_error_of_this_library_is_left_as_it_is():
     with pytest.raises(ValueError, match="one number for the batch") as caught:
         eqxshard.make_train_step(weighted, optim)(state, batch)
     assert not any("batch was" in note for note in getattr(caught.value, "__notes__", []))
+    # The test, the step's call, its machine, and what raises.
+    assert [*map(is_ours, files(caught.value))] == [False, True, True, True]
+
+
+def fails(*, in_users_code):
+    """An error below frames that are not the user's."""
+    text, hook = ("{}", lambda found: 1 / 0) if in_users_code else ("{", None)
+    with pytest.raises((ValueError, ZeroDivisionError)) as caught, short_traceback():
+        json.loads(text, object_hook=hook)
+    return [Path(file).parent.name for file in files(caught.value)]
+
+
+def test_only_what_is_above_the_users_code_is_left_out():
+    assert fails(in_users_code=True) == ["training", "training"]
+    filtering = jax.config.values["jax_traceback_filtering"]
+    jax.config.update("jax_traceback_filtering", "off")
+    try:
+        assert "json" in fails(in_users_code=True)
+    finally:
+        jax.config.update("jax_traceback_filtering", filtering)
+    # Anybody's bug.
+    assert "json" in fails(in_users_code=False)
 
 
 def two_arguments(model, batch):
