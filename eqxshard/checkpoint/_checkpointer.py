@@ -214,6 +214,12 @@ class Checkpointer:
 
     def _read(self, like: _T, step: Step, root: str = "") -> _T:
         """Read a PyTree: all that was saved, or arrays below a path."""
+        if step is None:
+            raise FileNotFoundError(
+                f"no checkpoint in {self.directory} has a value of best={self._best!r}; "
+                "give the checkpointer the name of a metric that was saved, or leave out "
+                "step= to read the newest."
+            )
         description = self._folder.choose(step)
         found, saved = description["step"], description["leaves"]
         wanted, static = partition_by_path(like, root)

@@ -31,7 +31,8 @@ from ..sharding._mesh import describe_mesh
 from ..sharding._rule import Rule
 from ..sharding._text import comma_list
 from ..trackers._jsonl import or_nan
-from ..trackers._tracker import Tracker
+from ..trackers._tracker import Tracker, check_trackers
+from ..training._advice import short_traceback
 from ..training._config import Nonfinite
 from ..training._eval_step import make_eval_step
 from ..training._init import abstract_state, init_state
@@ -210,6 +211,7 @@ def train(
             Loader(eval_data, batch_size=config.batch_size, mesh=mesh, shuffle=False),
         )
     check_callbacks(callbacks)
+    check_trackers(trackers)
     if config.profile is not None:
         callbacks = [*callbacks, _profile(config.profile, folder, last)]
     checkpointer = Checkpointer(
@@ -220,7 +222,11 @@ def train(
     )
     resumes = folder.should_resume(config.resume, checkpointer)
     key = jax.random.key(config.seed)
-    with contextlib.closing(checkpointer), RunRecord(folder) as record:
+    with (
+        short_traceback(),
+        contextlib.closing(checkpointer),
+        RunRecord(folder) as record,
+    ):
         with announced("reading the checkpoint" if resumes else "making the state"):
             if resumes:
                 like = training.make_states(abstract_state, key, mesh)

@@ -17,6 +17,7 @@ from ..sharding._leaves import array_leaves, format_array, is_array, is_key
 from ..sharding._mesh import check_mesh
 from ..sharding._placement import named_leaves
 from ..sharding._rule import Rule, check_rule
+from ._advice import short_traceback
 from ._build import ArrayBuilder
 from ._donation import copy_shared
 from ._jit import jit_is_off
@@ -104,7 +105,8 @@ def init_state(
     """
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         raise jit_is_off()
-    traced = _trace(make_model, optim, key, mesh, rule, trainable, precision)
+    with short_traceback():
+        traced = _trace(make_model, optim, key, mesh, rule, trainable, precision)
     warn_of_stacks(optim, traced.params)
     leaves, static = flatten_state(traced.like)
     loaded = {} if load is None else _load(load, traced.like.model)
@@ -157,7 +159,8 @@ def abstract_state(
         state = checkpointer.restore(like)
         ```
     """
-    return _trace(make_model, optim, key, mesh, rule, trainable, precision).like
+    with short_traceback():
+        return _trace(make_model, optim, key, mesh, rule, trainable, precision).like
 
 
 class _Traced(NamedTuple):

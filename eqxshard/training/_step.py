@@ -15,6 +15,7 @@ from ..sharding._leaves import array_leaves
 from ..sharding._mesh import format_sharding
 from ..sharding._placement import filter_shard
 from ..transforms._compiles import CompileLog, function_name
+from ._advice import shorten_traceback
 from ._donation import (
     check_not_donated,
     check_state_not_donated,
@@ -223,12 +224,14 @@ class StepMachine:
                 check_shardings(state, step.shardings)
                 arrays = copy_shared(filter_shard(arrays, [*step.shardings]))
             arrays, metrics = call_jitted(step.jitted, arrays, kept, batch)
-        except (TypeError, ValueError):
+        except Exception as error:
             # Blame the inputs if they are at fault. (Checking them before each call would
             # take as long as the rest of it; errors of a running step are other types.)
-            if state is not None:
-                check_shardings(state, step.shardings)
-            key.kind.check(batch, step.mesh, step.accumulate)
+            if isinstance(error, TypeError | ValueError):
+                if state is not None:
+                    check_shardings(state, step.shardings)
+                key.kind.check(batch, step.mesh, step.accumulate)
+            shorten_traceback(error)
             raise
         self._in_flight.add(metrics.weight)
         return None if state is None else unflatten_state(arrays, key.static), metrics

@@ -90,7 +90,8 @@ def test_other_iterators_skip_batches(prefetch):
     assert firsts(loader) == [0, 1, 2, 3, 4]
     loader.seek(3)
     assert firsts(loader) == [3, 4]
-    assert firsts(loader) == []
+    with pytest.warns(UserWarning, match=r"at step 5, .*; call loader\.seek\(0\)"):
+        assert firsts(loader) == []
 
 
 def test_with_a_length_passes_follow_one_another():

@@ -62,7 +62,7 @@ def by_dim(**axes):
 REFUSED = {
     "not a rule": (lambda: 3, r"rule=3 is not a rule; give"),
     "a spec": (lambda: P("fsdp"), "is not a rule; give"),
-    "not made": (lambda: eqxshard.fsdp, r"is not a rule; give one such as .*fsdp\(\)"),
+    "not made": (lambda: eqxshard.fsdp, r"rule=fsdp is a class, .* call it: fsdp\(\)"),
     "no spec": (lambda: lambda *_: "fsdp", "returned 'fsdp' for up; return a jax.P"),
     "unconstrained": (
         lambda: eqxshard.by_path({"up": P(P.UNCONSTRAINED)}),
