@@ -1,6 +1,6 @@
 """Callbacks of `fit`: the base class, and the list of those that a run has."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ._loop import Loop
@@ -145,6 +145,9 @@ class CallbackList:
 
 def check_callbacks(callbacks: Sequence[Any]) -> None:
     """Refuse other things than callbacks."""
+    if not isinstance(callbacks, Iterable):
+        kind = type(callbacks).__name__
+        raise TypeError(f"callbacks={kind} is not a list; give one, such as [{kind}(...)].")
     for each in callbacks:
         if not isinstance(each, Callback):
             raise TypeError(
