@@ -117,7 +117,8 @@ class Checkpointer:
                 f"best={self._best!r} is not a metric of this run; use one of "
                 f"{', '.join(metrics)}."
             )
-        score = self._sign * metrics.get(self._best, math.nan)
+        # It may be a scalar of JAX's.
+        score = self._sign * float(metrics.get(self._best, math.nan))
         for _ in range(2):
             best = -math.inf
             # Not only OSError: packages for object stores have errors of their own.

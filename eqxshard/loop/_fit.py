@@ -9,6 +9,7 @@ from jaxtyping import PyTree
 
 from ..checkpoint._checkpointer import Checkpointer
 from ..distributed import assert_same_on_all_processes, is_main_process
+from ..sharding._text import say
 from ..trackers._tracker import Tracker, check_trackers
 from ..training._advice import short_traceback
 from ..training._metrics import Metrics
@@ -229,10 +230,9 @@ def fit(
 def _print_time(loop: Loop) -> None:
     """Print where the time of a run went, if there was a report."""
     if loop.report.step is not None and is_main_process():
-        loop.clock.read()
         # A terminal that is gone does not fail a run that is finished.
         with suppress(OSError, ValueError):
-            print(describe_time(loop.clock.totals), file=sys.stderr)
+            say(describe_time(loop.clock.at_last_reading), sys.stderr)
 
 
 def _close(

@@ -139,8 +139,9 @@ def make_notes(
     elif compiler == "cpu":
         yield (
             "compiled for CPUs: temporaries are an upper estimate, and no schedule says "
-            f"what communication is hidden. The backend {target.compiler} knows both "
-            "(--backend, or backend=), and says how to install it"
+            f"what communication is hidden. The compiler for {target.compiler}s knows "
+            f"both; `python -m eqxshard plan SCRIPT --backend {target.compiler}`, or "
+            f"backend={target.compiler!r} in Python, says how to install it"
         )
     if compiler == "gpu":
         yield (

@@ -80,7 +80,10 @@ def _summary(plan: Plan) -> Iterator[str]:
         speed, more = say_speed(plan)
         used = "" if plan.mfu is None else f"; {plan.mfu:.0%} MFU at that speed"
         yield f"{speed} in all, {more}{used}"
-    if plan.fits is False:
+    if plan.fits:
+        device = format_bytes(plan.memory.device or 0)
+        yield f"It fits: {format_bytes(plan.memory.peak)} of {device}"
+    elif plan.fits is False:
         yield (
             f"{say_lack(plan)}; split the state over more devices, or take less for "
             "temporaries: compute in bfloat16, compute layers again (remat), or accumulate "

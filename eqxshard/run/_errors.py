@@ -12,6 +12,7 @@ from .._parser import is_stdout_closed
 from ..compiled._causes import is_ours, is_users
 from ..distributed import exit_process
 from ..planning._process import ELSEWHERE
+from ..sharding._text import say
 from ..training._advice import raises_on_purpose, traceback_steps
 
 _JAX_HIDES = "JAX has removed its internal frames"
@@ -57,7 +58,7 @@ def exit_on_errors(*, whole_traceback: bool = False) -> Iterator[None]:
         if whole_traceback:
             traceback.print_exc()
         elif on_purpose:
-            print(f"error: {error}", file=sys.stderr)
+            say(f"error: {error}", sys.stderr)
         elif (elsewhere := _traceback_elsewhere(error)) is not None:
             print(elsewhere, file=sys.stderr)
         else:
