@@ -8,28 +8,21 @@ That last one is the baseline: a call costs nothing but JAX's own dispatch, and 
 guard. All donate what they replace.
 
     python benchmarks/step_overhead.py --output build/benchmarks
-
-With `--against DIR`, another checkout of eqxshard takes part instead of the peers. Each
-checkout runs in processes of its own, and they take turns.
 """
 
-import argparse
 import importlib
 import importlib.util
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from _side_by_side import Contest, Report, Turn, parser, take_turns
+from _side_by_side import Contest, Report, parser, take_turns
 
 import eqxshard
 
@@ -241,75 +234,6 @@ def contestants(depth: int, mesh: Any) -> dict[str, Contestant]:
     return contestants
 
 
-def compare_checkouts(other: Path, args: argparse.Namespace) -> list[Contest]:
-    """Compare another checkout's `train_step`, the baseline, with this one's."""
-    checkouts = {
-        other.resolve().name: other.resolve(),
-        "this checkout": Path(__file__).parents[1],
-    }
-    contests = []
-    for depth in args.depths:
-        for nonfinite in ("ignore", "skip"):
-            options = {
-                "--serve": nonfinite,
-                "--depths": depth,
-                "--devices": args.devices,
-                "--seconds": args.seconds,
-            }
-            words = [str(word) for option in options.items() for word in option]
-            turns = {name: in_process(root, words) for name, root in checkouts.items()}
-            title = f"depth {depth}, nonfinite={nonfinite!r}"
-            contests.append(Contest(title, "us/step", take_turns(turns, args.rounds)))
-    return contests
-
-
-def compare_peers(args: argparse.Namespace, mesh: Any, max_in_flight: int) -> list[Contest]:
-    """Compare all contestants in this process."""
-    if not importlib.util.find_spec("flax"):
-        print("Flax is not installed; it is left out.")
-    contests = []
-    for depth in args.depths:
-        turns = {
-            name: partial(microseconds, run, args.seconds, max_in_flight)
-            for name, run in contestants(depth, mesh).items()
-        }
-        values = take_turns(turns, args.rounds)
-        contests.append(Contest(f"depth {depth}", "us/step", values))
-    return contests
-
-
-def in_process(root: Path, options: list[str]) -> Turn:
-    """Start this file with a checkout's eqxshard; each turn asks it for one figure."""
-    process = subprocess.Popen(
-        [sys.executable, __file__, *options],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(root)},
-    )
-    stdin, stdout = process.stdin, process.stdout
-    assert stdin is not None and stdout is not None
-    imported = Path(stdout.readline().strip())
-    if root not in imported.parents:
-        raise SystemExit(f"{root} has no eqxshard that works: see the output above.")
-
-    def turn() -> float:
-        print(file=stdin, flush=True)
-        answer = stdout.readline()
-        if not answer:
-            raise SystemExit(f"the eqxshard of {root} failed: see the output above.")
-        return float(answer)
-
-    return turn
-
-
-def serve(turn: Turn) -> None:
-    """Answer each line of stdin with a figure, until stdin closes."""
-    print(eqxshard.__file__, flush=True)
-    for _ in sys.stdin:
-        print(turn(), flush=True)
-
-
 def microseconds(run: Contestant, seconds: float, max_in_flight: int) -> float:
     """Time one step, over `seconds` or more, with at most `max_in_flight` in flight."""
     steps = 16
@@ -328,10 +252,6 @@ def main() -> None:
     options.add_argument("--depths", type=int, nargs="+", default=[4, 48], metavar="N")
     options.add_argument("--devices", type=int, default=1)
     options.add_argument("--seconds", type=float, default=0.05, help="length of each turn")
-    options.add_argument(
-        "--against", type=Path, metavar="DIR", help="another checkout, instead of the peers"
-    )
-    options.add_argument("--serve", choices=["ignore", "skip"], help=argparse.SUPPRESS)
     args = options.parse_args()
     jax.config.update("jax_num_cpu_devices", args.devices)
     mesh = eqxshard.make_mesh(devices=jax.devices()[: args.devices])
@@ -339,13 +259,16 @@ def main() -> None:
     # Collectives of simulated devices share one pool of threads: they deadlock when too
     # many steps are in flight.
     max_in_flight = sys.maxsize if args.devices == 1 else 16
-    if args.serve:
-        run = by_train_step(*model_and_batch(args.depths[0], mesh), mesh, args.serve)
-        return serve(partial(microseconds, run, args.seconds, max_in_flight))
-    if args.against is not None:
-        contests = compare_checkouts(args.against, args)
-    else:
-        contests = compare_peers(args, mesh, max_in_flight)
+    if not importlib.util.find_spec("flax"):
+        print("Flax is not installed; it is left out.")
+    contests = []
+    for depth in args.depths:
+        turns = {
+            name: partial(microseconds, run, args.seconds, max_in_flight)
+            for name, run in contestants(depth, mesh).items()
+        }
+        values = take_turns(turns, args.rounds)
+        contests.append(Contest(f"depth {depth}", "us/step", values))
     setting = {"width": WIDTH, "batch_size": BATCH_SIZE, "rounds": args.rounds}
     Report("step_overhead", contests, setting).show_and_write(args.output)
 

@@ -1,4 +1,9 @@
-"""Hooks of MkDocs: links to names of JAX, and what the pages show from other folders."""
+"""Hooks of MkDocs: what the sources, which read well on a forge, become on the site.
+
+- Names of the API in the text, such as `eqxshard.fit`, become links.
+- Links to files outside of the folder of the pages lead to what the site has of them.
+- Pictures that the library draws are part of the page, whose colours they take.
+"""
 
 import json
 import os
@@ -9,13 +14,24 @@ from typing import Any
 from mkdocs.structure.files import File
 
 _ROOT = Path(__file__).parent.parent
+_PAGES = "docs/pages"
 _PLOTS = "benchmarks/results"
-#: A block of Python that ends with pictures, and the output after it.
-_BLOCK = re.compile(
-    r"^```python\n(.*?)^```\n(\n```text\n.*?^```\n)?", re.DOTALL | re.MULTILINE
+#: Files of this repository, and where the site has them.
+_PLACES = {
+    r"recipes/gallery/(\w+)\.py": r"gallery/\1.md",
+    r"docs/notebooks/(\w+)\.ipynb": r"notebooks/\1.md",
+    rf"({_PLOTS}/\w+\.png)": r"\1",
+}
+_OUTSIDE = re.compile(r"(?<=\]\()(?:\.\./)+[\w./-]+(?=\))")
+#: A picture, with a caption for readers who cannot see it.
+_PICTURE = re.compile(
+    r"^!\[[^\]]*\]\((?:\.\./)+pictures/([\w-]+\.svg)\)$", re.MULTILINE
 )
-_NAMED = re.compile(r"^<!-- picture: ([\w-]+\.html) -->$", re.MULTILINE)
-_PICTURE = re.compile(r"^eqxshard\.draw\(.*\)\.save\(\"([\w-]+\.html)\"\)$", re.MULTILINE)
+_PANEL = re.compile(r"<svg (?:(?!<svg ).)*?</svg>", re.DOTALL)
+#: Code in a line of text, not in a link; the ends of the links that a dot separates.
+_CODE = re.compile(r"(?<![\[`])`(eqxshard(?:\.\w+)+)((?:\([^`\n]*)?)`(?!\])")
+_BUTTON = re.compile(r"(?<=\))(?: ·(?=\s\[)|$(?=\n\n</div>))", re.MULTILINE)
+_FENCE = re.compile(r"^( *)```.*?^\1```$|^#.*?$", re.DOTALL | re.MULTILINE)
 
 
 def on_files(files: Any, config: Any) -> None:
@@ -24,7 +40,7 @@ def on_files(files: Any, config: Any) -> None:
         uri = f"{_PLOTS}/{plot.name}"
         files.append(File.generated(config, uri, abs_src_path=str(plot)))
     text = (_ROOT / ".github" / "CONTRIBUTING.md").read_text()
-    text = text.replace("](../docs/pages/", "](")
+    text = text.replace(f"](../{_PAGES}/", "](")
     files.append(File.generated(config, "contributing.md", content=text))
     for file in sorted((_ROOT / "recipes/gallery").glob("*.py")):
         text = f"# {file.name}\n\n```python\n{file.read_text()}```\n"
@@ -32,16 +48,50 @@ def on_files(files: Any, config: Any) -> None:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Link to these plots where they are now, and show what code draws below it."""
-    markdown = markdown.replace(f"](../../{_PLOTS}/", f"]({_PLOTS}/")
-    markdown = _NAMED.sub(lambda name: _show([name[1]]), markdown)
-    return _BLOCK.sub(lambda block: block[0] + _show(_PICTURE.findall(block[1])), markdown)
+    """The source of a page, for the site."""
+    folder = os.path.dirname(page.file.src_uri)
+
+    def find(link: re.Match[str]) -> str:
+        path = os.path.normpath(os.path.join(_PAGES, folder, link[0]))
+        for pattern, place in _PLACES.items():
+            if found := re.fullmatch(pattern, path):
+                return os.path.relpath(found.expand(place), folder or ".")
+        return link[0]
+
+    if page.file.src_uri == "index.md":
+        page.meta["hide"] = ["navigation", "toc"]
+        markdown = _BUTTON.sub("{ .md-button }", markdown)
+    markdown = _PICTURE.sub(_show, markdown)
+    markdown = _OUTSIDE.sub(find, markdown)
+    kept = [match[0] for match in _FENCE.finditer(markdown)]
+    texts = _FENCE.sub("\0", markdown).split("\0")
+    names = _names()
+    texts = [_CODE.sub(lambda code: _link(code, names), text) for text in texts]
+    return "".join(map("".join, zip(texts, [*kept, ""], strict=True)))
 
 
-def _show(names: list[str]) -> str:
-    """Pictures, which a test holds to be what programs of the pages draw."""
-    pictures = [(_ROOT / "docs/pictures" / name).read_text() for name in names]
-    return f'\n<div class="figures">\n{"".join(pictures)}</div>\n' if names else ""
+def _show(picture: re.Match[str]) -> str:
+    """The panels of a picture, which wrap to the width of the page."""
+    panels = _PANEL.findall((_ROOT / "docs/pictures" / picture[1]).read_text())
+    return f'<div class="figures">\n{"".join(panels)}\n</div>'
+
+
+def _names() -> set[str]:
+    """The names that the pages of the API have."""
+    names = set[str]()
+    for page in (_ROOT / _PAGES / "api").glob("*.md"):
+        shown = re.findall(
+            r"^::: (\S+)(?:\n +options: {members: \[(.*)\]})?",
+            page.read_text(),
+            re.MULTILINE,
+        )
+        for name, members in shown:
+            names |= {name, *(f"{name}.{x}" for x in members.split(", ") if x)}
+    return names
+
+
+def _link(code: re.Match[str], names: set[str]) -> str:
+    return f"[{code[0]}][{code[1]}]" if code[1] in names else code[0]
 
 
 def on_env(env: Any, config: Any, files: Any) -> None:
@@ -61,7 +111,7 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """List this one version, unless mike does: browsers report a list that is not there."""
+    """List this one version, unless mike does: browsers report a missing list."""
     if "MIKE_DOCS_VERSION" not in os.environ:
         version = {"version": ".", "title": "this checkout", "aliases": []}
         Path(config.site_dir, "versions.json").write_text(json.dumps([version]))

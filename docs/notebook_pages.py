@@ -1,4 +1,4 @@
-"""A hook of MkDocs: the notebooks as pages, with the outputs that are stored in them."""
+"""A hook of MkDocs: the notebooks as pages, with the outputs stored in them."""
 
 import json
 from pathlib import Path
@@ -23,9 +23,9 @@ def render(notebook: Path) -> str:
     title, *cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     parts = [
         _text(title["source"]),
-        f"*[This notebook]({notebook.name}) runs in Jupyter (`pip install jupyterlab`), in "
-        "VS Code, and in Colab (File, Upload notebook). In a checkout it is in "
-        "`docs/notebooks`.*",
+        f"*[This notebook]({notebook.name}), `docs/notebooks/{notebook.name}` in a "
+        "checkout, runs in Jupyter (`pip install jupyterlab`), in VS Code, and in "
+        "Colab (File, Upload notebook).*",
     ]
     for cell in cells:
         source = _text(cell["source"])

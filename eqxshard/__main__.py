@@ -87,7 +87,8 @@ def _add_plan(commands: Any) -> None:
         ("--trace", "FILE", "also write the time line as a trace for Perfetto and Chrome"),
         ("--cache", "DIR", "also keep the compiled step in this folder, as JAX's cache"),
     ):
-        parser.add_argument(name, metavar=metavar, help=text)
+        kind = str if metavar == "DIR" else _new_file
+        parser.add_argument(name, metavar=metavar, type=kind, help=text)
 
 
 def _add_search(commands: Any) -> None:
@@ -109,9 +110,12 @@ def _add_search(commands: Any) -> None:
     parser.add_argument(
         "--search-accumulate",
         metavar="COUNTS",
+        type=_counts,
         help="numbers of microbatches to try, such as 1,2,4 (default: the script's)",
     )
-    parser.add_argument("--json", metavar="FILE", help="also write the search as JSON")
+    parser.add_argument(
+        "--json", metavar="FILE", type=_new_file, help="also write the search as JSON"
+    )
 
 
 def _add_pages(commands: Any) -> None:
@@ -134,6 +138,7 @@ def _add_pages(commands: Any) -> None:
     compare.add_argument(
         "--output",
         metavar="FILE",
+        type=_new_file,
         default="compare.html",
         help="the page (default: compare.html)",
     )
@@ -167,7 +172,6 @@ def _plan(options: argparse.Namespace, others: Sequence[str]) -> None:
     from .planning._make_plan import plan
     from .run._planned import PlannedRun, plan_script
 
-    _check_folders(options.json, options.html, options.trace)
     if options.html and Path(options.html).suffix.lower() != ".html":
         raise ValueError(f"--html {options.html} is no page; give a name like plan.html.")
 
@@ -195,12 +199,9 @@ def _search(options: argparse.Namespace, others: Sequence[str]) -> None:
     from .planning._search import plan_search
     from .run._planned import PlannedRun, plan_script
 
-    _check_folders(options.json)
-    counts = options.search_accumulate and _counts(options.search_accumulate)
-
     def planner(run: PlannedRun, notes: list[str]) -> None:
         arguments = run.for_any_mesh(options.devices)
-        arguments["accumulate"] = counts or arguments["accumulate"]
+        arguments["accumulate"] = options.search_accumulate or arguments["accumulate"]
         with Console(stderr=True).status("compiling"):
             found = plan_search(
                 arguments.pop("make_model"),
@@ -231,9 +232,8 @@ def _page(options: argparse.Namespace, others: Sequence[str]) -> None:
 def _compare(options: argparse.Namespace, others: Sequence[str]) -> None:
     from .run._compare_page import compare_runs
 
-    _check_folders(options.output)
-    compare_runs(options.folders, options.output)
-    print(options.output)
+    print(compare_runs(options.folders, options.output))
+    print(f"the page is {Path(options.output).resolve()}")
 
 
 def _write(file: str | None, to_json: Callable[[], Any]) -> None:
@@ -245,16 +245,17 @@ def _counts(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(
-            f"--search-accumulate {text} is not a list of numbers; use one such as 1,2,4."
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a list of numbers; use one such as 1,2,4."
         ) from None
 
 
-def _check_folders(*files: str | None) -> None:
-    """Refuse files that cannot be written, before the minutes that a plan may take."""
-    for file in filter(None, files):
-        if not Path(file).parent.is_dir():
-            raise ValueError(f"there is no folder {Path(file).parent}; make it first.")
+def _new_file(text: str) -> str:
+    """A file that can be written, to know before the minutes that a plan may take."""
+    folder = Path(text).parent
+    if not folder.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {folder}; make it first.")
+    return text
 
 
 if __name__ == "__main__":

@@ -33,9 +33,9 @@ BATCH_MESHES: dict[str, dict[str, Any]] = {
 }
 #: By name: k and the capacity factor. The exchange takes up to four rounds and three.
 CASES = {"dropless": (2, None), "capacity": (3, 1.0)}
-#: On each mesh the case that compiles faster or covers more; the other is for a release.
-FAST = dict(zip(MESHES, ["dropless", "capacity", "capacity", "dropless", "capacity"]))
-ON_MESHES = graded(itertools.product(MESHES, CASES), FAST.items())
+QUICK = [("1", "dropless"), ("expert=8", "dropless"), ("data=2,expert=4", "capacity")]
+SLOW = [("expert=2", "capacity"), ("expert=4", "capacity")]
+ON_MESHES = graded(itertools.product(MESHES, CASES), QUICK, SLOW)
 BATCH, TOKENS, EXPERTS, EMBED = 4, 16, 16, 4
 ROWS, EXPERTS_SPLIT = P(("data", "fsdp")), P("expert")
 

@@ -44,7 +44,7 @@ def tidy(output: Any) -> Any:
     data = output.get("data", {})
     if "text/html" in data:
         data.pop("text/plain", None)  # Nobody sees it, and it may have addresses.
-        data["text/html"] = re.sub(r"  [\d,]+ examples/s", "", data["text/html"])
+        data["text/html"] = re.sub(r"  [\d,.]+ examples/s", "", data["text/html"])
     return output
 
 

@@ -1,6 +1,7 @@
 """Train steps for the tests of training: made once, for each mesh, rule and loss."""
 
 import functools
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -19,11 +20,14 @@ SPLITS = [("data=8", "replicate"), ("data=2,fsdp=4", "fsdp")]
 WEIGHTS = {"even": None, "padded": np.arange(32) < 27, "uneven": np.linspace(0, 3, 32)}
 
 
-def make(mesh, rule, loss_fn=squared_errors, optim=OPTIM, **options):
+def make(
+    mesh, rule, loss_fn=squared_errors, optim=OPTIM, make_model: Any = Model, **options
+):
     """A state, and a step that is not compiled yet."""
-    mesh, rule = make_mesh(mesh), RULES[rule]
-    state = eqxshard.init_state(Model, optim, key=KEY, mesh=mesh, rule=rule)
-    return state, eqxshard.make_train_step(loss_fn, optim, mesh=mesh, rule=rule, **options)
+    placed: dict = dict(mesh=make_mesh(mesh), rule=RULES.get(rule, rule))
+    kept = {name: options[name] for name in ("trainable", "precision") if name in options}
+    state = eqxshard.init_state(make_model, optim, key=KEY, **placed, **kept)
+    return state, eqxshard.make_train_step(loss_fn, optim, **placed, **options)
 
 
 make_once = functools.cache(make)
@@ -37,10 +41,7 @@ def setup(mesh="data=8", rule="replicate", **options):
 
 def train(make_model, loss_fn, mesh, rule, *, optim=OPTIM, steps=3, batch=None, **options):
     """The losses of some steps, the state after them, and the step."""
-    placed: dict = dict(mesh=make_mesh(mesh), rule=RULES.get(rule, rule))
-    kept = {name: options[name] for name in ("trainable",) if name in options}
-    state = eqxshard.init_state(make_model, optim, key=KEY, **placed, **kept)
-    train_step = eqxshard.make_train_step(loss_fn, optim, **placed, **options)
+    state, train_step = make(mesh, rule, loss_fn, optim, make_model=make_model, **options)
     losses = []
     for seed in range(steps):
         state, metrics = train_step(state, batch or make_batch(seed=seed))

@@ -137,7 +137,7 @@ def test_nothing_to_plan(command, tmp_path):
 def test_a_search_of_nothing(command):
     words = ("search", REGRESSION, "--devices=4", "--backend=cpu")
     refused = command(*words, "--search-accumulate=many")
-    assert_refused(refused, "--search-accumulate many is not a list of numbers; use one")
+    assert_refused(refused, "many is not a list of numbers; use one")
     refused = command(*words, "--search-axes=fdsp")
     assert_refused(refused, "fdsp")
     refused = command(*words, "--json=nowhere/search.json")
@@ -150,7 +150,11 @@ def test_pages_of_runs_are_written(command, tmp_path):
     page = tmp_path / "one" / "index.html"
     assert command("page", "one") == (0, f"{page}\n", "")
     assert page.exists()
-    assert command("compare", "one", "two")[:2] == (0, "compare.html\n")
+    status, out, _ = command("compare", "one", "two")
+    head, one, two, page = out.splitlines()
+    assert (status, page) == (0, f"the page is {tmp_path / 'compare.html'}")
+    assert head.split()[:4] == ["Run", "Step", "eval/loss", "eval/accuracy"]
+    assert one.split()[:4] == ["one", "2,000", "0.3176", "0.9155"] and "two" in two
     assert (tmp_path / "compare.html").exists()
     assert_refused(command("compare", "one", "one"), "the same; give each run once")
     assert_refused(command("page", "three"), "/three; give the folder of a run.")

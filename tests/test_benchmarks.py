@@ -1,5 +1,6 @@
 """Each benchmark runs and writes its results; no test checks how fast anything is."""
 
+import importlib
 import importlib.util
 import json
 import os
@@ -64,6 +65,21 @@ def test_every_benchmark_is_run_here_and_by_nox():
 )
 def test_a_benchmark_writes_its_results(name, tmp_path):
     run(name, tmp_path)
+
+
+def test_two_checkouts_are_compared_in_turn(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    driver, order = importlib.import_module("_before_after"), []
+
+    def measure(checkout, name, options):
+        order.append(checkout.name)
+        return {("depth 4", "us/step", "eqxshard"): 20 if checkout == ROOT else 10}
+
+    monkeypatch.setattr(driver, "measure", measure)
+    monkeypatch.setattr(sys, "argv", ["x", "before", "step_overhead", "--rounds", "2"])
+    driver.main()
+    assert order == ["before", ROOT.name, ROOT.name, "before"]
+    assert "2.000, 2.000 to 2.000" in capsys.readouterr().out
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """Runs of several processes over loopback: their results, and how they end."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -155,8 +157,8 @@ def test_when_one_is_killed_the_others_end_soon(tmp_path):
         wait_for_step(tmp_path, 3)
         os.kill(workers_of(process)[0], signal.SIGKILL)
         began = time.monotonic()
-        out, _ = process.communicate(timeout=60)
-        assert time.monotonic() - began < 25
+        out, _ = process.communicate(timeout=300)
+        assert time.monotonic() - began < 60
     assert process.returncode == 137
     assert "process 0 of 3 was killed by SIGKILL; the others were stopped" in out
 
@@ -231,7 +233,7 @@ def test_an_exception_in_one_process_ends_all(tmp_path, what):
         lines = read_until(process, process.stdout, "resuming from step 0")
         began = time.monotonic()
         rest, _ = process.communicate(timeout=240)
-        assert time.monotonic() - began < 45
+        assert time.monotonic() - began < 120
     out = "".join([*lines, rest])
     assert process.returncode == 1, out
     if what == "exception":
@@ -247,7 +249,9 @@ def test_an_exception_in_one_process_ends_all(tmp_path, what):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr(eqxshard.distributed, "_SILENT_SECONDS", 0.2)
+    """Time that goes by with each look at the clock."""
+    clock = SimpleNamespace(monotonic=itertools.count(0, 10).__next__, sleep=lambda _: None)
+    monkeypatch.setattr(eqxshard.distributed, "time", clock)
     # Joining others replaces it.
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
 
@@ -256,12 +260,12 @@ def impatient(monkeypatch):
 def test_a_first_process_that_cannot_be_reached_is_named(impatient, capsys, host):
     address = f"{host}:{_free_port()}"
     with pytest.raises(TimeoutError) as error:
-        eqxshard.initialize(address, 3, 2, start_seconds=1)
+        eqxshard.initialize(address, 3, 2, start_seconds=60)
     says = f"process 2 cannot reach process 0 at {address}: [Errno "
     assert str(error.value).startswith(says) and "; see whether" in str(error.value)
     # And before the end, for those who watch.
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"eqxshard: {says}") and "It goes on trying, for 1 s" in line
+    assert line.startswith(f"eqxshard: {says}") and "It goes on trying, for 60 s" in line
 
 
 @pytest.mark.parametrize(

@@ -29,14 +29,16 @@ def test_a_notice_during_an_evaluation(tmp_path, whole):
 
 
 def test_a_disk_that_is_full_on_one_host_is_told_soon(tmp_path, whole):
-    options = ("--full-process=1", "--seconds-per-step=0.3")
+    # Split over the processes, so that each has something to write.
+    split = ("--mesh=data=1,fsdp=2", "--rule=fsdp")
+    options = (*split, "--full-process=1", "--seconds-per-step=0.3")
     with start(tmp_path, *options, processes=2, devices=1) as process:
         lines = read_until(process, process.stdout, "resuming from step 0")
         wait_for_step(tmp_path, 9)
         began = time.monotonic()
         says = "the checkpoint of step 10 could not be written"
         lines += read_until(process, process.stdout, says)
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 120
         assert "process 1: " in lines[-1]
         assert "step 5. Training continues." in lines[-1]
         for _ in range(2):
@@ -45,7 +47,7 @@ def test_a_disk_that_is_full_on_one_host_is_told_soon(tmp_path, whole):
         for worker in workers_of(process):
             os.kill(worker, signal.SIGKILL)
     assert eqxshard.Checkpointer(tmp_path / "checkpoints").steps() == [5, 15]
-    assert_same(tmp_path, whole)
+    assert_same(tmp_path, whole, rtol=2e-6)
 
 
 def test_a_run_with_a_process_that_hangs_is_ended_and_starts_again(tmp_path, whole):

@@ -46,7 +46,7 @@ print("working", flush=True)
 if number == 2:
     print("the last words")
     {how}
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -65,23 +65,25 @@ time.sleep(60)
 def test_when_one_dies_all_end_and_it_is_named(script, capsys, how, status, says):
     began = time.monotonic()
     assert launch([script(DIES.format(how=how))], processes=4) == status
-    assert time.monotonic() - began < 40
+    assert time.monotonic() - began < 300
     err = capsys.readouterr().err
     assert says in err and "  the last words" in err
 
 
-def test_processes_that_ignore_sigterm_are_killed(script, capsys, monkeypatch):
+def test_processes_that_ignore_sigterm_are_killed(script, tmp_path, monkeypatch):
     monkeypatch.setattr(eqxshard.launch, "_GRACE_SECONDS", 0.5)
     body = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-if number == 1:
-    time.sleep(0.5)
-    sys.exit(1)
-time.sleep(60)
+if number == 0:
+    open(sys.argv[1], "w").close()
+    time.sleep(600)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+sys.exit(1)
 """
     began = time.monotonic()
-    assert launch([script(body)], processes=2) == 1
-    assert time.monotonic() - began < 40
+    assert launch([script(body), str(tmp_path / "ready")], processes=2) == 1
+    assert time.monotonic() - began < 300
 
 
 @pytest.mark.parametrize("code, starts", [(7, 3), (2, 1)])
@@ -109,25 +111,28 @@ time.sleep(60)
     with start([script(body)], "--processes=1", "--restarts=3") as process:
         read_until(process, process.stdout, "[0] ready")
         process.send_signal(number)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     assert process.returncode == 143
     assert out == "[0] asked to stop\n" and err == ""
 
 
 @pytest.mark.slow
-def test_signals_that_are_ignored_stay_ignored(script):
+def test_signals_that_are_ignored_stay_ignored(script, tmp_path):
     """As under nohup, or in the background of a shell."""
+    go = tmp_path / "go"
     body = """
 print("ready", flush=True)
-time.sleep(1)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
 print("done", flush=True)
 """
-    words = [sys.executable, "-m", "eqxshard.launch", "--processes=1", script(body)]
+    words = [sys.executable, "-m", "eqxshard.launch", "--processes=1", script(body), go]
     with started(["sh", "-c", 'trap "" HUP INT; exec "$@"', "sh", *words]) as process:
         read_until(process, process.stdout, "[0] ready")
         for number in (signal.SIGHUP, signal.SIGINT):
             process.send_signal(number)
-        out, err = process.communicate(timeout=60)
+        go.touch()
+        out, err = process.communicate(timeout=300)
     assert (process.returncode, out, err) == (0, "[0] done\n", "")
 
 
@@ -143,7 +148,7 @@ while True:
         process.send_signal(signal.SIGTERM)
         read_until(process, process.stdout, "[0] busy")
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
     assert process.returncode == 137
 
 
@@ -182,10 +187,7 @@ def wait_until_gone(pid):
     "options, says",
     [
         ("--processes 0 x.py", "--processes: 0 is too few; use 1 or more"),
-        ("--processes 1 --restarts -1 x.py", "--restarts: -1 is too few"),
-        ("--processes 2 --devices-per-process x", "x is too few; use 1 or more"),
         ("--processes 2", "there is no script ''; give the path of one"),
-        ("--processes 2 nowhere.py", "there is no script 'nowhere.py'"),
         ("--process 2 x.py", "required: --processes; see python -m eqxshard.launch --help"),
     ],
 )

@@ -1,5 +1,7 @@
 """The notebooks of the site run, and show what is stored in them."""
 
+import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -22,3 +24,19 @@ def test_a_notebook_shows_what_is_stored_in_it(name, tmp_path):
             remedy = "run python tests/notebook_helpers.py"
             assert new.outputs == old.outputs, f"{remedy}: {old.source}"
         assert bool(new.outputs) == bool(old.outputs), old.source
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_notebook_installs_what_is_missing(name, tmp_path, monkeypatch):
+    """From the checkout that it is in or, elsewhere, from the index."""
+    cell = json.loads((FOLDER / name).read_text())["cells"][1]["source"]
+    code = "".join(cell).partition("\n\nimport equinox")[0]
+    code = code.replace("%pip install -q {source}", "installed.append(source)")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    installed: list[str] = []
+    for folder in (FOLDER, tmp_path):
+        monkeypatch.chdir(folder)
+        exec(code, {"installed": installed})
+    assert installed == ["../..", "eqxshard"]
+    assert (FOLDER / "../../pyproject.toml").exists()

@@ -92,6 +92,7 @@ def test_keys_of_another_generator(tmp_path):
     assert found[0] != pytest.approx(train(Linear, noisy, steps=1)[0][0], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_leaves_of_many_types_and_no_size(tmp_path):
     kinds = {
         "bytes": lambda: jnp.arange(16, dtype=jnp.uint8),
@@ -166,17 +167,6 @@ def test_complex_parameters_go_downhill():
     assert complex(state.model["z"]) == pytest.approx(aim * (1 - 0.8**2))
 
 
-def test_complex_losses_are_refused():
-    def loss_fn(model, batch, key):
-        return jax.lax.complex(batch["x"][:, 0], batch["y"][:, 0])
-
-    with pytest.raises(
-        TypeError,
-        match="loss is complex64; return an array",
-    ):
-        train(Linear, loss_fn)
-
-
 @pytest.mark.slow
 def test_double_precision(tmp_path):
     with jax.enable_x64(True):
@@ -248,6 +238,7 @@ def make_nan():
     return {**batch, "y": np.full_like(batch["y"], np.nan)}
 
 
+@pytest.mark.slow
 def test_jax_debug_nans_raises_at_nan_and_keeps_the_state():
     state, _ = setup()
     train_step = eqxshard.make_train_step(losses, ADAM)

@@ -1,11 +1,12 @@
 """The README and the pages are true: names, commands, programs and their output.
 
-The Python blocks of a page are one program, in order. A `text` block right after one is
-its output, in which `...` stands for anything and `/runs` for the working folder. A Python
-block with a title is a file of its own; a page with files has commands that run them, all
-in one folder. Recipes run shortened, with the flags of `SHORT`. A block under
-`<!-- not run -->` is only read. The pictures that a program draws are those in
-`docs/pictures`, which the site shows below the code.
+The Python blocks of a page are one program, in order, which may go on from another page's:
+`<!-- after the first block of loop.md -->`, or `<!-- after loop.md -->` for all of them. A
+`text` block right after one is its output, in which `...` stands for anything and `/runs`
+for the working folder. A Python block with a title is a file of its own; a page with files
+has commands that run them, all in one folder. Recipes run shortened, with the flags of
+`SHORT`. A block under `<!-- not run -->` is only read. The pictures that a program draws
+are those in `docs/pictures`, which the page shows below the code.
 """
 
 import ast
@@ -47,8 +48,9 @@ _BLOCK = re.compile(
     r'(?: title="(?P<title>[\w.]+)")?[^\n]*\n(?P<text>.*?)^(?P=indent)```$',
     re.MULTILINE | re.DOTALL,
 )
+_AFTER = re.compile(r"^<!-- after (the first block of )?([\w-]+\.md) -->$", re.MULTILINE)
 #: The file of a picture that a program draws.
-_PICTURE = re.compile(r"^eqxshard\.draw\(.*\)\.save\(\"([\w-]+\.html)\"\)$", re.MULTILINE)
+_PICTURE = re.compile(r"^eqxshard\.draw\(.*\)\.save\(\"([\w-]+\.svg)\"\)$", re.MULTILINE)
 _OUTPUT = re.compile(r"\s*^ *```text\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 
@@ -81,8 +83,13 @@ def blocks(page, *languages):
 
 
 def program_blocks(page):
-    """The blocks of a page's program."""
-    return [b for b in blocks(page, "python") if b.runs and b.title is None]
+    """The blocks of a page's program, after those that it goes on from."""
+    own = [b for b in blocks(page, "python") if b.runs and b.title is None]
+    after = _AFTER.search(page.read_text())
+    if after is None:
+        return own
+    before = program_blocks(page.parent / after[2])
+    return [*(before[:1] if after[1] else before), *own]
 
 
 def program(parts, *, mark=""):

@@ -36,7 +36,7 @@ def public_names():
 def test_every_public_name_is_on_a_page_of_the_api():
     """And in the table of all of them."""
     pages = {page.name: page.read_text() for page in API.glob("*.md")}
-    index = re.findall(r"\]\[(eqxshard[\w.]+)\]", pages["index.md"])
+    index = re.findall(r"\.md#(eqxshard[\w.]+)\)", pages["index.md"])
     shown = re.findall(r"^::: (\S+)", "\n".join(pages.values()), flags=re.MULTILINE)
     assert {*shown} == {*index}
     objects = [find(name) for name in shown]

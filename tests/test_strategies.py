@@ -149,7 +149,12 @@ STRATEGIES = {
     "FSDP x tensor": (TRANSFORMER, eqxshard.combine(SPLIT, FSDP), {"fsdp": 0, "tensor": 2}),
     "data x FSDP x tensor": (
         TRANSFORMER,
-        eqxshard.combine(SPLIT, FSDP),
+        eqxshard.combine(
+            eqxshard.by_dim(
+                {"heads": "tensor", "mlp": "tensor", "vocab": ("tensor", "fsdp")}
+            ),
+            FSDP,
+        ),
         {"fsdp": 0, "data": 2, "tensor": 2},
     ),
     "context": (ATTENTION, eqxshard.replicate(), {"context": 0}),

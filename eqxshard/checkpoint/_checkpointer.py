@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 
 from ..distributed import assert_same_on_all_processes, broadcast_from_first
 from ..training._donation import check_state_not_donated
-from ..training._states import step_of, trained_paths
+from ..training._state import step_of, trained_paths
 from ._arrays import partition_by_path, read
 from ._description import check_structure, describe
 from ._folder import CheckpointFolder, Step
@@ -117,7 +117,8 @@ class Checkpointer:
                 f"best={self._best!r} is not a metric of this run; use one of "
                 f"{', '.join(metrics)}."
             )
-        score = self._sign * metrics.get(self._best, math.nan)
+        # It may be a scalar of JAX's.
+        score = self._sign * float(metrics.get(self._best, math.nan))
         for _ in range(2):
             best = -math.inf
             # Not only OSError: packages for object stores have errors of their own.
@@ -214,6 +215,12 @@ class Checkpointer:
 
     def _read(self, like: _T, step: Step, root: str = "") -> _T:
         """Read a PyTree: all that was saved, or arrays below a path."""
+        if step is None:
+            raise FileNotFoundError(
+                f"no checkpoint in {self.directory} has a value of best={self._best!r}; "
+                "give the checkpointer the name of a metric that was saved, or leave out "
+                "step= to read the newest."
+            )
         description = self._folder.choose(step)
         found, saved = description["step"], description["leaves"]
         wanted, static = partition_by_path(like, root)

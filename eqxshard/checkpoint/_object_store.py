@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from ..distributed import is_main_process
-from ..sharding._leaves import is_key
+from ._parts import copy_parts, write_parts
 
 #: In the folder of a checkpoint.
 ARRAYS = "arrays"
@@ -57,16 +56,12 @@ class Upload:
     **Arguments:**
 
     - `folder`: an `etils.epath.Path`, in which no process has written yet.
-    - `leaves`: the arrays by path. Their parts are copied here, so they may be donated.
+    - `arrays`: the arrays by path. Their parts are copied here, so they may be donated.
     """
 
-    def __init__(self, folder: Any, leaves: Mapping[str, Any]):
+    def __init__(self, folder: Any, arrays: Mapping[str, jax.Array]):
         self._folder = folder
-        self._parts = {
-            path: _part(jax.random.key_data(leaf) if is_key(leaf) else leaf)
-            for path, leaf in leaves.items()
-            if leaf.size
-        }
+        self._parts = copy_parts(arrays, _OBJECT_BYTES)
 
     def result(self) -> None:
         """Write this process's parts; process 0 also waits for those of the others.
@@ -77,7 +72,7 @@ class Upload:
         """
         began, fault = time.monotonic(), None
         try:
-            self._write()
+            write_parts(self._parts, kvstore(self._folder / ARRAYS), context())
         # TensorStore's are ValueErrors, mostly, and end with what it was asked to do.
         except Exception as error:
             fault = str(error).partition(" [")[0] or type(error).__name__
@@ -88,42 +83,6 @@ class Upload:
                 fault = _wait_for_others(marks, time.monotonic() - began)
         if fault is not None:
             raise OSError(fault)
-
-    def _write(self) -> None:
-        import tensorstore as ts
-
-        base, settings = kvstore(self._folder / ARRAYS), context()
-        opened = {}
-        for path, (metadata, _) in self._parts.items():
-            where = {**base, "path": f"{base['path']}{path}/"}
-            spec = {"driver": "zarr3", "kvstore": where, "metadata": metadata}
-            opened[path] = ts.open(spec, create=True, open=True, context=settings)
-        writes = [
-            opened[path].result()[index].write(values)
-            for path, (_, shards) in self._parts.items()
-            for index, values in shards
-        ]
-        for write in writes:
-            write.result()
-
-
-def _part(leaf: jax.Array) -> tuple[dict[str, Any], list[tuple[Any, np.ndarray]]]:
-    """How TensorStore describes an array, and this process's part of it, on the host."""
-    # No two processes may write one chunk, so chunks are parts of shards.
-    chunk = [*leaf.sharding.shard_shape(leaf.shape)]
-    while np.prod(chunk) * leaf.dtype.itemsize > _OBJECT_BYTES:
-        even = [n for n in chunk if n % 2 == 0]
-        if not even:
-            break
-        chunk[chunk.index(max(even))] //= 2
-    grid = {"name": "regular", "configuration": {"chunk_shape": chunk}}
-    dtype = str(leaf.dtype)
-    shards = [
-        (shard.index, np.array(shard.data, copy=True))
-        for shard in leaf.addressable_shards
-        if shard.replica_id == 0
-    ]
-    return {"shape": leaf.shape, "data_type": dtype, "chunk_grid": grid}, shards
 
 
 def _wait_for_others(marks: Any, seconds: float) -> str | None:

@@ -21,6 +21,9 @@ _LOG = logging.getLogger(__name__)
 #: How long processes wait for a checkpoint before they ask each other how it goes.
 _TOGETHER_SECONDS = 2.0
 
+#: Stands in what TensorStore says among codes and the paths of its own files.
+_DISK_IS_FULL = "No space left on device"
+
 
 class CheckpointWriter:
     """Writes one checkpoint at a time; a failure is logged, and training continues.
@@ -154,6 +157,8 @@ class CheckpointWriter:
 
     def _report_failure(self, step: int, error: Exception) -> None:
         why = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+        if _DISK_IS_FULL in why:
+            why = f"{_DISK_IS_FULL}; free some, or give the run another folder"
         if jax.process_count() > 1:
             why = f"process {jax.process_index()}: {why}"
         others = [other for other in self._folder.known_steps() if other != step]

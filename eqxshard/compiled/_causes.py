@@ -4,6 +4,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..sharding._mesh import batch_axes
@@ -22,10 +23,9 @@ _PASS = ("call", "fusion", "get-tuple-element", "parameter", "tuple", "while")
 _DEEPEST = 12
 
 
+@dataclass(frozen=True)
 class Causes:
     """Finds what causes the collectives of a module.
-
-    **Arguments:**
 
     - `module`: the module.
     - `sizes`: of the axes of the mesh.
@@ -34,29 +34,22 @@ class Causes:
         device.
     """
 
-    def __init__(
-        self,
-        module: Module,
-        sizes: Mapping[str, int],
-        arguments: Mapping[int, str],
-        gradients: Mapping[str, tuple[int, ...]],
-    ):
-        self._module = module
-        self._sizes = sizes
-        self._arguments = arguments
-        self._gradients = gradients
+    module: Module
+    sizes: Mapping[str, int]
+    arguments: Mapping[int, str]
+    gradients: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def frame(self, operation: Operation, *, of_use: bool = False) -> Frame | None:
         """The user's code that it is from, or the nearest to it.
 
         With `of_use`, that which first needs its result: a step gathers by itself.
         """
-        queue = self._module.takers(operation.result) if of_use else [operation.start]
-        follow = self._module.takers if of_use else self._module.operands
+        queue = self.module.takers(operation.result) if of_use else [operation.start]
+        follow = self.module.takers if of_use else self.module.operands
         seen = set[str]()
         for _ in range(_DEEPEST):
             for instruction in queue:
-                if found := user_frame(self._module.stack(instruction)):
+                if found := user_frame(self.module.stack(instruction)):
                     return found
             seen |= {each.name for each in queue}
             queue = [x for each in queue for x in follow(each) if x.name not in seen]
@@ -65,14 +58,14 @@ class Causes:
     def leaves(self, operation: Operation) -> tuple[str, ...]:
         """The arrays of the model that it gathers, or whose gradients it reduces."""
         gathered = set[str]()
-        for operand in self._module.operands(operation.start):
+        for operand in self.module.operands(operation.start):
             for parameter in self._parameters(operand, same_values=True):
                 found = re.search(r"arrays\[(\d+)\]", parameter.op_name)
-                if found and int(found[1]) in self._arguments:
-                    gathered.add(self._arguments[int(found[1])])
+                if found and int(found[1]) in self.arguments:
+                    gathered.add(self.arguments[int(found[1])])
         reduces = operation.kind in ("all-reduce", "reduce-scatter")
-        axes = operation.axes(self._sizes) or ()
-        if gathered or not reduces or {*batch_axes(self._sizes)}.isdisjoint(axes):
+        axes = operation.axes(self.sizes) or ()
+        if gathered or not reduces or {*batch_axes(self.sizes)}.isdisjoint(axes):
             return tuple(sorted(gathered))
         reduced = set[str]()
         for dims in self._joined(operation):
@@ -108,10 +101,10 @@ class Causes:
             if key in seen:
                 continue
             seen.add(key)
-            if value.opcode == "parameter" and value.computation == self._module.entry:
+            if value.opcode == "parameter" and value.computation == self.module.entry:
                 yield value
             elif same_values and (value.opcode in _VIEWS or value.opcode.endswith("-done")):
-                queue += [(x, element) for x in self._module.operands(value)[:1]]
+                queue += [(x, element) for x in self.module.operands(value)[:1]]
             elif not same_values or value.opcode in _PASS:
                 queue += self._made_of(value, element)
 
@@ -119,11 +112,11 @@ class Causes:
         self, value: Instruction, element: int | None
     ) -> list[tuple[Instruction, int | None]]:
         """What a value, or one element of a tuple, is computed from."""
-        operands = self._module.operands(value)
+        operands = self.module.operands(value)
         if value.opcode == "parameter":
             found = []
-            for caller in self._module.callers.get(value.computation, ()):
-                inputs = self._module.operands(caller)
+            for caller in self.module.callers.get(value.computation, ()):
+                inputs = self.module.operands(caller)
                 if caller.opcode == "while":
                     found.append((caller, element))
                 elif caller.opcode in ("fusion", "call"):
@@ -136,7 +129,7 @@ class Causes:
         if value.opcode == "tuple" and element is not None:
             return [(operands[element], None)]
         roots = [
-            (self._module.computations[name][-1], element)
+            (self.module.computations[name][-1], element)
             for use, name in value.called()
             if (value.opcode, use)
             in (("while", "body"), ("fusion", "calls"), ("call", "to_apply"))
@@ -150,8 +143,8 @@ class Causes:
         whole = [shape.dims for shape in operation.shapes]
         parts = [
             shape.dims
-            for operand in self._module.operands(operation.start)
-            for part in self._module.operands(operand)
+            for operand in self.module.operands(operation.start)
+            for part in self.module.operands(operand)
             for shape in part.shapes
         ]
         is_joined = len(whole) == len(whole[0]) == 1
@@ -163,7 +156,7 @@ class Causes:
         wanted = _plain(dims)
         return [
             path
-            for path, shape in self._gradients.items()
+            for path, shape in self.gradients.items()
             if wanted and wanted in (_plain(shape[first:]), [math.prod(shape[first:])])
         ]
 

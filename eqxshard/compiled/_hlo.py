@@ -3,7 +3,7 @@
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -196,51 +196,44 @@ class Module:
     def _trips_of_condition(self, loop: Instruction) -> int | None:
         """From the constants of a loop that counts up, as those of `lax.scan` do."""
         called = dict(loop.called())
-        condition = self.computations.get(called.get("condition", ""), ())
-        body = self.computations.get(called.get("body", ""), ())
-        compare = self._seen(condition[-1:])
-        tuples = [self._seen(self.operands(loop)[:1]), self._seen(body[-1:])]
+        compare = self._root(called.get("condition"))
         if compare is None or "direction=LT" not in compare.attributes:
             return None
-        sides = [self._seen([x]) for x in self._outer_operands(compare)]
-        counter = sides[0] if len(sides) == 2 else None
+        counter, bound = self._operand(compare, 0), self._operand(compare, 1)
         if counter is None or counter.opcode != "get-tuple-element":
             return None
-        bound, index = sides[1], int(counter.attribute("index") or 0)
         # What the counter is at first, and after an iteration.
-        first, after = (
-            None if x is None else self._seen(self.operands(x)[index : index + 1])
-            for x in tuples
-        )
+        index = int(counter.attribute("index") or 0)
+        first = self._operand(self._operand(loop, 0), index)
+        after = self._operand(self._root(called.get("body")), index)
         if after is None or after.opcode != "add":
             return None
         start, stop = _integer(first), _integer(bound)
-        steps = [_integer(self._seen([x])) for x in self._outer_operands(after)]
-        step = next(filter(None, steps), None)
-        if start is None or stop is None or step is None:
+        step = _integer(self._operand(after, 0)) or _integer(self._operand(after, 1))
+        if start is None or stop is None or not step:
             return None
         return max(-((start - stop) // step), 0)
 
-    def _seen(self, instructions: Sequence[Instruction]) -> Instruction | None:
-        """The one instruction, or what it is another form of."""
-        found = instructions[0] if instructions else None
-        while found is not None and found.opcode in (*VIEWS, "fusion"):
-            if found.opcode != "fusion":
-                instructions = self.operands(found)
-            else:
-                instructions = self.computations.get(dict(found.called())["calls"], ())[-1:]
-            found = instructions[0] if instructions else None
-        return found
+    def _root(self, computation: str | None) -> Instruction | None:
+        """What a computation returns, in its first form."""
+        instructions = self.computations.get(computation or "", ())
+        return self._first_form(instructions[-1]) if instructions else None
 
-    def _outer_operands(self, instruction: Instruction) -> list[Instruction]:
-        """What an instruction takes; in a fusion, what the fusion takes."""
-        callers = self.callers.get(instruction.computation, ())
-        fusions = [caller for caller in callers if caller.opcode == "fusion"]
-        outer = self.operands(fusions[0]) if fusions else []
-        return [
-            outer[int(x.content)] if outer and x.opcode == "parameter" else x
-            for x in self.operands(instruction)
-        ]
+    def _operand(self, instruction: Instruction | None, index: int) -> Instruction | None:
+        """What an instruction takes at a position, in its first form."""
+        operands = self.operands(instruction) if instruction else []
+        return self._first_form(operands[index]) if index < len(operands) else None
+
+    def _first_form(self, value: Instruction) -> Instruction | None:
+        """A value before it is copied or cast, wherever fusions compute it."""
+        if value.opcode in VIEWS:
+            return self._operand(value, 0)
+        if value.opcode == "fusion":
+            return self._root(dict(value.called())["calls"])
+        callers = self.callers.get(value.computation, ())
+        if value.opcode == "parameter" and callers and callers[0].opcode == "fusion":
+            return self._operand(callers[0], int(value.content))
+        return value
 
     def stack(self, instruction: Instruction) -> Iterator[Frame]:
         """The places in the code that an instruction is from, innermost first."""
@@ -297,8 +290,8 @@ def _tuple_part(
     """The get-tuple-element that `x#1` stands for."""
     whole, _, number = name.partition("#")
     maker = known.get((computation, whole))
-    types = _SHAPE.findall(maker.type) if maker else []
-    type_ = "{}[{}]".format(*types[int(number)]) if int(number) < len(types) else ""
+    shapes = maker.shapes[int(number) :] if maker else ()
+    type_ = str(shapes[0]) if shapes else ""
     content, attributes = f"%{whole}", f", index={number}"
     return Instruction(name, computation, type_, "get-tuple-element", content, attributes)
 

@@ -7,6 +7,7 @@ does not say for sure.
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..sharding._mesh import batch_axes
@@ -41,10 +42,9 @@ class Argument(NamedTuple):
     in_model: bool
 
 
+@dataclass
 class TextLint:
     """The findings in the text of a step.
-
-    **Arguments:**
 
     - `module`: the compiled text.
     - `sizes`: of the axes of the mesh.
@@ -53,33 +53,26 @@ class TextLint:
     - `scanned`: the shapes of the arrays of which loops take a part in each iteration.
     """
 
-    def __init__(
-        self,
-        module: Module,
-        sizes: Mapping[str, int],
-        arguments: Sequence[Argument],
-        batch: Mapping[str, tuple[str, tuple[int, ...]]],
-        scanned: set[tuple[int, ...]],
-    ):
-        self._module = module
-        self._sizes = sizes
-        self._arguments = arguments
-        #: The arrays of the model, by number, and the others as the text names them.
-        self._model = {i: x for i, x in enumerate(arguments) if x.in_model}
-        others = {*range(len(arguments))} - self._model.keys()
+    module: Module
+    sizes: Mapping[str, int]
+    arguments: Sequence[Argument]
+    batch: Mapping[str, tuple[str, tuple[int, ...]]]
+    scanned: set[tuple[int, ...]]
+
+    def __post_init__(self):
+        paths = {i: x.path for i, x in enumerate(self.arguments) if x.in_model}
+        self._causes = Causes(self.module, self.sizes, paths)
+        #: The other arrays, as the text names them.
+        others = {*range(len(self.arguments))} - paths.keys()
         self._other_arguments = {f"arrays[{number}]" for number in others}
-        self._batch_axes = {axis for axis in batch_axes(sizes) if sizes[axis] > 1}
-        paths = {number: each.path for number, each in self._model.items()}
-        self._causes = Causes(module, sizes, paths, {})
-        self._batch = batch
-        self._scanned = scanned
-        self._is_training = any("jvp(" in x.op_name for x in module.instructions())
+        self._batch_axes = {axis for axis in batch_axes(self.sizes) if self.sizes[axis] > 1}
+        self._is_training = any("jvp(" in x.op_name for x in self.module.instructions())
 
     def findings(self) -> Iterator[Finding]:
         """All of them."""
-        by_path = {each.path: each for each in self._model.values()}
-        devices = math.prod(self._sizes.values())
-        for operation in find_collectives(self._module, devices):
+        by_path = {each.path: each for each in self.arguments if each.in_model}
+        devices = math.prod(self.sizes.values())
+        for operation in find_collectives(self.module, devices):
             # In per-device code, the user gathers on purpose; and our rewrites do.
             names = ("shard_map", REWRITTEN)
             is_meant = any(name in operation.start.op_name for name in names)
@@ -91,12 +84,12 @@ class TextLint:
 
     def _global_batch(self, operation: Operation) -> Iterator[Finding]:
         """What brings a device the rows of others, or what is computed of them."""
-        if self._batch_axes.isdisjoint(operation.axes(self._sizes) or ()):
+        if self._batch_axes.isdisjoint(operation.axes(self.sizes) or ()):
             return
         entries, of_model = dict[str, tuple[int, ...]](), False
         for name in self._causes.depends_on(operation):
-            if name in self._batch:
-                path, shape = self._batch[name]
+            if name in self.batch:
+                path, shape = self.batch[name]
                 entries[path] = shape
             elif name not in self._other_arguments:
                 of_model = True
@@ -133,14 +126,14 @@ class TextLint:
         if "transpose(" in name or not is_forward:
             return False
         return any(
-            shape.bytes >= _SMALL or shape.dims in self._scanned
+            shape.bytes >= _SMALL or shape.dims in self.scanned
             for shape in operation.shapes
         )
 
     def _op_name(self, value: Instruction) -> str:
         """Where in the program a value is from; XLA's own gathers may not say it."""
         for _ in range(_DEEPEST):
-            operands = self._module.operands(value)
+            operands = self.module.operands(value)
             if value.op_name or not operands:
                 break
             value = operands[0]
@@ -149,11 +142,11 @@ class TextLint:
     def _all_layers(self, operation: Operation, leaf: Argument) -> Iterator[Finding]:
         """Stacked layers that a loop takes one by one, gathered before it."""
         axes = [axis for entry in leaf.spec for axis in axes_of(entry)]
-        of_batch = batch_axes(self._sizes)
-        others = (self._sizes[axis] for axis in axes if axis not in of_batch)
+        of_batch = batch_axes(self.sizes)
+        others = (self.sizes[axis] for axis in axes if axis not in of_batch)
         used = math.prod(leaf.shape) // math.prod(others)
         # Stacked vectors cost little, and XLA may take them out of the loop.
-        if leaf.shape not in self._scanned or len(leaf.shape) < 3 or leaf.shape[0] == 1:
+        if leaf.shape not in self.scanned or len(leaf.shape) < 3 or leaf.shape[0] == 1:
             return
         if used == max(math.prod(shape.dims) for shape in operation.shapes):
             frame = self._causes.frame(operation, of_use=True)
@@ -168,15 +161,15 @@ class TextLint:
             )
 
     def _donation(self) -> Iterator[Finding]:
-        head = self._module.text.partition("\n")[0]
+        head = self.module.text.partition("\n")[0]
         reused = {int(number) for number in _ALIAS.findall(head)}
         if not reused:  # This backend reuses nothing, or does not say so.
             return
-        for instruction in self._module.computations.get(self._module.entry, ()):
+        for instruction in self.module.computations.get(self.module.entry, ()):
             found = _ARGUMENT.match(instruction.op_name)
             if instruction.opcode != "parameter" or found is None:
                 continue
-            leaf = self._arguments[int(found[1])]
+            leaf = self.arguments[int(found[1])]
             if leaf.donated and int(instruction.content) not in reused:
                 yield Finding(
                     "donation",

@@ -12,6 +12,7 @@ import functools
 import itertools
 import operator
 import sys
+import warnings
 from collections.abc import Generator, Mapping
 from contextlib import closing
 from typing import Any, Literal
@@ -24,10 +25,15 @@ from jaxtyping import Array, Int
 from ..distributed import assert_same_on_all_processes, spans_processes
 from ..sharding._mesh import batch_sharding, check_batch_size, check_is_mesh
 from ._host import HostBatches, Transform, check_integers
-from ._pipeline import gather_ahead, place_rows, positions_on_this_process
+from ._pipeline import (
+    checked_step,
+    gather_ahead,
+    place_rows,
+    positions_on_this_process,
+)
 from ._resident import DeviceBatches, ResidentDataset
 from ._samplers import Order, Sampler, digest
-from ._sources import Source
+from ._sources import Source, check_source
 from ._weights import WEIGHT
 
 Remainder = Literal["pad", "drop", "error"]
@@ -58,7 +64,8 @@ class Loader:
     - `shuffle`: whether to shuffle; otherwise every epoch is in the order of the source.
     - `sampler`: an [`eqxshard.data.Sampler`][], which chooses the examples of each epoch
         and their order instead. The number of batches in an epoch follows its length.
-    - `epochs`: the number of epochs, counted from step 0; endless by default.
+    - `epochs`: the number of epochs, counted from step 0; endless by default. Iterating
+        again after the last one gives nothing, with a warning, until `seek(0)`.
     - `remainder`: what to do with the last examples of an epoch if `batch_size` does not
         divide its length. `"pad"` fills the batch up with rows of weight 0, and gives
         every batch a float32 entry `"__weight__"` (if the source has one, padding sets it
@@ -117,11 +124,7 @@ class Loader:
         workers: int = 0,
         placement: Placement = "host",
     ):
-        if not isinstance(source, Source):
-            raise TypeError(
-                f"a {type(source).__name__} is not a source; give something with __len__() "
-                "and gather(indices), such as eqxshard.data.ArraySource({'x': x, 'y': y})."
-            )
+        check_source(source)
         check_is_mesh(mesh)
         if not isinstance(sampler, Sampler | None):
             raise TypeError(
@@ -191,6 +194,13 @@ class Loader:
 
     def __iter__(self) -> Generator[dict[str, Array], None, None]:
         """The batches from the loader's position on; close it to end its thread early."""
+        if self._step >= self._stop:
+            warnings.warn(
+                f"this loader gives no more batches: it is at step {self._step}, and its "
+                f"epochs= end at step {self._stop}; call loader.seek(0) to start again "
+                "with the same batches, or make it with epochs=None.",
+                stacklevel=2,
+            )
         return self._batches(self._step)
 
     def _batches(self, first: int) -> Generator[dict[str, Array], None, None]:
@@ -232,9 +242,7 @@ class Loader:
 
         `ValueError` if it is negative.
         """
-        if step < 0:
-            raise ValueError(f"step {step} is before the start; seek to 0 or a later step.")
-        self._step = int(step)
+        self._step = checked_step(step)
 
     def stacked(self, count: int, *, capacity: int | None = None) -> DeviceBatches:
         """The next batches, for `train_step.many` or `eval_step.many` to gather.

@@ -88,6 +88,13 @@ def _parse_flags() -> None:
         flags.FLAGS.mark_as_parsed()
 
 
+def checked_step(step: int) -> int:
+    """A step that a loader is to go to; raise `ValueError` if it is negative."""
+    if step < 0:
+        raise ValueError(f"step {step} is before the start; seek to 0 or a later step.")
+    return int(step)
+
+
 def place_rows(
     array: np.ndarray, sharding: NamedSharding, positions: np.ndarray, batch_size: int
 ) -> Array:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
@@ -51,6 +51,31 @@ class Source(Protocol):
         Arrays by name, with one row for each index.
         """
         ...
+
+
+def check_source(source: Any) -> None:
+    """Refuse what is not a source, and say what makes one of it."""
+    if isinstance(source, Source) and not isinstance(source, type):
+        return
+    what = f"a {type(source).__name__}"
+    parts = source if isinstance(source, list | tuple) else [source]
+    if isinstance(source, type):
+        what, remedy = source.__name__, "give an instance of it"
+    elif isinstance(source, Mapping) or any(map(_is_array, parts)):
+        remedy = "give eqxshard.data.ArraySource({'x': x, 'y': y})"
+    elif isinstance(source, str):
+        remedy = "open it, and give a source of what it holds"
+    elif hasattr(source, "__getitem__") and hasattr(source, "__len__"):
+        remedy = "give eqxshard.data.RecordSource(it), with decode= unless it has dicts"
+    elif hasattr(source, "__iter__"):
+        remedy = "use eqxshard.data.from_iterator(lambda: iter(it), mesh=mesh) instead"
+    else:
+        remedy = "give something with __len__() and gather(indices)"
+    raise TypeError(f"{what} is not a source; {remedy}.")
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "__array__") and hasattr(value, "shape")
 
 
 class ArraySource:

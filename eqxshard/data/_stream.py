@@ -3,6 +3,7 @@
 import inspect
 import queue
 import threading
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing, suppress
 from typing import Any
@@ -14,7 +15,7 @@ from jaxtyping import Array
 from ..distributed import assert_same_on_all_processes, spans_processes
 from ..sharding._mesh import batch_sharding, check_batch_size
 from ._host import check_dtypes, check_integers
-from ._pipeline import place_rows, positions_on_this_process
+from ._pipeline import checked_step, place_rows, positions_on_this_process
 from ._weights import WEIGHT, check_weights
 
 Batch = Mapping[str, Any]
@@ -56,16 +57,22 @@ class Stream:
 
     def __iter__(self) -> Generator[dict[str, Array], None, None]:
         """The batches from the position on; close it to end its thread early."""
-        with closing(_ahead(self._batches(self._step), self._prefetch)) as batches:
-            for step, arrays in enumerate(batches, start=self._step):
+        first = self._step
+        with closing(_ahead(self._batches(first), self._prefetch)) as batches:
+            for step, arrays in enumerate(batches, start=first):
                 self._step = step + 1
                 yield self._place(arrays, step)
+        if self._step == first > 0:
+            warnings.warn(
+                f"this loader gives no more batches: it is at step {first}, where its "
+                "iterator ends; call loader.seek(0) to start again, or give length=, the "
+                "number of its batches, to go on with another pass.",
+                stacklevel=2,
+            )
 
     def seek(self, step: int) -> None:
         """Go to the batch of a step, counted from 0 over all epochs."""
-        if step < 0:
-            raise ValueError(f"step {step} is before the start; seek to 0 or a later step.")
-        self._step = int(step)
+        self._step = checked_step(step)
 
     def _batches(self, first: int) -> Generator[_Arrays, None, None]:
         """The batches of all passes over the data, from a step on."""

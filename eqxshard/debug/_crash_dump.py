@@ -4,9 +4,12 @@ A dump has arrays, numbers and names. The code comes from whoever replays it: no
 a dump says is imported or called.
 """
 
+import contextlib
 import json
 import shlex
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,12 +122,30 @@ def write_crash_dump(
         write_checksums(folder)
 
 
-def replay_command(folder: Any, train_step: TrainStep) -> str:
-    """The command that replays a crash dump."""
+#: What makes the model of the run, where that is known.
+_make_model: ContextVar[Any] = ContextVar("eqxshard_make_model", default=None)
+
+
+@contextlib.contextmanager
+def replaying(make_model: Any) -> Iterator[None]:
+    """Let the commands that replay a run's crash dumps name what makes its model."""
+    token = _make_model.set(make_model)
+    try:
+        yield
+    finally:
+        _make_model.reset(token)
+
+
+def replay_command(folder: Any, train_step: Any) -> str:
+    """The command that replays a crash dump, with each option that its script needs."""
     command = ["python", "-m", "eqxshard.replay", str(folder), script_path() or "SCRIPT"]
-    name = name_in_script(train_step.config.loss_fn)
-    if name != "loss_fn":
-        command += ["--loss", name or "NAME"]
+    loss_fn = train_step.config.loss_fn if isinstance(train_step, TrainStep) else None
+    # Where it is not known, replay takes the script's function of that name.
+    make_model = _make_model.get() or getattr(sys.modules["__main__"], "make_model", None)
+    if name_in_script(make_model) != "make_model":
+        command += ["--model", name_in_script(make_model) or "NAME"]
+    if loss_fn is not None and name_in_script(loss_fn) != "loss_fn":
+        command += ["--loss", name_in_script(loss_fn) or "NAME"]
     return shlex.join(command)
 
 

@@ -22,7 +22,7 @@ def script_path() -> str | None:
 def name_in_script(item: Any) -> str | None:
     """What the script that runs calls a function or class, if it has a name there."""
     for name, value in vars(sys.modules["__main__"]).items():
-        if value is item:
+        if value is item and item is not None:
             return name
     name = getattr(item, "__qualname__", "")
     return name if name.isidentifier() else None

@@ -6,27 +6,15 @@ from ..compiled._findings import Finding
 from ..training._eval_step import EvalStep
 from ..training._inputs import ONE_BATCH
 from ..training._train_step import TrainStep
-from ._tables import render
 
 
 class Findings(tuple[Finding, ...]):
-    """What [`eqxshard.lint`][] returns: a tuple, which prints as a table."""
+    """What [`eqxshard.lint`][] returns: a tuple, which prints as one line for each."""
 
     __slots__ = ()
 
     def __str__(self) -> str:
-        if not self:
-            return "no findings"
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table()
-        for column in ("kind", "leaf", "line", "message"):
-            table.add_column(column, overflow="fold")
-        for each in self:
-            cells = (each.kind, each.leaf or "", each.line or "", each.message)
-            table.add_row(*map(Text, cells))
-        return render(table)
+        return "\n".join(f"{each.kind}: {each}" for each in self) or "no findings"
 
 
 def lint(
@@ -59,7 +47,7 @@ def lint(
 
     **Returns:**
 
-    A tuple of [`eqxshard.Finding`][]s, which prints as a table.
+    A tuple of [`eqxshard.Finding`][]s, which prints as one line for each.
 
     **Raises:**
 

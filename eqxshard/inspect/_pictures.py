@@ -46,8 +46,8 @@ class Drawing:
 class Picture:
     """A picture of a mesh or of arrays, from [`eqxshard.draw`][].
 
-    Notebooks show it. Text and lines have the colour of the text around the picture, so it
-    suits light and dark pages.
+    Notebooks show it. There, and in a part of a page, text and lines have the colour of the
+    text around the picture, so it suits light and dark pages. An image is on white.
     """
 
     _panels: tuple[Drawing, ...]
@@ -80,17 +80,20 @@ class Picture:
         return f'<div class="eqxshard" style="{style}">\n{panels}{note}\n</div>\n'
 
     def _svg(self) -> str:
-        """One image, of four panels in a row."""
+        """One image, of four panels in a row, on white: it has no page around it."""
         width = max(panel.width for panel in self._panels) + 28
         height = max(panel.height for panel in self._panels) + 16
-        parts = []
+        rows, columns = math.ceil(len(self._panels) / 4), min(len(self._panels), 4)
+        whole_width, bottom = columns * width, rows * height
+        whole_height = bottom + (2 * _LINE if self._note else 0)
+        parts = [_rectangle(0, 0, whole_width, whole_height, fill="#fff")]
         for i, panel in enumerate(self._panels):
             row, column = divmod(i, 4)
-            parts.append(_element(panel, x=column * width, y=row * height))
-        rows, columns = math.ceil(len(parts) / 4), min(len(parts), 4)
-        parts.append(_text(0, rows * height + _LINE, self._note))
-        whole = Drawing(columns * width, rows * height + 2 * _LINE, "", parts)
-        return f"{_element(whole)}\n"
+            parts.append(_element(panel, x=14 + column * width, y=8 + row * height))
+        if self._note:
+            parts.append(_text(14, bottom + _LINE, self._note))
+        whole = Drawing(whole_width, whole_height, "", parts)
+        return f"{_element(whole, style='color:#111')}\n"
 
 
 def draw(thing: Mesh | PyTree, *, along: Sequence[str] = ()) -> Picture:

@@ -1,6 +1,6 @@
 """Callbacks of `fit`: the base class, and the list of those that a run has."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ._loop import Loop
@@ -145,6 +145,9 @@ class CallbackList:
 
 def check_callbacks(callbacks: Sequence[Any]) -> None:
     """Refuse other things than callbacks."""
+    if not isinstance(callbacks, Collection):
+        what = type(callbacks).__name__
+        raise TypeError(f"callbacks= is a {what}; give a list, such as callbacks=[it].")
     for each in callbacks:
         if not isinstance(each, Callback):
             raise TypeError(

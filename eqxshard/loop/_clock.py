@@ -66,7 +66,8 @@ class Clock:
         self.now = Phase("other", "the start", time.perf_counter())
         #: The seconds of each part, up to the last change or reading.
         self.totals = dict.fromkeys(get_args(Part), 0.0)
-        self._at_last_reading = dict(self.totals)
+        #: The same at the last reading, which reports have the parts of.
+        self.at_last_reading = dict(self.totals)
         self._counted_until = self.now.since
 
     @contextlib.contextmanager
@@ -82,7 +83,7 @@ class Clock:
     def read(self) -> dict[str, float]:
         """The seconds of each part since the last reading."""
         self._count()
-        before, self._at_last_reading = self._at_last_reading, dict(self.totals)
+        before, self.at_last_reading = self.at_last_reading, dict(self.totals)
         return {part: total - before[part] for part, total in self.totals.items()}
 
     def _count(self) -> float:

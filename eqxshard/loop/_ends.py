@@ -12,6 +12,7 @@ from ..checkpoint._checkpointer import Checkpointer
 from ..debug._crash_dump import replay_command, write_crash_dump
 from ..distributed import is_main_process
 from ..sharding._leaves import is_key
+from ..sharding._text import say
 from ..trackers._tracker import numbers
 from ..training._donation import any_donated
 from ._callbacks import CallbackList
@@ -44,7 +45,7 @@ def announce_stop(loop: Loop) -> None:
     if is_main_process():
         why = f": {loop.stop_reason}" if loop.stop_reason else ""
         kept = f"the checkpoint of step {saved[0]} is saved" if saved else "not saved"
-        print(f"stopped after step {loop.step}{why}; {kept}.", file=sys.stderr)
+        say(f"stopped after step {loop.step}{why}; {kept}.", sys.stderr)
 
 
 @contextlib.contextmanager

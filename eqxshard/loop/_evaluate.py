@@ -1,6 +1,7 @@
 """`evaluate` and `predict`: a model's metrics or outputs for a whole dataset."""
 
 import functools as ft
+import inspect
 import itertools
 from collections import deque
 from collections.abc import Callable, Generator
@@ -17,15 +18,17 @@ from ..data._loader import Loader
 from ..distributed import fetch_whole
 from ..sharding._leaves import is_array, leaf_path
 from ..sharding._mesh import batch_sharding
+from ..sharding._text import comma_list
+from ..training._advice import short_traceback
 from ..training._donation import check_not_donated
+from ..training._eval_step import EvalStep
 from ..training._gradients import step_context
-from ..training._in_flight import IN_FLIGHT
-from ..training._inputs import ONE_BATCH, check_ready
+from ..training._inputs import ONE_BATCH, Signature, check_ready, mesh_of
 from ..training._jit import call_jitted, jit_on
 from ..training._metrics import Metrics
 from ..training._precision import Precision
-from ..training._signature import Signature, mesh_of
 from ..training._state import refuse_state, with_state, without_state
+from ..training._step import IN_FLIGHT
 from ._batches import Batches, is_resident, steps_per_epoch
 
 
@@ -47,16 +50,53 @@ def evaluate(
 
     **Raises:**
 
-    `ValueError` if the loader has no length.
+    `ValueError` if the loader has no length; `TypeError` if `eval_step` is a metric
+    function that no step was made of, or the arguments are in another order.
     """
+    _check_arguments("evaluate(model, eval_step, loader)", model, eval_step, loader)
     if is_resident(loader, eval_step):
         resident: Any = loader
         step: Any = eval_step
         resident.seek(0)
         return step.many(model, resident.stacked(len(resident))).compute()
     with closing(one_epoch(loader, "evaluate")) as batches:
-        parts = [eval_step(model, batch) for batch in batches]
+        parts = [_measure(eval_step, model, batch) for batch in batches]
     return Metrics.stack(parts).compute()
+
+
+def _check_arguments(call: str, model: Any, fn: Any, loader: Any) -> None:
+    swapped = isinstance(model, EvalStep | Batches) or isinstance(fn, Batches)
+    if swapped or not (callable(fn) and isinstance(loader, Batches)):
+        given = comma_list(f"a {type(each).__name__}" for each in (model, fn, loader))
+        raise TypeError(f"the arguments are {given}; write {call}, with a Loader.")
+
+
+def _measure(eval_step: Callable[[PyTree, PyTree], Any], model: Any, batch: Any) -> Metrics:
+    metrics = eval_step(model, batch)
+    if not isinstance(metrics, Metrics):
+        name = getattr(eval_step, "__name__", type(eval_step).__name__)
+        raise TypeError(
+            f"{name} returned a {type(metrics).__name__}, not the Metrics of an eval step; "
+            f"use eval_step = eqxshard.make_eval_step({name})."
+        )
+    return metrics
+
+
+def check_evaluate(evaluate: Any) -> None:
+    """Refuse what `fit` cannot call with a model alone, such as an eval step."""
+    if evaluate is None:
+        return
+    try:
+        inspect.signature(evaluate).bind("model")
+    except TypeError:
+        name = getattr(evaluate, "__name__", type(evaluate).__name__)
+        raise TypeError(
+            f"evaluate={name} is not a function of a model; use evaluate=lambda model: "
+            "eqxshard.evaluate(model, eval_step, test_loader)."
+        ) from None
+    except ValueError:
+        # Some built-in functions have no signature.
+        return
 
 
 def predict(
@@ -105,6 +145,7 @@ def predict(
         labels = eqxshard.predict(state.model, classify, test_loader)
         ```
     """
+    _check_arguments("predict(model, fn, loader)", model, fn, loader)
     refuse_state(model, "predict")
     arrays, signature = Signature.of(model, "model")
     check_not_donated(arrays, "model")
@@ -120,7 +161,7 @@ def predict(
         outputs = running.popleft()
         parts.append(jax.tree.map(lambda leaf: fetch_whole(leaf)[:count], outputs))
 
-    with closing(one_epoch(loader, "predict")) as batches:
+    with short_traceback(), closing(one_epoch(loader, "predict")) as batches:
         for batch in batches:
             ONE_BATCH.check(batch, mesh)
             check_ready(ONE_BATCH, batch, mesh, ONE_BATCH.sharding(mesh))

@@ -9,15 +9,18 @@ from jaxtyping import PyTree
 
 from ..checkpoint._checkpointer import Checkpointer
 from ..distributed import assert_same_on_all_processes, is_main_process
+from ..sharding._text import say
 from ..trackers._tracker import Tracker, check_trackers
-from ..training._in_flight import InFlight
+from ..training._advice import short_traceback
 from ..training._metrics import Metrics
-from ..training._states import map_models, step_of
+from ..training._state import map_models, step_of
+from ..training._step import InFlight
 from ..training._train_step import TrainStep
 from ._batches import Batches, check_loader, dispatches_of, steps_per_epoch
 from ._callbacks import Callback, CallbackList, check_callbacks
 from ._clock import Clock, announced, describe_time, watch
 from ._ends import announce_stop, give_up, rescue, save
+from ._evaluate import check_evaluate
 from ._loop import Loop
 from ._report import Report, tell
 from ._schedule import Schedule, check_positive, evaluation_interval, last_step
@@ -106,7 +109,8 @@ def fit(
 
     `ValueError` unless exactly one of `steps` and `epochs` is given, if one of the
     numbers is not positive, or if the checkpointer's directory holds another run.
-    `TypeError` if the loader or a tracker lacks a method.
+    `TypeError` if the loader or a tracker lacks a method, or `evaluate` is no function of
+    a model.
     `FloatingPointError` after `max_nonfinite` skipped steps. `OSError` if the last
     checkpoint could not be written. And any error of the loader, `evaluate`, a callback or
     a tracker, once the state after the last step is saved. If it cannot be saved, or there
@@ -129,6 +133,7 @@ def fit(
     check_loader(loader)
     check_trackers(trackers)
     check_callbacks(callbacks)
+    check_evaluate(evaluate)
     clock, epoch = Clock(), steps_per_epoch(loader)
     report = Report(trackers if is_main_process() else (), clock, epoch)
     loop = Loop(clock, report, loader, checkpointer, state, extra)
@@ -136,6 +141,7 @@ def fit(
     del state
     called = CallbackList(callbacks, loop)
     with ExitStack() as stack:
+        stack.enter_context(short_traceback())
         # The last to leave: an error of a tracker that closes would lose the state, too.
         stack.enter_context(rescue(loop, called))
         # Below what trackers print when they close.
@@ -224,10 +230,9 @@ def fit(
 def _print_time(loop: Loop) -> None:
     """Print where the time of a run went, if there was a report."""
     if loop.report.step is not None and is_main_process():
-        loop.clock.read()
         # A terminal that is gone does not fail a run that is finished.
         with suppress(OSError, ValueError):
-            print(describe_time(loop.clock.totals), file=sys.stderr)
+            say(describe_time(loop.clock.at_last_reading), sys.stderr)
 
 
 def _close(

@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from ..sharding._peaks import mfu
 from ..training._ema import ema_model, has_average
-from ..training._states import map_models, states_of
+from ..training._state import map_models, states_of
 from ._callbacks import Callback
 from ._loop import Loop
 

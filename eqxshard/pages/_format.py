@@ -32,6 +32,20 @@ def format_seconds(seconds: int | float) -> str:
 
 
 def format_value(value: int | float) -> str:
-    """A metric in four digits, or a whole number."""
-    is_whole = isinstance(value, int) or abs(value) >= 9999.5
-    return f"{value:,.0f}" if is_whole else f"{value:.4g}"
+    """A metric of a model in four digits, or a whole number: `0.9155`, `12,345`."""
+    is_whole = isinstance(value, int) or abs(value) >= 999.95
+    return f"{value:,.0f}" if is_whole else f"{value:#.4g}"
+
+
+def format_number(value: int | float) -> str:
+    """Another number, such as a speed, in three digits: `0.769`, `4,070`."""
+    rounded = float(f"{value:.3g}")
+    return f"{rounded:,.0f}" if abs(rounded) >= 100 else f"{rounded:.3g}"
+
+
+def format_count(number: int) -> str:
+    """A large number in three digits: `1.25 M`."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number}"

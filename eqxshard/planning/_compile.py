@@ -23,10 +23,9 @@ from ..sharding._leaves import array_leaves, format_array
 from ..sharding._mesh import batch_sharding, check_batch_size, make_mesh, used_axes
 from ..training._init import abstract_state
 from ..training._inputs import ONE_BATCH
-from ..training._layout import is_offloaded
+from ..training._layout import is_offloaded, unused_axes
 from ..training._state import TrainState
 from ..training._train_step import make_train_step
-from ..training._unused_axes import unused_axes
 from ._backends import find_devices
 from ._cache import keep_compiled
 from ._costs import count_flops

@@ -12,7 +12,8 @@ from jaxtyping import PyTree
 from ..sharding._files import local_path
 from ..sharding._mesh import AXES, no_such_axis, resolve_sizes
 from ..sharding._rule import Rule
-from ..training._config import Nonfinite, check_optim
+from ..training._config import Nonfinite
+from ..training._optimizer import check_optim
 from ..training._precision import Precision
 from ._backends import check_whole_hosts, find_backend
 from ._plan import Plan

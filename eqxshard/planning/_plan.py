@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..compiled._collective import Collective, join_axes
+from ..compiled._communication import Collective, join_axes
 from ..inspect._explanation import Leaf
 from ..inspect._lint import Findings
 from ._schedule import PlannedSpan, make_trace

@@ -5,8 +5,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..compiled._causes import Causes
-from ..compiled._collective import Collective, join_axes
-from ..compiled._communication import Operation, find_collectives
+from ..compiled._communication import (
+    Collective,
+    Operation,
+    find_collectives,
+    join_axes,
+)
 from ..compiled._hlo import VIEWS, Instruction, Module, Shape
 from ._plan import PlannedTime
 from ._schedule import Schedule, compute_seconds, link_seconds
@@ -74,14 +78,8 @@ def describe_collectives(
         if schedule is not None and (sending := schedule.seconds("collective", number)):
             hidden = min(max(1 - schedule.seconds("waiting", number) / sending, 0.0), 1.0)
         frame = causes.frame(operation)
-        yield Collective(
-            kind=operation.kind,
-            axes=operation.axes(sizes),
-            shapes=tuple(map(str, operation.shapes)),
-            bytes=operation.bytes,
-            sent=operation.sent,
-            times=operation.times,
-            in_loop=operation.in_loop,
+        yield operation.describe(
+            sizes,
             line=frame and frame.place,
             function=(frame and frame.function) or None,
             leaves=causes.leaves(operation),
@@ -141,8 +139,9 @@ def make_notes(
     elif compiler == "cpu":
         yield (
             "compiled for CPUs: temporaries are an upper estimate, and no schedule says "
-            f"what communication is hidden. The backend {target.compiler} knows both "
-            "(--backend, or backend=), and says how to install it"
+            f"what communication is hidden. The compiler for {target.compiler}s knows "
+            f"both; `python -m eqxshard plan SCRIPT --backend {target.compiler}`, or "
+            f"backend={target.compiler!r} in Python, says how to install it"
         )
     if compiler == "gpu":
         yield (

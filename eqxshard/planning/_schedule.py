@@ -12,8 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..compiled._collective import Collective, join_axes
-from ..compiled._communication import Operation
+from ..compiled._communication import Collective, Operation, join_axes
 from ..compiled._hlo import Instruction, Module
 from ._costs import FREE, Costs
 from ._targets import Target

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from ..compiled._collective import join_axes
+from ..compiled._communication import join_axes
 from ..inspect._tables import format_shape, render
 from ..pages._format import format_bytes, format_flops, format_seconds
 from ..pages._kit import (
@@ -80,7 +80,10 @@ def _summary(plan: Plan) -> Iterator[str]:
         speed, more = say_speed(plan)
         used = "" if plan.mfu is None else f"; {plan.mfu:.0%} MFU at that speed"
         yield f"{speed} in all, {more}{used}"
-    if plan.fits is False:
+    if plan.fits:
+        device = format_bytes(plan.memory.device or 0)
+        yield f"It fits: {format_bytes(plan.memory.peak)} of {device}"
+    elif plan.fits is False:
         yield (
             f"{say_lack(plan)}; split the state over more devices, or take less for "
             "temporaries: compute in bfloat16, compute layers again (remat), or accumulate "

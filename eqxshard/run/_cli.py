@@ -18,6 +18,7 @@ from .._parser import allow_closed_stdout
 from ..data._datasets import is_planning
 from ..debug._script import refuse_import
 from ..distributed import exit_process, initialize
+from ..sharding._text import say
 from ..transforms._cache import cache_compilations
 from ._config import RunConfig, command_line
 from ._errors import exit_on_errors
@@ -73,8 +74,7 @@ def cli(
     errors = exit_on_errors(whole_traceback="--traceback" in words)
     try:
         with allow_closed_stdout(), errors, command_line():
-            parsed = _parse(args_type, words)
-            plan = _plan_of(parsed)
+            parsed, plan = _parse(args_type, words)
             if is_planning():
                 main(parsed)
             elif plan is not None:
@@ -87,13 +87,9 @@ def cli(
                 initialize()
                 last_line = main(parsed)
                 if last_line is not None and jax.process_index() == 0:
-                    print(last_line)
+                    say(last_line)
     except KeyboardInterrupt:
-        print(
-            "stopped; what is saved is kept, and --resume continues it.",
-            file=sys.stderr,
-            flush=True,
-        )
+        print("stopped.", file=sys.stderr, flush=True)
         # What reads it may be gone.
         with contextlib.suppress(Exception):
             sys.stdout.flush()
@@ -102,8 +98,13 @@ def cli(
     exit_process(0)
 
 
-def _parse(args_type: type[_Args], args: Sequence[str]) -> _Args:
-    """Parse arguments; raise `ValueError` with one sentence if they are wrong."""
+def _parse(args_type: type[_Args], args: Sequence[str]) -> tuple[_Args, str | None]:
+    """The arguments, and what `--plan` says if they have the options of a run.
+
+    **Raises:**
+
+    `ValueError` with one sentence if they are wrong.
+    """
     # `--resume` alone means yes.
     given = [
         "--resume=yes" if word == "--resume" and following.startswith("-") else word
@@ -123,8 +124,8 @@ def _parse(args_type: type[_Args], args: Sequence[str]) -> _Args:
         if isinstance(run, RunConfig):
             run = _one_length(run, field.default)
             run.check()
-            parsed = dataclasses.replace(parsed, **{field.name: run})
-    return parsed
+            return dataclasses.replace(parsed, **{field.name: run}), run.plan
+    return parsed, parsed.plan if isinstance(parsed, RunConfig) else None
 
 
 def _one_length(config: RunConfig, default: Any) -> RunConfig:
@@ -135,12 +136,6 @@ def _one_length(config: RunConfig, default: Any) -> RunConfig:
         if config.epochs != default.epochs and config.steps == default.steps:
             return dataclasses.replace(config, steps=None)
     return config
-
-
-def _plan_of(parsed: Any) -> str | None:
-    """What `--plan` says, if a script has the options of a run."""
-    values = [getattr(parsed, field.name) for field in dataclasses.fields(parsed)]
-    return next((x.plan for x in [parsed, *values] if isinstance(x, RunConfig)), None)
 
 
 def _first_sentence(box: str) -> str:

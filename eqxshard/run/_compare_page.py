@@ -4,23 +4,28 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ..inspect._tables import render
 from ..pages import _kit as kit
-from ..pages._format import format_seconds
+from ..pages._format import format_number, format_seconds
 from ..pages._kit import Markup, tag
-from ..sharding._text import format_mesh
+from ..sharding._text import comma_list
 from ..trackers._files import write_whole
 from ._curves import draw_curves
 from ._folder import RunFolder
-from ._read_run import RecordedRun, read_run, showing
+from ._read_run import RecordedRun, comparable, read_run, showing
 
 
-def compare_runs(folders: Sequence[str], output: str) -> None:
+def compare_runs(folders: Sequence[str], output: str) -> str:
     """Write a page of several runs.
 
     **Arguments:**
 
     - `folders`: of the runs.
     - `output`: the file to write.
+
+    **Returns:**
+
+    Their last and best values as a table, to print.
 
     **Raises:**
 
@@ -34,14 +39,15 @@ def compare_runs(folders: Sequence[str], output: str) -> None:
     common = os.path.commonpath(paths)
     runs = {str(path.relative_to(common)): read_run(RunFolder(path)) for path in paths}
     with showing(*paths):
-        text = render_runs(runs)
+        text, table = render_runs(runs), _print_results(runs)
     write_whole(Path(output), text)
+    return table
 
 
 def render_runs(runs: Mapping[str, RecordedRun]) -> str:
     """The page, as text; the runs by name."""
     cards = (
-        kit.card("runs", "Runs", _results(runs)),
+        kit.card("runs", "Runs", _results_table(runs)),
         kit.card("curves", "Curves", draw_curves(runs)),
         kit.card("settings", "What differs", *_differences(runs)),
     )
@@ -54,7 +60,10 @@ def render_runs(runs: Mapping[str, RecordedRun]) -> str:
     )
 
 
-def _results(runs: Mapping[str, RecordedRun]) -> Markup:
+def _results(
+    runs: Mapping[str, RecordedRun],
+) -> tuple[tuple[str, ...], dict[str, list[kit.Number]]]:
+    """Names of columns, and the cells of each run: its last and best values, its speed."""
     names = dict.fromkeys(
         f"{metric.kind}/{metric.name}"
         for run in runs.values()
@@ -63,24 +72,42 @@ def _results(runs: Mapping[str, RecordedRun]) -> Markup:
         if metric.kind
     )
     evaluated = [name for name in names if name.startswith("eval/")] or [*names]
-    best = {run.record["best"] for run in runs.values() if run.record.get("best")}
-    rows: list[list[kit.Entry]] = [
-        [
-            _label(position, name),
-            run.state,
-            run.step,
-            *map(run.last, evaluated),
-            *([run.best] if best else []),
-            kit.number(run.step_seconds, format_seconds),
-            run.examples_per_second,
-            kit.number(run.goodput, "{:.0%}".format),
+    kept = {run.record["best"] for run in runs.values() if run.record.get("best")}
+    columns = ("Step", *evaluated)
+    columns += (f"Best {comma_list(sorted(kept))}", "at step") if kept else ()
+    columns += ("Time of a step", "Examples per second", "Goodput")
+    cells = {}
+    for name, run in runs.items():
+        start, best = run.last_start, run.best or (None, None)
+        cells[name] = [
+            kit.number(run.step),
+            *(kit.number(run.last(metric)) for metric in evaluated),
+            *(map(kit.number, best) if kept else ()),
+            kit.number(start.step_seconds, format_seconds),
+            kit.number(start.examples_per_second, format_number),
+            kit.number(start.goodput, "{:.0%}".format),
         ]
+    return columns, cells
+
+
+def _results_table(runs: Mapping[str, RecordedRun]) -> Markup:
+    columns, cells = _results(runs)
+    rows: list[list[kit.Entry]] = [
+        [_label(position, name), run.state, *cells[name]]
         for position, (name, run) in enumerate(runs.items())
     ]
-    columns = ("Run", "State", "Step", *evaluated)
-    columns += (f"Best {', '.join(sorted(best))}",) if best else ()
-    columns += ("Time of a step", "Examples per second", "Goodput")
-    return kit.sortable_table("runs", columns, rows)
+    return kit.sortable_table("runs", ("Run", "State", *columns), rows)
+
+
+def _print_results(runs: Mapping[str, RecordedRun]) -> str:
+    from rich.table import Table
+    from rich.text import Text
+
+    columns, cells = _results(runs)
+    table = Table("Run", *columns, box=None)
+    for name, row in cells.items():
+        table.add_row(*map(Text, (name, *(cell.text for cell in row))))
+    return render(table)
 
 
 def _label(number: int, name: str) -> Markup:
@@ -101,16 +128,13 @@ def _differences(runs: Mapping[str, RecordedRun]) -> list[Markup]:
 
 
 def _facts(run: RecordedRun) -> dict[str, str]:
-    """The settings of a run and what else it may differ in, as text."""
-    record = run.record
-    facts = dict(record.get("settings") or {})
-    # Options have such names, too, and may not say what they came to.
-    facts |= {name: record.get(name) for name in ("data", "parameters")}
-    if devices := record.get("devices"):
-        facts["mesh"] = format_mesh(record.get("mesh") or {})
-        facts["devices"] = f"{devices['count']} x {devices['kind']}"
-        facts["devices of a process"] = devices["per_process"]
-    for package, version in (record.get("versions") or {}).items():
-        facts[f"version of {package}"] = version
-    own = ("output", "resume")  # Of every run.
-    return {k: str(v) for k, v in facts.items() if v is not None and k not in own}
+    """What a run may differ in, and from which step on where a later start changed it."""
+    found = comparable(run.starts[0].facts)
+    now = dict(found)
+    for start in run.starts[1:]:
+        before, now = now, comparable(start.facts)
+        for name in {**before, **now}:
+            if before.get(name) != now.get(name):
+                since = f"from step {start.step:,}: {now.get(name, 'none')}"
+                found[name] = f"{found.get(name, 'none')}; {since}"
+    return found

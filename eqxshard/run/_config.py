@@ -17,7 +17,7 @@ import tyro
 from jax.sharding import Mesh
 
 from ..trackers._packages import is_installed
-from ..training._config import is_optimizer
+from ..training._optimizer import is_optimizer
 from ._devices import mesh_from_text, parse_mesh
 
 Resume = Literal["no", "yes", "auto"]

@@ -3,32 +3,21 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..pages._format import format_value
+from ..pages._format import format_number, format_value
 from ..pages._kit import Markup, join, tag
-from ..trackers._tracker import times
-from ._read_run import RecordedRun
+from ._read_run import SPEED, Point, RecordedRun
 
 #: The most points of a curve that are on the page.
 MOST_POINTS = 600
-_SPEED = "examples per second"
-
-
-class Point(NamedTuple):
-    """A value that was logged at a step; nan if it was not finite."""
-
-    step: int
-    epoch: float
-    seconds: float
-    value: float
 
 
 def draw_curves(runs: Mapping[str, RecordedRun]) -> Markup:
     """A chart for each metric of some runs by name, with a legend if they are several."""
     charts = dict[str, list[dict[str, Any]]]()
     for number, (name, run) in enumerate(runs.items()):
-        for (metric, kind), points in _points(run).items():
+        for (metric, kind), points in run.series.items():
             label = kind or metric
             style = {"eval": "eval c1", "train": "train c0"}.get(kind, "c2")
             if len(runs) > 1:
@@ -36,9 +25,10 @@ def draw_curves(runs: Mapping[str, RecordedRun]) -> Markup:
                 style = f"{'train ' if kind == 'train' else ''}c{number % 8}"
             dotted = kind == "eval" or len(points) == 1
             curve = {"name": label, "run": number, "style": style, "dotted": dotted}
+            curve["is_speed"] = metric == SPEED
             charts.setdefault(metric, []).append({**curve, **_columns(thin(points))})
-    if _SPEED in charts:  # It is the last that one looks for.
-        charts[_SPEED] = charts.pop(_SPEED)
+    if SPEED in charts:  # It is the last that one looks for.
+        charts[SPEED] = charts.pop(SPEED)
     if not charts:
         return tag("p", "Nothing is logged yet.")
     data = json.dumps([*charts.values()], separators=(",", ":"), allow_nan=False)
@@ -69,20 +59,6 @@ def thin(points: Sequence[Point], most: int = MOST_POINTS) -> Sequence[Point]:
     return [points[i] for i in sorted(kept)]
 
 
-def _points(run: RecordedRun) -> dict[tuple[str, str], list[Point]]:
-    """The values of each metric and kind, such as `("loss", "train")`."""
-    found, seconds = dict[tuple[str, str], list[Point]](), 0.0
-    for report in run.reports:
-        seconds += sum(times(report.values).values())
-        named = {(each.name, each.kind): each.value for each in report.metrics}
-        if "train/examples_per_second" in report.values:
-            named[_SPEED, "train"] = report.values["train/examples_per_second"]
-        epoch = report.values.get("epoch", math.nan)
-        for key, value in named.items():
-            found.setdefault(key, []).append(Point(report.step, epoch, seconds, value))
-    return found
-
-
 def _columns(points: Sequence[Point]) -> dict[str, Any]:
     """The fields of points in six digits, as JSON has them: `None` for what is nan."""
     return {
@@ -111,7 +87,8 @@ def _chart(name: str, curves: Sequence[Mapping[str, Any]]) -> Markup:
     items, said = [], []
     for curve in curves:
         finite = [value for value in curve["value"] if value is not None]
-        last = format_value(finite[-1]) if finite else "not finite"
+        text = format_number if curve["is_speed"] else format_value
+        last = text(finite[-1]) if finite else "not finite"
         stroke = tag("span", class_=f"stroke {curve['style']}")
         value = tag("span", last, class_="value")
         items.append(tag("li", stroke, f"{curve['name']} ", value, data_run=curve["run"]))

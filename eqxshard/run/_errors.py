@@ -1,7 +1,6 @@
 """What a program prints of an error: one line, or where in the user's code it was."""
 
 import contextlib
-import dis
 import sys
 import traceback
 from collections.abc import Iterator
@@ -13,6 +12,8 @@ from .._parser import is_stdout_closed
 from ..compiled._causes import is_ours, is_users
 from ..distributed import exit_process
 from ..planning._process import ELSEWHERE
+from ..sharding._text import say
+from ..training._advice import raises_on_purpose, traceback_steps
 
 _JAX_HIDES = "JAX has removed its internal frames"
 
@@ -57,7 +58,7 @@ def exit_on_errors(*, whole_traceback: bool = False) -> Iterator[None]:
         if whole_traceback:
             traceback.print_exc()
         elif on_purpose:
-            print(f"error: {error}", file=sys.stderr)
+            say(f"error: {error}", sys.stderr)
         elif (elsewhere := _traceback_elsewhere(error)) is not None:
             print(elsewhere, file=sys.stderr)
         else:
@@ -72,14 +73,14 @@ def _is_on_purpose(error: Exception) -> bool:
         return True
     if _traceback_elsewhere(error) is not None:
         return False
-    steps = [*_walk(error.__traceback__)]
+    steps = [*traceback_steps(error)]
     if isinstance(error, OSError):
         # It may come from deep in Python; who asked for the file is to blame.
         files = [_file(step) for step in steps]
         return is_ours(next((x for x in reversed(files) if is_ours(x) or is_users(x)), ""))
     if not isinstance(error, ValueError | FloatingPointError):
         return False
-    return is_ours(_file(steps[-1])) and _raises(steps[-1])
+    return raises_on_purpose(steps[-1])
 
 
 def _traceback_elsewhere(error: Exception) -> str | None:
@@ -89,21 +90,8 @@ def _traceback_elsewhere(error: Exception) -> str | None:
     return next((note.removeprefix(ELSEWHERE).strip() for note in found), None)
 
 
-def _walk(step: TracebackType | None) -> Iterator[TracebackType]:
-    while step is not None:
-        yield step
-        step = step.tb_next
-
-
 def _file(step: TracebackType) -> str:
     return step.tb_frame.f_code.co_filename
-
-
-def _raises(step: TracebackType) -> bool:
-    """Whether a `raise` is executed there, rather than a call of C that failed."""
-    instructions = dis.get_instructions(step.tb_frame.f_code)
-    at = next(each for each in instructions if each.offset == step.tb_lasti)
-    return at.opname == "RAISE_VARARGS"
 
 
 def _print_users_part(error: Exception) -> None:

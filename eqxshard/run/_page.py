@@ -1,7 +1,6 @@
 """The page of a run: one file of HTML, which loads nothing from elsewhere."""
 
 import contextlib
-import shlex
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from math import isfinite, nan
@@ -11,7 +10,13 @@ from typing import Any
 from ..checkpoint._folder import CheckpointFolder
 from ..loop._clock import format_duration
 from ..pages import _kit as kit
-from ..pages._format import format_bytes, format_seconds, format_value
+from ..pages._format import (
+    format_bytes,
+    format_count,
+    format_number,
+    format_seconds,
+    format_value,
+)
 from ..pages._kit import Markup, tag
 from ..pages._mesh import draw_mesh
 from ..sharding._text import comma_list, format_mesh
@@ -19,7 +24,7 @@ from ..trackers._files import write_whole
 from ..trackers._jsonl import read_whole_lines
 from ._curves import draw_curves
 from ._folder import RunFolder, read_values
-from ._read_run import RecordedRun, read_run, showing
+from ._read_run import SPEED, Point, RecordedRun, changes, read_run, showing
 
 #: The most evaluations that are listed: the last ones.
 _MOST_EVALUATIONS = 200
@@ -45,6 +50,7 @@ def render_run(run: RecordedRun) -> str:
         kit.card("warnings", "Warnings", *_warnings(run)),
         kit.card("curves", "Curves", draw_curves({run.folder.path.name: run})),
         kit.pair(kit.card("ledger", "Where the time went", *_ledger(run)), plan),
+        kit.card("starts", "Starts", *_starts(run)),
         kit.card("metrics", "Metrics", *_metrics(run)),
         kit.card("evaluations", "Evaluations", *_evaluations(run)),
         kit.pair(
@@ -63,6 +69,24 @@ def render_run(run: RecordedRun) -> str:
         tiles=kit.draw_tiles(_tiles(run)),
         cards=cards,
     )
+
+
+def _starts(run: RecordedRun) -> Iterator[Markup]:
+    if len(run.starts) < 2:
+        return
+    rows = [
+        (
+            _minute(str(start.facts.get("time", ""))),
+            start.step,
+            kit.number(start.step_seconds, format_seconds),
+            kit.number(start.goodput, "{:.0%}".format),
+            comma_list(changes(before.facts, start.facts)),
+        )
+        for before, start in zip([run.starts[0], *run.starts], run.starts)
+    ]
+    columns = ("Started", "From step", "Time of a step", "Goodput", "What changed")
+    table = kit.plain_table("Starts of the run", columns, rows)
+    yield kit.scroller("starts of the run", table)
 
 
 def _when(run: RecordedRun) -> str:
@@ -92,29 +116,22 @@ def _tiles(run: RecordedRun) -> dict[str, tuple[str, str]]:
     elif (loss := run.last("train/loss")) is not None:
         where = f"at step {run.reports[-1].step:,}"
         tiles["Training loss"] = format_value(loss), where
-    if run.step_seconds is not None:
-        tiles["Step"] = format_seconds(run.step_seconds), "the median, without the first"
-    if run.examples_per_second is not None:
+    start = run.last_start
+    if start.step_seconds is not None:
+        tiles["Step"] = format_seconds(start.step_seconds), "the median, without the first"
+    if start.examples_per_second is not None:
         unit = run.record.get("unit") or "examples"
-        speed = format_value(run.examples_per_second)
+        speed = format_number(start.examples_per_second)
         tiles[f"{unit.capitalize()} per second"] = speed, "the median, too"
-    if run.goodput is not None:
-        whole = format_duration(sum(run.parts.values()))
-        tiles["Goodput"] = f"{run.goodput:.0%}", f"of {whole}: steps ran"
+    if start.goodput is not None:
+        whole = format_duration(sum(start.parts.values()))
+        tiles["Goodput"] = f"{start.goodput:.0%}", f"of {whole}: steps ran"
     if memory := run.record.get("memory"):
         of = f" of {format_bytes(memory['limit'])}" if "limit" in memory else ""
         tiles["Memory of a device"] = format_bytes(memory["peak"]), f"at the peak{of}"
     if parameters := run.record.get("parameters"):
-        tiles["Parameters"] = _count(parameters), f"{parameters:,}"
+        tiles["Parameters"] = format_count(parameters), f"{parameters:,}"
     return tiles
-
-
-def _count(number: int) -> str:
-    """A large number in three digits."""
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number}"
 
 
 def _warnings(run: RecordedRun) -> Iterator[Markup]:
@@ -127,30 +144,28 @@ def _warnings(run: RecordedRun) -> Iterator[Markup]:
                 for each in heard
             ],
         )
-    crash_dump = run.folder.checkpoints / "crash_dump"
-    if crash_dump.is_dir():
-        command = f"python -m eqxshard.replay {shlex.quote(str(crash_dump))} SCRIPT"
-        said = (
-            "Steps were not finite, and one is kept. With your script, this finds where it "
-            "began: "
-        )
-        yield tag("p", said, tag("code", command))
+    command = run.record.get("replay")
+    if command and (run.folder.checkpoints / "crash_dump").is_dir():
+        said = "Steps were not finite, and one is kept. This finds where it began: "
+        yield tag("p", said, tag("code", str(command)))
 
 
 def _ledger(run: RecordedRun) -> Iterator[Markup]:
-    whole = sum(run.parts.values())
+    start = run.last_start
+    whole = sum(start.parts.values())
     if not whole:
         return
     parts = [
         kit.Part(
             "rest" if name == "other" else name, name, seconds, format_duration(seconds)
         )
-        for name, seconds in sorted(run.parts.items(), key=lambda part: -part[1])
+        for name, seconds in sorted(start.parts.items(), key=lambda part: -part[1])
         if seconds
     ]
-    said = f"{format_duration(whole)} of wall time. Each moment counts for one part."
-    if run.goodput is not None:
-        said += f" Steps ran for {run.goodput:.0%} of it (device and dispatch)."
+    since = f" since the start at step {start.step:,}" if start.step else ""
+    said = f"{format_duration(whole)} of wall time{since}. Each moment counts for one part."
+    if start.goodput is not None:
+        said += f" Steps ran for {start.goodput:.0%} of it (device and dispatch)."
     yield tag("p", said)
     yield kit.draw_bar(parts, whole)
     yield kit.draw_legend(parts, whole, "Seconds of the run")
@@ -181,7 +196,7 @@ def _compare_with_plan(
     plan: Mapping[str, Any], run: RecordedRun
 ) -> Iterator[tuple[str, ...]]:
     """A name, what was planned, what was measured, and their ratio if they are numbers."""
-    record, time = run.record, plan["time"]
+    record, time, start = run.record, plan["time"], run.last_start
     if devices := record.get("devices"):
         there = f"{plan['devices']} x {plan['target']['kind']}"
         yield "devices", there, f"{devices['count']} x {devices['kind']}", ""
@@ -189,32 +204,33 @@ def _compare_with_plan(
     if batch_size := (record.get("settings") or {}).get("batch_size"):
         yield "batch size", str(plan["examples"]), str(batch_size), ""
     step, mfu = time and time["step"], plan["mfu"]
-    used = mfu * step / run.step_seconds if mfu and step and run.step_seconds else None
+    seconds = start.step_seconds
+    used = mfu * step / seconds if mfu and step and seconds else None
     peak = (record.get("memory") or {}).get("peak")
-    speed = plan["examples_per_second"], run.examples_per_second
+    speed = plan["examples_per_second"], start.examples_per_second
     for name, planned, measured, text in (
-        ("time of a step", step, run.step_seconds, format_seconds),
-        ("examples per second", *speed, "{:,.4g}".format),
+        ("time of a step", step, seconds, format_seconds),
+        ("examples per second", *speed, format_number),
         ("of the devices' peak", mfu, used, "{:.1%}".format),
         ("memory of a device", plan["memory"]["peak"], peak, format_bytes),
     ):
         shown = (text(value) if value else "unknown" for value in (planned, measured))
-        yield name, *shown, f"{measured / planned:.3g}" if planned and measured else ""
+        ratio = format_number(measured / planned) if planned and measured else ""
+        yield name, *shown, ratio
 
 
 def _metrics(run: RecordedRun) -> Iterator[Markup]:
-    found = dict[str, list[tuple[float, float]]]()
-    for report in run.reports:
-        for metric in report.metrics:
-            name = f"{metric.kind}/{metric.name}" if metric.kind else metric.name
-            found.setdefault(name, []).append((report.step, metric.value))
     rows = []
-    for name, points in found.items():
-        finite = [point for point in points if isfinite(point[1])] or [(nan, nan)]
-        low, high = (f(finite, key=lambda point: point[1]) for f in (min, max))
-        missing = sum(not isfinite(value) for _, value in points)
-        cells = (finite[0][1], finite[-1][1], *low[::-1], *high[::-1], missing or None)
-        rows.append([tag("code", name), *cells])
+    for (name, kind), points in run.series.items():
+        if name == SPEED:
+            continue
+        finite = [x for x in points if isfinite(x.value)] or [Point(0, nan, nan, nan)]
+        low, high = (f(finite, key=lambda point: point.value) for f in (min, max))
+        ends = finite[0].value, finite[-1].value
+        lowest, highest = ((x.value, x.step or None) for x in (low, high))
+        missing = len(points) - len([x for x in points if isfinite(x.value)])
+        title = tag("code", "/".join(filter(None, (kind, name))))
+        rows.append([title, *ends, *lowest, *highest, missing or None])
     columns = ("Metric", "First", "Last", "Lowest", "at step", "Highest", "at step")
     if rows:
         yield kit.sortable_table("metrics", (*columns, "Not finite"), rows)
@@ -230,7 +246,8 @@ def _evaluations(run: RecordedRun) -> Iterator[Markup]:
     rows = []
     for each in shown:
         values = [each.values.get(f"eval/{name}") for name in names]
-        rows.append([each.step, each.values.get("epoch"), *values])
+        epoch = kit.number(each.values.get("epoch"), format_number)
+        rows.append([each.step, epoch, *values])
     if rows:
         yield kit.sortable_table("evaluations", ("Step", "Epoch", *names), rows)
 

@@ -33,7 +33,7 @@ from ..training._ema import ema_model
 from ..training._eval_step import EvalStep
 from ..training._metrics import Metrics
 from ..training._precision import Precision
-from ..training._states import map_models
+from ..training._state import map_models
 from ..training._train_step import make_train_step
 from ._config import MakeOptim, RunConfig, make_optimizer, option
 

@@ -61,25 +61,21 @@ class PlannedRun:
         epoch = max(batches.length, 1)
         last = last_step(self.config, self.epochs, self.steps, epoch)
         training = self.training.for_steps(last)
-        return {
-            "make_model": training.make_model,
-            "loss_fn": training.loss_fn,
-            "optim": training.make_optim,
-            "batch": batches.shapes(),
-            "rule": training.rule,
-            "trainable": training.trainable,
-            "precision": training.precision,
-            "accumulate": training.accumulate,
-            "nonfinite": training.nonfinite,
-            "grad_norms": training.grad_norms,
-        }
+        # All but what only training itself needs.
+        own = {"make_optim", "train_step", "lint"}
+        given = {name: x for name, x in vars(training).items() if name not in own}
+        return {**given, "optim": training.make_optim, "batch": batches.shapes()}
 
     def _mesh_sizes(self, devices: int) -> dict[str, int]:
         if devices < 1:
             raise ValueError(f"--devices {devices} is too small; use 1 or more.")
         if isinstance(self.mesh, str):
             sizes = complete_mesh(parse_mesh(self.config.mesh or self.mesh))
-            return resolve_sizes({axis: sizes.get(axis, 1) for axis in AXES}, devices)
+            try:
+                return resolve_sizes({axis: sizes.get(axis, 1) for axis in AXES}, devices)
+            except ValueError as error:
+                # It is a mesh of the script, which the user may not have chosen.
+                raise ValueError(f"{str(error).rstrip('.')}, by --mesh.") from None
         if self.config.mesh is not None or self.mesh.size != devices:
             raise ValueError(
                 f"this script makes its own mesh, of {self.mesh.size} devices; let it give "

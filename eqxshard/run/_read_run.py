@@ -8,13 +8,27 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..checkpoint._folder import CheckpointFolder
 from ..loop._clock import goodput
+from ..pages._format import format_value
+from ..sharding._text import comma_list, format_mesh
 from ..trackers._jsonl import or_nan
 from ..trackers._tracker import Metric, metrics, times
 from ._folder import RunFolder, read_values
+
+#: What the speed is called among the metrics.
+SPEED = "examples per second"
+
+
+class Point(NamedTuple):
+    """A value that was logged at a step; nan if it was not finite."""
+
+    step: int
+    epoch: float
+    seconds: float
+    value: float
 
 
 @dataclass(frozen=True)
@@ -28,6 +42,56 @@ class Report:
     def metrics(self) -> list[Metric]:
         """What describes the model."""
         return list(metrics(self.values))
+
+
+def _is_start(value: Any) -> bool:
+    """Whether this is one of the starts that `run.json` lists."""
+    return isinstance(value, dict) and isinstance(value.get("step"), int)
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start of a run, and what it reported: from its step to where the next began.
+
+    - `step`: the one that it started from.
+    - `facts`: what `run.json` says of it: `settings`, `versions`, `mesh`, `devices`.
+    """
+
+    step: int
+    facts: Mapping[str, Any]
+    reports: Sequence[Report]
+
+    @cached_property
+    def parts(self) -> dict[str, float]:
+        """The seconds of each part of the wall time."""
+        total: dict[str, float] = {}
+        for report in self.reports:
+            for part, seconds in times(report.values).items():
+                total[part] = total.get(part, 0.0) + seconds
+        return total
+
+    @property
+    def goodput(self) -> float | None:
+        """The share of the wall time in which steps ran, if it is known."""
+        known = {"dispatch", "device"} <= self.parts.keys() and sum(self.parts.values())
+        return goodput(self.parts) if known else None
+
+    @cached_property
+    def step_seconds(self) -> float | None:
+        """The median time of a step."""
+        found, last = list[float](), self.step
+        for report in self.reports:
+            seconds = report.values.get("train/seconds")
+            if seconds and report.step > last:
+                found.append(seconds / (report.step - last))
+                last = report.step
+        return _median(found)
+
+    @cached_property
+    def examples_per_second(self) -> float | None:
+        """The median of the reports."""
+        speeds = (each.values.get("train/examples_per_second") for each in self.reports)
+        return _median([speed for speed in speeds if speed])
 
 
 @dataclass(frozen=True)
@@ -45,6 +109,27 @@ class RecordedRun:
     def reports(self) -> list[Report]:
         """The numbers of each line of the log that is whole."""
         return [_report(line) for line in self.folder.history()]
+
+    @cached_property
+    def starts(self) -> list[Start]:
+        """Its starts, of which those that resumed it are later ones."""
+        said = self.record.get("starts")
+        # Somebody may have edited it, which must not end a run.
+        known = [x for x in said if _is_start(x)] if isinstance(said, list) else []
+        records = [{**self.record, **each} for each in known or [{"step": 0}]]
+        steps = [each["step"] for each in records]
+        # An earlier start has what is before all that came later, which took it again.
+        ends = [min(steps[n + 1 :], default=math.inf) for n in range(len(steps))]
+        return [
+            Start(first, facts, [x for x in self.reports if first < x.step <= end])
+            for first, end, facts in zip(steps, ends, records)
+        ]
+
+    @property
+    def last_start(self) -> Start:
+        """The last start that reported anything, if one did: speed and time are of it."""
+        reported = (each for each in reversed(self.starts) if each.reports)
+        return next(reported, self.starts[-1])
 
     @property
     def title(self) -> str:
@@ -89,45 +174,29 @@ class RecordedRun:
         """The reports that have an evaluation."""
         return [x for x in self.reports if any(m.kind == "eval" for m in x.metrics)]
 
-    @cached_property
-    def parts(self) -> dict[str, float]:
-        """The seconds of each part of the wall time."""
-        total: dict[str, float] = {}
-        for report in self.reports:
-            for part, seconds in times(report.values).items():
-                total[part] = total.get(part, 0.0) + seconds
-        return total
-
     @property
-    def goodput(self) -> float | None:
-        """The share of the wall time in which steps ran, if it is known."""
-        known = {"dispatch", "device"} <= self.parts.keys() and sum(self.parts.values())
-        return goodput(self.parts) if known else None
-
-    @cached_property
-    def step_seconds(self) -> float | None:
-        """The median time of a step."""
-        found, last = list[float](), 0
-        for report in self.reports:
-            seconds = report.values.get("train/seconds")
-            if seconds and report.step > last:
-                found.append(seconds / (report.step - last))
-                last = report.step
-        return _median(found)
-
-    @cached_property
-    def examples_per_second(self) -> float | None:
-        """The median of the reports."""
-        speeds = (each.values.get("train/examples_per_second") for each in self.reports)
-        return _median([speed for speed in speeds if speed])
-
-    @property
-    def best(self) -> float | None:
-        """The best value of the metric whose best checkpoint the run keeps, if it does."""
+    def best(self) -> tuple[float, int] | None:
+        """The best value of the metric whose best checkpoint it keeps, and its step."""
         name = str(self.record.get("best"))
-        found = [each.values.get(name, math.nan) for each in self.reports]
+        found = [(each.values.get(name, math.nan), each.step) for each in self.reports]
         choose = min if self.record.get("mode") == "min" else max
-        return choose(filter(math.isfinite, found), default=None)
+        known = [each for each in found if math.isfinite(each[0])]
+        return choose(known, key=lambda each: each[0], default=None)
+
+    @cached_property
+    def series(self) -> dict[tuple[str, str], list[Point]]:
+        """The values of each metric and kind, such as `("loss", "train")`."""
+        found, seconds = dict[tuple[str, str], list[Point]](), 0.0
+        for report in self.reports:
+            seconds += sum(times(report.values).values())
+            named = {(each.name, each.kind): each.value for each in report.metrics}
+            if "train/examples_per_second" in report.values:
+                named[SPEED, "train"] = report.values["train/examples_per_second"]
+            epoch = report.values.get("epoch", math.nan)
+            for key, value in named.items():
+                point = Point(report.step, epoch, seconds, value)
+                found.setdefault(key, []).append(point)
+        return found
 
     def last(self, key: str) -> float | None:
         """The last value of this name that is finite."""
@@ -152,22 +221,21 @@ def read_run(folder: RunFolder) -> RecordedRun:
     return RecordedRun(folder)
 
 
-def summarize(
-    run: RecordedRun, steps_per_epoch: int, examples: int, unit: str
-) -> dict[str, Any]:
+def summarize(run: RecordedRun, steps_per_epoch: int, unit: str) -> dict[str, Any]:
     """Metrics and speed of a run, for its summary.
 
     **Arguments:**
 
     - `run`: the run.
-    - `steps_per_epoch`, `examples`: the number of steps and of examples in an epoch.
+    - `steps_per_epoch`: the number of steps in an epoch.
     - `unit`: the name of the examples, such as `images`.
 
     **Returns:**
 
-    For each evaluated metric its last value, and a list of all; the seconds of an epoch,
-    and the examples per second; the wall time by part, and the share of it in which
-    training steps ran. What is not known is `None`.
+    For each evaluated metric its last value, and a list of all; the best value of the
+    metric whose best checkpoint is kept. Of the last start: the seconds of an epoch, and
+    the examples per second; the wall time by part, and the share of it in which training
+    steps ran. What is not known is `None`.
     """
     summary: dict[str, Any] = {}
     evaluated = [metric for report in run.evaluations for metric in report.metrics]
@@ -176,11 +244,60 @@ def summarize(
             known = value if math.isfinite(value) else None
             summary[f"test_{name}"] = known
             summary.setdefault(f"test_{name}_by_epoch", []).append(known)
-    if run.parts:
-        summary |= {"seconds": run.parts, "goodput": run.goodput}
-    pace = run.step_seconds and run.step_seconds * steps_per_epoch
-    speed = pace and examples / pace
+    if run.best is not None:
+        value, step = run.best
+        summary["best"] = {"metric": run.record["best"], "value": value, "step": step}
+    start = run.last_start
+    if start.parts:
+        summary |= {"seconds": start.parts, "goodput": start.goodput}
+    pace = start.step_seconds and start.step_seconds * steps_per_epoch
+    speed = start.examples_per_second
     return summary | {"seconds_per_epoch": pace, f"{unit}_per_second": speed}
+
+
+def describe_evaluations(run: RecordedRun) -> str:
+    """The last evaluation of a run, and the best beside it, as a line; empty without."""
+    if not run.evaluations:
+        return ""
+    last = run.evaluations[-1]
+    values = [
+        f"{metric.name} {format_value(metric.value)}"
+        for metric in last.metrics
+        if metric.kind == "eval"
+    ]
+    said = f"evaluated at step {last.step:,}: {comma_list(values)}"
+    if run.best is not None:
+        (value, step), name = run.best, str(run.record["best"]).removeprefix("eval/")
+        said += f" | best {name} {format_value(value)} at step {step:,}"
+    return said
+
+
+#: Settings that are of one start of a run, and not of the run.
+_OF_A_START = ("resume", "output", "profile", "traceback")
+
+
+def comparable(facts: Mapping[str, Any]) -> dict[str, str]:
+    """What runs, or the starts of one, may differ in, as text by name."""
+    found = {**(facts.get("settings") or {}), **(facts.get("versions") or {})}
+    # Options have such names, too, and may not say what they came to.
+    found |= {name: facts.get(name) for name in ("data", "parameters")}
+    if devices := facts.get("devices"):
+        found["mesh"] = format_mesh(facts.get("mesh") or {})
+        found["devices"] = f"{devices['count']} x {devices['kind']}"
+        if devices["per_process"] != devices["count"]:
+            found["devices of a process"] = devices["per_process"]
+    known = {name: value for name, value in found.items() if value is not None}
+    return {name: str(value) for name, value in known.items() if name not in _OF_A_START}
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between two starts of a run, such as `seed 0 -> 1`."""
+    old, new = comparable(before), comparable(now)
+    return [
+        f"{name} {old.get(name, 'none')} -> {new.get(name, 'none')}"
+        for name in {**old, **new}
+        if old.get(name) != new.get(name)
+    ]
 
 
 @contextlib.contextmanager

@@ -19,9 +19,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from ..sharding._text import format_mesh
+from ..sharding._text import say
 from ..trackers._files import write_whole
+from ..trackers._jsonl import read_whole_lines
 from ._folder import RunFolder, read_values
+from ._read_run import changes
 
 _LOG = logging.getLogger(__name__)
 
@@ -29,8 +31,8 @@ _LOG = logging.getLogger(__name__)
 _PACKAGES = ("jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain", "numpy")
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 
-#: Settings that are of one start of a run, and not of the run.
-_OF_A_START = ("resume", "output", "profile", "traceback")
+#: What each start of a run is recorded with, because it may differ from the others.
+_OF_EACH_START = ("settings", "versions", "mesh", "devices", "data", "parameters")
 
 #: The most warnings that are kept, each once.
 _MOST_WARNINGS = 200
@@ -61,7 +63,7 @@ class RunRecord:
     def warn(self, texts: Iterable[str]) -> None:
         """Print warnings on stderr, and keep them with those of the run."""
         for text in texts:
-            print(f"warning: {text}", file=sys.stderr)
+            say(f"warning: {text}", sys.stderr)
             self.keep_warning("eqxshard", text)
 
     def keep_warning(self, source: str, text: str) -> None:
@@ -77,25 +79,28 @@ class RunRecord:
 
     def changes(self, facts: Mapping[str, Any]) -> list[str]:
         """What differs from the start before this one, such as `seed 0 -> 1`."""
-        before, now = _comparable(read_values(self._folder.record)), _comparable(facts)
-        return [
-            f"{name} {before[name]} -> {value}"
-            for name, value in now.items()
-            if name in before and before[name] != value
-        ]
+        before = read_values(self._folder.record)
+        # Without a record everything would; and somebody may have edited it.
+        with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):
+            return changes(before, facts) if before else []
+        return []
 
     def begin(self, facts: Mapping[str, Any], first: int) -> None:
         """Write the record of a run that starts, or resumes, at a step."""
         starts = read_values(self._folder.record).get("starts") if first else None
         starts = starts if isinstance(starts, list) else []
-        start = {"time": _now(), "step": first}
+        own = {name: facts[name] for name in _OF_EACH_START if name in facts}
+        start = {"time": _now(), "step": first, **own}
         self._facts = {**facts, "starts": [*starts, start], "ended": None}
         self._write()
         with self._not_fatal("warnings"):
             if not first:
                 self._folder.warnings.unlink(missing_ok=True)
-            if self._warnings:
-                self._append("".join(self._warnings.values()))
+            kept = {line.get("text") for _, line in read_whole_lines(self._folder.warnings)}
+            new = [line for text, line in self._warnings.items() if text not in kept]
+            self._warnings |= {str(text): "" for text in kept}
+            if new:
+                self._append("".join(new))
 
     def __exit__(self, *failure: Any) -> None:
         self._hearing.__exit__(*failure)
@@ -125,18 +130,6 @@ class RunRecord:
         except OSError as error:
             path = getattr(self._folder, name)
             _LOG.error("%s cannot be written: %s. Training continues.", path, error)
-
-
-def _comparable(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a run, its devices and mesh, and versions; none without a record."""
-    try:
-        found = {**record["settings"], **record["versions"]}
-        devices = record["devices"]
-        found["devices"] = f"{devices['count']} x {devices['kind']}"
-        found["mesh"] = format_mesh(record["mesh"])
-    except (KeyError, TypeError, AttributeError):  # Somebody may have edited it.
-        return {}
-    return {name: value for name, value in found.items() if name not in _OF_A_START}
 
 
 @contextlib.contextmanager

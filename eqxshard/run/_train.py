@@ -1,7 +1,8 @@
 """`train`: everything a training script does around `fit`."""
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,26 +21,29 @@ from ..data._host import Transform
 from ..data._loader import Loader, Remainder
 from ..data._samplers import Sampler
 from ..data._sources import Source
+from ..debug._crash_dump import replay_command, replaying
 from ..debug._script import refuse_import
 from ..distributed import broadcast_from_first, is_main_process
 from ..loop._callbacks import Callback, check_callbacks
 from ..loop._clock import announced
 from ..loop._fit import fit
 from ..loop._ready_callbacks import Profile
+from ..pages._format import format_number
 from ..sharding._leaf_rules import replicate
 from ..sharding._mesh import describe_mesh
 from ..sharding._rule import Rule
-from ..sharding._text import comma_list
+from ..sharding._text import comma_list, say
 from ..trackers._jsonl import or_nan
-from ..trackers._tracker import Tracker
+from ..trackers._tracker import Tracker, check_trackers
+from ..training._advice import short_traceback
 from ..training._config import Nonfinite
 from ..training._eval_step import make_eval_step
 from ..training._init import abstract_state, init_state
+from ..training._layout import unused_axes
 from ..training._precision import Precision
-from ..training._states import states_of, step_of
+from ..training._state import states_of, step_of
 from ..training._train_step import TrainStep
-from ..training._unused_axes import unused_axes
-from ._config import MakeOptim, RunConfig, last_step, option, parse_profile
+from ._config import MakeOptim, RunConfig, last_step, option, parse_profile, setting
 from ._folder import RunFolder, default_folder, script_name
 from ._parts import (
     Evaluation,
@@ -50,7 +54,7 @@ from ._parts import (
     check_metrics,
 )
 from ._planned import PlannedRun, end_with_plan
-from ._read_run import RecordedRun, summarize
+from ._read_run import RecordedRun, describe_evaluations, summarize
 from ._record import RunRecord, describe_devices, flatten_settings, versions
 
 
@@ -103,7 +107,7 @@ def train(
     sampler: Sampler | None = None,
     transform: Transform | None = None,
     workers: int = 0,
-    trackers: tuple[Tracker, ...] = (),
+    trackers: Sequence[Tracker] = (),
     callbacks: Sequence[Callback] = (),
     settings: Any = None,
 ) -> RunResult:
@@ -180,6 +184,8 @@ def train(
         mesh = ",".join(f"{axis}={size}" for axis, size in mesh.items())
     config = RunConfig() if config is None else config
     config.check()
+    check_trackers(trackers)
+    check_callbacks(callbacks)
     data = TrainingData(train_data, sampler, transform, remainder, workers)
     training = Training(
         make_model=make_model,
@@ -196,6 +202,11 @@ def train(
     )
     if is_planning():
         end_with_plan(PlannedRun(config, mesh, data, training, epochs, steps))
+    if config.plan is not None:
+        raise ValueError(
+            f"plan={config.plan!r} is an option of a command line; call train in the main "
+            "function of eqxshard.cli, or run `python -m eqxshard plan SCRIPT`."
+        )
     # Before any code of the user's, which may change the working directory.
     folder = RunFolder(config.output or default_folder(name))
     mesh = config.make_mesh(mesh)
@@ -209,7 +220,6 @@ def train(
             make_eval_step(metric_fn, precision=precision, lint=lint),
             Loader(eval_data, batch_size=config.batch_size, mesh=mesh, shuffle=False),
         )
-    check_callbacks(callbacks)
     if config.profile is not None:
         callbacks = [*callbacks, _profile(config.profile, folder, last)]
     checkpointer = Checkpointer(
@@ -220,7 +230,13 @@ def train(
     )
     resumes = folder.should_resume(config.resume, checkpointer)
     key = jax.random.key(config.seed)
-    with contextlib.closing(checkpointer), RunRecord(folder) as record:
+    replays = replaying(make_model)
+    with (
+        short_traceback(),
+        contextlib.closing(checkpointer),
+        RunRecord(folder) as record,
+        replays,
+    ):
         with announced("reading the checkpoint" if resumes else "making the state"):
             if resumes:
                 like = training.make_states(abstract_state, key, mesh)
@@ -249,6 +265,7 @@ def train(
             },
             "versions": versions(),
             **describe_devices(mesh),
+            "replay": replay_command(checkpointer.directory / "crash_dump", step),
         }
         # A start that takes no step leaves what is written of the run as it is.
         summary = folder.read_summary() if first >= last else {}
@@ -267,38 +284,43 @@ def train(
                 )
                 trackers = (*trackers, *own)
                 record.begin(facts, first)
-        state = fit(
-            state,
-            step,
-            loader,
-            steps=last,
-            evaluate=evaluation,
-            evaluate_every=config.evaluate_every or "epoch",
-            checkpointer=checkpointer,
-            trackers=trackers,
-            callbacks=callbacks,
-            log_every=config.log_every,
-            hang_seconds=config.hang_seconds,
-        )
+        with _saying_how_to_go_on(checkpointer):
+            state = fit(
+                state,
+                step,
+                loader,
+                steps=last,
+                evaluate=evaluation,
+                evaluate_every=config.evaluate_every or "epoch",
+                checkpointer=checkpointer,
+                trackers=trackers,
+                callbacks=callbacks,
+                log_every=config.log_every,
+                hang_seconds=config.hang_seconds,
+            )
         if is_main_process() and not summary:
-            kept = ("data", "parameters", "settings", "versions")
+            kept = ("title", "data", "parameters", "settings", "versions")
             summary = {
-                **summarize(RecordedRun(folder), len(loader), data.examples, data.unit),
+                **summarize(RecordedRun(folder), len(loader), data.unit),
                 **{name: facts[name] for name in kept},
                 "devices": describe_mesh(mesh),
             }
             folder.write_summary(summary)
         summary = broadcast_from_first(summary)
-    return _result(state, summary, facts["title"], folder, data.unit)
+    if is_main_process():
+        # What reads it may be gone.
+        with contextlib.suppress(OSError):
+            if evaluated := describe_evaluations(RecordedRun(folder)):
+                say(evaluated)
+            print(f"metrics, checkpoints and a page, index.html, are in {folder.path}")
+    # Of a run that was finished already, it is that of the devices that it ran on.
+    title = summary.get("title", facts["title"])
+    return _result(state, summary, title, folder, data.unit)
 
 
 def _result(
     state: Any, summary: dict[str, Any], title: str, folder: RunFolder, unit: str
 ) -> RunResult:
-    if is_main_process():
-        # What reads it may be gone.
-        with contextlib.suppress(OSError):
-            print(f"metrics, checkpoints and a page, index.html, are in {folder.path}")
     pace = or_nan(summary.get("seconds_per_epoch"))
     speed = or_nan(summary.get(f"{unit}_per_second"))
     evaluated = [name for name in summary if name.startswith("test_")]
@@ -309,7 +331,7 @@ def _result(
             for name in evaluated
             if not name.endswith("_by_epoch")
         },
-        speed=f"{pace:.1f} s/epoch | {speed:,.0f} {unit}/s",
+        speed=f"{format_number(pace)} s/epoch | {format_number(speed)} {unit}/s",
         title=title,
         folder=folder.path,
         summary=summary,
@@ -336,8 +358,20 @@ def _announce(record: RunRecord, warning: str, facts: dict[str, Any], first: int
     if warning:
         record.warn([f"SYNTHETIC DATA: {warning}"])
     if first >= facts["steps"]:
-        print(f"training already finished at step {first}; nothing is left to do.")
+        say(f"training already finished at step {first}; nothing is left to do.")
     elif first:
         changes = record.changes(facts)
         what = f"; changed: {comma_list(changes)}" if changes else ""
-        print(f"resuming from step {first}{what}.")
+        say(f"resuming from step {first}{what}.")
+
+
+@contextlib.contextmanager
+def _saying_how_to_go_on(checkpointer: Checkpointer) -> Iterator[None]:
+    """Say how to continue a run that somebody stops, if something of it is saved."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        if is_main_process() and checkpointer.steps():
+            with contextlib.suppress(OSError):
+                say(f"{setting('resume', 'auto')} continues it.", sys.stderr)
+        raise

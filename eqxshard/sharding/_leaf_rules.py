@@ -3,7 +3,7 @@
 import math
 import re
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -96,7 +96,7 @@ class fsdp(AbstractRule):
             note = f"replicated: no dim of {shape} divides by {format_sizes(sizes)}"
             return Decision(PartitionSpec(), self.label, note, undivided=True)
         # A rule about sizes does not fail on an annotation that is wrong.
-        names = dict(enumerate(_dims_without(leaf, ())))
+        names = dict(enumerate(_read_dims(leaf)[0]))
         dim = max(dims, key=lambda d: (not taken[d], names.get(d) != "vocab", shape[d]))
         return Decision(PartitionSpec(*[None] * dim, self.axis), self.label)
 
@@ -290,7 +290,9 @@ class by_dim(AbstractRule):
     def decide(self, path: str, leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> Decision | None:
         """Split each dim that has one of the names."""
         axes = dict(self.axes)
-        dims = _dims_without(leaf, axes)
+        dims, wrong = _read_dims(leaf)
+        if wrong is not None and not wrong.words.isdisjoint(axes):
+            raise wrong
         named = [dim for dim in dims if dim is not None and dim in axes]
         if not named:
             return None
@@ -305,14 +307,12 @@ class by_dim(AbstractRule):
             for axis in axes_of(entry):
                 check_axis(axis, mesh, "by_dim")
         found, wrong = set[str](), list[AnnotationError]()
-        for leaf in leaves.values():
-            try:
-                dims = leaf_dims(leaf)
-            except AnnotationError as error:
-                # If it has one of the names, this is an error where the rule decides.
-                dims = (*(error.dims or ()), *error.words.intersection(names))
-                wrong.append(error)
+        for dims, error in map(_read_dims, leaves.values()):
             found.update(filter(None, dims))
+            if error is not None:
+                # If it has one of the names, this is an error where the rule decides.
+                found.update(error.words.intersection(names))
+                wrong.append(error)
         missing = [name for name in names if name not in found]
         for name in missing:
             # Rules are shared between models, so a name may well be absent from one.
@@ -331,13 +331,11 @@ class by_dim(AbstractRule):
         return f"by_dim({dict(self.axes)})"
 
 
-def _dims_without(
-    leaf: jax.ShapeDtypeStruct, names: Collection[str]
-) -> tuple[str | None, ...]:
-    """The names of a leaf's dims, without wrong annotations that have none of `names`."""
+def _read_dims(
+    leaf: jax.ShapeDtypeStruct,
+) -> tuple[tuple[str | None, ...], AnnotationError | None]:
+    """The names of a leaf's dims, if there are any, and what is wrong with annotations."""
     try:
-        return leaf_dims(leaf)
+        return leaf_dims(leaf), None
     except AnnotationError as error:
-        if error.words.intersection(names):
-            raise
-        return error.dims or ()
+        return error.dims or (), error

@@ -104,8 +104,11 @@ def check_rule(rule: Rule, leaves: Leaves, mesh: Mesh) -> None:
         if leaves:
             rule.check(leaves, mesh)
         return
-    # A class is a rule that is not made yet: eqxshard.fsdp for eqxshard.fsdp().
-    if isinstance(rule, type) or not callable(rule):
+    if isinstance(rule, type):
+        raise TypeError(
+            f"rule={rule.__name__} is a class, not a rule; call it: {rule.__name__}()."
+        )
+    if not callable(rule):
         raise TypeError(
             f"rule={rule!r} is not a rule; give one such as eqxshard.fsdp() or "
             "eqxshard.by_path({...: P(...)}), or a function of (path, leaf, mesh) that "

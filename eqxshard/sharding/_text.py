@@ -1,7 +1,12 @@
 """Phrases and numbers, as messages and tables write them."""
 
 import difflib
+import re
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 #: How many of many things an error or a warning names.
@@ -41,3 +46,23 @@ def nearest_multiples(size: int, factor: int) -> str:
     """The multiples on both sides of a size that is not one: `"96 or 104"`."""
     below, above = size // factor * factor, -(-size // factor) * factor
     return f"{below} or {above}" if below else f"{above}"
+
+
+def say(text: str, file: Any = None) -> None:
+    """Print text, on a terminal in lines that break between words.
+
+    Commands in backquotes stay on one line, to be copied.
+
+    **Arguments:**
+
+    - `text`: what to print.
+    - `file`: where, on stdout by default.
+    """
+    file = sys.stdout if file is None else file
+    if file.isatty():
+        kept = re.sub("`[^`]*`", lambda found: found[0].replace(" ", "\0"), text)
+        columns = shutil.get_terminal_size().columns
+        fill = partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
+        lines = (fill(line, columns) for line in kept.splitlines())
+        text = "\n".join(lines).replace("\0", " ")
+    print(text, file=file)

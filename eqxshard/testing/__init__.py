@@ -6,7 +6,7 @@ says what differs, where, and where to look for the cause. May use everything up
 `planning`.
 """
 
-from ..compiled._collective import Collective as Collective
+from ..compiled._communication import Collective as Collective
 from ._collectives import Collectives as Collectives
 from ._collectives import assert_collectives as assert_collectives
 from ._collectives import collectives as collectives

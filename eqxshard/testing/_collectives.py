@@ -10,8 +10,7 @@ import jax
 from jax.sharding import Mesh
 from rich.table import Table
 
-from ..compiled._collective import Collective
-from ..compiled._communication import KINDS, Operation, find_collectives
+from ..compiled._communication import KINDS, Collective, find_collectives
 from ..compiled._hlo import parse_module
 from ..inspect._tables import render
 from ..sharding._text import comma_list
@@ -99,7 +98,7 @@ def collectives(step: Any, /, *args: Any) -> Collectives:
     mesh = _mesh_of(step)
     sizes = {} if mesh is None else dict(mesh.shape)
     found = find_collectives(parse_module(step.as_text() or ""), math.prod(sizes.values()))
-    return Collectives(tuple(_describe(operation, sizes) for operation in found))
+    return Collectives(tuple(operation.describe(sizes) for operation in found))
 
 
 def _mesh_of(compiled: Any) -> Mesh | None:
@@ -109,18 +108,6 @@ def _mesh_of(compiled: Any) -> Mesh | None:
         if isinstance(mesh, Mesh):
             return mesh
     return None
-
-
-def _describe(operation: Operation, sizes: Mapping[str, int]) -> Collective:
-    return Collective(
-        kind=operation.kind,
-        shapes=tuple(map(str, operation.shapes)),
-        bytes=operation.bytes,
-        sent=operation.sent,
-        times=operation.times,
-        in_loop=operation.in_loop,
-        axes=operation.axes(sizes) if sizes else None,
-    )
 
 
 def assert_collectives(

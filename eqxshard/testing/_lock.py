@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ..compiled._collective import Collective, join_axes
+from ..compiled._communication import Collective, join_axes
 from ..planning._plan import Plan
 from ..sharding._files import read_bytes
 from ..sharding._leaves import array_leaves, format_array

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..pages._format import format_value
 from ..sharding._files import local_path
 from ._files import Seldom, writing
 from ._packages import load
@@ -95,7 +96,7 @@ class Curves:
         for place, (name, series) in enumerate(self._series.items(), 1):
             panel = figure.add_subplot(rows, columns, place)
             for kind, (xs, ys) in series.items():
-                label = f"{kind or name} {ys[-1]:#.4g}"
+                label = f"{kind or name} {format_value(ys[-1])}"
                 # A long line is clearer without markers; a single point needs one.
                 marker = "o" if kind == "eval" or len(xs) == 1 else ""
                 colour = _COLOURS.get(kind, "#555555")

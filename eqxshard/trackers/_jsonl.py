@@ -15,6 +15,8 @@ from ._tracker import Value, numbers
 
 _LOG = logging.getLogger(__name__)
 
+#: The most lines that wait for a file that cannot be written.
+_MOST_WAITING = 10_000
 #: More bytes than a line of ours has.
 _LONGEST_LINE = 2**22
 
@@ -24,9 +26,9 @@ class JSONLines:
 
     A line is `{"step": 50, "epoch": 0.21, "train/loss": 0.83, ...}`. It is in the file
     when `log` returns, so the file of a killed run is complete. Values that are not
-    finite are `null`, because JSON has no nan or infinity. If the disk is full, lines wait
-    until there is room. If the file is deleted or renamed during the run, it is written
-    again.
+    finite are `null`, because JSON has no nan or infinity. If the disk is full, up to
+    10,000 lines wait until there is room. If the file is deleted or renamed during the
+    run, it is written again.
 
     - `waiting`: the lines that are not in the file yet.
 
@@ -60,6 +62,7 @@ class JSONLines:
         self._extra = json.loads(json.dumps(dict(extra), allow_nan=False))
         self._path = local_path(path, "the file")
         self.waiting: list[str] = []
+        self._drops = False
         with writing(self._path):
             if keep_until is not None and self._path.exists():
                 whole = read_whole_lines(self._path)
@@ -81,7 +84,16 @@ class JSONLines:
         logged = {"step": step, **finite}
         # Merged twice, so that extra comes last but replaces nothing.
         line = json.dumps(logged | self._extra | logged, allow_nan=False)
-        self.waiting.append(line + "\n")
+        if len(self.waiting) < _MOST_WAITING:
+            self.waiting.append(line + "\n")
+        elif not self._drops:
+            self._drops = True
+            _LOG.warning(
+                "%s cannot be written, and %d lines wait for it; those of later steps are "
+                "dropped until it can.",
+                self._path,
+                _MOST_WAITING,
+            )
         self._write()
 
     def close(self, error: BaseException | None = None) -> None:
@@ -117,6 +129,7 @@ class JSONLines:
                 self._file.truncate(end)  # No half line stays.
             raise
         self.waiting.clear()
+        self._drops = False
 
 
 def read_whole_lines(

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import logging
 import os
 import queue
 import re
@@ -20,6 +21,10 @@ from ._tracker import Image, Value, numbers
 _LONGEST_PARAMETER = 6_000
 #: MLflow takes no more of them at a time.
 _MOST_PARAMETERS = 100
+#: The most reports that wait for a server; a picture among them may have megabytes.
+_MOST_WAITING = 1_000
+
+_LOG = logging.getLogger(__name__)
 
 
 class MLflow:
@@ -41,7 +46,8 @@ class MLflow:
 
     `ImportError` if MLflow is not installed. `ValueError` if a new run cannot be created,
     because the server cannot be reached, say. During training, nothing: what fails is
-    logged, and training does not wait for the server.
+    logged, and training does not wait for the server. If that is away, up to 1,000 reports
+    wait for it.
 
     !!! Example
 
@@ -142,14 +148,24 @@ class _Sender:
 
     def __init__(self):
         self._calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._drops = False
         self._errors: queue.SimpleQueue[Exception] = queue.SimpleQueue()
         # A process does not wait for it to end.
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
     def send(self, call: Callable[[], object]) -> None:
-        """Call a function soon."""
-        self._calls.put(call)
+        """Call a function soon; drop it if too many wait."""
+        if self._calls.qsize() < _MOST_WAITING:
+            self._drops = False
+            self._calls.put(call)
+        elif not self._drops:
+            self._drops = True
+            _LOG.warning(
+                "MLflow has not taken the last %d reports; later ones are dropped until it "
+                "has taken some.",
+                _MOST_WAITING,
+            )
         self._raise()
 
     def close(self, last: Callable[[], object], seconds: int | float) -> None:

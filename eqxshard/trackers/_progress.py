@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from ..pages._format import format_number, format_value
 from ._tracker import Value, metrics, numbers
 
 if TYPE_CHECKING:
@@ -80,7 +81,9 @@ class ProgressBar:
             live[0].stop()
 
     def _print(self, line: str) -> None:
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        # On a terminal, lines break between words; in a log, not at all.
+        breaks = self._console.is_terminal and not self._console.is_jupyter
+        self._console.print(line, highlight=False, markup=False, soft_wrap=not breaks)
 
     def _move_in_notebook(self, step: int, text: str) -> None:
         """Redraw the bar in its place, below which the cell's other output appears."""
@@ -122,10 +125,10 @@ class ProgressBar:
 def _text(values: Mapping[str, float], kind: str) -> str:
     """The metrics of a kind; those without one are shown with those of training."""
     parts = [
-        f"{metric.name} {metric.value:#.4g}"
+        f"{metric.name} {format_value(float(metric.value))}"
         for metric in metrics(values)
         if (metric.kind or "train") == kind
     ]
     if kind == "train" and "train/examples_per_second" in values:
-        parts.append(f"{values['train/examples_per_second']:,.0f} examples/s")
+        parts.append(f"{format_number(values['train/examples_per_second'])} examples/s")
     return "  ".join(parts)

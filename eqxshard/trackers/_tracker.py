@@ -1,7 +1,7 @@
 """What is logged, and to whom: numbers and pictures, by names such as `train/loss`."""
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
@@ -113,6 +113,9 @@ class Tracker(Protocol):
 
 def check_trackers(trackers: Sequence[Any]) -> None:
     """Refuse trackers without the methods that `fit` calls, before it does."""
+    if not isinstance(trackers, Collection):
+        what = type(trackers).__name__
+        raise TypeError(f"trackers= is a {what}; give a list, such as trackers=[it].")
     for tracker in trackers:
         try:
             inspect.signature(tracker.log).bind(0, {})

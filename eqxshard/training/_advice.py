@@ -1,16 +1,71 @@
-"""What a mistake in a user's function has to do with its batch: a note on the error."""
+"""What a user sees of a mistake: a note on the batch it was with, a short traceback."""
 
+import contextlib
+import dis
 import traceback
-from collections.abc import Mapping
-from types import FrameType
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType, TracebackType
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from ..compiled._causes import is_ours, is_users
 from ..sharding._leaves import array_leaves, format_array, is_array
 from ..sharding._text import comma_list, did_you_mean
+
+
+@contextlib.contextmanager
+def short_traceback() -> Iterator[None]:
+    """Leave this library's frames out of the traceback of a user's mistake.
+
+    From where the `with` statement is, it goes on in the user's code that failed; or where
+    this library raised on purpose. Other errors may be bugs of ours, and keep all frames,
+    as does every error under `JAX_TRACEBACK_FILTERING=off`, which is for JAX's frames, too.
+    """
+    try:
+        yield
+    except Exception as error:
+        # The first is here, the second is that of the `with` statement.
+        _, *steps = traceback_steps(error)
+        _shorten(steps)
+        raise
+
+
+def shorten_traceback(error: Exception) -> None:
+    """As `short_traceback`, where an error was caught that is raised again."""
+    _shorten([*traceback_steps(error)])
+
+
+def _shorten(steps: Sequence[TracebackType]) -> None:
+    if jax.config.values["jax_traceback_filtering"] == "off":
+        return
+    start, *inner = steps
+    users = (step for step in inner if is_users(step.tb_frame.f_code.co_filename))
+    on_purpose = (step for step in inner[-1:] if raises_on_purpose(step))
+    end = next(users, next(on_purpose, None))
+    if end is not None:
+        start.tb_next = end
+
+
+def traceback_steps(error: BaseException) -> Iterator[TracebackType]:
+    """The steps of a traceback, the innermost last."""
+    step = error.__traceback__
+    while step is not None:
+        yield step
+        step = step.tb_next
+
+
+def raises_on_purpose(step: TracebackType) -> bool:
+    """Whether this library has a `raise` there, rather than a call that failed."""
+    code = step.tb_frame.f_code
+    if not is_ours(code.co_filename):
+        return False
+    instructions = dis.get_instructions(code)
+    at = next(each for each in instructions if each.offset == step.tb_lasti)
+    return at.opname == "RAISE_VARARGS"
 
 
 def add_advice(error: Exception, batch: PyTree) -> None:

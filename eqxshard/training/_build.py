@@ -19,7 +19,7 @@ from jaxtyping import Array
 from ..sharding._explicit import auto_mesh, auto_sharding, with_types
 from ..sharding._leaves import is_inexact, is_key
 from ..sharding._mesh import is_on_cpus
-from .rewrite._jaxprs import jaxprs_in, map_jaxpr, open_jaxpr
+from .rewrite._jaxprs import all_jaxprs, map_jaxpr, open_jaxpr
 
 #: The most elements of a small value. Keys and integers are the same wherever they are
 #: computed; what is rounded stays with the computation that needs it, unless it is tiny.
@@ -241,8 +241,11 @@ class _Programs:
         outvars = [v for v in made if v in wanted]
         parts = {"invars": invars, "outvars": outvars, "eqns": [*equations]}
         jaxpr = map_jaxpr(lambda empty: empty.replace(**parts), self._empty)
-        # Whatever its variables are called.
-        what = (str(jaxpr), *map(id, _consts(jaxpr)))
+        # Whatever its variables are called; its text does not show constants.
+        inside = (
+            each for part, _ in all_jaxprs(jaxpr) for each in getattr(part, "consts", ())
+        )
+        what = (str(jaxpr), *map(id, inside))
         inputs, shardings = [values[v] for v in invars], [wanted[v] for v in outvars]
         arrays = self._call(what, core.jaxpr_as_fun(jaxpr), inputs, shardings)
         values.update(zip(outvars, arrays, strict=True))
@@ -280,12 +283,3 @@ class _Programs:
         if len(self._running) > _IN_FLIGHT:
             jax.block_until_ready(self._running.popleft())
         return arrays
-
-
-def _consts(jaxpr: Any) -> list[Any]:
-    """The constants in the jaxprs inside of a jaxpr, which its text does not show."""
-    found = []
-    for eqn in open_jaxpr(jaxpr).eqns:
-        for part in jaxprs_in(eqn.params):
-            found += [*getattr(part, "consts", ()), *_consts(part)]
-    return found

@@ -1,43 +1,20 @@
 """The settings of a train step."""
 
 import dataclasses
-import inspect
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Literal
 
 import optax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from ..data._weights import LOSS_WEIGHT
 from ..sharding._mesh import check_mesh
 from ..sharding._rule import Rule
+from ._inputs import mesh_of
 from ._precision import Precision
-from ._signature import mesh_of
 from ._state import TrainState, flatten_state
 
 Nonfinite = Literal["skip", "raise", "ignore"]
-
-
-def is_optimizer(given: Any) -> bool:
-    """Whether this is an optax optimizer."""
-    return hasattr(given, "init") and hasattr(given, "update")
-
-
-def check_optim(optim: Any) -> None:
-    """Raise `TypeError` unless this is an optax optimizer."""
-    if not is_optimizer(optim):
-        name = getattr(optim, "__name__", type(optim).__name__)
-        remedy = f"call it, as {name}(1e-3)" if callable(optim) else "use optax.adamw(1e-3)"
-        raise TypeError(f"optim={name} is not an optax optimizer; {remedy}.")
-
-
-def takes_value(optim: optax.GradientTransformation) -> bool:
-    """Whether an optimizer's update may be given the value of the loss."""
-    parameters = inspect.signature(optim.update).parameters
-    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return anything or "value" in parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,16 +69,3 @@ class StepConfig:
             trainable=trainable,
             precision=self.precision or (made and made.precision),
         )
-
-    def warn_of_scalars(self, names: Iterable[str]) -> None:
-        """Say of which results the step takes the mean over microbatches."""
-        names = sorted(names)
-        if names and self.accumulate > 1:
-            warnings.warn(
-                f"{', '.join(names)}: one number for a batch, of which accumulate="
-                f"{self.accumulate} takes the mean over microbatches. That is the number "
-                "for the whole batch only if it is a plain mean over examples; otherwise, "
-                "such as for a mean over tokens, return one value per example, and what "
-                f"each counts in the batch's {LOSS_WEIGHT!r}.",
-                stacklevel=2,
-            )

@@ -24,10 +24,9 @@ from ._examples import (
     total_weight,
 )
 from ._gradients import step_context
-from ._inputs import ONE_BATCH, several_batches
+from ._inputs import ONE_BATCH, Signature, mesh_of, several_batches
 from ._metrics import Metrics
 from ._precision import Precision
-from ._signature import Signature, mesh_of
 from ._state import refuse_state, with_state, without_state
 from ._step import Key, StepMachine, Variant
 

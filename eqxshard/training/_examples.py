@@ -1,5 +1,6 @@
 """Values per example: their weights, and their sums over a batch."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -116,22 +117,22 @@ def check_scalars(
     values: Mapping[str, Any],
     measure: Callable[[PyTree], Mapping[str, Any]],
     batch: PyTree,
-) -> list[str]:
+    accumulate: int = 1,
+) -> None:
     """Refuse scalars that are computed from examples without regard to their weights.
+
+    Of others a step takes the mean over microbatches, which a warning says.
 
     **Arguments:**
 
     - `values`: what the user's function returned for the batch.
     - `measure`: computes the same from a batch.
     - `batch`: the batch.
-
-    **Returns:**
-
-    The names of the scalars that are computed from examples.
+    - `accumulate`: the number of microbatches.
     """
     names = [name for name, x in values.items() if isinstance(x, jax.Array) and not x.shape]
     if not names:
-        return []
+        return
     wanted = lambda batch: [measure(batch)[name] for name in names]  # noqa: E731
     jaxpr = jax.make_jaxpr(wanted)(batch).jaxpr
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(batch)]
@@ -149,7 +150,15 @@ def check_scalars(
                     "one value per example; or, of a loss alone, leave the padded rows out "
                     "with remainder='drop'."
                 )
-    return found
+    if found and accumulate > 1:
+        warnings.warn(
+            f"{', '.join(sorted(found))}: one number for a batch, of which accumulate="
+            f"{accumulate} takes the mean over microbatches. That is the number for the "
+            "whole batch only if it is a plain mean over examples; otherwise, such as for "
+            "a mean over tokens, return one value per example, and what each counts in "
+            f"the batch's {LOSS_WEIGHT!r}.",
+            stacklevel=2,
+        )
 
 
 def check_metric_names(what: str, values: Any, *reserved: str) -> None:

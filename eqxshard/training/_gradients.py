@@ -55,19 +55,21 @@ class Gradients(NamedTuple):
     model_state: PyTree
 
 
-Extra = tuple[tuple[PyTree, ...], tuple[PyTree[NamedSharding | None], ...]]
-
-
 def compute_gradients(
-    config: StepConfig, layout: StateLayout, state: TrainState, batch: PyTree, extra: Extra
+    config: StepConfig,
+    layout: StateLayout,
+    state: TrainState,
+    batch: PyTree,
+    extra: PyTree,
+    extra_storage: PyTree[NamedSharding | None],
 ) -> Gradients:
     """Differentiate the mean loss over a batch, in `config.accumulate` microbatches.
 
     **Arguments:**
 
     - `config`, `layout`, `state`, `batch`: of the step.
-    - `extra`: what the loss function gets besides a model, a batch and a key: nothing or
-        one PyTree; and as many of the shardings of its arrays.
+    - `extra`: the fourth argument of the loss function, if it is not `None`.
+    - `extra_storage`: the shardings of its arrays.
 
     **Returns:**
 
@@ -75,10 +77,45 @@ def compute_gradients(
     """
     params, frozen = split_model(state.model, config.trainable)
     weight = total_weight(example_weights(batch))
+    # Microbatches are divided by the weight of the batch, and so add up to its mean.
     loss_weight = jnp.sum(example_loss_weights(batch))
     scale = None if state.loss_scale is None else state.loss_scale.scale
-    loss_fn = ft.partial(_mean_loss, config, layout, extra, frozen, loss_weight, scale)
-    gradient = ft.partial(jax.grad(loss_fn, has_aux=True), params)
+    storage, update = (layout.model, extra_storage), (layout.update, extra_storage)
+
+    def mean_loss(
+        params: PyTree, batch: PyTree, model_state: PyTree, key: Array
+    ) -> tuple[Array, tuple[dict[str, Array], PyTree]]:
+        """The mean over a microbatch; the sums of loss and metrics, and the new state."""
+        model = eqx.combine(params, frozen), extra
+        with step_context(model, storage, update, batch, layout.mesh, config.precision) as (
+            (model, extra_for_use),
+            batch_for_use,
+        ):
+            more = () if extra is None else (extra_for_use,)
+            model_state, key = replicated_on((model_state, key), layout.mesh)
+            # Called here, and not in a function of its own: each is a frame in the
+            # traceback of a mistake in the loss function.
+            out = config.loss_fn(with_state(model, model_state), batch_for_use, key, *more)
+            results, new_state = _split_result(out, model_state, config)
+            if config.accumulate > 1 or is_weighted(batch):
+
+                def again(batch: PyTree) -> dict[str, Any]:
+                    out = config.loss_fn(with_state(model, model_state), batch, key, *more)
+                    return _split_result(out, model_state, config)[0]
+
+                check_scalars(results, again, batch_for_use, config.accumulate)
+        results, new_state = to_auto((results, new_state))
+        sums = sum_over_examples(results, batch, layout.mesh)
+        loss = _mean(sums["loss"], loss_weight)
+        return loss if scale is None else loss * scale, (sums, new_state)
+
+    if state.model_state is not None and has_entry(batch, WEIGHT):
+        raise ValueError(
+            "the model has state, such as BatchNorm's, which padded rows (the batch has "
+            f"{WEIGHT!r}) would change; make the loader with remainder='drop', or call "
+            f"weights of the loss {LOSS_WEIGHT!r}."
+        )
+    gradient = ft.partial(jax.grad(mean_loss, has_aux=True), params)
     gradient = reduce_lookups(gradient, jax.tree.leaves(layout.update))
     key = jax.random.fold_in(state.key, state.step)
     batch = mask_padding(batch)
@@ -98,55 +135,6 @@ def compute_gradients(
         # Steps are added up by the examples in them.
         sums = {**sums, "loss": loss * weight.astype(loss.dtype)}
     return Gradients(grads, loss, sums, weight, model_state)
-
-
-def _mean_loss(
-    config: StepConfig,
-    layout: StateLayout,
-    extra: Extra,
-    frozen: PyTree,
-    loss_weight: Float[Array, ""],
-    scale: Float[Array, ""] | None,
-    params: PyTree,
-    batch: PyTree,
-    model_state: PyTree,
-    key: Array,
-) -> tuple[Array, tuple[dict[str, Array], PyTree]]:
-    """What is differentiated by `params`: the mean loss over the rows of a microbatch.
-
-    The mean is by `loss_weight`, that of the whole batch, so that microbatches add up to
-    its mean, and times `scale`. Also returned are the sums of the loss and of metrics, and
-    the model's new state.
-    """
-    if model_state is not None and has_entry(batch, WEIGHT):
-        raise ValueError(
-            "the model has state, such as BatchNorm's, which padded rows (the batch has "
-            f"{WEIGHT!r}) would change; make the loader with remainder='drop', or call "
-            f"weights of the loss {LOSS_WEIGHT!r}."
-        )
-    given, places = extra
-    model = eqx.combine(params, frozen), given
-    storage, update = (layout.model, places), (layout.update, places)
-    with step_context(model, storage, update, batch, layout.mesh, config.precision) as (
-        (model, values),
-        batch_for_use,
-    ):
-        # Called here, and not in a function of its own: each is a frame in the traceback
-        # of a mistake in the loss function.
-        model_state, key = replicated_on((model_state, key), layout.mesh)
-        out = config.loss_fn(with_state(model, model_state), batch_for_use, key, *values)
-        results, new_state = _split_result(out, model_state, config)
-        if config.accumulate > 1 or is_weighted(batch):
-
-            def again(batch: PyTree) -> dict[str, Any]:
-                out = config.loss_fn(with_state(model, model_state), batch, key, *values)
-                return _split_result(out, model_state, config)[0]
-
-            config.warn_of_scalars(check_scalars(results, again, batch_for_use))
-    results, new_state = to_auto((results, new_state))
-    sums = sum_over_examples(results, batch, layout.mesh)
-    loss = _mean(sums["loss"], loss_weight)
-    return loss if scale is None else loss * scale, (sums, new_state)
 
 
 def _mean(total: Array, weight: Array) -> Array:

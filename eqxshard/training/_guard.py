@@ -9,13 +9,13 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Int, PyTree
 
 from ..sharding._explicit import auto_mesh
 from ..sharding._leaves import is_inexact
 from ..sharding._mesh import is_on_cpus
+from ..sharding._placement import broadcast_prefix
 from ..sharding._spec import spec_axes
 from ._gradients import Gradients
 from ._layout import StateLayout
@@ -49,31 +49,16 @@ def guard_update(
     update are finite.
     """
     arrays, static = eqx.partition(old, eqx.is_array)
-    jaxpr, shapes = jax.make_jaxpr(
-        lambda: eqx.filter(update(), eqx.is_array), return_shape=True
-    )()
-
-    def compute() -> PyTree:
-        # Without tracing the optimizer again.
-        flat = core.jaxpr_as_fun(jaxpr)()
-        # What an optimizer sets to a constant comes out as a number of NumPy's.
-        types = [aval.dtype for aval in jaxpr.out_avals]
-        arrays = [
-            x if isinstance(x, jax.Array) else jnp.asarray(x, dtype)
-            for x, dtype in zip(flat, types, strict=True)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
-
+    # Traced once, and called twice.
+    compute = jax.jit(lambda: eqx.filter(update(), eqx.is_array))
     new = compute()
-    *_, model_state = arrays
-    replicated = jax.tree.map(lambda _: layout.replicated, model_state)
-    values = _changes(new, arrays, (layout.update, layout.opt_state, replicated))
-    changes = [*_changes(gradients.grads, None, layout.update), *values]
-    finite = all_finite(changes, auto_mesh(layout.mesh)) & jnp.isfinite(gradients.loss)
+    places = layout.update, layout.opt_state, layout.replicated
+    finite = gradients_fit(gradients, layout, _changes(new, arrays, places))
     if is_on_cpus(layout.mesh):
         # With a select, XLA:CPU would copy the optimizer's state, because it has no
         # kernel that writes several results at once. A cheap update is computed again, in
         # the place of the old values, rather than kept until it is known to be finite.
+        jaxpr = jax.make_jaxpr(compute)()
         expensive = any(eqn.primitive.name in _EXPENSIVE for eqn in equations(jaxpr))
         make = (lambda: new) if expensive else compute
         kept = jax.lax.cond(finite, make, lambda: arrays)
@@ -83,14 +68,16 @@ def guard_update(
     return eqx.combine(kept, static), finite
 
 
-def gradients_fit(gradients: Gradients, layout: StateLayout) -> Bool[Array, ""]:
-    """Whether the loss and the gradients are finite, whatever the update."""
-    changes = _changes(gradients.grads, None, layout.update)
-    return all_finite(changes, auto_mesh(layout.mesh)) & jnp.isfinite(gradients.loss)
-
-
 #: A new array, what it takes the place of (`None` for a gradient), and their sharding.
 Change = tuple[Array, Array | None, NamedSharding]
+
+
+def gradients_fit(
+    gradients: Gradients, layout: StateLayout, more: Sequence[Change] = ()
+) -> Bool[Array, ""]:
+    """Whether the loss and the gradients are finite, and what else is checked with them."""
+    changes = [*_changes(gradients.grads, None, layout.update), *more]
+    return all_finite(changes, auto_mesh(layout.mesh)) & jnp.isfinite(gradients.loss)
 
 
 def _changes(
@@ -99,7 +86,7 @@ def _changes(
     """The arrays of a PyTree; `old` is `None` for gradients."""
     arrays = [x for x in jax.tree.leaves(new) if eqx.is_array(x)]
     olds = jax.tree.leaves(old) or [None] * len(arrays)
-    return [*zip(arrays, olds, jax.tree.leaves(shardings), strict=True)]
+    return [*zip(arrays, olds, broadcast_prefix(shardings, new), strict=True)]  # pyright: ignore
 
 
 def all_finite(changes: Sequence[Change], mesh: Mesh) -> Bool[Array, ""]:

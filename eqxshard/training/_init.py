@@ -18,13 +18,13 @@ from ..sharding._leaves import array_leaves, format_array, is_array, is_key
 from ..sharding._mesh import check_mesh
 from ..sharding._placement import named_leaves
 from ..sharding._rule import Rule, check_rule
+from ._advice import short_traceback
 from ._build import ArrayBuilder
-from ._config import check_optim
-from ._donation import any_donated, copy_shared
+from ._donation import copy_shared
 from ._jit import jit_is_off
-from ._kept_tracers import check_no_tracers
 from ._layout import make_layout
-from ._optimizer import init_optimizer
+from ._make_model import check_function, check_not_shared, check_not_taken, make_traced
+from ._optimizer import check_optim, init_optimizer
 from ._per_layer import warn_of_stacks
 from ._precision import LossScale, Precision, cast
 from ._state import (
@@ -33,7 +33,6 @@ from ._state import (
     flatten_state,
     split_model,
     unflatten_state,
-    without_state,
 )
 
 
@@ -107,7 +106,7 @@ def init_state(
     """
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         raise jit_is_off()
-    with no_explicit_context():
+    with short_traceback(), no_explicit_context():
         traced = _trace(make_model, optim, key, mesh, rule, trainable, precision)
         return _build(traced, optim, key, load)
 
@@ -118,16 +117,14 @@ def _build(
     """Make the arrays of a state that was traced."""
     warn_of_stacks(optim, traced.params)
     leaves, static = flatten_state(traced.like)
+    loaded = {} if load is None else _load(load, traced.like.model)
     builder = ArrayBuilder()
     model = builder.call(traced.make_model, [key])
-    loaded = [None] * len(model) if load is None else _load(load, traced.like.model)
-    # Those of the model come first; those of its own state are not loaded.
-    model[: len(loaded)] = [
-        made if own is None else own for made, own in zip(model, loaded)
-    ]
+    for i, array in loaded.items():
+        model[i] = array
     outputs = builder.call(traced.make_state, [*model, key])
-    # Among the state's arrays, the step is before the model.
-    arrays = {i: x for i, x in enumerate(loaded, start=1) if x is not None}
+    # Among the arrays of a state, those of the model come after the step.
+    arrays = {i + 1: array for i, array in loaded.items()}
     left = [i for i in range(len(leaves)) if i not in arrays]
     wanted = [outputs[i] for i in left], [leaves[i].sharding for i in left]
     arrays |= zip(left, builder.build(*wanted), strict=True)
@@ -170,7 +167,8 @@ def abstract_state(
         state = checkpointer.restore(like)
         ```
     """
-    return _trace(make_model, optim, key, mesh, rule, trainable, precision).like
+    with short_traceback():
+        return _trace(make_model, optim, key, mesh, rule, trainable, precision).like
 
 
 class _Traced(NamedTuple):
@@ -200,20 +198,18 @@ def _trace(
     """Trace what makes a state, and place what it makes."""
     check_mesh(mesh)
     check_optim(optim)
-    _check_function(make_model)
+    check_function(make_model)
     if not isinstance(key, jax.Array):
         raise TypeError(f"key={key!r} is not a random key; use jax.random.key(0).")
-    _check_not_taken(key)
+    check_not_taken(key)
     if spans_processes(mesh.devices.flat):
         data = np.asarray(jax.random.key_data(key) if is_key(key) else key)
         assert_same_on_all_processes("state", {"key": data.tolist()})
 
     def make(key: Array) -> tuple[MadeWith, PyTree, PyTree]:
-        model, model_state = without_state(_call_traced(make_model, key))
-        check_no_tracers(model)
-        _check_not_taken((model, model_state))
+        model, model_state = make_traced(make_model, key)
         params, frozen = split_model(model, trainable)
-        _check_not_shared(params)
+        check_not_shared(params)
         leaves = jax.tree.structure(model).flatten_up_to(params)
         trained = trainable is True or tuple(leaf is not None for leaf in leaves)
         if precision is not None:
@@ -256,69 +252,19 @@ def _trace(
     return _Traced(jax.tree.map(shaped, state), params, model_jaxpr, state_jaxpr)
 
 
-def _check_function(make_model: Any) -> None:
-    """Refuse a model in the place of a function that makes one."""
-    is_model = isinstance(make_model, eqx.Module) and array_leaves(make_model)
-    if is_model or not callable(make_model):
-        raise TypeError(
-            f"make_model is a {type(make_model).__name__}, and init_state takes a function "
-            "of a key; for a model that you have already, write lambda key: model."
-        )
-
-
-def _check_not_taken(arrays: PyTree) -> None:
-    if any_donated(jax.tree.leaves(arrays)):
+def _load(load: Callable[[Any], PyTree], like: PyTree) -> dict[int, Array]:
+    """Those arrays of the model that `load` makes, by their number in it."""
+    wanted, found = array_leaves(like), array_leaves(load(like))
+    was, now = ({path: format_array(x) for path, x in each} for each in (wanted, found))
+    if was != now:
+        path = next(path for path in {**was, **now} if was.get(path) != now.get(path))
         raise ValueError(
-            "the key, or the model that make_model returns, was donated to a step; use "
-            "those of the newest state, or copies."
+            f"load returned {path} as {now.get(path, 'nothing')}, and the model has "
+            f"{was.get(path, 'none there')}; return what load_weights(path, like) returns."
         )
-
-
-def _check_not_shared(params: PyTree) -> None:
-    paths: dict[int, str] = {}
-    for path, leaf in array_leaves(params):
-        first = paths.setdefault(id(leaf), path)
-        if first != path:
-            raise ValueError(
-                f"{first} and {path} are the same array, and would be trained as two; tie "
-                "them with equinox.nn.Shared, make one a copy with jnp.copy, or train only "
-                "one with trainable=."
-            )
-
-
-def _call_traced(make_model: Callable[[Any], PyTree], key: Array) -> PyTree:
-    """Call `make_model`; tell what to do if it needs values, which JAX cannot."""
-    try:
-        return make_model(key)
-    # JAX has no type of its own for others, such as of a shape that is traced.
-    except (TypeError, IndexError, ValueError) as error:
-        if "Tracer" in f"{type(error)} {error}" or "Concret" in type(error).__name__:
-            error.add_note(
-                "init_state runs make_model under jit, where arrays have no values; make "
-                "the model first and write make_model=lambda key: model (it is then whole "
-                "on one device before it is split)."
-            )
-        raise
-
-
-def _load(load: Callable[[Any], PyTree], like: PyTree) -> list[Array | None]:
-    """What `load` makes of each array of the model: an array, or nothing."""
-    wanted, loaded = array_leaves(like), array_leaves(load(like))
-    if [path for path, _ in wanted] != [path for path, _ in loaded]:
-        raise ValueError(
-            "load returned a model with other arrays than it got; return what "
-            "load_weights(path, like) returns."
-        )
-    for (path, leaf), (_, x) in zip(wanted, loaded):
-        if format_array(x) != format_array(leaf):
-            raise ValueError(
-                f"load returned {path} as {format_array(x)}, and the model has "
-                f"{format_array(leaf)}; load it with the shape and dtype that it has."
-            )
     placed = {
         i: jax.device_put(x, leaf.sharding)
-        for i, ((_, leaf), (_, x)) in enumerate(zip(wanted, loaded))
+        for i, ((_, leaf), (_, x)) in enumerate(zip(wanted, found))
         if isinstance(x, jax.Array)
     }
-    own = dict(zip(placed, copy_shared([*placed.values()])))
-    return [own.get(i) for i in range(len(wanted))]
+    return dict(zip(placed, copy_shared([*placed.values()])))

@@ -1,5 +1,7 @@
-"""The shardings of a training state, computed once from the rule."""
+"""Where the arrays of a training state are stored, and axes that split none of them."""
 
+import re
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -7,10 +9,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ..sharding._combinators import HOST_MEMORY, offloads, optimizer_rule
+from ..sharding._leaf_rules import replicate
 from ..sharding._leaves import is_array, is_key
-from ..sharding._placement import assign_shardings, filter_shard
-from ..sharding._rule import Rule
-from ._state import TrainState
+from ..sharding._mesh import describe_mesh
+from ..sharding._placement import assign_shardings, broadcast_prefix, filter_shard
+from ..sharding._rule import Rule, rule_name
+from ..sharding._spec import spec_axes
+from ..sharding._text import comma_list
+from ._state import TrainState, replace
+
+#: The dims of a sharding in the text of a lowered step: `<@mesh, [{"data"}, {}]>`.
+_DIMS = re.compile(r"<@\w+, \[([^\]]*)\]")
 
 
 class StateLayout(NamedTuple):
@@ -35,15 +44,15 @@ class StateLayout(NamedTuple):
         """The mesh that a state is on."""
         return self.replicated.mesh  # pyright: ignore[reportReturnType]
 
+    def of(self, state: TrainState) -> TrainState:
+        """The shardings of a state: a prefix of it."""
+        rest = self.replicated
+        fields = (rest, self.model, self.opt_state, rest, rest, rest)
+        return TrainState.tree_unflatten(state.made_with, fields)
+
     def flat(self, state: TrainState) -> list[NamedSharding]:
         """The sharding of each array of a state, in the order of `flatten_state`."""
-        rest = (state.key, state.model_state, state.loss_scale)
-        return [
-            self.replicated,
-            *jax.tree.leaves(self.model),
-            *jax.tree.leaves(self.opt_state),
-            *[self.replicated for leaf in jax.tree.leaves(rest) if is_array(leaf)],
-        ]
+        return broadcast_prefix(self.of(state), state)  # pyright: ignore
 
 
 def make_layout(
@@ -61,39 +70,15 @@ def make_layout(
     - `params`: the trained part of the model, `None` in the place of everything else.
     - `mesh`, `rule`: as for [`eqxshard.init_state`][].
     """
-    storage = assign_shardings(model, mesh, rule)
-    update_rule = optimizer_rule(rule)
-    if update_rule == rule:
-        update = jax.tree.map(
-            lambda param, sharding: None if param is None else sharding,
-            params,
-            storage,
-            is_leaf=lambda leaf: leaf is None,
-        )
-    else:
-        update = assign_shardings(params, mesh, update_rule)
+    update = assign_shardings(params, mesh, optimizer_rule(rule))
     replicated = NamedSharding(mesh, PartitionSpec())
-    state = _opt_state_shardings(opt_state, params, update, replicated, rule)
-    return StateLayout(storage, update, state, replicated, rule)
-
-
-def _opt_state_shardings(
-    opt_state: PyTree,
-    params: PyTree,
-    update: PyTree[NamedSharding | None],
-    replicated: NamedSharding,
-    rule: Rule,
-) -> PyTree[NamedSharding | None]:
-    """The sharding of each array of an optimizer's state: its parameter's update's.
-
-    Such as `0.mu.layers.0.weight`: its path ends like that of its parameter, and it has
-    its shape. Factored states, such as Adafactor's, are shaped unlike their parameters.
-    """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     pairs = zip(leaves, jax.tree.leaves(update), strict=True)
     known = {path: (param.shape, sharding) for (path, param), sharding in pairs}
 
-    def follow(path: tuple[Any, ...], leaf: Any) -> NamedSharding | None:
+    def of_optimizer(path: tuple[Any, ...], leaf: Any) -> NamedSharding | None:
+        # Such as `0.mu.layers.0.weight`: the path ends like that of its parameter, and it
+        # has its shape. Factored states, such as Adafactor's, are shaped otherwise.
         if not is_array(leaf):
             return None
         ends = (path[start:] for start in range(len(path) + 1))
@@ -102,7 +87,13 @@ def _opt_state_shardings(
         on_host = is_offloaded(leaf, rule)
         return sharding.with_memory_kind(HOST_MEMORY) if on_host else sharding
 
-    return jax.tree_util.tree_map_with_path(follow, opt_state)
+    return StateLayout(
+        model=assign_shardings(model, mesh, rule),
+        update=update,
+        opt_state=jax.tree_util.tree_map_with_path(of_optimizer, opt_state),
+        replicated=replicated,
+        rule=rule,
+    )
 
 
 def is_offloaded(leaf: Any, rule: Rule) -> bool:
@@ -113,30 +104,55 @@ def is_offloaded(leaf: Any, rule: Rule) -> bool:
     return offloads(rule) and is_array(leaf) and leaf.shape != () and not is_key(leaf)
 
 
-def fetch_offloaded(state: TrainState, rule: Rule) -> PyTree:
-    """Inside jit: the optimizer's state, also what is in host memory between steps."""
-    return _move(state.opt_state, rule, jax.memory.Space.Device)
+def fetch_offloaded(opt_state: PyTree, layout: StateLayout) -> PyTree:
+    """Inside jit: an optimizer's state, also what is in host memory between steps."""
+    return _move(opt_state, layout, jax.memory.Space.Device)
 
 
 def constrain_state(state: TrainState, layout: StateLayout) -> TrainState:
     """Inside jit: leave each array of a state where it is stored between steps."""
-    rest = state.step, state.key, state.model_state, state.loss_scale
-    step, key, model_state, loss_scale = filter_shard(rest, layout.replicated)
     # First on the devices: the compiler does not split in host memory.
-    on_device = jax.tree.map(lambda x: NamedSharding(x.mesh, x.spec), layout.opt_state)
-    opt_state = filter_shard(state.opt_state, on_device)
-    return TrainState(
-        step=step,
-        model=filter_shard(state.model, layout.model),
-        opt_state=_move(opt_state, layout.rule, jax.memory.Space.Host),
-        key=key,
-        model_state=model_state,
-        loss_scale=loss_scale,
-        made_with=state.made_with,
-    )
+    on_device = jax.tree.map(lambda x: NamedSharding(x.mesh, x.spec), layout.of(state))
+    state = filter_shard(state, on_device)
+    opt_state = _move(state.opt_state, layout, jax.memory.Space.Host)
+    return replace(state, opt_state=opt_state)
 
 
-def _move(opt_state: PyTree, rule: Rule, to: Any) -> PyTree:
-    return jax.tree.map(
-        lambda x: jax.device_put(x, to) if is_offloaded(x, rule) else x, opt_state
-    )
+def _move(opt_state: PyTree, layout: StateLayout, to: Any) -> PyTree:
+    def move(leaf: Any) -> Any:
+        return jax.device_put(leaf, to) if is_offloaded(leaf, layout.rule) else leaf
+
+    return jax.tree.map(move, opt_state)
+
+
+def unused_axes(
+    state: TrainState, mesh: Mesh, rule: Rule, lower: Callable[[], jax.stages.Lowered]
+) -> Iterator[str]:
+    """What to warn of: a rule, or axes, that split nothing.
+
+    **Arguments:**
+
+    - `state`, `mesh`, `rule`: those of the step.
+    - `lower`: lowers the step; called if an axis splits no array of the state, which the
+        loss may still use.
+    """
+    arrays = filter(is_array, jax.tree.leaves((state.model, state.opt_state)))
+    split = {axis for array in arrays for axis in spec_axes(array.sharding.spec)}
+    idle = {axis: n for axis, n in mesh.shape.items() if n > 1 and axis not in split}
+    splits_none = len(idle) == sum(n > 1 for n in mesh.shape.values())
+    if "fsdp" in idle or (idle and splits_none and rule != replicate()):
+        yield (
+            f"{rule_name(rule)} splits no array over {comma_list(idle)} on "
+            f"{describe_mesh(mesh)}, so each device holds all of them; use a mesh with an "
+            "axis that the rule splits over, or another rule, such as eqxshard.fsdp() with "
+            "a smaller min_size."
+        )
+    others = idle.keys() - {"data", "fsdp"}
+    if not others:
+        return
+    dims = " ".join(_DIMS.findall(lower().as_text()))
+    for axis in (axis for axis in idle if axis in others and f'"{axis}"' not in dims):
+        yield (
+            f"nothing is split over {axis}={idle[axis]}, so its devices repeat the same "
+            f"work; use them for data, or use a rule that splits arrays over {axis}."
+        )

@@ -22,7 +22,7 @@ from ..sharding._spec import spec_axes
 from ._inputs import STACKED_BATCHES, StepInput
 from ._jit import Program
 from ._state import without_state
-from .rewrite._jaxprs import jaxprs_in, open_jaxpr
+from .rewrite._jaxprs import all_jaxprs, equations, open_jaxpr
 
 if TYPE_CHECKING:
     from ._step import Call
@@ -132,10 +132,10 @@ def lint_jaxpr(jaxpr: Any, compute: Any) -> Iterator[Finding]:
     print no large constants. `compute` is the widest dtype to compute in, if there is one.
     """
     yield from _constants(jaxpr)
-    equations = list(_equations(jaxpr))
     if compute is not None:
-        yield from _wide_products(equations, jnp.dtype(compute))
-    calls = {eqn.primitive.name: eqn for eqn, _ in reversed(equations)}
+        yield from _wide_products(jaxpr, jnp.dtype(compute))
+    # The first of each.
+    calls = {eqn.primitive.name: eqn for eqn in reversed([*equations(jaxpr)])}
     for name, function in _CALLBACKS.items():
         if name in calls:
             yield Finding(
@@ -150,22 +150,13 @@ def lint_jaxpr(jaxpr: Any, compute: Any) -> Iterator[Finding]:
 def scanned_shapes(jaxpr: Any) -> set[tuple[int, ...]]:
     """The shapes of the arrays of which loops take a part in each iteration."""
     found = set()
-    for eqn, _ in _equations(jaxpr):
+    for eqn in equations(jaxpr):
         if eqn.primitive.name == "scan":
             inside = open_jaxpr(eqn.params["jaxpr"]).invars
             pairs = [(x.aval, y.aval) for x, y in zip(eqn.invars, inside)]
             # What a loop takes whole has the same shape inside of it.
             found |= {whole.shape for whole, part in pairs if whole.shape != part.shape}
     return found
-
-
-def _equations(jaxpr: Any, names: str = "") -> Iterator[tuple[Any, str]]:
-    """All equations, each with the names of the transforms around it."""
-    for eqn in open_jaxpr(jaxpr).eqns:
-        inside = f"{names}/{eqn.source_info.name_stack}"
-        yield eqn, inside
-        for part in jaxprs_in(eqn.params):
-            yield from _equations(part, inside)
 
 
 def _line(eqn: Any) -> str | None:
@@ -178,24 +169,23 @@ def _line(eqn: Any) -> str | None:
 
 def _constants(jaxpr: Any) -> Iterator[Finding]:
     """Arrays that the step was not given."""
-    eqns = open_jaxpr(jaxpr).eqns
-    for var, value in zip(open_jaxpr(jaxpr).constvars, getattr(jaxpr, "consts", ())):
-        if getattr(value, "nbytes", 0) >= _LARGE:
-            users = (eqn for eqn in eqns if any(each is var for each in eqn.invars))
+    for part, _ in all_jaxprs(jaxpr):
+        names = open_jaxpr(part).constvars
+        for name, value in zip(names, getattr(part, "consts", ())):
+            if getattr(value, "nbytes", 0) < _LARGE:
+                continue
+            users = [x for x in open_jaxpr(part).eqns if any(y is name for y in x.invars)]
             yield Finding(
                 "constant",
                 None,
-                next(map(_line, users), None),
+                _line(users[0]) if users else None,
                 f"{format_array(value)}, {value.nbytes / 1e6:.3g} MB, is compiled in as a "
                 "constant, on every device. Make it a field of the model, an entry of the "
                 "batch, or a part of extra.",
             )
-    for eqn in eqns:
-        for part in jaxprs_in(eqn.params):
-            yield from _constants(part)
 
 
-def _wide_products(equations: list[tuple[Any, str]], compute: Any) -> Iterator[Finding]:
+def _wide_products(jaxpr: Any, compute: Any) -> Iterator[Finding]:
     """Matrix products in a wider type, if they are most of the loss and its gradient."""
 
     def is_wide(var: Any) -> bool:
@@ -204,8 +194,10 @@ def _wide_products(equations: list[tuple[Any, str]], compute: Any) -> Iterator[F
 
     products = [
         eqn
-        for eqn, names in equations
-        if eqn.primitive.name == "dot_general" and "jvp(" in names
+        for part, scope in all_jaxprs(jaxpr)
+        for eqn in open_jaxpr(part).eqns
+        if eqn.primitive.name == "dot_general"
+        and "jvp(" in f"{scope}/{eqn.source_info.name_stack}"
     ]
     wide = [eqn for eqn in products if any(map(is_wide, eqn.invars))]
     # One layer may need it, such as a softmax.

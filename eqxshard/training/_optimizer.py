@@ -1,14 +1,35 @@
-"""The optimizer's state, of which a step changes the arrays and nothing else."""
+"""Optimizers: their states, of which a step changes the arrays and nothing else."""
 
+import inspect
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import PyTree
+from jaxtyping import Array, Float, PyTree
 
 from ..sharding._leaves import format_array, is_array, leaf_path
+
+
+def is_optimizer(given: Any) -> bool:
+    """Whether this is an optax optimizer."""
+    return hasattr(given, "init") and hasattr(given, "update")
+
+
+def check_optim(optim: Any) -> None:
+    """Raise `TypeError` unless this is an optax optimizer."""
+    if not is_optimizer(optim):
+        name = getattr(optim, "__name__", type(optim).__name__)
+        remedy = f"call it, as {name}(1e-3)" if callable(optim) else "use optax.adamw(1e-3)"
+        raise TypeError(f"optim={name} is not an optax optimizer; {remedy}.")
+
+
+def takes_value(optim: optax.GradientTransformation) -> bool:
+    """Whether an optimizer's update may be given the value of the loss."""
+    parameters = inspect.signature(optim.update).parameters
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return anything or "value" in parameters
 
 
 def init_optimizer(optim: optax.GradientTransformation, params: PyTree) -> PyTree:
@@ -30,17 +51,30 @@ def _is_number(leaf: Any) -> bool:
     return type(leaf) in (bool, int, float, complex)
 
 
-def check_numbers(opt_state: PyTree) -> None:
-    """Refuse numbers in a state that `init_state` did not make: they would never change."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
-        if _is_number(leaf) and not isinstance(leaf, np.ndarray):
-            raise ValueError(
-                f"{leaf_path(path, 'opt_state')} is {leaf!r}, and a step changes arrays "
-                "alone; make it one, with jnp.asarray."
-            )
+def apply_update(
+    optim: optax.GradientTransformationExtraArgs,
+    grads: PyTree,
+    loss: Float[Array, ""],
+    params: PyTree,
+    opt_state: PyTree,
+) -> tuple[PyTree, PyTree]:
+    """The parameters and the optimizer's state after an update."""
+    # Some optimizers use the value of the loss, too; a few cannot be given it.
+    value: dict[str, Any] = {"value": loss} if takes_value(optim) else {}
+    try:
+        updates, new = optim.update(grads, opt_state, params, **value)
+    except TypeError as error:
+        if "required keyword-only argument" not in str(error):
+            raise
+        raise ValueError(
+            f"the optimizer needs more than gradients and the value of the loss ({error}); "
+            "use one without a line search, such as optax.lbfgs(linesearch=None)."
+        ) from error
+    # Unlike Equinox's, optax's own keeps the parameters' types.
+    return optax.apply_updates(params, updates), _check_state(new, opt_state)
 
 
-def check_update(new: PyTree, old: PyTree) -> PyTree:
+def _check_state(new: PyTree, old: PyTree) -> PyTree:
     """The state after an update, if it is like the one before in all but its values."""
     if jax.tree.structure(new) != jax.tree.structure(old):
         raise ValueError(

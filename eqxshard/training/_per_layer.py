@@ -4,7 +4,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +16,7 @@ from ..sharding._leaves import array_leaves, is_array, is_key, leaf_path, stacke
 from ..sharding._placement import named_leaves
 from ..sharding._rule import leaf_dims
 from ..sharding._text import did_you_mean, first_few
-from ._config import check_optim, takes_value
-
-
-class PerLayerState(NamedTuple):
-    """The state of an optimizer that is applied layer by layer.
-
-    - `stacks`: for each stack of layers, the states of its layers, stacked like them.
-    - `rest`: the state of everything else.
-    """
-
-    stacks: tuple[Any, ...]
-    rest: Any
+from ._optimizer import check_optim, init_optimizer, takes_value
 
 
 def per_layer(
@@ -42,8 +31,9 @@ def per_layer(
 
     The optimizer's update runs under [`jax.vmap`][] over the dim of layers, with a state
     for each layer that is sharded like its parameters. Everything else is updated by the
-    optimizer as it is. Both see the whole tree of parameters, with `optax.MaskedNode` in
-    the place of the others, so that masks and labels by path keep their meaning.
+    optimizer as it is. This is an `optax.partition`: each sees the whole tree of
+    parameters, with `optax.MaskedNode` in the place of the others, so that masks and
+    labels by path keep their meaning.
 
     Keep outside what looks at all parameters at once, such as clipping by the global norm,
     and [`eqxshard.ema_weights`][].
@@ -77,30 +67,50 @@ def per_layer(
     patterns = _compile_patterns(stacks)
     optim = optax.with_extra_args_support(optim)
 
-    def init(params: PyTree) -> PerLayerState:
+    def stack_of(path: tuple[Any, ...], _: Any) -> str:
+        matches = (pattern.match(leaf_path(path)) for pattern in patterns)
+        return next((match.group() for match in matches if match), "")
+
+    def by_stack(tree: PyTree) -> optax.GradientTransformationExtraArgs:
+        stacks = jax.tree_util.tree_map_with_path(stack_of, tree)
+        names: list[Any] = jax.tree.leaves(stacks)
+        optims = {**dict.fromkeys(names, _each_layer(optim)), "": optim}
+        # A model may be callable, which would be taken for a function of labels.
+        return optax.partition(optims, lambda _: stacks)
+
+    def init(params: PyTree) -> Any:
         _check_found(patterns, params)
-        parts, rest = _split(patterns, params)
-        states = []
-        for part in parts:
-            depth = stacked_depth(part)
-            states.append(_own_keys(jax.vmap(optim.init)(part), depth))
-        return PerLayerState(tuple(states), optim.init(rest))
+        return by_stack(params).init(params)
 
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra: Any
-    ) -> tuple[PyTree, PerLayerState]:
-        def apply(*layer: Any) -> tuple[PyTree, PyTree]:
-            return optim.update(*layer, **extra)
+    ) -> tuple[PyTree, Any]:
+        return by_stack(updates).update(updates, state, params, **extra)
 
-        parts, rest = _split(patterns, updates)
-        likes, like = _split(patterns, params)
-        new = [
-            jax.vmap(apply)(*layers)
-            for layers in zip(parts, state.stacks, likes or [None] * len(parts))
-        ]
-        new_rest, rest_state = apply(rest, state.rest, like)
-        states = PerLayerState(tuple(state for _, state in new), rest_state)
-        return _join(updates, [new_rest, *(part for part, _ in new)]), states
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _each_layer(
+    optim: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer for each of the layers that all arrays are stacks of."""
+
+    def init(params: PyTree) -> PyTree:
+        numbers = jnp.arange(stacked_depth(params))
+
+        def own_keys(leaf: Any) -> Any:
+            if not (is_array(leaf) and is_key(leaf)):
+                return leaf
+            return jax.vmap(jax.random.fold_in)(leaf, numbers)
+
+        return jax.tree.map(own_keys, jax.vmap(optim.init)(params))
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, Any]:
+        return jax.vmap(lambda *layer: optim.update(*layer, **extra))(
+            updates, state, params
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -140,46 +150,6 @@ def _check_found(patterns: list[re.Pattern[str]], params: PyTree) -> None:
                 f"per_layer: {stack.group()!r} is a list, whose layers are not stacked; "
                 f"leave it out, or name what is stacked: '{stack.group()}.0'."
             )
-
-
-def _split(patterns: list[re.Pattern[str]], tree: PyTree) -> tuple[list[PyTree], PyTree]:
-    """The part of a tree in each stack, and the rest of it."""
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
-
-    def stack_of(path: tuple[Any, ...]) -> str | None:
-        matches = (pattern.match(leaf_path(path)) for pattern in patterns)
-        return next((match.group() for match in matches if match), None)
-
-    stacks = [stack_of(path) for path, _ in leaves]
-
-    def part(stack: str | None) -> PyTree:
-        own = [
-            leaf if each == stack else optax.MaskedNode()
-            for each, (_, leaf) in zip(stacks, leaves)
-        ]
-        return jax.tree.unflatten(treedef, own)
-
-    return [part(stack) for stack in dict.fromkeys(stacks) if stack is not None], part(None)
-
-
-def _join(like: PyTree, parts: list[PyTree]) -> PyTree:
-    """The reverse of `_split`."""
-    treedef = jax.tree.structure(like)
-    columns = zip(*(treedef.flatten_up_to(part) for part in parts))
-    is_masked = lambda leaf: isinstance(leaf, optax.MaskedNode)  # noqa: E731
-    own = [next(leaf for leaf in leaves if not is_masked(leaf)) for leaves in columns]
-    return jax.tree.unflatten(treedef, own)
-
-
-def _own_keys(states: PyTree, depth: int) -> PyTree:
-    """Give each layer random keys of its own."""
-
-    def fold(leaf: Any) -> Any:
-        if not (is_array(leaf) and is_key(leaf)):
-            return leaf
-        return jax.vmap(jax.random.fold_in)(leaf, jnp.arange(depth))
-
-    return jax.tree.map(fold, states)
 
 
 def warn_of_stacks(optim: optax.GradientTransformation, params: PyTree) -> None:
@@ -235,32 +205,33 @@ def _updated_otherwise(
         return [jax.tree.map(lambda leaf: leaf[i], tree) for i in range(2)]  # noqa: B023
 
     params, grads = (jax.tree_util.tree_map_with_path(sample, params) for _ in range(2))
-    trees = [(grads, params), (layers(grads), layers(params))]
     extra = {"value": 1.0} if takes_value(optim) else {}
 
+    def updates(params: PyTree, grads: PyTree) -> PyTree:
+        def step(state: PyTree, _: None) -> tuple[PyTree, PyTree]:
+            new, state = optim.update(grads, state, params, **extra)
+            return state, new
+
+        state = init_optimizer(optim, params)
+        if any(is_key(leaf) for leaf in jax.tree.leaves(state)):
+            raise ValueError("random numbers differ anyway")
+        # The first learning rates may be 0.
+        return jax.lax.scan(step, state, length=4)[1]
+
     @partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-    def update_both(states: list[PyTree]) -> tuple[list[PyTree], list[PyTree]]:
-        pairs: list[Any] = [
-            optim.update(grads, state, params, **extra)
-            for (grads, params), state in zip(trees, states)
-        ]
-        (stack, one), (listed, other) = pairs
-        restacked = jax.tree.map(lambda *layers: jnp.stack(layers), *listed)
-        return [jax.tree.leaves(stack), jax.tree.leaves(restacked)], [one, other]
+    def both() -> tuple[list[Array], list[Array]]:
+        listed = updates(layers(params), layers(grads))
+        restacked = jax.tree.map(lambda *layers: jnp.stack(layers, 1), *listed)
+        return jax.tree.leaves(updates(params, grads)), jax.tree.leaves(restacked)
 
-    states = jax.jit(lambda: [optim.init(params) for _, params in trees])()
-    if any(is_key(leaf) for leaf in jax.tree.leaves(states)):
-        return []  # Random numbers differ anyway.
     paths = [path for path, _ in array_leaves(params)]
-    odd: dict[str, None] = {}
-    for _ in range(4):  # The first learning rates may be 0.
-        updates, states = update_both(states)
-        odd |= {path: None for path, *pair in zip(paths, *updates) if not _close(*pair)}
-    return [*odd]
+    return [path for path, *pair in zip(paths, *both()) if not _is_close(*pair)]
 
 
-def _close(stack: Array, layers: Array) -> bool:
+def _is_close(stacks: Array, listed: Array) -> bool:
+    """Whether updates agree, for each step and layer of its own."""
+    pairs = (np.asarray(x).reshape(-1, *x.shape[2:]) for x in (stacks, listed))
     return all(
         np.allclose(one, other, rtol=0, atol=1e-2 * np.abs(other).max())
-        for one, other in zip(np.asarray(stack), np.asarray(layers))
+        for one, other in zip(*pairs)
     )

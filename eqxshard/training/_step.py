@@ -1,5 +1,6 @@
 """What train and eval steps have in common: look up a program, check, call."""
 
+import collections
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,34 +15,43 @@ from ..sharding._leaves import array_leaves
 from ..sharding._mesh import format_sharding
 from ..sharding._placement import filter_shard
 from ..transforms._compiles import CompileLog, function_name
+from ._advice import shorten_traceback
 from ._donation import (
     check_not_donated,
     check_state_not_donated,
     copy_shared,
     copy_taken,
 )
-from ._in_flight import InFlight
-from ._inputs import StepInput, check_ready, is_elsewhere
+from ._inputs import NOTHING, Signature, StepInput, check_ready, is_elsewhere
 from ._jit import Program, call_jitted, jit_on
 from ._lint import lint_step
 from ._metrics import Metrics
 from ._precision import Precision
-from ._signature import Signature
 from ._state import TrainState, flatten_state, unflatten_state
+
+#: Two keep a device busy while the host prepares the next. More only hold memory, and
+#: simulated CPU devices, whose collectives share one pool of threads, deadlock after some
+#: hundreds.
+IN_FLIGHT = 2
 
 
 class Key(NamedTuple):
     """What the program of a step depends on.
 
     - `static`: all of the state but its arrays, a `Static`; `None` for a step without one.
-    - `kept`: the `Signature` of what the step keeps: the model to measure, or the `extra`;
-        `None` for nothing.
+    - `signature`: that of what the step keeps: the model to measure, or the `extra`; `None`
+        for nothing.
     - `kind`: one batch or several.
     """
 
     static: Any
-    kept: Any
+    signature: Signature | None
     kind: StepInput
+
+    @property
+    def kept(self) -> Any:
+        """The signature of what the step keeps, or of nothing."""
+        return self.signature or NOTHING
 
 
 @dataclass
@@ -88,6 +98,27 @@ class Call(NamedTuple):
         return self.variant.jitted.lower(self.arrays, self.kept, batch)
 
 
+class InFlight:
+    """Holds one result of each call that may not have finished, and bounds their number."""
+
+    def __init__(self):
+        self._results: collections.deque[Any] = collections.deque()
+
+    def make_room(self) -> None:
+        """Wait for the oldest if there is no room for another.
+
+        Before a call, which takes its donated inputs: an interrupt finds them whole.
+        """
+        if len(self._results) == IN_FLIGHT:
+            oldest = self._results.popleft()
+            # NumPy's has no such method: a user's own step may return one.
+            getattr(oldest, "block_until_ready", lambda: None)()
+
+    def add(self, result: Any) -> None:
+        """Add a result, for which there is room."""
+        self._results.append(result)
+
+
 class StepMachine:
     """The programs of a step, each made when it is first needed: look up, check, call.
 
@@ -125,13 +156,9 @@ class StepMachine:
         self._in_flight = InFlight()
 
     def look_up(self, state: TrainState | None, kept: PyTree, kind: StepInput) -> Call:
-        """The program for a state, or none, and for what is kept.
-
-        Beside a state, that may be nothing: `None`. (A model may be `None`.)
-        """
+        """The program for a state, or none, and for what is kept, or nothing."""
         arrays, static = ([], None) if state is None else flatten_state(state)
-        keeps = kept is not None or state is None
-        kept, signature = Signature.of(kept, self._keeps) if keeps else ([], None)
+        kept, signature = ([], None) if kept is None else Signature.of(kept, self._keeps)
         key = Key(static, signature, kind)
         variant = self._variants.get(key)
         if variant is None:
@@ -143,17 +170,14 @@ class StepMachine:
         return Call(key, variant, state, arrays, kept)
 
     def _jit(self, step: Variant, key: Key) -> None:
-        static, signature, kind = key
-        if signature is not None:
-            signature.check_on(step.mesh, self._keeps)
+        static, signature, kind = key.static, key.kept, key.kind
+        signature.check_on(step.mesh, self._keeps)
 
         def on_trace(arrays: list[Any], kept: list[Any], batch: PyTree) -> None:
             kind.check(batch, step.mesh, step.accumulate)
-            arguments = {"batch": batch}
+            arguments = {"batch": batch, self._keeps: signature.static.combine(kept)}
             if static is not None:
                 arguments["state"] = static.combine(arrays)
-            if signature is not None:
-                arguments[self._keeps] = signature.static.combine(kept)
             self._log.add(f"{kind.program(self._name, batch)} of {self._of}", arguments)
 
         replicated = NamedSharding(step.mesh, PartitionSpec())
@@ -200,12 +224,14 @@ class StepMachine:
                 check_shardings(state, step.shardings)
                 arrays = copy_shared(filter_shard(arrays, [*step.shardings]))
             arrays, metrics = call_jitted(step.jitted, arrays, kept, batch)
-        except (TypeError, ValueError):
+        except Exception as error:
             # Blame the inputs if they are at fault. (Checking them before each call would
             # take as long as the rest of it; errors of a running step are other types.)
-            if state is not None:
-                check_shardings(state, step.shardings)
-            key.kind.check(batch, step.mesh, step.accumulate)
+            if isinstance(error, TypeError | ValueError):
+                if state is not None:
+                    check_shardings(state, step.shardings)
+                key.kind.check(batch, step.mesh, step.accumulate)
+            shorten_traceback(error)
             raise
         self._in_flight.add(metrics.weight)
         return None if state is None else unflatten_state(arrays, key.static), metrics

@@ -1,7 +1,5 @@
 """One update of a state: the pure function that a train step compiles."""
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -11,21 +9,21 @@ from jaxtyping import Array, PyTree
 from ..sharding._placement import filter_shard
 from ..transforms._dtypes import at_least_float32
 from ..transforms._partition import Static
-from ._config import StepConfig, takes_value
-from ._gradients import Gradients, compute_gradients
+from ._config import StepConfig
+from ._gradients import compute_gradients
 from ._guard import gradients_fit, guard_update
+from ._inputs import Signature
 from ._layout import StateLayout, constrain_state, fetch_offloaded
 from ._metrics import Metrics
-from ._optimizer import check_update
-from ._signature import Signature
-from ._state import TrainState, flatten_state, split_model
+from ._optimizer import apply_update
+from ._state import flatten_state, replace, split_model, unflatten_state
 
 
 def train_step(
     config: StepConfig,
     layout: StateLayout,
     static: Static,
-    signature: Signature | None,
+    signature: Signature,
     arrays: list[Array],
     kept: list[Array],
     batch: PyTree,
@@ -43,16 +41,15 @@ def train_step(
 
     The arrays of the new state, and the metrics of the batch.
     """
-    state = TrainState(*static.combine(arrays))
-    extra = (), ()
-    if signature is not None:
-        extra = (signature.static.combine(kept),), (signature.storage(),)
-    gradients = compute_gradients(config, layout, state, batch, extra)
+    state = unflatten_state(arrays, static)
+    extra = signature.static.combine(kept), signature.storage()
+    gradients = compute_gradients(config, layout, state, batch, *extra)
     params, frozen = split_model(state.model, config.trainable)
-    before = filter_shard(params, layout.update), fetch_offloaded(state, layout.rule)
+    before = filter_shard(params, layout.update), fetch_offloaded(state.opt_state, layout)
 
     def update() -> PyTree:
-        return *_apply(config.optim, gradients, *before), gradients.model_state
+        grads, loss = gradients.grads, gradients.loss
+        return *apply_update(config.optim, grads, loss, *before), gradients.model_state
 
     nonfinite, loss_scale = jnp.zeros((), jnp.int32), state.loss_scale
     if config.nonfinite == "ignore":
@@ -65,14 +62,13 @@ def train_step(
             fits = gradients_fit(gradients, layout)
             loss_scale = loss_scale.after(fits, config.precision)
     params, opt_state, model_state = new
-    state = TrainState(
+    state = replace(
+        state,
         step=state.step + 1,
         model=eqx.combine(params, frozen),
         opt_state=opt_state,
-        key=state.key,
         model_state=model_state,
         loss_scale=loss_scale,
-        made_with=state.made_with,
     )
     arrays, _ = flatten_state(constrain_state(state, layout))
     sums = gradients.sums
@@ -80,25 +76,3 @@ def train_step(
         norm = optax.tree.norm(jax.tree.map(at_least_float32, gradients.grads))
         sums = {**sums, "grad_norm": norm * gradients.weight}
     return arrays, Metrics(sums, gradients.weight, nonfinite)
-
-
-def _apply(
-    optim: optax.GradientTransformationExtraArgs,
-    gradients: Gradients,
-    params: PyTree,
-    opt_state: PyTree,
-) -> tuple[PyTree, PyTree]:
-    """The parameters and the optimizer's state after an update."""
-    # Some optimizers use the value of the loss, too; a few cannot be given it.
-    value: dict[str, Any] = {"value": gradients.loss} if takes_value(optim) else {}
-    try:
-        updates, new = optim.update(gradients.grads, opt_state, params, **value)
-    except TypeError as error:
-        if "required keyword-only argument" not in str(error):
-            raise
-        raise ValueError(
-            f"the optimizer needs more than gradients and the value of the loss ({error}); "
-            "use one without a line search, such as optax.lbfgs(linesearch=None)."
-        ) from error
-    # Unlike Equinox's, optax's own keeps the parameters' types.
-    return optax.apply_updates(params, updates), check_update(new, opt_state)

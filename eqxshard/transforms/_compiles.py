@@ -77,7 +77,7 @@ class CompileLog:
         found = {
             path: part
             for name, argument in arguments.items()
-            for path, part in _parts(argument, (), name)
+            for path, part in tree_parts(argument, name)
         }
         again = program in self._last
         # Or of another program, such as that of several batches.
@@ -107,8 +107,14 @@ class absent:
     """Stands for what one of two calls does not have."""
 
 
-def _parts(node: PyTree, path: tuple[Any, ...], root: str) -> Iterator[tuple[str, Any]]:
-    """The leaves of a PyTree, its inner nodes, and the static fields of its modules."""
+def tree_parts(
+    node: PyTree, root: str = "", path: tuple[Any, ...] = ()
+) -> Iterator[tuple[str, Any]]:
+    """What a PyTree consists of, each part with its path.
+
+    Of an array, that is its type; of an inner node, its class, and if that is a module or
+    another dataclass, its static fields.
+    """
     here = leaf_path(path, root)
     children = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
     if is_array(node):
@@ -121,9 +127,9 @@ def _parts(node: PyTree, path: tuple[Any, ...], root: str) -> Iterator[tuple[str
         names = {field.name for field in getattr(node, "__dataclass_fields__", {}).values()}
         names -= {getattr(keys[0], "name", None) for keys, _ in children}
         for name in sorted(names):
-            yield f"{here}.{name}", getattr(node, name, None)
+            yield f"{here}.{name}".lstrip("."), getattr(node, name, None)
         for keys, child in children:
-            yield from _parts(child, (*path, *keys), root)
+            yield from tree_parts(child, root, (*path, *keys))
 
 
 def _explain(before: _Description, now: _Description) -> str:

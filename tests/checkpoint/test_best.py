@@ -60,8 +60,12 @@ def test_a_misspelt_metric_is_noticed_at_the_first_evaluation(scored):
     with pytest.raises(ValueError, match="best='eval/score' is not a metric of this run"):
         found.is_best({"train/loss": 1.0, "eval/scroe": 2.0})
     assert not found.is_best({"train/loss": 1.0})
+    other = eqxshard.Checkpointer(scored["max"][0], best="eval/scroe")
+    with pytest.raises(FileNotFoundError, match="has a value of best='eval/scroe'; give"):
+        other.restore(new_state(), step=other.best_step())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [OSError, RuntimeError])
 def test_the_best_is_kept_if_it_cannot_be_read_for_a_moment(
     tmp_path, monkeypatch, caplog, kind

@@ -95,14 +95,6 @@ def test_a_transform_joins_the_arrays_of_a_layer(file, join, spec):
     np.testing.assert_array_equal(loaded, whole.reshape(loaded.shape))
 
 
-@pytest.mark.parametrize("spec", [None, jax.P("data", "fsdp")])
-def test_experts_of_layers_are_stacked_twice(file, spec):
-    rename = {"^w1$": "moe.*.experts.*.w1"}
-    loaded = load(file, {"w1": like((2, 4, 4, 8), spec)}, rename)["w1"]
-    expected = [stacked(f"moe.{i}.experts.*.w1", 4) for i in range(2)]
-    np.testing.assert_array_equal(loaded, np.stack(expected))
-
-
 def test_one_matrix_is_split_by_the_path(file):
     def transform(path, array):
         return np.split(array, 2)[["first", "second"].index(path)].T - 1

@@ -104,11 +104,6 @@ def test_they_come_back_bit_for_bit_from_any_mesh(tmp_path, spec):
             r"rename gives b and another array the name x; give each its own, or None",
         ),
         (
-            {"rename": lambda path: "h.*.x.*", "model": {"a": normal(2)}},
-            r"a has the shape \[2\], and h\.\*\.x\.\* more stars than that",
-        ),
-        ({"transform": None}, r"blocks\.qkv has 3 names in the file; write a transform="),
-        (
             {"transform": lambda path, x: [x, x] if path == "blocks.qkv" else x},
             r"blocks\.qkv has 3 names in the file; .* returns a list",
         ),

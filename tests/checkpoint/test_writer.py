@@ -46,6 +46,7 @@ def test_numbers_are_looked_through_alike_on_the_host_and_on_devices(dtype, is_t
 
 
 # Orbax leaves a coroutine behind that never ran.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_run_continues_if_the_disk_is_full(small_disk, train_step, caplog):
     folder, filler = small_disk / "run", small_disk / "filler"
@@ -82,9 +83,21 @@ def test_a_run_continues_if_the_disk_is_full(small_disk, train_step, caplog):
     gc.collect()
 
 
-def test_an_error_of_a_save_is_logged_and_raised_by_wait(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    "why, shown",
+    [
+        ("a broken\n  cable", "a broken cable"),
+        (
+            "RESOURCE_EXHAUSTED: x: No space left on device [os_error_code='28']",
+            "No space left on device; free some, or give the run another folder",
+        ),
+    ],
+)
+def test_an_error_of_a_save_is_logged_and_raised_by_wait(
+    tmp_path, monkeypatch, caplog, why, shown
+):
     def fails(*args):
-        raise RuntimeError("a broken\n  cable")
+        raise RuntimeError(why)
 
     checkpointer = eqxshard.Checkpointer(tmp_path)
     with monkeypatch.context() as patch:
@@ -92,7 +105,7 @@ def test_an_error_of_a_save_is_logged_and_raised_by_wait(tmp_path, monkeypatch, 
         checkpointer.save(new_state())
     checkpointer.close()
     says = (
-        f"the checkpoint of step 0 could not be written to {tmp_path}: a broken cable; the "
+        f"the checkpoint of step 0 could not be written to {tmp_path}: {shown}; the "
         "newest checkpoint: none."
     )
     assert f"{says} Training continues." in caplog.text

@@ -73,24 +73,6 @@ def wait_for_checkpoint(run):
     wait_for("a checkpoint", lambda: any(run.glob(done)))
 
 
-@pytest.mark.thorough
-def test_a_requeued_job_saves_and_goes_on(slurm, folder, one_process):
-    job = submit(slurm, folder)
-    run = folder / "runs" / f"eqxshard-{job}"
-    wait_for_training(slurm, job, run)
-    slurm.run("scontrol", "requeue", job)
-    slurm.start_now(job)
-    assert_done(slurm, job, folder)
-    (saved,) = (int(step) for step in re.findall(SAVED, log(folder)))
-    assert saved < STEPS and f"resuming from step {saved}." in log(folder)
-    # Losses are means since the last report, and there was one when the job was stopped.
-    found = reports(run)
-    for step in range(saved, saved + LOG_EVERY + 1):
-        found.pop(step, None)
-        one_process.pop(step, None)
-    assert_same(found, one_process)
-
-
 def test_a_job_goes_on_after_a_node_is_lost(slurm, folder, one_process):
     job = submit(slurm, folder)
     run = folder / "runs" / f"eqxshard-{job}"

@@ -127,51 +127,39 @@ def test_parts_of_an_instruction():
     assert [str(shape) for shape in y.shapes] == ["f32[4]", "s32[]"]
 
 
-def test_without_annotations_a_loop_of_scan_says_its_length_by_its_condition():
-    text = (
-        "%body (p: (s32[], f32[])) -> (s32[], f32[]) {\n"
-        "  %p = (s32[], f32[]) parameter(0)\n"
-        "  %one = s32[] constant(1)\n"
-        "  %next = s32[] add(%p#0, %one)\n"
-        "  ROOT %out = (s32[], f32[]) tuple(%next, %p#1)\n"
-        "}\n"
-        "%condition (q: (s32[], f32[])) -> pred[] {\n"
-        "  %q = (s32[], f32[]) parameter(0)\n"
-        "  %last = s32[] constant(9)\n"
-        "  ROOT %less = pred[] compare(%q#0, %last), direction=LT\n"
-        "}\n"
-        "ENTRY %main (x: f32[]) -> (s32[], f32[]) {\n"
-        "  %x = f32[] parameter(0)\n"
-        "  %zero = s32[] constant(0)\n"
-        "  %first = (s32[], f32[]) tuple(%zero, %x)\n"
-        "  ROOT %loop = (s32[], f32[]) while(%first), condition=%condition, body=%body\n"
-        "}\n"
-    )
-    assert parse_module(text).runs("body") == (9, True)
-    unknown = parse_module(text.replace("constant(9)", "negate(%q#0)"))
-    assert unknown.runs("body") == (None, True)
+#: A loop as partitioners write it: without annotations, and parts of tuples as `%p#0`.
+LOOP = """
+%body (p: (s32[], f32[])) -> (s32[], f32[]) {
+  %p = (s32[], f32[]) parameter(0)
+  %step = s32[] constant(STEP)
+  %next = s32[] add(%p#0, %step)
+  ROOT %out = (s32[], f32[]) tuple(%next, %p#1)
+}
+%condition (q: (s32[], f32[])) -> pred[] {
+  %q = (s32[], f32[]) parameter(0)
+  %last = s32[] LAST
+  ROOT %less = pred[] compare(%q#0, %last), direction=LT
+}
+ENTRY %main (x: f32[]) -> (s32[], f32[]) {
+  %x = f32[] parameter(0)
+  %constant = s32[] constant(START)
+  %start = s32[] copy(%constant)
+  %first = (s32[], f32[]) tuple(%start, %x)
+  ROOT %loop = (s32[], f32[]) while(%first), condition=%condition, body=%body
+}
+"""
 
 
-def test_counters_that_are_written_with_a_number_sign():
-    module = parse_module(
-        "%body (p: (s32[], f32[])) -> (s32[], f32[]) {\n"
-        "  %p = (s32[], f32[]) parameter(0)\n"
-        "  %two = s32[] constant(2)\n"
-        "  %next = s32[] add(%p#0, %two)\n"
-        "  ROOT %out = (s32[], f32[]) tuple(%next, %p#1)\n"
-        "}\n"
-        "%condition (q: (s32[], f32[])) -> pred[] {\n"
-        "  %q = (s32[], f32[]) parameter(0)\n"
-        "  %last = s32[] constant(9)\n"
-        "  ROOT %less = pred[] compare(%q#0, %last), direction=LT\n"
-        "}\n"
-        "ENTRY %main (x: f32[]) -> (s32[], f32[]) {\n"
-        "  %x = f32[] parameter(0)\n"
-        "  %one = s32[] constant(1)\n"
-        "  %start = s32[] copy(%one)\n"
-        "  %first = (s32[], f32[]) tuple(%start, %x)\n"
-        "  ROOT %loop = (s32[], f32[]) while(%first), condition=%condition, body=%body\n"
-        "}\n"
-    )
-    (loop,) = [x for x in module.instructions() if x.opcode == "while"]
-    assert module.trips(loop) == 4 == module.runs("body")[0]
+@pytest.mark.parametrize(
+    "start, last, step, times",
+    [
+        ("0", "constant(9)", "1", 9),
+        ("1", "constant(9)", "2", 4),
+        ("0", "negate(%q#0)", "1", None),
+    ],
+)
+def test_without_annotations_a_loop_says_its_length_by_its_condition(
+    start, last, step, times
+):
+    text = LOOP.replace("START", start).replace("LAST", last).replace("STEP", step)
+    assert parse_module(text).runs("body") == (times, True)

@@ -72,7 +72,26 @@ def test_an_invalid_state_is_an_error(state, unannotated):
         loader_of(numbers(64)).restore(state)
 
 
+def test_a_loader_that_is_used_up_says_so():
+    loader = loader_of(numbers(16), epochs=1, shuffle=False)
+    whole = read(loader)
+    with pytest.warns(UserWarning, match=r"at step 2, .*; call loader\.seek\(0\)"):
+        assert list(loader) == []
+    loader.seek(0)
+    assert read(loader) == whole
+
+
 # Options
+
+
+class MapStyle:
+    """A dataset as PyTorch's are."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return {"x": index}
 
 
 @pytest.mark.parametrize(
@@ -90,7 +109,14 @@ def test_an_invalid_state_is_an_error(state, unannotated):
         ({"placement": "disk"}, ValueError, "placement='disk' is not 'host' or 'device'"),
         ({"source": numbers(0)}, ValueError, "an epoch has no examples"),
         ({"batch_size": 16.0}, TypeError, "'float' object cannot be interpreted as an int"),
-        ({"source": {"x": np.zeros(3)}}, TypeError, "a dict is not a source; give"),
+        ({"source": {"x": np.zeros(3)}}, TypeError, "a dict is .* give .*ArraySource"),
+        ({"source": (np.zeros(3), np.zeros(3))}, TypeError, "a tuple is .*ArraySource"),
+        ({"source": [{"x": 1}, {"x": 2}]}, TypeError, "a list is not .*RecordSource"),
+        ({"source": MapStyle()}, TypeError, "a MapStyle is not a source; .*RecordSource"),
+        ({"source": iter([{"x": 1}])}, TypeError, "a list_iterator is .*from_iterator"),
+        ({"source": "x.npz"}, TypeError, "a str is not a source; open it"),
+        ({"source": 3}, TypeError, r"a int is not a source; .* gather\(indices\)"),
+        ({"source": eqxshard.data.ArraySource}, TypeError, "ArraySource is .* instance"),
     ],
 )
 def test_invalid_options_are_errors(options, error, says, unannotated):

@@ -110,6 +110,7 @@ def test_fit_dispatches_once_between_reports(train_step, monkeypatch):
     assert counts == [3, 1, 2, 2, 1, 2]
 
 
+@pytest.mark.slow
 def test_checkpoints_are_saved_in_time_and_can_resume_on_the_host(train_step, tmp_path):
     checkpointer = eqxshard.Checkpointer(tmp_path, save_every=3, max_to_keep=9)
     whole = eqxshard.fit(

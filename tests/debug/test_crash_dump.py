@@ -76,6 +76,7 @@ def normed_loss(pair, batch, key):
     return jnp.log(-1 - out**2), state
 
 
+@pytest.mark.slow
 def test_a_model_with_state(tmp_path):
     dump, state, _ = written(tmp_path, eqx.nn.make_with_state(Normed), normed_loss)
     assert_equal(dump.model, state.model)
@@ -88,6 +89,7 @@ def test_a_model_with_state(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_precision(tmp_path):
     precision = eqxshard.Precision(compute=jnp.bfloat16)
     dump, _, _ = written(tmp_path, loss_fn=nan_loss, precision=precision)
@@ -102,20 +104,7 @@ def test_a_precision(tmp_path):
     assert error.value.args == (jnp.bfloat16, jnp.bfloat16)
 
 
-class OnMesh(eqx.Module):
-    inner: Layers
-    mesh: jax.sharding.Mesh = eqx.field(static=True)
-
-    def __call__(self, x):
-        sharding = jax.NamedSharding(self.mesh, jax.P())
-        return self.inner(jax.lax.with_sharding_constraint(x, sharding))
-
-
-def test_a_model_that_knows_a_mesh_is_replayed(tmp_path):
-    dump, _, _ = written(tmp_path, lambda key: OnMesh(Layers(key), make_mesh()), nan_loss)
-    assert replay(dump, nan_loss).startswith("the first NaN appears in the loss function, ")
-
-
+@pytest.mark.slow
 def test_frozen_arrays(tmp_path):
     shapes = eqx.filter_eval_shape(Layers, KEY)
     frozen = jax.tree.map(lambda _: False, shapes)

@@ -5,7 +5,6 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import needs_new_jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -72,34 +71,3 @@ def test_cudnn_computes_each_device_s_rows_and_heads(gpus, packed):
 def test_a_policy_keeps_what_cudnn_needs_to_go_backward(gpus):
     for remat, forward in (("none", 1), ("dots", 1), ("full", 2)):
         assert calls(compile_layers(gpus[:1], {"data": 1}, remat=remat))[0] == forward
-
-
-@pytest.mark.versions
-@needs_new_jax
-@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
-def test_cudnn_computes_each_device_s_rows_and_heads_in_a_pipeline(gpus, packed):
-    mesh = eqxshard.make_mesh(stage=2, data=2, tensor=2, devices=gpus)
-
-    def stage(query, key, segments):
-        segments = segments if packed else None
-        return nn.attention(query, key, key, causal=True, segments=segments)
-
-    def loss(query, key, segments):
-        spec = P("stage")
-        staged = jax.shard_map(
-            stage, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"stage"}
-        )
-        return jnp.sum(staged(query, key, segments).astype(jnp.float32) ** 2)
-
-    def array(dtype, spec, *shape):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-
-    split = P(("stage", "data"), None, "tensor")
-    query = array(jnp.bfloat16, split, BATCH, SEQ, HEADS, DIM)
-    key = array(jnp.bfloat16, split, BATCH, SEQ, HEADS // 2, DIM)
-    segments = array(jnp.int32, P(("stage", "data")), BATCH, SEQ)
-    gradient = jax.jit(jax.grad(loss, argnums=(0, 1)))
-    compiled = gradient.lower(query, key, segments).compile()
-    # The backward pass goes forward again.
-    assert calls(compiled) == (2, 1, {f"[2,4,{SEQ},{DIM}]"})
-    assert testing.collectives(compiled).times == {}

@@ -216,7 +216,8 @@ def test_too_many_in_a_row_end_the_run_with_a_crash_dump(tmp_path, log_every):
         run(tmp_path, loader, epochs=3, log_every=log_every, max_nonfinite=3)
     folder = tmp_path / "crash_dump"
     assert "steps in a row, from step 3 on, was not finite; find the" in str(error.value)
-    command = f"with `python -m eqxshard.replay {folder} {script_path() or 'SCRIPT'}`."
+    command = f"with `python -m eqxshard.replay {folder} {script_path() or 'SCRIPT'} "
+    command += "--model NAME`."
     assert str(error.value).endswith(command)
     dump = read_crash_dump(eqxshard.Checkpointer(folder).directory, Layers)
     assert dump.steps[:3] == [3, 4, 5]

@@ -38,6 +38,25 @@ def test_an_evaluation_counts_each_example_once(model, eval_step, batch_size, pl
     assert means == {"index": pytest.approx(mean), "ones": pytest.approx(1.0)}
 
 
+def metrics_of(model, batch):
+    return {"ones": batch["index"]}
+
+
+#: Arguments of `evaluate` by what is wrong with them, in terms of those that are right.
+REFUSED = {
+    r"a EvalStep, a Model, a Loader; write evaluate\(": lambda m, s, x: (s, m, x),
+    "a Model, a Loader, a EvalStep; write": lambda m, s, x: (m, x, s),
+    "a Model, a dict, a Loader; write": lambda m, s, x: (m, {}, x),
+    r"returned a dict.*make_eval_step\(metrics_of\)": lambda m, s, x: (m, metrics_of, x),
+}
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_other_arguments_are_refused(model, eval_step, says, unannotated):
+    with pytest.raises(TypeError, match=says):
+        eqxshard.evaluate(*REFUSED[says](model, eval_step, make_loader()))
+
+
 def test_an_evaluation_needs_a_length():
     class Endless:
         def seek(self, step):

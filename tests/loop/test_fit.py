@@ -216,7 +216,14 @@ MISTAKES: dict[str, tuple[dict, type[Exception], str]] = {
     "list": ({**ONCE, "loader": [1, 2]}, TypeError, "a list is not a loader"),
     "function": ({**ONCE, "callbacks": [print]}, TypeError, "not a callback"),
     "every": ({**ONCE, "callbacks": [Every(0, print)]}, ValueError, r"Every\.every=0"),
+    "one": ({**ONCE, "callbacks": Every(1, print)}, TypeError, "is a Every; give a list"),
     "tracker": ({**ONCE, "trackers": [print]}, TypeError, "not a tracker"),
+    "one tracker": ({**ONCE, "trackers": Recorder()}, TypeError, "is a Recorder; give a"),
+    "eval step": (
+        {**ONCE, "evaluate": eqxshard.make_eval_step(lambda model, batch: {})},
+        TypeError,
+        "evaluate=EvalStep is not a function of a model; use evaluate=lambda model",
+    ),
     "close": (
         {**ONCE, "trackers": [ClosesWithoutError()]},
         TypeError,

@@ -87,6 +87,7 @@ def handlers():
         signal.signal(number, handler)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_signal_in_the_last_evaluation_ends_the_run(tmp_path, handlers, capfd, number):
     """Once its result is reported and the state is saved."""

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_helpers import assert_close, by_hand, with_gradients
 from jax.sharding import PartitionSpec as P
 from parallel_helpers import make_mesh
 
@@ -32,14 +33,6 @@ def primitives(fn, *args):
     return str(jax.make_jaxpr(fn)(*args))
 
 
-def with_gradients(fn):
-    def call(q, k, v, g):
-        out, back = jax.vjp(fn, q, k, v)
-        return (out, *back(g))
-
-    return jax.jit(call)
-
-
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_narrow_types_are_for_cudnn_if_it_is_installed(dtype, cudnn):
     assert "dot_product_attention_fwd" in primitives(attention, *arrays(dtype)[:3])
@@ -54,11 +47,8 @@ def test_elsewhere_it_is_exact(packed, cudnn):
     args = arrays(jnp.bfloat16)
     fn = ft.partial(attention, causal=True, segments=segments() if packed else None)
     assert "dot_product_attention_fwd" in primitives(fn, *args[:3])
-    results = with_gradients(fn)(*args)
-    expected = with_gradients(fn)(*(x.astype(jnp.float32) for x in args))
-    for result, array in zip(results, expected):
-        result = result.astype(jnp.float32)
-        np.testing.assert_allclose(result, array, 0, 2**-6 * np.abs(array).max())
+    expected = by_hand(args, causal=True, segments=segments() if packed else None)
+    assert_close(with_gradients(fn)(*args), expected, 2**-6)
 
 
 @pytest.mark.parametrize("jax_version", [None, (0, 10, 1)], ids=["this JAX", "0.10.1"])

@@ -1,8 +1,10 @@
 import equinox as eqx
+import gpt
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpt_model import GPT, Shape
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from parallel_helpers import make_mesh
@@ -10,78 +12,30 @@ from parallel_helpers import make_mesh
 import eqxshard
 from eqxshard import nn
 
-VOCAB, EMBED, HEADS, LAYERS = 48, 32, 4, 2
+pytestmark = pytest.mark.usefixtures("as_scripts_run")
+
+SHAPE = Shape(
+    layers=2, heads=4, kv_heads=2, embed=32, mlp=32, seq_len=24, vocab_size=48, tied=False
+)
 KEY = jax.random.key(1)
 
 
-class Layer(eqx.Module):
-    qkv: jax.Array
-    out: jax.Array
-
-    def __init__(self, key):
-        k1, k2 = jax.random.split(key)
-        self.qkv = jax.random.normal(k1, (3, HEADS, EMBED // HEADS, EMBED)) / EMBED**0.5
-        self.out = jax.random.normal(k2, (EMBED, HEADS, EMBED // HEADS)) / EMBED**0.5
-
-    def __call__(self, x, positions, cache=None):
-        query, key, value = jnp.einsum("nhde,bse->nbshd", self.qkv, x)
-        query, key = nn.rotary(query, positions), nn.rotary(key, positions)
-        offset = None
-        if cache is not None:
-            offset, cache = cache.length, cache.append(key, value)
-            key, value = cache.key, cache.value
-        y = nn.attention(query, key, value, causal=True, offset=offset)
-        return x + jnp.einsum("ehd,bshd->bse", self.out, y), cache
-
-
-class Model(eqx.Module):
-    embedding: jax.Array
-    layers: Layer
-    output: jax.Array
-
-    def __init__(self, key):
-        k1, k2, k3 = jax.random.split(key, 3)
-        self.embedding = jax.random.normal(k1, (VOCAB, EMBED))
-        self.output = jax.random.normal(k3, (VOCAB, EMBED))
-        self.layers = eqx.filter_vmap(Layer)(jax.random.split(k2, LAYERS))
-
-    def logits(self, tokens):
-        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        x, _ = jax.lax.scan(
-            lambda x, layer: (layer(x, positions)[0], None),
-            self.embedding[tokens],
-            self.layers,
-        )
-        return jnp.einsum("bse,ve->bsv", x, self.output)
-
-    def decode(self, tokens, cache):
-        positions = jnp.arange(tokens.shape[1]) + cache.length[0]
-        positions = jnp.broadcast_to(positions, tokens.shape)
-        x, cache = jax.lax.scan(
-            lambda x, layer: layer[0](x, positions, layer[1]),
-            self.embedding[tokens],
-            (self.layers, cache),
-        )
-        return x[:, -1] @ self.output.T, cache
-
-
-def make_cache(capacity=24):
-    return nn.KVCache.empty((LAYERS, 4, capacity, HEADS, EMBED // HEADS))
-
-
 def prompts():
-    return jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (4, 6), np.int32))
+    rng = np.random.default_rng(0)
+    return jnp.asarray(rng.integers(0, SHAPE.vocab_size, (4, 6), np.int32))
 
 
 @eqx.filter_jit
-def sample(model, prompt, length=10, cache=None, **options):
-    cache = make_cache() if cache is None else cache
+def sample(model, prompt, length=10, **options):
+    cache = gpt.make_cache(model, len(prompt))
     return nn.generate(model.decode, cache, prompt, length, key=KEY, **options)
 
 
 @pytest.fixture(scope="module")
 def model():
-    return Model(jax.random.key(0))
+    model = eqx.filter_jit(GPT)(jax.random.key(0), SHAPE)
+    # Larger, so that it says more than one word.
+    return jax.tree.map(lambda x: 4 * x if eqx.is_inexact_array(x) else x, model)
 
 
 @pytest.mark.slow
@@ -89,7 +43,7 @@ def test_the_likeliest_tokens_are_those_without_a_cache(model):
     tokens = sample(model, prompts(), temperature=0.0)
     assert tokens.shape == (4, 16) and tokens.dtype == jnp.int32
     np.testing.assert_array_equal(tokens[:, :6], prompts())
-    best = jnp.argmax(eqx.filter_jit(Model.logits)(model, tokens), axis=-1)
+    best = jnp.argmax(eqx.filter_jit(GPT.logits)(model, tokens), axis=-1)
     np.testing.assert_array_equal(tokens[:, 6:], best[:, 5:-1])
     assert len(np.unique(np.asarray(tokens[:, 6:]))) > 4
 
@@ -121,10 +75,7 @@ def test_the_chances_of_tokens_are_those_of_the_model():
 def test_the_same_tokens_on_eight_devices(model):
     options = {"top_k": 20, "top_p": 0.95}
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    rule = eqxshard.combine(
-        eqxshard.by_path({"qkv": P(None, None, "tensor"), "embedding|output": P("tensor")}),
-        eqxshard.fsdp(min_size=1),
-    )
+    rule = gpt.make_rule(SHAPE)
     split = eqxshard.filter_shard(model, eqxshard.shardings(model, mesh, rule))
     prompt = jax.device_put(prompts(), NamedSharding(mesh, P(("data", "fsdp"))))
     with jax.sharding.set_mesh(mesh):

@@ -2,11 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
-from parallel_helpers import make_mesh
 
-from eqxshard import testing
 from eqxshard.nn import RotaryScaling, rotary
 
 LLAMA = RotaryScaling(8.0, 1.0, 4.0, 8192)
@@ -63,16 +59,6 @@ def test_llama_scales_slow_pairs_alone():
     between = scaled[~fast & ~slow] / plain[~fast & ~slow]
     assert len(between) > 0 and np.all((between > 1 / 8) & (between < 1))
     assert np.all(np.diff(between) < 0)
-
-
-def test_nothing_is_communicated_on_a_mesh():
-    mesh = make_mesh(data=2, context=2, tensor=2)
-    split = NamedSharding(mesh, P("data", "context"))
-    heads = NamedSharding(mesh, P("data", "context", "tensor"))
-    x = jax.ShapeDtypeStruct((4, 8, 2, 4), jnp.float32, sharding=heads)
-    positions = jax.ShapeDtypeStruct((4, 8), jnp.int32, sharding=split)
-    compiled = jax.jit(rotary).lower(x, positions).compile()
-    assert testing.collectives(compiled).times == {}
 
 
 def test_mistakes():

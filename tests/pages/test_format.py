@@ -1,6 +1,8 @@
 from eqxshard.pages._format import (
     format_bytes,
+    format_count,
     format_flops,
+    format_number,
     format_seconds,
     format_value,
 )
@@ -21,8 +23,16 @@ def test_arithmetic_is_written_in_the_unit_that_fits():
 
 
 def test_metrics_have_four_digits():
-    numbers = (0.12345, 12.5, 9999.4, 123456.0)
-    assert [*map(format_value, numbers)] == ["0.1235", "12.5", "9999", "123,456"]
+    numbers = (0.12345, 0.5, 12.5, 7, 9999.4, 123456.0)
+    said = ["0.1235", "0.5000", "12.50", "7", "9,999", "123,456"]
+    assert [*map(format_value, numbers)] == said
+
+
+def test_other_numbers_have_three():
+    numbers = (0.012345, 1.0, 12.56, 999.6, 4072.3, 12345.6)
+    said = ["0.0123", "1", "12.6", "1,000", "4,070", "12,300"]
+    assert [*map(format_number, numbers)] == said
+    assert [*map(format_count, (7, 1_250_000))] == ["7", "1.25 M"]
 
 
 def test_seconds():

@@ -108,7 +108,11 @@ def descent_on_one_device(count):
 
 @pytest.mark.versions
 @pytest.mark.parametrize(
-    "count, check_vma", [(1, True), (2, True), (4, True), (8, True), (8, False)]
+    "count, check_vma",
+    [
+        *(pytest.param(n, True, marks=pytest.mark.slow) for n in (1, 2, 4)),
+        *((8, True), (8, False)),
+    ],
 )
 def test_explicit_fsdp_equals_gradient_descent_on_one_device(count, check_vma):
     mesh = make_mesh(count)

@@ -1,30 +1,28 @@
 """Tensor parallelism: a plain model, a rule that names dims, and the collectives.
 
-The compiler partitions the step by itself; these tests compare it with the papers.
+The compiler partitions the step by itself; these tests compare it with the papers. That it
+trains as one device does is in test_strategies.py.
 """
 
 import collections
-import functools as ft
 import itertools
 import math
 import re
 from typing import Any, NamedTuple
 
-import helpers
 import jax
-import numpy as np
 import optax
 import pytest
 from grades import graded
+from helpers import lenient
 from jax.sharding import PartitionSpec as P
 from transformer import Transformer, make_tokens, next_token_losses
 
 import eqxshard
 
-STEPS, ROWS, SEQ, EMBED, LAYERS, MIN_SIZE = 20, 8, 16, 32, 2, 1024
+ROWS, SEQ, EMBED, LAYERS, MIN_SIZE = 8, 16, 32, 2, 1024
 
-MESHES = {
-    "one device": {},
+MESHES: dict[str, dict[str, Any]] = {
     "fsdp=8": {"fsdp": 8},
     "tensor=4": {"tensor": 4},
     "tensor=8": {"tensor": 8},
@@ -42,63 +40,44 @@ RULE = eqxshard.combine(
 )
 
 
-class Run(NamedTuple):
-    """A model after some steps on a mesh, and the compiled step."""
+class Step(NamedTuple):
+    """A compiled step on a mesh, and how the model is split there."""
 
     mesh: jax.sharding.Mesh
     specs: dict[str, P]
-    losses: np.ndarray
-    model: dict[str, np.ndarray]
+    shapes: dict[str, tuple[int, ...]]
     compiled: Any
 
 
-@ft.cache
-def train(mesh_name, rule=RULE, **options):
+def compile_step(mesh_name, **options):
     sizes = {"data": 1, **MESHES[mesh_name]}
     devices = jax.devices()[: math.prod(sizes.values())]
     mesh = eqxshard.make_mesh(**sizes, devices=devices)
-    # With this epsilon, the size of a gradient matters too.
-    optim = helpers.lenient(optax.adam(1e-2, eps=1e-2))
-    state = eqxshard.init_state(
+    optim = lenient(optax.adam(1e-2))
+    state = eqxshard.abstract_state(
         lambda key: Transformer(key, **options),
         optim,
         key=jax.random.key(0),
         mesh=mesh,
-        rule=rule,
+        rule=RULE,
     )
-    shardings = eqxshard.shardings(state.model, mesh, rule)
-    specs = {
-        jax.tree_util.keystr(path): sharding.spec
-        for path, sharding in jax.tree_util.tree_leaves_with_path(shardings)
+    leaves = {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state.model)
+        if isinstance(leaf, jax.ShapeDtypeStruct)
     }
-    train_step = eqxshard.make_train_step(next_token_losses, optim, mesh=mesh, rule=rule)
+    specs = {path: leaf.sharding.spec for path, leaf in leaves.items()}
+    shapes = {path: leaf.shape for path, leaf in leaves.items()}
+    train_step = eqxshard.make_train_step(next_token_losses, optim, mesh=mesh, rule=RULE)
     compiled = train_step.lower(state, make_tokens(ROWS)).compile()
-    losses = []
-    for seed in range(STEPS):
-        state, metrics = train_step(state, make_tokens(ROWS, seed=seed))
-        losses.append(metrics["loss"])
-    return Run(mesh, specs, np.array(losses), helpers.arrays(state.model), compiled)
+    return Step(mesh, specs, shapes, compiled)
 
 
-def assert_same_training(run, reference):
-    assert reference.losses[-1] < reference.losses[0] - 0.1
-    np.testing.assert_allclose(run.losses, reference.losses, rtol=1e-5)
-    for path, expected in reference.model.items():
-        atol = 1e-5 * np.abs(expected).max()
-        np.testing.assert_allclose(run.model[path], expected, 0, atol, err_msg=path)
-
-
-CASES = [(name, {}) for name in MESHES if name != "one device"]
+CASES = [(name, {}) for name in MESHES]
 CASES += [(ALL_AXES, {"tied": False}), (ALL_AXES, {"remat": "none"})]
 on_meshes = pytest.mark.parametrize(
     "mesh_name, options", graded(CASES, [(ALL_AXES, {})], [("data=2,tensor=4", {})])
 )
-
-
-@pytest.mark.slow
-@on_meshes
-def test_training_equals_one_device(mesh_name, options):
-    assert_same_training(train(mesh_name, **options), train("one device", **options))
 
 
 # Communication
@@ -109,10 +88,10 @@ def format_shape(dtype, shape):
     return f"{dtype}[{','.join(str(n) for n in sorted(shape) if n != 1)}]"
 
 
-def measured(run):
+def measured(step):
     """The collectives of a step: `all-reduce f32[4,16,32]` -> how often."""
     found = collections.Counter()
-    for op in eqxshard.testing.collectives(run.compiled).ops:
+    for op in eqxshard.testing.collectives(step.compiled).ops:
         assert op.times is not None
         for shape in op.shapes:
             dtype, *sizes = re.findall(r"\w+", shape)
@@ -120,7 +99,7 @@ def measured(run):
     return found
 
 
-def theory(run, remat="full", tied=True):
+def theory(step, remat="full", tied=True):
     """The collectives that a step needs.
 
     Over `tensor`, after Megatron-LM (Shoeybi et al. 2019,
@@ -133,7 +112,7 @@ def theory(run, remat="full", tied=True):
     2020, https://arxiv.org/abs/1910.02054).
     """
     found = collections.Counter()
-    sizes = run.mesh.shape
+    sizes = step.mesh.shape
 
     def send(op, axes, shape, times=1, dtype="f32"):
         if math.prod(sizes[axis] for axis in axes) > 1:
@@ -153,9 +132,8 @@ def theory(run, remat="full", tied=True):
         LAYERS * (5 if remat == "full" else 4) + 2,
     )
     send("all-reduce", {"tensor"}, (rows, SEQ), 3)
-    for path, leaf in run.model.items():
-        shape = leaf.shape
-        spec = [(e,) if isinstance(e, str) else e or () for e in run.specs[path]]
+    for path, shape in step.shapes.items():
+        spec = [(e,) if isinstance(e, str) else e or () for e in step.specs[path]]
         gathers = sums = 1
         if ".blocks" in path:
             shape, spec = shape[1:], spec[1:]
@@ -180,12 +158,12 @@ def theory(run, remat="full", tied=True):
         else:
             send("all-reduce", {"data", "fsdp"}, used, sums)
     send("all-reduce", {"data", "fsdp"}, ())  # the loss
-    split = {axis for spec in run.specs.values() for axis in jax.tree.leaves(tuple(spec))}
+    split = {axis for spec in step.specs.values() for axis in jax.tree.leaves(tuple(spec))}
     send("all-reduce", split, (), dtype="s32")  # whether all gradients are finite
     return found
 
 
 @on_meshes
 def test_collectives_are_those_of_theory(mesh_name, options):
-    run = train(mesh_name, **options)
-    assert measured(run) == theory(run, **options)
+    step = compile_step(mesh_name, **options)
+    assert measured(step) == theory(step, **options)

@@ -5,6 +5,7 @@ from page_parser import parse
 
 import eqxshard
 from eqxshard.inspect._lint import Findings
+from eqxshard.pages._format import format_bytes
 
 
 def test_it_prints_as_tables(plan):
@@ -60,7 +61,9 @@ def test_findings_are_printed_and_written(plan):
     assert value["kind"] == "constant" and value["line"] == "model.py:3"
 
 
-def test_a_step_that_does_not_fit_says_so(plan):
+def test_whether_a_step_fits_is_said(plan):
+    needs = format_bytes(plan.memory.peak)
+    assert f"It fits: {needs} of {format_bytes(plan.memory.device)}\n" in str(plan)
     memory = dataclasses.replace(plan.memory, device=plan.memory.peak - 1)
     small = dataclasses.replace(plan, memory=memory)
     assert (small.memory.left, small.fits) == (-1, False)

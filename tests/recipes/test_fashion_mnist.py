@@ -22,7 +22,7 @@ IMAGES = "train-images-idx3-ubyte.gz"
 #: Nothing listens there, so that nothing is downloaded.
 NO_PROXY = "http://127.0.0.1:9/"
 LAST_LINE = re.compile(
-    r"test accuracy 0\.\d{4} \| \d+\.\d s/epoch \| \d{1,3}(,\d{3})* images/s"
+    r"test accuracy 0\.\d{4} \| [\d,.]+ s/epoch \| [\d,.]+ images/s"
     r" \| MLP on \d+ x cpu \(data=\d+\)"
 )
 synthetic_fashion = eqxshard.data.synthetic_fashion

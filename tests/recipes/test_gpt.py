@@ -4,10 +4,8 @@ import re
 from functools import partial
 
 import equinox as eqx
-import gpt
 import gpt_steps
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpt_model import GPT, SIZES
@@ -60,23 +58,6 @@ def test_sizes_are_those_of_their_names(size, parameters):
     model = eqx.filter_eval_shape(partial(GPT, shape=SIZES[size]), jax.random.key(0))
     count = sum(x.size for x in jax.tree.leaves(model) if hasattr(x, "size"))
     assert count == pytest.approx(parameters, rel=2e-3)
-
-
-# Text from a model
-
-
-@pytest.mark.slow
-def test_decoding_with_a_cache_gives_the_logits_of_the_whole_sequence():
-    shape = gpt_steps.change(layers=2, dropout=0.0)
-    model = GPT(jax.random.key(0), shape)
-    tokens = np.random.default_rng(0).integers(0, shape.vocab_size, (2, 12))
-    whole = model.logits(tokens)
-    cache = gpt.make_cache(model, 2)
-    found, cache = model.decode(jnp.asarray(tokens[:, :5]), cache)
-    np.testing.assert_allclose(found, whole[:, 4], atol=1e-5)
-    for i in range(5, 12):
-        found, cache = model.decode(jnp.asarray(tokens[:, i : i + 1]), cache)
-        np.testing.assert_allclose(found, whole[:, i], atol=1e-5)
 
 
 # The script

@@ -21,7 +21,7 @@ sys.path.insert(0, str(SCRIPT.parent))
 from run_script import Args
 
 LINE = (
-    r"accuracy 0\.\d{4} \| \d+\.\d s/epoch \| [\d,]+ points/s "
+    r"accuracy 0\.\d{4} \| [\d.]+ s/epoch \| [\d,]+ points/s "
     r"\| small on 2 x cpu \(data=2\)"
 )
 
@@ -31,8 +31,11 @@ LINE = (
 def test_the_last_line_is_what_main_returns(script, tmp_path):
     status, out, err = script("--devices", 2, "--output", tmp_path / "run")
     assert status == 0, err
-    *_, before, last = out.splitlines()
+    *_, evaluated, before, last = out.splitlines()
     assert re.fullmatch(LINE, last), last
+    value = r"accuracy 0\.\d{4}"
+    said = rf"evaluated at step 12: {value}, loss 0\.\d{{4}} \| best {value} at step \d+"
+    assert re.fullmatch(said, evaluated), evaluated
     assert (
         before == f"metrics, checkpoints and a page, index.html, are in {tmp_path / 'run'}"
     )
@@ -143,7 +146,7 @@ def test_resume_alone_means_yes():
         ("--resume auto", "auto"),
         ("--resume=no", "no"),
     ):
-        assert _parse(Args, words.split()).run.resume == resume
+        assert _parse(Args, words.split())[0].run.resume == resume
 
 
 def test_steps_replace_the_epochs_of_a_script():
@@ -156,7 +159,7 @@ def test_steps_replace_the_epochs_of_a_script():
         (["--steps", "3"], (None, 3)),
         (["--epochs", "2"], (2, None)),
     ):
-        run = _parse(Own, args).run
+        run = _parse(Own, args)[0].run
         assert (run.epochs, run.steps) == length
     with pytest.raises(ValueError, match="epochs=2 and steps=3 contradict each other"):
         _parse(Own, ["--epochs", "2", "--steps", "3"])
@@ -165,7 +168,7 @@ def test_steps_replace_the_epochs_of_a_script():
 # Signals
 
 LONG = ["--epochs", 100_000, "--seconds-per-step", 0.02, "--devices", 2]
-STOPPED = "stopped; what is saved is kept, and --resume continues it."
+GOES_ON = "--resume auto continues it."
 
 
 def start(folder, *options):
@@ -189,7 +192,7 @@ def test_ctrl_c_saves_and_ends_with_130(running, tmp_path):
     running.send_signal(signal.SIGINT)
     out, err = running.communicate(timeout=60)
     assert (running.returncode, out) == (130, ""), err
-    assert err.splitlines()[-1] == STOPPED and "Traceback" not in err
+    assert err.splitlines()[-2:] == [GOES_ON, "stopped."] and "Traceback" not in err
     # It stopped after a step, of which everything is kept.
     assert read_lines(tmp_path / "run")[-1]["step"] == saved(tmp_path)[-1]
     assert not (tmp_path / "run" / "summary.json").exists()
@@ -217,7 +220,9 @@ def test_ctrl_c_while_jax_compiles(tmp_path):
         read_until(process, process.stderr, "small on 2 x cpu")
         err = interrupt(process)
     assert process.returncode == 130, err
-    assert err.splitlines()[-1] == STOPPED and "Traceback" not in err
+    # Nothing is saved.
+    assert err.splitlines()[-1] == "stopped." and "Traceback" not in err
+    assert GOES_ON not in err
 
 
 # Several processes

@@ -28,7 +28,7 @@ def test_results_are_side_by_side(page):
     slow, fast = ([x.text for x in cells] for cells in rows(page, "runs"))
     # The last values, and the best of the metric whose best checkpoint one of them keeps.
     best = max(line.get("eval/loss", 0) for line in make_lines())
-    assert slow[:6] == ["slow", "finished", "2,000", "0.3176", "0.9155", f"{best:.4g}"]
+    assert slow[:6] == ["slow", "finished", "2,000", "0.3176", "0.9155", f"{best:#.4g}"]
     assert (fast[:3], fast[5]) == (["fast", "stopped", "1,000"], "")
 
 
@@ -52,7 +52,6 @@ def test_the_devices_of_a_run_are_those_that_it_had(tmp_path):
     assert found == [
         ["mesh", "fsdp=8", "fsdp=4"],
         ["devices", "8 x cpu", "4 x cpu"],
-        ["devices of a process", "8", "4"],
     ]
 
 

@@ -138,6 +138,8 @@ def test_a_script_that_makes_its_own_mesh(write, refuse):
     arguments, _ = collected(script, devices=8)
     assert arguments["mesh_shape"]["fsdp"] == 2
     refuse("makes its own mesh, of 8 devices; let it give", script, devices=16)
+    script = write(config(batch_size=8) + "; options['mesh'] = 'fsdp=4,data=2'")
+    refuse("or use another number of devices, by --mesh.", script, devices=16)
 
 
 @pytest.mark.parametrize(

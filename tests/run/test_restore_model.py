@@ -7,17 +7,14 @@ from functools import partial
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
-from helpers import assert_equal, lenient
-from run_helpers import SCRIPT
+from helpers import assert_equal
+from run_script import Line
+from run_train_helpers import make_sgd, train
 
 import eqxshard
 from eqxshard import RunConfig
 from eqxshard.run import restore_model
-
-sys.path.insert(0, str(SCRIPT.parent))
-from run_script import Line, loss_fn, make_data, metric_fn
 
 MAKE = partial(Line, 8)
 
@@ -27,15 +24,7 @@ def trained(tmp_path_factory):
     """A run with checkpoints of steps 2 and 4, whose loss falls; and its options."""
     output = str(tmp_path_factory.mktemp("restore") / "run")
     config = RunConfig(batch_size=16, devices=2, steps=4, evaluate_every=2, output=output)
-    run = eqxshard.train(
-        MAKE,
-        loss_fn,
-        metric_fn,
-        lambda steps: lenient(optax.sgd(0.1)),
-        make_data(96, 0),
-        make_data(40, 1),
-        config=dataclasses.replace(config, save_every=2),
-    )
+    run = train(output, dataclasses.replace(config, save_every=2), make_optim=make_sgd)
     return run, config
 
 
@@ -52,20 +41,9 @@ def test_the_newest_model_is_read_into_its_shardings(trained):
 
 @pytest.mark.slow
 def test_a_run_that_kept_the_best_wants_to_know_which_to_read(tmp_path):
-    config = RunConfig(
-        batch_size=16, devices=1, steps=4, evaluate_every=2, output=str(tmp_path / "r")
-    )
-    run = eqxshard.train(
-        MAKE,
-        loss_fn,
-        metric_fn,
-        lenient(optax.sgd(0.1)),
-        make_data(96, 0),
-        make_data(40, 1),
-        config=config,
-        best="eval/loss",
-        mode="min",
-    )
+    output = str(tmp_path / "r")
+    config = RunConfig(batch_size=16, devices=1, steps=4, evaluate_every=2, output=output)
+    run = train(output, config, make_optim=make_sgd, best="eval/loss", mode="min")
     with pytest.raises(ValueError, match=r"with mode='min', or step= the one"):
         restore_model(MAKE, config=config)
     assert_equal(restore_model(MAKE, config=config, step="newest"), run.state.model)

@@ -7,7 +7,8 @@ import equinox as eqx
 import jax
 import pytest
 from helpers import assert_equal
-from run_helpers import files, measured
+from page_parser import parse
+from run_helpers import files, measured, read_lines
 from run_script import EXAMPLES, Line, make_data
 from run_train_helpers import (
     CONFIG,
@@ -21,6 +22,9 @@ from run_train_helpers import (
 )
 
 import eqxshard
+from eqxshard.pages._format import format_number, format_value
+from eqxshard.run import RunFolder
+from eqxshard.run._read_run import read_run
 
 _ = copy, finished  # Fixtures.
 
@@ -101,11 +105,53 @@ def test_resuming_says_what_changed(copy, capsys):
     line, *_ = capsys.readouterr().out.splitlines()
     said, _, changes = line.partition("; changed: ")
     assert said == "resuming from step 12"
-    *found, numpy = changes.removesuffix(".").split(", ")
-    assert set(found) == {
+    found = {*changes.removesuffix(".").split(", ")}
+    numpy = {change for change in found if change.startswith("numpy 0")}
+    assert len(numpy) == 1 and found - numpy == {
         "devices 2 x cpu -> 4 x cpu",
         "mesh data=2 -> data=4",
         "log_every 2 -> 3",
         "epochs 2.0 -> 3.0",
+        "rate none -> 0.1",
     }
-    assert numpy.startswith("numpy 0")
+
+
+def test_a_resumed_run_says_the_same_everywhere(copy, capsys):
+    """Of the start that goes on, on other devices: terminal, log, page, summary."""
+    config = dataclasses.replace(resume("yes"), devices=4)
+    result = train(copy, config, epochs=3, best="eval/loss", mode="min")
+    out, err = capsys.readouterr()
+    run = read_run(RunFolder(copy))
+    now = run.last_start
+    assert [start.step for start in run.starts] == [0, 12]
+    assert [start.facts["mesh"] for start in run.starts] == [{"data": 2}, {"data": 4}]
+    assert now.goodput == pytest.approx(read_lines(copy)[-1]["goodput"])
+    goodput, speed = f"{now.goodput:.0%}", format_number(now.examples_per_second)
+    assert f"goodput {goodput[:-1]} % of " in err
+    assert (result.summary["goodput"], result.summary["points_per_second"]) == (
+        now.goodput,
+        now.examples_per_second,
+    )
+    assert result.speed.endswith(f" | {speed} points/s")
+    page = parse((copy / "index.html").read_text())
+    tiles = {box.find("dt").text: box.find("dd") for box in page.find("dl").find_all("div")}
+    assert tiles["Goodput"].text.startswith(goodput)
+    assert tiles["Points per second"].text.startswith(speed)
+    changed = page.find("section", id="starts").find("tbody").find_all("td")[-1].text
+    assert "mesh data=2 -> data=4" in changed and "devices 2 x cpu -> 4 x cpu" in changed
+    # The best is beside the last.
+    value, step = run.best
+    assert out.splitlines()[-2].endswith(f"best loss {format_value(value)} at step {step}")
+
+
+def test_a_finished_run_that_is_started_again_has_its_own_mesh(copy, finished):
+    again = train(copy, dataclasses.replace(resume("auto"), devices=4))
+    assert (again.title, again.speed) == (finished.title, finished.speed)
+
+
+def test_a_warning_of_each_start_is_listed_once(copy):
+    for epochs in (3, 4):
+        data = make_data(EXAMPLES, 0)
+        data.warning = "there is no network."
+        train(copy, resume("auto"), epochs=epochs, train_data=data)
+    assert (copy / "warnings.jsonl").read_text().count("SYNTHETIC DATA") == 1

@@ -28,6 +28,7 @@ from run_train_helpers import (
 
 import eqxshard
 from eqxshard import RunConfig
+from eqxshard.pages._format import format_number
 
 _ = copy, finished  # Fixtures.
 
@@ -43,9 +44,9 @@ def test_the_result_says_what_was_reached(finished):
     }
     assert int(finished.state.step) == last["step"] == STEPS
     assert finished.title == "Small on 2 x cpu (data=2)"
-    epoch = f"{finished.summary['seconds_per_epoch']:.1f} s/epoch"
-    assert finished.speed.startswith(f"{epoch} | ")
-    assert finished.speed.endswith(" points/s")
+    epoch, points = finished.speed.split(" | ")
+    assert epoch == f"{format_number(finished.summary['seconds_per_epoch'])} s/epoch"
+    assert points == f"{format_number(finished.summary['points_per_second'])} points/s"
 
 
 @pytest.mark.versions
@@ -66,10 +67,9 @@ def test_the_summary_says_how_it_was_made(finished):
     assert summary.keys() == {
         *("test_accuracy", "test_accuracy_by_epoch", "test_loss", "test_loss_by_epoch"),
         *("seconds_per_epoch", "points_per_second", "data", "devices", "parameters"),
-        *("settings", "versions", "seconds", "goodput"),
+        *("settings", "versions", "seconds", "goodput", "title"),
     }
     assert len(summary["test_loss_by_epoch"]) == 2
-    assert summary["points_per_second"] == EXAMPLES / summary["seconds_per_epoch"]
     assert (summary["data"], summary["devices"]) == ("lines", "2 x cpu (data=2)")
     assert summary["parameters"] == 3 * 8 + 8 + 8 * 2 + 2
     assert {"python", "eqxshard", "jax", "jaxlib", "optax"} <= summary["versions"].keys()
@@ -131,6 +131,16 @@ def fail(like):
     raise AssertionError
 
 
+class Once:
+    """A tracker."""
+
+    def log(self, step, values):
+        pass
+
+    def close(self, error=None):
+        pass
+
+
 def test_a_profile_is_written_to_the_folder_of_the_run(tmp_path, monkeypatch):
     started: list[str] = []
     monkeypatch.setattr("jax.profiler.start_trace", started.append)
@@ -153,6 +163,7 @@ def test_a_profile_is_written_to_the_folder_of_the_run(tmp_path, monkeypatch):
         ({"steps": 2**31}, {}, "2147483648 steps are not between 1 and 2**31 - 1"),
         ({}, {"steps": 3}, "train needs one of epochs= and steps=; give exactly one"),
         ({}, {"epochs": None}, "train needs one of epochs= and steps=; give exactly one"),
+        ({"devices": None, "plan": "8xh200"}, {}, "; call train in the main function of "),
         ({}, {"lint": {"all-layer": "off"}}, "did you mean 'all-layers'?"),
         ({"mesh": "data=2"}, {"mesh": True}, "makes its own mesh; leave out mesh and dev"),
     ],
@@ -215,6 +226,22 @@ def test_an_optimizer_or_a_function_of_steps(tmp_path, finished):
         with pytest.raises(TypeError, match=f"{name} would get the number of steps, 12"):
             train(tmp_path / "no", make_optim=factory)
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"trackers": (object(),)}, "a object is not a tracker; give an object with"),
+        ({"trackers": Once()}, r"trackers=Once is not a list; give one, such as \[Once"),
+        ({"callbacks": eqxshard.callbacks.Callback()}, "callbacks=Callback is not a list"),
+    ],
+)
+def test_other_things_than_lists_of_trackers_and_callbacks(
+    tmp_path, options, message, unannotated
+):
+    with pytest.raises(TypeError, match=message):
+        train(tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
 
 
 # Several models, and a step of one's own
@@ -309,5 +336,8 @@ def test_a_run_that_diverges_names_the_command_to_look_with(tmp_path):
     page = parse((tmp_path / "index.html").read_text())
     assert re.match(r"Stopped at step \d+ of 12: Floating", page.find("h1").text)
     warnings = page.find("section", id="warnings")
-    assert warnings.find("code").text == f"python -m eqxshard.replay {dump} SCRIPT"
+    # Whole, to be copied: this script's loss has a name, and its model has none.
+    command = warnings.find("code").text
+    assert command.startswith(f"python -m eqxshard.replay {dump} ")
+    assert command.endswith(" --model NAME") and f"`{command}`" in str(error.value)
     assert "the checkpoint of step 12 is saved." in warnings.text

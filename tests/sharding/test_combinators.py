@@ -76,12 +76,6 @@ def test_combined_rules_split_as_much_as_each_alone(shape, split, min_size, fsdp
     assert all(axes[0] == "tensor" for axes in used if isinstance(axes, tuple))
 
 
-# Rules for the optimizer's state
-
-
-# offload
-
-
 @needs_new_jax
 def test_offload_needs_host_memory_and_a_new_jax(monkeypatch):
     class Device:

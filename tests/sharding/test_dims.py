@@ -131,12 +131,23 @@ def test_containers_are_searched(annotation, value, expected):
     "annotation, value, message",
     [
         (
-            Float[Array, "layers mlp embed"],
-            zeros(4, 2),
-            "Block.x: 'layers mlp embed' has more dims than the array, which is "
-            "float32[4,2]; name each of its dims once, or write `...`",
+            Up | None,
+            zeros(4),
+            "Block.x: 'mlp embed' has more dims than the array, which is float32[4]; "
+            "name each of its dims once, or write `...`",
         ),
-        (Up | None, zeros(), "Block.x: 'mlp embed' has more dims than"),
+        (
+            "Flaot[Array, 'mlp']",
+            zeros(4),
+            "Block.x: Flaot[Array, 'mlp'] cannot be resolved (name 'Flaot' is not "
+            "defined); import or define its names at the top of ",
+        ),
+        (
+            Annotated[nn.Linear, "embed"],
+            eqx.filter_eval_shape(nn.Linear, 3, 4, key=KEY),
+            "Block.x: 'embed' names 1 dims, and Linear has 2 with names (out, in); write "
+            "one word for each, in this order.",
+        ),
     ],
 )
 def test_mistakes_are_named(annotation, value, message):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from equinox import nn
 from jaxtyping import Array, Float
-from sharding_helpers import dims, dims_error, dims_of, module, names, shapes
+from sharding_helpers import dims, dims_of, module, names, shapes
 from sharding_helpers import struct as zeros
 
 KEY = jax.random.key(0)
@@ -229,18 +229,3 @@ def test_a_module_in_the_place_of_a_weight_has_its_own_dims():
         "weight.b": ("rank", "in"),
         "bias": ("out",),
     }
-
-
-@pytest.mark.parametrize(
-    "annotation, value, message",
-    [
-        (
-            Annotated[nn.Linear, "embed"],
-            shapes(linear),
-            "Block.x: 'embed' names 1 dims, and Linear has 2 with names (out, in); write "
-            "one word for each, in this order.",
-        ),
-    ],
-)
-def test_mistakes_are_named(annotation, value, message):
-    assert message in dims_error(annotation, value)

@@ -1,27 +1,11 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from eqxshard.sharding._leaves import (
-    array_leaves,
-    stacked_depth,
-)
+from eqxshard.sharding._leaves import stacked_depth
 
 KEY = jax.random.key(0)
-
-
-def test_arrays_are_found_by_their_paths():
-    linear = eqx.nn.Linear(2, 3, key=KEY)
-    tree = {"layers": [linear, None], "name": "x", "scale": np.ones(2)}
-    found = array_leaves(tree, "model")
-    assert [(path, leaf.shape) for path, leaf in found] == [
-        ("model.layers.0.weight", (3, 2)),
-        ("model.layers.0.bias", (3,)),
-        ("model.scale", (2,)),
-    ]
-    assert [path for path, _ in array_leaves(jnp.ones(2))] == [""]
 
 
 def test_stacked_layers_have_a_depth():

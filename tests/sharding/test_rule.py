@@ -3,7 +3,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
-from sharding_helpers import fsdp, make_mesh, specs, struct
+from sharding_helpers import error, fsdp, make_mesh, spec_of, specs, struct
 
 import eqxshard
 
@@ -62,7 +62,7 @@ def by_dim(**axes):
 REFUSED = {
     "not a rule": (lambda: 3, r"rule=3 is not a rule; give"),
     "a spec": (lambda: P("fsdp"), "is not a rule; give"),
-    "not made": (lambda: eqxshard.fsdp, r"is not a rule; give one such as .*fsdp\(\)"),
+    "not made": (lambda: eqxshard.fsdp, r"rule=fsdp is a class, .* call it: fsdp\(\)"),
     "no spec": (lambda: lambda *_: "fsdp", "returned 'fsdp' for up; return a jax.P"),
     "unconstrained": (
         lambda: eqxshard.by_path({"up": P(P.UNCONSTRAINED)}),
@@ -81,6 +81,18 @@ REFUSED = {
     ),
     "no such dim": (lambda: by_dim(heads="tensor"), "their dims are embed, mlp"),
     "a misspelt dim": (lambda: by_dim(mlp="tensor", embd="fsdp"), "did you mean 'embed'"),
+    "an axis of by_path": (
+        lambda: eqxshard.by_path({"up": P("tensr")}),
+        r"up \(32, 8\): .* names the axis 'tensr', .* did you mean 'tensor'\? its ",
+    ),
+    "an axis twice": (
+        lambda: eqxshard.by_path({"up": P(("fsdp",), "fsdp")}),
+        "uses the axis 'fsdp' twice",
+    ),
+    "more entries than dims": (
+        lambda: eqxshard.by_path({"up": P(None, None, "fsdp")}),
+        "has 3 entries and the array 2 dims",
+    ),
     "twice": (
         lambda: eqxshard.combine(
             eqxshard.by_dim({"mlp": "tensor"}), eqxshard.by_path({"up": P(None, "tensor")})
@@ -99,3 +111,13 @@ def test_what_is_wrong_with_a_rule_is_one_sentence(case, unannotated):
     make, message = REFUSED[case]
     with pytest.raises((ValueError, TypeError), match=message):
         specs(make())
+
+
+def test_a_dim_that_does_not_divide_is_an_error_with_its_arithmetic():
+    mesh = make_mesh(fsdp=2, tensor=2)
+    rule = eqxshard.by_path({"w": P(None, ("fsdp", "tensor"))})
+    assert spec_of(rule, 3, 8, mesh=mesh) == P(None, ("fsdp", "tensor"))
+    message = error(rule, 3, 6, mesh=mesh)
+    assert "w (3, 6): P(None, ('fsdp', 'tensor')) splits dim 1 of size 6" in message
+    assert "over fsdp=2 x tensor=2, which does not divide it" in message
+    assert "choose a dim that is a multiple of 4, or do not split this one" in message

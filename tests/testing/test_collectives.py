@@ -27,31 +27,6 @@ class Text:
         return self.text
 
 
-#: As XLA writes it for a GPU: asynchronous and combined.
-GPU = """
-HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
-
-ENTRY %main.3_spmd (p: f32[8]) -> f32[8] {
-  %reduced = (f32[4]{0}, f32[], /*index=2*/c64[2]{0}) all-reduce(%a, %b, %c), to_apply=%add
-  %start = (f32[2,4]{1,0:T(8,128)}, f32[16,4]{1,0:T(8,128)}) all-gather-start(f32[2,4] %p)
-  %all-gather-done.7 = f32[16,4]{1,0:T(8,128)} all-gather-done(%start)
-  ROOT %all-to-all.1 = u8[7]{0} all-to-all(u8[7]{0} %all-reduce.9), metadata={op_name="x"}
-}
-"""
-
-
-@pytest.mark.versions
-def test_asynchronous_and_combined_collectives_count_once():
-    found = testing.collectives(Text(GPU))
-    shapes = {op.kind: op.shapes for op in found.ops}
-    assert len(shapes) == len(found.ops) == 3
-    assert shapes["all-reduce"] == ("f32[4]", "f32[]", "c64[2]")
-    assert shapes["all-gather"] == ("f32[16,4]",)
-    sizes = {"all-reduce": 4 * 4 + 4 + 2 * 8, "all-gather": 16 * 4 * 4, "all-to-all": 7}
-    assert found.bytes == sizes
-    assert found.counts == found.times == dict.fromkeys(sizes, 1)
-
-
 @pytest.mark.versions
 def test_no_collectives():
     found = testing.assert_collectives(Text("HloModule jit_f\n"))

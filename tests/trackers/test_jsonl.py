@@ -151,3 +151,17 @@ def test_lines_wait_for_room_on_a_full_disk(tmp_path):
     assert [json.loads(line)["step"] for line in tracker.waiting] == [2]
     tracker.close()
     assert [line["step"] for line in lines(path)] == [1, 2]
+
+
+def test_only_so_many_lines_wait(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("eqxshard.trackers._jsonl._MOST_WAITING", 3)
+    tracker = JSONLines(tmp_path / "m.jsonl")
+    with monkeypatch.context() as patch:
+        patch.setattr(JSONLines, "_write", lambda self: None)
+        for step in range(1, 8):
+            tracker.log(step, {"train/loss": 1.0})
+    assert len(tracker.waiting) == 3
+    (record,) = caplog.records
+    assert "3 lines wait for it; those of later steps are dropped" in record.getMessage()
+    tracker.close()
+    assert [line["step"] for line in lines(tmp_path / "m.jsonl")] == [1, 2, 3]

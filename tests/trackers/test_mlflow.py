@@ -123,3 +123,17 @@ def test_calls_are_made_in_order_and_errors_come_later():
     with pytest.raises(OSError, match="MLflow refused a report: no route to host"):
         sender.close(lambda: None, 60)
     assert called == [0, 1, 2, "the end"]
+
+
+def test_only_so_many_reports_wait_for_a_server(monkeypatch, caplog):
+    monkeypatch.setattr("eqxshard.trackers._mlflow._MOST_WAITING", 3)
+    called, ready = [], threading.Event()
+    sender = _Sender()
+    for i in range(20):
+        sender.send(lambda i=i: (ready.wait(), called.append(i)))
+    ready.set()
+    sender.close(lambda: None, 60)
+    # The first may be on its way already.
+    assert called in ([0, 1, 2], [0, 1, 2, 3])
+    assert "3 reports; later ones are dropped" in caplog.text
+    assert len(caplog.records) <= 2

@@ -8,6 +8,7 @@ from page_parser import parse
 from rich.console import Console
 
 import eqxshard
+from eqxshard.sharding._text import say
 from eqxshard.trackers import ProgressBar
 
 TRAIN = {
@@ -37,7 +38,7 @@ def test_without_a_terminal_each_epoch_and_evaluation_is_a_plain_line():
     bar.log(10, {**TRAIN, **EVAL, "train/loss": 1.0})
     bar.close()
     assert written(out).splitlines()[1:] == [
-        "epoch 1  step 10/20  train loss 1.000  accuracy 0.5000  12,346 examples/s",
+        "epoch 1  step 10/20  train loss 1.000  accuracy 0.5000  12,300 examples/s",
         "epoch 1  step 10/20  eval accuracy 0.7500",
     ]
 
@@ -73,7 +74,24 @@ def test_on_a_terminal_the_bar_moves_and_evaluations_stay():
     last = text.rstrip().splitlines()[-1]
     assert last.startswith("epoch 1.5")
     assert "15/20" in last
-    assert "loss 1.250  accuracy 0.5000  12,346 examples/s" in last
+    assert "loss 1.250  accuracy 0.5000  12,300 examples/s" in last
+
+
+def test_on_a_terminal_lines_break_between_words(monkeypatch):
+    out = Console(file=StringIO(), force_terminal=True, width=30)
+    bar = ProgressBar(20, console=out)
+    bar.log(20, {"epoch": 1.0, "eval/accuracy": 0.75, "eval/something": 0.25})
+    lines = [line.rstrip() for line in written(out).splitlines()]
+    assert lines == ["epoch 1  step 20/20  eval", "accuracy 0.7500  something", "0.2500"]
+    monkeypatch.setenv("COLUMNS", "20")
+    file = StringIO()
+    file.isatty = lambda: True
+    say("the remedy is `a command of many words`; use it.", file)
+    assert file.getvalue().splitlines() == [
+        "the remedy is",
+        "`a command of many words`;",
+        "use it.",
+    ]
 
 
 @pytest.mark.parametrize("redirected", [True, False])

@@ -1,4 +1,8 @@
-"""The notes on errors of a user's loss and metric functions."""
+"""The notes on errors of a user's loss and metric functions, and their tracebacks."""
+
+import json
+from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -8,6 +12,8 @@ import optax
 import pytest
 
 import eqxshard
+from eqxshard.compiled._causes import is_ours
+from eqxshard.training._advice import short_traceback, traceback_steps
 
 CROSS_ENTROPY = optax.softmax_cross_entropy_with_integer_labels
 BATCH = "The batch was: image float32[8,4], label {}."
@@ -54,69 +60,97 @@ MISTAKES = {
 }
 
 
+OPTIM = optax.sgd(0.1)
+IMAGES = {"image": jnp.ones((8, 4)), "label": CLASSES}
+
+
+def start():
+    where = {"mesh": eqxshard.make_mesh(), "rule": eqxshard.replicate()}
+    return eqxshard.init_state(Model, OPTIM, key=jax.random.key(0), **where)
+
+
+def raised(fn, batch=IMAGES, error: Any = Exception, match=None):
+    """What a train step of a loss function raises."""
+    with pytest.raises(error, match=match) as caught:
+        eqxshard.make_train_step(fn, OPTIM)(start(), batch)
+    return caught.value
+
+
+def notes(error):
+    return getattr(error, "__notes__", [])
+
+
+def files(error):
+    """The files of a traceback, without those of the type checks in tests."""
+    found = [step.tb_frame.f_code.co_filename for step in traceback_steps(error)]
+    return [file for file in found if "beartype" not in file and "jaxtyping" not in file]
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("kind", ["train", "eval"])
 def test_an_error_says_what_the_batch_was_and_what_to_do(kind, mistake):
     fn, labels, advice = MISTAKES[mistake]
     batch = {"image": jnp.ones((8, 4)), "label": jnp.asarray(labels)}
-    optim = optax.sgd(0.1)
-    rule = eqxshard.replicate()
-    state = eqxshard.init_state(
-        Model, optim, key=jax.random.key(0), mesh=eqxshard.make_mesh(), rule=rule
-    )
-    with pytest.raises((TypeError, ValueError, KeyError)) as caught:
-        if kind == "train":
-            eqxshard.make_train_step(fn, optim)(state, batch)
-        else:
-            metrics = eqxshard.make_eval_step(lambda *args: {"loss": fn(*args)})
-            metrics(state.model, batch)
+    if kind == "train":
+        error = raised(fn, batch, (TypeError, ValueError, KeyError))
+    else:
+        eval_step = eqxshard.make_eval_step(lambda *args: {"loss": fn(*args)})
+        with pytest.raises((TypeError, ValueError, KeyError)) as caught:
+            eval_step(start().model, batch)
+        error = caught.value
     label = f"{labels.dtype}[{','.join(map(str, labels.shape))}]"
     # JAX's own note, of the frames that it hides, comes last.
-    first, *more = [note for note in caught.value.__notes__ if "JAX" not in note]
+    first, *more = [note for note in notes(error) if "JAX" not in note]
     assert first == BATCH.format(label)
     assert [advice in note for note in more] == [True] if advice else more == []
+    # The test, the step's call, its machine, and the function.
+    assert [*map(is_ours, files(error))][:4] == [False, True, True, False]
 
 
 def test_an_error_of_this_library_is_left_as_it_is():
     def weighted(model, batch, key):
         return loss_fn(model, batch).mean()
 
-    optim = optax.sgd(0.1)
-    rule = eqxshard.replicate()
-    state = eqxshard.init_state(
-        Model, optim, key=jax.random.key(0), mesh=eqxshard.make_mesh(), rule=rule
-    )
-    batch = {"image": jnp.ones((8, 4)), "label": CLASSES, "__weight__": jnp.ones(8)}
-    with pytest.raises(ValueError, match="one number for the batch") as caught:
-        eqxshard.make_train_step(weighted, optim)(state, batch)
-    assert not any("batch was" in note for note in getattr(caught.value, "__notes__", []))
+    batch = IMAGES | {"__weight__": jnp.ones(8)}
+    error = raised(weighted, batch, ValueError, "one number for the batch")
+    assert not any("batch was" in note for note in notes(error))
+    # The test, the step's call, its machine, and what raises. (And `raised`.)
+    assert [*map(is_ours, files(error))] == [False, True, True, True]
 
 
-def two_arguments(model, batch):
-    return loss_fn(model, batch)
+def fails(*, in_users_code):
+    """An error below frames that are not the user's."""
+    text, hook = ("{}", lambda found: 1 / 0) if in_users_code else ("{", None)
+    with pytest.raises((ValueError, ZeroDivisionError)) as caught, short_traceback():
+        json.loads(text, object_hook=hook)
+    return [Path(file).parent.name for file in files(caught.value)]
+
+
+def test_only_what_is_above_the_users_code_is_left_out():
+    assert fails(in_users_code=True) == ["training", "training"]
+    filtering = jax.config.values["jax_traceback_filtering"]
+    jax.config.update("jax_traceback_filtering", "off")
+    try:
+        assert "json" in fails(in_users_code=True)
+    finally:
+        jax.config.update("jax_traceback_filtering", filtering)
+    # Anybody's bug.
+    assert "json" in fails(in_users_code=False)
 
 
 def test_the_arguments_of_a_loss_function_are_named():
-    optim = optax.sgd(0.1)
-    mesh, rule = eqxshard.make_mesh(), eqxshard.replicate()
-    state = eqxshard.init_state(Model, optim, key=jax.random.key(0), mesh=mesh, rule=rule)
-    batch = {"image": jnp.ones((8, 4)), "label": CLASSES}
-    with pytest.raises(TypeError, match="positional argument") as caught:
-        eqxshard.make_train_step(two_arguments, optim)(state, batch)
-    assert any("takes (model, batch, key)" in note for note in caught.value.__notes__)
+    def two_arguments(model, batch):
+        return loss_fn(model, batch)
 
-
-def test_a_call_of_the_users_own_gets_no_advice_on_arguments():
     def helper(x):
         return x
 
     def mistaken(model, batch, key):
         return helper(batch, key)  # pyright: ignore[reportCallIssue]
 
-    optim = optax.sgd(0.1)
-    mesh, rule = eqxshard.make_mesh(), eqxshard.replicate()
-    state = eqxshard.init_state(Model, optim, key=jax.random.key(0), mesh=mesh, rule=rule)
-    batch = {"image": jnp.ones((8, 4)), "label": CLASSES}
-    with pytest.raises(TypeError, match="positional argument") as caught:
-        eqxshard.make_train_step(mistaken, optim)(state, batch)
-    assert not any("takes (model" in note for note in caught.value.__notes__)
+    says = "takes (model, batch, key)"
+    error = raised(two_arguments, error=TypeError, match="positional argument")
+    assert any(says in note for note in notes(error))
+    # A call of the user's own gets no such advice.
+    error = raised(mistaken, error=TypeError, match="positional argument")
+    assert not any(says in note for note in notes(error))

@@ -9,12 +9,17 @@ from communication_cases import (
     assert_no_activations_of_others,
     step_collectives,
 )
-from grades import on_versions
 
+QUICK = "data=2,fsdp=4"
+#: By mesh, quick and tried on other versions of JAX, or slow.
+MARKED = [
+    pytest.param(mesh, marks=pytest.mark.versions if mesh == QUICK else pytest.mark.slow)
+    for mesh in MESHES
+]
 TABLES = [name for name in MODELS if "Embedding" in name]
 
 
-@pytest.mark.parametrize("mesh", on_versions(MESHES, ["data=2,fsdp=4"]))
+@pytest.mark.parametrize("mesh", MARKED)
 @pytest.mark.parametrize("model", MODELS)
 def test_no_device_receives_activations_of_other_examples(model, mesh):
     ops = step_collectives(model, mesh, jax.devices())

@@ -1,13 +1,18 @@
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import RULES, Model, arrays, lenient, make_batch, make_mesh, squared_errors
+from helpers import arrays, lenient, make_batch
+from step_helpers import make
 
 import eqxshard
 
-KEY = jax.random.key(0)
+
+class Layers(eqx.Module):
+    first: jax.Array
+    last: jax.Array
 
 
 @pytest.fixture(scope="module")
@@ -15,9 +20,7 @@ def run():
     """Three steps under FSDP: the state, and the weights after each step."""
     average = eqxshard.ema_weights(0.2), eqxshard.ema_weights(0.75, warmup=False)
     optim = lenient(optax.chain(optax.sgd(0.1), *average))
-    placed: dict = dict(mesh=make_mesh("data=2,fsdp=4"), rule=RULES["fsdp"])
-    state = eqxshard.init_state(Model, optim, key=KEY, **placed)
-    train_step = eqxshard.make_train_step(squared_errors, optim, **placed)
+    state, train_step = make("data=2,fsdp=4", "fsdp", optim=optim)
     weights = [arrays(state.model)]
     for seed in range(3):
         state, _ = train_step(state, make_batch(seed=seed))
@@ -51,8 +54,7 @@ def test_it_is_sharded_like_the_weights(run):
 
 
 def test_a_state_without_an_average_is_refused():
-    placed: dict = dict(mesh=make_mesh("data=1"), rule=RULES["replicate"])
-    state = eqxshard.init_state(Model, lenient(optax.sgd(0.1)), key=KEY, **placed)
+    state, _ = make("data=1", "replicate", optim=lenient(optax.sgd(0.1)))
     with pytest.raises(ValueError, match=r"make it with optax\.chain\(\.\.\., eqx"):
         eqxshard.ema_model(state)
 
@@ -60,12 +62,8 @@ def test_a_state_without_an_average_is_refused():
 def test_the_average_of_half_precision_moves():
     """In bfloat16 a thousandth of a change would be lost to rounding."""
     optim = lenient(optax.chain(optax.sgd(0.1), eqxshard.ema_weights(0.999)))
-    placed: dict = dict(mesh=make_mesh("data=2"), rule=eqxshard.zero1(min_size=1))
-    precision = eqxshard.Precision(params=jnp.bfloat16)
-    state = eqxshard.init_state(Model, optim, key=KEY, precision=precision, **placed)
-    train_step = eqxshard.make_train_step(
-        squared_errors, optim, precision=precision, **placed
-    )
+    rule, precision = eqxshard.zero1(min_size=1), eqxshard.Precision(params=jnp.bfloat16)
+    state, train_step = make("data=2", rule, optim=optim, precision=precision)
     before = np.asarray(state.opt_state[1].ema.first.bias)
     state, _ = train_step(state, make_batch())
     after = state.opt_state[1].ema.first.bias
@@ -73,13 +71,18 @@ def test_the_average_of_half_precision_moves():
     assert eqxshard.ema_model(state).first.bias.dtype == jnp.bfloat16
 
 
-def test_an_average_of_a_part_is_refused():
-    masked = optax.masked(
-        eqxshard.ema_weights(0.9),
-        lambda params: jax.tree.map(lambda x: x.ndim == 2, params),
-    )
-    optim = lenient(optax.chain(optax.sgd(0.1), masked))
-    placed: dict = dict(mesh=make_mesh("data=1"), rule=RULES["replicate"])
-    state = eqxshard.init_state(Model, optim, key=KEY, **placed)
+PARTS = {
+    "masked": optax.masked(
+        eqxshard.ema_weights(0.9), lambda ps: jax.tree.map(lambda x: x.ndim == 2, ps)
+    ),
+    "per_layer": eqxshard.per_layer(eqxshard.ema_weights(0.9), "first"),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_an_average_of_a_part_is_refused(part):
+    optim = lenient(optax.chain(optax.sgd(0.1), PARTS[part]))
+    make_model = lambda key: Layers(jnp.ones((2, 4)), jnp.ones(2))  # noqa: E731
+    state, _ = make("data=1", "replicate", optim=optim, make_model=make_model)
     with pytest.raises(ValueError, match=r"put ema_weights outside of it, last in the ch"):
         eqxshard.ema_model(state)

@@ -74,7 +74,7 @@ def test_a_scalar_cannot_leave_padding_out():
         eval_step(state.model, padded)
 
 
-def test_negative_and_infinite_weights_are_refused():
+def test_negative_weights_are_refused():
     state, train_step = setup()
     eval_step = eqxshard.make_eval_step(lambda model, batch: {"x": batch["x"][:, 0]})
     weight = np.where(np.arange(32) == 5, -1, 1).astype(np.float32)
@@ -92,9 +92,6 @@ def test_negative_and_infinite_weights_are_refused():
         ValueError, match=r"the sum of '__loss_weight__' .* negative.*; giv"
     ):
         train_step(state, make_batch() | {"__loss_weight__": -weight})
-    infinite = make_batch() | {"__loss_weight__": weight * np.float32(np.inf)}
-    with pytest.raises(ValueError, match=r"'__loss_weight__' is inf, .*; give"):
-        train_step(state, infinite)
     train_step(state, make_batch() | {"__loss_weight__": weight})
 
 

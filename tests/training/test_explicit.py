@@ -6,12 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from explicit_model import Model, batches, loss_fn, losses, make_state
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import eqxshard
-
-from explicit_model import Model, batches, loss_fn, losses, make_state
 
 FSDP = eqxshard.fsdp(min_size=0)
 SPLIT = eqxshard.by_dim({"mlp": "tensor", "heads": "tensor", "embed": "fsdp"})

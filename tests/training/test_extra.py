@@ -102,22 +102,3 @@ def test_a_companion_that_was_donated_is_refused():
     state, _ = train_step(state, make_batch(), teacher_on())
     with pytest.raises(ValueError, match="an array of the extra was donated"):
         train_step(state, make_batch(), old)
-
-
-def test_a_key_that_is_twice_in_a_state_is_copied():
-    class Keyed(eqx.Module):
-        linear: eqx.nn.Linear
-        key: jax.Array
-
-    placed = {"mesh": make_mesh("data=8"), "rule": RULES["replicate"]}
-    make_model = lambda key: Keyed(eqx.nn.Linear(8, 4, key=key), key)  # noqa: E731
-    state = eqxshard.init_state(make_model, OPTIM, key=KEY, **placed)
-    state = eqx.tree_at(lambda s: s.model.key, state, state.key)
-
-    def loss_fn(model, batch, key):
-        return jnp.sum(jax.vmap(model.linear)(batch["x"]) ** 2, axis=-1)
-
-    train_step = eqxshard.make_train_step(loss_fn, OPTIM)
-    for _ in range(2):
-        state, _ = train_step(state, make_batch())
-    assert (jax.random.key_data(state.key) == jax.random.key_data(state.model.key)).all()

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from grades import graded
 from helpers import (
     RULES,
     assert_close,
@@ -21,7 +22,7 @@ MESHES = [("data=1", "replicate"), ("data=2,fsdp=4", "fsdp")]
 # Microbatches
 
 
-@pytest.mark.parametrize("weight", WEIGHTS)
+@pytest.mark.parametrize("weight", graded(WEIGHTS, ["uneven"], ["even", "padded"]))
 @pytest.mark.parametrize("mesh, rule", [("data=8", "replicate"), ("data=2,fsdp=2", "fsdp")])
 def test_accumulation_is_exact_whatever_the_weights(mesh, rule, weight):
     whole, whole_step = setup(mesh, rule, loss_fn=without_dropout)

@@ -7,8 +7,6 @@ import numpy as np
 import optax
 import pytest
 from helpers import (
-    RULES,
-    Model,
     arrays,
     lenient,
     make_batch,
@@ -16,7 +14,7 @@ from helpers import (
     squared_errors,
 )
 from jax.sharding import PartitionSpec as P
-from step_helpers import KEY, OPTIM, setup, with_nan
+from step_helpers import make, setup, with_nan
 
 import eqxshard
 from eqxshard.training._guard import all_finite
@@ -126,14 +124,8 @@ def test_a_models_state_that_is_not_finite_is_not_kept():
         state = state.set(model.total, state.get(model.total) + jnp.sum(batch["y"]))
         return jnp.sum(jax.vmap(model.linear)(batch["x"]) ** 2, axis=-1), state
 
-    state = eqxshard.init_state(
-        eqx.nn.make_with_state(Counts),
-        OPTIM,
-        key=KEY,
-        mesh=make_mesh("data=8"),
-        rule=RULES["replicate"],
-    )
-    train_step = eqxshard.make_train_step(losses, OPTIM)
+    make_model = eqx.nn.make_with_state(Counts)
+    state, train_step = make("data=8", "replicate", losses, make_model=make_model)
     batch = make_batch()
     state, _ = train_step(state, batch)
     kept = float(state.model_state.get(state.model.total))
@@ -143,14 +135,12 @@ def test_a_models_state_that_is_not_finite_is_not_kept():
 
 
 def test_only_gradients_that_do_not_fit_shrink_the_loss_scale():
-    precision = eqxshard.Precision(compute=jnp.float16)
-    placed = {"mesh": make_mesh("data=8"), "rule": RULES["replicate"]}
+    options: Any = {"precision": eqxshard.Precision(compute=jnp.float16), "lint": "off"}
     for optim, batch, scale in (
         (HUGE, make_batch(), 2.0**15),
         (optax.sgd(0.1), with_nan(make_batch()), 2.0**14),
     ):
-        state = eqxshard.init_state(Model, optim, key=KEY, precision=precision, **placed)
-        train_step = eqxshard.make_train_step(squared_errors, optim, lint="off")
+        state, train_step = make("data=8", "replicate", optim=optim, **options)
         state, metrics = train_step(state, batch)
         assert metrics.compute()["nonfinite"] == 1
         assert float(state.loss_scale.scale) == scale

@@ -6,18 +6,17 @@ import numpy as np
 import optax
 import pytest
 from helpers import (
-    RULES,
     Model,
     assert_equal,
     lenient,
     make_batch,
     make_mesh,
     needs_new_jax,
-    squared_errors,
     stack,
 )
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from step_helpers import make
 
 import eqxshard
 
@@ -50,8 +49,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizer_state_is_sharded_explicitly(name):
     """Arrays shaped like a parameter are sharded like it; the others are whole."""
-    mesh, rule, optim = make_mesh("data=2,fsdp=4"), RULES["fsdp"], lenient(OPTIMIZERS[name])
-    state = eqxshard.init_state(Model, optim, key=KEY, mesh=mesh, rule=rule)
+    state, train_step = make(MESH, "fsdp", optim=lenient(OPTIMIZERS[name]))
     params = jax.tree_util.tree_leaves_with_path(
         eqx.filter(state.model, eqx.is_inexact_array)
     )
@@ -61,10 +59,9 @@ def test_optimizer_state_is_sharded_explicitly(name):
             param.sharding
             for name, param in params
             if path[-len(name) :] == name and leaf.shape == param.shape
-        ] or [NamedSharding(mesh, P())]
+        ] or [NamedSharding(state.step.sharding.mesh, P())]
         assert leaf.sharding == sharding, path
         before[path] = leaf.sharding
-    train_step = eqxshard.make_train_step(squared_errors, optim, mesh=mesh, rule=rule)
     state, metrics = train_step(state, make_batch())
     assert np.isfinite(metrics.compute()["loss"])
     after = dict(jax.tree_util.tree_leaves_with_path(state.opt_state))
@@ -75,9 +72,7 @@ def test_optimizer_state_is_sharded_explicitly(name):
 
 
 def run(rule, many=False, **options):
-    mesh = make_mesh(MESH)
-    state = eqxshard.init_state(Model, OPTIM, key=KEY, mesh=mesh, rule=rule)
-    step = eqxshard.make_train_step(squared_errors, OPTIM, mesh=mesh, rule=rule, **options)
+    state, step = make(MESH, rule, optim=OPTIM, **options)
     batches = [make_batch(seed=i) for i in range(3)]
     if many:
         return step.many(state, stack(batches))[0]

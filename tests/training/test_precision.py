@@ -4,19 +4,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import RULES, Model, assert_equal, lenient, make_batch, make_mesh
+import step_helpers
+from helpers import assert_equal, lenient, make_batch
+from step_helpers import KEY
 
 import eqxshard
 
 OPTIM = lenient(optax.sgd(0.1))
-KEY = jax.random.key(0)
 BF16 = eqxshard.Precision(jnp.bfloat16)
 
 
 def make(loss_fn, precision, mesh="data=1", rule="replicate", optim=OPTIM, **options):
-    placed: dict = dict(mesh=make_mesh(mesh), rule=RULES[rule], precision=precision)
-    state = eqxshard.init_state(Model, optim, key=KEY, **placed)
-    return state, eqxshard.make_train_step(loss_fn, optim, **placed, **options)
+    return step_helpers.make(mesh, rule, loss_fn, optim, precision=precision, **options)
 
 
 def errors(model, batch, key):
@@ -122,18 +121,16 @@ def test_a_frozen_base_is_never_cast_up(precision):
         jax.tree.map(lambda _: False, Adapted(KEY)),
         (True, True),
     )
-    optim = lenient(optax.adam(0.1))
-    placed: dict = dict(mesh=make_mesh("fsdp=8"), rule=RULES["fsdp"], trainable=trainable)
-    placed |= {"precision": precision}
-    state = eqxshard.init_state(Adapted, optim, key=KEY, **placed)
-    kept = np.asarray(state.model.base)
-    assert kept.dtype == jnp.bfloat16 and dtypes(state.opt_state) == {"float32"}
 
     def loss_fn(model, batch, key):
         assert model.base.dtype == jnp.bfloat16
         return jnp.sum(jax.vmap(model)(batch["x"]) ** 2, axis=-1)
 
-    train_step = eqxshard.make_train_step(loss_fn, optim, **placed)
+    optim, options = lenient(optax.adam(0.1)), {"make_model": Adapted}
+    options |= {"trainable": trainable}
+    state, train_step = make(loss_fn, precision, "fsdp=8", "fsdp", optim, **options)
+    kept = np.asarray(state.model.base)
+    assert kept.dtype == jnp.bfloat16 and dtypes(state.opt_state) == {"float32"}
     batch = {"x": np.ones((8, 64), np.float32)}
     lowered = train_step.lower(state, batch)
     # The compiled program of a CPU, which has no bfloat16, would have copies.

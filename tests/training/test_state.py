@@ -7,35 +7,18 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import (
-    RULES,
-    Model,
-    assert_equal,
-    lenient,
-    make_batch,
-    make_mesh,
-    squared_errors,
-)
+from helpers import RULES, assert_equal, make_batch, make_mesh
 from jax.sharding import PartitionSpec as P
+from step_helpers import setup
 
 import eqxshard
-from eqxshard.training._state import flatten_state
-from eqxshard.training._states import map_models, step_of
+from eqxshard.training._state import flatten_state, map_models, step_of
 
 
-@pytest.fixture(scope="module")
 def trained():
-    """A function that returns a state from a step, whose modules are not built yet."""
-    mesh, rule, optim = make_mesh(), RULES["replicate"], lenient(optax.adam(1e-3))
-    train_step = eqxshard.make_train_step(squared_errors, optim, mesh=mesh, rule=rule)
-
-    def make():
-        state = eqxshard.init_state(
-            Model, optim, key=jax.random.key(0), mesh=mesh, rule=rule
-        )
-        return train_step(state, make_batch())[0]
-
-    return make
+    """A state from a step, whose modules are not built yet."""
+    state, train_step = setup()
+    return train_step(state, make_batch())[0]
 
 
 LOOKS = {
@@ -54,7 +37,7 @@ LOOKS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("look", LOOKS)
-def test_a_state_from_a_step_is_a_pytree_like_others(trained, look):
+def test_a_state_from_a_step_is_a_pytree_like_others(look):
     state = trained()
     seen = LOOKS[look](state)
     assert isinstance(seen, eqxshard.TrainState)
@@ -97,7 +80,7 @@ def test_each_state_keeps_its_own_rule_whatever_was_traced_before():
             assert change(state).made_with.rule is rule
 
 
-def test_a_state_from_a_step_pickles(trained):
+def test_a_state_from_a_step_pickles():
     state = trained()
     state = eqx.tree_at(lambda s: s.key, state, jax.random.key_data(state.key))
     model = eqx.filter(state.model, eqx.is_array)
@@ -105,14 +88,14 @@ def test_a_state_from_a_step_pickles(trained):
     assert_equal(pickle.loads(pickle.dumps(state)), state)
 
 
-def test_reading_the_step_builds_no_modules(trained):
+def test_reading_the_step_builds_no_modules():
     state = trained()
     assert int(state.step) == 1 and state._values is None
     assert flatten_state(state)[0][0] is state.step
     assert state.model.last.bias.shape == (4,) and state._values is not None
 
 
-def test_a_step_or_key_that_is_not_an_array_is_refused(trained, unannotated):
+def test_a_step_or_key_that_is_not_an_array_is_refused(unannotated):
     state = trained()
     broken = eqxshard.TrainState(3, state.model, state.opt_state, state.key)  # pyright: ignore
     with pytest.raises(TypeError, match=r"write jnp\.int32\(0\) and jax\.random\.key\(0\)"):

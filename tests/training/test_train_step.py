@@ -311,7 +311,7 @@ def test_an_array_that_is_twice_in_a_state_is_copied():
 
         def make_model(key):
             online, target = (eqx.nn.MLP(8, 8, 8, 1, key=k) for k in jax.random.split(key))
-            return {"online": online, "target": target}
+            return {"online": online, "target": target, "key": key}
 
         def loss_fn(model, batch, key):
             out, aim = (jax.vmap(model[name])(batch) for name in ("online", "target"))
@@ -327,8 +327,12 @@ def test_an_array_that_is_twice_in_a_state_is_copied():
             batch = np.ones((16, 8), np.float32)
             for _ in range(3):
                 state, metrics = step(state, batch)
-                online = state.model["online"]
-                state = eqx.tree_at(lambda s: s.model["target"], state, online)
+                same = state.model["online"], state.key
+                where_to = lambda s: (s.model["target"], s.model["key"])
+                state = eqx.tree_at(where_to, state, same)
+            state, metrics = step(state, batch)
+            keys = map(jax.random.key_data, (state.key, state.model["key"]))
+            np.testing.assert_array_equal(*keys)
             print(float(metrics["loss"]))
     """)
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -14,12 +14,11 @@ from helpers import (
     compiles,
     lenient,
     make_batch,
-    make_mesh,
     part,
     squared_errors,
 )
 from jax.sharding import PartitionSpec as P
-from step_helpers import KEY, Wide, train, without_dropout
+from step_helpers import KEY, Wide, make, train, without_dropout
 
 import eqxshard
 from eqxshard.testing import collectives
@@ -92,24 +91,18 @@ def test_clipping_uses_the_norm_of_the_whole_gradient(rule):
 
 def test_parameters_keep_their_type():
     """Whatever type an optimizer's updates are of."""
-    mesh, rule = make_mesh(), RULES["replicate"]
     optim = lenient(optax.adam(1e-2, mu_dtype=jnp.float32))
+
+    def make_model(key):
+        return Wide(jax.random.normal(key, (8, 8), jnp.bfloat16))
+
+    def loss_fn(model, batch, key):
+        half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), batch)
+        return squared_errors(model, half, key)
+
     for nonfinite in ("skip", "ignore"):
-        state = eqxshard.init_state(
-            lambda key: Wide(jax.random.normal(key, (8, 8), jnp.bfloat16)),
-            optim,
-            key=KEY,
-            mesh=mesh,
-            rule=rule,
-        )
-
-        def loss_fn(model, batch, key):
-            half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), batch)
-            return squared_errors(model, half, key)
-
-        train_step = eqxshard.make_train_step(
-            loss_fn, optim, mesh=mesh, rule=rule, nonfinite=nonfinite
-        )
+        options = {"make_model": make_model, "nonfinite": nonfinite}
+        state, train_step = make("data=8", "replicate", loss_fn, optim, **options)
         with jax.numpy_dtype_promotion("standard"), compiles("train_step") as events:
             state, metrics = train_step(state, make_batch())
             for seed in range(2):
@@ -122,10 +115,8 @@ def test_parameters_keep_their_type():
 def test_an_optimizer_may_ask_for_the_loss():
     plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, accumulation_size=1)
     optim = optax.chain(optax.sgd(0.0), plateau)
-    mesh, rule = make_mesh(), RULES["replicate"]
     with jax.numpy_dtype_promotion("standard"):
-        state = eqxshard.init_state(Model, optim, key=KEY, mesh=mesh, rule=rule)
-        train_step = eqxshard.make_train_step(without_dropout, optim, mesh=mesh, rule=rule)
+        state, train_step = make("data=8", "replicate", without_dropout, optim)
         state, metrics = train_step(state, make_batch())
         for _ in range(3):
             state, _ = train_step(state, make_batch())

@@ -1,5 +1,6 @@
 """Preparation: from files of text to token files."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -11,6 +12,7 @@ from typing import NamedTuple, TextIO
 import numpy as np
 
 from ...sharding._files import local_path, open_file, parse_json
+from ...sharding._text import first_few
 from ._tokenizers import (
     TOKENIZER_FILE,
     CharTokenizer,
@@ -94,6 +96,14 @@ def prepare(
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(folder / TOKENIZER_FILE)
     tokens, documents = _encode(read_parts(files), tokenizer, folder)
+    if not tokens:
+        for name in (TOKENIZER_FILE, TOKENS_FILE, ENDS_FILE):
+            (folder / name).unlink()
+        # It stays if it has files of the user's.
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        where = first_few([*map(str, files)])
+        raise ValueError(f"there are no tokens in {where}; give more text.")
     sizes = {"tokens": tokens, "documents": documents}
     # Last, and in one piece: a folder without it is not prepared.
     part = folder / f"{RECORD_FILE}.part"

@@ -35,10 +35,11 @@ function label(tick) {
   return String(Number(tick.toPrecision(6)));
 }
 
-function value(number) {
+function value(number, isSpeed) {
   if (number === null) return "not finite";
-  if (Math.abs(number) >= 9999.5) return Math.round(number).toLocaleString("en");
-  return String(Number(number.toPrecision(4)));
+  if (isSpeed) return number.toLocaleString("en", { maximumSignificantDigits: 3 });
+  if (Math.abs(number) >= 999.95) return Math.round(number).toLocaleString("en");
+  return number.toPrecision(4);
 }
 
 function duration(seconds) {
@@ -255,7 +256,7 @@ class Chart {
         if (series.seconds[best]) title += `, ${duration(series.seconds[best])}`;
       }
       const name = element("span", "", series.name);
-      rows.push(element("div", "", element("span", `stroke ${series.style}`), name, element("span", "value", value(y))));
+      rows.push(element("div", "", element("span", `stroke ${series.style}`), name, element("span", "value", value(y, series.is_speed))));
       if (y === null || (view.log && y <= 0)) continue;
       const mark = this.plot.appendChild(element("div", `mark ${series.style}`));
       mark.style.left = `${100 * this.x(xs[best])}%`;

@@ -38,12 +38,17 @@ def jaxprs_in(part: Any) -> Iterator[Any]:
             yield from jaxprs_in(each)
 
 
+def all_jaxprs(jaxpr: Any, scope: str = "") -> Iterator[tuple[Any, str]]:
+    """A jaxpr and those inside of it, each with the names of the transforms around it."""
+    yield jaxpr, scope
+    for eqn in open_jaxpr(jaxpr).eqns:
+        for part in jaxprs_in(eqn.params):
+            yield from all_jaxprs(part, f"{scope}/{eqn.source_info.name_stack}")
+
+
 def equations(jaxpr: Any) -> Iterator[Any]:
     """The equations of a jaxpr, and of those inside of it."""
-    for eqn in open_jaxpr(jaxpr).eqns:
-        yield eqn
-        for part in jaxprs_in(eqn.params):
-            yield from equations(part)
+    return (eqn for part, _ in all_jaxprs(jaxpr) for eqn in open_jaxpr(part).eqns)
 
 
 def map_jaxprs_in(rewrite: Callable[[Any], Any], part: Any) -> Any:

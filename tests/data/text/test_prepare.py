@@ -110,6 +110,14 @@ def test_what_is_not_text_is_an_error(tmp_path, name, data, says):
         prepare(tmp_path / name, tmp_path / "out", "byte")
 
 
+def test_an_empty_text_leaves_no_folder_and_no_files(tmp_path):
+    (tmp_path / "x.txt").touch()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"there are no tokens in .*x\.txt; give"):
+            prepare(tmp_path / "x.txt", tmp_path / "out", "byte")
+        assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("kind", ["fifo", "device"])
 def test_what_is_no_file_is_not_opened(tmp_path, kind):
     (tmp_path / "in").mkdir()

@@ -112,7 +112,6 @@ def test_steps_on_eight_devices_return_what_jax_returns_on_one(group):
     Sweep(group, "data=2,fsdp=4").check()
 
 
-@pytest.mark.versions
 @pytest.mark.slow
 def test_rewritten_programs_are_well_formed_and_have_most_primitives(record_property):
     met = set()

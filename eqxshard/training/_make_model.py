@@ -1,0 +1,115 @@
+"""Make a model as by jit, where arrays have no values, and refuse what would go wrong."""
+
+import gc
+from collections.abc import Callable
+from types import FunctionType, ModuleType
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+from jax.core import Tracer
+from jaxtyping import Array, PyTree
+
+from ..sharding._leaves import array_leaves, format_array
+from ..transforms._compiles import tree_parts
+from ._donation import any_donated
+from ._state import without_state
+
+_REMEDY = (
+    "make the model first and write make_model=lambda key: model (it is then whole on one "
+    "device before it is split)"
+)
+#: What holds no arrays, or too much to look through.
+_PLAIN = (type, ModuleType, str, bytes, int, float, complex, np.ndarray, jax.Array)
+
+
+def check_function(make_model: Any) -> None:
+    """Refuse a model in the place of a function that makes one."""
+    is_model = isinstance(make_model, eqx.Module) and array_leaves(make_model)
+    if is_model or not callable(make_model):
+        raise TypeError(
+            f"make_model is a {type(make_model).__name__}, and init_state takes a function "
+            "of a key; for a model that you have already, write lambda key: model."
+        )
+
+
+def make_traced(
+    make_model: Callable[[Any], PyTree], key: Array
+) -> tuple[PyTree, eqx.nn.State | None]:
+    """A model and its state, if it has one; `key` is traced."""
+    try:
+        model, model_state = without_state(make_model(key))
+    # JAX has no type of its own for others, such as of a shape that is traced.
+    except (TypeError, IndexError, ValueError) as error:
+        if "Tracer" in f"{type(error)} {error}" or "Concret" in type(error).__name__:
+            error.add_note(
+                "init_state runs make_model under jit, where arrays have no values; "
+                f"{_REMEDY}."
+            )
+        raise
+    _check_no_tracers(model)
+    check_not_taken((model, model_state))
+    return model, model_state
+
+
+def check_not_taken(arrays: PyTree) -> None:
+    """Refuse a key, or a model, that a step has taken."""
+    if any_donated(jax.tree.leaves(arrays)):
+        raise ValueError(
+            "the key, or the model that make_model returns, was donated to a step; use "
+            "those of the newest state, or copies."
+        )
+
+
+def check_not_shared(params: PyTree) -> None:
+    """Refuse an array that is trained in two places."""
+    paths: dict[int, str] = {}
+    for path, leaf in array_leaves(params):
+        first = paths.setdefault(id(leaf), path)
+        if first != path:
+            raise ValueError(
+                f"{first} and {path} are the same array, and would be trained as two; tie "
+                "them with equinox.nn.Shared, make one a copy with jnp.copy, or train only "
+                "one with trainable=."
+            )
+
+
+def _check_no_tracers(model: PyTree) -> None:
+    """Refuse a model with traced arrays in its static parts.
+
+    They have no values, and a step that uses one fails far from where it was made.
+    """
+    # What nodes keep beside their fields, such as those that others registered.
+    rest = gc.get_referents(jax.tree.structure(model))
+    for path, part in [*tree_parts(model), ("the model", rest)]:
+        tracer = _find_tracer(part)
+        if tracer is not None:
+            raise ValueError(
+                f"{path or 'the model'} keeps an array, {format_array(tracer)}, made in "
+                "make_model, which init_state runs under jit, where arrays have no values; "
+                f"keep arrays in fields of the model, or {_REMEDY}."
+            )
+
+
+def _find_tracer(whole: Any) -> Tracer | None:
+    """A traced array that an object refers to, however deep."""
+    stack, seen = [whole], set()
+    while stack:
+        part = stack.pop()
+        if isinstance(part, Tracer):
+            return part
+        if id(part) not in seen and not isinstance(part, _PLAIN):
+            seen.add(id(part))
+            stack += _refers_to(part)
+    return None
+
+
+def _refers_to(part: Any) -> list[Any]:
+    # `__wrapped__` of functions that are jitted, and the like, is there.
+    found = [*getattr(part, "__dict__", {}).values()]
+    if isinstance(part, FunctionType):  # Whose globals are not its own.
+        return [*found, part.__closure__, part.__defaults__, part.__kwdefaults__]
+    if type(part).__module__.startswith("jax"):  # JAX's own objects know its caches.
+        return found
+    return [*found, *gc.get_referents(part)]
