@@ -68,7 +68,7 @@ def test_a_model_written_for_explicit_axes_trains_as_the_plain_one(
 @pytest.mark.slow
 def test_without_rewriting_too(expected, as_scripts_run, monkeypatch):
     monkeypatch.setenv("EQXSHARD_REWRITE", "off")
-    mesh, rule, options = MESHES["both"]
+    mesh, rule, _ = MESHES["both"]
     np.testing.assert_allclose(losses(mesh, rule, typed=True), expected, rtol=1e-5)
 
 
@@ -147,7 +147,7 @@ def test_loader_fit_many_and_resident_data(as_scripts_run):
 
 
 def test_constraints_and_our_own_layers_on_explicit_axes():
-    mesh, rng, found = explicit(data=2, tensor=4), np.random.default_rng(0), []
+    rng, found = np.random.default_rng(0), []
     batch = {
         "x": rng.standard_normal((8, 8, 4, 8)).astype(np.float32),
         "targets": rng.integers(0, 64, (8, 8)).astype(np.int32),
@@ -162,7 +162,7 @@ def test_constraints_and_our_own_layers_on_explicit_axes():
         return jnp.mean(losses, -1)
 
     optim = optax.sgd(0.1)
-    for mesh in (mesh, eqxshard.make_mesh(data=2, tensor=4)):
+    for mesh in (explicit(data=2, tensor=4), eqxshard.make_mesh(data=2, tensor=4)):
         state = eqxshard.init_state(
             lambda key: eqx.nn.Linear(32, 64, key=key),
             optim,
@@ -215,7 +215,7 @@ def test_axes_of_any_name_split_the_batch_once_it_is_said(expected, as_scripts_r
     mesh = jax.make_mesh((2, 4), ("dp", "shard"), axis_types=(AxisType.Auto,) * 2)
     with pytest.raises(ValueError, match="name_batch_axes"):
         make_state(mesh, eqxshard.replicate(), False, optax.sgd(0.1))
-    with pytest.raises(ValueError, match="'dq'.*'dp'"):
+    with pytest.raises(ValueError, match=r"'dq'.*'dp'"):
         eqxshard.name_batch_axes(mesh, ("dq",))
     mesh = eqxshard.name_batch_axes(mesh, batch_axes=("dp", "shard"))
     assert eqxshard.batch_sharding(mesh).spec == P(("dp", "shard"))
