@@ -8,13 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Key, PyTree, UInt32
 
 from ..sharding._leaf_rules import replicate
 from ..sharding._leaves import array_leaves
-from ..sharding._mesh import make_mesh
+from ..sharding._mesh import make_mesh, used_axes
 from ..sharding._rule import Rule, rule_name
 from ..sharding._text import format_mesh
 from ..training._init import init_state
@@ -56,7 +57,7 @@ def assert_mesh_invariant(
     optim: optax.GradientTransformation,
     *,
     rules: Rule | Sequence[Rule],
-    meshes: Sequence[Sizes] = MESHES,
+    meshes: Sequence[Sizes | Mesh] = MESHES,
     steps: int = 3,
     key: Key[Array, ""] | UInt32[Array, "2"] | None = None,
     rtol: float | None = None,
@@ -94,9 +95,10 @@ def assert_mesh_invariant(
     - `rules`: a rule, or several in a sequence. Use rules that split a model
         of this size, such as `fsdp(min_size=1)`; the report says how many arrays are
         split.
-    - `meshes`: sizes for [`eqxshard.make_mesh`][], such as `[{"data": 2, "fsdp": 4}]`. Each
-        takes the first devices. The default is five meshes of 2, 4 and 8 devices along
-        `data` and `fsdp`.
+    - `meshes`: sizes for [`eqxshard.make_mesh`][], such as `[{"data": 2, "fsdp": 4}]`, of
+        which each takes the first devices; or meshes. The default is five meshes of 2, 4
+        and 8 devices along `data` and `fsdp`. A model that is written for Explicit axes
+        is compared with one device on those of the first mesh.
     - `steps`: the number of steps.
     - `key`: of the model and the run, `jax.random.key(0)` by default.
     - `rtol`: the relative difference to accept as rounding. By default 2e-5; 2e-2 for
@@ -137,15 +139,7 @@ def assert_mesh_invariant(
             f"{steps} steps on {len(given)} batches, {len(meshes)} meshes and "
             f"{len(rules)} rules leave nothing to compare; use at least 1 of each."
         )
-    for sizes in meshes:
-        needed, present = math.prod(sizes.values()), jax.device_count()
-        if not 0 < needed <= present:
-            raise ValueError(
-                f"the mesh {format_mesh(sizes)} needs {needed} devices, and there are "
-                f"{present}; simulate them with jax.config.update('jax_num_cpu_devices', "
-                f"{needed}) before anything else uses JAX, such as at the top of "
-                "conftest.py, or use meshes of fewer devices."
-            )
+    made = [each if isinstance(each, Mesh) else _make_mesh(each) for each in meshes]
     batches = [given[index % len(given)] for index in range(steps)]
     recorded = optax.chain(_record_gradients(), optim)
 
@@ -154,21 +148,31 @@ def assert_mesh_invariant(
         state = init_state(make_model, recorded, key=key, **options)
         return make_train_step(loss_fn, recorded, accumulate=accumulate, **options), state
 
-    one_device = make_mesh(data=1, devices=jax.devices()[:1])
+    first = made[0]
+    alone = np.array(jax.devices()[:1]).reshape((1,) * first.devices.ndim)
+    one_device = Mesh(alone, first.axis_names, axis_types=first.axis_types)
     expected, starts = _train_on_one_device(*set_up(one_device, replicate()), batches)
     rtol = _default_rtol(starts[0], precision) if rtol is None else rtol
     rows = []
-    for sizes, rule in itertools.product(meshes, rules):
-        mesh_name, name = format_mesh(sizes), rule_name(rule)
+    for mesh, rule in itertools.product(made, rules):
+        mesh_name, name = format_mesh(used_axes(mesh.shape)), rule_name(rule)
         with _locate_errors(f"on the mesh {mesh_name} under {name}"):
-            all_sizes: Any = {"data": 1, **sizes}
-            devices = jax.devices()[: math.prod(sizes.values())]
-            mesh = make_mesh(**all_sizes, devices=devices)
             found = _check_mesh(*set_up(mesh, rule), batches, expected, starts, rtol)
-        rows.append(
-            MeshComparison(mesh=mesh_name, rule=name, devices=len(devices), **found)
-        )
+        rows.append(MeshComparison(mesh=mesh_name, rule=name, devices=mesh.size, **found))
     return MeshReport(tuple(rows), steps, rtol)
+
+
+def _make_mesh(sizes: Sizes) -> Mesh:
+    """A mesh of the first devices."""
+    needed, present = math.prod(sizes.values()), jax.device_count()
+    if not 0 < needed <= present:
+        raise ValueError(
+            f"the mesh {format_mesh(sizes)} needs {needed} devices, and there are "
+            f"{present}; simulate them with jax.config.update('jax_num_cpu_devices', "
+            f"{needed}) before anything else uses JAX, such as at the top of "
+            "conftest.py, or use meshes of fewer devices."
+        )
+    return make_mesh(**{"data": 1, **sizes}, devices=jax.devices()[:needed])
 
 
 def _train_on_one_device(

@@ -233,6 +233,20 @@ def test_an_axis_of_ours_that_a_mesh_lacks_has_size_1():
         eqxshard.shardings(linear, mesh, wrong)
 
 
+@pytest.mark.slow
+def test_the_test_kit_takes_explicit_meshes(as_scripts_run):
+    report = eqxshard.testing.assert_mesh_invariant(
+        lambda key: Model(key, True),
+        loss_fn,
+        batches(),
+        optax.adam(1e-3),
+        rules=SPLIT,
+        meshes=[explicit(data=2, fsdp=2, tensor=2), MESHES["ours"][0]],
+        steps=2,
+    )
+    assert [row.devices for row in report.rows] == [8, 8]
+
+
 class TestTypecheck:
     def test_a_model_written_for_explicit_axes_passes(self, as_scripts_run):
         for mesh in (eqxshard.make_mesh(data=2, fsdp=2, tensor=2), explicit(data=8)):
