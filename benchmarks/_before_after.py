@@ -5,7 +5,8 @@ runs a benchmark once in each checkout, in new processes, and every other round 
 the other checkout. The table has the median over rounds for each checkout, and the ratio:
 this checkout's figure divided by the other's in the same round, its median, smallest and
 largest. What is measured beside eqxshard is the same code in both checkouts, so its ratio
-shows the noise.
+shows the noise. The last column is the ratio divided by that of the first contestant, which
+ran at the same time: on a busy machine it says more.
 
     git worktree add --detach ../before COMMIT
     python benchmarks/_before_after.py ../before
@@ -66,18 +67,22 @@ def measure(checkout: Path, name: str, options: Sequence[str]) -> Figures:
 
 def compare(name: str, before: Sequence[Figures], after: Sequence[Figures]) -> Table:
     """The figures of all rounds, where both checkouts have them."""
-    table = Table("", "before", "after", "after / before", title=name)
+    table = Table("", "before", "after", "after / before", "beside the first", title=name)
     rows: dict[str, list[tuple[str, ...]]] = defaultdict(list)
+    firsts: dict[str, list[float]] = {}
     for key in before[0]:
         if key not in after[0]:
             continue
         title, unit, contestant = key
+        heading = f"{title}, {unit}"
         old, new = ([each[key] for each in run] for run in (before, after))
         ratios = [b / a for a, b in zip(old, new, strict=True)]
+        first = firsts.setdefault(heading, ratios)
+        beside = statistics.median(a / b for a, b in zip(ratios, first, strict=True))
         spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
         medians = (f"{statistics.median(each):.4g}" for each in (old, new))
         ratio = f"{statistics.median(ratios):.3f}, {spread}"
-        rows[f"{title}, {unit}"].append((contestant, *medians, ratio))
+        rows[heading].append((contestant, *medians, ratio, f"{beside:.3f}"))
     for heading, found in rows.items():
         table.add_section()
         table.add_row(f"[bold]{heading}")
