@@ -96,6 +96,6 @@ def test_a_batch_is_placed_where_it_is_used():
     source = eqxshard.data.ArraySource({"x": np.zeros((2 * SIDE, SIDE), np.float32)})
     with watched() as seen:
         loader = eqxshard.Loader(source, batch_size=SIDE, mesh=mesh, epochs=1)
-        for batch in loader:
-            jax.block_until_ready(batch)
-    assert seen.largest == bytes_on_a_device(batch["x"]) == PART
+        batches = jax.block_until_ready([*loader])
+    assert len(batches) == 2
+    assert seen.largest == bytes_on_a_device(batches[0]["x"]) == PART
