@@ -11,7 +11,6 @@ from test_readme import PAGES, blocks, each
 
 #: The pages of the API are lists of names for the site.
 TEXTS = [page for page in PAGES if page.parent.name != "api" or page.name == "index.md"]
-TEXTS = [page for page in TEXTS if page.name != "changes.md"]
 #: On a forge and on the site, without a line to scroll.
 WIDEST = 88
 _FENCE = re.compile(r"^( *)```.*?^\1```$", re.DOTALL | re.MULTILINE)
