@@ -4,21 +4,21 @@ Collectives of the user's own per-device code are no findings, and nothing is th
 does not say for sure.
 """
 
+import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ..sharding._mesh import BATCH_AXES
 from ..sharding._spec import axes_of
 from ..sharding._text import comma_list
-from ._causes import Causes
+from ._causes import Causes, plain_dims
 from ._communication import Operation, find_collectives
 from ._findings import REWRITTEN, Finding
 from ._hlo import Instruction, Module
 
 _ALIAS = re.compile(r"\{[\d, ]*\}: \((\d+), \{[\d, ]*\}, (?:may|must)-alias\)")
-_ARGUMENT = re.compile(r"^arrays\[(\d+)\]")
 _DEEPEST = 6
 #: What is computed of the batch and has fewer bytes, XLA may gather because it costs less
 #: than to compute with a part of it.
@@ -28,12 +28,14 @@ _SMALL = 2**16
 class Argument(NamedTuple):
     """An array that a step takes.
 
+    - `name`: what the text calls it.
     - `path`, `shape`: of the whole array.
     - `spec`: how it is split between steps.
     - `donated`: whether its memory is to be reused.
     - `in_model`: whether it belongs to the model.
     """
 
+    name: str
     path: str
     shape: tuple[int, ...]
     spec: Sequence[object]
@@ -48,9 +50,10 @@ class TextLint:
 
     - `module`: the compiled text.
     - `sizes`: of the axes of the mesh.
-    - `arguments`: the arrays that it takes first.
+    - `arguments`: the arrays that it takes, but for the batch.
     - `batch`: the path and shape of each array of a batch, by its name in the text.
     - `scanned`: the shapes of the arrays of which loops take a part in each iteration.
+    - `batch_axes`: over which the batch is split.
     """
 
     def __init__(
@@ -60,24 +63,21 @@ class TextLint:
         arguments: Sequence[Argument],
         batch: Mapping[str, tuple[str, tuple[int, ...]]],
         scanned: set[tuple[int, ...]],
+        batch_axes: Collection[str] = BATCH_AXES,
     ):
         self._module = module
         self._sizes = sizes
-        self._arguments = arguments
-        #: The arrays of the model, by number, and the others as the text names them.
-        self._model = {i: x for i, x in enumerate(arguments) if x.in_model}
-        others = {*range(len(arguments))} - self._model.keys()
-        self._other_arguments = {f"arrays[{number}]" for number in others}
-        self._batch_axes = {axis for axis in BATCH_AXES if sizes.get(axis, 1) > 1}
-        paths = {number: each.path for number, each in self._model.items()}
-        self._causes = Causes(module, sizes, paths, {})
+        self._arguments = {each.name: each for each in arguments}
+        self._batch_axes = {axis for axis in batch_axes if sizes.get(axis, 1) > 1}
+        paths = {each.name: each.path for each in arguments if each.in_model}
+        self._causes = Causes(module, sizes, paths, {}, batch_axes)
         self._batch = batch
         self._scanned = scanned
         self._is_training = any("jvp(" in x.op_name for x in module.instructions())
 
     def findings(self) -> Iterator[Finding]:
         """All of them."""
-        by_path = {each.path: each for each in self._model.values()}
+        by_path = {each.path: each for each in self._arguments.values()}
         devices = math.prod(self._sizes.values())
         for operation in find_collectives(self._module, devices):
             # In per-device code, the user gathers on purpose; and our rewrites do.
@@ -91,14 +91,15 @@ class TextLint:
 
     def _global_batch(self, operation: Operation) -> Iterator[Finding]:
         """What brings a device the rows of others, or what is computed of them."""
-        if self._batch_axes.isdisjoint(operation.axes(self._sizes) or ()):
+        over = self._batch_axes.intersection(operation.axes(self._sizes) or ())
+        if not over:
             return
         entries, of_model = dict[str, tuple[int, ...]](), False
         for name in self._causes.depends_on(operation):
             if name in self._batch:
                 path, shape = self._batch[name]
                 entries[path] = shape
-            elif name not in self._other_arguments:
+            elif name not in self._arguments or self._arguments[name].in_model:
                 of_model = True
             if entries and of_model:
                 break
@@ -116,7 +117,7 @@ class TextLint:
                 leaf,
                 line,
                 f"{name} is gathered: every device gets the rows of all others, over "
-                f"{comma_list(sorted(self._batch_axes))}, and may compute with all of "
+                f"{comma_list(sorted(over))}, and may compute with all of "
                 "them. Use jax.vmap in place of a loop over examples (jax.lax.map, "
                 "jax.lax.scan), shuffle in the Loader, or keep the rows split with "
                 "eqxshard.constrain; a loss that compares all examples with each other "
@@ -148,13 +149,21 @@ class TextLint:
 
     def _all_layers(self, operation: Operation, leaf: Argument) -> Iterator[Finding]:
         """Stacked layers that a loop takes one by one, gathered before it."""
-        axes = [axis for entry in leaf.spec for axis in axes_of(entry)]
-        others = (self._sizes[axis] for axis in axes if axis not in BATCH_AXES)
-        used = math.prod(leaf.shape) // math.prod(others)
+        gathered = operation.axes(self._sizes) or self._sizes.keys()
+        used = [
+            size // math.prod(self._sizes[x] for x in axes_of(entry) if x not in gathered)
+            for size, entry in itertools.zip_longest(leaf.shape, leaf.spec)
+        ]
         # Stacked vectors cost little, and XLA may take them out of the loop.
         if leaf.shape not in self._scanned or len(leaf.shape) < 3 or leaf.shape[0] == 1:
             return
-        if used == max(math.prod(shape.dims) for shape in operation.shapes):
+        # Compilers combine the gathers of several arrays, and join the dims of one.
+        is_joined = len(operation.shapes) == 1
+        if any(
+            plain_dims(shape.dims) == plain_dims(used)
+            or (is_joined and math.prod(shape.dims) == math.prod(used))
+            for shape in operation.shapes
+        ):
             frame = self._causes.frame(operation, of_use=True)
             yield Finding(
                 "all-layers",
@@ -172,10 +181,9 @@ class TextLint:
         if not reused:  # This backend reuses nothing, or does not say so.
             return
         for instruction in self._module.computations.get(self._module.entry, ()):
-            found = _ARGUMENT.match(instruction.op_name)
-            if instruction.opcode != "parameter" or found is None:
+            leaf = self._arguments.get(instruction.argument)
+            if instruction.opcode != "parameter" or leaf is None:
                 continue
-            leaf = self._arguments[int(found[1])]
             if leaf.donated and int(instruction.content) not in reused:
                 yield Finding(
                     "donation",
