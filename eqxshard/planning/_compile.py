@@ -6,10 +6,12 @@ import os
 import pickle
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
@@ -26,8 +28,8 @@ from ..training._layout import is_offloaded
 from ..training._state import TrainState
 from ..training._train_step import make_train_step
 from ..training._unused_axes import unused_axes
+from ..transforms._cache import cache_compilations
 from ._backends import find_devices
-from ._cache import keep_compiled
 from ._modules import compile_step
 from ._plan import Plan, PlannedMemory
 from ._process import Request, StepRequest, describe, load_request
@@ -188,3 +190,30 @@ def _settings(request: Request) -> dict[str, str]:
     settings = {"rule": request.rule, "batch": ", ".join(batch)}
     settings |= {"precision": request.precision, **request.options}
     return {name: str(value) for name, value in settings.items()}
+
+
+def keep_compiled(lower: Callable[[], jax.stages.Lowered], folder: Path) -> str:
+    """Compile a program into the folder of JAX's persistent compilation cache.
+
+    It is compiled again for this, because the plan itself needs what the compiler reports,
+    and it reports less about a program that comes out of the cache.
+
+    **Arguments:**
+
+    - `lower`: lowers the program.
+    - `folder`: made if it is not there.
+
+    **Returns:**
+
+    A note for the plan.
+    """
+    # Plans are compiled without the cache, and JAX decides only once whether to use it.
+    jax.config.update("jax_enable_compilation_cache", True)
+    reset_cache()
+    if cache_compilations(folder) is None:
+        return f"nothing is kept in {folder}, which others may write to"
+    # Otherwise JAX would return the program that it has in memory.
+    jax.clear_caches()
+    lower().compile()
+    kept = sorted(path.name for path in folder.glob("*-cache"))
+    return f"the compiled step is in {folder}" if kept else f"nothing is kept in {folder}"
