@@ -5,6 +5,7 @@ of this library.
 """
 
 import functools
+import importlib
 import itertools
 import re
 from typing import Any, NamedTuple
@@ -25,7 +26,8 @@ def placed(tree: Any, mesh: Mesh, spec) -> Any:
     """The shapes of a tree, each with a sharding: `spec`, or what it says of the path."""
 
     def place(path, x):
-        found = spec(jax.tree_util.keystr(path), x) if callable(spec) else spec
+        name = jax.tree_util.keystr(path)
+        found: Any = spec(name, x) if callable(spec) else spec
         sharding = NamedSharding(mesh, found)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
@@ -38,7 +40,7 @@ def floats(*shape: int) -> jax.ShapeDtypeStruct:
 
 def nnx_mlp():
     """Flax NNX's own first example, data-parallel: modules and an optimizer that mutate."""
-    from flax import nnx
+    nnx: Any = importlib.import_module("flax.nnx")
 
     class Model(nnx.Module):
         def __init__(self, rngs):

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -17,6 +18,9 @@ from eqxshard.compiled._lowered import read_lowered
 from eqxshard.inspect._functions import lower_function
 
 pytestmark = pytest.mark.usefixtures("unannotated")
+
+
+THREE: Any = 3
 
 
 def held(args) -> int:
@@ -115,7 +119,7 @@ def test_a_mesh_may_have_more_devices_than_there_are():
 @pytest.mark.parametrize(
     ("call", "word"),
     [
-        (lambda: eqxshard.plan_step(3), "is not a function"),
+        (lambda: eqxshard.plan_step(THREE), "is not a function"),
         (lambda: eqxshard.plan_step(jax.jit(abs).lower(1.0), 1.0), "has its arguments"),
         (lambda: eqxshard.lint(jax.jit(abs).lower(1.0), 1.0), "has its arguments"),
     ],
