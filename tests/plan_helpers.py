@@ -31,7 +31,7 @@ REQUEST = Request(
 
 def made_by_hand(memory, collectives=(), **fields):
     """A plan for eight H200s, of which only these fields are given."""
-    names: tuple[str, ...] = ("parameters", "optimizer state", "other state", "batch")
+    names = ["parameters", "optimizer state", "other state", "batch"]
     arguments = dict(zip(names, memory, strict=False))
     given = dict(
         target=eqxshard.Target.named("h200"),
