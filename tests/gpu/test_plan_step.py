@@ -5,7 +5,7 @@ import pytest
 
 import eqxshard
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("unannotated")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("unannotated", "as_scripts_run")]
 
 #: What each sends along which axes.
 SENT = {

@@ -17,7 +17,7 @@ import eqxshard
 from eqxshard.compiled._lowered import read_lowered
 from eqxshard.inspect._functions import lower_function
 
-pytestmark = pytest.mark.usefixtures("unannotated")
+pytestmark = pytest.mark.usefixtures("unannotated", "as_scripts_run")
 
 
 THREE: Any = 3
