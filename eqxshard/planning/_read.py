@@ -83,6 +83,9 @@ def describe_collectives(
         if schedule is not None and (sending := schedule.seconds("collective", number)):
             hidden = min(max(1 - schedule.seconds("waiting", number) / sending, 0.0), 1.0)
         frame = causes.frame(operation)
+        if frame is None and operation.kind == "all-gather":
+            # The compiler may not say where a gather of an argument is from.
+            frame = causes.frame(operation, of_use=True)
         yield Collective(
             kind=operation.kind,
             axes=operation.axes(sizes),
