@@ -29,6 +29,7 @@ from .planning._make_plan import plan as plan
 from .planning._plan import Plan as Plan
 from .planning._plan import PlannedMemory as PlannedMemory
 from .planning._plan import PlannedTime as PlannedTime
+from .planning._plan_step import plan_step as plan_step
 from .planning._schedule import PlannedSpan as PlannedSpan
 from .planning._search import Candidate as Candidate
 from .planning._search import Search as Search

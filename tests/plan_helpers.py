@@ -31,12 +31,14 @@ REQUEST = Request(
 
 def made_by_hand(memory, collectives=(), **fields):
     """A plan for eight H200s, of which only these fields are given."""
+    names = ["parameters", "optimizer state", "other state", "batch"]
+    arguments = dict(zip(names, memory, strict=False))
     given = dict(
         target=eqxshard.Target.named("h200"),
         backend="gpu",
         mesh={"fsdp": 8},
         devices=8,
-        memory=eqxshard.PlannedMemory(*memory),
+        memory=eqxshard.PlannedMemory(arguments, *memory[4:]),
         flops={},
         collectives=tuple(collectives),
         time=None,

@@ -2,12 +2,10 @@
 
 import math
 import os
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..sharding._mesh import batch_axes
 from ._communication import Operation
 from ._hlo import VIEWS, Frame, Instruction, Module
 
@@ -29,15 +27,17 @@ class Causes:
 
     - `module`: the module.
     - `sizes`: of the axes of the mesh.
-    - `arguments`: the path of each array of the model, by its number among the arguments.
+    - `arguments`: the path of each array of the model, by its name in the text.
     - `gradients`: by the path of each trained array, the shape of its gradient on each
         device.
+    - `batch_axes`: over which gradients are reduced, by default those of our batches.
     """
 
     module: Module
     sizes: Mapping[str, int]
-    arguments: Mapping[int, str]
+    arguments: Mapping[str, str]
     gradients: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    batch_axes: Collection[str] | None = None
 
     def frame(self, operation: Operation, *, of_use: bool = False) -> Frame | None:
         """The user's code that it is from, or the nearest to it.
@@ -60,12 +60,12 @@ class Causes:
         gathered = set[str]()
         for operand in self.module.operands(operation.start):
             for parameter in self._parameters(operand, same_values=True):
-                found = re.search(r"arrays\[(\d+)\]", parameter.op_name)
-                if found and int(found[1]) in self.arguments:
-                    gathered.add(self.arguments[int(found[1])])
+                if parameter.argument in self.arguments:
+                    gathered.add(self.arguments[parameter.argument])
         reduces = operation.kind in ("all-reduce", "reduce-scatter")
         axes = operation.axes(self.sizes) or ()
-        if gathered or not reduces or {*batch_axes(self.sizes)}.isdisjoint(axes):
+        rows = batch_axes(self.sizes) if self.batch_axes is None else self.batch_axes
+        if gathered or not reduces or {*rows}.isdisjoint(axes):
             return tuple(sorted(gathered))
         reduced = set[str]()
         for dims in self._joined(operation):
@@ -81,7 +81,7 @@ class Causes:
         does not depend on the model.
         """
         for parameter in self._parameters(operation.start, same_values=False):
-            yield parameter.op_name.replace("\\", "")
+            yield parameter.argument
 
     def _parameters(
         self, start: Instruction, *, same_values: bool
@@ -153,11 +153,11 @@ class Causes:
 
     def _reduced(self, dims: tuple[int, ...], first: int) -> list[str]:
         """The arrays whose dims, from the first on, these are; or as many in one dim."""
-        wanted = _plain(dims)
+        wanted = plain_dims(dims)
         return [
             path
             for path, shape in self.gradients.items()
-            if wanted and wanted in (_plain(shape[first:]), [math.prod(shape[first:])])
+            if wanted and wanted in (plain_dims(shape[first:]), [math.prod(shape[first:])])
         ]
 
 
@@ -186,6 +186,6 @@ def is_users(file: str) -> bool:
     return not any(folder in file for folder in _INSTALLED)
 
 
-def _plain(dims: tuple[int, ...]) -> list[int]:
+def plain_dims(dims: Iterable[int]) -> list[int]:
     """Dims in any order, without those of one."""
     return sorted(n for n in dims if n != 1)

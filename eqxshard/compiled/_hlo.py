@@ -66,6 +66,11 @@ class Instruction:
         found = _OP_NAME.search(self.attributes)
         return found[1] if found else ""
 
+    @property
+    def argument(self) -> str:
+        """Of a parameter: what the program calls it, such as `params['weight']`."""
+        return self.op_name.replace("\\", "")
+
     def attribute(self, name: str) -> str | None:
         """An attribute that is written as `name={...}` or `name=word`."""
         found = re.search(rf"\b{name}=(\{{[^}}]*\}}|[^,\s]+)", self.attributes)

@@ -4,22 +4,21 @@ Collectives of the user's own per-device code are no findings, and nothing is th
 does not say for sure.
 """
 
+import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..sharding._mesh import batch_axes
 from ..sharding._spec import axes_of
 from ..sharding._text import comma_list
-from ._causes import Causes
+from ._causes import Causes, plain_dims
 from ._communication import Operation, find_collectives
 from ._findings import REWRITTEN, Finding
 from ._hlo import Instruction, Module
 
 _ALIAS = re.compile(r"\{[\d, ]*\}: \((\d+), \{[\d, ]*\}, (?:may|must)-alias\)")
-_ARGUMENT = re.compile(r"^arrays\[(\d+)\]")
 _DEEPEST = 6
 #: What is computed of the batch and has fewer bytes, XLA may gather because it costs less
 #: than to compute with a part of it.
@@ -29,12 +28,14 @@ _SMALL = 2**16
 class Argument(NamedTuple):
     """An array that a step takes.
 
+    - `name`: what the text calls it.
     - `path`, `shape`: of the whole array.
     - `spec`: how it is split between steps.
     - `donated`: whether its memory is to be reused.
     - `in_model`: whether it belongs to the model.
     """
 
+    name: str
     path: str
     shape: tuple[int, ...]
     spec: Sequence[object]
@@ -48,9 +49,10 @@ class TextLint:
 
     - `module`: the compiled text.
     - `sizes`: of the axes of the mesh.
-    - `arguments`: the arrays that it takes first.
+    - `arguments`: the arrays that it takes, but for the batch.
     - `batch`: the path and shape of each array of a batch, by its name in the text.
     - `scanned`: the shapes of the arrays of which loops take a part in each iteration.
+    - `batch_axes`: over which the batch is split, by default those of our batches.
     """
 
     module: Module
@@ -58,19 +60,19 @@ class TextLint:
     arguments: Sequence[Argument]
     batch: Mapping[str, tuple[str, tuple[int, ...]]]
     scanned: set[tuple[int, ...]]
+    batch_axes: Collection[str] | None = None
 
     def __post_init__(self):
-        paths = {i: x.path for i, x in enumerate(self.arguments) if x.in_model}
-        self._causes = Causes(self.module, self.sizes, paths)
-        #: The other arrays, as the text names them.
-        others = {*range(len(self.arguments))} - paths.keys()
-        self._other_arguments = {f"arrays[{number}]" for number in others}
-        self._batch_axes = {axis for axis in batch_axes(self.sizes) if self.sizes[axis] > 1}
+        self._arguments = {each.name: each for each in self.arguments}
+        rows = batch_axes(self.sizes) if self.batch_axes is None else self.batch_axes
+        self._batch_axes = {axis for axis in rows if self.sizes.get(axis, 1) > 1}
+        paths = {each.name: each.path for each in self.arguments if each.in_model}
+        self._causes = Causes(self.module, self.sizes, paths, {}, self.batch_axes)
         self._is_training = any("jvp(" in x.op_name for x in self.module.instructions())
 
     def findings(self) -> Iterator[Finding]:
         """All of them."""
-        by_path = {each.path: each for each in self.arguments if each.in_model}
+        by_path = {each.path: each for each in self.arguments}
         devices = math.prod(self.sizes.values())
         for operation in find_collectives(self.module, devices):
             # In per-device code, the user gathers on purpose; and our rewrites do.
@@ -84,14 +86,15 @@ class TextLint:
 
     def _global_batch(self, operation: Operation) -> Iterator[Finding]:
         """What brings a device the rows of others, or what is computed of them."""
-        if self._batch_axes.isdisjoint(operation.axes(self.sizes) or ()):
+        over = self._batch_axes.intersection(operation.axes(self.sizes) or ())
+        if not over:
             return
         entries, of_model = dict[str, tuple[int, ...]](), False
         for name in self._causes.depends_on(operation):
             if name in self.batch:
                 path, shape = self.batch[name]
                 entries[path] = shape
-            elif name not in self._other_arguments:
+            elif name not in self._arguments or self._arguments[name].in_model:
                 of_model = True
             if entries and of_model:
                 break
@@ -109,7 +112,7 @@ class TextLint:
                 leaf,
                 line,
                 f"{name} is gathered: every device gets the rows of all others, over "
-                f"{comma_list(sorted(self._batch_axes))}, and may compute with all of "
+                f"{comma_list(sorted(over))}, and may compute with all of "
                 "them. Use jax.vmap in place of a loop over examples (jax.lax.map, "
                 "jax.lax.scan), shuffle in the Loader, or keep the rows split with "
                 "eqxshard.constrain; a loss that compares all examples with each other "
@@ -141,14 +144,21 @@ class TextLint:
 
     def _all_layers(self, operation: Operation, leaf: Argument) -> Iterator[Finding]:
         """Stacked layers that a loop takes one by one, gathered before it."""
-        axes = [axis for entry in leaf.spec for axis in axes_of(entry)]
-        of_batch = batch_axes(self.sizes)
-        others = (self.sizes[axis] for axis in axes if axis not in of_batch)
-        used = math.prod(leaf.shape) // math.prod(others)
+        gathered = operation.axes(self.sizes) or self.sizes.keys()
+        used = [
+            size // math.prod(self.sizes[x] for x in axes_of(entry) if x not in gathered)
+            for size, entry in itertools.zip_longest(leaf.shape, leaf.spec)
+        ]
         # Stacked vectors cost little, and XLA may take them out of the loop.
         if leaf.shape not in self.scanned or len(leaf.shape) < 3 or leaf.shape[0] == 1:
             return
-        if used == max(math.prod(shape.dims) for shape in operation.shapes):
+        # Compilers combine the gathers of several arrays, and join the dims of one.
+        is_joined = len(operation.shapes) == 1
+        if any(
+            plain_dims(shape.dims) == plain_dims(used)
+            or (is_joined and math.prod(shape.dims) == math.prod(used))
+            for shape in operation.shapes
+        ):
             frame = self._causes.frame(operation, of_use=True)
             yield Finding(
                 "all-layers",
@@ -166,10 +176,9 @@ class TextLint:
         if not reused:  # This backend reuses nothing, or does not say so.
             return
         for instruction in self.module.computations.get(self.module.entry, ()):
-            found = _ARGUMENT.match(instruction.op_name)
-            if instruction.opcode != "parameter" or found is None:
+            leaf = self._arguments.get(instruction.argument)
+            if instruction.opcode != "parameter" or leaf is None:
                 continue
-            leaf = self.arguments[int(found[1])]
             if leaf.donated and int(instruction.content) not in reused:
                 yield Finding(
                     "donation",

@@ -31,7 +31,7 @@ class Leaf:
     - `shape`, `dtype`: of the whole array.
     - `spec`: its `PartitionSpec`.
     - `bytes_whole`, `bytes_per_device`: of the whole array, and of one device's part.
-    - `rule`: the rule that decided.
+    - `rule`: the rule that decided; empty for what [`eqxshard.plan_step`][] plans.
     - `note`: why the leaf is replicated, if the rule could not split it; and whether it is
         frozen.
     - `update_spec`, `update_rule`: the same for its gradient and its part of the
@@ -48,12 +48,12 @@ class Leaf:
     spec: PartitionSpec
     bytes_whole: int
     bytes_per_device: int
-    rule: str
-    note: str
-    update_spec: PartitionSpec | None
-    update_rule: str
-    gradient: int
-    optimizer: int
+    rule: str = ""
+    note: str = ""
+    update_spec: PartitionSpec | None = None
+    update_rule: str = ""
+    gradient: int = 0
+    optimizer: int = 0
 
     @property
     def total(self) -> int:

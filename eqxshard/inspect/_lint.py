@@ -1,11 +1,17 @@
 """`lint`: everything that lint finds in a step, before it runs."""
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
 from jaxtyping import PyTree
 
 from ..compiled._findings import Finding
+from ..compiled._hlo import parse_module
 from ..training._eval_step import EvalStep
 from ..training._inputs import ONE_BATCH
 from ..training._train_step import TrainStep
+from ._functions import lint_lowered, lower_function
 
 
 class Findings(tuple[Finding, ...]):
@@ -18,12 +24,15 @@ class Findings(tuple[Finding, ...]):
 
 
 def lint(
-    step: TrainStep | EvalStep, state: PyTree, batch: PyTree, extra: PyTree = None
+    step: TrainStep | EvalStep | Callable[..., Any] | jax.stages.Lowered,
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Findings:
     """Compile a step and look for what is most likely not meant, without running it.
 
-    The same is done when a step is first called, where `make_train_step(lint=...)` says
-    what to do about it. Here everything is listed.
+    The same is done when a step of ours is first called, where `make_train_step(lint=...)`
+    says what to do about it. Here everything is listed.
 
     The kinds of findings:
 
@@ -38,12 +47,16 @@ def lint(
     - `callback`: a call of the host.
     - `constant`: an array above 1 MB that is compiled in.
 
+    Of a function that is not ours there is no rule, so nothing is `whole` or `unmatched`;
+    its batch are the arguments that are split by rows and not returned; and of one that is
+    lowered already only the compiled text is read.
+
     **Arguments:**
 
-    - `step`: from [`eqxshard.make_train_step`][] or [`eqxshard.make_eval_step`][].
-    - `state`: for a train step a state, for an eval step a model; of arrays or of
-        `jax.ShapeDtypeStruct`s, as from [`eqxshard.abstract_state`][].
-    - `batch`, `extra`: as for a call; of arrays or of `jax.ShapeDtypeStruct`s.
+    - `step`: from [`eqxshard.make_train_step`][] or [`eqxshard.make_eval_step`][]; or any
+        function of `jax.jit`, or what its `lower` returns.
+    - `args`, `kwargs`: those of a call, of arrays or of `jax.ShapeDtypeStruct`s: of a
+        train step `state, batch, extra`, of an eval step `model, batch`.
 
     **Returns:**
 
@@ -59,13 +72,19 @@ def lint(
         print(eqxshard.lint(train_step, state, batch))
         ```
     """
+    if isinstance(step, TrainStep | EvalStep):
+        return _lint_ours(step, *args, **kwargs)
+    function = lower_function(step, args, kwargs)
+    module = parse_module(function.lowered.compile().as_text() or "")
+    of_text = lint_lowered(function.step, module, function.scanned)
+    return Findings([*function.findings(), *of_text])
+
+
+def _lint_ours(
+    step: TrainStep | EvalStep, state: PyTree, batch: PyTree, extra: PyTree = None
+) -> Findings:
     if isinstance(step, TrainStep):
         call = step.machine.look_up(state, extra, ONE_BATCH)
-    elif isinstance(step, EvalStep):
-        call = step.machine.look_up(None, state, ONE_BATCH)
     else:
-        raise TypeError(
-            f"lint takes a step of make_train_step or make_eval_step, not a "
-            f"{type(step).__name__}."
-        )
+        call = step.machine.look_up(None, state, ONE_BATCH)
     return Findings(step.machine.inspect(call, batch)[1])

@@ -6,11 +6,12 @@ import os
 import pickle
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import PyTree
 
@@ -20,25 +21,18 @@ from ..inspect._explain import explain
 from ..inspect._explanation import Leaf
 from ..inspect._lint import Findings
 from ..sharding._leaves import array_leaves, format_array
-from ..sharding._mesh import batch_sharding, check_batch_size, make_mesh, used_axes
+from ..sharding._mesh import batch_sharding, check_batch_size, make_mesh
 from ..training._init import abstract_state
 from ..training._inputs import ONE_BATCH
 from ..training._layout import is_offloaded, unused_axes
 from ..training._state import TrainState
 from ..training._train_step import make_train_step
+from ..transforms._cache import cache_compilations
 from ._backends import find_devices
-from ._cache import keep_compiled
-from ._costs import count_flops
+from ._modules import compile_step
 from ._plan import Plan, PlannedMemory
-from ._process import Request, describe, load_request
-from ._read import (
-    describe_collectives,
-    find_operations,
-    find_unknown,
-    make_notes,
-    predict_time,
-)
-from ._schedule import Schedule
+from ._process import Request, StepRequest, describe, load_request
+from ._read import count_examples, memory_of, read_dump, read_plan
 
 
 def main() -> None:
@@ -54,7 +48,9 @@ def main() -> None:
     os.replace(part, folder / "result")
 
 
-def _answer(request: Request, dump: Path) -> Plan | int:
+def _answer(request: Request | StepRequest, dump: Path) -> Plan | int:
+    if isinstance(request, StepRequest):
+        return compile_step(request, dump)
     state = make_state(request)
     rows, _ = count_examples(request.batch)
     check_batch_size(rows, mesh_of(state), accumulate=request.options["accumulate"])
@@ -89,7 +85,6 @@ def compile_plan(request: Request, state: TrainState, dump: Path) -> Plan:
     - `dump`: where the compiler for CPUs writes the partitioned text.
     """
     start = time.perf_counter()
-    target, backend = request.target, request.backend
     mesh, sizes = mesh_of(state), dict(request.mesh_shape)
     step = make_train_step(request.loss_fn, request.optim, **request.options)
     call = step.machine.look_up(state, None, ONE_BATCH)
@@ -100,59 +95,38 @@ def compile_plan(request: Request, state: TrainState, dump: Path) -> Plan:
         optim=request.optim,
         trainable=request.trainable,
     ).leaves
-    on_cpu = backend == "cpu"
-    module = parse_module(read_dump(dump, mesh.size) if on_cpu else program.text)
-    operations = find_operations(module, mesh.size, backend)
-    # There is no schedule of the target on a CPU.
-    schedule = None if on_cpu else Schedule(module, operations, target)
-    flops, unknown = count_flops(module), find_unknown(target, operations)
-    least = None if unknown else predict_time(target, flops, operations, sizes, schedule)
     # The first array of a state is the number of the step, and then come the model's.
-    arguments = dict(enumerate((path for path, _ in array_leaves(state.model)), start=1))
+    paths = (path for path, _ in array_leaves(state.model))
+    arguments = {f"arrays[{number}]": path for number, path in enumerate(paths, start=1)}
     gradients = {
         leaf.path: NamedSharding(mesh, leaf.update_spec).shard_shape(leaf.shape)
         for leaf in leaves
         if leaf.update_spec is not None
     }
-    causes = Causes(module, sizes, arguments, gradients)
     lower = functools.partial(step.lower, state, request.batch)
-    notes = [*make_notes(target, backend, module, unknown)]
     unused = unused_axes(state, mesh, request.rule, lower)
-    notes += [said.removesuffix(".") for said in unused]
+    notes = [said.removesuffix(".") for said in unused]
     if request.cache is not None:
         notes.append(keep_compiled(lower, request.cache))
     rows, tokens = count_examples(request.batch)
-    return Plan(
-        target=target,
-        backend=backend,
-        mesh=used_axes(sizes),
-        devices=mesh.size,
+    on_cpu = request.backend == "cpu"
+    module = parse_module(
+        read_dump(dump, mesh.size, "train_step") if on_cpu else program.text
+    )
+    return read_plan(
+        request,
+        module,
+        sizes,
+        Causes(module, sizes, arguments, gradients),
+        notes,
         memory=plan_memory(request, state, leaves, program.compiled.memory_analysis()),
-        flops=flops,
-        collectives=tuple(describe_collectives(operations, sizes, causes, schedule)),
-        time=least,
         examples=rows,
         tokens=tokens,
         compile_seconds=seconds,
-        notes=tuple(notes),
         leaves=leaves,
-        timeline=schedule.spans if schedule and least else None,
         settings=_settings(request),
         findings=Findings(findings),
     )
-
-
-def read_dump(dump: Path, devices: int) -> str:
-    """The text of the step right after it was partitioned, which one device's never is."""
-    name = "after_spmd-partitioning" if devices > 1 else "before_optimizations"
-    files = dump.glob(f"*train_step*{name}*.txt")
-    latest = max(files, key=lambda file: file.stat().st_mtime, default=None)
-    if latest is None:
-        raise ValueError(
-            "XLA wrote no text of the step, so nothing can be counted; remove --xla_dump "
-            "flags from XLA_FLAGS, or use another version of JAX."
-        )
-    return latest.read_text()
 
 
 def plan_memory(
@@ -167,28 +141,22 @@ def plan_memory(
     - `analysis`: of the compiled step, by XLA.
     """
     params, optimizer = _bytes(state.model), _bytes(state.opt_state)
-    offloaded, total = _offloaded_bytes(state), request.target.memory
+    offloaded = _offloaded_bytes(state)
     rows = batch_sharding(mesh_of(state))
     batch = jax.tree.leaves(request.batch)
-    # The compiler for CPUs does not distinguish memories.
-    not_here = offloaded - analysis.host_argument_size_in_bytes
-    return PlannedMemory(
-        parameters=params,
-        optimizer=optimizer - offloaded,
-        other_state=_bytes(state) - params - optimizer,
-        batch=sum(x.dtype.itemsize * math.prod(rows.shard_shape(x.shape)) for x in batch),
+    return memory_of(
+        request.target,
+        analysis,
+        {
+            "parameters": params,
+            "optimizer state": optimizer - offloaded,
+            "other state": _bytes(state) - params - optimizer,
+            "batch": sum(
+                x.dtype.itemsize * math.prod(rows.shard_shape(x.shape)) for x in batch
+            ),
+        },
         gradients=sum(leaf.gradient for leaf in leaves),
-        temporaries=analysis.temp_size_in_bytes,
-        peak=analysis.argument_size_in_bytes
-        + analysis.output_size_in_bytes
-        - analysis.alias_size_in_bytes
-        + analysis.temp_size_in_bytes
-        - not_here,
-        device=None if total is None else int(total),
-        host=offloaded
-        + analysis.host_output_size_in_bytes
-        - analysis.host_alias_size_in_bytes
-        + analysis.host_temp_size_in_bytes,
+        offloaded=offloaded,
     )
 
 
@@ -216,16 +184,35 @@ def _offloaded_bytes(state: TrainState) -> int:
     return _bytes([leaf for leaf in leaves if is_offloaded(leaf, rule)])
 
 
-def count_examples(batch: Any) -> tuple[int, int | None]:
-    """The rows of a batch, and its tokens if an entry has integers in rows."""
-    leaves = jax.tree.leaves(batch)
-    is_tokens = lambda x: len(x.shape) == 2 and np.issubdtype(x.dtype, np.integer)  # noqa: E731
-    tokens = next((math.prod(x.shape) for x in leaves if is_tokens(x)), None)
-    return leaves[0].shape[0], tokens
-
-
 def _settings(request: Request) -> dict[str, str]:
     batch = [f"{path} {format_array(x)}" for path, x in array_leaves(request.batch)]
     settings = {"rule": request.rule, "batch": ", ".join(batch)}
     settings |= {"precision": request.precision, **request.options}
     return {name: str(value) for name, value in settings.items()}
+
+
+def keep_compiled(lower: Callable[[], jax.stages.Lowered], folder: Path) -> str:
+    """Compile a program into the folder of JAX's persistent compilation cache.
+
+    It is compiled again for this, because the plan itself needs what the compiler reports,
+    and it reports less about a program that comes out of the cache.
+
+    **Arguments:**
+
+    - `lower`: lowers the program.
+    - `folder`: made if it is not there.
+
+    **Returns:**
+
+    A note for the plan.
+    """
+    # Plans are compiled without the cache, and JAX decides only once whether to use it.
+    jax.config.update("jax_enable_compilation_cache", True)
+    reset_cache()
+    if cache_compilations(folder) is None:
+        return f"nothing is kept in {folder}, which others may write to"
+    # Otherwise JAX would return the program that it has in memory.
+    jax.clear_caches()
+    lower().compile()
+    kept = sorted(path.name for path in folder.glob("*-cache"))
+    return f"the compiled step is in {folder}" if kept else f"nothing is kept in {folder}"

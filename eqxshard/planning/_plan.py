@@ -21,38 +21,49 @@ from ._targets import Compiler, Target
 class PlannedMemory:
     """The memory of one device, in bytes.
 
-    - `parameters`: of the model, with what is not trained.
-    - `optimizer`: of the optimizer's state.
-    - `other_state`: of the rest of the state: keys, counters, a model's own state.
-    - `batch`: of its rows of the batch.
+    - `arguments`: of what the step takes, by name: of a plan by [`eqxshard.plan`][]
+        `parameters` (of the model, with what is not trained), `optimizer state`, `other
+        state` (keys, counters, a model's own state) and `batch` (its rows); of one by
+        [`eqxshard.plan_step`][] the arguments of the function.
     - `gradients`: of all gradients at once, as they are stored. They are temporaries, and
-        some may be gone before others are made.
+        some may be gone before others are made. `None` if it is not known.
     - `temporaries`: of everything that exists only during the step.
     - `peak`: the most at once.
     - `device`: what the device has; `None` if it is not known.
     - `host`: of the host's memory, for what is offloaded; none of it is in the others.
     """
 
-    parameters: int
-    optimizer: int
-    other_state: int
-    batch: int
-    gradients: int
+    arguments: Mapping[str, int]
+    gradients: int | None
     temporaries: int
     peak: int
     device: int | None
     host: int = 0
 
     @property
+    def parameters(self) -> int:
+        """Of the model; 0 for a step that is not ours."""
+        return self.arguments.get("parameters", 0)
+
+    @property
+    def optimizer(self) -> int:
+        """Of the optimizer's state; 0 for a step that is not ours."""
+        return self.arguments.get("optimizer state", 0)
+
+    @property
+    def other_state(self) -> int:
+        """Of the rest of the state; 0 for a step that is not ours."""
+        return self.arguments.get("other state", 0)
+
+    @property
+    def batch(self) -> int:
+        """Of the rows of the batch."""
+        return self.arguments.get("batch", 0)
+
+    @property
     def parts(self) -> dict[str, int]:
         """The bytes by what takes them, without what only the outputs of a step need."""
-        return {
-            "parameters": self.parameters,
-            "optimizer state": self.optimizer,
-            "other state": self.other_state,
-            "batch": self.batch,
-            "temporaries": self.temporaries,
-        }
+        return {**self.arguments, "temporaries": self.temporaries}
 
     @property
     def left(self) -> int | None:
@@ -107,11 +118,13 @@ class Plan:
         including what is computed again.
     - `collectives`: one [`eqxshard.testing.Collective`][] for each in the compiled text.
     - `time`: an [`eqxshard.PlannedTime`][]; `None` if the target's speed is not known.
-    - `examples`, `tokens`: of a batch; `tokens` if it has an entry of integers in rows.
+    - `examples`, `tokens`: of a batch, if it is known which of the arguments that is;
+        `tokens` if it has an entry of integers in rows.
     - `compile_seconds`: how long it took to compile.
     - `notes`: what else to know.
     - `leaves`: one [`eqxshard.Leaf`][] for each array of the model, as
-        [`eqxshard.explain`][] makes them.
+        [`eqxshard.explain`][] makes them; of a plan by [`eqxshard.plan_step`][], for each
+        array that the function takes.
     - `timeline`: what the devices do when, as [`eqxshard.PlannedSpan`][]s; `None` if there
         is no schedule.
     - `settings`: what the step was made with, as text, by name.
@@ -126,7 +139,7 @@ class Plan:
     flops: Mapping[str, float]
     collectives: tuple[Collective, ...]
     time: PlannedTime | None
-    examples: int
+    examples: int | None
     tokens: int | None
     compile_seconds: float
     notes: tuple[str, ...]
@@ -151,7 +164,9 @@ class Plan:
     @property
     def examples_per_second(self) -> float | None:
         """By all devices."""
-        return self.examples / self.time.step if self.time and self.time.step else None
+        if self.examples is None or not self.time or not self.time.step:
+            return None
+        return self.examples / self.time.step
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -178,7 +193,8 @@ class Plan:
         plain = dataclasses.asdict(dataclasses.replace(self, leaves=()))
         plain["leaves"] = [leaf.to_dict() for leaf in self.leaves]
         plain["target"] = {k: v for k, v in plain["target"].items() if k != "config"}
-        plain["memory"]["left"] = self.memory.left
+        for name in ("parameters", "optimizer", "other_state", "batch", "left"):
+            plain["memory"][name] = getattr(self.memory, name)
         if self.time is not None:
             plain["time"]["bound"] = self.time.bound
         names = ("fits", "traffic", "examples_per_second", "tokens_per_second", "mfu")

@@ -33,7 +33,9 @@ import optax
 from jaxtyping import PyTree
 
 from ..compiled._causes import user_frame
+from ..compiled._findings import Finding
 from ..compiled._hlo import Frame
+from ..compiled._lowered import LoweredStep
 from ..debug._script import import_script, script_path
 from ..sharding._rule import Rule
 from ..training._precision import Precision
@@ -77,8 +79,37 @@ class Request:
     limit: float | None = None
     cache: Path | None = None
 
+    @property
+    def devices(self) -> int:
+        """Their number."""
+        return math.prod(self.mesh_shape.values())
 
-def dump_request(request: Request) -> bytes:
+
+@dataclasses.dataclass(frozen=True)
+class StepRequest:
+    """What [`eqxshard.plan_step`][] sends: a function that is lowered already.
+
+    - `module`: from `dump_module`.
+    - `step`: what it takes.
+    - `findings`, `scanned`: what lint found in it, and needs of it, as it was traced.
+    - `notes`: what else to know of its plan.
+    """
+
+    module: bytes
+    step: LoweredStep
+    target: Target
+    backend: Compiler
+    findings: tuple[Finding, ...]
+    scanned: set[tuple[int, ...]]
+    notes: tuple[str, ...]
+
+    @property
+    def devices(self) -> int:
+        """Their number."""
+        return self.step.devices
+
+
+def dump_request(request: Request | StepRequest) -> bytes:
     """Pickle a request.
 
     **Raises:**
@@ -87,7 +118,7 @@ def dump_request(request: Request) -> bytes:
     """
     config = {name: getattr(jax.config, name) for name in _CONFIG}
     if request.backend == "cpu":
-        config["jax_num_cpu_devices"] = math.prod(request.mesh_shape.values())
+        config["jax_num_cpu_devices"] = request.devices
     out = io.BytesIO()
     pickle.dump(config, out)
     try:
@@ -101,7 +132,7 @@ def dump_request(request: Request) -> bytes:
     return out.getvalue()
 
 
-def load_request(data: bytes) -> Request:
+def load_request(data: bytes) -> Request | StepRequest:
     """Set JAX up as it was where a request was pickled, and unpickle it."""
     file = io.BytesIO(data)
     # Before anything that may make an array.

@@ -1,8 +1,14 @@
 """What a compiled program says: what is sent and why, and how long it takes."""
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
 
 from ..compiled._causes import Causes
 from ..compiled._communication import (
@@ -12,7 +18,10 @@ from ..compiled._communication import (
     join_axes,
 )
 from ..compiled._hlo import VIEWS, Instruction, Module, Shape
-from ._plan import PlannedTime
+from ..sharding._mesh import used_axes
+from ._costs import count_flops
+from ._plan import Plan, PlannedMemory, PlannedTime
+from ._process import Request, StepRequest
 from ._schedule import Schedule, compute_seconds, link_seconds
 from ._targets import Compiler, Target
 
@@ -78,6 +87,9 @@ def describe_collectives(
         if schedule is not None and (sending := schedule.seconds("collective", number)):
             hidden = min(max(1 - schedule.seconds("waiting", number) / sending, 0.0), 1.0)
         frame = causes.frame(operation)
+        if frame is None and operation.kind == "all-gather":
+            # The compiler may not say where a gather of an argument is from.
+            frame = causes.frame(operation, of_use=True)
         yield operation.describe(
             sizes,
             line=frame and frame.place,
@@ -155,3 +167,90 @@ def make_notes(
         yield "the arithmetic of custom kernels is not counted"
     if unknown:
         yield f"no time is predicted, because the {unknown} is not known"
+
+
+def read_dump(dump: Path, devices: int, step: str) -> str:
+    """The text of a step right after it was partitioned, which one device's never is."""
+    name = "after_spmd-partitioning" if devices > 1 else "before_optimizations"
+    files = dump.glob(f"*{step}*{name}*.txt")
+    latest = max(files, key=lambda file: file.stat().st_mtime, default=None)
+    if latest is None:
+        raise ValueError(
+            "XLA wrote no text of the step, so nothing can be counted; remove --xla_dump "
+            "flags from XLA_FLAGS, or use another version of JAX."
+        )
+    return latest.read_text()
+
+
+def memory_of(
+    target: Target,
+    analysis: Any,
+    arguments: Mapping[str, int],
+    gradients: int | None,
+    offloaded: int,
+) -> PlannedMemory:
+    """The memory of one device, and of the host, where `offloaded` bytes are arguments."""
+    # The compiler for CPUs does not distinguish memories.
+    not_here = offloaded - analysis.host_argument_size_in_bytes
+    return PlannedMemory(
+        arguments=arguments,
+        gradients=gradients,
+        temporaries=analysis.temp_size_in_bytes,
+        peak=analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+        + analysis.temp_size_in_bytes
+        - not_here,
+        device=None if target.memory is None else int(target.memory),
+        host=offloaded
+        + analysis.host_output_size_in_bytes
+        - analysis.host_alias_size_in_bytes
+        + analysis.host_temp_size_in_bytes,
+    )
+
+
+def count_examples(batch: Any) -> tuple[int, int | None]:
+    """The rows of a batch, and its tokens if an entry has integers in rows."""
+    leaves = jax.tree.leaves(batch)
+    is_tokens = lambda x: len(x.shape) == 2 and np.issubdtype(x.dtype, np.integer)  # noqa: E731
+    tokens = next((math.prod(x.shape) for x in leaves if is_tokens(x)), None)
+    return leaves[0].shape[0], tokens
+
+
+def read_plan(
+    request: Request | StepRequest,
+    module: Module,
+    sizes: Mapping[str, int],
+    causes: Causes,
+    notes: Sequence[str],
+    **others: Any,
+) -> Plan:
+    """What the text of a compiled step says.
+
+    **Arguments:**
+
+    - `request`: what was compiled.
+    - `module`: its text.
+    - `sizes`: of the axes of the mesh.
+    - `causes`: of the same text.
+    - `notes`: what else to know.
+    - `others`: the other fields of the plan.
+    """
+    target, backend = request.target, request.backend
+    operations = find_operations(module, request.devices, backend)
+    # There is no schedule of the target on a CPU.
+    schedule = None if backend == "cpu" else Schedule(module, operations, target)
+    flops, unknown = count_flops(module), find_unknown(target, operations)
+    least = None if unknown else predict_time(target, flops, operations, sizes, schedule)
+    return Plan(
+        target=target,
+        backend=backend,
+        mesh=used_axes(sizes),
+        devices=request.devices,
+        flops=flops,
+        collectives=tuple(describe_collectives(operations, sizes, causes, schedule)),
+        time=least,
+        notes=(*make_notes(target, backend, module, unknown), *notes),
+        timeline=schedule.spans if schedule and least else None,
+        **others,
+    )

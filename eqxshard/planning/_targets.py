@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import jax
+
 from ..sharding._peaks import peaks_of
 from ..sharding._text import comma_list, did_you_mean
 
@@ -68,6 +70,24 @@ class Target:
                 f"{comma_list([*_TARGETS])}, or an eqxshard.Target."
             )
         return _TARGETS[name]
+
+
+def target_here() -> Target:
+    """The target that the devices at hand are.
+
+    **Raises:**
+
+    `ValueError` if they are none.
+    """
+    kind = jax.devices()[0].device_kind
+    found = (each for each in _TARGETS.values() if each.kind.startswith(kind))
+    target = next(found, None)
+    if target is None:
+        raise ValueError(
+            f"the devices at hand ({kind}) are no known target; give target= one of "
+            f"{comma_list([*_TARGETS])}, or an eqxshard.Target."
+        )
+    return target
 
 
 def how_sure(target: Target) -> str:

@@ -41,8 +41,9 @@ ARRAYS = ("array", "type", "shape", "spec", "bytes", "gradient", "optimizer", "i
 def print_plan(plan: Plan) -> Iterator[str]:
     """The parts of a plan as text."""
     memory = plan.memory.parts
-    gradients = format_bytes(plan.memory.gradients)
-    memory[f"temporaries (gradients: {gradients})"] = memory.pop("temporaries")
+    if plan.memory.gradients is not None:
+        gradients = format_bytes(plan.memory.gradients)
+        memory[f"temporaries (gradients: {gradients})"] = memory.pop("temporaries")
     memory["peak"] = plan.memory.peak
     if plan.memory.left is not None:
         memory[f"left of {format_bytes(plan.memory.device or 0)}"] = plan.memory.left
@@ -56,7 +57,7 @@ def print_plan(plan: Plan) -> Iterator[str]:
     yield _print_rows(("memory of a device", ""), rows)
     for what, columns, rows in (
         ("collectives", COLLECTIVES, collective_rows(plan, most=3)),
-        ("arrays", ARRAYS, array_rows(plan)),
+        ("arrays", array_columns(plan), array_rows(plan)),
     ):
         some = f"{_PRINTED} largest of " if len(rows) > _PRINTED else ""
         if rows:
@@ -77,9 +78,10 @@ def _summary(plan: Plan) -> Iterator[str]:
             if seconds
         )
         yield f"{say_time(plan)}: {parts}"
-        speed, more = say_speed(plan)
-        used = "" if plan.mfu is None else f"; {plan.mfu:.0%} MFU at that speed"
-        yield f"{speed} in all, {more}{used}"
+        if plan.examples is not None:
+            speed, more = say_speed(plan)
+            used = "" if plan.mfu is None else f"; {plan.mfu:.0%} MFU at that speed"
+            yield f"{speed} in all, {more}{used}"
     if plan.fits:
         device = format_bytes(plan.memory.device or 0)
         yield f"It fits: {format_bytes(plan.memory.peak)} of {device}"
@@ -134,13 +136,18 @@ def collective_rows(plan: Plan, most: int | None = None) -> list[list[Cell]]:
     return rows
 
 
+def array_columns(plan: Plan) -> Sequence[str]:
+    """`ARRAYS`, as far as the plan knows them: of a function it is only what it takes."""
+    return ARRAYS if plan.memory.gradients is not None else ARRAYS[:5]
+
+
 def array_rows(plan: Plan) -> list[list[Cell]]:
-    """The rows of `ARRAYS`."""
-    rows = list[list[Cell]]()
+    """The rows of `array_columns`."""
+    rows, columns = list[list[Cell]](), len(array_columns(plan))
     for leaf in sorted(plan.leaves, key=lambda leaf: -leaf.total):
         sizes = (leaf.bytes_per_device, leaf.gradient, leaf.optimizer, leaf.total)
         names = [leaf.path, leaf.dtype, format_shape(leaf.shape), format_spec(leaf.spec)]
-        rows.append([*names, *map(_bytes, sizes)])
+        rows.append([*names, *map(_bytes, sizes)][:columns])
     return rows
 
 
@@ -192,7 +199,7 @@ def render_page(plan: Plan) -> str:
             _table(
                 "arrays",
                 "One device's part of each array, its gradient and its optimizer state",
-                ARRAYS,
+                array_columns(plan),
                 array_rows(plan),
             ),
             _listed("notes", "Notes", plan.notes),
@@ -204,7 +211,8 @@ def _tiles(plan: Plan) -> dict[str, tuple[str, str]]:
     tiles = dict[str, tuple[str, str]]()
     if plan.time is not None and plan.time.step:
         tiles["Step"] = format_seconds(plan.time.step), f"bound by {plan.time.bound}"
-        tiles["Speed"] = say_speed(plan)
+        if plan.examples is not None:
+            tiles["Speed"] = say_speed(plan)
     memory = plan.memory
     of = "" if memory.device is None else f"of {format_bytes(memory.device)}: "
     fits = {None: "", True: "it fits", False: "it does not fit"}[plan.fits]
@@ -239,10 +247,12 @@ def _memory(plan: Plan) -> Markup:
         Part(name.split()[0], name, size, format_bytes(size))
         for name, size in sizes.items()
     ]
-    said = (
-        f"{format_bytes(memory.gradients)} of the temporaries are gradients, if all exist "
-        "at once."
-    )
+    said = ""
+    if memory.gradients is not None:
+        said = (
+            f"{format_bytes(memory.gradients)} of the temporaries are gradients, if all "
+            "exist at once."
+        )
     if memory.host:
         said += f" What is offloaded takes {format_bytes(memory.host)} of the host."
     limit = memory.device if plan.fits is False else None

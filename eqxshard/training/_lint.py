@@ -55,13 +55,14 @@ def lint_step(call: "Call", program: Program, batch: PyTree) -> Iterator[Finding
         leaves, places = array_leaves(model, "model"), key.kept.shardings
     arguments = [
         Argument(
+            name=f"arrays[{number}]",
             path=path.removeprefix("model."),
             shape=tuple(leaf.shape),
             spec=() if sharding is None else tuple(sharding.spec),
             donated=call.state is not None and sharding.memory_kind != HOST_MEMORY,
             in_model=path == "model" or path.startswith("model."),
         )
-        for (path, leaf), sharding in zip(leaves, places)
+        for number, ((path, leaf), sharding) in enumerate(zip(leaves, places))
     ]
     try:
         compute = None if step.precision is None else step.precision.compute

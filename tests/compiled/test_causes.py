@@ -23,7 +23,7 @@ def found():
     compiled = step.lower(state, make_tokens(16)).compile()
     module = parse_module(compiled.as_text() or "")
     arrays = list(enumerate(array_leaves(state.model), start=1))
-    paths = {number: path for number, (path, _) in arrays}
+    paths = {f"arrays[{number}]": path for number, (path, _) in arrays}
     shapes = {path: x.sharding.shard_shape(x.shape) for _, (path, x) in arrays}
     causes = Causes(module, SIZES, paths, shapes)
     return [(op, causes) for op in find_collectives(module, 8)]

@@ -166,8 +166,8 @@ def test_an_array_whose_memory_is_not_reused():
         "}\n"
     )
     arguments = [
-        Argument(path, (256, 64), (), donated=True, in_model=False)
-        for path in ("reused", "kept")
+        Argument(f"arrays[{n}]", path, (256, 64), (), donated=True, in_model=False)
+        for n, path in enumerate(("reused", "kept"))
     ]
     (finding,) = TextLint(module, {"data": 8}, arguments, {}, set()).findings()
     assert (finding.kind, finding.leaf) == ("donation", "kept")

@@ -15,11 +15,10 @@ from transformer import Transformer
 import eqxshard
 from eqxshard.planning._compile import (
     compile_plan,
-    count_examples,
     make_state,
-    read_dump,
     state_bytes,
 )
+from eqxshard.planning._read import count_examples, read_dump
 
 PARTITIONED = "module_0001.jit_train_step.0001.after_spmd-partitioning.txt"
 
@@ -96,10 +95,10 @@ def test_a_link_that_is_not_known_is_not_free(dump):
 
 
 def test_a_step_without_its_text_is_an_error_not_zeros(dump):
-    assert "ENTRY" in read_dump(dump, 8)
+    assert "ENTRY" in read_dump(dump, 8, "train_step")
     (dump / PARTITIONED).unlink()
     with pytest.raises(ValueError, match="nothing can be counted; remove --xla_dump flags"):
-        read_dump(dump, 8)
+        read_dump(dump, 8, "train_step")
 
 
 def test_the_bytes_of_a_state_are_counted_on_each_mesh():
