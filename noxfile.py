@@ -160,9 +160,11 @@ def tests_lowest(session: nox.Session) -> None:
 
 
 @nox.session(default=False, python="3.12")
-def tests_between(session: nox.Session) -> None:
-    """The tests marked `versions`, on Python 3.12 and the release before the newest JAX."""
-    session.install(*PACKAGE, *group("tests"), PREVIOUS_JAX["3.12"])
+@nox.parametrize("jax", ["newest", "previous"])
+def tests_between(session: nox.Session, jax: str) -> None:
+    """The tests marked `versions`, on Python 3.12 with the two newest releases of JAX."""
+    version = [] if jax == "newest" else [PREVIOUS_JAX["3.12"]]
+    session.install(*PACKAGE, *group("tests"), *version)
     run_versions(session, gpu=False)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..sharding._mesh import batch_axes
 from ._communication import Operation
 from ._hlo import VIEWS, Frame, Instruction, Module
 

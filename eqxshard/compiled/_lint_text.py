@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..sharding._mesh import batch_axes
 from ..sharding._spec import axes_of
 from ..sharding._text import comma_list
 from ._causes import Causes, plain_dims
