@@ -9,7 +9,7 @@ import contextlib
 import functools as ft
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -18,15 +18,13 @@ from jaxtyping import Array, PyTree
 from ._leaves import is_array, is_key
 from ._spec import axes_of
 
-_Mesh = TypeVar("_Mesh", Mesh, AbstractMesh)
-
 
 def is_explicit(mesh: Mesh | AbstractMesh) -> bool:
     """Whether some axes of a mesh are Explicit."""
     return AxisType.Explicit in mesh.axis_types
 
 
-def auto_mesh(mesh: _Mesh) -> _Mesh:
+def auto_mesh(mesh: Any) -> Any:
     """The same mesh, with Auto axes in place of Explicit ones."""
     if not is_explicit(mesh):
         return mesh
@@ -40,7 +38,7 @@ def auto_sharding(sharding: NamedSharding) -> NamedSharding:
     """A sharding on the same mesh with Auto axes."""
     if not is_explicit(sharding.mesh):
         return sharding
-    mesh: Any = auto_mesh(sharding.mesh)
+    mesh = auto_mesh(sharding.mesh)
     return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 

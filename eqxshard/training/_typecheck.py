@@ -19,7 +19,7 @@ from ..compiled._causes import user_frame
 from ..compiled._hlo import Frame
 from ..sharding._explicit import explicit_part
 from ..sharding._leaves import array_leaves, is_array
-from ..sharding._mesh import batch_axes, check_batch_size
+from ..sharding._mesh import batch_sharding, check_batch_size
 from ..sharding._placement import compute_sharding, named_leaves, shardings
 from ..sharding._rule import Rule, leaf_dims, rule_name
 from ..sharding._spec import format_spec
@@ -100,14 +100,14 @@ def typecheck(
         assert report, report
         ```
     """
-    mesh = mesh.update(axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
+    typed_axes = (AxisType.Explicit,) * len(mesh.axis_names)
+    on: Any = mesh.update(axis_types=typed_axes)
     made = eqx.filter_eval_shape(make_model, jax.random.key(0))
     model, model_state = without_state(made)
-    storage = shardings(model, mesh, rule)
+    storage = shardings(model, on, rule)
     for _, leaf in array_leaves(batch):
-        check_batch_size(leaf.shape[0], mesh)
-    rows = NamedSharding(mesh, PartitionSpec(batch_axes(mesh) or None))
-    whole = NamedSharding(mesh, PartitionSpec())
+        check_batch_size(leaf.shape[0], on)
+    rows, whole = batch_sharding(on), NamedSharding(on, PartitionSpec())
     key = jax.eval_shape(lambda: jax.random.key(0))
     specs = {
         path: compute_sharding(sharding).spec
@@ -130,7 +130,7 @@ def typecheck(
         loss_fn(model if model_state is None else (model, model_state), batch, key)
 
     try:
-        with jax.sharding.use_abstract_mesh(_abstract(mesh)):
+        with jax.sharding.use_abstract_mesh(_abstract(on)):
             jax.eval_shape(call, dynamic)
     except Exception as error:
         if not is_type_error(error):
