@@ -52,7 +52,7 @@ def explicit_part(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSp
     return PartitionSpec(*[axes or None for axes in kept])
 
 
-def type_mesh(x: Array) -> AbstractMesh:
+def type_mesh(x: Any) -> AbstractMesh:
     """The mesh in the type of an array; empty if it has none."""
     return jax.typeof(x).sharding.mesh
 
@@ -82,7 +82,7 @@ def to_auto(tree: PyTree) -> PyTree:
     return jax.tree.map(one, tree)
 
 
-def to_explicit(x: Array, sharding: NamedSharding) -> Array:
+def to_explicit(x: Any, sharding: NamedSharding) -> Array:
     """Inside jit: an array whose type says how it is split, as far as axes are Explicit.
 
     **Arguments:**
@@ -113,7 +113,7 @@ def replicated_on(tree: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree.map(lambda x: to_explicit(x, whole) if is_array(x) else x, tree)
 
 
-def constrain_to(x: Array, sharding: Any) -> Array:
+def constrain_to(x: Any, sharding: Any) -> Array:
     """Inside jit: constrain an array, whatever its type and the axes of the mesh.
 
     `jax.lax.with_sharding_constraint` is for Auto axes, `jax.sharding.reshard` for

@@ -149,15 +149,15 @@ def add_type_note(error: Exception) -> None:
     """Note on an error of Explicit axes in a step which parameters meet something there."""
     if not is_type_error(error):
         return
-    used = {stored.path: array for array, stored in (in_use() or {}).values()}
-    specs = {
-        stored.path: compute_sharding(stored.storage).spec
-        for _, stored in (in_use() or {}).values()
+    # The model is the first of what a loss function gets.
+    used = {
+        stored.path.removeprefix("0."): (array, compute_sharding(stored.storage).spec)
+        for array, stored in (in_use() or {}).values()
     }
+    met = _met(error, {path: array for path, (array, _) in used.items()})
+    split = [(path, used[path][1]) for path in met if any(used[path][1])]
     fields = [
-        f"{path} is split as {format_spec(specs[path])} by the rule."
-        for path in _met(error, used)
-        if any(specs[path])
+        f"{path} is split as {format_spec(spec)} by the rule." for path, spec in split
     ]
     error.add_note("\n".join([*fields, f"Remedy: {_advice(error)}."]))
 
