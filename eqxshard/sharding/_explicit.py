@@ -64,6 +64,13 @@ def computing_on_auto(mesh: Any) -> Any:
     return jax.sharding.use_abstract_mesh(auto_mesh(mesh.abstract_mesh))
 
 
+def user_axes(mesh: Any) -> Any:
+    """A context with the axes of a mesh as they are, if some are Explicit."""
+    if not is_explicit(mesh):
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+
+
 def no_explicit_context() -> Any:
     """A context, outside of jit, without the Explicit axes of a caller's `jax.set_mesh`."""
     mesh = jax.sharding.get_mesh()

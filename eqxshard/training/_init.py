@@ -13,7 +13,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Key, PyTree, UInt32
 
 from ..distributed import assert_same_on_all_processes, spans_processes
-from ..sharding._explicit import computing_on_auto, no_explicit_context
+from ..sharding._explicit import (
+    computing_on_auto,
+    is_explicit,
+    no_explicit_context,
+    user_axes,
+)
 from ..sharding._leaves import array_leaves, format_array, is_array, is_key
 from ..sharding._mesh import check_mesh
 from ..sharding._placement import named_leaves
@@ -34,6 +39,7 @@ from ._state import (
     split_model,
     unflatten_state,
 )
+from .rewrite._types import erase_types
 
 
 def init_state(
@@ -237,8 +243,13 @@ def _trace(
 
     # A key may have a type of its own, on the axes of `jax.set_mesh`.
     like: Any = jax.ShapeDtypeStruct(key.shape, key.dtype)
-    with computing_on_auto(mesh):
+    with user_axes(mesh):
         model_jaxpr, *made = eqx.filter_make_jaxpr(make)(like)
+    if is_explicit(mesh):
+        # Or what is drawn would be whole, as its type says, until it is split.
+        model_jaxpr = erase_types(model_jaxpr)
+        made[0] = jax.tree.map(_untyped, made[0])
+    with computing_on_auto(mesh):
         state_jaxpr, *made = eqx.filter_make_jaxpr(make_state)(eqx.combine(*made), like)
     state, params = eqx.combine(*made)
     check_rule(rule, dict(named_leaves(state.model)), mesh)
@@ -251,6 +262,10 @@ def _trace(
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=next(shardings))
 
     return _Traced(jax.tree.map(shaped, state), params, model_jaxpr, state_jaxpr)
+
+
+def _untyped(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
 
 
 def _load(load: Callable[[Any], PyTree], like: PyTree) -> dict[int, Array]:

@@ -122,6 +122,26 @@ def test_a_checkpoint_goes_from_auto_axes_to_explicit_ones_and_back(tmp_path):
         assert all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
 
 
+def test_a_model_may_say_how_it_is_made():
+    class Typed(eqx.Module):
+        weight: jax.Array
+        bias: jax.Array
+
+        def __init__(self, key):
+            rows = P("fsdp") if AxisType.Explicit in mesh.axis_types else None
+            self.weight = jax.random.normal(key, (16, 8), out_sharding=rows)
+            bias = jnp.arange(8.0)
+            self.bias = bias if rows is None else jax.sharding.reshard(bias, rows)
+
+    made = []
+    for mesh in (explicit(data=2, fsdp=4), eqxshard.make_mesh(data=2, fsdp=4)):
+        options = {"key": jax.random.key(0), "mesh": mesh, "rule": FSDP}
+        made.append(eqxshard.init_state(Typed, optax.sgd(0.1), **options).model)
+    assert jax.typeof(made[0].weight).sharding.spec == P("fsdp", None)
+    for name in ("weight", "bias"):
+        assert np.array_equal(*(getattr(model, name) for model in made))
+
+
 def test_initial_values_are_those_of_auto_axes(as_scripts_run):
     optim = optax.adam(1e-3)
     meshes = explicit(data=2, fsdp=4), eqxshard.make_mesh(data=2, fsdp=4)
