@@ -15,7 +15,7 @@ from ..sharding._spec import axes_of
 
 #: `<["data"=2, "fsdp"=4]>`, and `<@mesh, [{"data", "fsdp"}, {}]>` of one array.
 _AXIS = re.compile(r'"([^"]+)"=(\d+)')
-_DIMS = re.compile(r"<@\w+, \[([^\]]*)\]")
+SHARDING_DIMS = re.compile(r"<@\w+, \[([^\]]*)\]")
 _TYPE = re.compile(r"tensor<((?:\d+x)*)(.+)>")
 _DTYPES = {"i1": "bool", "complex<f32>": "complex64", "complex<f64>": "complex128"}
 
@@ -24,12 +24,14 @@ _DTYPES = {"i1": "bool", "complex<f32>": "complex64", "complex<f64>": "complex12
 class Input:
     """An array that a lowered function takes.
 
+    - `number`: among the parameters of the program.
     - `name`: what the function calls it, such as `params['weight']`.
     - `shape`, `dtype`: of the whole array.
     - `spec`: how it is split; `None` if that is left to the compiler.
     - `donated`: whether its memory may be reused.
     """
 
+    number: int
     name: str
     shape: tuple[int, ...]
     dtype: str
@@ -119,13 +121,16 @@ def read_lowered(lowered: jax.stages.Lowered) -> LoweredStep:
     inputs = tuple(
         _input(number, argument, main.arg_attrs[number])
         for number, argument in enumerate(main.arguments)
+        if _is_array(argument.type)
     )
     return LoweredStep(
         name=_text(attributes["sym_name"]),
         devices=devices,
         sizes=sizes,
         inputs=inputs,
-        returned=frozenset(map(_shape_and_dtype, main.type.results)),
+        returned=frozenset(
+            _shape_and_dtype(each) for each in main.type.results if _is_array(each)
+        ),
     )
 
 
@@ -140,7 +145,7 @@ def find_main(module: Any) -> Any:
 def _input(number: int, argument: Any, attributes: Any) -> Input:
     name = re.fullmatch(r'loc\("(.*)"(?:\(.*\))?\)', str(argument.location))
     found = "sdy.sharding" in attributes
-    sharding = _DIMS.search(str(attributes["sdy.sharding"])) if found else None
+    sharding = SHARDING_DIMS.search(str(attributes["sdy.sharding"])) if found else None
     spec = None
     if sharding is not None:
         dims = re.findall(r"\{([^}]*)\}", sharding[1])
@@ -150,7 +155,13 @@ def _input(number: int, argument: Any, attributes: Any) -> Input:
         spec = PartitionSpec(*(names or None for names in axes))
     shape, dtype = _shape_and_dtype(argument.type)
     donated = any(x in attributes for x in ("tf.aliasing_output", "jax.buffer_donor"))
-    return Input(name[1] if name else f"argument[{number}]", shape, dtype, spec, donated)
+    named = name[1] if name else f"argument[{number}]"
+    return Input(number, named, shape, dtype, spec, donated)
+
+
+def _is_array(kind: Any) -> bool:
+    """Not so a token, by which effects such as printing keep their order."""
+    return "token" not in str(kind)
 
 
 def _shape_and_dtype(kind: Any) -> tuple[tuple[int, ...], str]:
@@ -165,7 +176,7 @@ def _dtype(text: str) -> str:
     for short, long in {"bf": "bfloat", "ui": "uint", "f": "float", "i": "int"}.items():
         if text.startswith(short):
             name = long + text.removeprefix(short).lower()
-            return name if "e" not in text.lower() else name.replace("float8", "float8_")
+            return re.sub(r"^float(\d)e", r"float\1_e", name)
     return text
 
 

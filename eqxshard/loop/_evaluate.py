@@ -67,8 +67,8 @@ def evaluate(
 def _check_arguments(call: str, model: Any, fn: Any, loader: Any) -> None:
     swapped = isinstance(model, EvalStep | Batches) or isinstance(fn, Batches)
     if swapped or not (callable(fn) and isinstance(loader, Batches)):
-        given = comma_list(f"a {type(each).__name__}" for each in (model, fn, loader))
-        raise TypeError(f"the arguments are {given}; write {call}, with a Loader.")
+        given = comma_list(type(each).__name__ for each in (model, fn, loader))
+        raise TypeError(f"the arguments are of types {given}; write {call}, with a Loader.")
 
 
 def _measure(eval_step: Callable[[PyTree, PyTree], Any], model: Any, batch: Any) -> Metrics:

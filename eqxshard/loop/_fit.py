@@ -142,7 +142,7 @@ def fit(
     called = CallbackList(callbacks, loop)
     with ExitStack() as stack:
         stack.enter_context(short_traceback())
-        # The last to leave: an error of a tracker that closes would lose the state, too.
+        # Left after all below: an error of a tracker that closes would lose the state, too.
         stack.enter_context(rescue(loop, called))
         # Below what trackers print when they close.
         stack.callback(_print_time, loop)

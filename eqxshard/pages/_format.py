@@ -46,6 +46,6 @@ def format_number(value: int | float) -> str:
 def format_count(number: int) -> str:
     """A large number in three digits: `1.25 M`."""
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
+        if float(f"{number:.3g}") >= size:
             return f"{number / size:.3g} {unit}"
     return f"{number}"

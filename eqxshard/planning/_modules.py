@@ -140,12 +140,12 @@ def _input_leaves(step: LoweredStep, module: Module) -> Iterator[Leaf]:
         for x in module.computations[module.entry]
         if x.opcode == "parameter"
     }
-    for number, each in enumerate(step.inputs):
+    for each in step.inputs:
         yield Leaf(
             path=each.name,
             shape=each.shape,
             dtype=each.dtype,
             spec=PartitionSpec() if each.spec is None else each.spec,
             bytes_whole=each.bytes,
-            bytes_per_device=parts[number],
+            bytes_per_device=parts[each.number],
         )

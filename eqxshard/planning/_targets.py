@@ -1,5 +1,6 @@
 """The devices that a run may be planned for, and how fast they are."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -80,7 +81,9 @@ def target_here() -> Target:
     `ValueError` if they are none.
     """
     kind = jax.devices()[0].device_kind
-    found = (each for each in _TARGETS.values() if each.kind.startswith(kind))
+    # JAX calls a v5p "TPU v5", and a v5e "TPU v5 lite".
+    name = re.sub(r"^(TPU v\d+) lite$", r"\1e", re.sub(r"^TPU v5$", "TPU v5p", kind))
+    found = (each for each in _TARGETS.values() if each.kind.startswith(name))
     target = next(found, None)
     if target is None:
         raise ValueError(

@@ -371,7 +371,8 @@ def _saying_how_to_go_on(checkpointer: Checkpointer) -> Iterator[None]:
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
-        if is_main_process() and checkpointer.steps():
-            with contextlib.suppress(OSError):
+        # Nothing that fails here may take the place of what stops the run.
+        with contextlib.suppress(Exception):
+            if is_main_process() and checkpointer.steps():
                 say(f"{setting('resume', 'auto')} continues it.", sys.stderr)
         raise

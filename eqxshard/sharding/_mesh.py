@@ -11,7 +11,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ..distributed import assert_same_on_all_processes, spans_processes
-from ._spec import AXES, axis_sizes, check_axis, format_sizes
+from ._spec import AXES, axis_sizes, format_sizes
 from ._text import comma_list, did_you_mean, format_mesh, nearest_multiples
 
 #: The axes that the rows of a batch are split over, where a mesh has them.
@@ -144,7 +144,11 @@ def name_batch_axes(mesh: Mesh, batch_axes: Sequence[str]) -> Mesh:
     check_is_mesh(mesh)
     axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
     for axis in axes:
-        check_axis(axis, mesh, f"batch_axes={axes}")
+        if axis not in mesh.axis_names:
+            raise ValueError(
+                f"batch_axes={axes} names the axis {axis!r}, which the mesh does not have; "
+                f"its axes are {comma_list(mesh.axis_names)}."
+            )
     _BATCH_AXES.extend(axis for axis in axes if axis not in _BATCH_AXES)
     return mesh
 

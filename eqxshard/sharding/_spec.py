@@ -8,8 +8,8 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from ._text import comma_list, did_you_mean
 
-#: The axes of `make_mesh`, slowest link first. A mesh without one of them is as one where
-#: it has size 1, so a rule written once is valid on all meshes.
+#: The axes of `make_mesh`, slowest link first. A mesh of some of them is as one where the
+#: others have size 1, so a rule written once is valid on all such meshes.
 AXES = ("stage", "data", "fsdp", "context", "expert", "tensor")
 
 #: The mesh axis or axes that split one dim, the first over the largest blocks.
@@ -61,8 +61,9 @@ def format_spec(spec: PartitionSpec) -> str:
 
 
 def check_axis(axis: str, mesh: Mesh | AbstractMesh, where: str) -> None:
-    """Raise `ValueError` unless the mesh has the axis, or might have had it."""
-    if axis not in mesh.shape and axis not in AXES:
+    """Raise `ValueError` unless the mesh has the axis, or could: one with axes of ours."""
+    is_ours = {*mesh.axis_names} <= {*AXES}
+    if axis not in mesh.shape and not (is_ours and axis in AXES):
         raise ValueError(
             f"{where} names the axis {axis!r}, which the mesh does not have; "
             f"{did_you_mean(axis, mesh.axis_names)}its axes are "

@@ -157,13 +157,13 @@ class _Sender:
     def send(self, call: Callable[[], object]) -> None:
         """Call a function soon; drop it if too many wait."""
         if self._calls.qsize() < _MOST_WAITING:
-            self._drops = False
+            self._drops = self._drops and not self._calls.empty()
             self._calls.put(call)
         elif not self._drops:
             self._drops = True
             _LOG.warning(
-                "MLflow has not taken the last %d reports; later ones are dropped until it "
-                "has taken some.",
+                "MLflow has not taken the last %d reports; later ones are dropped while it "
+                "lags behind.",
                 _MOST_WAITING,
             )
         self._raise()

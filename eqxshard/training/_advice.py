@@ -2,6 +2,7 @@
 
 import contextlib
 import dis
+import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
@@ -30,7 +31,9 @@ def short_traceback() -> Iterator[None]:
     except Exception as error:
         # The first is here, the second is that of the `with` statement.
         _, *steps = traceback_steps(error)
-        _shorten(steps)
+        # An assertion of ours that fails is a bug, and a `raise` too.
+        if not isinstance(error, AssertionError):
+            _shorten(steps)
         raise
 
 
@@ -43,11 +46,18 @@ def _shorten(steps: Sequence[TracebackType]) -> None:
     if jax.config.values["jax_traceback_filtering"] == "off":
         return
     start, *inner = steps
-    users = (step for step in inner if is_users(step.tb_frame.f_code.co_filename))
-    on_purpose = (step for step in inner[-1:] if raises_on_purpose(step))
-    end = next(users, next(on_purpose, None))
-    if end is not None:
-        start.tb_next = end
+    if any(is_users(step.tb_frame.f_code.co_filename) for step in inner):
+        # A library of the user's may be between, and calls what failed.
+        start.tb_next = next(step for step in inner if not _is_between(step))
+    elif inner and raises_on_purpose(inner[-1]):
+        start.tb_next = inner[-1]
+
+
+def _is_between(step: TracebackType) -> bool:
+    """Whether a frame is of what calls a user's function: ours, or JAX's."""
+    name = step.tb_frame.f_globals.get("__name__", "").partition(".")[0]
+    is_python = name in sys.stdlib_module_names
+    return name in ("eqxshard", "jax", "jaxlib", "equinox") or is_python
 
 
 def traceback_steps(error: BaseException) -> Iterator[TracebackType]:
@@ -63,9 +73,9 @@ def raises_on_purpose(step: TracebackType) -> bool:
     code = step.tb_frame.f_code
     if not is_ours(code.co_filename):
         return False
-    instructions = dis.get_instructions(code)
-    at = next(each for each in instructions if each.offset == step.tb_lasti)
-    return at.opname == "RAISE_VARARGS"
+    # None is at it where a call is under way: JAX makes such a traceback anew.
+    at = [x for x in dis.get_instructions(code) if x.offset == step.tb_lasti]
+    return bool(at) and at[0].opname == "RAISE_VARARGS"
 
 
 def add_advice(error: Exception, batch: PyTree) -> None:

@@ -1,6 +1,5 @@
 """Where the arrays of a training state are stored, and axes that split none of them."""
 
-import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -8,6 +7,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from ..compiled._lowered import SHARDING_DIMS
 from ..sharding._combinators import HOST_MEMORY, offloads, optimizer_rule
 from ..sharding._leaf_rules import replicate
 from ..sharding._leaves import is_array, is_key
@@ -17,9 +17,6 @@ from ..sharding._rule import Rule, rule_name
 from ..sharding._spec import spec_axes
 from ..sharding._text import comma_list
 from ._state import TrainState, replace
-
-#: The dims of a sharding in the text of a lowered step: `<@mesh, [{"data"}, {}]>`.
-_DIMS = re.compile(r"<@\w+, \[([^\]]*)\]")
 
 
 class StateLayout(NamedTuple):
@@ -150,7 +147,7 @@ def unused_axes(
     others = idle.keys() - {"data", "fsdp"}
     if not others:
         return
-    dims = " ".join(_DIMS.findall(lower().as_text()))
+    dims = " ".join(SHARDING_DIMS.findall(lower().as_text()))
     for axis in (axis for axis in idle if axis in others and f'"{axis}"' not in dims):
         yield (
             f"nothing is split over {axis}={idle[axis]}, so its devices repeat the same "

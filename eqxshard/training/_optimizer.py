@@ -37,6 +37,16 @@ def init_optimizer(optim: optax.GradientTransformation, params: PyTree) -> PyTre
     return jax.tree.map(_as_array, optim.init(params))
 
 
+def check_numbers(opt_state: PyTree) -> None:
+    """Refuse numbers in a state that `init_state` did not make: they would never change."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
+        if _is_number(leaf) and not isinstance(leaf, np.ndarray):
+            raise ValueError(
+                f"{leaf_path(path, 'opt_state')} is {leaf!r}, and a step changes arrays "
+                "alone; make it one, with jnp.asarray."
+            )
+
+
 def _as_array(leaf: Any) -> Any:
     if not _is_number(leaf):
         return leaf

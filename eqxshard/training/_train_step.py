@@ -18,7 +18,7 @@ from ._config import Nonfinite, StepConfig
 from ._inputs import ONE_BATCH, several_batches
 from ._layout import make_layout
 from ._metrics import Metrics
-from ._optimizer import check_optim, is_optimizer
+from ._optimizer import check_numbers, check_optim, is_optimizer
 from ._precision import Precision
 from ._state import TrainState, split_model
 from ._step import Key, StepMachine, Variant
@@ -247,6 +247,7 @@ def _check_optimizer(config: StepConfig, state: TrainState, params: PyTree) -> N
             "the optimizer state in this TrainState does not fit this optimizer and "
             "model; use the optimizer, and trainable=, that the state was made with."
         )
+    check_numbers(state.opt_state)
     scales_loss = config.precision is not None and config.precision.scales_loss
     if scales_loss != (state.loss_scale is not None):
         raise ValueError(
