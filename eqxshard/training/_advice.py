@@ -17,6 +17,9 @@ from ..compiled._causes import is_ours, is_users
 from ..sharding._leaves import array_leaves, format_array, is_array
 from ..sharding._text import comma_list, did_you_mean
 
+#: Packages that call what a user wrote, or check its types.
+_BETWEEN = ("eqxshard", "jax", "jaxlib", "equinox", "jaxtyping", "beartype")
+
 
 @contextlib.contextmanager
 def short_traceback() -> Iterator[None]:
@@ -57,7 +60,7 @@ def _is_between(step: TracebackType) -> bool:
     """Whether a frame is of what calls a user's function: ours, or JAX's."""
     name = step.tb_frame.f_globals.get("__name__", "").partition(".")[0]
     is_python = name in sys.stdlib_module_names
-    return name in ("eqxshard", "jax", "jaxlib", "equinox") or is_python
+    return name in _BETWEEN or is_python
 
 
 def traceback_steps(error: BaseException) -> Iterator[TracebackType]:
