@@ -44,9 +44,9 @@ def metrics_of(model, batch):
 
 #: Arguments of `evaluate` by what is wrong with them, in terms of those that are right.
 REFUSED = {
-    r"a EvalStep, a Model, a Loader; write evaluate\(": lambda m, s, x: (s, m, x),
-    "a Model, a Loader, a EvalStep; write": lambda m, s, x: (m, x, s),
-    "a Model, a dict, a Loader; write": lambda m, s, x: (m, {}, x),
+    r"EvalStep, Model, Loader; write evaluate\(": lambda m, s, x: (s, m, x),
+    "Model, Loader, EvalStep; write": lambda m, s, x: (m, x, s),
+    "Model, dict, Loader; write": lambda m, s, x: (m, {}, x),
     r"returned a dict.*make_eval_step\(metrics_of\)": lambda m, s, x: (m, metrics_of, x),
 }
 
