@@ -1,6 +1,7 @@
 """A transformer written for Explicit axes, and the same one for plain arrays."""
 
 import functools as ft
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -35,7 +36,9 @@ class Block(eqx.Module):
 
     def __call__(self, x):
         # A product over heads, or over the hidden dim, is over what tensor may split.
-        typed = {"out_sharding": P(jax.typeof(x).sharding.spec[0])} if self.typed else {}
+        typed: Any = (
+            {"out_sharding": P(jax.typeof(x).sharding.spec[0])} if self.typed else {}
+        )
         h = x * self.scale / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
         q, k, v = jnp.moveaxis(jnp.einsum("bse,ethd->btshd", h, self.qkv), 1, 0)
         scores = jnp.einsum("bshd,bthd->bhst", q, k) / 3

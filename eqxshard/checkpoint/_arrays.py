@@ -57,7 +57,7 @@ def write(folder: Any, leaves: dict[str, Any]) -> Any:
     saving.min_slice_bytes_for_replica_parallel = _PART_BYTES
     context.asynchronous.timeout_secs = _PATIENCE_SECONDS
     # Should Orbax move what this extends, it writes each array by itself, and slowly.
-    with contextlib.suppress(ImportError):
+    with contextlib.suppress(ImportError, AttributeError):
         from ._orbax import registry
 
         context.checkpointables.registry = registry()

@@ -16,12 +16,6 @@ import jax
 import tensorstore as ts
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from orbax.checkpoint import v1 as ocp
-from orbax.checkpoint.experimental.v1._src.serialization.array_leaf_handler import (
-    ArrayLeafHandler,
-)
-from orbax.checkpoint.experimental.v1._src.serialization.registry import (
-    BaseLeafHandlerRegistry,
-)
 from orbax.checkpoint.metadata import NamedShardingMetadata, SingleDeviceShardingMetadata
 
 from ..distributed import is_main_process
@@ -33,7 +27,13 @@ _DESCRIBED: dict[type[Sharding], Any] = {
 }
 
 
-class _Arrays(ArrayLeafHandler):
+class _Arrays:
+    """Orbax's protocol of a handler of leaves, to save them."""
+
+    def __init__(self, *, context: Any):
+        self._context = context
+        self._theirs = _handler_of_arrays()(context=context)
+
     async def serialize(self, params: Any, serialization_context: Any) -> Awaitable[None]:
         saving: Any = self._context.array.saving
         most = saving.storage_options.chunk_byte_size
@@ -46,7 +46,7 @@ class _Arrays(ArrayLeafHandler):
         rest = [param for param in params if param.name not in small]
         written = None
         if rest:
-            written = await super().serialize(rest, serialization_context)
+            written = await self._theirs.serialize(rest, serialization_context)
         shardings = {param.name: param.value.sharding for param in params}
 
         async def finish() -> None:
@@ -59,6 +59,13 @@ class _Arrays(ArrayLeafHandler):
                     await written
 
         return finish()
+
+
+@ft.cache
+def _handler_of_arrays() -> Any:
+    """Orbax's own, which is in no public module yet."""
+    standard: Any = ocp.handlers.PyTreeHandler()
+    return standard._leaf_handler_registry.get(jax.Array)
 
 
 def _bytes_per_shard(array: jax.Array) -> int:
@@ -101,18 +108,33 @@ def _describe(shardings: dict[str, Sharding]) -> str:
     )
 
 
+class _Leaves:
+    """Orbax's protocol of a registry of such handlers, with that of arrays alone."""
+
+    def get_all(self) -> list[Any]:
+        return [(jax.Array, ocp.arrays.AbstractShardedArray, _Arrays)]
+
+    def get_secondary_typestrs(self, handler_type: Any) -> list[str]:
+        return ["jax.Array"]
+
+    def is_handleable(self, leaf_type: Any) -> bool:
+        return issubclass(leaf_type, jax.Array)
+
+
 class _State:
     """Calls of it return Orbax's handler, which is final, with ours for its arrays."""
 
     def __new__(cls) -> Any:
-        leaves = BaseLeafHandlerRegistry()
-        kind = jax.Array, ocp.arrays.AbstractShardedArray
-        leaves.add(*kind, _Arrays, secondary_typestrs=["jax.Array"])
+        leaves: Any = _Leaves()
         return ocp.handlers.PyTreeHandler(leaf_handler_registry=leaves)
 
 
 @ft.cache
 def registry() -> Any:
-    """Handlers that save the arrays of a state."""
+    """Handlers that save the arrays of a state.
+
+    Raises `AttributeError` if Orbax has moved its own.
+    """
+    _handler_of_arrays()
     handlers: Any = ocp.handlers.local_registry(include_global_registry=False)
     return handlers.add(_State, checkpointable_name="state")

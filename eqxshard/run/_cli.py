@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import io
 import itertools
+import logging
 import operator
 import os
 import re
@@ -83,6 +84,8 @@ def cli(
                 with planned_by(print_plan(plan)):
                     main(parsed)
             else:
+                # Orbax's logging would put the names of loggers before what they say.
+                logging.basicConfig(format="%(message)s")
                 cache_compilations()
                 initialize()
                 last_line = main(parsed)

@@ -9,7 +9,7 @@ import contextlib
 import functools as ft
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -18,15 +18,13 @@ from jaxtyping import Array, PyTree
 from ._leaves import is_array, is_key
 from ._spec import axes_of
 
-_Mesh = TypeVar("_Mesh", Mesh, AbstractMesh)
-
 
 def is_explicit(mesh: Mesh | AbstractMesh) -> bool:
     """Whether some axes of a mesh are Explicit."""
     return AxisType.Explicit in mesh.axis_types
 
 
-def auto_mesh(mesh: _Mesh) -> _Mesh:
+def auto_mesh(mesh: Any) -> Any:
     """The same mesh, with Auto axes in place of Explicit ones."""
     if not is_explicit(mesh):
         return mesh
@@ -40,7 +38,7 @@ def auto_sharding(sharding: NamedSharding) -> NamedSharding:
     """A sharding on the same mesh with Auto axes."""
     if not is_explicit(sharding.mesh):
         return sharding
-    mesh: Any = auto_mesh(sharding.mesh)
+    mesh = auto_mesh(sharding.mesh)
     return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
 
 
@@ -54,7 +52,7 @@ def explicit_part(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSp
     return PartitionSpec(*[axes or None for axes in kept])
 
 
-def type_mesh(x: Array) -> AbstractMesh:
+def type_mesh(x: Any) -> AbstractMesh:
     """The mesh in the type of an array; empty if it has none."""
     return jax.typeof(x).sharding.mesh
 
@@ -84,7 +82,7 @@ def to_auto(tree: PyTree) -> PyTree:
     return jax.tree.map(one, tree)
 
 
-def to_explicit(x: Array, sharding: NamedSharding) -> Array:
+def to_explicit(x: Any, sharding: NamedSharding) -> Array:
     """Inside jit: an array whose type says how it is split, as far as axes are Explicit.
 
     **Arguments:**
@@ -115,7 +113,7 @@ def replicated_on(tree: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree.map(lambda x: to_explicit(x, whole) if is_array(x) else x, tree)
 
 
-def constrain_to(x: Array, sharding: Any) -> Array:
+def constrain_to(x: Any, sharding: Any) -> Array:
     """Inside jit: constrain an array, whatever its type and the axes of the mesh.
 
     `jax.lax.with_sharding_constraint` is for Auto axes, `jax.sharding.reshard` for

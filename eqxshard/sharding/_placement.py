@@ -14,7 +14,7 @@ from ._explicit import constrain_to
 from ._leaves import array_leaves, is_array, leaf_path
 from ._mesh import batch_axes
 from ._rule import Decision, NamedLeaf, Rule, apply_rule, check_rule, rule_name
-from ._spec import check_spec, only
+from ._spec import check_spec, only, spec_on
 
 
 def shardings(tree: PyTree, mesh: Mesh, rule: Rule) -> PyTree[NamedSharding | None]:
@@ -190,10 +190,11 @@ def constrain(x: PyTree, spec: PartitionSpec) -> PyTree:
     mesh = jax.sharding.get_abstract_mesh()
     if len(mesh.manual_axes) == len(mesh.axis_names):
         return x
+    manual = mesh.manual_axes
+    spec = PartitionSpec(*(only(entry, lambda x: x not in manual) for entry in spec))
     for path, leaf in array_leaves(x):
         check_spec(path, leaf.shape, spec, mesh)
-    there = {*mesh.axis_names} - {*mesh.manual_axes}
-    spec = PartitionSpec(*(only(entry, there.__contains__) for entry in spec))
+    spec = spec_on(spec, mesh)
     return jax.tree.map(lambda x: constrain_to(x, spec) if is_array(x) else x, x)
 
 

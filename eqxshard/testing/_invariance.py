@@ -172,7 +172,8 @@ def _make_mesh(sizes: Sizes) -> Mesh:
             f"{needed}) before anything else uses JAX, such as at the top of "
             "conftest.py, or use meshes of fewer devices."
         )
-    return make_mesh(**{"data": 1, **sizes}, devices=jax.devices()[:needed])
+    axes: Any = {"data": 1, **sizes}
+    return make_mesh(**axes, devices=jax.devices()[:needed])
 
 
 def _train_on_one_device(

@@ -144,7 +144,7 @@ def _as_numpy(value: Any, weak_type: bool) -> Any:
 
 def _off_mesh(value: Any, mesh: Mesh) -> Any:
     """A value that may be computed with on any device, unless it is large and on a mesh."""
-    sharding = getattr(value, "sharding", None)
+    sharding: Any = getattr(value, "sharding", None)
     on_mesh = isinstance(sharding, NamedSharding) and auto_mesh(sharding.mesh) == mesh
     if on_mesh and (value.size > _SMALL or not value.is_fully_addressable):
         return with_types(value, auto_sharding(sharding))

@@ -235,7 +235,8 @@ def _trace(
         )
         return state, params
 
-    like = jax.ShapeDtypeStruct(key.shape, key.dtype)
+    # A key may have a type of its own, on the axes of `jax.set_mesh`.
+    like: Any = jax.ShapeDtypeStruct(key.shape, key.dtype)
     with computing_on_auto(mesh):
         model_jaxpr, *made = eqx.filter_make_jaxpr(make)(like)
         state_jaxpr, *made = eqx.filter_make_jaxpr(make_state)(eqx.combine(*made), like)

@@ -94,7 +94,7 @@ def jit_on(
 
 def _typed(out: PyTree, shardings: PyTree[NamedSharding]) -> PyTree:
     """What a step returns, with types as its shardings say."""
-    given = broadcast_prefix(shardings, out)
+    given: list[Any] = broadcast_prefix(shardings, out)
     leaves, structure = jax.tree.flatten(out)
     typed = [to_explicit(x, each) for x, each in zip(leaves, given, strict=True)]
     return jax.tree.unflatten(structure, typed)

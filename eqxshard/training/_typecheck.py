@@ -21,7 +21,7 @@ from ..compiled._causes import user_frame
 from ..compiled._hlo import Frame
 from ..sharding._explicit import explicit_part
 from ..sharding._leaves import array_leaves, is_array
-from ..sharding._mesh import batch_axes, check_batch_size
+from ..sharding._mesh import batch_sharding, check_batch_size
 from ..sharding._placement import compute_sharding, named_leaves, shardings
 from ..sharding._rule import Rule, leaf_dims, rule_name
 from ..sharding._spec import format_spec
@@ -161,14 +161,14 @@ def typecheck(
         assert report, report
         ```
     """
-    mesh = mesh.update(axis_types=(AxisType.Explicit,) * len(mesh.axis_names))
+    typed_axes = (AxisType.Explicit,) * len(mesh.axis_names)
+    on: Any = mesh.update(axis_types=typed_axes)
     made = eqx.filter_eval_shape(make_model, jax.random.key(0))
     model, model_state = without_state(made)
-    storage = shardings(model, mesh, rule)
+    storage = shardings(model, on, rule)
     for _, leaf in array_leaves(batch):
-        check_batch_size(leaf.shape[0], mesh)
-    rows = NamedSharding(mesh, PartitionSpec(batch_axes(mesh) or None))
-    whole = NamedSharding(mesh, PartitionSpec())
+        check_batch_size(leaf.shape[0], on)
+    rows, whole = batch_sharding(on), NamedSharding(on, PartitionSpec())
     key = jax.eval_shape(lambda: jax.random.key(0))
     specs = {
         path: compute_sharding(sharding).spec
@@ -191,7 +191,7 @@ def typecheck(
         loss_fn(model if model_state is None else (model, model_state), batch, key)
 
     try:
-        with jax.sharding.use_abstract_mesh(_abstract(mesh)):
+        with jax.sharding.use_abstract_mesh(_abstract(on)):
             jax.eval_shape(call, dynamic)
     except Exception as error:
         kind = _kind(error)
@@ -221,15 +221,15 @@ def add_type_note(error: Exception) -> None:
     kind = _kind(error)
     if kind is None:
         return
-    used = {stored.path: array for array, stored in (in_use() or {}).values()}
-    specs = {
-        stored.path: compute_sharding(stored.storage).spec
-        for _, stored in (in_use() or {}).values()
+    # The model is the first of what a loss function gets.
+    used = {
+        stored.path.removeprefix("0."): (array, compute_sharding(stored.storage).spec)
+        for array, stored in (in_use() or {}).values()
     }
+    met = _met(error, {path: array for path, (array, _) in used.items()})
+    split = [(path, used[path][1]) for path in met if any(used[path][1])]
     fields = [
-        f"{path} is split as {format_spec(specs[path])} by the rule."
-        for path in _met(error, used)
-        if any(specs[path])
+        f"{path} is split as {format_spec(spec)} by the rule." for path, spec in split
     ]
     error.add_note("\n".join([*fields, f"Remedy: {_advice(kind)}."]))
 

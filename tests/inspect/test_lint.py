@@ -29,6 +29,6 @@ def test_eval_steps_take_a_model():
     assert str(findings) == "no findings"
 
 
-def test_what_is_no_function_is_refused():
+def test_what_is_no_function_is_refused(unannotated):
     with pytest.raises(TypeError, match="is not a function"):
         eqxshard.lint(3)  # pyright: ignore[reportArgumentType]

@@ -1,6 +1,7 @@
 import dataclasses
 import io
 import pickle
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -22,7 +23,7 @@ def request_of(make_model, **changes):
 
 def test_closures_and_optimizers_arrive():
     layers = 3
-    request = load_request(
+    request: Any = load_request(
         dump_request(request_of(lambda key: Transformer(key, layers=layers)))
     )
     model = eqx.filter_eval_shape(request.make_model, jax.random.key(0))

@@ -5,6 +5,7 @@ import json
 import math
 import re
 from functools import partial
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -73,7 +74,8 @@ def test_what_cannot_run_is_a_row_with_the_reason():
 
 def test_errors_of_the_compiler_are_rows(plan, monkeypatch):
     def run(data, compiler):
-        if dict(load_request(data).mesh_shape)["fsdp"] == 8:
+        request: Any = load_request(data)
+        if request.mesh_shape["fsdp"] == 8:
             raise RuntimeError("XLA said no.\nIn detail")
         return plan
 

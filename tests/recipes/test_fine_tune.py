@@ -38,6 +38,32 @@ def page():
     del sys.modules["fine_tune"]
 
 
+def pretrained(page):
+    """Random numbers under the names and in the layout of `openai-community/gpt2`."""
+    rng, width = np.random.default_rng(0), page.WIDTH
+
+    def normal(*shape):
+        return rng.normal(scale=0.1, size=shape).astype(np.float32)
+
+    arrays = {
+        "wte.weight": normal(page.VOCAB, width),
+        "wpe.weight": normal(page.TIME, width),
+    }
+    norms, linears = ["ln_f"], {}
+    for i in range(page.DEPTH):
+        norms += [f"h.{i}.ln_1", f"h.{i}.ln_2"]
+        linears[f"h.{i}.attn.c_attn"] = (width, 3 * width)
+        linears[f"h.{i}.attn.c_proj"] = (width, width)
+        linears[f"h.{i}.mlp.c_fc"] = (width, 4 * width)
+        linears[f"h.{i}.mlp.c_proj"] = (4 * width, width)
+        arrays[f"h.{i}.attn.bias"] = np.tri(page.TIME, dtype=np.float32)[None, None]
+    for name in norms:
+        arrays |= {f"{name}.weight": 1 + normal(width), f"{name}.bias": normal(width)}
+    for name, shape in linears.items():
+        arrays |= {f"{name}.weight": normal(*shape), f"{name}.bias": normal(shape[1])}
+    return arrays
+
+
 def make_tokens(page):
     return jnp.asarray(np.random.default_rng(0).integers(0, page.VOCAB, page.TIME))
 
@@ -75,11 +101,11 @@ def gpt2(arrays, tokens, depth, heads):
 
 def test_the_loaded_model_is_gpt2(page, tmp_path):
     file, like = tmp_path / "gpt2.safetensors", eqx.filter_eval_shape(page.GPT2, KEY)
-    save_file(page.pretrained(), file)
+    save_file(pretrained(page), file)
     options = {"rename": page.rename, "transform": page.transform}
     model = eqxshard.load_weights(file, like, ignore=r"attn\.bias$", **options)
     tokens = make_tokens(page)
-    expected = gpt2(page.pretrained(), np.asarray(tokens), page.DEPTH, page.HEADS)
+    expected = gpt2(pretrained(page), np.asarray(tokens), page.DEPTH, page.HEADS)
     logits = eqx.filter_jit(model)(tokens)
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4)
 

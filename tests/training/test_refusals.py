@@ -128,7 +128,7 @@ VALUES: Mistakes = {
     "accumulate=0 must be at least 1": lambda: step(accumulate=0),
     "is not 'skip', 'raise' or 'ignore'": lambda: step(nonfinite="stop"),
     "use 'skip', or bfloat16": lambda: step(precision=HALF, nonfinite="raise"),
-    r"has the axes \('data',\)": lambda: step(mesh=jax.make_mesh((8,), ("data",))),
+    "none is called data or fsdp": lambda: step(mesh=jax.make_mesh((8,), ("dp",))),
     "not a floating-point type": lambda: eqxshard.Precision(jnp.int8),
     "params=None": lambda: eqxshard.Precision(params=NOTHING),
     "must be at least 1 each": lambda: eqxshard.Precision(initial_scale=0.5),
