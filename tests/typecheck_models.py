@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 class Case(NamedTuple):
     """A model and how it is called, on one example."""
 
-    make: Callable[[Any], Any]
+    make: Callable[..., Any]
     shape: tuple[int, ...] = (8,)
     call: Callable[[Any, Any, Any], Any] = lambda model, x, key: model(x)
     dtype: Any = jnp.float32
@@ -32,7 +32,7 @@ class Embedding(nn.Embedding):
 
     def __call__(self, x, *, key=None):
         # `.at[x].get(out_sharding=P())` would do under one `jax.vmap`, and not under two.
-        look_up = jax.sharding.auto_axes(lambda table, x: table[x], out_sharding=P())
+        look_up: Any = jax.sharding.auto_axes(lambda table, x: table[x], out_sharding=P())
         return look_up(self.weight, x)
 
 

@@ -7,6 +7,7 @@ dims split over `tensor`.
 import functools as ft
 import sys
 from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -90,7 +91,7 @@ def loss_of(case):
         rows = jax.typeof(x).sharding.spec[0]
         if isinstance(model, tuple):
             model, state = model
-            axes = {"in_axes": (0, None), "out_axes": (0, None)}
+            axes: Any = {"in_axes": (0, None), "out_axes": (0, None)}
             out, state = jax.vmap(model, axis_name="batch", **axes)(x, state)
             return jnp.mean(out, range(1, out.ndim)), state
         keys = jax.sharding.reshard(jax.random.split(key, ROWS), P(rows))
