@@ -68,7 +68,7 @@ def make_state(request: Request) -> TrainState:
         request.make_model,
         request.optim,
         key=jax.random.key(0),
-        mesh=make_mesh(**sizes, devices=devices),
+        mesh=make_mesh(**sizes, devices=devices, explicit=request.explicit),
         rule=request.rule,
         trainable=request.trainable,
         precision=request.precision,

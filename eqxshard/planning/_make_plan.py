@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +37,7 @@ def plan(
     accumulate: int = 1,
     nonfinite: Nonfinite = "skip",
     grad_norms: bool = False,
+    explicit: bool | Sequence[str] = False,
     cache: str | os.PathLike[str] | None = None,
 ) -> Plan:
     """What a training step needs on devices that are not there.
@@ -63,6 +64,8 @@ def plan(
     - `backend`: the compiler: `gpu`, `tpu` or `cpu`. By default that of the target, if
         it is installed, and else `cpu`: then communication is guessed from the partitioned
         step, and temporaries are an upper estimate.
+    - `explicit`: the axes that are Explicit, as for [`eqxshard.make_mesh`][], for a model
+        that is written for them.
     - `cache`: a folder for [`eqxshard.cache_compilations`][], in which to keep the compiled
         step, so that a run on such devices need not compile it. It is compiled once more
         for that. `plan.notes` says what is there.
@@ -110,6 +113,7 @@ def plan(
         accumulate=accumulate,
         nonfinite=nonfinite,
         grad_norms=grad_norms,
+        explicit=explicit,
         cache=None if cache is None else local_path(cache, "cache="),
     )
     made = run(dump_request(request), request.backend)

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import traceback
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -62,6 +62,7 @@ class Request:
     - `options`: of `make_train_step`, other than those that `init_state` takes, too.
     - `limit`: the most bytes that a device may need: a step whose state alone needs more
         is not compiled.
+    - `explicit`: the axes of the mesh that are Explicit.
     - `cache`: the folder in which to keep what was compiled.
     """
 
@@ -77,6 +78,7 @@ class Request:
     precision: Precision | None
     options: Mapping[str, Any]
     limit: float | None = None
+    explicit: bool | Sequence[str] = False
     cache: Path | None = None
 
     @property

@@ -4,11 +4,13 @@ On Explicit axes JAX types each array by how it is split, while it traces. Nothi
 compiled, and no device is needed.
 """
 
+import itertools
+import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -26,8 +28,67 @@ from ..sharding._spec import format_spec
 from ._gather import in_use
 from ._state import without_state
 
+_MOST_FIELDS = 8
 _ON_AUTO = "leave this to the compiler on Auto axes, as eqxshard.make_mesh makes them"
-_LOOKUP = "write table.at[ids].get(out_sharding=...) in place of table[ids]"
+
+
+class _Kind(NamedTuple):
+    """A kind of error on Explicit axes.
+
+    - `said`: a pattern of what JAX or Equinox says, with `float32[8@data]` as `float32[8]`.
+    - `remedy`: what to write.
+    - `untyped`: whether nothing is known to be wrong.
+    """
+
+    said: str
+    remedy: str
+    untyped: bool = False
+
+    def matches(self, text: str) -> bool:
+        """Whether text is of this kind."""
+        return re.search(self.said, re.sub(r"@(\w+|\([^)]*\))", "", text)) is not None
+
+
+_LOOKUP = _Kind(
+    r"\.at\[\.\.\.\]\.get",
+    "write table.at[ids].get(out_sharding=...) in place of table[ids]; under more than one "
+    "jax.vmap, wrap it in jax.sharding.auto_axes(..., out_sharding=...)",
+    untyped=True,
+)
+_KINDS = (
+    _LOOKUP,
+    _Kind(
+        "conv_general_dilated|is not supported|is not implemented",
+        "wrap it in jax.sharding.auto_axes(..., out_sharding=...)",
+        untyped=True,
+    ),
+    _Kind(
+        "only AbstractMesh exists|should match the aval mesh|Mesh for all inputs",
+        "compute such a constant in make_model, as a field of the model, or train under "
+        "jax.set_mesh(mesh)",
+        untyped=True,
+    ),
+    _Kind(
+        "Mapped away dimension",
+        "jax.sharding.reshard what jax.vmap maps over alike, such as the keys of "
+        "jax.random.split as the rows of the batch",
+    ),
+    _Kind(
+        "has type (.*) but the corresponding .* has type \\1",
+        "begin the loop with an array that is split as the loop returns it, and have all "
+        "branches return the same (jax.sharding.reshard)",
+    ),
+    _Kind(
+        "The old value is (.*) and the new value is \\1",
+        "jax.sharding.reshard the state's new value as the old (BatchNorm: mode='batch')",
+        untyped=True,
+    ),
+)
+#: All others that JAX raises as of how arrays are split.
+_SPLIT = _Kind(
+    "",
+    "say how the result is split (out_sharding=, or jax.sharding.reshard of an input)",
+)
 
 
 @dataclass(frozen=True)
@@ -133,21 +194,32 @@ def typecheck(
         with jax.sharding.use_abstract_mesh(_abstract(on)):
             jax.eval_shape(call, dynamic)
     except Exception as error:
-        if not is_type_error(error):
+        kind = _kind(error)
+        if kind is None:
             raise
-        return _report(error, used, specs, dict(named_leaves(model)), rule)
+        return _report(error, kind, used, specs, dict(named_leaves(model)), rule)
     return TypeReport()
 
 
-def is_type_error(error: BaseException) -> bool:
-    """Whether JAX raised this because of how arrays are split."""
+def _kind(error: BaseException) -> _Kind | None:
+    """Which kind of error on Explicit axes it is, if it is one."""
     # Which JAX does not export.
-    return type(error).__name__ == "ShardingTypeError"
+    is_typing = type(error).__name__ == "ShardingTypeError"
+    if not is_typing and not isinstance(error, TypeError | ValueError):
+        return None
+    for kind in _KINDS:
+        if kind.matches(str(error)):
+            return kind
+    if not is_typing:
+        return None
+    files = [frame.f_code.co_filename for frame in _frames(error)]
+    return _LOOKUP if any("indexing.py" in file for file in files) else _SPLIT
 
 
 def add_type_note(error: Exception) -> None:
     """Note on an error of Explicit axes in a step which parameters meet something there."""
-    if not is_type_error(error):
+    kind = _kind(error)
+    if kind is None:
         return
     # The model is the first of what a loss function gets.
     used = {
@@ -159,7 +231,7 @@ def add_type_note(error: Exception) -> None:
     fields = [
         f"{path} is split as {format_spec(spec)} by the rule." for path, spec in split
     ]
-    error.add_note("\n".join([*fields, f"Remedy: {_advice(error)}."]))
+    error.add_note("\n".join([*fields, f"Remedy: {_advice(kind)}."]))
 
 
 def _abstract(mesh: Mesh | AbstractMesh) -> AbstractMesh:
@@ -172,11 +244,14 @@ def _typed(x: Any, sharding: NamedSharding) -> Any:
         return x
     mesh = _abstract(sharding.mesh)  # pyright: ignore[reportArgumentType]
     place = NamedSharding(mesh, explicit_part(sharding.spec, mesh))
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+    # As JAX takes an array of float64 where jax_enable_x64 is off.
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
+    return jax.ShapeDtypeStruct(x.shape, dtype, sharding=place)
 
 
 def _report(
     error: Exception,
+    kind: _Kind,
     used: Mapping[str, Any],
     specs: Mapping[str, PartitionSpec],
     leaves: Mapping[str, Any],
@@ -184,9 +259,10 @@ def _report(
 ) -> TypeReport:
     frames = reversed(traceback.extract_tb(error.__traceback__))
     frame = user_frame(Frame(x.filename, x.lineno or 0, x.name) for x in frames)
-    fields = []
-    for path in _met(error, used):
-        if not _is_lookup(error) and not any(specs[path]):
+    said, fields, met = str(error).split("\n"), [], _met(error, used)
+    for path in met:
+        # One table that is looked up in is what to know, split or not.
+        if not any(specs[path]) and (kind is not _LOOKUP or len(met) > 1):
             continue
         dims = " ".join(name or "_" for name in leaf_dims(leaves[path]))
         annotated = f' "{dims}"' if dims else ""
@@ -195,28 +271,19 @@ def _report(
             f"{format_spec(specs[path])} by {rule_name(rule)}."
         )
     return TypeReport(
-        str(error).split("\n")[0],
+        next(filter(kind.matches, said), said[0]).strip(" *;"),
         None if frame is None else frame.place,
         tuple(fields),
-        _advice(error),
-        untyped=_is_lookup(error),
+        _advice(kind),
+        untyped=kind.untyped,
     )
 
 
-def _advice(error: Exception) -> str:
-    how = _LOOKUP if _is_lookup(error) else "say how the result is split (out_sharding=, "
-    how += "" if _is_lookup(error) else "or jax.sharding.reshard of an input)"
-    return f"{how}, or {_ON_AUTO}"
+def _advice(kind: _Kind) -> str:
+    return f"{kind.remedy}, or {_ON_AUTO}"
 
 
-def _is_lookup(error: Exception) -> bool:
-    """Whether it is of indexing, which JAX does not type by itself."""
-    return any("indexing.py" in frame.f_code.co_filename for frame in _frames(error)) or (
-        ".at[...].get" in str(error)
-    )
-
-
-def _frames(error: Exception) -> list[FrameType]:
+def _frames(error: BaseException) -> list[FrameType]:
     return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
@@ -229,10 +296,13 @@ def _met(error: Exception, used: Mapping[str, Any]) -> list[str]:
 
     frames = _frames(error)[::-1]
     for frame in frames:
-        if here := found(frame.f_locals.values()):
+        values = [*frame.f_locals.values()]
+        several = [each for each in values if isinstance(each, tuple | list)]
+        if here := found(itertools.chain(values, *several)):
             return here
     for frame in frames:
-        layer = frame.f_locals.get("self")
-        if isinstance(layer, eqx.Module) and (here := found(jax.tree.leaves(layer))):
-            return here
+        layers = [x for x in frame.f_locals.values() if isinstance(x, eqx.Module)]
+        if here := found(jax.tree.leaves(layers)):
+            # All of a large model would say nothing.
+            return here if len(here) <= _MOST_FIELDS else []
     return []

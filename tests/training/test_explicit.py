@@ -308,6 +308,29 @@ class TestTypecheck:
         assert str(report.place).startswith("explicit_model.py:")
         assert "table.at[ids].get(out_sharding=...)" in str(report.advice)
 
+    def test_says_what_differs_without_a_product(self, as_scripts_run):
+        mesh = eqxshard.make_mesh(data=4, tensor=2)
+        rule = eqxshard.by_path({"weight.*": P("tensor"), "bias.*": P("tensor")})
+
+        def unrolled(cell, batch, key):
+            def one(x):
+                step = lambda state, row: (cell(row, state), None)  # noqa: E731
+                return jax.lax.scan(step, jnp.zeros(8), x)[0]
+
+            return jnp.mean(jax.vmap(one)(batch["x"]), -1)
+
+        def with_keys(cell, batch, key):
+            keys = jax.random.split(key, 16)
+            return jax.vmap(lambda x, key: jax.random.uniform(key))(batch["x"], keys)
+
+        make = lambda key: eqx.nn.GRUCell(4, 8, key=key)  # noqa: E731
+        batch = {"x": jax.ShapeDtypeStruct((16, 6, 4), jnp.float32)}
+        for fn, said in ((unrolled, "begin the loop"), (with_keys, "jax.random.split")):
+            report = eqxshard.typecheck(make, fn, batch, mesh, rule)
+            assert not report and not report.untyped
+            assert said in report.advice and report.place.startswith("test_explicit.py:")
+            assert report.fields[0].startswith("weight_ih (24, 4)")
+
     def test_other_errors_are_the_users_own(self):
         def broken(model, batch, key):
             raise KeyError("images")

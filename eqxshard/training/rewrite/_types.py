@@ -14,7 +14,7 @@ from jax.core import ShapedArray
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ...sharding._explicit import auto_mesh, is_explicit
+from ...sharding._explicit import auto_mesh, is_explicit, to_auto
 from ...sharding._spec import axes_of
 from ._jaxprs import equations, map_jaxpr, map_jaxprs_in
 
@@ -29,7 +29,9 @@ def erase_types(jaxpr: Any) -> Any:
     typed = [eqn for eqn in eqns if is_explicit(eqn.ctx.cur_abstract_mesh)]
     if not typed or any(eqn.primitive.name == "shard_map" for eqn in typed):
         return jaxpr
-    return map_jaxpr(_Eraser().erase, jaxpr)
+    # Such as what was computed while tracing, on the mesh that `jax.set_mesh` was given.
+    consts = to_auto(jaxpr.consts)
+    return map_jaxpr(_Eraser().erase, jaxpr.replace(consts=consts))
 
 
 class _Eraser:
