@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from ..sharding._spec import axes_of
 #: `<["data"=2, "fsdp"=4]>`, and `<@mesh, [{"data", "fsdp"}, {}]>` of one array.
 _AXIS = re.compile(r'"([^"]+)"=(\d+)')
 _DIMS = re.compile(r"<@\w+, \[([^\]]*)\]")
+#: `manual_axes={"pipe"}`, in which `shard_map` splits.
+_MANUAL = re.compile(r"manual_axes=\{([^}]*)\}")
 _TYPE = re.compile(r"tensor<((?:\d+x)*)(.+)>")
 _DTYPES = {"i1": "bool", "complex<f32>": "complex64", "complex<f64>": "complex128"}
 
@@ -74,7 +76,7 @@ class LoweredStep:
         groups: dict[str, list[Input]] = {}
         for each in self.inputs:
             groups.setdefault(each.argument, []).append(each)
-        kept = {name for name, arrays in groups.items() if any(map(self._is_kept, arrays))}
+        kept = {name for name, arrays in groups.items() if any(map(self.is_kept, arrays))}
         found = [
             x
             for name, arrays in groups.items()
@@ -88,7 +90,8 @@ class LoweredStep:
         """The axes that its batch is split over."""
         return _row_axes(self.batch[0]) if self.batch else ()
 
-    def _is_kept(self, array: Input) -> bool:
+    def is_kept(self, array: Input) -> bool:
+        """Whether an array is of the state: it is donated, or returned in a new form."""
         is_state = array.shape != () and (array.shape, array.dtype) in self.returned
         return array.donated or is_state
 
@@ -127,6 +130,24 @@ def read_lowered(lowered: jax.stages.Lowered) -> LoweredStep:
         inputs=inputs,
         returned=frozenset(map(_shape_and_dtype, main.type.results)),
     )
+
+
+def unsplit_axes(axes: Iterable[str], lower: Callable[[], jax.stages.Lowered]) -> list[str]:
+    """Those of some axes over which a function splits nothing.
+
+    **Arguments:**
+
+    - `axes`: of its mesh.
+    - `lower`: lowers the function; called if there are axes.
+    """
+    names = list(axes)
+    if not names:
+        return names
+    text = lower().as_text()
+    found = _DIMS.findall(text)
+    if "partition_id" in text:  # Where a device may choose its part of the work by itself.
+        found += _MANUAL.findall(text)
+    return [axis for axis in names if not any(f'"{axis}"' in dims for dims in found)]
 
 
 def find_main(module: Any) -> Any:
