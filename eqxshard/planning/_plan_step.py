@@ -11,6 +11,7 @@ from ..compiled._lowered import LoweredStep, unsplit_axes
 from ..inspect._functions import lower_function
 from ..sharding._spec import spec_axes
 from ..sharding._text import first_few
+from ..training._layout import describe_repeated
 from ._backends import check_whole_hosts, find_backend
 from ._modules import dump_module
 from ._plan import Plan
@@ -124,8 +125,8 @@ def _repeated(step: LoweredStep, lowered: jax.stages.Lowered) -> tuple[str, ...]
 def _notes(step: LoweredStep, repeated: tuple[str, ...]) -> Iterator[str]:
     for axis in repeated:
         yield (
-            f"nothing is split over {axis}={step.sizes[axis]}, so its devices repeat the "
-            f"same work; split the batch or other arrays over {axis}"
+            f"{describe_repeated(axis, step.sizes[axis])}; split the batch or other arrays "
+            f"over {axis}"
         )
     kept = dict.fromkeys(each.argument for each in step.inputs if step.is_kept(each))
     if kept and not any(each.donated for each in step.inputs):

@@ -143,7 +143,10 @@ def unused_axes(
             "eqxshard.fsdp() with a smaller min_size."
         )
     for axis in repeated_axes(state, mesh, lower):
-        yield describe_repeated(axis, idle[axis])
+        yield (
+            f"{describe_repeated(axis, idle[axis])}; use them for data, or use a rule that "
+            f"splits arrays over {axis}."
+        )
 
 
 def repeated_axes(
@@ -159,10 +162,7 @@ def repeated_axes(
 
 def describe_repeated(axis: str, size: int) -> str:
     """What is wrong with an axis of `repeated_axes`."""
-    return (
-        f"nothing is split over {axis}={size}, so its devices repeat the same work; use "
-        f"them for data, or use a rule that splits arrays over {axis}."
-    )
+    return f"nothing is split over {axis}={size}, so its devices repeat the same work"
 
 
 def _idle_axes(state: TrainState, mesh: Mesh) -> dict[str, int]:
