@@ -202,10 +202,18 @@ def _search(options: argparse.Namespace, others: Sequence[str]) -> None:
     def planner(run: PlannedRun, notes: list[str]) -> None:
         arguments = run.for_any_mesh(options.devices)
         arguments["accumulate"] = options.search_accumulate or arguments["accumulate"]
-        with Console(stderr=True).status("compiling"):
+        console = Console(stderr=True)
+        with console.status("compiling") as status:
+
+            def progress(tried: int, of: int) -> None:
+                said = f"tried {tried} of {of} candidates"
+                status.update(said)
+                if not console.is_terminal and tried % -(-of // 5) == 0:
+                    print(said, file=sys.stderr, flush=True)
+
             found = plan_search(
                 arguments.pop("make_model"),
-                rules=arguments.pop("rule"),
+                progress=progress,
                 devices=options.devices,
                 axes=[axis for axis in options.search_axes.split(",") if axis],
                 target=options.device,

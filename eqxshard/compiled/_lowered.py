@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,9 @@ from ..sharding._spec import axes_of
 
 #: `<["data"=2, "fsdp"=4]>`, and `<@mesh, [{"data", "fsdp"}, {}]>` of one array.
 _AXIS = re.compile(r'"([^"]+)"=(\d+)')
-SHARDING_DIMS = re.compile(r"<@\w+, \[([^\]]*)\]")
+_DIMS = re.compile(r"<@\w+, \[([^\]]*)\]")
+#: `manual_axes={"pipe"}`, in which `shard_map` splits.
+_MANUAL = re.compile(r"manual_axes=\{([^}]*)\}")
 _TYPE = re.compile(r"tensor<((?:\d+x)*)(.+)>")
 _DTYPES = {"i1": "bool", "complex<f32>": "complex64", "complex<f64>": "complex128"}
 
@@ -76,7 +78,7 @@ class LoweredStep:
         groups: dict[str, list[Input]] = {}
         for each in self.inputs:
             groups.setdefault(each.argument, []).append(each)
-        kept = {name for name, arrays in groups.items() if any(map(self._is_kept, arrays))}
+        kept = {name for name, arrays in groups.items() if any(map(self.is_kept, arrays))}
         found = [
             x
             for name, arrays in groups.items()
@@ -90,7 +92,8 @@ class LoweredStep:
         """The axes that its batch is split over."""
         return _row_axes(self.batch[0]) if self.batch else ()
 
-    def _is_kept(self, array: Input) -> bool:
+    def is_kept(self, array: Input) -> bool:
+        """Whether an array is of the state: it is donated, or returned in a new form."""
         is_state = array.shape != () and (array.shape, array.dtype) in self.returned
         return array.donated or is_state
 
@@ -134,6 +137,24 @@ def read_lowered(lowered: jax.stages.Lowered) -> LoweredStep:
     )
 
 
+def unsplit_axes(axes: Iterable[str], lower: Callable[[], jax.stages.Lowered]) -> list[str]:
+    """Those of some axes over which a function splits nothing.
+
+    **Arguments:**
+
+    - `axes`: of its mesh.
+    - `lower`: lowers the function; called if there are axes.
+    """
+    names = list(axes)
+    if not names:
+        return names
+    text = lower().as_text()
+    found = _DIMS.findall(text)
+    if "partition_id" in text:  # Where a device may choose its part of the work by itself.
+        found += _MANUAL.findall(text)
+    return [axis for axis in names if not any(f'"{axis}"' in dims for dims in found)]
+
+
 def find_main(module: Any) -> Any:
     """The function that a module runs."""
     for op in module.body.operations:
@@ -145,7 +166,7 @@ def find_main(module: Any) -> Any:
 def _input(number: int, argument: Any, attributes: Any) -> Input:
     name = re.fullmatch(r'loc\("(.*)"(?:\(.*\))?\)', str(argument.location))
     found = "sdy.sharding" in attributes
-    sharding = SHARDING_DIMS.search(str(attributes["sdy.sharding"])) if found else None
+    sharding = _DIMS.search(str(attributes["sdy.sharding"])) if found else None
     spec = None
     if sharding is not None:
         dims = re.findall(r"\{([^}]*)\}", sharding[1])

@@ -22,13 +22,13 @@ def format_flops(count: int | float) -> str:
 
 
 def format_seconds(seconds: int | float) -> str:
-    """Seconds as `1.5 s`, `120 ms` or `3 us`."""
+    """Seconds as `1.5 s`, `120 ms`, `3 us` or `70 ns`."""
     if not seconds or not math.isfinite(seconds):
         return "0 s"
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= 0.1 * size:
             return f"{seconds / size:,.3g} {unit}"
-    return f"{1e6 * seconds:.3g} us"
+    return f"{1e9 * seconds:.3g} ns"
 
 
 def format_value(value: int | float) -> str:

@@ -24,9 +24,14 @@ from ..sharding._leaves import array_leaves, format_array
 from ..sharding._mesh import batch_sharding, check_batch_size, make_mesh
 from ..training._init import abstract_state
 from ..training._inputs import ONE_BATCH
-from ..training._layout import is_offloaded, unused_axes
+from ..training._layout import (
+    describe_repeated,
+    is_offloaded,
+    repeated_axes,
+    unused_axes,
+)
 from ..training._state import TrainState
-from ..training._train_step import make_train_step
+from ..training._train_step import TrainStep, make_train_step
 from ..transforms._cache import cache_compilations
 from ._backends import find_devices
 from ._modules import compile_step
@@ -54,9 +59,17 @@ def _answer(request: Request | StepRequest, dump: Path) -> Plan | int:
     state = make_state(request)
     rows, _ = count_examples(request.batch)
     check_batch_size(rows, mesh_of(state), accumulate=request.options["accumulate"])
-    if request.limit is not None and (least := state_bytes(state)) > request.limit:
-        return least
+    if request.limit is not None:
+        if (least := state_bytes(state)) > request.limit:
+            return least
+        lower = functools.partial(_make_step(request).lower, state, request.batch)
+        for axis in repeated_axes(state, mesh_of(state), lower):
+            raise ValueError(describe_repeated(axis, request.mesh_shape[axis]))
     return compile_plan(request, state, dump)
+
+
+def _make_step(request: Request) -> TrainStep:
+    return make_train_step(request.loss_fn, request.optim, **request.options)
 
 
 def make_state(request: Request) -> TrainState:
@@ -86,7 +99,7 @@ def compile_plan(request: Request, state: TrainState, dump: Path) -> Plan:
     """
     start = time.perf_counter()
     mesh, sizes = mesh_of(state), dict(request.mesh_shape)
-    step = make_train_step(request.loss_fn, request.optim, **request.options)
+    step = _make_step(request)
     call = step.machine.look_up(state, None, ONE_BATCH)
     program, findings = step.machine.inspect(call, request.batch)
     seconds = time.perf_counter() - start
@@ -126,6 +139,7 @@ def compile_plan(request: Request, state: TrainState, dump: Path) -> Plan:
         leaves=leaves,
         settings=_settings(request),
         findings=Findings(findings),
+        repeated=tuple(repeated_axes(state, mesh, lower)),
     )
 
 

@@ -1,6 +1,7 @@
 """Compile a function that was lowered elsewhere, for other devices; and read it."""
 
 import io
+import math
 import time
 import warnings
 from collections import Counter
@@ -20,6 +21,7 @@ from ..compiled._lowered import LoweredStep, find_main
 from ..inspect._explanation import Leaf
 from ..inspect._functions import lint_lowered
 from ..inspect._lint import Findings
+from ..sharding._text import first_few
 from ._backends import find_devices
 from ._plan import Plan
 from ._process import StepRequest
@@ -101,6 +103,7 @@ def compile_step(request: StepRequest, dump: Path) -> Plan:
         findings += lint_lowered(step, module, request.scanned)
     notes += [str(each.message).removesuffix(".") for each in said]
     leaves = tuple(_input_leaves(step, module))
+    notes += _whole(step, leaves)
     arguments = Counter[str]()
     for each, leaf in zip(step.inputs, leaves, strict=True):
         arguments[each.argument] += leaf.bytes_per_device
@@ -130,7 +133,24 @@ def compile_step(request: StepRequest, dump: Path) -> Plan:
         leaves=leaves,
         settings={"function": step.name, "arguments": ", ".join(arguments)},
         findings=Findings(findings),
+        repeated=request.repeated,
     )
+
+
+def _whole(step: LoweredStep, leaves: Sequence[Leaf]) -> Iterator[str]:
+    """A note on arrays that nobody split, and that are whole on each of several devices."""
+    names = [
+        leaf.path
+        for each, leaf in zip(step.inputs, leaves, strict=True)
+        # Few numbers, such as those of a random key, are meant to be whole.
+        if each.spec is None and math.prod(each.shape) > 2 * step.devices
+        if leaf.bytes_per_device == leaf.bytes_whole
+    ]
+    if names and step.devices > 1:
+        rest = "is whole on each device; give it a sharding"
+        if len(names) > 1:
+            rest = "are whole on each device; give them shardings"
+        yield f"{first_few(names)} {rest}"
 
 
 def _input_leaves(step: LoweredStep, module: Module) -> Iterator[Leaf]:

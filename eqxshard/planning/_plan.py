@@ -3,6 +3,7 @@
 import dataclasses
 import html
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -129,6 +130,8 @@ class Plan:
         is no schedule.
     - `settings`: what the step was made with, as text, by name.
     - `findings`: what is most likely not meant, as [`eqxshard.lint`][] finds it.
+    - `repeated`: the axes of the mesh over which nothing is split: their devices repeat
+        the same work.
     """
 
     target: Target
@@ -147,6 +150,7 @@ class Plan:
     timeline: tuple[PlannedSpan, ...] | None
     settings: Mapping[str, str]
     findings: Findings
+    repeated: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool | None:
@@ -179,14 +183,16 @@ class Plan:
     def mfu(self) -> float | None:
         """The part of the devices' peak that is used: model FLOPs utilization (MFU).
 
-        What a step computes again to save memory counts, too.
+        What several devices repeat counts once. What a step computes again to save memory
+        counts again.
         """
         if not self.time or not self.time.step or not self.flops:
             return None
         slowest = min(self.target.flops.values())
         peaks = self.target.flops
         busy = sum(n / peaks.get(dtype, slowest) for dtype, n in self.flops.items())
-        return busy / self.time.step
+        copies = math.prod(self.mesh[axis] for axis in self.repeated)
+        return busy / self.time.step / copies
 
     def to_json(self) -> dict[str, Any]:
         """All of it as values for `json.dumps`, with what follows from them."""

@@ -1,12 +1,17 @@
 """`plan_step`: what any jitted function needs, on devices that are not there."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from ..compiled._lowered import LoweredStep, unsplit_axes
 from ..inspect._functions import lower_function
+from ..sharding._spec import spec_axes
+from ..sharding._text import first_few
+from ..training._layout import describe_repeated
 from ._backends import check_whole_hosts, find_backend
 from ._modules import dump_module
 from ._plan import Plan
@@ -53,7 +58,8 @@ def plan_step(
 
     **Raises:**
 
-    What the function raises when it is traced; `TypeError` if it is no function;
+    What the function raises when it is traced; `TypeError` if it is no function, or
+    `devices` is given, which it does not take;
     `ValueError` if the target is not known, its devices are not whole hosts, the backend is
     not installed, or the function calls the host and is planned for other devices;
     `RuntimeError` if the compiler fails.
@@ -67,9 +73,17 @@ def plan_step(
     """
     found = Target.named(target) if isinstance(target, str) else target or target_here()
     compiler = find_backend(found, backend)
+    if "devices" in kwargs and not _takes(fn, "devices"):
+        raise TypeError(
+            "plan_step has no devices=, but counts those of the arguments' shardings; for "
+            "more devices than there are here, give shardings on a "
+            "jax.sharding.AbstractMesh, or give it as mesh=."
+        )
     function = lower_function(fn, args, kwargs, mesh, _PLATFORMS[compiler])
     check_whole_hosts(found, compiler, function.step.devices)
-    notes = []
+    step = function.step
+    repeated = _repeated(step, function.lowered)
+    notes = [*_notes(step, repeated)]
     if function.jaxpr is None:
         notes.append(
             "lint read only the compiled text, because the function came lowered, or as "
@@ -77,13 +91,47 @@ def plan_step(
         )
     request = StepRequest(
         module=dump_module(function.lowered),
-        step=function.step,
+        step=step,
         target=found,
         backend=compiler,
         findings=tuple(function.findings()),
         scanned=function.scanned,
+        repeated=repeated,
         notes=tuple(notes),
     )
     made = run(dump_request(request), compiler)
     assert isinstance(made, Plan)  # There is no limit.
     return made
+
+
+def _takes(fn: Any, name: str) -> bool:
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):  # It has none.
+        return callable(fn)
+    kinds = {each.kind for each in parameters.values()}
+    return name in parameters or inspect.Parameter.VAR_KEYWORD in kinds
+
+
+def _repeated(step: LoweredStep, lowered: jax.stages.Lowered) -> tuple[str, ...]:
+    """The axes over which a function splits nothing."""
+    split = {
+        axis for each in step.inputs for axis in spec_axes(each.spec or PartitionSpec())
+    }
+    idle = [axis for axis, n in step.sizes.items() if n > 1 and axis not in split]
+    return tuple(unsplit_axes(idle, lambda: lowered))
+
+
+def _notes(step: LoweredStep, repeated: tuple[str, ...]) -> Iterator[str]:
+    for axis in repeated:
+        yield (
+            f"{describe_repeated(axis, step.sizes[axis])}; split the batch or other arrays "
+            f"over {axis}"
+        )
+    kept = dict.fromkeys(each.argument for each in step.inputs if step.is_kept(each))
+    if kept and not any(each.donated for each in step.inputs):
+        yield (
+            f"nothing is donated, so {first_few([*kept])} and what is returned of the same "
+            "shapes are in memory together; give jax.jit donate_argnums for what is not "
+            "needed after the step"
+        )

@@ -60,8 +60,8 @@ class Request:
     - `batch`: a `jax.ShapeDtypeStruct` for each array.
     - `backend`: the compiler.
     - `options`: of `make_train_step`, other than those that `init_state` takes, too.
-    - `limit`: the most bytes that a device may need: a step whose state alone needs more
-        is not compiled.
+    - `limit`: for a search, the most bytes that a device may need. A step whose state alone
+        needs more is not compiled, and neither is one whose devices repeat the same work.
     - `explicit`: the axes of the mesh that are Explicit.
     - `cache`: the folder in which to keep what was compiled.
     """
@@ -94,6 +94,7 @@ class StepRequest:
     - `module`: from `dump_module`.
     - `step`: what it takes.
     - `findings`, `scanned`: what lint found in it, and needs of it, as it was traced.
+    - `repeated`: the axes of its mesh over which it splits nothing.
     - `notes`: what else to know of its plan.
     """
 
@@ -103,6 +104,7 @@ class StepRequest:
     backend: Compiler
     findings: tuple[Finding, ...]
     scanned: set[tuple[int, ...]]
+    repeated: tuple[str, ...]
     notes: tuple[str, ...]
 
     @property

@@ -28,6 +28,9 @@ from ._targets import Compiler, Target
 #: Custom kernels are recognised by these words in the text of a module.
 _KERNELS = ("mosaic", "__gpu$xla.gpu.triton", "tpu_custom")
 
+#: In seconds, a step in which starting its kernels, of a few microseconds each, counts.
+_SHORT = 1e-4
+
 
 def find_operations(module: Module, devices: int, compiler: Compiler) -> list[Operation]:
     """The collectives in which devices take part together, and not each alone.
@@ -142,9 +145,20 @@ def find_unknown(target: Target, operations: Sequence[Operation]) -> str:
 
 
 def make_notes(
-    target: Target, compiler: Compiler, module: Module, unknown: str
+    target: Target,
+    compiler: Compiler,
+    module: Module,
+    unknown: str,
+    least: PlannedTime | None,
 ) -> Iterator[str]:
-    """What else to know of a plan; `unknown` is from `find_unknown`."""
+    """What else to know of a plan.
+
+    **Arguments:**
+
+    - `target`, `compiler`, `module`: as for `read_plan`.
+    - `unknown`: from `find_unknown`.
+    - `least`: from `predict_time`.
+    """
     instructions = [*module.instructions()]
     if target.compiler == "cpu":
         yield "simulated devices share the memory of one process"
@@ -167,6 +181,11 @@ def make_notes(
         yield "the arithmetic of custom kernels is not counted"
     if unknown:
         yield f"no time is predicted, because the {unknown} is not known"
+    if least is not None and 0 < least.step < _SHORT:
+        yield (
+            "the time leaves out what kernels take to start and messages to arrive, some "
+            "microseconds each, so a step as short as this takes several times as long"
+        )
 
 
 def read_dump(dump: Path, devices: int, step: str) -> str:
@@ -250,7 +269,7 @@ def read_plan(
         flops=flops,
         collectives=tuple(describe_collectives(operations, sizes, causes, schedule)),
         time=least,
-        notes=(*make_notes(target, backend, module, unknown), *notes),
+        notes=(*make_notes(target, backend, module, unknown, least), *notes),
         timeline=schedule.spans if schedule and least else None,
         **others,
     )

@@ -47,7 +47,8 @@ class Candidate:
     - `plan`: its [`eqxshard.Plan`][]; `None` if it was not compiled.
     - `needs`: the bytes that it needs on each device; those of its state alone if it was
         not compiled. `None` if it cannot run at all.
-    - `reason`: why it does not run; empty if it fits.
+    - `reason`: why it is out: it cannot run, or its devices would repeat the same work;
+        empty if it fits.
     """
 
     name: str
@@ -61,7 +62,7 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether it can run: it was compiled, and leaves 5% of the memory."""
+        """Whether it is ranked: it was compiled, and leaves 5% of the memory."""
         return not self.reason
 
     def to_json(self) -> dict[str, Any]:
@@ -99,8 +100,9 @@ class Search:
         compiled = sum(each.plan is not None for each in self.candidates)
         head = f"{tried} candidates, of which {compiled} were compiled and {fit} fit"
         advice = (
-            "Nothing fits; try more devices, a rule that splits more of the state, a "
-            "larger accumulate, or a model that computes layers again (remat)."
+            "Nothing is left; see why. For want of memory, try more devices, a rule that "
+            "splits more of the state, a larger accumulate, or a model that computes "
+            "layers again (remat)."
         )
         parts = [f"{head}, in {self.seconds:.0f} s", render(self._table())]
         return "\n\n".join(parts if fit else [*parts, advice])
@@ -113,7 +115,7 @@ class Search:
         table = Table("candidate")
         for column in ("needs", "step", "mfu", *costs):
             table.add_column(column, justify="right")
-        table.add_column("why it does not run", overflow="fold")
+        table.add_column("why it is out", overflow="fold")
         for each, step, seconds in zip(self.candidates, times, parts, strict=True):
             mfu = None if each.plan is None else each.plan.mfu
             least = "" if each.plan is not None else "> "
@@ -135,7 +137,7 @@ def plan_search(
     batch: PyTree,
     *,
     devices: int,
-    rules: Rule | Mapping[str, Rule],
+    rule: Rule | Mapping[str, Rule],
     target: str | Target = "h200",
     meshes: Sequence[Mapping[str, int]] | None = None,
     axes: Sequence[str] = ("data", "fsdp", "tensor"),
@@ -146,12 +148,14 @@ def plan_search(
     nonfinite: Nonfinite = "skip",
     grad_norms: bool = False,
     workers: int = 4,
+    progress: Callable[[int, int], Any] | None = None,
 ) -> Search:
     """The fastest way to run a training step that fits, on devices that are not there.
 
     Every mesh is tried with every model, rule and number of microbatches. What cannot
-    divide, or does not fit by the bytes of its state alone, is not compiled. The rest is
-    planned as by [`eqxshard.plan`][], several at a time. Those that fit and leave 5% of
+    divide, does not fit by the bytes of its state alone, or has an axis over which nothing
+    is split, so that devices repeat the same work, is not compiled. The rest is planned as
+    by [`eqxshard.plan`][], several at a time. Those that fit and leave 5% of
     the memory are ranked by the time of a step.
 
     As for `plan`, put the call under `if __name__ == "__main__":`.
@@ -163,7 +167,7 @@ def plan_search(
     - `loss_fn`, `optim`, `batch`, `target`, `backend`, `trainable`, `precision`,
         `nonfinite`, `grad_norms`: as for `plan`.
     - `devices`: their number.
-    - `rules`: a rule, or several by their names.
+    - `rule`: as for `plan`, or several by their names.
     - `meshes`: the mesh shapes to try. By default, those of `axes` whose `tensor` and
         `context` stay within 8 devices of a host; beyond one host, `fsdp` goes over whole
         hosts.
@@ -171,6 +175,8 @@ def plan_search(
     - `accumulate`: the numbers of microbatches to try. The batch stays the same.
     - `workers`: how many to compile at a time. Each takes a core, and for a large model
         a few GB of memory.
+    - `progress`: called after each candidate, with how many were tried and how many there
+        are: `progress=print`.
 
     **Returns:**
 
@@ -192,7 +198,7 @@ def plan_search(
             optax.adamw(1e-4),
             {"tokens": tokens, "targets": tokens},
             devices=64,
-            rules=rule,
+            rule=rule,
             accumulate=(1, 4),
             target="h200",
         )
@@ -201,25 +207,25 @@ def plan_search(
     """
     start = time.perf_counter()
     models = dict(make_model) if isinstance(make_model, Mapping) else {"": make_model}
-    named = dict(rules) if isinstance(rules, Mapping) else {"": rules}
+    rules = dict(rule) if isinstance(rule, Mapping) else {"": rule}
     counts = (accumulate,) if isinstance(accumulate, int) else tuple(accumulate)
     found = Target.named(target) if isinstance(target, str) else target
     compiler = find_backend(found, backend)
     limit = math.inf if found.memory is None else found.memory * (1 - _MARGIN)
     shapes = [*(mesh_shapes(devices, axes, found.per_host) if meshes is None else meshes)]
-    choices = {"meshes": shapes, "make_model": models, "rules": named, "accumulate": counts}
+    choices = {"meshes": shapes, "make_model": models, "rule": rules, "accumulate": counts}
     for name, given in choices.items():
         if not given:
             raise ValueError(f"there are no {name} for {devices} devices; give some.")
     candidates, requests = list[Candidate](), list[bytes]()
-    for shape, model, rule, count in itertools.product(*choices.values()):
+    for shape, model, by, count in itertools.product(*choices.values()):
         request = make_request(
             make_model=models[model],
             loss_fn=loss_fn,
             optim=optim,
             batch=batch,
             mesh_shape=shape,
-            rule=named[rule],
+            rule=rules[by],
             target=found,
             devices=devices,
             backend=compiler,
@@ -231,10 +237,10 @@ def plan_search(
             limit=limit,
         )
         mesh = used_axes(request.mesh_shape)
-        parts = [format_mesh(mesh), model, rule]
+        parts = [format_mesh(mesh), model, by]
         parts += [f"accumulate={count}"] if len(counts) > 1 else []
         name = ", ".join(dict.fromkeys(filter(None, parts)))
-        candidates.append(Candidate(name, mesh, model, rule, count))
+        candidates.append(Candidate(name, mesh, model, by, count))
         # Pickled here, because JAX's settings may be those of this thread.
         requests.append(dump_request(request))
 
@@ -253,10 +259,14 @@ def plan_search(
             reason = f"does not fit: {said} {format_bytes(needs)} of {format_bytes(limit)}"
         return dataclasses.replace(candidate, plan=plan, needs=needs, reason=reason)
 
+    tried = list[Candidate]()
     with ThreadPoolExecutor(workers) as pool:
         # An interrupt ends the iterator, which cancels what has not started.
-        ranked = rank(pool.map(compile, candidates, requests))
-    return Search(ranked, time.perf_counter() - start)
+        for each in pool.map(compile, candidates, requests):
+            tried.append(each)
+            if progress is not None:
+                progress(len(tried), len(candidates))
+    return Search(rank(tried), time.perf_counter() - start)
 
 
 def rank(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:

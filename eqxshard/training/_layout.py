@@ -7,15 +7,15 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ..compiled._lowered import SHARDING_DIMS
+from ..compiled._lowered import unsplit_axes
 from ..sharding._combinators import HOST_MEMORY, offloads, optimizer_rule
 from ..sharding._leaf_rules import replicate
 from ..sharding._leaves import is_array, is_key
-from ..sharding._mesh import describe_mesh
+from ..sharding._mesh import batch_axes, used_axes
 from ..sharding._placement import assign_shardings, broadcast_prefix, filter_shard
 from ..sharding._rule import Rule, rule_name
 from ..sharding._spec import spec_axes
-from ..sharding._text import comma_list
+from ..sharding._text import comma_list, format_mesh
 from ._state import TrainState, replace
 
 
@@ -133,23 +133,40 @@ def unused_axes(
     - `lower`: lowers the step; called if an axis splits no array of the state, which the
         loss may still use.
     """
-    arrays = filter(is_array, jax.tree.leaves((state.model, state.opt_state)))
-    split = {axis for array in arrays for axis in spec_axes(array.sharding.spec)}
-    idle = {axis: n for axis, n in mesh.shape.items() if n > 1 and axis not in split}
+    idle = _idle_axes(state, mesh)
     splits_none = len(idle) == sum(n > 1 for n in mesh.shape.values())
     if "fsdp" in idle or (idle and splits_none and rule != replicate()):
         yield (
-            f"{rule_name(rule)} splits no array over {comma_list(idle)} on "
-            f"{describe_mesh(mesh)}, so each device holds all of them; use a mesh with an "
-            "axis that the rule splits over, or another rule, such as eqxshard.fsdp() with "
-            "a smaller min_size."
+            f"{rule_name(rule)} splits no array over {comma_list(idle)} of the mesh "
+            f"{format_mesh(used_axes(mesh.shape))}, so each device holds all of them; use "
+            "a mesh with an axis that the rule splits over, or another rule, such as "
+            "eqxshard.fsdp() with a smaller min_size."
         )
-    others = idle.keys() - {"data", "fsdp"}
-    if not others:
-        return
-    dims = " ".join(SHARDING_DIMS.findall(lower().as_text()))
-    for axis in (axis for axis in idle if axis in others and f'"{axis}"' not in dims):
+    for axis in repeated_axes(state, mesh, lower):
         yield (
-            f"nothing is split over {axis}={idle[axis]}, so its devices repeat the same "
-            f"work; use them for data, or use a rule that splits arrays over {axis}."
+            f"{describe_repeated(axis, idle[axis])}; use them for data, or use a rule that "
+            f"splits arrays over {axis}."
         )
+
+
+def repeated_axes(
+    state: TrainState, mesh: Mesh, lower: Callable[[], jax.stages.Lowered]
+) -> list[str]:
+    """The axes over which nothing is split, so that their devices repeat the same work.
+
+    **Arguments:** as for `unused_axes`.
+    """
+    idle = [axis for axis in _idle_axes(state, mesh) if axis not in batch_axes(mesh)]
+    return unsplit_axes(idle, lower)
+
+
+def describe_repeated(axis: str, size: int) -> str:
+    """What is wrong with an axis of `repeated_axes`."""
+    return f"nothing is split over {axis}={size}, so its devices repeat the same work"
+
+
+def _idle_axes(state: TrainState, mesh: Mesh) -> dict[str, int]:
+    """The axes that split no array of the model and the optimizer's state."""
+    arrays = filter(is_array, jax.tree.leaves((state.model, state.opt_state)))
+    split = {axis for array in arrays for axis in spec_axes(array.sharding.spec)}
+    return {axis: n for axis, n in mesh.shape.items() if n > 1 and axis not in split}

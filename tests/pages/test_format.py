@@ -36,6 +36,6 @@ def test_other_numbers_have_three():
 
 
 def test_seconds():
-    assert [*map(format_seconds, (0, 1.5, 0.0132, 3e-6))] == [
-        *("0 s", "1.5 s", "13.2 ms", "3 us")
+    assert [*map(format_seconds, (0, 1.5, 0.0132, 3e-6, 7.08e-8))] == [
+        *("0 s", "1.5 s", "13.2 ms", "3 us", "70.8 ns")
     ]

@@ -1,11 +1,17 @@
 import dataclasses
 import json
 
+import pytest
 from page_parser import parse
 
 import eqxshard
+from eqxshard.compiled._hlo import parse_module
 from eqxshard.inspect._lint import Findings
 from eqxshard.pages._format import format_bytes
+from eqxshard.planning._read import make_notes
+
+EMPTY = parse_module("ENTRY %main () -> f32[] {\n  ROOT %x = f32[] constant(0)\n}\n")
+LONG = eqxshard.PlannedTime(0.1, 0.1, None, {}, None)
 
 
 def test_it_prints_as_tables(plan):
@@ -35,6 +41,19 @@ def test_it_is_json(plan):
 def test_times_at_measured_speeds_are_estimates(plan):
     target = dataclasses.replace(plan.target, efficiency=0.25)
     assert "A step takes about " in str(dataclasses.replace(plan, target=target))
+
+
+def test_what_devices_repeat_counts_once(plan):
+    assert plan.repeated == () and plan.mesh == {"data": 2, "fsdp": 4}
+    repeats = dataclasses.replace(plan, repeated=("fsdp",))
+    assert repeats.mfu == pytest.approx(plan.mfu / 4)
+
+
+def test_a_very_short_step_is_said_to_take_longer(plan):
+    assert plan.time.step < 1e-4 and "a step as short as this takes" in str(plan)
+    assert not any(
+        "short" in said for said in make_notes(plan.target, "cpu", EMPTY, "", LONG)
+    )
 
 
 def test_only_the_largest_are_printed(plan):

@@ -53,6 +53,7 @@ def test_a_step_by_hand_is_planned_as_theory_counts():
     for word in ("momentum", "params['w0']", "P('shard')", "A step takes at least"):
         assert word in text
     assert "gradients" not in text
+    assert not any("donated" in note or "whole" in note for note in plan.notes)
     assert plan.to_json()["memory"]["arguments"]["params"] == 3 * 512 * 512 * 4 // 8
 
 
@@ -120,6 +121,7 @@ def test_a_mesh_may_have_more_devices_than_there_are():
     ("call", "word"),
     [
         (lambda: eqxshard.plan_step(THREE), "is not a function"),
+        (lambda: eqxshard.plan_step(lambda x: x, 1.0, devices=64), "AbstractMesh"),
         (lambda: eqxshard.plan_step(jax.jit(abs).lower(1.0), 1.0), "has its arguments"),
         (lambda: eqxshard.lint(jax.jit(abs).lower(1.0), 1.0), "has its arguments"),
     ],
@@ -153,6 +155,24 @@ def test_lint_of_functions_that_are_not_ours():
     # Of one that is lowered only the text is there.
     of_text = eqxshard.lint(step.lower(params, batch))
     assert {each.kind for each in of_text} == {"global-batch"}
+
+
+def test_what_is_most_likely_forgotten_is_noted():
+    mesh = other_steps.mesh_of(data=4, model=2)
+    w = other_steps.placed(other_steps.floats(64, 64), mesh, P(None, "model"))
+    batch = {"x": np.ones((32, 64), np.float32), "scale": np.float32(2)}
+
+    @jax.jit
+    def step(w, batch, key):
+        noise = jax.random.normal(key, (64,))
+        return w - jax.grad(lambda w: jnp.sum(batch["x"] @ w * batch["scale"]))(w) + noise
+
+    plan = eqxshard.plan_step(step, w, batch, jax.random.key(0))
+    notes = [note.split(";")[0] for note in plan.notes]
+    assert "batch['x'] is whole on each device" in notes
+    assert "nothing is split over data=4, so its devices repeat the same work" in notes
+    assert any(note.startswith("nothing is donated, so w and ") for note in notes)
+    assert plan.repeated == ("data",)
 
 
 #: What each of the steps that are not ours sends along which axes, on any backend.

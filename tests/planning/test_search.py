@@ -33,7 +33,7 @@ def test_what_does_not_fit_by_its_state_is_not_compiled():
         LARGE,
         *GIVEN[1:],
         devices=8,
-        rules=RULE,
+        rule=RULE,
         target=with_memory(1.6e6),
         meshes=[{"data": -1}, {"fsdp": 8}],
         backend="cpu",
@@ -61,7 +61,7 @@ def test_what_cannot_run_is_a_row_with_the_reason():
         *GIVEN[1:3],
         batch,
         devices=8,
-        rules={"fsdp": RULE, "typo": eqxshard.by_path({"^nothing$": jax.P("tensor")})},
+        rule={"fsdp": RULE, "typo": eqxshard.by_path({"^nothing$": jax.P("tensor")})},
         meshes=[{"fsdp": 8}],
         backend="cpu",
     )
@@ -80,11 +80,29 @@ def test_errors_of_the_compiler_are_rows(plan, monkeypatch):
         return plan
 
     monkeypatch.setattr(_search, "run", run)
-    meshes = [{"data": 8}, {"fsdp": 8}]
-    search = eqxshard.plan_search(*GIVEN, devices=8, rules=RULE, meshes=meshes)
+    meshes, said = [{"data": 8}, {"fsdp": 8}], []
+    search = eqxshard.plan_search(
+        *GIVEN, devices=8, rule=RULE, meshes=meshes, progress=lambda *n: said.append(n)
+    )
+    assert said == [(1, 2), (2, 2)]
     assert search.best == plan and search.candidates[0].mesh == {"data": 8}
     (bad,) = search.candidates[1:]
     assert (bad.plan, bad.needs, bad.reason) == (None, None, "XLA said no.")
+
+
+@pytest.mark.slow
+def test_a_mesh_whose_devices_would_repeat_work_is_out():
+    search = eqxshard.plan_search(
+        *GIVEN,
+        devices=8,
+        rule=RULE,
+        meshes=[{"tensor": 8}, {"data": 2, "fsdp": 4}],
+        backend="cpu",
+    )
+    best, tensor = search.candidates
+    assert search.best is best.plan and best.mesh == {"data": 2, "fsdp": 4}
+    assert tensor.plan is None and not tensor.fits
+    assert tensor.reason.startswith("nothing is split over tensor=8, so its devices repeat")
 
 
 FSDP = by_hand({"fsdp": 8}, step=0.101, fsdp=0.012)
@@ -106,14 +124,14 @@ def test_a_search_prints_a_column_for_each_cost():
     rows = [[cell.strip() for cell in re.split("[┃│]", x)] for x in table.splitlines()]
     _, names, _, *rows, _ = [row[1:-1] for row in rows]
     costs = ["compute", "fsdp links", "data links"]
-    assert names == ["candidate", "needs", "step", "mfu", *costs, "why it does not run"]
+    assert names == ["candidate", "needs", "step", "mfu", *costs, "why it is out"]
     assert rows == [
         ["fsdp=8", "20.00 GB", "0.101 s", "0%", "89 ms", "12 ms", "", ""],
         ["data=2, fsdp=4", "20.00 GB", "0.1 s", "0%", "90 ms", "", "10 ms", ""],
         ["data", "> 160.00 GB", "", "", "", "", "", "because"],
     ]
     nothing = eqxshard.Search(found[2:], 1.0)
-    assert "Nothing fits; try more devices" in str(nothing)
+    assert "Nothing is left; see why" in str(nothing)
     assert nothing.to_json()["best"] is None
 
 
@@ -124,13 +142,13 @@ def test_a_search_prints_a_column_for_each_cost():
         ("8 devices", {"meshes": [{"fsdp": 4}]}),
         ("no meshes for 0 devices", {"devices": 0}),
         ("'stage' cannot be searched", {"axes": ("stage",)}),
-        ("no rules", {"rules": {}}),
+        ("no rule", {"rule": {}}),
         ("'h20'", {"target": "h20"}),
     ],
 )
 def test_bad_input_is_refused(word, options):
     with pytest.raises(ValueError, match=word):
-        eqxshard.plan_search(*GIVEN, **{"devices": 8, "rules": RULE, **options})
+        eqxshard.plan_search(*GIVEN, **{"devices": 8, "rule": RULE, **options})
 
 
 def shapes(devices, axes, per_host=8):
