@@ -55,6 +55,7 @@ def main() -> None:
     parser.add_argument("folder")
     parser.add_argument("--mesh", default="data=-1")
     parser.add_argument("--dcn", help="JSON")
+    parser.add_argument("--explicit", action="store_true")
     parser.add_argument("--rule", default="data")
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--seed", type=int, default=0)
@@ -86,7 +87,7 @@ def main() -> None:
     sizes: dict[str, Any] = {axis: int(size) for axis, size in pairs}
     if args.dcn:
         sizes["dcn"] = json.loads(args.dcn)
-    mesh = eqxshard.make_mesh(**sizes)
+    mesh = eqxshard.make_mesh(**sizes, explicit=args.explicit)
     where = {"mesh": mesh, "rule": RULES[args.rule]}
     x = np.random.default_rng(0).normal(size=(100, 8)).astype(np.float32)
     arrays = {"x": x, "y": np.sin(x[:, :4]), "index": np.arange(100)}

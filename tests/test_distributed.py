@@ -141,6 +141,15 @@ def test_the_number_of_processes_does_not_change_the_results(tmp_path, strategy)
         assert_same(tmp_path / str(processes), tmp_path / str(one), rtol=2e-6)
 
 
+@pytest.mark.slow
+def test_explicit_axes_do_not_change_the_results(tmp_path):
+    options = "--mesh=data=2,fsdp=2", "--rule=fsdp"
+    for name, kind in (("auto", ()), ("explicit", ("--explicit",))):
+        status, out = run(tmp_path / name, *options, *kind, processes=2, devices=2)
+        assert status == 0, out
+    assert_same(tmp_path / "explicit", tmp_path / "auto", rtol=2e-6)
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A run of two processes without disturbance."""

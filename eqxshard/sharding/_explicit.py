@@ -109,7 +109,8 @@ def with_types(x: Array, sharding: NamedSharding) -> Array:
     if x.sharding == sharding:
         return x
     if is_key(x):
-        return jax.device_put(x, sharding)
+        data = with_types(jax.random.key_data(x), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     shards = [shard.data for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
 
