@@ -82,7 +82,7 @@ class Tokens(eqx.Module):
         ids = jnp.int32(jnp.abs(x) * 5) % 16
         look_up: Any = lambda table, ids: table[ids]  # noqa: E731
         if jax.typeof(self.table.weight).sharding.mesh.explicit_axes:
-            look_up = jax.sharding.auto_axes(look_up, out_sharding=P())
+            look_up = jax.sharding.auto_axes(look_up, axes=None, out_sharding=P())
         rows = jax.vmap(look_up, in_axes=(None, 0))(self.table.weight, ids)
         return self.last(jnp.mean(rows, 0))
 
