@@ -2,6 +2,7 @@
 
 import contextlib
 import dis
+import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
@@ -15,6 +16,9 @@ from jaxtyping import PyTree
 from ..compiled._causes import is_ours, is_users
 from ..sharding._leaves import array_leaves, format_array, is_array
 from ..sharding._text import comma_list, did_you_mean
+
+#: Words of errors that one dim too many can cause.
+_OF_SHAPES = re.compile("(?i)shape|dim|rank|axis|axes|size|broadcast")
 
 
 @contextlib.contextmanager
@@ -30,16 +34,16 @@ def short_traceback() -> Iterator[None]:
     except Exception as error:
         # The first is here, the second is that of the `with` statement.
         _, *steps = traceback_steps(error)
-        _shorten(steps)
+        _shorten(error, steps)
         raise
 
 
 def shorten_traceback(error: Exception) -> None:
     """As `short_traceback`, where an error was caught that is raised again."""
-    _shorten([*traceback_steps(error)])
+    _shorten(error, [*traceback_steps(error)])
 
 
-def _shorten(steps: Sequence[TracebackType]) -> None:
+def _shorten(error: Exception, steps: Sequence[TracebackType]) -> None:
     if jax.config.values["jax_traceback_filtering"] == "off":
         return
     start, *inner = steps
@@ -48,6 +52,12 @@ def _shorten(steps: Sequence[TracebackType]) -> None:
     end = next(users, next(on_purpose, None))
     if end is not None:
         start.tb_next = end
+    # What JAX caught inside of itself says nothing to its user.
+    cause = error.__cause__
+    steps = [] if cause is None else [*traceback_steps(cause)]
+    files = [step.tb_frame.f_code.co_filename for step in steps]
+    if files and not any(is_ours(file) or is_users(file) for file in files):
+        error.__cause__ = None
 
 
 def traceback_steps(error: BaseException) -> Iterator[TracebackType]:
@@ -71,9 +81,9 @@ def raises_on_purpose(step: TracebackType) -> bool:
 def add_advice(error: Exception, batch: PyTree) -> None:
     """Note on an error of a loss or metric function what batch it was given.
 
-    One line of advice follows where the cause is known: an entry that the batch lacks, a
-    forgotten `vmap`, labels of the wrong dtype or rank. An error that this library raised
-    says what to do itself, and gets no note.
+    One line of advice follows where the cause is known: an entry that the batch lacks, one
+    key for all examples, a forgotten `vmap`, labels of the wrong dtype or rank. An error
+    that this library raised says what to do itself, and gets no note.
 
     **Arguments:**
 
@@ -89,7 +99,10 @@ def add_advice(error: Exception, batch: PyTree) -> None:
     entries = (f"{name} {format_array(leaf)}" for name, leaf in array_leaves(batch))
     error.add_note(f"The batch was: {comma_list(entries)}.")
     advice = (
-        _missing_entry(error, batch) or _labels(frames) or _forgotten_vmap(error, frames)
+        _missing_entry(error, batch)
+        or _labels(frames)
+        or _one_key(error, frames)
+        or _forgotten_vmap(error, frames)
     )
     if advice is not None:
         error.add_note(advice)
@@ -126,9 +139,26 @@ def _labels(frames: list[FrameType]) -> str | None:
     return None
 
 
+def _one_key(error: Exception, frames: list[FrameType]) -> str | None:
+    """Of a dropout that got no key, or a `vmap` that got the one key of all examples."""
+    lacks_key = isinstance(error, RuntimeError) and "requires a key" in str(error)
+    if not lacks_key and "but is only 0" in str(error):
+        mapped = [f.f_locals.get("args") for f in frames if f.f_code.co_name == "vmap_f"]
+        arrays = filter(is_array, jax.tree.leaves(mapped))
+        lacks_key = any(
+            x.ndim == 0 and jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in arrays
+        )
+    if not lacks_key:
+        return None
+    return (
+        "loss_fn gets one key; give each example its own: "
+        "jax.vmap(model)(x, jax.random.split(key, len(x)))."
+    )
+
+
 def _forgotten_vmap(error: Exception, frames: list[FrameType]) -> str | None:
     """Of a model of one example that was called with all of them."""
-    if not isinstance(error, TypeError | ValueError):
+    if not isinstance(error, TypeError | ValueError) or not _OF_SHAPES.search(str(error)):
         return None
     # That of `jax.vmap`, which `eqx.filter_vmap` calls, too.
     if any(frame.f_code.co_name == "vmap_f" for frame in frames):
