@@ -23,6 +23,7 @@ def main(args: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="python -m eqxshard",
         description="Plan runs, look at runs, and find what is wrong with a machine.",
+        epilog="What a run dumps when it crashes: python -m eqxshard.replay DUMP SCRIPT.",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -36,6 +37,9 @@ def main(args: Sequence[str] | None = None) -> int:
         "Print versions, devices and disks of this machine, what is wrong with them, and "
         "the command that mends it. The exit status is 1 if something is wrong.",
     )
+    args = sys.argv[1:] if args is None else args
+    if args[:1] == ["replay"]:
+        parser.error("replay is a module; run python -m eqxshard.replay DUMP SCRIPT.")
     options, others = parser.parse_known_args(args)
     if others and options.run not in (_plan, _search):
         parser.error(f"unrecognized arguments: {' '.join(others)}")

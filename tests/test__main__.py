@@ -112,6 +112,7 @@ def test_bad_input_is_one_sentence_with_the_remedy(command, monkeypatch, tmp_pat
     def refuse(sentence, *words):
         assert_refused(command("plan", *words), sentence)
 
+    assert_refused(command("replay", "dump"), "run python -m eqxshard.replay DUMP SCRIPT.")
     refuse("are required: --devices; see", REGRESSION)
     refuse("argument --devices: invalid int value: 'x'; see", REGRESSION, "--devices=x")
     refuse("'gpus' (choose from", REGRESSION, "--devices=8", "--backend=gpus")

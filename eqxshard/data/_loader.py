@@ -197,8 +197,9 @@ class Loader:
         if self._step >= self._stop:
             warnings.warn(
                 f"this loader gives no more batches: it is at step {self._step}, and its "
-                f"epochs= end at step {self._stop}; call loader.seek(0) to start again "
-                "with the same batches, or make it with epochs=None.",
+                f"epochs= end at step {self._stop}; make it without epochs=, and loop over "
+                "itertools.islice(loader, len(loader)) for one epoch after the other, each "
+                "in a new order, or call loader.seek(0) for the same batches again.",
                 stacklevel=2,
             )
         return self._batches(self._step)

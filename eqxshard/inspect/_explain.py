@@ -15,6 +15,7 @@ from ..sharding._combinators import HOST_MEMORY, optimizer_rule
 from ..sharding._leaves import array_leaves, is_array, is_inexact, leaf_path
 from ..sharding._placement import decide_leaves, named_leaves
 from ..sharding._rule import Decision, Rule, check_rule
+from ..training._inputs import mesh_of, sharding_on_mesh
 from ..training._layout import make_layout
 from ..training._state import TrainState, split_model, without_state
 from ._explanation import Bytes, Explanation, Leaf
@@ -22,8 +23,8 @@ from ._explanation import Bytes, Explanation, Leaf
 
 def explain(
     tree: PyTree,
-    mesh: Mesh,
-    rule: Rule,
+    mesh: Mesh | None = None,
+    rule: Rule | None = None,
     *,
     optim: optax.GradientTransformation | None = None,
     trainable: PyTree = True,
@@ -36,8 +37,8 @@ def explain(
     **Arguments:**
 
     - `tree`: a model, or any PyTree; for a model with state, the pair of both.
-    - `mesh`: from [`eqxshard.make_mesh`][].
-    - `rule`: as for [`eqxshard.shardings`][].
+    - `mesh`: from [`eqxshard.make_mesh`][]; by default, the one that the arrays are on.
+    - `rule`: as for [`eqxshard.shardings`][]; by default, the arrays as they are placed.
     - `optim`: an optax optimizer, to count its state too.
     - `trainable`: which arrays have gradients and optimizer state, as for
         [`eqxshard.init_state`][].
@@ -53,8 +54,8 @@ def explain(
     **Raises:**
 
     `ValueError` and `TypeError` as [`eqxshard.shardings`][] does, and `ValueError` if
-    `trainable` is not a prefix of the model; `TypeError` for a whole
-    [`eqxshard.TrainState`][].
+    `trainable` is not a prefix of the model, or no mesh is given and the arrays are on
+    none; `TypeError` for a whole [`eqxshard.TrainState`][].
 
     !!! Example
 
@@ -70,6 +71,14 @@ def explain(
         return model, params, None if optim is None else optim.init(params)
 
     model, model_state = without_state(tree)
+    placed = dict(array_leaves(model))
+    mesh = mesh or mesh_of([*placed.values()], "model", ", or give explain mesh= and rule=")
+
+    def as_placed(path: str, leaf: Any, mesh: Mesh) -> PartitionSpec:
+        sharding = sharding_on_mesh(placed[path])
+        return PartitionSpec() if sharding is None else sharding.spec
+
+    rule = rule or as_placed
     # NumPy arrays, too, get the dtypes that they will have as JAX arrays.
     model, params, opt_state = eqx.filter_eval_shape(shapes, model)
     leaves = named_leaves(model)

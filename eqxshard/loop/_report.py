@@ -49,7 +49,7 @@ class Report:
         # What was logged and not sent yet, and at which step.
         self._logged: dict[str, Any] = {}
         self._logged_at = 0
-        self._training_since = time.perf_counter()
+        self.restart_speed()
 
     def add(self, step: int, metrics: Metrics, count: int, *, due: bool) -> None:
         """Add the metrics of `count` steps (there may be room for more in them)."""
@@ -65,10 +65,14 @@ class Report:
         with self._clock.phase("device", f"the metrics of step {self._due}"):
             taken = np.concatenate(self._taken)
             metrics = jax.tree.map(lambda leaf: leaf[taken], Metrics.stack(self._parts))
-        self._parts, self._taken = [], []
         seconds = time.perf_counter() - self._training_since
-        examples = float(metrics.weight.sum())
-        speed = {"seconds": seconds, "examples_per_second": examples / seconds}
+        compiling = self._clock.totals["compile"] - self._compiled_before
+        # The speed is without the first call, which compiled, if there are others.
+        without = self._taken[0].sum() if compiling and len(self._parts) > 1 else 0
+        examples = float(metrics.weight[without:].sum())
+        running = seconds - compiling if without else seconds
+        self._parts, self._taken = [], []
+        speed = {"seconds": seconds, "examples_per_second": examples / running}
         training = prefixed("train", {**metrics.compute(), **speed})
         self.step = self._due
         self.values = self._with_epoch(self._due, training) | self._logged
@@ -117,6 +121,7 @@ class Report:
     def restart_speed(self) -> None:
         """Exclude the time until now from the next report's training time."""
         self._training_since = time.perf_counter()
+        self._compiled_before = self._clock.totals["compile"]
 
     def _with_epoch(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
         epoch = {"epoch": step / self._steps_per_epoch} if self._steps_per_epoch else {}

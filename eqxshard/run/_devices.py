@@ -18,6 +18,9 @@ from ..sharding._text import comma_list, did_you_mean
 #: The most CPU devices that JAX can make in a few seconds.
 _MOST_SIMULATED = 4096
 
+#: The flag of XLA that says how many there are, unless JAX's own option does.
+_XLA_COUNT = "--xla_force_host_platform_device_count="
+
 
 def mesh_from_text(
     text: str, *, devices: int | None = None, batch_size: int | None = None
@@ -25,7 +28,9 @@ def mesh_from_text(
     """Make a mesh from text such as `data=4,fsdp=2`.
 
     Call it before JAX has looked for devices: without accelerators it simulates the
-    CPU devices that the text asks for, or one per core.
+    CPU devices that the text asks for, or one per core; or the number that
+    `$JAX_NUM_CPU_DEVICES` or the flag `--xla_force_host_platform_device_count` in
+    `$XLA_FLAGS` gives.
 
     **Arguments:**
 
@@ -50,7 +55,8 @@ def mesh_from_text(
         ```
     """
     sizes = complete_mesh(parse_mesh(text))
-    simulate_devices(devices or _count_to_simulate(sizes, batch_size))
+    if devices or _XLA_COUNT not in os.environ.get("XLA_FLAGS", ""):
+        simulate_devices(devices or _count_to_simulate(sizes, batch_size))
     return make_mesh(**sizes, devices=find_devices(devices))
 
 

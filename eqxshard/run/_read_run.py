@@ -212,7 +212,9 @@ def read_run(folder: RunFolder) -> RecordedRun:
     `ValueError` if it is not one.
     """
     if not folder.path.is_dir():
-        raise ValueError(f"there is no folder {folder.path}; give the folder of a run.")
+        what = f"{folder.path} is a file" if folder.path.exists() else ""
+        what = what or f"there is no folder {folder.path}"
+        raise ValueError(f"{what}; give the folder of a run.")
     if not (folder.metrics.exists() or folder.record.exists()):
         raise ValueError(
             f"{folder.path} is not the folder of a run: it has no {folder.metrics.name}; "
@@ -293,6 +295,11 @@ def comparable(facts: Mapping[str, Any]) -> dict[str, str]:
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What differs between two starts of a run, such as `seed 0 -> 1`."""
     old, new = comparable(before), comparable(now)
+    if "steps" in {**old, **new}:
+        # Who gives these gives no epochs; both starts have a last step.
+        for found, facts in ((old, before), (new, now)):
+            found.pop("epochs", None)
+            found["steps"] = str(facts.get("steps"))
     return [
         f"{name} {old.get(name, 'none')} -> {new.get(name, 'none')}"
         for name in {**old, **new}

@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 from ..checkpoint._checkpointer import Checkpointer
 from ..sharding._leaf_rules import replicate
 from ..sharding._rule import Rule
+from ..sharding._text import comma_list, did_you_mean
 from ..training._init import abstract_state, init_state
 from ._config import RunConfig
 from ._folder import RunFolder, default_folder, read_values
@@ -105,8 +106,13 @@ def _choose(
         )
     step = checkpointer.best_step()
     if best is not None and step is None and checkpointer.steps():
+        steps = checkpointer.steps()
+        known = {name for at in steps for name in checkpointer.description(at)["metrics"]}
+        known = sorted(name for name in known if name.startswith("eval/"))
+        hint = f"they have {comma_list(known)}; " if known else ""
+        hint = did_you_mean(best, known) or hint
         raise ValueError(
-            f"no checkpoint in {folder.checkpoints} has a value of {best}; use another "
-            "metric, or step='newest'."
+            f"no checkpoint in {folder.checkpoints} has a value of {best}; {hint}use "
+            "another metric, or step='newest'."
         )
     return "newest" if step is None else step

@@ -2,7 +2,11 @@
 
 import contextlib
 import dis
+<<<<<<< HEAD
 import sys
+=======
+import re
+>>>>>>> hQ
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
@@ -17,8 +21,13 @@ from ..compiled._causes import is_ours, is_users
 from ..sharding._leaves import array_leaves, format_array, is_array
 from ..sharding._text import comma_list, did_you_mean
 
+<<<<<<< HEAD
 #: Packages that call what a user wrote, or check its types.
 _BETWEEN = ("eqxshard", "jax", "jaxlib", "equinox", "jaxtyping", "beartype")
+=======
+#: Words of errors that one dim too many can cause.
+_OF_SHAPES = re.compile("(?i)shape|dim|rank|axis|axes|size|broadcast")
+>>>>>>> hQ
 
 
 @contextlib.contextmanager
@@ -34,21 +43,26 @@ def short_traceback() -> Iterator[None]:
     except Exception as error:
         # The first is here, the second is that of the `with` statement.
         _, *steps = traceback_steps(error)
+<<<<<<< HEAD
         # An assertion of ours that fails is a bug, and a `raise` too.
         if not isinstance(error, AssertionError):
             _shorten(steps)
+=======
+        _shorten(error, steps)
+>>>>>>> hQ
         raise
 
 
 def shorten_traceback(error: Exception) -> None:
     """As `short_traceback`, where an error was caught that is raised again."""
-    _shorten([*traceback_steps(error)])
+    _shorten(error, [*traceback_steps(error)])
 
 
-def _shorten(steps: Sequence[TracebackType]) -> None:
+def _shorten(error: Exception, steps: Sequence[TracebackType]) -> None:
     if jax.config.values["jax_traceback_filtering"] == "off":
         return
     start, *inner = steps
+<<<<<<< HEAD
     if any(is_users(step.tb_frame.f_code.co_filename) for step in inner):
         # A library of the user's may be between, and calls what failed.
         start.tb_next = next(step for step in inner if not _is_between(step))
@@ -61,6 +75,19 @@ def _is_between(step: TracebackType) -> bool:
     name = step.tb_frame.f_globals.get("__name__", "").partition(".")[0]
     is_python = name in sys.stdlib_module_names
     return name in _BETWEEN or is_python
+=======
+    users = (step for step in inner if is_users(step.tb_frame.f_code.co_filename))
+    on_purpose = (step for step in inner[-1:] if raises_on_purpose(step))
+    end = next(users, next(on_purpose, None))
+    if end is not None:
+        start.tb_next = end
+    # What JAX caught inside of itself says nothing to its user.
+    cause = error.__cause__
+    steps = [] if cause is None else [*traceback_steps(cause)]
+    files = [step.tb_frame.f_code.co_filename for step in steps]
+    if files and not any(is_ours(file) or is_users(file) for file in files):
+        error.__cause__ = None
+>>>>>>> hQ
 
 
 def traceback_steps(error: BaseException) -> Iterator[TracebackType]:
@@ -84,9 +111,9 @@ def raises_on_purpose(step: TracebackType) -> bool:
 def add_advice(error: Exception, batch: PyTree) -> None:
     """Note on an error of a loss or metric function what batch it was given.
 
-    One line of advice follows where the cause is known: an entry that the batch lacks, a
-    forgotten `vmap`, labels of the wrong dtype or rank. An error that this library raised
-    says what to do itself, and gets no note.
+    One line of advice follows where the cause is known: an entry that the batch lacks, one
+    key for all examples, a forgotten `vmap`, labels of the wrong dtype or rank. An error
+    that this library raised says what to do itself, and gets no note.
 
     **Arguments:**
 
@@ -102,7 +129,10 @@ def add_advice(error: Exception, batch: PyTree) -> None:
     entries = (f"{name} {format_array(leaf)}" for name, leaf in array_leaves(batch))
     error.add_note(f"The batch was: {comma_list(entries)}.")
     advice = (
-        _missing_entry(error, batch) or _labels(frames) or _forgotten_vmap(error, frames)
+        _missing_entry(error, batch)
+        or _labels(frames)
+        or _one_key(error, frames)
+        or _forgotten_vmap(error, frames)
     )
     if advice is not None:
         error.add_note(advice)
@@ -139,9 +169,26 @@ def _labels(frames: list[FrameType]) -> str | None:
     return None
 
 
+def _one_key(error: Exception, frames: list[FrameType]) -> str | None:
+    """Of a dropout that got no key, or a `vmap` that got the one key of all examples."""
+    lacks_key = isinstance(error, RuntimeError) and "requires a key" in str(error)
+    if not lacks_key and "but is only 0" in str(error):
+        mapped = [f.f_locals.get("args") for f in frames if f.f_code.co_name == "vmap_f"]
+        arrays = filter(is_array, jax.tree.leaves(mapped))
+        lacks_key = any(
+            x.ndim == 0 and jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in arrays
+        )
+    if not lacks_key:
+        return None
+    return (
+        "loss_fn gets one key; give each example its own: "
+        "jax.vmap(model)(x, jax.random.split(key, len(x)))."
+    )
+
+
 def _forgotten_vmap(error: Exception, frames: list[FrameType]) -> str | None:
     """Of a model of one example that was called with all of them."""
-    if not isinstance(error, TypeError | ValueError):
+    if not isinstance(error, TypeError | ValueError) or not _OF_SHAPES.search(str(error)):
         return None
     # That of `jax.vmap`, which `eqx.filter_vmap` calls, too.
     if any(frame.f_code.co_name == "vmap_f" for frame in frames):

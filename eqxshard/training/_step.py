@@ -176,9 +176,12 @@ class StepMachine:
         def on_trace(arrays: list[Any], kept: list[Any], batch: PyTree) -> None:
             kind.check(batch, step.mesh, step.accumulate)
             arguments = {"batch": batch, self._keeps: signature.static.combine(kept)}
+            made_with = None
             if static is not None:
-                arguments["state"] = static.combine(arrays)
-            self._log.add(f"{kind.program(self._name, batch)} of {self._of}", arguments)
+                arguments["state"] = state = static.combine(arrays)
+                made_with = state.made_with
+            program = f"{kind.program(self._name, batch)} of {self._of}"
+            self._log.add(program, arguments, (made_with, step.mesh))
 
         replicated = NamedSharding(step.mesh, PartitionSpec())
         step.batch_sharding = kind.sharding(step.mesh)

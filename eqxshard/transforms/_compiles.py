@@ -56,16 +56,20 @@ class CompileLog:
             )
         self._max_compiles = max_compiles
         self._count = 0
-        #: By program, the arguments of its last compile.
-        self._last: dict[str, _Description] = {}
+        #: By program, and what it is made for, the arguments of its last compile.
+        self._last: dict[tuple[str, Any], _Description] = {}
 
-    def add(self, program: str, arguments: Mapping[str, PyTree]) -> None:
+    def add(
+        self, program: str, arguments: Mapping[str, PyTree], made_for: Any = None
+    ) -> None:
         """Note that a program is compiled. Call it in the function that is traced.
 
         **Arguments:**
 
         - `program`: its name. The first compile of each is expected.
         - `arguments`: by name.
+        - `made_for`: what the program is made for, such as a mesh and a rule. The first
+            compile for each is expected, too.
 
         **Raises:**
 
@@ -79,16 +83,17 @@ class CompileLog:
             for name, argument in arguments.items()
             for path, part in tree_parts(argument, name)
         }
-        again = program in self._last
+        key = program, made_for
+        again = key in self._last
         # Or of another program, such as that of several batches.
-        last = self._last.get(program, next(reversed(self._last.values()), {}))
+        last = self._last.get(key, next(reversed(self._last.values()), {}))
         if self._max_compiles is not None and self._count >= self._max_compiles:
             raise ValueError(
                 f"{program} would have to compile, and max_compiles={self._max_compiles} "
                 f"allows no more. {_explain(last, found)}"
             )
         self._count += 1
-        self._last[program] = found
+        self._last[key] = found
         if again and self._max_compiles is None and is_main_process():
             _LOG.warning(
                 "%s compiles again. %s If you expect this, say so with max_compiles=%d.",

@@ -1,5 +1,6 @@
 import json
 from contextlib import closing
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,14 @@ def test_a_restored_loader_continues_with_the_next_batch(n, read_first, prefetch
     resumed = loader_of(numbers(n), mesh=mesh, epochs=100)
     resumed.restore(state)
     assert read(resumed, 16 - read_first) == whole[read_first:]
+
+
+def test_each_slice_of_an_endless_loader_is_an_epoch_in_a_new_order():
+    loader = loader_of(numbers(64))
+    first, second = ([*islice(loader, len(loader))] for _ in range(2))
+    orders = [[row for batch in epoch for row in rows(batch)] for epoch in (first, second)]
+    assert [sorted(order) for order in orders] == [[*range(64)]] * 2
+    assert orders[0] != orders[1]
 
 
 def test_iterators_are_independent_and_the_last_to_advance_sets_the_position():
@@ -75,7 +84,7 @@ def test_an_invalid_state_is_an_error(state, unannotated):
 def test_a_loader_that_is_used_up_says_so():
     loader = loader_of(numbers(16), epochs=1, shuffle=False)
     whole = read(loader)
-    with pytest.warns(UserWarning, match=r"at step 2, .*; call loader\.seek\(0\)"):
+    with pytest.warns(UserWarning, match=r"at step 2, .*; make .* or call loader\.seek"):
         assert list(loader) == []
     loader.seek(0)
     assert read(loader) == whole

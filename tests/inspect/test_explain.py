@@ -137,6 +137,16 @@ def test_a_whole_state_is_refused(unannotated):
         eqxshard.explain(state, make_mesh(), RULE)
 
 
+def test_a_placed_model_needs_no_mesh_and_rule(unannotated):
+    specs = eqxshard.shardings(Model(), make_mesh(), RULE)
+    model = eqxshard.filter_shard(Model(), specs)
+    placed, wanted = eqxshard.explain(model), eqxshard.explain(model, make_mesh(), RULE)
+    assert [leaf.spec for leaf in placed.leaves] == [leaf.spec for leaf in wanted.leaves]
+    assert placed.parameters == wanted.parameters
+    with pytest.raises(ValueError, match=r"not on a mesh; .* or give explain mesh="):
+        eqxshard.explain(Model())
+
+
 def test_nothing_is_placed():
     # A petabyte.
     tree = {"w": jax.ShapeDtypeStruct((2**24, 2**24), jnp.float32), "f": jax.nn.relu}

@@ -40,7 +40,8 @@ def test_fit_is_the_loop_written_by_hand(train_step):
         assert values["epoch"] == step / 4
         examples = 64 if step % 4 else 36  # the fourth batch of an epoch has 4 of 32 rows
         speed = values["train/examples_per_second"]
-        assert speed * values["train/seconds"] == pytest.approx(examples)
+        # The first is without the step that compiled.
+        assert step == 2 or speed * values["train/seconds"] == pytest.approx(examples)
     assert recorder.closed == [None]
 
 

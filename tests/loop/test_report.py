@@ -44,6 +44,21 @@ def test_a_report_has_the_means_since_the_last_one():
     assert len(recorder.lines) == 1
 
 
+def test_the_speed_is_without_the_call_that_compiled():
+    recorder, clock = Recorder(), Clock()
+    report = Report([recorder], clock, 4)
+    # As after a compile of an hour.
+    clock.totals["compile"] = 3600.0
+    report._training_since -= 3600.0
+    for step in (1, 2, 3):
+        report.add(step, metrics(1.0, weight=10.0), 1, due=step == 3)
+    report.flush()
+    ((_, values),) = recorder.lines
+    assert values["train/seconds"] > 3600
+    speed = values["train/examples_per_second"]
+    assert speed * (values["train/seconds"] - 3600) == pytest.approx(20)
+
+
 def test_images_are_for_trackers_but_no_metrics():
     recorder = Recorder()
     report = report_to(recorder)

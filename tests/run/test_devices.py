@@ -95,6 +95,16 @@ def test_devices_are_simulated_before_jax_looks():
 
 
 @pytest.mark.slow
+def test_the_flag_of_xla_for_devices_counts():
+    flag = "--xla_force_host_platform_device_count=3"
+    out, err = run('print(mesh_from_text("data=-1").size)', XLA_FLAGS=flag)
+    assert out == "3", err
+    code = 'print(mesh_from_text("data=-1", devices=4).size)'
+    out, err = run(code, XLA_FLAGS=flag)
+    assert out == "4", err
+
+
+@pytest.mark.slow
 def test_one_device_because_jax_looked_too_early_is_told():
     code = """
 jax.devices()

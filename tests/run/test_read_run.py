@@ -65,6 +65,9 @@ def test_checkpoints_have_their_size_and_metrics(tmp_path):
 def test_another_folder_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"there is no folder .*none; give the folder"):
         read_run(RunFolder(tmp_path / "none"))
+    (tmp_path / "train.py").touch()
+    with pytest.raises(ValueError, match=r"train\.py is a file; give the folder of a run"):
+        read_run(RunFolder(tmp_path / "train.py"))
     with pytest.raises(ValueError, match=r"has no metrics\.jsonl; give one such as"):
         read_run(RunFolder(tmp_path))
 

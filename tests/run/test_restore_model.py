@@ -91,8 +91,10 @@ def test_mistakes_are_one_sentence(trained, tmp_path):
         FileNotFoundError, match=r"^there is no checkpoint in .*none/checkp"
     ):
         restore_model(MAKE, config=none, best="eval/loss")
-    with pytest.raises(ValueError, match="has a value of eval/los; use another metric, or"):
-        restore_model(MAKE, config=config, best="eval/los")
+    for best, hint in ("loss", "did you mean 'eval/loss'"), ("rank", "they have eval/a"):
+        match = f"has a value of {best}; {hint}.* use another metric, or"
+        with pytest.raises(ValueError, match=match):
+            restore_model(MAKE, config=config, best=best)
     with pytest.raises(ValueError, match=r"hidden.bias is float32\[8\] there, not"):
         restore_model(partial(Line, 4), config=config)
     with pytest.raises(ValueError, match="restore_model reads models without state; read"):

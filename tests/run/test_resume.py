@@ -24,7 +24,7 @@ from run_train_helpers import (
 import eqxshard
 from eqxshard.pages._format import format_number, format_value
 from eqxshard.run import RunFolder
-from eqxshard.run._read_run import read_run
+from eqxshard.run._read_run import changes, read_run
 
 _ = copy, finished  # Fixtures.
 
@@ -114,6 +114,12 @@ def test_resuming_says_what_changed(copy, capsys):
         "epochs 2.0 -> 3.0",
         "rate none -> 0.1",
     }
+
+
+def test_steps_in_place_of_epochs_are_one_change():
+    before = {"steps": 64, "settings": {"epochs": 2.0}}
+    now = {"steps": 50, "settings": {"epochs": 1.5625, "steps": 50}}
+    assert changes(before, now) == ["steps 64 -> 50"]
 
 
 def test_a_resumed_run_says_the_same_everywhere(copy, capsys):

@@ -41,6 +41,27 @@ def filtered(model, batch, key=None):
     return eqx.filter_vmap(model)(batch["image"].T)
 
 
+def one_key(model, batch, key=None):
+    key = jax.random.key(0) if key is None else key
+    return jax.vmap(lambda x, key: model(x))(batch["image"], key)
+
+
+def no_key(model, batch, key=None):
+    return jax.vmap(eqx.nn.Dropout(0.5))(batch["image"]).sum(-1)
+
+
+def other_dtype(model, batch, key=None):
+    return Halves(model.layer)(batch["image"])
+
+
+class Halves(Model):
+    def __init__(self, layer):
+        self.layer = layer
+
+    def __call__(self, x):
+        return jax.lax.scan(lambda x, _: (x.astype("bfloat16"), 0), x, None, length=2)[0]
+
+
 def wrong_key(model, batch, key=None):
     return jax.vmap(model)(batch["images"])
 
@@ -56,7 +77,10 @@ MISTAKES = {
         CLASSES,
         "no 'images'; did you mean 'image'? it has image, label.",
     ),
+    "one key": (one_key, CLASSES, "own: jax.vmap(model)(x, jax.random.split(key, len(x)))"),
+    "no key": (no_key, CLASSES, "loss_fn gets one key; give each example its own: "),
     "another": (filtered, CLASSES, None),
+    "another dtype": (other_dtype, CLASSES, None),
 }
 
 
@@ -91,11 +115,12 @@ def files(error):
 def test_an_error_says_what_the_batch_was_and_what_to_do(kind, mistake):
     fn, labels, advice = MISTAKES[mistake]
     batch = {"image": jnp.ones((8, 4)), "label": jnp.asarray(labels)}
+    kinds = TypeError, ValueError, KeyError, RuntimeError
     if kind == "train":
-        error = raised(fn, batch, (TypeError, ValueError, KeyError))
+        error = raised(fn, batch, kinds)
     else:
         eval_step = eqxshard.make_eval_step(lambda *args: {"loss": fn(*args)})
-        with pytest.raises((TypeError, ValueError, KeyError)) as caught:
+        with pytest.raises(kinds) as caught:
             eval_step(start().model, batch)
         error = caught.value
     label = f"{labels.dtype}[{','.join(map(str, labels.shape))}]"
@@ -103,6 +128,7 @@ def test_an_error_says_what_the_batch_was_and_what_to_do(kind, mistake):
     first, *more = [note for note in notes(error) if "JAX" not in note]
     assert first == BATCH.format(label)
     assert [advice in note for note in more] == [True] if advice else more == []
+    assert error.__cause__ is None
     # The test, the step's call, its machine, and the function.
     assert [*map(is_ours, files(error))][:4] == [False, True, True, False]
 

@@ -136,6 +136,15 @@ def test_a_step_beyond_its_budget_is_refused_and_the_state_is_whole():
     assert int(state.step) == 2
 
 
+def test_a_state_of_another_rule_or_mesh_is_no_recompile(caplog):
+    train_step = eqxshard.make_train_step(squared_errors, OPTIM)
+    eval_step = eqxshard.make_eval_step(lambda model, batch: {"x": batch["x"].sum(1)})
+    for mesh, rule in ("data=8", "replicate"), ("data=2,fsdp=4", "fsdp"):
+        state, _ = train_step(make(mesh, rule)[0], make_batch())
+        eval_step(state.model, make_batch())
+    assert not caplog.records
+
+
 @pytest.mark.slow
 def test_three_thousand_steps_do_not_deadlock():
     """In a process of its own: a deadlock of simulated devices ends in an abort."""
