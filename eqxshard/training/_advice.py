@@ -2,11 +2,8 @@
 
 import contextlib
 import dis
-<<<<<<< HEAD
-import sys
-=======
 import re
->>>>>>> hQ
+import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType, TracebackType
@@ -21,13 +18,10 @@ from ..compiled._causes import is_ours, is_users
 from ..sharding._leaves import array_leaves, format_array, is_array
 from ..sharding._text import comma_list, did_you_mean
 
-<<<<<<< HEAD
 #: Packages that call what a user wrote, or check its types.
 _BETWEEN = ("eqxshard", "jax", "jaxlib", "equinox", "jaxtyping", "beartype")
-=======
 #: Words of errors that one dim too many can cause.
 _OF_SHAPES = re.compile("(?i)shape|dim|rank|axis|axes|size|broadcast")
->>>>>>> hQ
 
 
 @contextlib.contextmanager
@@ -43,13 +37,9 @@ def short_traceback() -> Iterator[None]:
     except Exception as error:
         # The first is here, the second is that of the `with` statement.
         _, *steps = traceback_steps(error)
-<<<<<<< HEAD
         # An assertion of ours that fails is a bug, and a `raise` too.
         if not isinstance(error, AssertionError):
-            _shorten(steps)
-=======
-        _shorten(error, steps)
->>>>>>> hQ
+            _shorten(error, steps)
         raise
 
 
@@ -62,32 +52,25 @@ def _shorten(error: Exception, steps: Sequence[TracebackType]) -> None:
     if jax.config.values["jax_traceback_filtering"] == "off":
         return
     start, *inner = steps
-<<<<<<< HEAD
     if any(is_users(step.tb_frame.f_code.co_filename) for step in inner):
         # A library of the user's may be between, and calls what failed.
         start.tb_next = next(step for step in inner if not _is_between(step))
     elif inner and raises_on_purpose(inner[-1]):
         start.tb_next = inner[-1]
-
-
-def _is_between(step: TracebackType) -> bool:
-    """Whether a frame is of what calls a user's function: ours, or JAX's."""
-    name = step.tb_frame.f_globals.get("__name__", "").partition(".")[0]
-    is_python = name in sys.stdlib_module_names
-    return name in _BETWEEN or is_python
-=======
-    users = (step for step in inner if is_users(step.tb_frame.f_code.co_filename))
-    on_purpose = (step for step in inner[-1:] if raises_on_purpose(step))
-    end = next(users, next(on_purpose, None))
-    if end is not None:
-        start.tb_next = end
     # What JAX caught inside of itself says nothing to its user.
     cause = error.__cause__
     steps = [] if cause is None else [*traceback_steps(cause)]
     files = [step.tb_frame.f_code.co_filename for step in steps]
     if files and not any(is_ours(file) or is_users(file) for file in files):
         error.__cause__ = None
->>>>>>> hQ
+
+
+def _is_between(step: TracebackType) -> bool:
+    """Whether a frame is of what calls a user's function: ours, or JAX's."""
+    if is_users(step.tb_frame.f_code.co_filename):
+        return False
+    name = step.tb_frame.f_globals.get("__name__", "").partition(".")[0]
+    return name in _BETWEEN or name in sys.stdlib_module_names
 
 
 def traceback_steps(error: BaseException) -> Iterator[TracebackType]:
