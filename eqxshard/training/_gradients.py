@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int, PyTree
 
 from ..data._weights import LOSS_WEIGHT, WEIGHT
-from ..sharding._explicit import replicated_on, to_auto, to_explicit
+from ..sharding._explicit import is_explicit, replicated_on, to_auto, to_explicit
 from ..sharding._mesh import batch_sharding
 from ..sharding._placement import filter_shard
 from ..transforms._dtypes import at_least_float32
@@ -190,7 +190,8 @@ def step_context(
         try:
             yield model, jax.tree.map(lambda x: to_explicit(x, rows), batch)
         except Exception as error:
-            add_type_note(error)
+            if is_explicit(mesh):
+                add_type_note(error)
             add_advice(error, batch)
             raise
 
