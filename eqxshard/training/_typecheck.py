@@ -205,10 +205,7 @@ def _kind(error: BaseException) -> _Kind | None:
     """Which kind of error on Explicit axes it is, if it is one."""
     # Which JAX does not export.
     is_typing = type(error).__name__ == "ShardingTypeError"
-    if not is_typing and not (
-        isinstance(error, TypeError | ValueError | NotImplementedError)
-        and _frames(error)[-1].f_globals["__name__"].startswith(("jax.", "equinox."))
-    ):
+    if not is_typing and not isinstance(error, TypeError | ValueError):
         return None
     for kind in _KINDS:
         if kind.matches(str(error)):
