@@ -1,6 +1,7 @@
 """The names of the dims of `equinox.nn`'s layers, whose annotations say only `Array`."""
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import equinox as eqx
@@ -30,14 +31,19 @@ def _over_embedding(layer: nn.LayerNorm | nn.RMSNorm) -> dict[str, str]:
     return {"weight": dims, "bias": dims}
 
 
-def _mlp(layer: nn.MLP) -> dict[str, str]:
+def _mlp(layer: nn.MLP) -> Mapping[str, str]:
+    return _mlp_of(layer.depth, layer.scan)
+
+
+@cache  # Asked for each array of all layers.
+def _mlp_of(depth: int, scan: bool) -> Mapping[str, str]:
     # Columns and rows are split by turns, so that every other activation is whole
     # (Megatron-LM, Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053). Stacked hidden
     # layers cannot take turns: each is split by columns.
-    if layer.scan and layer.depth > 0:
+    if scan and depth > 0:
         names = [("mlp", "in"), ("mlp", "embed"), ("out", "mlp")]
     else:
-        hidden = ["embed" if i % 2 else "mlp" for i in range(layer.depth)]
+        hidden = ["embed" if i % 2 else "mlp" for i in range(depth)]
         names = [*zip([*hidden, "out"], ["in", *hidden])]
     weights = {f"layers.{i}.weight": f"{out} {in_}" for i, (out, in_) in enumerate(names)}
     return weights | {f"layers.{i}.bias": out for i, (out, _) in enumerate(names)}
