@@ -176,7 +176,9 @@ def test_numbers_in_the_state_of_an_optimizer_change():
     assert (found.count, found.rate, found.fresh) == (3, 0.5**4, False)
     np.testing.assert_array_equal(found.scale, [8, 8])
     by_hand = eqx.tree_at(lambda s: s.opt_state.count, state, 0)
-    with pytest.raises(ValueError, match=r"opt_state\.count from 0 to 1, .*; keep it as"):
+    with pytest.raises(
+        ValueError, match=r"opt_state\.count is 0, and a step changes arrays alone"
+    ):
         start(optim)[1](by_hand, make_batch(0))
 
 
