@@ -18,6 +18,8 @@ from ...sharding._explicit import auto_mesh, is_explicit, to_auto
 from ...sharding._spec import axes_of
 from ._jaxprs import equations, map_jaxpr, map_jaxprs_in
 
+_NO_MESH = jax.sharding.AbstractMesh((), ())
+
 
 def erase_types(jaxpr: Any) -> Any:
     """A closed jaxpr without the types of Explicit axes.
@@ -73,8 +75,8 @@ class _Eraser:
     def _parameter(self, value: Any) -> Any:
         if isinstance(value, NamedSharding) and is_explicit(value.mesh):
             return None
-        if isinstance(value, jax.sharding.AbstractMesh):
-            return auto_mesh(value)
+        if isinstance(value, jax.sharding.AbstractMesh) and is_explicit(value):
+            return _NO_MESH
         if isinstance(value, ShapedArray):
             return _untyped(value)
         return map_jaxprs_in(self.erase, value)
@@ -97,9 +99,8 @@ def _untyped(aval: Any) -> Any:
     """The type of an array without a sharding."""
     if not isinstance(aval, ShapedArray) or not is_explicit(aval.sharding.mesh):
         return aval
-    empty = jax.sharding.AbstractMesh((), ())
     spec = PartitionSpec(*[None] * aval.ndim)
-    return aval.update(sharding=NamedSharding(empty, spec))
+    return aval.update(sharding=NamedSharding(_NO_MESH, spec))
 
 
 def _resharded(eqn: Any) -> NamedSharding | None:
@@ -123,12 +124,12 @@ def _constraint(sharding: NamedSharding, aval: Any) -> list[Any]:
 
 @ft.lru_cache(64)
 def _without_types(context: Any) -> Any:
-    """The context of an equation, with Auto axes."""
+    """The context of an equation, without Explicit axes."""
     if not is_explicit(context.cur_abstract_mesh):
         return context
     with (
         context.manager,
-        jax.sharding.use_abstract_mesh(auto_mesh(context.cur_abstract_mesh)),
+        jax.sharding.use_abstract_mesh(_NO_MESH),
     ):
         (eqn,) = jax.make_jaxpr(jax.lax.neg)(1.0).eqns
     return eqn.ctx
