@@ -269,3 +269,16 @@ STEPS = {
     make.__name__: make
     for make in (nnx_mlp, fsdp_by_hand, shard_map_pipeline, optax_mnist, easy_lm)
 }
+
+#: What each sends along which axes, on any backend.
+SENT = {
+    "nnx_mlp": {("data", "all-reduce")},
+    "shard_map_pipeline": {("pipe", "collective-permute"), ("replica", "all-reduce")},
+    "optax_mnist": {("batch", "all-reduce")},
+    "easy_lm": {
+        ("fsdp", "all-gather"),
+        ("fsdp", "reduce-scatter"),
+        ("mp", "all-reduce"),
+        ("dp", "all-reduce"),
+    },
+}

@@ -4,9 +4,11 @@ Collectives of the user's own per-device code are no findings, and nothing is th
 does not say for sure.
 """
 
+import contextlib
 import itertools
 import math
 import re
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -42,6 +44,21 @@ class Argument(NamedTuple):
     spec: Sequence[object]
     donated: bool
     in_model: bool
+
+
+@contextlib.contextmanager
+def unread_is_warned(what: str, remedy: str = "") -> Iterator[None]:
+    """Warn if lint cannot read a program, which still runs."""
+    try:
+        yield
+    except Exception as error:
+        warnings.warn(
+            f"lint could not read {what} ({type(error).__name__}: {error}); please report "
+            f"this{remedy}.",
+            RuntimeWarning,
+            # Whoever asks the generator around this for its findings.
+            stacklevel=4,
+        )
 
 
 @dataclass

@@ -1,7 +1,6 @@
 """Any jitted function: lower it, and look for what is most likely not meant."""
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from ..compiled._findings import Finding
 from ..compiled._hlo import Module
-from ..compiled._lint_text import Argument, TextLint
+from ..compiled._lint_text import Argument, TextLint, unread_is_warned
 from ..compiled._lowered import LoweredStep, read_lowered
 from ..training._lint import lint_jaxpr, scanned_shapes
 
@@ -155,13 +154,6 @@ def lint_lowered(
         for each in step.inputs
         if each.name not in batch
     ]
-    try:
+    with unread_is_warned("a function"):
         text = TextLint(module, step.sizes, arguments, batch, scanned, step.batch_axes)
         yield from dict.fromkeys(text.findings())
-    except Exception as error:  # A program of a kind that lint does not know still runs.
-        warnings.warn(
-            f"lint could not read a function ({type(error).__name__}: {error}); please "
-            "report this.",
-            RuntimeWarning,
-            stacklevel=2,
-        )

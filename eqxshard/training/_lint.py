@@ -1,6 +1,5 @@
 """Lint of a step: everything that is found before it runs for the first time."""
 
-import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from jaxtyping import PyTree
 from ..compiled._causes import user_frame
 from ..compiled._findings import Finding
 from ..compiled._hlo import Frame, parse_module
-from ..compiled._lint_text import Argument, TextLint
+from ..compiled._lint_text import Argument, TextLint, unread_is_warned
 from ..data._resident import DeviceBatches
 from ..sharding._combinators import HOST_MEMORY
 from ..sharding._leaves import array_leaves, format_array, is_inexact, leaf_path
@@ -64,7 +63,9 @@ def lint_step(call: "Call", program: Program, batch: PyTree) -> Iterator[Finding
         )
         for number, ((path, leaf), sharding) in enumerate(zip(leaves, places))
     ]
-    try:
+    with unread_is_warned(
+        "a step", ", and make the step with lint='off' until it is mended"
+    ):
         compute = None if step.precision is None else step.precision.compute
         if compute is None:
             floats = [leaf.dtype for leaf in jax.tree.leaves(model) if is_inexact(leaf)]
@@ -78,13 +79,6 @@ def lint_step(call: "Call", program: Program, batch: PyTree) -> Iterator[Finding
             scanned_shapes(program.jaxpr),
         )
         yield from dict.fromkeys(text.findings())
-    except Exception as error:  # A program of a kind that lint does not know still runs.
-        warnings.warn(
-            f"lint could not read a step ({type(error).__name__}: {error}); please report "
-            "this, and make the step with lint='off' until it is mended.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
 
 
 def lint_model(model: PyTree, mesh: Mesh, rule: Rule) -> Iterator[Finding]:

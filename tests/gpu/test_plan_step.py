@@ -7,18 +7,8 @@ import eqxshard
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("unannotated", "as_scripts_run")]
 
-#: What each sends along which axes.
-SENT = {
-    "nnx_mlp": {("data", "all-reduce")},
+SENT = other_steps.SENT | {
     "fsdp_by_hand": {("shard", "all-gather"), ("shard", "reduce-scatter")},
-    "shard_map_pipeline": {("pipe", "collective-permute"), ("replica", "all-reduce")},
-    "optax_mnist": {("batch", "all-reduce")},
-    "easy_lm": {
-        ("fsdp", "all-gather"),
-        ("fsdp", "reduce-scatter"),
-        ("mp", "all-reduce"),
-        ("dp", "all-reduce"),
-    },
 }
 
 

@@ -175,22 +175,8 @@ def test_what_is_most_likely_forgotten_is_noted():
     assert plan.repeated == ("data",)
 
 
-#: What each of the steps that are not ours sends along which axes, on any backend.
-SENT = {
-    "nnx_mlp": {("data", "all-reduce")},
-    "shard_map_pipeline": {("pipe", "collective-permute"), ("replica", "all-reduce")},
-    "optax_mnist": {("batch", "all-reduce")},
-    "easy_lm": {
-        ("fsdp", "all-gather"),
-        ("fsdp", "reduce-scatter"),
-        ("mp", "all-reduce"),
-        ("dp", "all-reduce"),
-    },
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SENT)
+@pytest.mark.parametrize("name", other_steps.SENT)
 def test_steps_that_are_not_ours(name):
     if name == "nnx_mlp":
         pytest.importorskip("flax")
@@ -198,7 +184,7 @@ def test_steps_that_are_not_ours(name):
     plan = eqxshard.plan_step(fn, *args)
     print(plan)
     assert plan.target.name == "cpu" and plan.devices == 8
-    assert kinds(plan) >= SENT[name]
+    assert kinds(plan) >= other_steps.SENT[name]
     assert sum(leaf.bytes_per_device for leaf in plan.leaves) == sum(
         plan.memory.arguments.values()
     )
