@@ -73,7 +73,8 @@ def jit_on(
         errors = Errors()
 
         def rewrite(jaxpr: Any) -> Any:
-            jaxpr = erase_types(jaxpr)
+            if is_explicit(mesh):
+                jaxpr = erase_types(jaxpr)
             if on_cpu:
                 jaxpr = map_jaxpr(fast_convolutions, jaxpr)
             return collect_checks(jaxpr, errors)

@@ -64,7 +64,8 @@ def reduce_lookups(
         return gradient
 
     def rewrite(jaxpr: Any) -> Any:
-        return map_jaxpr(lambda jaxpr: _rewrite(jaxpr, split), erase_types(jaxpr))
+        jaxpr = erase_types(jaxpr) if typed else jaxpr
+        return map_jaxpr(lambda jaxpr: _rewrite(jaxpr, split), jaxpr)
 
     def reduced(*args: Any) -> Any:
         if not is_rewriting():
