@@ -50,7 +50,7 @@ def guard_update(
     """
     arrays, static = eqx.partition(old, eqx.is_array)
     # Traced once, and called twice.
-    compute = jax.jit(lambda: eqx.filter(update(), eqx.is_array), inline=True)
+    compute = jax.jit(lambda: eqx.filter(update(), eqx.is_array))
     new = compute()
     places = layout.update, layout.opt_state, layout.replicated
     finite = gradients_fit(gradients, layout, _changes(new, arrays, places))
