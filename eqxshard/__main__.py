@@ -263,7 +263,7 @@ def _counts(text: str) -> list[int]:
 
 
 def _new_file(text: str) -> str:
-    """A file that can be written, to know before the minutes that a plan may take."""
+    """A path that can be written, checked before a plan takes minutes."""
     folder = Path(text).parent
     if not folder.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {folder}; make it first.")

@@ -47,9 +47,9 @@ def lint(
     - `callback`: a call of the host.
     - `constant`: an array above 1 MB that is compiled in.
 
-    Of a function that is not ours there is no rule, so nothing is `whole` or `unmatched`;
-    its batch are the arguments that are split by rows and not returned; and of one that is
-    lowered already only the compiled text is read.
+    A function of your own has no rule, so nothing is `whole` or `unmatched`. Its batch is
+    the arguments that are split by rows and not returned. Of one that is lowered already,
+    only the compiled text is read.
 
     **Arguments:**
 

@@ -92,8 +92,8 @@ def evaluation_interval(evaluate_every: int | str, epoch: int | None) -> int:
     interval = epoch if evaluate_every == "epoch" else evaluate_every
     if not isinstance(interval, int | np.integer) or interval < 1:
         raise ValueError(
-            f"evaluate_every={evaluate_every!r} is no number of steps; give one, or "
-            "'epoch' and a loader with a length."
+            f"evaluate_every={evaluate_every!r} is not a number of steps; give "
+            "one, or 'epoch' and a loader with a length."
         )
     return int(interval)
 

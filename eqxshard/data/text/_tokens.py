@@ -245,7 +245,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def _map(path: Path, dtype: np.dtype, count: int | None = None) -> np.ndarray:
-    """The integers in a file, of which there must be `count` if that is known."""
+    """Memory-map the integers of a file; if `count` is given, it must hold that many."""
     try:
         with open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
