@@ -204,7 +204,7 @@ MISTAKES: dict[str, tuple[dict, type[Exception], str]] = {
     "evaluate_every": (
         {**ONCE, "evaluate": dict, "evaluate_every": "epohc"},
         ValueError,
-        "'epohc' is no number",
+        "'epohc' is not a number",
     ),
     "no epochs": ({"epochs": 2, "loader": Endless()}, ValueError, "with a length"),
     "no epochs to evaluate": (
