@@ -3,6 +3,8 @@
 Knows processes and JSON; used by every room, uses none.
 """
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -13,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -64,10 +66,11 @@ def initialize(
 
     **Raises:**
 
-    `ValueError` if only some of the three are known, or the processes differ.
-    `TimeoutError` if process 0 cannot be reached in time; under SLURM, if its name does not
-    resolve, after 15 seconds. (If it can be reached, but others do not join, JAX ends the
-    process.) What a process waits for is printed to stderr after 15 seconds.
+    `ValueError` if only some of the three are known, if there is no such process, if the
+    port of process 0 is taken, or if the processes differ. `TimeoutError` if process 0
+    cannot be reached in time; under SLURM, if its name does not resolve, after 15 seconds.
+    What a process waits for is printed to stderr after 15 seconds. If others do not join in
+    time, every process that did says so and ends with status 1.
 
     !!! Example
 
@@ -106,22 +109,24 @@ def initialize(
     else:
         address = given["coordinator_address"]
         number = _integer("process_id", given["process_id"])
+        if not 0 <= number < count:
+            raise ValueError(
+                f"process_id={number} is none of {count} processes; number them from 0 to "
+                f"{count - 1}."
+            )
     if address is not None and number is not None:
         _wait_for_first(address, number, patience, under_slurm=bool(missing))
-    slow = threading.Timer(_SILENT_SECONDS, _print, [_SLOW_START])
-    slow.daemon = True
-    if number == 0:
-        slow.start()
-    jax.distributed.initialize(
-        address,
-        count,
-        number,
-        # JAX would ask the cluster for more than is missing, such as SLURM's GPUs.
-        cluster_detection_method=None if missing else "deactivate",
-        initialization_timeout=patience,
-        heartbeat_timeout_seconds=_seconds("heartbeat_seconds", heartbeat_seconds, 30),
-    )
-    slow.cancel()
+    with _joining(number, patience):
+        jax.distributed.initialize(
+            address,
+            count,
+            number,
+            # JAX would ask the cluster for more than is missing, such as SLURM's GPUs.
+            cluster_detection_method=None if missing else "deactivate",
+            # At its own end JAX ends the process from C++, without a word to the user.
+            initialization_timeout=2 * patience,
+            heartbeat_timeout_seconds=_seconds("heartbeat_seconds", heartbeat_seconds, 30),
+        )
     counts = Counter(device.process_index for device in jax.devices())
     if len(set(counts.values())) > 1:
         says = ", ".join(f"process {p} has {n}" for p, n in sorted(counts.items()))
@@ -267,10 +272,45 @@ def _exit_on_error(kind: type[BaseException], error: BaseException, trace: Any) 
     exit_process(1)
 
 
-_SLOW_START = (
-    "process 0 still waits for others to join; if none of them prints why, see whether all "
-    "of them have started."
-)
+@contextlib.contextmanager
+def _joining(number: int | None, patience: int) -> Iterator[None]:
+    """While the processes join, say after a while that one waits; end it in time."""
+    who = "this process" if number is None else f"process {number}"
+    advice = "if none of them prints why, see whether all of them have started."
+
+    def give_up() -> None:
+        _print(f"{who} has waited {patience} s for others to join, and ends; {advice}")
+        os._exit(1)
+
+    waits = f"{who} still waits for others to join; {advice}"
+    # Process 0 goes last: JAX ends the others with a stack of C++ once it is gone.
+    later = _LAST_WORDS_SECONDS if number == 0 else 0
+    timers = [threading.Timer(patience + later, give_up)]
+    if number in (0, None):
+        timers.append(threading.Timer(_SILENT_SECONDS, _print, [waits]))
+    for timer in timers:
+        timer.daemon = True
+        timer.start()
+    try:
+        yield
+    finally:
+        for timer in timers:
+            timer.cancel()
+
+
+def _check_port(address: str, port: int) -> None:
+    """Raise if another program listens where process 0 will; JAX would not say so."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise ValueError(
+            f"process 0 cannot listen at {address}, because another program does; give "
+            "coordinator_address another port, in every process."
+        ) from None
 
 
 def _wait_for_first(address: str, number: int, seconds: int, *, under_slurm: bool) -> None:
@@ -281,6 +321,8 @@ def _wait_for_first(address: str, number: int, seconds: int, *, under_slurm: boo
             f"coordinator_address={address!r} is not HOST:PORT; write one such as "
             "node-1:29400."
         )
+    if number == 0:
+        _check_port(address, int(port))
     place, began, said = (host.strip("[]"), int(port)), time.monotonic(), False
     while True:
         try:

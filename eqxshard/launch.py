@@ -26,16 +26,20 @@ from .distributed import ADDRESS, PROCESS, PROCESSES
 #: How long the others may take to stop once one has died, before they are killed.
 _GRACE_SECONDS = 3.0
 #: A shell script that reads process ids, and stops them at the end of its input, which
-#: comes when the launcher is killed. It needs no Python, so it starts at once.
+#: comes when the launcher is killed: first the processes, which may save, and then all
+#: that they started. It needs no Python, so it starts at once.
 _GUARD = """
-pids=
-while read -r pid; do pids="$pids $pid"; done
+pids= groups=
+while read -r pid; do pids="$pids $pid" groups="$groups -$pid"; done
 kill $pids
 sleep "$1"
-kill -9 $pids
+kill -9 $groups
 """
 #: The number of last lines of a process to show.
 _LAST_LINES = 15
+#: A run that dies within a minute is started again after this, and twice as long after
+#: each such death in a row, up to a minute.
+_FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
 
 
 def launch(
@@ -55,18 +59,28 @@ def launch(
         has one of the machine's GPUs, or if there are none, JAX's default devices.
     - `restarts`: how often to start all again after one has died. The script must resume
         from its newest checkpoint by itself, such as with `--resume auto`. Exit status 2,
-        a mistake in the command, is final.
+        a mistake in the command, is final. A run that dies within a minute is started
+        again after 1 second, then after 2, 4 and so on, up to 60.
 
     **Returns:**
 
     The exit status: 0, or that of the process that died first, 128 + N for signal N.
     """
-    while True:
-        status, stopped = _run(command, processes, devices_per_process)
-        if status in (0, 2) or stopped or restarts == 0:
-            return status
-        restarts -= 1
-        _print(f"starting again with {processes} processes; {restarts} restarts are left.")
+    wait = _FIRST_WAIT
+    with _signals_to_stop() as signals:
+        while True:
+            began = time.monotonic()
+            status = _run(command, processes, devices_per_process, signals)
+            if status in (0, 2) or restarts == 0:
+                return status
+            if time.monotonic() - began > _LONGEST_WAIT:
+                wait = _FIRST_WAIT
+            _sleep(wait, signals)
+            if signals:
+                return status
+            restarts -= 1
+            wait = min(2 * wait, _LONGEST_WAIT)
+            _print(f"starting again with {processes} processes; {restarts} restarts left.")
 
 
 class _Worker:
@@ -83,7 +97,8 @@ class _Worker:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            # Apart from the terminal, whose Ctrl-C we pass on ourselves.
+            # Apart from the terminal, whose Ctrl-C we pass on ourselves, and with all that
+            # it starts itself.
             start_new_session=True,
         )
         self._reader = threading.Thread(
@@ -99,6 +114,12 @@ class _Worker:
         """Send a signal, if it still runs."""
         if self.process.poll() is None:
             self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill it, and what it started and left behind."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
     def _read(self, output: Any) -> None:
         with output:
@@ -145,11 +166,20 @@ def _signals_to_stop() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _run(command: list[str], processes: int, devices: int | None) -> tuple[int, bool]:
-    """Run all processes once; return the status, and whether a signal asked to stop."""
+def _sleep(seconds: float, signals: list[int]) -> None:
+    """Wait, but not once a signal has asked to stop."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and not signals:
+        time.sleep(0.02)
+
+
+def _run(
+    command: list[str], processes: int, devices: int | None, signals: list[int]
+) -> int:
+    """Run all processes once; return the status."""
     environments = _environments(processes, devices)
     workers: list[_Worker] = []
-    with _signals_to_stop() as signals, _start_guard() as guard:
+    with _start_guard() as guard:
         try:
             for number, environment in enumerate(environments):
                 workers.append(_Worker(number, [sys.executable, *command], environment))
@@ -167,7 +197,7 @@ def _run(command: list[str], processes: int, devices: int | None) -> tuple[int, 
     for worker in workers:
         worker.drain()
     code = 0 if first is None else first.process.returncode
-    return (code if code >= 0 else 128 - code), bool(signals)
+    return code if code >= 0 else 128 - code
 
 
 def _wait(workers: list[_Worker], signals: list[int]) -> _Worker | None:
@@ -184,7 +214,7 @@ def _wait(workers: list[_Worker], signals: list[int]) -> _Worker | None:
             return first
         for _ in signals[passed_on:]:
             for worker in workers:
-                worker.send(signal.SIGKILL if passed_on else signal.SIGTERM)
+                worker.kill() if passed_on else worker.send(signal.SIGTERM)
             passed_on += 1
         time.sleep(0.02)
 
@@ -217,8 +247,7 @@ def _stop(workers: list[_Worker]) -> None:
     while time.monotonic() < until and any(w.process.poll() is None for w in workers):
         time.sleep(0.05)
     for worker in workers:
-        worker.send(signal.SIGKILL)
-        worker.process.wait()
+        worker.kill()
 
 
 def _describe_failure(worker: _Worker, processes: int) -> str:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -297,3 +298,30 @@ def test_the_first_node_of_slurm_is_waited_for(impatient, monkeypatch, nodes, fi
 def test_an_address_without_host_or_port_is_a_mistake(impatient, address):
     with pytest.raises(ValueError, match=f"{address!r} is not HOST:PORT; write one such"):
         eqxshard.initialize(address, 2, 1)
+
+
+def test_a_process_that_is_not_one_of_them_is_named(impatient):
+    with pytest.raises(ValueError, match="process_id=5 is none of 2 processes; number"):
+        eqxshard.initialize("127.0.0.1:29400", 2, 5)
+
+
+def test_a_port_that_another_program_has_is_named(impatient):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(ValueError, match=f"cannot listen at {address}, .* another"):
+            eqxshard.initialize(address, 2, 0)
+
+
+@pytest.mark.slow
+def test_processes_that_wait_in_vain_for_another_say_so(tmp_path):
+    """Two of three come, of whom JAX would end each with a stack of C++."""
+    join = "import sys, eqxshard; eqxshard.initialize(sys.argv[1], 3, int(sys.argv[2]))"
+    address = f"127.0.0.1:{_free_port()}"
+    settings = SETTINGS | {"EQXSHARD_START_SECONDS": "8"}
+    with contextlib.ExitStack() as stack:
+        commands = [[sys.executable, "-c", join, address, str(n)] for n in range(2)]
+        several = [stack.enter_context(started(each, env=settings)) for each in commands]
+        for number, process in enumerate(several):
+            _, err = process.communicate(timeout=240)
+            assert process.returncode == 1, err
+            assert f"process {number} has waited 8 s for others to join, and ends; " in err

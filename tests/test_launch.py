@@ -86,11 +86,27 @@ sys.exit(1)
     assert time.monotonic() - began < 300
 
 
-@pytest.mark.parametrize("code, starts", [(7, 3), (2, 1)])
-def test_it_starts_again_as_often_as_asked(script, capsys, code, starts):
-    assert launch([script(f"sys.exit({code})")], processes=1, restarts=2) == code
+@pytest.mark.parametrize("code, waits", [(7, [1, 2, 4]), (2, [])])
+def test_it_starts_again_as_often_as_asked_and_waits_longer_each_time(
+    script, capsys, monkeypatch, code, waits
+):
+    waited = []
+    monkeypatch.setattr(eqxshard.launch, "_sleep", lambda wait, _: waited.append(wait))
+    assert launch([script(f"sys.exit({code})")], processes=1, restarts=3) == code
     err = capsys.readouterr().err
-    assert err.count("starting again with 1 processes; ") == starts - 1
+    assert err.count("starting again with 1 processes; ") == len(waits)
+    assert waited == waits
+
+
+def test_what_a_process_started_ends_with_the_run(script, tmp_path):
+    body = """
+import subprocess
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open(sys.argv[1], "w").write(str(child.pid))
+sys.exit(1)
+"""
+    assert launch([script(body), str(tmp_path / "pid")], processes=1) == 1
+    wait_until_gone((tmp_path / "pid").read_text())
 
 
 def start(command, *options, **settings):
