@@ -99,7 +99,7 @@ class Checkpointer:
 
     def best_step(self) -> int | None:
         """The step with the best value of `best`; `None` if no checkpoint has a value."""
-        return _best_of(self._scores(self._folder.known_steps()))
+        return _best_of(self._scores(self._folder.good_steps()))
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
         """Whether metrics are better, by `best`, than those of every checkpoint.
@@ -169,9 +169,10 @@ class Checkpointer:
 
         **Raises:**
 
-        `FileNotFoundError` if there is no checkpoint, or `step` is `None`. `ValueError` if
-        all are damaged, or `like` does not have the same arrays: it names each that is
-        missing, superfluous or of another shape.
+        `FileNotFoundError` if there is no checkpoint, or `step` is `None`. `OSError` if the
+        files cannot be read, even after some tries. `ValueError` if all are damaged, or
+        `like` does not have the same arrays: it names each that is missing, superfluous or
+        of another shape.
         """
         state = self._read(like, step)
         self._last_save = time.monotonic()

@@ -8,9 +8,10 @@ verifies it, too.
 import hashlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
-from ..sharding._files import is_remote, odd_file, read_bytes
+from ..sharding._files import is_remote, odd_file, read_bytes, with_retries
 
 #: The file that marks a folder as complete, with the checksum of every other file.
 CHECKSUMS = "checksums.txt"
@@ -51,21 +52,21 @@ def is_complete(folder: Any) -> bool:
 def verify(folder: Any) -> str | None:
     """A sentence on how a folder differs from when it was completed; `None` if equal.
 
-    Hidden files that were added do not count, such as the `.DS_Store` of macOS.
+    Hidden files that were added do not count, such as the `.DS_Store` of macOS. What
+    cannot be read is tried again, and is then an error, not a difference.
     """
+    if (odd := with_retries(partial(odd_file, folder))) is not None:
+        return odd
     try:
-        if (odd := odd_file(folder)) is not None:
-            return odd
-        lines = read_bytes(folder / CHECKSUMS).decode().splitlines()
+        lines = with_retries(partial(read_bytes, folder / CHECKSUMS)).decode().splitlines()
         digests = (line.split("  ", 1) for line in lines)
         written = {name: digest for digest, name in digests}
-    except (OSError, ValueError):
-        return f"{CHECKSUMS} cannot be read"
-    try:
-        files = _files(folder)
-        found = _digests({k: v for k, v in files.items() if k in written or not _hidden(k)})
-    except OSError as error:
-        return f"{error.filename or 'a file'} cannot be read: {error.strerror or error}"
+    except FileNotFoundError:
+        return f"{CHECKSUMS} is missing"
+    except ValueError:
+        return f"{CHECKSUMS} is not a list of checksums"
+    files = with_retries(partial(_files, folder))
+    found = _digests({k: v for k, v in files.items() if k in written or not _hidden(k)})
     for name in sorted(written.keys() | found.keys()):
         if name not in found:
             return f"{name} is missing"
@@ -83,7 +84,8 @@ def _hidden(name: str) -> bool:
 def _digests(files: Mapping[str, Any]) -> dict[str, str]:
     # One core does a gigabyte a second.
     with ThreadPoolExecutor() as threads:
-        return dict(zip(files, threads.map(_digest, files.values())))
+        reads = (partial(with_retries, partial(_digest, file)) for file in files.values())
+        return dict(zip(files, threads.map(lambda read: read(), reads)))
 
 
 def _files(folder: Any, prefix: str = "") -> dict[str, Any]:

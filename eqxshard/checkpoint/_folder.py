@@ -101,12 +101,28 @@ class CheckpointFolder:
 
         Process 0 looks, for all of them.
         """
-        found = broadcast_from_first(self._find(step) if is_main_process() else None)
+        found = broadcast_from_first(self._try_to_find(step) if is_main_process() else None)
         self.damaged.update(found["damaged"])
+        if found.get("unread"):
+            raise OSError(found["unread"])
         if found["description"] is None:
             kind = ValueError if found["damaged"] else FileNotFoundError
             raise kind(found["error"])
         return found["description"]
+
+    def _try_to_find(self, step: Step) -> dict[str, Any]:
+        """As `_find`; an error of the file system is a sentence, for all processes."""
+        try:
+            return self._find(step)
+        except ValueError:
+            raise
+        # Not only OSError: packages for object stores have errors of their own.
+        except Exception as error:
+            unread = (
+                f"the checkpoints in {self.path} cannot be read ({reason(error)}), which "
+                "does not say that they are damaged; try again, or give step= of another."
+            )
+            return {"unread": unread, "damaged": []}
 
     def _find(self, step: Step) -> dict[str, Any]:
         """What `choose` found, as JSON: a description, the damaged steps, an error."""
@@ -118,7 +134,7 @@ class CheckpointFolder:
                 if damage is None:
                     found = self.description(candidate)
                     return {"description": found, "damaged": [*damages]}
-            except (OSError, ValueError) as error:
+            except (FileNotFoundError, ValueError) as error:
                 damage = str(error)
             damages[candidate] = damage
             if step == "newest":

@@ -10,12 +10,17 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
+
+_T = TypeVar("_T")
 
 #: The largest file that is read into memory in one piece.
 _MOST_BYTES = 2**30
+#: How long to wait before a read that failed is tried again.
+_WAITS = (0.5, 2.0, 5.0)
 #: How deep JSON may nest. Ours nests less than 10 deep.
 _MOST_DEPTH = 100
 
@@ -78,6 +83,23 @@ def read_bytes(path: Any) -> bytes:
                 "give another one."
             )
         return file.read()
+
+
+def with_retries(read: Callable[[], _T]) -> _T:
+    """What a function reads; again after an error that may pass.
+
+    Network file systems and object stores fail for seconds at a time. That something is
+    not there, or is not what it should be (`ValueError`), is final.
+    """
+    for seconds in _WAITS:
+        try:
+            return read()
+        except (FileNotFoundError, NotADirectoryError, PermissionError, ValueError):
+            raise
+        # Not only OSError: packages for object stores have errors of their own.
+        except Exception:
+            time.sleep(seconds)
+    return read()
 
 
 def read_json(path: Any) -> Any:

@@ -27,13 +27,13 @@ def test_sha256sum_can_verify_it(folder):
         (lambda f: (f / "a.txt").write_text("x"), "a.txt has changed since it was written"),
         (lambda f: (f / "below" / "b.txt").unlink(), "below/b.txt is missing"),
         (lambda f: (f / "c.txt").write_text("c"), "c.txt is not in checksums.txt"),
-        (lambda f: (f / "checksums.txt").unlink(), "checksums.txt cannot be read"),
-        (lambda f: (f / "checksums.txt").write_text("x"), "checksums.txt cannot be read"),
+        (lambda f: (f / "checksums.txt").unlink(), "checksums.txt is missing"),
+        (lambda f: (f / "checksums.txt").write_text("x"), "checksums.txt is not a list of"),
     ],
 )
 def test_damage_is_named(folder, damage, says):
     damage(folder)
-    assert verify(folder) == says
+    assert (verify(folder) or "").startswith(says)
 
 
 def test_hidden_files_that_were_added_do_not_count(folder):

@@ -1,5 +1,7 @@
 """The folder of checkpoints: what counts, what is damaged, what is removed."""
 
+import errno
+import itertools
 import logging
 import os
 import re
@@ -17,7 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import eqxshard
+from eqxshard.checkpoint import _checksums
 from eqxshard.checkpoint._checksums import write_checksums
+from eqxshard.sharding import _files
 
 
 def test_other_folders_are_not_touched(tmp_path, train_step):
@@ -139,6 +143,29 @@ def test_a_checkpoint_with_what_is_no_file_is_damaged(checkpoints, tmp_path, kin
         checkpointer.restore(like(), step=10)
     assert int(eqxshard.Checkpointer(tmp_path / "link").restore(like()).step) == 8
     assert "step 10" in caplog.text
+
+
+@pytest.mark.parametrize("times", [3, 10**6])
+def test_a_read_that_fails_is_tried_again_and_is_not_damage(
+    checkpoints, tmp_path, monkeypatch, times
+):
+    """As a network file system fails for a while."""
+    folder, fails = copied(checkpoints, tmp_path), itertools.count()
+
+    def read(file):
+        if next(fails) < times:
+            raise OSError(errno.EIO, "Input/output error")
+        return digest(file)
+
+    digest = _checksums._digest
+    monkeypatch.setattr(_checksums, "_digest", read)
+    monkeypatch.setattr(_files, "_WAITS", (0, 0, 0))
+    checkpointer = eqxshard.Checkpointer(folder)
+    if times > 3:
+        with pytest.raises(OSError, match=r"cannot be read \(Input/output error"):
+            checkpointer.restore(like())
+        times = 0
+    assert int(checkpointer.restore(like()).step) == 10
 
 
 @pytest.mark.parametrize("how", ["folder", "nothing", "other"])
