@@ -45,6 +45,7 @@ class Precision:
 
     compute: DTypeLike | None = jnp.bfloat16
     params: DTypeLike = jnp.float32
+    reduce: DTypeLike = jnp.float32
     initial_scale: float = 2.0**15
     scale_every: int = 2000
 
