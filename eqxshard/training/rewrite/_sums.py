@@ -241,9 +241,7 @@ class _Sums:
             return depth == _START or not any(batch_dims)
         if name == "conv_general_dilated":
             return depth < _SUM and not narrows
-        if name == "reduce_sum":
-            return depth < _SUM or self.found(eqn.invars[0], depth)
-        return name == "scatter-add" and depth < _SUM
+        return name == "reduce_sum" or (name == "scatter-add" and depth < _SUM)
 
     def _scaled(self, eqn: Any) -> Any:
         """The gradient that an equation multiplies by something made of parameters."""
