@@ -352,7 +352,15 @@ class _Sums:
 
     def _move(self, eqn: Any) -> None:
         (x,) = [x for x in eqn.outvars if x in self.wanted][:1]
-        _, depth, sharding = self.wanted[x]
+        out, depth, sharding = self.wanted[x]
+        product = self._transposed_product(eqn)
+        if product is not None:
+            summed = product.replace(
+                params={**product.params, "preferred_element_type": out.aval.dtype},
+                outvars=[out],
+            )
+            self._emit(summed, *[_cast_equation(out, x)][: out is not x])
+            return
         sharding = sharding if eqn.primitive.name in _IN_PLACE else None
         operands = [
             self.want(x, depth, sharding) if _is_float(x) else x for x in eqn.invars
@@ -365,6 +373,34 @@ class _Sums:
         else:
             moved = eqn.replace(invars=operands, outvars=outs)
         self._emit(*[eqn][: outs[0] is not eqn.outvars[0]], moved)
+
+    def _transposed_product(self, eqn: Any) -> Any:
+        """A product of two matrices that an equation transposes, as that of the other two.
+
+        XLA adds sums over devices of which nothing else is made, such as of both uses of
+        one table, before it sends them.
+        """
+        made_by = self.made_by.get(*_variables(eqn.invars) or [None])
+        if (
+            eqn.primitive.name != "transpose"
+            or made_by is None
+            or eqn.invars[0].aval.ndim != 2
+        ):
+            return None
+        if (
+            made_by.primitive.name != "dot_general"
+            or len(self._of_examples(made_by.invars)) < 2
+        ):
+            return None
+        (left, right), batch_dims = made_by.params["dimension_numbers"]
+        if any(batch_dims) or eqn.params["permutation"] != (1, 0):
+            return None
+        if any(
+            x.aval.ndim != len(dims) + 1 for x, dims in zip(made_by.invars, (left, right))
+        ):
+            return None
+        params = {**made_by.params, "dimension_numbers": ((right, left), batch_dims)}
+        return made_by.replace(invars=made_by.invars[::-1], params=params)
 
     def _scale(self, eqn: Any) -> None:
         (x,), scaled = eqn.outvars, self._scaled(eqn)
@@ -383,14 +419,13 @@ class _Sums:
         out, depth, _ = self.wanted[x]
         operands, params = [*eqn.invars], eqn.params
         if name == "reduce_sum":
-            if out.aval.dtype.itemsize < x.aval.dtype.itemsize:
-                halves = call_function(
-                    partial(_sum_in_parts, eqn.params, self.how), operands
-                )
-                self._emit(halves.replace(outvars=[out]), _cast_equation(out, x))
+            narrows = out.aval.dtype.itemsize < x.aval.dtype.itemsize
+            if narrows and operands[0].aval.size > x.aval.size:
+                function = partial(_sum_in_parts, params, self.how)
+                call = call_function(function, operands).replace(outvars=[out])
+                self._emit(call, _cast_equation(out, x))
                 return
-            if self.how.dtype is not None and out is not x:
-                operands = [self.want(operands[0], _SUM)]
+            operands = [self.want(operands[0], _SUM)]
         else:
             of_examples = self._of_examples(operands)
             if len(of_examples) == 1 and depth < _SUM:
