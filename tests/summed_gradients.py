@@ -13,6 +13,9 @@ import eqxshard
 
 ROWS, SEQ, WIDTH, VOCAB, LAYERS = 128, 4, 16, 64, 2
 
+#: What the logits are multiplied with.
+MIXED = np.arange(VOCAB * WIDTH).reshape(VOCAB, WIDTH) % 3 - 1
+
 
 class Layer(eqx.Module):
     matrix: jax.Array
@@ -50,7 +53,7 @@ class Summed(eqx.Module):
     def __call__(self, x, tokens):
         y, _ = eqxshard.scan_layers(self.layers, (jnp.zeros_like(x), x))
         # A table of which rows are looked up, and which makes logits, too.
-        y += self.table[tokens] + x @ self.table.T @ jnp.ones((VOCAB, WIDTH), x.dtype)
+        y += self.table[tokens] + x @ self.table.T @ jnp.asarray(MIXED, x.dtype)
         y += self.places + jax.vmap(self.linear)(x) + self.conv(x.T).T
         # In float32, as norms do; and with a dim that is summed later.
         wide = x.astype(jnp.float32) * self.wide_scale.astype(jnp.float32)
@@ -61,7 +64,8 @@ class Summed(eqx.Module):
 
 
 def loss_fn(model, batch, key):
-    y = jax.vmap(model)(batch["x"], batch["tokens"])
+    with jax.numpy_rank_promotion("allow"):
+        y = jax.vmap(model)(batch["x"], batch["tokens"])
     return jnp.sum((y * batch["slope"]).astype(jnp.float32), axis=(1, 2))
 
 

@@ -67,7 +67,8 @@ class LookupGradient:
     def of(eqn: Any, sharding: NamedSharding, dtype: Any) -> "LookupGradient | None":
         """The scatter of an equation, if it is of this kind and its tokens divide.
 
-        If the table is whole on each device, XLA does the same, but in float32.
+        If the table is whole on each device, XLA does the same in its own type, which is
+        float32, and sums a table that makes the logits, too, twice.
         """
         dims = eqn.params["dimension_numbers"]
         table, indices, updates = (var.aval for var in eqn.invars)
@@ -81,7 +82,7 @@ class LookupGradient:
             or indices.ndim < 2
             or 0 in dims.update_window_dims
             or indices.shape[0] % batch_devices(sharding)
-            or not (dtype == jnp.bfloat16 or is_split(sharding))
+            or (dtype is None and not is_split(sharding))
         ):
             return None
         update_dims.pop(rows[0], None)

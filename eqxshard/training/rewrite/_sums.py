@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from ...sharding._explicit import is_explicit
+from ...transforms._dtypes import accumulation_dtype
 from ._jaxprs import (
     call_function,
     equations,
@@ -190,7 +191,7 @@ class _Sums:
         ):
             return dtype
         if self.how.dtype.itemsize == 4:
-            return jnp.promote_types(dtype, jnp.float32)
+            return accumulation_dtype(dtype)
         return self.how.dtype if dtype == jnp.float32 else dtype
 
     def _like(self, x: Any) -> Any:
@@ -339,8 +340,8 @@ class _Sums:
             is_cast = after is not None and after.primitive.name == "convert_element_type"
             return None if is_cast else eqn
         if eqn.primitive.name == "convert_element_type":
-            made_by = self.made_by.get(*_variables(eqn.invars) or [None])
-            return made_by if made_by is not None and _is_mark(made_by) else None
+            before = self._before(eqn)
+            return before if before is not None and _is_mark(before) else None
         return None
 
     def _placement(self, x: Any) -> NamedSharding | None:
@@ -352,15 +353,7 @@ class _Sums:
 
     def _move(self, eqn: Any) -> None:
         (x,) = [x for x in eqn.outvars if x in self.wanted][:1]
-        out, depth, sharding = self.wanted[x]
-        product = self._transposed_product(eqn)
-        if product is not None:
-            summed = product.replace(
-                params={**product.params, "preferred_element_type": out.aval.dtype},
-                outvars=[out],
-            )
-            self._emit(summed, *[_cast_equation(out, x)][: out is not x])
-            return
+        _, depth, sharding = self.wanted[x]
         sharding = sharding if eqn.primitive.name in _IN_PLACE else None
         operands = [
             self.want(x, depth, sharding) if _is_float(x) else x for x in eqn.invars
@@ -374,33 +367,10 @@ class _Sums:
             moved = eqn.replace(invars=operands, outvars=outs)
         self._emit(*[eqn][: outs[0] is not eqn.outvars[0]], moved)
 
-    def _transposed_product(self, eqn: Any) -> Any:
-        """A product of two matrices that an equation transposes, as that of the other two.
-
-        XLA adds sums over devices of which nothing else is made, such as of both uses of
-        one table, before it sends them.
-        """
-        made_by = self.made_by.get(*_variables(eqn.invars) or [None])
-        if (
-            eqn.primitive.name != "transpose"
-            or made_by is None
-            or eqn.invars[0].aval.ndim != 2
-        ):
-            return None
-        if (
-            made_by.primitive.name != "dot_general"
-            or len(self._of_examples(made_by.invars)) < 2
-        ):
-            return None
-        (left, right), batch_dims = made_by.params["dimension_numbers"]
-        if any(batch_dims) or eqn.params["permutation"] != (1, 0):
-            return None
-        if any(
-            x.aval.ndim != len(dims) + 1 for x, dims in zip(made_by.invars, (left, right))
-        ):
-            return None
-        params = {**made_by.params, "dimension_numbers": ((right, left), batch_dims)}
-        return made_by.replace(invars=made_by.invars[::-1], params=params)
+    def _before(self, eqn: Any) -> Any:
+        """The equation that makes the first input of another, if there is one."""
+        made = _variables(eqn.invars[:1])
+        return self.made_by.get(made[0]) if made else None
 
     def _scale(self, eqn: Any) -> None:
         (x,), scaled = eqn.outvars, self._scaled(eqn)
