@@ -279,7 +279,7 @@ class _Sums:
 
     def want(self, x: Any, depth: int, sharding: NamedSharding | None = None) -> Any:
         """An array in the type to sum in: summed so, or else cast."""
-        if x in self.wanted:
+        if not isinstance(x, core.Literal) and x in self.wanted:
             return self.wanted[x][0]
         if self.found(x, depth):
             eqn = self.made_by.get(x)
