@@ -158,6 +158,7 @@ class _Sums:
     ):
         self.jaxpr, self.how, self.outside = jaxpr, how, outside
         self.examples = {*examples}
+        self.inputs = {x: i for i, x in enumerate(jaxpr.invars)}
         self.made_by: dict[Any, Any] = {}
         self.used_by: dict[Any, list[Any]] = {}
         for eqn in jaxpr.eqns:
@@ -168,6 +169,7 @@ class _Sums:
             for x in _variables(jaxpr.outvars if eqn is None else eqn.invars):
                 self.used_by.setdefault(x, []).append(eqn)
         self.known: dict[tuple[Any, int], bool] = {}
+        self.parts: dict[int, list[_Sums]] = {}
         self.new: Any = core.gensym()
         #: What is wanted: as which variable, how far from the gradient, and its sharding.
         self.wanted: dict[Any, tuple[Any, int, NamedSharding | None]] = {}
@@ -215,8 +217,8 @@ class _Sums:
             eqn = self.made_by.get(x)
             if eqn is not None:
                 self.known[x, depth] = self._found_in(eqn, x, depth)
-            elif x in self.jaxpr.invars:
-                self.known[x, depth] = self.outside(self.jaxpr.invars.index(x), depth)
+            elif x in self.inputs:
+                self.known[x, depth] = self.outside(self.inputs[x], depth)
         return self.known[x, depth]
 
     def _found_in(self, eqn: Any, x: Any, depth: int) -> bool:
@@ -230,7 +232,9 @@ class _Sums:
             index = eqn.outvars.index(x)
             if name == "scan" and self._dtype(x).itemsize < x.aval.dtype.itemsize:
                 return False
-            inside = (self._part(eqn, each) for each in _parts(eqn))
+            if id(eqn) not in self.parts:
+                self.parts[id(eqn)] = [self._part(eqn, each) for each in _parts(eqn)]
+            inside = self.parts[id(eqn)]
             return any(each.found(each.jaxpr.outvars[index], depth) for each in inside)
         if not of_examples:
             return False
@@ -273,6 +277,11 @@ class _Sums:
 
     def rewrite(self) -> Any:
         """The jaxpr, with sums in the type to sum in."""
+        for eqn in self.jaxpr.eqns:
+            if eqn.primitive.name == "add_any":
+                # From the first to the last, because a sum of many is deep.
+                for depth in (_START, _PRODUCT, _SUM):
+                    self.found(eqn.outvars[0], depth)
         for eqn in reversed(self.jaxpr.eqns):
             self._rewrite(eqn)
         return self.jaxpr.replace(eqns=self.eqns[::-1])
