@@ -77,7 +77,8 @@ def theory(
 ) -> dict[tuple[str, str], float]:
     """By axes and kind, the bytes that each device has to send in a step.
 
-    Everything is bfloat16, of two bytes, but what is said to be otherwise.
+    Gradients are summed in float32, of four bytes. All else is bfloat16, of two, but what
+    is said to be otherwise.
     """
     axes = ("data", "fsdp", "tensor", "context")
     data, fsdp, tensor, context = (mesh_shape.get(axis, 1) for axis in axes)
@@ -99,12 +100,12 @@ def theory(
     add("fsdp", "all-gather", 2 * (2 * layers + 2 * table), fsdp)
     add("fsdp", "all-gather", 4 * fsdp * rows * s.seq_len, fsdp)
     # Gradients: that of the input's table by its features, which change hands.
-    add("fsdp", "reduce-scatter", 2 * (layers + table), fsdp)
+    add("fsdp", "reduce-scatter", 4 * (layers + table), fsdp)
     add("fsdp", "all-to-all", 2 * activations, fsdp)
-    # Then the parts of them; that of the input's table in float32.
-    add("data", "all-reduce", 2 * (2 * (layers + table) + 4 * table) / fsdp, data)
+    # Then the parts of them.
+    add("data", "all-reduce", 2 * 4 * (layers + 2 * table) / fsdp, data)
     batch = [axis for axis in ("data", "fsdp") if mesh_shape.get(axis, 1) > 1]
-    add(",".join(batch), "all-reduce", 2 * 2 * norms, data * fsdp)
+    add(",".join(batch), "all-reduce", 2 * 4 * norms, data * fsdp)
     # Activations: of each layer's two blocks forward, one of them again, and the
     # gradients of both; of both tables. Of the cross-entropy three numbers per token.
     add("tensor", "all-reduce", 2 * 2 * (5 * s.layers + 2) * activations, tensor)
@@ -116,7 +117,7 @@ def theory(
         visits = 3 * 2 * (2 * keys) + 4 * (2 * keys)
         home = 2 * (2 * keys)
         sent["context", "collective-permute"] = s.layers * ((context - 1) * visits + home)
-        add("context", "all-reduce", 2 * 2 * (layers + 2 * table + norms), context)
+        add("context", "all-reduce", 2 * 4 * (layers + 2 * table + norms), context)
     return sent
 
 
@@ -143,7 +144,7 @@ def theory_of_experts(devices: int, shape: Shape) -> dict[tuple[str, str], float
     return {
         ("expert", "all-to-all"): s.layers * 12 * 2 * rows * part,
         ("expert", "all-gather"): 2 * gathered * part,
-        ("expert", "all-reduce"): 2 * (2 * dense + 4 * routes + 4 * ROWS) * part,
+        ("expert", "all-reduce"): 2 * 4 * (dense + routes + ROWS) * part,
     }
 
 

@@ -21,6 +21,7 @@ from ..sharding._explicit import (
 from ..sharding._leaves import leaf_path
 from ..sharding._placement import compute_sharding
 from ._precision import cast
+from .rewrite._sums import mark_gradient
 
 
 class Stored(NamedTuple):
@@ -55,7 +56,8 @@ class Stored(NamedTuple):
             return constrain_to(array, used)
 
         def back(_: None, grad: Array) -> tuple[Array]:
-            return (constrain_to(grad.astype(dtype), self.update),)
+            grad = mark_gradient(grad).astype(dtype)
+            return (constrain_to(grad, self.update),)
 
         gather = for_use
         if jnp.issubdtype(dtype, jnp.inexact):

@@ -35,7 +35,7 @@ from ._layout import StateLayout
 from ._precision import Precision, cast
 from ._state import TrainState, split_model, with_state
 from ._typecheck import add_type_note
-from .rewrite._lookups import reduce_lookups
+from .rewrite._sums import sum_gradients
 
 
 class Gradients(NamedTuple):
@@ -116,7 +116,8 @@ def compute_gradients(
             f"weights of the loss {LOSS_WEIGHT!r}."
         )
     gradient = ft.partial(jax.grad(mean_loss, has_aux=True), params)
-    gradient = reduce_lookups(gradient, jax.tree.leaves(layout.update))
+    reduce = None if config.precision is None else config.precision.reduce
+    gradient = sum_gradients(gradient, jax.tree.leaves(layout.update), reduce)
     key = jax.random.fold_in(state.key, state.step)
     batch = mask_padding(batch)
     if config.accumulate == 1:

@@ -1,5 +1,6 @@
 """Walking through jaxprs, and making equations of functions."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -67,13 +68,23 @@ def map_jaxprs_in(rewrite: Callable[[Any], Any], part: Any) -> Any:
     return type(part)(*parts) if hasattr(part, "_fields") else type(part)(parts)
 
 
-def call_function(fn: Callable[..., Any], variables: Sequence[Any]) -> Any:
-    """An equation that calls a function on variables."""
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """How many inputs of a `scan` are constants, and how many are carried."""
+    if "ft_in" in eqn.params:  # JAX 0.11 and later.
+        consts, carry, _ = map(len, eqn.params["ft_in"].unpack())
+        return consts, carry
+    return eqn.params["num_consts"], eqn.params["num_carry"]
+
+
+def call_function(
+    fn: Callable[..., Any], variables: Sequence[Any], scope: str | None = REWRITTEN
+) -> Any:
+    """An equation that calls a function on variables, in a scope if its code is ours."""
 
     @jax.jit
-    @jax.named_scope(REWRITTEN)
     def rewritten(*args: Any) -> Any:
-        return fn(*args)
+        with jax.named_scope(scope) if scope else contextlib.nullcontext():
+            return fn(*args)
 
     avals = [variable.aval for variable in variables]
     (call,) = jax.make_jaxpr(rewritten)(*avals).eqns

@@ -12,114 +12,42 @@ its own rows, and the bytes it sends do not grow:
 - a table split over its rows, or one with fewer rows than a device has tokens: each
   device sums its own tokens into a whole table, and these are reduce-scattered.
 
-This is a rewrite of the gradient's jaxpr, because the lookup is in the user's model.
+Which scatters make gradients of parameters, `_sums.py` finds.
 """
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from ...sharding._explicit import auto_sharding, is_explicit
 from ...sharding._mesh import batch_axes
 from ...sharding._spec import axes_of, spec_axes
-from ._jaxprs import call_equation, is_jaxpr, map_jaxpr, open_jaxpr
-from ._rewrite import is_rewriting, run_rewritten
-from ._types import erase_types
-
-#: Operations that a gradient passes through on its way from the lookup, unchanged but for
-#: its dtype and placement.
-_PASS_THROUGH = ("convert_element_type", "sharding_constraint", "copy", "add_any", "add")
+from ...transforms._dtypes import at_least_float32
 
 _ANY = PartitionSpec.UNCONSTRAINED
-
-
-def reduce_lookups(
-    gradient: Callable[..., Any], shardings: Sequence[NamedSharding]
-) -> Callable[..., Any]:
-    """Rewrite the lookups in a function that computes gradients.
-
-    **Arguments:**
-
-    - `gradient`: a function of PyTrees of arrays, that returns `(gradients, other)`.
-    - `shardings`: one for each gradient, the sharding that it is constrained to.
-
-    **Returns:**
-
-    The same function.
-    """
-    split = {
-        i: sharding
-        for i, sharding in enumerate(map(auto_sharding, shardings))
-        if not {*batch_axes(_mesh(sharding))}.isdisjoint(spec_axes(sharding.spec))
-    }
-    typed = any(is_explicit(sharding.mesh) for sharding in shardings)
-    if not split and not typed:
-        return gradient
-
-    def rewrite(jaxpr: Any) -> Any:
-        jaxpr = erase_types(jaxpr) if typed else jaxpr
-        return map_jaxpr(lambda jaxpr: _rewrite(jaxpr, split), jaxpr)
-
-    def reduced(*args: Any) -> Any:
-        if not is_rewriting():
-            return gradient(*args)
-        jaxpr, out = jax.make_jaxpr(gradient, return_shape=True)(*args)
-        return run_rewritten(rewrite, jaxpr, out, args)[0]
-
-    return reduced
 
 
 def _mesh(sharding: NamedSharding) -> Mesh:
     return sharding.mesh  # pyright: ignore[reportReturnType]
 
 
-def _rewrite(jaxpr: Any, outputs: dict[int, NamedSharding]) -> Any:
-    """Rewrite the scatters that some of a jaxpr's outputs are sums of."""
-    made_by = {var: i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
-    eqns = list(jaxpr.eqns)
-
-    def follow(var: Any, sharding: NamedSharding) -> None:
-        index = None if isinstance(var, core.Literal) else made_by.get(var)
-        if index is None:
-            return
-        eqn = eqns[index]
-        if eqn.primitive.name in _PASS_THROUGH:
-            for source in eqn.invars:
-                follow(source, sharding)
-        elif eqn.primitive.name == "scatter-add":
-            scatter = _LookupGradient.of(eqn, sharding)
-            if scatter is not None:
-                eqns[index] = call_equation(scatter, eqn)
-        elif eqn.primitive.name != "shard_map":
-            output = eqn.outvars.index(var)
-            eqns[index] = _rewrite_inside(eqn, output, sharding)
-
-    for output, sharding in outputs.items():
-        follow(jaxpr.outvars[output], sharding)
-    return jaxpr.replace(eqns=eqns)
+def is_split(sharding: NamedSharding) -> bool:
+    """Whether an array is split over axes of the batch."""
+    return not {*batch_axes(_mesh(sharding))}.isdisjoint(spec_axes(sharding.spec))
 
 
-def _rewrite_inside(eqn: Any, output: int, sharding: NamedSharding) -> Any:
-    """Rewrite what an output of a call, or the carry of a loop, is a sum of."""
-    part = eqn.params.get("jaxpr")
-    if not is_jaxpr(part) or len(open_jaxpr(part).outvars) != len(eqn.outvars):
-        return eqn
-    # What a loop stacks has one more dim than what its body returns.
-    if open_jaxpr(part).outvars[output].aval.shape != eqn.outvars[output].aval.shape:
-        return eqn
-    inside = map_jaxpr(lambda jaxpr: _rewrite(jaxpr, {output: sharding}), part)
-    return eqn.replace(params={**eqn.params, "jaxpr": inside})
+def batch_devices(sharding: NamedSharding) -> int:
+    """How many devices split the rows of a batch."""
+    mesh = _mesh(sharding)
+    return math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
 
 
 @dataclass(frozen=True, eq=False)
-class _LookupGradient:
+class LookupGradient:
     """A scatter-add of one slice per token into a table, as each device can do its part.
 
     Of the table's dims, `row` is the one that tokens index; a slice has all others whole.
@@ -132,30 +60,35 @@ class _LookupGradient:
     update_dims: dict[int, int]
     shape: tuple[int, ...]
     params: dict[str, Any]
+    #: What to sum over devices in.
+    dtype: Any
 
     @staticmethod
-    def of(eqn: Any, sharding: NamedSharding) -> "_LookupGradient | None":
-        """The scatter of an equation, if it is of this kind and its tokens divide."""
+    def of(eqn: Any, sharding: NamedSharding, dtype: Any) -> "LookupGradient | None":
+        """The scatter of an equation, if it is of this kind and its tokens divide.
+
+        If the table is whole on each device, XLA does the same in its own type, which is
+        float32, and sums a table that makes the logits, too, twice.
+        """
         dims = eqn.params["dimension_numbers"]
         table, indices, updates = (var.aval for var in eqn.invars)
         window = [d for d in range(table.ndim) if d not in dims.inserted_window_dims]
         update_dims = dict(zip(window, dims.update_window_dims))
         whole = {d for d, u in update_dims.items() if updates.shape[u] == table.shape[d]}
         rows = [d for d in range(table.ndim) if d not in whole]
-        mesh = _mesh(sharding)
-        devices = math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
         if (
             len(rows) != 1
             or dims.operand_batching_dims
             or indices.ndim < 2
             or 0 in dims.update_window_dims
-            or indices.shape[0] % devices
+            or indices.shape[0] % batch_devices(sharding)
+            or (dtype is None and not is_split(sharding))
         ):
             return None
         update_dims.pop(rows[0], None)
-        names = ("indices_are_sorted", "unique_indices", "mode")
-        params = {"dimension_numbers": dims} | {name: eqn.params[name] for name in names}
-        return _LookupGradient(sharding, rows[0], update_dims, table.shape, params)
+        return LookupGradient(
+            sharding, rows[0], update_dims, table.shape, eqn.params, dtype or updates.dtype
+        )
 
     def __call__(
         self,
@@ -173,7 +106,7 @@ class _LookupGradient:
         if tokens > self.shape[self.row] or not {*mine}.isdisjoint(spec[self.row]):
             tables = jax.vmap(jax.vmap(self._scatter))(indices, updates)
             kept = [tuple(a for a in axes if a not in mine) for axes in spec]
-            tables = jnp.sum(self._constrain(tables, others, mine, *kept), axis=1)
+            tables = self._sum(self._constrain(tables, others, mine, *kept), 1)
         else:
             indices = self._constrain(indices, others)
             features = {2 + u: spec[d] for d, u in self.update_dims.items()}
@@ -181,7 +114,7 @@ class _LookupGradient:
             updates = self._constrain(updates, others, (), *rest)
             merged = (x.reshape(len(x), -1, *x.shape[3:]) for x in (indices, updates))
             tables = jax.vmap(self._scatter)(*merged)
-        total = jnp.sum(self._constrain(tables, others, *spec), axis=0)
+        total = self._sum(self._constrain(tables, others, *spec), 0)
         return table + jax.lax.with_sharding_constraint(total, self.sharding)
 
     def _by_device(self, x: Array, others: tuple[str, ...], mine: tuple[str, ...]) -> Array:
@@ -194,11 +127,25 @@ class _LookupGradient:
         x = x.reshape(count, -1, *x.shape[len(order) :])
         return self._constrain(x, others, mine, *[_ANY] * (x.ndim - 2))
 
+    def _sum(self, tables: Array, dim: int) -> Array:
+        # Without the cast to float32 of `jnp.sum`.
+        return jax.lax.reduce_sum(tables.astype(self.dtype), [dim])
+
     def _scatter(self, indices: Array, updates: Array) -> Array:
+        updates = at_least_float32(updates)
         zeros = jnp.zeros(self.shape, updates.dtype)
-        return jax.lax.scatter_add(zeros, indices, updates, **self.params)
+        return scatter_rows(self.params, zeros, indices, updates)
 
     def _constrain(self, x: Array, *axes: Any) -> Array:
         entries = [entry if entry is _ANY else entry or None for entry in axes]
         sharding = NamedSharding(self.sharding.mesh, PartitionSpec(*entries))
         return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def scatter_rows(
+    params: dict[str, Any], table: Array, indices: Array, updates: Array
+) -> Array:
+    """A scatter-add with the parameters of an equation, whatever the types."""
+    names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+    same = {name: params[name] for name in names}
+    return jax.lax.scatter_add(table, indices, updates, **same)
