@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from ..parallel import ring_attention
-from ..parallel._ring import CHUNK
-from ..parallel._ring_attention import check_shapes
+from ..parallel._ring_attention import check_shapes, check_window
+from ..parallel._ring_blocks import CHUNK
 from ..sharding._explicit import on_auto_axes
 from ..sharding._placement import constrain
 from ..sharding._spec import check_axis
@@ -26,6 +26,7 @@ def attention(
     value: Float[Array, "batch keys kv_heads head_dim"],
     *,
     causal: bool = False,
+    window: int | None = None,
     segments: Int[Array, "batch seq"] | None = None,
     offset: Int[Array, ""] | int | None = None,
     scale: float | None = None,
@@ -96,17 +97,19 @@ def attention(
             f"attention: {seq} queries and {keys} keys; give the offset of the first query "
             "among the keys, or the same number of both."
         )
+    window = check_window("attention", window, causal, key)
     factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:
         check_axis(axis, mesh, "attention")
     if offset is not None or seq != keys:
-        return _by_rows(query, key, value, offset, factor)
+        return _by_rows(query, key, value, offset, window, factor)
     arrays = (query, key, value) if segments is None else (query, key, value, segments)
-    exact = ft.partial(_exact, causal, factor, axis)
-    if _is_split(axis) or not _cudnn.supports(query, key, segments, causal, factor):
+    exact = ft.partial(_exact, causal, window, factor, axis)
+    options = _cudnn.Options(causal, window, factor)
+    if _is_split(axis) or not _cudnn.supports(options, query, key, segments):
         return exact(*arrays)
-    cudnn = ft.partial(_cudnn.attend, causal, factor)
+    cudnn = ft.partial(_cudnn.attend, options)
     return jax.lax.platform_dependent(*arrays, cuda=cudnn, default=exact)
 
 
@@ -117,6 +120,7 @@ def _is_split(axis: str) -> bool:
 
 def _exact(
     causal: bool,
+    window: int | None,
     scale: float,
     axis: str,
     query: Array,
@@ -128,10 +132,19 @@ def _exact(
     seq = query.shape[-3]
     if seq > CHUNK or _is_split(axis):
         return ring_attention(
-            query, key, value, causal=causal, segments=segments, scale=scale, axis=axis
+            query,
+            key,
+            value,
+            causal=causal,
+            window=window,
+            segments=segments,
+            scale=scale,
+            axis=axis,
         )
     query, key, value = map(_whole, (query, key, value))
     seen = jnp.tri(seq, dtype=bool)[None] if causal else None
+    if seen is not None and window is not None:
+        seen &= ~jnp.tri(seq, k=-window, dtype=bool)
     if segments is not None:
         same = segments[..., :, None] == segments[..., None, :]
         seen = same if seen is None else same & jnp.broadcast_to(seen, same.shape)
@@ -150,7 +163,9 @@ def _whole(x: Float[Array, "batch seq heads head_dim"]) -> Array:
     return x
 
 
-def _by_rows(query: Array, key: Array, value: Array, offset: Any, scale: float) -> Array:
+def _by_rows(
+    query: Array, key: Array, value: Array, offset: Any, window: int | None, scale: float
+) -> Array:
     """Attention to another number of keys, in chunks of queries."""
     seq, keys = query.shape[1], key.shape[1]
 
@@ -158,7 +173,10 @@ def _by_rows(query: Array, key: Array, value: Array, offset: Any, scale: float) 
         position, query = row
         seen = None
         if offset is not None:
-            seen = (jnp.arange(keys) <= position + offset)[None, None]
+            distance = position + offset - jnp.arange(keys)
+            seen = (distance >= 0)[None, None]
+            if window is not None:
+                seen &= distance < window
         return _plain(query[:, None], key, value, seen, scale)[:, 0]
 
     if seq > CHUNK:
