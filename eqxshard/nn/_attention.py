@@ -41,8 +41,11 @@ def attention(
         [`eqxshard.parallel.ring_attention`][];
     - compiled for NVIDIA GPUs, in bfloat16 and float16, by cuDNN's flash attention
         ([`jax.nn.dot_product_attention`][]), wherever cuDNN is installed and has it;
-    - elsewhere by plain products, and where the sequence is long in chunks, so that
-        memory does not grow with its square.
+    - elsewhere by plain products, and where the sequence is long in chunks.
+
+    Memory does not grow with the square of the sequence, of packed documents either: a
+    long sequence of them reaches cuDNN in chunks of queries, each with a mask of the keys
+    between the first and the last that it sees, and is computed again for the gradient.
 
     Batch and heads stay split as they are. What the first and the last need to go backward
     is named `"attention"`, for policies of [`jax.checkpoint`][] such as
@@ -52,9 +55,13 @@ def attention(
     **Arguments:**
 
     - `query`, `key`, `value`: those of a whole batch. (Under `jax.vmap`, give each example
-        a batch dim of 1; cuDNN then takes no `segments`, up to JAX 0.11.) `heads` is a
-        multiple of `kv_heads`: as many heads of queries share one of keys and values.
+        a batch dim of 1; up to 1,024 positions, cuDNN then takes no `segments` before
+        JAX 0.12.) `heads` is a multiple of `kv_heads`: as many heads of queries share one
+        of keys and values.
     - `causal`: whether a position sees only itself and earlier ones.
+    - `window`: with `causal`, how many positions one sees at most: itself and the
+        `window - 1` before it. (The `local_window_size` of JAX's function is
+        `(window - 1, 0)`.)
     - `segments`: the segment of each position; a position sees its own segment only. For
         documents packed into one sequence, and for padding on either side, which is a
         segment of its own.
@@ -70,8 +77,8 @@ def attention(
     **Raises:**
 
     `ValueError` if the shapes do not fit each other, if causal attention to a number of
-    keys that is not that of queries has no `offset`, if there is an `offset` without
-    `causal` or with `segments`, or the mesh has no such axis.
+    keys that is not that of queries has no `offset`, if there is an `offset` or a `window`
+    without `causal`, or an `offset` with `segments`, or the mesh has no such axis.
 
     !!! Example
 
@@ -144,7 +151,7 @@ def _exact(
     query, key, value = map(_whole, (query, key, value))
     seen = jnp.tri(seq, dtype=bool)[None] if causal else None
     if seen is not None and window is not None:
-        seen &= ~jnp.tri(seq, k=-window, dtype=bool)
+        seen &= ~jnp.tri(seq, k=-window, dtype=bool)[None]
     if segments is not None:
         same = segments[..., :, None] == segments[..., None, :]
         seen = same if seen is None else same & jnp.broadcast_to(seen, same.shape)
@@ -173,8 +180,8 @@ def _by_rows(
         position, query = row
         seen = None
         if offset is not None:
-            distance = position + offset - jnp.arange(keys)
-            seen = (distance >= 0)[None, None]
+            distance = (position + offset - jnp.arange(keys))[None, None]
+            seen = distance >= 0
             if window is not None:
                 seen &= distance < window
         return _plain(query[:, None], key, value, seen, scale)[:, 0]

@@ -113,16 +113,14 @@ class _Spans:
     def mask(self, i: Array, start: Any, size: int) -> Bool[Array, "batch chunk keys"]:
         """Which of so many keys the queries of a chunk see."""
         rows = (i * self.chunk + jnp.arange(self.chunk, dtype=jnp.int32))[:, None]
-        columns = start + jnp.arange(size, dtype=jnp.int32)
+        columns = (start + jnp.arange(size, dtype=jnp.int32))[None]
         seen = columns < self.seq
         if self.packed.causal:
             seen = seen & (columns <= rows)
         if self.packed.window is not None:
             seen &= columns > rows - self.packed.window
-        of_rows, of_columns = (
-            self.queries(self.segments, i),
-            _part(self.segments, start, size),
-        )
+        of_rows = self.queries(self.segments, i)
+        of_columns = _part(self.segments, start, size)
         same = of_rows[:, :, None] == of_columns[:, None, :]
         return same & jnp.broadcast_to(seen, same.shape)
 

@@ -54,9 +54,14 @@ def ring_attention(
     are.
 
     On a ring of n devices, keys and values are sent n - 1 times; for the gradient they are
-    sent n - 1 times again, and their gradients, in float32, n times. With `causal=True`
-    every device still computes all n blocks, masked: the last device needs them all, and
-    the others would only wait for it.
+    sent n - 1 times again, and their gradients, in float32, as often, and back.
+
+    With `causal=True` a device would compute more the later its part of the sequence is.
+    So devices first exchange halves: each attends from an early and a late half of a part,
+    with the same work in each step, and half as much as for all blocks. Beside what goes
+    around, half a part of the query, the key, the value and the output is sent once, and
+    for the gradient half a part of the gradients of output and query. With a `window` the
+    parts stay as they are, and go around as far as it reaches.
 
     **Arguments:**
 
@@ -64,6 +69,8 @@ def ring_attention(
         those of one example. There may be several heads of queries for each of keys and
         values (grouped queries), which are sent as they are.
     - `causal`: whether a position sees only itself and earlier ones.
+    - `window`: with `causal`, how many positions one sees at most: itself and the
+        `window - 1` before it.
     - `segments`: the segment of each position, such as a document of several in one
         sequence; a position sees its own segment only. They travel with the keys.
     - `scale`: the factor of the scores; `1 / sqrt(dim)` by default.
@@ -75,8 +82,8 @@ def ring_attention(
 
     **Raises:**
 
-    `ValueError` if the shapes do not fit each other, the mesh has no such axis, or the
-    sequence does not divide over it.
+    `ValueError` if the shapes do not fit each other, there is a `window` without `causal`,
+    the mesh has no such axis, or the sequence does not divide over it.
 
     !!! Example
 
