@@ -37,9 +37,7 @@ def supports(options: Options, query: Array, key: Array, segments: Array | None)
         return False
     seq = min(query.shape[1], _packed.CHUNK) if segments is not None else query.shape[1]
     # Of one example, whatever the mesh.
-    query, key = (
-        jax.ShapeDtypeStruct((1, seq, *x.shape[2:]), x.dtype) for x in (query, key)
-    )
+    like = [jax.ShapeDtypeStruct((1, seq, *x.shape[2:]), x.dtype) for x in (query, key)]
     mask = None if segments is None else jax.ShapeDtypeStruct((1, seq, seq), jnp.bool)
 
     def gradient(query: Array, key: Array, value: Array, mask: Array | None) -> PyTree:
@@ -49,7 +47,7 @@ def supports(options: Options, query: Array, key: Array, segments: Array | None)
 
     # JAX has no other way to ask.
     try:
-        jax.eval_shape(gradient, query, key, key, mask)
+        jax.eval_shape(gradient, *like, like[1], mask)
     except (RuntimeError, NotImplementedError):
         return False
     return True
@@ -62,9 +60,8 @@ def attend(options: Options, *arrays: Array) -> Array:
     if segments and query.shape[1] > _packed.CHUNK:
         attend = ft.partial(_dot_product, options._replace(causal=False, window=None))
         packed = _packed.Packed(attend, options.causal, options.window)
-        calls = _Calls(
-            *(ft.partial(fn, packed) for fn in (_packed.forward, _packed.backward))
-        )
+        forward = ft.partial(_packed.forward, packed)
+        calls = _Calls(forward, ft.partial(_packed.backward, packed))
         out = _call(calls, query, key, value, *segments)
     elif _inside_per_device_code():
         fn = ft.partial(_attend, options)
@@ -178,6 +175,11 @@ def _attend(
     mask = None
     if segments is not None:
         mask = segments[:, :, None] == segments[:, None, :]
+        if options.window is not None:
+            # Not every cuDNN has both.
+            far = jnp.tri(query.shape[1], k=-options.window, dtype=bool)[None]
+            mask &= ~jnp.broadcast_to(far, mask.shape)
+            options = options._replace(window=None)
     return _dot_product(options, query, key, value, mask)
 
 

@@ -128,7 +128,7 @@ def attend_ring(
     next_keys = ring.send(keys) if last else keys
     query_sums, key_sums = step(_pair_first(blocks, rank), query_sums, keys, key_sums)
 
-    def body(carry: tuple[PyTree, ...], number: Array) -> tuple[tuple[PyTree, ...], None]:
+    def body(carry: tuple[PyTree, ...], number: Any) -> tuple[tuple[PyTree, ...], None]:
         query_sums, keys, key_sums = carry
         next_keys, key_sums = ring.send(keys), ring.send(key_sums)
         pairs = _pair(blocks, rank, number)

@@ -89,6 +89,7 @@ def test_long_sequences_of_documents_are_exact(documents, options, how, like_cud
     segments = rng.integers(0, count, (4, seq), np.int32)
     if documents != "scattered":
         segments = np.sort(segments, axis=-1)
+    segments = jnp.asarray(segments)
     shapes = [(4, seq, heads, 8) for heads in (4, 2, 2, 4)]
     args = [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes]
     expected = by_hand(args, segments=segments, **options)

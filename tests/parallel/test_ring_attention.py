@@ -258,8 +258,8 @@ def test_memory_grows_with_the_length_of_a_block_not_with_its_square():
 @pytest.mark.parametrize(
     "size, length, window",
     graded(
-        [(None, 1030, 600), (4, 60, 9), (4, 60, 16), (8, 64, 8), (2, 1050, 700)],
-        [(None, 1030, 600), (4, 60, 9)],
+        [(None, 1030, 600), (4, 60, 40), (4, 60, 16), (8, 64, 8), (2, 1050, 700)],
+        [(None, 1030, 600), (4, 60, 40)],
         [(8, 64, 8)],
     ),
 )
