@@ -54,7 +54,7 @@ def test_elsewhere_it_is_exact(packed, cudnn):
 
 
 @pytest.fixture
-def like_cudnn(monkeypatch, cudnn):
+def like_cudnn(monkeypatch, cudnn, as_scripts_run):
     """Have the CPU compute what cuDNN would, by the same function of JAX."""
     compute = jax.nn.dot_product_attention
     keys = []
