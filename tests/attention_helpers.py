@@ -17,7 +17,9 @@ def with_gradients(fn):
     return jax.jit(call)
 
 
-def plain(query, key, value, *, causal=False, segments=None, offset=0, scale=None):
+def plain(
+    query, key, value, *, causal=False, window=None, segments=None, offset=0, scale=None
+):
     """The output, from all scores at once."""
     group = query.shape[-2] // key.shape[-2]
     key, value = (jnp.repeat(x, group, axis=-2) for x in (key, value))
@@ -26,6 +28,8 @@ def plain(query, key, value, *, causal=False, segments=None, offset=0, scale=Non
     seen = np.ones(scores.shape[-2:], bool)
     if causal:
         seen = np.tri(*seen.shape, k=offset, dtype=bool)
+    if window is not None:
+        seen = seen & ~np.tri(*seen.shape, k=offset - window, dtype=bool)
     seen = seen[None, None]
     if segments is not None:
         segments = np.asarray(segments)

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from ..parallel import ring_attention
-from ..parallel._ring import CHUNK
-from ..parallel._ring_attention import check_shapes
+from ..parallel._ring_attention import check_shapes, check_window
+from ..parallel._ring_blocks import CHUNK
 from ..sharding._explicit import on_auto_axes
 from ..sharding._placement import constrain
 from ..sharding._spec import check_axis
@@ -26,6 +26,7 @@ def attention(
     value: Float[Array, "batch keys kv_heads head_dim"],
     *,
     causal: bool = False,
+    window: int | None = None,
     segments: Int[Array, "batch seq"] | None = None,
     offset: Int[Array, ""] | int | None = None,
     scale: float | None = None,
@@ -40,8 +41,11 @@ def attention(
         [`eqxshard.parallel.ring_attention`][];
     - compiled for NVIDIA GPUs, in bfloat16 and float16, by cuDNN's flash attention
         ([`jax.nn.dot_product_attention`][]), wherever cuDNN is installed and has it;
-    - elsewhere by plain products, and where the sequence is long in chunks, so that
-        memory does not grow with its square.
+    - elsewhere by plain products, and where the sequence is long in chunks.
+
+    Memory does not grow with the square of the sequence, of packed documents either: a
+    long sequence of them reaches cuDNN in chunks of queries, each with a mask of the keys
+    between the first and the last that it sees, and is computed again for the gradient.
 
     Batch and heads stay split as they are. What the first and the last need to go backward
     is named `"attention"`, for policies of [`jax.checkpoint`][] such as
@@ -51,9 +55,13 @@ def attention(
     **Arguments:**
 
     - `query`, `key`, `value`: those of a whole batch. (Under `jax.vmap`, give each example
-        a batch dim of 1; cuDNN then takes no `segments`, up to JAX 0.11.) `heads` is a
-        multiple of `kv_heads`: as many heads of queries share one of keys and values.
+        a batch dim of 1; up to 1,024 positions, cuDNN then takes no `segments` before
+        JAX 0.12.) `heads` is a multiple of `kv_heads`: as many heads of queries share one
+        of keys and values.
     - `causal`: whether a position sees only itself and earlier ones.
+    - `window`: with `causal`, how many positions one sees at most: itself and the
+        `window - 1` before it. (The `local_window_size` of JAX's function is
+        `(window - 1, 0)`.)
     - `segments`: the segment of each position; a position sees its own segment only. For
         documents packed into one sequence, and for padding on either side, which is a
         segment of its own.
@@ -69,8 +77,8 @@ def attention(
     **Raises:**
 
     `ValueError` if the shapes do not fit each other, if causal attention to a number of
-    keys that is not that of queries has no `offset`, if there is an `offset` without
-    `causal` or with `segments`, or the mesh has no such axis.
+    keys that is not that of queries has no `offset`, if there is an `offset` or a `window`
+    without `causal`, or an `offset` with `segments`, or the mesh has no such axis.
 
     !!! Example
 
@@ -96,17 +104,19 @@ def attention(
             f"attention: {seq} queries and {keys} keys; give the offset of the first query "
             "among the keys, or the same number of both."
         )
+    window = check_window("attention", window, causal, key)
     factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:
         check_axis(axis, mesh, "attention")
     if offset is not None or seq != keys:
-        return _by_rows(query, key, value, offset, factor)
+        return _by_rows(query, key, value, offset, window, factor)
     arrays = (query, key, value) if segments is None else (query, key, value, segments)
-    exact = ft.partial(_exact, causal, factor, axis)
-    if _is_split(axis) or not _cudnn.supports(query, key, segments, causal, factor):
+    exact = ft.partial(_exact, causal, window, factor, axis)
+    options = _cudnn.Options(causal, window, factor)
+    if _is_split(axis) or not _cudnn.supports(options, query, key, segments):
         return exact(*arrays)
-    cudnn = ft.partial(_cudnn.attend, causal, factor)
+    cudnn = ft.partial(_cudnn.attend, options)
     return jax.lax.platform_dependent(*arrays, cuda=cudnn, default=exact)
 
 
@@ -117,6 +127,7 @@ def _is_split(axis: str) -> bool:
 
 def _exact(
     causal: bool,
+    window: int | None,
     scale: float,
     axis: str,
     query: Array,
@@ -128,10 +139,19 @@ def _exact(
     seq = query.shape[-3]
     if seq > CHUNK or _is_split(axis):
         return ring_attention(
-            query, key, value, causal=causal, segments=segments, scale=scale, axis=axis
+            query,
+            key,
+            value,
+            causal=causal,
+            window=window,
+            segments=segments,
+            scale=scale,
+            axis=axis,
         )
     query, key, value = map(_whole, (query, key, value))
     seen = jnp.tri(seq, dtype=bool)[None] if causal else None
+    if seen is not None and window is not None:
+        seen &= ~jnp.tri(seq, k=-window, dtype=bool)[None]
     if segments is not None:
         same = segments[..., :, None] == segments[..., None, :]
         seen = same if seen is None else same & jnp.broadcast_to(seen, same.shape)
@@ -150,7 +170,9 @@ def _whole(x: Float[Array, "batch seq heads head_dim"]) -> Array:
     return x
 
 
-def _by_rows(query: Array, key: Array, value: Array, offset: Any, scale: float) -> Array:
+def _by_rows(
+    query: Array, key: Array, value: Array, offset: Any, window: int | None, scale: float
+) -> Array:
     """Attention to another number of keys, in chunks of queries."""
     seq, keys = query.shape[1], key.shape[1]
 
@@ -158,7 +180,10 @@ def _by_rows(query: Array, key: Array, value: Array, offset: Any, scale: float) 
         position, query = row
         seen = None
         if offset is not None:
-            seen = (jnp.arange(keys) <= position + offset)[None, None]
+            distance = (position + offset - jnp.arange(keys))[None, None]
+            seen = distance >= 0
+            if window is not None:
+                seen &= distance < window
         return _plain(query[:, None], key, value, seen, scale)[:, 0]
 
     if seq > CHUNK:

@@ -16,7 +16,7 @@ def flops_per_token(
     - `parameters`: those that each token is multiplied by, so not tables of the input; of
         experts, those that a token goes through.
     - `layers`, `heads`, `head_dim`: the sizes of attention; heads are those of queries.
-    - `seq`: the length of a sequence.
+    - `seq`: the length of a sequence, or of a window of attention if that is shorter.
 
     **Returns:**
 

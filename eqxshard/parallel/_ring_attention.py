@@ -12,12 +12,14 @@ from jaxtyping import Array, Float, Int
 
 from ..sharding._explicit import on_auto_axes
 from ..transforms._dtypes import accumulation_dtype
-from ._ring import (
+from ._ring import find_ring
+from ._ring_blocks import (
     Blocks,
     attend_ring,
-    find_ring,
+    balance,
     from_chunks,
     from_groups,
+    send_back,
     to_chunks,
     to_groups,
 )
@@ -30,6 +32,7 @@ def ring_attention(
     value: Float[Array, "*batch seq kv_heads dim"],
     *,
     causal: bool = False,
+    window: int | None = None,
     segments: Int[Array, "*batch seq"] | None = None,
     scale: float | None = None,
     axis: str = "context",
@@ -51,9 +54,14 @@ def ring_attention(
     are.
 
     On a ring of n devices, keys and values are sent n - 1 times; for the gradient they are
-    sent n - 1 times again, and their gradients, in float32, n times. With `causal=True`
-    every device still computes all n blocks, masked: the last device needs them all, and
-    the others would only wait for it.
+    sent n - 1 times again, and their gradients, in float32, as often, and back.
+
+    With `causal=True` a device would compute more the later its part of the sequence is.
+    So devices first exchange halves: each attends from an early and a late half of a part,
+    with the same work in each step, and half as much as for all blocks. Beside what goes
+    around, half a part of the query, the key, the value and the output is sent once, and
+    for the gradient half a part of the gradients of output and query. With a `window` the
+    parts stay as they are, and go around as far as it reaches.
 
     **Arguments:**
 
@@ -61,6 +69,8 @@ def ring_attention(
         those of one example. There may be several heads of queries for each of keys and
         values (grouped queries), which are sent as they are.
     - `causal`: whether a position sees only itself and earlier ones.
+    - `window`: with `causal`, how many positions one sees at most: itself and the
+        `window - 1` before it.
     - `segments`: the segment of each position, such as a document of several in one
         sequence; a position sees its own segment only. They travel with the keys.
     - `scale`: the factor of the scores; `1 / sqrt(dim)` by default.
@@ -72,8 +82,8 @@ def ring_attention(
 
     **Raises:**
 
-    `ValueError` if the shapes do not fit each other, the mesh has no such axis, or the
-    sequence does not divide over it.
+    `ValueError` if the shapes do not fit each other, there is a `window` without `causal`,
+    the mesh has no such axis, or the sequence does not divide over it.
 
     !!! Example
 
@@ -84,6 +94,7 @@ def ring_attention(
         ```
     """
     check_shapes("ring_attention", query, key, value, segments)
+    window = check_window("ring_attention", window, causal, key)
     length, keys = query.shape[-3], key.shape[-3]
     if length != keys:
         raise ValueError(
@@ -95,7 +106,8 @@ def ring_attention(
         ring.check_divides(length, "positions of the sequence")
         length //= ring.size
     factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    blocks = Blocks(ring, length, query.shape[-2] // key.shape[-2], causal, factor)
+    group = query.shape[-2] // key.shape[-2]
+    blocks = Blocks(ring, length, group, causal, window, factor)
     return _attention(blocks, query, key, value, segments)
 
 
@@ -123,6 +135,23 @@ def check_shapes(
         )
 
 
+def check_window(name: str, window: int | None, causal: bool, key: Array) -> int | None:
+    """The window, or `None` if it holds all keys.
+
+    **Raises:**
+
+    `ValueError` if it is less than 1, or attention is not causal.
+    """
+    if window is None:
+        return None
+    if window < 1 or not causal:
+        raise ValueError(
+            f"{name}: {window=} with {causal=}; give a window of at least 1, and "
+            "causal=True."
+        )
+    return None if window >= key.shape[-3] else window
+
+
 @ft.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
     blocks: Blocks, query: Array, key: Array, value: Array, segments: Array | None
@@ -133,12 +162,10 @@ def _attention(
 def _attention_fwd(
     blocks: Blocks, query: Array, key: Array, value: Array, segments: Array | None
 ) -> tuple[Array, tuple[Array | None, ...]]:
+    outs = _on_blocks(blocks, _forward, query, key, value, segments)
     # Named, so that a policy of jax.checkpoint can keep all that the gradient needs.
-    out, logsumexp = (
-        checkpoint_name(x, "attention")
-        for x in _on_blocks(blocks, _forward, query, key, value, segments)
-    )
-    return out, (query, key, value, segments, out, logsumexp)
+    out, logsumexp = (checkpoint_name(x, "attention") for x in outs[:2])
+    return out, (*outs[2:], out, logsumexp)
 
 
 def _attention_bwd(
@@ -165,9 +192,14 @@ def _forward(
     key: Float[Array, "*batch block kv_heads dim"],
     value: Float[Array, "*batch block kv_heads dim"],
     segments: Int[Array, "*batch block"] | None,
-) -> tuple[Float[Array, "*batch block heads dim"], Float[Array, "*batch block heads"]]:
-    """The block's output, and the logsumexp of its scores."""
-    q, k, v = to_groups(blocks, query), to_chunks(key), to_chunks(value)
+) -> tuple[Array | None, ...]:
+    """The block's output, the logsumexp of its scores, and its balanced arguments."""
+    if segments is not None:
+        segments = segments[..., None, None]
+    query, key, value, segments = balance(blocks, (query, key, value, segments))
+    if segments is not None:
+        segments = segments[..., 0, 0]
+    q, k, v = to_groups(blocks, query), to_chunks(blocks, key), to_chunks(blocks, value)
 
     def attend_chunk(
         queries: Any, query_sums: Any, keys: Any, key_sums: Any, mask: Array | None
@@ -188,7 +220,8 @@ def _forward(
         blocks, rank, attend_chunk, (q,), query_sums, (k, v), (), segments
     )
     out = from_groups(blocks, weighted / total).astype(query.dtype)
-    return out, from_groups(blocks, running_max + jnp.log(total))[..., 0]
+    logsumexp = from_groups(blocks, running_max + jnp.log(total))[..., 0]
+    return balance(blocks, out), logsumexp, query, key, value, segments
 
 
 def _backward(
@@ -202,13 +235,14 @@ def _backward(
     logsumexp: Float[Array, "*batch block heads"],
     grad: Float[Array, "*batch block heads dim"],
 ) -> tuple[Float[Array, "*batch block _ dim"], ...]:
-    """The gradients of the block's query, key and value."""
+    """The gradients of the block's query, key and value, which are balanced."""
     # The derivative of the softmax subtracts the weighted mean of the gradient.
     dtype = logsumexp.dtype
     mean = jnp.sum(grad.astype(dtype) * out.astype(dtype), axis=-1, keepdims=True)
+    grad, mean = balance(blocks, (grad, mean))
     of_queries = (query, grad, logsumexp[..., None], mean)
     queries = tuple(to_groups(blocks, x) for x in of_queries)
-    k, v = keys = to_chunks(key), to_chunks(value)
+    k, v = keys = to_chunks(blocks, key), to_chunks(blocks, value)
 
     def attend_chunk(
         queries: Any, query_sums: Any, keys: Any, key_sums: Any, mask: Array | None
@@ -226,9 +260,9 @@ def _backward(
     dq, (dk, dv) = attend_ring(
         blocks, rank, attend_chunk, queries, dq, keys, key_sums, segments
     )
-    dk, dv = from_chunks(blocks, dk), from_chunks(blocks, dv)
-    grads = zip((from_groups(blocks, dq), dk, dv), (query, key, value))
-    return tuple(dx.astype(x.dtype) for dx, x in grads)
+    dq = balance(blocks, from_groups(blocks, dq).astype(query.dtype))
+    dk, dv = (from_chunks(blocks, dx).astype(key.dtype) for dx in (dk, dv))
+    return dq, *send_back(blocks, (dk, dv))
 
 
 def _zero_sums(x: Array) -> Array:

@@ -176,15 +176,21 @@ def _convolution_by_cudnn(attributes: str, shapes: list[Shape], out: Shape) -> i
 
 
 def _attention(attributes: str, query: Shape) -> int:
-    """Two products forward, five backward (one of them again); half if it is causal."""
+    """Two products forward, five backward (one of them again).
+
+    Half of the keys if it is causal, or those in its window.
+    """
     scores = re.search(
         r'"intermediate_tensor_shape".*?"dimensions": ?\[(.*?)\]', attributes
     )
     if scores is None:
         return 0
-    size = math.prod(int(n) for n in re.findall(r"\d+", scores[1]))
+    *rows, keys = (int(n) for n in re.findall(r"\d+", scores[1]))
+    found = re.search(r'"sliding_window_length": ?"?([1-9]\d*)', attributes)
+    window = min(int(found[1]), keys) if found else keys
+    seen = window - window**2 / (2 * keys) if "CAUSAL" in attributes else keys
     products = 5 if "Backward" in attributes else 2
-    return products * 2 * size * query.dims[-1] // (2 if "CAUSAL" in attributes else 1)
+    return int(products * 2 * math.prod(rows) * seen * query.dims[-1])
 
 
 def _size(shape: Shape) -> int:

@@ -10,13 +10,15 @@ from jax.sharding import PartitionSpec as P
 
 import eqxshard
 from eqxshard import nn, testing
+from eqxshard.compiled._hlo import parse_module
+from eqxshard.planning._costs import count_flops
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cudnn")]
 
 BATCH, SEQ, HEADS, DIM = 8, 1024, 8, 64
 
 
-def compile_layers(devices, sizes, *, packed=False, remat="none"):
+def compile_layers(devices, sizes, *, packed=False, window=None, seq=SEQ, remat="none"):
     """Two layers of attention, forward and backward."""
     mesh = eqxshard.make_mesh(**sizes, devices=devices)
     rows = ("data", "fsdp")
@@ -25,13 +27,14 @@ def compile_layers(devices, sizes, *, packed=False, remat="none"):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
     heads = P(rows, None, "tensor")
-    query = array(jnp.bfloat16, heads, BATCH, SEQ, HEADS, DIM)
-    key = array(jnp.bfloat16, heads, BATCH, SEQ, HEADS // 2, DIM)
-    segments = array(jnp.int32, P(rows), BATCH, SEQ) if packed else None
+    query = array(jnp.bfloat16, heads, BATCH, seq, HEADS, DIM)
+    key = array(jnp.bfloat16, heads, BATCH, seq, HEADS // 2, DIM)
+    segments = array(jnp.int32, P(rows), BATCH, seq) if packed else None
 
     def loss(query, key, value, segments):
         def layer(x, _):
-            return 2 * nn.attention(x, key, value, causal=True, segments=segments), None
+            options = dict(causal=True, window=window, segments=segments)
+            return 2 * nn.attention(x, key, value, **options), None
 
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
             if remat != "none":
@@ -71,3 +74,49 @@ def test_cudnn_computes_each_device_s_rows_and_heads(gpus, packed):
 def test_a_policy_keeps_what_cudnn_needs_to_go_backward(gpus):
     for remat, forward in (("none", 1), ("dots", 1), ("full", 2)):
         assert calls(compile_layers(gpus[:1], {"data": 1}, remat=remat))[0] == forward
+
+
+@pytest.mark.versions
+def test_memory_of_packed_documents_grows_with_the_sequence(gpus):
+    sizes, temporary = {"data": 2, "fsdp": 2, "tensor": 2}, []
+    for seq in (4096, 8192, 16384):
+        compiled = compile_layers(gpus, sizes, packed=True, seq=seq)
+        temporary.append(compiled.memory_analysis().temp_size_in_bytes)
+        assert calls(compiled)[0] > 0
+        assert testing.collectives(compiled).times == {}
+        assert not re.search(rf"\w\[[\d,]*{seq},{seq}\]", compiled.as_text() or "")
+    # As much more for each token.
+    first, second = temporary[1] - temporary[0], temporary[2] - temporary[1]
+    assert second == pytest.approx(2 * first, rel=0.05)
+
+
+def test_cudnn_has_windows(gpus):
+    compiled = compile_layers(gpus[:1], {"data": 1}, window=256)
+    assert calls(compiled)[:2] == (1, 1)
+    text = compiled.as_text() or ""
+    assert set(re.findall(r'"sliding_window_length":(\d+)', text.replace(" ", ""))) == {
+        "256"
+    }
+
+
+def test_causal_rings_compute_half_of_the_blocks(gpus):
+    def work(causal):
+        mesh = eqxshard.make_mesh(data=1, context=8, devices=gpus)
+        sharding = NamedSharding(mesh, P(None, "context"))
+        like = jax.ShapeDtypeStruct((1, 32768, 4, 128), jnp.bfloat16, sharding=sharding)
+
+        def loss(query, key, value):
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                out = nn.attention(query, key, value, causal=causal)
+            return jnp.sum(out.astype(jnp.float32) ** 2)
+
+        gradient = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+        compiled = gradient.lower(like, like, like).compile()
+        flops = sum(count_flops(parse_module(compiled.as_text() or "")).values())
+        ops = testing.collectives(compiled).ops
+        assert {op.kind for op in ops} == {"collective-permute"}
+        return flops, sum(op.bytes * op.times for op in ops)
+
+    (half, sent), (whole, around) = work(True), work(False)
+    assert half < 0.55 * whole
+    assert sent < 1.05 * around

@@ -51,6 +51,15 @@ def test_equals_attention_by_hand(seq, causal, packed, kv_heads):
     assert_close(results, by_hand(arrays, **options))
 
 
+@pytest.mark.parametrize("seq, packed", [(20, True), (530, False)])
+@pytest.mark.parametrize("window", [1, 7, 19])
+def test_a_window(seq, packed, window):
+    *arrays, segments = random(seq, 2)
+    options = dict(causal=True, window=window, segments=segments if packed else None)
+    results = with_gradients(ft.partial(attention, **options))(*arrays)
+    assert_close(results, by_hand(arrays, **options))
+
+
 def test_under_vmap_scan_and_checkpoint():
     *arrays, segments = random(20, 2)
 
@@ -95,11 +104,12 @@ def test_on_meshes(sizes):
     assert kinds == ({"collective-permute"} if "context" in sizes else set())
 
 
+@pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("seq, offset", [(1, 13), (3, 0), (530, 40)])
-def test_with_an_offset_among_the_keys(seq, offset):
+def test_with_an_offset_among_the_keys(seq, offset, window):
     *arrays, _ = random(seq, 2, keys=600)
-    expected = plain(*arrays[:3], causal=True, offset=offset)
-    attend = jax.jit(ft.partial(attention, causal=True))
+    expected = plain(*arrays[:3], causal=True, offset=offset, window=window)
+    attend = jax.jit(ft.partial(attention, causal=True, window=window))
     results = [attend(*arrays[:3], offset=jnp.asarray(offset))]
     assert_close(results, [expected])
     # What comes after is not read, even if it is not a number.
@@ -148,6 +158,8 @@ SEGMENTS = jnp.zeros((2, 8), jnp.int32)
     [
         (SHORT, {"causal": True}, "give the offset of the first query"),
         (SHORT, {"offset": 4}, "set causal=True"),
+        (SAME, {"window": 4}, "window=4 with causal=False; give .* causal=True"),
+        (SAME, {"window": 0, "causal": True}, "give a window of at least 1"),
         (SAME, {"causal": True, "offset": 0, "segments": SEGMENTS}, "leave out segments"),
         (SAME, {"segments": SEGMENTS[:, :7]}, r"segments have the shape \(2, 7\)"),
         (SAME, {"axis": "contxt"}, "did you mean 'context'"),

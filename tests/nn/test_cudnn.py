@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_helpers import assert_close, by_hand, with_gradients
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from parallel_helpers import make_mesh
+from parallel_helpers import make_mesh, on
 
+from eqxshard import testing
 from eqxshard.nn import attention
 
 SEQ = 16
@@ -49,6 +51,67 @@ def test_elsewhere_it_is_exact(packed, cudnn):
     assert "dot_product_attention_fwd" in primitives(fn, *args[:3])
     expected = by_hand(args, causal=True, segments=segments() if packed else None)
     assert_close(with_gradients(fn)(*args), expected, 2**-6)
+
+
+@pytest.fixture
+def like_cudnn(monkeypatch, cudnn, as_scripts_run):
+    """Have the CPU compute what cuDNN would, by the same function of JAX."""
+    compute = jax.nn.dot_product_attention
+    keys = []
+
+    def computed(query, key, value, *, implementation, **options):
+        keys.append(key.shape[1])
+        return compute(query, key, value, implementation="xla", **options)
+
+    def on_gpus(*arrays, cuda, default):
+        return cuda(*arrays)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", computed)
+    monkeypatch.setattr(jax.lax, "platform_dependent", on_gpus)
+    return keys
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "documents, options",
+    [
+        ("few", {"causal": True}),
+        ("many", {"causal": True}),
+        # Also where a document is not in one piece, and attention not causal.
+        ("scattered", {}),
+        ("few", {"causal": True, "window": 300}),
+    ],
+)
+@pytest.mark.parametrize("how", ["plain", "vmapped", "split"])
+def test_long_sequences_of_documents_are_exact(documents, options, how, like_cudnn):
+    rng, seq = np.random.default_rng(0), 2100
+    count = {"few": 6, "many": seq, "scattered": 3}[documents]
+    segments = rng.integers(0, count, (4, seq), np.int32)
+    if documents != "scattered":
+        segments = np.sort(segments, axis=-1)
+    segments = jnp.asarray(segments)
+    shapes = [(4, seq, heads, 8) for heads in (4, 2, 2, 4)]
+    args = [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes]
+    expected = by_hand(args, segments=segments, **options)
+
+    def attend(query, key, value):
+        attend = ft.partial(attention, **options)
+        if how != "vmapped":
+            return attend(query, key, value, segments=segments)
+        one = [x[:, None] for x in (query, key, value, segments)]
+        return jax.vmap(lambda *qkv, s: attend(*qkv, segments=s))(*one[:3], s=one[3])[:, 0]
+
+    if how == "split":
+        mesh = make_mesh(data=2, fsdp=2, tensor=2)
+        args = jax.device_put(
+            args, NamedSharding(mesh, P(("data", "fsdp"), None, "tensor"))
+        )
+        attend = on(mesh, attend)
+    program = with_gradients(attend).lower(*args).compile()
+    assert_close(program(*args), expected, 2**-6)
+    assert testing.collectives(program).ops == ()
+    # Of two chunks, and of all three.
+    assert {704, 1408, 2112} <= {*like_cudnn}
 
 
 @pytest.mark.parametrize("jax_version", [None, (0, 10, 1)], ids=["this JAX", "0.10.1"])
