@@ -17,6 +17,7 @@ from ..sharding._placement import named_leaves
 from ..sharding._rule import leaf_dims
 from ..sharding._text import did_you_mean, first_few
 from ._optimizer import check_optim, init_optimizer, takes_value
+from .rewrite._matrices import each_layer
 
 
 def per_layer(
@@ -108,9 +109,8 @@ def _each_layer(
     def update(
         updates: PyTree, state: Any, params: PyTree = None, **extra: Any
     ) -> tuple[PyTree, Any]:
-        return jax.vmap(lambda *layer: optim.update(*layer, **extra))(
-            updates, state, params
-        )
+        update_layer = each_layer(lambda *layer: optim.update(*layer, **extra))
+        return jax.vmap(update_layer)(updates, state, params)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
