@@ -16,6 +16,7 @@ matrices are dealt out, rather than gathered by all.
 
 import contextlib
 import contextvars
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -264,61 +265,56 @@ class _Work(NamedTuple):
 class _Deal(NamedTuple):
     """How some matrices of one kind are dealt out, and computed.
 
-    - `order`: the mesh axes whose devices share the work, the first in the largest blocks.
+    - `works`: what is to be computed.
+    - `free`: the mesh axes that split none of it, and whose devices share the work.
+    - `axes`: those that split some of it. Owners are in the order of both.
     """
 
     works: list[_Work]
     mesh: Mesh
-    order: tuple[str, ...]
+    free: tuple[str, ...]
+    axes: tuple[str, ...]
 
     @staticmethod
     def of(works: list[_Work], mesh: Mesh) -> "_Deal | None":
         """A way to deal them out, unless they had better stay where they are."""
         body, splits, row_axes = works[0].body, works[0].splits, works[0].row_axes
-        stacks = _size(mesh, row_axes)
-        rows = sum(work.rows or 1 for work in works) // stacks
-        avals = body.in_avals
-        largest = max(range(len(avals)), key=lambda i: avals[i].size)
+        rows = sum(work.rows or 1 for work in works) // _size(mesh, row_axes)
+        largest = max(range(len(splits)), key=lambda i: body.in_avals[i].size)
         # Its axes first, so that the others follow in its order.
-        order = [
-            axis
-            for split in (splits[largest], *splits)
-            for axes in split
-            for axis in axes
-        ]
-        order = [*dict.fromkeys(order)]
+        entries = [axes for i in (largest, *range(len(splits))) for axes in splits[i]]
+        axes = [*dict.fromkeys(axis for entry in entries for axis in entry)]
+        free: list[str] = []
         for axis in reversed(mesh.axis_names):
-            few = _size(mesh, order) >= rows or avals[largest].size < _MIN_SIZE
-            if not few and mesh.shape[axis] > 1 and axis not in (*order, *row_axes):
-                order.insert(0, axis)
-        runs = all(
-            tuple(order[order.index(axes[0]) :][: len(axes)]) == axes
-            for split in splits
-            for axes in split
-            if axes
+            few = _size(mesh, (*free, *axes)) >= rows
+            if few or body.in_avals[largest].size < _MIN_SIZE:
+                break
+            if mesh.shape[axis] > 1 and axis not in (*axes, *row_axes):
+                free.insert(0, axis)
+        starts = [axes.index(entry[0]) if entry else 0 for entry in entries]
+        in_order = all(
+            tuple(axes[start : start + len(entry)]) == entry
+            for start, entry in zip(starts, entries)
         )
-        if rows < 2 or not order or not runs or any(map(is_key, avals)):
+        if rows < 2 or not (free or axes) or not in_order or any(map(is_key, body.in_avals)):
             return None
-        return _Deal(works, mesh, tuple(order))
+        return _Deal(works, mesh, tuple(free), tuple(axes))
 
     def __call__(self, *args: Array) -> list[Array]:
-        row_axes, width = self.works[0].row_axes, len(self.works[0].inputs)
-        specs = [make_spec((row_axes, *split)) for split in self.works[0].splits]
+        works, row_axes = self.works, self.works[0].row_axes
+        specs = [make_spec((row_axes, *split)) for split in works[0].splits]
         outs = [make_spec((row_axes, *split)) for split in self._out_splits()]
-        stacked = [
-            x if self.works[i // width].rows else x[None] for i, x in enumerate(args)
-        ]
         compute = jax.shard_map(
             self._on_device,
             mesh=self.mesh,
-            in_specs=tuple(specs * len(self.works)),
-            out_specs=outs * len(self.works),
+            in_specs=tuple(specs * len(works)),
+            out_specs=outs * len(works),
             check_vma=False,
         )
-        results = compute(*stacked)
-        return [
-            x if self.works[i // len(outs)].rows else x[0] for i, x in enumerate(results)
-        ]
+        single = [work.rows is None for work in works]
+        args = tuple(x[None] if single[i // len(specs)] else x for i, x in enumerate(args))
+        results = enumerate(compute(*args))
+        return [x[0] if single[i // len(outs)] else x for i, x in results]
 
     def _out_splits(self) -> list[Split]:
         """Each result is stored as an input of its shape is."""
@@ -328,51 +324,65 @@ class _Deal(NamedTuple):
 
     def _on_device(self, *args: Array) -> list[Array]:
         """The work of one device."""
-        works, width = self.works, len(self.works[0].inputs)
-        counts = [args[i * width].shape[0] for i in range(len(works))]
-        rows, owners = sum(counts), _size(self.mesh, self.order)
-        # The last is computed more than once where they do not divide.
-        more = -rows % owners
-
-        def share(i: int) -> Array:
-            parts = [*args[i::width]]
-            last = parts[-1][-1:]
-            whole = jnp.concatenate([*parts, *[last] * more])
-            return self._to_owners(whole, works[0].splits[i])
-
+        works, width = self.works, len(self.works[0].splits)
+        ends = [*itertools.accumulate(x.shape[0] for x in args[::width])]
         compute = core.jaxpr_as_fun(works[0].body)
-        outs = jax.lax.map(lambda row: compute(*row), [*map(share, range(width))])
-        pairs = zip(outs, self._out_splits(), strict=True)
-        stored = [self._to_storage(x, split) for x, split in pairs]
-        ends = [sum(counts[: i + 1]) for i in range(len(counts))]
-        return [x[end - n : end] for n, end in zip(counts, ends) for x in stored]
-
-    def _steps(self, split: Split) -> list[tuple[tuple[str, ...], int | None]]:
-        """Groups of axes, in order, each with the dim that they split, if they do."""
-        dims = {axes: d + 1 for d, axes in enumerate(split) if axes}
-        taken = {axis: axes for axes in dims for axis in axes}
-        steps = dict.fromkeys(taken.get(axis, (axis,)) for axis in self.order)
-        return [(axes, dims.get(axes)) for axes in steps]
+        mine = [
+            self._to_owners(jnp.concatenate(args[i::width]), split)
+            for i, split in enumerate(works[0].splits)
+        ]
+        outs = jax.lax.map(lambda one: compute(*one), mine)
+        outs = [
+            self._to_storage(x, split, ends[-1])
+            for x, split in zip(outs, self._out_splits(), strict=True)
+        ]
+        return [x[i:end] for i, end in zip([0, *ends], ends) for x in outs]
 
     def _to_owners(self, x: Array, split: Split) -> Array:
-        """Whole arrays, those that are this device's."""
+        """Of so many arrays, the parts that this device has, those that it owns, whole."""
+        for axis in self.free:
+            x = self._share(_padded(x, self.mesh.shape[axis]), (axis,))
+        x = _padded(x, _size(self.mesh, self.axes))
         for axes, dim in self._steps(split):
             if dim is None:
-                count = x.shape[0] // _size(self.mesh, axes)
-                start = jax.lax.axis_index(axes) * count
-                x = jax.lax.dynamic_slice_in_dim(x, start, count)
+                x = self._share(x, axes)
             else:
                 x = jax.lax.all_to_all(x, axes, 0, dim, tiled=True)
         return x
 
-    def _to_storage(self, x: Array, split: Split) -> Array:
-        """The inverse: a part of each array."""
+    def _to_storage(self, x: Array, split: Split, rows: int) -> Array:
+        """The inverse."""
         for axes, dim in reversed(self._steps(split)):
             if dim is None:
                 x = jax.lax.all_gather(x, axes, tiled=True)
             else:
                 x = jax.lax.all_to_all(x, axes, dim, 0, tiled=True)
+        counts = [rows]
+        for axis in self.free:
+            counts.append(-(-counts[-1] // self.mesh.shape[axis]))
+        x = x[: counts.pop()]
+        for axis in reversed(self.free):
+            # Without what was only there to fill up.
+            x = jax.lax.all_gather(x, axis, tiled=True)[: counts.pop()]
         return x
+
+    def _steps(self, split: Split) -> list[tuple[tuple[str, ...], int | None]]:
+        """Groups of axes, in order, each with the dim that they split, if they do."""
+        dims = {axes: d + 1 for d, axes in enumerate(split) if axes}
+        entry_of = {axis: axes for axes in dims for axis in axes}
+        steps = dict.fromkeys(entry_of.get(axis, (axis,)) for axis in self.axes)
+        return [(axes, dims.get(axes)) for axes in steps]
+
+    def _share(self, x: Array, axes: tuple[str, ...]) -> Array:
+        count = x.shape[0] // _size(self.mesh, axes)
+        start = jax.lax.axis_index(axes) * count
+        return jax.lax.dynamic_slice_in_dim(x, start, count)
+
+
+def _padded(x: Array, multiple: int) -> Array:
+    """Arrays of a number that divides: the last is there more than once."""
+    more = -x.shape[0] % multiple
+    return jnp.concatenate([x, *[x[-1:]] * more]) if more else x
 
 
 def _size(mesh: Mesh, axes: Iterable[str]) -> int:
