@@ -31,7 +31,10 @@ def per_layer(
     matrix, or all layers for one. Adam, Lion and the like do not need this.
 
     The optimizer's update runs under [`jax.vmap`][] over the dim of layers, with a state
-    for each layer that is sharded like its parameters. Everything else is updated by the
+    for each layer that is sharded like its parameters. What multiplies or factorizes
+    matrices, such as Muon, a train step deals out: each matrix is whole on one device, to
+    which an all-to-all brings it (Liu et al., https://arxiv.org/abs/2502.16982; Ahn et
+    al., https://arxiv.org/abs/2504.05295). Everything else is updated by the
     optimizer as it is. This is an `optax.partition`: each sees the whole tree of
     parameters, with `optax.MaskedNode` in the place of the others, so that masks and
     labels by path keep their meaning.

@@ -2,11 +2,11 @@
 
 Muon and its kind multiply each matrix with itself, again and again. Of a matrix that is
 split, XLA would gather it, or sum parts of the product, in each iteration and on every
-device. Here matrices of one kind (those of stacked layers, or of a list of layers) are dealt
-out to the devices: an all-to-all brings each of them whole to its owner, which computes
-alone, and another brings the results back to where the arrays are stored. Over axes that do
-not split a matrix, such as `data`, owners are dealt their share without a transfer, and
-results are gathered. The rest of an update stays where arrays are stored.
+device. Here matrices of one kind (those of stacked layers, or of a list of layers) are
+dealt out to the devices: an all-to-all brings each of them whole to its owner, which
+computes alone, and another brings the results back to where the arrays are stored. Over
+axes that do not split a matrix, such as `data`, owners are dealt their share without a
+transfer, and results are gathered. The rest of an update stays where arrays are stored.
 
 This is a rewrite of the update's jaxpr, because Newton-Schulz is in the optimizer. As in
 "Muon is Scalable for LLM Training" (Liu et al., https://arxiv.org/abs/2502.16982), each
@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.extend import core
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from ...sharding._leaves import is_key
@@ -296,7 +296,9 @@ class _Deal(NamedTuple):
             tuple(axes[start : start + len(entry)]) == entry
             for start, entry in zip(starts, entries)
         )
-        if rows < 2 or not (free or axes) or not in_order or any(map(is_key, body.in_avals)):
+        # Those of experts are already dealt out, as one stack of a layer.
+        odd = "expert" in axes or any(map(is_key, body.in_avals))
+        if rows < 2 or not (free or axes) or not in_order or odd:
             return None
         return _Deal(works, mesh, tuple(free), tuple(axes))
 

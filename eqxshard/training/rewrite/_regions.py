@@ -89,14 +89,13 @@ class Regions:
             for x in self._inputs(eqn):
                 self._users.setdefault(x, []).append(i)
         self._outputs = {x for x in jaxpr.outvars if not isinstance(x, core.Literal)}
-        self._of: dict[int, int] = {}
         kept = {*kept}
         alone = {
             i
             for i, eqn in enumerate(self.eqns)
             if eqn.primitive.name in _CALLS and eqn.params["name"] in kept
         }
-        parts = [{i} for i in alone] + self._grown(self._connected(alone))
+        parts = self._grown([{i} for i in alone], self._connected(alone))
         self.found = [sorted(part) for part in parts]
 
     def inputs(self, region: list[int]) -> list[Any]:
@@ -168,7 +167,7 @@ class Regions:
             if i in alone:
                 continue
             above = {j for x in self._inputs(eqn) for j in sources.get(x, ())}
-            if has_matrices_in(eqn):
+            if _has_matrices(eqn):
                 join({i}, above)
                 above = {i}
             for x in filter(is_matrix, eqn.outvars):
@@ -203,12 +202,12 @@ class Regions:
                 above.update(self._inputs(self.eqns[i]))
         return found
 
-    def _grown(self, parts: list[set[int]]) -> list[set[int]]:
-        """Parts with what is done to one matrix before and after.
+    def _grown(self, others: list[set[int]], parts: list[set[int]]) -> list[set[int]]:
+        """Parts with what is done to one matrix before and after, and all others.
 
         So they begin and end with arrays that are shaped as they are stored.
         """
-        taken = {i for part in parts for i in part}
+        taken = {i for part in (*others, *parts) for i in part}
         #: What no region has a part in.
         early: set[Any] = set()
         for i, eqn in enumerate(self.eqns):
@@ -228,7 +227,7 @@ class Regions:
                 part |= new
                 taken |= new
                 grows = bool(new)
-        return parts
+        return [*others, *parts]
 
     def _is_before(self, i: int, part: set[int]) -> bool:
         """Whether an equation does something to one matrix, for a part alone."""
@@ -246,13 +245,12 @@ class Regions:
         if not any(is_matrix(x) and x in made for x in inputs):
             return False
         return all(
-            x in made
-            or (x in read if is_matrix(x) else x in early or x not in self._made)
+            x in made or (x in read if is_matrix(x) else x in early or x not in self._made)
             for x in inputs
         )
 
 
-def has_matrices_in(eqn: Any) -> bool:
+def _has_matrices(eqn: Any) -> bool:
     """Whether an equation, or what it calls or repeats, is work with matrices."""
     if eqn.primitive.name == "shard_map":
         return False  # Each device has its own part already.
