@@ -108,7 +108,7 @@ def _deal_update(
             return found
 
         places = layout.update, layout.opt_state, layout.update, layout.replicated
-        shardings = broadcast_prefix(places, arrays)
+        shardings: Any = broadcast_prefix(places, arrays)
         new = deal_matrices(traced, auto_mesh(layout.mesh), shardings)(arrays)
         return eqx.combine(new, rest[0])
 

@@ -79,7 +79,8 @@ def deal_matrices(
 
 
 def _untyped(x: Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=jax.typeof(x).weak_type)
+    weak_type = getattr(jax.typeof(x), "weak_type", False)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=weak_type)
 
 
 @contextlib.contextmanager
@@ -252,7 +253,7 @@ class _Work(NamedTuple):
         else:
             inputs, outputs = first.invars, first.outvars
             rows = first.invars[0].aval.shape[0]
-        found = [splits.get(x, ((),) * x.aval.ndim) for x in inputs]
+        found = [splits[x] if x in splits else ((),) * x.aval.ndim for x in inputs]
         if rows is None:
             return _Work(region, inputs, outputs, body, None, tuple(found), ())
         largest = max(range(len(inputs)), key=lambda i: inputs[i].aval.size)
@@ -328,7 +329,8 @@ class _Deal(NamedTuple):
         """Each result is stored as an input of its shape is."""
         body, splits = self.works[0].body, self.works[0].splits
         known = {x.shape: split for x, split in zip(body.in_avals, splits)}
-        return [known.get(x.shape, ((),) * x.ndim) for x in body.out_avals]
+        outs = body.out_avals
+        return [known[x.shape] if x.shape in known else ((),) * x.ndim for x in outs]
 
     def _on_device(self, *args: Array) -> list[Array]:
         """The work of one device."""

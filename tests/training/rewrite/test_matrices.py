@@ -151,7 +151,9 @@ def train(optim, sizes, steps=3, **options):
 
 def assert_close(found, wanted, tolerance=2e-5):
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(1, np.abs(b).max()))
+        np.testing.assert_allclose(
+            a, b, rtol=0, atol=tolerance * np.max(np.abs(b), initial=1)
+        )
 
 
 @pytest.mark.slow
