@@ -49,7 +49,8 @@ def train_step(
 
     def update() -> PyTree:
         grads, loss = gradients.grads, gradients.loss
-        return *apply_update(config.optim, grads, loss, *before), gradients.model_state
+        new = apply_update(config.optim, grads, loss, *before, layout)
+        return *new, gradients.model_state
 
     nonfinite, loss_scale = jnp.zeros((), jnp.int32), state.loss_scale
     if config.nonfinite == "ignore":
