@@ -1,4 +1,7 @@
-"""What train and eval steps have in common: look up a program, check, call."""
+"""What a step is compiled for, its `Key`; and how train and eval steps are called.
+
+`StepMachine` looks up the program of a key, checks the arguments, and calls it.
+"""
 
 import collections
 from collections.abc import Callable, Sequence
