@@ -107,10 +107,8 @@ class _Programs:
     ) -> jax.stages.Compiled:
         """Compile a program and keep it; or read it, if it is kept."""
         mesh, full_name = call.variant.mesh, f"{name} of {of}"
-        if (
-            len({device.process_index for device in mesh.devices.flat})
-            < jax.process_count()
-        ):
+        processes = {device.process_index for device in mesh.devices.flat}
+        if len(processes) < jax.process_count():
             raise ValueError(
                 f"{full_name} does not run on the devices of all processes, so its program "
                 "cannot be kept; call it outside of keep_programs."
@@ -122,13 +120,14 @@ class _Programs:
         compiled = None
         if self._resumes or digest in self._digests:
             compiled, fault = self._read(lowered, mesh, digest, about)
+            if not all(allgather_json(compiled is not None)):
+                compiled = None  # One was killed when the others had written theirs.
             if (fault := _first(fault)) and trains:
                 raise ValueError(
                     f"{full_name} cannot be run as it was compiled: {fault}; undo that, or "
                     "resume without keep_programs, which may choose other kernels."
                 )
             if fault:
-                compiled = None
                 _LOG.warning("%s is compiled again: %s.", full_name, fault)
         if compiled is None:
             compiled, fault = self._make(lowered, digest, about)
@@ -170,13 +169,13 @@ class _Programs:
             if hashlib.sha256(data).hexdigest() != kept["sha256"]:
                 return None, f"{file} is damaged"
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            return None, f"{self._folder} cannot be read ({error})"
+            return None, f"{self._folder} cannot be read ({_line(error)})"
         try:
             devices = [*mesh.devices.flat]
             trees = lowered.in_tree, lowered.out_tree
             return deserialize_and_load(data, *trees, execution_devices=devices), ""
         except Exception as error:  # Of any kind, by JAX and its plugins.
-            return None, f"JAX cannot load {file} ({type(error).__name__}: {error})"
+            return None, f"JAX cannot load {file} ({_line(error)})"
 
     def _make(
         self, lowered: jax.stages.Lowered, digest: str, about: dict[str, Any]
@@ -191,7 +190,7 @@ class _Programs:
             data, *_ = serialize(compiled)
         except Exception as error:  # Of any kind, by JAX and its plugins.
             why = "if it calls back to Python, such as by jax.debug.print, leave that out"
-            return compiled, f"JAX cannot serialize it ({error}); {why}"
+            return compiled, f"JAX cannot serialize it ({_line(error)}); {why}"
         try:
             if not self._digests and not self._resumes:
                 self._clear()
@@ -222,6 +221,10 @@ class _Programs:
 def _first(fault: str) -> str:
     """What is wrong in the first process in which something is."""
     return next(filter(None, allgather_json(fault)), "")
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _shapes(call: Call, batch: PyTree) -> Any:
