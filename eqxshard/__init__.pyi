@@ -6,6 +6,7 @@ from . import run as run
 from . import testing as testing
 from . import trackers as trackers
 from .checkpoint._checkpointer import Checkpointer as Checkpointer
+from .checkpoint._programs import keep_programs as keep_programs
 from .checkpoint._weight_names import WeightsReport as WeightsReport
 from .checkpoint._weights import compare_weights as compare_weights
 from .checkpoint._weights import load_weights as load_weights

@@ -1,4 +1,8 @@
-"""The folder of a run's checkpoints: listing, choosing, completing and removing them."""
+"""The layout of a folder of checkpoints: `STEP/`, complete with `checksums.txt`.
+
+Beside the arrays of Orbax, each has `description.json`. Here they are listed, chosen,
+completed and removed, and the folder is claimed for a run.
+"""
 
 import json
 import logging

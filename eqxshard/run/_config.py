@@ -94,6 +94,8 @@ class RunConfig:
     """The folder for checkpoints, metrics, curves and the summary."""
     resume: Resume = "no"
     """Continue from the newest checkpoint; auto: if there is one. --resume alone: yes."""
+    keep_programs: bool = False
+    """Keep what is compiled in --output; a run that resumes with this uses the same."""
     save_every: Annotated[int | None, default("an epoch", "INT")] = None
     """Steps between checkpoints."""
     evaluate_every: Annotated[int | None, default("an epoch", "INT")] = None

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ..checkpoint._checkpointer import Checkpointer
+from ..checkpoint._programs import keep_programs
 from ..compiled._findings import Lint
 from ..data._datasets import is_planning
 from ..data._host import Transform
@@ -39,6 +40,7 @@ from ..training._advice import short_traceback
 from ..training._config import Nonfinite
 from ..training._eval_step import make_eval_step
 from ..training._init import abstract_state, init_state
+from ..training._inputs import ONE_BATCH
 from ..training._layout import unused_axes
 from ..training._precision import Precision
 from ..training._state import states_of, step_of
@@ -214,6 +216,11 @@ def train(
     last = last_step(config, epochs, steps, len(loader))
     training = training.for_steps(last)
     step = training.make_step()
+    if config.keep_programs and not isinstance(step, TrainStep):
+        raise ValueError(
+            f"{option('keep_programs')} is for the step that train makes of a loss_fn, and "
+            "this script has a step of its own; leave it out."
+        )
     evaluation = None
     if metric_fn is not None and eval_data is not None:
         evaluation = Evaluation(
@@ -231,11 +238,15 @@ def train(
     resumes = folder.should_resume(config.resume, checkpointer)
     key = jax.random.key(config.seed)
     replays = replaying(make_model)
+    keeps = contextlib.nullcontext()
+    if config.keep_programs:
+        keeps = keep_programs(folder.programs, resume=resumes)
     with (
         short_traceback(),
         contextlib.closing(checkpointer),
         RunRecord(folder) as record,
         replays,
+        keeps,
     ):
         with announced("reading the checkpoint" if resumes else "making the state"):
             if resumes:
@@ -246,8 +257,13 @@ def train(
         check_metrics(evaluation, state, best, callbacks)
         first, lowered = step_of(state), None
         if isinstance(step, TrainStep) and first < last:
-            # A mistake in the loss function leaves no run behind.
+            # A mistake in the loss function leaves no run behind, and a program that
+            # cannot be used leaves the run as it is.
             lowered = step.lower(state, loader.shapes())
+            if config.keep_programs and resumes:
+                with announced("reading the program of the step"):
+                    call = step.machine.look_up(state, None, ONE_BATCH)
+                    step.machine.compile(call, loader.shapes())
         # Before the trackers, which empty the files of an earlier run.
         checkpointer.claim_run(first, loader)
         title = f"{name or script_name() or 'run'} on {describe_mesh(mesh)}"

@@ -1,9 +1,13 @@
-"""What train and eval steps have in common: look up a program, check, call."""
+"""What a step is compiled for, its `Key`; and how train and eval steps are called.
+
+`StepMachine` looks up the program of a key, checks the arguments, and calls it.
+"""
 
 import collections
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -33,6 +37,24 @@ from ._state import TrainState, flatten_state, unflatten_state
 #: simulated CPU devices, whose collectives share one pool of threads, deadlock after some
 #: hundreds.
 IN_FLIGHT = 2
+
+
+class Keeper(Protocol):
+    """Compiles the programs of steps, and keeps them in a folder."""
+
+    def get(self, call: "Call", batch: PyTree) -> jax.stages.Compiled | None:
+        """What this has compiled or read for arguments of these shapes."""
+        ...
+
+    def compile(
+        self, lowered: jax.stages.Lowered, name: str, of: str, call: "Call", batch: PyTree
+    ) -> jax.stages.Compiled:
+        """Compile a program and keep it; or read it, if it is kept."""
+        ...
+
+
+#: Set within [`eqxshard.keep_programs`][].
+keeper: ContextVar[Keeper | None] = ContextVar("eqxshard_keeper", default=None)
 
 
 class Key(NamedTuple):
@@ -219,14 +241,18 @@ class StepMachine:
             arrays = copy_taken(seen, taken) + arrays[len(seen) :]
         self._in_flight.make_room()
         try:
+            keeps = keeper.get()
             if step.is_new and {*self._levels.values()} != {"off"}:
                 self._report(self.inspect(call, batch)[1])
+            program = step.jitted
+            if keeps is not None:
+                program = keeps.get(call, batch) or self.compile(call, batch).compiled
             step.is_new = False
             if state is not None and state._flat is None:
                 # Not from a step, so it may be anywhere.
                 check_shardings(state, step.shardings)
                 arrays = copy_shared(filter_shard(arrays, [*step.shardings]))
-            arrays, metrics = call_jitted(step.jitted, arrays, kept, batch)
+            arrays, metrics = call_jitted(program, arrays, kept, batch)
         except Exception as error:
             # Blame the inputs if they are at fault. (Checking them before each call would
             # take as long as the rest of it; errors of a running step are other types.)
@@ -239,8 +265,8 @@ class StepMachine:
         self._in_flight.add(metrics.weight)
         return None if state is None else unflatten_state(arrays, key.static), metrics
 
-    def inspect(self, call: Call, batch: PyTree) -> tuple[Program, list[Finding]]:
-        """Compile the program; also return what lint finds in it, whatever the level.
+    def compile(self, call: Call, batch: PyTree) -> Program:
+        """Compile the program, unless it is kept.
 
         Arrays are taken to be where the program takes them, wherever they are.
         """
@@ -250,7 +276,15 @@ class StepMachine:
         ]
         # A call with arguments like them compiles nothing then: JAX keeps the executable.
         traced = call.variant.jitted.trace(state, call.kept, batch)
-        program = Program(traced.jaxpr, traced.lower().compile())
+        lowered, keeps = traced.lower(), keeper.get()
+        if keeps is None:
+            return Program(traced.jaxpr, lowered.compile())
+        name = call.key.kind.program(self._name, batch)
+        return Program(traced.jaxpr, keeps.compile(lowered, name, self._of, call, batch))
+
+    def inspect(self, call: Call, batch: PyTree) -> tuple[Program, list[Finding]]:
+        """Compile the program; also return what lint finds in it, whatever the level."""
+        program = self.compile(call, batch)
         return program, [*lint_step(call, program, batch)]
 
     def _report(self, findings: list[Finding]) -> None:

@@ -6,10 +6,12 @@ import logging
 import os
 import platform
 import stat
+from collections.abc import Iterator
 from pathlib import Path, PurePath
 
 import jax
 import platformdirs
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from ..sharding._files import as_text, is_remote, local_path
 
@@ -50,7 +52,7 @@ def cache_compilations(directory: str | os.PathLike[str] | None = None) -> PureP
         folder = epath.Path(as_text(folder))
     else:
         folder = local_path(folder or _default_folder(), "the folder of compiled programs")
-        if _is_writable_by_others(folder):
+        if is_writable_by_others(folder):
             _LOG.warning(
                 "compiled programs are not cached in %s, which other users may write to; "
                 "choose a folder of your own.",
@@ -66,7 +68,7 @@ def cache_compilations(directory: str | os.PathLike[str] | None = None) -> PureP
     return folder
 
 
-def _is_writable_by_others(folder: Path) -> bool:
+def is_writable_by_others(folder: Path) -> bool:
     """Whether another user may put programs into a folder, which is made if need be."""
     if not hasattr(os, "getuid"):
         return False
@@ -77,13 +79,48 @@ def _is_writable_by_others(folder: Path) -> bool:
     return False
 
 
+@contextlib.contextmanager
+def compiling_anew() -> Iterator[set[str]]:
+    """Have JAX compile what it would read from its persistent cache.
+
+    What was read from there does not always work once it is serialized again.
+
+    **Returns:**
+
+    A context manager that returns the names of JAX's events, as they happen.
+    """
+    before = jax.config.values["jax_enable_compilation_cache"]
+    events: set[str] = set()
+
+    def listen(event: str, duration_secs: float, **about: str | int) -> None:
+        events.add(event.rsplit("/", 1)[-1])
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        _enable_cache(False)
+        yield events
+    finally:
+        _enable_cache(before)
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def _enable_cache(on: bool) -> None:
+    jax.config.update("jax_enable_compilation_cache", on)
+    # JAX looks at its setting when it first compiles, and then no more.
+    reset_cache()
+
+
 def _default_folder() -> Path:
     """One for processors that can run each other's programs."""
+    return platformdirs.user_cache_path("eqxshard") / "compiled" / processor_kind()
+
+
+def processor_kind() -> str:
+    """The same for processors that can run each other's programs."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
     features = [line for line in lines if line.startswith(("flags", "Features"))]
     processor = features[0] if features else platform.processor() or platform.machine()
-    kind = hashlib.sha256(processor.encode()).hexdigest()[:12]
-    return platformdirs.user_cache_path("eqxshard") / "compiled" / kind
+    return hashlib.sha256(processor.encode()).hexdigest()[:12]
