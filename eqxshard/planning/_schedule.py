@@ -1,8 +1,9 @@
 """How long a step takes at least: a roofline over the compiler's own schedule.
 
 Instructions run one after the other, each as long as its arithmetic or its memory takes,
-whichever is longer. Collectives run beside them, one at a time, from their `-start` to
-their `-done`, where the devices wait for what is left.
+whichever is longer. Collectives run beside them, from their `-start` to their `-done`,
+where the devices wait for what is left. The links inside hosts carry one at a time and the
+network between hosts one; one that uses both occupies both.
 """
 
 from collections import defaultdict
@@ -16,6 +17,11 @@ from ..compiled._communication import Collective, Operation, join_axes
 from ..compiled._hlo import Instruction, Module
 from ._costs import FREE, Costs
 from ._targets import Target
+
+
+#: What carries a collective: the links inside hosts, or the network between them.
+Link = Literal["link", "network"]
+LINKS: tuple[Link, ...] = ("link", "network")
 
 
 @dataclass(frozen=True)
@@ -54,9 +60,9 @@ class Schedule:
         self._module = module
         self._costs = Costs(module)
         self._target = target
-        #: By computation and name: the number of a collective, and its seconds.
+        #: By computation and name: the number of a collective, and its seconds by link.
         self._operations = {
-            (x.start.computation, x.start.name): (n, link_seconds(x, target) or 0.0)
+            (x.start.computation, x.start.name): (n, seconds_by_link(x, target) or {})
             for n, x in enumerate(operations)
         }
         spans, _ = self._run(module.entry)
@@ -78,26 +84,27 @@ class Schedule:
     def _run(self, computation: str) -> tuple[list[PlannedSpan], float]:
         """The spans of a computation that starts at 0, and how long it takes."""
         spans, now = list[PlannedSpan](), 0.0
-        # When the links are free, and when each collective under way ends.
-        free, under_way = 0.0, dict[str, float]()
+        # When each kind of link is free, and when each collective under way ends.
+        free, under_way = dict.fromkeys(LINKS, 0.0), dict[str, float]()
         for instruction in self._module.computations.get(computation, ()):
             opcode, key = instruction.opcode, (computation, instruction.name)
             if opcode.endswith("-done") and instruction.operands:
                 start = instruction.operands[0]
-                number, _ = self._operations.get((computation, start), (None, 0.0))
+                number, _ = self._operations.get((computation, start), (None, {}))
                 end = max(now, under_way.pop(start, now))
                 spans.append(PlannedSpan("waiting", now, end, collective=number))
                 now = end
             elif key in self._operations:
                 number, seconds = self._operations[key]
-                start = max(free, now)
-                free = start + seconds
-                spans.append(PlannedSpan("collective", start, free, collective=number))
+                start = max([now, *(free[link] for link in seconds)])
+                end = start + max(seconds.values(), default=0.0)
+                free |= dict.fromkeys(seconds, end)
+                spans.append(PlannedSpan("collective", start, end, collective=number))
                 if opcode.endswith("-start"):
-                    under_way[instruction.name] = free
+                    under_way[instruction.name] = end
                 else:  # Synchronous.
-                    spans.append(PlannedSpan("waiting", now, free, collective=number))
-                    now = free
+                    spans.append(PlannedSpan("waiting", now, end, collective=number))
+                    now = end
             elif opcode in ("while", "call", "conditional"):
                 inside, seconds = self._inside(instruction)
                 times = self._module.trips(instruction) or 1
@@ -108,7 +115,7 @@ class Schedule:
                     replace(x, start=x.start + now, end=x.end + now, times=x.times * times)
                     for x in inside
                 ]
-                now, free = end, max(free, end)
+                now = end
             elif opcode not in FREE:
                 span = self._instruction(instruction, now)
                 spans.append(span)
@@ -150,13 +157,25 @@ def compute_seconds(flops: Mapping[str, int | float], target: Target) -> float:
 def link_seconds(operation: Operation, target: Target) -> float | None:
     """The seconds of one run of a collective, if nothing else uses the links.
 
+    **Returns:**
+
+    The seconds; `None` if the links that it goes over, or the groups, are not known.
+    """
+    seconds = seconds_by_link(operation, target)
+    return None if seconds is None else max(seconds.values())
+
+
+def seconds_by_link(operation: Operation, target: Target) -> dict[Link, float] | None:
+    """The seconds that one run of a collective occupies each kind of link that it uses.
+
     All devices of a host send at once, each through its own port. Between hosts, a
     collective over groups of several devices of each host sends every part over the
     network once: the slower of the two, links or network, decides.
 
     **Returns:**
 
-    The seconds; `None` if the links that it goes over, or the groups, are not known.
+    The seconds, not empty; `None` if the links that it goes over, or the groups, are not
+    known.
     """
     groups = operation.groups
     if groups is None or target.link is None:
@@ -164,12 +183,14 @@ def link_seconds(operation: Operation, target: Target) -> float | None:
     within = operation.sent / (target.link * target.efficiency)
     hosts = groups // target.per_host
     if (hosts == hosts[:, :1]).all():
-        return within
+        return {"link": within}
     if target.network is None:
         return None
     network = target.network * target.efficiency
     if operation.kind == "collective-permute":
-        return operation.sent / network
+        alone = (hosts[:, 0] != hosts[:, 1]).all()
+        between: dict[Link, float] = {"network": operation.sent / network}
+        return between if alone else between | {"link": within}
     devices, across = groups.shape[1], len(np.unique(hosts[0]))
     each = devices / across
     if "all-to-all" in operation.kind:
@@ -178,7 +199,9 @@ def link_seconds(operation: Operation, target: Target) -> float | None:
         # The whole that is gathered or reduced, of which each host sends all but its part.
         whole = operation.sent * devices / max(devices - 1, 1)
         beyond = whole * (across - 1) / across / each
-    return max(within, beyond / network)
+    if each == 1:  # Nothing goes to another device of the same host.
+        return {"network": beyond / network}
+    return {"link": within, "network": beyond / network}
 
 
 def make_trace(
