@@ -18,7 +18,6 @@ from ..compiled._hlo import Instruction, Module
 from ._costs import FREE, Costs
 from ._targets import Target
 
-
 #: What carries a collective: the links inside hosts, or the network between them.
 Link = Literal["link", "network"]
 LINKS: tuple[Link, ...] = ("link", "network")
