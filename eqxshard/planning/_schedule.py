@@ -7,8 +7,9 @@ network between hosts one; one that uses both occupies both.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -16,7 +17,8 @@ import numpy as np
 from ..compiled._communication import Collective, Operation, join_axes
 from ..compiled._hlo import Instruction, Module
 from ._costs import FREE, Costs
-from ._targets import Target
+from ._efficiency import Efficiency, Work, idle
+from ._targets import Target, cores_of
 
 #: What carries a collective: the links inside hosts, or the network between them.
 Link = Literal["link", "network"]
@@ -53,15 +55,29 @@ class Schedule:
     - `module`: the compiled step.
     - `operations`: its collectives.
     - `target`: the devices.
+    - `efficiency`: how much of their peaks they reach; `None`: all, so that the step takes
+        at least as long.
+    - `work`: that of an instruction, if it is known; by default it is read.
     """
 
-    def __init__(self, module: Module, operations: Sequence[Operation], target: Target):
+    def __init__(
+        self,
+        module: Module,
+        operations: Sequence[Operation],
+        target: Target,
+        efficiency: Efficiency | None = None,
+        work: Callable[[Instruction], Work] | None = None,
+    ):
         self._module = module
-        self._costs = Costs(module)
         self._target = target
+        self._efficiency = efficiency
+        self._work = work or partial(read_work, Costs(module), target)
         #: By computation and name: the number of a collective, and its seconds by link.
         self._operations = {
-            (x.start.computation, x.start.name): (n, seconds_by_link(x, target) or {})
+            (x.start.computation, x.start.name): (
+                n,
+                seconds_by_link(x, target, efficiency) or {},
+            )
             for n, x in enumerate(operations)
         }
         spans, _ = self._run(module.entry)
@@ -127,11 +143,11 @@ class Schedule:
         return max(map(self._run, called), key=lambda each: each[1], default=([], 0.0))
 
     def _instruction(self, instruction: Instruction, now: float) -> PlannedSpan:
-        compute = compute_seconds(self._costs.flops(instruction), self._target)
-        bandwidth = (self._target.bandwidth or float("inf")) * self._target.efficiency
-        memory = self._costs.bytes(instruction) / bandwidth
-        kind = "compute" if compute >= memory else "memory"
-        return PlannedSpan(kind, now, now + max(compute, memory))
+        work, efficiency = self._work(instruction), self._efficiency
+        seconds = work.least
+        if efficiency is not None:
+            seconds = efficiency.seconds(work, self._target.power)
+        return PlannedSpan("memory" if work.memory else "compute", now, now + seconds)
 
 
 def _joined(spans: Sequence[PlannedSpan]) -> list[PlannedSpan]:
@@ -147,10 +163,25 @@ def _joined(spans: Sequence[PlannedSpan]) -> list[PlannedSpan]:
 
 
 def compute_seconds(flops: Mapping[str, int | float], target: Target) -> float:
-    """The seconds that matrix products take."""
+    """The seconds that matrix products take at least."""
     slowest = min(target.flops.values(), default=float("inf"))
-    at_peak = sum(n / target.flops.get(dtype, slowest) for dtype, n in flops.items())
-    return at_peak / target.efficiency
+    return sum((n / target.flops.get(dtype, slowest) for dtype, n in flops.items()), 0.0)
+
+
+def read_work(costs: Costs, target: Target, instruction: Instruction) -> Work:
+    """What an instruction of a module, with these costs, asks of a device."""
+    memory = costs.bytes(instruction) / (target.bandwidth or float("inf"))
+    arithmetic = shaped = attention = 0.0
+    for dtype, flops, fused, sizes in costs.products(instruction):
+        seconds = compute_seconds({dtype: flops}, target)
+        arithmetic += seconds
+        if fused:
+            attention += seconds
+        else:
+            shaped += seconds / (1 - (idle(*sizes, cores_of(target)) if sizes else 0.0))
+    if memory > arithmetic:
+        return Work(memory, memory=memory, kernels=1)
+    return Work(arithmetic, shaped, attention, kernels=int(arithmetic > 0))
 
 
 def link_seconds(operation: Operation, target: Target) -> float | None:
@@ -164,7 +195,9 @@ def link_seconds(operation: Operation, target: Target) -> float | None:
     return None if seconds is None else max(seconds.values())
 
 
-def seconds_by_link(operation: Operation, target: Target) -> dict[Link, float] | None:
+def seconds_by_link(
+    operation: Operation, target: Target, efficiency: Efficiency | None = None
+) -> dict[Link, float] | None:
     """The seconds that one run of a collective occupies each kind of link that it uses.
 
     All devices of a host send at once, each through its own port. Between hosts, a
@@ -176,31 +209,36 @@ def seconds_by_link(operation: Operation, target: Target) -> dict[Link, float] |
     The seconds, not empty; `None` if the links that it goes over, or the groups, are not
     known.
     """
-    groups = operation.groups
+    groups, reached = operation.groups, efficiency or Efficiency()
     if groups is None or target.link is None:
         return None
-    within = operation.sent / (target.link * target.efficiency)
     hosts = groups // target.per_host
+    devices, across = groups.shape[1], len(np.unique(hosts[0]))
+    permutes = operation.kind == "collective-permute"
+    link, each = target.link, 2 if permutes else devices / across
+    if not target.switched and each > 1:
+        link *= (each - 1) / (target.per_host - 1)
+    within = reached.sending(operation.sent / link, reached.link, 1)
     if (hosts == hosts[:, :1]).all():
         return {"link": within}
     if target.network is None:
         return None
-    network = target.network * target.efficiency
-    if operation.kind == "collective-permute":
+    if permutes:
         alone = (hosts[:, 0] != hosts[:, 1]).all()
-        between: dict[Link, float] = {"network": operation.sent / network}
-        return between if alone else between | {"link": within}
-    devices, across = groups.shape[1], len(np.unique(hosts[0]))
-    each = devices / across
-    if "all-to-all" in operation.kind:
+        beyond = float(operation.sent)
+    elif "all-to-all" in operation.kind:
+        alone = each == 1
         beyond = operation.bytes * (devices - each) / devices
     else:
+        alone = each == 1
         # The whole that is gathered or reduced, of which each host sends all but its part.
         whole = operation.sent * devices / max(devices - 1, 1)
         beyond = whole * (across - 1) / across / each
-    if each == 1:  # Nothing goes to another device of the same host.
-        return {"network": beyond / network}
-    return {"link": within, "network": beyond / network}
+    between: dict[Link, float] = {
+        "network": reached.sending(beyond / target.network, reached.network, across)
+    }
+    # Alone: nothing goes to another device of the same host.
+    return between if alone else between | {"link": within}
 
 
 def make_trace(
