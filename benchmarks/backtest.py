@@ -58,7 +58,7 @@ FITTED = {
     "exponent": [n / 20 for n in range(6, 21)],
 }
 #: Efficiencies are fitted at full power.
-KNOWN = eqxshard.Target.named("h100").efficiency
+KNOWN = eqxshard.Target.named("h100").efficiency or eqxshard.Efficiency()
 STORED = HERE / "published_steps.json"
 
 
@@ -133,7 +133,8 @@ def save_attention(mlp: int, primitive: Any, *arrays: Any, **params: Any) -> Any
 
 def request_of(table: Mapping[str, Any]) -> Request:
     """What `eqxshard.plan` would compile."""
-    run, shape, remat = Run(table, ""), make_shape(table), table["remat"]
+    run, shape = Run(table, ""), make_shape(table)
+    remat: Any = table["remat"]
     if remat == "attention":
         remat = functools.partial(save_attention, shape.mlp)
     tokens = jax.ShapeDtypeStruct((table["rows"] * run.devices, shape.seq_len), jnp.int32)
@@ -165,7 +166,7 @@ def compile_here(table: Mapping[str, Any]) -> str:
     request = request_of(table)
     state = make_state(request)
     step = eqxshard.make_train_step(request.loss_fn, request.optim, **request.options)
-    module = parse_module(step.lower(state, request.batch).compile().as_text())
+    module = parse_module(step.lower(state, request.batch).compile().as_text() or "")
     operations = find_operations(module, request.devices, "gpu")
     work = functools.partial(read_work, Costs(module), request.target)
     return shorten(module, operations, work)

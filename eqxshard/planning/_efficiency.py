@@ -22,7 +22,8 @@ class Work(NamedTuple):
     kernels: int = 0
 
     def __add__(self, other: tuple) -> "Work":
-        return Work(*map(sum, zip(self, other, strict=True)))
+        seconds = (a + b for a, b in zip(self[:4], other[:4], strict=True))
+        return Work(*seconds, kernels=self.kernels + other[4])
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ class Efficiency:
 
     def seconds(self, work: Work, power: float | None) -> float:
         """How long kernels take under a limit of power."""
-        limited = power is not None and self.power is not None
-        clock = (power / self.power) ** self.exponent if limited else 1.0
+        full = self.power
+        clock = (power / full) ** self.exponent if power and full else 1.0
         arithmetic = work.products / self.products + work.attention / self.attention
         took = arithmetic / clock + work.memory / self.memory + work.kernels * self.launch
         return took / self.overall

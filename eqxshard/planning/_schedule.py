@@ -237,8 +237,9 @@ def seconds_by_link(
     between: dict[Link, float] = {
         "network": reached.sending(beyond / target.network, reached.network, across)
     }
-    # Alone: nothing goes to another device of the same host.
-    return between if alone else between | {"link": within}
+    if not alone:  # Some goes to other devices of the same host.
+        between["link"] = within
+    return between
 
 
 def make_trace(
