@@ -37,6 +37,7 @@ def plan(
     accumulate: int = 1,
     nonfinite: Nonfinite = "skip",
     grad_norms: bool = False,
+    compiler_options: Mapping[str, Any] | None = None,
     explicit: bool | Sequence[str] = False,
     cache: str | os.PathLike[str] | None = None,
 ) -> Plan:
@@ -54,7 +55,7 @@ def plan(
 
     - `make_model`, `optim`, `rule`, `trainable`, `precision`: as for
         [`eqxshard.init_state`][].
-    - `loss_fn`, `accumulate`, `nonfinite`, `grad_norms`: as for
+    - `loss_fn`, `accumulate`, `nonfinite`, `grad_norms`, `compiler_options`: as for
         [`eqxshard.make_train_step`][].
     - `batch`: a batch of all devices, of arrays or `jax.ShapeDtypeStruct`s.
     - `mesh_shape`: the sizes of mesh axes, such as `{"data": 8, "fsdp": 64}`. One of them
@@ -114,6 +115,7 @@ def plan(
         accumulate=accumulate,
         nonfinite=nonfinite,
         grad_norms=grad_norms,
+        compiler_options=compiler_options,
         explicit=explicit,
         cache=None if cache is None else local_path(cache, "cache="),
     )
@@ -132,6 +134,7 @@ def make_request(
     accumulate: int,
     nonfinite: Nonfinite,
     grad_norms: bool,
+    compiler_options: Mapping[str, Any] | None,
     **others: Any,
 ) -> Request:
     """Check the arguments of a plan; choose its compiler.
@@ -154,6 +157,7 @@ def make_request(
             "accumulate": accumulate,
             "nonfinite": nonfinite,
             "grad_norms": grad_norms,
+            "compiler_options": compiler_options,
         },
         **others,
     )

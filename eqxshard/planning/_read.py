@@ -23,6 +23,7 @@ from ..sharding._mesh import used_axes
 from ._costs import Costs, count_flops
 from ._plan import Plan, PlannedMemory, PlannedTime
 from ._process import Request, StepRequest
+from ._recomputed import note_recomputed
 from ._schedule import Schedule, compute_seconds, link_seconds, read_work
 from ._targets import Compiler, Target
 
@@ -154,6 +155,7 @@ def make_notes(
     target: Target,
     compiler: Compiler,
     module: Module,
+    flops: Mapping[str, float],
     unknown: str,
     least: PlannedTime | None,
 ) -> Iterator[str]:
@@ -162,6 +164,7 @@ def make_notes(
     **Arguments:**
 
     - `target`, `compiler`, `module`: as for `read_plan`.
+    - `flops`: from `count_flops`.
     - `unknown`: from `find_unknown`.
     - `least`: from `predict_time`.
     """
@@ -180,6 +183,8 @@ def make_notes(
             "memory is without CUDA's context, NCCL's buffers and cuDNN's workspaces, "
             "about 2 GB"
         )
+    if again := note_recomputed(module, flops, least and least.step, target):
+        yield again
     if any(module.trips(each) is None for each in instructions):
         yield "a loop of unknown length counts as one iteration"
     calls = [each.attributes for each in instructions if each.opcode == "custom-call"]
@@ -282,7 +287,7 @@ def read_plan(
         flops=flops,
         collectives=tuple(describe_collectives(operations, sizes, causes, schedule)),
         time=least,
-        notes=(*make_notes(target, backend, module, unknown, least), *notes),
+        notes=(*make_notes(target, backend, module, flops, unknown, least), *notes),
         timeline=schedule.spans if schedule and least else None,
         **others,
     )

@@ -151,6 +151,7 @@ def plan_search(
     precision: Precision | None = None,
     nonfinite: Nonfinite = "skip",
     grad_norms: bool = False,
+    compiler_options: Mapping[str, Any] | None = None,
     workers: int = 4,
     progress: Callable[[int, int], Any] | None = None,
 ) -> Search:
@@ -169,7 +170,7 @@ def plan_search(
     - `make_model`: as for `plan`, or several by their names, all of which are tried:
         `{"no remat": partial(GPT, remat="none"), "remat": partial(GPT, remat="full")}`.
     - `loss_fn`, `optim`, `batch`, `target`, `backend`, `trainable`, `precision`,
-        `nonfinite`, `grad_norms`: as for `plan`.
+        `nonfinite`, `grad_norms`, `compiler_options`: as for `plan`.
     - `devices`: their number.
     - `rule`: as for `plan`, or several by their names.
     - `meshes`: the mesh shapes to try. By default, those of `axes` whose `tensor` and
@@ -238,6 +239,7 @@ def plan_search(
             accumulate=count,
             nonfinite=nonfinite,
             grad_norms=grad_norms,
+            compiler_options=compiler_options,
             limit=limit,
         )
         mesh = used_axes(request.mesh_shape)
