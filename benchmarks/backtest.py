@@ -154,6 +154,7 @@ def request_of(table: Mapping[str, Any]) -> Request:
         accumulate=table.get("accumulate", 1),
         nonfinite="skip",
         grad_norms=False,
+        compiler_options=None,
         explicit=False,
         cache=None,
     )

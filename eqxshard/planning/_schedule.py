@@ -100,7 +100,7 @@ class Schedule:
         """The spans of a computation that starts at 0, and how long it takes."""
         spans, now = list[PlannedSpan](), 0.0
         # When each kind of link is free, and when each collective under way ends.
-        free, under_way = dict.fromkeys(LINKS, 0.0), dict[str, float]()
+        free, under_way = dict[str, float](dict.fromkeys(LINKS, 0.0)), dict[str, float]()
         for instruction in self._module.computations.get(computation, ()):
             opcode, key = instruction.opcode, (computation, instruction.name)
             if opcode.endswith("-done") and instruction.operands:

@@ -89,6 +89,15 @@ def test_communication_in_the_layers_is_hidden_and_has_causes():
     assert loops.count(4) >= 2
 
 
+@pytest.mark.parametrize("name", graded(["h200", "b300", "gb200"], ["h200"]))
+def test_what_to_expect_is_longer_than_the_least(name):
+    plan = plan_gpt({"fsdp": 8}, backend="gpu", target=name)
+    least, about = plan.time, plan.time and plan.time.about
+    assert least is not None and about is not None
+    assert about.step == pytest.approx(sum(about.parts.values()))
+    assert about.compute > least.compute and about.step > least.step
+
+
 @needs_new_jax
 def test_offloaded_state_is_in_the_memory_of_the_host():
     here = plan_gpt({"fsdp": 8}, backend="gpu")
