@@ -34,9 +34,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recipes" / "gallery"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 import gpt
 import vit
-from gpt_model import GPT, SIZES, Shape
+from gpt_model import GPT, SIZES, Remat, Shape
 
-_IS_NEW = jax.__version_info__ >= (0, 12)
+_IS_NEW = jax.__version_info__ >= (0, 11)
 _PIPELINED = "xla_gpu_pipeline_{}" if _IS_NEW else "xla_gpu_enable_pipelined_{}"
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 
@@ -78,7 +78,7 @@ class Case:
 
 
 def gpt_case(
-    shape: Shape, remat: str, rows: int, target: str = "h200", **mesh: int
+    shape: Shape, remat: Remat, rows: int, target: str = "h200", **mesh: int
 ) -> Case:
     tokens = jax.ShapeDtypeStruct((rows, shape.seq_len), jnp.int32)
     return Case(
@@ -176,7 +176,9 @@ def show(found: dict[str, dict[str, dict[str, float]]]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description="What XLA's options do to the steps of large models, by plans."
+    )
     parser.add_argument("--cases", nargs="+", choices=[*CASES], default=[*CASES])
     parser.add_argument("--options", nargs="+", choices=[*OPTIONS], default=[*OPTIONS])
     parser.add_argument("--json", type=Path, help="write the figures to this file")

@@ -19,8 +19,7 @@ from ._costs import FREE, Costs
 from ._targets import Target
 
 #: What carries a collective: the links inside hosts, or the network between them.
-Link = Literal["link", "network"]
-LINKS: tuple[Link, ...] = ("link", "network")
+LINKS = ("link", "network")
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,8 @@ class Schedule:
         """The spans of a computation that starts at 0, and how long it takes."""
         spans, now = list[PlannedSpan](), 0.0
         # When each kind of link is free, and when each collective under way ends.
-        free, under_way = dict.fromkeys(LINKS, 0.0), dict[str, float]()
+        free: dict[str, float] = dict.fromkeys(LINKS, 0.0)
+        under_way = dict[str, float]()
         for instruction in self._module.computations.get(computation, ()):
             opcode, key = instruction.opcode, (computation, instruction.name)
             if opcode.endswith("-done") and instruction.operands:
@@ -164,8 +164,8 @@ def link_seconds(operation: Operation, target: Target) -> float | None:
     return None if seconds is None else max(seconds.values())
 
 
-def seconds_by_link(operation: Operation, target: Target) -> dict[Link, float] | None:
-    """The seconds that one run of a collective occupies each kind of link that it uses.
+def seconds_by_link(operation: Operation, target: Target) -> dict[str, float] | None:
+    """The seconds that one run of a collective takes on each of `LINKS` that it uses.
 
     All devices of a host send at once, each through its own port. Between hosts, a
     collective over groups of several devices of each host sends every part over the
@@ -188,7 +188,7 @@ def seconds_by_link(operation: Operation, target: Target) -> dict[Link, float] |
     network = target.network * target.efficiency
     if operation.kind == "collective-permute":
         alone = (hosts[:, 0] != hosts[:, 1]).all()
-        between: dict[Link, float] = {"network": operation.sent / network}
+        between = {"network": operation.sent / network}
         return between if alone else between | {"link": within}
     devices, across = groups.shape[1], len(np.unique(hosts[0]))
     each = devices / across
