@@ -1,6 +1,6 @@
 """What XLA's options do to the steps of large models, by plans: nothing is run.
 
-Each step is compiled for H200s that are not there, once with each set of options, and its
+Each step is compiled for GPUs that are not there, once with each set of options, and its
 schedule is read as plans read it: the seconds that are waited for links, those of the
 whole step, and the peak of memory. An option that is worse in one of them does not always
 help.
@@ -34,31 +34,27 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "recipes" / "gallery"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 import gpt
 import vit
-from gpt_model import GPT, SIZES, Shape
+from gpt_model import GPT, SIZES, Remat, Shape
 
-TARGET = eqxshard.Target.named("h200")
-
-_KINDS = ("all_gather", "reduce_scatter", "all_reduce")
-_IS_NEW = jax.__version_info__ >= (0, 12)
+_IS_NEW = jax.__version_info__ >= (0, 11)
 _PIPELINED = "xla_gpu_pipeline_{}" if _IS_NEW else "xla_gpu_enable_pipelined_{}"
-_OVERLAP = "xla_gpu_experimental_parallel_collective_overlap_limit"
+_KINDS = ("all_gather", "reduce_scatter", "all_reduce")
+
+OVERLAP = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
 #: The effort level O1, which JAX 0.10 takes as a number only.
-_O1 = {"optimization_level": 19}
+O1 = {"optimization_level": 19}
+PIPELINED = dict.fromkeys(
+    map(_PIPELINED.format, _KINDS), "COLLECTIVE_PIPELINING_MODE_ON" if _IS_NEW else True
+)
 #: Sets of compiler options by name, the default first.
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
-    "overlap": {_OVERLAP: 4},
-    "O1": _O1,
-    "O1, overlap": {**_O1, _OVERLAP: 4},
-    "pipelined": {_PIPELINED.format(kind): True for kind in _KINDS},
-    "pipelined, overlap": {
-        **{_PIPELINED.format(kind): True for kind in _KINDS},
-        _OVERLAP: 4,
-    },
+    "overlap": OVERLAP,
+    "O1": O1,
+    "O1, overlap": O1 | OVERLAP,
+    "pipelined": PIPELINED,
+    "pipelined, overlap": PIPELINED | OVERLAP,
     "double buffering": {"xla_gpu_enable_while_loop_double_buffering": True},
-    "combine 256 MB": {f"xla_gpu_{kind}_combine_threshold_bytes": 2**28 for kind in _KINDS},
-    "combine nothing": {f"xla_gpu_{kind}_combine_threshold_bytes": 1 for kind in _KINDS},
-    "no latency hiding": {"xla_gpu_enable_latency_hiding_scheduler": False},
 }
 
 
@@ -69,6 +65,7 @@ class Case:
     - `make_model`, `loss_fn`, `optim`, `rule`: as for `eqxshard.plan`.
     - `batch`: of all devices.
     - `mesh`: the sizes of its axes.
+    - `target`: as for `eqxshard.plan`.
     """
 
     make_model: Callable[[Any], Any]
@@ -77,9 +74,12 @@ class Case:
     rule: Any
     batch: Any
     mesh: Mapping[str, int]
+    target: str = "h200"
 
 
-def gpt_case(shape: Shape, remat: str, rows: int, **mesh: int) -> Case:
+def gpt_case(
+    shape: Shape, remat: Remat, rows: int, target: str = "h200", **mesh: int
+) -> Case:
     tokens = jax.ShapeDtypeStruct((rows, shape.seq_len), jnp.int32)
     return Case(
         partial(GPT, shape=shape, remat=remat),
@@ -88,6 +88,7 @@ def gpt_case(shape: Shape, remat: str, rows: int, **mesh: int) -> Case:
         gpt.make_rule(shape),
         {"tokens": tokens, "targets": tokens},
         mesh,
+        target,
     )
 
 
@@ -118,13 +119,17 @@ _EXPERTS = Shape(
 CASES: dict[str, Callable[[], Case]] = {
     "8b fsdp": partial(gpt_case, SIZES["8b"], "full", 16, fsdp=8),
     "8b dots fsdp": partial(gpt_case, SIZES["8b"], "dots", 16, fsdp=8),
+    # Where memory is short.
+    "8b dots data x fsdp, H100": partial(
+        gpt_case, SIZES["8b"], "dots", 128, "h100", data=8, fsdp=8
+    ),
     "8b data x fsdp": partial(gpt_case, SIZES["8b"], "full", 128, data=8, fsdp=8),
     "70b data x fsdp x tensor": partial(
         gpt_case, SIZES["70b"], "full", 128, data=8, fsdp=8, tensor=8
     ),
     "124m data": partial(gpt_case, SIZES["124m"], "dots", 128, data=8),
     "experts": partial(gpt_case, _EXPERTS, "full", 32, data=2, expert=8),
-    "vit fsdp": partial(vit_case, 2048, fsdp=8),
+    "vit fsdp": partial(vit_case, 512, fsdp=8),
 }
 
 
@@ -139,7 +144,7 @@ def read(case: Case, options: Mapping[str, Any]) -> dict[str, float]:
             mesh_shape=case.mesh,
             rule=case.rule,
             precision=eqxshard.Precision("bfloat16"),
-            target=TARGET,
+            target=case.target,
             backend="gpu",
             compiler_options=options,
         )
@@ -157,7 +162,7 @@ def read(case: Case, options: Mapping[str, Any]) -> dict[str, float]:
 
 def show(found: dict[str, dict[str, dict[str, float]]]) -> Table:
     names = ("waits, ms", "step, ms", "peak, GB", "TFLOP")
-    table = Table("case", "options", *names, title=f"jax {jax.__version__}, H200")
+    table = Table("case", "options", *names, title=f"jax {jax.__version__}")
     for case, by_options in found.items():
         for options, each in by_options.items():
             if not each:
@@ -171,12 +176,14 @@ def show(found: dict[str, dict[str, dict[str, float]]]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        description="What XLA's options do to the steps of large models, by plans."
+    )
     parser.add_argument("--cases", nargs="+", choices=[*CASES], default=[*CASES])
     parser.add_argument("--options", nargs="+", choices=[*OPTIONS], default=[*OPTIONS])
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     args = parser.parse_args()
-    if find_backend(TARGET, None) != "gpu":
+    if find_backend(eqxshard.Target.named("h200"), None) != "gpu":
         print(f"The compiler for GPUs is not installed; run `{install('gpu')}`.")
         return
     found: dict[str, dict[str, dict[str, float]]] = {}

@@ -21,8 +21,7 @@ from ._efficiency import Efficiency, Work, idle
 from ._targets import Target, cores_of
 
 #: What carries a collective: the links inside hosts, or the network between them.
-Link = Literal["link", "network"]
-LINKS: tuple[Link, ...] = ("link", "network")
+LINKS = ("link", "network")
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,8 @@ class Schedule:
         """The spans of a computation that starts at 0, and how long it takes."""
         spans, now = list[PlannedSpan](), 0.0
         # When each kind of link is free, and when each collective under way ends.
-        free, under_way = dict[str, float](dict.fromkeys(LINKS, 0.0)), dict[str, float]()
+        free: dict[str, float] = dict.fromkeys(LINKS, 0.0)
+        under_way = dict[str, float]()
         for instruction in self._module.computations.get(computation, ()):
             opcode, key = instruction.opcode, (computation, instruction.name)
             if opcode.endswith("-done") and instruction.operands:
@@ -197,8 +197,8 @@ def link_seconds(operation: Operation, target: Target) -> float | None:
 
 def seconds_by_link(
     operation: Operation, target: Target, efficiency: Efficiency | None = None
-) -> dict[Link, float] | None:
-    """The seconds that one run of a collective occupies each kind of link that it uses.
+) -> dict[str, float] | None:
+    """The seconds that one run of a collective takes on each of `LINKS` that it uses.
 
     All devices of a host send at once, each through its own port. Between hosts, a
     collective over groups of several devices of each host sends every part over the
@@ -217,7 +217,7 @@ def seconds_by_link(
     permutes = operation.kind == "collective-permute"
     link, each = target.link, 2 if permutes else devices / across
     if not target.switched and each > 1:
-        link *= (each - 1) / (target.per_host - 1)
+        link *= (each - 1) / max(target.per_host - 1, 1)
     within = reached.sending(operation.sent / link, reached.link, 1)
     if (hosts == hosts[:, :1]).all():
         return {"link": within}
@@ -234,9 +234,7 @@ def seconds_by_link(
         # The whole that is gathered or reduced, of which each host sends all but its part.
         whole = operation.sent * devices / max(devices - 1, 1)
         beyond = whole * (across - 1) / across / each
-    between: dict[Link, float] = {
-        "network": reached.sending(beyond / target.network, reached.network, across)
-    }
+    between = {"network": reached.sending(beyond / target.network, reached.network, across)}
     if not alone:  # Some goes to other devices of the same host.
         between["link"] = within
     return between

@@ -61,7 +61,7 @@ def test_what_devices_repeat_counts_once(plan):
 def test_a_very_short_step_is_said_to_take_longer(plan):
     assert plan.time.step < 1e-4 and "a step as short as this takes" in str(plan)
     assert not any(
-        "short" in said for said in make_notes(plan.target, "cpu", EMPTY, "", LONG)
+        "short" in said for said in make_notes(plan.target, "cpu", EMPTY, {}, "", LONG)
     )
 
 
