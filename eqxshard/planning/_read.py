@@ -194,7 +194,7 @@ def make_notes(
         yield f"no time is predicted, because the {unknown} is not known"
     if least is not None and 0 < least.step < _SHORT:
         yield (
-            "the time leaves out what kernels take to start and messages to arrive, some "
+            "the least time leaves out what kernels and messages take to start, some "
             "microseconds each, so a step as short as this takes several times as long"
         )
 
