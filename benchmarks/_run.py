@@ -18,6 +18,7 @@ OUTPUT = HERE.parent / "build" / "benchmarks"
 OPTIONS = {
     "memory": "",
     "gpu_compiled": "",
+    "backtest": "",
     "fit_overhead": "--rounds 10",
     "step_overhead": "--rounds 15",
     "checkpoint": "--rounds 3 --gigabytes 0.5",

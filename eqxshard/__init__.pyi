@@ -26,6 +26,7 @@ from .inspect._pictures import draw as draw
 from .loop._evaluate import evaluate as evaluate
 from .loop._evaluate import predict as predict
 from .loop._fit import fit as fit
+from .planning._efficiency import Efficiency as Efficiency
 from .planning._make_plan import plan as plan
 from .planning._plan import Plan as Plan
 from .planning._plan import PlannedMemory as PlannedMemory

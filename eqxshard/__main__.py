@@ -160,8 +160,8 @@ def _add_script(parser: argparse.ArgumentParser) -> None:
         "--device",
         metavar="NAME",
         default="h200",
-        help="their kind: a100, h100, h200 (the default), b200, tpu-v4, tpu-v5e, tpu-v5p, "
-        "tpu-v6e or cpu",
+        help="their kind: a100, h100, h200 (the default), b200, b300, gb200, tpu-v4, "
+        "tpu-v5e, tpu-v5p, tpu-v6e or cpu",
     )
     parser.add_argument(
         "--backend",

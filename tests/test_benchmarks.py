@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 #: Options that make each benchmark short.
 SHORT = {
+    "backtest": "--stored",
     "checkpoint": "--gigabytes 0.01",
     "data": "--seconds 0.05 --mapped-gigabytes 0.05 --workers 1",
     "epoch": "--models lenet --devices 1 --examples 960 --device cpu",

@@ -1,7 +1,9 @@
 """What causes a collective: a line of code, and the array that is gathered or reduced."""
 
+import functools
 import math
 import os
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,12 +70,49 @@ class Causes:
         rows = batch_axes(self.sizes) if self.batch_axes is None else self.batch_axes
         if gathered or not reduces or {*rows}.isdisjoint(axes):
             return tuple(sorted(gathered))
-        reduced = set[str]()
+        # In a loop over layers it is of one of them, in one over microbatches all of it.
+        layers, reduced = self._layers_around(operation.start.computation), set[str]()
         for dims in self._joined(operation):
-            # In a loop it is one layer, or in each microbatch all of an array.
-            layer = self._reduced(dims, 1) if operation.in_loop else []
-            reduced |= {*(layer or self._reduced(dims, 0))}
+            found = self._reduced(dims, 1 if layers else 0)
+            reduced |= {x for x in found if not layers or self.gradients[x][0] in layers}
         return tuple(sorted(reduced))
+
+    def _layers_around(self, computation: str) -> set[int]:
+        """How many layers there are, if a computation runs for each of them."""
+        found, queue, seen = set[int](), [computation], set[str]()
+        while queue:
+            here = queue.pop()
+            seen.add(here)
+            if here != self.module.entry:
+                found |= self._layers.get(here, set())
+            callers = self.module.callers.get(here, ())
+            queue += [x.computation for x in callers if x.computation not in seen]
+        return found
+
+    @functools.cached_property
+    def _layers(self) -> Mapping[str, set[int]]:
+        """By the body of a loop, how many layers the arrays have that it takes one by one.
+
+        Or makes so: a layer is a part of an array that has as many elements as a gradient.
+        """
+        stacks = {(x[0], math.prod(x)) for x in self.gradients.values() if len(x) > 1}
+        found = defaultdict[str, set[int]](set)
+        for instruction in self.module.instructions():
+            if instruction.opcode not in ("dynamic-slice", "dynamic-update-slice"):
+                continue
+            whole, *rest = self.module.operands(instruction)
+            part = rest[0] if instruction.opcode == "dynamic-update-slice" else instruction
+            dims, layer = whole.shapes[0].dims, math.prod(part.shapes[0].dims)
+            if dims and (dims[0], dims[0] * layer) in stacks and math.prod(dims) > layer:
+                found[self._body(instruction.computation)].add(dims[0])
+        return found
+
+    def _body(self, computation: str) -> str:
+        """The body of the loop that runs a computation; else where it is called."""
+        for caller in self.module.callers.get(computation, ()):
+            if caller.opcode != "while":
+                return self._body(caller.computation)
+        return computation
 
     def depends_on(self, operation: Operation) -> Iterator[str]:
         """The arguments that what it moves is computed from, as the text names them.

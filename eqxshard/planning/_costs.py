@@ -5,6 +5,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from ..compiled._hlo import Instruction, Module, Shape
 
@@ -42,6 +43,22 @@ _WRITES_PART = ("dynamic-update-slice", "scatter")
 _DIMS = re.compile(r'"?lhs_contracting_dim(?:ension)?s"?[=:][\[{]([\d," ]*)[\]}]')
 
 
+class Product(NamedTuple):
+    """A matrix product, a convolution or fused attention.
+
+    - `dtype`: of a factor.
+    - `flops`: its operations.
+    - `fused`: whether it is attention.
+    - `sizes`: of a matrix product, the rows and columns of a result, the dim that is summed
+        over, and the number of results.
+    """
+
+    dtype: str
+    flops: int
+    fused: bool
+    sizes: tuple[float, float, float, float] | None
+
+
 class Costs:
     """The costs of a module's instructions."""
 
@@ -50,16 +67,24 @@ class Costs:
 
     def flops(self, instruction: Instruction) -> Counter[str]:
         """The operations of matrix products and convolutions, by the dtype of a factor."""
+        total = Counter[str]()
+        for product in self.products(instruction):
+            total[product.dtype] += product.flops
+        return total
+
+    def products(self, instruction: Instruction) -> Iterator[Product]:
+        """The matrix products and convolutions of an instruction, or inside a fusion."""
         if instruction.opcode == "fusion":
-            total = Counter[str]()
             for _, name in instruction.called():
                 for inside in self._module.computations.get(name, ()):
-                    total.update(self.flops(inside))
-            return total
+                    yield from self.products(inside)
+            return
         shapes = [s for x in self._module.operands(instruction) for s in x.shapes]
-        if not shapes:
-            return Counter()
-        return Counter({DTYPES.get(shapes[0].dtype, ""): _flops(instruction, shapes)})
+        if shapes and (flops := _flops(instruction, shapes)):
+            dtype = DTYPES.get(shapes[0].dtype, "")
+            fused = "__cudnn$fmha" in instruction.attributes
+            sizes = _sizes(instruction, shapes, flops)
+            yield Product(dtype, flops, fused, None if fused else sizes)
 
     def bytes(self, instruction: Instruction) -> int:
         """The bytes that an instruction reads and writes in the device's memory."""
@@ -153,6 +178,18 @@ def _flops(instruction: Instruction, shapes: list[Shape]) -> int:
         return 0
     contracted = (shapes[0].dims[int(dim)] for dim in re.findall(r"\d+", found[1]))
     return 2 * _size(instruction.shapes[0]) * math.prod(contracted)
+
+
+def _sizes(
+    instruction: Instruction, factors: list[Shape], flops: int
+) -> tuple[float, float, float, float] | None:
+    """Of a matrix product: rows, columns, depth and batch, from how much each array has."""
+    if len(factors) < 2 or "dim_labels" in instruction.attributes:
+        return None
+    left, right, out = map(_size, (*factors[:2], instruction.shapes[0]))
+    depth = flops / (2 * out)
+    batch = max(left * right / (depth**2 * out), 1.0)
+    return left / (batch * depth), right / (batch * depth), depth, batch
 
 
 def _convolution(attributes: str, kernel: Shape, out: Shape) -> int:

@@ -37,6 +37,7 @@ def plan(
     accumulate: int = 1,
     nonfinite: Nonfinite = "skip",
     grad_norms: bool = False,
+    compiler_options: Mapping[str, Any] | None = None,
     explicit: bool | Sequence[str] = False,
     cache: str | os.PathLike[str] | None = None,
 ) -> Plan:
@@ -44,7 +45,8 @@ def plan(
 
     The very step of [`eqxshard.make_train_step`][] is compiled for them, in a process of
     its own, and read: its memory, its communication, its arithmetic. Its time is predicted
-    from the peaks of the target, so it is the least that a step can take.
+    from the peaks of the target, as the least that a step can take, and from how much of
+    them steps reach.
 
     The process imports the script that calls this, if the model or the loss function are
     defined in it: put the call under `if __name__ == "__main__":`.
@@ -53,13 +55,13 @@ def plan(
 
     - `make_model`, `optim`, `rule`, `trainable`, `precision`: as for
         [`eqxshard.init_state`][].
-    - `loss_fn`, `accumulate`, `nonfinite`, `grad_norms`: as for
+    - `loss_fn`, `accumulate`, `nonfinite`, `grad_norms`, `compiler_options`: as for
         [`eqxshard.make_train_step`][].
     - `batch`: a batch of all devices, of arrays or `jax.ShapeDtypeStruct`s.
     - `mesh_shape`: the sizes of mesh axes, such as `{"data": 8, "fsdp": 64}`. One of them
         may be `-1`, if `devices` is given.
-    - `target`: `a100`, `h100`, `h200`, `b200`, `tpu-v4`, `tpu-v5e`, `tpu-v5p`, `tpu-v6e`,
-        `cpu`, or an [`eqxshard.Target`][].
+    - `target`: `a100`, `h100`, `h200`, `b200`, `b300`, `gb200`, `tpu-v4`, `tpu-v5e`,
+        `tpu-v5p`, `tpu-v6e`, `cpu`, or an [`eqxshard.Target`][].
     - `devices`: their number, by default the product of the mesh's axes.
     - `backend`: the compiler: `gpu`, `tpu` or `cpu`. By default that of the target, if
         it is installed, and else `cpu`: then communication is guessed from the partitioned
@@ -113,6 +115,7 @@ def plan(
         accumulate=accumulate,
         nonfinite=nonfinite,
         grad_norms=grad_norms,
+        compiler_options=compiler_options,
         explicit=explicit,
         cache=None if cache is None else local_path(cache, "cache="),
     )
@@ -131,6 +134,7 @@ def make_request(
     accumulate: int,
     nonfinite: Nonfinite,
     grad_norms: bool,
+    compiler_options: Mapping[str, Any] | None,
     **others: Any,
 ) -> Request:
     """Check the arguments of a plan; choose its compiler.
@@ -153,6 +157,7 @@ def make_request(
             "accumulate": accumulate,
             "nonfinite": nonfinite,
             "grad_norms": grad_norms,
+            "compiler_options": compiler_options,
         },
         **others,
     )

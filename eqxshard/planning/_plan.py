@@ -74,13 +74,15 @@ class PlannedMemory:
 
 @dataclass(frozen=True)
 class PlannedTime:
-    """The time of a step, in seconds: a roofline, so real steps take longer.
+    """The time of a step, in seconds: at least, by the peaks of the target.
 
     - `step`: the whole step.
     - `compute`: of instructions that wait for arithmetic.
     - `memory`: of instructions that wait for memory; `None` if there is no schedule.
     - `links`: by mesh axes (`fsdp`, `data,fsdp`), how long their collectives take.
     - `waiting`: the part of it that is not hidden; `None` if there is no schedule.
+    - `about`: the same as it is likely to be, by the target's efficiency: `about.step` is
+        the time to expect. `None` if that is not known, or there is no schedule.
     """
 
     step: float
@@ -88,6 +90,7 @@ class PlannedTime:
     memory: float | None
     links: Mapping[str, float]
     waiting: Mapping[str, float] | None
+    about: "PlannedTime | None" = None
 
     @property
     def parts(self) -> dict[str, float]:
@@ -167,14 +170,14 @@ class Plan:
 
     @property
     def examples_per_second(self) -> float | None:
-        """By all devices."""
+        """By all devices, at most."""
         if self.examples is None or not self.time or not self.time.step:
             return None
         return self.examples / self.time.step
 
     @property
     def tokens_per_second(self) -> float | None:
-        """By all devices."""
+        """By all devices, at most."""
         if self.tokens is None or not self.time or not self.time.step:
             return None
         return self.tokens / self.time.step

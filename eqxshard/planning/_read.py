@@ -1,6 +1,7 @@
 """What a compiled program says: what is sent and why, and how long it takes."""
 
 import dataclasses
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,10 +20,11 @@ from ..compiled._communication import (
 )
 from ..compiled._hlo import VIEWS, Instruction, Module, Shape
 from ..sharding._mesh import used_axes
-from ._costs import count_flops
+from ._costs import Costs, count_flops
 from ._plan import Plan, PlannedMemory, PlannedTime
 from ._process import Request, StepRequest
-from ._schedule import Schedule, compute_seconds, link_seconds
+from ._recomputed import note_recomputed
+from ._schedule import Schedule, compute_seconds, link_seconds, read_work
 from ._targets import Compiler, Target
 
 #: Custom kernels are recognised by these words in the text of a module.
@@ -108,27 +110,32 @@ def predict_time(
     operations: Sequence[Operation],
     sizes: Mapping[str, int],
     schedule: Schedule | None,
+    about: Schedule | None = None,
 ) -> PlannedTime:
     """The time of a step on a target of which all is known that it takes.
 
     Without a schedule of the target, all is hidden behind the longest at best.
     """
-    links, waiting = defaultdict[str, float](float), defaultdict[str, float](float)
-    for number, operation in enumerate(operations):
-        axes = join_axes(operation.axes(sizes) or None)
-        links[axes] += (link_seconds(operation, target) or 0.0) * (operation.times or 1)
-        if schedule is not None:
-            waiting[axes] += schedule.seconds("waiting", number)
+    links = defaultdict[str, float](float)
     if schedule is None:
+        for each in operations:
+            seconds = (link_seconds(each, target) or 0.0) * (each.times or 1)
+            links[join_axes(each.axes(sizes) or None)] += seconds
         compute = compute_seconds(flops, target)
         longest = max(compute, sum(links.values()))
         return PlannedTime(longest, compute, None, dict(links), None)
+    waiting = defaultdict[str, float](float)
+    for number, operation in enumerate(operations):
+        axes = join_axes(operation.axes(sizes) or None)
+        links[axes] += schedule.seconds("collective", number)
+        waiting[axes] += schedule.seconds("waiting", number)
     return PlannedTime(
         step=schedule.length,
         compute=schedule.seconds("compute"),
         memory=schedule.seconds("memory"),
         links=dict(links),
         waiting=dict(waiting),
+        about=about and predict_time(target, flops, operations, sizes, about),
     )
 
 
@@ -148,6 +155,7 @@ def make_notes(
     target: Target,
     compiler: Compiler,
     module: Module,
+    flops: Mapping[str, float],
     unknown: str,
     least: PlannedTime | None,
 ) -> Iterator[str]:
@@ -156,6 +164,7 @@ def make_notes(
     **Arguments:**
 
     - `target`, `compiler`, `module`: as for `read_plan`.
+    - `flops`: from `count_flops`.
     - `unknown`: from `find_unknown`.
     - `least`: from `predict_time`.
     """
@@ -174,6 +183,8 @@ def make_notes(
             "memory is without CUDA's context, NCCL's buffers and cuDNN's workspaces, "
             "about 2 GB"
         )
+    if again := note_recomputed(module, flops, least and least.step, target):
+        yield again
     if any(module.trips(each) is None for each in instructions):
         yield "a loop of unknown length counts as one iteration"
     calls = [each.attributes for each in instructions if each.opcode == "custom-call"]
@@ -183,7 +194,7 @@ def make_notes(
         yield f"no time is predicted, because the {unknown} is not known"
     if least is not None and 0 < least.step < _SHORT:
         yield (
-            "the time leaves out what kernels take to start and messages to arrive, some "
+            "the least time leaves out what kernels and messages take to start, some "
             "microseconds each, so a step as short as this takes several times as long"
         )
 
@@ -258,9 +269,16 @@ def read_plan(
     target, backend = request.target, request.backend
     operations = find_operations(module, request.devices, backend)
     # There is no schedule of the target on a CPU.
-    schedule = None if backend == "cpu" else Schedule(module, operations, target)
+    schedule = about = None
+    if backend != "cpu":
+        work = functools.cache(functools.partial(read_work, Costs(module), target))
+        schedule = Schedule(module, operations, target, work=work)
+        if target.efficiency is not None:
+            about = Schedule(module, operations, target, target.efficiency, work)
     flops, unknown = count_flops(module), find_unknown(target, operations)
-    least = None if unknown else predict_time(target, flops, operations, sizes, schedule)
+    least = None
+    if not unknown:
+        least = predict_time(target, flops, operations, sizes, schedule, about)
     return Plan(
         target=target,
         backend=backend,
@@ -269,7 +287,7 @@ def read_plan(
         flops=flops,
         collectives=tuple(describe_collectives(operations, sizes, causes, schedule)),
         time=least,
-        notes=(*make_notes(target, backend, module, unknown, least), *notes),
+        notes=(*make_notes(target, backend, module, flops, unknown, least), *notes),
         timeline=schedule.spans if schedule and least else None,
         **others,
     )

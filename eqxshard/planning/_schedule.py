@@ -1,13 +1,15 @@
 """How long a step takes at least: a roofline over the compiler's own schedule.
 
 Instructions run one after the other, each as long as its arithmetic or its memory takes,
-whichever is longer. Collectives run beside them, one at a time, from their `-start` to
-their `-done`, where the devices wait for what is left.
+whichever is longer. Collectives run beside them, from their `-start` to their `-done`,
+where the devices wait for what is left. The links inside hosts carry one at a time and the
+network between hosts one; one that uses both occupies both.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +17,11 @@ import numpy as np
 from ..compiled._communication import Collective, Operation, join_axes
 from ..compiled._hlo import Instruction, Module
 from ._costs import FREE, Costs
-from ._targets import Target
+from ._efficiency import Efficiency, Work, idle
+from ._targets import Target, cores_of
+
+#: What carries a collective: the links inside hosts, or the network between them.
+LINKS = ("link", "network")
 
 
 @dataclass(frozen=True)
@@ -48,15 +54,29 @@ class Schedule:
     - `module`: the compiled step.
     - `operations`: its collectives.
     - `target`: the devices.
+    - `efficiency`: how much of their peaks they reach; `None`: all, so that the step takes
+        at least as long.
+    - `work`: that of an instruction, if it is known; by default it is read.
     """
 
-    def __init__(self, module: Module, operations: Sequence[Operation], target: Target):
+    def __init__(
+        self,
+        module: Module,
+        operations: Sequence[Operation],
+        target: Target,
+        efficiency: Efficiency | None = None,
+        work: Callable[[Instruction], Work] | None = None,
+    ):
         self._module = module
-        self._costs = Costs(module)
         self._target = target
-        #: By computation and name: the number of a collective, and its seconds.
+        self._efficiency = efficiency
+        self._work = work or partial(read_work, Costs(module), target)
+        #: By computation and name: the number of a collective, and its seconds by link.
         self._operations = {
-            (x.start.computation, x.start.name): (n, link_seconds(x, target) or 0.0)
+            (x.start.computation, x.start.name): (
+                n,
+                seconds_by_link(x, target, efficiency) or {},
+            )
             for n, x in enumerate(operations)
         }
         spans, _ = self._run(module.entry)
@@ -78,26 +98,28 @@ class Schedule:
     def _run(self, computation: str) -> tuple[list[PlannedSpan], float]:
         """The spans of a computation that starts at 0, and how long it takes."""
         spans, now = list[PlannedSpan](), 0.0
-        # When the links are free, and when each collective under way ends.
-        free, under_way = 0.0, dict[str, float]()
+        # When each kind of link is free, and when each collective under way ends.
+        free: dict[str, float] = dict.fromkeys(LINKS, 0.0)
+        under_way = dict[str, float]()
         for instruction in self._module.computations.get(computation, ()):
             opcode, key = instruction.opcode, (computation, instruction.name)
             if opcode.endswith("-done") and instruction.operands:
                 start = instruction.operands[0]
-                number, _ = self._operations.get((computation, start), (None, 0.0))
+                number, _ = self._operations.get((computation, start), (None, {}))
                 end = max(now, under_way.pop(start, now))
                 spans.append(PlannedSpan("waiting", now, end, collective=number))
                 now = end
             elif key in self._operations:
                 number, seconds = self._operations[key]
-                start = max(free, now)
-                free = start + seconds
-                spans.append(PlannedSpan("collective", start, free, collective=number))
+                start = max([now, *(free[link] for link in seconds)])
+                end = start + max(seconds.values(), default=0.0)
+                free |= dict.fromkeys(seconds, end)
+                spans.append(PlannedSpan("collective", start, end, collective=number))
                 if opcode.endswith("-start"):
-                    under_way[instruction.name] = free
+                    under_way[instruction.name] = end
                 else:  # Synchronous.
-                    spans.append(PlannedSpan("waiting", now, free, collective=number))
-                    now = free
+                    spans.append(PlannedSpan("waiting", now, end, collective=number))
+                    now = end
             elif opcode in ("while", "call", "conditional"):
                 inside, seconds = self._inside(instruction)
                 times = self._module.trips(instruction) or 1
@@ -108,7 +130,7 @@ class Schedule:
                     replace(x, start=x.start + now, end=x.end + now, times=x.times * times)
                     for x in inside
                 ]
-                now, free = end, max(free, end)
+                now = end
             elif opcode not in FREE:
                 span = self._instruction(instruction, now)
                 spans.append(span)
@@ -121,11 +143,11 @@ class Schedule:
         return max(map(self._run, called), key=lambda each: each[1], default=([], 0.0))
 
     def _instruction(self, instruction: Instruction, now: float) -> PlannedSpan:
-        compute = compute_seconds(self._costs.flops(instruction), self._target)
-        bandwidth = (self._target.bandwidth or float("inf")) * self._target.efficiency
-        memory = self._costs.bytes(instruction) / bandwidth
-        kind = "compute" if compute >= memory else "memory"
-        return PlannedSpan(kind, now, now + max(compute, memory))
+        work, efficiency = self._work(instruction), self._efficiency
+        seconds = work.least
+        if efficiency is not None:
+            seconds = efficiency.seconds(work, self._target.power)
+        return PlannedSpan("memory" if work.memory else "compute", now, now + seconds)
 
 
 def _joined(spans: Sequence[PlannedSpan]) -> list[PlannedSpan]:
@@ -141,14 +163,42 @@ def _joined(spans: Sequence[PlannedSpan]) -> list[PlannedSpan]:
 
 
 def compute_seconds(flops: Mapping[str, int | float], target: Target) -> float:
-    """The seconds that matrix products take."""
+    """The seconds that matrix products take at least."""
     slowest = min(target.flops.values(), default=float("inf"))
-    at_peak = sum(n / target.flops.get(dtype, slowest) for dtype, n in flops.items())
-    return at_peak / target.efficiency
+    return sum((n / target.flops.get(dtype, slowest) for dtype, n in flops.items()), 0.0)
+
+
+def read_work(costs: Costs, target: Target, instruction: Instruction) -> Work:
+    """What an instruction of a module, with these costs, asks of a device."""
+    memory = costs.bytes(instruction) / (target.bandwidth or float("inf"))
+    arithmetic = shaped = attention = 0.0
+    for dtype, flops, fused, sizes in costs.products(instruction):
+        seconds = compute_seconds({dtype: flops}, target)
+        arithmetic += seconds
+        if fused:
+            attention += seconds
+        else:
+            shaped += seconds / (1 - (idle(*sizes, cores_of(target)) if sizes else 0.0))
+    if memory > arithmetic:
+        return Work(memory, memory=memory, kernels=1)
+    return Work(arithmetic, shaped, attention, kernels=int(arithmetic > 0))
 
 
 def link_seconds(operation: Operation, target: Target) -> float | None:
     """The seconds of one run of a collective, if nothing else uses the links.
+
+    **Returns:**
+
+    The seconds; `None` if the links that it goes over, or the groups, are not known.
+    """
+    seconds = seconds_by_link(operation, target)
+    return None if seconds is None else max(seconds.values())
+
+
+def seconds_by_link(
+    operation: Operation, target: Target, efficiency: Efficiency | None = None
+) -> dict[str, float] | None:
+    """The seconds that one run of a collective takes on each of `LINKS` that it uses.
 
     All devices of a host send at once, each through its own port. Between hosts, a
     collective over groups of several devices of each host sends every part over the
@@ -156,29 +206,38 @@ def link_seconds(operation: Operation, target: Target) -> float | None:
 
     **Returns:**
 
-    The seconds; `None` if the links that it goes over, or the groups, are not known.
+    The seconds, not empty; `None` if the links that it goes over, or the groups, are not
+    known.
     """
-    groups = operation.groups
+    groups, reached = operation.groups, efficiency or Efficiency()
     if groups is None or target.link is None:
         return None
-    within = operation.sent / (target.link * target.efficiency)
     hosts = groups // target.per_host
+    devices, across = groups.shape[1], len(np.unique(hosts[0]))
+    permutes = operation.kind == "collective-permute"
+    link, each = target.link, 2 if permutes else devices / across
+    if not target.switched and each > 1:
+        link *= (each - 1) / max(target.per_host - 1, 1)
+    within = reached.sending(operation.sent / link, reached.link, 1)
     if (hosts == hosts[:, :1]).all():
-        return within
+        return {"link": within}
     if target.network is None:
         return None
-    network = target.network * target.efficiency
-    if operation.kind == "collective-permute":
-        return operation.sent / network
-    devices, across = groups.shape[1], len(np.unique(hosts[0]))
-    each = devices / across
-    if "all-to-all" in operation.kind:
+    if permutes:
+        alone = (hosts[:, 0] != hosts[:, 1]).all()
+        beyond = float(operation.sent)
+    elif "all-to-all" in operation.kind:
+        alone = each == 1
         beyond = operation.bytes * (devices - each) / devices
     else:
+        alone = each == 1
         # The whole that is gathered or reduced, of which each host sends all but its part.
         whole = operation.sent * devices / max(devices - 1, 1)
         beyond = whole * (across - 1) / across / each
-    return max(within, beyond / network)
+    between = {"network": reached.sending(beyond / target.network, reached.network, across)}
+    if not alone:  # Some goes to other devices of the same host.
+        between["link"] = within
+    return between
 
 
 def make_trace(

@@ -25,6 +25,7 @@ from ._make_plan import make_request
 from ._plan import Plan
 from ._process import dump_request, run
 from ._targets import Compiler, Target
+from ._views import mfu_at
 
 #: The part of a device's memory that must be left, for what a plan does not count.
 _MARGIN = 0.05
@@ -110,19 +111,22 @@ class Search:
     def _table(self) -> Table:
         """A row for each candidate, a column for each cost that any of them has."""
         times = [each.plan.time if each.plan else None for each in self.candidates]
-        parts = [{} if x is None else x.parts for x in times]
+        known = [None if x is None else x.about or x for x in times]
+        parts = [{} if x is None else x.parts for x in known]
         costs = dict.fromkeys(name for x in parts for name, value in x.items() if value)
         table = Table("candidate")
-        for column in ("needs", "step", "mfu", *costs):
+        for column in ("needs", "at least", "about", "mfu", *costs):
             table.add_column(column, justify="right")
         table.add_column("why it is out", overflow="fold")
-        for each, step, seconds in zip(self.candidates, times, parts, strict=True):
-            mfu = None if each.plan is None else each.plan.mfu
+        rows = zip(self.candidates, times, known, parts, strict=True)
+        for each, step, likely, seconds in rows:
+            mfu = each.plan and likely and mfu_at(each.plan, likely)
             least = "" if each.plan is not None else "> "
             table.add_row(
                 each.name,
                 "" if each.needs is None else f"{least}{format_bytes(each.needs)}",
                 "" if step is None else format_seconds(step.step),
+                "" if likely is step or likely is None else format_seconds(likely.step),
                 "" if mfu is None else f"{mfu:.0%}",
                 *(format_seconds(seconds[x]) if seconds.get(x) else "" for x in costs),
                 each.reason,
@@ -147,6 +151,7 @@ def plan_search(
     precision: Precision | None = None,
     nonfinite: Nonfinite = "skip",
     grad_norms: bool = False,
+    compiler_options: Mapping[str, Any] | None = None,
     workers: int = 4,
     progress: Callable[[int, int], Any] | None = None,
 ) -> Search:
@@ -165,7 +170,7 @@ def plan_search(
     - `make_model`: as for `plan`, or several by their names, all of which are tried:
         `{"no remat": partial(GPT, remat="none"), "remat": partial(GPT, remat="full")}`.
     - `loss_fn`, `optim`, `batch`, `target`, `backend`, `trainable`, `precision`,
-        `nonfinite`, `grad_norms`: as for `plan`.
+        `nonfinite`, `grad_norms`, `compiler_options`: as for `plan`.
     - `devices`: their number.
     - `rule`: as for `plan`, or several by their names.
     - `meshes`: the mesh shapes to try. By default, those of `axes` whose `tensor` and
@@ -234,6 +239,7 @@ def plan_search(
             accumulate=count,
             nonfinite=nonfinite,
             grad_norms=grad_norms,
+            compiler_options=compiler_options,
             limit=limit,
         )
         mesh = used_axes(request.mesh_shape)
@@ -275,7 +281,8 @@ def rank(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
     def order(each: Candidate) -> tuple[bool, bool, int | float]:
         cost = math.inf if each.needs is None else each.needs
         if each.fits and each.plan is not None and each.plan.time is not None:
-            cost = each.plan.time.step
+            time = each.plan.time
+            cost = (time.about or time).step
         return not each.fits, each.plan is None, cost
 
     return tuple(sorted(candidates, key=order))

@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
 
 from ..sharding._peaks import peaks_of
 from ..sharding._text import comma_list, did_you_mean
+from ._efficiency import Efficiency
 
 Compiler = Literal["gpu", "tpu", "cpu"]
 
@@ -32,10 +33,13 @@ class Target:
     - `link`: the bytes per second that a device sends to others of its host, in one
         direction; for TPUs, to others of its slice along one axis.
     - `network`: the bytes per second that it sends to another host (of TPUs, slice).
-    - `per_host`: the number of devices that `link` joins.
+    - `per_host`: the number of devices that `link` joins: those of a host, or of a rack.
     - `flops`: by dtype, the operations per second of dense matrix products.
-    - `efficiency`: the part of all these speeds that real steps reach. Of a run that was
-        planned and measured, it is `plan.time.step / seconds`.
+    - `switched`: whether a switch joins the devices of a host. Without one, as on boards of
+        four, a device sends an equal part of `link` to each of the others.
+    - `power`: the limit of power, in watts.
+    - `efficiency`: how much of these peaks steps reach, an [`eqxshard.Efficiency`][], so
+        that plans say how long a step takes about; `None` if it is not known.
     - `config`: what the compiler has to know of it: for GPUs the text of XLA's
         `GpuTargetConfigProto`, for TPUs the name of its topologies.
     """
@@ -49,7 +53,9 @@ class Target:
     network: float | None
     per_host: int
     flops: Mapping[str, float] = field(default_factory=dict)
-    efficiency: float = 1.0
+    switched: bool = True
+    power: float | None = None
+    efficiency: Efficiency | None = None
     config: str = field(default="", repr=False)
 
     @staticmethod
@@ -58,8 +64,8 @@ class Target:
 
         **Arguments:**
 
-        - `name`: `a100`, `h100`, `h200`, `b200`, `tpu-v4`, `tpu-v5e`, `tpu-v5p`,
-            `tpu-v6e` or `cpu`.
+        - `name`: `a100`, `h100`, `h200`, `b200`, `b300`, `gb200`, `tpu-v4`, `tpu-v5e`,
+            `tpu-v5p`, `tpu-v6e` or `cpu`.
 
         **Raises:**
 
@@ -93,9 +99,10 @@ def target_here() -> Target:
     return target
 
 
-def how_sure(target: Target) -> str:
-    """How to read its times: at peak speeds a bound, at measured ones an estimate."""
-    return "at least" if target.efficiency == 1 else "about"
+def cores_of(target: Target) -> int:
+    """A GPU's streaming multiprocessors; 1 if products are not cut up for them."""
+    found = re.search(r"core_count: (\d+)", target.config)
+    return int(found[1]) if found else 1
 
 
 _GPU_CONFIG = """
@@ -115,7 +122,7 @@ gpu_device_info {{
   clock_rate_ghz: {clock}
   device_memory_size: {memory}
   shared_memory_per_block_optin: {shared[1]}
-  cuda_compute_capability {{ major: {capability} }}
+  cuda_compute_capability {{ major: {capability[0]} minor: {capability[1]} }}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
 }}
@@ -126,6 +133,26 @@ device_description_str: "{kind}"
 """
 
 
+#: Of GPUs. `products`, `link` and `exponent` are fitted on one half of the published runs
+#: in benchmarks/published.toml, by benchmarks/backtest.py, on 2026-11-26. `link` is far
+#: below the 0.82 that NCCL reaches alone (github.com/NVIDIA/nccl-tests/issues/212): devices
+#: also wait for each other. The others are what others measured on H100s: `attention` with
+#: FlashAttention 2 and 3 and cuDNN, 0.35 to 0.65 (arXiv:2407.08608, section 4); `memory`,
+#: long copies; `network`, gathers over 32 hosts, half to 0.85
+#: (github.com/NVIDIA/nccl/issues/1218); `launch`, `latency` and `hop` are usual magnitudes.
+_MEASURED = Efficiency(
+    products=0.71,
+    attention=0.5,
+    memory=0.9,
+    link=0.42,
+    network=0.7,
+    launch=2e-6,
+    latency=30e-6,
+    hop=5e-6,
+    exponent=0.75,
+)
+
+
 def _gpu(
     name: str,
     kind: str,
@@ -134,6 +161,8 @@ def _gpu(
     bandwidth: float,
     link: float = 450e9,
     network: float = 50e9,
+    per_host: int = 8,
+    power: float,
     **chip: Any,
 ) -> Target:
     """A GPU; `chip` is what else its compiler reads, where it is not as Hopper's."""
@@ -146,8 +175,10 @@ def _gpu(
         bandwidth=bandwidth,
         link=link,
         network=network,
-        per_host=8,
+        per_host=per_host,
         flops=peaks_of(kind),
+        power=power,
+        efficiency=replace(_MEASURED, power=power),
         config=_GPU_CONFIG.format(**read),
     )
 
@@ -172,15 +203,16 @@ def _tpu(
 # GPUs: what the compiler reads is from the specifications in the XLA project
 # (xla/backends/gpu/target_config/specs). NVLink is half of what NVIDIA's datasheets count
 # (both directions: 600, 900, 900 and 1,800 GB/s), on boards of eight. The network is that
-# of NVIDIA's DGX systems: for each GPU an InfiniBand port of 200 Gb/s with A100s, of 400
-# Gb/s with all others.
+# of NVIDIA's DGX systems: for each GPU an InfiniBand port of 200 Gb/s with A100s, of 800
+# Gb/s with B300s (ConnectX-8), of 400 Gb/s with all others. Power is the datasheets', too.
+# A GB200 is one of the 72 GPUs that NVLink joins in an NVL72.
 _HOPPER: dict[str, Any] = dict(
     cores=132,
     units=128,
     shared=(233472, 232448),
     cache=52428800,
     clock=1.98,
-    capability=9,
+    capability=(9, 0),
 )
 # TPUs: memory from Google's pages of TPU versions; links, in one direction, and network
 # from "How to Scale Your Model" (jax-ml.github.io/scaling-book), chapter 2.
@@ -199,19 +231,22 @@ _TARGETS = {
             shared=(167936, 166912),
             cache=41943040,
             clock=1.41,
-            capability=8,
+            capability=(8, 0),
+            power=400.0,
         ),
         _gpu(
             "h100",
             "NVIDIA H100 80GB HBM3",
             memory=84_942_979_072,
             bandwidth=3.35232e12,
+            power=700.0,
         ),
         _gpu(
             "h200",
             "NVIDIA H200 141GB HBM3e",
             memory=151_397_597_184,
             bandwidth=4.8e12,
+            power=700.0,
         ),
         _gpu(
             "b200",
@@ -222,7 +257,34 @@ _TARGETS = {
             cores=148,
             cache=132644864,
             clock=1.965,
-            capability=10,
+            capability=(10, 0),
+            power=1000.0,
+        ),
+        _gpu(
+            "b300",
+            "NVIDIA B300",
+            memory=297_021_865_984,
+            bandwidth=7.936e12,
+            link=900e9,
+            network=100e9,
+            cores=158,
+            cache=135528448,
+            clock=1.965,
+            capability=(10, 3),
+            power=1100.0,
+        ),
+        _gpu(
+            "gb200",
+            "NVIDIA GB200",
+            memory=197_897_748_480,
+            bandwidth=7.928064e12,
+            link=900e9,
+            per_host=72,
+            cores=152,
+            cache=135528448,
+            clock=2.062,
+            capability=(10, 0),
+            power=1200.0,
         ),
         _tpu("tpu-v4", "TPU v4", memory=32e9, bandwidth=1.228e12, link=45e9, slice=4096),
         _tpu("tpu-v5e", "TPU v5e", memory=16e9, bandwidth=8.19e11, link=45e9, slice=256),

@@ -27,8 +27,7 @@ from ..pages._kit import (
 from ..pages._mesh import draw_mesh
 from ..sharding._spec import format_spec
 from ..sharding._text import format_mesh
-from ._plan import Plan
-from ._targets import how_sure
+from ._plan import Plan, PlannedTime
 
 #: How many collectives, and how many arrays, are printed.
 _PRINTED = 15
@@ -72,16 +71,16 @@ def _summary(plan: Plan) -> Iterator[str]:
     flops = ", ".join(f"{format_flops(n)} {k}" for k, n in plan.flops.items())
     yield f"Arithmetic of a device: {flops or 'no matrix products'}"
     if plan.time is not None and plan.time.step:
-        parts = ", ".join(
-            f"{name} {format_seconds(seconds)}"
-            for name, seconds in plan.time.parts.items()
-            if seconds
-        )
-        yield f"{say_time(plan)}: {parts}"
-        if plan.examples is not None:
-            speed, more = say_speed(plan)
-            used = "" if plan.mfu is None else f"; {plan.mfu:.0%} MFU at that speed"
-            yield f"{speed} in all, {more}{used}"
+        about = plan.time.about
+        yield f"{say_time(plan)}: {_say_parts(plan.time)}"
+        if about is not None:
+            yield f"Of about {format_seconds(about.step)}: {_say_parts(about)}"
+        for how, time in (("At most", plan.time), ("About", about)):
+            if time is not None and plan.examples is not None:
+                speed, more = say_speed(plan, time)
+                mfu = mfu_at(plan, time)
+                used = "" if mfu is None else f"; {mfu:.0%} MFU"
+                yield f"{how} {speed} in all, {more}{used}"
     if plan.fits:
         device = format_bytes(plan.memory.device or 0)
         yield f"It fits: {format_bytes(plan.memory.peak)} of {device}"
@@ -98,16 +97,31 @@ def _summary(plan: Plan) -> Iterator[str]:
 def say_time(plan: Plan) -> str:
     """How long a step takes, and what for."""
     assert plan.time is not None
-    step = format_seconds(plan.time.step)
-    return f"A step takes {how_sure(plan.target)} {step}, bound by {plan.time.bound}"
+    said = f"at least {format_seconds(plan.time.step)}"
+    if plan.time.about is not None:
+        said += f", about {format_seconds(plan.time.about.step)}"
+    return f"A step takes {said}, bound by {plan.time.bound}"
 
 
-def say_speed(plan: Plan) -> tuple[str, str]:
-    """The examples or tokens per second, and a few words more."""
-    if plan.tokens_per_second is None:
-        return f"{plan.examples_per_second:,.4g} examples/s", f"{plan.examples:,} at once"
-    each = plan.tokens_per_second / plan.devices
-    return f"{plan.tokens_per_second:,.0f} tokens/s", f"{each:,.0f} on each device"
+def _say_parts(time: PlannedTime) -> str:
+    parts = time.parts.items()
+    return ", ".join(f"{name} {format_seconds(x)}" for name, x in parts if x)
+
+
+def say_speed(plan: Plan, time: PlannedTime) -> tuple[str, str]:
+    """The examples or tokens per second at this time, and a few words more."""
+    assert plan.examples is not None
+    if plan.tokens is None:
+        return f"{plan.examples / time.step:,.4g} examples/s", f"{plan.examples:,} at once"
+    speed = plan.tokens / time.step
+    return f"{speed:,.0f} tokens/s", f"{speed / plan.devices:,.0f} on each device"
+
+
+def mfu_at(plan: Plan, time: PlannedTime) -> float | None:
+    """The MFU of a step that takes this time."""
+    if plan.mfu is None or plan.time is None:
+        return None
+    return plan.mfu * plan.time.step / time.step
 
 
 def say_lack(plan: Plan) -> str:
@@ -209,30 +223,38 @@ def render_page(plan: Plan) -> str:
 
 def _tiles(plan: Plan) -> dict[str, tuple[str, str]]:
     tiles = dict[str, tuple[str, str]]()
-    if plan.time is not None and plan.time.step:
-        tiles["Step"] = format_seconds(plan.time.step), f"bound by {plan.time.bound}"
+    time = plan.time and (plan.time.about or plan.time)
+    how = "about" if plan.time is not time else "at least"
+    if time is not None and time.step:
+        tiles["Step"] = format_seconds(time.step), f"{how}; bound by {time.bound}"
         if plan.examples is not None:
-            tiles["Speed"] = say_speed(plan)
+            tiles["Speed"] = say_speed(plan, time)
     memory = plan.memory
     of = "" if memory.device is None else f"of {format_bytes(memory.device)}: "
     fits = {None: "", True: "it fits", False: "it does not fit"}[plan.fits]
     tiles["Memory of a device"] = format_bytes(memory.peak), f"{of}{fits}"
-    if plan.mfu is not None:
-        tiles["MFU"] = f"{plan.mfu:.0%}", "of the peak, at that speed"
+    if time is not None and (mfu := mfu_at(plan, time)) is not None:
+        tiles["MFU"] = f"{mfu:.0%}", "of the peak, at that speed"
     return tiles
 
 
 def _time(plan: Plan) -> Markup:
     if plan.time is None or not plan.time.step:
         return Markup("")
+    least, about = plan.time, plan.time.about
     parts = [
         # Of the links, what is waited for.
         Part("waiting" if name.endswith(" links") else name, name, seconds, text)
-        for name, seconds in plan.time.parts.items()
+        for name, seconds in (about or least).parts.items()
         if (text := format_seconds(seconds)) and seconds
     ]
-    said = "A roofline over the compiler's schedule. Real steps take longer."
-    if plan.time.waiting is None:
+    said = "At least: a roofline over the compiler's schedule. Real steps take longer."
+    if about is not None:
+        said = (
+            "About: the compiler's schedule, at the efficiency of the target. At least: "
+            f"{format_seconds(least.step)}."
+        )
+    if least.waiting is None:
         said = "Without a schedule of the target, all may be hidden behind the longest."
     return _bar("time", "Time of a step", said, parts)
 

@@ -185,8 +185,8 @@ def _plan(run: RecordedRun) -> Iterator[Markup]:
         "Plan against measured", ("", "Plan", "Measured", "Ratio"), rows
     )
     remark = (
-        "The time of a plan is a roofline, so real steps take longer. Give its Target an "
-        "efficiency, planned over measured time, for estimates."
+        "A plan's time is the least that a step takes, so real steps take longer. About is "
+        "what to expect of the plan's target."
     )
     yield kit.scroller("plan against measured", table)
     yield tag("p", remark, class_="remark")
@@ -208,6 +208,11 @@ def _compare_with_plan(
     used = mfu * step / seconds if mfu and step and seconds else None
     peak = (record.get("memory") or {}).get("peak")
     speed = plan["examples_per_second"], start.examples_per_second
+    if time and time.get("about"):
+        about = time["about"]["step"]
+        said = format_seconds(seconds) if seconds else "unknown"
+        ratio = format_number(seconds / about) if seconds and about else ""
+        yield "time of a step, about", format_seconds(about), said, ratio
     for name, planned, measured, text in (
         ("time of a step", step, seconds, format_seconds),
         ("examples per second", *speed, format_number),

@@ -126,6 +126,7 @@ class Training:
     nonfinite: Nonfinite
     grad_norms: bool
     lint: Lint
+    compiler_options: Mapping[str, Any] | None
 
     def for_steps(self, steps: int) -> "Training":
         """The same, with the optimizers of a run of some steps."""
@@ -184,6 +185,7 @@ class Training:
             nonfinite=self.nonfinite,
             grad_norms=self.grad_norms,
             lint=self.lint,
+            compiler_options=self.compiler_options,
         )
 
 

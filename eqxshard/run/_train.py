@@ -102,6 +102,7 @@ def train(
     nonfinite: Nonfinite = "skip",
     grad_norms: bool = False,
     lint: Lint = "warn",
+    compiler_options: Mapping[str, Any] | None = None,
     remainder: Remainder = "pad",
     best: str | None = None,
     mode: Literal["max", "min"] = "max",
@@ -141,7 +142,7 @@ def train(
     - `rule`: as for [`eqxshard.init_state`][]; [`eqxshard.replicate`][] by default.
     - `trainable`, `precision`, `load`: as for [`eqxshard.init_state`][]. A run that resumes
         reads its checkpoint instead of calling `load`.
-    - `accumulate`, `nonfinite`, `grad_norms`, `lint`: as for
+    - `accumulate`, `nonfinite`, `grad_norms`, `lint`, `compiler_options`: as for
         [`eqxshard.make_train_step`][]; `lint` is for evaluations, too.
     - `remainder`: as for [`eqxshard.Loader`][], of the training data. Evaluations always
         measure every example.
@@ -201,6 +202,7 @@ def train(
         nonfinite=nonfinite,
         grad_norms=grad_norms,
         lint=lint,
+        compiler_options=compiler_options,
     )
     if is_planning():
         end_with_plan(PlannedRun(config, mesh, data, training, epochs, steps))

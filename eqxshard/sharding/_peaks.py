@@ -11,7 +11,7 @@ import jax.numpy as jnp
 # twice as many, for sparse ones) and Google's pages of TPU versions. Products of float32
 # are rounded to TF32 on GPUs, as JAX does by default. The first pattern that is found in
 # a device's kind decides; a name must end where the pattern does, so that a GB200, or a
-# part of a GPU (MIG), is not taken for another.
+# part of a GPU (MIG), is not taken for another. A GB200 has more power than a B200.
 _A100 = {"float32": 156e12, "float16": 312e12, "bfloat16": 312e12, "int8": 624e12}
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "int8")
 
@@ -27,6 +27,8 @@ _PEAKS = {
     r"H[12]00 NVL": _hopper(835.5e12),
     r"\bH[12]00\b": _hopper(989.5e12),
     r"\bB200\b": _hopper(2.25e15),
+    r"\bB300\b": _hopper(2.25e15) | {"int8": 0.15e15},
+    r"\bGB200\b": _hopper(2.5e15),
     r"TPU v4$": {"bfloat16": 275e12, "int8": 275e12},
     r"TPU v5( lite|e)$": {"bfloat16": 197e12, "int8": 394e12},
     r"TPU v5p?$": {"bfloat16": 459e12, "int8": 918e12},
@@ -37,7 +39,8 @@ _PEAKS = {
 def peak_flops(device: Any = None, dtype: Any = "bfloat16") -> float | None:
     """The operations per second that a device can do at most, in dense matrix products.
 
-    Known are NVIDIA's A100, H100, H200 and B200 and Google's TPU v4, v5e, v5p and v6e.
+    Known are NVIDIA's A100, H100, H200, B200, B300 and GB200 and Google's TPU v4, v5e, v5p
+    and v6e.
 
     **Arguments:**
 

@@ -2,7 +2,6 @@
 
 import difflib
 import os
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -164,14 +163,13 @@ def _format_spec(spec: PartitionSpec) -> str:
 
 
 def _sent(plan: Plan) -> Iterator[str]:
-    """A line for all collectives of the same kind, axes and cause."""
-    sent: dict[str, Counter[str]] = {}
-    for each in plan.collectives:
+    """A line for all collectives of the same kind, axes and cause; a term for each."""
+    sent: dict[str, list[str]] = {}
+    for each in sorted(plan.collectives, key=lambda each: (each.in_loop, each.sent)):
         times = "?" if each.times is None else each.times
-        often = f"{times} x {{}} bytes{' in a loop' if each.in_loop else ''}"
-        sent.setdefault(_name(each), Counter())[often] += each.sent
-    for name, found in sorted(sent.items()):
-        terms = (often.format(size) for often, size in sorted(found.items()))
+        where = " in a loop" if each.in_loop else ""
+        sent.setdefault(_name(each), []).append(f"{times} x {each.sent} bytes{where}")
+    for name, terms in sorted(sent.items()):
         yield f"{name}: {' + '.join(terms)}"
 
 

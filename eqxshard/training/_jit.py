@@ -1,10 +1,11 @@
 """`jit_on`: `jax.jit`, with checks that raise, and with fast convolutions on CPUs."""
 
 import functools as ft
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -47,7 +48,8 @@ def jit_on(
     - `fn`: a pure function.
     - `name`: its name in profiles and compiled modules.
     - `on_trace`: called with the arguments whenever JAX traces the function.
-    - `options`: those of `jax.jit`, with `out_shardings`.
+    - `options`: those of `jax.jit`, with `out_shardings`; `compiler_options` go before
+        those for the devices of the mesh.
 
     **Returns:**
 
@@ -88,9 +90,28 @@ def jit_on(
     traced.__name__ = traced.__qualname__ = name
     replicated, given = NamedSharding(mesh, PartitionSpec()), options["out_shardings"]
     options["out_shardings"] = (given, replicated)
-    if on_cpu:
-        options["compiler_options"] = _CPU_OPTIONS
+    chosen = options.get("compiler_options") or {}
+    _check_options(chosen, mesh)
+    options["compiler_options"] = (_CPU_OPTIONS if on_cpu else {}) | {**chosen}
     return jax.jit(traced, **options)
+
+
+def _check_options(options: Mapping[str, Any], mesh: Mesh) -> None:
+    """Raise `ValueError` if XLA does not take some options, by a function of nothing."""
+    if not options:
+        return
+    place = NamedSharding(mesh, PartitionSpec())
+    probe = jax.jit(lambda: jnp.zeros(()), out_shardings=place)
+    try:
+        probe.lower().compile(compiler_options={**options})
+    except (RuntimeError, TypeError) as error:
+        said = str(error).removeprefix("INVALID_ARGUMENT: ").split("\n")[0].rstrip(".")
+        if isinstance(error, TypeError):
+            said = "names are text, and values text, numbers or bool"
+        raise ValueError(
+            f"compiler_options={dict(options)!r} are not options of XLA in jax "
+            f"{jax.__version__} ({said}); use those of jax.jit(compiler_options=...)."
+        ) from None
 
 
 def _typed(out: PyTree, shardings: PyTree[NamedSharding]) -> PyTree:

@@ -4,7 +4,7 @@
 """
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -151,7 +151,7 @@ class StepMachine:
     - `keeps`: what errors call what the step keeps.
     - `make`: makes the program for a key, but for what is compiled, given the state and
         the arrays that are kept.
-    - `max_compiles`, `lint`: as for [`eqxshard.make_train_step`][].
+    - `max_compiles`, `lint`, `compiler_options`: as for [`eqxshard.make_train_step`][].
 
     **Raises:**
 
@@ -166,6 +166,7 @@ class StepMachine:
         make: Callable[[Any, list[Any], Key], Variant],
         max_compiles: int | None,
         lint: Lint,
+        compiler_options: Mapping[str, Any] | None = None,
     ):
         self._name = name
         self._of = function_name(user_fn)
@@ -173,6 +174,7 @@ class StepMachine:
         self._make = make
         self._log = CompileLog(max_compiles)
         self._levels = lint_levels(lint)
+        self._compiler_options = compiler_options
         self._reported: set[Finding] = set()
         self._variants: dict[Key, Variant] = {}
         self._in_flight = InFlight()
@@ -215,6 +217,7 @@ class StepMachine:
             donate_argnums=0,
             in_shardings=([*step.shardings], None, step.batch_sharding),
             out_shardings=([*step.shardings], replicated),
+            compiler_options=self._compiler_options,
         )
 
     def run(self, call: Call, batch: PyTree) -> tuple[Any, Metrics]:

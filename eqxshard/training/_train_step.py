@@ -1,7 +1,7 @@
 """The train step: a batch goes in, a new state comes out, in one donated compiled call."""
 
 import functools as ft
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -38,6 +38,7 @@ def make_train_step(
     grad_norms: bool = False,
     max_compiles: int | None = None,
     lint: Lint = "warn",
+    compiler_options: Mapping[str, Any] | None = None,
 ) -> "TrainStep":
     """Make the compiled step: gradients, optimizer, new state, in one donated call.
 
@@ -94,6 +95,7 @@ def make_train_step(
         [`eqxshard.LintWarning`][]), `"error"` (raise before it runs) or `"off"`; or a
         mapping from kinds of findings to one of these, where the other kinds warn.
         [`eqxshard.lint`][] describes them.
+    - `compiler_options`: options of XLA, as for `jax.jit`.
 
     **Returns:**
 
@@ -103,7 +105,7 @@ def make_train_step(
 
     `TypeError` if `optim` is not an optimizer. `ValueError` if `accumulate`, `nonfinite`,
     `max_compiles` or `lint` is invalid, or `nonfinite` does not suit float16, which needs
-    `"skip"`.
+    `"skip"`. When it is first called, `ValueError` if XLA knows no such option.
 
     !!! Example
 
@@ -133,7 +135,9 @@ def make_train_step(
         grad_norms=grad_norms,
     )
     make = ft.partial(_make_pure, config)
-    machine = StepMachine("train_step", loss_fn, "extra", make, max_compiles, lint)
+    machine = StepMachine(
+        "train_step", loss_fn, "extra", make, max_compiles, lint, compiler_options
+    )
     return TrainStep(config, machine)
 
 

@@ -85,3 +85,50 @@ def test_gradients_that_the_compiler_joins_are_all_named():
     causes = Causes(parse_module(TWO), SIZES, {}, shapes)
     (operation,) = find_collectives(parse_module(TWO), 8)
     assert causes.leaves(operation) == ("bias", "up")
+
+
+def test_what_the_loop_over_layers_reduces_is_of_layers(found):
+    named = {
+        path
+        for op, causes in found
+        if op.in_loop and op.kind in ("all-reduce", "reduce-scatter")
+        for path in causes.leaves(op)
+    }
+    # And not the embedding, each row of which has the dims of a bias of a layer.
+    assert "blocks.mlp.up" in named
+    assert {path.split(".")[0] for path in named} == {"blocks"}
+
+
+#: The gradients of six layers are made one after the other, for each of two microbatches.
+LAYERS = """
+%layer (t: (f32[6,4], f32[4])) -> (f32[6,4], f32[4]) {
+  %t = (f32[6,4], f32[4]) parameter(0)
+  %all = f32[6,4] get-tuple-element(%t), index=0
+  %x = f32[4] get-tuple-element(%t), index=1
+  %sum = f32[4] all-reduce(%x), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  %row = f32[1,4] bitcast(%sum)
+  %new = f32[6,4] dynamic-update-slice(%all, %row, %i, %zero)
+  ROOT %r = (f32[6,4], f32[4]) tuple(%new, %x)
+}
+
+%microbatch (t: (f32[6,4], f32[4])) -> (f32[6,4], f32[4]) {
+  %t = (f32[6,4], f32[4]) parameter(0)
+  %x = f32[4] get-tuple-element(%t), index=1
+  %sum = f32[4] all-reduce(%x), replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  ROOT %w = (f32[6,4], f32[4]) while(%t), condition=%c, body=%layer
+}
+
+ENTRY %main (t: (f32[6,4], f32[4])) -> (f32[6,4], f32[4]) {
+  %t = (f32[6,4], f32[4]) parameter(0)
+  ROOT %w = (f32[6,4], f32[4]) while(%t), condition=%c, body=%microbatch
+}
+"""
+
+
+def test_a_matrix_outside_the_loop_is_no_stack_of_layers():
+    module = parse_module(LAYERS)
+    shapes = {"head.weight": (4, 4), "head.bias": (4,), "blocks.bias": (6, 4)}
+    causes = Causes(module, SIZES, {}, shapes)
+    inner, outer = find_collectives(module, 8)
+    assert causes.leaves(inner) == ("blocks.bias",)
+    assert causes.leaves(outer) == ("head.bias",)

@@ -1,12 +1,18 @@
 """Plans by the compiler for GPUs."""
 
 import dataclasses
+import re
+from functools import partial
 
 import gpt
+import jax
+import jax.numpy as jnp
 import pytest
+from gpt_model import GPT
 from grades import graded
 from helpers import needs_new_jax
 from plan_theory import (
+    BFLOAT16,
     MESHES,
     MICROBATCHES,
     PIPELINE,
@@ -20,6 +26,7 @@ from plan_theory import (
 )
 
 import eqxshard
+from eqxshard.pages._format import format_flops
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("as_scripts_run")]
 
@@ -79,6 +86,8 @@ def test_communication_in_the_layers_is_hidden_and_has_causes():
     for kind in ("all-gather", "reduce-scatter"):
         named = {x for each in in_layers if each.kind == kind for x in each.leaves}
         assert {"blocks.attention.qkv", "blocks.mlp.down", "blocks.mlp.up"} <= named
+        # No array outside the loop that has the dims of a layer's.
+        assert {path.split(".")[0] for path in named} == {"blocks"}
     assert plan.time is not None and plan.time.waiting is not None
     assert plan.time.links["fsdp"] > plan.time.waiting["fsdp"] > 0
     assert plan.timeline is not None
@@ -87,6 +96,43 @@ def test_communication_in_the_layers_is_hidden_and_has_causes():
     assert whole == pytest.approx(plan.time.step)
     loops = [span.times for span in plan.timeline if span.kind == "loop"]
     assert loops.count(4) >= 2
+
+
+@pytest.mark.parametrize("name", graded(["h200", "b300", "gb200"], ["h200"]))
+def test_what_to_expect_is_longer_than_the_least(name):
+    plan = plan_gpt({"fsdp": 8}, backend="gpu", target=name)
+    least, about = plan.time, plan.time and plan.time.about
+    assert least is not None and about is not None
+    assert about.step == pytest.approx(sum(about.parts.values()))
+    assert (about.memory or 0) > (least.memory or 0) > 0 and about.step > least.step
+
+
+def test_what_xla_computes_again_where_memory_is_short_is_noted():
+    shape = dataclasses.replace(SHAPE, embed=256, mlp=1024, seq_len=256)
+    tokens = jax.ShapeDtypeStruct((256, shape.seq_len), jnp.int32)
+
+    def made(target):
+        return eqxshard.plan(
+            partial(GPT, shape=shape, remat="dots"),
+            gpt.loss_fn,
+            gpt.make_optimizer(gpt.Args(), 1000),
+            {"tokens": tokens, "targets": tokens},
+            mesh_shape={"fsdp": 8},
+            rule=gpt.make_rule(shape),
+            precision=BFLOAT16,
+            target=target,
+            backend="gpu",
+        )
+
+    h200 = eqxshard.Target.named("h200")
+    ample = made(h200)
+    size = f"device_memory_size: {ample.memory.peak}"
+    config = re.sub(r"device_memory_size: \d+", size, h200.config)
+    short = made(dataclasses.replace(h200, config=config))
+    again = sum(short.flops.values()) - sum(ample.flops.values())
+    assert again > 0.01 * sum(ample.flops.values())
+    assert any(f"computes {format_flops(again)} again" in note for note in short.notes)
+    assert not any("again" in note for note in ample.notes)
 
 
 @needs_new_jax

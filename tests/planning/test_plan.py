@@ -7,7 +7,7 @@ from page_parser import parse
 import eqxshard
 from eqxshard.compiled._hlo import parse_module
 from eqxshard.inspect._lint import Findings
-from eqxshard.pages._format import format_bytes
+from eqxshard.pages._format import format_bytes, format_seconds
 from eqxshard.planning._read import make_notes
 
 EMPTY = parse_module("ENTRY %main () -> f32[] {\n  ROOT %x = f32[] constant(0)\n}\n")
@@ -38,9 +38,18 @@ def test_it_is_json(plan):
     assert values["target"]["name"] == "h200" and "config" not in values["target"]
 
 
-def test_times_at_measured_speeds_are_estimates(plan):
-    target = dataclasses.replace(plan.target, efficiency=0.25)
-    assert "A step takes about " in str(dataclasses.replace(plan, target=target))
+def test_what_to_expect_is_said_beside_the_least(plan):
+    assert plan.time.about is None  # On a CPU there is no schedule.
+    about = dataclasses.replace(plan.time, step=4 * plan.time.step, compute=1e-5)
+    time = dataclasses.replace(plan.time, about=about)
+    said = dataclasses.replace(plan, time=time)
+    text, speed = str(said), plan.tokens_per_second
+    least, expected = (format_seconds(x.step) for x in (time, about))
+    assert f"A step takes at least {least}, about {expected}, bound by " in text
+    assert f"Of about {expected}: compute 10 us" in text
+    assert f"At most {speed:,.0f} tokens/s" in text
+    assert f"About {speed / 4:,.0f} tokens/s" in text
+    assert said.to_json()["time"]["about"]["step"] == about.step
 
 
 def test_what_devices_repeat_counts_once(plan):
@@ -52,7 +61,7 @@ def test_what_devices_repeat_counts_once(plan):
 def test_a_very_short_step_is_said_to_take_longer(plan):
     assert plan.time.step < 1e-4 and "a step as short as this takes" in str(plan)
     assert not any(
-        "short" in said for said in make_notes(plan.target, "cpu", EMPTY, "", LONG)
+        "short" in said for said in make_notes(plan.target, "cpu", EMPTY, {}, "", LONG)
     )
 
 

@@ -25,13 +25,13 @@ GATHER = "(f32[8,32], f32[32,32]) all-gather-start(%p), replica_groups=[2,4]<=[8
 HEAD = f"  %p = f32[8,32]{{1,0}} parameter(0)\n  %x = {ARRAY} parameter(1)\n"
 
 
-def elapsed(entry, more="", **bodies):
+def elapsed(entry, more="", target=TARGET, **bodies):
     more += "".join(
         f"%{name} (t: f32[]) -> f32[] {{\n{HEAD}{body}}}\n" for name, body in bodies.items()
     )
     text = f"{more}ENTRY %main (p: f32[8,32], x: f32[32,32]) -> f32[] {{\n{HEAD}{entry}}}\n"
     module = parse_module(text)
-    return Schedule(module, list(find_collectives(module, 8)), TARGET)
+    return Schedule(module, list(find_collectives(module, 8)), target)
 
 
 def spans(entry, **bodies):
@@ -110,6 +110,41 @@ def test_a_loop_hides_a_collective_beside_it():
     assert ("collective", 0, 100, 1, 0) in found
     assert ("loop", 0, 200, 4, None) in found
     assert ("waiting", 0, 100, 1, 0) not in found
+
+
+def start(name, groups):
+    """A gather over four devices on two hosts of four: 30 of 40 bytes sent."""
+    types, more = "(f32[8,32], f32[32,32])", f"replica_groups={groups}, a=1"
+    return f"  %{name} = {types} all-gather-start(%p), {more}\n"
+
+
+def done(*names):
+    return "".join(f"  %d{x} = {ARRAY} all-gather-done(%{x})\n" for x in names)
+
+
+def test_links_of_a_host_and_the_network_carry_collectives_at_once():
+    # Inside each of two hosts; between them, in pairs; over both.
+    inside, between, over_both = "[2,4]<=[8]", "[4,2]<=[2,4]T(1,0)", "[1,8]<=[8]"
+    target = dataclasses.replace(TARGET, network=2048 / 80, per_host=4)
+
+    def under_way(*groups):
+        entry = "".join(start(f"s{n}", each) for n, each in enumerate(groups))
+        entry += done(*(f"s{n}" for n in range(len(groups))))
+        found = elapsed(f"{entry}  ROOT %z = f32[] constant(0)\n", target=target)
+        sent = sorted(
+            (x.collective, round(x.start, 6), round(x.end, 6))
+            for x in found.spans
+            if x.kind == "collective"
+        )
+        return sent, round(found.length, 6)
+
+    assert under_way(inside, between) == ([(0, 0, 100), (1, 0, 80)], 100)
+    assert under_way(inside, inside) == ([(0, 0, 100), (1, 100, 200)], 200)
+    # Seven eighths of it go over NVLink, in 3584 / 3072 of 100 s.
+    assert under_way(between, over_both, inside) == (
+        [(0, 0, 80), (1, 80, 196.666667), (2, 196.666667, 296.666667)],
+        296.666667,
+    )
 
 
 #: Of hosts of four devices.

@@ -124,11 +124,19 @@ def test_a_search_prints_a_column_for_each_cost():
     rows = [[cell.strip() for cell in re.split("[┃│]", x)] for x in table.splitlines()]
     _, names, _, *rows, _ = [row[1:-1] for row in rows]
     costs = ["compute", "fsdp links", "data links"]
-    assert names == ["candidate", "needs", "step", "mfu", *costs, "why it is out"]
+    assert names == [
+        "candidate",
+        "needs",
+        "at least",
+        "about",
+        "mfu",
+        *costs,
+        "why it is out",
+    ]
     assert rows == [
-        ["fsdp=8", "20.00 GB", "0.101 s", "0%", "89 ms", "12 ms", "", ""],
-        ["data=2, fsdp=4", "20.00 GB", "0.1 s", "0%", "90 ms", "", "10 ms", ""],
-        ["data", "> 160.00 GB", "", "", "", "", "", "because"],
+        ["fsdp=8", "20.00 GB", "0.101 s", "", "0%", "89 ms", "12 ms", "", ""],
+        ["data=2, fsdp=4", "20.00 GB", "0.1 s", "", "0%", "90 ms", "", "10 ms", ""],
+        ["data", "> 160.00 GB", "", "", "", "", "", "", "because"],
     ]
     nothing = eqxshard.Search(found[2:], 1.0)
     assert "Nothing is left; see why" in str(nothing)

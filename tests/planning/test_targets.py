@@ -6,7 +6,8 @@ import pytest
 from eqxshard.nn import peak_flops
 from eqxshard.planning._targets import Target
 
-NAMES = ["a100", "h100", "h200", "b200", "tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e"]
+GPUS = ["a100", "h100", "h200", "b200", "b300", "gb200"]
+NAMES = [*GPUS, "tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -20,7 +21,7 @@ def test_every_device_has_the_peaks_that_mfu_uses(name):
     assert target.network < target.link < target.bandwidth
 
 
-@pytest.mark.parametrize("name", NAMES[:4])
+@pytest.mark.parametrize("name", GPUS)
 def test_the_compiler_reads_the_memory_and_bandwidth_of_the_table(name):
     target = Target.named(name)
     found = dict(re.findall(r"(\w+): (\d+)\b", target.config))

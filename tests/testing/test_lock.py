@@ -151,11 +151,10 @@ def test_plans_are_locked_by_what_they_send(tmp_path):
         f"{NAME}: 4 x 384 bytes in a loop",
     ]
     # Other lines and schedules change nothing.
-    halves = [
-        dataclasses.replace(GATHER, sent=192, line=f"model.py:{n}", hidden=0.0)
-        for n in (20, 30)
-    ]
-    lock(*halves, REDUCE)
+    lock(REDUCE, dataclasses.replace(GATHER, line="model.py:20", hidden=0.0))
+    # The forward and the backward gather of a weight are two.
+    twice = f"{NAME}: 4 x 384 bytes in a loop + 4 x 384 bytes in a loop"
+    assert changes(lock, GATHER, GATHER, REDUCE)[1] == f"+{twice}"
     outside = dataclasses.replace(GATHER, times=1, in_loop=False, sent=4 * 384)
     assert changes(lock, outside, REDUCE) == [
         f"-{NAME}: 4 x 384 bytes in a loop",

@@ -107,6 +107,10 @@ Mistakes = dict[str, Callable[[], Any]]
 #: By the words that matter in the message.
 VALUES: Mistakes = {
     r"loss has shape \(32, 1\) for a batch of 32": lambda: returning(lambda x: x[:, None]),
+    "No such compile option: 'xla_gpu_speed'": lambda: step(
+        compiler_options={"xla_gpu_speed": 9}
+    ),
+    "names are text, and values text": lambda: step(compiler_options={"xla_gpu_speed": {}}),
     "a metric is named 'loss'": lambda: returning(lambda x: (x, {"loss": x})),
     r"accuracy has shape \(4,\)": lambda: evaluate(lambda *_: {"accuracy": ONES[:4]}),
     "remainder='drop'": lambda: stateful(lambda *out: out, PADDED),

@@ -136,6 +136,14 @@ def test_a_step_beyond_its_budget_is_refused_and_the_state_is_whole():
     assert int(state.step) == 2
 
 
+def test_compiler_options_reach_xla_beside_our_own(tmp_path):
+    dump = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}
+    state, train_step = make("data=2", "replicate", compiler_options=dump)
+    train_step(state, make_batch())
+    (debug,) = tmp_path.glob("*jit_train_step*debug_options*")
+    assert "LIBRARY_FUSION_TYPE_REDUCE" in debug.read_text()
+
+
 def test_a_state_of_another_rule_or_mesh_is_no_recompile(caplog):
     train_step = eqxshard.make_train_step(squared_errors, OPTIM)
     eval_step = eqxshard.make_eval_step(lambda model, batch: {"x": batch["x"].sum(1)})
