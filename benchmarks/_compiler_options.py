@@ -22,7 +22,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from rich.console import Console
 from rich.table import Table
 
@@ -30,10 +29,8 @@ import eqxshard
 from eqxshard.planning._backends import find_backend, install
 
 # In front of this folder, which has a gpt.py as well.
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes" / "gallery"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 import gpt
-import vit
 from gpt_model import GPT, SIZES, Remat, Shape
 
 _IS_NEW = jax.__version_info__ >= (0, 11)
@@ -92,19 +89,6 @@ def gpt_case(
     )
 
 
-def make_vit(key: Any) -> vit.ViT:
-    """The recipe's ViT at the width and depth of ViT-L."""
-    vit.WIDTH, vit.HEADS, vit.DEPTH = 1024, 16, 24
-    return vit.ViT(key)
-
-
-def vit_case(rows: int, **mesh: int) -> Case:
-    images = jax.ShapeDtypeStruct((rows, 28, 28), jnp.uint8)
-    batch = {"image": images, "label": jax.ShapeDtypeStruct((rows,), jnp.int32)}
-    rule = eqxshard.fsdp(min_size=2**10)
-    return Case(make_vit, vit.loss_fn, optax.adamw(1e-3), rule, batch, mesh)
-
-
 _EXPERTS = Shape(
     layers=16,
     heads=16,
@@ -129,7 +113,6 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     "124m data": partial(gpt_case, SIZES["124m"], "dots", 128, data=8),
     "experts": partial(gpt_case, _EXPERTS, "full", 32, data=2, expert=8),
-    "vit fsdp": partial(vit_case, 512, fsdp=8),
 }
 
 
