@@ -266,7 +266,7 @@ def _scan(eqn: Any, inputs: list[Any]) -> list[Any]:
             out = _run(open_jaxpr(part), getattr(part, "consts", ()), args)
             return out[: len(carry)], out[len(carry) :]
 
-        options = {name: eqn.params[name] for name in _SCAN}
+        options = {name: eqn.params[name] for name in _SCAN if name in eqn.params}
         carry, stacked = jax.lax.scan(body, init, xs, **options)
         return [*carry, *stacked]
 
