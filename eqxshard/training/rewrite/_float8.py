@@ -15,6 +15,7 @@ The loss function is traced, and run again with parameters that know what they a
 to. What is not understood gets the parameters as they are.
 """
 
+import contextlib
 import functools as ft
 import math
 import re
@@ -28,6 +29,7 @@ import numpy as np
 from jax.extend import core
 from jaxtyping import Array, Float
 
+from ...sharding._explicit import auto_mesh, is_explicit, to_auto, type_mesh
 from ...sharding._leaves import is_inexact, leaf_path
 from ...sharding._text import did_you_mean
 from .._precision import Precision
@@ -46,6 +48,7 @@ _MOVES = (
     "slice",
     "dynamic_slice",
     "sharding_constraint",
+    "reshard",
     "copy",
     "convert_element_type",
 )
@@ -171,6 +174,8 @@ def _apply(eqn: Any, inputs: list[Any]) -> list[Any] | None:
     if name == "dot_general":
         return _multiply(eqn, inputs)
     weight, *others = inputs
+    if name == "reshard" and isinstance(weight, _Stored):
+        return [_Stored(*_bind(eqn, inputs), weight.largest)]
     if name in _MOVES and isinstance(weight, _Weight):
         if any(isinstance(x, _Stored | _Weight) for x in others):
             return None
@@ -202,7 +207,8 @@ def _empty() -> Any:
 
 def _at(eqn: Any, fn: Callable[..., Any], *args: Any) -> Any:
     """Call a function at the user's line that an equation is from."""
-    jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
+    with eqn.ctx.manager:
+        jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
 
     def move(part: Any) -> Any:
         eqns = [each.replace(source_info=eqn.source_info) for each in part.eqns]
@@ -227,8 +233,9 @@ def _moved_inside(eqn: Any, inputs: list[Any]) -> list[Any] | None:
     jaxpr = open_jaxpr(part)
     if len(jaxpr.outvars) != 1 or any(e.primitive.name not in _MOVES for e in jaxpr.eqns):
         return None
-    weights = [_round_stored(x) if isinstance(x, _Stored) else x for x in inputs]
-    (out,) = _evaluate(jaxpr, getattr(part, "consts", ()), weights)
+    with eqn.ctx.manager:
+        weights = [_round_stored(x) if isinstance(x, _Stored) else x for x in inputs]
+        (out,) = _evaluate(jaxpr, getattr(part, "consts", ()), weights)
     if not isinstance(out, _Weight):
         return None
     (array,) = _bind(eqn, inputs)
@@ -237,7 +244,7 @@ def _moved_inside(eqn: Any, inputs: list[Any]) -> list[Any] | None:
 
 def _round_stored(stored: _Stored) -> Any:
     """A parameter, and the same rounded where it is stored."""
-    array = jax.lax.stop_gradient(stored.array)
+    array = to_auto(jax.lax.stop_gradient(stored.array))
     if array.ndim < 2 or not jnp.issubdtype(array.dtype, jnp.floating):
         return stored.array
     return _Weight(stored.array, *_round(array, _FORWARD, stored.largest))
@@ -284,7 +291,15 @@ def _by_layer(stored: _Stored) -> Any:
     array = jax.lax.stop_gradient(stored.array)
     if array.ndim < 3 or not jnp.issubdtype(array.dtype, jnp.floating):
         return stored
-    return _Stored(stored.array, jnp.max(jnp.abs(array), axis=range(1, array.ndim)))
+    with _auto_axes(type_mesh(array)):
+        largest = jnp.max(jnp.abs(to_auto(array)), axis=range(1, array.ndim))
+    return _Stored(stored.array, largest)
+
+
+def _auto_axes(mesh: Any) -> Any:
+    if not is_explicit(mesh):
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(auto_mesh(mesh))
 
 
 def _remat(eqn: Any, inputs: list[Any]) -> list[Any]:
@@ -318,7 +333,17 @@ def _multiply(eqn: Any, inputs: list[Any]) -> list[Any] | None:
         return None
     known = [(x.rounded, x.scale) if isinstance(x, _Weight) else None for x in inputs]
     multiply = ft.partial(_product, dims, tuple(dtypes))
-    return [_at(eqn, multiply, _plain(lhs), _plain(rhs), *known)]
+    out = eqn.outvars[0].aval.sharding
+
+    def on_auto_axes(*args: Any) -> Array:
+        with _auto_axes(out.mesh):
+            product = multiply(*to_auto(args))
+        if not is_explicit(out.mesh):
+            return product
+        with jax.sharding.use_abstract_mesh(out.mesh):
+            return jax.sharding.reshard(product, out.spec)
+
+    return [_at(eqn, on_auto_axes, _plain(lhs), _plain(rhs), *known)]
 
 
 #: What `precision=` may be for a product to be rounded: nothing that asks for more.
