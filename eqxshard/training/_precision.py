@@ -1,5 +1,6 @@
 """`Precision`: the types that parameters are stored in and computed with."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -54,7 +55,7 @@ class Precision:
     compute: DTypeLike | None = jnp.bfloat16
     params: DTypeLike = jnp.float32
     matmul: Literal["float8"] | None = None
-    matmul_except: tuple[str, ...] = ()
+    matmul_except: Sequence[str] = ()
     initial_scale: float = 2.0**15
     scale_every: int = 2000
 

@@ -26,6 +26,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 from jaxtyping import Array, Float
 
@@ -36,9 +37,14 @@ from .._precision import Precision
 from ._jaxprs import map_jaxpr, open_jaxpr
 from ._rewrite import is_rewriting, warn_once
 
+#: The name of a product, for policies of what to keep for the backward pass.
+KEPT = "float8_product"
+
 _FORWARD, _BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 #: Of the features on both sides of a weight, as GPUs want them; fewer are not worth it.
 _MULTIPLE = 16
+#: What a product asks for that may be rounded.
+_FAST = (None, (jax.lax.Precision.DEFAULT,) * 2)
 #: What an array of another shape or place is made of, entry by entry.
 _MOVES = (
     "transpose",
@@ -52,7 +58,9 @@ _MOVES = (
     "copy",
     "convert_element_type",
 )
+#: The parameters of a loop: those that `jax.lax.scan` takes, and all.
 _SCAN = ("reverse", "length", "unroll", "_split_transpose")
+_ALL_OF_SCAN = {*_SCAN, "jaxpr", "num_consts", "num_carry", "linear"}
 
 
 class _Stored(NamedTuple):
@@ -152,7 +160,9 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[An
         inputs, outputs = [read(atom) for atom in eqn.invars], None
         if any(isinstance(x, _Stored | _Weight) for x in inputs):
             outputs = _apply(eqn, inputs)
-        values.update(zip(eqn.outvars, outputs or _bind(eqn, inputs), strict=True))
+        if outputs is None:
+            outputs = _bind(eqn, inputs)
+        values.update(zip(eqn.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
@@ -167,7 +177,7 @@ def _apply(eqn: Any, inputs: list[Any]) -> list[Any] | None:
         return _inline(params, inputs)
     if name in ("custom_vjp_call", "custom_jvp_call"):
         return _moved_inside(eqn, inputs)
-    if name == "scan" and {*params} <= {*_SCAN, *_SCAN_OWN}:
+    if name == "scan" and _ALL_OF_SCAN.issuperset(params):
         return _scan(eqn, inputs)
     if name in ("remat2", "checkpoint") and not params["differentiated"]:
         return _remat(eqn, inputs)
@@ -252,12 +262,9 @@ def _round_stored(stored: _Stored) -> Any:
 
 def _scan(eqn: Any, inputs: list[Any]) -> list[Any]:
     """A loop, which may be over the layers of stacked parameters."""
-    consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
-    consts, init, xs = (
-        inputs[:consts],
-        [*map(_plain, inputs[consts : consts + carry])],
-        inputs[consts + carry :],
-    )
+    start = eqn.params["num_consts"]
+    end = start + eqn.params["num_carry"]
+    consts, init, xs = inputs[:start], [*map(_plain, inputs[start:end])], inputs[end:]
     scales = [x.scale if isinstance(x, _Weight) else None for x in xs]
     xs = [_by_layer(x) if isinstance(x, _Stored) else x for x in xs]
     xs = [x._replace(scale=None) if isinstance(x, _Weight) else x for x in xs]
@@ -278,9 +285,6 @@ def _scan(eqn: Any, inputs: list[Any]) -> list[Any]:
         return [*carry, *stacked]
 
     return _at(eqn, loop, consts, scales, init, xs)
-
-
-_SCAN_OWN = ("jaxpr", "num_consts", "num_carry", "linear")
 
 
 def _by_layer(stored: _Stored) -> Any:
@@ -346,10 +350,6 @@ def _multiply(eqn: Any, inputs: list[Any]) -> list[Any] | None:
     return [_at(eqn, on_auto_axes, _plain(lhs), _plain(rhs), *known)]
 
 
-#: What `precision=` may be for a product to be rounded: nothing that asks for more.
-_FAST = (None, (jax.lax.Precision.DEFAULT,) * 2)
-
-
 def _free(ndim: int, contracted: Sequence[int], batch: Sequence[int]) -> list[int]:
     """The dims that only one factor of a product has."""
     return [dim for dim in range(ndim) if dim not in (*contracted, *batch)]
@@ -404,7 +404,8 @@ def _forward(
 ) -> tuple[Array, Any]:
     left = _round(lhs, _FORWARD) if left is None else left
     right = _round(rhs, _FORWARD) if right is None else right
-    return _dot(left, right, dims, dtypes[0]), (left, right)
+    out = checkpoint_name(_dot(left, right, dims, dtypes[0]), KEPT)
+    return out, (left, right)
 
 
 def _backward(dims: Any, dtypes: Any, kept: Any, grad: Array) -> tuple[Any, ...]:
