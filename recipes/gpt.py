@@ -106,10 +106,11 @@ class Args:
     clip: float = 1.0
     """The largest norm of all gradients."""
     precision: Annotated[
-        Literal["float32", "bfloat16"] | None,
+        Literal["float32", "bfloat16", "float8"] | None,
         default("bfloat16 for 8b and 70b, float32 for smaller sizes"),
     ] = None
-    """The type to compute in. Parameters are float32 between steps."""
+    """The type to compute in; float8: bfloat16, but products with parameters. Parameters
+    are float32 between steps."""
     accumulate: int = 1
     """Parts of a batch to go through the model one after the other."""
     remat: Annotated[
@@ -183,6 +184,13 @@ def is_decayed(params):
         return not ("norm" in name or name.endswith("bias"))
 
     return jax.tree_util.tree_map_with_path(decide, params)
+
+
+def make_precision(args):
+    name = args.precision or ("bfloat16" if is_large(args) else "float32")
+    if name == "float8":
+        return eqxshard.Precision("bfloat16", matmul="float8")
+    return eqxshard.Precision(name)
 
 
 def make_shape(args: Args, vocab_size: int) -> Shape:
@@ -316,7 +324,6 @@ def train(args: Args, corpus: text.Corpus, shape: Shape, make_model, load) -> st
     eval_data = text.Windows(
         corpus.valid, shape.seq_len, stride=shape.seq_len, limit=args.eval_windows
     )
-    compute = args.precision or ("bfloat16" if is_large(args) else "float32")
     throughput = eqxshard.callbacks.Throughput(tokens_per_example, flops_per_token(shape))
     run = eqxshard.train(
         make_model,
@@ -331,7 +338,7 @@ def train(args: Args, corpus: text.Corpus, shape: Shape, make_model, load) -> st
         rule=make_rule(shape),
         sampler=sampler,
         accumulate=args.accumulate,
-        precision=eqxshard.Precision(compute),
+        precision=make_precision(args),
         best="eval/loss",
         mode="min",
         load=load,

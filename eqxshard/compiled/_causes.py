@@ -17,8 +17,8 @@ _STEP = str(Path(_OURS, "training", "_jit.py"))
 _PYTHONS = os.path.join(Path(os.__file__).parent, "")
 _INSTALLED = tuple(f"{os.sep}{name}-packages{os.sep}" for name in ("site", "dist"))
 
-#: Instructions that have the values of their first operand, or a part of them.
-_VIEWS = (*VIEWS, "dynamic-slice", "slice", "copy-start")
+#: Instructions that have the values of their first operand, scaled or not, or a part.
+_VIEWS = (*VIEWS, "dynamic-slice", "slice", "copy-start", "divide")
 #: Instructions whose results are those of others.
 _PASS = ("call", "fusion", "get-tuple-element", "parameter", "tuple", "while")
 _DEEPEST = 12

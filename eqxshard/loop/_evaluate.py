@@ -29,6 +29,7 @@ from ..training._metrics import Metrics
 from ..training._precision import Precision
 from ..training._state import refuse_state, with_state, without_state
 from ..training._step import IN_FLIGHT
+from ..training.rewrite._float8 import with_float8
 from ._batches import Batches, is_resident, steps_per_epoch
 
 
@@ -198,12 +199,16 @@ def _compile(
     def predict(arrays: list[Array], batch: PyTree) -> PyTree[Array]:
         model, model_state = without_state(signature.static.combine(arrays))
         storage, _ = without_state(signature.storage())
-        with step_context(model, storage, storage, batch, mesh, precision) as (
-            model,
-            batch,
-        ):
-            model = eqx.nn.inference_mode(model)
-            outputs = fn(with_state(model, model_state), batch)
+
+        def call(model: PyTree, model_state: PyTree, batch: PyTree) -> PyTree:
+            with step_context(model, storage, storage, batch, mesh, precision) as (
+                model,
+                batch,
+            ):
+                model = eqx.nn.inference_mode(model)
+                return fn(with_state(model, model_state), batch)
+
+        outputs = with_float8(call, precision)(model, model_state, batch)
         _check_outputs(outputs, jax.tree.leaves(batch)[0].shape[0])
         return outputs
 

@@ -305,7 +305,7 @@ class Throughput(Callback):
         have tokens, as packed documents do.
     - `flops_per_token`: of the model, as [`eqxshard.nn.flops_per_token`][] counts them.
     - `peak`: the operations per second that one device can do; by default, those of
-        [`eqxshard.nn.peak_flops`][] in bfloat16.
+        [`eqxshard.nn.peak_flops`][] in bfloat16, also where products are of float8.
 
     !!! Example
 

@@ -186,8 +186,8 @@ class Plan:
     def mfu(self) -> float | None:
         """The part of the devices' peak that is used: model FLOPs utilization (MFU).
 
-        What several devices repeat counts once. What a step computes again to save memory
-        counts again.
+        The peak of each product is that of its dtype, such as float8. What several devices
+        repeat counts once. What a step computes again to save memory counts again.
         """
         if not self.time or not self.time.step or not self.flops:
             return None

@@ -29,6 +29,7 @@ from ._metrics import Metrics
 from ._precision import Precision
 from ._state import refuse_state, with_state, without_state
 from ._step import Key, StepMachine, Variant
+from .rewrite._float8 import with_float8
 
 _MetricFn = Callable[[Any, Any], Mapping[str, Any]]
 
@@ -189,17 +190,25 @@ def eval_step(
     storage, _ = without_state(signature.storage())
     if rule is not None:
         storage = assign_shardings(model, mesh, rule)
-    with step_context(model, storage, storage, batch, mesh, precision) as (
-        model,
-        batch_for_use,
-    ):
-        model = eqx.nn.inference_mode(model)
-        model_state = replicated_on(model_state, mesh)
-        values = metric_fn(with_state(model, model_state), batch_for_use)
-        check_metric_names("the result of metric_fn", values, "nonfinite")
-        if is_weighted(batch):
-            again = lambda batch: metric_fn(with_state(model, model_state), batch)  # noqa: E731
-            check_scalars(values, again, batch_for_use)
+
+    def measure(model: PyTree, model_state: PyTree, batch: PyTree) -> Mapping[str, Any]:
+        with step_context(model, storage, storage, batch, mesh, precision) as (
+            model,
+            batch_for_use,
+        ):
+            model = eqx.nn.inference_mode(model)
+            model_state = replicated_on(model_state, mesh)
+
+            def apply(batch: PyTree) -> Mapping[str, Any]:
+                return metric_fn(with_state(model, model_state), batch)
+
+            values = apply(batch_for_use)
+            check_metric_names("the result of metric_fn", values, "nonfinite")
+            if is_weighted(batch):
+                check_scalars(values, apply, batch_for_use)
+            return values
+
+    values = with_float8(measure, precision)(model, model_state, batch)
     sums = sum_over_examples(to_auto(values), batch, mesh)
     weight = total_weight(example_weights(batch))
     return arrays, Metrics(sums, weight, jnp.zeros((), jnp.int32))

@@ -35,6 +35,7 @@ from ._layout import StateLayout
 from ._precision import Precision, cast
 from ._state import TrainState, split_model, with_state
 from ._typecheck import add_type_note
+from .rewrite._float8 import with_float8
 from .rewrite._sums import sum_gradients
 
 
@@ -83,7 +84,7 @@ def compute_gradients(
     storage, update = (layout.model, extra_storage), (layout.update, extra_storage)
 
     def mean_loss(
-        params: PyTree, batch: PyTree, model_state: PyTree, key: Array
+        params: PyTree, frozen: PyTree, batch: PyTree, model_state: PyTree, key: Array
     ) -> tuple[Array, tuple[dict[str, Array], PyTree]]:
         """The mean over a microbatch; the sums of loss and metrics, and the new state."""
         model = eqx.combine(params, frozen), extra
@@ -115,7 +116,8 @@ def compute_gradients(
             f"{WEIGHT!r}) would change; make the loader with remainder='drop', or call "
             f"weights of the loss {LOSS_WEIGHT!r}."
         )
-    gradient = ft.partial(jax.grad(mean_loss, has_aux=True), params)
+    differentiated = with_float8(mean_loss, config.precision, models=2)
+    gradient = ft.partial(jax.grad(differentiated, has_aux=True), params, frozen)
     reduce = None if config.precision is None else config.precision.reduce
     gradient = sum_gradients(gradient, jax.tree.leaves(layout.update), reduce)
     key = jax.random.fold_in(state.key, state.step)

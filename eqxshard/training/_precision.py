@@ -1,7 +1,8 @@
 """`Precision`: the types that parameters are stored, computed with and summed in."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -36,6 +37,14 @@ class Precision:
         devices: of random gradients about 0.4 % on 8, 1.4 % on 128 and 2.7 % on 512, where
         the gradients' own rounding is 0.17 %. Code for each device (`jax.shard_map`, as in
         pipelines) sums as it says itself.
+    - `matmul`: `"float8"` to compute products of activations with parameters on factors of
+        eight bits, each scaled by its largest magnitude: float8_e4m3fn, and float8_e5m2
+        for the gradients of products (Micikevicius et al. 2022,
+        https://arxiv.org/abs/2209.05433). Products of fewer than 16 rows, or of features
+        that are no multiple of 16, are computed in `compute`. Parameters are gathered in
+        eight bits. `None` for all in `compute`.
+    - `matmul_except`: regular expressions, found in the paths of parameters whose products
+        are computed in `compute`, such as the last layer's, which needs more digits.
     - `initial_scale`, `scale_every`: the initial loss scale of float16, and after how many
         finite steps it doubles.
 
@@ -51,6 +60,8 @@ class Precision:
     compute: DTypeLike | None = jnp.bfloat16
     params: DTypeLike = jnp.float32
     reduce: DTypeLike = jnp.float32
+    matmul: Literal["float8"] | None = None
+    matmul_except: Sequence[str] = ()
     initial_scale: float = 2.0**15
     scale_every: int = 2000
 
@@ -74,6 +85,17 @@ class Precision:
                 f"Precision(compute={self.compute!r}) makes no bfloat16 gradients for "
                 "reduce=jnp.bfloat16 to sum; use compute=jnp.bfloat16, or leave reduce out."
             )
+        if self.matmul not in (None, "float8"):
+            raise ValueError(
+                f"Precision(matmul={self.matmul!r}) is not 'float8' or None; the type of "
+                "all other products is compute=."
+            )
+        if isinstance(self.matmul_except, str):
+            raise TypeError(
+                f"Precision(matmul_except={self.matmul_except!r}) is a text; give a tuple "
+                "of regular expressions."
+            )
+        object.__setattr__(self, "matmul_except", tuple(self.matmul_except))
         if self.initial_scale < 1 or self.scale_every < 1:
             raise ValueError(
                 f"Precision(initial_scale={self.initial_scale}, scale_every="

@@ -74,7 +74,7 @@ def _rewrite_or_leave(rewrite: Callable[[Any], Any], jaxpr: Any, leaves: list[An
             raise TypeError(f"it returns {ours} in place of {wanted}")
         return rewritten
     except Exception as error:
-        _warn_once(f"{type(error).__name__}: {error}")
+        warn_once(f"{type(error).__name__}: {error}")
         return jaxpr
 
 
@@ -83,7 +83,7 @@ def _types(jaxpr: Any) -> list[Any]:
 
 
 @ft.cache
-def _warn_once(error: str) -> None:
+def warn_once(error: str) -> None:
     warnings.warn(
         f"eqxshard could not rewrite a step, which runs as plain JAX runs it ({error}); "
         "please report this, and set EQXSHARD_REWRITE=off until it is mended.",

@@ -65,7 +65,7 @@ def assert_close(ours, theirs):
 class Sweep:
     """The programs of a group, in a train step and an eval step, and as JAX runs them."""
 
-    def __init__(self, group, mesh="data=1"):
+    def __init__(self, group, mesh="data=1", precision=None):
         self.trained, others = GROUPS[group]
         self.all = self.trained | others
         where: dict[str, Any] = {"mesh": make_mesh(mesh), "rule": RULES["fsdp"]}
@@ -73,6 +73,7 @@ class Sweep:
             make_weights(self.all), SGD, key=jax.random.key(0), **where
         )
         self.weights = jax.tree.map(np.asarray, self.state.model)
+        self.precision = precision
 
     def loss(self, weights, batch):
         return sum(measure(self.trained, weights, batch).values(), jnp.float32(0))
@@ -85,13 +86,18 @@ class Sweep:
         """Compare the values and gradients of the steps with those of plain JAX."""
         values, gradients = jax.jit(self.measure)(self.weights, BATCH)
         eval_step = eqxshard.make_eval_step(
-            lambda weights, batch: measure(self.all, weights, batch), lint=LINT
+            lambda weights, batch: measure(self.all, weights, batch),
+            precision=self.precision,
+            lint=LINT,
         )
         assert_close(eval_step(self.state.model, BATCH).compute(), values)
         if not self.trained:
             return
         train_step = eqxshard.make_train_step(
-            lambda weights, batch, key: self.loss(weights, batch), SGD, lint=LINT
+            lambda weights, batch, key: self.loss(weights, batch),
+            SGD,
+            precision=self.precision,
+            lint=LINT,
         )
         state, metrics = train_step(self.state, BATCH)
         assert "nonfinite" not in metrics.compute()
@@ -104,6 +110,13 @@ class Sweep:
 @pytest.mark.parametrize("group", GROUPS)
 def test_steps_return_what_jax_returns(group):
     Sweep(group).check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", GROUPS)
+def test_parameters_that_know_a_rounded_copy_go_through_every_program(group):
+    """None of which has a product that is large enough."""
+    Sweep(group, precision=eqxshard.Precision(None, matmul="float8")).check()
 
 
 @pytest.mark.slow
