@@ -37,6 +37,8 @@ from ._rewrite import is_rewriting, run_rewritten
 #: A smaller matrix that is not split costs less to compute than to send. As in `fsdp`.
 _MIN_SIZE = 2**18
 
+_NO_MESH = jax.sharding.AbstractMesh((), ())
+
 #: What is done to one layer of a stack, by the name of the function that does it to all.
 _BODIES: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar(
     "eqxshard_bodies", default=None
@@ -63,10 +65,13 @@ def deal_matrices(
         if mesh.size == 1 or not is_rewriting():
             return update(*args)
         bodies: dict[str, Any] = {}
-        with _collecting(bodies):
-            # Without the mesh in their types, which is another one in per-device code.
-            like = jax.tree.map(_untyped, args)
-            jaxpr, out = jax.make_jaxpr(update, return_shape=True)(*like)
+        # Without a mesh in types and equations, which is another one in per-device code.
+        like = jax.tree.map(_untyped, args)
+        try:
+            with _collecting(bodies), jax.sharding.use_abstract_mesh(_NO_MESH):
+                jaxpr, out = jax.make_jaxpr(update, return_shape=True)(*like)
+        except Exception:  # It needs the mesh, or raises its own error again.
+            return update(*args)
         if not has_matrices(jaxpr) or jaxpr.effects:
             return update(*args)
 
