@@ -107,6 +107,10 @@ def test_what_to_expect_is_longer_than_the_least(name):
     assert (about.memory or 0) > (least.memory or 0) > 0 and about.step > least.step
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ >= (0, 11),
+    reason="XLA computes next to no products of so small a step again",
+)
 def test_what_xla_computes_again_where_memory_is_short_is_noted():
     shape = dataclasses.replace(SHAPE, embed=256, mlp=1024, seq_len=256)
     tokens = jax.ShapeDtypeStruct((256, shape.seq_len), jnp.int32)
