@@ -32,14 +32,15 @@ class Precision:
         float32.
     - `params`: the type of trained parameters between steps, and so of gradients and
         optimizer state. Frozen arrays keep their own.
-    - `matmul`: `"float8"` to compute products of activations with parameters on factors of
-        eight bits, each scaled by its largest magnitude: float8_e4m3fn, and float8_e5m2
-        for the gradients of products (Micikevicius et al. 2022,
-        https://arxiv.org/abs/2209.05433). Products of fewer than 16 rows, or of features
-        that are no multiple of 16, are computed in `compute`. Parameters are gathered in
-        eight bits. `None` for all in `compute`.
-    - `matmul_except`: regular expressions, found in the paths of parameters whose products
-        are computed in `compute`, such as the last layer's, which needs more digits.
+    - `matmul`: `"float8"` to multiply activations with parameters in eight bits: rounded to
+        float8_e4m3fn, and to float8_e5m2 the gradients of products, each array scaled by
+        its largest magnitude (Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433).
+        Parameters are gathered in eight bits. All else is computed in `compute`: products
+        of fewer than 16 rows, or of features that are no multiple of 16; those with what
+        is computed from parameters, such as their sum; and what is inside `jax.shard_map`,
+        `jax.lax.cond` and functions with a derivative of their own. `None`: no product.
+    - `matmul_except`: regular expressions. Products with parameters in whose paths one is
+        found are computed in `compute`, too; the last layer needs most digits.
     - `initial_scale`, `scale_every`: the initial loss scale of float16, and after how many
         finite steps it doubles.
 

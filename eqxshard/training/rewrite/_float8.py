@@ -185,7 +185,7 @@ def _apply(eqn: Any, inputs: list[Any]) -> list[Any] | None:
         return _multiply(eqn, inputs)
     weight, *others = inputs
     if name == "reshard" and isinstance(weight, _Stored):
-        return [_Stored(*_bind(eqn, inputs), weight.largest)]
+        return [_Stored(_bind(eqn, inputs)[0], weight.largest)]
     if name in _MOVES and isinstance(weight, _Weight):
         if any(isinstance(x, _Stored | _Weight) for x in others):
             return None
@@ -442,7 +442,7 @@ def _factor_gradient(
     out = _dot(grad, other, dims, dtype)
     # What is contracted comes last, in the order of the other's dims.
     last = [contracted[i] for i in np.argsort(their_contracted)]
-    return jnp.transpose(out, np.argsort([*batch, *free, *last]))
+    return jnp.transpose(out, [*np.argsort([*batch, *free, *last])])
 
 
 def _dot(left: Any, right: Any, dims: Any, dtype: Any) -> Array:
