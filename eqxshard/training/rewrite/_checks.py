@@ -28,6 +28,7 @@ from ._jaxprs import (
     map_jaxpr,
     map_jaxprs_in,
     open_jaxpr,
+    scan_counts,
 )
 
 #: The number of a failed check is its position, from 1, times this, plus the position of
@@ -221,10 +222,7 @@ def _first(*numbers: Int[Array, "..."]) -> Int[Array, ""]:
 
 def _rewrite_scan(eqn: Any, body: Any) -> tuple[Any, Any]:
     params = eqn.params
-    if "ft_in" in params:  # JAX 0.11 and later.
-        consts, carry, _ = map(len, params["ft_in"].unpack())
-    else:
-        consts, carry = params["num_consts"], params["num_carry"]
+    consts, carry = scan_counts(params)
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
 
     def scan(*operands: Array) -> list[Array]:

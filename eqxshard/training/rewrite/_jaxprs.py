@@ -67,6 +67,14 @@ def map_jaxprs_in(rewrite: Callable[[Any], Any], part: Any) -> Any:
     return type(part)(*parts) if hasattr(part, "_fields") else type(part)(parts)
 
 
+def scan_counts(params: Any) -> tuple[int, int]:
+    """How many constants a loop has, and how many values it carries."""
+    if "ft_in" in params:  # JAX 0.11 and later.
+        consts, carry, _ = map(len, params["ft_in"].unpack())
+        return consts, carry
+    return params["num_consts"], params["num_carry"]
+
+
 def call_function(fn: Callable[..., Any], variables: Sequence[Any]) -> Any:
     """An equation that calls a function on variables."""
 
