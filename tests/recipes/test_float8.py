@@ -44,12 +44,12 @@ def train(corpus, matmul, seed):
 
 
 def test_eight_bits_train_as_well_as_sixteen():
-    """As far as the means over three seeds go, and each seed by itself."""
+    """In the mean over seeds: of one, other digits alone change the loss by as much."""
     corpus = text.shakespeare(tokenizer="char")
-    found = {
-        matmul: np.array([train(corpus, matmul, seed) for seed in range(3)])
+    sixteen, eight = (
+        np.array([train(corpus, matmul, seed) for seed in range(3)])
         for matmul in (None, "float8")
-    }
-    print(found)
-    assert np.all(found[None] < 2.6)
-    np.testing.assert_allclose(found["float8"], found[None], rtol=0.005)
+    )
+    print(f"bfloat16 {sixteen}, float8 {eight}")
+    assert np.mean(sixteen) < 2.3
+    np.testing.assert_allclose(np.mean(eight), np.mean(sixteen), rtol=0.005)

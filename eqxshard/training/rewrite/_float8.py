@@ -34,7 +34,7 @@ from ...sharding._explicit import auto_mesh, is_explicit, to_auto, type_mesh
 from ...sharding._leaves import is_inexact, leaf_path
 from ...sharding._text import did_you_mean
 from .._precision import Precision
-from ._jaxprs import map_jaxpr, open_jaxpr
+from ._jaxprs import map_jaxpr, open_jaxpr, scan_counts
 from ._rewrite import is_rewriting, warn_once
 
 #: The name of a product, for policies of what to keep for the backward pass.
@@ -58,9 +58,6 @@ _MOVES = (
     "copy",
     "convert_element_type",
 )
-#: The parameters of a loop: those that `jax.lax.scan` takes, and all.
-_SCAN = ("reverse", "length", "unroll", "_split_transpose")
-_ALL_OF_SCAN = {*_SCAN, "jaxpr", "num_consts", "num_carry", "linear"}
 
 
 class _Stored(NamedTuple):
@@ -177,7 +174,7 @@ def _apply(eqn: Any, inputs: list[Any]) -> list[Any] | None:
         return _inline(params, inputs)
     if name in ("custom_vjp_call", "custom_jvp_call"):
         return _moved_inside(eqn, inputs)
-    if name == "scan" and _ALL_OF_SCAN.issuperset(params):
+    if name == "scan":
         return _scan(eqn, inputs)
     if name in ("remat2", "checkpoint") and not params["differentiated"]:
         return _remat(eqn, inputs)
@@ -185,7 +182,7 @@ def _apply(eqn: Any, inputs: list[Any]) -> list[Any] | None:
         return _multiply(eqn, inputs)
     weight, *others = inputs
     if name == "reshard" and isinstance(weight, _Stored):
-        return [_Stored(*_bind(eqn, inputs), weight.largest)]
+        return [_Stored(_bind(eqn, inputs)[0], weight.largest)]
     if name in _MOVES and isinstance(weight, _Weight):
         if any(isinstance(x, _Stored | _Weight) for x in others):
             return None
@@ -262,15 +259,15 @@ def _round_stored(stored: _Stored) -> Any:
 
 def _scan(eqn: Any, inputs: list[Any]) -> list[Any]:
     """A loop, which may be over the layers of stacked parameters."""
-    start = eqn.params["num_consts"]
-    end = start + eqn.params["num_carry"]
-    consts, init, xs = inputs[:start], [*map(_plain, inputs[start:end])], inputs[end:]
+    start, count = scan_counts(eqn)
+    carry = [*map(_plain, inputs[start : start + count])]
+    consts, xs = inputs[:start], inputs[start + count :]
     scales = [x.scale if isinstance(x, _Weight) else None for x in xs]
     xs = [_by_layer(x) if isinstance(x, _Stored) else x for x in xs]
     xs = [x._replace(scale=None) if isinstance(x, _Weight) else x for x in xs]
     part = eqn.params["jaxpr"]
 
-    def loop(consts: Any, scales: Any, init: Any, xs: Any) -> Any:
+    def loop(consts: Any, scales: Any, carry: Any, xs: Any) -> Any:
         def body(carry: list[Any], xs: Any) -> tuple[list[Any], list[Any]]:
             layer = [
                 x._replace(scale=scale) if isinstance(x, _Weight) else x
@@ -280,11 +277,11 @@ def _scan(eqn: Any, inputs: list[Any]) -> list[Any]:
             out = _run(open_jaxpr(part), getattr(part, "consts", ()), args)
             return out[: len(carry)], out[len(carry) :]
 
-        options = {name: eqn.params[name] for name in _SCAN if name in eqn.params}
-        carry, stacked = jax.lax.scan(body, init, xs, **options)
+        options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+        carry, stacked = jax.lax.scan(body, carry, xs, **options)
         return [*carry, *stacked]
 
-    return _at(eqn, loop, consts, scales, init, xs)
+    return _at(eqn, loop, consts, scales, carry, xs)
 
 
 def _by_layer(stored: _Stored) -> Any:
@@ -442,7 +439,7 @@ def _factor_gradient(
     out = _dot(grad, other, dims, dtype)
     # What is contracted comes last, in the order of the other's dims.
     last = [contracted[i] for i in np.argsort(their_contracted)]
-    return jnp.transpose(out, np.argsort([*batch, *free, *last]))
+    return jnp.transpose(out, [*np.argsort([*batch, *free, *last])])
 
 
 def _dot(left: Any, right: Any, dims: Any, dtype: Any) -> Array:

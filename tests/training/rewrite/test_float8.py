@@ -49,10 +49,9 @@ def product_loss(model, batch, key):
     "dims, left, right",
     [
         ("bi,oi->bo", (16, 32), (48, 32)),
-        ("bij,jin->nb", (16, 4, 8), (8, 4, 16)),
-        ("xbi,xoi->bxo", (2, 16, 32), (2, 16, 32)),
+        pytest.param("bij,jin->nb", (16, 4, 8), (8, 4, 16), marks=pytest.mark.slow),
+        pytest.param("xbi,xoi->bxo", (2, 16, 32), (2, 16, 32), marks=pytest.mark.slow),
     ],
-    ids=["linear", "several dims", "batched"],
 )
 def test_products_and_gradients_are_those_of_rounded_arrays(dims, left, right):
     rng = np.random.default_rng(0)
@@ -75,6 +74,7 @@ def test_products_and_gradients_are_those_of_rounded_arrays(dims, left, right):
     assert abs(loss - np.sum(np.einsum(dims, x, w) * slope)) > 1e-3 * abs(loss)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [0, 1e-42, 1e-30, 1e30])
 def test_arrays_of_any_magnitude_are_scaled(size):
     x, w = np.full((16, 16), size, F32), np.eye(16, dtype=F32)
@@ -87,6 +87,7 @@ def test_arrays_of_any_magnitude_are_scaled(size):
     np.testing.assert_allclose(metrics["loss"], 256 * F32(size) * 1e-30, 1e-5, atol=1e-37)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_not_finite_stays_so(value):
     x = np.ones((16, 16), F32)
@@ -141,14 +142,15 @@ def count_products(state, step, batch):
     return len(found), sum("f8E" in each for each in found)
 
 
-def zoo(mesh="data=1", rule="replicate", precision=FLOAT32, **options):
-    where = {"mesh": make_mesh(mesh), "rule": RULES[rule], "precision": precision}
+def zoo(mesh="data=1", rule="replicate", precision=FLOAT32, accumulate=1):
+    where: dict = {"mesh": make_mesh(mesh), "rule": RULES[rule], "precision": precision}
     trained = jax.tree.map(lambda _: True, eqx.filter_eval_shape(Zoo, KEY))
     trained = eqx.tree_at(lambda tree: tree.frozen, trained, False)
     state = eqxshard.init_state(Zoo, SGD, key=KEY, trainable=trained, **where)
-    return state, eqxshard.make_train_step(zoo_loss, SGD, **options)
+    return state, eqxshard.make_train_step(zoo_loss, SGD, accumulate=accumulate)
 
 
+@pytest.mark.versions
 def test_all_products_with_parameters_are_found():
     count, of_eight = count_products(*zoo(), BATCH)
     assert count == of_eight
@@ -160,11 +162,11 @@ def test_all_products_with_parameters_are_found():
 @pytest.mark.slow
 def test_every_mesh_gives_the_same_products():
     found = {}
-    for mesh, rule, options in (
-        ("data=1", "replicate", {}),
-        ("data=2,fsdp=4", "fsdp", {"accumulate": 2}),
+    for mesh, rule, accumulate in (
+        ("data=1", "replicate", 1),
+        ("data=2,fsdp=4", "fsdp", 2),
     ):
-        state, step = zoo(mesh, rule, **options)
+        state, step = zoo(mesh, rule, accumulate=accumulate)
         losses = []
         for _ in range(2):
             state, metrics = step(state, BATCH)
@@ -174,6 +176,7 @@ def test_every_mesh_gives_the_same_products():
     np.testing.assert_allclose(one, many, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_rewriting_is_turned_off_for_products_too(monkeypatch):
     monkeypatch.setenv("EQXSHARD_REWRITE", "off")
     assert count_products(*zoo(), BATCH)[1] == 0
@@ -184,6 +187,7 @@ def test_a_text_in_place_of_patterns_is_refused():
         eqxshard.Precision(matmul="float8", matmul_except="linear")
 
 
+@pytest.mark.slow
 def test_a_pattern_without_a_parameter_is_refused():
     precision = eqxshard.Precision(matmul="float8", matmul_except=("liner",))
     state, step = zoo(precision=precision)
