@@ -486,7 +486,7 @@ class _Sums:
         """Rewrite, for an equation of which some results are wanted."""
         outs = self.jaxpr.outvars
         results = {
-            i: self.want(outs[i], *wanted.get(i, (_START,))) for i in {*wanted, *extra}
+            i: self.want(outs[i], *wanted.get(i, (_START, None))) for i in {*wanted, *extra}
         }
         self._emit()
         self.jaxpr = self.rewrite()
