@@ -288,7 +288,7 @@ class _Sums:
 
     def want(self, x: Any, depth: int, sharding: NamedSharding | None = None) -> Any:
         """An array in the type to sum in: summed so, or else cast."""
-        if not isinstance(x, core.Literal) and x in self.wanted:
+        if _variables([x]) and x in self.wanted:
             return self.wanted[x][0]
         if self.found(x, depth):
             eqn = self.made_by.get(x)
