@@ -37,8 +37,8 @@ def test_communication_is_what_theory_counts(name):
     plan = plan_gpt(MESHES[name], backend="gpu")
     print(plan)
     assert plan.backend == "gpu"
-    # To the byte, but for scalars that the compiler sends with arrays.
-    assert traffic(plan) == pytest.approx(theory(MESHES[name]), abs=64)
+    # To the byte, but for the losses and scalars that the compiler sends with gradients.
+    assert traffic(plan) == pytest.approx(theory(MESHES[name]), abs=128)
     memory = plan.memory
     assert memory.parameters == state_bytes(MESHES[name])
     assert 2 * memory.parameters <= memory.optimizer <= 2 * memory.parameters + 8

@@ -288,7 +288,7 @@ class _Sums:
 
     def want(self, x: Any, depth: int, sharding: NamedSharding | None = None) -> Any:
         """An array in the type to sum in: summed so, or else cast."""
-        if not isinstance(x, core.Literal) and x in self.wanted:
+        if _variables([x]) and x in self.wanted:
             return self.wanted[x][0]
         if self.found(x, depth):
             eqn = self.made_by.get(x)
@@ -486,7 +486,7 @@ class _Sums:
         """Rewrite, for an equation of which some results are wanted."""
         outs = self.jaxpr.outvars
         results = {
-            i: self.want(outs[i], *wanted.get(i, (_START,))) for i in {*wanted, *extra}
+            i: self.want(outs[i], *wanted.get(i, (_START, None))) for i in {*wanted, *extra}
         }
         self._emit()
         self.jaxpr = self.rewrite()
