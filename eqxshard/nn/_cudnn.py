@@ -161,7 +161,6 @@ def _on_devices(fn: Callable[..., Any], *arrays: Array) -> Any:
         in_specs=tuple(spec if x.ndim == 4 else PartitionSpec(*spec[:1]) for x in arrays),
         out_specs=spec,
         axis_names={*mesh.axis_names} - {*mesh.manual_axes},
-        check_vma=False,
     )(*arrays)
 
 

@@ -119,4 +119,5 @@ def test_causal_rings_compute_half_of_the_blocks(gpus):
 
     (half, sent), (whole, around) = work(True), work(False)
     assert half < 0.55 * whole
-    assert sent < 1.05 * around
+    # Halves of four arrays and of two gradients are exchanged.
+    assert sent < 1.06 * around

@@ -130,3 +130,28 @@ def test_inside_per_device_code_it_is_exact(cudnn, monkeypatch, jax_version):
     result = jax.jit(staged)(query, key, value).astype(jnp.float32)
     exact = attend(*(x.astype(jnp.float32) for x in (query, key, value)))
     np.testing.assert_allclose(result, exact, 0, 2**-6)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.__version_info__ < (0, 10, 2), reason="needs JAX 0.10.2")
+def test_cudnn_has_long_sequences_of_documents_inside_per_device_code(cudnn):
+    mesh = make_mesh(stage=2, data=2, tensor=2)
+    like = jax.ShapeDtypeStruct((4, 2100, 2, 8), jnp.bfloat16)
+    segments = jax.ShapeDtypeStruct(like.shape[:2], jnp.int32)
+
+    def attend(query, key, value, segments):
+        return attention(query, key, value, causal=True, segments=segments)
+
+    def loss(*arrays):
+        staged = jax.shard_map(
+            attend,
+            mesh=mesh,
+            in_specs=P("stage"),
+            out_specs=P("stage"),
+            axis_names={"stage"},
+        )
+        return jnp.sum(staged(*arrays).astype(jnp.float32))
+
+    found = primitives(jax.grad(loss, argnums=(0, 1, 2)), like, like, like, segments)
+    # In each direction for one, two and all three chunks of keys.
+    assert found.count("dot_product_attention_bwd_wrapper") == 3
