@@ -109,7 +109,7 @@ def initialize(
     else:
         address = given["coordinator_address"]
         number = _integer("process_id", given["process_id"])
-        if not 0 <= number < count:
+        if count is not None and not 0 <= number < count:
             raise ValueError(
                 f"process_id={number} is none of {count} processes; number them from 0 to "
                 f"{count - 1}."

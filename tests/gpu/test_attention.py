@@ -81,7 +81,8 @@ def test_memory_of_packed_documents_grows_with_the_sequence(gpus):
     sizes, temporary = {"data": 2, "fsdp": 2, "tensor": 2}, []
     for seq in (4096, 8192, 16384):
         compiled = compile_layers(gpus, sizes, packed=True, seq=seq)
-        temporary.append(compiled.memory_analysis().temp_size_in_bytes)
+        memory = compiled.memory_analysis()
+        temporary.append(memory.temp_size_in_bytes if memory else 0)
         assert calls(compiled)[0] > 0
         assert testing.collectives(compiled).times == {}
         assert not re.search(rf"\w\[[\d,]*{seq},{seq}\]", compiled.as_text() or "")
@@ -115,7 +116,7 @@ def test_causal_rings_compute_half_of_the_blocks(gpus):
         flops = sum(count_flops(parse_module(compiled.as_text() or "")).values())
         ops = testing.collectives(compiled).ops
         assert {op.kind for op in ops} == {"collective-permute"}
-        return flops, sum(op.bytes * op.times for op in ops)
+        return flops, sum(op.bytes * (op.times or 0) for op in ops)
 
     (half, sent), (whole, around) = work(True), work(False)
     assert half < 0.55 * whole

@@ -106,8 +106,9 @@ def test_long_sequences_of_documents_are_exact(documents, options, how, like_cud
         args = jax.device_put(
             args, NamedSharding(mesh, P(("data", "fsdp"), None, "tensor"))
         )
-        attend = on(mesh, attend)
-    program = with_gradients(attend).lower(*args).compile()
+        program = with_gradients(on(mesh, attend)).lower(*args).compile()
+    else:
+        program = with_gradients(attend).lower(*args).compile()
     assert_close(program(*args), expected, 2**-6)
     assert testing.collectives(program).ops == ()
     # Of two chunks, and of all three.

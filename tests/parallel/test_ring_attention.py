@@ -63,7 +63,7 @@ def sent(program):
     """How many bytes each device sends by each kind of collective."""
     found = Counter()
     for op in testing.collectives(program).ops:
-        found[op.kind] += op.bytes * op.times
+        found[op.kind] += op.bytes * (op.times or 0)
     return dict(found)
 
 
@@ -275,7 +275,7 @@ def test_a_window(size, length, window):
         arrays = jax.device_put(arrays, NamedSharding(mesh, SPLIT))
     program = with_gradients(on(mesh, attend)).lower(*arrays).compile()
     assert_close(program(*arrays), expected, 2e-5)
-    if mesh is None:
+    if size is None:
         return
     # Keys and values are sent as far as the window reaches, and so are their gradients.
     hops, part = -(-(window - 1) // (length // size)), arrays[1].size // size
