@@ -204,8 +204,9 @@ def _tpu(
 # (xla/backends/gpu/target_config/specs). NVLink is half of what NVIDIA's datasheets count
 # (both directions: 600, 900, 900 and 1,800 GB/s), on boards of eight. The network is that
 # of NVIDIA's DGX systems: for each GPU an InfiniBand port of 200 Gb/s with A100s, of 800
-# Gb/s with B300s (ConnectX-8), of 400 Gb/s with all others. Power is the datasheets', too.
-# A GB200 is one of the 72 GPUs that NVLink joins in an NVL72.
+# Gb/s with B300s (ConnectX-8), of 400 Gb/s with all others. Power, and the peaks of B300s
+# and GB200s, are as published by those who rent and run them (verda.com,
+# glennklockwood.com). A GB200 is one of the 72 GPUs that NVLink joins in an NVL72.
 _HOPPER: dict[str, Any] = dict(
     cores=132,
     units=128,

@@ -246,7 +246,7 @@ class StepMachine:
         try:
             keeps = keeper.get()
             if step.is_new and {*self._levels.values()} != {"off"}:
-                self._report(self.inspect(call, batch)[1])
+                self._report([*lint_step(call, self.compile(call, batch), batch)])
             program = step.jitted
             if keeps is not None:
                 program = keeps.get(call, batch) or self.compile(call, batch).compiled

@@ -52,7 +52,7 @@ def test_help_groups_options_and_shows_defaults(script):
         {"--model", "--optimizer", "--learning-rate", "--fail", "--seconds-per-step"},
         {"--epochs", "--steps", "--batch-size", "--seed", "--devices", "--mesh", "--output"}
         | {"--resume", "--save-every", "--evaluate-every", "--log-every", "--track"}
-        | {"--hang-seconds", "--profile", "--plan", "--traceback"},
+        | {"--hang-seconds", "--profile", "--plan", "--keep-programs", "--traceback"},
     ]
     text = " ".join(out.replace("│", " ").split())
     assert text.startswith("usage: ") and "Fit some points." in text
