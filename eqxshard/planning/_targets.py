@@ -141,15 +141,15 @@ device_description_str: "{kind}"
 #: long copies; `network`, gathers over 32 hosts, half to 0.85
 #: (github.com/NVIDIA/nccl/issues/1218); `launch`, `latency` and `hop` are usual magnitudes.
 _MEASURED = Efficiency(
-    products=0.71,
+    products=0.77,
     attention=0.5,
     memory=0.9,
-    link=0.42,
+    link=0.38,
     network=0.7,
     launch=2e-6,
     latency=30e-6,
     hop=5e-6,
-    exponent=0.75,
+    exponent=0.9,
 )
 
 
