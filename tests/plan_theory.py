@@ -77,8 +77,9 @@ def theory(
 ) -> dict[tuple[str, str], float]:
     """By axes and kind, the bytes that each device has to send in a step.
 
-    Gradients are summed in float32, of four bytes. All else is bfloat16, of two, but what
-    is said to be otherwise.
+    Gradients are summed in float32, of four bytes, but for those of experts, whose rounds
+    are a loop that ends when the data say. All else is bfloat16, of two, but what is said
+    to be otherwise.
     """
     axes = ("data", "fsdp", "tensor", "context")
     data, fsdp, tensor, context = (mesh_shape.get(axis, 1) for axis in axes)
@@ -86,6 +87,8 @@ def theory(
     layer = layer_size(s)
     layers, table = s.layers * layer / tensor, s.vocab_size * s.embed / tensor
     norms = (2 * s.layers + 1) * s.embed
+    # As if of four bytes.
+    reduced = layers - s.layers * s.experts * 3 * s.mlp * s.embed / 2
     rows //= data * fsdp
     activations = rows * s.seq_len * s.embed
     sent: dict[tuple[str, str], float] = {}
@@ -100,10 +103,10 @@ def theory(
     add("fsdp", "all-gather", 2 * (2 * layers + 2 * table), fsdp)
     add("fsdp", "all-gather", 4 * fsdp * rows * s.seq_len, fsdp)
     # Gradients: that of the input's table by its features, which change hands.
-    add("fsdp", "reduce-scatter", 4 * (layers + table), fsdp)
+    add("fsdp", "reduce-scatter", 4 * (reduced + table), fsdp)
     add("fsdp", "all-to-all", 2 * activations, fsdp)
     # Then the parts of them.
-    add("data", "all-reduce", 2 * 4 * (layers + 2 * table) / fsdp, data)
+    add("data", "all-reduce", 2 * 4 * (reduced + 2 * table) / fsdp, data)
     batch = [axis for axis in ("data", "fsdp") if mesh_shape.get(axis, 1) > 1]
     add(",".join(batch), "all-reduce", 2 * 4 * norms, data * fsdp)
     # Activations: of each layer's two blocks forward, one of them again, and the
@@ -111,12 +114,21 @@ def theory(
     add("tensor", "all-reduce", 2 * 2 * (5 * s.layers + 2) * activations, tensor)
     add("tensor", "all-reduce", 2 * 4 * 3 * rows * s.seq_len, tensor)
     if context > 1:
-        # Each device's keys and values visit the others, forward and twice backward. With
-        # the last of these go their gradients, in float32; then these come home.
-        keys = rows * s.seq_len // context * s.kv_heads * s.head_dim
+        # Each device's keys and values visit the others, forward and twice backward, of
+        # which the first visit is one for both. With the last of these go their gradients,
+        # in float32; then these come home.
+        positions = rows * s.seq_len // context
+        keys, queries = (positions * n * s.head_dim for n in (s.kv_heads, s.heads))
         visits = 3 * 2 * (2 * keys) + 4 * (2 * keys)
         home = 2 * (2 * keys)
-        sent["context", "collective-permute"] = s.layers * ((context - 1) * visits + home)
+        # Half of all is exchanged with the device at the other end, and back: queries, keys
+        # and values forward and again backward; the output both times; its gradient, with
+        # one number for each row; the gradient of the queries.
+        halves = 2 * (queries + 2 * keys) + 2 * queries + queries + queries
+        halves += 4 * positions * s.heads // 2
+        sent["context", "collective-permute"] = s.layers * (
+            (context - 1) * visits - 2 * (2 * keys) + home + halves
+        )
         add("context", "all-reduce", 2 * 4 * (layers + 2 * table + norms), context)
     return sent
 
