@@ -299,14 +299,14 @@ def _joining(number: int | None, patience: int) -> Iterator[None]:
 
 
 def _check_port(address: str, port: int) -> None:
-    """Raise if another program listens where process 0 will; JAX would not say so."""
+    """Raise `ValueError` if another program listens where process 0 will."""
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     try:
         socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
-            raise
+            return  # Of this probe alone; what is wrong, JAX says itself.
         raise ValueError(
             f"process 0 cannot listen at {address}, because another program does; give "
             "coordinator_address another port, in every process."

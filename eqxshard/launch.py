@@ -101,6 +101,7 @@ class _Worker:
             # it starts itself.
             start_new_session=True,
         )
+        self._status: int | None = None
         self._reader = threading.Thread(
             target=self._read, args=(self.process.stdout,), daemon=True
         )
@@ -110,16 +111,28 @@ class _Worker:
         """Wait until all its output is printed; a child may keep it open for longer."""
         self._reader.join(timeout=1.0)
 
+    def poll(self) -> int | None:
+        """Its exit status, if it has ended. If it failed, what it started is killed."""
+        if self._status is None:
+            self._status = self.process.poll()
+            if self._status:
+                self._kill_group()
+        return self._status
+
     def send(self, number: int) -> None:
         """Send a signal, if it still runs."""
-        if self.process.poll() is None:
+        if self.poll() is None:
             self.process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill it, and what it started and left behind."""
-        with contextlib.suppress(ProcessLookupError):
+        """Kill it, and what it started, if it still runs."""
+        if self.poll() is None:
+            self._kill_group()
+            self.process.wait()
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
 
     def _read(self, output: Any) -> None:
         with output:
@@ -207,7 +220,7 @@ def _wait(workers: list[_Worker], signals: list[int]) -> _Worker | None:
     """
     first, passed_on = None, 0
     while True:
-        codes = [worker.process.poll() for worker in workers]
+        codes = [worker.poll() for worker in workers]
         first = first or next((w for w, code in zip(workers, codes) if code), None)
         # After a signal, each may take its time to save.
         if None not in codes or (first is not None and not signals):
@@ -244,7 +257,7 @@ def _stop(workers: list[_Worker]) -> None:
     for worker in workers:
         worker.send(signal.SIGTERM)
     until = time.monotonic() + _GRACE_SECONDS
-    while time.monotonic() < until and any(w.process.poll() is None for w in workers):
+    while time.monotonic() < until and any(w.poll() is None for w in workers):
         time.sleep(0.05)
     for worker in workers:
         worker.kill()

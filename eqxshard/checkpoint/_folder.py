@@ -124,7 +124,8 @@ class CheckpointFolder:
         except Exception as error:
             unread = (
                 f"the checkpoints in {self.path} cannot be read ({reason(error)}), which "
-                "does not say that they are damaged; try again, or give step= of another."
+                "does not say that they are damaged; try again, or move the newest away "
+                "to use the one before it."
             )
             return {"unread": unread, "damaged": []}
 

@@ -97,6 +97,8 @@ class _Programs:
         #: The digests of what was compiled or read here, and that itself, by its arguments.
         self._digests: set[str] = set()
         self._programs: dict[Any, jax.stages.Compiled] = {}
+        #: What was read here, by name. Of these, other shapes may be new.
+        self._read_names: set[str] = set()
 
     def get(self, call: Call, batch: PyTree) -> jax.stages.Compiled | None:
         """What this has compiled or read for arguments of these shapes."""
@@ -161,7 +163,7 @@ class _Programs:
             if changes:
                 return None, f"it was compiled otherwise ({first_few(changes)})"
             if digest not in listed:
-                return None, _CHANGED
+                return None, "" if about["name"] in self._read_names else _CHANGED
             if is_writable_by_others(self._folder):
                 return None, f"other users may write to {self._folder}"
             file = self._folder / digest
@@ -173,9 +175,11 @@ class _Programs:
         try:
             devices = [*mesh.devices.flat]
             trees = lowered.in_tree, lowered.out_tree
-            return deserialize_and_load(data, *trees, execution_devices=devices), ""
+            compiled = deserialize_and_load(data, *trees, execution_devices=devices)
         except Exception as error:  # Of any kind, by JAX and its plugins.
             return None, f"JAX cannot load {file} ({_line(error)})"
+        self._read_names.add(about["name"])
+        return compiled, ""
 
     def _make(
         self, lowered: jax.stages.Lowered, digest: str, about: dict[str, Any]

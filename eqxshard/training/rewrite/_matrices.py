@@ -30,10 +30,11 @@ from jaxtyping import Array
 
 from ...sharding._leaves import is_key
 from ...sharding._spec import axes_of, make_spec
-from ._jaxprs import call_function, map_jaxpr
+from ._jaxprs import all_jaxprs, call_function, equations, map_jaxpr
 from ._regions import Regions, has_matrices, inline_calls
 from ._rewrite import is_rewriting, run_rewritten
 
+_PLACED = ("shard_map", "sharding_constraint")
 #: A smaller matrix that is not split costs less to compute than to send. As in `fsdp`.
 _MIN_SIZE = 2**18
 
@@ -270,8 +271,13 @@ class _Work(NamedTuple):
         return _Work(region, inputs, outputs, body, rows, tuple(found), row_axes)
 
     def kind(self) -> Any:
-        """What is the same for those that are dealt out together."""
-        return str(self.body.jaxpr), self.splits, self.row_axes
+        """What is the same for those that are dealt out together.
+
+        The text of a jaxpr does not have the values of constants inside, such as a mask.
+        """
+        parts = (part for part, _ in all_jaxprs(self.body))
+        constants = [id(x) for part in parts for x in getattr(part, "consts", ())]
+        return str(self.body.jaxpr), *constants, self.splits, self.row_axes
 
 
 class _Deal(NamedTuple):
@@ -310,6 +316,8 @@ class _Deal(NamedTuple):
         )
         # Those of experts are already dealt out, as one stack of a layer.
         odd = "expert" in axes or any(map(is_key, body.in_avals))
+        # What says itself where it is, stays there.
+        odd |= any(eqn.primitive.name in _PLACED for eqn in equations(body))
         if rows < 2 or not (free or axes) or not in_order or odd:
             return None
         return _Deal(works, mesh, tuple(free), tuple(axes))

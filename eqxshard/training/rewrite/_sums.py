@@ -302,8 +302,6 @@ class _Sums:
             return wide
         return self._cast(x, self._dtype(x))
 
-        return self._cast(x, self._dtype(x))
-
     def _cast(self, x: Any, dtype: Any) -> Any:
         if x.aval.dtype == dtype:
             return x

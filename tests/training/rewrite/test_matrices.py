@@ -103,6 +103,24 @@ def whiten(rate=1e-2, every=2):
     return optax.GradientTransformation(init, update)
 
 
+def masked():
+    """Products with a constant of each leaf's own, inside of a jitted function."""
+
+    def update(updates, state, params=None):
+        del params
+        rng = np.random.default_rng(0)
+
+        def one(grad):
+            if grad.ndim != 2:
+                return -1e-2 * grad
+            mask = np.asarray(rng.random((len(grad),) * 2) < 0.5, np.float32)
+            return jax.jit(lambda grad: -1e-2 * (mask @ (grad @ (grad.T @ grad))))(grad)
+
+        return jax.tree.map(one, updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
 muon = optax.contrib.muon
 OPTIMS: dict[str, Any] = {
     "muon": muon(1e-2, weight_decay=0.1),
@@ -114,6 +132,7 @@ OPTIMS: dict[str, Any] = {
     "several": optax.MultiSteps(muon(1e-2), 2).gradient_transformation(),
     "galore": optax.contrib.galore(1e-2, 4),
     "whiten": whiten(),
+    "masked": masked(),
 }
 MESHES = [
     {"fsdp": 8},
