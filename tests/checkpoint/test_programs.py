@@ -216,6 +216,18 @@ def test_other_numbers_of_batches_are_added(run):
 
 
 @pytest.mark.slow
+def test_batches_of_other_shapes_are_added_once_the_run_goes_on(run):
+    folder, state = run
+    half = jax.tree.map(lambda x: x[: len(x) // 2], BATCHES[1])
+    with eqxshard.keep_programs(folder, resume=True):
+        start(state, [BATCHES[1], half])
+    assert [x["name"] for x in listed(folder).values()].count("train_step") == 2
+    with compiled() as steps, eqxshard.keep_programs(folder, resume=True):
+        start(make_state(), [BATCHES[1], half])
+    assert steps == []
+
+
+@pytest.mark.slow
 def test_a_run_that_begins_anew_keeps_its_own(run):
     folder, state = run
     old = entry(folder)
