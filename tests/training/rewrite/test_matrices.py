@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from grades import graded
 from helpers import lenient
 from jax.sharding import PartitionSpec as P
 
@@ -134,12 +135,21 @@ OPTIMS: dict[str, Any] = {
     "whiten": whiten(),
     "masked": masked(),
 }
+#: Those that are tried each time.
+OFTEN = ["whiten", "masked"]
 MESHES = [
     {"fsdp": 8},
     {"data": 2, "fsdp": 4},
     {"data": 2, "fsdp": 2, "tensor": 2},
     {"stage": 2, "data": 2, "fsdp": 2},
 ]
+
+OTHERS: dict[str, Any] = {
+    "accumulate": {"accumulate": 2},
+    "ignore": {"nonfinite": "ignore"},
+    "zero1": {"rule": eqxshard.zero1(min_size=1)},
+    "offload": {"rule": eqxshard.offload(rule)},
+}
 
 
 def make_step(optim, sizes, **options):
@@ -174,10 +184,12 @@ def assert_close(found, wanted, tolerance=2e-5):
         )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, sizes",
-    [("muon", sizes) for sizes in MESHES] + [(x, MESHES[2]) for x in OPTIMS if x != "muon"],
+    graded(
+        [("muon", x) for x in MESHES] + [(x, MESHES[2]) for x in OPTIMS if x != "muon"],
+        slow=[("muon", MESHES[1]), ("muon", MESHES[2]), *((x, MESHES[2]) for x in OFTEN)],
+    ),
 )
 def test_steps_are_those_of_one_device(name, sizes):
     optim = OPTIMS[name]
@@ -186,18 +198,9 @@ def test_steps_are_those_of_one_device(name, sizes):
     assert_close(train(optim, sizes), train(optim, {}), tolerance)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"accumulate": 2},
-        {"nonfinite": "ignore"},
-        {"rule": eqxshard.zero1(min_size=1)},
-        {"rule": eqxshard.offload(rule)},
-    ],
-    ids=["accumulate", "ignore", "zero1", "offload"],
-)
-def test_so_they_are_with_other_options(options):
+@pytest.mark.parametrize("name", graded(OTHERS, slow=["accumulate"]))
+def test_so_they_are_with_other_options(name):
+    options = OTHERS[name]
     sizes = {"data": 2, "fsdp": 2, "tensor": 2}
     assert_close(train(OPTIMS["muon"], sizes, **options), train(OPTIMS["muon"], {}))
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from grades import graded
 from helpers import RULES, make_mesh
 from jax.experimental import io_callback
 from jax.extend import core
@@ -112,8 +113,7 @@ def test_steps_return_what_jax_returns(group):
     Sweep(group).check()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", graded(GROUPS, slow=["control flow"]))
 def test_parameters_that_know_a_rounded_copy_go_through_every_program(group):
     """None of which has a product that is large enough."""
     Sweep(group, precision=eqxshard.Precision(None, matmul="float8")).check()
