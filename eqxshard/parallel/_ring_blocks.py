@@ -287,7 +287,7 @@ def _send_halves(blocks: Blocks, tree: PyTree, to: Callable[[int], int]) -> PyTr
     if not blocks.balanced:
         return ring.permute(tree, to)
 
-    def send(x: Float[Array, "*batch block heads dim"]) -> Array:
+    def send(x: Array) -> Array:
         first, second = jnp.split(x, [blocks.part], axis=-3)
         second = ring.permute(second, lambda i: ring.size - 1 - to(i))
         return jnp.concatenate([ring.permute(first, to), second], axis=-3)

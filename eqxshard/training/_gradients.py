@@ -119,7 +119,8 @@ def compute_gradients(
     differentiated = with_float8(mean_loss, config.precision, models=2)
     gradient = ft.partial(jax.grad(differentiated, has_aux=True), params, frozen)
     reduce = None if config.precision is None else config.precision.reduce
-    gradient = sum_gradients(gradient, jax.tree.leaves(layout.update), reduce)
+    overflows = state.loss_scale is not None
+    gradient = sum_gradients(gradient, jax.tree.leaves(layout.update), reduce, overflows)
     key = jax.random.fold_in(state.key, state.step)
     batch = mask_padding(batch)
     if config.accumulate == 1:

@@ -98,6 +98,7 @@ def sum_gradients(
     gradient: Callable[..., Any],
     shardings: Sequence[NamedSharding],
     reduce: DTypeLike | None,
+    overflows: bool,
 ) -> Callable[..., Any]:
     """Rewrite how a function sums gradients over examples.
 
@@ -107,13 +108,15 @@ def sum_gradients(
         marks their gradients.
     - `shardings`: where the gradients are updated.
     - `reduce`: the type to sum gradients of 16 bits in; `None` for their own.
+    - `overflows`: whether sums in their own type may overflow, which must not depend on
+        the number of devices.
 
     **Returns:**
 
     The same function.
     """
     typed = any(is_explicit(sharding.mesh) for sharding in shardings)
-    several = any(sharding.mesh.size > 1 for sharding in shardings)
+    several = overflows or any(sharding.mesh.size > 1 for sharding in shardings)
     if not typed and not (
         several and (reduce is not None or any(map(is_split, shardings)))
     ):
