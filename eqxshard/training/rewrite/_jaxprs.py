@@ -1,7 +1,7 @@
 """Walking through jaxprs, and making equations of functions."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,11 @@ def map_jaxpr(rewrite: Callable[[Any], Any], part: Any) -> Any:
 def open_jaxpr(part: Any) -> Any:
     """A jaxpr without its constants."""
     return part if isinstance(part, core.Jaxpr) else part.jaxpr
+
+
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """The variables among the inputs or results of an equation; the others are literals."""
+    return [x for x in atoms if not isinstance(x, core.Literal)]
 
 
 def jaxprs_in(part: Any) -> Iterator[Any]:

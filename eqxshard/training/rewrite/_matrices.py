@@ -30,7 +30,7 @@ from jaxtyping import Array
 
 from ...sharding._leaves import is_key
 from ...sharding._spec import axes_of, make_spec
-from ._jaxprs import all_jaxprs, call_function, equations, map_jaxpr
+from ._jaxprs import all_jaxprs, call_function, equations, map_jaxpr, variables
 from ._regions import Regions, has_matrices, inline_calls
 from ._rewrite import is_rewriting, run_rewritten
 
@@ -212,7 +212,7 @@ def _find_splits(
             axes = (filter(lambda axis: mesh.shape[axis] > 1, axes_of(e)) for e in entries)
             splits[x] = tuple(map(tuple, axes))
     for eqn in jaxpr.eqns:
-        inputs = [x for x in eqn.invars if not isinstance(x, core.Literal) and x in splits]
+        inputs = [x for x in variables(eqn.invars) if x in splits]
         if eqn.primitive.name == "transpose" and inputs:
             split = splits[inputs[0]]
             splits[eqn.outvars[0]] = tuple(split[d] for d in eqn.params["permutation"])

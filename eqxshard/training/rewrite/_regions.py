@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.extend import core
 
-from ._jaxprs import equations, jaxprs_in, open_jaxpr
+from ._jaxprs import equations, jaxprs_in, open_jaxpr, variables
 
 _FACTORIZATIONS = ("cholesky", "eigh", "householder_product", "lu", "qr", "schur", "svd")
 _CALLS = ("jit", "pjit")
@@ -86,9 +86,9 @@ class Regions:
         self._made = {x: i for i, eqn in enumerate(self.eqns) for x in eqn.outvars}
         self._users: dict[Any, list[int]] = {}
         for i, eqn in enumerate(self.eqns):
-            for x in self._inputs(eqn):
+            for x in variables(eqn.invars):
                 self._users.setdefault(x, []).append(i)
-        self._outputs = {x for x in jaxpr.outvars if not isinstance(x, core.Literal)}
+        self._outputs = {*variables(jaxpr.outvars)}
         kept = {*kept}
         alone = {
             i
@@ -101,7 +101,7 @@ class Regions:
     def inputs(self, region: list[int]) -> list[Any]:
         """What a region reads, in the order in which it does."""
         made = {x for i in region for x in self.eqns[i].outvars}
-        read = (x for i in region for x in self._inputs(self.eqns[i]))
+        read = (x for i in region for x in variables(self.eqns[i].invars))
         return [x for x in dict.fromkeys(read) if x not in made]
 
     def outputs(self, region: list[int]) -> list[Any]:
@@ -145,9 +145,6 @@ class Regions:
                 return level
         return None
 
-    def _inputs(self, eqn: Any) -> list[Any]:
-        return [x for x in eqn.invars if not isinstance(x, core.Literal)]
-
     def _connected(self, alone: set[int]) -> list[set[int]]:
         """Products, each with those that its matrices go to, and what lies between."""
         parts: dict[int, set[int]] = {}
@@ -166,7 +163,7 @@ class Regions:
         for i, eqn in enumerate(self.eqns):
             if i in alone:
                 continue
-            above = {j for x in self._inputs(eqn) for j in sources.get(x, ())}
+            above = {j for x in variables(eqn.invars) for j in sources.get(x, ())}
             if _has_matrices(eqn):
                 join({i}, above)
                 above = {i}
@@ -191,15 +188,15 @@ class Regions:
         below = {x for i in part for x in self.eqns[i].outvars}
         after = set()
         for i in range(first, last + 1):
-            if i in part or not below.isdisjoint(self._inputs(self.eqns[i])):
+            if i in part or not below.isdisjoint(variables(self.eqns[i].invars)):
                 after.add(i)
                 below.update(self.eqns[i].outvars)
-        above = {x for i in part for x in self._inputs(self.eqns[i])}
+        above = {x for i in part for x in variables(self.eqns[i].invars)}
         found = {*part}
         for i in range(last, first - 1, -1):
             if i in after and (i in part or not above.isdisjoint(self.eqns[i].outvars)):
                 found.add(i)
-                above.update(self._inputs(self.eqns[i]))
+                above.update(variables(self.eqns[i].invars))
         return found
 
     def _grown(self, others: list[set[int]], parts: list[set[int]]) -> list[set[int]]:
@@ -211,14 +208,16 @@ class Regions:
         #: What no region has a part in.
         early: set[Any] = set()
         for i, eqn in enumerate(self.eqns):
-            made_early = all(x in early or x not in self._made for x in self._inputs(eqn))
+            made_early = all(
+                x in early or x not in self._made for x in variables(eqn.invars)
+            )
             if made_early and i not in taken:
                 early.update(eqn.outvars)
 
         for part in parts:
             grows = True
             while grows:
-                read = (x for j in part for x in self._inputs(self.eqns[j]))
+                read = (x for j in part for x in variables(self.eqns[j].invars))
                 before = {self._made[x] for x in read if x in self._made} - taken
                 made = (x for j in part for x in self.eqns[j].outvars)
                 after = {j for x in made for j in self._users.get(x, ())} - taken
@@ -233,15 +232,15 @@ class Regions:
         """Whether an equation does something to one matrix, for a part alone."""
         eqn = self.eqns[i]
         users = [j for x in eqn.outvars for j in self._users.get(x, ())]
-        matrices = {x for x in self._inputs(eqn) if is_matrix(x)}
+        matrices = {x for x in variables(eqn.invars) if is_matrix(x)}
         read = not self._outputs.isdisjoint(eqn.outvars)
         return part.issuperset(users) and len(matrices) <= 1 and not read
 
     def _is_after(self, i: int, part: set[int], early: set[Any]) -> bool:
         """Whether an equation does something to a part's matrices, and to nothing else."""
         made = {x for j in part for x in self.eqns[j].outvars}
-        read = {x for j in part for x in self._inputs(self.eqns[j])}
-        inputs = self._inputs(self.eqns[i])
+        read = {x for j in part for x in variables(self.eqns[j].invars)}
+        inputs = variables(self.eqns[i].invars)
         if not any(is_matrix(x) and x in made for x in inputs):
             return False
         return all(

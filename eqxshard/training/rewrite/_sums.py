@@ -33,6 +33,7 @@ from ._jaxprs import (
     map_jaxprs_in,
     open_jaxpr,
     scan_counts,
+    variables,
 )
 from ._lookups import LookupGradient, batch_devices, is_split, scatter_rows
 from ._rewrite import is_rewriting, run_rewritten
@@ -169,7 +170,7 @@ class _Sums:
                 self.examples.update(eqn.outvars)
             self.made_by.update(dict.fromkeys(eqn.outvars, eqn))
         for eqn in (*jaxpr.eqns, None):
-            for x in _variables(jaxpr.outvars if eqn is None else eqn.invars):
+            for x in variables(jaxpr.outvars if eqn is None else eqn.invars):
                 self.used_by.setdefault(x, []).append(eqn)
         self.known: dict[tuple[Any, int], bool] = {}
         self.parts: dict[int, list[_Sums]] = {}
@@ -184,7 +185,7 @@ class _Sums:
         self.before: list[Any] = []
 
     def _of_examples(self, atoms: Iterable[Any]) -> list[Any]:
-        return [x for x in _variables(atoms) if x in self.examples]
+        return [x for x in variables(atoms) if x in self.examples]
 
     def _dtype(self, x: Any) -> Any:
         """The type to sum an array in."""
@@ -291,7 +292,7 @@ class _Sums:
 
     def want(self, x: Any, depth: int, sharding: NamedSharding | None = None) -> Any:
         """An array in the type to sum in: summed so, or else cast."""
-        if _variables([x]) and x in self.wanted:
+        if variables([x]) and x in self.wanted:
             return self.wanted[x][0]
         if self.found(x, depth):
             eqn = self.made_by.get(x)
@@ -379,7 +380,7 @@ class _Sums:
 
     def _before(self, eqn: Any) -> Any:
         """The equation that makes the first input of another, if there is one."""
-        made = _variables(eqn.invars[:1])
+        made = variables(eqn.invars[:1])
         return self.made_by.get(made[0]) if made else None
 
     def _scale(self, eqn: Any) -> None:
@@ -585,10 +586,6 @@ def _parts(eqn: Any) -> list[Any]:
     if eqn.primitive.name == "cond":
         return [*eqn.params["branches"]]
     return [eqn.params["jaxpr"]] if eqn.primitive.name in _CALLS else []
-
-
-def _variables(atoms: Iterable[Any]) -> list[Any]:
-    return [x for x in atoms if not isinstance(x, core.Literal)]
 
 
 def _is_float(x: Any) -> bool:
