@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_notice_during_an_evaluation(tmp_path, whole):
-    with start(tmp_path, "--linger", processes=2, devices=1) as process:
+    with start(tmp_path, "--linger=3", processes=2, devices=1) as process:
         read_until(process, process.stdout, "in the evaluation")
         os.kill(workers_of(process)[1], signal.SIGTERM)
         out, _ = process.communicate(timeout=300)
