@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jaxtyping import PyTree
 
-from ..sharding._leaves import is_array, leaf_path
+from ..sharding._leaves import array_leaves, is_array, leaf_path
 
 
 class _ArrayHere:
@@ -88,6 +89,8 @@ def partition(tree: PyTree, name: str = "") -> tuple[list[Any], Static]:
     """
     leaves, treedef = jax.tree.flatten(tree)
     arrays = [leaf for leaf in leaves if is_array(leaf)]
+    if any(isinstance(array, np.ndarray | np.generic) for array in arrays):
+        array_leaves(tree, name)  # Which refuses those that JAX has no types for.
     static = tuple(_HERE if is_array(leaf) else leaf for leaf in leaves)
     try:
         return arrays, Static(treedef, static)
