@@ -189,13 +189,14 @@ def damage(run: Run, rng: random.Random) -> str:
     complete = run.complete()
     if len(complete) < 2:
         return said
-    files = [x for x in sorted(complete[-1].rglob("*")) if x.is_file()]
+    found = sorted(complete[-1].rglob("*"))
+    files = [x for x in found if x.is_file() and x.stat().st_size]
     file = rng.choice(files)
     data = bytearray(file.read_bytes())
     how = rng.choice(["a byte flipped", "cut short", "gone", "emptied"])
     if how == "gone" and file.name != "checksums.txt":
         file.unlink()
-    elif how == "emptied" or not data:
+    elif how in ("gone", "emptied"):
         file.write_bytes(b"")
     else:
         at = rng.randrange(len(data))
