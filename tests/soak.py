@@ -37,7 +37,7 @@ COMMAND = (
     *(sys.executable, "-m", "eqxshard.launch", "--processes=2"),
     *("--devices-per-process=2", "--restarts=2", SCRIPT),
 )
-OPTIONS = ("--mesh=data=2,fsdp=2", "--rule=fsdp", "--hang-seconds=30")
+OPTIONS = ("--mesh=data=1,fsdp=4", "--rule=fsdp", "--hang-seconds=30")
 #: A run that does not go on by then waits for something that never comes.
 PATIENCE = 420.0
 #: What the processes print of where they are, and where that is.
@@ -350,8 +350,9 @@ def finish(run: Run, steps: int) -> None:
     """Have a run go on to a step, and end."""
     run.start(f"--steps={steps}")
     assert run.launcher is not None
-    status = run.launcher.wait(timeout=1200)
-    assert status == 0, f"status {status}: {run.said()[-3000:]}"
+    launcher = run.launcher
+    wait_for("to end", lambda: launcher.poll() is not None, run, 1200)
+    assert launcher.poll() == 0, f"status {launcher.poll()}: {run.said()[-3000:]}"
 
 
 def check_same(run: Run, whole: Run, steps: int) -> None:

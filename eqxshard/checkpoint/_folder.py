@@ -125,12 +125,12 @@ class CheckpointFolder:
             raise
         # Not only OSError: packages for object stores have errors of their own.
         except Exception as error:
-            unread = (
+            says = (
                 f"the checkpoints in {self.path} cannot be read ({reason(error)}), which "
                 "does not say that they are damaged; try again, or move the newest away "
                 "to use the one before it."
             )
-            return {"unread": unread, "damaged": []}
+            return {"unread": says, "damaged": []}
 
     def _find(self, step: Step, unread: Mapping[int, str]) -> dict[str, Any]:
         """What `choose` found, as JSON: a description, the damaged steps, an error."""
