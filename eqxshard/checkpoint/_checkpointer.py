@@ -158,8 +158,8 @@ class Checkpointer:
     def restore(self, like: _T, *, step: Step = "newest") -> _T:
         """Read a state, each array straight into its sharding.
 
-        Every file is verified first. If the newest checkpoint is damaged, that is logged,
-        and the one before it is used.
+        Every file is verified first. If the newest checkpoint is damaged, or its arrays
+        cannot be decoded, that is logged, and the one before it is used.
 
         **Arguments:**
 
