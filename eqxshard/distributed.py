@@ -252,11 +252,12 @@ def together(do: Callable[[], _T]) -> _T:
         fault = error
     kind = OSError if isinstance(fault, OSError) else ValueError
     said = allgather_json(fault and [kind.__name__, str(fault)])
-    for name, says in filter(None, said):
-        # The same in all of them, whatever each has met.
-        if fault is not None and name == kind.__name__:
+    for number, (name, says) in ((n, each) for n, each in enumerate(said) if each):
+        # All raise the same, whatever each has met.
+        if fault is not None and number == jax.process_index():
             raise fault
-        raise (OSError if name == "OSError" else ValueError)(says)
+        kind = OSError if name == "OSError" else ValueError
+        raise kind(f"process {number}: {says}")
     return result  # pyright: ignore[reportReturnType]
 
 

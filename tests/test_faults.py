@@ -75,5 +75,5 @@ def test_arrays_that_one_process_cannot_decode_are_damage_for_all(tmp_path):
     write_checksums(newest)
     status, out = run(tmp_path, *split, **how)
     assert status == 0, out
-    said = r"\[0\] .*the checkpoint of step 10 in .* is damaged \(\S+ in .* cannot be read "
+    said = r"\[0\] .*the checkpoint of step 10 in .* is damaged \(process 1: \S+ in "
     assert re.search(said, out) and out.count("resuming from step 5 in 2 processes") == 2
