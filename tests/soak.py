@@ -113,10 +113,8 @@ class Run:
 
     def step(self) -> int:
         """The last step in the log of the metrics."""
-        with (
-            contextlib.suppress(OSError),
-            (self.folder / "metrics.jsonl").open("rb") as file,
-        ):
+        log = self.folder / "metrics.jsonl"
+        with contextlib.suppress(OSError), log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
             steps = re.findall(rb'^{"step": (\d+),', file.read(), re.MULTILINE)
             return int(steps[-1]) if steps else 0
@@ -411,10 +409,10 @@ def soak(minutes: float, seed: int) -> None:
     shutil.rmtree(root)
     kinds = ", ".join(f"{name} {n}" for name, n in sorted(disturber.counts.items()))
     print(
-        f"{sum(disturber.counts.values())} faults ({kinds}) in {minutes:g} min, and it "
-        f"went on after at most {disturber.longest:.0f} s. After {steps} steps, parameters, "
-        "optimizer state and metrics are those of the undisturbed run, and every epoch had "
-        "each example once."
+        f"{sum(disturber.counts.values())} faults ({kinds}) in {minutes:g} min; the run "
+        f"went on after at most {disturber.longest:.0f} s. After {steps} steps, its "
+        "parameters, optimizer state and metrics are those of the undisturbed run, and "
+        "every epoch had each example once."
     )
 
 
