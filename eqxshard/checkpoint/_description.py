@@ -20,7 +20,7 @@ FILE = "description.json"
 
 def describe(
     step: int,
-    leaves: Mapping[str, Array],
+    leaves: Mapping[str, Any],
     loader: Any,
     metrics: Mapping[str, float],
     callbacks: Mapping[str, Any],

@@ -39,11 +39,17 @@ def init(make: Any):
     return eqxshard.init_state(lambda key: make(), OPTIM, key=KEY, **WHERE)
 
 
-def with_names(names: Any):
-    """A state, whose model is given the names afterwards."""
-    state = init(lambda: Scale(jnp.ones(2), None))
-    where = {"is_leaf": lambda leaf: leaf is None}
-    return eqx.tree_at(lambda s: s.model.names, state, names, **where)
+@pytest.fixture(scope="module")
+def state():
+    return init(lambda: Scale(jnp.ones(2), np.ones(2, np.float32)))
+
+
+@pytest.fixture(scope="module")
+def checkpointer(tmp_path_factory, state):
+    checkpointer = eqxshard.Checkpointer(tmp_path_factory.mktemp("checkpoints"))
+    checkpointer.save(state)
+    checkpointer.wait()
+    return checkpointer
 
 
 def loss_fn(model, batch, key):
@@ -67,22 +73,19 @@ EVAL_STEP = eqxshard.make_eval_step(lambda model, batch: {"x": batch["x"][:, 0]}
     ],
     ids=lambda names: str(names.dtype),
 )
-def test_arrays_that_jax_has_no_type_for_are_named(tmp_path, unannotated, names):
+def test_arrays_that_jax_has_no_type_for_are_named(state, checkpointer, unannotated, names):
     model = Scale(jnp.ones(2), names)
-    checkpointer = eqxshard.Checkpointer(tmp_path / "a")
-    state = init(lambda: Scale(jnp.ones(2), np.ones(2, np.float32)))
-    checkpointer.save(state)
-    checkpointer.wait()
+    odd = eqx.tree_at(lambda s: s.model.names, state, names)
     for use in (
         lambda: init(lambda: model),
         lambda: eqxshard.shardings(model, **WHERE),
         lambda: eqxshard.explain(model, **WHERE),
         lambda: eqxshard.filter_shard(model, PLACE),
         lambda: eqxshard.filter_jit(lambda model: model.scale)(model),
-        lambda: STEP(with_names(names), BATCH),
+        lambda: STEP(odd, BATCH),
         lambda: EVAL_STEP(model, BATCH),
-        lambda: checkpointer.save(with_names(names)),
-        lambda: checkpointer.restore(with_names(names)),
+        lambda: checkpointer.save(odd),
+        lambda: checkpointer.restore(odd),
     ):
         with pytest.raises(TypeError) as error:
             use()
@@ -90,10 +93,9 @@ def test_arrays_that_jax_has_no_type_for_are_named(tmp_path, unannotated, names)
         assert says in str(error.value) and str(error.value).count("\n") == 0
 
 
-def test_a_model_without_arrays_is_refused():
+def test_a_model_without_arrays_is_refused(state):
     says = r"the model \(Identity\) has no arrays, so there is nothing to train; give it"
     with pytest.raises(ValueError, match=says):
         init(eqx.nn.Identity)
-    state = init(lambda: Scale(jnp.ones(2), None))
     with pytest.raises(ValueError, match=says):
         STEP(eqx.tree_at(lambda s: s.model, state, eqx.nn.Identity()), BATCH)
