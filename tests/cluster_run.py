@@ -38,11 +38,29 @@ def make_model(key):
     return eqx.nn.MLP(8, 4, 32, 1, key=key)
 
 
+#: The examples, and how many of them one metric counts.
+EXAMPLES, GROUP = 100, 20
+
+
 def loss_fn(model, batch, key):
     """Squared errors of noisy inputs, and which examples they were."""
     noise = 0.1 * jax.random.normal(key, batch["x"].shape)
     errors = (jax.vmap(model)(batch["x"] + noise) - batch["y"]) ** 2
-    return errors.mean(-1), {"index": batch["index"]}
+    index = batch["index"]
+    # A bit for each example, so that a mean says which were there.
+    bits = jnp.left_shift(1, index % GROUP).astype(jnp.float32)
+    groups = range(EXAMPLES // GROUP)
+    found = {f"index_{n}": jnp.where(index // GROUP == n, bits, 0.0) for n in groups}
+    return errors.mean(-1), {"index": index, **found}
+
+
+def examples_of(line: dict[str, Any], count: int) -> list[int]:
+    """Which examples were in a batch of `count`, by the line of the log on it."""
+    found = []
+    for n in range(EXAMPLES // GROUP):
+        bits = int(count * line[f"train/index_{n}"])
+        found += [GROUP * n + i for i in range(bits.bit_length()) if bits >> i & 1]
+    return found
 
 
 def metric_fn(model, batch):
@@ -64,7 +82,7 @@ def main() -> None:
     parser.add_argument("--seconds-per-step", type=float, default=0.0)
     parser.add_argument("--checkpoints", help="where, if not in the folder")
     parser.add_argument("--stall-process", type=int, help="stalls in step 8, from step 0")
-    parser.add_argument("--linger", action="store_true", help="in evaluations")
+    parser.add_argument("--linger", type=float, default=0.0, help="seconds, in evaluations")
     parser.add_argument("--full-process", type=int, help="whose disk is full for a while")
     parser.add_argument("--keep-programs", action="store_true")
     parser.add_argument("--hang-seconds", type=float)
@@ -91,8 +109,8 @@ def main() -> None:
         sizes["dcn"] = json.loads(args.dcn)
     mesh = eqxshard.make_mesh(**sizes, explicit=args.explicit)
     where = {"mesh": mesh, "rule": RULES[args.rule]}
-    x = np.random.default_rng(0).normal(size=(100, 8)).astype(np.float32)
-    arrays = {"x": x, "y": np.sin(x[:, :4]), "index": np.arange(100)}
+    x = np.random.default_rng(0).normal(size=(EXAMPLES, 8)).astype(np.float32)
+    arrays = {"x": x, "y": np.sin(x[:, :4]), "index": np.arange(EXAMPLES)}
     source = eqxshard.data.ArraySource(arrays)
 
     def slowly(batch):
@@ -121,6 +139,8 @@ def main() -> None:
         save_every=5,
     )
     if checkpointer.steps():
+        if args.linger:
+            print("reading the checkpoint", flush=True)
         like = eqxshard.abstract_state(make_model, optim, key=key, **where)
         state = checkpointer.restore(like)
     else:
@@ -134,8 +154,11 @@ def main() -> None:
     def evaluate(model):
         if args.linger:
             print("in the evaluation", flush=True)
-            time.sleep(3)
-        return eqxshard.evaluate(model, eval_step, test)
+            time.sleep(args.linger)
+        measured = eqxshard.evaluate(model, eval_step, test)
+        if args.linger:
+            print("evaluated", flush=True)
+        return measured
 
     train_step = eqxshard.make_train_step(loss_fn, optim, **where)
     eval_step = eqxshard.make_eval_step(metric_fn, **where)

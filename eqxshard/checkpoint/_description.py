@@ -20,7 +20,7 @@ FILE = "description.json"
 
 def describe(
     step: int,
-    leaves: Mapping[str, Array],
+    leaves: Mapping[str, Any],
     loader: Any,
     metrics: Mapping[str, float],
     callbacks: Mapping[str, Any],
@@ -35,6 +35,12 @@ def describe(
     - `leaves`: for each array, by path, its shape, dtype and spec.
     - `callbacks`: the states of the run's callbacks, by name.
     """
+    for path, leaf in leaves.items():
+        if not isinstance(leaf, jax.Array):
+            raise TypeError(
+                f"{path} is a {type(leaf).__name__}, not an array on devices; place what "
+                "is saved with filter_shard."
+            )
     placed = [leaf.sharding for leaf in leaves.values()]
     meshes = [each.mesh.shape for each in placed if isinstance(each, NamedSharding)]
     return {

@@ -16,7 +16,7 @@ from ..distributed import broadcast_from_first
 from ..sharding._files import local_path, read_json
 from ..trackers._curves import Curves
 from ..trackers._files import Seldom, write_whole
-from ..trackers._jsonl import JSONLines, read_whole_lines
+from ..trackers._jsonl import JSONLines, is_number, read_whole_lines
 from ..trackers._mlflow import MLflow
 from ..trackers._packages import is_installed
 from ..trackers._progress import ProgressBar
@@ -26,6 +26,9 @@ from ..trackers._wandb import WandB
 from ._config import Resume, Service, option, setting
 
 _LOG = logging.getLogger(__name__)
+
+#: Names in a summary whose values are numbers, or null.
+_NUMBERS = r"^test_(?!.*_by_epoch$)|_per_epoch$|_per_second$"
 
 
 class RunFolder:
@@ -177,7 +180,9 @@ class RunFolder:
 
     def read_summary(self) -> dict[str, Any]:
         """What `summary.json` has; empty if there is none, or it is damaged."""
-        return read_values(self.summary)
+        found = read_values(self.summary)
+        read = (x for name, x in found.items() if re.search(_NUMBERS, name))
+        return found if all(map(is_number, read)) else {}
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Write `summary.json`. If that fails, it is logged."""

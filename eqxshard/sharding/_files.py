@@ -17,6 +17,8 @@ from typing import Any, BinaryIO, TypeVar
 
 _T = TypeVar("_T")
 
+#: The most bytes that a name may have, and a path, to which names of ours are added.
+_LONGEST_NAME, _LONGEST_PATH = 255, 3840
 #: The largest file that is read into memory in one piece.
 _MOST_BYTES = 2**30
 #: How long to wait before a read that failed is tried again.
@@ -46,14 +48,23 @@ def local_path(path: str | os.PathLike[str], what: str) -> Path:
 
     **Raises:**
 
-    `ValueError` if it is blank, or a URL.
+    `ValueError` if it is blank, a URL, or longer than file systems take.
     """
     text = as_text(path)
     if is_remote(text):
         raise ValueError(f"{what} {text!r} is a URL; give a path on this machine.")
     if not text.strip():
         raise ValueError(f"{what} {text!r} is blank; give a path.")
-    return Path(os.path.abspath(os.path.expanduser(text)))
+    path = Path(os.path.abspath(os.path.expanduser(text)))
+    longest = max(len(os.fsencode(name)) for name in path.parts)
+    whole = len(os.fsencode(path))
+    if longest > _LONGEST_NAME or whole > _LONGEST_PATH:
+        raise ValueError(
+            f"{what} {text[:40]!r}... is too long: {longest:,} bytes in one name, and "
+            f"{whole:,} in all, of {_LONGEST_NAME} and {_LONGEST_PATH:,}; give a shorter "
+            "path."
+        )
+    return path
 
 
 def open_file(path: str | os.PathLike[str]) -> BinaryIO:

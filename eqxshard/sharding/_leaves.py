@@ -1,10 +1,12 @@
 """The arrays of a PyTree, by their paths."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import PyTree
 
 
@@ -30,9 +32,25 @@ def leaf_path(path: tuple[Any, ...], root: str = "") -> str:
 
 
 def array_leaves(tree: PyTree, root: str = "") -> list[tuple[str, Any]]:
-    """The path of each array of a PyTree, and the array."""
+    """The path of each array of a PyTree, and the array; none may be of objects or text."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [(leaf_path(path, root), leaf) for path, leaf in leaves if is_array(leaf)]
+    found = [(leaf_path(path, root), leaf) for path, leaf in leaves if is_array(leaf)]
+    check_dtypes(found)
+    return found
+
+
+def check_dtypes(leaves: Iterable[tuple[str, Any]]) -> None:
+    """Refuse NumPy arrays of types that JAX does not have, such as of objects."""
+    for path, leaf in leaves:
+        if isinstance(leaf, np.ndarray | np.generic):
+            try:
+                jax.typeof(leaf)
+            except TypeError:
+                raise TypeError(
+                    f"{path or 'the leaf'} is a NumPy array of dtype {leaf.dtype}, which "
+                    "JAX does not have; make it an array of numbers, or keep it as "
+                    "something hashable, such as a tuple, in a static field."
+                ) from None
 
 
 def format_array(leaf: Any) -> str:

@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from ._dims import logical_dims
 from ._explicit import constrain_to
-from ._leaves import array_leaves, is_array, leaf_path
+from ._leaves import array_leaves, check_dtypes, is_array, leaf_path
 from ._mesh import batch_axes
 from ._rule import Decision, NamedLeaf, Rule, apply_rule, check_rule, rule_name
 from ._spec import check_spec, only, spec_on
@@ -77,6 +77,7 @@ def named_leaves(tree: PyTree) -> list[tuple[str, NamedLeaf]]:
     named = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if is_array(leaf):
+            check_dtypes([(leaf_path(path), leaf)])
             # Several rules may ask for the dims, and several times.
             read_dims = cache(partial(logical_dims, tree, path, leaf))
             named.append((leaf_path(path), NamedLeaf(leaf.shape, leaf.dtype, read_dims)))
@@ -119,6 +120,7 @@ def filter_shard(tree: PyTree, shardings: PyTree[Sharding | None]) -> PyTree:
     chosen: dict[int, Sharding] = {}
     for i, sharding in zip(arrays, broadcast_prefix(shardings, tree), strict=True):
         path, leaf = flat[i]
+        check_dtypes([(leaf_path(path), leaf)])
         if isinstance(sharding, NamedSharding):
             check_spec(leaf_path(path), leaf.shape, sharding.spec, sharding.mesh)
         if sharding is not None and eqx.is_array(leaf):

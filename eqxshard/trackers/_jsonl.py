@@ -17,6 +17,8 @@ _LOG = logging.getLogger(__name__)
 
 #: The most lines that wait for a file that cannot be written.
 _MOST_WAITING = 10_000
+#: No float is larger than this integer.
+_TOO_LARGE = 2**1024
 #: More bytes than a line of ours has.
 _LONGEST_LINE = 2**22
 
@@ -137,6 +139,9 @@ def read_whole_lines(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each line that is whole, as text and as values; none if there is no such file.
 
+    Lines that no tracker of ours writes are left out, such as those of other things than
+    JSON objects, or with numbers that no float can hold.
+
     The last line of a killed run may be incomplete, and so may that of one that runs.
     """
     path = Path(path)
@@ -152,8 +157,18 @@ def read_whole_lines(
             with contextlib.suppress(ValueError):
                 text = data.decode(errors="replace").rstrip("\r\n")
                 line = parse_json(text)
-                if isinstance(line, dict):
+                if isinstance(line, dict) and all(map(_fits, line.values())):
                     yield text, line
+
+
+def _fits(value: Any) -> bool:
+    """Whether a value can be a float, if it is a number."""
+    return not isinstance(value, int) or abs(value) < _TOO_LARGE
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of JSON is a number that can be a float, or null."""
+    return isinstance(value, int | float | None) and _fits(value)
 
 
 def _step(line: Mapping[str, Any]) -> int | float:

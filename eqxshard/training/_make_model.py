@@ -48,9 +48,19 @@ def make_traced(
                 f"{_REMEDY}."
             )
         raise
+    check_has_arrays(model)
     _check_no_tracers(model)
     check_not_taken((model, model_state))
     return model, model_state
+
+
+def check_has_arrays(model: PyTree) -> None:
+    """Refuse a model of which nothing could be trained, sharded or saved."""
+    if not array_leaves(model):
+        raise ValueError(
+            f"the model ({type(model).__name__}) has no arrays, so there is nothing to "
+            "train; give it parameters, in fields that are not static."
+        )
 
 
 def check_not_taken(arrays: PyTree) -> None:

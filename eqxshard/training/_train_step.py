@@ -17,6 +17,7 @@ from ..sharding._rule import Rule
 from ._config import Nonfinite, StepConfig
 from ._inputs import ONE_BATCH, several_batches
 from ._layout import make_layout
+from ._make_model import check_has_arrays
 from ._metrics import Metrics
 from ._optimizer import check_numbers, check_optim, is_optimizer
 from ._precision import Precision
@@ -236,6 +237,7 @@ def _make_pure(config: StepConfig, state: TrainState, kept: list[Any], key: Key)
     config = config.following(state)
     mesh, rule = config.mesh, config.rule
     assert mesh is not None and rule is not None
+    check_has_arrays(state.model)
     params, _ = split_model(state.model, config.trainable)
     _check_optimizer(config, state, params)
     layout = make_layout(state.model, params, state.opt_state, mesh, rule)

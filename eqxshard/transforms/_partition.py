@@ -1,12 +1,14 @@
 """PyTrees taken apart into arrays and everything else, and put together again."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jaxtyping import PyTree
 
-from ..sharding._leaves import is_array, leaf_path
+from ..sharding._leaves import array_leaves, is_array, leaf_path
 
 
 class _ArrayHere:
@@ -87,8 +89,11 @@ def partition(tree: PyTree, name: str = "") -> tuple[list[Any], Static]:
     `TypeError` naming a leaf that is neither an array nor hashable.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    arrays = [leaf for leaf in leaves if is_array(leaf)]
-    static = tuple(_HERE if is_array(leaf) else leaf for leaf in leaves)
+    where = [is_array(leaf) for leaf in leaves]
+    arrays = [*itertools.compress(leaves, where)]
+    if any(isinstance(array, np.ndarray | np.generic) for array in arrays):
+        array_leaves(tree, name)  # Which refuses those that JAX has no types for.
+    static = tuple(_HERE if here else leaf for leaf, here in zip(leaves, where))
     try:
         return arrays, Static(treedef, static)
     except TypeError:

@@ -1,5 +1,6 @@
 import json
 
+import numpy as np
 import pytest
 from hostile_files import deep_json
 
@@ -49,3 +50,8 @@ def test_a_description_of_other_types_is_refused(wrong):
     assert parse_description(json.dumps(plain)) == plain
     with pytest.raises(ValueError, match="was not written by eqxshard"):
         parse_description(json.dumps(plain | wrong))
+
+
+def test_what_is_not_on_devices_is_named():
+    with pytest.raises(TypeError, match=r"a\.b is a ndarray, not an array on devices; pl"):
+        describe(1, {"a.b": np.ones(2)}, None, {}, {})

@@ -1,5 +1,6 @@
 import importlib.util
 import itertools
+import json
 import sys
 
 import pytest
@@ -80,3 +81,22 @@ def test_the_default_folder_is_named_after_the_script(monkeypatch):
         monkeypatch.setattr(sys, "argv", argv)
         assert default_folder("LeNet") == "runs/lenet"
         assert default_folder(None) == "runs/run"
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"test_loss": "low"},
+        {"test_loss": [1]},
+        {"points_per_second": {}},
+        {"seconds_per_epoch": 10**400},
+    ],
+)
+def test_a_summary_of_the_wrong_form_is_none(folder, odd):
+    good = {"test_loss": None, "test_loss_by_epoch": [1], "seconds_per_epoch": 2, "x": "y"}
+    folder.path.mkdir()
+    folder.summary.write_text(json.dumps(good))
+    assert folder.read_summary() == good
+    for text in (json.dumps(good | odd), "[]", "5", "{"):
+        folder.summary.write_text(text)
+        assert folder.read_summary() == {}

@@ -134,6 +134,8 @@ def test_what_others_wrote_among_the_metrics_does_not_cost_the_result(copy, fini
     shutil.rmtree(copy / "checkpoints" / str(STEPS))
     strange = [{"step": 3}, {"step": 3, "epoch": "x"}, {"note": "mine"}]
     strange += [{"step": 3, "epoch": 0.5, "seconds/data": "long"}]
+    # Too large for a float, which used to be found after training.
+    strange += [{"step": 3, name: 10**400} for name in ("train/loss", "train/seconds")]
     with (copy / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps(line) + "\n" for line in strange)
     record = json.loads((copy / "run.json").read_text())
@@ -142,6 +144,11 @@ def test_what_others_wrote_among_the_metrics_does_not_cost_the_result(copy, fini
     assert_same_result(run, finished)
     assert len(read_lines(copy)) == len(lines) + 3
     assert [x["step"] for x in json.loads((copy / "run.json").read_text())["starts"]] == [8]
+    # A finished run, whose summary is written again.
+    summary = json.loads((copy / "summary.json").read_text())
+    (copy / "summary.json").write_text(json.dumps(summary | {"seconds_per_epoch": "x"}))
+    assert_same_result(train(copy, resume("yes")), finished)
+    assert_same_result(train(copy, resume("yes")), finished)
 
 
 @pytest.mark.slow

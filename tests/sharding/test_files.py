@@ -96,6 +96,31 @@ def test_local_paths_do_not_depend_on_where_the_program_is(tmp_path, monkeypatch
         local_path(" ", "--output")
 
 
+@pytest.mark.parametrize(
+    "path, says",
+    [
+        ("a" * 300, "300 bytes in one name"),
+        ("é" * 200 + "/x", "400 bytes in one name"),
+        ("/".join(["abcdefghi"] * 500), r"5,0\d\d in all"),
+    ],
+)
+@pytest.mark.parametrize(
+    "make",
+    [
+        eqxshard.Checkpointer,
+        eqxshard.run.RunFolder,
+        eqxshard.trackers.JSONLines,
+        eqxshard.trackers.Curves,
+        eqxshard.trackers.TensorBoard,
+    ],
+)
+def test_paths_that_are_too_long_are_a_sentence(tmp_path, monkeypatch, make, path, says):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=rf"is too long: .*{says}.*; give a shorter path"):
+        make(path)
+    assert [*tmp_path.iterdir()] == []
+
+
 def test_nothing_makes_a_folder_of_a_url(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("text")
