@@ -22,6 +22,8 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
+from ._waits import gather, waiting, watch
+
 #: Processes that fail together need a moment each to print why.
 _LAST_WORDS_SECONDS = 2.0
 
@@ -39,6 +41,7 @@ def initialize(
     *,
     start_seconds: int | None = None,
     heartbeat_seconds: int | None = None,
+    wait_seconds: int | None = None,
 ) -> None:
     """Join the other processes of this run, if there are any.
 
@@ -63,6 +66,9 @@ def initialize(
         `$EQXSHARD_START_SECONDS`.
     - `heartbeat_seconds`: how long a process may be silent before all are ended: 30, or
         `$EQXSHARD_HEARTBEAT_SECONDS`.
+    - `wait_seconds`: how long a process may wait for another that is alive, before all say
+        who is missing, where it is, and end with status 1: 600, or
+        `$EQXSHARD_WAIT_SECONDS`.
 
     **Raises:**
 
@@ -127,6 +133,7 @@ def initialize(
             initialization_timeout=2 * patience,
             heartbeat_timeout_seconds=_seconds("heartbeat_seconds", heartbeat_seconds, 30),
         )
+    _watch(wait_seconds)
     counts = Counter(device.process_index for device in jax.devices())
     if len(set(counts.values())) > 1:
         says = ", ".join(f"process {p} has {n}" for p, n in sorted(counts.items()))
@@ -199,9 +206,7 @@ def assert_same_on_all_processes(what: str, facts: dict[str, Any]) -> None:
     """
     if jax.process_count() == 1:
         return
-    everyone = [
-        {"step": what} | theirs for theirs in allgather_json({"step": what} | facts)
-    ]
+    everyone = _gather(f"the {what} of all processes", facts)
     names = dict.fromkeys(name for theirs in everyone for name in theirs)
     for name in names:
         values: dict[str, list[int]] = {}
@@ -227,19 +232,13 @@ def allgather_json(value: Any) -> list[Any]:
     """Every process's value, in every process. It must be JSON."""
     if jax.process_count() == 1:
         return [value]
-    from jax.experimental.multihost_utils import process_allgather
-
-    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = np.ravel(process_allgather(np.int32(len(data))))
-    padded = np.zeros(int(sizes.max()), np.uint8)
-    padded[: len(data)] = data
-    rows = np.asarray(process_allgather(padded)).reshape(len(sizes), -1)
-    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes)]
+    return _gather(None, value)
 
 
 def barrier(name: str) -> None:
     """Wait until every process is here."""
-    assert_same_on_all_processes("place", {"name": name})
+    if jax.process_count() > 1:
+        _gather(name, None)
 
 
 def fetch_whole(array: jax.Array) -> np.ndarray:
@@ -248,7 +247,27 @@ def fetch_whole(array: jax.Array) -> np.ndarray:
         return np.asarray(array)
     from jax.experimental.multihost_utils import process_allgather
 
-    return np.asarray(process_allgather(array, tiled=True))
+    with waiting("the parts of an array in other processes", for_others=True):
+        return np.asarray(process_allgather(array, tiled=True))
+
+
+def _watch(wait_seconds: int | None = None) -> None:
+    """Watch the waits of this process, if nobody does yet."""
+
+    def end(text: str) -> None:
+        _print(text)
+        # What fails now does so because others end, too.
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stderr.fileno())
+        abort_process(1)
+
+    watch(_seconds("wait_seconds", wait_seconds, 600), end)
+
+
+def _gather(what: str | None, value: Any) -> list[Any]:
+    # If the user has called JAX's own `initialize`, nobody watches yet.
+    _watch()
+    return gather(what, value)
 
 
 def _integer(name: str, value: int | str) -> int:

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 import equinox as eqx
 from jaxtyping import PyTree
 
+from .._waits import waiting
 from ..distributed import assert_same_on_all_processes, broadcast_from_first
 from ..training._donation import check_state_not_donated
 from ..training._state import step_of, trained_paths
@@ -214,6 +215,7 @@ class Checkpointer:
         found = self._read(chosen, step, f"{of}.model" if of else "model")
         return eqx.combine(found, rest)
 
+    @waiting("the checkpoint to restore")
     def _read(self, like: _T, step: Step, root: str = "") -> _T:
         """Read a PyTree: all that was saved, or arrays below a path."""
         if step is None:
@@ -230,6 +232,7 @@ class Checkpointer:
         check_structure(wanted, saved, self._folder.name(found))
         return static.combine([*read(self._folder.at(found), wanted).values()])
 
+    @waiting("the folder of the checkpoints")
     def claim_run(self, step: int, loader: Any) -> Mapping[str, Any]:
         """Claim the directory for a run, unless its checkpoints would mix with another's.
 
@@ -282,6 +285,7 @@ class Checkpointer:
         seconds = time.monotonic() - self._last_save
         return broadcast_from_first(seconds >= self._save_every_seconds)
 
+    @waiting("the checkpoint to save")
     def save(
         self,
         state: PyTree,
@@ -316,12 +320,14 @@ class Checkpointer:
         described = describe(step, leaves, loader, metrics, callbacks)
         self._writer.start(leaves, trained_paths(state), described)
 
+    @waiting("the checkpoint to be written")
     def close(self) -> None:
         """Wait for the last save, whether or not it succeeds, and end the last claim."""
         self._writer.close()
         self._folder.lock.claims = max(0, self._folder.lock.claims - 1)
         self._folder.lock.release()
 
+    @waiting("the checkpoint to be written")
     def wait(self) -> None:
         """Wait until everything is written.
 
