@@ -168,20 +168,19 @@ class Watch(threading.Thread):
             if not late:
                 return
             question = self._ask(folder, late[-1])
-        self.service.key_value_set(
-            f"{folder}answer/{self._me}",
-            json.dumps(self._answer(question["name"])),
-            allow_overwrite=True,
-        )
+        answer = json.dumps(self._answer(question["name"]))
+        self.service.key_value_set(f"{folder}answer/{self._me}", answer, True)
+        self._round += 1
         if question["process"] == self._me:
             says = self._decide(question, self._collect(f"{folder}answer/"))
             self.service.key_value_set(f"{folder}says", json.dumps(says), True)
         else:
-            wait = int(4000 * _ANSWER_SECONDS)
+            # If it does not say, because it is frozen itself, another one will ask.
+            wait = int(2000 * min(_ANSWER_SECONDS, self.limit) + 2000)
             says = json.loads(self.service.blocking_key_value_get(f"{folder}says", wait))
-        self._round += 1
         if says is not None:
-            self.end(f"{self._own_words()}\n{says}")
+            own = "" if question["process"] == self._me else f"{self._own_words()}\n"
+            self.end(f"{own}{says}")
         # All are there, and go on. The limit counts from now.
         for wait in [w for w in [*_waits] if w.name == question["name"]]:
             wait.since = time.monotonic()

