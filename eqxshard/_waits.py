@@ -1,8 +1,8 @@
 """Waits for other processes: each has a name and a limit, at which all say who is missing.
 
-In each process, a thread looks at the waits of the others. One of them that takes too long
-is a question to all, in the key-value store of JAX's coordination service: where are you?
-The process that asks collects the answers, and decides whether all of them end.
+In each process, a thread watches its waits. When one takes too long, the thread asks all
+processes where they are, through the key-value store of JAX's coordination service; then it
+decides whether all of them end, and tells them.
 """
 
 import atexit

@@ -30,6 +30,9 @@ _LAST_WORDS_SECONDS = 2.0
 #: How long a process waits for others in silence.
 _SILENT_SECONDS = 15.0
 
+#: Begins what process 0 says to processes that join.
+_HELLO = b"eqxshard: "
+
 #: The environment variables of the launcher and of job files, read by `initialize`.
 ADDRESS, PROCESSES, PROCESS = "EQXSHARD_ADDRESS", "EQXSHARD_PROCESSES", "EQXSHARD_PROCESS"
 
@@ -76,7 +79,7 @@ def initialize(
     port of process 0 is taken, or if the processes differ. `TimeoutError` if process 0
     cannot be reached in time; under SLURM, if its name does not resolve, after 15 seconds.
     What a process waits for is printed to stderr after 15 seconds. If others do not join in
-    time, every process that did says so and ends with status 1.
+    time, every process that did says which, and ends with status 1.
 
     !!! Example
 
@@ -121,7 +124,8 @@ def initialize(
                 f"{count - 1}."
             )
     if address is not None and number is not None:
-        _wait_for_first(address, number, patience, under_slurm=bool(missing))
+        size = count or int(os.environ["SLURM_STEP_NUM_TASKS"])
+        _meet(address, number, size, patience, under_slurm=bool(missing))
     with _joining(number, patience):
         jax.distributed.initialize(
             address,
@@ -258,7 +262,7 @@ def _watch(wait_seconds: int | None = None) -> None:
         _print(text)
         # What fails now does so because others end, too.
         with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stderr.fileno())
+            os.dup2(nowhere.fileno(), 2)
         abort_process(1)
 
     watch(_seconds("wait_seconds", wait_seconds, 600), end)
@@ -317,23 +321,13 @@ def _joining(number: int | None, patience: int) -> Iterator[None]:
             timer.cancel()
 
 
-def _check_port(address: str, port: int) -> None:
-    """Raise `ValueError` if another program listens where process 0 will."""
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    try:
-        socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            return  # Of this probe alone; what is wrong, JAX says itself.
-        raise ValueError(
-            f"process 0 cannot listen at {address}, because another program does; give "
-            "coordinator_address another port, in every process."
-        ) from None
+def _meet(
+    address: str, number: int, count: int, seconds: int, *, under_slurm: bool
+) -> None:
+    """Return once all processes have come, because JAX would not say whom it waits for.
 
-
-def _wait_for_first(address: str, number: int, seconds: int, *, under_slurm: bool) -> None:
-    """Return once process 0 listens, because JAX would not say whom it waits for."""
+    Until JAX listens there, process 0 does, and tells the others whether all are there.
+    """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ValueError(
@@ -341,14 +335,65 @@ def _wait_for_first(address: str, number: int, seconds: int, *, under_slurm: boo
             "node-1:29400."
         )
     if number == 0:
-        _check_port(address, int(port))
-    place, began, said = (host.strip("[]"), int(port)), time.monotonic(), False
+        _receive(address, int(port), count, seconds)
+    else:
+        _report((host.strip("[]"), int(port)), number, seconds, under_slurm)
+
+
+def _receive(address: str, port: int, count: int, seconds: int) -> None:
+    """Wait at a port until all others have come, and know it; end if they do not."""
+    came, told, began, said = {0}, {0}, time.monotonic(), False
+    with _listen(address, port) as server:
+        server.settimeout(0.2)
+        while len(told) < count:
+            missing = sorted({*range(count)} - (came if len(came) < count else told))
+            who = f"process {', '.join(map(str, missing))} of {count}"
+            waited = time.monotonic() - began
+            reply = b"go" if len(came) == count else b"wait"
+            late = f"{who} did not join within {seconds} s; see why it did not start."
+            if waited > seconds:
+                reply = late.encode()
+            if waited > seconds + _LAST_WORDS_SECONDS:
+                _print(late)
+                os._exit(1)
+            if waited > _SILENT_SECONDS and not said:
+                _print(f"process 0 still waits for {who} to join, for {seconds} s in all.")
+                said = True
+            # Others, such as a program that scans ports, may say anything.
+            with contextlib.suppress(OSError, ValueError), server.accept()[0] as connection:
+                connection.settimeout(1)
+                process = int(connection.recv(16))
+                came |= {process} & {*range(count)}
+                connection.sendall(_HELLO + reply)
+                if reply == b"go":
+                    told.add(process)
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    """A socket at the port; raise `ValueError` if another program listens there."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        return socket.create_server(("", port), family=family, dualstack_ipv6=both)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise ValueError(
+            f"process 0 cannot listen at {address}, because another program does; give "
+            "coordinator_address another port, in every process."
+        ) from None
+
+
+def _report(place: tuple[str, int], number: int, seconds: int, under_slurm: bool) -> None:
+    """Tell process 0 that this one has come, until it says that all have."""
+    address = f"{place[0]}:{place[1]}"
+    began, said = time.monotonic(), False
     while True:
         try:
             socket.getaddrinfo(*place, type=socket.SOCK_STREAM)
-            if number > 0:
-                socket.create_connection(place, timeout=5).close()
-            return
+            with socket.create_connection(place, timeout=5) as connection:
+                connection.sendall(b"%d" % number)
+                reply = connection.recv(1000)
         except OSError as error:
             # Elsewhere a name may appear with its host, such as that of a pod.
             is_final = under_slurm and isinstance(error, socket.gaierror)
@@ -357,6 +402,17 @@ def _wait_for_first(address: str, number: int, seconds: int, *, under_slurm: boo
                 "whether process 0 runs, whether all hosts know the name of its host, as "
                 "by /etc/hosts, and whether a firewall is between them."
             )
+        else:
+            # Or it is JAX's answer, which listens there once all have come.
+            if reply == _HELLO + b"go" or not reply.startswith(_HELLO):
+                return
+            if reply != _HELLO + b"wait":
+                _print(reply.removeprefix(_HELLO).decode())
+                os._exit(1)
+            # Process 0 counts the time from here.
+            began, said = time.monotonic(), True
+            time.sleep(0.5)
+            continue
         waited = time.monotonic() - began
         if waited > (_SILENT_SECONDS if is_final else seconds):
             raise TimeoutError(says)
