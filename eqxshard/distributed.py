@@ -22,6 +22,8 @@ from typing import Any, NoReturn, TypeVar
 import jax
 import numpy as np
 
+from ._waits import gather, waiting, watch
+
 _T = TypeVar("_T")
 
 #: Processes that fail together need a moment each to print why.
@@ -29,6 +31,9 @@ _LAST_WORDS_SECONDS = 2.0
 
 #: How long a process waits for others in silence.
 _SILENT_SECONDS = 15.0
+
+#: Begins what process 0 says to processes that join.
+_HELLO = b"eqxshard: "
 
 #: The environment variables of the launcher and of job files, read by `initialize`.
 ADDRESS, PROCESSES, PROCESS = "EQXSHARD_ADDRESS", "EQXSHARD_PROCESSES", "EQXSHARD_PROCESS"
@@ -41,6 +46,7 @@ def initialize(
     *,
     start_seconds: int | None = None,
     heartbeat_seconds: int | None = None,
+    wait_seconds: int | None = None,
 ) -> None:
     """Join the other processes of this run, if there are any.
 
@@ -65,6 +71,9 @@ def initialize(
         `$EQXSHARD_START_SECONDS`.
     - `heartbeat_seconds`: how long a process may be silent before all are ended: 30, or
         `$EQXSHARD_HEARTBEAT_SECONDS`.
+    - `wait_seconds`: how long a process may wait for another that is alive, before all say
+        who is missing, where it is, and end with status 1: 600, or
+        `$EQXSHARD_WAIT_SECONDS`.
 
     **Raises:**
 
@@ -72,7 +81,7 @@ def initialize(
     port of process 0 is taken, or if the processes differ. `TimeoutError` if process 0
     cannot be reached in time; under SLURM, if its name does not resolve, after 15 seconds.
     What a process waits for is printed to stderr after 15 seconds. If others do not join in
-    time, every process that did says so and ends with status 1.
+    time, every process that did says which, and ends with status 1.
 
     !!! Example
 
@@ -117,7 +126,8 @@ def initialize(
                 f"{count - 1}."
             )
     if address is not None and number is not None:
-        _wait_for_first(address, number, patience, under_slurm=bool(missing))
+        size = count or int(os.environ["SLURM_STEP_NUM_TASKS"])
+        _meet(address, number, size, patience, under_slurm=bool(missing))
     with _joining(number, patience):
         jax.distributed.initialize(
             address,
@@ -129,6 +139,7 @@ def initialize(
             initialization_timeout=2 * patience,
             heartbeat_timeout_seconds=_seconds("heartbeat_seconds", heartbeat_seconds, 30),
         )
+    _watch(wait_seconds)
     counts = Counter(device.process_index for device in jax.devices())
     if len(set(counts.values())) > 1:
         says = ", ".join(f"process {p} has {n}" for p, n in sorted(counts.items()))
@@ -201,9 +212,7 @@ def assert_same_on_all_processes(what: str, facts: dict[str, Any]) -> None:
     """
     if jax.process_count() == 1:
         return
-    everyone = [
-        {"step": what} | theirs for theirs in allgather_json({"step": what} | facts)
-    ]
+    everyone = _gather(f"the {what} of all processes", facts)
     names = dict.fromkeys(name for theirs in everyone for name in theirs)
     for name in names:
         values: dict[str, list[int]] = {}
@@ -229,14 +238,7 @@ def allgather_json(value: Any) -> list[Any]:
     """Every process's value, in every process. It must be JSON."""
     if jax.process_count() == 1:
         return [value]
-    from jax.experimental.multihost_utils import process_allgather
-
-    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = np.ravel(process_allgather(np.int32(len(data))))
-    padded = np.zeros(int(sizes.max()), np.uint8)
-    padded[: len(data)] = data
-    rows = np.asarray(process_allgather(padded)).reshape(len(sizes), -1)
-    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes)]
+    return _gather(None, value)
 
 
 def together(do: Callable[[], _T]) -> _T:
@@ -263,7 +265,8 @@ def together(do: Callable[[], _T]) -> _T:
 
 def barrier(name: str) -> None:
     """Wait until every process is here."""
-    assert_same_on_all_processes("place", {"name": name})
+    if jax.process_count() > 1:
+        _gather(name, None)
 
 
 def fetch_whole(array: jax.Array) -> np.ndarray:
@@ -272,7 +275,27 @@ def fetch_whole(array: jax.Array) -> np.ndarray:
         return np.asarray(array)
     from jax.experimental.multihost_utils import process_allgather
 
-    return np.asarray(process_allgather(array, tiled=True))
+    with waiting("the parts of an array in other processes", for_others=True):
+        return np.asarray(process_allgather(array, tiled=True))
+
+
+def _watch(wait_seconds: int | None = None) -> None:
+    """Watch the waits of this process, if nobody does yet."""
+
+    def end(text: str) -> None:
+        _print(text)
+        # What fails now does so because others end, too.
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        abort_process(1)
+
+    watch(_seconds("wait_seconds", wait_seconds, 600), end)
+
+
+def _gather(what: str | None, value: Any) -> list[Any]:
+    # If the user has called JAX's own `initialize`, nobody watches yet.
+    _watch()
+    return gather(what, value)
 
 
 def _integer(name: str, value: int | str) -> int:
@@ -322,23 +345,13 @@ def _joining(number: int | None, patience: int) -> Iterator[None]:
             timer.cancel()
 
 
-def _check_port(address: str, port: int) -> None:
-    """Raise `ValueError` if another program listens where process 0 will."""
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    try:
-        socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            return  # Of this probe alone; what is wrong, JAX says itself.
-        raise ValueError(
-            f"process 0 cannot listen at {address}, because another program does; give "
-            "coordinator_address another port, in every process."
-        ) from None
+def _meet(
+    address: str, number: int, count: int, seconds: int, *, under_slurm: bool
+) -> None:
+    """Return once all processes have come, because JAX would not say whom it waits for.
 
-
-def _wait_for_first(address: str, number: int, seconds: int, *, under_slurm: bool) -> None:
-    """Return once process 0 listens, because JAX would not say whom it waits for."""
+    Until JAX listens there, process 0 does, and tells the others whether all are there.
+    """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ValueError(
@@ -346,14 +359,65 @@ def _wait_for_first(address: str, number: int, seconds: int, *, under_slurm: boo
             "node-1:29400."
         )
     if number == 0:
-        _check_port(address, int(port))
-    place, began, said = (host.strip("[]"), int(port)), time.monotonic(), False
+        _receive(address, int(port), count, seconds)
+    else:
+        _report((host.strip("[]"), int(port)), number, seconds, under_slurm)
+
+
+def _receive(address: str, port: int, count: int, seconds: int) -> None:
+    """Wait at a port until all others have come, and know it; end if they do not."""
+    came, told, began, said = {0}, {0}, time.monotonic(), False
+    with _listen(address, port) as server:
+        server.settimeout(0.2)
+        while len(told) < count:
+            missing = sorted({*range(count)} - (came if len(came) < count else told))
+            who = f"process {', '.join(map(str, missing))} of {count}"
+            waited = time.monotonic() - began
+            reply = b"go" if len(came) == count else b"wait"
+            late = f"{who} did not join within {seconds} s; see why it did not start."
+            if waited > seconds:
+                reply = late.encode()
+            if waited > seconds + _LAST_WORDS_SECONDS:
+                _print(late)
+                os._exit(1)
+            if waited > _SILENT_SECONDS and not said:
+                _print(f"process 0 still waits for {who} to join, for {seconds} s in all.")
+                said = True
+            # Others, such as a program that scans ports, may say anything.
+            with contextlib.suppress(OSError, ValueError), server.accept()[0] as connection:
+                connection.settimeout(1)
+                process = int(connection.recv(16))
+                came |= {process} & {*range(count)}
+                connection.sendall(_HELLO + reply)
+                if reply == b"go":
+                    told.add(process)
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    """A socket at the port; raise `ValueError` if another program listens there."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        return socket.create_server(("", port), family=family, dualstack_ipv6=both)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise ValueError(
+            f"process 0 cannot listen at {address}, because another program does; give "
+            "coordinator_address another port, in every process."
+        ) from None
+
+
+def _report(place: tuple[str, int], number: int, seconds: int, under_slurm: bool) -> None:
+    """Tell process 0 that this one has come, until it says that all have."""
+    address = f"{place[0]}:{place[1]}"
+    began, said = time.monotonic(), False
     while True:
         try:
             socket.getaddrinfo(*place, type=socket.SOCK_STREAM)
-            if number > 0:
-                socket.create_connection(place, timeout=5).close()
-            return
+            with socket.create_connection(place, timeout=5) as connection:
+                connection.sendall(b"%d" % number)
+                reply = connection.recv(1000)
         except OSError as error:
             # Elsewhere a name may appear with its host, such as that of a pod.
             is_final = under_slurm and isinstance(error, socket.gaierror)
@@ -362,6 +426,17 @@ def _wait_for_first(address: str, number: int, seconds: int, *, under_slurm: boo
                 "whether process 0 runs, whether all hosts know the name of its host, as "
                 "by /etc/hosts, and whether a firewall is between them."
             )
+        else:
+            # Or it is JAX's answer, which listens there once all have come.
+            if reply == _HELLO + b"go" or not reply.startswith(_HELLO):
+                return
+            if reply != _HELLO + b"wait":
+                _print(reply.removeprefix(_HELLO).decode())
+                os._exit(1)
+            # Process 0 counts the time from here.
+            began, said = time.monotonic(), True
+            time.sleep(0.5)
+            continue
         waited = time.monotonic() - began
         if waited > (_SILENT_SECONDS if is_final else seconds):
             raise TimeoutError(says)

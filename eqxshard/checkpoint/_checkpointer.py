@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import equinox as eqx
 from jaxtyping import PyTree
 
+from .._waits import waiting
 from ..distributed import (
     assert_same_on_all_processes,
     broadcast_from_first,
@@ -219,6 +220,7 @@ class Checkpointer:
         found = self._read(chosen, step, f"{of}.model" if of else "model")
         return eqx.combine(found, rest)
 
+    @waiting("the checkpoint to restore")
     def _read(
         self, like: _T, step: Step, root: str = "", unread: Mapping[int, str] = {}
     ) -> _T:
@@ -247,6 +249,7 @@ class Checkpointer:
             return self._read(like, step, root, {**unread, found: str(error)})
         return static.combine([*arrays.values()])
 
+    @waiting("the folder of the checkpoints")
     def claim_run(self, step: int, loader: Any) -> Mapping[str, Any]:
         """Claim the directory for a run, unless its checkpoints would mix with another's.
 
@@ -299,6 +302,7 @@ class Checkpointer:
         seconds = time.monotonic() - self._last_save
         return broadcast_from_first(seconds >= self._save_every_seconds)
 
+    @waiting("the checkpoint to save")
     def save(
         self,
         state: PyTree,
@@ -333,12 +337,14 @@ class Checkpointer:
         described = describe(step, leaves, loader, metrics, callbacks)
         self._writer.start(leaves, trained_paths(state), described)
 
+    @waiting("the checkpoint to be written")
     def close(self) -> None:
         """Wait for the last save, whether or not it succeeds, and end the last claim."""
         self._writer.close()
         self._folder.lock.claims = max(0, self._folder.lock.claims - 1)
         self._folder.lock.release()
 
+    @waiting("the checkpoint to be written")
     def wait(self) -> None:
         """Wait until everything is written.
 

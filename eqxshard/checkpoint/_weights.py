@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from .._waits import waiting
 from ..distributed import broadcast_from_first, fetch_whole, is_main_process
 from ..sharding._files import local_path
 from ..sharding._text import first_few
@@ -38,6 +39,7 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _Arrays = Iterable[tuple[str, str, np.ndarray]]
 
 
+@waiting("the weights to save")
 def save_weights(
     path: str | os.PathLike[str],
     model: PyTree,

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, get_args
 
 import jax
 
+from .._waits import waiting
 from ..distributed import abort_process, is_main_process
 
 _LOG = logging.getLogger(__name__)
@@ -76,7 +77,9 @@ class Clock:
         outer = self.now
         self.now = Phase(part, what, self._count())
         try:
-            yield
+            # A process may take its time for other parts while all do the same.
+            with waiting(what, for_others=part == "device"):
+                yield
         finally:
             self.now = outer._replace(since=self._count())
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
+from .._waits import waiting
 from ..data._loader import Loader
 from ..distributed import fetch_whole
 from ..sharding._leaves import is_array, leaf_path
@@ -33,6 +34,7 @@ from ..training.rewrite._float8 import with_float8
 from ._batches import Batches, is_resident, steps_per_epoch
 
 
+@waiting("an evaluation")
 def evaluate(
     model: PyTree, eval_step: Callable[[PyTree, PyTree], Metrics], loader: Batches
 ) -> dict[str, Any]:
@@ -100,6 +102,7 @@ def check_evaluate(evaluate: Any) -> None:
         return
 
 
+@waiting("predictions")
 def predict(
     model: PyTree,
     fn: Callable[[Any, Any], PyTree],

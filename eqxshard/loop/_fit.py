@@ -97,7 +97,8 @@ def fit(
     - `hang_seconds`: end this process, with exit status 1, if one such wait takes longer
         than this, so that a launcher or scheduler starts the run again from its newest
         checkpoint; `None` for never. It must be longer than the longest compilation,
-        evaluation or save, or the run ends there each time.
+        evaluation or save, or the run ends there each time. (One process that others wait
+        for is ended by `wait_seconds` of [`eqxshard.initialize`][].)
     - `extra`: given to each step, such as a teacher; see [`eqxshard.TrainStep`][]. A
         callback may replace it. It is not saved.
 

@@ -12,6 +12,7 @@ from jax.extend import core
 from jax.sharding import Mesh
 from jaxtyping import Array, Key, PyTree, UInt32
 
+from .._waits import waiting
 from ..distributed import assert_same_on_all_processes, spans_processes
 from ..sharding._explicit import (
     computing_on_auto,
@@ -112,7 +113,8 @@ def init_state(
     """
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         raise jit_is_off()
-    with short_traceback(), no_explicit_context():
+    making = waiting("the state to be made")
+    with short_traceback(), no_explicit_context(), making:
         traced = _trace(make_model, optim, key, mesh, rule, trainable, precision)
         return _build(traced, optim, key, load)
 

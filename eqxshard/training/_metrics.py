@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from .._waits import waiting
+
 
 class Metrics(eqx.Module):
     """The metrics of one step, or of several: sums over examples, and their weights.
@@ -36,6 +38,7 @@ class Metrics(eqx.Module):
         with np.errstate(invalid="ignore"):
             return total / self.weight.reshape(_like(total, self.weight))
 
+    @waiting("the metrics on the devices", for_others=True)
     def compute(self) -> dict[str, Any]:
         """Wait for the values, and take their means over all examples and steps.
 
@@ -116,7 +119,8 @@ class Metrics(eqx.Module):
         """
         if not parts:
             raise ValueError("there are no metrics to stack; take at least one step first.")
-        host = jax.device_get(list(parts))
+        with waiting("the metrics on the devices", for_others=True):
+            host = jax.device_get(list(parts))
         rows = [
             jax.tree.map(lambda x, m=m: np.reshape(x, (-1, *_value(x, m.weight))), m)
             for m in host

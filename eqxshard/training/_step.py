@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from .._waits import waiting
 from ..compiled._findings import Finding, Lint, lint_levels, report
 from ..data._weights import check_weights, fetch_weights
 from ..sharding._leaves import array_leaves
@@ -134,7 +135,8 @@ class InFlight:
         if len(self._results) == IN_FLIGHT:
             oldest = self._results.popleft()
             # NumPy's has no such method: a user's own step may return one.
-            getattr(oldest, "block_until_ready", lambda: None)()
+            with waiting("the devices", for_others=True):
+                getattr(oldest, "block_until_ready", lambda: None)()
 
     def add(self, result: Any) -> None:
         """Add a result, for which there is room."""
