@@ -6,6 +6,7 @@ import operator
 import os
 import time
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import equinox as eqx
@@ -14,7 +15,7 @@ from jaxtyping import PyTree
 from ..distributed import assert_same_on_all_processes, broadcast_from_first
 from ..training._donation import check_state_not_donated
 from ..training._state import step_of, trained_paths
-from ._arrays import partition_by_path, read
+from ._arrays import partition_by_path, read, wrap_keys
 from ._description import check_structure, describe
 from ._folder import CheckpointFolder, Step
 from ._writer import CheckpointWriter
@@ -25,11 +26,12 @@ _T = TypeVar("_T")
 class Checkpointer:
     """Saves the states of a run in a folder, and restores them onto any mesh.
 
-    A checkpoint is the folder `directory/STEP`: the state's arrays as
-    [Orbax](https://orbax.readthedocs.io) writes them, by path; a readable
-    `description.json` (paths, shapes, dtypes, mesh, the loader's position, the metrics);
-    and `checksums.txt`, the SHA-256 of every other file, which is written last: a folder
-    without it was interrupted, and does not count.
+    A checkpoint is the folder `directory/STEP`: the state's arrays by path, as
+    [Orbax](https://orbax.readthedocs.io) reads them, each chunk with its CRC-32C; a
+    readable `description.json` (paths, shapes, dtypes, mesh, the loader's position, the
+    metrics); and `checksums.txt`, which is written last: a folder without it was
+    interrupted, and does not count. It has the SHA-256 of every other file, or of large
+    files of arrays the size.
 
     Saving waits for the state's step and for the copy of its arrays from the devices; a
     thread does the rest while training continues. If it fails, say because the disk is
@@ -153,8 +155,8 @@ class Checkpointer:
     def restore(self, like: _T, *, step: Step = "newest") -> _T:
         """Read a state, each array straight into its sharding.
 
-        Every file is verified first. If the newest checkpoint is damaged, that is logged,
-        and the one before it is used.
+        Each process verifies what it reads. If any finds the newest checkpoint damaged,
+        that is logged, and all use the one before it.
 
         **Arguments:**
 
@@ -222,13 +224,17 @@ class Checkpointer:
                 "give the checkpointer the name of a metric that was saved, or leave out "
                 "step= to read the newest."
             )
-        description = self._folder.choose(step)
-        found, saved = description["step"], description["leaves"]
         wanted, static = partition_by_path(like, root)
-        if root:
-            saved = {path: leaf for path, leaf in saved.items() if path in wanted}
-        check_structure(wanted, saved, self._folder.name(found))
-        return static.combine([*read(self._folder.at(found), wanted).values()])
+        arrays = None
+        # Until no process finds damage in what it reads.
+        while arrays is None:
+            description = self._folder.choose(step)
+            found, saved = description["step"], description["leaves"]
+            if root:
+                saved = {path: leaf for path, leaf in saved.items() if path in wanted}
+            check_structure(wanted, saved, self._folder.name(found))
+            arrays = self._folder.read(found, partial(read, self._folder.at(found), wanted))
+        return static.combine([*wrap_keys(arrays, wanted).values()])
 
     def claim_run(self, step: int, loader: Any) -> Mapping[str, Any]:
         """Claim the directory for a run, unless its checkpoints would mix with another's.
