@@ -30,8 +30,12 @@ def part_of_process(folder: Any) -> dict[str, Any]:
     name = f"ocdbt.process_{jax.process_index()}_crc32c"
     return {
         **ocdbt(folder / STATE / name),
-        # What describes the arrays is in the tables, which carry checksums.
+        # What describes the arrays is in the tables, and these are in files of their own,
+        # so that those of `d` have nothing but chunks.
         "config": {"max_inline_value_bytes": _INLINE_BYTES},
+        "value_data_prefix": "d/",
+        "btree_node_data_prefix": "tables/",
+        "version_tree_node_data_prefix": "tables/",
         # Several files, of which threads write one each.
         "target_data_file_size": _FILE_BYTES,
     }

@@ -14,8 +14,8 @@ import numpy as np
 #: cut the parts takes a program for each shape, and more files.
 _PART_BYTES = 2**24
 #: How much is on its way to the disk or the store at a time, because chunks that are not
-#: contiguous in the memory are copied.
-_BATCH_BYTES = 2**28
+#: contiguous in the memory are copied; or, of much, one of so many batches.
+_BATCH_BYTES, _MOST_BATCHES = 2**26, 64
 _CODECS = [
     {"name": "bytes", "configuration": {"endian": "little"}},
     {"name": "crc32c"},
@@ -114,8 +114,9 @@ def write_parts(
     """
     import tensorstore as ts
 
+    size = sum(each.nbytes for part in parts.values() for _, each in part.shards)
     slabs = _slabs(parts)
-    while batch := [*_take(slabs)]:
+    while batch := [*_take(slabs, max(_BATCH_BYTES, size // _MOST_BATCHES))]:
         transaction = ts.Transaction(atomic=True) if atomic else None
         opened = {
             path: ts.open(
@@ -154,9 +155,9 @@ def _slabs(parts: dict[str, Part]) -> Iterator[_Slab]:
                 yield path, part, (begin[0] + at, *begin[1:]), slab
 
 
-def _take(slabs: Iterator[_Slab]) -> Iterator[_Slab]:
+def _take(slabs: Iterator[_Slab], most: int) -> Iterator[_Slab]:
     size = 0
-    while size < _BATCH_BYTES and (slab := next(slabs, None)) is not None:
+    while size < most and (slab := next(slabs, None)) is not None:
         size += slab[-1].nbytes
         yield slab
 

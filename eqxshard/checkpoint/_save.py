@@ -66,7 +66,7 @@ class Save:
         if jax.process_count() > 1:
             marks = self._folder / _WRITTEN
             mark = marks / str(jax.process_index())
-            fault = _fault_of(lambda: _leave(mark, fault or "")) or fault
+            fault = fault or _fault_of(lambda: _leave(mark, fault or ""))
             if is_main_process() and fault is None:
                 fault = self._wait_for_others(marks, time.monotonic() - began)
         if fault is None and is_main_process() and not is_remote(self._folder):

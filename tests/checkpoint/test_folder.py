@@ -8,6 +8,8 @@ import re
 import shutil
 
 import equinox as eqx
+import jax
+import jax.numpy as jnp
 import pytest
 from checkpoint_helpers import copied, like, new_state
 from helpers import (
@@ -19,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import eqxshard
-from eqxshard.checkpoint import _checksums
+from eqxshard.checkpoint import _arrays, _checksums
 from eqxshard.checkpoint._checksums import write_checksums
 from eqxshard.sharding import _files
 
@@ -207,3 +209,70 @@ def test_pickles_are_not_read(checkpoints, tmp_path, name, says):
     with pytest.raises(ValueError, match=says):
         checkpointer.restore(like())
     assert not hostile.has_run()
+
+
+# Damage that only who reads arrays can see
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """A folder with checkpoints of steps 0 and 1, whose file of chunks is not hashed."""
+    folder = tmp_path_factory.mktemp("large")
+    checkpointer = eqxshard.Checkpointer(folder)
+    for step in (0, 1):
+        checkpointer.save(large_state(step))
+        checkpointer.wait()
+    return folder
+
+
+def large_state(step=0):
+    model = {"x": jnp.arange(600_000.0) + step, "y": jnp.ones(3)}
+    key = jax.random.key(0)
+    return eqxshard.TrainState(step=jnp.int32(step), model=model, opt_state=(), key=key)
+
+
+def damage_chunks(folder, kind):
+    (file,) = (folder / "1" / "state" / "ocdbt.process_0_crc32c" / "d").iterdir()
+    assert f"#{file.stat().st_size}  state/" in (folder / "1" / "checksums.txt").read_text()
+    content = bytearray(file.read_bytes())
+    if kind == "delete":
+        file.unlink()
+    elif kind == "cut":
+        file.write_bytes(content[:-1])
+    else:
+        content[int(kind * (len(content) - 1))] ^= 16
+        file.write_bytes(content)
+
+
+@pytest.mark.parametrize("kind", ["delete", "cut", 0.0, 0.37, 0.5, 1.0])
+def test_damaged_chunks_are_found_where_they_are_read(large, tmp_path, kind, caplog):
+    folder = shutil.copytree(large, tmp_path / "copy")
+    damage_chunks(folder, kind)
+    checkpointer = eqxshard.Checkpointer(folder)
+    assert_equal(checkpointer.restore(large_state()), large_state(0))
+    assert "the checkpoint of step 1 in" in caplog.text
+    assert "is damaged (" in caplog.text and "; using the one before it." in caplog.text
+    with pytest.raises(ValueError, match=r"no good .* \(step 1: .*\); use one of: step 0"):
+        checkpointer.restore(large_state(), step=1)
+
+
+@pytest.mark.parametrize("times", [3, 10**6])
+def test_chunks_that_cannot_be_read_are_not_damaged(large, monkeypatch, times):
+    read_part, fails = _arrays._read_part, itertools.count()
+
+    def read(*args):
+        if next(fails) < times:
+            # As TensorStore says EIO.
+            raise ValueError("UNKNOWN: Error reading x: Input/output error [source x]")
+        return read_part(*args)
+
+    monkeypatch.setattr(_arrays, "_read_part", read)
+    monkeypatch.setattr(_files, "_WAITS", (0, 0, 0))
+    checkpointer = eqxshard.Checkpointer(large)
+    if times > 3:
+        with pytest.raises(
+            OSError, match=r"cannot be read \(.* Input/output error\), whic"
+        ):
+            checkpointer.restore(large_state())
+        times = 0
+    assert int(checkpointer.restore(large_state()).step) == 1
