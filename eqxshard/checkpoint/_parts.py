@@ -15,7 +15,7 @@ import numpy as np
 _PART_BYTES = 2**24
 #: How much is on its way to the disk or the store at a time, because chunks that are not
 #: contiguous in the memory are copied; or, of much, one of so many batches.
-_BATCH_BYTES, _MOST_BATCHES = 2**26, 64
+_BATCH_BYTES, _MOST_BATCHES = 2**25, 64
 _CODECS = [
     {"name": "bytes", "configuration": {"endian": "little"}},
     {"name": "crc32c"},
