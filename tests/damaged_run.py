@@ -35,7 +35,7 @@ def main() -> None:
         file = max(part.iterdir(), key=lambda file: file.stat().length)
         content = bytearray(file.read_bytes())
         content[len(content) // 2] ^= 1
-        file.write_bytes(content)
+        file.write_bytes(bytes(content))
     barrier("damage")
     restored = checkpointer.restore(state(0))
     shards = [shard.data for shard in restored.model["x"].addressable_shards]

@@ -18,7 +18,7 @@ from ..distributed import (
     broadcast_from_first,
     is_main_process,
 )
-from ..sharding._files import as_text, is_remote, local_path, read_bytes
+from ..sharding._files import as_text, is_remote, local_path, read_bytes, with_retries
 from ..sharding._text import GONE
 from ._arrays import DamageError
 from ._checksums import invalidate, is_complete, verify, write_checksums
@@ -68,9 +68,7 @@ class CheckpointFolder:
     def steps(self) -> list[int]:
         """The steps with complete checkpoints, in order."""
         try:
-            found = [*self.path.iterdir()] if self.path.exists() else []
-            folders = [path for path in found if _is_step(path.name)]
-            return sorted(int(path.name) for path in folders if is_complete(path))
+            return with_retries(self._list_steps)
         except NotADirectoryError:
             raise ValueError(
                 f"{self.path} is a file, not a folder; give the checkpoints a folder."
@@ -89,8 +87,21 @@ class CheckpointFolder:
     def known_steps(self) -> list[int]:
         """As `good_steps`; none if the folder cannot be listed at the moment."""
         try:
-            return self.good_steps()
-        except OSError:
+            return [step for step in self._list_steps() if step not in self.damaged]
+        # Not only OSError: packages for object stores have errors of their own.
+        except Exception:
+            return []
+
+    def _list_steps(self) -> list[int]:
+        folders = [path for path in self._entries() if _is_step(path.name)]
+        return sorted(int(path.name) for path in folders if is_complete(path))
+
+    def _entries(self) -> list[Any]:
+        """What is in the folder; nothing if there is none."""
+        # Not `exists`, which takes an error of the file system for absence.
+        try:
+            return [*self.path.iterdir()]
+        except FileNotFoundError:
             return []
 
     def description(self, step: int) -> dict[str, Any]:
@@ -215,8 +226,8 @@ class CheckpointFolder:
         """
         try:
             if not is_claimed(self.path):
-                there = self.path.iterdir() if self.path.exists() else ()
-                numbered = [path.name for path in there if _is_ours(path.name)]
+                names = [path.name for path in self._entries()]
+                numbered = [name for name in names if _is_ours(name)]
                 if numbered and not self.steps():
                     return (
                         f"{self.path} has {min(numbered)!r}, which is not a checkpoint of "

@@ -170,6 +170,28 @@ def test_a_read_that_fails_is_tried_again_and_is_not_damage(
     assert int(checkpointer.restore(like()).step) == 10
 
 
+@pytest.mark.parametrize("times", [3, 10**6])
+def test_a_folder_that_cannot_be_listed_is_not_empty(
+    checkpoints, tmp_path, monkeypatch, times
+):
+    folder, fails, listing = checkpoints[0], itertools.count(), os.listdir
+
+    def listdir(path):
+        if next(fails) < times:
+            raise OSError(errno.EIO, "Input/output error")
+        return listing(path)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    monkeypatch.setattr(os.path, "exists", lambda path: False)
+    monkeypatch.setattr(_files, "_WAITS", (0, 0, 0))
+    checkpointer = eqxshard.Checkpointer(folder)
+    if times > 3:
+        with pytest.raises(OSError, match=r"cannot be listed \(Input/output error\)"):
+            checkpointer.steps()
+    else:
+        assert checkpointer.steps() == [4, 8, 10]
+
+
 @pytest.mark.parametrize("how", ["folder", "nothing", "other"])
 def test_a_complete_folder_without_a_checkpoint_is_damaged(checkpoints, tmp_path, how):
     folder = copied(checkpoints, tmp_path)
