@@ -1,10 +1,11 @@
-"""Measures the host memory that restoring a checkpoint takes at its peak.
+"""Measures the host memory that saving and restoring a checkpoint take at their peaks.
 
 A state that is split over 8 simulated CPU devices is restored in other processes, split in
 the same and in another way. It may take the state and the largest of its shards, and 5 %.
 On CPUs, the memory of the devices is the host's, so that the state counts, too.
 """
 
+import math
 import multiprocessing
 import re
 import tempfile
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -90,6 +92,45 @@ def restore(folder: str, size: int, split: str) -> Restored:
     np.testing.assert_array_equal(arrays[-1], expected)
     sizes = [shard.nbytes for shard in shards]
     return Restored(peak, int(1.05 * (sum(sizes) + max(sizes))))
+
+
+def train_and_save(folder: str, size: int) -> dict[str, float]:
+    """The most memory beside a state, in states: of a save while training, of a restore."""
+    jax.config.update("jax_num_cpu_devices", 2)
+    # Whose chunks are not contiguous in memory, so that TensorStore copies each.
+    shape = (3 * 2**10, 1024)
+    spec = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place_over_two())
+    make = jax.jit(lambda: jnp.ones(shape), out_shardings=spec.sharding)
+    model = [make() for _ in range(size // (4 * math.prod(shape)))]
+    like = eqxshard.TrainState(
+        step=jnp.int32(0), model=[spec] * len(model), opt_state=(), key=jax.random.key(0)
+    )
+    add = jax.jit(lambda x: x + 1, donate_argnums=0)
+    model = jax.block_until_ready([*map(add, model)])
+    size = sum(x.nbytes for x in model)
+    state = eqx.tree_at(lambda state: state.model, like, model)
+    # They make the process grow, too.
+    import tensorstore  # noqa: F401
+    from orbax.checkpoint import v1  # noqa: F401
+
+    checkpointer = eqxshard.Checkpointer(folder)
+    peaks = {}
+    before, _ = memory("VmRSS"), Path("/proc/self/clear_refs").write_text("5")
+    checkpointer.save(state)
+    # The next step, which is given the memory of the state that is being saved.
+    model = jax.block_until_ready([*map(add, model)])
+    del state
+    checkpointer.wait()
+    peaks["save"] = (memory("VmHWM") - before) / size
+    Path("/proc/self/clear_refs").write_text("5")
+    restored = jax.block_until_ready(checkpointer.restore(like).model)
+    peaks["restore"] = (memory("VmHWM") - before) / size
+    np.testing.assert_array_equal(restored[-1], model[-1] - 1)
+    return peaks
+
+
+def place_over_two() -> jax.NamedSharding:
+    return jax.NamedSharding(eqxshard.make_mesh(fsdp=2, data=1), jax.P("fsdp"))
 
 
 def memory(name: str) -> int:

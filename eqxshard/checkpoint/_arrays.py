@@ -1,11 +1,7 @@
-"""The arrays of a PyTree by path, written by Orbax and read by TensorStore."""
+"""The arrays of a PyTree by path, and how they are read."""
 
-import contextlib
 import functools as ft
 import itertools
-import logging
-import os
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,70 +14,31 @@ from jaxtyping import Array, PyTree
 from ..sharding._files import is_remote, with_retries
 from ..sharding._leaves import array_leaves, is_key
 from ..transforms._partition import Static, partition
-from ._object_store import ARRAYS, Upload, context, kvstore
+from ._object_store import ARRAYS, context, kvstore
+from ._orbax import STATE, ocdbt
 
-#: Arrays are written in chunks of at most this many bytes, and read this many chunks at a
-#: time: the memory that reading takes besides the part of an array that is read.
-_CHUNK_BYTES = 2**21
+#: How many chunks are read at a time: the memory that reading takes besides the part of an
+#: array that is read.
 _CHUNKS_AT_A_TIME = 4
-_FILE_BYTES = 2**28
-#: Copies of an array on several devices each write a part of it if that is this large: to
-#: cut the parts takes a program for each shape, and more files.
-_PART_BYTES = 2**24
-#: How errors of TensorStore begin that do not say that a file is damaged.
-_MAY_PASS = (
-    *("UNAVAILABLE", "RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAUTHENTICATED"),
-    *("UNKNOWN", "INTERNAL", "ABORTED", "CANCELLED", "DEADLINE_EXCEEDED"),
-)
 #: TensorStore's name for the memory of the tables that say where in its files an array is.
 _TABLES, _TABLE_BYTES = "cache_pool#tables", 2**24
-#: How long processes that have written wait for others. By default 20 minutes, for which a
-#: process that has given up cannot end, because Orbax's thread does not.
-_PATIENCE_SECONDS = 300
+#: How the errors of TensorStore begin that say nothing about what would have been read.
+_FAILURES = (
+    *("UNKNOWN:", "UNAVAILABLE:", "DEADLINE_EXCEEDED:", "ABORTED:", "INTERNAL:"),
+    *("PERMISSION_DENIED:", "UNAUTHENTICATED:", "RESOURCE_EXHAUSTED:", "CANCELLED:"),
+)
 
 
-def write(folder: Any, leaves: dict[str, Any]) -> Any:
-    """Begin to write arrays; return once they are copied from their devices."""
-    arrays = {
-        path: jax.random.key_data(leaf) if is_key(leaf) else leaf
-        for path, leaf in leaves.items()
-        # Orbax refuses empty arrays, and there is nothing to save.
-        if leaf.size
-    }
-    if is_remote(folder):
-        return Upload(folder, arrays)
-    from orbax.checkpoint import v1 as ocp
-
-    logging.getLogger("absl").addFilter(_is_news)
-    context = ocp.Context()
-    saving = context.array.saving
-    saving.storage_options.chunk_byte_size = _CHUNK_BYTES
-    # Several files, so that checksums are computed in parallel.
-    saving.ocdbt_target_data_file_size = _FILE_BYTES
-    # Compression is slower than a disk, and trained numbers hardly compress.
-    saving.use_compression = False
-    saving.min_slice_bytes_for_replica_parallel = _PART_BYTES
-    context.asynchronous.timeout_secs = _PATIENCE_SECONDS
-    # Should Orbax move what this extends, it writes each array by itself, and slowly.
-    with contextlib.suppress(ImportError, AttributeError):
-        from ._orbax import registry
-
-        context.checkpointables.registry = registry()
-        # The registry's writes it at once.
-        saving.enable_write_sharding_file = False
-        # Nobody reads it.
-        saving.array_metadata_store = None
-    with context:
-        return ocp.save_checkpointables_async(folder, {"state": arrays})
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    # Each of Orbax's threads logs its error with a traceback, and so do we.
-    return "_SignalingThread.run() raised" not in record.getMessage()
+class DamageError(ValueError):
+    """What was read is not what was written."""
 
 
 def read(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Array]:
-    """Read arrays by path, in order, each into the sharding of its leaf."""
+    """Read arrays by path, in order, each into the sharding of its leaf.
+
+    Keys are not wrapped yet. Raises `DamageError`, or `OSError` if the files cannot be
+    read, even after some tries.
+    """
     # Orbax would read all chunks of several parts at once, and the whole array for parts
     # that straddle chunks: several times the memory of the arrays that are read.
     import tensorstore as ts
@@ -95,56 +52,63 @@ def read(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Array]:
         data = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
         there = target_sharding(leaf)
         if not leaf.size:
-            array = jnp.zeros(data.shape, data.dtype, device=there)
-        else:
-            where = {**base, "path": f"{base.get('path', '')}{path}/"}
-            spec = {"driver": "zarr3", "kvstore": where}
-            opening = ft.partial(ts.open, spec, open=True, read=True, context=settings)
-            try:
-                array = with_retries(ft.partial(_read_array, opening, data, there))
-            except ValueError as error:
-                raise ValueError(f"{path} in {folder} cannot be read ({error})") from None
-            except OSError as error:
-                raise OSError(
-                    f"{path} in {folder} cannot be read ({error}), which does not say that "
-                    "it is damaged; try again."
-                ) from None
-        if is_key(leaf):
-            wrap = ft.partial(jax.random.wrap_key_data, impl=leaf.dtype)
-            array = jax.jit(wrap, out_shardings=there)(array)
-        arrays[path] = array
+            arrays[path] = jnp.zeros(data.shape, data.dtype, device=there)
+            continue
+        spec = {
+            "driver": "zarr3",
+            "kvstore": {**base, "path": f"{base.get('path', '')}{path}/"},
+            "fill_missing_data_reads": False,
+        }
+        named = f"{path} in {folder}"
+        store = _tried(
+            named,
+            lambda spec: ts.open(spec, open=True, read=True, context=settings).result(),
+            spec,
+        )
+        if store.shape != data.shape:
+            shapes = f"its shape is {[*store.shape]}, not {[*data.shape]}"
+            raise DamageError(f"{named} cannot be read: {shapes}")
+        read_part = ft.partial(_tried, named, ft.partial(_read_part, store, data.dtype))
+        arrays[path] = place_parts(read_part, data.shape, there)
     return arrays
 
 
-def _read_array(opening: Callable[[], Any], data: Any, there: Sharding) -> Array:
-    """Read an array; `ValueError` if its files are not those of one, else `OSError`."""
-    try:
-        store = opening().result()
-        if store.shape != data.shape:
-            raise ValueError(f"its shape is {[*store.shape]}, not {[*data.shape]}")
-        read_part = ft.partial(_read_part, store, dtype=data.dtype)
-        return place_parts(read_part, data.shape, there)
-    except ValueError as error:
-        why = re.split(r" \[(?:tensorstore_spec|source)", str(error))[0]
-        raise (OSError if why.startswith(_MAY_PASS) else ValueError)(why) from None
+def wrap_keys(arrays: Mapping[str, Array], wanted: Mapping[str, Any]) -> dict[str, Array]:
+    """What `read` returned, with typed keys where they are wanted."""
+
+    def wrapped(array: Array, leaf: Any) -> Array:
+        if not is_key(leaf):
+            return array
+        wrap = ft.partial(jax.random.wrap_key_data, impl=leaf.dtype)
+        return jax.jit(wrap, out_shardings=target_sharding(leaf))(array)
+
+    return {path: wrapped(arrays[path], leaf) for path, leaf in wanted.items()}
+
+
+def _tried(named: str, function: Callable[[Any], Any], argument: Any) -> Any:
+    """Call a function that reads by TensorStore, again if it fails for a while."""
+
+    def call() -> Any:
+        try:
+            return function(argument)
+        # All of TensorStore's are, and end with what it was asked to do.
+        except ValueError as error:
+            why = f"{named} cannot be read: {str(error).partition(' [')[0]}"
+            failed = str(error).startswith(_FAILURES)
+            raise (OSError if failed else DamageError)(why) from None
+
+    return with_retries(call)
 
 
 def _base(folder: Any) -> dict[str, Any]:
     """Where the arrays of a checkpoint are, as TensorStore names it."""
     if is_remote(folder) and (folder / ARRAYS).exists():
         return kvstore(folder / ARRAYS)
-    manifests = list(folder.glob("*/manifest.ocdbt"))
-    if not manifests:
+    if not (folder / STATE).exists():
         raise FileNotFoundError(
             f"this process cannot see {folder}; use a directory that all hosts share."
         )
-    (manifest,) = manifests
-    base = f"{os.fspath(manifest.parent)}/"
-    return {
-        "driver": "ocdbt",
-        "cache_pool": _TABLES,
-        "base": base if is_remote(base) else {"driver": "file", "path": base},
-    }
+    return {**ocdbt(folder / STATE), "cache_pool": _TABLES}
 
 
 def place_parts(
@@ -177,7 +141,7 @@ def _copy_to(there: SingleDeviceSharding, on_host: np.ndarray) -> Array:
     return jax.device_put(array, there, may_alias=False) if aliases else array
 
 
-def _read_part(store: Any, part: tuple[range, ...], dtype: Any) -> np.ndarray:
+def _read_part(store: Any, dtype: Any, part: tuple[range, ...]) -> np.ndarray:
     """Read a range of each dim of an array, a few chunks at a time."""
     import tensorstore as ts
 

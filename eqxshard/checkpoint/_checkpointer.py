@@ -13,14 +13,10 @@ import equinox as eqx
 from jaxtyping import PyTree
 
 from .._waits import waiting
-from ..distributed import (
-    assert_same_on_all_processes,
-    broadcast_from_first,
-    together,
-)
+from ..distributed import assert_same_on_all_processes, broadcast_from_first
 from ..training._donation import check_state_not_donated
 from ..training._state import step_of, trained_paths
-from ._arrays import partition_by_path, read
+from ._arrays import partition_by_path, read, wrap_keys
 from ._description import check_structure, describe
 from ._folder import CheckpointFolder, Step
 from ._writer import CheckpointWriter
@@ -31,11 +27,12 @@ _T = TypeVar("_T")
 class Checkpointer:
     """Saves the states of a run in a folder, and restores them onto any mesh.
 
-    A checkpoint is the folder `directory/STEP`: the state's arrays as
-    [Orbax](https://orbax.readthedocs.io) writes them, by path; a readable
-    `description.json` (paths, shapes, dtypes, mesh, the loader's position, the metrics);
-    and `checksums.txt`, the SHA-256 of every other file, which is written last: a folder
-    without it was interrupted, and does not count.
+    A checkpoint is the folder `directory/STEP`: the state's arrays by path, as
+    [Orbax](https://orbax.readthedocs.io) reads them, each chunk with its CRC-32C; a
+    readable `description.json` (paths, shapes, dtypes, mesh, the loader's position, the
+    metrics); and `checksums.txt`, which is written last: a folder without it was
+    interrupted, and does not count. It has the SHA-256 of every other file, or of large
+    files of arrays the size.
 
     Saving waits for the state's step and for the copy of its arrays from the devices; a
     thread does the rest while training continues. If it fails, say because the disk is
@@ -159,8 +156,8 @@ class Checkpointer:
     def restore(self, like: _T, *, step: Step = "newest") -> _T:
         """Read a state, each array straight into its sharding.
 
-        Every file is verified first. If the newest checkpoint is damaged, or its arrays
-        cannot be decoded, that is logged, and the one before it is used.
+        Each process verifies what it reads. If any finds the newest checkpoint damaged,
+        that is logged, and all use the one before it.
 
         **Arguments:**
 
@@ -221,33 +218,25 @@ class Checkpointer:
         return eqx.combine(found, rest)
 
     @waiting("the checkpoint to restore")
-    def _read(
-        self, like: _T, step: Step, root: str = "", unread: Mapping[int, str] = {}
-    ) -> _T:
-        """Read a PyTree: all that was saved, or arrays below a path.
-
-        `unread` are the steps whose arrays could not be read, and why.
-        """
+    def _read(self, like: _T, step: Step, root: str = "") -> _T:
+        """Read a PyTree: all that was saved, or arrays below a path."""
         if step is None:
             raise FileNotFoundError(
                 f"no checkpoint in {self.directory} has a value of best={self._best!r}; "
                 "give the checkpointer the name of a metric that was saved, or leave out "
                 "step= to read the newest."
             )
-        description = self._folder.choose(step, unread)
-        found, saved = description["step"], description["leaves"]
         wanted, static = partition_by_path(like, root)
-        if root:
-            saved = {path: leaf for path, leaf in saved.items() if path in wanted}
-        check_structure(wanted, saved, self._folder.name(found))
-        try:
-            arrays = together(partial(read, self._folder.at(found), wanted))
-        except ValueError as error:
-            # Its digests are right, so it was written so.
-            if step != "newest":
-                raise ValueError(f"{error}; use another checkpoint.") from None
-            return self._read(like, step, root, {**unread, found: str(error)})
-        return static.combine([*arrays.values()])
+        arrays = None
+        # Until no process finds damage in what it reads.
+        while arrays is None:
+            description = self._folder.choose(step)
+            found, saved = description["step"], description["leaves"]
+            if root:
+                saved = {path: leaf for path, leaf in saved.items() if path in wanted}
+            check_structure(wanted, saved, self._folder.name(found))
+            arrays = self._folder.read(found, partial(read, self._folder.at(found), wanted))
+        return static.combine([*wrap_keys(arrays, wanted).values()])
 
     @waiting("the folder of the checkpoints")
     def claim_run(self, step: int, loader: Any) -> Mapping[str, Any]:

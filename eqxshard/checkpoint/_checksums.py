@@ -1,20 +1,26 @@
-"""Folders that are complete or do not count: a checksum of each file, written last.
+"""Folders that are complete or do not count: a list of their files, written last.
 
-The file of checksums marks a folder as complete on any file system. (Renaming a finished
-folder would not do on object stores, which cannot rename.) `sha256sum -c checksums.txt`
-verifies it, too.
+The list marks a folder as complete on any file system. (Renaming a finished folder would
+not do on object stores, which cannot rename.) It has the SHA-256 of each file, which
+`sha256sum -c checksums.txt` verifies, too. Large files of arrays, whose chunks carry
+checksums of their own, are listed by size: each process verifies what it reads of them.
 """
 
 import hashlib
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-from ..sharding._files import is_remote, odd_file, read_bytes, with_retries
+from ..sharding._files import odd_file, read_bytes, with_retries, write_at_once
 
-#: The file that marks a folder as complete, with the checksum of every other file.
+#: The file that marks a folder as complete, with a line for every other file.
 CHECKSUMS = "checksums.txt"
+#: The files that TensorStore verifies: chunks in an object store, or of a process.
+_VERIFIED_WHEN_READ = re.compile(r"arrays/|state/ocdbt\.process_\d+_crc32c/d/")
+#: Those that are no larger are hashed nevertheless.
+_SMALL_BYTES = 2**20
 
 
 def write_checksums(folder: Any) -> None:
@@ -24,15 +30,9 @@ def write_checksums(folder: Any) -> None:
 
     - `folder`: an `etils.epath.Path`.
     """
-    digests = _digests(_files(folder))
-    text = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
-    if is_remote(folder):
-        # Objects appear whole, and some stores cannot rename them.
-        (folder / CHECKSUMS).write_text(text)
-        return
-    part = folder / f".{CHECKSUMS}.part"
-    part.write_text(text)
-    part.replace(folder / CHECKSUMS)
+    marks = _mark(_files(folder))
+    text = "".join(f"{mark}  {name}\n" for name, mark in sorted(marks.items()))
+    write_at_once(folder / CHECKSUMS, text)
 
 
 def invalidate(folder: Any) -> None:
@@ -52,6 +52,7 @@ def is_complete(folder: Any) -> bool:
 def verify(folder: Any) -> str | None:
     """A sentence on how a folder differs from when it was completed; `None` if equal.
 
+    Of large files of arrays, the sizes; their chunks are verified when they are read.
     Hidden files that were added do not count, such as the `.DS_Store` of macOS. What
     cannot be read is tried again, and is then an error, not a difference.
     """
@@ -59,14 +60,15 @@ def verify(folder: Any) -> str | None:
         return odd
     try:
         lines = with_retries(partial(read_bytes, folder / CHECKSUMS)).decode().splitlines()
-        digests = (line.split("  ", 1) for line in lines)
-        written = {name: digest for digest, name in digests}
+        marks = (line.split("  ", 1) for line in lines)
+        written = {name: mark for mark, name in marks}
     except FileNotFoundError:
         return f"{CHECKSUMS} is missing"
     except ValueError:
         return f"{CHECKSUMS} is not a list of checksums"
     files = with_retries(partial(_files, folder))
-    found = _digests({k: v for k, v in files.items() if k in written or not _hidden(k)})
+    files = {k: v for k, v in files.items() if k in written or not _hidden(k)}
+    found = _mark(files, written)
     for name in sorted(written.keys() | found.keys()):
         if name not in found:
             return f"{name} is missing"
@@ -81,11 +83,30 @@ def _hidden(name: str) -> bool:
     return any(part.startswith(".") for part in name.split("/"))
 
 
-def _digests(files: Mapping[str, Any]) -> dict[str, str]:
+def _mark(files: Mapping[str, Any], written: Mapping[str, str] = {}) -> dict[str, str]:
+    """What the list says of each file: its digest, or `#` and its size.
+
+    **Arguments:**
+
+    - `files`: by name.
+    - `written`: what the list says already.
+    """
     # One core does a gigabyte a second.
     with ThreadPoolExecutor() as threads:
-        reads = (partial(with_retries, partial(_digest, file)) for file in files.values())
+        reads = (
+            partial(with_retries, partial(_mark_of, name, file, written.get(name, "#")))
+            for name, file in files.items()
+        )
         return dict(zip(files, threads.map(lambda read: read(), reads)))
+
+
+def _mark_of(name: str, file: Any, written: str) -> str:
+    # What was hashed is hashed again. For sha256sum, the other lines are comments.
+    if written.startswith("#") and _VERIFIED_WHEN_READ.match(name):
+        size = file.stat().length
+        if size > _SMALL_BYTES:
+            return f"#{size}"
+    return _digest(file)
 
 
 def _files(folder: Any, prefix: str = "") -> dict[str, Any]:

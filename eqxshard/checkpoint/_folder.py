@@ -1,28 +1,33 @@
 """The layout of a folder of checkpoints: `STEP/`, complete with `checksums.txt`.
 
-Beside the arrays of Orbax, each has `description.json`. Here they are listed, chosen,
+Beside its arrays, each has `description.json`. Here they are listed, chosen,
 completed and removed, and the folder is claimed for a run.
 """
 
 import json
 import logging
 import os
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+import jax
 
 from ..distributed import (
+    allgather_json,
     assert_same_on_all_processes,
     broadcast_from_first,
     is_main_process,
 )
-from ..sharding._files import as_text, is_remote, local_path, read_bytes
+from ..sharding._files import as_text, is_remote, local_path, read_bytes, with_retries
 from ..sharding._text import GONE
+from ._arrays import DamageError
 from ._checksums import invalidate, is_complete, verify, write_checksums
 from ._description import FILE, parse_description
 from ._lock import FolderLock
 
 _LOG = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
 #: A step, or what `best_step` has found.
 Step = int | Literal["newest"] | None
 
@@ -48,8 +53,8 @@ class CheckpointFolder:
         self.path = folder_path(path)
         #: Held from `claim` on, in process 0.
         self.lock = FolderLock(self.path)
-        #: The steps whose checkpoints were found damaged.
-        self.damaged: set[int] = set()
+        #: How the checkpoints that were found damaged are, by their steps.
+        self.damaged: dict[int, str] = {}
         self.claimed = False
 
     def at(self, step: int) -> Any:
@@ -63,9 +68,7 @@ class CheckpointFolder:
     def steps(self) -> list[int]:
         """The steps with complete checkpoints, in order."""
         try:
-            found = [*self.path.iterdir()] if self.path.exists() else []
-            folders = [path for path in found if _is_step(path.name)]
-            return sorted(int(path.name) for path in folders if is_complete(path))
+            return with_retries(self._list_steps)
         except NotADirectoryError:
             raise ValueError(
                 f"{self.path} is a file, not a folder; give the checkpoints a folder."
@@ -84,8 +87,21 @@ class CheckpointFolder:
     def known_steps(self) -> list[int]:
         """As `good_steps`; none if the folder cannot be listed at the moment."""
         try:
-            return self.good_steps()
-        except OSError:
+            return [step for step in self._list_steps() if step not in self.damaged]
+        # Not only OSError: packages for object stores have errors of their own.
+        except Exception:
+            return []
+
+    def _list_steps(self) -> list[int]:
+        folders = [path for path in self._entries() if _is_step(path.name)]
+        return sorted(int(path.name) for path in folders if is_complete(path))
+
+    def _entries(self) -> list[Any]:
+        """What is in the folder; nothing if there is none."""
+        # Not `exists`, which takes an error of the file system for absence.
+        try:
+            return [*self.path.iterdir()]
+        except FileNotFoundError:
             return []
 
     def description(self, step: int) -> dict[str, Any]:
@@ -101,60 +117,86 @@ class CheckpointFolder:
             )
         return description
 
-    def choose(self, step: Step, unread: Mapping[int, str] = {}) -> dict[str, Any]:
+    def choose(self, step: Step) -> dict[str, Any]:
         """Verify the checkpoint of a step; or find the newest that is not damaged.
 
-        Process 0 looks, for all of them. `unread` are steps that are not to be used, and
-        why.
+        Process 0 looks, for all of them.
         """
-        looks = is_main_process()
-        found = broadcast_from_first(self._try_to_find(step, unread) if looks else None)
+        found = broadcast_from_first(self._try_to_find(step) if is_main_process() else None)
         self.damaged.update(found["damaged"])
         if found.get("unread"):
-            raise OSError(found["unread"])
+            raise OSError(self._unread(found["unread"]))
         if found["description"] is None:
             kind = ValueError if found["damaged"] else FileNotFoundError
             raise kind(found["error"])
         return found["description"]
 
-    def _try_to_find(self, step: Step, unread: Mapping[int, str]) -> dict[str, Any]:
+    def read(self, step: int, read: Callable[[], _T]) -> _T | None:
+        """What each process reads of a checkpoint; `None` if any found it damaged."""
+        found, error, told = None, None, None
+        try:
+            found = read()
+        except Exception as raised:
+            error = raised
+            told = [isinstance(error, DamageError), reason(error)]
+        everyone = enumerate(allgather_json(told))
+        # An error of another kind keeps its traceback.
+        if error is not None and not isinstance(error, DamageError | OSError):
+            raise error
+        alone = jax.process_count() == 1
+        faults = [
+            (is_damage, why if alone else f"process {process}: {why}")
+            for process, (is_damage, why) in ((i, each) for i, each in everyone if each)
+        ]
+        for is_damage, why in faults:
+            if not is_damage:
+                raise OSError(self._unread(why))
+        if not faults:
+            return found
+        self.damaged[step] = faults[0][1]
+        return None
+
+    def _unread(self, why: str) -> str:
+        return (
+            f"the checkpoints in {self.path} cannot be read ({why}), which does not say "
+            "that they are damaged; try again, or move the newest away to use the one "
+            "before it."
+        )
+
+    def _try_to_find(self, step: Step) -> dict[str, Any]:
         """As `_find`; an error of the file system is a sentence, for all processes."""
         try:
-            return self._find(step, unread)
+            return self._find(step)
         except ValueError:
             raise
         # Not only OSError: packages for object stores have errors of their own.
         except Exception as error:
-            says = (
-                f"the checkpoints in {self.path} cannot be read ({reason(error)}), which "
-                "does not say that they are damaged; try again, or move the newest away "
-                "to use the one before it."
-            )
-            return {"unread": says, "damaged": []}
+            return {"unread": reason(error), "damaged": []}
 
-    def _find(self, step: Step, unread: Mapping[int, str]) -> dict[str, Any]:
+    def _find(self, step: Step) -> dict[str, Any]:
         """What `choose` found, as JSON: a description, the damaged steps, an error."""
         steps = self.steps()
-        damages: dict[int, str] = {}
+        damages = {}
         for candidate in [each for each in reversed(steps) if step in ("newest", each)]:
+            damage = self.damaged.get(candidate)
             try:
-                damage = unread.get(candidate) or verify(self.at(candidate))
+                damage = damage or verify(self.at(candidate))
                 if damage is None:
                     found = self.description(candidate)
-                    return {"description": found, "damaged": [*damages]}
+                    return {"description": found, "damaged": [*damages.items()]}
             except (FileNotFoundError, ValueError) as error:
                 damage = str(error)
             damages[candidate] = damage
             if step == "newest":
                 said = self.name(candidate), damage
                 _LOG.warning("%s is damaged (%s); using the one before it.", *said)
-        others = [other for other in steps if other not in damages]
+        others = [other for other in steps if other not in {**damages, **self.damaged}]
         use = f"use one of: {listed(others)}" if others else "use another folder"
         kind = "good checkpoint" if damages else "checkpoint"
         of = "" if step == "newest" else f" of step {step}"
         why = "".join(f" (step {each}: {damage})" for each, damage in damages.items())
         error = f"there is no {kind}{of} in {self.path}{why}; {use}."
-        return {"description": None, "damaged": [*damages], "error": error}
+        return {"description": None, "damaged": [*damages.items()], "error": error}
 
     def complete(self, description: dict[str, Any]) -> None:
         """Complete a checkpoint whose arrays are written."""
@@ -184,8 +226,8 @@ class CheckpointFolder:
         """
         try:
             if not is_claimed(self.path):
-                there = self.path.iterdir() if self.path.exists() else ()
-                numbered = [path.name for path in there if _is_ours(path.name)]
+                names = [path.name for path in self._entries()]
+                numbered = [name for name in names if _is_ours(name)]
                 if numbered and not self.steps():
                     return (
                         f"{self.path} has {min(numbered)!r}, which is not a checkpoint of "

@@ -1,103 +1,116 @@
-"""Orbax's handler of arrays, which writes those that are small all at once.
+"""What Orbax needs to find beside arrays, to read a checkpoint as if it were its own.
 
-Orbax takes 2 ms for each array, and a network of 400 layers has 2,400 with the state of its
-optimizer. It reads what is written here as if it were its own.
+Orbax itself does not write them. Its threads wait for one another for minutes where one
+process may not write, and it takes 2 ms for each array, of which a network of 400 layers
+has 2,400 with the state of its optimizer.
 """
 
-import asyncio
 import base64
-import functools as ft
+import contextlib
 import json
-import math
-from collections.abc import Awaitable
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-import tensorstore as ts
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
-from orbax.checkpoint import v1 as ocp
-from orbax.checkpoint.metadata import NamedShardingMetadata, SingleDeviceShardingMetadata
 
-from ..distributed import is_main_process
-from ._parts import Part, copy_parts, write_parts
-
-_DESCRIBED: dict[type[Sharding], Any] = {
-    NamedSharding: NamedShardingMetadata,
-    SingleDeviceSharding: SingleDeviceShardingMetadata,
-}
+#: The folder of the arrays, in that of a checkpoint.
+STATE = "state"
+_INLINE_BYTES, _FILE_BYTES = 2**12, 2**28
+_HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
 
 
-class _Arrays:
-    """Orbax's protocol of a handler of leaves, to save them."""
-
-    def __init__(self, *, context: Any):
-        self._context = context
-        self._theirs = _handler_of_arrays()(context=context)
-
-    async def serialize(self, params: Any, serialization_context: Any) -> Awaitable[None]:
-        saving: Any = self._context.array.saving
-        most = saving.storage_options.chunk_byte_size
-        small = {
-            param.name: param.value
-            for param in params
-            if _bytes_per_shard(param.value) <= most
-        }
-        parts = copy_parts(small, most)
-        rest = [param for param in params if param.name not in small]
-        written = None
-        if rest:
-            written = await self._theirs.serialize(rest, serialization_context)
-        shardings = {param.name: param.value.sharding for param in params}
-
-        async def finish() -> None:
-            folder = await serialization_context.parent_dir.await_creation()
-            size = saving.ocdbt_target_data_file_size
-            try:
-                await asyncio.to_thread(_write, folder, parts, shardings, size)
-            finally:
-                if written is not None:
-                    await written
-
-        return finish()
+def ocdbt(folder: Any) -> dict[str, Any]:
+    """How TensorStore names the database of arrays in a local folder."""
+    return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}}
 
 
-@ft.cache
-def _handler_of_arrays() -> Any:
-    """Orbax's own, which is in no public module yet."""
-    standard: Any = ocp.handlers.PyTreeHandler()
-    return standard._leaf_handler_registry.get(jax.Array)
-
-
-def _bytes_per_shard(array: jax.Array) -> int:
-    return array.dtype.itemsize * math.prod(array.sharding.shard_shape(array.shape))
-
-
-def _write(
-    folder: Any, parts: dict[str, Part], shardings: dict[str, Sharding], file_bytes: int
-) -> None:
-    if is_main_process():
-        (folder / "_sharding").write_text(_describe(shardings))
-    ours = {path: part for path, part in parts.items() if part.shards}
-    if not ours:
-        return
-    base = {
-        "driver": "ocdbt",
-        # Orbax merges all folders that are named so.
-        "base": {
-            "driver": "file",
-            "path": f"{folder}/ocdbt.process_{jax.process_index()}_small/",
-        },
-        "target_data_file_size": file_bytes,
+def part_of_process(folder: Any) -> dict[str, Any]:
+    """The database that this process writes, in the folder of a checkpoint."""
+    name = f"ocdbt.process_{jax.process_index()}_crc32c"
+    return {
+        **ocdbt(folder / STATE / name),
+        # What describes the arrays is in the tables, and these are in files of their own,
+        # so that those of `d` have nothing but chunks.
+        "config": {"max_inline_value_bytes": _INLINE_BYTES},
+        "value_data_prefix": "d/",
+        "btree_node_data_prefix": "tables/",
+        "version_tree_node_data_prefix": "tables/",
+        # Several files, of which threads write one each.
+        "target_data_file_size": _FILE_BYTES,
     }
-    write_parts(ours, base, ts.Context(), ts.Transaction(atomic=True))
 
 
-def _describe(shardings: dict[str, Sharding]) -> str:
+def complete(folder: Any, shardings: Mapping[str, Sharding]) -> None:
+    """Make the parts of all processes one state.
+
+    **Arguments:**
+
+    - `folder`: the folder of a checkpoint, to which all processes have written.
+    - `shardings`: the shardings of the arrays by path.
+    """
+    state = folder / STATE
+    _merge(state)
+    (state / "_METADATA").write_text(json.dumps(_tree(shardings)))
+    # Without it, Orbax has to be told where to place the arrays.
+    with contextlib.suppress(ImportError, AttributeError):
+        (state / "_sharding").write_text(_describe(shardings))
+    about = {"item_handlers": {STATE: _HANDLER}}
+    (folder / "_CHECKPOINT_METADATA").write_text(json.dumps(about))
+    (folder / "orbax.checkpoint").touch()
+
+
+def _merge(state: Any) -> None:
+    """One database that refers to those of the processes."""
+    import tensorstore as ts
+
+    settings = ts.Context()
+    whole = ts.KvStore.open(ocdbt(state), context=settings).result()
+    transaction = ts.Transaction(atomic=True)
+    copies = [
+        ts.KvStore.open(ocdbt(part), context=settings)
+        .result()
+        .experimental_copy_range_to(whole.with_transaction(transaction))
+        for part in state.glob("ocdbt.process_*")
+    ]
+    for copy in copies:
+        copy.result()
+    transaction.commit_sync()
+
+
+def _tree(paths: Mapping[str, Any]) -> dict[str, Any]:
+    """How Orbax describes a dict of arrays."""
+    leaf = {"value_type": "jax.Array", "skip_deserialize": False}
+    return {
+        "tree_metadata": {
+            str((path,)): {
+                "key_metadata": [{"key": path, "key_type": 2}],
+                "value_metadata": leaf,
+            }
+            for path in paths
+        },
+        "use_ocdbt": True,
+        "use_zarr3": True,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+
+
+def _describe(shardings: Mapping[str, Sharding]) -> str:
     """What Orbax reads to place arrays as they were, if it is not told where to."""
+    from orbax.checkpoint.metadata import (
+        NamedShardingMetadata,
+        SingleDeviceShardingMetadata,
+    )
+
+    kinds: dict[type[Sharding], Any] = {
+        NamedSharding: NamedShardingMetadata,
+        SingleDeviceSharding: SingleDeviceShardingMetadata,
+    }
     described = {
         sharding: kind.from_jax_sharding(sharding).to_serialized_string()
         for sharding in set(shardings.values())
-        if (kind := _DESCRIBED.get(type(sharding))) is not None
+        if (kind := kinds.get(type(sharding))) is not None
     }
     return json.dumps(
         {
@@ -106,35 +119,3 @@ def _describe(shardings: dict[str, Sharding]) -> str:
             if sharding in described
         }
     )
-
-
-class _Leaves:
-    """Orbax's protocol of a registry of such handlers, with that of arrays alone."""
-
-    def get_all(self) -> list[Any]:
-        return [(jax.Array, ocp.arrays.AbstractShardedArray, _Arrays)]
-
-    def get_secondary_typestrs(self, handler_type: Any) -> list[str]:
-        return ["jax.Array"]
-
-    def is_handleable(self, leaf_type: Any) -> bool:
-        return issubclass(leaf_type, jax.Array)
-
-
-class _State:
-    """Calls of it return Orbax's handler, which is final, with ours for its arrays."""
-
-    def __new__(cls) -> Any:
-        leaves: Any = _Leaves()
-        return ocp.handlers.PyTreeHandler(leaf_handler_registry=leaves)
-
-
-@ft.cache
-def registry() -> Any:
-    """Handlers that save the arrays of a state.
-
-    Raises `AttributeError` if Orbax has moved its own.
-    """
-    _handler_of_arrays()
-    handlers: Any = ocp.handlers.local_registry(include_global_registry=False)
-    return handlers.add(_State, checkpointable_name="state")

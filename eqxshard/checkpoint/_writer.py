@@ -13,8 +13,8 @@ from jaxtyping import Array
 
 from ..distributed import allgather_json, broadcast_from_first, is_main_process
 from ..sharding._text import first_few
-from ._arrays import write
 from ._folder import CheckpointFolder, listed, reason
+from ._save import Save
 
 _LOG = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class CheckpointWriter:
         self._thread: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
         #: The save that is waited for.
-        self._current: Any = None
+        self._current: Save | None = None
         self._error: str | None = None
 
     def start(
@@ -82,16 +82,16 @@ class CheckpointWriter:
             if fault is not None:
                 raise OSError(fault)
             # About to be replaced; all processes must agree on what is damaged.
-            self._folder.damaged.discard(step)
-            response = write(self._folder.at(step), dict(leaves))
+            self._folder.damaged.pop(step, None)
+            save = Save(self._folder.at(step), leaves)
         # Whatever keeps a checkpoint from being written, training continues.
         except Exception as error:
             self._report_failure(step, error)
             return
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "eqxshard-checkpoint")
-        self._current = response
-        self._pending = self._thread.submit(self._finish, response, description)
+        self._current = save
+        self._pending = self._thread.submit(self._finish, save, description)
 
     def close(self) -> None:
         """Wait for the last checkpoint, whether or not it succeeds."""
@@ -116,7 +116,9 @@ class CheckpointWriter:
             if errors or all(done for done, _ in everyone):
                 break
         if not is_done:
-            # Orbax still waits for the process that failed, in the old thread.
+            # It still waits for the process that failed, or writes, in the old thread.
+            if self._current is not None:
+                self._current.give_up()
             self._thread = self._current = None
             self._error = errors[0]
             if is_main_process():
@@ -135,15 +137,15 @@ class CheckpointWriter:
                 fault = reason(error)
         return fault
 
-    def _finish(self, response: Any, description: dict[str, Any]) -> None:
+    def _finish(self, save: Save, description: dict[str, Any]) -> None:
         step = description["step"]
         try:
-            response.result()
-            if not is_main_process() or response is not self._current:
+            save.result()
+            if not is_main_process() or save is not self._current:
                 return
             self._folder.complete(description)
         except Exception as error:
-            if response is self._current:
+            if save is self._current:
                 self._report_failure(step, error)
             return
         self._remove_old(lambda: [*map(self._folder.remove, self._outdated(step))])

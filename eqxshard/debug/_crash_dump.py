@@ -19,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..checkpoint._arrays import partition_by_path, read, write
+from ..checkpoint._arrays import partition_by_path, read, wrap_keys
 from ..checkpoint._checksums import is_complete, verify, write_checksums
 from ..checkpoint._description import abstract_array, array_metadata, check_structure
+from ..checkpoint._save import Save
 from ..distributed import barrier, is_main_process
 from ..sharding._files import read_json
 from ..sharding._leaves import array_leaves, is_key
@@ -116,7 +117,7 @@ def write_crash_dump(
             folder.rmtree()
         folder.parent.mkdir(parents=True, exist_ok=True)
     barrier("crash dump")
-    write(folder, leaves).result()
+    Save(folder, leaves).result()
     if is_main_process():
         (folder / _FILE).write_text(json.dumps(dump, indent=1) + "\n")
         write_checksums(folder)
@@ -194,11 +195,12 @@ def read_crash_dump(folder: Any, make_model: Callable[[Any], PyTree]) -> CrashDu
     saved = {path: dump["leaves"][path] for path in leaves if path.startswith("model")}
     check_structure(wanted, saved, f"the crash dump {folder}")
     try:
-        arrays = {path: _on_any_device(leaf) for path, leaf in read(folder, leaves).items()}
+        arrays = wrap_keys(read(folder, leaves), leaves)
     except ValueError as error:
         raise ValueError(
             f"the crash dump {folder} is damaged: {error}; run the step again."
         ) from None
+    arrays = {path: _on_any_device(leaf) for path, leaf in arrays.items()}
     _, model_static = partition(like)
     is_trained = [path in trained for path in wanted if path.startswith("model.")]
     trainable = model_static.only(is_trained)

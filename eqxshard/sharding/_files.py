@@ -96,6 +96,22 @@ def read_bytes(path: Any) -> bytes:
         return file.read()
 
 
+def write_at_once(path: Any, text: str) -> None:
+    """Write a file that nobody sees half written.
+
+    **Arguments:**
+
+    - `path`: an `etils.epath.Path`.
+    """
+    if is_remote(path):
+        # Objects appear whole, and some stores cannot rename them.
+        path.write_text(text)
+        return
+    part = path.parent / f".{path.name}.part"
+    part.write_text(text)
+    part.replace(path)
+
+
 def with_retries(read: Callable[[], _T]) -> _T:
     """What a function reads; again after an error that may pass.
 
