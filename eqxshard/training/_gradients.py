@@ -186,7 +186,7 @@ def step_context(
     batch: PyTree,
     mesh: Mesh,
     precision: Precision | None,
-) -> Iterator[tuple[dict[str, PyTree], PyTree]]:
+) -> Iterator[tuple[Mapping[str, PyTree], PyTree]]:
     """A model and a batch as user code gets them: cast, gathered, on the step's mesh.
 
     The model is the entry `model` of a dict, as `storage` and `update` are.

@@ -102,23 +102,23 @@ def test_remedies_are_ranked_by_what_they_save(monkeypatch):
 
 @pytest.fixture
 def fails(monkeypatch):
-    """Let the next calls of compiled steps fail, as on GPUs; counts calls."""
-    calls, call_jitted = [], _step.call_jitted
+    """Let the next calls of compiled steps fail, as on GPUs; returns all calls."""
 
-    def call(*args):
-        calls.append(args)
-        if len(calls) <= fails.times:
-            if fails.takes:
-                jax.tree.map(lambda x: x.delete(), args[1])
-            raise jax.errors.JaxRuntimeError(GPU)
-        return call_jitted(*args)
+    def fail(times, takes=False):
+        calls, call_jitted = [], _step.call_jitted
 
-    def fails(times, takes=False):
-        fails.times, fails.takes = times, takes
+        def call(*args):
+            calls.append(args)
+            if len(calls) <= times:
+                if takes:
+                    jax.tree.map(lambda x: x.delete(), args[1])
+                raise jax.errors.JaxRuntimeError(GPU)
+            return call_jitted(*args)
+
         monkeypatch.setattr(_step, "call_jitted", call)
         return calls
 
-    return fails
+    return fail
 
 
 def test_a_step_is_tried_once_more_if_its_state_is_still_there(fails):
@@ -154,8 +154,9 @@ def test_a_step_that_would_fail_again_is_not_tried_again(fails, monkeypatch, why
 def test_a_state_that_cannot_be_made_is_not_the_steps_fault():
     def make_model(key):
         model = Wide(key)
-        huge = jnp.cumsum(jnp.broadcast_to(model.first.bias[0], (10**10, 1000)), axis=0)
-        return eqx.tree_at(lambda m: m.first.bias, model, model.first.bias + huge[-1, 0])
+        huge = jnp.broadcast_to(model.first.weight[0, 0], (10**10, 1000))
+        weight = model.first.weight + jnp.cumsum(huge, axis=0)[-1, 0]
+        return eqx.tree_at(lambda model: model.first.weight, model, weight)
 
     def run():
         state, step = step_helpers.make(*("data=8", "replicate"), make_model=make_model)
