@@ -316,9 +316,10 @@ class StepMachine:
         """What the program of a call needs."""
         program = None
         if call.variant.memory is None:
-            # It may be this that failed.
-            with contextlib.suppress(Exception):
-                program = self.compile(call, batch)
+            # Unless it is this that failed, or that needs the other processes.
+            if not call.variant.is_new and keeper.get() is None:
+                with contextlib.suppress(Exception):
+                    program = self.compile(call, batch)
             name = self._named(call.key, batch)
             call.variant.memory = Memory.of(name, call, batch, program)
         return call.variant.memory
