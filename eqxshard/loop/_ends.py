@@ -79,11 +79,11 @@ def explain_memory(loop: Loop, train_step: Any) -> Iterator[None]:
         yield
     except Exception as error:
         if is_out_of_memory(error):
+            error.add_note(_describe(loop, train_step, error))
             handed: Any = error
             # Where steps have succeeded, starting again may help.
             succeeded = loop.step - loop.first > IN_FLIGHT * loop.count
             handed.is_passing = getattr(error, "is_passing", succeeded)
-            error.add_note(_describe(loop, train_step, error))
         raise
 
 
@@ -104,7 +104,8 @@ def _describe(loop: Loop, train_step: Any, error: Exception) -> str:
         )
         remedy = _OF_HOST.get(part, _OF_HOST["other"]).format(state=format_bytes(size))
         return f"The host was out of memory {where}; {remedy}"
-    if hasattr(error, "__notes__") and part != "data":
+    if hasattr(error, "is_passing"):
+        # What failed has said what it needs.
         return f"This was {where}."
     needs = None
     if isinstance(train_step, TrainStep) and part not in ("data", "evaluation"):

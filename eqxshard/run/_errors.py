@@ -70,10 +70,10 @@ def exit_on_errors(*, whole_traceback: bool = False) -> Iterator[None]:
         if whole_traceback:
             traceback.print_exc()
         elif is_out_of_memory(error) and _is_in_ours(error):
-            notes = getattr(error, "__notes__", [_NO_MEMORY])
+            notes = getattr(error, "__notes__", [])
+            notes = [note for note in notes if _JAX_HIDES not in note] or [_NO_MEMORY]
             first = str(error).partition("\n")[0] or type(error).__name__
-            lines = [first, *(note for note in notes if _JAX_HIDES not in note)]
-            say("error: " + "\n".join(lines), sys.stderr)
+            say("\n".join([f"error: {first}", *notes]), sys.stderr)
         elif on_purpose:
             say(f"error: {error}", sys.stderr)
         elif (elsewhere := _traceback_elsewhere(error)) is not None:
