@@ -48,7 +48,14 @@ def equinox_bug(model, batch, key):
     return jax.vmap(conv)(batch["x"])[:, 0, 0]
 
 
-LOSSES: dict[str, Any] = {"jax": jax_bug, "equinox": equinox_bug}
+def huge(model, batch, key):
+    """A loss that takes more memory than there is."""
+    losses = loss_fn(model, batch, key)
+    wide = jnp.broadcast_to(losses[:, None], (len(losses), 10**12))
+    return losses + jnp.cumsum(wide.reshape(len(losses), -1, 1000), axis=1)[:, -1, -1]
+
+
+LOSSES: dict[str, Any] = {"jax": jax_bug, "equinox": equinox_bug, "memory": huge}
 
 
 def metric_fn(model, batch):
@@ -84,7 +91,7 @@ class Args:
     """What trains them."""
     learning_rate: Annotated[float | None, eqxshard.run.default("0.01")] = None
     """The highest learning rate."""
-    fail: Literal["no", "value", "file", "number", "jax", "equinox", "key"] = "no"
+    fail: Literal["no", "value", "file", "number", "jax", "equinox", "key", "memory"] = "no"
     """How to fail."""
     seconds_per_step: float = 0.0
     """How long to wait for each batch."""

@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 from .._waits import waiting
 from ..distributed import assert_same_on_all_processes, broadcast_from_first
 from ..training._donation import check_state_not_donated
+from ..training._memory import explaining_state
 from ..training._state import step_of, trained_paths
 from ._arrays import partition_by_path, read, wrap_keys
 from ._description import check_structure, describe
@@ -177,7 +178,8 @@ class Checkpointer:
         `like` does not have the same arrays: it names each that is missing, superfluous or
         of another shape.
         """
-        state = self._read(like, step)
+        with explaining_state({"in all": like}):
+            state = self._read(like, step)
         self._last_save = time.monotonic()
         return state
 

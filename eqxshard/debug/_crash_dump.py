@@ -41,7 +41,8 @@ class CrashDump:
     - `steps`: the numbers of all such steps in a row; the dump is of the first.
     - `rows`: the indices in the source of the batch's examples, if known.
     - `loss_name`: what the run's script called the loss function, if it had a name.
-    - `compute`: the type that the loss is computed in, if not that of the arrays.
+    - `compute`, `compute_except`: the type that the loss is computed in, if not that of the
+        arrays, and the patterns of those left in theirs.
     - `trainable`: which arrays of the model are trained: a PyTree of booleans.
     - `model`, `model_state`, `batch`, `key`: the inputs of the loss.
     """
@@ -55,6 +56,7 @@ class CrashDump:
     model_state: eqx.nn.State | None
     batch: dict[str, Any]
     key: Any
+    compute_except: tuple[str, ...] = ()
 
 
 def write_crash_dump(
@@ -109,6 +111,7 @@ def write_crash_dump(
         "rows": None if rows is None else np.asarray(rows(steps[0] - 1)).tolist(),
         "loss_fn": name_in_script(config.loss_fn),
         "compute": compute and jnp.dtype(compute).name,
+        "compute_except": config.precision and config.precision.compute_except,
         "trained": [path for path, _ in array_leaves(trained, "model")],
         "leaves": {path: array_metadata(leaf) for path, leaf in leaves.items()},
     }
@@ -183,6 +186,7 @@ def read_crash_dump(folder: Any, make_model: Callable[[Any], PyTree]) -> CrashDu
             "rows": dump["rows"] and [*map(int, dump["rows"])],
             "loss_name": dump["loss_fn"] and str(dump["loss_fn"]),
             "compute": dump["compute"] and _float(dump["compute"]),
+            "compute_except": tuple(map(str, dump.get("compute_except") or ())),
         }
     # What comes of JSON that says something else than is expected.
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:

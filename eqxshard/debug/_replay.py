@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ..sharding._leaves import array_leaves, is_inexact, leaf_path
-from ..training._precision import cast
+from ..training._precision import Precision
 from ..training._state import split_model, with_state
 from ._crash_dump import CrashDump
 
@@ -40,7 +40,8 @@ def replay(dump: CrashDump, loss_fn: Callable[..., Any]) -> str:
             return f"the parameter {path} contains NaN."
     model, batch = dump.model, dump.batch
     if dump.compute is not None:
-        model, batch = cast((model, batch), dump.compute)
+        precision = Precision(dump.compute, compute_except=dump.compute_except)
+        model, batch = precision.cast(model, "model"), precision.cast(batch, "batch")
 
     def loss(model: PyTree) -> Any:
         out = loss_fn(with_state(model, dump.model_state), batch, dump.key)

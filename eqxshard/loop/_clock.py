@@ -65,6 +65,8 @@ class Clock:
     def __init__(self):
         #: What the run does now; another object after each change.
         self.now = Phase("other", "the start", time.perf_counter())
+        #: What it did when an error ended a phase; `None` once another begins.
+        self.failed: Phase | None = None
         #: The seconds of each part, up to the last change or reading.
         self.totals = dict.fromkeys(get_args(Part), 0.0)
         #: The same at the last reading, which reports have the parts of.
@@ -75,11 +77,14 @@ class Clock:
     def phase(self, part: Part, what: str) -> Iterator[None]:
         """Count the time of a `with` block for a part; the watchdog sees what it is."""
         outer = self.now
-        self.now = Phase(part, what, self._count())
+        self.now, self.failed = Phase(part, what, self._count()), None
         try:
             # A process may take its time for other parts while all do the same.
             with waiting(what, for_others=part == "device"):
                 yield
+        except BaseException:
+            self.failed = self.failed or self.now
+            raise
         finally:
             self.now = outer._replace(since=self._count())
 

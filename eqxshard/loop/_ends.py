@@ -11,21 +11,31 @@ import jax
 from ..checkpoint._checkpointer import Checkpointer
 from ..debug._crash_dump import replay_command, write_crash_dump
 from ..distributed import is_main_process
+from ..pages._format import format_bytes
 from ..sharding._leaves import is_key
 from ..sharding._text import say
 from ..trackers._tracker import numbers
 from ..training._donation import any_donated
+from ..training._memory import is_out_of_memory
+from ..training._step import IN_FLIGHT
+from ..training._train_step import TrainStep
 from ._callbacks import CallbackList
 from ._loop import Loop
 from ._report import shown
 
 _LOG = logging.getLogger(__name__)
 
-_OUT_OF_MEMORY = (
-    "The devices are out of memory. Use a smaller batch, accumulate= (the same batch in "
-    "parts), remat (activations computed again), bfloat16, or a rule and a mesh that split "
-    "the state, such as fsdp()."
+_OF_DEVICES = (
+    "use a smaller batch, accumulate= (the same batch in parts), remat (activations "
+    "computed again), bfloat16, or a rule and a mesh that split the state, such as fsdp()."
 )
+#: Of the host, by what the run did.
+_OF_HOST = {
+    "data": "use a smaller prefetch=, fewer workers=, or a smaller batch.",
+    "checkpoint": "a save holds a copy of this process's part of the state, {state}; save "
+    "from more processes, or leave more of the host's memory free.",
+    "other": "look at what this process keeps, such as datasets and lists of results.",
+}
 
 
 def save(loop: Loop, callbacks: CallbackList, checkpointer: Checkpointer) -> None:
@@ -58,11 +68,49 @@ def rescue(loop: Loop, callbacks: CallbackList) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        is_of_jax = isinstance(error, jax.errors.JaxRuntimeError)
-        if is_of_jax and "RESOURCE_EXHAUSTED" in str(error):
-            error.add_note(_OUT_OF_MEMORY)
         _keep_state(loop, callbacks, error)
         raise
+
+
+@contextlib.contextmanager
+def explain_memory(loop: Loop, train_step: Any) -> Iterator[None]:
+    """Say of an error for want of memory what the run did, and what would make it fit."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            error.add_note(_describe(loop, train_step, error))
+            handed: Any = error
+            # Where steps have succeeded, starting again may help.
+            succeeded = loop.step - loop.first > IN_FLIGHT * loop.count
+            handed.is_passing = getattr(error, "is_passing", succeeded)
+        raise
+
+
+def _describe(loop: Loop, train_step: Any, error: Exception) -> str:
+    part, what, _ = loop.clock.failed or loop.clock.now
+    where = f"in {what}"
+    if part in ("device", "log") and loop.count:
+        # What was dispatched may still run.
+        first = max(loop.step - IN_FLIGHT * loop.count, loop.first) + 1
+        where += f", or in one of the steps from {first} on"
+    if isinstance(error, MemoryError):
+        size = sum(
+            shard.data.nbytes
+            for x in jax.tree.leaves(loop.state)
+            if isinstance(x, jax.Array) and not is_key(x) and not x.is_deleted()
+            for shard in x.addressable_shards
+            if shard.replica_id == 0
+        )
+        remedy = _OF_HOST.get(part, _OF_HOST["other"]).format(state=format_bytes(size))
+        return f"The host was out of memory {where}; {remedy}"
+    if hasattr(error, "is_passing"):
+        # What failed has said what it needs.
+        return f"This was {where}."
+    needs = None
+    if isinstance(train_step, TrainStep) and part not in ("data", "evaluation"):
+        needs = train_step.machine.describe_memory()
+    return f"The devices were out of memory {where}; {needs or _OF_DEVICES}"
 
 
 def _keep_state(loop: Loop, callbacks: CallbackList, error: BaseException) -> None:

@@ -201,14 +201,16 @@ def _compile(
 ) -> Any:
     def predict(arrays: list[Array], batch: PyTree) -> PyTree[Array]:
         model, model_state = without_state(signature.static.combine(arrays))
-        storage, _ = without_state(signature.storage())
+        stored, _ = without_state(signature.storage())
+        storage = {"model": stored}
 
         def call(model: PyTree, model_state: PyTree, batch: PyTree) -> PyTree:
-            with step_context(model, storage, storage, batch, mesh, precision) as (
-                model,
+            given = {"model": model}
+            with step_context(given, storage, storage, batch, mesh, precision) as (
+                for_use,
                 batch,
             ):
-                model = eqx.nn.inference_mode(model)
+                model = eqx.nn.inference_mode(for_use["model"])
                 return fn(with_state(model, model_state), batch)
 
         outputs = with_float8(call, precision)(model, model_state, batch)

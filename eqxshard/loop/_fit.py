@@ -19,7 +19,7 @@ from ..training._train_step import TrainStep
 from ._batches import Batches, check_loader, dispatches_of, steps_per_epoch
 from ._callbacks import Callback, CallbackList, check_callbacks
 from ._clock import Clock, announced, describe_time, watch
-from ._ends import announce_stop, give_up, rescue, save
+from ._ends import announce_stop, explain_memory, give_up, rescue, save
 from ._evaluate import check_evaluate
 from ._loop import Loop
 from ._report import Report, tell
@@ -179,6 +179,8 @@ def fit(
         stack.callback(report.close)
         take_steps, batches = dispatches_of(train_step, loader, loop.first, schedule)
         stack.enter_context(closing(batches))
+        # What closes has phases of its own.
+        stack.enter_context(explain_memory(loop, train_step))
         in_flight = InFlight()
         while loop.step < last and loop.stop_reason is None:
             with clock.phase("data", f"the batch of step {loop.step + 1}"):

@@ -14,8 +14,15 @@ from ..distributed import exit_process
 from ..planning._process import ELSEWHERE
 from ..sharding._text import say
 from ..training._advice import raises_on_purpose, traceback_steps
+from ..training._memory import is_out_of_memory
 
 _JAX_HIDES = "JAX has removed its internal frames"
+
+
+_NO_MEMORY = (
+    "This was outside of training; use a smaller model or batch, or a rule and a mesh that "
+    "split the state, such as fsdp()."
+)
 
 
 class UsageError(ValueError):
@@ -39,7 +46,8 @@ def exit_on_errors(*, whole_traceback: bool = False) -> Iterator[None]:
     """End the process at an error: with one line if it was raised on purpose.
 
     Those are a `UsageError`, and the `ValueError`s, `FloatingPointError`s and `OSError`s
-    of this library: exit status 2. Another error is a bug. Its traceback shows the user's
+    of this library: exit status 2, as where memory is not enough for the first steps of a
+    run. Another error is a bug. Its traceback shows the user's
     own code alone, whose last line is the place to look at: exit status 1.
 
     **Arguments:**
@@ -55,15 +63,24 @@ def exit_on_errors(*, whole_traceback: bool = False) -> Iterator[None]:
         if isinstance(error, BrokenPipeError) and is_stdout_closed():
             raise
         on_purpose = _is_on_purpose(error)
+        status = 2 if on_purpose else 1
+        if is_out_of_memory(error) and not getattr(error, "is_passing", False):
+            # A launcher that started it again would meet it again.
+            status = 2
         if whole_traceback:
             traceback.print_exc()
+        elif is_out_of_memory(error) and _is_in_ours(error):
+            notes = getattr(error, "__notes__", [])
+            notes = [note for note in notes if _JAX_HIDES not in note] or [_NO_MEMORY]
+            first = str(error).partition("\n")[0] or type(error).__name__
+            say("\n".join([f"error: {first}", *notes]), sys.stderr)
         elif on_purpose:
             say(f"error: {error}", sys.stderr)
         elif (elsewhere := _traceback_elsewhere(error)) is not None:
             print(elsewhere, file=sys.stderr)
         else:
             _print_users_part(error)
-        exit_process(2 if on_purpose else 1)
+        exit_process(status)
     finally:
         jax.config.update("jax_traceback_filtering", filtering)
 
@@ -73,14 +90,18 @@ def _is_on_purpose(error: Exception) -> bool:
         return True
     if _traceback_elsewhere(error) is not None:
         return False
-    steps = [*traceback_steps(error)]
     if isinstance(error, OSError):
         # It may come from deep in Python; who asked for the file is to blame.
-        files = [_file(step) for step in steps]
-        return is_ours(next((x for x in reversed(files) if is_ours(x) or is_users(x)), ""))
+        return _is_in_ours(error)
     if not isinstance(error, ValueError | FloatingPointError):
         return False
-    return raises_on_purpose(steps[-1])
+    return raises_on_purpose([*traceback_steps(error)][-1])
+
+
+def _is_in_ours(error: Exception) -> bool:
+    """Whether it was this library that called what failed, and not the user's code."""
+    files = [_file(step) for step in traceback_steps(error)]
+    return is_ours(next((x for x in reversed(files) if is_ours(x) or is_users(x)), ""))
 
 
 def _traceback_elsewhere(error: Exception) -> str | None:

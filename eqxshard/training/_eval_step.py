@@ -187,16 +187,18 @@ def eval_step(
     `arrays`, and the metrics of the batch.
     """
     model, model_state = without_state(signature.static.combine(kept))
-    storage, _ = without_state(signature.storage())
+    stored, _ = without_state(signature.storage())
     if rule is not None:
-        storage = assign_shardings(model, mesh, rule)
+        stored = assign_shardings(model, mesh, rule)
+    storage = {"model": stored}
 
     def measure(model: PyTree, model_state: PyTree, batch: PyTree) -> Mapping[str, Any]:
-        with step_context(model, storage, storage, batch, mesh, precision) as (
-            model,
+        given = {"model": model}
+        with step_context(given, storage, storage, batch, mesh, precision) as (
+            for_use,
             batch_for_use,
         ):
-            model = eqx.nn.inference_mode(model)
+            model = eqx.nn.inference_mode(for_use["model"])
             model_state = replicated_on(model_state, mesh)
 
             def apply(batch: PyTree) -> Mapping[str, Any]:

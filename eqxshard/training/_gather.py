@@ -20,7 +20,7 @@ from ..sharding._explicit import (
 )
 from ..sharding._leaves import leaf_path
 from ..sharding._placement import compute_sharding
-from ._precision import cast
+from ._precision import Precision, cast
 from .rewrite._sums import mark_gradient
 
 
@@ -31,7 +31,7 @@ class Stored(NamedTuple):
     - `storage`: its sharding.
     - `update`: the sharding of its gradient.
     - `dtype`: the type to compute in, if it is another.
-    - `path`: where it is in the model.
+    - `path`: where it is: `model.layers.0.weight`.
     """
 
     array: Array
@@ -82,21 +82,25 @@ def gathered(
     storage: PyTree[NamedSharding | None],
     update: PyTree[NamedSharding | None],
     mesh: Mesh,
-    dtype: DTypeLike | None = None,
+    precision: Precision | None = None,
 ) -> Iterator[PyTree]:
     """A model as it is used: each array gathered along the axes that split the batch.
+
+    It is the entry `model` of a dict, beside what else a step is given.
 
     Meanwhile [`scan_layers`][eqxshard.scan_layers] gathers the arrays of stacked layers
     one layer at a time, and the compiler drops the arrays gathered here that are not used.
     """
     pairs: list[tuple[Array, Stored]] = []
 
-    def gather(path: tuple[Any, ...], leaf: Any, storage: Any, update: Any) -> Any:
+    def gather(keys: tuple[Any, ...], leaf: Any, storage: Any, update: Any) -> Any:
+        path = leaf_path(keys)
+        dtype = None if precision is None else precision.compute_type(path)
         if storage is None:
             return replicated_on(cast(leaf, dtype), mesh)
         # In user code, which may be a loop over layers, on the axes that it sees.
         leaf = to_explicit(leaf, storage)
-        stored = Stored(leaf, storage, update or storage, dtype, leaf_path(path))
+        stored = Stored(leaf, storage, update or storage, dtype, path)
         pairs.append((stored.gather(), stored))
         return pairs[-1][0]
 

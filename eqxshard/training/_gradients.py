@@ -2,7 +2,7 @@
 
 import contextlib
 import functools as ft
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from ..data._weights import LOSS_WEIGHT, WEIGHT
 from ..sharding._explicit import is_explicit, replicated_on, to_auto, to_explicit
+from ..sharding._leaves import array_leaves
 from ..sharding._mesh import batch_sharding
 from ..sharding._placement import filter_shard
 from ..transforms._dtypes import at_least_float32
@@ -32,7 +33,7 @@ from ._examples import (
 )
 from ._gather import gathered
 from ._layout import StateLayout
-from ._precision import Precision, cast
+from ._precision import Precision, check_patterns
 from ._state import TrainState, split_model, with_state
 from ._typecheck import add_type_note
 from .rewrite._float8 import with_float8
@@ -81,18 +82,21 @@ def compute_gradients(
     # Microbatches are divided by the weight of the batch, and so add up to its mean.
     loss_weight = jnp.sum(example_loss_weights(batch))
     scale = None if state.loss_scale is None else state.loss_scale.scale
-    storage, update = (layout.model, extra_storage), (layout.update, extra_storage)
+    storage, update = (
+        {"model": each, "extra": extra_storage} for each in (layout.model, layout.update)
+    )
 
     def mean_loss(
         params: PyTree, frozen: PyTree, batch: PyTree, model_state: PyTree, key: Array
     ) -> tuple[Array, tuple[dict[str, Array], PyTree]]:
         """The mean over a microbatch; the sums of loss and metrics, and the new state."""
-        model = eqx.combine(params, frozen), extra
-        with step_context(model, storage, update, batch, layout.mesh, config.precision) as (
-            (model, extra_for_use),
+        given = {"model": eqx.combine(params, frozen), "extra": extra}
+        with step_context(given, storage, update, batch, layout.mesh, config.precision) as (
+            for_use,
             batch_for_use,
         ):
-            more = () if extra is None else (extra_for_use,)
+            model = for_use["model"]
+            more = () if extra is None else (for_use["extra"],)
             model_state, key = replicated_on((model_state, key), layout.mesh)
             # Called here, and not in a function of its own: each is a frame in the
             # traceback of a mistake in the loss function.
@@ -110,6 +114,10 @@ def compute_gradients(
         loss = _mean(sums["loss"], loss_weight)
         return loss if scale is None else loss * scale, (sums, new_state)
 
+    if config.precision is not None:
+        named = {"model": state.model, "batch": batch, "extra": extra}
+        paths = (path for path, _ in array_leaves(named))
+        check_patterns("compute_except", config.precision.compute_except, paths)
     if state.model_state is not None and has_entry(batch, WEIGHT):
         raise ValueError(
             "the model has state, such as BatchNorm's, which padded rows (the batch has "
@@ -172,22 +180,21 @@ def _split_result(
 
 @contextlib.contextmanager
 def step_context(
-    model: PyTree,
-    storage: PyTree[NamedSharding | None],
-    update: PyTree[NamedSharding | None],
+    model: Mapping[str, PyTree],
+    storage: Mapping[str, PyTree[NamedSharding | None]],
+    update: Mapping[str, PyTree[NamedSharding | None]],
     batch: PyTree,
     mesh: Mesh,
     precision: Precision | None,
-) -> Iterator[tuple[PyTree, PyTree]]:
-    """A model and a batch as user code gets them: cast, gathered, on the step's mesh."""
-    dtype = None if precision is None else precision.compute
-    if dtype is not None:
-        # Weights are summed, which needs float32.
-        names = [name for name in (WEIGHT, LOSS_WEIGHT) if has_entry(batch, name)]
-        kept = {name: batch[name] for name in names}
-        batch = {**cast(batch, dtype), **kept} if kept else cast(batch, dtype)
+) -> Iterator[tuple[Mapping[str, PyTree], PyTree]]:
+    """A model and a batch as user code gets them: cast, gathered, on the step's mesh.
+
+    The model is the entry `model` of a dict, as `storage` and `update` are.
+    """
+    if precision is not None:
+        batch = precision.cast(batch, "batch")
     with (
-        gathered(model, storage, update, mesh, dtype) as model,
+        gathered(model, storage, update, mesh, precision) as model,
         jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
     ):
         rows = batch_sharding(mesh)

@@ -30,6 +30,7 @@ from ._donation import copy_shared
 from ._jit import jit_is_off
 from ._layout import make_layout
 from ._make_model import check_function, check_not_shared, check_not_taken, make_traced
+from ._memory import explaining_state
 from ._optimizer import check_optim, init_optimizer
 from ._per_layer import warn_of_stacks
 from ._precision import LossScale, Precision, cast
@@ -116,7 +117,10 @@ def init_state(
     making = waiting("the state to be made")
     with short_traceback(), no_explicit_context(), making:
         traced = _trace(make_model, optim, key, mesh, rule, trainable, precision)
-        return _build(traced, optim, key, load)
+        like = traced.like
+        parts = {"parameters": like.model, "optimizer state": like.opt_state}
+        with explaining_state(parts):
+            return _build(traced, optim, key, load)
 
 
 def _build(

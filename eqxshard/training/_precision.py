@@ -1,6 +1,7 @@
 """`Precision`: the types that parameters are stored, computed with and summed in."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,7 +11,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from ..sharding._leaves import is_array
+from ..data._weights import LOSS_WEIGHT, WEIGHT
+from ..sharding._leaves import is_array, leaf_path
+from ..sharding._text import did_you_mean, first_few
+
+#: Weights are summed, which needs float32.
+_WEIGHTS = tuple(f"batch.{name}" for name in (WEIGHT, LOSS_WEIGHT))
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,11 @@ class Precision:
         than `"__weight__"` and `"__loss_weight__"`, inside the loss function; `None` to
         leave each as it is, such as a frozen base in bfloat16 beside trained parameters in
         float32.
+    - `compute_except`: regular expressions. Arrays in whose paths one is found are left in
+        their own type, gathered in it, and their gradients summed in float32: of the model
+        (`rotary.table`, as [`eqxshard.explain`][] prints them), the batch (`batch.time`)
+        and `extra` (`extra.scale`). Such as times, positions and ids, which bfloat16
+        rounds beyond 256.
     - `params`: the type of trained parameters between steps, and so of gradients and
         optimizer state. Frozen arrays keep their own.
     - `reduce`: the type that gradients are summed over devices in, with a `compute` of 16
@@ -65,6 +76,7 @@ class Precision:
     matmul_except: Sequence[str] = ()
     initial_scale: float = 2.0**15
     scale_every: int = 2000
+    compute_except: Sequence[str] = ()
 
     def __post_init__(self):
         for name, dtype in (("compute", self.compute), ("params", self.params)):
@@ -96,12 +108,8 @@ class Precision:
                 f"Precision(matmul={self.matmul!r}) sums in float32; leave "
                 f"reduce={self.reduce!r} out."
             )
-        if isinstance(self.matmul_except, str):
-            raise TypeError(
-                f"Precision(matmul_except={self.matmul_except!r}) is a text; give a tuple "
-                "of regular expressions."
-            )
-        object.__setattr__(self, "matmul_except", tuple(self.matmul_except))
+        for option in ("compute_except", "matmul_except"):
+            object.__setattr__(self, option, _patterns(option, getattr(self, option)))
         if self.initial_scale < 1 or self.scale_every < 1:
             raise ValueError(
                 f"Precision(initial_scale={self.initial_scale}, scale_every="
@@ -113,9 +121,63 @@ class Precision:
         """Whether gradients would underflow without a loss scale."""
         return self.computes_in(jnp.float16)
 
+    def compute_type(self, path: str) -> DTypeLike | None:
+        """The type to compute with an array in; `None` for its own.
+
+        **Arguments:**
+
+        - `path`: `model.layers.0.weight`, `batch.time` or `extra.scale`.
+        """
+        is_kept = path in _WEIGHTS or is_found(self.compute_except, path)
+        return None if is_kept else self.compute
+
+    def cast(self, tree: PyTree, root: str) -> PyTree:
+        """Cast the floating-point arrays of the `model`, or of the `batch`, for use."""
+
+        def one(path: tuple[Any, ...], leaf: Any) -> Any:
+            return cast(leaf, self.compute_type(leaf_path(path, root)))
+
+        return jax.tree_util.tree_map_with_path(one, tree)
+
     def computes_in(self, dtype: DTypeLike) -> bool:
         """Whether this is the type to compute in."""
         return self.compute is not None and jnp.dtype(self.compute) == dtype
+
+
+def _patterns(option: str, patterns: Sequence[str]) -> tuple[str, ...]:
+    """The regular expressions of an option."""
+    if isinstance(patterns, str):
+        raise TypeError(
+            f"Precision({option}={patterns!r}) is a text; give a tuple of regular "
+            "expressions."
+        )
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"Precision({option}=...): {pattern!r} is not a regular expression "
+                f"({error}); escape its special characters with a backslash."
+            ) from None
+    return tuple(patterns)
+
+
+def is_found(patterns: Iterable[str], path: str) -> bool:
+    """Whether one of some patterns is found in a path, such as `model.layers.0.weight`."""
+    # Without the root, as `explain` prints it.
+    return any(re.search(pattern, path.removeprefix("model.")) for pattern in patterns)
+
+
+def check_patterns(option: str, patterns: Iterable[str], paths: Iterable[str]) -> None:
+    """Refuse a pattern of an option that no path has: most likely it is misspelt."""
+    names = [path.removeprefix("model.") for path in paths]
+    for pattern in patterns:
+        if not any(re.search(pattern, name) for name in names):
+            raise ValueError(
+                f"Precision({option}=...): {pattern!r} matches no parameter or entry of "
+                f"the batch; {did_you_mean(pattern, names)}the paths are "
+                f"{first_few(names)}."
+            )
 
 
 class LossScale(eqx.Module):

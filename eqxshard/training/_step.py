@@ -4,6 +4,7 @@
 """
 
 import collections
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from ..sharding._placement import filter_shard
 from ..transforms._compiles import CompileLog, function_name
 from ._advice import shorten_traceback
 from ._donation import (
+    any_donated,
     check_not_donated,
     check_state_not_donated,
     copy_shared,
@@ -30,6 +32,7 @@ from ._donation import (
 from ._inputs import NOTHING, Signature, StepInput, check_ready, is_elsewhere
 from ._jit import Program, call_jitted, jit_on
 from ._lint import lint_step
+from ._memory import Memory, arguments_of, explaining_state, free_memory, is_out_of_memory
 from ._metrics import Metrics
 from ._precision import Precision
 from ._state import TrainState, flatten_state, unflatten_state
@@ -89,6 +92,7 @@ class Variant:
     - `jitted`: the function compiled.
     - `batch_sharding`: that of a batch; `None` for any.
     - `is_new`: whether it is still to be called, and linted.
+    - `memory`: what it needs, once it is known.
     """
 
     fn: Callable[..., tuple[list[Any], Metrics]]
@@ -100,6 +104,7 @@ class Variant:
     jitted: Any = None
     batch_sharding: NamedSharding | None = None
     is_new: bool = True
+    memory: Memory | None = None
 
 
 class Call(NamedTuple):
@@ -133,10 +138,18 @@ class InFlight:
         Before a call, which takes its donated inputs: an interrupt finds them whole.
         """
         if len(self._results) == IN_FLIGHT:
-            oldest = self._results.popleft()
-            # NumPy's has no such method: a user's own step may return one.
-            with waiting("the devices", for_others=True):
-                getattr(oldest, "block_until_ready", lambda: None)()
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        oldest = self._results.popleft()
+        # NumPy's has no such method: a user's own step may return one.
+        with waiting("the devices", for_others=True):
+            getattr(oldest, "block_until_ready", lambda: None)()
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        while self._results:
+            self._wait_for_oldest()
 
     def add(self, result: Any) -> None:
         """Add a result, for which there is room."""
@@ -206,8 +219,7 @@ class StepMachine:
             if static is not None:
                 arguments["state"] = state = static.combine(arrays)
                 made_with = state.made_with
-            program = f"{kind.program(self._name, batch)} of {self._of}"
-            self._log.add(program, arguments, (made_with, step.mesh))
+            self._log.add(self._named(key, batch), arguments, (made_with, step.mesh))
 
         replicated = NamedSharding(step.mesh, PartitionSpec())
         step.batch_sharding = kind.sharding(step.mesh)
@@ -244,11 +256,14 @@ class StepMachine:
                 check_state_not_donated(seen)
             taken = [*jax.tree.leaves(batch), *kept]
             arrays = copy_taken(seen, taken) + arrays[len(seen) :]
-        self._in_flight.make_room()
+        is_new = step.is_new
         try:
+            self._in_flight.make_room()
             keeps = keeper.get()
-            if step.is_new and {*self._levels.values()} != {"off"}:
-                self._report([*lint_step(call, self.compile(call, batch), batch)])
+            if is_new and {*self._levels.values()} != {"off"}:
+                made = self.compile(call, batch)
+                step.memory = Memory.of(self._named(key, batch), call, batch, made)
+                self._report([*lint_step(call, made, batch)])
             program = step.jitted
             if keeps is not None:
                 program = keeps.get(call, batch) or self.compile(call, batch).compiled
@@ -257,8 +272,31 @@ class StepMachine:
                 # Not from a step, so it may be anywhere.
                 check_shardings(state, step.shardings)
                 arrays = copy_shared(filter_shard(arrays, [*step.shardings]))
-            arrays, metrics = call_jitted(program, arrays, kept, batch)
+            arguments = program, arrays, kept, batch
+            if is_new:
+                # Where these could not be made, the step is not to blame.
+                with explaining_state(arguments_of(call)):
+                    jax.block_until_ready((arrays, kept))
+            try:
+                arrays, metrics = call_jitted(*arguments)
+            except Exception as error:
+                # Once more, if that takes nothing that is not needed for it.
+                if not is_out_of_memory(error) or any_donated(arrays):
+                    raise
+                if not self._memory(call, batch).could_fit():
+                    raise
+                self._in_flight.wait()
+                free_memory()
+                arrays, metrics = call_jitted(*arguments)
+            if is_new:
+                # Most steps that do not fit fail the first time, and say so here.
+                jax.block_until_ready(metrics)
         except Exception as error:
+            if is_out_of_memory(error) and not hasattr(error, "is_passing"):
+                error.add_note(self._memory(call, batch).describe())
+                handed: Any = error
+                # Whether it may pass when the program starts again: it has run before.
+                handed.is_passing = not is_new
             # Blame the inputs if they are at fault. (Checking them before each call would
             # take as long as the rest of it; errors of a running step are other types.)
             if isinstance(error, TypeError | ValueError):
@@ -269,6 +307,27 @@ class StepMachine:
             raise
         self._in_flight.add(metrics.weight)
         return None if state is None else unflatten_state(arrays, key.static), metrics
+
+    def describe_memory(self) -> str | None:
+        """What the largest of the programs needs, and what would make it fit."""
+        known = [x.memory for x in self._variants.values() if x.memory is not None]
+        most = max(known, key=lambda memory: memory.peak or 0, default=None)
+        return most and most.describe()
+
+    def _memory(self, call: Call, batch: PyTree) -> Memory:
+        """What the program of a call needs."""
+        program = None
+        if call.variant.memory is None:
+            # Unless it is this that failed, or that needs the other processes.
+            if not call.variant.is_new and keeper.get() is None:
+                with contextlib.suppress(Exception):
+                    program = self.compile(call, batch)
+            name = self._named(call.key, batch)
+            call.variant.memory = Memory.of(name, call, batch, program)
+        return call.variant.memory
+
+    def _named(self, key: Key, batch: PyTree) -> str:
+        return f"{key.kind.program(self._name, batch)} of {self._of}"
 
     def compile(self, call: Call, batch: PyTree) -> Program:
         """Compile the program, unless it is kept.

@@ -173,7 +173,7 @@ class TrainStep:
         **Returns:**
 
         The new state, and the [`eqxshard.Metrics`][] of this step, without waiting for
-        either.
+        either. (The first call waits, as most steps that need too much memory fail there.)
 
         **Raises:**
 

@@ -221,9 +221,8 @@ def add_type_note(error: Exception) -> None:
     kind = _kind(error)
     if kind is None:
         return
-    # The model is the first of what a loss function gets.
     used = {
-        stored.path.removeprefix("0."): (array, compute_sharding(stored.storage).spec)
+        stored.path.removeprefix("model."): (array, compute_sharding(stored.storage).spec)
         for array, stored in (in_use() or {}).values()
     }
     met = _met(error, {path: array for path, (array, _) in used.items()})

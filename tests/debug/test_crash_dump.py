@@ -91,17 +91,18 @@ def test_a_model_with_state(tmp_path):
 
 @pytest.mark.slow
 def test_a_precision(tmp_path):
-    precision = eqxshard.Precision(compute=jnp.bfloat16)
+    precision = eqxshard.Precision(jnp.bfloat16, compute_except=(r"layers\.0\.bias",))
     dump, _, _ = written(tmp_path, loss_fn=nan_loss, precision=precision)
     assert dump.compute == jnp.bfloat16 and dump.loss_name == "nan_loss"
     assert dump.model.layers[0].weight.dtype == jnp.float32
 
     def loss(model, batch, key):
-        raise KeyError(model.layers[0].weight.dtype, batch["x"].dtype)
+        weight, bias = model.layers[0].weight, model.layers[0].bias
+        raise KeyError(weight.dtype, batch["x"].dtype, bias.dtype)
 
     with pytest.raises(KeyError) as error:
         replay(dump, loss)
-    assert error.value.args == (jnp.bfloat16, jnp.bfloat16)
+    assert error.value.args == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
 
 
 @pytest.mark.slow

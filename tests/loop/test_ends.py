@@ -3,6 +3,7 @@
 import sys
 
 import jax
+import numpy as np
 import pytest
 from helpers import assert_equal
 from loop_helpers import (
@@ -22,6 +23,7 @@ from eqxshard.callbacks import Callback, Every
 from eqxshard.debug._crash_dump import read_crash_dump
 from eqxshard.debug._replay import replay
 from eqxshard.debug._script import script_path
+from eqxshard.training._step import InFlight
 
 
 class Boom(Exception):
@@ -168,10 +170,60 @@ def test_out_of_memory_says_what_to_try_and_where_the_last_checkpoint_is(tmp_pat
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 B")
     checkpointer = eqxshard.Checkpointer(tmp_path, save_every=3)
     advice, saved = run_into(error, checkpointer)
-    assert "a smaller batch, accumulate=" in advice
+    assert advice.startswith("The devices were out of memory in step 5; use a smaller ba")
     where = f"; resume from the newest checkpoint, of step 3: {tmp_path / '3'}"
     assert saved.endswith(where)
     assert_equal(checkpointer.restore(fresh()[0]), fit(3))
+
+
+def test_out_of_memory_in_a_step_that_still_runs_names_the_steps(monkeypatch):
+    state, train_step = fresh()
+    waits = iter([0, 0, 1])
+
+    real_wait = InFlight._wait_for_oldest
+
+    def wait(in_flight):
+        real_wait(in_flight)
+        if next(waits):
+            raise jax.errors.JaxRuntimeError("INTERNAL: Out of memory allocating 9 B")
+
+    monkeypatch.setattr(InFlight, "_wait_for_oldest", wait)
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        eqxshard.fit(state, train_step, make_loader(), steps=12)
+    said = caught.value.__notes__[0]
+    assert said.startswith(
+        "The devices were out of memory in the steps before step 4, or in one of the steps "
+        "from 2 on; train_step of loss_fn needs "
+    )
+
+
+def test_a_host_without_memory_says_which_batch_and_saves_the_state(tmp_path, caplog):
+    def batches():
+        for wide in (1, 1, 1, 10**13):
+            yield {"x": np.ones((8, 4, wide), np.float32)[..., 0]}
+
+    state, train_step = fresh()
+    loader = eqxshard.data.from_iterator(batches, mesh=state.step.sharding.mesh)
+    checkpointer = eqxshard.Checkpointer(tmp_path)
+    with pytest.raises(MemoryError, match="Unable to allocate") as caught:
+        eqxshard.fit(state, train_step, loader, steps=6, checkpointer=checkpointer)
+    assert caught.value.__notes__[-1].startswith("The host was out of memory in the batch ")
+    assert "; use a smaller prefetch=" in caught.value.__notes__[-1]
+    assert checkpointer.steps() == [3]
+    assert "the checkpoint of step 3 is saved" in caplog.text
+
+
+def test_a_host_without_memory_for_a_save_says_what_it_takes(tmp_path, monkeypatch):
+    def full(*args, **options):
+        raise MemoryError
+
+    monkeypatch.setattr("eqxshard.checkpoint._checkpointer.Checkpointer.save", full)
+    with pytest.raises(MemoryError) as caught:
+        fit(3, checkpointer=eqxshard.Checkpointer(tmp_path))
+    said, handed = caught.value.__notes__
+    # Of 121 parameters, without the key.
+    assert "memory in the checkpoint of step 3; a save holds a copy of this pro" in said
+    assert "part of the state, 488 B; save" in said and "error's `state`" in handed
 
 
 @pytest.mark.parametrize("error", [FloatingPointError("nan"), KeyboardInterrupt()])

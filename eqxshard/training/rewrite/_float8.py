@@ -18,7 +18,6 @@ to. What is not understood gets the parameters as they are.
 import contextlib
 import functools as ft
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -32,8 +31,7 @@ from jaxtyping import Array, Float
 
 from ...sharding._explicit import auto_mesh, is_explicit, to_auto, type_mesh
 from ...sharding._leaves import is_inexact, leaf_path
-from ...sharding._text import did_you_mean
-from .._precision import Precision
+from .._precision import Precision, check_patterns, is_found
 from ._jaxprs import map_jaxpr, open_jaxpr, scan_counts
 from ._rewrite import is_rewriting, warn_once
 
@@ -104,14 +102,14 @@ def with_float8(
 
         arrays = [leaves[i] for i in given]
         paths = {
-            i: leaf_path(path[1:])
+            i: leaf_path(path[1:], "model")
             for i, (path, leaf) in enumerate(flat)
             if path[0].idx < models and is_inexact(leaf)
         }
-        chosen = _choose([*paths.values()], precision.matmul_except)
-        inputs = [
-            _Stored(leaves[i]) if paths.get(i) in chosen else leaves[i] for i in given
-        ]
+        check_patterns("matmul_except", precision.matmul_except, paths.values())
+        kept = (*precision.matmul_except, *precision.compute_except)
+        chosen = {i for i, path in paths.items() if not is_found(kept, path)}
+        inputs = [_Stored(leaves[i]) if i in chosen else leaves[i] for i in given]
         # A mistake in the user's code is raised here.
         jaxpr, out = jax.make_jaxpr(call, return_shape=True)(*arrays)
         try:
@@ -122,17 +120,6 @@ def with_float8(
         return jax.tree.unflatten(jax.tree.structure(out), values)
 
     return rewritten
-
-
-def _choose(paths: Sequence[str], patterns: Sequence[str]) -> set[str]:
-    """The paths in which no pattern is found."""
-    for pattern in patterns:
-        if not any(re.search(pattern, path) for path in paths):
-            raise ValueError(
-                f"Precision(matmul_except=...): {pattern!r} matches no parameter; "
-                f"{did_you_mean(pattern, paths)}name paths as eqxshard.explain prints them."
-            )
-    return {path for path in paths if not any(re.search(p, path) for p in patterns)}
 
 
 def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
