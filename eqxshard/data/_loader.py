@@ -27,6 +27,8 @@ from jaxtyping import Array, Int
 
 from ..distributed import assert_same_on_all_processes, spans_processes
 from ..sharding._mesh import batch_sharding, check_batch_size, check_is_mesh
+from ._buckets import BucketBatch, Buckets
+from ._entries import FirstEntries
 from ._host import HostBatches, Transform, check_integers
 from ._pipeline import (
     checked_step,
@@ -99,9 +101,10 @@ class Loader:
     `batch_size` does not divide over the mesh or does not suit the source (see
     `remainder`), another number is out of range, or `placement="device"` is not possible.
     While iterating (or at once, with `placement="device"`), `ValueError` if the source or
-    the transform returns the wrong number of rows, or integers that need 64 bits where
-    JAX has 32; `TypeError` if it returns what devices cannot hold; and whatever they raise
-    themselves.
+    the transform returns the wrong number of rows, other entries, shapes or dtypes than
+    for the first batch, or integers that need 64 bits where JAX has 32; `TypeError` if it
+    returns what devices cannot hold; and whatever they raise themselves (of a
+    `StopIteration`, a `RuntimeError`).
 
     !!! Example
 
@@ -157,13 +160,13 @@ class Loader:
             assert_same_on_all_processes("loader", self._fingerprint)
         check_batch_size(batch_size, mesh)
         # Only now, because it may be empty in one process alone.
-        _check_remainder(remainder, len(order), batch_size)
-        _check_placement(placement, transform, workers)
+        _check_remainder(remainder, order, batch_size)
+        _check_placement(placement, transform, workers, sampler)
         self._sharding = sharding = batch_sharding(mesh)
         self._host = HostBatches(
             source,
             order,
-            Steps.of(batch_size, len(order), fills=remainder == "pad"),
+            order.steps((0, batch_size), fills=remainder == "pad"),
             transform=transform,
             positions=positions_on_this_process(sharding, batch_size),
         )
@@ -178,6 +181,10 @@ class Loader:
         )
         self._prefetch, self._workers = prefetch, workers
         self._full_weight: Array | None = None
+        self._first = FirstEntries(
+            "return the same entries of the same shapes and dtypes for all batches, from "
+            "the source and the transform"
+        )
         self._epochs = epochs
         self._rebatched = False
         self._step = 0
@@ -233,9 +240,13 @@ class Loader:
             self._host, steps, prefetch=self._prefetch, workers=self._workers
         )
         with closing(chunks):
-            for arrays in itertools.chain.from_iterable(chunks):
+            for step, arrays in zip(steps, itertools.chain.from_iterable(chunks)):
                 # Here and not ahead, as jax.enable_x64 may hold for this thread only.
                 check_integers(arrays)
+                length = self._host.span(step).length
+                own = {WEIGHT} if self._host.pads else set()
+                entries = {n: array for n, array in arrays.items() if n not in own}
+                self._first.check(entries, step, length)
                 batch = {name: self._place(array) for name, array in arrays.items()}
                 if self._host.pads and WEIGHT not in batch:
                     # One for all full batches, until somebody donates it.
@@ -243,7 +254,7 @@ class Loader:
                         ones = np.ones(len(self._host.positions), np.float32)
                         self._full_weight = self._place(ones)
                     batch[WEIGHT] = self._full_weight
-                yield batch
+                yield batch if length is None else BucketBatch(batch, length)
 
     def seek(self, step: int) -> None:
         """Go to the batch of a step, counted from 0 over all epochs.
@@ -359,13 +370,19 @@ class Loader:
                 f"{state} is not the state of a loader; give what Loader.state() returned."
             )
         size, fills = self.steps.last.size, self.steps.last.fills
-        before = Steps.with_sizes(sizes, self._epoch_length, fills=fills)
-        moved = before.change(step, size, self._epoch_length(size))
+        _check_same(self._fingerprint, theirs, but_for_size=rebatch or self._rebatched)
+        moved = self._host.order.steps(*sizes, (step, size), fills=fills)
         # One that was moved there with `rebatch` stays, as `fit` restores it once more.
         was_moved = self._rebatched and moved == self.steps
         _check_same(self._fingerprint, theirs, but_for_size=rebatch or was_moved)
         if rebatch and self._spans_processes:
             assert_same_on_all_processes("loader", {"batch_sizes": moved.sizes})
+        if self._host.buckets is not None and moved.last.start:
+            raise ValueError(
+                "which examples of sampler=Buckets(...) make up a batch depends on the "
+                "batch size, so this can only change between epochs, and step "
+                f"{step} is within one; go on from the end of an epoch."
+            )
         if self._fingerprint["remainder"] == "error" and moved.last.remainder:
             raise ValueError(
                 f"batches of {size} leave {moved.last.remainder} examples of epoch "
@@ -377,10 +394,6 @@ class Loader:
         if self._resident is not None:
             self._resident.host = self._host
         self.seek(step)
-
-    def _epoch_length(self, batch_size: int) -> int:
-        """The number of places in an epoch of batches of a size."""
-        return len(self._host.order)
 
 
 def _check_same(
@@ -428,7 +441,9 @@ def _check_numbers(seed: int, epochs: int | None, prefetch: int, workers: int) -
             raise ValueError(f"{name}={value} must be at least {smallest}.")
 
 
-def _check_placement(placement: str, transform: Any, workers: int) -> None:
+def _check_placement(
+    placement: str, transform: Any, workers: int, sampler: Sampler | None
+) -> None:
     if placement not in ("host", "device"):
         raise ValueError(f"placement={placement!r} is not 'host' or 'device'.")
     if placement == "device" and (transform is not None or workers):
@@ -436,21 +451,31 @@ def _check_placement(placement: str, transform: Any, workers: int) -> None:
             "placement='device' cannot run transform= or workers=, which need the host; do "
             "their work in the loss function or in the source, or use placement='host'."
         )
+    if placement == "device" and isinstance(sampler, Buckets):
+        raise ValueError(
+            "placement='device' gathers batches of one shape, and sampler=Buckets(...) "
+            "makes several; use placement='host'."
+        )
 
 
-def _check_remainder(remainder: str, length: int, batch_size: int) -> None:
+def _check_remainder(remainder: str, order: Order, batch_size: int) -> None:
     if remainder not in ("pad", "drop", "error"):
         raise ValueError(f"remainder={remainder!r} is not 'pad', 'drop' or 'error'.")
+    length = len(order)
     if length == 0:
         raise ValueError("an epoch has no examples; give a source and sampler with some.")
+    buckets = order.sampler if isinstance(order.sampler, Buckets) else None
     left = length % batch_size
+    if buckets is not None:
+        left = int(buckets.left_over(batch_size).sum())
     if remainder == "error" and left:
         raise ValueError(
             f"batches of {batch_size} leave {left} of {length} examples over; use a batch "
             "size that divides, or remainder='pad' or 'drop'."
         )
-    if remainder == "drop" and length < batch_size:
+    if remainder == "drop" and left == length:
         raise ValueError(
-            f"an epoch has {length} examples, less than one batch of {batch_size}, and "
-            "remainder='drop' drops them all; use a smaller batch size or remainder='pad'."
+            f"an epoch has {length} examples, less than one batch of {batch_size}"
+            f"{' in each bucket' if buckets else ''}, and remainder='drop' drops them "
+            "all; use a smaller batch size or remainder='pad'."
         )

@@ -1,6 +1,5 @@
 """Which epoch a step is in, and where in it, also where the batch size has changed."""
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 
@@ -56,23 +55,6 @@ class Steps:
     def of(size: int, length: int, *, fills: bool = True) -> "Steps":
         """The steps of a run with one batch size, and epochs of some length."""
         return Steps((Stretch(0, size, 0, 0, 0.0, length, fills),))
-
-    @staticmethod
-    def with_sizes(
-        sizes: Iterable[tuple[int, int]], length: Callable[[int], int], *, fills: bool
-    ) -> "Steps":
-        """The steps of a run, given from which step on it had which batch size.
-
-        **Arguments:**
-
-        - `sizes`: pairs of a step and a batch size, in order, the first for step 0.
-        - `length`: the number of places in an epoch, given the batch size.
-        """
-        (_, size), *later = sizes
-        steps = Steps.of(size, length(size), fills=fills)
-        for first, size in later:
-            steps = steps.change(first, size, length(size))
-        return steps
 
     def change(self, step: int, size: int, length: int) -> "Steps":
         """These until a step, and from there on those of another batch size."""

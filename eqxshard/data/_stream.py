@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from ..distributed import assert_same_on_all_processes, spans_processes
 from ..sharding._mesh import batch_sharding, check_batch_size
+from ._entries import FirstEntries
 from ._host import check_dtypes, check_integers
 from ._pipeline import checked_step, place_rows, positions_on_this_process
 from ._weights import WEIGHT, check_weights
@@ -52,7 +53,11 @@ class Stream:
         # The share of a batch's rows that this process holds.
         parts = self._sharding.num_devices
         self._share = len(positions_on_this_process(self._sharding, parts)) / parts
-        self._shapes: dict[str, tuple[int, ...]] | None = None
+        self._rows: int | None = None
+        self._first = FirstEntries(
+            "give all batches the same entries, shapes and dtypes; drop the last one of an "
+            f"epoch (drop_last=True), or pad it with rows whose {WEIGHT!r} is 0"
+        )
         self._step = 0
 
     def __iter__(self) -> Generator[dict[str, Array], None, None]:
@@ -101,7 +106,8 @@ class Stream:
     def _place(self, arrays: _Arrays, step: int) -> dict[str, Array]:
         check_dtypes(arrays, "convert it to numbers, or leave it out")
         check_integers(arrays)
-        rows = self._check_shapes({n: a.shape for n, a in arrays.items()}, step)
+        self._first.check(arrays, step)
+        rows = self._count_rows({n: a.shape for n, a in arrays.items()}, step)
         positions = positions_on_this_process(self._sharding, rows)
         check_weights(arrays, whole=len(positions) == rows)
         return {
@@ -109,25 +115,22 @@ class Stream:
             for name, array in arrays.items()
         }
 
-    def _check_shapes(self, shapes: dict[str, tuple[int, ...]], step: int) -> int:
-        """Raise unless a batch is like the first; return its rows on all processes."""
+    def _count_rows(self, shapes: dict[str, tuple[int, ...]], step: int) -> int:
+        """The rows of a batch on all processes, of arrays of these shapes."""
         ours = {shape[:1] for shape in shapes.values()}
-        first = self._shapes or shapes
-        if len(ours) > 1 or () in ours or shapes != first:
+        if len(ours) > 1 or () in ours:
             raise ValueError(
-                f"the batch of step {step} has the shapes {shapes}, and the first one had "
-                f"{first}; give all arrays of a batch the same number of rows, and all "
-                "batches the same shapes, by dropping the last one of an epoch "
-                f"(drop_last=True), or by padding it with rows whose {WEIGHT!r} is 0."
+                f"the batch of step {step} has the shapes {shapes}; give all arrays of a "
+                "batch the same number of rows."
             )
         ((mine,),) = ours
         rows = round(mine / self._share)
-        if self._shapes is None:
+        if self._rows is None:
             if spans_processes(self._mesh.devices.flat):
                 inner = {name: shape[1:] for name, shape in sorted(shapes.items())}
                 assert_same_on_all_processes("batch", {"rows": rows, "shapes": inner})
             check_batch_size(rows, self._mesh)
-            self._shapes = shapes
+            self._rows = rows
         return rows
 
 

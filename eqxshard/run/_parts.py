@@ -15,7 +15,6 @@ from ..data._host import HostBatches, Transform
 from ..data._loader import Loader, Remainder
 from ..data._samplers import Order, Sampler
 from ..data._sources import Source
-from ..data._steps import Steps
 from ..distributed import assert_same_on_all_processes
 from ..loop._callbacks import Callback
 from ..loop._evaluate import evaluate
@@ -102,10 +101,11 @@ class TrainingData:
 
     def host_batches(self, batch_size: int, seed: int) -> HostBatches:
         """Batches without a mesh, for their shapes and their number."""
+        order = Order(len(self.source), seed=seed, sampler=self.sampler)
         return HostBatches(
             self.source,
-            Order(len(self.source), seed=seed, sampler=self.sampler),
-            Steps.of(batch_size, self.examples, fills=self.remainder == "pad"),
+            order,
+            order.steps((0, batch_size), fills=self.remainder == "pad"),
             transform=self.transform,
             positions=np.arange(1),
         )

@@ -275,7 +275,7 @@ def test_each_process_gives_the_rows_of_its_devices(tmp_path, capsys):
         (
             [{"x": np.ones(8)}] * 2 + [{"x": np.ones(5)}],
             ValueError,
-            r"batch of step 2 has the shapes \{'x': \(5,\)\}, and the first .*drop_last",
+            r"batch of step 2 is .* 'x' was float32\[8\] and is float32\[5\]; .*drop_last",
         ),
     ],
 )
