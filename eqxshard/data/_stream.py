@@ -54,6 +54,9 @@ class Stream:
         parts = self._sharding.num_devices
         self._share = len(positions_on_this_process(self._sharding, parts)) / parts
         self._rows: int | None = None
+        #: Those of the run that this continues.
+        self._rows_before: int | None = None
+        self._rebatched = False
         self._first = FirstEntries(
             "give all batches the same entries, shapes and dtypes; drop the last one of an "
             f"epoch (drop_last=True), or pad it with rows whose {WEIGHT!r} is 0"
@@ -78,6 +81,35 @@ class Stream:
     def seek(self, step: int) -> None:
         """Go to the batch of a step, counted from 0 over all epochs."""
         self._step = checked_step(step)
+
+    def state(self) -> dict[str, Any]:
+        """The position, and the rows of a batch once one was read, for `restore`."""
+        return {"step": self._step, "rows": self._rows}
+
+    def restore(self, state: Mapping[str, Any], *, rebatch: bool = False) -> None:
+        """Go to the position where `state` was called.
+
+        **Arguments:**
+
+        - `state`: what `state` returned.
+        - `rebatch`: whether batches may have another number of rows than then. Which
+            examples they have is up to the function that makes the iterator.
+
+        **Raises:**
+
+        `ValueError` if that function has no parameter `step`, and `rebatch` is asked for.
+        While iterating, `ValueError` if batches have other rows, and it is not.
+        """
+        if rebatch and not self._takes_step:
+            raise ValueError(
+                "this iterator starts with the batches of all earlier steps, which with "
+                "another batch size are of other examples than those seen; give the "
+                "function that makes it a parameter step, to go on from there."
+            )
+        # `fit` restores it once more.
+        self._rebatched = self._rebatched or rebatch
+        self._rows_before = state.get("rows")
+        self.seek(state["step"])
 
     def _batches(self, first: int) -> Generator[_Arrays, None, None]:
         """The batches of all passes over the data, from a step on."""
@@ -130,6 +162,13 @@ class Stream:
                 inner = {name: shape[1:] for name, shape in sorted(shapes.items())}
                 assert_same_on_all_processes("batch", {"rows": rows, "shapes": inner})
             check_batch_size(rows, self._mesh)
+            if self._rows_before not in (None, rows) and not self._rebatched:
+                raise ValueError(
+                    f"the batch of step {step} has {rows} rows, and those before had "
+                    f"{self._rows_before}; make batches of as many, or call "
+                    "loader.restore(state, rebatch=True) if the iterator goes on from the "
+                    "example that would have come next."
+                )
             self._rows = rows
         return rows
 
@@ -179,7 +218,9 @@ def from_iterator(
 
     **Returns:**
 
-    A loader, with `seek(step)` and, if `length` is given, `len`.
+    A loader, with `seek(step)`, `state()`, `restore(state)` and, if `length` is given,
+    `len`. It is resumed with batches of another size only by `restore(state,
+    rebatch=True)`, and if `make_iterator` has a parameter `step`.
 
     **Raises:**
 

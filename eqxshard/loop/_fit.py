@@ -16,7 +16,7 @@ from ..training._metrics import Metrics
 from ..training._state import map_models, step_of
 from ..training._step import InFlight
 from ..training._train_step import TrainStep
-from ._batches import Batches, check_loader, dispatches_of, steps_of
+from ._batches import Batches, check_loader, dispatches_of, length_of, steps_of
 from ._callbacks import Callback, CallbackList, check_callbacks
 from ._clock import Clock, announced, describe_time, watch
 from ._ends import announce_stop, give_up, rescue, save
@@ -187,16 +187,19 @@ def fit(
         stack.callback(report.close)
         take_steps, batches = dispatches_of(train_step, loader, loop.first, schedule)
         stack.enter_context(closing(batches))
-        in_flight = InFlight()
+        in_flight, lengths = InFlight(), set[int | None]()
         while loop.step < last and loop.stop_reason is None:
             with clock.phase("data", f"the batch of step {loop.step + 1}"):
                 loop.count, batch = next(batches)
             step = loop.step + loop.count
             with clock.phase("device", f"the steps before step {step}"):
                 in_flight.make_room()
-            is_first = loop.step == loop.first
-            saying = announced("compiling the train step") if is_first else nullcontext()
-            with saying, clock.phase("compile" if is_first else "dispatch", f"step {step}"):
+            is_first, length = loop.step == loop.first, length_of(batch)
+            is_new = length not in lengths
+            lengths.add(length)
+            what = f"the train step{f' for length {length}' if length else ''}"
+            saying = announced(f"compiling {what}") if is_new else nullcontext()
+            with saying, clock.phase("compile" if is_new else "dispatch", f"step {step}"):
                 extras = () if loop.extra is None else (loop.extra,)
                 loop.state, loop.taken = take_steps(loop.state, batch, *extras)
                 loop.step = step
