@@ -117,6 +117,10 @@ class HostBatches:
         seed, number, fills = self.order.seed, start // size, self.steps.last.fills
         return self.buckets.span(seed, epoch, number, size, fills=fills)
 
+    def padded_length(self, step: int) -> int | None:
+        """What a step's batch is padded to, if examples are of several lengths."""
+        return None if self.buckets is None else self.span(step).length
+
     def padded(
         self, steps: range, positions: Int[np.ndarray, " positions"]
     ) -> tuple[Int[np.ndarray, "steps positions"], Bool[np.ndarray, "steps positions"]]:
@@ -162,7 +166,7 @@ class HostBatches:
                 {name: array[i * size : (i + 1) * size] for name, array in arrays.items()},
                 real[i],
                 self._generators(step),
-                self.span(step).length,
+                self.padded_length(step),
             )
             for i, step in enumerate(steps)
         ]

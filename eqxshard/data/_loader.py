@@ -243,9 +243,10 @@ class Loader:
             for step, arrays in zip(steps, itertools.chain.from_iterable(chunks)):
                 # Here and not ahead, as jax.enable_x64 may hold for this thread only.
                 check_integers(arrays)
-                length = self._host.span(step).length
-                own = {WEIGHT} if self._host.pads else set()
-                entries = {n: array for n, array in arrays.items() if n not in own}
+                length, entries = self._host.padded_length(step), arrays
+                if self._host.pads and WEIGHT in arrays:
+                    # Full batches have none yet.
+                    entries = {n: x for n, x in arrays.items() if n != WEIGHT}
                 self._first.check(entries, step, length)
                 batch = {name: self._place(array) for name, array in arrays.items()}
                 if self._host.pads and WEIGHT not in batch:

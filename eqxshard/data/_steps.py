@@ -1,5 +1,6 @@
 """Which epoch a step is in, and where in it, also where the batch size has changed."""
 
+import functools
 from dataclasses import dataclass
 
 
@@ -23,12 +24,12 @@ class Stretch:
     length: int
     fills: bool
 
-    @property
+    @functools.cached_property
     def left(self) -> int:
         """The number of steps that are left of the epoch of the first one."""
         return self._count(self.length - self.start)
 
-    @property
+    @functools.cached_property
     def each(self) -> int:
         """The number of steps in each later epoch."""
         return self._count(self.length)
@@ -116,4 +117,6 @@ class Steps:
         return self.end(self.place(step)[0]) == step
 
     def _stretch(self, step: int) -> Stretch:
+        if step >= self.last.first:
+            return self.last
         return next(each for each in reversed(self.stretches) if each.first <= step)
