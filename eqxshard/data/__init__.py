@@ -4,6 +4,7 @@ May use `sharding`; knows nothing of models or steps.
 """
 
 from . import text as text
+from ._buckets import Buckets as Buckets
 from ._fashion_mnist import fashion_mnist as fashion_mnist
 from ._fashion_mnist import load_fashion_mnist as load_fashion_mnist
 from ._fashion_mnist import synthetic_fashion as synthetic_fashion

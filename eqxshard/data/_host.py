@@ -4,6 +4,7 @@ Nothing here knows devices, so it can be sent to worker processes. *Row*, *batch
 *step* are explained in `_loader.py`. A *position* is a row's position within its batch.
 """
 
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,11 @@ import numpy as np
 from jax.sharding import Sharding
 from jaxtyping import Bool, Int
 
+from ..sharding._text import first_few
+from ._buckets import BucketBatch, Buckets, Span, stack_rows
 from ._samplers import Order
 from ._sources import Source
+from ._steps import Steps
 from ._weights import WEIGHT, check_weights
 
 
@@ -66,32 +70,56 @@ class HostBatches:
     """Makes this process's part of the batch of any step.
 
     - `order`: the rows of each epoch.
-    - `fills`: whether to fill up the last batch of an epoch, or to drop it.
+    - `steps`: which of them are each step's.
     - `positions`: the positions in a batch that this process holds.
-    - `source`, `batch_size`, `transform`: as for the loader.
+    - `source`, `transform`: as for the loader.
     """
 
     source: Source
     order: Order
-    batch_size: int
-    fills: bool
+    steps: Steps
     transform: Transform | None
     positions: Int[np.ndarray, " positions"]
 
     @property
     def pads(self) -> bool:
-        """Whether the last batch of an epoch has rows of padding."""
-        return self.fills and len(self.order) % self.batch_size > 0
+        """Whether some batches have rows of padding."""
+        last, buckets = self.steps.last, self.buckets
+        left = last.remainder if buckets is None else buckets.left_over(last.size).any()
+        return last.fills and bool(left)
+
+    @property
+    def buckets(self) -> Buckets | None:
+        """What pads examples to a few lengths, if the sampler does."""
+        sampler = self.order.sampler
+        return sampler if isinstance(sampler, Buckets) else None
+
+    @property
+    def batch_size(self) -> int:
+        """The batch size, as of the last change."""
+        return self.steps.last.size
 
     @property
     def length(self) -> int:
-        """The number of batches in an epoch."""
-        return len(self.order) // self.batch_size + self.pads
+        """The number of batches in a whole epoch."""
+        return self.steps.last.each
 
     def rows(self, step: int) -> Int[np.ndarray, " n"]:
         """The examples of a step's batch, on all processes."""
-        epoch, start = self._place(step)
-        return self.order.rows(epoch, start, start + self.batch_size)
+        epoch, start, stop, _ = self.span(step)
+        return self.order.rows(epoch, start, stop)
+
+    def span(self, step: int) -> Span:
+        """The places of a step's batch in its epoch."""
+        (epoch, start), size = self.steps.place(step), self.steps.size(step)
+        if self.buckets is None:
+            return Span(epoch, start, start + size)
+        seed, number, fills = self.order.seed, start // size, self.steps.last.fills
+        return self.buckets.span(seed, epoch, number, size, fills=fills)
+
+    def padded_length(self, step: int) -> int | None:
+        """What a step's batch is padded to, if examples are of several lengths."""
+        return None if self.buckets is None else self.span(step).length
 
     def padded(
         self, steps: range, positions: Int[np.ndarray, " positions"]
@@ -107,6 +135,9 @@ class HostBatches:
         padded = np.zeros((len(steps), len(positions)), np.int64)
         for i, step in enumerate(steps):
             rows = self.rows(step)
+            if self.buckets is not None:
+                # Padding must not be longer than the others.
+                padded[i] = rows[0]
             held = positions[: np.searchsorted(positions, len(rows))]
             real[i, : len(held)] = True
             padded[i, : len(held)] = rows[held]
@@ -114,25 +145,41 @@ class HostBatches:
 
     def gather(self, steps: range) -> list[dict[str, np.ndarray]]:
         """The batches of some steps, from one call of the source's gather."""
+        try:
+            return self._gather(steps)
+        except StopIteration as error:
+            # Whoever iterates over the batches would take it for their end.
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            raise RuntimeError(
+                f"line {at.lineno} of {at.filename} raised StopIteration while the batch "
+                f"of step {steps.start} was made; give next() a default there, or raise "
+                "another error."
+            ) from error
+
+    def _gather(self, steps: range) -> list[dict[str, np.ndarray]]:
         size = len(self.positions)
         padded, real = self.padded(steps, self.positions)
         arrays = self.source.gather(padded.reshape(-1))
-        _check_rows("the source's gather", arrays, padded.size)
+        arrays = _checked("the source's gather", arrays, padded.size)
         return [
             self._finish(
                 {name: array[i * size : (i + 1) * size] for name, array in arrays.items()},
                 real[i],
                 self._generators(step),
+                self.padded_length(step),
             )
             for i, step in enumerate(steps)
         ]
 
     def shapes(self, sharding: Sharding | None = None) -> dict[str, jax.ShapeDtypeStruct]:
         """A batch of all processes without its values, for which one example is read."""
-        arrays = self.source.gather(np.zeros(1, np.int64))
+        step = self.steps.last.first
+        longest = None if self.buckets is None else self.buckets.boundaries[-1]
+        arrays = _checked("the source's gather", self.source.gather(np.zeros(1, int)), 1)
+        generators = self._generators(step)[:1]
         # As of padding, which has a weight.
-        arrays = self._finish(arrays, np.zeros(1, bool), self._generators(0)[:1])
-        return {
+        arrays = self._finish(arrays, np.zeros(1, bool), generators, longest)
+        shapes = {
             name: jax.ShapeDtypeStruct(
                 (self.batch_size, *array.shape[1:]),
                 jax.dtypes.canonicalize_dtype(array.dtype),
@@ -140,12 +187,13 @@ class HostBatches:
             )
             for name, array in arrays.items()
         }
+        return shapes if longest is None else BucketBatch(shapes, longest)
 
     def everything(self) -> dict[str, np.ndarray]:
         """All the examples of the source, in its order."""
         count = len(self.source)
         arrays = self.source.gather(np.arange(count))
-        _check_rows("the source's gather", arrays, count)
+        arrays = _checked("the source's gather", arrays, count)
         return self._finish(arrays, np.ones(count, bool), [])
 
     def _finish(
@@ -153,14 +201,17 @@ class HostBatches:
         arrays: dict[str, np.ndarray],
         real: Bool[np.ndarray, " rows"],
         generators: list[np.random.Generator],
+        length: int | None = None,
     ) -> dict[str, np.ndarray]:
         size = len(real)
+        if self.buckets is not None and length is not None:
+            arrays = self.buckets.pad(arrays, length)
         if isinstance(self.transform, RandomTransform):
             arrays = self.transform.fn(arrays, generators)
         elif self.transform is not None:
             arrays = self.transform(arrays)
-        _check_rows("the transform", arrays, size)
-        arrays = {name: np.asarray(array) for name, array in arrays.items()}
+        arrays = _checked("the transform", arrays, size)
+        _check_not_ragged(arrays)
         check_dtypes(arrays, "use a transform that converts it to numbers, or drops it")
         # Full batches without weights of their own share some on the devices.
         if self.pads and not (real.all() and WEIGHT not in arrays):
@@ -178,14 +229,9 @@ class HostBatches:
         """A generator for each of this process's rows, if the transform wants any."""
         if not isinstance(self.transform, RandomTransform):
             return []
-        epoch, start = self._place(step)
+        epoch, start, _, _ = self.span(step)
         places = (start + self.positions).tolist()
         return [np.random.default_rng([self.order.seed, epoch, place]) for place in places]
-
-    def _place(self, step: int) -> tuple[int, int]:
-        """The epoch of a step, and the place in it where its batch starts."""
-        epoch, batch = divmod(step, self.length)
-        return epoch, batch * self.batch_size
 
 
 def check_dtypes(arrays: Mapping[str, np.ndarray], remedy: str) -> None:
@@ -213,14 +259,32 @@ def check_integers(arrays: Mapping[str, np.ndarray]) -> None:
                 )
 
 
-def _check_rows(who: str, arrays: Any, count: int) -> None:
+def _checked(who: str, arrays: Any, count: int) -> dict[str, np.ndarray]:
+    """The entries of some examples; a list of ragged ones as an array of objects."""
     if not isinstance(arrays, Mapping):
         raise TypeError(
             f"{who} returned a {type(arrays).__name__}; return a dict of arrays by name."
         )
-    for name, array in arrays.items():
-        if np.shape(array)[:1] != (count,):
+    found = {
+        name: stack_rows(entry) if isinstance(entry, list) else np.asarray(entry)
+        for name, entry in arrays.items()
+    }
+    for name, array in found.items():
+        if array.shape[:1] != (count,):
             raise ValueError(
-                f"{who} returned {name!r} of shape {np.shape(array)} for {count} rows; "
+                f"{who} returned {name!r} of shape {array.shape} for {count} rows; "
                 "return that many rows in each entry."
+            )
+    return found
+
+
+def _check_not_ragged(arrays: Mapping[str, np.ndarray]) -> None:
+    for name, array in arrays.items():
+        is_array = array.dtype == object and [isinstance(x, np.ndarray) for x in array.flat]
+        if is_array and all(is_array):
+            shapes = sorted({row.shape for row in array.flat})
+            raise ValueError(
+                f"{name!r} has rows of the shapes {first_few([*map(str, shapes)])}; pad "
+                "or crop them to one shape in the source or with a transform, or batch "
+                "examples of similar length with sampler=eqxshard.data.Buckets(...)."
             )

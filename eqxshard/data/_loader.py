@@ -5,9 +5,12 @@ Glossary:
 - a *row* is an example's index in the source;
 - a *batch* is counted within its epoch, from 0 to `len(loader) - 1`;
 - a *step* counts batches from the start of the first epoch, without end. It is the whole
-  position of a loader: `epoch, batch = divmod(step, len(loader))`.
+  position of a loader. While the batch size is the same, `epoch, batch =
+  divmod(step, len(loader))`; `_steps.py` has the rest.
 """
 
+import contextlib
+import dataclasses
 import functools
 import itertools
 import operator
@@ -24,6 +27,8 @@ from jaxtyping import Array, Int
 
 from ..distributed import assert_same_on_all_processes, spans_processes
 from ..sharding._mesh import batch_sharding, check_batch_size, check_is_mesh
+from ._buckets import BucketBatch, Buckets
+from ._entries import FirstEntries
 from ._host import HostBatches, Transform, check_integers
 from ._pipeline import (
     checked_step,
@@ -34,6 +39,7 @@ from ._pipeline import (
 from ._resident import DeviceBatches, ResidentDataset
 from ._samplers import Order, Sampler, digest
 from ._sources import Source, check_source
+from ._steps import Steps
 from ._weights import WEIGHT
 
 Remainder = Literal["pad", "drop", "error"]
@@ -95,9 +101,10 @@ class Loader:
     `batch_size` does not divide over the mesh or does not suit the source (see
     `remainder`), another number is out of range, or `placement="device"` is not possible.
     While iterating (or at once, with `placement="device"`), `ValueError` if the source or
-    the transform returns the wrong number of rows, or integers that need 64 bits where
-    JAX has 32; `TypeError` if it returns what devices cannot hold; and whatever they raise
-    themselves.
+    the transform returns the wrong number of rows, other entries, shapes or dtypes than
+    for the first batch, or integers that need 64 bits where JAX has 32; `TypeError` if it
+    returns what devices cannot hold; and whatever they raise themselves (of a
+    `StopIteration`, a `RuntimeError`).
 
     !!! Example
 
@@ -148,18 +155,18 @@ class Loader:
             "sampler": None if sampler is None else digest(order.rows(0, 0, len(order))),
             "remainder": remainder,
         }
-        if spans_processes(mesh.devices.flat):
+        self._spans_processes = spans_processes(mesh.devices.flat)
+        if self._spans_processes:
             assert_same_on_all_processes("loader", self._fingerprint)
         check_batch_size(batch_size, mesh)
         # Only now, because it may be empty in one process alone.
-        _check_remainder(remainder, len(order), batch_size)
-        _check_placement(placement, transform, workers)
+        _check_remainder(remainder, order, batch_size)
+        _check_placement(placement, transform, workers, sampler)
         self._sharding = sharding = batch_sharding(mesh)
         self._host = HostBatches(
             source,
             order,
-            batch_size=batch_size,
-            fills=remainder == "pad",
+            order.steps((0, batch_size), fills=remainder == "pad"),
             transform=transform,
             positions=positions_on_this_process(sharding, batch_size),
         )
@@ -174,7 +181,12 @@ class Loader:
         )
         self._prefetch, self._workers = prefetch, workers
         self._full_weight: Array | None = None
-        self._stop = sys.maxsize if epochs is None else epochs * len(self)
+        self._first = FirstEntries(
+            "return the same entries of the same shapes and dtypes for all batches, from "
+            "the source and the transform"
+        )
+        self._epochs = epochs
+        self._rebatched = False
         self._step = 0
 
     @property
@@ -183,8 +195,18 @@ class Loader:
         return "host" if self._resident is None else "device"
 
     def __len__(self) -> int:
-        """The number of batches in an epoch."""
+        """The number of batches in an epoch, if the batch size does not change in it."""
         return self._host.length
+
+    @property
+    def steps(self) -> Steps:
+        """Which epoch each step is in, for [`eqxshard.fit`][]."""
+        return self._host.steps
+
+    @property
+    def _stop(self) -> int:
+        """The step after the last one."""
+        return sys.maxsize if self._epochs is None else self.steps.end(self._epochs)
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes, dtypes and shardings of a batch; reads one example."""
@@ -218,9 +240,14 @@ class Loader:
             self._host, steps, prefetch=self._prefetch, workers=self._workers
         )
         with closing(chunks):
-            for arrays in itertools.chain.from_iterable(chunks):
+            for step, arrays in zip(steps, itertools.chain.from_iterable(chunks)):
                 # Here and not ahead, as jax.enable_x64 may hold for this thread only.
                 check_integers(arrays)
+                length, entries = self._host.padded_length(step), arrays
+                if self._host.pads and WEIGHT in arrays:
+                    # Full batches have none yet.
+                    entries = {n: x for n, x in arrays.items() if n != WEIGHT}
+                self._first.check(entries, step, length)
                 batch = {name: self._place(array) for name, array in arrays.items()}
                 if self._host.pads and WEIGHT not in batch:
                     # One for all full batches, until somebody donates it.
@@ -228,7 +255,7 @@ class Loader:
                         ones = np.ones(len(self._host.positions), np.float32)
                         self._full_weight = self._place(ones)
                     batch[WEIGHT] = self._full_weight
-                yield batch
+                yield batch if length is None else BucketBatch(batch, length)
 
     def seek(self, step: int) -> None:
         """Go to the batch of a step, counted from 0 over all epochs.
@@ -241,9 +268,16 @@ class Loader:
 
         **Raises:**
 
-        `ValueError` if it is negative.
+        `ValueError` if it is negative, or before the batch size last changed.
         """
-        self._step = checked_step(step)
+        step, changed = checked_step(step), self.steps.last.first
+        if step < changed:
+            raise ValueError(
+                f"step {step} is before step {changed}, from which on this loader has "
+                f"batches of {self.steps.last.size}; make another loader with the batch "
+                "size of that step."
+            )
+        self._step = step
 
     def stacked(self, count: int, *, capacity: int | None = None) -> DeviceBatches:
         """The next batches, for `train_step.many` or `eval_step.many` to gather.
@@ -300,12 +334,17 @@ class Loader:
 
         **Returns:**
 
-        The step of the next batch (not counting prefetched ones), and a fingerprint of
-        the settings that decide which batch that is.
+        The step of the next batch (not counting prefetched ones), a fingerprint of the
+        settings that decide which batch that is, and from which step on there was which
+        batch size.
         """
-        return {"step": self._step, "fingerprint": dict(self._fingerprint)}
+        return {
+            "step": self._step,
+            "fingerprint": dict(self._fingerprint),
+            "batch_sizes": [[*pair] for pair in self.steps.sizes],
+        }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any], *, rebatch: bool = False) -> None:
         """Go to the position where [`eqxshard.Loader.state`][] was called.
 
         The mesh and the number of epochs may have changed since.
@@ -313,27 +352,85 @@ class Loader:
         **Arguments:**
 
         - `state`: what `state` returned.
+        - `rebatch`: whether the batch size may have changed, too. The loader then goes on
+            with the example that would have come next, and makes batches of its own size
+            from there on: the order stays as it was, and each epoch still has each
+            example once. Later states remember it, and are restored without `rebatch`.
+            (All processes call this together.)
 
         **Raises:**
 
         `ValueError` if it belongs to a loader with other batches: of another source
-        length, batch size, seed, `shuffle`, `sampler` or `remainder`.
+        length, batch size, seed, `shuffle`, `sampler` or `remainder`; or if, with
+        `remainder="error"`, the new batch size does not divide the rest of the epoch.
         """
-        ours, theirs = self._fingerprint, state.get("fingerprint")
-        if not isinstance(theirs, Mapping) or not isinstance(state.get("step"), int):
+        step, theirs = state.get("step"), state.get("fingerprint")
+        sizes = _sizes(state)
+        if not isinstance(step, int) or not isinstance(theirs, Mapping) or not sizes:
             raise ValueError(
                 f"{state} is not the state of a loader; give what Loader.state() returned."
             )
-        differ = [name for name in ours if theirs.get(name) != ours[name]]
-        if differ:
-            says = ", ".join(
-                f"{name} was {theirs.get(name)!r} and is {ours[name]!r}" for name in differ
-            )
+        size, fills = self.steps.last.size, self.steps.last.fills
+        _check_same(self._fingerprint, theirs, but_for_size=rebatch or self._rebatched)
+        moved = self._host.order.steps(*sizes, (step, size), fills=fills)
+        # One that was moved there with `rebatch` stays, as `fit` restores it once more.
+        was_moved = self._rebatched and moved == self.steps
+        _check_same(self._fingerprint, theirs, but_for_size=rebatch or was_moved)
+        if rebatch and self._spans_processes:
+            assert_same_on_all_processes("loader", {"batch_sizes": moved.sizes})
+        if self._host.buckets is not None and moved.last.start:
             raise ValueError(
-                f"the state is of a loader with other batches: {says}; make the loader as "
-                "it was, or start a new run."
+                "which examples of sampler=Buckets(...) make up a batch depends on the "
+                "batch size, so this can only change between epochs, and step "
+                f"{step} is within one; go on from the end of an epoch."
             )
-        self.seek(state["step"])
+        if self._fingerprint["remainder"] == "error" and moved.last.remainder:
+            raise ValueError(
+                f"batches of {size} leave {moved.last.remainder} examples of epoch "
+                f"{moved.last.epoch} over, which goes on at step {step}; use a batch size "
+                "that divides the rest of it, or go on from the end of an epoch."
+            )
+        self._rebatched = rebatch or was_moved
+        self._host = dataclasses.replace(self._host, steps=moved)
+        if self._resident is not None:
+            self._resident.host = self._host
+        self.seek(step)
+
+
+def _check_same(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], *, but_for_size: bool
+) -> None:
+    """Raise `ValueError` if two fingerprints differ (other than by the batch size)."""
+    differ = [name for name in ours if theirs.get(name) != ours[name]]
+    differ = [name for name in differ if not (but_for_size and name == "batch_size")]
+    if not differ:
+        return
+    changes = (f"{name} was {theirs.get(name)!r} and is {ours[name]!r}" for name in differ)
+    remedy = "make the loader as it was, or start a new run"
+    if differ == ["batch_size"]:
+        remedy = (
+            "make the loader as it was, or go on from the same example with "
+            "loader.restore(state, rebatch=True) (a script of train's: with "
+            "--changes batch_size)"
+        )
+    raise ValueError(
+        f"the state is of a loader with other batches: {', '.join(changes)}; {remedy}."
+    )
+
+
+def _sizes(state: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """From which step on a loader had which batch size; empty if its state is invalid."""
+    fingerprint = state.get("fingerprint")
+    size = fingerprint.get("batch_size") if isinstance(fingerprint, Mapping) else None
+    # States of before it could change have none.
+    pairs = state.get("batch_sizes", [[0, size]])
+    with contextlib.suppress(TypeError, ValueError):
+        sizes = [(operator.index(step), operator.index(size)) for step, size in pairs]
+        steps = [step for step, _ in sizes]
+        ordered = steps == sorted({*steps}) and steps[:1] == [0]
+        if ordered and all(size > 0 for _, size in sizes):
+            return sizes
+    return []
 
 
 def _check_numbers(seed: int, epochs: int | None, prefetch: int, workers: int) -> None:
@@ -345,7 +442,9 @@ def _check_numbers(seed: int, epochs: int | None, prefetch: int, workers: int) -
             raise ValueError(f"{name}={value} must be at least {smallest}.")
 
 
-def _check_placement(placement: str, transform: Any, workers: int) -> None:
+def _check_placement(
+    placement: str, transform: Any, workers: int, sampler: Sampler | None
+) -> None:
     if placement not in ("host", "device"):
         raise ValueError(f"placement={placement!r} is not 'host' or 'device'.")
     if placement == "device" and (transform is not None or workers):
@@ -353,21 +452,31 @@ def _check_placement(placement: str, transform: Any, workers: int) -> None:
             "placement='device' cannot run transform= or workers=, which need the host; do "
             "their work in the loss function or in the source, or use placement='host'."
         )
+    if placement == "device" and isinstance(sampler, Buckets):
+        raise ValueError(
+            "placement='device' gathers batches of one shape, and sampler=Buckets(...) "
+            "makes several; use placement='host'."
+        )
 
 
-def _check_remainder(remainder: str, length: int, batch_size: int) -> None:
+def _check_remainder(remainder: str, order: Order, batch_size: int) -> None:
     if remainder not in ("pad", "drop", "error"):
         raise ValueError(f"remainder={remainder!r} is not 'pad', 'drop' or 'error'.")
+    length = len(order)
     if length == 0:
         raise ValueError("an epoch has no examples; give a source and sampler with some.")
+    buckets = order.sampler if isinstance(order.sampler, Buckets) else None
     left = length % batch_size
+    if buckets is not None:
+        left = int(buckets.left_over(batch_size).sum())
     if remainder == "error" and left:
         raise ValueError(
             f"batches of {batch_size} leave {left} of {length} examples over; use a batch "
             "size that divides, or remainder='pad' or 'drop'."
         )
-    if remainder == "drop" and length < batch_size:
+    if remainder == "drop" and left == length:
         raise ValueError(
-            f"an epoch has {length} examples, less than one batch of {batch_size}, and "
-            "remainder='drop' drops them all; use a smaller batch size or remainder='pad'."
+            f"an epoch has {length} examples, less than one batch of {batch_size}"
+            f"{' in each bucket' if buckets else ''}, and remainder='drop' drops them "
+            "all; use a smaller batch size or remainder='pad'."
         )

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from ._buckets import stack_rows
+
 
 class RecordSource:
     """Examples that are read one by one: files, an ArrayRecord, PyTorch, Hugging Face.
@@ -29,7 +31,8 @@ class RecordSource:
 
     `TypeError` if `records` has no length or no indices; `ValueError` if `threads` is not
     positive. While reading, `TypeError` if an example is not a dict, and `ValueError` if
-    the examples of a batch differ in their names or shapes.
+    the examples of a batch differ in their names or shapes, but for the first dim of an
+    entry: then it is ragged, for [`eqxshard.data.Buckets`][] or a transform to pad.
 
     !!! Example
 
@@ -97,7 +100,7 @@ class RecordSource:
         parts = (records[start : start + size] for start in range(0, len(records), size))
         examples = list(itertools.chain.from_iterable(self._pool.map(work, parts)))
         _check_alike(indices, examples)
-        return {name: np.stack([x[name] for x in examples]) for name in examples[0]}
+        return {name: stack_rows([x[name] for x in examples]) for name in examples[0]}
 
     def _read(self, indices: list[int]) -> list[Any]:
         return self._decode_all([self._records[index] for index in indices])
@@ -117,9 +120,14 @@ def _check_alike(indices: Int[np.ndarray, " n"], examples: list[Any]) -> None:
             )
         shapes = {name: np.shape(entry) for name, entry in example.items()}
         first = first or shapes
-        if shapes != first:
+        # But for the first dim, in which they may be ragged.
+        if _but_first_dims(shapes) != _but_first_dims(first):
             raise ValueError(
                 f"example {index} has the entries {shapes}, and example {indices[0]} "
                 f"{first}; give all examples the same entries, padded or cropped to the "
                 "same shapes, in the dataset or with decode=."
             )
+
+
+def _but_first_dims(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[Any, ...]]:
+    return {name: (len(shape), *shape[1:]) for name, shape in shapes.items()}

@@ -9,7 +9,9 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 
+from ._buckets import Buckets
 from ._permutation import Permutation
+from ._steps import Steps
 
 #: Epochs of more rows than that are not made as a whole.
 _WHOLE_ROWS = 2**20
@@ -163,6 +165,26 @@ class Order:
     def __len__(self) -> int:
         """The number of rows in an epoch."""
         return self.examples if self.sampler is None else len(self.sampler)
+
+    def steps(self, *sizes: tuple[int, int], fills: bool) -> Steps:
+        """Which epoch each step is in, and where in it.
+
+        **Arguments:**
+
+        - `sizes`: from which step on there is which batch size; the first is for step 0.
+        - `fills`: whether the last batch of an epoch is filled up, or left out.
+        """
+        (_, size), *later = sizes
+        steps = Steps.of(size, self._places(size, fills), fills=fills)
+        for first, size in later:
+            steps = steps.change(first, size, self._places(size, fills))
+        return steps
+
+    def _places(self, batch_size: int, fills: bool) -> int:
+        """The number of places in an epoch; of buckets, a batch takes all of its places."""
+        if isinstance(self.sampler, Buckets):
+            return self.sampler.batches(batch_size, fills=fills) * batch_size
+        return len(self)
 
     def rows(self, epoch: int, start: int, stop: int) -> Int[np.ndarray, " n"]:
         """The rows at some places of an epoch, as far as there are so many."""

@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from ..distributed import assert_same_on_all_processes, spans_processes
 from ..sharding._mesh import batch_sharding, check_batch_size
+from ._entries import FirstEntries
 from ._host import check_dtypes, check_integers
 from ._pipeline import checked_step, place_rows, positions_on_this_process
 from ._weights import WEIGHT, check_weights
@@ -52,7 +53,14 @@ class Stream:
         # The share of a batch's rows that this process holds.
         parts = self._sharding.num_devices
         self._share = len(positions_on_this_process(self._sharding, parts)) / parts
-        self._shapes: dict[str, tuple[int, ...]] | None = None
+        self._rows: int | None = None
+        #: Those of the run that this continues.
+        self._rows_before: int | None = None
+        self._rebatched = False
+        self._first = FirstEntries(
+            "give all batches the same entries, shapes and dtypes; drop the last one of an "
+            f"epoch (drop_last=True), or pad it with rows whose {WEIGHT!r} is 0"
+        )
         self._step = 0
 
     def __iter__(self) -> Generator[dict[str, Array], None, None]:
@@ -73,6 +81,35 @@ class Stream:
     def seek(self, step: int) -> None:
         """Go to the batch of a step, counted from 0 over all epochs."""
         self._step = checked_step(step)
+
+    def state(self) -> dict[str, Any]:
+        """The position, and the rows of a batch once one was read, for `restore`."""
+        return {"step": self._step, "rows": self._rows}
+
+    def restore(self, state: Mapping[str, Any], *, rebatch: bool = False) -> None:
+        """Go to the position where `state` was called.
+
+        **Arguments:**
+
+        - `state`: what `state` returned.
+        - `rebatch`: whether batches may have another number of rows than then. Which
+            examples they have is up to the function that makes the iterator.
+
+        **Raises:**
+
+        `ValueError` if that function has no parameter `step`, and `rebatch` is asked for.
+        While iterating, `ValueError` if batches have other rows, and it is not.
+        """
+        if rebatch and not self._takes_step:
+            raise ValueError(
+                "this iterator starts with the batches of all earlier steps, which with "
+                "another batch size are of other examples than those seen; give the "
+                "function that makes it a parameter step, to go on from there."
+            )
+        # `fit` restores it once more.
+        self._rebatched = self._rebatched or rebatch
+        self._rows_before = state.get("rows")
+        self.seek(state["step"])
 
     def _batches(self, first: int) -> Generator[_Arrays, None, None]:
         """The batches of all passes over the data, from a step on."""
@@ -101,7 +138,8 @@ class Stream:
     def _place(self, arrays: _Arrays, step: int) -> dict[str, Array]:
         check_dtypes(arrays, "convert it to numbers, or leave it out")
         check_integers(arrays)
-        rows = self._check_shapes({n: a.shape for n, a in arrays.items()}, step)
+        self._first.check(arrays, step)
+        rows = self._count_rows({n: a.shape for n, a in arrays.items()}, step)
         positions = positions_on_this_process(self._sharding, rows)
         check_weights(arrays, whole=len(positions) == rows)
         return {
@@ -109,25 +147,29 @@ class Stream:
             for name, array in arrays.items()
         }
 
-    def _check_shapes(self, shapes: dict[str, tuple[int, ...]], step: int) -> int:
-        """Raise unless a batch is like the first; return its rows on all processes."""
+    def _count_rows(self, shapes: dict[str, tuple[int, ...]], step: int) -> int:
+        """The rows of a batch on all processes, of arrays of these shapes."""
         ours = {shape[:1] for shape in shapes.values()}
-        first = self._shapes or shapes
-        if len(ours) > 1 or () in ours or shapes != first:
+        if len(ours) > 1 or () in ours:
             raise ValueError(
-                f"the batch of step {step} has the shapes {shapes}, and the first one had "
-                f"{first}; give all arrays of a batch the same number of rows, and all "
-                "batches the same shapes, by dropping the last one of an epoch "
-                f"(drop_last=True), or by padding it with rows whose {WEIGHT!r} is 0."
+                f"the batch of step {step} has the shapes {shapes}; give all arrays of a "
+                "batch the same number of rows."
             )
         ((mine,),) = ours
         rows = round(mine / self._share)
-        if self._shapes is None:
+        if self._rows is None:
             if spans_processes(self._mesh.devices.flat):
                 inner = {name: shape[1:] for name, shape in sorted(shapes.items())}
                 assert_same_on_all_processes("batch", {"rows": rows, "shapes": inner})
             check_batch_size(rows, self._mesh)
-            self._shapes = shapes
+            if self._rows_before not in (None, rows) and not self._rebatched:
+                raise ValueError(
+                    f"the batch of step {step} has {rows} rows, and those before had "
+                    f"{self._rows_before}; make batches of as many, or call "
+                    "loader.restore(state, rebatch=True) if the iterator goes on from the "
+                    "example that would have come next."
+                )
+            self._rows = rows
         return rows
 
 
@@ -176,7 +218,9 @@ def from_iterator(
 
     **Returns:**
 
-    A loader, with `seek(step)` and, if `length` is given, `len`.
+    A loader, with `seek(step)`, `state()`, `restore(state)` and, if `length` is given,
+    `len`. It is resumed with batches of another size only by `restore(state,
+    rebatch=True)`, and if `make_iterator` has a parameter `step`.
 
     **Raises:**
 

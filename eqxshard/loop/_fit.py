@@ -16,7 +16,7 @@ from ..training._metrics import Metrics
 from ..training._state import map_models, step_of
 from ..training._step import InFlight
 from ..training._train_step import TrainStep
-from ._batches import Batches, check_loader, dispatches_of, steps_per_epoch
+from ._batches import Batches, check_loader, dispatches_of, length_of, steps_of
 from ._callbacks import Callback, CallbackList, check_callbacks
 from ._clock import Clock, announced, describe_time, watch
 from ._ends import announce_stop, explain_memory, give_up, rescue, save
@@ -135,8 +135,8 @@ def fit(
     check_trackers(trackers)
     check_callbacks(callbacks)
     check_evaluate(evaluate)
-    clock, epoch = Clock(), steps_per_epoch(loader)
-    report = Report(trackers if is_main_process() else (), clock, epoch)
+    clock = Clock()
+    report = Report(trackers if is_main_process() else (), clock, steps_of(loader))
     loop = Loop(clock, report, loader, checkpointer, state, extra)
     # It would keep arrays alive that the first step copies.
     del state
@@ -152,8 +152,8 @@ def fit(
         check_positive(max_nonfinite=max_nonfinite, stall_seconds=stall_seconds)
         check_positive(hang_seconds=hang_seconds)
         loop.first = loop.step = step_of(loop.state)
-        last = last_step(steps, epochs, epoch)
-        between = evaluation_interval(evaluate_every, epoch) if evaluate else None
+        last = last_step(steps, epochs, report.epochs)
+        between = evaluation_interval(evaluate_every, report.epochs) if evaluate else None
         stack.enter_context(watch(clock, stall_seconds, hang_seconds))
         assert_same_on_all_processes(
             "fit",
@@ -171,9 +171,18 @@ def fit(
             # Whatever ends the run, the save in progress is finished.
             stack.callback(loop.end_save, close=True)
             called.restore(checkpointer.claim_run(loop.first, loader))
+            # The batch size may have changed before.
+            report.epochs = steps_of(loader)
+            last = last_step(steps, epochs, report.epochs)
         stop = stack.enter_context(stop_signals(can_save=checkpointer is not None))
         schedule = Schedule(
-            last, epoch, between, log_every, checkpointer, stop, called.next_step
+            last,
+            report.epochs,
+            between,
+            log_every,
+            checkpointer,
+            stop,
+            called.next_step,
         )
         # If a step fails, the earlier ones are still reported.
         stack.callback(report.close)
@@ -181,16 +190,19 @@ def fit(
         stack.enter_context(closing(batches))
         # What closes has phases of its own.
         stack.enter_context(explain_memory(loop, train_step))
-        in_flight = InFlight()
+        in_flight, lengths = InFlight(), set[int | None]()
         while loop.step < last and loop.stop_reason is None:
             with clock.phase("data", f"the batch of step {loop.step + 1}"):
                 loop.count, batch = next(batches)
             step = loop.step + loop.count
             with clock.phase("device", f"the steps before step {step}"):
                 in_flight.make_room()
-            is_first = loop.step == loop.first
-            saying = announced("compiling the train step") if is_first else nullcontext()
-            with saying, clock.phase("compile" if is_first else "dispatch", f"step {step}"):
+            is_first, length = loop.step == loop.first, length_of(batch)
+            is_new = length not in lengths
+            lengths.add(length)
+            what = f"the train step{f' for length {length}' if length else ''}"
+            saying = announced(f"compiling {what}") if is_new else nullcontext()
+            with saying, clock.phase("compile" if is_new else "dispatch", f"step {step}"):
                 extras = () if loop.extra is None else (loop.extra,)
                 loop.state, loop.taken = take_steps(loop.state, batch, *extras)
                 loop.step = step

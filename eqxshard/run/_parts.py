@@ -101,11 +101,11 @@ class TrainingData:
 
     def host_batches(self, batch_size: int, seed: int) -> HostBatches:
         """Batches without a mesh, for their shapes and their number."""
+        order = Order(len(self.source), seed=seed, sampler=self.sampler)
         return HostBatches(
             self.source,
-            Order(len(self.source), seed=seed, sampler=self.sampler),
-            batch_size=batch_size,
-            fills=self.remainder == "pad",
+            order,
+            order.steps((0, batch_size), fills=self.remainder == "pad"),
             transform=self.transform,
             positions=np.arange(1),
         )

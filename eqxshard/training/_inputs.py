@@ -16,6 +16,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
+from ..data._buckets import BucketBatch
 from ..data._resident import DeviceBatches
 from ..sharding._leaves import leaf_path
 from ..sharding._mesh import (
@@ -137,7 +138,8 @@ class _Batch:
         It has the sizes that are its own by design: the length of a loop, of a dataset.
         """
         if not self._stacked:
-            return step
+            is_bucket = isinstance(batch, BucketBatch)
+            return f"{step} (length {batch.length})" if is_bucket else step
         return f"{step}.many (length {jax.tree.leaves(batch)[0].shape[0]})"
 
     def sharding(self, mesh: Mesh) -> NamedSharding:

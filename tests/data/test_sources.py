@@ -138,12 +138,29 @@ def test_datasets_of_hugging_face_are_records():
     [
         ([1, 2], None, "example 0 is a int; use decode="),
         ([1, 2], lambda x: {"a": 1, f"b{x}": 1}, r"1 has the entries .*'b2'.*; give all"),
-        ([1, 2], lambda x: {"a": np.ones(x)}, r"1 has .*\(2,\)}, and example 0 .*; give"),
+        (
+            [1, 2],
+            lambda x: {"a": np.ones((1, x))},
+            r"1 has .*\(1, 2\)}, and example 0 .*; g",
+        ),
+        (
+            [0, 1],
+            lambda x: {"a": np.ones((2,) * x)},
+            r"1 has .*\(2,\)}, and example 0 .*; g",
+        ),
     ],
 )
 def test_records_that_cannot_be_stacked_are_errors(records, decode, says):
     with pytest.raises((TypeError, ValueError), match=says):
         RecordSource(records, decode).gather(np.arange(2))
+
+
+def test_records_may_be_ragged_in_their_first_dim():
+    source = RecordSource([2, 0, 3], lambda x: {"a": np.ones((x, 2), np.int32), "x": x})
+    batch = source.gather(np.array([2, 1]))
+    assert batch["a"].dtype == object and batch["x"].tolist() == [3, 0]
+    assert [row.shape for row in batch["a"]] == [(3, 2), (0, 2)]
+    assert source.gather(np.array([0, 0]))["a"].shape == (2, 2, 2)
 
 
 def test_invalid_records_and_threads_are_errors(unannotated):

@@ -19,7 +19,7 @@ from helpers import (
     make_mesh,
     squared_errors,
 )
-from loader_helpers import MESHES, assert_threads_end, mesh_of, take
+from loader_helpers import MESHES, assert_threads_end, mesh_of, read, take
 from process_helpers import finished
 
 import eqxshard
@@ -261,6 +261,32 @@ def test_each_process_gives_the_rows_of_its_devices(tmp_path, capsys):
     assert out.count(says) == 2, out
 
 
+def test_batches_of_other_sizes_go_on_if_that_is_meant():
+    def batches(size, skip=0):
+        # As a function of the examples seen.
+        return lambda step: iter(
+            {"x": np.arange(i, i + size)} for i in itertools.count(skip + step * size, size)
+        )
+
+    loader = stream(batches(8))
+    assert read(loader, 2)[1][0] == 8
+    state = loader.state()
+    assert state == {"step": 2, "rows": 8}
+    for _ in range(2):
+        other = stream(batches(16))
+        other.restore(state)
+        with pytest.raises(
+            ValueError, match=r"step 2 has 16 rows, and .* had 8; make batch"
+        ):
+            take(other, 1)
+    other = stream(batches(16, skip=-16))
+    other.restore(state, rebatch=True)
+    other.restore(state)
+    assert read(other, 1) == [[*range(16, 32)]]
+    with pytest.raises(ValueError, match=r"all earlier steps, .*; give the function"):
+        stream(five).restore(state, rebatch=True)
+
+
 # Mistakes
 
 
@@ -275,7 +301,7 @@ def test_each_process_gives_the_rows_of_its_devices(tmp_path, capsys):
         (
             [{"x": np.ones(8)}] * 2 + [{"x": np.ones(5)}],
             ValueError,
-            r"batch of step 2 has the shapes \{'x': \(5,\)\}, and the first .*drop_last",
+            r"batch of step 2 is .* 'x' was float32\[8\] and is float32\[5\]; .*drop_last",
         ),
     ],
 )

@@ -1,0 +1,53 @@
+"""Batches of a loader have the same entries: steps compile for those of the first one."""
+
+from collections.abc import Hashable, Mapping
+
+import jax
+import numpy as np
+
+from ..sharding._leaves import format_array
+from ..sharding._text import first_few
+
+
+class FirstEntries:
+    """Refuses batches whose entries are not those of the first one of their kind.
+
+    **Arguments:**
+
+    - `remedy`: what to do about one that differs.
+    """
+
+    def __init__(self, remedy: str):
+        self._remedy = remedy
+        #: By kind, the step of the first batch and its entries, and those last accepted.
+        self._first: dict[Hashable, tuple[int, dict[str, str]]] = {}
+        self._accepted: dict[Hashable, dict[str, tuple[np.dtype, tuple[int, ...]]]] = {}
+
+    def check(
+        self, arrays: Mapping[str, np.ndarray], step: int, kind: Hashable = None
+    ) -> None:
+        """Raise `ValueError` if the batch of a step has other names, shapes or dtypes."""
+        found = {name: (array.dtype, array.shape) for name, array in arrays.items()}
+        if found == self._accepted.get(kind):
+            return
+        now = {name: _format(array) for name, array in arrays.items()}
+        first_step, first = self._first.setdefault(kind, (step, now))
+        changes = [f"{name!r} is missing" for name in first if name not in now]
+        changes += [f"{name!r} is new" for name in now if name not in first]
+        changes += [
+            f"{name!r} was {first[name]} and is {entry}"
+            for name, entry in now.items()
+            if first.get(name, entry) != entry
+        ]
+        if changes:
+            raise ValueError(
+                f"the batch of step {step} is not like that of step {first_step}: "
+                f"{first_few(changes)}; {self._remedy}."
+            )
+        self._accepted[kind] = found
+
+
+def _format(array: np.ndarray) -> str:
+    # Of int64 and int32, devices make the same.
+    dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+    return format_array(jax.ShapeDtypeStruct(array.shape, dtype))
