@@ -22,6 +22,7 @@ from ._devices import mesh_from_text, parse_mesh
 
 Resume = Literal["no", "yes", "auto"]
 Service = Literal["wandb", "mlflow"]
+Change = Literal["batch_size", "optimizer", "model"]
 
 #: An optimizer, or a function from the number of steps to one.
 MakeOptim = optax.GradientTransformation | Callable[[int], optax.GradientTransformation]
@@ -51,6 +52,13 @@ def setting(name: str, value: Any) -> str:
     """What to write to set an option: `--seed 1`, or `config=RunConfig(seed=1)`."""
     given = option(name, value)
     return given if _has_command_line.get() else f"config=RunConfig({given})"
+
+
+def allowing(*changes: Change) -> str:
+    """What to write to let a run change when it resumes."""
+    if _has_command_line.get():
+        return option("changes", " ".join(changes))
+    return setting("changes", changes)
 
 
 def default(text: str, metavar: str | None = None) -> Any:
@@ -94,6 +102,9 @@ class RunConfig:
     """The folder for checkpoints, metrics, curves and the summary."""
     resume: Resume = "no"
     """Continue from the newest checkpoint; auto: if there is one. --resume alone: yes."""
+    changes: Annotated[tuple[Change, ...], default("nothing")] = ()
+    """What may differ in a run that resumes: batch_size, optimizer, model, or several.
+    New arrays are initialized, and old ones are dropped."""
     keep_programs: bool = False
     """Keep what is compiled in --output; a run that resumes with this uses the same."""
     save_every: Annotated[int | None, default("an epoch", "INT")] = None
@@ -148,6 +159,12 @@ class RunConfig:
             raise ValueError(
                 f"{option('resume', self.resume)} is unknown; use no, yes or auto."
             )
+        for change in self.changes:
+            if change not in get_args(Change):
+                raise ValueError(
+                    f"{option('changes', change)} is unknown; use batch_size, optimizer "
+                    "or model, or several of them."
+                )
         for service in self.track:
             if not is_installed(service):
                 raise ValueError(
