@@ -15,6 +15,7 @@ from jaxtyping import Bool, Int
 
 from ._samplers import Order
 from ._sources import Source
+from ._steps import Steps
 from ._weights import WEIGHT, check_weights
 
 
@@ -66,32 +67,36 @@ class HostBatches:
     """Makes this process's part of the batch of any step.
 
     - `order`: the rows of each epoch.
-    - `fills`: whether to fill up the last batch of an epoch, or to drop it.
+    - `steps`: which of them are each step's.
     - `positions`: the positions in a batch that this process holds.
-    - `source`, `batch_size`, `transform`: as for the loader.
+    - `source`, `transform`: as for the loader.
     """
 
     source: Source
     order: Order
-    batch_size: int
-    fills: bool
+    steps: Steps
     transform: Transform | None
     positions: Int[np.ndarray, " positions"]
 
     @property
     def pads(self) -> bool:
         """Whether the last batch of an epoch has rows of padding."""
-        return self.fills and len(self.order) % self.batch_size > 0
+        return self.steps.last.fills and self.steps.last.remainder > 0
+
+    @property
+    def batch_size(self) -> int:
+        """The batch size, as of the last change."""
+        return self.steps.last.size
 
     @property
     def length(self) -> int:
-        """The number of batches in an epoch."""
-        return len(self.order) // self.batch_size + self.pads
+        """The number of batches in a whole epoch."""
+        return self.steps.last.each
 
     def rows(self, step: int) -> Int[np.ndarray, " n"]:
         """The examples of a step's batch, on all processes."""
-        epoch, start = self._place(step)
-        return self.order.rows(epoch, start, start + self.batch_size)
+        epoch, start = self.steps.place(step)
+        return self.order.rows(epoch, start, start + self.steps.size(step))
 
     def padded(
         self, steps: range, positions: Int[np.ndarray, " positions"]
@@ -178,14 +183,9 @@ class HostBatches:
         """A generator for each of this process's rows, if the transform wants any."""
         if not isinstance(self.transform, RandomTransform):
             return []
-        epoch, start = self._place(step)
+        epoch, start = self.steps.place(step)
         places = (start + self.positions).tolist()
         return [np.random.default_rng([self.order.seed, epoch, place]) for place in places]
-
-    def _place(self, step: int) -> tuple[int, int]:
-        """The epoch of a step, and the place in it where its batch starts."""
-        epoch, batch = divmod(step, self.length)
-        return epoch, batch * self.batch_size
 
 
 def check_dtypes(arrays: Mapping[str, np.ndarray], remedy: str) -> None:

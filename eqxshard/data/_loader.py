@@ -5,9 +5,12 @@ Glossary:
 - a *row* is an example's index in the source;
 - a *batch* is counted within its epoch, from 0 to `len(loader) - 1`;
 - a *step* counts batches from the start of the first epoch, without end. It is the whole
-  position of a loader: `epoch, batch = divmod(step, len(loader))`.
+  position of a loader. While the batch size is the same, `epoch, batch =
+  divmod(step, len(loader))`; `_steps.py` has the rest.
 """
 
+import contextlib
+import dataclasses
 import functools
 import itertools
 import operator
@@ -34,6 +37,7 @@ from ._pipeline import (
 from ._resident import DeviceBatches, ResidentDataset
 from ._samplers import Order, Sampler, digest
 from ._sources import Source, check_source
+from ._steps import Steps
 from ._weights import WEIGHT
 
 Remainder = Literal["pad", "drop", "error"]
@@ -148,7 +152,8 @@ class Loader:
             "sampler": None if sampler is None else digest(order.rows(0, 0, len(order))),
             "remainder": remainder,
         }
-        if spans_processes(mesh.devices.flat):
+        self._spans_processes = spans_processes(mesh.devices.flat)
+        if self._spans_processes:
             assert_same_on_all_processes("loader", self._fingerprint)
         check_batch_size(batch_size, mesh)
         # Only now, because it may be empty in one process alone.
@@ -158,8 +163,7 @@ class Loader:
         self._host = HostBatches(
             source,
             order,
-            batch_size=batch_size,
-            fills=remainder == "pad",
+            Steps.of(batch_size, len(order), fills=remainder == "pad"),
             transform=transform,
             positions=positions_on_this_process(sharding, batch_size),
         )
@@ -174,7 +178,8 @@ class Loader:
         )
         self._prefetch, self._workers = prefetch, workers
         self._full_weight: Array | None = None
-        self._stop = sys.maxsize if epochs is None else epochs * len(self)
+        self._epochs = epochs
+        self._rebatched = False
         self._step = 0
 
     @property
@@ -183,8 +188,18 @@ class Loader:
         return "host" if self._resident is None else "device"
 
     def __len__(self) -> int:
-        """The number of batches in an epoch."""
+        """The number of batches in an epoch, if the batch size does not change in it."""
         return self._host.length
+
+    @property
+    def steps(self) -> Steps:
+        """Which epoch each step is in, for [`eqxshard.fit`][]."""
+        return self._host.steps
+
+    @property
+    def _stop(self) -> int:
+        """The step after the last one."""
+        return sys.maxsize if self._epochs is None else self.steps.end(self._epochs)
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The shapes, dtypes and shardings of a batch; reads one example."""
@@ -241,9 +256,16 @@ class Loader:
 
         **Raises:**
 
-        `ValueError` if it is negative.
+        `ValueError` if it is negative, or before the batch size last changed.
         """
-        self._step = checked_step(step)
+        step, changed = checked_step(step), self.steps.last.first
+        if step < changed:
+            raise ValueError(
+                f"step {step} is before step {changed}, from which on this loader has "
+                f"batches of {self.steps.last.size}; make another loader with the batch "
+                "size of that step."
+            )
+        self._step = step
 
     def stacked(self, count: int, *, capacity: int | None = None) -> DeviceBatches:
         """The next batches, for `train_step.many` or `eval_step.many` to gather.
@@ -300,12 +322,17 @@ class Loader:
 
         **Returns:**
 
-        The step of the next batch (not counting prefetched ones), and a fingerprint of
-        the settings that decide which batch that is.
+        The step of the next batch (not counting prefetched ones), a fingerprint of the
+        settings that decide which batch that is, and from which step on there was which
+        batch size.
         """
-        return {"step": self._step, "fingerprint": dict(self._fingerprint)}
+        return {
+            "step": self._step,
+            "fingerprint": dict(self._fingerprint),
+            "batch_sizes": [[*pair] for pair in self.steps.sizes],
+        }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any], *, rebatch: bool = False) -> None:
         """Go to the position where [`eqxshard.Loader.state`][] was called.
 
         The mesh and the number of epochs may have changed since.
@@ -313,27 +340,83 @@ class Loader:
         **Arguments:**
 
         - `state`: what `state` returned.
+        - `rebatch`: whether the batch size may have changed, too. The loader then goes on
+            with the example that would have come next, and makes batches of its own size
+            from there on: the order stays as it was, and each epoch still has each
+            example once. Later states remember it, and are restored without `rebatch`.
+            (All processes call this together.)
 
         **Raises:**
 
         `ValueError` if it belongs to a loader with other batches: of another source
-        length, batch size, seed, `shuffle`, `sampler` or `remainder`.
+        length, batch size, seed, `shuffle`, `sampler` or `remainder`; or if, with
+        `remainder="error"`, the new batch size does not divide the rest of the epoch.
         """
-        ours, theirs = self._fingerprint, state.get("fingerprint")
-        if not isinstance(theirs, Mapping) or not isinstance(state.get("step"), int):
+        step, theirs = state.get("step"), state.get("fingerprint")
+        sizes = _sizes(state)
+        if not isinstance(step, int) or not isinstance(theirs, Mapping) or not sizes:
             raise ValueError(
                 f"{state} is not the state of a loader; give what Loader.state() returned."
             )
-        differ = [name for name in ours if theirs.get(name) != ours[name]]
-        if differ:
-            says = ", ".join(
-                f"{name} was {theirs.get(name)!r} and is {ours[name]!r}" for name in differ
-            )
+        size, fills = self.steps.last.size, self.steps.last.fills
+        before = Steps.with_sizes(sizes, self._epoch_length, fills=fills)
+        moved = before.change(step, size, self._epoch_length(size))
+        # One that was moved there with `rebatch` stays, as `fit` restores it once more.
+        was_moved = self._rebatched and moved == self.steps
+        _check_same(self._fingerprint, theirs, but_for_size=rebatch or was_moved)
+        if rebatch and self._spans_processes:
+            assert_same_on_all_processes("loader", {"batch_sizes": moved.sizes})
+        if self._fingerprint["remainder"] == "error" and moved.last.remainder:
             raise ValueError(
-                f"the state is of a loader with other batches: {says}; make the loader as "
-                "it was, or start a new run."
+                f"batches of {size} leave {moved.last.remainder} examples of epoch "
+                f"{moved.last.epoch} over, which goes on at step {step}; use a batch size "
+                "that divides the rest of it, or go on from the end of an epoch."
             )
-        self.seek(state["step"])
+        self._rebatched = rebatch or was_moved
+        self._host = dataclasses.replace(self._host, steps=moved)
+        if self._resident is not None:
+            self._resident.host = self._host
+        self.seek(step)
+
+    def _epoch_length(self, batch_size: int) -> int:
+        """The number of places in an epoch of batches of a size."""
+        return len(self._host.order)
+
+
+def _check_same(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], *, but_for_size: bool
+) -> None:
+    """Raise `ValueError` if two fingerprints differ (other than by the batch size)."""
+    differ = [name for name in ours if theirs.get(name) != ours[name]]
+    differ = [name for name in differ if not (but_for_size and name == "batch_size")]
+    if not differ:
+        return
+    changes = (f"{name} was {theirs.get(name)!r} and is {ours[name]!r}" for name in differ)
+    remedy = "make the loader as it was, or start a new run"
+    if differ == ["batch_size"]:
+        remedy = (
+            "make the loader as it was, or go on from the same example with "
+            "loader.restore(state, rebatch=True) (a script of train's: with "
+            "--changes batch_size)"
+        )
+    raise ValueError(
+        f"the state is of a loader with other batches: {', '.join(changes)}; {remedy}."
+    )
+
+
+def _sizes(state: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """From which step on a loader had which batch size; empty if its state is invalid."""
+    fingerprint = state.get("fingerprint")
+    size = fingerprint.get("batch_size") if isinstance(fingerprint, Mapping) else None
+    # States of before it could change have none.
+    pairs = state.get("batch_sizes", [[0, size]])
+    with contextlib.suppress(TypeError, ValueError):
+        sizes = [(operator.index(step), operator.index(size)) for step, size in pairs]
+        steps = [step for step, _ in sizes]
+        ordered = steps == sorted({*steps}) and steps[:1] == [0]
+        if ordered and all(size > 0 for _, size in sizes):
+            return sizes
+    return []
 
 
 def _check_numbers(seed: int, epochs: int | None, prefetch: int, workers: int) -> None:

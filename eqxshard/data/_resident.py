@@ -53,7 +53,7 @@ class ResidentDataset:
     """
 
     def __init__(self, host: HostBatches, mesh: Mesh):
-        self._host = host
+        self.host = host
         self._mesh = mesh
         arrays = host.everything()
         check_integers(arrays)
@@ -74,8 +74,8 @@ class ResidentDataset:
 
     def stacked(self, steps: range, *, capacity: int) -> DeviceBatches:
         """The batches of some steps, for a step to gather, with room for `capacity`."""
-        size = self._host.batch_size
-        padded, real = self._host.padded(steps, np.arange(size))
+        size = self.host.batch_size
+        padded, real = self.host.padded(steps, np.arange(size))
         sharding = batch_sharding(self._mesh, stacked=True)
 
         def put(array: np.ndarray, dtype: type) -> Array:
@@ -83,6 +83,6 @@ class ResidentDataset:
             filled[: len(array)] = array
             return jax.make_array_from_callback(filled.shape, sharding, filled.__getitem__)
 
-        weight = put(real, np.float32) if self._host.pads else None
+        weight = put(real, np.float32) if self.host.pads else None
         count = np.array(len(steps), np.int32)
         return DeviceBatches(self._examples, put(padded, np.int32), weight, count)

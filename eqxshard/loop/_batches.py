@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 from jaxtyping import PyTree
 
 from ..data._loader import Loader
+from ..data._steps import Steps
 from ..training._eval_step import EvalStep
 from ..training._train_step import TrainStep
 from ._schedule import Schedule
@@ -39,9 +40,12 @@ def check_loader(loader: Any) -> None:
         )
 
 
-def steps_per_epoch(loader: Any) -> int | None:
-    """The number of steps in an epoch of a loader; `None` if it has no epochs."""
-    return len(loader) if isinstance(loader, Sized) else None
+def steps_of(loader: Any) -> Steps | None:
+    """Which epoch each step of a loader is in; `None` if it has no epochs."""
+    if isinstance(loader, Loader):
+        return loader.steps
+    # As of batches of one row.
+    return Steps.of(1, len(loader)) if isinstance(loader, Sized) else None
 
 
 def is_resident(loader: Batches, step: Any) -> bool:

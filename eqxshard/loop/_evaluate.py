@@ -4,7 +4,7 @@ import functools as ft
 import inspect
 import itertools
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sized
 from contextlib import closing
 from typing import Any
 
@@ -30,7 +30,7 @@ from ..training._precision import Precision
 from ..training._state import refuse_state, with_state, without_state
 from ..training._step import IN_FLIGHT
 from ..training.rewrite._float8 import with_float8
-from ._batches import Batches, is_resident, steps_per_epoch
+from ._batches import Batches, is_resident
 
 
 def evaluate(
@@ -235,11 +235,10 @@ def one_epoch(loader: Batches, who: str) -> Generator[PyTree, None, None]:
 
     `ValueError` if the loader has no length.
     """
-    epoch = steps_per_epoch(loader)
-    if epoch is None:
+    if not isinstance(loader, Sized):
         raise ValueError(
             f"{who} needs a loader with a length, and this {type(loader).__name__} has "
             "none; make an eqxshard.Loader, or add __len__()."
         )
     loader.seek(0)
-    yield from itertools.islice(loader, epoch)
+    yield from itertools.islice(loader, len(loader))

@@ -16,7 +16,7 @@ from ..training._metrics import Metrics
 from ..training._state import map_models, step_of
 from ..training._step import InFlight
 from ..training._train_step import TrainStep
-from ._batches import Batches, check_loader, dispatches_of, steps_per_epoch
+from ._batches import Batches, check_loader, dispatches_of, steps_of
 from ._callbacks import Callback, CallbackList, check_callbacks
 from ._clock import Clock, announced, describe_time, watch
 from ._ends import announce_stop, give_up, rescue, save
@@ -134,8 +134,8 @@ def fit(
     check_trackers(trackers)
     check_callbacks(callbacks)
     check_evaluate(evaluate)
-    clock, epoch = Clock(), steps_per_epoch(loader)
-    report = Report(trackers if is_main_process() else (), clock, epoch)
+    clock = Clock()
+    report = Report(trackers if is_main_process() else (), clock, steps_of(loader))
     loop = Loop(clock, report, loader, checkpointer, state, extra)
     # It would keep arrays alive that the first step copies.
     del state
@@ -151,8 +151,8 @@ def fit(
         check_positive(max_nonfinite=max_nonfinite, stall_seconds=stall_seconds)
         check_positive(hang_seconds=hang_seconds)
         loop.first = loop.step = step_of(loop.state)
-        last = last_step(steps, epochs, epoch)
-        between = evaluation_interval(evaluate_every, epoch) if evaluate else None
+        last = last_step(steps, epochs, report.epochs)
+        between = evaluation_interval(evaluate_every, report.epochs) if evaluate else None
         stack.enter_context(watch(clock, stall_seconds, hang_seconds))
         assert_same_on_all_processes(
             "fit",
@@ -170,9 +170,18 @@ def fit(
             # Whatever ends the run, the save in progress is finished.
             stack.callback(loop.end_save, close=True)
             called.restore(checkpointer.claim_run(loop.first, loader))
+            # The batch size may have changed before.
+            report.epochs = steps_of(loader)
+            last = last_step(steps, epochs, report.epochs)
         stop = stack.enter_context(stop_signals(can_save=checkpointer is not None))
         schedule = Schedule(
-            last, epoch, between, log_every, checkpointer, stop, called.next_step
+            last,
+            report.epochs,
+            between,
+            log_every,
+            checkpointer,
+            stop,
+            called.next_step,
         )
         # If a step fails, the earlier ones are still reported.
         stack.callback(report.close)

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..data._steps import Steps
 from ..trackers._tracker import Image, Tracker, Value
 from ..training._metrics import Metrics
 from ._clock import Clock, goodput
@@ -27,18 +28,16 @@ class Report:
 
     - `trackers`: receive the reports.
     - `clock`: splits the time of the run.
-    - `steps_per_epoch`: to report the epoch, if the loader has epochs.
+    - `epochs`: to report the epoch, if the loader has epochs.
     """
 
-    def __init__(
-        self, trackers: Sequence[Tracker], clock: Clock, steps_per_epoch: int | None
-    ):
+    def __init__(self, trackers: Sequence[Tracker], clock: Clock, epochs: Steps | None):
         self.values: dict[str, Any] = {}
         self.step: int | None = None
         self.nonfinite_steps: list[int] = []
         self._trackers = trackers
         self._clock = clock
-        self._steps_per_epoch = steps_per_epoch
+        self.epochs = epochs
         # The metrics of each dispatch since the last report, and which of its steps count.
         self._parts: list[Metrics] = []
         self._taken: list[np.ndarray] = []
@@ -124,7 +123,7 @@ class Report:
         self._compiled_before = self._clock.totals["compile"]
 
     def _with_epoch(self, step: int, values: Mapping[str, Any]) -> dict[str, Any]:
-        epoch = {"epoch": step / self._steps_per_epoch} if self._steps_per_epoch else {}
+        epoch = {} if self.epochs is None else {"epoch": self.epochs.epochs(step)}
         return {**epoch, **values}
 
     def _take_logged(self) -> dict[str, Value]:

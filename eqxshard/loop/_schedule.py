@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from ..checkpoint._checkpointer import Checkpointer
+from ..data._steps import Steps
 from ._signals import Stop
 
 
@@ -30,9 +31,9 @@ class Schedule:
     """Decides which actions are due after each step of a run.
 
     - `last`: the step that the run ends at.
-    - `epoch`: the number of steps in an epoch; `None` if there are no epochs.
+    - `epochs`: which epoch each step is in; `None` if there are no epochs.
     - `evaluate_every`: the number of steps between evaluations, each of which is
-        reported; `None` for no evaluation.
+        reported; `"epoch"` for one after each epoch, `None` for no evaluation.
     - `log_every`: the number of steps between reports.
     - `checkpointer`: decides when to save, if there is one.
     - `stop`: knows whether a signal asked the run to end.
@@ -40,8 +41,8 @@ class Schedule:
     """
 
     last: int
-    epoch: int | None
-    evaluate_every: int | None
+    epochs: Steps | None
+    evaluate_every: int | Literal["epoch"] | None
     log_every: int
     checkpointer: Checkpointer | None
     stop: Stop
@@ -56,30 +57,35 @@ class Schedule:
         - `asked`: whether a callback asked to save or to stop.
         """
         ends = step == self.last
-        report = ends or any(step % interval == 0 for interval in self._reports)
+        epoch = self.epochs is not None and self.epochs.ends_epoch(step)
+        report = ends or epoch or any(step % n == 0 for n in self._reports)
         leave = self.stop.look(step)
         save = self.checkpointer is not None and (
             leave or ends or asked or self.checkpointer.should_save(step, reporting=report)
         )
         between = self.evaluate_every
-        evaluate = between is not None and (ends or step % between == 0)
+        at_interval = isinstance(between, int) and step % between == 0
+        at_epoch = between == "epoch" and epoch
+        evaluate = between is not None and (ends or at_interval or at_epoch)
         return Due(report or save or leave or asked, evaluate, save, leave)
 
     @property
     def longest_chunk(self) -> int:
         """The largest number of steps with nothing due between them."""
-        return min(self._intervals)
+        epoch = [] if self.epochs is None else [self.epochs.last.each]
+        return min([*self._intervals, *epoch])
 
     def steps_until_due(self, step: int) -> int:
         """The number of steps to take before anything is due."""
         called = self.next_call(step) or self.last
-        due = min(called, self.last, *(step - step % n + n for n in self._intervals))
-        return due - step
+        epoch = self.last if self.epochs is None else self.epochs.next_end(step)
+        at_intervals = (step - step % n + n for n in self._intervals)
+        return min(called, self.last, epoch, *at_intervals) - step
 
     @property
     def _reports(self) -> list[int]:
-        intervals = self.epoch, self.evaluate_every, self.log_every
-        return [n for n in intervals if n is not None]
+        intervals = self.evaluate_every, self.log_every
+        return [n for n in intervals if isinstance(n, int)]
 
     @property
     def _intervals(self) -> list[int]:
@@ -87,9 +93,13 @@ class Schedule:
         return [*self._reports, *([interval] if interval else [])]
 
 
-def evaluation_interval(evaluate_every: int | str, epoch: int | None) -> int:
-    """The number of steps between evaluations."""
-    interval = epoch if evaluate_every == "epoch" else evaluate_every
+def evaluation_interval(
+    evaluate_every: int | str, epochs: Steps | None
+) -> int | Literal["epoch"]:
+    """The number of steps between evaluations, or `"epoch"` for one after each epoch."""
+    if evaluate_every == "epoch" and epochs is not None:
+        return "epoch"
+    interval = evaluate_every
     if not isinstance(interval, int | np.integer) or interval < 1:
         raise ValueError(
             f"evaluate_every={evaluate_every!r} is not a number of steps; give "
@@ -98,18 +108,18 @@ def evaluation_interval(evaluate_every: int | str, epoch: int | None) -> int:
     return int(interval)
 
 
-def last_step(steps: int | None, epochs: int | None, epoch: int | None) -> int:
-    """The step that a run ends at."""
+def last_step(steps: int | None, epochs: int | None, of: Steps | None) -> int:
+    """The step that a run ends at; `of` says which epoch each is in."""
     if (steps is None) == (epochs is None):
         raise ValueError("fit needs one of steps= and epochs=; give exactly one.")
     if steps is not None:
         return steps
-    if epoch is None:
+    if of is None:
         raise ValueError(
             f"epochs={epochs} needs a loader with a length, and this one has none; give "
             "fit steps= instead."
         )
-    return (epochs or 0) * epoch
+    return of.end(epochs or 0)
 
 
 def check_positive(**numbers: int | float | None) -> None:

@@ -15,6 +15,7 @@ from ..data._host import HostBatches, Transform
 from ..data._loader import Loader, Remainder
 from ..data._samplers import Order, Sampler
 from ..data._sources import Source
+from ..data._steps import Steps
 from ..distributed import assert_same_on_all_processes
 from ..loop._callbacks import Callback
 from ..loop._evaluate import evaluate
@@ -104,8 +105,7 @@ class TrainingData:
         return HostBatches(
             self.source,
             Order(len(self.source), seed=seed, sampler=self.sampler),
-            batch_size=batch_size,
-            fills=self.remainder == "pad",
+            Steps.of(batch_size, self.examples, fills=self.remainder == "pad"),
             transform=self.transform,
             positions=np.arange(1),
         )

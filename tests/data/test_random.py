@@ -9,6 +9,7 @@ from loader_helpers import loader_of, numbers, rows, take
 from eqxshard.data import RandomTransform
 from eqxshard.data._host import HostBatches
 from eqxshard.data._samplers import Order
+from eqxshard.data._steps import Steps
 
 
 def draw(batch, generators):
@@ -63,8 +64,7 @@ def test_several_processes_draw_what_one_would():
         HostBatches(
             numbers(20),
             Order(20),
-            batch_size=8,
-            fills=True,
+            Steps.of(8, 20),
             transform=DRAW,
             positions=np.arange(4) + first,
         ).gather(range(3))

@@ -1,6 +1,7 @@
 import pytest
 
 from eqxshard import Checkpointer
+from eqxshard.data._steps import Steps
 from eqxshard.loop._schedule import Due, Schedule
 from eqxshard.loop._signals import Stop
 
@@ -16,7 +17,8 @@ def schedule(
     checkpointer = interval and Checkpointer("never written", save_every=interval)
     stop = stop or Stop(False)
     calls = lambda step: None  # noqa: E731
-    return Schedule(10, epoch, evaluate_every, log_every, checkpointer, stop, calls)
+    epochs = None if epoch is None else Steps.of(1, epoch)
+    return Schedule(10, epochs, evaluate_every, log_every, checkpointer, stop, calls)
 
 
 def steps(schedule, what):
