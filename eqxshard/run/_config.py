@@ -16,6 +16,7 @@ import optax
 import tyro
 from jax.sharding import Mesh
 
+from ..data._steps import Steps
 from ..trackers._packages import is_installed
 from ..training._optimizer import is_optimizer
 from ._devices import mesh_from_text, parse_mesh
@@ -251,18 +252,18 @@ def make_optimizer(make_optim: MakeOptim, steps: int) -> optax.GradientTransform
     return make_optim(steps)
 
 
-def last_step(config: RunConfig, epochs: int | None, steps: int | None, epoch: int) -> int:
+def last_step(config: RunConfig, epochs: int | None, steps: int | None, of: Steps) -> int:
     """The step to end at: of the user's options, or else of the script's.
 
     **Arguments:**
 
-    - `epoch`: the number of steps in an epoch.
+    - `of`: which epoch each step is in.
     """
     if config.steps is not None or config.epochs is not None:
         epochs, steps = config.epochs, config.steps
     if (epochs is None) == (steps is None):
         raise ValueError("train needs one of epochs= and steps=; give exactly one.")
-    last = steps if steps is not None else (epochs or 0) * epoch
+    last = steps if steps is not None else of.end(epochs or 0)
     # Optax counts steps in 32 bits.
     if not 1 <= last < 2**31:
         raise ValueError(f"{last} steps are not between 1 and 2**31 - 1; use others.")

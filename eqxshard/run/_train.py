@@ -219,9 +219,9 @@ def train(
     folder = RunFolder(config.output or default_folder(name))
     mesh = config.make_mesh(mesh)
     loader = data.make_loader(config, mesh)
-    last = last_step(config, epochs, steps, len(loader))
-    training = training.for_steps(last)
-    step = training.make_step()
+    last = last_step(config, epochs, steps, loader.steps)
+    timed = training.for_steps(last)
+    step = timed.make_step()
     if config.keep_programs and not isinstance(step, TrainStep):
         raise ValueError(
             f"{option('keep_programs')} is for the step that train makes of a loss_fn, and "
@@ -257,12 +257,18 @@ def train(
         with announced("reading the checkpoint" if resumes else "making the state"):
             changed: dict[str, Any] = {}
             if resumes:
-                restored = restore_state(checkpointer, training, config, rename, key, mesh)
+                restored = restore_state(checkpointer, timed, config, rename, key, mesh)
                 state, changed = restored[0], restored[1]._asdict()
             else:
-                state = training.make_states(partial(init_state, load=load), key, mesh)
-        check_metrics(evaluation, state, best, callbacks)
+                state = timed.make_states(partial(init_state, load=load), key, mesh)
         first, lowered = step_of(state), None
+        if resumes and (position := checkpointer.description(first)["loader"]):
+            loader.restore(position, rebatch="batch_size" in config.changes)
+            # Epochs that began with another batch size have other numbers of steps.
+            last = last_step(config, epochs, steps, loader.steps)
+            timed = training.for_steps(last)
+            step = timed.make_step()
+        check_metrics(evaluation, state, best, callbacks)
         if isinstance(step, TrainStep) and first < last:
             # A mistake in the loss function leaves no run behind, and a program that
             # cannot be used leaves the run as it is.
@@ -284,7 +290,7 @@ def train(
             "parameters": _count_parameters(state),
             "settings": {
                 **flatten_settings({"settings": settings or {}, "config": config}),
-                "epochs": last / len(loader),
+                "epochs": loader.steps.epochs(last),
             },
             "changed": {what: paths for what, paths in changed.items() if paths},
             "versions": versions(),
