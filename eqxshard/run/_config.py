@@ -55,7 +55,7 @@ def setting(name: str, value: Any) -> str:
     return given if _has_command_line.get() else f"config=RunConfig({given})"
 
 
-def allowing(*changes: Change) -> str:
+def allowing(*changes: str) -> str:
     """What to write to let a run change when it resumes."""
     if _has_command_line.get():
         return option("changes", " ".join(changes))

@@ -309,7 +309,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _changed_arrays(changed: Mapping[str, Collection[str]]) -> list[str]:
-    """What was changed of a state, such as `optimizer (12 arrays initialized)`."""
+    """What was changed of a state, such as `optimizer (arrays: 12 initialized)`."""
     counts: dict[str, list[str]] = {"model": [], "optimizer": []}
     for what, paths in changed.items():
         others = [
@@ -318,8 +318,8 @@ def _changed_arrays(changed: Mapping[str, Collection[str]]) -> list[str]:
         numbers = {"optimizer": len(others), "model": len(paths) - len(others)}
         for of, number in numbers.items():
             if number:
-                counts[of].append(f"{number}{'' if counts[of] else ' arrays'} {what}")
-    return [f"{of} ({comma_list(found)})" for of, found in counts.items() if found]
+                counts[of].append(f"{number} {what}")
+    return [f"{of} (arrays: {comma_list(x)})" for of, x in counts.items() if x]
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -45,7 +46,7 @@ class Renamed(eqx.Module):
         self.scale = jax.random.normal(key, (16,))
 
 
-def fsdp():
+def fsdp() -> dict[str, Any]:
     return placed("fsdp=8", "replicate") | {"rule": eqxshard.fsdp(min_size=64)}
 
 
@@ -181,7 +182,7 @@ def test_parts_are_frozen_thawed_and_given_another_optimizer(saved, tmp_path):
     head = checkpointer.restore(frozen, unused="drop")
     assert_made_of(head, state, frozen, same(frozen))
     folder, head = save(tmp_path, head)
-    parts = {"head": ADAM, "rest": optax.sgd(1e-2, momentum=0.9)}
+    parts: dict[Any, Any] = {"head": ADAM, "rest": optax.sgd(1e-2, momentum=0.9)}
     label = lambda path, _: "head" if path[0].name == "head" else "rest"  # noqa: E731
     optim = lenient(
         optax.partition(parts, lambda x: jax.tree_util.tree_map_with_path(label, x))

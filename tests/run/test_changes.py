@@ -1,6 +1,7 @@
 """Runs that resume with another batch size, optimizer, model or mesh."""
 
 import math
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -82,7 +83,8 @@ def train_by_hand(seen, ends):
         batch = {name: array[rows] for name, array in data.items()}
         return jnp.mean(loss_fn(eqx.combine(params, static), batch, None)[0])
 
-    before = None
+    before: str | None = None
+    opt_state: Any = None
     for (_, name, stop), end in zip(STARTS, ends):
         optim = lenient(make_optim(name, end))
         if name != before:
@@ -104,7 +106,7 @@ def test_a_run_that_changes_its_batches_optimizer_and_mesh(tmp_path, capsys):
     seen, ends = examples_of_steps()
     epochs = np.sort(np.concatenate(seen).reshape(EPOCHS, EXAMPLES))
     assert (epochs == np.arange(EXAMPLES)).all()
-    said = []
+    said, run = [], None
     for config, name, stop in STARTS:
         run = train(
             tmp_path,
@@ -122,7 +124,8 @@ def test_a_run_that_changes_its_batches_optimizer_and_mesh(tmp_path, capsys):
     assert sorted(lines) == [*range(1, ends[-1] + 1)] and len(seen) == ends[-1]
     marks = [lines[step]["train/mark"] for step in sorted(lines)]
     np.testing.assert_allclose(marks, [RATES[rows].mean() for rows in seen], rtol=1e-5)
+    assert run is not None
     assert_close(run.state.model, train_by_hand(seen, ends), rtol=1e-5)
     assert "batch_size 16 -> 28" in said[1] and "arrays" not in said[1]
-    assert "optimizer (4 arrays initialized, 9 dropped)" in said[2]
+    assert "optimizer (arrays: 4 initialized, 9 dropped)" in said[2]
     assert "arrays" not in said[3]
