@@ -1,26 +1,35 @@
 """`Checkpointer`: states on disk, to resume from on any mesh."""
 
 import contextlib
+import logging
 import math
 import operator
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import equinox as eqx
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from .._waits import waiting
-from ..distributed import assert_same_on_all_processes, broadcast_from_first
+from ..distributed import (
+    assert_same_on_all_processes,
+    broadcast_from_first,
+    is_main_process,
+)
 from ..training._donation import check_state_not_donated
 from ..training._memory import explaining_state
 from ..training._state import step_of, trained_paths
+from ..transforms._partition import Static
 from ._arrays import partition_by_path, read, wrap_keys
-from ._description import check_structure, describe
+from ._changes import KINDS, Changed, Changes, count_steps, fill
+from ._description import describe
 from ._folder import CheckpointFolder, Step
 from ._writer import CheckpointWriter
+
+_LOG = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -95,6 +104,7 @@ class Checkpointer:
         self._best = best
         self._sign = 1 if mode == "max" else -1
         self._last_save = time.monotonic()
+        self._renamed: list[Mapping[str, str | None]] = []
         self._writer = CheckpointWriter(self._folder, self._outdated)
 
     def steps(self) -> list[int]:
@@ -154,11 +164,20 @@ class Checkpointer:
         """
         return self._folder.description(step)
 
-    def restore(self, like: _T, *, step: Step = "newest") -> _T:
+    def restore(
+        self,
+        like: _T,
+        *,
+        step: Step = "newest",
+        rename: Mapping[str, str | None] = {},
+        missing: Literal["error", "init"] = "error",
+        unused: Literal["error", "drop"] = "error",
+    ) -> _T:
         """Read a state, each array straight into its sharding.
 
         Each process verifies what it reads. If any finds the newest checkpoint damaged,
-        that is logged, and all use the one before it.
+        that is logged, and all use the one before it. What is renamed, initialized or
+        dropped is logged.
 
         **Arguments:**
 
@@ -166,6 +185,15 @@ class Checkpointer:
             [`eqxshard.abstract_state`][], whose arrays (or `jax.ShapeDtypeStruct`s) give
             dtypes and shardings; the mesh may be another one. Not donated.
         - `step`: the step to read; by default the newest. `None` is an error.
+        - `rename`: the new path for what was saved at a path or below it, such as
+            `{"model.blocks": "model.layers"}`, or `None` to drop it. What the optimizer
+            keeps of parameters goes with them. A script may keep the line: it has no
+            effect on checkpoints that this checkpointer saves afterwards.
+        - `missing`: `"init"` copies what the checkpoint lacks from `like`, a state of
+            [`eqxshard.init_state`][]. Counts of schedules go on from the step.
+            (For an optimizer that begins with a copy of the weights, such as
+            [`eqxshard.ema_weights`][], make it with `load=checkpointer.restore_model`.)
+        - `unused`: `"drop"` drops arrays that `like` does not have.
 
         **Returns:**
 
@@ -176,15 +204,57 @@ class Checkpointer:
         `FileNotFoundError` if there is no checkpoint, or `step` is `None`. `OSError` if the
         files cannot be read, even after some tries. `ValueError` if all are damaged, or
         `like` does not have the same arrays: it names each that is missing, superfluous or
-        of another shape.
+        of another shape, and what to write if that is meant.
+
+        !!! Example
+
+            ```python
+            like = eqxshard.init_state(make_model, new_optim, key=key, mesh=mesh, rule=rule)
+            state = checkpointer.restore(like, missing="init", unused="drop")
+            ```
+        """
+        changes = _changes(rename, missing, unused)
+        return self.restore_changed(like, changes, step=step)[0]
+
+    def restore_changed(
+        self,
+        like: _T,
+        changes: Changes,
+        make: Callable[[dict[str, Array]], _T] | None = None,
+        *,
+        step: Step = "newest",
+    ) -> tuple[_T, Changed]:
+        """As `restore`, and what was changed. [`eqxshard.train`][] calls this.
+
+        **Arguments:**
+
+        - `like`, `step`: as for `restore`.
+        - `changes`: what may be changed.
+        - `make`: makes a state of the arrays that are known, by path, if others are
+            missing; by default, these are copied from `like`.
         """
         with explaining_state({"in all": like}):
-            state = self._read(like, step)
+            found = self._read(like, step, changes)
+        state: Any = None
+        if make is not None and len(found.arrays) < len(found.wanted):
+            state = make(found.arrays)
+        else:
+            arrays = fill(found.arrays, found.wanted, found.where)
+            state = found.static.combine([*arrays.values()])
+        _log(found.where, found.changed)
+        self._renamed = found.renamed
         self._last_save = time.monotonic()
-        return state
+        return state, found.changed
 
     def restore_model(
-        self, model: _T, *, step: Step = "newest", only: PyTree = True, of: str = ""
+        self,
+        model: _T,
+        *,
+        step: Step = "newest",
+        only: PyTree = True,
+        of: str = "",
+        rename: Mapping[str, str | None] = {},
+        missing: Literal["error", "init"] = "error",
     ) -> _T:
         """Read the model of a state, or a part of it, for evaluation or fine-tuning.
 
@@ -197,6 +267,8 @@ class Checkpointer:
             `equinox.partition`. The others stay as they are in `model`, and may have
             other shapes than in the checkpoint, such as those of a new last layer.
         - `of`: the path of its state, such as `"generator"`, if several were saved.
+        - `rename`: as for [`eqxshard.Checkpointer.restore`][].
+        - `missing`: `"init"` leaves what the checkpoint lacks as it is in `model`.
 
         **Returns:**
 
@@ -216,12 +288,15 @@ class Checkpointer:
             ```
         """
         chosen, rest = eqx.partition(model, only)
-        found = self._read(chosen, step, f"{of}.model" if of else "model")
-        return eqx.combine(found, rest)
+        root = f"{of}.model" if of else "model"
+        found = self._read(chosen, step, _changes(rename, missing, "drop"), root)
+        arrays = {**found.wanted, **found.arrays}
+        _log(found.where, found.changed._replace(dropped=[]))
+        return eqx.combine(found.static.combine([*arrays.values()]), rest)
 
     @waiting("the checkpoint to restore")
-    def _read(self, like: _T, step: Step, root: str = "") -> _T:
-        """Read a PyTree: all that was saved, or arrays below a path."""
+    def _read(self, like: PyTree, step: Step, changes: Changes, root: str = "") -> "_Found":
+        """Read what a PyTree wants: all that was saved, or arrays below a path."""
         if step is None:
             raise FileNotFoundError(
                 f"no checkpoint in {self.directory} has a value of best={self._best!r}; "
@@ -229,16 +304,22 @@ class Checkpointer:
                 "step= to read the newest."
             )
         wanted, static = partition_by_path(like, root)
-        arrays = None
         # Until no process finds damage in what it reads.
-        while arrays is None:
+        while True:
             description = self._folder.choose(step)
-            found, saved = description["step"], description["leaves"]
-            if root:
-                saved = {path: leaf for path, leaf in saved.items() if path in wanted}
-            check_structure(wanted, saved, self._folder.name(found))
-            arrays = self._folder.read(found, partial(read, self._folder.at(found), wanted))
-        return static.combine([*wrap_keys(arrays, wanted).values()])
+            at, saved, done = (description[name] for name in ("step", "leaves", "renamed"))
+            where = self._folder.name(at)
+            sources, changed = changes.match(wanted, saved, done, where)
+            leaves = {old: wanted[new] for new, old in sources.items()}
+            arrays = self._folder.read(at, partial(read, self._folder.at(at), leaves))
+            if arrays is not None:
+                break
+        arrays = wrap_keys(arrays, leaves)
+        arrays = {new: arrays[old] for new, old in sources.items()}
+        arrays |= count_steps(like, {x: wanted[x] for x in changed.initialized}, at)
+        if changes.rename and changes.rename not in done:
+            done = [*done, dict(changes.rename)]
+        return _Found(where, wanted, static, arrays, changed, done)
 
     @waiting("the folder of the checkpoints")
     def claim_run(self, step: int, loader: Any) -> Mapping[str, Any]:
@@ -325,7 +406,7 @@ class Checkpointer:
         step = step_of(state)
         self._last_save = time.monotonic()
         leaves, _ = partition_by_path(state)
-        described = describe(step, leaves, loader, metrics, callbacks)
+        described = describe(step, leaves, loader, metrics, callbacks, self._renamed)
         self._writer.start(leaves, trained_paths(state), described)
 
     @waiting("the checkpoint to be written")
@@ -363,6 +444,36 @@ class Checkpointer:
                 if self._best in metrics:
                     scores[step] = self._sign * metrics[self._best]
         return scores
+
+
+class _Found(NamedTuple):
+    """What was read of a checkpoint, the arrays by path, for a PyTree that wants them."""
+
+    where: str  #: The checkpoint, for errors.
+    wanted: dict[str, Any]
+    static: Static
+    arrays: dict[str, Array]
+    changed: Changed
+    renamed: list[Mapping[str, str | None]]  #: What the run has renamed so far.
+
+
+def _changes(rename: Mapping[str, str | None], missing: str, unused: str) -> Changes:
+    """What the options of `restore` allow."""
+    for name, value, allowed in (("missing", missing, "init"), ("unused", unused, "drop")):
+        if value not in ("error", allowed):
+            raise ValueError(f"{name}={value!r} is unknown; use 'error' or {allowed!r}.")
+
+    def allowing(lacks: set[str], has: set[str]) -> str:
+        options = "missing='init'" if lacks else "", "unused='drop'" if has else ""
+        return ", ".join(filter(None, options))
+
+    init, drop = KINDS if missing == "init" else (), KINDS if unused == "drop" else ()
+    return Changes(rename, init, drop, allowing)
+
+
+def _log(where: str, changed: Changed) -> None:
+    if any(changed) and is_main_process():
+        _LOG.warning("%s was restored with changes: %s.", where, changed)
 
 
 def _best_of(scores: Mapping[int, float]) -> int | None:

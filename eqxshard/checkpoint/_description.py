@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ def describe(
     loader: Any,
     metrics: Mapping[str, float],
     callbacks: Mapping[str, Any],
+    renamed: Sequence[Mapping[str, str | None]] = (),
 ) -> dict[str, Any]:
     """Describe the state of a step, as JSON values.
 
@@ -34,6 +35,7 @@ def describe(
     - `mesh`: the sizes of the mesh's axes.
     - `leaves`: for each array, by path, its shape, dtype and spec.
     - `callbacks`: the states of the run's callbacks, by name.
+    - `renamed`: what restores have renamed since the run began, each in a dict.
     """
     for path, leaf in leaves.items():
         if not isinstance(leaf, jax.Array):
@@ -52,6 +54,7 @@ def describe(
         "mesh": dict(meshes[0]) if meshes else {},
         "leaves": {path: array_metadata(leaf) for path, leaf in leaves.items()},
         "callbacks": dict(callbacks),
+        "renamed": list(renamed),
     }
 
 
@@ -63,7 +66,9 @@ def parse_description(text: str | bytes) -> dict[str, Any]:
             abstract_array(leaf)
         for value in (found["step"], *found["metrics"].values(), *found["mesh"].values()):
             math.isfinite(value)
-        for part in (found["loader"] or {}, found["callbacks"]):
+        # Those of earlier versions renamed nothing.
+        renamed = found.setdefault("renamed", [])
+        for part in (found["loader"] or {}, found["callbacks"], *renamed):
             part.keys()
     except (AttributeError, LookupError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{FILE} was not written by eqxshard ({error!r})") from None
@@ -92,7 +97,10 @@ def abstract_array(described: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
 
 
 def check_structure(
-    wanted: Mapping[str, Any], saved: Mapping[str, Mapping[str, Any]], where: str
+    wanted: Mapping[str, Any],
+    saved: Mapping[str, Mapping[str, Any]],
+    where: str,
+    remedy: str = "read a part of it",
 ) -> None:
     """Raise `ValueError` naming arrays that a checkpoint lacks, or has besides."""
     faults = []
@@ -109,7 +117,7 @@ def check_structure(
     if faults:
         raise ValueError(
             f"{where} does not fit this model: {first_few(faults, '; ')}; use the model "
-            "(and the optimizer) that it was made with, or read a part of it."
+            f"(and the optimizer) that it was made with, or {remedy}."
         )
 
 

@@ -16,12 +16,14 @@ import optax
 import tyro
 from jax.sharding import Mesh
 
+from ..data._steps import Steps
 from ..trackers._packages import is_installed
 from ..training._optimizer import is_optimizer
 from ._devices import mesh_from_text, parse_mesh
 
 Resume = Literal["no", "yes", "auto"]
 Service = Literal["wandb", "mlflow"]
+Change = Literal["batch_size", "optimizer", "model"]
 
 #: An optimizer, or a function from the number of steps to one.
 MakeOptim = optax.GradientTransformation | Callable[[int], optax.GradientTransformation]
@@ -51,6 +53,13 @@ def setting(name: str, value: Any) -> str:
     """What to write to set an option: `--seed 1`, or `config=RunConfig(seed=1)`."""
     given = option(name, value)
     return given if _has_command_line.get() else f"config=RunConfig({given})"
+
+
+def allowing(*changes: str) -> str:
+    """What to write to let a run change when it resumes."""
+    if _has_command_line.get():
+        return option("changes", " ".join(changes))
+    return setting("changes", changes)
 
 
 def default(text: str, metavar: str | None = None) -> Any:
@@ -94,6 +103,9 @@ class RunConfig:
     """The folder for checkpoints, metrics, curves and the summary."""
     resume: Resume = "no"
     """Continue from the newest checkpoint; auto: if there is one. --resume alone: yes."""
+    changes: Annotated[tuple[Change, ...], default("nothing")] = ()
+    """What may differ in a run that resumes: batch_size, optimizer, model, or several.
+    New arrays are initialized, and old ones are dropped."""
     keep_programs: bool = False
     """Keep what is compiled in --output; a run that resumes with this uses the same."""
     save_every: Annotated[int | None, default("an epoch", "INT")] = None
@@ -148,6 +160,12 @@ class RunConfig:
             raise ValueError(
                 f"{option('resume', self.resume)} is unknown; use no, yes or auto."
             )
+        for change in self.changes:
+            if change not in get_args(Change):
+                raise ValueError(
+                    f"{option('changes', change)} is unknown; use batch_size, optimizer "
+                    "or model, or several of them."
+                )
         for service in self.track:
             if not is_installed(service):
                 raise ValueError(
@@ -234,18 +252,18 @@ def make_optimizer(make_optim: MakeOptim, steps: int) -> optax.GradientTransform
     return make_optim(steps)
 
 
-def last_step(config: RunConfig, epochs: int | None, steps: int | None, epoch: int) -> int:
+def last_step(config: RunConfig, epochs: int | None, steps: int | None, of: Steps) -> int:
     """The step to end at: of the user's options, or else of the script's.
 
     **Arguments:**
 
-    - `epoch`: the number of steps in an epoch.
+    - `of`: which epoch each step is in.
     """
     if config.steps is not None or config.epochs is not None:
         epochs, steps = config.epochs, config.steps
     if (epochs is None) == (steps is None):
         raise ValueError("train needs one of epochs= and steps=; give exactly one.")
-    last = steps if steps is not None else (epochs or 0) * epoch
+    last = steps if steps is not None else of.end(epochs or 0)
     # Optax counts steps in 32 bits.
     if not 1 <= last < 2**31:
         raise ValueError(f"{last} steps are not between 1 and 2**31 - 1; use others.")

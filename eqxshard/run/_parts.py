@@ -137,18 +137,26 @@ class Training:
             optim = make_optimizer(optims, steps)
         return dataclasses.replace(self, make_optim=optim)
 
-    def make_states(self, make: Callable[..., Any], key: Key[Array, ""], mesh: Mesh) -> Any:
+    def make_states(
+        self,
+        make: Callable[..., Any],
+        key: Key[Array, ""],
+        mesh: Mesh,
+        **known: Mapping[str, Array],
+    ) -> Any:
         """The state of the run; or those of several models, by name.
 
         **Arguments:**
 
-        - `make`: `init_state` or `abstract_state`.
-        - `key`, `mesh`: as for them.
+        - `make`: `init_state`, `abstract_state` or `complete_state`.
+        - `key`, `mesh`, `known`: as for them.
         """
         if isinstance(self.make_model, Mapping):
             keys = jax.random.split(key, len(self.make_model))
             return {
-                name: self._only(name).make_states(make, own_key, mesh)
+                name: self._only(name).make_states(
+                    make, own_key, mesh, **{k: _below(name, v) for k, v in known.items()}
+                )
                 for name, own_key in zip(self.make_model, keys)
             }
         return make(
@@ -159,6 +167,7 @@ class Training:
             rule=self.rule,
             trainable=self.trainable,
             precision=self.precision,
+            **known,
         )
 
     def _only(self, name: str) -> "Training":
@@ -187,6 +196,12 @@ class Training:
             lint=self.lint,
             compiler_options=self.compiler_options,
         )
+
+
+def _below(name: str, arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """Those of the state of a name, without it."""
+    found = ((path.partition("."), array) for path, array in arrays.items())
+    return {rest: array for (root, _, rest), array in found if root == name}
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from jax.sharding import Mesh
 
 from ..data._datasets import add_note, planning
+from ..data._steps import Steps
 from ..planning._make_plan import plan
 from ..sharding._mesh import batch_axes, resolve_sizes
 from ..sharding._spec import AXES, format_sizes
@@ -58,8 +59,8 @@ class PlannedRun:
                 "eqxshard.plan its models and losses in Python."
             )
         batches = self.data.host_batches(self._batch_size(sizes), self.config.seed)
-        epoch = max(batches.length, 1)
-        last = last_step(self.config, self.epochs, self.steps, epoch)
+        of = Steps.of(1, max(batches.length, 1))
+        last = last_step(self.config, self.epochs, self.steps, of)
         training = self.training.for_steps(last)
         # All but what only training itself needs.
         own = {"make_optim", "train_step", "lint"}

@@ -32,7 +32,15 @@ _PACKAGES = ("jax", "jaxlib", "equinox", "optax", "orbax-checkpoint", "grain", "
 _PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu")
 
 #: What each start of a run is recorded with, because it may differ from the others.
-_OF_EACH_START = ("settings", "versions", "mesh", "devices", "data", "parameters")
+_OF_EACH_START = (
+    "settings",
+    "changed",
+    "versions",
+    "mesh",
+    "devices",
+    "data",
+    "parameters",
+)
 
 #: The most warnings that are kept, each once.
 _MOST_WARNINGS = 200

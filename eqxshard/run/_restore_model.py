@@ -1,6 +1,6 @@
 """`restore_model`: the model of a run, for scripts that use it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -28,6 +28,7 @@ def restore_model(
     mode: Literal["max", "min"] = "max",
     step: int | Literal["newest"] | None = None,
     load: Callable[[Any], PyTree] | None = None,
+    rename: Mapping[str, str | None] = {},
 ) -> PyTree:
     """Read the model of a run of [`eqxshard.train`][], to use it or to evaluate it.
 
@@ -47,6 +48,7 @@ def restore_model(
     - `load`: as for [`eqxshard.init_state`][]: a model without a run, of which only the
         weights are loaded. It is used unless `config.resume` asks for the run:
         `"auto"` reads the run if it has a checkpoint.
+    - `rename`: as for [`eqxshard.Checkpointer.restore`][].
 
     **Returns:**
 
@@ -89,7 +91,7 @@ def restore_model(
         )
     if step is None:
         step = _choose(folder, checkpointer, best, mode)
-    return checkpointer.restore_model(like.model, step=step)
+    return checkpointer.restore_model(like.model, step=step, rename=rename)
 
 
 def _choose(

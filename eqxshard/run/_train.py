@@ -39,7 +39,7 @@ from ..trackers._tracker import Tracker, check_trackers
 from ..training._advice import short_traceback
 from ..training._config import Nonfinite
 from ..training._eval_step import make_eval_step
-from ..training._init import abstract_state, init_state
+from ..training._init import init_state
 from ..training._inputs import ONE_BATCH
 from ..training._layout import unused_axes
 from ..training._precision import Precision
@@ -58,6 +58,7 @@ from ._parts import (
 from ._planned import PlannedRun, end_with_plan
 from ._read_run import RecordedRun, describe_evaluations, summarize
 from ._record import RunRecord, describe_devices, flatten_settings, versions
+from ._resume import restore_state
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ def train(
     best: str | None = None,
     mode: Literal["max", "min"] = "max",
     load: Callable[[Any], PyTree] | None = None,
+    rename: Mapping[str, str | None] = {},
     sampler: Sampler | None = None,
     transform: Transform | None = None,
     workers: int = 0,
@@ -142,6 +144,8 @@ def train(
     - `rule`: as for [`eqxshard.init_state`][]; [`eqxshard.replicate`][] by default.
     - `trainable`, `precision`, `load`: as for [`eqxshard.init_state`][]. A run that resumes
         reads its checkpoint instead of calling `load`.
+    - `rename`: as for [`eqxshard.Checkpointer.restore`][], for a run that resumes. What
+        else may change then, `config.changes` says.
     - `accumulate`, `nonfinite`, `grad_norms`, `lint`, `compiler_options`: as for
         [`eqxshard.make_train_step`][]; `lint` is for evaluations, too.
     - `remainder`: as for [`eqxshard.Loader`][], of the training data. Evaluations always
@@ -215,9 +219,9 @@ def train(
     folder = RunFolder(config.output or default_folder(name))
     mesh = config.make_mesh(mesh)
     loader = data.make_loader(config, mesh)
-    last = last_step(config, epochs, steps, len(loader))
-    training = training.for_steps(last)
-    step = training.make_step()
+    last = last_step(config, epochs, steps, loader.steps)
+    timed = training.for_steps(last)
+    step = timed.make_step()
     if config.keep_programs and not isinstance(step, TrainStep):
         raise ValueError(
             f"{option('keep_programs')} is for the step that train makes of a loss_fn, and "
@@ -251,13 +255,20 @@ def train(
         keeps,
     ):
         with announced("reading the checkpoint" if resumes else "making the state"):
+            changed: dict[str, Any] = {}
             if resumes:
-                like = training.make_states(abstract_state, key, mesh)
-                state = checkpointer.restore(like)
+                restored = restore_state(checkpointer, timed, config, rename, key, mesh)
+                state, changed = restored[0], restored[1]._asdict()
             else:
-                state = training.make_states(partial(init_state, load=load), key, mesh)
-        check_metrics(evaluation, state, best, callbacks)
+                state = timed.make_states(partial(init_state, load=load), key, mesh)
         first, lowered = step_of(state), None
+        if resumes and (position := checkpointer.description(first)["loader"]):
+            loader.restore(position, rebatch="batch_size" in config.changes)
+            # Epochs that began with another batch size have other numbers of steps.
+            last = last_step(config, epochs, steps, loader.steps)
+            timed = training.for_steps(last)
+            step = timed.make_step()
+        check_metrics(evaluation, state, best, callbacks)
         if isinstance(step, TrainStep) and first < last:
             # A mistake in the loss function leaves no run behind, and a program that
             # cannot be used leaves the run as it is.
@@ -279,8 +290,9 @@ def train(
             "parameters": _count_parameters(state),
             "settings": {
                 **flatten_settings({"settings": settings or {}, "config": config}),
-                "epochs": last / len(loader),
+                "epochs": loader.steps.epochs(last),
             },
+            "changed": {what: paths for what, paths in changed.items() if paths},
             "versions": versions(),
             **describe_devices(mesh),
             "replay": replay_command(checkpointer.directory / "crash_dump", step),

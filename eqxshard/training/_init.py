@@ -1,6 +1,6 @@
 """Make a training state, each array sharded from the start."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -120,26 +120,50 @@ def init_state(
         like = traced.like
         parts = {"parameters": like.model, "optimizer state": like.opt_state}
         with explaining_state(parts):
-            return _build(traced, optim, key, load)
+            loaded = {} if load is None else _load(load, like.model)
+            return _build(traced, optim, key, loaded)
+
+
+def complete_state(
+    make_model: Callable[[Any], PyTree],
+    optim: optax.GradientTransformation,
+    *,
+    key: Key[Array, ""] | UInt32[Array, "2"],
+    mesh: Mesh,
+    rule: Rule,
+    trainable: PyTree = True,
+    precision: Precision | None = None,
+    known: Mapping[str, Array],
+) -> TrainState:
+    """As [`eqxshard.init_state`][], of a state of which some arrays are known, by path.
+
+    Only the others are made: those of the optimizer for the model as it is known.
+    """
+    with short_traceback(), no_explicit_context():
+        traced = _trace(make_model, optim, key, mesh, rule, trainable, precision)
+        paths = [path for path, _ in array_leaves(traced.like)]
+        arrays = {i: known[path] for i, path in enumerate(paths) if path in known}
+        return _build(traced, optim, key, arrays)
 
 
 def _build(
-    traced: "_Traced", optim: optax.GradientTransformation, key: Any, load: Any
+    traced: "_Traced",
+    optim: optax.GradientTransformation,
+    key: Any,
+    known: Mapping[int, Array],
 ) -> TrainState:
-    """Make the arrays of a state that was traced."""
+    """Make the arrays of a state that was traced, but for those that are known already."""
     warn_of_stacks(optim, traced.params)
     leaves, static = flatten_state(traced.like)
-    loaded = {} if load is None else _load(load, traced.like.model)
     builder = ArrayBuilder()
     model = builder.call(traced.make_model, [key])
-    for i, array in loaded.items():
-        model[i] = array
-    outputs = builder.call(traced.make_state, [*model, key])
     # Among the arrays of a state, those of the model come after the step.
-    arrays = {i + 1: array for i, array in loaded.items()}
-    left = [i for i in range(len(leaves)) if i not in arrays]
+    for i in range(len(array_leaves(traced.like.model))):
+        model[i] = known.get(i + 1, model[i])
+    outputs = builder.call(traced.make_state, [*model, key])
+    left = [i for i in range(len(leaves)) if i not in known]
     wanted = [outputs[i] for i in left], [leaves[i].sharding for i in left]
-    arrays |= zip(left, builder.build(*wanted), strict=True)
+    arrays = {**known, **dict(zip(left, builder.build(*wanted), strict=True))}
     return unflatten_state([arrays[i] for i in range(len(leaves))], static)
 
 
@@ -275,7 +299,7 @@ def _untyped(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def _load(load: Callable[[Any], PyTree], like: PyTree) -> dict[int, Array]:
-    """Those arrays of the model that `load` makes, by their number in it."""
+    """Those arrays of the model that `load` makes, by their number in the state."""
     wanted, found = array_leaves(like), array_leaves(load(like))
     was, now = ({path: format_array(x) for path, x in each} for each in (wanted, found))
     if was != now:
@@ -286,7 +310,7 @@ def _load(load: Callable[[Any], PyTree], like: PyTree) -> dict[int, Array]:
         )
     placed = {
         i: jax.device_put(x, leaf.sharding)
-        for i, ((_, leaf), (_, x)) in enumerate(zip(wanted, found))
+        for i, ((_, leaf), (_, x)) in enumerate(zip(wanted, found), start=1)
         if isinstance(x, jax.Array)
     }
     return dict(zip(placed, copy_shared([*placed.values()])))

@@ -1,0 +1,305 @@
+"""What a restore may change of a state: arrays renamed, initialized and dropped."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from jaxtyping import Array, PyTree
+
+from ..sharding._leaves import leaf_path
+from ..sharding._text import did_you_mean, first_few
+from ..training._donation import check_not_donated, copy_array
+from ._arrays import target_sharding
+from ._description import abstract_array, check_structure, describe_difference
+
+#: What a restore may change: the arrays of models, and those of their optimizers.
+KINDS = ("model", "optimizer")
+
+#: The states of optax that count steps for a schedule.
+_SCHEDULES = (
+    "ScaleByScheduleState",
+    "WrappedScheduleState",
+    "InjectHyperparamsState",
+    "InjectStatefulHyperparamsState",
+)
+
+
+class Changed(NamedTuple):
+    """What a restore changed, by path."""
+
+    initialized: list[str]
+    renamed: dict[str, str]
+    dropped: list[str]
+
+    def __str__(self) -> str:
+        moved = [f"{old} -> {new}" for old, new in self.renamed.items()]
+        parts = zip(self._fields, (self.initialized, moved, self.dropped))
+        said = [f"{what} {len(x)} ({first_few(x)})" for what, x in parts if x]
+        return "; ".join(said)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What a restore is asked to change.
+
+    - `rename`: the new path of what was saved at a path or below it; `None` to drop it.
+    - `init`: the kinds of arrays that are initialized if the checkpoint lacks them.
+    - `drop`: the kinds of arrays that are dropped if only the checkpoint has them.
+    - `allowing`: what to write to allow more: of the kinds that the checkpoint lacks, and
+        of those that only it has.
+    """
+
+    rename: Mapping[str, str | None]
+    init: Collection[str]
+    drop: Collection[str]
+    allowing: Callable[[set[str], set[str]], str]
+
+    def match(
+        self,
+        wanted: Mapping[str, Any],
+        saved: Mapping[str, Any],
+        done: Sequence[Mapping[str, str | None]],
+        where: str,
+    ) -> tuple[dict[str, str], Changed]:
+        """Find the saved array of each that is wanted.
+
+        **Arguments:**
+
+        - `wanted`: arrays or `jax.ShapeDtypeStruct`s by path.
+        - `saved`: those of the checkpoint, as its description has them.
+        - `done`: what was renamed already, which is not done twice if it fits without.
+        - `where`: how errors call the checkpoint.
+
+        **Returns:**
+
+        The saved path of each wanted one that was saved, and what changes.
+
+        **Raises:**
+
+        `ValueError` naming what does not fit and may not change, or a `rename` that makes
+        no sense.
+        """
+        if self.rename and self.rename in done:
+            with contextlib.suppress(ValueError):
+                as_it_is = dataclasses.replace(self, rename={})
+                return as_it_is.match(wanted, saved, done, where)
+        paths = _Paths({*saved, *wanted})
+        moved = dict(self._rename(wanted, saved, paths, where))
+        sources: dict[str, str] = {}
+        for old, new in moved.items():
+            if new is not None and sources.setdefault(new, old) != old:
+                raise ValueError(
+                    f"{sources[new]} and {old} of {where} would both be {new}; rename "
+                    "one of them, too, to None to drop it."
+                )
+        unsure = self._numbered(wanted, sources, paths)
+        sure = {k: v for k, v in sources.items() if k in wanted and k not in unsure}
+        kept = {*sure.values()}
+        changed = Changed(
+            [path for path in wanted if path not in sure],
+            {old: new for new, old in sure.items() if new != old},
+            [path for path in saved if path not in kept],
+        )
+        ours = paths.kinds(changed.initialized, wanted)
+        theirs = paths.kinds([x for x in changed.dropped if moved[x] is not None], saved)
+        lacks = {path: kind for path, kind in ours.items() if kind not in self.init}
+        has = {path: kind for path, kind in theirs.items() if kind not in self.drop}
+        check_structure(
+            {path: wanted[path] for path in wanted if path in sure or path in lacks},
+            {new: saved[old] for new, old in sources.items() if old in kept or old in has},
+            where,
+            self._remedy(wanted, saved, lacks, has, sure),
+        )
+        return sure, changed
+
+    def _remedy(
+        self,
+        wanted: Mapping[str, Any],
+        saved: Mapping[str, Any],
+        lacks: Mapping[str, str],
+        has: Mapping[str, str],
+        sources: Mapping[str, str],
+    ) -> str:
+        """What to write if all of this is meant: other shapes, other names, the rest."""
+
+        def fits(old: str, new: str) -> bool:
+            return not describe_difference("", abstract_array(saved[old]), wanted[new], "")
+
+        for new, old in sources.items():
+            if not fits(old, new):
+                allowing = self.allowing({"model"}, set())
+                return f"give rename={ {old: None} } and {allowing} to begin anew with it"
+        allowing = self.allowing({*lacks.values()}, {*has.values()})
+        for new in lacks:
+            pairs = [_differing(old, new) for old in has if fits(old, new)]
+            before, after, same = max(pairs, key=lambda pair: pair[2], default=("", "", 0))
+            if same:
+                rename = {before: after}
+                return (
+                    f"give {rename=} to keep what has another name, or {allowing} to go on "
+                    "without it"
+                )
+        return f"give {allowing} if this is meant"
+
+    def _rename(
+        self,
+        wanted: Collection[str],
+        saved: Collection[str],
+        paths: "_Paths",
+        where: str,
+    ) -> Iterator[tuple[str, str | None]]:
+        """Each path that was saved, and the new one: `None` if it is dropped."""
+        for old, new in self.rename.items():
+            # In a checkpoint that was saved since, it has the new name.
+            if not any(_is_below(path, name) for path in saved for name in (old, new)):
+                beginnings = {*saved, *(path.rpartition(".")[0] for path in saved)}
+                raise ValueError(
+                    f"{where} has nothing at {old}, which rename= names; "
+                    f"{did_you_mean(old, beginnings)}use the path of an array there, or "
+                    "what such paths begin with."
+                )
+        for old in saved:
+            new = _move(old, self.rename)
+            # What an optimizer keeps of a parameter goes with it.
+            if new is not None and (found := paths.parameter(old, saved)):
+                before, parameter, after = found
+                follows = _move(parameter, self.rename)
+                if follows is None:
+                    new = None
+                elif follows != parameter:
+                    _, _, rest = paths.split(follows)
+                    other = _move(".".join((*before, *rest, *after)), self.rename)
+                    # What is called as a parameter is may be something else.
+                    new = other if other in wanted or new not in wanted else new
+            yield old, new
+
+    def _numbered(
+        self, wanted: Collection[str], sources: Collection[str], paths: "_Paths"
+    ) -> set[str]:
+        """The parts of a model's own state, if it has more or fewer of them than before.
+
+        `equinox.nn.State` numbers them, so nobody knows which ones they were.
+        """
+        ours, theirs = (
+            {path for path in each if paths.split(path)[1] == "model_state"}
+            for each in (wanted, sources)
+        )
+        named = any(paths.split(old)[1] == "model_state" for old in self.rename)
+        return set() if named or ours == theirs else ours & theirs
+
+
+class _Paths:
+    """Takes the paths of states apart."""
+
+    def __init__(self, every: Collection[str]):
+        self._every = every
+
+    def split(self, path: str) -> tuple[list[str], str, list[str]]:
+        """The path of a state, the field of it, and the path in that."""
+        parts = path.split(".")
+        for i, field in enumerate(parts):
+            if ".".join((*parts[:i], "step")) in self._every:
+                return parts[:i], field, parts[i + 1 :]
+        return [], parts[0], parts[1:]
+
+    def parameter(
+        self, path: str, among: Collection[str]
+    ) -> tuple[list[str], str, list[str]] | None:
+        """The parameter that a part of an optimizer's state belongs to.
+
+        Such states have trees like that of the parameters in them, so the path of a
+        parameter is a part of theirs: the longest that is one, and the last of these.
+
+        **Returns:**
+
+        What is before it in the path, its own path in the model, and what is after it.
+        """
+        root, field, rest = self.split(path)
+        if field != "opt_state":
+            return None
+        spans = sorted(
+            ((j - i, i, j) for i in range(len(rest)) for j in range(i + 1, len(rest) + 1)),
+            reverse=True,
+        )
+        for _, i, j in spans:
+            parameter = ".".join((*root, "model", *rest[i:j]))
+            if parameter in among:
+                return [*root, field, *rest[:i]], parameter, rest[j:]
+        return None
+
+    def kinds(self, paths: Collection[str], among: Collection[str]) -> dict[str, str]:
+        """The kind of each: what an optimizer has of a changed parameter is the model's."""
+        changed, kinds = {*paths}, {}
+        for path in paths:
+            found = self.parameter(path, among)
+            field = self.split(path)[1]
+            is_own = found is None or found[1] not in changed
+            is_optimizer = field in ("opt_state", "loss_scale") and is_own
+            kinds[path] = "optimizer" if is_optimizer else "model"
+        return kinds
+
+
+def fill(
+    arrays: Mapping[str, Array], wanted: Mapping[str, Any], where: str
+) -> dict[str, Array]:
+    """All arrays of a state: those that are known, and copies of the others."""
+    check_not_donated([wanted[path] for path in wanted if path not in arrays], "state")
+    filled = {}
+    for path, leaf in wanted.items():
+        if path not in arrays and not isinstance(leaf, jax.Array):
+            raise ValueError(
+                f"{path} is missing in {where}, and like has no values for it; give "
+                "restore a state of init_state, not of abstract_state."
+            )
+        # A copy, because steps donate it, and like may be used again.
+        filled[path] = arrays[path] if path in arrays else copy_array(leaf)
+    return filled
+
+
+def count_steps(like: PyTree, missing: Mapping[str, Any], step: int) -> dict[str, Array]:
+    """Those of some arrays that count the run's steps, at a step.
+
+    A schedule that is new in mid-run is one of the whole run.
+    """
+    of_schedule = lambda path, _: getattr(path[-1], "tuple_name", "") in _SCHEDULES  # noqa: E731
+    found = optax.tree_utils.tree_get_all_with_path(like, "count", of_schedule)
+    # Optax writes the name of the tuple, too.
+    named = lambda key: jax.tree_util.GetAttrKey(key.name)  # noqa: E731
+    counts = {
+        leaf_path(tuple(named(k) if hasattr(k, "tuple_name") else k for k in path))
+        for path, _ in found
+    }
+    return {
+        path: jax.device_put(np.full(leaf.shape, step, leaf.dtype), target_sharding(leaf))
+        for path, leaf in missing.items()
+        if path in counts or path.split(".")[-1] == "step"
+    }
+
+
+def _move(path: str, rename: Mapping[str, str | None]) -> str | None:
+    """A path whose longest beginning in `rename` is replaced; `None` if it is dropped."""
+    known = [old for old in rename if _is_below(path, old)]
+    if not known:
+        return path
+    old = max(known, key=len)
+    new = rename[old]
+    return None if new is None else f"{new}{path[len(old) :]}"
+
+
+def _is_below(path: str, beginning: str | None) -> bool:
+    return path == beginning or path.startswith(f"{beginning}.")
+
+
+def _differing(old: str, new: str) -> tuple[str, str, int]:
+    """Two paths without their common end, and the length of that."""
+    ours, theirs = new.split("."), old.split(".")
+    same = 0
+    while same + 1 < min(len(ours), len(theirs)) and ours[-1 - same] == theirs[-1 - same]:
+        same += 1
+    before, after = (".".join(parts[: len(parts) - same]) for parts in (theirs, ours))
+    return before, after, same
