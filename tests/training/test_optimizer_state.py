@@ -25,7 +25,7 @@ RULES = {
     "tensor": eqxshard.first_match(TENSOR, eqxshard.replicate()),
     "both": eqxshard.combine(TENSOR, FSDP),
     "by path": eqxshard.by_path(
-        {"up$": P("tensor", None), "down$": P(None, "tensor"), "": P()}
+        {"up$": P("tensor", None), "square$": P(None, "tensor"), "bias$": P("tensor")}
     ),
 }
 SIZES = {"fsdp": {"fsdp": 4}, "tensor": {"data": 2, "tensor": 4}}
@@ -238,8 +238,10 @@ def test_two_steps_are_those_of_one_device(name, rule, stacked):
 
 
 def test_what_is_replicated_is_explained_and_why():
-    text = str(explained("shampoo", "by path"))
-    assert "no spec for" in text and "replicated: " in text
+    by_path = explained("sm3", "by path")
+    notes = {leaf.path: leaf.note for leaf in by_path.other_shapes if leaf.note}
+    assert len(notes) == 6 and "no spec for this shape" in notes["0.mu.layers.0.up.1"]
+    assert "replicated: 384 B" in str(by_path)
     rows = {leaf.path: leaf for leaf in explained("shampoo", "fsdp").other_shapes}
     assert not any(leaf.note for leaf in rows.values())
     odd = {"a": jax.ShapeDtypeStruct((33, 64), jnp.float32)}
