@@ -2,21 +2,21 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import equinox as eqx
-import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ..sharding._combinators import HOST_MEMORY, optimizer_rule
-from ..sharding._leaves import array_leaves, is_array, is_inexact, leaf_path
+from ..sharding._combinators import optimizer_rule
+from ..sharding._leaves import array_leaves, is_inexact
+from ..sharding._optimizer_state import StateLeaf, decide_opt_state
 from ..sharding._placement import decide_leaves, named_leaves
 from ..sharding._rule import Decision, Rule, check_rule
 from ..training._inputs import mesh_of, sharding_on_mesh
-from ..training._layout import make_layout
+from ..training._layout import is_offloaded
 from ..training._state import TrainState, split_model, without_state
 from ._explanation import Bytes, Explanation, Leaf
 
@@ -85,12 +85,11 @@ def explain(
     check_rule(rule, dict(leaves), mesh)
     decisions = decide_leaves(leaves, mesh, rule)
     trained = named_leaves(params)
-    split = decide_leaves(trained, mesh, optimizer_rule(rule))
+    for_updates = optimizer_rule(rule)
+    split = decide_leaves(trained, mesh, for_updates)
     updates = {path: decision for (path, _), decision in zip(trained, split)}
-    by_path, optimizer_state, host = Counter[str](), None, 0
-    if optim is not None:
-        shardings = make_layout(model, params, opt_state, mesh, rule).opt_state
-        by_path, optimizer_state, host = _optimizer_bytes(opt_state, shardings, params)
+    kept = decide_opt_state(opt_state, params, split, mesh, for_updates)
+    by_path, optimizer_state, host = _optimizer_bytes(kept, mesh, rule)
     rows = []
     for (path, leaf), decision in zip(leaves, decisions, strict=True):
         update = updates.get(path)
@@ -109,32 +108,30 @@ def explain(
         parameters=_held([row for row in rows if row.path in inexact]),
         other=_held([row for row in rows if row.path not in inexact]),
         gradients=Bytes(_held(trained_rows).whole, gradients),
-        optimizer_state=optimizer_state,
+        optimizer_state=None if optim is None else optimizer_state,
         host=host,
+        other_shapes=tuple(
+            _row(each.path, each.leaf, mesh, each.decision, None, [each.decision.note], 0)
+            for each in kept
+            if not each.same_shape and math.prod(each.leaf.shape) > 1
+        ),
     )
 
 
 def _optimizer_bytes(
-    opt_state: PyTree, shardings: PyTree, params: PyTree
+    leaves: Iterable[StateLeaf], mesh: Mesh, rule: Rule
 ) -> tuple[Counter[str], Bytes, int]:
-    """The bytes of an optimizer's state on a device: by parameter, in all, on its host.
-
-    The arrays for a parameter alone are those whose paths end like its own.
-    """
-    known = {path for path, _ in jax.tree_util.tree_leaves_with_path(params)}
+    """The bytes of an optimizer's state on a device: by parameter, in all, on its host."""
     by_path, whole, device, host = Counter[str](), 0, 0, 0
-    arrays = jax.tree_util.tree_leaves_with_path(eqx.filter(opt_state, is_array))
-    for (path, leaf), sharding in zip(arrays, jax.tree.leaves(shardings), strict=True):
-        size = _bytes(leaf, sharding)
+    for each in leaves:
+        size = _bytes(each.leaf, NamedSharding(mesh, each.decision.spec))
         whole += size.whole
-        if sharding.memory_kind == HOST_MEMORY:
+        if is_offloaded(each.leaf, rule):
             host += size.per_device
             continue
         device += size.per_device
-        ends = (path[start:] for start in range(len(path)))
-        owner = next((end for end in ends if end in known), None)
-        if owner is not None:
-            by_path[leaf_path(owner)] += size.per_device
+        if each.param is not None:
+            by_path[each.param] += size.per_device
     return by_path, Bytes(whole, device), host
 
 

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..pages._format import format_bytes
 from ..sharding._mesh import describe_mesh
+from ..sharding._optimizer_state import is_split
 from ..sharding._spec import axes_of, format_sizes
 from ._pictures import Picture, draw_array, keep_largest, make_picture
 from ._tables import render
@@ -88,6 +89,8 @@ class Explanation:
     - `optimizer_state`: the bytes of the optimizer's state; `None` without an optimizer.
     - `host`: the bytes of each device's part of the optimizer's state that are in the
         host's memory, under [`eqxshard.offload`][]. They are not in `per_device`.
+    - `other_shapes`: one [`eqxshard.Leaf`][] for each array of the optimizer's state that
+        is not shaped like its parameter, such as the factors of Adafactor.
     """
 
     leaves: tuple[Leaf, ...]
@@ -97,6 +100,7 @@ class Explanation:
     gradients: Bytes
     optimizer_state: Bytes | None
     host: int
+    other_shapes: tuple[Leaf, ...] = ()
 
     @property
     def bytes_per_device(self) -> int:
@@ -155,8 +159,12 @@ class Explanation:
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         from rich.text import Text
 
-        yield self._table()
+        yield _table(self.leaves, f"on {describe_mesh(self.mesh)}", self._unused())
         yield Text()
+        if self.other_shapes:
+            title = "optimizer state of other shapes than the parameters"
+            yield _table(self.other_shapes, title, self._replicated())
+            yield Text()
         yield self._totals()
 
     def __str__(self) -> str:
@@ -166,33 +174,6 @@ class Explanation:
         table = f'<pre style="line-height:1.2">{escape(str(self))}</pre>'
         return f"{table}\n{self.draw()._repr_html_()}" if self.leaves else table
 
-    def _table(self) -> Any:
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text
-
-        title = f"on {describe_mesh(self.mesh)}"
-        table = Table(
-            title=title, caption=self._unused(), box=box.SIMPLE_HEAD, pad_edge=False
-        )
-        table.add_column("path", no_wrap=True)
-        table.add_column("array", overflow="fold")
-        table.add_column("on a device", justify="right", no_wrap=True)
-        table.add_column("rule", overflow="fold")
-        for path, (leaf, *others) in _fold(self.leaves):
-            times = f"{1 + len(others)} x " if others else ""
-            size = times + format_bytes(leaf.bytes_per_device)
-            # The update's rule names all rules that had a say, the leaf's maybe not.
-            rule = leaf.update_rule or leaf.rule
-            why = f"{rule}: {leaf.note}" if leaf.note else rule
-            # As `Text`: in a `str`, rich would read brackets, as in by_path('[a-z]'), as
-            # markup.
-            table.add_row(*map(Text, (path, _split_array(leaf, leaf.spec), size, why)))
-            if leaf.update_spec is not None and leaf.updates_elsewhere:
-                update = _split_array(leaf, leaf.update_spec)
-                table.add_row("  its update", Text(update))
-        return table
-
     def _unused(self) -> str | None:
         """The axes over which no array is split; the batch may be, and activations."""
         specs = [spec for x in self.leaves for spec in (x.spec, x.update_spec) if spec]
@@ -200,6 +181,13 @@ class Explanation:
         sizes = {axis: n for axis, n in self.mesh.shape.items() if n > 1}
         unused = {axis: n for axis, n in sizes.items() if axis not in {*split, "data"}}
         return f"no array is split over {format_sizes(unused)}" if unused else None
+
+    def _replicated(self) -> str | None:
+        """What of the optimizer's state every device holds whole, and its parameter not."""
+        whole = [
+            x.bytes_whole for x in self.other_shapes if not is_split(x.spec, self.mesh)
+        ]
+        return f"replicated: {format_bytes(sum(whole))}" if whole else None
 
     def _totals(self) -> Any:
         from rich.table import Table
@@ -225,6 +213,31 @@ class Explanation:
     def _total(self) -> Bytes:
         kinds = (self.parameters, self.other, self.gradients, self.optimizer_state)
         return Bytes(*map(sum, zip(*filter(None, kinds))))
+
+
+def _table(leaves: Iterable[Leaf], title: str, caption: str | None) -> Any:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("path", no_wrap=True)
+    table.add_column("array", overflow="fold")
+    table.add_column("on a device", justify="right", no_wrap=True)
+    table.add_column("rule", overflow="fold")
+    for path, (leaf, *others) in _fold(leaves):
+        times = f"{1 + len(others)} x " if others else ""
+        size = times + format_bytes(leaf.bytes_per_device)
+        # The update's rule names all rules that had a say, the leaf's maybe not.
+        rule = leaf.update_rule or leaf.rule
+        why = f"{rule}: {leaf.note}" if leaf.note else rule
+        # As `Text`: in a `str`, rich would read brackets, as in by_path('[a-z]'), as
+        # markup.
+        table.add_row(*map(Text, (path, _split_array(leaf, leaf.spec), size, why)))
+        if leaf.update_spec is not None and leaf.updates_elsewhere:
+            update = _split_array(leaf, leaf.update_spec)
+            table.add_row("  its update", Text(update))
+    return table
 
 
 def _split_array(leaf: Leaf, spec: PartitionSpec) -> str:

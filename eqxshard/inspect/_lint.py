@@ -36,7 +36,8 @@ def lint(
 
     The kinds of findings:
 
-    - `whole`: an array that its rule could not split, because no dim divides.
+    - `whole`: an array that its rule could not split, because no dim divides; or a part of
+        the optimizer's state, larger than its parameter, that its rule did not split.
     - `unmatched`: a pattern of a rule that matches nothing.
     - `global-batch`: every device gathers the batch, or something computed from all of it,
         as a loop over examples does (`jax.lax.map`); use `jax.vmap`.

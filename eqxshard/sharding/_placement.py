@@ -1,5 +1,6 @@
 """Compute shardings, and place arrays by them."""
 
+from collections.abc import Iterable
 from functools import cache, partial
 from typing import Any
 
@@ -44,7 +45,14 @@ def shardings(tree: PyTree, mesh: Mesh, rule: Rule) -> PyTree[NamedSharding | No
 
 def assign_shardings(tree: PyTree, mesh: Mesh, rule: Rule) -> PyTree[NamedSharding | None]:
     """As `shardings`, for what may be a part of the PyTree that the rule is for."""
-    decided = iter(decide_leaves(named_leaves(tree), mesh, rule))
+    return as_shardings(tree, mesh, decide_leaves(named_leaves(tree), mesh, rule))
+
+
+def as_shardings(
+    tree: PyTree, mesh: Mesh, decisions: Iterable[Decision]
+) -> PyTree[NamedSharding | None]:
+    """The sharding of each array of a PyTree, as was decided."""
+    decided = iter(decisions)
     return jax.tree.map(
         lambda leaf: NamedSharding(mesh, next(decided).spec) if is_array(leaf) else None,
         tree,

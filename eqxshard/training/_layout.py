@@ -12,7 +12,15 @@ from ..sharding._combinators import HOST_MEMORY, offloads, optimizer_rule
 from ..sharding._leaf_rules import replicate
 from ..sharding._leaves import is_array, is_key
 from ..sharding._mesh import batch_axes, used_axes
-from ..sharding._placement import assign_shardings, broadcast_prefix, filter_shard
+from ..sharding._optimizer_state import decide_opt_state
+from ..sharding._placement import (
+    as_shardings,
+    assign_shardings,
+    broadcast_prefix,
+    decide_leaves,
+    filter_shard,
+    named_leaves,
+)
 from ..sharding._rule import Rule, rule_name
 from ..sharding._spec import spec_axes
 from ..sharding._text import comma_list, format_mesh
@@ -67,28 +75,20 @@ def make_layout(
     - `params`: the trained part of the model, `None` in the place of everything else.
     - `mesh`, `rule`: as for [`eqxshard.init_state`][].
     """
-    update = assign_shardings(params, mesh, optimizer_rule(rule))
-    replicated = NamedSharding(mesh, PartitionSpec())
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    pairs = zip(leaves, jax.tree.leaves(update), strict=True)
-    known = {path: (param.shape, sharding) for (path, param), sharding in pairs}
+    updates = optimizer_rule(rule)
+    decisions = decide_leaves(named_leaves(params), mesh, updates)
+    state_leaves = decide_opt_state(opt_state, params, decisions, mesh, updates)
 
-    def of_optimizer(path: tuple[Any, ...], leaf: Any) -> NamedSharding | None:
-        # Such as `0.mu.layers.0.weight`: the path ends like that of its parameter, and it
-        # has its shape. Factored states, such as Adafactor's, are shaped otherwise.
-        if not is_array(leaf):
-            return None
-        ends = (path[start:] for start in range(len(path) + 1))
-        shape, sharding = next((known[x] for x in ends if x in known), (None, replicated))
-        sharding = sharding if leaf.shape == shape else replicated
-        on_host = is_offloaded(leaf, rule)
+    def in_memory(leaf: Any, sharding: NamedSharding | None) -> NamedSharding | None:
+        on_host = sharding is not None and is_offloaded(leaf, rule)
         return sharding.with_memory_kind(HOST_MEMORY) if on_host else sharding
 
+    on_device = as_shardings(opt_state, mesh, (each.decision for each in state_leaves))
     return StateLayout(
         model=assign_shardings(model, mesh, rule),
-        update=update,
-        opt_state=jax.tree_util.tree_map_with_path(of_optimizer, opt_state),
-        replicated=replicated,
+        update=as_shardings(params, mesh, decisions),
+        opt_state=jax.tree.map(in_memory, opt_state, on_device),
+        replicated=NamedSharding(mesh, PartitionSpec()),
         rule=rule,
     )
 

@@ -1,5 +1,6 @@
 """Lint of a step: everything that is found before it runs for the first time."""
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +14,14 @@ from ..compiled._findings import Finding
 from ..compiled._hlo import Frame, parse_module
 from ..compiled._lint_text import Argument, TextLint, unread_is_warned
 from ..data._resident import DeviceBatches
-from ..sharding._combinators import HOST_MEMORY
+from ..sharding._combinators import HOST_MEMORY, optimizer_rule
 from ..sharding._leaves import array_leaves, format_array, is_inexact, leaf_path
+from ..sharding._optimizer_state import decide_opt_state, is_split
 from ..sharding._placement import decide_leaves, named_leaves
 from ..sharding._rule import Rule, check_rule
-from ..sharding._spec import spec_axes
 from ._inputs import STACKED_BATCHES, StepInput
 from ._jit import Program
-from ._state import without_state
+from ._state import TrainState, split_model, without_state
 from .rewrite._jaxprs import all_jaxprs, equations, open_jaxpr
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def lint_step(call: "Call", program: Program, batch: PyTree) -> Iterator[Finding
     if call.state is not None:
         model, leaves, places = call.state.model, array_leaves(call.state), step.shardings
         yield from lint_model(model, step.mesh, step.rule)
+        yield from _lint_opt_state(call.state, step.mesh, step.rule)
     else:
         model, _ = without_state(key.kept.static.combine(call.kept))
         leaves, places = array_leaves(model, "model"), key.kept.shardings
@@ -85,10 +87,9 @@ def lint_model(model: PyTree, mesh: Mesh, rule: Rule) -> Iterator[Finding]:
     """The findings in how a rule splits a model: of kinds `whole` and `unmatched`."""
     leaves = named_leaves(model)
     for (path, leaf), decision in zip(leaves, decide_leaves(leaves, mesh, rule)):
-        is_split = any(mesh.shape[axis] > 1 for axis in spec_axes(decision.spec))
         # The split of a vector saves too little to be missed.
         is_vector = sum(size > 1 for size in leaf.shape) < 2
-        if decision.undivided and not is_vector and not is_split:
+        if decision.undivided and not is_vector and not is_split(decision.spec, mesh):
             yield Finding(
                 "whole",
                 path,
@@ -102,6 +103,31 @@ def lint_model(model: PyTree, mesh: Mesh, rule: Rule) -> Iterator[Finding]:
     except ValueError as error:
         # `init_state` would have refused this rule, but it made the state with another.
         yield Finding("unmatched", None, None, str(error))
+
+
+def _lint_opt_state(state: TrainState, mesh: Mesh, rule: Rule) -> Iterator[Finding]:
+    """What of the optimizer's state is replicated, and larger than its parameter is."""
+    # What is frozen, too, for which there is nothing in the state.
+    params, _ = split_model(state.model, True)
+    updates = optimizer_rule(rule)
+    decisions = decide_leaves(named_leaves(params), mesh, updates)
+    parts = {
+        path: leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
+        for path, leaf in array_leaves(params)
+    }
+    for each in decide_opt_state(state.opt_state, params, decisions, mesh, updates):
+        size = each.leaf.dtype.itemsize * math.prod(each.leaf.shape)
+        is_large = size > parts.get(each.param or "", _LARGE)
+        if each.decision.undivided and is_large and not each.same_shape:
+            name = f"opt_state.{each.path}"
+            yield Finding(
+                "whole",
+                name,
+                None,
+                f"{name} {format_array(each.leaf)}, {size / 1e6:.3g} MB, is whole on every "
+                f"device, and its parameter is not ({each.decision.rule}: "
+                f"{each.decision.note}).",
+            )
 
 
 def _batch_entries(
