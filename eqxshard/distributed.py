@@ -15,14 +15,12 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
-
-_T = TypeVar("_T")
 
 #: Processes that fail together need a moment each to print why.
 _LAST_WORDS_SECONDS = 2.0
@@ -237,28 +235,6 @@ def allgather_json(value: Any) -> list[Any]:
     padded[: len(data)] = data
     rows = np.asarray(process_allgather(padded)).reshape(len(sizes), -1)
     return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes)]
-
-
-def together(do: Callable[[], _T]) -> _T:
-    """What a function returns; if it raises in one process, all of them raise.
-
-    It may raise `OSError` or `ValueError`, which become those of the process that comes
-    first, and must not wait for other processes.
-    """
-    result, fault = None, None
-    try:
-        result = do()
-    except (OSError, ValueError) as error:
-        fault = error
-    kind = OSError if isinstance(fault, OSError) else ValueError
-    said = allgather_json(fault and [kind.__name__, str(fault)])
-    for number, (name, says) in ((n, each) for n, each in enumerate(said) if each):
-        # All raise the same, whatever each has met.
-        if fault is not None and number == jax.process_index():
-            raise fault
-        kind = OSError if name == "OSError" else ValueError
-        raise kind(f"process {number}: {says}")
-    return result  # pyright: ignore[reportReturnType]
 
 
 def barrier(name: str) -> None:

@@ -104,7 +104,8 @@ class Run:
     def checkpoints(self) -> list[Path]:
         """The folders of checkpoints, those that are being written, too."""
         with contextlib.suppress(OSError):
-            return [x for x in (self.folder / "checkpoints").iterdir() if x.is_dir()]
+            found = (self.folder / "checkpoints").iterdir()
+            return [path for path in found if path.is_dir() and path.name[0].isdigit()]
         return []
 
     def complete(self) -> list[Path]:

@@ -5,7 +5,6 @@ import functools as ft
 import itertools
 import logging
 import os
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import Array, PyTree
 
-from ..sharding._files import is_remote, with_retries
+from ..sharding._files import is_remote
 from ..sharding._leaves import array_leaves, is_key
 from ..transforms._partition import Static, partition
 from ._object_store import ARRAYS, Upload, context, kvstore
@@ -28,11 +27,6 @@ _FILE_BYTES = 2**28
 #: Copies of an array on several devices each write a part of it if that is this large: to
 #: cut the parts takes a program for each shape, and more files.
 _PART_BYTES = 2**24
-#: How errors of TensorStore begin that do not say that a file is damaged.
-_MAY_PASS = (
-    *("UNAVAILABLE", "RESOURCE_EXHAUSTED", "PERMISSION_DENIED", "UNAUTHENTICATED"),
-    *("UNKNOWN", "INTERNAL", "ABORTED", "CANCELLED", "DEADLINE_EXCEEDED"),
-)
 #: TensorStore's name for the memory of the tables that say where in its files an array is.
 _TABLES, _TABLE_BYTES = "cache_pool#tables", 2**24
 #: How long processes that have written wait for others. By default 20 minutes, for which a
@@ -99,34 +93,22 @@ def read(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Array]:
         else:
             where = {**base, "path": f"{base.get('path', '')}{path}/"}
             spec = {"driver": "zarr3", "kvstore": where}
-            opening = ft.partial(ts.open, spec, open=True, read=True, context=settings)
             try:
-                array = with_retries(ft.partial(_read_array, opening, data, there))
+                store = ts.open(spec, open=True, read=True, context=settings).result()
+                if store.shape != data.shape:
+                    raise ValueError(f"its shape is {[*store.shape]}, not {[*data.shape]}")
+                read_part = ft.partial(_read_part, store, dtype=data.dtype)
+                array = place_parts(read_part, data.shape, there)
             except ValueError as error:
-                raise ValueError(f"{path} in {folder} cannot be read ({error})") from None
-            except OSError as error:
-                raise OSError(
-                    f"{path} in {folder} cannot be read ({error}), which does not say that "
-                    "it is damaged; try again."
+                why = str(error).partition(" [source")[0]
+                raise ValueError(
+                    f"{path} in {folder} cannot be read ({why}); use another checkpoint."
                 ) from None
         if is_key(leaf):
             wrap = ft.partial(jax.random.wrap_key_data, impl=leaf.dtype)
             array = jax.jit(wrap, out_shardings=there)(array)
         arrays[path] = array
     return arrays
-
-
-def _read_array(opening: Callable[[], Any], data: Any, there: Sharding) -> Array:
-    """Read an array; `ValueError` if its files are not those of one, else `OSError`."""
-    try:
-        store = opening().result()
-        if store.shape != data.shape:
-            raise ValueError(f"its shape is {[*store.shape]}, not {[*data.shape]}")
-        read_part = ft.partial(_read_part, store, dtype=data.dtype)
-        return place_parts(read_part, data.shape, there)
-    except ValueError as error:
-        why = re.split(r" \[(?:tensorstore_spec|source)", str(error))[0]
-        raise (OSError if why.startswith(_MAY_PASS) else ValueError)(why) from None
 
 
 def _base(folder: Any) -> dict[str, Any]:

@@ -6,17 +6,12 @@ import operator
 import os
 import time
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any, Literal, TypeVar
 
 import equinox as eqx
 from jaxtyping import PyTree
 
-from ..distributed import (
-    assert_same_on_all_processes,
-    broadcast_from_first,
-    together,
-)
+from ..distributed import assert_same_on_all_processes, broadcast_from_first
 from ..training._donation import check_state_not_donated
 from ..training._state import step_of, trained_paths
 from ._arrays import partition_by_path, read
@@ -158,8 +153,8 @@ class Checkpointer:
     def restore(self, like: _T, *, step: Step = "newest") -> _T:
         """Read a state, each array straight into its sharding.
 
-        Every file is verified first. If the newest checkpoint is damaged, or its arrays
-        cannot be decoded, that is logged, and the one before it is used.
+        Every file is verified first. If the newest checkpoint is damaged, that is logged,
+        and the one before it is used.
 
         **Arguments:**
 
@@ -219,33 +214,21 @@ class Checkpointer:
         found = self._read(chosen, step, f"{of}.model" if of else "model")
         return eqx.combine(found, rest)
 
-    def _read(
-        self, like: _T, step: Step, root: str = "", unread: Mapping[int, str] = {}
-    ) -> _T:
-        """Read a PyTree: all that was saved, or arrays below a path.
-
-        `unread` are the steps whose arrays could not be read, and why.
-        """
+    def _read(self, like: _T, step: Step, root: str = "") -> _T:
+        """Read a PyTree: all that was saved, or arrays below a path."""
         if step is None:
             raise FileNotFoundError(
                 f"no checkpoint in {self.directory} has a value of best={self._best!r}; "
                 "give the checkpointer the name of a metric that was saved, or leave out "
                 "step= to read the newest."
             )
-        description = self._folder.choose(step, unread)
+        description = self._folder.choose(step)
         found, saved = description["step"], description["leaves"]
         wanted, static = partition_by_path(like, root)
         if root:
             saved = {path: leaf for path, leaf in saved.items() if path in wanted}
         check_structure(wanted, saved, self._folder.name(found))
-        try:
-            arrays = together(partial(read, self._folder.at(found), wanted))
-        except ValueError as error:
-            # Its digests are right, so it was written so.
-            if step != "newest":
-                raise ValueError(f"{error}; use another checkpoint.") from None
-            return self._read(like, step, root, {**unread, found: str(error)})
-        return static.combine([*arrays.values()])
+        return static.combine([*read(self._folder.at(found), wanted).values()])
 
     def claim_run(self, step: int, loader: Any) -> Mapping[str, Any]:
         """Claim the directory for a run, unless its checkpoints would mix with another's.

@@ -7,7 +7,6 @@ completed and removed, and the folder is claimed for a run.
 import json
 import logging
 import os
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from ..distributed import (
@@ -101,14 +100,12 @@ class CheckpointFolder:
             )
         return description
 
-    def choose(self, step: Step, unread: Mapping[int, str] = {}) -> dict[str, Any]:
+    def choose(self, step: Step) -> dict[str, Any]:
         """Verify the checkpoint of a step; or find the newest that is not damaged.
 
-        Process 0 looks, for all of them. `unread` are steps that are not to be used, and
-        why.
+        Process 0 looks, for all of them.
         """
-        looks = is_main_process()
-        found = broadcast_from_first(self._try_to_find(step, unread) if looks else None)
+        found = broadcast_from_first(self._try_to_find(step) if is_main_process() else None)
         self.damaged.update(found["damaged"])
         if found.get("unread"):
             raise OSError(found["unread"])
@@ -117,28 +114,28 @@ class CheckpointFolder:
             raise kind(found["error"])
         return found["description"]
 
-    def _try_to_find(self, step: Step, unread: Mapping[int, str]) -> dict[str, Any]:
+    def _try_to_find(self, step: Step) -> dict[str, Any]:
         """As `_find`; an error of the file system is a sentence, for all processes."""
         try:
-            return self._find(step, unread)
+            return self._find(step)
         except ValueError:
             raise
         # Not only OSError: packages for object stores have errors of their own.
         except Exception as error:
-            says = (
+            unread = (
                 f"the checkpoints in {self.path} cannot be read ({reason(error)}), which "
                 "does not say that they are damaged; try again, or move the newest away "
                 "to use the one before it."
             )
-            return {"unread": says, "damaged": []}
+            return {"unread": unread, "damaged": []}
 
-    def _find(self, step: Step, unread: Mapping[int, str]) -> dict[str, Any]:
+    def _find(self, step: Step) -> dict[str, Any]:
         """What `choose` found, as JSON: a description, the damaged steps, an error."""
         steps = self.steps()
         damages: dict[int, str] = {}
         for candidate in [each for each in reversed(steps) if step in ("newest", each)]:
             try:
-                damage = unread.get(candidate) or verify(self.at(candidate))
+                damage = verify(self.at(candidate))
                 if damage is None:
                     found = self.description(candidate)
                     return {"description": found, "damaged": [*damages]}

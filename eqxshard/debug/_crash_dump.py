@@ -193,12 +193,7 @@ def read_crash_dump(folder: Any, make_model: Callable[[Any], PyTree]) -> CrashDu
     wanted, static = partition_by_path({"model": like, "model_state": like_state})
     saved = {path: dump["leaves"][path] for path in leaves if path.startswith("model")}
     check_structure(wanted, saved, f"the crash dump {folder}")
-    try:
-        arrays = {path: _on_any_device(leaf) for path, leaf in read(folder, leaves).items()}
-    except ValueError as error:
-        raise ValueError(
-            f"the crash dump {folder} is damaged: {error}; run the step again."
-        ) from None
+    arrays = {path: _on_any_device(leaf) for path, leaf in read(folder, leaves).items()}
     _, model_static = partition(like)
     is_trained = [path in trained for path in wanted if path.startswith("model.")]
     trainable = model_static.only(is_trained)

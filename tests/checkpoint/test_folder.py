@@ -193,7 +193,7 @@ def test_a_complete_folder_without_a_checkpoint_is_damaged(checkpoints, tmp_path
     "name, says",
     [
         ("description.json", r"\(step 10: description.json was not written by"),
-        ("state/manifest.ocdbt", r"no good .* \(step 10: step in .*/10 cannot be read \(D"),
+        ("state/manifest.ocdbt", r"in .*/10 cannot be read \(.*; use another checkpoint"),
     ],
 )
 def test_pickles_are_not_read(checkpoints, tmp_path, name, says):
@@ -207,52 +207,3 @@ def test_pickles_are_not_read(checkpoints, tmp_path, name, says):
     with pytest.raises(ValueError, match=says):
         checkpointer.restore(like())
     assert not hostile.has_run()
-
-
-@pytest.mark.parametrize("change", [lambda data: b"another", lambda data: data[:-20]])
-def test_arrays_that_cannot_be_decoded_are_damage_though_the_digests_are_right(
-    checkpoints, tmp_path, caplog, change
-):
-    folder = copied(checkpoints, tmp_path)
-    manifest = folder / "10" / "state" / "manifest.ocdbt"
-    manifest.write_bytes(change(manifest.read_bytes()))
-    checkpointer = eqxshard.Checkpointer(folder)
-    write_checksums(checkpointer.directory / "10")
-    with caplog.at_level(logging.WARNING):
-        assert int(checkpointer.restore(like()).step) == 8
-    (said,) = caplog.messages
-    assert re.match(
-        r"the checkpoint of step 10 in .* is damaged \(step in .*/10 cann", said
-    )
-    assert "manifest" in said and said.endswith("; using the one before it.")
-    with pytest.raises(
-        ValueError, match=r"10 cannot be read \(.*\); use another checkpoint"
-    ):
-        checkpointer.restore(like(), step=10)
-    # As it is damaged, it is written again.
-    assert checkpointer.description(8)["step"] == 8
-    checkpointer.claim_run(8, make_loader())
-
-
-@pytest.mark.parametrize("times", [2, 9])
-def test_arrays_that_cannot_be_read_for_a_while_are_no_damage(
-    checkpoints, tmp_path, monkeypatch, times
-):
-    import tensorstore
-
-    folder, fails = copied(checkpoints, tmp_path), itertools.count()
-
-    def failing(*args, **options):
-        if next(fails) < times:
-            raise ValueError("RESOURCE_EXHAUSTED: Too many open files [source='x']")
-        return opening(*args, **options)
-
-    opening = tensorstore.open
-    monkeypatch.setattr(tensorstore, "open", failing)
-    monkeypatch.setattr(_files, "_WAITS", (0, 0, 0))
-    checkpointer = eqxshard.Checkpointer(folder)
-    if times > 3:
-        with pytest.raises(OSError, match=r"\(RESOURCE_EXHAUSTED: Too many open files\), "):
-            checkpointer.restore(like())
-        return
-    assert int(checkpointer.restore(like()).step) == 10
