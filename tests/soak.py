@@ -50,8 +50,9 @@ PLACES = {
 }
 #: What is worth telling of what a run says of a fault.
 TELLING = re.compile(
-    r"is damaged|could not be written|cannot be (written|read)|no progress for|was killed"
-    r"|ended with status|is saved\.|does not answer"
+    r"(\[\d\]|eqxshard\.launch: ).*"
+    r"(is damaged|could not be written|cannot be (written|read)|no progress for|was killed"
+    r"|ended with status|is saved\.|did not (come|answer))"
 )
 
 
@@ -103,7 +104,8 @@ class Run:
     def checkpoints(self) -> list[Path]:
         """The folders of checkpoints, those that are being written, too."""
         with contextlib.suppress(OSError):
-            return [x for x in (self.folder / "checkpoints").iterdir() if x.is_dir()]
+            found = (self.folder / "checkpoints").iterdir()
+            return [path for path in found if path.is_dir() and path.name[0].isdigit()]
         return []
 
     def complete(self) -> list[Path]:
@@ -304,8 +306,11 @@ class Soak:
         again = f"again from step {found[-1]}" if found else "on"
         self._print(f"goes {again}, after {seconds - ended:.1f} s")
         self.longest = max(self.longest, seconds - ended)
-        for line in dict.fromkeys(filter(TELLING.search, news.splitlines())):
-            print(f"            {line.partition(' Its last')[0][:200]}", flush=True)
+        # What it says several times, of several steps, once.
+        lines = filter(TELLING.match, news.replace(f"{run.folder}/", "").splitlines())
+        for line in {re.sub(r"\d+", "", line): line for line in lines}.values():
+            line = re.sub(r"(ERROR|WARNING):[\w.]+:| Its last lines:", "", line)
+            print(f"              {line[:180]}", flush=True)
 
     def _strike(self, place: str) -> None:
         """One fault, a moment after the run is at a place, if it comes there soon."""

@@ -330,7 +330,8 @@ def showing(*folders: Path) -> Iterator[None]:
     except Exception as error:
         raise ValueError(
             f"what the files of {', '.join(map(str, folders))} say cannot be shown "
-            f"({type(error).__name__}: {error}); they are damaged, or of another version."
+            f"({type(error).__name__}: {error}); correct or remove the one that is damaged "
+            "or of another version: run.json, metrics.jsonl or plan.json."
         ) from error
 
 
