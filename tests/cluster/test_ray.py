@@ -1,4 +1,4 @@
-"""The code for Ray in the guide, run by Ray on this machine."""
+"""The recipe for Ray, run by Ray on this machine."""
 
 import ast
 import importlib.util
@@ -11,7 +11,7 @@ from cluster_helpers import ROOT, SETTINGS
 
 pytestmark = pytest.mark.cluster
 
-PAGE = ROOT / "docs" / "pages" / "guide" / "cluster.md"
+RECIPE = ROOT / "recipes" / "cluster" / "on_ray.py"
 RUN = """
 def run():
     import jax, jax.numpy as jnp, numpy as np, optax, eqxshard
@@ -32,35 +32,49 @@ def run():
     for batch in loader:
         state, metrics = train_step(state, batch)
         if int(state.step) == 8:
-            return jax.process_count(), mesh.size, metrics.compute()["loss"]
+            loss = metrics.compute()["loss"]
+            return jax.process_count(), mesh.size, loss, jax.process_index()
 """
-#: The addresses of Ray and of this machine; and no statistics for Ray's makers.
-START = """
-import ray
+#: What the recipe runs, in this machine's own Ray.
+SCRIPT = f"""{RUN}
+from pathlib import Path
+
+import eqxshard
+
+eqxshard.initialize()
+result = run()
+Path(__file__).with_name(f"result{{result[-1]}}.txt").write_text(repr(result))
+"""
+START = f"""
+import sys
+sys.argv = sys.argv[1:]
+import ray, runpy
 
 ray.init(num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1")
+runpy.run_path({str(RECIPE)!r}, run_name="__main__")
 """
+#: No statistics for Ray's makers.
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"}
 
 
-def last_line(code, tmp_path, **settings):
-    script = tmp_path / "script.py"
-    script.write_text(code)
+def results(tmp_path, *command, **settings):
+    """What `run` returned in each process."""
     settings = {**os.environ, **SETTINGS, **QUIET, **settings}
-    command = [sys.executable, str(script)]
+    command = [sys.executable, *map(str, command)]
     done = subprocess.run(command, capture_output=True, text=True, env=settings)
     assert done.returncode == 0, (done.stdout, done.stderr)
-    lines = [line for line in done.stdout.splitlines() if line.startswith(("[(", "("))]
-    return ast.literal_eval(next(line for line in reversed(lines) if "pid=" not in line))
+    files = sorted(tmp_path.glob("result*.txt"))
+    return [ast.literal_eval(file.read_text()) for file in files]
 
 
 def test_its_actors_train_as_one_process_does(tmp_path):
     if importlib.util.find_spec("ray") is None:
         pytest.skip("no Ray: pip install ray")
-    section = PAGE.read_text().partition("With [Ray]")[2]
-    code = section.partition("```python\n")[2].partition("```")[0]
-    found = last_line(START + RUN + code, tmp_path)
-    alone = last_line(f"{RUN}\nprint(run())", tmp_path, JAX_NUM_CPU_DEVICES="2")
-    assert alone[:2] == (1, 2)
+    script, start = tmp_path / "script.py", tmp_path / "start.py"
+    script.write_text(SCRIPT)
+    start.write_text(START)
+    ((_, size, loss, _),) = results(tmp_path, script, JAX_NUM_CPU_DEVICES="2")
+    assert size == 2
+    found = results(tmp_path, start, RECIPE, 2, script)
     assert [each[:2] for each in found] == [(2, 2), (2, 2)]
-    assert [each[2] for each in found] == pytest.approx([alone[2]] * 2, rel=1e-5)
+    assert [each[2] for each in found] == pytest.approx([loss] * 2, rel=1e-5)
