@@ -70,7 +70,7 @@ def decide_opt_state(
     for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
         if not is_array(leaf):
             continue
-        owner = _owner(path, known)
+        owner: Any = _owner(path, known)
         (param, like), decision = known.get(owner, ((None, None), None))
         same_shape = like is not None and leaf.shape == like.shape
         if not same_shape:

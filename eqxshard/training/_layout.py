@@ -80,8 +80,9 @@ def make_layout(
     state_leaves = decide_opt_state(opt_state, params, decisions, mesh, updates)
 
     def in_memory(leaf: Any, sharding: NamedSharding | None) -> NamedSharding | None:
-        on_host = sharding is not None and is_offloaded(leaf, rule)
-        return sharding.with_memory_kind(HOST_MEMORY) if on_host else sharding
+        if sharding is None or not is_offloaded(leaf, rule):
+            return sharding
+        return sharding.with_memory_kind(HOST_MEMORY)
 
     on_device = as_shardings(opt_state, mesh, (each.decision for each in state_leaves))
     return StateLayout(

@@ -33,7 +33,7 @@ BOTH = {"data": 2, "fsdp": 2, "tensor": 2}
 
 
 def make_mesh(name):
-    sizes = {"data": 1, **SIZES.get(name, BOTH)}
+    sizes: dict[str, Any] = {"data": 1, **SIZES.get(name, BOTH)}
     return eqxshard.make_mesh(**sizes, devices=jax.devices()[: 4 if name == "fsdp" else 8])
 
 
@@ -76,7 +76,6 @@ class Net(eqx.Module):
 
 
 class Matrices(NamedTuple):
-    count: Array
     mu: Any
     pairs: Any
 
@@ -89,15 +88,15 @@ def matrix_optimizer(start, step):
             return [(start * jnp.eye(n), jnp.eye(n)) for n in x.shape if x.ndim > 1]
 
         zeros = jax.tree.map(jnp.zeros_like, params)
-        return Matrices(jnp.zeros((), jnp.int32), zeros, jax.tree.map(pairs, params))
+        return Matrices(zeros, jax.tree.map(pairs, params))
 
-    def update(grads, state, params=None):
-        flat, treedef = jax.tree.flatten(grads)
+    def update(updates, state, params=None):
+        flat, treedef = jax.tree.flatten(updates)
         kept = (treedef.flatten_up_to(x) for x in (state.mu, state.pairs))
         outs = [step(*each) for each in zip(flat, *kept)]
         updates, mu, pairs = (treedef.unflatten(x[i] for x in outs) for i in range(3))
         scaled = jax.tree.map(lambda x: -0.01 * x, updates)
-        return scaled, Matrices(state.count + 1, mu, pairs)
+        return scaled, Matrices(mu, pairs)
 
     return optax.GradientTransformation(init, update)
 
