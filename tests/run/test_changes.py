@@ -12,11 +12,9 @@ import pytest
 from helpers import assert_close, lenient
 from run_helpers import read_lines
 from run_script import Line
-from run_train_helpers import copy, finished, train
+from run_train_helpers import train
 
 import eqxshard
-
-_ = copy, finished  # Fixtures.
 
 EXAMPLES, EPOCHS = 90, 4
 #: What each start has, and the step after which it is stopped: within an epoch, but for
