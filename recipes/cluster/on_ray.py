@@ -34,7 +34,7 @@ class Worker:
 
 def main(processes, *words):
     words = [os.path.abspath(words[0]), *words[1:]]
-    workers = [Worker.remote() for _ in range(processes)]
+    workers = [Worker.remote() for _ in range(processes)]  # pyright: ignore
     address = ray.get(workers[0].address.remote())
     place = address, processes
     ray.get([each.run.remote(*place, i, words) for i, each in enumerate(workers)])
