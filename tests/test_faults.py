@@ -58,7 +58,7 @@ def test_damage_that_one_process_sees_is_damage_for_all(tmp_path):
     for process in (0, 1):
         says = f"[{process}] restored step 0, whose numbers begin with 0\n"
         assert says in out, out + err
-    assert re.search(r"step 1 in .* is damaged \(process 1: model\.x in .* mismatch", err)
+    assert re.search(r"step 1 in .* is damaged \(process 1: model\.x in .* mismatch", out)
 
 
 def test_a_run_with_a_process_that_hangs_is_ended_and_starts_again(tmp_path, whole):

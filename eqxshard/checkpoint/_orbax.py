@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 #: The folder of the arrays, in that of a checkpoint.
 STATE = "state"
 _INLINE_BYTES, _FILE_BYTES = 2**12, 2**28
-_HANDLER = "orbax.checkpoint.experimental.v1._src.handlers.pytree_handler.PyTreeHandler"
 
 
 def ocdbt(folder: Any) -> dict[str, Any]:
@@ -55,8 +54,8 @@ def complete(folder: Any, shardings: Mapping[str, Sharding]) -> None:
     # Without it, Orbax has to be told where to place the arrays.
     with contextlib.suppress(ImportError, AttributeError):
         (state / "_sharding").write_text(_describe(shardings))
-    about = {"item_handlers": {STATE: _HANDLER}}
-    (folder / "_CHECKPOINT_METADATA").write_text(json.dumps(about))
+    # Orbax finds out by itself which of its handlers reads the state.
+    (folder / "_CHECKPOINT_METADATA").write_text(json.dumps({"item_handlers": {}}))
     (folder / "orbax.checkpoint").touch()
 
 

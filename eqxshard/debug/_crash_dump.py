@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..checkpoint._arrays import partition_by_path, read, wrap_keys
+from ..checkpoint._arrays import DamageError, partition_by_path, read, wrap_keys
 from ..checkpoint._checksums import is_complete, verify, write_checksums
 from ..checkpoint._description import abstract_array, array_metadata, check_structure
 from ..checkpoint._save import Save
@@ -200,10 +200,8 @@ def read_crash_dump(folder: Any, make_model: Callable[[Any], PyTree]) -> CrashDu
     check_structure(wanted, saved, f"the crash dump {folder}")
     try:
         arrays = wrap_keys(read(folder, leaves), leaves)
-    except ValueError as error:
-        raise ValueError(
-            f"the crash dump {folder} is damaged: {error}; run the step again."
-        ) from None
+    except DamageError as error:
+        raise ValueError(f"{error}; run the step again.") from None
     arrays = {path: _on_any_device(leaf) for path, leaf in arrays.items()}
     _, model_static = partition(like)
     is_trained = [path in trained for path in wanted if path.startswith("model.")]
