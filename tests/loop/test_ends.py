@@ -1,5 +1,6 @@
 """Errors that end a run: the state is saved, or handed back."""
 
+import itertools
 import sys
 
 import jax
@@ -178,16 +179,15 @@ def test_out_of_memory_says_what_to_try_and_where_the_last_checkpoint_is(tmp_pat
 
 def test_out_of_memory_in_a_step_that_still_runs_names_the_steps(monkeypatch):
     state, train_step = fresh()
-    waits = iter([0, 0, 1])
+    rooms = itertools.count(1)
 
-    real_wait = InFlight._wait_for_oldest
+    class Fails(InFlight):
+        def make_room(self):
+            super().make_room()
+            if next(rooms) == 4:
+                raise jax.errors.JaxRuntimeError("INTERNAL: Out of memory allocating 9 B")
 
-    def wait(in_flight):
-        real_wait(in_flight)
-        if next(waits):
-            raise jax.errors.JaxRuntimeError("INTERNAL: Out of memory allocating 9 B")
-
-    monkeypatch.setattr(InFlight, "_wait_for_oldest", wait)
+    monkeypatch.setattr("eqxshard.loop._fit.InFlight", Fails)
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
         eqxshard.fit(state, train_step, make_loader(), steps=12)
     said = caught.value.__notes__[0]
