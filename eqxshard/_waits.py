@@ -32,7 +32,8 @@ _STACKS, _FRAMES = 3, 20
 _waits: list["Wait"] = []
 _over: deque[tuple[str, float]] = deque(maxlen=100)
 _gathers = itertools.count()
-_watch: "Watch | None" = None
+#: The one that looks at them, once there are several processes.
+watches: list["Watch"] = []
 
 
 @dataclass(eq=False)
@@ -90,8 +91,8 @@ def gather(what: str | None, value: Any) -> list[Any]:
 
     `ValueError` if the processes are at different places.
     """
-    assert _watch is not None
-    service, number, me = _watch.service, next(_gathers), jax.process_index()
+    (watch,) = watches
+    service, number, me = watch.service, next(_gathers), jax.process_index()
     if what is None:
         mine = [wait.what for wait in _waits if wait.thread == threading.get_ident()]
         what = mine[-1] if mine else "the answers of all processes"
@@ -99,7 +100,7 @@ def gather(what: str | None, value: Any) -> list[Any]:
         folder = f"eqxshard/gather/{number}/"
         service.key_value_set(f"{folder}{me}", json.dumps([what, value]))
         # The watch ends the process long before.
-        service.wait_at_barrier("eqxshard", int(2000 * _watch.limit + 60_000))
+        service.wait_at_barrier("eqxshard", int(2000 * watch.limit + 60_000))
         found = sorted((int(p), said) for p, said in _read(service, folder).items())
     # All have read what was before.
     if number:
@@ -279,12 +280,11 @@ def watch(limit: float, end: Callable[[str], None]) -> None:
     - `limit`: how long, in seconds, one may wait.
     - `end`: prints a text, and ends the process.
     """
-    global _watch
-    if _watch is None:
-        _watch = Watch(limit, end)
-        _watch.start()
+    if not watches:
+        watches.append(Watch(limit, end))
+        watches[0].start()
         # Before JAX's own, whose end is a stack of C++.
-        atexit.register(_leave, _watch)
+        atexit.register(_leave, watches[0])
 
 
 def _leave(watch: Watch) -> None:

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, get_args
 
 import jax
 
-from .._waits import waiting
+from .._waits import waiting, watches
 from ..distributed import abort_process, is_main_process
 
 _LOG = logging.getLogger(__name__)
@@ -80,7 +80,11 @@ class Clock:
         self.now, self.failed = Phase(part, what, self._count()), None
         try:
             # A process may take its time for other parts while all do the same.
-            with waiting(what, for_others=part == "device"):
+            with (
+                waiting(what, for_others=part == "device")
+                if watches
+                else contextlib.nullcontext()
+            ):
                 yield
         except BaseException:
             self.failed = self.failed or self.now

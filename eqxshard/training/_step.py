@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from .._waits import waiting
+from .._waits import waiting, watches
 from ..compiled._findings import Finding, Lint, lint_levels, report
 from ..data._weights import check_weights, fetch_weights
 from ..sharding._leaves import array_leaves
@@ -132,24 +132,21 @@ class InFlight:
     def __init__(self):
         self._results: collections.deque[Any] = collections.deque()
 
-    def make_room(self) -> None:
-        """Wait for the oldest if there is no room for another.
+    def make_room(self, count: int = 1) -> None:
+        """Wait for the oldest until there is room for some more.
 
         Before a call, which takes its donated inputs: an interrupt finds them whole.
         """
-        if len(self._results) == IN_FLIGHT:
-            self._wait_for_oldest()
-
-    def _wait_for_oldest(self) -> None:
-        oldest = self._results.popleft()
-        # NumPy's has no such method: a user's own step may return one.
-        with waiting("the devices", for_others=True):
-            getattr(oldest, "block_until_ready", lambda: None)()
-
-    def wait(self) -> None:
-        """Wait for all of them."""
-        while self._results:
-            self._wait_for_oldest()
+        while len(self._results) > IN_FLIGHT - count:
+            oldest = self._results.popleft()
+            # NumPy's has no such method: a user's own step may return one.
+            wait = getattr(oldest, "block_until_ready", bool)
+            with (
+                waiting("the devices", for_others=True)
+                if watches
+                else contextlib.nullcontext()
+            ):
+                wait()
 
     def add(self, result: Any) -> None:
         """Add a result, for which there is room."""
@@ -285,7 +282,7 @@ class StepMachine:
                     raise
                 if not self._memory(call, batch).could_fit():
                     raise
-                self._in_flight.wait()
+                self._in_flight.make_room(IN_FLIGHT)
                 free_memory()
                 arrays, metrics = call_jitted(*arguments)
             if is_new:

@@ -246,7 +246,7 @@ def test_a_full_disk_does_not_hide_the_error(tmp_path, monkeypatch, caplog):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("eqxshard.checkpoint._writer.write", full)
+    monkeypatch.setattr("eqxshard.checkpoint._writer.Save", full)
     checkpointer = eqxshard.Checkpointer(tmp_path)
     with pytest.raises(Boom) as caught:
         fit(checkpointer=checkpointer, callbacks=[Every(3, boom)])
@@ -303,7 +303,7 @@ def test_a_full_disk_does_not_hide_why_the_run_ended(tmp_path, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("eqxshard.debug._crash_dump.write", full)
+    monkeypatch.setattr("eqxshard.debug._crash_dump.Save", full)
     with pytest.raises(FloatingPointError, match=r"could not be written: .*No space left"):
         run(tmp_path, make_loader(), loss_fn=nan_loss, steps=2, max_nonfinite=1)
 

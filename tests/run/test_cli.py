@@ -51,7 +51,14 @@ def test_help_groups_options_and_shows_defaults(script):
     assert flags == [
         {"--model", "--optimizer", "--learning-rate", "--fail", "--seconds-per-step"},
         {"--epochs", "--steps", "--batch-size", "--seed", "--devices", "--mesh", "--output"}
-        | {"--resume", "--save-every", "--evaluate-every", "--log-every", "--track"}
+        | {
+            "--resume",
+            "--changes",
+            "--save-every",
+            "--evaluate-every",
+            "--log-every",
+            "--track",
+        }
         | {"--hang-seconds", "--profile", "--plan", "--keep-programs", "--traceback"},
     ]
     text = " ".join(out.replace("│", " ").split())
