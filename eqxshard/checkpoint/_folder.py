@@ -4,6 +4,7 @@ Beside its arrays, each has `description.json`. Here they are listed, chosen,
 completed and removed, and the folder is claimed for a run.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -56,6 +57,8 @@ class CheckpointFolder:
         #: How the checkpoints that were found damaged are, by their steps.
         self.damaged: dict[int, str] = {}
         self.claimed = False
+        #: The steps that were there when the folder was last listed.
+        self._listed: list[int] = []
 
     def at(self, step: int) -> Any:
         """The folder of a step."""
@@ -85,16 +88,16 @@ class CheckpointFolder:
         return [step for step in self.steps() if step not in self.damaged]
 
     def known_steps(self) -> list[int]:
-        """As `good_steps`; none if the folder cannot be listed at the moment."""
-        try:
-            return [step for step in self._list_steps() if step not in self.damaged]
+        """As `good_steps`; if the folder cannot be listed at the moment, as it was last."""
         # Not only OSError: packages for object stores have errors of their own.
-        except Exception:
-            return []
+        with contextlib.suppress(Exception):
+            self._list_steps()
+        return [step for step in self._listed if step not in self.damaged]
 
     def _list_steps(self) -> list[int]:
         folders = [path for path in self._entries() if _is_step(path.name)]
-        return sorted(int(path.name) for path in folders if is_complete(path))
+        self._listed = sorted(int(path.name) for path in folders if is_complete(path))
+        return self._listed
 
     def _entries(self) -> list[Any]:
         """What is in the folder; nothing if there is none."""

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
 from ..data._buckets import BucketBatch
+from ..data._host import check_dtypes
 from ..data._resident import DeviceBatches
 from ..sharding._leaves import leaf_path
 from ..sharding._mesh import (
@@ -124,6 +125,7 @@ class _Batch:
                     f"batch entry {leaf_path(path)} is a {type(leaf).__module__}."
                     f"{type(leaf).__name__}; convert it with numpy.asarray."
                 )
+            check_dtypes({leaf_path(path): leaf}, "convert it to numbers, or leave it out")
             if is_elsewhere(leaf, wanted):
                 raise ValueError(
                     f"batch entry {leaf_path(path)} is sharded as "
