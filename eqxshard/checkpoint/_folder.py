@@ -230,7 +230,7 @@ class CheckpointFolder:
         try:
             if not is_claimed(self.path):
                 names = [path.name for path in self._entries()]
-                numbered = [name for name in names if _is_ours(name)]
+                numbered = [name for name in names if _is_step(name)]
                 if numbered and not self.steps():
                     return (
                         f"{self.path} has {min(numbered)!r}, which is not a checkpoint of "
@@ -259,7 +259,7 @@ class CheckpointFolder:
     def clean(self) -> None:
         """Remove checkpoints whose writing was interrupted."""
         for path in self.path.iterdir():
-            if _is_ours(path.name) and not (_is_step(path.name) and is_complete(path)):
+            if _is_step(path.name) and not is_complete(path):
                 _remove(path)
 
 
@@ -311,11 +311,6 @@ def listed(steps: list[int]) -> str:
 
 def _is_step(name: str) -> bool:
     return name.isascii() and name.isdigit() and str(int(name)) == name
-
-
-def _is_ours(name: str) -> bool:
-    """Whether a folder is a step's, or Orbax's temporary folder for one."""
-    return _is_step(name.partition(".orbax-checkpoint-tmp")[0])
 
 
 def _remove(folder: Any) -> None:

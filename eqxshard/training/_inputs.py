@@ -125,7 +125,9 @@ class _Batch:
                     f"batch entry {leaf_path(path)} is a {type(leaf).__module__}."
                     f"{type(leaf).__name__}; convert it with numpy.asarray."
                 )
-            check_dtypes({leaf_path(path): leaf}, "convert it to numbers, or leave it out")
+            if isinstance(leaf, np.ndarray):
+                remedy = "convert it to numbers, or leave it out"
+                check_dtypes({leaf_path(path): leaf}, remedy)
             if is_elsewhere(leaf, wanted):
                 raise ValueError(
                     f"batch entry {leaf_path(path)} is sharded as "
