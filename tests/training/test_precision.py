@@ -81,6 +81,31 @@ def test_a_step_in_bfloat16_is_what_one_would_write_by_hand(mesh, rule):
         np.testing.assert_allclose((old - new) / 0.1, grad, atol=3e-2 * scale)
 
 
+def test_sums_of_bfloat16_have_a_kernel_on_cpus():
+    """XLA has none for some products of 16 bits with sums of 32; only running tells."""
+    losses = []
+    for sizes in ({"data": 1}, {"data": 2, "fsdp": 4}):
+        devices = jax.devices()[: 1 if len(sizes) == 1 else 8]
+        state = eqxshard.init_state(
+            lambda key: eqx.nn.MLP(16, 4, 64, 1, key=key),
+            OPTIM,
+            key=KEY,
+            mesh=eqxshard.make_mesh(**sizes, devices=devices),
+            rule=eqxshard.fsdp(min_size=64),
+            precision=BF16,
+        )
+        train_step = eqxshard.make_train_step(
+            lambda model, batch, key: jnp.mean(jax.vmap(model)(batch["x"]) ** 2, -1),
+            OPTIM,
+            lint="off",
+        )
+        x = np.random.default_rng(0).normal(size=(64, 16)).astype(np.float32)
+        for _ in range(3):
+            state, metrics = train_step(state, {"x": x})
+        losses.append(metrics.compute()["loss"])
+    np.testing.assert_allclose(*losses, rtol=2e-2)
+
+
 def test_gradients_are_accumulated_in_float32():
     def loss_fn(model, batch, key):
         # One part's gradient is 256 times that of each other.

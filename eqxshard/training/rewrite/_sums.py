@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from ...sharding._explicit import is_explicit
+from ...sharding._mesh import is_on_cpus
 from ...transforms._dtypes import accumulation_dtype
 from ._jaxprs import (
     call_function,
@@ -84,10 +85,12 @@ class How(NamedTuple):
 
     - `dtype`: the type to sum in; `None` for their own.
     - `devices`: how many devices the examples are split over.
+    - `on_cpus`: whether these are CPUs.
     """
 
     dtype: Any
     devices: int
+    on_cpus: bool
 
 
 def mark_gradient(grad: Array) -> Array:
@@ -124,7 +127,8 @@ def sum_gradients(
         return gradient
 
     devices = max(map(batch_devices, shardings))
-    how = How(None if reduce is None else jnp.dtype(reduce), devices)
+    on_cpus = all(is_on_cpus(sharding.mesh) for sharding in shardings)
+    how = How(None if reduce is None else jnp.dtype(reduce), devices, on_cpus)
 
     def rewrite(jaxpr: Any) -> Any:
         jaxpr = erase_types(jaxpr) if typed else jaxpr
@@ -422,6 +426,9 @@ class _Sums:
                         operands[i] = self._cast(wide, each.aval.dtype)
             if out is not x:
                 params = {**params, "preferred_element_type": out.aval.dtype}
+                if self.how.on_cpus:
+                    # XLA has no kernel for some products of 16 bits with sums of 32.
+                    operands = [self._cast(each, out.aval.dtype) for each in operands]
         summed = eqn.replace(invars=operands, params=params, outvars=[out])
         self._emit(summed, *[_cast_equation(out, x)][: out is not x])
 
