@@ -180,7 +180,8 @@ class Watch(threading.Thread):
             wait = int(2000 * min(_ANSWER_SECONDS, self.limit) + 2000)
             says = json.loads(self.service.blocking_key_value_get(f"{folder}says", wait))
         if says is not None:
-            own = "" if question["process"] == self._me else f"{self._own_words()}\n"
+            is_ours = question["process"] == self._me
+            own = "" if is_ours else f"{self._own_words(question['name'])}\n"
             self.end(f"{own}{says}")
         # All are there, and go on. The limit counts from now.
         for wait in [w for w in [*_waits] if w.name == question["name"]]:
@@ -261,8 +262,8 @@ class Watch(threading.Thread):
         ]
         return "\n".join(says)
 
-    def _own_words(self) -> str:
-        mine = [wait for wait in [*_waits] if wait.for_others]
+    def _own_words(self, asked: str) -> str:
+        mine = [wait for wait in [*_waits] if wait.for_others or wait.name == asked]
         if not mine:
             return f"the others wait for process {self._me}."
         waited = time.monotonic() - mine[-1].began

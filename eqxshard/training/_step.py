@@ -272,7 +272,10 @@ class StepMachine:
             arguments = program, arrays, kept, batch
             if is_new:
                 # Where these could not be made, the step is not to blame.
-                with explaining_state(arguments_of(call)):
+                with (
+                    explaining_state(arguments_of(call)),
+                    waiting("the devices", for_others=True),
+                ):
                     jax.block_until_ready((arrays, kept))
             try:
                 arrays, metrics = call_jitted(*arguments)
@@ -287,7 +290,8 @@ class StepMachine:
                 arrays, metrics = call_jitted(*arguments)
             if is_new:
                 # Most steps that do not fit fail the first time, and say so here.
-                jax.block_until_ready(metrics)
+                with waiting("the devices", for_others=True):
+                    jax.block_until_ready(metrics)
         except Exception as error:
             if is_out_of_memory(error) and not hasattr(error, "is_passing"):
                 error.add_note(self._memory(call, batch).describe())
