@@ -127,7 +127,7 @@ def sum_gradients(
         return gradient
 
     devices = max(map(batch_devices, shardings))
-    on_cpus = all(is_on_cpus(sharding.mesh) for sharding in shardings)
+    on_cpus = all(is_on_cpus(x.mesh) for x in shardings)  # pyright: ignore
     how = How(None if reduce is None else jnp.dtype(reduce), devices, on_cpus)
 
     def rewrite(jaxpr: Any) -> Any:
