@@ -220,7 +220,13 @@ def _wide_products(jaxpr: Any, compute: Any) -> Iterator[Finding]:
         if eqn.primitive.name == "dot_general"
         and "jvp(" in f"{scope}/{eqn.source_info.name_stack}"
     ]
-    wide = [eqn for eqn in products if any(map(is_wide, eqn.invars))]
+    # One that asks for the highest precision is meant to be wide.
+    meant = (jax.lax.Precision.HIGHEST,) * 2
+    wide = [
+        eqn
+        for eqn in products
+        if eqn.params["precision"] != meant and any(map(is_wide, eqn.invars))
+    ]
     # One layer may need it, such as a softmax.
     if wide and 2 * len(wide) >= len(products):
         types = " and ".join(format_array(var.aval) for var in wide[0].invars)

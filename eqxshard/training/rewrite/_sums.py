@@ -429,6 +429,8 @@ class _Sums:
                 if self.how.on_cpus:
                     # XLA has no kernel for some products of 16 bits with sums of 32.
                     operands = [self._cast(each, out.aval.dtype) for each in operands]
+                    # Says that they are meant to be wide; on CPUs it changes nothing.
+                    params["precision"] = (jax.lax.Precision.HIGHEST,) * 2
         summed = eqn.replace(invars=operands, params=params, outvars=[out])
         self._emit(summed, *[_cast_equation(out, x)][: out is not x])
 
