@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,19 +105,24 @@ def gather(what: str | None, value: Any) -> list[Any]:
     # All have read what was before.
     if number:
         service.key_value_delete(f"eqxshard/gather/{number - 1}/{me}")
-    places: dict[str, list[str]] = {}
-    for process, (place, _) in found:
-        places.setdefault(place, []).append(str(process))
-    if len(places) > 1:
-        says = "; ".join(
-            f"for {place} in process {', '.join(processes)}"
-            for place, processes in places.items()
-        )
+    if differ := differences(f"for {place}" for _, (place, _) in found):
         raise ValueError(
-            f"the processes of this run wait for different things: {says}. Start all of "
+            f"the processes of this run wait for different things: {differ}. Start all of "
             "them alike."
         )
     return [theirs for _, (_, theirs) in found]
+
+
+def differences(said: Iterable[str]) -> str | None:
+    """Which processes say what, given what each says; `None` if it is the same."""
+    processes: dict[str, list[str]] = {}
+    for process, text in enumerate(said):
+        processes.setdefault(text, []).append(str(process))
+    if len(processes) == 1:
+        return None
+    return "; ".join(
+        f"{text} in process {', '.join(numbers)}" for text, numbers in processes.items()
+    )
 
 
 def _coordinator() -> Any:

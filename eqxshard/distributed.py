@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from ._waits import gather, waiting, watch
+from ._waits import differences, gather, waiting, watch
 
 #: Processes that fail together need a moment each to print why.
 _LAST_WORDS_SECONDS = 2.0
@@ -213,17 +213,10 @@ def assert_same_on_all_processes(what: str, facts: dict[str, Any]) -> None:
     everyone = _gather(f"the {what} of all processes", facts)
     names = dict.fromkeys(name for theirs in everyone for name in theirs)
     for name in names:
-        values: dict[str, list[int]] = {}
-        for process, theirs in enumerate(everyone):
-            values.setdefault(json.dumps(theirs.get(name)), []).append(process)
-        if len(values) > 1:
-            says = "; ".join(
-                f"{value} in process {', '.join(map(str, processes))}"
-                for value, processes in values.items()
-            )
+        if differ := differences(json.dumps(theirs.get(name)) for theirs in everyone):
             raise ValueError(
-                f"the processes of this run differ in {what} {name}: {says}. Start all of "
-                "them alike."
+                f"the processes of this run differ in {what} {name}: {differ}. Start all "
+                "of them alike."
             )
 
 
