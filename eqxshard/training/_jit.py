@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ..sharding._explicit import computing_on_auto, is_explicit, to_auto, to_explicit
+from ..sharding._explicit import auto_mesh, computing_on_auto, is_explicit, to_auto, to_explicit
 from ..sharding._mesh import is_on_cpus
 from ..sharding._placement import broadcast_prefix
 from ._donation import any_donated
 from .rewrite._checks import Checks, Errors, collect_checks
 from .rewrite._convolutions import fast_convolutions
+from .rewrite._guards import guard_partitioner
 from .rewrite._jaxprs import map_jaxpr
 from .rewrite._rewrite import is_rewriting, run_rewritten
 from .rewrite._types import erase_types
@@ -77,6 +78,7 @@ def jit_on(
         def rewrite(jaxpr: Any) -> Any:
             if is_explicit(mesh):
                 jaxpr = erase_types(jaxpr)
+            jaxpr = map_jaxpr(ft.partial(guard_partitioner, mesh=auto_mesh(mesh)), jaxpr)
             if on_cpu:
                 jaxpr = map_jaxpr(fast_convolutions, jaxpr)
             return collect_checks(jaxpr, errors)

@@ -1,0 +1,236 @@
+"""`guard_partitioner`: programs that XLA would split over a mesh wrongly, split rightly.
+
+Plain `jax.jit` has these faults, on CPUs and on GPUs (seen with JAX 0.10.2 and 0.12.0; the
+page "What XLA gets wrong" has their reports):
+
+- The gradient of a convolution's weight is a sum over the examples and the spatial dims. If
+    the convolution has groups, or a spatial dim is split, XLA also sums over the axes of the
+    mesh that split nothing, so the gradient comes out times their size. And for a
+    convolution with groups, XLA gathers the whole batch on each device.
+
+    So these are computed per device along the axes of the batch. Where other axes could
+    split a spatial dim while some split nothing, spatial dims are gathered first.
+- To split a dim that does not divide, XLA pads it. If the updates of a scatter are split so,
+    on a mesh with an axis that splits nothing, it scatters the padding, too, into row 0.
+
+    So these are padded here, with updates that change nothing.
+
+Where XLA would be right, the program stays as it is, or moves no more than before. Each guard
+can go when XLA is mended.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from ...sharding._mesh import batch_axes
+from ._jaxprs import call_equation, map_jaxprs_in, open_jaxpr
+
+_ANY = PartitionSpec.UNCONSTRAINED
+_SCATTERS = {f"scatter-{kind}" for kind in ("add", "sub", "mul", "min", "max")}
+#: Their jaxprs are kernels.
+_KERNELS = {"pallas_call", "custom_partitioning"}
+
+
+class _Place:
+    """A mesh that code runs on. If the code is per device along some axes, they are Manual.
+
+    - `sizes`: the sizes of the axes that XLA may split arrays over.
+    - `rows`: those of them that split the batch.
+    - `shards`: the number of parts of a batch.
+    - `devices`: the number of parts that an array may have.
+    """
+
+    def __init__(self, mesh: Mesh | AbstractMesh):
+        manual = mesh.abstract_mesh.manual_axes
+        self.mesh = mesh
+        self.sizes = {x: n for x, n in mesh.shape.items() if n > 1 and x not in manual}
+        self.rows = tuple(axis for axis in batch_axes(mesh) if axis in self.sizes)
+        self.shards = math.prod(self.sizes[axis] for axis in self.rows)
+        self.devices = math.prod(self.sizes.values())
+
+    def constrain(self, x: Array, spec: Sequence[Any]) -> Array:
+        """Keep the dims with `None` in a spec whole; XLA may split the others."""
+        place: Any = PartitionSpec(*spec)
+        if isinstance(self.mesh, Mesh):
+            place = NamedSharding(self.mesh, place)
+        return jax.lax.with_sharding_constraint(x, place)
+
+
+def guard_partitioner(jaxpr: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """Rewrite an open jaxpr.
+
+    **Arguments:**
+
+    - `jaxpr`: without types of Explicit axes.
+    - `mesh`: what it runs on: in per-device code, the mesh in context.
+    """
+    place = _Place(mesh)
+    if not place.sizes:
+        return jaxpr
+    return jaxpr.replace(eqns=[_rewrite(eqn, place) for eqn in jaxpr.eqns])
+
+
+def _rewrite(eqn: Any, place: _Place) -> Any:
+    name, params, mesh = eqn.primitive.name, eqn.params, place.mesh
+    if name in _KERNELS:
+        return eqn
+    if name == "conv_general_dilated":
+        return _guard_convolution(eqn, place)
+    if name in _SCATTERS:
+        return _guard_scatter(eqn, place)
+    if name == "shard_map":
+        inside = open_jaxpr(params["jaxpr"]).eqns
+        mesh = inside[0].ctx.cur_abstract_mesh if inside else mesh
+    return eqn.replace(params=map_jaxprs_in(partial(guard_partitioner, mesh=mesh), params))
+
+
+def _call(fn: Any, eqn: Any, place: _Place) -> Any:
+    """An equation that calls a function in place of another, on the same mesh."""
+    with jax.sharding.use_abstract_mesh(place.mesh.abstract_mesh):
+        new = call_equation(fn, eqn)
+    if new is eqn:
+        raise TypeError(f"{eqn.primitive} with a guard returns arrays of other types")
+    return new
+
+
+def _guard_scatter(eqn: Any, place: _Place) -> Any:
+    params, update = eqn.params, eqn.invars[2].aval
+    dims = params["dimension_numbers"]
+    # The last dim has the numbers of one index. Those that are dims of both operands, as of
+    # `jnp.take_along_axis`, are no scatter.
+    *sizes, _ = eqn.invars[1].aval.shape
+    # The first of several dims has the rows, which other axes do not split.
+    counts = [place.shards if len(sizes) > 1 else place.devices]
+    counts += [place.devices] * len(sizes)
+    more = [
+        0 if dim in dims.scatter_indices_batching_dims else -size % count
+        for dim, (size, count) in enumerate(zip(sizes, counts))
+    ]
+    # Along one axis alone, XLA scatters no padding.
+    if len(place.sizes) == 1 or not any(more) or not update.size:
+        return eqn
+    of_update = [d for d in range(update.ndim) if d not in dims.update_window_dims]
+    neutral = _neutral(eqn.primitive.name, update.dtype)
+
+    def scatter(x: Array, indices: Array, updates: Array) -> Array:
+        indices = _pad(indices, 0, dict(enumerate(more)))
+        updates = _pad(updates, neutral, dict(zip(of_update, more, strict=True)))
+        promises = {"unique_indices": False, "indices_are_sorted": False}
+        return eqn.primitive.bind(x, indices, updates, **params | promises)
+
+    return _call(scatter, eqn, place)
+
+
+def _pad(x: Array, value: Any, more: Mapping[int, int]) -> Array:
+    """Add entries at the end of some dims."""
+    pads = [(0, more.get(dim, 0), 0) for dim in range(x.ndim)]
+    return jax.lax.pad(x, jnp.full((), value, x.dtype), pads)
+
+
+def _neutral(scatter: str, dtype: Any) -> Any:
+    """The update that changes nothing."""
+    if scatter in ("scatter-min", "scatter-max"):
+        is_float = jnp.issubdtype(dtype, jnp.floating)
+        if is_float:
+            return jnp.inf if scatter == "scatter-min" else -jnp.inf
+        limits = jnp.iinfo(dtype)
+        return limits.max if scatter == "scatter-min" else limits.min
+    return 1 if scatter == "scatter-mul" else 0
+
+
+class _Split(NamedTuple):
+    """How the devices along the axes of the batch share a convolution.
+
+    - `lhs`, `rhs`, `out`: the dims of its inputs and its result that are split; `None` for
+        none.
+    - `params`: those of the convolution on each device.
+    - `sums`: whether the devices have parts of a sum.
+    """
+
+    lhs: int | None
+    rhs: int | None
+    out: int | None
+    params: dict[str, Any]
+    sums: bool = False
+
+
+def _guard_convolution(eqn: Any, place: _Place) -> Any:
+    params, (lhs, rhs) = eqn.params, (x.aval.shape for x in eqn.invars)
+    dims = params["dimension_numbers"]
+    # The examples are the first dim here. The gradient of a weight sums over them.
+    keeps_examples = dims.lhs_spec[0] == dims.out_spec[0] == 0
+    has_groups = params["feature_group_count"] * params["batch_group_count"] > 1
+    has_others = len(place.sizes) > max(len(place.rows), 1)
+    if not has_groups and (keeps_examples or not has_others):
+        return eqn
+    split = _find_split(lhs, rhs, params, keeps_examples, place.shards)
+    if split is None and keeps_examples:
+        return eqn
+
+    def convolve(lhs: Array, rhs: Array, place: _Place, params: dict[str, Any]) -> Array:
+        # Along one axis, XLA splits spatial dims rightly.
+        if not keeps_examples and len(place.sizes) > 1:
+            lhs = place.constrain(lhs, _whole_window(dims.lhs_spec))
+            rhs = place.constrain(rhs, _whole_window(dims.rhs_spec))
+        return jax.lax.conv_general_dilated_p.bind(lhs, rhs, **params)
+
+    def per_device(lhs: Array, rhs: Array) -> Array:
+        inside = _Place(jax.sharding.get_abstract_mesh())
+        out = convolve(lhs, rhs, inside, split.params)
+        return out[None] if split.sums else out
+
+    def run(lhs: Array, rhs: Array) -> Array:
+        if not place.rows:
+            return convolve(lhs, rhs, place, params)
+        specs = [_split_at(dim, place.rows) for dim in split[:3]]
+        mapped = jax.shard_map(
+            per_device,
+            mesh=place.mesh if isinstance(place.mesh, Mesh) else None,
+            in_specs=(specs[0], specs[1]),
+            out_specs=specs[2],
+            axis_names={*place.rows},
+            # Its operands are of arrays that are split in other ways, or not at all.
+            check_vma=False,
+        )
+        out = mapped(lhs, rhs)
+        return jax.lax.reduce_sum(out, (0,)) if split.sums else out
+
+    split = split or _Split(None, None, None, params)
+    return _call(run, eqn, place)
+
+
+def _find_split(
+    lhs: Sequence[int],
+    rhs: Sequence[int],
+    params: dict[str, Any],
+    keeps_examples: bool,
+    shards: int,
+) -> _Split | None:
+    """Split the examples; else the groups, which may be the examples, as of `jax.vmap`."""
+    lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
+    features, batches = params["feature_group_count"], params["batch_group_count"]
+    if keeps_examples and batches == 1 and lhs[lhs_spec[0]] % shards == 0:
+        return _Split(lhs_spec[0], None, out_spec[0], params)
+    if not keeps_examples and features == 1 and lhs[lhs_spec[1]] % shards == 0:
+        return _Split(lhs_spec[1], rhs_spec[1], 0, params, sums=True)
+    for kind, count, dim in (("feature", features, 1), ("batch", batches, 0)):
+        if count > 1 and count % shards == 0:
+            fewer = params | {f"{kind}_group_count": count // shards}
+            return _Split(lhs_spec[dim], rhs_spec[0], out_spec[1], fewer)
+    return None
+
+
+def _split_at(dim: int | None, axes: tuple[str, ...]) -> PartitionSpec:
+    return PartitionSpec() if dim is None else PartitionSpec(*[None] * dim, axes)
+
+
+def _whole_window(spec: Sequence[int]) -> list[Any]:
+    """Spatial dims whole."""
+    return [_ANY if dim in spec[:2] else None for dim in range(len(spec))]
