@@ -9,7 +9,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ..sharding._explicit import auto_mesh, computing_on_auto, is_explicit, to_auto, to_explicit
+from ..sharding._explicit import (
+    auto_mesh,
+    computing_on_auto,
+    is_explicit,
+    to_auto,
+    to_explicit,
+)
 from ..sharding._mesh import is_on_cpus
 from ..sharding._placement import broadcast_prefix
 from ._donation import any_donated

@@ -1,22 +1,23 @@
 """`guard_partitioner`: programs that XLA would split over a mesh wrongly, split rightly.
 
 Plain `jax.jit` has these faults, on CPUs and on GPUs (seen with JAX 0.10.2 and 0.12.0; the
-page "What XLA gets wrong" has their reports):
+page "What XLA gets wrong" has the reports):
 
 - The gradient of a convolution's weight is a sum over the examples and the spatial dims. If
-    the convolution has groups, or a spatial dim is split, XLA also sums over the axes of the
-    mesh that split nothing, so the gradient comes out times their size. And for a
-    convolution with groups, XLA gathers the whole batch on each device.
+    the convolution has groups, or a spatial dim is split, XLA sums it over the axes of the
+    mesh that split nothing, too: the gradient comes out times their size. And for a
+    convolution with groups, each device gathers the whole batch.
 
-    So these are computed per device along the axes of the batch. Where other axes could
-    split a spatial dim while some split nothing, spatial dims are gathered first.
-- To split a dim that does not divide, XLA pads it. If the updates of a scatter are split so,
-    on a mesh with an axis that splits nothing, it scatters the padding, too, into row 0.
+    So these are computed per device along the axes of the batch. Where other axes may split
+    a spatial dim while some split nothing, spatial dims are gathered first.
+- To split a dim that does not divide, XLA pads it. On a mesh with an axis that splits
+    nothing, it scatters the padding of a scatter's updates, too, into row 0. On other meshes
+    it may abort (gradients of sorts of rows).
 
     So these are padded here, with updates that change nothing.
 
-Where XLA would be right, the program stays as it is, or moves no more than before. Each guard
-can go when XLA is mended.
+Where XLA would be right, the program stays as it is, or sends no more than before. Each
+guard can go when XLA is mended.
 """
 
 import math
@@ -106,15 +107,15 @@ def _guard_scatter(eqn: Any, place: _Place) -> Any:
     # The last dim has the numbers of one index. Those that are dims of both operands, as of
     # `jnp.take_along_axis`, are no scatter.
     *sizes, _ = eqn.invars[1].aval.shape
-    # The first of several dims has the rows, which other axes do not split.
+    # The first of several dims has the rows, which only the axes of the batch split.
     counts = [place.shards if len(sizes) > 1 else place.devices]
-    counts += [place.devices] * len(sizes)
+    counts += [place.devices if place.devices > place.shards else 1] * len(sizes)
+    whole = dims.scatter_indices_batching_dims
     more = [
-        0 if dim in dims.scatter_indices_batching_dims else -size % count
+        0 if size == 1 or dim in whole else -size % count
         for dim, (size, count) in enumerate(zip(sizes, counts))
     ]
-    # Along one axis alone, XLA scatters no padding.
-    if len(place.sizes) == 1 or not any(more) or not update.size:
+    if not any(more) or not update.size:
         return eqn
     of_update = [d for d in range(update.ndim) if d not in dims.update_window_dims]
     neutral = _neutral(eqn.primitive.name, update.dtype)
@@ -162,17 +163,20 @@ class _Split(NamedTuple):
 
 
 def _guard_convolution(eqn: Any, place: _Place) -> Any:
-    params, (lhs, rhs) = eqn.params, (x.aval.shape for x in eqn.invars)
+    params, lhs = eqn.params, eqn.invars[0].aval.shape
     dims = params["dimension_numbers"]
-    # The examples are the first dim here. The gradient of a weight sums over them.
+    # Examples are the first dim in the usual layouts, and gradients of weights sum them.
     keeps_examples = dims.lhs_spec[0] == dims.out_spec[0] == 0
+    sums_examples = dims.lhs_spec[1] == dims.rhs_spec[1] == 0
     has_groups = params["feature_group_count"] * params["batch_group_count"] > 1
     has_others = len(place.sizes) > max(len(place.rows), 1)
     if not has_groups and (keeps_examples or not has_others):
         return eqn
-    split = _find_split(lhs, rhs, params, keeps_examples, place.shards)
+    split = _find_split(lhs, params, keeps_examples, sums_examples, place.shards)
     if split is None and keeps_examples:
         return eqn
+    if split is None and has_groups:
+        split = _Split(None, None, None, params)
 
     def convolve(lhs: Array, rhs: Array, place: _Place, params: dict[str, Any]) -> Array:
         # Along one axis, XLA splits spatial dims rightly.
@@ -181,36 +185,36 @@ def _guard_convolution(eqn: Any, place: _Place) -> Any:
             rhs = place.constrain(rhs, _whole_window(dims.rhs_spec))
         return jax.lax.conv_general_dilated_p.bind(lhs, rhs, **params)
 
+    if split is None or not place.rows:
+        return _call(partial(convolve, place=place, params=params), eqn, place)
+
     def per_device(lhs: Array, rhs: Array) -> Array:
         inside = _Place(jax.sharding.get_abstract_mesh())
         out = convolve(lhs, rhs, inside, split.params)
         return out[None] if split.sums else out
 
     def run(lhs: Array, rhs: Array) -> Array:
-        if not place.rows:
-            return convolve(lhs, rhs, place, params)
-        specs = [_split_at(dim, place.rows) for dim in split[:3]]
-        mapped = jax.shard_map(
+        lhs_spec, rhs_spec, out_spec = (_split_at(dim, place.rows) for dim in split[:3])
+        out = jax.shard_map(
             per_device,
             mesh=place.mesh if isinstance(place.mesh, Mesh) else None,
-            in_specs=(specs[0], specs[1]),
-            out_specs=specs[2],
+            in_specs=(lhs_spec, rhs_spec),
+            out_specs=out_spec,
+            # Other axes are left to XLA.
             axis_names={*place.rows},
-            # Its operands are of arrays that are split in other ways, or not at all.
             check_vma=False,
-        )
-        out = mapped(lhs, rhs)
+        )(lhs, rhs)
+        # Left to XLA, too, which need not send all of a sum to all devices.
         return jax.lax.reduce_sum(out, (0,)) if split.sums else out
 
-    split = split or _Split(None, None, None, params)
     return _call(run, eqn, place)
 
 
 def _find_split(
     lhs: Sequence[int],
-    rhs: Sequence[int],
     params: dict[str, Any],
     keeps_examples: bool,
+    sums_examples: bool,
     shards: int,
 ) -> _Split | None:
     """Split the examples; else the groups, which may be the examples, as of `jax.vmap`."""
@@ -218,7 +222,7 @@ def _find_split(
     features, batches = params["feature_group_count"], params["batch_group_count"]
     if keeps_examples and batches == 1 and lhs[lhs_spec[0]] % shards == 0:
         return _Split(lhs_spec[0], None, out_spec[0], params)
-    if not keeps_examples and features == 1 and lhs[lhs_spec[1]] % shards == 0:
+    if sums_examples and features == 1 and lhs[lhs_spec[1]] % shards == 0:
         return _Split(lhs_spec[1], rhs_spec[1], 0, params, sums=True)
     for kind, count, dim in (("feature", features, 1), ("batch", batches, 0)):
         if count > 1 and count % shards == 0:
