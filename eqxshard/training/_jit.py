@@ -20,7 +20,7 @@ from ..sharding._mesh import is_on_cpus
 from ..sharding._placement import broadcast_prefix
 from ._donation import any_donated
 from .rewrite._checks import Checks, Errors, collect_checks
-from .rewrite._convolutions import fast_convolutions
+from .rewrite._convolutions import fast_convolution, fast_convolutions
 from .rewrite._guards import guard_partitioner
 from .rewrite._jaxprs import map_jaxpr
 from .rewrite._rewrite import is_rewriting, run_rewritten
@@ -84,7 +84,9 @@ def jit_on(
         def rewrite(jaxpr: Any) -> Any:
             if is_explicit(mesh):
                 jaxpr = erase_types(jaxpr)
-            jaxpr = map_jaxpr(ft.partial(guard_partitioner, mesh=auto_mesh(mesh)), jaxpr)
+            convolve = fast_convolution if on_cpu else jax.lax.conv_general_dilated_p.bind
+            guard = ft.partial(guard_partitioner, mesh=auto_mesh(mesh), convolve=convolve)
+            jaxpr = map_jaxpr(guard, jaxpr)
             if on_cpu:
                 jaxpr = map_jaxpr(fast_convolutions, jaxpr)
             return collect_checks(jaxpr, errors)

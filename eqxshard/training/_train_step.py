@@ -48,10 +48,10 @@ def make_train_step(
     batch are gathered where they are used, and their gradients are reduced back to where
     they are stored.
 
-    Before it is compiled, the step is rewritten where XLA would do badly: convolutions on
-    CPUs, gradients of embedding tables, sums of 16-bit gradients over devices, updates that
-    need whole matrices, and checks by `equinox.error_if`. Apart from rounding, that changes
-    nothing. `EQXSHARD_REWRITE=off` in the environment turns it off; a check that fails on
+    Before it is compiled, the step is rewritten where XLA would do badly or wrongly:
+    convolutions, scatters, gradients of embedding tables, sums of 16-bit gradients over
+    devices, updates that need whole matrices, and checks by `equinox.error_if`. Apart from
+    rounding, that changes nothing. `EQXSHARD_REWRITE=off` in the environment turns it off; a check that fails on
     several devices then never returns.
 
     **Arguments:**

@@ -54,7 +54,7 @@ def _rewrite(eqn: Any, made_by: Mapping[Any, Any]) -> Any:
     if not all(_is_plain(x.aval) for x in (*eqn.invars, *eqn.outvars)):
         return eqn
     if name == "conv_general_dilated":
-        fn = _weight_gradient if _is_weight_gradient(eqn) else _convolution
+        fn = _weight_gradient if _is_weight_gradient(eqn) else fast_convolution
         return call_equation(partial(fn, **params), eqn)
     if name == "reduce_window_sum":
         return _fast_pool(eqn, made_by)
@@ -77,7 +77,9 @@ def _restore_order(x: Array, spec: Sequence[int]) -> Array:
     return jnp.transpose(x, [order.index(dim) for dim in range(x.ndim)])
 
 
-def _convolution(lhs: Array, rhs: Array, *, dimension_numbers: Any, **params: Any) -> Array:
+def fast_convolution(
+    lhs: Array, rhs: Array, *, dimension_numbers: Any, **params: Any
+) -> Array:
     """A convolution of (batch, ..., in) with (..., in, out) to (batch, ..., out)."""
     lhs_spec, rhs_spec, out_spec = dimension_numbers
     lhs = _channels_last(lhs, lhs_spec)

@@ -11,8 +11,8 @@ page "What XLA gets wrong" has the reports):
     So these are computed per device along the axes of the batch. Where other axes may split
     a spatial dim while some split nothing, spatial dims are gathered first.
 - To split a dim that does not divide, XLA pads it. On a mesh with an axis that splits
-    nothing, it scatters the padding of a scatter's updates, too, into row 0. On other meshes
-    it may abort (gradients of sorts of rows).
+    nothing, it scatters the padding of a scatter's updates, too, into row 0. On others it
+    may abort (gradients of sorts of rows).
 
     So these are padded here, with updates that change nothing.
 
@@ -21,7 +21,7 @@ guard can go when XLA is mended.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from ...sharding._mesh import batch_axes
-from ._jaxprs import call_equation, map_jaxprs_in, open_jaxpr
+from ._jaxprs import call_function, map_jaxprs_in, open_jaxpr
 
 _ANY = PartitionSpec.UNCONSTRAINED
 _SCATTERS = {f"scatter-{kind}" for kind in ("add", "sub", "mul", "min", "max")}
@@ -39,18 +39,23 @@ _SCATTERS = {f"scatter-{kind}" for kind in ("add", "sub", "mul", "min", "max")}
 _KERNELS = {"pallas_call", "custom_partitioning"}
 
 
+#: The convolution of two arrays, by the parameters of an equation.
+_Convolve = Callable[..., Array]
+
+
 class _Place:
     """A mesh that code runs on. If the code is per device along some axes, they are Manual.
 
+    - `convolve`: how to convolve on its devices.
     - `sizes`: the sizes of the axes that XLA may split arrays over.
     - `rows`: those of them that split the batch.
     - `shards`: the number of parts of a batch.
     - `devices`: the number of parts that an array may have.
     """
 
-    def __init__(self, mesh: Mesh | AbstractMesh):
+    def __init__(self, mesh: Mesh | AbstractMesh, convolve: _Convolve):
         manual = mesh.abstract_mesh.manual_axes
-        self.mesh = mesh
+        self.mesh, self.convolve = mesh, convolve
         self.sizes = {x: n for x, n in mesh.shape.items() if n > 1 and x not in manual}
         self.rows = tuple(axis for axis in batch_axes(mesh) if axis in self.sizes)
         self.shards = math.prod(self.sizes[axis] for axis in self.rows)
@@ -64,15 +69,16 @@ class _Place:
         return jax.lax.with_sharding_constraint(x, place)
 
 
-def guard_partitioner(jaxpr: Any, mesh: Mesh | AbstractMesh) -> Any:
+def guard_partitioner(jaxpr: Any, mesh: Mesh | AbstractMesh, convolve: _Convolve) -> Any:
     """Rewrite an open jaxpr.
 
     **Arguments:**
 
     - `jaxpr`: without types of Explicit axes.
     - `mesh`: what it runs on: in per-device code, the mesh in context.
+    - `convolve`: how to convolve there, from two arrays and the parameters of an equation.
     """
-    place = _Place(mesh)
+    place = _Place(mesh, convolve)
     if not place.sizes:
         return jaxpr
     return jaxpr.replace(eqns=[_rewrite(eqn, place) for eqn in jaxpr.eqns])
@@ -89,16 +95,15 @@ def _rewrite(eqn: Any, place: _Place) -> Any:
     if name == "shard_map":
         inside = open_jaxpr(params["jaxpr"]).eqns
         mesh = inside[0].ctx.cur_abstract_mesh if inside else mesh
-    return eqn.replace(params=map_jaxprs_in(partial(guard_partitioner, mesh=mesh), params))
+    guard = partial(guard_partitioner, mesh=mesh, convolve=place.convolve)
+    return eqn.replace(params=map_jaxprs_in(guard, params))
 
 
 def _call(fn: Any, eqn: Any, place: _Place) -> Any:
     """An equation that calls a function in place of another, on the same mesh."""
     with jax.sharding.use_abstract_mesh(place.mesh.abstract_mesh):
-        new = call_equation(fn, eqn)
-    if new is eqn:
-        raise TypeError(f"{eqn.primitive} with a guard returns arrays of other types")
-    return new
+        call = call_function(fn, eqn.invars)
+    return call.replace(outvars=eqn.outvars, source_info=eqn.source_info, ctx=eqn.ctx)
 
 
 def _guard_scatter(eqn: Any, place: _Place) -> Any:
@@ -183,13 +188,13 @@ def _guard_convolution(eqn: Any, place: _Place) -> Any:
         if not keeps_examples and len(place.sizes) > 1:
             lhs = place.constrain(lhs, _whole_window(dims.lhs_spec))
             rhs = place.constrain(rhs, _whole_window(dims.rhs_spec))
-        return jax.lax.conv_general_dilated_p.bind(lhs, rhs, **params)
+        return place.convolve(lhs, rhs, **params)
 
     if split is None or not place.rows:
         return _call(partial(convolve, place=place, params=params), eqn, place)
 
     def per_device(lhs: Array, rhs: Array) -> Array:
-        inside = _Place(jax.sharding.get_abstract_mesh())
+        inside = _Place(jax.sharding.get_abstract_mesh(), place.convolve)
         out = convolve(lhs, rhs, inside, split.params)
         return out[None] if split.sums else out
 
