@@ -289,7 +289,7 @@ def test_a_recipe_is_planned_as_the_page_says(command, tmp_path):
 
 
 #: Accuracies, losses and speeds: the page has them from the real images.
-_MEASURED = re.compile(r"(?<=loss )[\d.]+|(?<=accuracy )[\d.]+|[\d.,]+(?= \w+/s|s/epoch)")
+_MEASURED = re.compile(r"(?<=loss )[\d.]+|(?<=accuracy )[\d.]+|[\d.,]+(?= \w+/(?:s|epoch))")
 
 
 def check_printed(shown, printed):
@@ -305,7 +305,7 @@ def check_printed(shown, printed):
 def test_a_killed_run_goes_on_as_the_readme_shows(tmp_path):
     """And ends with the accuracy of one that was never killed."""
     shown = [b for b in blocks(ROOT / "README.md", "bash") if b.output is not None]
-    before, after = (block.output for block in shown)
+    before, after = (block.output or "" for block in shown)
     killed, resumed = (
         [sys.executable, "-u", *shlex.split(block.text.replace("\\\n", ""))[1:]]
         for block in shown
