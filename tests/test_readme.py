@@ -12,18 +12,22 @@ are those in `docs/pictures`, which the page shows below the code.
 import ast
 import doctest
 import importlib.util
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import textwrap
+import time
 import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from grades import on_versions
+from process_helpers import finished, read_until, started
 
 import eqxshard
 
@@ -204,6 +208,15 @@ def test_the_python_of_a_page_runs_and_prints_what_it_shows(page, tmp_path):
             assert drawn.read_text() == shown.read_text(), f"copy {drawn} to {shown}"
 
 
+def test_the_index_lists_every_page():
+    """A forge has no navigation beside the pages."""
+    pages = ROOT / "docs" / "pages"
+    linked = re.findall(r"\]\(([\w./-]+)", (pages / "index.md").read_text())
+    targets = {(pages / link).resolve() for link in linked}
+    every = {*pages.rglob("*.md"), *(ROOT / "docs" / "notebooks").glob("*.ipynb")}
+    assert every - targets == {pages / "index.md"}
+
+
 def test_every_picture_is_drawn_by_one_page():
     drawn = [name for page in PAGES for name in _PICTURE.findall(page.read_text())]
     assert sorted(drawn) == sorted(path.name for path in PICTURES.iterdir())
@@ -273,6 +286,62 @@ def test_a_recipe_is_planned_as_the_page_says(command, tmp_path):
     assert "memory of a device" in done.stdout
     written = {path.name for path in tmp_path.iterdir()} - {"recipes"}
     assert written == {"plan.json"} & set(words)
+
+
+#: Accuracies, losses and speeds: the page has them from the real images.
+_MEASURED = re.compile(r"(?<=loss )[\d.]+|(?<=accuracy )[\d.]+|[\d.,]+(?= \w+/(?:s|epoch))")
+
+
+def check_printed(shown, printed):
+    """Refuse a run's output that is not what a page shows, but for what was measured."""
+    text = printed.replace(" | synthetic data", "")
+    text = text[text.index(shown.split(maxsplit=1)[0]) :]
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    check = doctest.OutputChecker().check_output
+    assert check(_MEASURED.sub("0", shown), _MEASURED.sub("0", text), flags), printed
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_as_the_readme_shows(tmp_path):
+    """And ends with the accuracy of one that was never killed."""
+    shown = [b for b in blocks(ROOT / "README.md", "bash") if b.output is not None]
+    before, after = (block.output or "" for block in shown)
+    killed, resumed = (
+        [sys.executable, "-u", *shlex.split(block.text.replace("\\\n", ""))[1:]]
+        for block in shown
+    )
+    where = killed.index("--output") + 1
+    output, killed[where] = killed[where], str(tmp_path / "run")
+    resumed[resumed.index(output)] = killed[where]
+    whole = [*resumed[:-1], "--output", str(tmp_path / "whole")]
+    assert resumed[-1] == "--resume"
+    flags = ["--data", "synthetic"]
+    together = {"cwd": ROOT, "env": environment(), "stderr": subprocess.STDOUT}
+
+    with started([*killed, *flags], **together) as process:
+        steps = re.findall(r"step (\d+)/", before)
+        lines = read_until(process, process.stdout, f"step {steps[-1]}/")
+        lines += read_until(process, process.stdout, f"step {steps[-1]}/")
+        kept = tmp_path / "run" / "checkpoints"
+        while not (kept / steps[-1] / "checksums.txt").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+    check_printed(before, "".join(lines))
+    for later in kept.glob("[0-9]*"):
+        # Of a run that was not killed at once.
+        if int(later.name) > int(steps[-1]):
+            shutil.rmtree(later)
+
+    status, out, _ = finished([*resumed, *flags], **together)
+    assert status == 0, out
+    check_printed(after, out)
+    status, out, _ = finished([*whole, *flags], **together)
+    assert status == 0, out
+    went_on, never_killed = (
+        json.loads((tmp_path / name / "summary.json").read_text())["test_accuracy"]
+        for name in ("run", "whole")
+    )
+    assert went_on == pytest.approx(never_killed, abs=0.01)
 
 
 PAGES_WITH_FILES = [page for page in PAGES if files(page)]
