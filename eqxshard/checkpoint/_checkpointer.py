@@ -394,7 +394,8 @@ class Checkpointer:
 
         - `state`: a state, or a PyTree of several at the same step, such as a dict. Not
             donated here; it may be donated as soon as this returns.
-        - `loader`: the [`eqxshard.Loader`][], for its position.
+        - `loader`: the [`eqxshard.Loader`][], for its position, `loader.state()`: that of
+            the batch after the last one that was read, however many a step takes.
         - `metrics`: the metrics of this state, for `best`.
         - `callbacks`: what the run's callbacks need to continue, as JSON values.
 

@@ -49,8 +49,7 @@ def describe(
         "step": step,
         # JSON has no infinity and no nan.
         "metrics": {k: float(v) for k, v in metrics.items() if math.isfinite(v)},
-        # The step's position, whatever else the loader was used for.
-        "loader": {**loader.state(), "step": step} if hasattr(loader, "state") else None,
+        "loader": dict(loader.state()) if hasattr(loader, "state") else None,
         "mesh": dict(meshes[0]) if meshes else {},
         "leaves": {path: array_metadata(leaf) for path, leaf in leaves.items()},
         "callbacks": dict(callbacks),

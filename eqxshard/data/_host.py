@@ -14,12 +14,19 @@ import numpy as np
 from jax.sharding import Sharding
 from jaxtyping import Bool, Int
 
+from ..sharding._leaves import check_dtypes
 from ..sharding._text import first_few
 from ._buckets import BucketBatch, Buckets, Span, stack_rows
 from ._samplers import Order
-from ._sources import Source
+from ._sources import ArraySource, Source, copied
 from ._steps import Steps
 from ._weights import WEIGHT, check_weights
+
+#: For errors about batches of one graph, whose nodes and edges differ in number.
+GRAPHS = (
+    "for graphs, such as those of jraph: pad each to the same numbers of nodes and edges, "
+    "stack them, and use jax.vmap in the loss"
+)
 
 
 @dataclass(frozen=True)
@@ -159,8 +166,7 @@ class HostBatches:
     def _gather(self, steps: range) -> list[dict[str, np.ndarray]]:
         size = len(self.positions)
         padded, real = self.padded(steps, self.positions)
-        arrays = self.source.gather(padded.reshape(-1))
-        arrays = _checked("the source's gather", arrays, padded.size)
+        arrays = self._read(padded.reshape(-1))
         return [
             self._finish(
                 {name: array[i * size : (i + 1) * size] for name, array in arrays.items()},
@@ -175,7 +181,7 @@ class HostBatches:
         """A batch of all processes without its values, for which one example is read."""
         step = self.steps.last.first
         longest = None if self.buckets is None else self.buckets.boundaries[-1]
-        arrays = _checked("the source's gather", self.source.gather(np.zeros(1, int)), 1)
+        arrays = self._read(np.zeros(1, int))
         generators = self._generators(step)[:1]
         # As of padding, which has a weight.
         arrays = self._finish(arrays, np.zeros(1, bool), generators, longest)
@@ -192,9 +198,15 @@ class HostBatches:
     def everything(self) -> dict[str, np.ndarray]:
         """All the examples of the source, in its order."""
         count = len(self.source)
-        arrays = self.source.gather(np.arange(count))
-        arrays = _checked("the source's gather", arrays, count)
+        arrays = self._read(np.arange(count))
         return self._finish(arrays, np.ones(count, bool), [])
+
+    def _read(self, indices: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
+        """The examples at some indices, in memory that nothing else refers to."""
+        arrays = _checked("the source's gather", self.source.gather(indices), len(indices))
+        if type(self.source) is ArraySource:
+            return arrays
+        return {name: copied(array) for name, array in arrays.items()}
 
     def _finish(
         self,
@@ -206,13 +218,20 @@ class HostBatches:
         size = len(real)
         if self.buckets is not None and length is not None:
             arrays = self.buckets.pad(arrays, length)
-        if isinstance(self.transform, RandomTransform):
-            arrays = self.transform.fn(arrays, generators)
-        elif self.transform is not None:
-            arrays = self.transform(arrays)
-        arrays = _checked("the transform", arrays, size)
+        if self.transform is not None:
+            ours = dict(arrays)
+            if isinstance(self.transform, RandomTransform):
+                made = self.transform.fn(arrays, generators)
+            else:
+                made = self.transform(arrays)
+            # The transform may have made the others in memory that it uses again.
+            arrays = {
+                name: array if array is ours.get(name) else copied(array)
+                for name, array in _checked("the transform", made, size).items()
+            }
         _check_not_ragged(arrays)
-        check_dtypes(arrays, "use a transform that converts it to numbers, or drops it")
+        named = ((repr(name), array) for name, array in arrays.items())
+        check_dtypes(named, "use a transform that converts it to numbers, or drops it")
         # Full batches without weights of their own share some on the devices.
         if self.pads and not (real.all() and WEIGHT not in arrays):
             weight = arrays.get(WEIGHT, np.ones(size, np.float32))
@@ -232,16 +251,6 @@ class HostBatches:
         epoch, start, _, _ = self.span(step)
         places = (start + self.positions).tolist()
         return [np.random.default_rng([self.order.seed, epoch, place]) for place in places]
-
-
-def check_dtypes(arrays: Mapping[str, np.ndarray], remedy: str) -> None:
-    """Raise `TypeError` for what devices cannot hold: strings, None, ragged rows."""
-    for name, array in arrays.items():
-        # Structured arrays are np.void; bfloat16, whose kind is the same, is not.
-        if array.dtype.kind in "OSUMm" or issubclass(array.dtype.type, np.void):
-            raise TypeError(
-                f"{name!r} is of type {array.dtype}, which devices cannot hold; {remedy}."
-            )
 
 
 def check_integers(arrays: Mapping[str, np.ndarray]) -> None:
@@ -273,7 +282,7 @@ def _checked(who: str, arrays: Any, count: int) -> dict[str, np.ndarray]:
         if array.shape[:1] != (count,):
             raise ValueError(
                 f"{who} returned {name!r} of shape {array.shape} for {count} rows; "
-                "return that many rows in each entry."
+                f"return that many rows in each entry ({GRAPHS})."
             )
     return found
 

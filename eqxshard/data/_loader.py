@@ -59,7 +59,8 @@ class Loader:
     epochs, and without a `sampler` no example comes twice in an epoch.
 
     Several iterators of one loader are independent: each starts at the loader's position
-    when it is made, and the loader's position is that of the last one to advance.
+    when it is made, and the loader's position is that of the last one to advance: of the
+    batch after the one that it gave, whatever was gathered ahead.
 
     **Arguments:**
 
@@ -78,9 +79,10 @@ class Loader:
         to 0); `"drop"` leaves the examples out; `"error"` raises at once. If it divides,
         no batch gets a `"__weight__"`.
     - `transform`: called with a dict of NumPy arrays, the rows of a batch that this
-        process holds; returns one with the same number of rows, which must not change
-        afterwards. It runs in the loader's thread, or in its workers. An
-        [`eqxshard.data.RandomTransform`][] also gets a random generator for each row.
+        process holds; returns one with the same number of rows. It may write into the
+        arrays that it gets, and use its own again. It runs in the loader's thread, or in
+        its workers. An [`eqxshard.data.RandomTransform`][] also gets a random generator
+        for each row.
     - `prefetch`: how many batches to gather ahead. Small batches are gathered several at
         a time if there is no `transform`, so a few more may be. With 0, each batch is
         gathered on demand, without a thread.

@@ -34,6 +34,9 @@ class RecordSource:
     the examples of a batch differ in their names or shapes, but for the first dim of an
     entry: then it is ragged, for [`eqxshard.data.Buckets`][] or a transform to pad.
 
+    Several examples are read before a batch is made of them, so each needs arrays of its
+    own: the records and `decode` must not use theirs again.
+
     !!! Example
 
         ```python

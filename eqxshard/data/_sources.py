@@ -39,8 +39,9 @@ class Source(Protocol):
     def gather(self, indices: Int[np.ndarray, " n"]) -> dict[str, np.ndarray]:
         """The examples at some indices, in that order; indices may repeat.
 
-        It may be called from a thread other than the one that made the source. The arrays
-        that it returns must not change afterwards.
+        It may be called from a thread other than the one that made the source, and from
+        several threads if several iterators are open. The arrays that it returns are
+        copied, so it may use their memory again in the next call.
 
         **Arguments:**
 
@@ -157,6 +158,15 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray | None:
         return None
     memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
     return np.ndarray(shape, dtype, memory, -memory.ctypes.data % _ALIGNMENT)
+
+
+def copied(array: np.ndarray) -> np.ndarray:
+    """A copy in memory that a CPU device of JAX can share, where `_empty` has some."""
+    memory = _empty(array.shape, array.dtype)
+    if memory is None:
+        return array.copy()
+    np.copyto(memory, array)
+    return memory
 
 
 class Mixture:

@@ -13,10 +13,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from ..distributed import assert_same_on_all_processes, spans_processes
+from ..sharding._leaves import check_dtypes
 from ..sharding._mesh import batch_sharding, check_batch_size
 from ._entries import FirstEntries
-from ._host import check_dtypes, check_integers
+from ._host import GRAPHS, check_integers
 from ._pipeline import checked_step, place_rows, positions_on_this_process
+from ._sources import copied
 from ._weights import WEIGHT, check_weights
 
 Batch = Mapping[str, Any]
@@ -136,7 +138,8 @@ class Stream:
                 )
 
     def _place(self, arrays: _Arrays, step: int) -> dict[str, Array]:
-        check_dtypes(arrays, "convert it to numbers, or leave it out")
+        named = ((repr(name), array) for name, array in arrays.items())
+        check_dtypes(named, "convert it to numbers, or leave it out")
         check_integers(arrays)
         self._first.check(arrays, step)
         rows = self._count_rows({n: a.shape for n, a in arrays.items()}, step)
@@ -153,7 +156,7 @@ class Stream:
         if len(ours) > 1 or () in ours:
             raise ValueError(
                 f"the batch of step {step} has the shapes {shapes}; give all arrays of a "
-                "batch the same number of rows."
+                f"batch the same number of rows ({GRAPHS})."
             )
         ((mine,),) = ours
         rows = round(mine / self._share)
@@ -265,7 +268,7 @@ def _copied(batch: Any, step: int) -> _Arrays:
             "of arrays by name, such as {'x': x, 'y': y}."
         )
     # np.array would ask tensors for the copy, which some refuse with a warning.
-    return {name: np.asarray(array).copy() for name, array in batch.items()}
+    return {name: copied(np.asarray(array)) for name, array in batch.items()}
 
 
 def _ahead(

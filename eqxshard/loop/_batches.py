@@ -1,6 +1,8 @@
 """The batches of a run: one for each step, or those of many steps in one dispatch."""
 
-from collections.abc import Callable, Generator, Iterator, Sized
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Mapping, Sized
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import PyTree
@@ -8,6 +10,7 @@ from jaxtyping import PyTree
 from ..data._buckets import BucketBatch
 from ..data._loader import Loader
 from ..data._steps import Steps
+from ..data._stream import Stream
 from ..training._eval_step import EvalStep
 from ..training._train_step import TrainStep
 from ._schedule import Schedule
@@ -39,6 +42,58 @@ def check_loader(loader: Any) -> None:
             f"a {type(loader).__name__} is not a loader; make an eqxshard.Loader, or give "
             "an object with __iter__() and seek(step)."
         )
+
+
+@contextlib.contextmanager
+def read_from_start(loader: Batches) -> Iterator[None]:
+    """Move a loader to its start, and back at the end: an evaluation is no progress."""
+    position = None
+    # One of the user's own has no position that we know of.
+    if isinstance(loader, Loader | Stream):
+        position = loader.state()["step"]
+    loader.seek(0)
+    try:
+        yield
+    finally:
+        if position is not None:
+            loader.seek(position)
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where the loader of `fit`, which reads one batch for each step, is after some steps.
+
+    The loader itself may have given the batch of a step that failed, or others to a
+    callback.
+
+    - `loader`: a loader with `state` and, if it can be restored, `restore`.
+    - `step`: the number of steps taken.
+    """
+
+    loader: Any
+    step: int
+
+    @staticmethod
+    def of(loader: Any, step: int) -> "Position | None":
+        """The position of a loader that has one, for a checkpointer."""
+        return Position(loader, step) if hasattr(loader, "state") else None
+
+    def state(self) -> dict[str, Any]:
+        """The state of the loader before the batch of the next step."""
+        return {**self.loader.state(), "step": self.step}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Check that a saved state is of the same batches, and move the loader there."""
+        saved = state.get("step", self.step)
+        if saved != self.step:
+            raise ValueError(
+                f"the checkpoint of step {self.step} was saved when its loader had given "
+                f"{saved} batches, and fit reads one batch for each step; go on with a "
+                "loop of your own, as the one that saved it, or give fit a checkpointer "
+                f"with another directory, to go on with the batch of step {self.step}."
+            )
+        if hasattr(self.loader, "restore"):
+            self.loader.restore(state)
 
 
 def steps_of(loader: Any) -> Steps | None:
@@ -90,5 +145,7 @@ def _single_batches(loader: Batches, last: int) -> Dispatches:
 def _resident_batches(loader: Any, step: int, schedule: Schedule) -> Dispatches:
     while True:
         count = schedule.steps_until_due(step)
+        # A callback may have read it.
+        loader.seek(step)
         yield count, loader.stacked(count, capacity=schedule.longest_chunk)
         step += count

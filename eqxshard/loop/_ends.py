@@ -19,6 +19,7 @@ from ..training._donation import any_donated
 from ..training._memory import is_out_of_memory
 from ..training._step import IN_FLIGHT
 from ..training._train_step import TrainStep
+from ._batches import Position
 from ._callbacks import CallbackList
 from ._loop import Loop
 from ._report import shown
@@ -43,8 +44,9 @@ def save(loop: Loop, callbacks: CallbackList, checkpointer: Checkpointer) -> Non
     # Those of an earlier step are not this state's.
     metrics = numbers(shown(loop.report.values)) if loop.report.step == loop.step else {}
     with loop.clock.phase("checkpoint", f"the checkpoint of step {loop.step}"):
+        position = Position.of(loop.loader, loop.step)
         checkpointer.save(
-            loop.state, loader=loop.loader, metrics=metrics, callbacks=callbacks.state()
+            loop.state, loader=position, metrics=metrics, callbacks=callbacks.state()
         )
     loop.saved, loop.save_requested = loop.step, False
 

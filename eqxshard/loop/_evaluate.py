@@ -31,7 +31,7 @@ from ..training._precision import Precision
 from ..training._state import refuse_state, with_state, without_state
 from ..training._step import IN_FLIGHT
 from ..training.rewrite._float8 import with_float8
-from ._batches import Batches, is_resident
+from ._batches import Batches, is_resident, read_from_start
 
 
 @waiting("an evaluation")
@@ -60,8 +60,9 @@ def evaluate(
     if is_resident(loader, eval_step):
         resident: Any = loader
         step: Any = eval_step
-        resident.seek(0)
-        return step.many(model, resident.stacked(len(resident))).compute()
+        with read_from_start(resident):
+            batches = resident.stacked(len(resident))
+        return step.many(model, batches).compute()
     with closing(one_epoch(loader, "evaluate")) as batches:
         parts = [_measure(eval_step, model, batch) for batch in batches]
     return Metrics.stack(parts).compute()
@@ -245,5 +246,5 @@ def one_epoch(loader: Batches, who: str) -> Generator[PyTree, None, None]:
             f"{who} needs a loader with a length, and this {type(loader).__name__} has "
             "none; make an eqxshard.Loader, or add __len__()."
         )
-    loader.seek(0)
-    yield from itertools.islice(loader, len(loader))
+    with read_from_start(loader):
+        yield from itertools.islice(loader, len(loader))

@@ -16,7 +16,14 @@ from ..training._metrics import Metrics
 from ..training._state import map_models, step_of
 from ..training._step import InFlight
 from ..training._train_step import TrainStep
-from ._batches import Batches, check_loader, dispatches_of, length_of, steps_of
+from ._batches import (
+    Batches,
+    Position,
+    check_loader,
+    dispatches_of,
+    length_of,
+    steps_of,
+)
 from ._callbacks import Callback, CallbackList, check_callbacks
 from ._clock import Clock, announced, describe_time, watch
 from ._ends import announce_stop, explain_memory, give_up, rescue, save
@@ -170,7 +177,8 @@ def fit(
         if checkpointer is not None:
             # Whatever ends the run, the save in progress is finished.
             stack.callback(loop.end_save, close=True)
-            called.restore(checkpointer.claim_run(loop.first, loader))
+            position = Position.of(loader, loop.first)
+            called.restore(checkpointer.claim_run(loop.first, position))
             # The batch size may have changed before.
             report.epochs = steps_of(loader)
             last = last_step(steps, epochs, report.epochs)

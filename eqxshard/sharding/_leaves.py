@@ -1,5 +1,6 @@
 """The arrays of a PyTree, by their paths."""
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -39,18 +40,47 @@ def array_leaves(tree: PyTree, root: str = "") -> list[tuple[str, Any]]:
     return found
 
 
-def check_dtypes(leaves: Iterable[tuple[str, Any]]) -> None:
-    """Refuse NumPy arrays of types that JAX does not have, such as of objects."""
-    for path, leaf in leaves:
-        if isinstance(leaf, np.ndarray | np.generic):
-            try:
-                jax.typeof(leaf)
-            except TypeError:
-                raise TypeError(
-                    f"{path or 'the leaf'} is a NumPy array of dtype {leaf.dtype}, which "
-                    "JAX does not have; make it an array of numbers, or keep it as "
-                    "something hashable, such as a tuple, in a static field."
-                ) from None
+def check_dtypes(
+    leaves: Iterable[tuple[str, Any]],
+    remedy: str = "make it an array of numbers, or keep it as something hashable, such as "
+    "a tuple, in a static field",
+) -> None:
+    """Refuse NumPy arrays of types that JAX does not have, such as of objects.
+
+    **Arguments:**
+
+    - `leaves`: arrays, and other things, with their names.
+    - `remedy`: what to do about arrays that are not of numbers.
+    """
+    for name, leaf in leaves:
+        if isinstance(leaf, np.ndarray | np.generic) and not _is_known(leaf.dtype):
+            raise TypeError(
+                f"{name or 'the leaf'} is a NumPy array of dtype {leaf.dtype}, which JAX "
+                f"does not have; {_conversion(leaf.dtype) or remedy}."
+            )
+
+
+@functools.cache
+def _is_known(dtype: np.dtype) -> bool:
+    try:
+        jax.typeof(np.empty((), dtype))
+    except TypeError:
+        return False
+    return True
+
+
+def _conversion(dtype: np.dtype) -> str | None:
+    """The expression that makes numbers of JAX's from other numbers."""
+    if dtype.type is np.longdouble:
+        return "convert it with x.astype(np.float64)"
+    if dtype.type is np.clongdouble:
+        return "convert it with x.astype(np.complex128)"
+    if dtype.names:
+        return f"make an array of each of its fields, such as x[{dtype.names[0]!r}]"
+    if dtype.kind in "iufc":
+        # Files of IDX, FITS and netCDF have the most significant byte first.
+        return 'convert it with x.astype(x.dtype.newbyteorder("="))'
+    return None
 
 
 def format_array(leaf: Any) -> str:

@@ -17,9 +17,9 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
 from ..data._buckets import BucketBatch
-from ..data._host import check_dtypes
+from ..data._host import GRAPHS
 from ..data._resident import DeviceBatches
-from ..sharding._leaves import leaf_path
+from ..sharding._leaves import check_dtypes, leaf_path
 from ..sharding._mesh import (
     batch_sharding,
     check_batch_size,
@@ -114,7 +114,7 @@ class _Batch:
         if len(sizes) != 1 or len(next(iter(sizes))) < count:
             raise ValueError(
                 f"the entries of a batch have the shapes {shapes}; give each the same "
-                f"leading dims: {', '.join(self._leading)}."
+                f"leading dims: {', '.join(self._leading)} ({GRAPHS})."
             )
         check_batch_size(next(iter(sizes))[count - 1], mesh, accumulate=accumulate)
         wanted = self.sharding(mesh)
@@ -127,7 +127,7 @@ class _Batch:
                 )
             if isinstance(leaf, np.ndarray):
                 remedy = "convert it to numbers, or leave it out"
-                check_dtypes({leaf_path(path): leaf}, remedy)
+                check_dtypes([(f"batch entry {leaf_path(path)}", leaf)], remedy)
             if is_elsewhere(leaf, wanted):
                 raise ValueError(
                     f"batch entry {leaf_path(path)} is sharded as "

@@ -75,12 +75,12 @@ def make_train_step(
         point uphill, which for complex parameters are the conjugates of `jax.grad`'s.
     - `mesh`, `rule`, `trainable`, `precision`: by default those that
         [`eqxshard.init_state`][] made the state with.
-    - `accumulate`: split the batch into this many microbatches and take their gradients
-        in turn, to save memory. Of values per example the result is that of the whole
-        batch, whatever the weights. Of a scalar it is the mean over microbatches, which a
-        warning says: return values per example where some count more, such as in a mean
-        over tokens. Each microbatch gets a key of its own, and a model's state passes
-        from one to the next.
+    - `accumulate`: split the batch into this many microbatches and take their gradients in
+        turn, to save memory. Of values per example, none of which looks at another example,
+        the result is that of the whole batch, whatever the weights. Of a scalar it is the
+        mean over microbatches, which a warning says: return values per example where some
+        count more, such as in a mean over tokens. Each microbatch gets a key of its own,
+        and a model's state passes from one to the next.
     - `nonfinite`: what to do if the loss, a gradient, or what the step would write is not
         finite: a parameter, or what the optimizer and the model keep, where it was finite
         before. `"skip"` leaves all of these exactly as they were, counts the step in

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loader_helpers import MESHES, flat, loader_of, numbers, read, rows
+from loader_helpers import MESHES, flat, loader_of, mesh_of, numbers, read, rows
 
 import eqxshard
 
@@ -110,7 +110,102 @@ def test_a_transform_gets_whole_batches():
     assert rows(last) == [16, 18, 20, 22]
 
 
+# Memory
+
+
+def memory(rows):
+    """Memory that a CPU device of JAX would share: large, and aligned to 64 bytes."""
+    count = rows * 4096
+    raw = np.empty(4 * count + 64, np.uint8)
+    return np.ndarray((rows, 4096), np.int32, raw, -raw.ctypes.data % 64)
+
+
+class Refilled:
+    """A source whose example i is full of i, and which has one buffer."""
+
+    def __init__(self):
+        # The loader may ask for several batches at once.
+        self.buffer = memory(128)
+
+    def __len__(self):
+        return 64
+
+    def gather(self, indices):
+        rows = self.buffer[: len(indices)]
+        rows[:] = indices[:, None]
+        return {"x": rows}
+
+
+def doubled_in_place(batch):
+    batch["x"] *= 2
+    return batch
+
+
+BUFFER = memory(8)
+
+
+def doubled_in_one_buffer(batch):
+    np.multiply(batch["x"], 2, out=BUFFER)
+    return {"x": BUFFER}
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+@pytest.mark.parametrize("transform", [None, doubled_in_place, doubled_in_one_buffer])
+def test_sources_and_transforms_may_use_their_arrays_again(prefetch, transform):
+    options: dict = {"transform": transform, "prefetch": prefetch, "shuffle": False}
+    loader = loader_of(Refilled(), epochs=2, **options)
+    expected = np.repeat(np.arange(64), 4096).reshape(8, 8, 4096)
+    expected = np.concatenate([expected] * 2) * (1 if transform is None else 2)
+    # All are kept before any is looked at.
+    for batch, x in zip(list(loader), expected, strict=True):
+        np.testing.assert_array_equal(batch["x"], x)
+
+
+@pytest.mark.parametrize("placement", ["host", "device"])
+def test_what_a_source_returns_stays_as_it_is(placement):
+    class Whole(Refilled):
+        """Returns its own memory, where that is what is asked for."""
+
+        def gather(self, indices):
+            return {"x": self.buffer[indices[0] : indices[0] + len(indices)]}
+
+    source = Whole()
+    source.buffer[:] = np.arange(128)[:, None]
+    options: dict = {"placement": placement, "batch_size": 64, "shuffle": False}
+    if placement == "host":
+        options |= {"transform": doubled_in_place, "epochs": 2, "batch_size": 8}
+        first, second = np.split(
+            np.stack([b["x"] for b in loader_of(source, **options)]), 2
+        )
+        np.testing.assert_array_equal(first, second)
+        np.testing.assert_array_equal(source.buffer[:, 0], np.arange(128))
+    else:
+        loader = loader_of(source, **options)
+        source.buffer[:] = -1
+        np.testing.assert_array_equal(next(iter(loader))["x"][:, 0], np.arange(64))
+
+
 # Mistakes
+
+
+def test_batches_of_one_graph_are_refused_with_a_remedy():
+    graph = {"nodes": np.ones((8, 3)), "edges": np.ones((16, 2)), "count": np.ones(2)}
+    mesh = mesh_of(count=1)
+
+    class Graphs(Refilled):
+        def gather(self, indices):
+            return graph
+
+    says = r"pad each to the same numbers of nodes and edges, stack them, and use jax\.vmap"
+    with pytest.raises(ValueError, match=says):
+        next(iter(loader_of(Graphs())))
+    batches = eqxshard.data.from_iterator(lambda: iter([graph]), mesh=mesh)
+    with pytest.raises(ValueError, match=says):
+        next(iter(batches))
+    step = eqxshard.make_eval_step(lambda model, batch: {"nodes": batch["nodes"][:, 0]})
+    model = eqxshard.filter_shard({"w": jnp.ones(1)}, jax.NamedSharding(mesh, jax.P()))
+    with pytest.raises(ValueError, match=f"leading dims: examples .for graphs, .*{says}"):
+        step(model, graph)
 
 
 def test_the_wrong_number_of_rows_is_an_error():
@@ -130,7 +225,7 @@ def test_the_wrong_number_of_rows_is_an_error():
 def test_what_devices_cannot_hold_is_an_error(unannotated):
     records = np.zeros(8, [("a", np.int32), ("b", np.float32)])
     for name, array in {"file": np.array(["a.png"] * 8), "record": records}.items():
-        with pytest.raises(TypeError, match=f"'{name}' is of type .* devices cannot hold"):
+        with pytest.raises(TypeError, match=f"'{name}' is a NumPy array of dtype "):
             list(loader_of(eqxshard.data.ArraySource({name: array})))
     with pytest.raises(TypeError, match="transform returned a NoneType; return a dict"):
         list(loader_of(numbers(8), transform=lambda batch: None))

@@ -70,6 +70,7 @@ EVAL_STEP = eqxshard.make_eval_step(lambda model, batch: {"x": batch["x"][:, 0]}
         np.array(["2026-01-01"], "datetime64[D]"),
         np.zeros(2, [("x", np.float32)]),
         np.ones(2, np.longdouble),
+        np.ones(2, ">f4"),
     ],
     ids=lambda names: str(names.dtype),
 )
@@ -91,6 +92,54 @@ def test_arrays_that_jax_has_no_type_for_are_named(state, checkpointer, unannota
             use()
         says = f"names is a NumPy array of dtype {names.dtype}, which JAX does not have; "
         assert says in str(error.value) and str(error.value).count("\n") == 0
+
+
+X: Any = np.arange(16).reshape(8, 2)
+ODD_NUMBERS = {
+    'x.astype(x.dtype.newbyteorder("="))': X.astype(">f4"),
+    "x.astype(np.float64)": X.astype(np.longdouble),
+    "x.astype(np.complex128)": X.astype(np.clongdouble),
+    "x['a']": np.rec.fromarrays([X], dtype=[("a", np.int32, (2,))]),
+}
+
+
+@pytest.mark.parametrize("remedy", ODD_NUMBERS)
+def test_errors_say_how_to_convert_numbers_that_jax_lacks(state, unannotated, remedy):
+    x, mesh = ODD_NUMBERS[remedy], WHERE["mesh"]
+    options: Any = {"batch_size": 8, "mesh": mesh, "shuffle": False}
+
+    def load(x, **placement):
+        source = eqxshard.data.ArraySource({"x": x})
+        return next(iter(eqxshard.Loader(source, **options, **placement)))
+
+    def load_mixed(x):
+        source = eqxshard.data.ArraySource({"x": x})
+        mixture = eqxshard.data.Mixture({"a": (source, 1)})
+        return next(iter(eqxshard.Loader(mixture, **options)))
+
+    def load_records(x):
+        source = eqxshard.data.RecordSource(x, lambda row: {"x": row})
+        return next(iter(eqxshard.Loader(source, **options)))
+
+    def load_iterator(x):
+        batches = eqxshard.data.from_iterator(lambda: iter([{"x": x}]), mesh=mesh)
+        return next(iter(batches))
+
+    def load_transformed(x):
+        source = eqxshard.data.ArraySource({"i": np.arange(8)})
+        return next(iter(eqxshard.Loader(source, **options, transform=lambda b: {"x": x})))
+
+    ways = [load, load_mixed, load_iterator, load_transformed]
+    ways += [lambda x: load(x, placement="device"), lambda x: STEP(state, {"x": x})]
+    ways += [lambda x: eqxshard.filter_shard({"x": x}, PLACE)]
+    # NumPy has stacked the rows of others in JAX's byte order, or as scalars.
+    ways += [load_records] if x.dtype.isnative and not x.dtype.names else []
+    for way in ways:
+        with pytest.raises(TypeError, match=r"x'? is a NumPy array of dtype .*; ") as error:
+            way(x)
+        assert remedy in str(error.value)
+    converted = eval(remedy, {"x": x, "np": np})
+    np.testing.assert_array_equal(load(converted)["x"], X)
 
 
 def test_a_model_without_arrays_is_refused(state):

@@ -140,7 +140,9 @@ VALUES: Mistakes = {
     "must be at least 1 each": lambda: eqxshard.Precision(initial_scale=0.5),
 }
 TYPES: Mistakes = {
-    "'z' is of type <U1, which": lambda: step(make_batch() | {"z": np.array(["z"] * 32)}),
+    "entry z is a NumPy array of dtype <U1": lambda: step(
+        make_batch() | {"z": np.array(["z"] * 32)}
+    ),
     "loss is NoneType; return an array": lambda: returning(lambda x: None),
     "complex64; return an array with one real": lambda: returning(
         lambda x: jax.lax.complex(x, x)

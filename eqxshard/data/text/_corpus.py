@@ -63,7 +63,8 @@ def open_corpus(
     - `tokenizer`: for a `.txt` file, what [`eqxshard.data.text.load_tokenizer`][] takes,
         or a tokenizer; by default `"char"`. For folders, one to use if there is no
         `tokenizer.json`.
-    - `valid`: the part to evaluate on, from the end, where `path` does not say.
+    - `valid`: the part of the tokens to evaluate on, from the end, where `path` does not
+        say. A folder is split where the nearest document ends.
 
     **Returns:**
 
@@ -72,7 +73,8 @@ def open_corpus(
     **Raises:**
 
     `FileNotFoundError` if there is nothing at the path; `ValueError` if it is none of
-    these, holds no tokens or damaged ones, or `valid` is not between 0 and 1.
+    these, holds no tokens or damaged ones, or `valid` is not between 0 and 1, or no
+    document ends near there.
 
     !!! Example
 
@@ -172,10 +174,20 @@ def _stand_in(path: Path, tokenizer: str | os.PathLike[str] | Tokenizer | None) 
 
 
 def _cut(tokens: TokenFiles, valid: float) -> int:
-    """Where the held-out part of tokens starts: between two documents, if it can."""
+    """Where the held-out part of tokens starts: after a document, or in the only one."""
     cut = int(len(tokens) * (1 - valid))
     ends = tokens.ends()[:-1]
-    return int(ends[np.abs(ends - cut).argmin()]) if len(ends) else cut
+    if not len(ends):
+        return cut
+    nearest = int(ends[np.abs(ends - cut).argmin()])
+    share = 1 - nearest / len(tokens)
+    if abs(share - valid) > min(valid, 1 - valid) / 2:
+        raise ValueError(
+            f"no document of {tokens.path} ends near the last {valid:.1%} of its tokens: "
+            f"the nearest split would hold out {share:.1%}; ask for valid={share:.4f}, or "
+            "prepare two folders, train and valid."
+        )
+    return nearest
 
 
 def _find_parts(folder: Path) -> tuple[Path, Path]:

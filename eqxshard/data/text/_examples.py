@@ -77,8 +77,7 @@ class Windows:
             indices = indices * self._all // self._length
         starts = indices * self._stride
         found = self.tokens.take(starts[:, None] + np.arange(self.seq_len + 1))
-        # Contiguous, as the devices want them.
-        return {"tokens": found[:, :-1].copy(), "targets": found[:, 1:].copy()}
+        return {"tokens": found[:, :-1], "targets": found[:, 1:]}
 
 
 class PackedDocuments:

@@ -56,6 +56,23 @@ def test_a_prepared_folder_is_split_between_documents(tmp_path, sizes, valid, ex
     assert isinstance(corpus.tokenizer, ByteTokenizer)
 
 
+@pytest.mark.parametrize("sizes, valid", [([11, 991], 0.1), ([11, 991], 0.9)])
+def test_a_split_that_is_far_from_what_was_asked_is_refused(tmp_path, sizes, valid):
+    for n, size in enumerate(sizes):
+        (tmp_path / f"{n}.txt").write_text("x" * (size - 1))
+    prepare(sorted(tmp_path.glob("*.txt")), tmp_path / "out", "byte")
+    if valid == 0.9:
+        # A bit less than what the documents allow is near enough, ...
+        assert len(open_corpus(tmp_path / "out", valid=0.98).train) == 11
+    with pytest.raises(
+        ValueError, match=r"would hold out 98.9%; ask for valid=0.9890"
+    ) as e:
+        open_corpus(tmp_path / "out", valid=valid)
+    # ... and what the error says to ask for.
+    assert f"the last {valid:.1%} of its tokens" in str(e.value)
+    assert len(open_corpus(tmp_path / "out", valid=0.9890).train) == 11
+
+
 def test_a_folder_of_two_prepared_folders(tmp_path):
     (tmp_path / "x.txt").write_text("a cat")
     (tmp_path / "y.txt").write_text("the mat")
