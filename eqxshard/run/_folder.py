@@ -102,8 +102,8 @@ class RunFolder:
             )
         if foreign is not None:
             raise ValueError(
-                f"{self.path} has {foreign}, which is not of a run of eqxshard and would "
-                f"be replaced; give another {option('output')}."
+                f"{self.path / foreign} is not of a run of eqxshard, and one would replace "
+                f"it; give another {option('output')}."
             )
         if resume == "no" and steps:
             raise ValueError(

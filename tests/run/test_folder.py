@@ -93,7 +93,7 @@ def test_files_of_the_users_are_not_replaced(folder, name, resume):
     (folder.path / "notes.txt").touch()
     assert not folder.should_resume(resume, checkpointer)
     (folder.path / name).write_text("{}")
-    with pytest.raises(ValueError, match=f"run has {name}, which is not of a run of eqxs"):
+    with pytest.raises(ValueError, match=f"run/{name} is not of a run of eqxshard, and"):
         folder.should_resume(resume, checkpointer)
     # A run that was stopped before its first checkpoint has claimed the folder, at least.
     checkpointer.claim_run(0, None)
@@ -101,7 +101,7 @@ def test_files_of_the_users_are_not_replaced(folder, name, resume):
     assert not folder.should_resume(resume, checkpointer)
     (folder.path / name).rename(folder.path / "elsewhere")
     (folder.path / name).symlink_to("elsewhere")
-    with pytest.raises(ValueError, match=f"run has {name}, which is not of a run of eqxs"):
+    with pytest.raises(ValueError, match=f"run/{name} is not of a run of eqxshard, and"):
         folder.should_resume(resume, checkpointer)
 
 
