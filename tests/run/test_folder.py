@@ -7,6 +7,7 @@ import pytest
 
 import eqxshard
 from eqxshard.run import RunFolder
+from eqxshard.run._config import Resume
 from eqxshard.run._folder import _PageTracker, default_folder
 from eqxshard.trackers import Curves, JSONLines, ProgressBar, TensorBoard
 
@@ -86,7 +87,7 @@ def test_the_default_folder_is_named_after_the_script(monkeypatch):
 
 @pytest.mark.parametrize("resume", ["no", "auto"])
 @pytest.mark.parametrize("name", ["index.html", "metrics.jsonl", "run.json", "curves.png"])
-def test_files_of_the_users_are_not_replaced(folder, name, resume):
+def test_files_of_the_users_are_not_replaced(folder, name, resume: Resume):
     """Such as the page of a site, in the folder that somebody gives a run."""
     folder.path.mkdir()
     checkpointer = eqxshard.Checkpointer(folder.checkpoints)
