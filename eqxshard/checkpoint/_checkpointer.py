@@ -5,6 +5,7 @@ import logging
 import math
 import operator
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -21,9 +22,10 @@ from ..distributed import (
 )
 from ..training._donation import check_state_not_donated
 from ..training._memory import explaining_state
-from ..training._state import step_of, trained_paths
+from ..training._state import step_of, trained_paths, with_state, without_state
 from ..transforms._partition import Static
 from ._arrays import partition_by_path, read, wrap_keys
+from ._best import Mode, best_mode, best_of
 from ._changes import KINDS, Changed, Changes, count_steps, fill
 from ._description import describe
 from ._folder import CheckpointFolder, Step
@@ -56,13 +58,17 @@ class Checkpointer:
     - `save_every`: save every this many steps.
     - `save_every_seconds`: save at the first report of [`eqxshard.fit`][] after this
         many seconds, 10 minutes by default; `None` for never.
-    - `best`: the name of a metric that `fit` reports, such as `"eval/accuracy"`: `fit`
-        saves whenever it is better than before, and the best checkpoint is kept, too.
-    - `mode`: whether the largest (`"max"`) or the smallest (`"min"`) value is best.
+    - `best`: the name of a metric that `fit` reports, such as `"eval/loss"`: `fit` saves
+        after each evaluation that is better than all before, and the best checkpoint, of
+        equals the first, is kept, too.
+    - `mode`: whether the smallest (`"min"`) or the largest (`"max"`) value is best. By
+        default the smallest of a loss, an error or a perplexity, and the largest of an
+        accuracy, by the last word of the name; of other metrics it has to be said.
 
     **Raises:**
 
-    `ValueError` if one of the numbers is not positive, or another option is not known.
+    `ValueError` if one of the numbers is not positive, `mode` has to be said, another
+    option is not known, or the folder has a name that cannot be written here.
 
     !!! Example
 
@@ -84,7 +90,7 @@ class Checkpointer:
         save_every: int | None = None,
         save_every_seconds: float | None = 600.0,
         best: str | None = None,
-        mode: Literal["max", "min"] = "max",
+        mode: Mode | None = None,
     ):
         for number in (max_to_keep, save_every, save_every_seconds):
             if number is not None and not number > 0:
@@ -93,8 +99,7 @@ class Checkpointer:
                     f"save_every_seconds={save_every_seconds}: {number} is not positive; "
                     "give a larger number, or None for never."
                 )
-        if mode not in ("max", "min"):
-            raise ValueError(f"mode={mode!r} is not a mode; use 'max' or 'min'.")
+        self._mode: Mode = best_mode("loss" if best is None else best, mode)
         self._folder = CheckpointFolder(directory)
         self.directory = self._folder.path  #: The folder, as an `etils.epath.Path`.
         self._max_to_keep = operator.index(max_to_keep)
@@ -102,7 +107,6 @@ class Checkpointer:
         self.save_every = save_every and operator.index(save_every)
         self._save_every_seconds = save_every_seconds
         self._best = best
-        self._sign = 1 if mode == "max" else -1
         self._last_save = time.monotonic()
         self._renamed: list[Mapping[str, str | None]] = []
         self._writer = CheckpointWriter(self._folder, self._outdated)
@@ -112,8 +116,11 @@ class Checkpointer:
         return self._folder.steps()
 
     def best_step(self) -> int | None:
-        """The step with the best value of `best`; `None` if no checkpoint has a value."""
-        return _best_of(self._scores(self._folder.good_steps()))
+        """The step with the best value of `best`, of equals the first.
+
+        `None` if no checkpoint has a value.
+        """
+        return best_of(self._values(self._folder.good_steps()), self._mode)
 
     def is_best(self, metrics: Mapping[str, float]) -> bool:
         """Whether metrics are better, by `best`, than those of every checkpoint.
@@ -132,15 +139,16 @@ class Checkpointer:
                 f"{', '.join(metrics)}."
             )
         # It may be a scalar of JAX's.
-        score = self._sign * float(metrics.get(self._best, math.nan))
+        value = float(metrics.get(self._best, math.nan))
         for _ in range(2):
-            best = -math.inf
+            values: dict[int, float] = {}
             # Not only OSError: packages for object stores have errors of their own.
             with contextlib.suppress(Exception):
-                scores = self._scores(self._folder.good_steps())
-                best = max(scores.values(), default=best)
+                values = self._values(self._folder.good_steps())
+            # It comes after those that are saved, so it has to be better.
+            better = best_of({**values, sys.maxsize: value}, self._mode) == sys.maxsize
             # Processes may see a shared folder at different times.
-            if not broadcast_from_first(math.isfinite(score) and score > best):
+            if not broadcast_from_first(math.isfinite(value) and better):
                 return False
             # The checkpoint that is being written may be better.
             self._writer.settle()
@@ -261,7 +269,8 @@ class Checkpointer:
         **Arguments:**
 
         - `model`: a model like the one to read, of arrays or of
-            `jax.ShapeDtypeStruct`s, which give dtypes and shardings.
+            `jax.ShapeDtypeStruct`s, which give dtypes and shardings; if it has a state
+            (`BatchNorm`), the pair `(model, model_state)`.
         - `step`: the step whose checkpoint to read; the newest by default.
         - `only`: which of the model's arrays to read: a filter spec as for
             `equinox.partition`. The others stay as they are in `model`, and may have
@@ -272,7 +281,7 @@ class Checkpointer:
 
         **Returns:**
 
-        A model like `model`, with the values that were saved.
+        A model, or pair, like `model`, with the values that were saved.
 
         **Raises:**
 
@@ -288,11 +297,13 @@ class Checkpointer:
             ```
         """
         chosen, rest = eqx.partition(model, only)
-        root = f"{of}.model" if of else "model"
-        found = self._read(chosen, step, _changes(rename, missing, "drop"), root)
+        # Under the names that they have in a state.
+        like = dict(zip(("model", "model_state"), without_state(chosen)))
+        found = self._read(like, step, _changes(rename, missing, "drop"), of)
         arrays = {**found.wanted, **found.arrays}
         _log(found.where, found.changed._replace(dropped=[]))
-        return eqx.combine(found.static.combine([*arrays.values()]), rest)
+        read: Any = found.static.combine([*arrays.values()])
+        return eqx.combine(with_state(read["model"], read["model_state"]), rest)
 
     @waiting("the checkpoint to restore")
     def _read(self, like: PyTree, step: Step, changes: Changes, root: str = "") -> "_Found":
@@ -430,21 +441,22 @@ class Checkpointer:
 
     def _outdated(self, newest: int) -> set[int]:
         # Listed once: what is not seen now, and may be the best, must not be removed.
-        steps = self._folder.steps()
+        steps = self._folder.own_steps()
         good = [step for step in steps if step not in self._folder.damaged]
-        kept = {newest, *good[-self._max_to_keep :], _best_of(self._scores(good))}
+        best = best_of(self._values(good), self._mode)
+        kept = {newest, *good[-self._max_to_keep :], best}
         return {step for step in steps if step not in kept}
 
-    def _scores(self, steps: Iterable[int]) -> dict[int, float]:
-        """By step, the scores of those that have a value of `best`."""
-        scores: dict[int, float] = {}
+    def _values(self, steps: Iterable[int]) -> dict[int, float]:
+        """By step, the values of `best`, of those that have one."""
+        values: dict[int, float] = {}
         for step in steps if self._best is not None else ():
             # It is damaged, or has just been removed.
             with contextlib.suppress(ValueError, FileNotFoundError):
                 metrics = self._folder.description(step)["metrics"]
                 if self._best in metrics:
-                    scores[step] = self._sign * metrics[self._best]
-        return scores
+                    values[step] = metrics[self._best]
+        return values
 
 
 class _Found(NamedTuple):
@@ -475,8 +487,3 @@ def _changes(rename: Mapping[str, str | None], missing: str, unused: str) -> Cha
 def _log(where: str, changed: Changed) -> None:
     if any(changed) and is_main_process():
         _LOG.warning("%s was restored with changes: %s.", where, changed)
-
-
-def _best_of(scores: Mapping[int, float]) -> int | None:
-    """The step with the best score; of equals, the latest."""
-    return max(scores, key=lambda step: (scores[step], step), default=None)

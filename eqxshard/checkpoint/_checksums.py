@@ -53,8 +53,8 @@ def verify(folder: Any) -> str | None:
     """A sentence on how a folder differs from when it was completed; `None` if equal.
 
     Of large files of arrays, the sizes; their chunks are verified when they are read.
-    Hidden files that were added do not count, such as the `.DS_Store` of macOS. What
-    cannot be read is tried again, and is then an error, not a difference.
+    Files that were added do not count, such as notes of the user's. What cannot be read
+    is tried again, and is then an error, not a difference.
     """
     if (odd := with_retries(partial(odd_file, folder))) is not None:
         return odd
@@ -67,20 +67,13 @@ def verify(folder: Any) -> str | None:
     except ValueError:
         return f"{CHECKSUMS} is not a list of checksums"
     files = with_retries(partial(_files, folder))
-    files = {k: v for k, v in files.items() if k in written or not _hidden(k)}
-    found = _mark(files, written)
-    for name in sorted(written.keys() | found.keys()):
+    found = _mark({k: v for k, v in files.items() if k in written}, written)
+    for name in sorted(written):
         if name not in found:
             return f"{name} is missing"
-        if name not in written:
-            return f"{name} is not in {CHECKSUMS}"
         if found[name] != written[name]:
             return f"{name} has changed since it was written"
     return None
-
-
-def _hidden(name: str) -> bool:
-    return any(part.startswith(".") for part in name.split("/"))
 
 
 def _mark(files: Mapping[str, Any], written: Mapping[str, str] = {}) -> dict[str, str]:

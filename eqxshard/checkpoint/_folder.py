@@ -2,6 +2,10 @@
 
 Beside its arrays, each has `description.json`. Here they are listed, chosen,
 completed and removed, and the folder is claimed for a run.
+
+Nothing is removed, or replaced, that we did not write: the folder and each checkpoint in
+it carry a mark, and of a marked checkpoint only our files go. Links are read through (an
+old checkpoint may lie in an archive), but never written or removed through.
 """
 
 import contextlib
@@ -19,12 +23,22 @@ from ..distributed import (
     broadcast_from_first,
     is_main_process,
 )
-from ..sharding._files import as_text, is_remote, local_path, read_bytes, with_retries
+from ..sharding._files import (
+    as_text,
+    is_remote,
+    read_bytes,
+    with_retries,
+    writable_path,
+)
 from ..sharding._text import GONE
 from ._arrays import DamageError
-from ._checksums import invalidate, is_complete, verify, write_checksums
+from ._checksums import CHECKSUMS, invalidate, is_complete, verify, write_checksums
 from ._description import FILE, parse_description
-from ._lock import FolderLock
+from ._lock import FILE as LOCK
+from ._lock import FolderLock, is_lock
+from ._object_store import ARRAYS
+from ._orbax import STATE
+from ._save import WRITTEN
 
 _LOG = logging.getLogger(__name__)
 
@@ -35,10 +49,16 @@ Step = int | Literal["newest"] | None
 #: Of the URLs of object stores that checkpoints can be in.
 _SCHEMES = ("s3", "gs")
 
-#: The file that marks the numbered folders beside it as ours to remove.
+#: The file that marks a folder as ours, and what it says there.
 _MARK = "eqxshard.txt"
 _MARK_TEXT = (
     "The numbered folders here are checkpoints of eqxshard, which removes old ones.\n"
+)
+_STEP_TEXT = "The checkpoint of step {} of eqxshard, which removes it when it is old.\n"
+#: All that is written in the folder of a checkpoint, besides its mark.
+_OURS = (
+    *(STATE, ARRAYS, WRITTEN, FILE, CHECKSUMS, f".{CHECKSUMS}.part"),
+    *("_CHECKPOINT_METADATA", "orbax.checkpoint"),
 )
 
 
@@ -83,6 +103,10 @@ class CheckpointFolder:
                 "credentials and the network."
             ) from error
 
+    def own_steps(self) -> list[int]:
+        """The steps whose checkpoints may be removed."""
+        return [step for step in self.steps() if self._is_ours(step)]
+
     def good_steps(self) -> list[int]:
         """The steps whose checkpoints were not found damaged."""
         return [step for step in self.steps() if step not in self.damaged]
@@ -95,17 +119,9 @@ class CheckpointFolder:
         return [step for step in self._listed if step not in self.damaged]
 
     def _list_steps(self) -> list[int]:
-        folders = [path for path in self._entries() if _is_step(path.name)]
+        folders = [path for path in _entries(self.path) if _is_step(path.name)]
         self._listed = sorted(int(path.name) for path in folders if is_complete(path))
         return self._listed
-
-    def _entries(self) -> list[Any]:
-        """What is in the folder; nothing if there is none."""
-        # Not `exists`, which takes an error of the file system for absence.
-        try:
-            return [*self.path.iterdir()]
-        except FileNotFoundError:
-            return []
 
     def description(self, step: int) -> dict[str, Any]:
         """The description of a checkpoint, whose files are unchecked.
@@ -223,23 +239,18 @@ class CheckpointFolder:
             )
 
     def claim(self) -> str | None:
-        """Make the folder ours, and lock it; return a sentence if that failed.
-
-        Folders in it with numbers for names are removed one day, so they must be ours.
-        """
+        """Make the folder ours, and lock it; return a sentence if that failed."""
         try:
             if not is_claimed(self.path):
-                names = [path.name for path in self._entries()]
-                numbered = [name for name in names if _is_step(name)]
-                if numbered and not self.steps():
+                foreign = [path.name for path in _entries(self.path) if self._is_odd(path)]
+                if foreign:
                     return (
-                        f"{self.path} has {min(numbered)!r}, which is not a checkpoint of "
-                        "eqxshard; give the run a folder of its own."
+                        f"{self.path} has {min(foreign)!r}, which eqxshard did not "
+                        "write; give the run a folder of its own."
                     )
                 if self.claimed:
                     _LOG.warning(GONE, self.path, "its checkpoints")
-                self.path.mkdir(parents=True, exist_ok=True)
-                (self.path / _MARK).write_text(_MARK_TEXT)
+                _mark(self.path, _MARK_TEXT)
             fault = self.lock.acquire()
             # Else its half-written checkpoints are not ours to remove.
             self.claimed = fault is None
@@ -251,21 +262,56 @@ class CheckpointFolder:
                 "folder that can be written to."
             )
 
+    def _is_odd(self, path: Any) -> bool:
+        """Whether something that nobody has claimed bears one of our names."""
+        if _is_step(path.name):
+            return not (is_complete(path) or self._is_ours(int(path.name)))
+        if path.name == LOCK and not is_remote(path):
+            return os.path.islink(path) or not is_lock(path)
+        return path.name == _MARK
+
+    def _is_ours(self, step: int) -> bool:
+        """Whether the checkpoint of a step is one that was written here."""
+        folder = self.at(step)
+        return not os.path.islink(folder) and _has_mark(folder, _STEP_TEXT.format(step))
+
+    def make(self, step: int) -> None:
+        """Make a folder for a step; one of ours that is there is removed.
+
+        Raises `OSError` if something else is there.
+        """
+        folder = self.at(step)
+        if self._is_ours(step):
+            # What else is in it may stay, but not in the places of our files.
+            names = [path.name for path in folder.iterdir() if os.path.islink(path)]
+            is_taken = not {*names}.isdisjoint(_OURS)
+        else:
+            odd = os.path.islink(folder) or os.path.isfile(folder)
+            is_taken = odd or bool(_entries(folder))
+        if is_taken:
+            raise OSError(
+                f"{folder} is not a checkpoint of this run; move it away, or give the run "
+                "a folder of its own"
+            )
+        self.remove(step)
+        _mark(folder, _STEP_TEXT.format(step))
+
     def remove(self, step: int) -> None:
-        """Remove the folder of a step, if there is one."""
-        invalidate(self.at(step))
-        _remove(self.at(step))
+        """Remove the checkpoint of a step, if there is one of ours."""
+        if self._is_ours(step):
+            invalidate(self.at(step))
+            _remove(self.at(step))
 
     def clean(self) -> None:
         """Remove checkpoints whose writing was interrupted."""
         for path in self.path.iterdir():
             if _is_step(path.name) and not is_complete(path):
-                _remove(path)
+                self.remove(int(path.name))
 
 
 def is_claimed(path: Any) -> bool:
     """Whether a folder is one of checkpoints."""
-    return (path / _MARK).exists()
+    return _has_mark(path, _MARK_TEXT)
 
 
 def folder_path(path: str | os.PathLike[str]) -> Any:
@@ -274,7 +320,7 @@ def folder_path(path: str | os.PathLike[str]) -> Any:
     from etils import epath
 
     if not is_remote(path):
-        return epath.Path(local_path(path, "the folder of checkpoints"))
+        return epath.Path(writable_path(path, "the folder of checkpoints"))
     import fsspec
     from fsspec.config import conf
 
@@ -313,6 +359,49 @@ def _is_step(name: str) -> bool:
     return name.isascii() and name.isdigit() and str(int(name)) == name
 
 
+def _entries(folder: Any) -> list[Any]:
+    """What is in a folder; nothing if there is none."""
+    # Not `exists`, which takes an error of the file system for absence.
+    try:
+        return [*folder.iterdir()]
+    except FileNotFoundError:
+        return []
+
+
+def _has_mark(folder: Any, text: str) -> bool:
+    """Whether a folder has a mark, or the beginning of one, as a full disk leaves it."""
+    mark = folder / _MARK
+    if os.path.islink(mark):
+        return False
+    try:
+        return text.encode().startswith(read_bytes(mark))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
+
+
+def _mark(folder: Any, text: str) -> None:
+    """Make a folder, unless it is there, and mark it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if is_remote(folder):
+        (folder / _MARK).write_text(text)
+        return
+    # Nothing is replaced; another program may have written it in this moment.
+    try:
+        with open(folder / _MARK, "x") as file:
+            file.write(text)
+    except FileExistsError:
+        if not _has_mark(folder, text):
+            raise
+
+
 def _remove(folder: Any) -> None:
-    if folder.exists():
-        folder.rmtree(missing_ok=True)
+    """Remove our files in the folder of a checkpoint, and it, unless there are others."""
+    for path in [*folder.iterdir()]:
+        if path.name in _OURS and not os.path.islink(path):
+            remove = path.rmtree if path.is_dir() else path.unlink
+            remove(missing_ok=True)
+    # Last, so that the rest of what is interrupted here can be removed, too.
+    (folder / _MARK).unlink(missing_ok=True)
+    if not is_remote(folder):
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)

@@ -8,7 +8,7 @@ import time
 from datetime import datetime
 from typing import Any
 
-from ..sharding._files import is_remote
+from ..sharding._files import is_remote, open_file
 
 _LOG = logging.getLogger(__name__)
 
@@ -17,6 +17,7 @@ _GRACE_SECONDS = 120.0
 
 #: The file in the folder. What it says is only for messages.
 FILE = "lock"
+_BEGINS = b"process "
 #: Not through a link, which may lead to a file that is not ours to write to.
 _OPEN = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
 #: The locked files of this process. The system unlocks them when it ends, however it ends.
@@ -77,10 +78,15 @@ class FolderLock:
                 break
             os.close(file)  # Another program has released, and so removed, it.
         now = datetime.now().astimezone().isoformat(timespec="seconds")
+        # It may be empty: that of a program that was killed just here, or of a full disk.
+        if os.read(file, len(_BEGINS)) not in (b"", _BEGINS):
+            os.close(file)
+            raise OSError(f"{self._path} is not a lock of eqxshard")
         with contextlib.suppress(OSError):  # A full disk.
             os.ftruncate(file, 0)
-            text = f"process {os.getpid()} on {platform.node()} since {now}"
-            os.write(file, text.encode())
+            os.lseek(file, 0, os.SEEK_SET)
+            text = f"{os.getpid()} on {platform.node()} since {now}"
+            os.write(file, _BEGINS + text.encode())
         self._file = _HELD[self._path] = file
         return None
 
@@ -94,6 +100,12 @@ class FolderLock:
                     os.unlink(self._path)
             os.close(_HELD.pop(self._path))
         self._file = None
+
+
+def is_lock(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is a lock that a program of ours has, or had when it was killed."""
+    with open_file(path) as file:
+        return file.read(len(_BEGINS)) == _BEGINS
 
 
 def _is_elsewhere(holder: str) -> bool:

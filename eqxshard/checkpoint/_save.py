@@ -18,7 +18,8 @@ from ._object_store import ARRAYS, context, kvstore
 from ._orbax import complete, part_of_process
 from ._parts import copy_parts, write_parts
 
-_WRITTEN = "written"
+#: The folder of the marks that processes leave.
+WRITTEN = "written"
 #: A chunk has at most this many bytes, if the array's part on a device can be halved. In an
 #: object store, each is an object.
 _CHUNK_BYTES, _OBJECT_BYTES = 2**21, 2**26
@@ -64,7 +65,7 @@ class Save:
         began = time.monotonic()
         fault = _fault_of(self._write)
         if jax.process_count() > 1:
-            marks = self._folder / _WRITTEN
+            marks = self._folder / WRITTEN
             mark = marks / str(jax.process_index())
             fault = fault or _fault_of(lambda: _leave(mark, fault or ""))
             if is_main_process() and fault is None:

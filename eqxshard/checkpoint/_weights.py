@@ -4,6 +4,7 @@ import functools
 import json
 import logging
 import os
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -73,7 +74,8 @@ def save_weights(
 
     **Raises:**
 
-    `OSError` if a file cannot be written; `ValueError` if two arrays have the same path or
+    `OSError` if a file cannot be written; `ValueError` if an index of other weights is
+    beside it, such as `model.safetensors.index.json`, two arrays have the same path or
     name, one has a dtype that safetensors lacks, such as random keys, or the model was
     donated to a step.
 
@@ -93,6 +95,13 @@ def save_weights(
     found.sort(key=lambda names: (-leaves[names.path].dtype.itemsize, names.path))
     header = _header(_transformed(found, leaves, _zeros))
     arrays = _transformed(found, leaves, _fetch)
+    # It would be read instead of the file, and is not ours to remove.
+    index = file.with_name(f"{file.name}.index.json")
+    if broadcast_from_first(os.path.lexists(index)):
+        raise ValueError(
+            f"{os.fspath(path)!r} has an index of other weights beside it, {index.name}; "
+            "move that away, or give another path."
+        )
     error = None
     try:
         if is_main_process():
@@ -316,10 +325,11 @@ def _check_dtype(path: str, dtype: Any) -> None:
 def _write(path: Path, header: dict[str, Any], arrays: _Arrays) -> None:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    part = path.with_name(f".{path.name}.part")
+    # A name of its own: another program may write the same weights at this moment.
+    part = path.with_name(f".eqxshard-{uuid.uuid4().hex}.part")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with part.open("wb") as file:
+        with part.open("xb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for _, name, array in arrays:
                 assert [*array.shape] == header[name]["shape"], "its shape was another"
@@ -327,5 +337,3 @@ def _write(path: Path, header: dict[str, Any], arrays: _Arrays) -> None:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
-    # It would be read instead of this file.
-    path.with_name(f"{path.name}.index.json").unlink(missing_ok=True)

@@ -127,12 +127,12 @@ class CheckpointWriter:
         return errors
 
     def _make_room(self, step: int) -> str | None:
-        """Clear the folder of a step; return a sentence if that failed, else `None`."""
+        """Make the folder of a step; return a sentence if that failed, else `None`."""
         fault = self._folder.claim()
         if fault is None:
             self._remove_old(self._folder.clean)
             try:
-                self._folder.remove(step)
+                self._folder.make(step)
             except Exception as error:
                 fault = reason(error)
         return fault

@@ -5,11 +5,12 @@ import operator
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from jaxtyping import PyTree
 
+from ..checkpoint._best import Mode, best_mode
 from ..sharding._peaks import mfu
 from ..training._ema import ema_model, has_average
 from ..training._state import map_models, states_of
@@ -30,12 +31,14 @@ class EarlyStopping(Callback):
     - `metric`: its name in reports, such as `"eval/loss"`.
     - `patience`: stop after this many reports of the metric in a row without improvement.
     - `min_delta`: a smaller improvement does not count.
-    - `mode`: whether the best value is the smallest (`"min"`) or the largest (`"max"`).
+    - `mode`: whether the smallest (`"min"`) or the largest (`"max"`) value is best; by
+        default as for [`eqxshard.Checkpointer`][].
 
     **Raises:**
 
     `ValueError` if `patience` is less than 1, `min_delta` is negative or `mode` is not
-    known; during the run, if an evaluation is reported without the metric.
+    known, or has to be said; during the run, if an evaluation is reported without the
+    metric.
 
     !!! Example
 
@@ -46,7 +49,7 @@ class EarlyStopping(Callback):
             loader,
             epochs=100,
             evaluate=evaluate,
-            checkpointer=eqxshard.Checkpointer("run", best="eval/loss", mode="min"),
+            checkpointer=eqxshard.Checkpointer("run", best="eval/loss"),
             callbacks=[eqxshard.callbacks.EarlyStopping("eval/loss", patience=5)],
         )
         ```
@@ -58,17 +61,17 @@ class EarlyStopping(Callback):
         patience: int,
         *,
         min_delta: float = 0.0,
-        mode: Literal["min", "max"] = "min",
+        mode: Mode | None = None,
     ):
-        if patience < 1 or min_delta < 0 or mode not in ("min", "max"):
+        if patience < 1 or min_delta < 0:
             raise ValueError(
-                f"patience={patience} must be at least 1, min_delta={min_delta} at least 0 "
-                f"and mode={mode!r} 'min' or 'max'."
+                f"patience={patience}, min_delta={min_delta} cannot be; use at least 1, "
+                "and at least 0."
             )
         self.metric = metric
         self._patience = operator.index(patience)
         self._min_delta = min_delta
-        self._sign = 1.0 if mode == "max" else -1.0
+        self._sign = 1.0 if best_mode(metric, mode) == "max" else -1.0
         self._best: float | None = None
         self._waited = 0
 
@@ -83,14 +86,15 @@ class EarlyStopping(Callback):
             return
         value = float(loop.values[self.metric])
         best = self._best
-        # A nan is never an improvement, and nothing would improve on it.
         better = best is None or self._sign * (value - best) > self._min_delta
-        if better and not math.isnan(value):
+        # What is not finite is never an improvement, and nothing would improve on a nan.
+        if better and math.isfinite(value):
             self._best, self._waited = value, 0
             return
         self._waited += 1
         if self._waited >= self._patience:
-            loop.stop(f"{self.metric} has not improved on {best} in {self._waited} reports")
+            what = "was not finite" if best is None else f"has not improved on {best}"
+            loop.stop(f"{self.metric} {what} in {self._waited} reports")
 
     def state(self) -> dict[str, Any]:
         """The best value and the number of evaluations since."""

@@ -13,7 +13,7 @@ from typing import Any
 from ..checkpoint._checkpointer import Checkpointer
 from ..checkpoint._folder import is_claimed
 from ..distributed import broadcast_from_first
-from ..sharding._files import local_path, read_json
+from ..sharding._files import read_json, writable_path
 from ..trackers._curves import Curves
 from ..trackers._files import Seldom, write_whole
 from ..trackers._jsonl import JSONLines, is_number, read_whole_lines
@@ -52,7 +52,8 @@ class RunFolder:
 
     **Raises:**
 
-    `ValueError` if it is the URL of an object store.
+    `ValueError` if it is the URL of an object store, or has a name that cannot be written
+    here.
 
     !!! Example
 
@@ -65,7 +66,7 @@ class RunFolder:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = local_path(path, "the folder of a run")
+        self.path = writable_path(path, "the folder of a run")
         self.checkpoints = self.path / "checkpoints"
         self.metrics = self.path / "metrics.jsonl"
         self.curves = self.path / "curves.png"
@@ -87,15 +88,22 @@ class RunFolder:
 
         **Raises:**
 
-        `ValueError` if there is a run and there should be none, or the reverse.
+        `ValueError` if there is a run and there should be none, or the reverse; or files of
+        somebody else's have the names of a run's.
         """
         # As process 0 sees it, before it creates the folder: all must do the same.
         found = [checkpointer.steps(), self.path.is_dir(), is_claimed(self.path)]
-        steps, exists, has_checkpoints = broadcast_from_first(found)
+        found.append(self._find_foreign())
+        steps, exists, has_checkpoints, foreign = broadcast_from_first(found)
         if has_checkpoints:
             raise ValueError(
                 f"{self.path} is a folder of checkpoints, not of a run; give the run's, "
                 f"such as {self.path.parent}."
+            )
+        if foreign is not None:
+            raise ValueError(
+                f"{self.path / foreign} is not of a run of eqxshard, and one would replace "
+                f"it; give another {option('output')}."
             )
         if resume == "no" and steps:
             raise ValueError(
@@ -109,6 +117,14 @@ class RunFolder:
                 f"{setting('resume', 'auto')}."
             )
         return bool(steps)
+
+    def _find_foreign(self) -> str | None:
+        """The name of a file that a run would replace, but that no run of ours wrote."""
+        files = (self.metrics, self.curves, self.summary, self.page, self.record)
+        here = [file for file in (*files, self.warnings) if os.path.lexists(file)]
+        links = [file for file in here if file.is_symlink()]
+        is_ours = is_claimed(self.checkpoints) or "starts" in read_values(self.record)
+        return next((file.name for file in (links if is_ours else here)), None)
 
     def trackers(
         self,

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..checkpoint._best import best_of
 from ..checkpoint._folder import CheckpointFolder
 from ..loop._clock import goodput
 from ..pages._format import format_value
@@ -176,12 +177,17 @@ class RecordedRun:
 
     @property
     def best(self) -> tuple[float, int] | None:
-        """The best value of the metric whose best checkpoint it keeps, and its step."""
+        """The best value of the metric whose best checkpoint it keeps, and its step.
+
+        It is one that has a checkpoint, if there are any.
+        """
         name = str(self.record.get("best"))
-        found = [(each.values.get(name, math.nan), each.step) for each in self.reports]
-        choose = min if self.record.get("mode") == "min" else max
-        known = [each for each in found if math.isfinite(each[0])]
-        return choose(known, key=lambda each: each[0], default=None)
+        found = {each.step: each.values.get(name, math.nan) for each in self.reports}
+        known = {step: value for step, value in found.items() if math.isfinite(value)}
+        saved = CheckpointFolder(self.folder.checkpoints).known_steps()
+        kept = {step: known[step] for step in saved if step in known}
+        step = best_of(kept or known, "min" if self.record.get("mode") == "min" else "max")
+        return None if step is None else (known[step], step)
 
     @cached_property
     def series(self) -> dict[tuple[str, str], list[Point]]:

@@ -1,5 +1,6 @@
 """`restore_model`: the model of a run, for scripts that use it."""
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -8,24 +9,27 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from ..checkpoint._best import Mode
 from ..checkpoint._checkpointer import Checkpointer
 from ..sharding._leaf_rules import replicate
 from ..sharding._rule import Rule
 from ..sharding._text import comma_list, did_you_mean
 from ..training._init import abstract_state, init_state
+from ..training._state import with_state
 from ._config import RunConfig
 from ._folder import RunFolder, default_folder, read_values
 
 
 def restore_model(
     make_model: Callable[[Any], PyTree],
+    folder: str | os.PathLike[str] | None = None,
     *,
     config: RunConfig | None = None,
     name: str | None = None,
     mesh: str | Mesh = "data=-1",
     rule: Rule | None = None,
     best: str | None = None,
-    mode: Literal["max", "min"] = "max",
+    mode: Mode | None = None,
     step: int | Literal["newest"] | None = None,
     load: Callable[[Any], PyTree] | None = None,
     rename: Mapping[str, str | None] = {},
@@ -37,12 +41,15 @@ def restore_model(
 
     **Arguments:**
 
-    - `make_model`: as for [`eqxshard.init_state`][]; the model without state that the run
-        trained. It may choose other dtypes.
-    - `config`: the user's options; its `output` is the run's folder.
+    - `make_model`: as for [`eqxshard.init_state`][]; the model that the run trained. It may
+        choose other dtypes.
+    - `folder`: the run's folder; by default, the `output` of `config`.
+    - `config`: the user's options.
     - `name`: the name of the run, for its default folder, as for [`eqxshard.train`][].
     - `mesh`, `rule`: as for [`eqxshard.train`][].
-    - `best`, `mode`: read the best checkpoint by this metric, such as `"eval/loss"`.
+    - `best`, `mode`: read the best checkpoint by this metric, such as `"eval/loss"`; by
+        default, `mode` is the run's, if it kept the best by this metric, or else as for
+        [`eqxshard.Checkpointer`][].
     - `step`: read the checkpoint of this step, or the `"newest"`. A run that was trained
         without `best=` needs neither: the newest is read.
     - `load`: as for [`eqxshard.init_state`][]: a model without a run, of which only the
@@ -52,58 +59,62 @@ def restore_model(
 
     **Returns:**
 
-    The model.
+    The model; of one that has a state, such as `BatchNorm`, the pair
+    `(model, model_state)`.
 
     **Raises:**
 
     `FileNotFoundError` if the run has no checkpoint. `ValueError` if none has a value of
     `best`, the run kept a best checkpoint by the other `mode`, or neither `best` nor
-    `step` says which one to read, the model is not the one that was trained, or has a
-    state, and as [`eqxshard.train`][] does for devices.
+    `step` says which one to read, the model is not the one that was trained, `config` has
+    another folder, and as [`eqxshard.train`][] does for devices.
 
     !!! Example
 
         ```python
-        model = eqxshard.run.restore_model(
-            make_model,
-            config=eqxshard.RunConfig(output="runs/gpt"),
-            best="eval/loss",
-            mode="min",
-        )
+        model = eqxshard.run.restore_model(make_model, "runs/gpt", best="eval/loss")
         ```
     """
     config = RunConfig() if config is None else config
     config.check()
+    if folder is not None and config.output is not None:
+        raise ValueError(
+            f"restore_model was given two folders, {os.fspath(folder)!r} and that of "
+            f"config, {config.output!r}; give one."
+        )
     # Before the first array, because it may simulate devices.
     mesh = config.make_mesh(mesh)
     key = jax.random.key(config.seed)
     options: Any = {"key": key, "mesh": mesh, "rule": rule or replicate()}
-    folder = RunFolder(config.output or default_folder(name))
-    checkpointer = Checkpointer(folder.checkpoints, best=best, mode=mode)
+    run = RunFolder(folder or config.output or default_folder(name))
+    record = read_values(run.record)
+    if best is not None and mode is None and best == record.get("best"):
+        mode = record.get("mode")
+    checkpointer = Checkpointer(run.checkpoints, best=best, mode=mode)
     resumes = {"no": False, "yes": True, "auto": bool(checkpointer.steps())}
     if load is not None and not resumes[config.resume]:
-        return init_state(make_model, optax.identity(), **options, load=load).model
+        made = init_state(make_model, optax.identity(), **options, load=load)
+        return with_state(made.model, made.model_state)
     like = abstract_state(make_model, optax.identity(), **options)
-    if like.model_state is not None:
-        raise ValueError(
-            "restore_model reads models without state; read this one with "
-            "Checkpointer.restore."
-        )
     if step is None:
-        step = _choose(folder, checkpointer, best, mode)
-    return checkpointer.restore_model(like.model, step=step, rename=rename)
+        step = _choose(run, record, checkpointer, best, mode)
+    model = with_state(like.model, like.model_state)
+    return checkpointer.restore_model(model, step=step, rename=rename)
 
 
 def _choose(
-    folder: RunFolder, checkpointer: Checkpointer, best: str | None, mode: str
+    run: RunFolder,
+    record: Mapping[str, Any],
+    checkpointer: Checkpointer,
+    best: str | None,
+    mode: Mode | None,
 ) -> int | Literal["newest"]:
     """The best checkpoint; the newest if nothing is best."""
-    record = read_values(folder.record)
-    kept, kept_mode = record.get("best"), record.get("mode", mode)
+    kept, kept_mode = record.get("best"), record.get("mode")
     is_unclear = best is None or (best == kept and mode != kept_mode)
     if kept is not None and is_unclear:
         raise ValueError(
-            f"the run in {folder.path} kept the {kept_mode} of {kept}; give best={kept!r} "
+            f"the run in {run.path} kept the {kept_mode} of {kept}; give best={kept!r} "
             f"with mode={kept_mode!r}, or step= the one to read."
         )
     step = checkpointer.best_step()
@@ -114,7 +125,7 @@ def _choose(
         hint = f"they have {comma_list(known)}; " if known else ""
         hint = did_you_mean(best, known) or hint
         raise ValueError(
-            f"no checkpoint in {folder.checkpoints} has a value of {best}; {hint}use "
+            f"no checkpoint in {run.checkpoints} has a value of {best}; {hint}use "
             "another metric, or step='newest'."
         )
     return "newest" if step is None else step

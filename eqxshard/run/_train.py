@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
+from ..checkpoint._best import Mode, best_mode
 from ..checkpoint._checkpointer import Checkpointer
 from ..checkpoint._programs import keep_programs
 from ..compiled._findings import Lint
@@ -106,7 +107,7 @@ def train(
     compiler_options: Mapping[str, Any] | None = None,
     remainder: Remainder = "pad",
     best: str | None = None,
-    mode: Literal["max", "min"] = "max",
+    mode: Mode | None = None,
     load: Callable[[Any], PyTree] | None = None,
     rename: Mapping[str, str | None] = {},
     sampler: Sampler | None = None,
@@ -191,6 +192,8 @@ def train(
         mesh = ",".join(f"{axis}={size}" for axis, size in mesh.items())
     config = RunConfig() if config is None else config
     config.check()
+    if best is not None:
+        mode = best_mode(best, mode)
     check_trackers(trackers)
     check_callbacks(callbacks)
     data = TrainingData(train_data, sampler, transform, remainder, workers)

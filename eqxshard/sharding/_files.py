@@ -10,6 +10,7 @@ import json
 import os
 import re
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -65,6 +66,26 @@ def local_path(path: str | os.PathLike[str], what: str) -> Path:
             "path."
         )
     return path
+
+
+def writable_path(path: str | os.PathLike[str], what: str) -> Path:
+    """As `local_path`, of something that libraries with paths in UTF-8 write to.
+
+    **Raises:**
+
+    `ValueError` also if it has characters that the locale, or UTF-8, does not have.
+    """
+    try:
+        found = local_path(path, what)
+        for encoding in (sys.getfilesystemencoding(), "utf-8"):
+            os.fspath(found).encode(encoding)
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"{what}, {os.path.abspath(as_text(path))!a}, has characters that cannot be "
+            f"written here, where names are in {sys.getfilesystemencoding()}; set "
+            "LC_ALL=C.UTF-8, or give another name."
+        ) from None
+    return found
 
 
 def open_file(path: str | os.PathLike[str]) -> BinaryIO:

@@ -60,9 +60,74 @@ def test_a_misspelt_metric_is_noticed_at_the_first_evaluation(scored):
     with pytest.raises(ValueError, match="best='eval/score' is not a metric of this run"):
         found.is_best({"train/loss": 1.0, "eval/scroe": 2.0})
     assert not found.is_best({"train/loss": 1.0})
-    other = eqxshard.Checkpointer(scored["max"][0], best="eval/scroe")
+    other = eqxshard.Checkpointer(scored["max"][0], best="eval/scroe", mode="max")
     with pytest.raises(FileNotFoundError, match="has a value of best='eval/scroe'; give"):
         other.restore(new_state(), step=other.best_step())
+
+
+def saved(state, step):
+    return eqx.tree_at(lambda s: s.step, state, state.step * 0 + step)
+
+
+@pytest.mark.parametrize("mode", ["max", "min"])
+def test_the_first_of_equals_stays_when_all_are_saved(tmp_path, mode):
+    """As after each epoch; and after a resume."""
+    options: dict = {"max_to_keep": 1, "best": "eval/score", "mode": mode}
+    state, better = new_state(), 1.5 if mode == "max" else -1.5
+    values = [float("nan"), 1.0, 1.0, 1.0, better, better, 1.0]
+    for step, value in enumerate(values):
+        found = eqxshard.Checkpointer(tmp_path, **options)
+        assert found.is_best({"eval/score": value}) == (step in (1, 4))
+        found.save(saved(state, step), metrics={"eval/score": value})
+        found.close()
+        best = 4 if step >= 4 else 1 if step else None
+        assert found.best_step() == best
+        assert found.steps() == sorted({step, best or step})
+
+
+@pytest.mark.parametrize(
+    "best, mode, values",
+    [
+        ("eval/loss", None, [0.5, 0.4, 0.3]),
+        ("eval/token_error", None, [0.5, 0.4, 0.3]),
+        ("eval/accuracy", None, [0.3, 0.4, 0.5]),
+        ("eval/loss", "max", [0.3, 0.4, 0.5]),
+        ("eval/accuracy", "min", [0.5, 0.4, 0.3]),
+    ],
+)
+def test_the_best_is_the_same_for_all_who_look_for_it(tmp_path, best, mode, values):
+    name = best.removeprefix("eval/")
+    for order, last, wanted in ((values, 6, 6), (values[::-1], 4, 2)):
+        state, train_step = fresh()
+        results = iter(order)
+        folder = tmp_path / str(last)
+        found = eqxshard.Checkpointer(folder, max_to_keep=1, best=best, mode=mode)
+        state = eqxshard.fit(
+            state,
+            train_step,
+            make_loader(),
+            steps=6,
+            evaluate=lambda model: {name: next(results)},  # noqa: B023
+            evaluate_every=2,
+            checkpointer=found,
+            callbacks=[eqxshard.callbacks.EarlyStopping(best, 1, mode=mode)],
+        )
+        assert int(state.step) == last and found.best_step() == wanted
+
+
+@pytest.mark.parametrize(
+    "best, says",
+    [
+        ("eval/score", r"^eval/score may be .* large; say mode='min' or mode='max'"),
+        ("eval/lossless_rate", "; say mode="),
+        ("eval/los", "; did you mean 'eval/loss'[?] say mode="),
+    ],
+)
+def test_a_mode_that_the_name_leaves_in_doubt_has_to_be_said(tmp_path, best, says):
+    with pytest.raises(ValueError, match=says):
+        eqxshard.Checkpointer(tmp_path, best=best)
+    with pytest.raises(ValueError, match=says):
+        eqxshard.callbacks.EarlyStopping(best, 1)
 
 
 @pytest.mark.slow
@@ -70,7 +135,7 @@ def test_a_misspelt_metric_is_noticed_at_the_first_evaluation(scored):
 def test_the_best_is_kept_if_it_cannot_be_read_for_a_moment(
     tmp_path, monkeypatch, caplog, kind
 ):
-    found = eqxshard.Checkpointer(tmp_path, max_to_keep=1, best="eval/score")
+    found = eqxshard.Checkpointer(tmp_path, max_to_keep=1, best="eval/score", mode="max")
 
     def save(step, score):
         state = new_state()

@@ -6,6 +6,8 @@ import logging
 import os
 import re
 import shutil
+import subprocess
+import sys
 
 import equinox as eqx
 import jax
@@ -29,15 +31,159 @@ from eqxshard.sharding import _files
 def test_other_folders_are_not_touched(tmp_path, train_step):
     (tmp_path / "2024" / "thesis").mkdir(parents=True)
     checkpointer = eqxshard.Checkpointer(tmp_path)
-    says = f"{tmp_path} has '2024', which is not a checkpoint of eqxshard; give the run a"
+    says = f"{tmp_path} has '2024', which eqxshard did not write; give the run a"
     with pytest.raises(ValueError, match=re.escape(says)):
         eqxshard.fit(
             new_state(), train_step, make_loader(), steps=2, checkpointer=checkpointer
         )
     checkpointer.save(new_state())
-    with pytest.raises(OSError, match="which is not a checkpoint of eqxshard"):
+    with pytest.raises(OSError, match="which eqxshard did not write"):
         checkpointer.wait()
     assert [path.name for path in tmp_path.iterdir()] == ["2024"]
+
+
+def later(state, step):
+    return eqx.tree_at(lambda s: s.step, state, jnp.int32(step))
+
+
+def tree(folder):
+    """The texts of all files below a folder, and where links lead."""
+    found = {}
+    for top, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = os.path.join(top, name)
+            if os.path.islink(path):
+                found[path] = os.readlink(path)
+            elif name in files:
+                with open(path, "rb") as file:
+                    found[path] = file.read()
+    return found
+
+
+def test_only_our_files_are_removed(tmp_path, checkpoints):
+    """However the user's got there, and whether checkpoints are old, damaged or cut off."""
+    folder, archive = tmp_path / "disk" / "run", tmp_path / "archive"
+    # The folder of a run may be a link to another disk.
+    folder.mkdir(parents=True)
+    root = tmp_path / "run"
+    root.symlink_to(folder)
+    first = eqxshard.Checkpointer(root, max_to_keep=9)
+    for step in (1, 2, 3, 4, 5):
+        first.save(later(new_state(), step))
+        first.wait()
+    # Numbered folders of the user's, of which one has a list of checksums, too.
+    for name in ("2023", "2024"):
+        (folder / name / "state").mkdir(parents=True)
+        (folder / name / "state" / "thesis.csv").write_text("1")
+        (folder / name / "description.json").write_text("mine")
+    (folder / "2024" / "checksums.txt").write_text("mine")
+    # A copy under another number; an archive behind a link; and a link within.
+    shutil.copytree(folder / "1", folder / "77")
+    archive.mkdir()
+    (folder / "2").rename(archive / "2")
+    (folder / "2").symlink_to(archive / "2")
+    (folder / "3" / "state").rename(archive / "state")
+    (folder / "3" / "state").symlink_to(archive / "state")
+    # Notes beside arrays, in a checkpoint that is kept, an old one, and one that was cut.
+    for step in ("3", "4", "5"):
+        (folder / step / "notes.txt").write_text(f"of {step}")
+    (folder / "4" / "checksums.txt").unlink()
+    outside = (folder / "2023", folder / "2024", folder / "77", archive)
+    before = [tree(path) for path in outside]
+
+    found = eqxshard.Checkpointer(root, max_to_keep=2)
+    assert int(found.restore(like(), step=5).step) == 5
+    assert int(found.restore(like(), step=2).step) == 2
+    for step in (6, 7, 8):
+        found.save(later(new_state(), step))
+        found.wait()
+    assert [tree(path) for path in outside] == before
+    assert os.readlink(folder / "2") == str(archive / "2")
+    assert os.readlink(folder / "3" / "state") == str(archive / "state")
+    assert not (folder / "1").exists() and not (folder / "6").exists()
+    assert found.steps() == [2, 7, 8, 77, 2024]
+    for step in ("3", "4", "5"):
+        left = sorted(path.name for path in (folder / step).iterdir())
+        assert left == ["notes.txt", *["state"] * (step == "3")]
+        assert (folder / step / "notes.txt").read_text() == f"of {step}"
+    # The copy, and what is called like one, are not taken for good ones.
+    assert int(eqxshard.Checkpointer(root).restore(like()).step) == 8
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "dangling link", "file", "notes"])
+def test_a_checkpoint_is_not_written_over_what_is_not_ours(tmp_path, kind):
+    folder, other = tmp_path / "run", tmp_path / "other"
+    checkpointer = eqxshard.Checkpointer(folder)
+    checkpointer.save(new_state())
+    checkpointer.wait()
+    other.mkdir()
+    (other / "thesis").write_text("1")
+    if kind == "folder":
+        shutil.copytree(other, folder / "1")
+    elif kind == "file":
+        (folder / "1").write_text("1")
+    elif kind == "notes":
+        checkpointer.save(later(new_state(), 1))
+        checkpointer.wait()
+        (folder / "1" / "checksums.txt").unlink()
+        (folder / "1" / "state").rename(other / "state")
+        (folder / "1" / "state").symlink_to(other / "state")
+    else:
+        (folder / "1").symlink_to(other if kind == "link" else tmp_path / "gone")
+    (folder / "lock").touch()
+    before = tree(other), tree(folder).keys()
+    checkpointer.save(later(new_state(), 1))
+    with pytest.raises(OSError, match=r"^the checkpoint of step 1 could not be written to"):
+        checkpointer.wait()
+    # What is left of the checkpoint that was cut off goes.
+    left = {folder / "1" / "state", *(folder / "lock",)} if kind == "notes" else set()
+    assert tree(other) == before[0]
+    assert {*map(str, left)} <= tree(folder).keys() <= before[1]
+    assert tree(folder).keys() == before[1] or kind == "notes"
+    assert checkpointer.steps() == [0]
+
+
+def test_notes_in_a_checkpoint_that_is_replaced_stay(checkpoints, tmp_path, train_step):
+    folder = copied(checkpoints, tmp_path)
+    (folder / "10" / "notes.txt").write_text("good")
+    (folder / "10" / "description.json").write_text("{")
+    checkpointer = eqxshard.Checkpointer(folder)
+    state = checkpointer.restore(like())
+    assert int(state.step) == 8
+    eqxshard.fit(state, train_step, make_loader(), steps=10, checkpointer=checkpointer)
+    assert int(eqxshard.Checkpointer(folder).restore(like()).step) == 10
+    assert (folder / "10" / "notes.txt").read_text() == "good"
+
+
+NAMES = """
+import os, sys
+import eqxshard
+
+for make in (eqxshard.Checkpointer, eqxshard.run.RunFolder):
+    for name in (sys.argv[1], "runs/" + chr(252)):
+        try:
+            make(name)
+            print("made")
+        except ValueError as error:
+            print(str(error).replace(os.getcwd(), ""))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("locale", ["ascii", "utf-8"])
+def test_names_that_the_locale_cannot_write_are_refused_at_the_start(tmp_path, locale):
+    env = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    env["PYTHONUTF8"] = "0" if locale == "ascii" else "1"
+    # In UTF-8, these bytes are no name.
+    name = b"runs/\xc3\xbc" if locale == "ascii" else b"runs/\xfc"
+    command = [sys.executable, "-c", NAMES, name]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    says = rf"the folder of .*, '/runs/.*', has characters .* names are in {locale}; s"
+    expected = [True, locale == "ascii"] * 2
+    lines = done.stdout.splitlines()
+    assert [bool(re.match(says, line)) for line in lines] == expected, done.stdout
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_cannot_be_written_is_named_before_the_run(tmp_path, train_step):

@@ -8,11 +8,13 @@ import sys
 from contextlib import contextmanager
 
 import equinox as eqx
+import jax.numpy as jnp
 import pytest
 from checkpoint_helpers import new_state
 from helpers import make_loader
 
 import eqxshard
+from eqxshard.checkpoint._folder import CheckpointFolder
 
 OTHER = """
 import sys
@@ -53,7 +55,7 @@ def test_a_folder_is_one_programs_until_that_is_gone(tmp_path, train_step, monke
         with pytest.raises(ValueError, match=says):
             fit(folder, train_step)
         # What the other is about to write is left alone.
-        (folder / "7").mkdir()
+        CheckpointFolder(folder).make(7)
         checkpointer = eqxshard.Checkpointer(folder)
         checkpointer.save(new_state())
         with pytest.raises(OSError, match=says.removesuffix("; wait")):
@@ -92,15 +94,32 @@ def test_a_program_has_its_folder_from_the_first_save_to_wait(tmp_path):
     assert not (tmp_path / "lock").exists() and checkpointer.steps() == [0, 1]
 
 
-def test_a_lock_that_is_a_link_leads_nowhere(tmp_path):
-    (tmp_path / "thesis").write_text("all of it")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "lock").symlink_to(tmp_path / "thesis")
-    checkpointer = eqxshard.Checkpointer(tmp_path / "run")
-    checkpointer.save(new_state())
-    with pytest.raises(OSError, match="; give a folder that can be written to"):
+@pytest.mark.parametrize("was_ours", [False, True])
+@pytest.mark.parametrize("kind", ["link", "text", "empty"])
+def test_a_file_of_the_users_that_is_called_lock_stays(tmp_path, kind, was_ours):
+    """Nor is it written to through a link."""
+    folder, thesis = tmp_path / "run", tmp_path / "thesis"
+    text = "" if kind == "empty" else "all of it"
+    thesis.write_text(text)
+    checkpointer = eqxshard.Checkpointer(folder)
+    if was_ours:
+        checkpointer.save(new_state())
         checkpointer.wait()
-    assert (tmp_path / "thesis").read_text() == "all of it"
+    folder.mkdir(exist_ok=True)
+    if kind == "link":
+        (folder / "lock").symlink_to(thesis)
+    else:
+        (folder / "lock").write_text(text)
+    state = eqx.tree_at(lambda s: s.step, new_state(), jnp.int32(1))
+    checkpointer.save(state)
+    if kind == "empty" and was_ours:
+        # As one of ours is that a full disk left empty.
+        checkpointer.wait()
+        return
+    says = "has 'lock', which eqxshard did not write|; give a folder that can be written to"
+    with pytest.raises(OSError, match=says):
+        checkpointer.wait()
+    assert (folder / "lock").read_text() == thesis.read_text() == text
 
 
 @pytest.mark.slow

@@ -133,6 +133,32 @@ def test_an_interrupted_save_leaves_what_was_there(tmp_path):
     assert file.read_bytes() == before and [*tmp_path.iterdir()] == [file]
 
 
+def test_an_index_of_other_weights_stays(tmp_path):
+    """It would be read instead of the file, so the file is not written either."""
+    file = tmp_path / "model.safetensors"
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text("{}")
+    with pytest.raises(ValueError, match=r"beside it, model\.safetensors\.index\.json; mo"):
+        save(file)
+    assert index.read_text() == "{}" and [*tmp_path.iterdir()] == [index]
+
+
+def test_two_that_write_one_file_leave_the_whole_of_one(tmp_path):
+    """The second begins and ends while the first is in the middle of its file."""
+    file = tmp_path / "model.safetensors"
+    first, second = ({"a": jnp.full(64, x), "b": jnp.full(64, x)} for x in (1.0, 2.0))
+
+    def meanwhile(path, array):
+        if path == "b" and array.any():
+            eqxshard.save_weights(file, second)
+            assert set(load_file(file)["a"]) == {2.0}
+        return array
+
+    eqxshard.save_weights(file, first, transform=meanwhile)
+    assert [*tmp_path.iterdir()] == [file]
+    assert {name: set(x) for name, x in load_file(file).items()} == {"a": {1.0}, "b": {1.0}}
+
+
 def test_the_host_holds_one_array_at_a_time(tmp_path):
     # Split over devices: what is whole on one CPU is the host's memory already.
     there = jax.NamedSharding(make_mesh("data=2,fsdp=4"), jax.P(None, "fsdp", "data"))

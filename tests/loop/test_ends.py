@@ -131,7 +131,7 @@ def test_an_error_while_closing_has_the_state(role):
 
 
 def test_an_evaluation_that_was_not_finished_is_not_the_best(tmp_path):
-    checkpointer = eqxshard.Checkpointer(tmp_path, best="eval/score")
+    checkpointer = eqxshard.Checkpointer(tmp_path, best="eval/score", mode="max")
     scores = iter([0.5])
     with pytest.raises(StopIteration):
         fit(

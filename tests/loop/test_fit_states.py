@@ -50,7 +50,7 @@ def test_several_states_are_stepped_saved_and_resumed(train_step, tmp_path):
     bias = states["second"].model.last.bias + 1
     states = eqx.tree_at(lambda s: s["second"].model.last.bias, states, bias)
     alone = copied(states)
-    checkpointer = eqxshard.Checkpointer(tmp_path, best="eval/sum")
+    checkpointer = eqxshard.Checkpointer(tmp_path, best="eval/sum", mode="max")
     options: dict = {"evaluate": evaluate, "checkpointer": checkpointer}
     step = both(train_step)
     part = eqxshard.fit(states, step, make_loader(), steps=3, **options)

@@ -52,7 +52,7 @@ def test_averaged_weights_are_evaluated():
         evaluate_every=4,
         trackers=[recorder],
         # Sees what callbacks after it log, too.
-        callbacks=[EarlyStopping("ema/bias", patience=10), EvaluateEMA(evaluate)],
+        callbacks=[EarlyStopping("ema/bias", 10, mode="min"), EvaluateEMA(evaluate)],
     )
     lines = [values for _, values in recorder.lines]
     found = [line.get("ema/bias") for line in lines]
@@ -117,7 +117,7 @@ def stopped(callback, scores, folder=None, state=None, steps=12):
         evaluate=lambda model: {"score": next(scores)},
         evaluate_every=2,
         checkpointer=folder
-        and eqxshard.Checkpointer(folder, max_to_keep=1, best="eval/score"),
+        and eqxshard.Checkpointer(folder, max_to_keep=1, best="eval/score", mode="max"),
         callbacks=[callback],
     )
 
@@ -126,7 +126,7 @@ def test_it_stops_and_the_best_is_restored(tmp_path):
     stopping = EarlyStopping("eval/score", patience=3, mode="max")
     state = stopped(stopping, SCORES, tmp_path)
     assert int(state.step) == 10
-    checkpointer = eqxshard.Checkpointer(tmp_path, best="eval/score")
+    checkpointer = eqxshard.Checkpointer(tmp_path, best="eval/score", mode="max")
     assert checkpointer.steps() == [4, 10] and checkpointer.best_step() == 4
     best = checkpointer.restore(state, step=checkpointer.best_step())
     assert int(best.step) == 4
@@ -139,11 +139,19 @@ def test_it_stops_and_the_best_is_restored(tmp_path):
         ({"patience": 1, "mode": "max"}, [0.5, 0.6, 0.6, 0.9], 6),
         ({"patience": 1, "mode": "max", "min_delta": 0.2}, [0.5, 0.75, 0.9, 0.9], 6),
         ({"patience": 2}, [math.nan, 0.5, math.nan, math.nan, 0.1], 8),
+        ({"patience": 2}, [math.inf, 0.5, -math.inf, 0.6, 0.1], 8),
         ({"patience": 2}, [6.0, 5.0, 4.0, 3.0, 2.0, 1.0], 12),
     ],
 )
 def test_patience(options, scores, last):
-    assert int(stopped(EarlyStopping("eval/score", **options), scores).step) == last
+    stopping = EarlyStopping("eval/score", **{"mode": "min"} | options)
+    assert int(stopped(stopping, scores).step) == last
+
+
+def test_a_metric_that_was_never_finite_is_said_to_be_so(capfd):
+    scores = [math.nan, math.inf, math.nan]
+    assert int(stopped(EarlyStopping("eval/score", 3, mode="max"), scores).step) == 6
+    assert "step 6: eval/score was not finite in 3 reports;" in capfd.readouterr().err
 
 
 def test_a_resumed_run_stops_where_the_uninterrupted_one_would(tmp_path):
@@ -170,9 +178,13 @@ def test_a_time_limit_ends_a_run(monkeypatch, capfd):
 # Refusals
 
 MISTAKES = {
-    "metric": (lambda: stopped(EarlyStopping("eval/scroe", 3), SCORES), "eval/scroe"),
+    "metric": (
+        lambda: stopped(EarlyStopping("eval/scroe", 3, mode="min"), SCORES),
+        "eval/scroe",
+    ),
     "patience": (lambda: EarlyStopping("eval/score", 0), "patience=0"),
     "min_delta": (lambda: EarlyStopping("eval/score", 1, min_delta=-1), "min_delta=-1"),
+    "no mode": (lambda: EarlyStopping("eval/score", 1), "; say mode='min' or mode='max'"),
     "mode": (lambda: EarlyStopping("eval/score", 1, mode="best"), "'best'"),  # pyright: ignore
     "limit": (lambda: TimeLimit("1h"), "'1h' is not a time limit"),
     "no time": (lambda: TimeLimit(0.0), "0.0 is not a time limit"),

@@ -5,7 +5,9 @@ import sys
 
 import pytest
 
+import eqxshard
 from eqxshard.run import RunFolder
+from eqxshard.run._config import Resume
 from eqxshard.run._folder import _PageTracker, default_folder
 from eqxshard.trackers import Curves, JSONLines, ProgressBar, TensorBoard
 
@@ -81,6 +83,27 @@ def test_the_default_folder_is_named_after_the_script(monkeypatch):
         monkeypatch.setattr(sys, "argv", argv)
         assert default_folder("LeNet") == "runs/lenet"
         assert default_folder(None) == "runs/run"
+
+
+@pytest.mark.parametrize("resume", ["no", "auto"])
+@pytest.mark.parametrize("name", ["index.html", "metrics.jsonl", "run.json", "curves.png"])
+def test_files_of_the_users_are_not_replaced(folder, name, resume: Resume):
+    """Such as the page of a site, in the folder that somebody gives a run."""
+    folder.path.mkdir()
+    checkpointer = eqxshard.Checkpointer(folder.checkpoints)
+    (folder.path / "notes.txt").touch()
+    assert not folder.should_resume(resume, checkpointer)
+    (folder.path / name).write_text("{}")
+    with pytest.raises(ValueError, match=f"run/{name} is not of a run of eqxshard, and"):
+        folder.should_resume(resume, checkpointer)
+    # A run that was stopped before its first checkpoint has claimed the folder, at least.
+    checkpointer.claim_run(0, None)
+    checkpointer.close()
+    assert not folder.should_resume(resume, checkpointer)
+    (folder.path / name).rename(folder.path / "elsewhere")
+    (folder.path / name).symlink_to("elsewhere")
+    with pytest.raises(ValueError, match=f"run/{name} is not of a run of eqxshard, and"):
+        folder.should_resume(resume, checkpointer)
 
 
 @pytest.mark.parametrize(

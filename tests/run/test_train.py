@@ -187,7 +187,11 @@ def other_entry(model, batch):
         ({"best": "accuracy"}, "best='accuracy' .*; did you mean 'eval/accuracy'?"),
         ({"best": "eval/los"}, "; did you mean 'eval/loss'?"),
         (
-            {"callbacks": [eqxshard.callbacks.EarlyStopping("eval/acuracy", patience=1)]},
+            {
+                "callbacks": [
+                    eqxshard.callbacks.EarlyStopping("eval/acuracy", 1, mode="max")
+                ]
+            },
             "EarlyStopping's metric='eval/acuracy' is no metric .*'eval/accuracy'?",
         ),
         (
