@@ -47,7 +47,8 @@ class _Place:
     """A mesh that code runs on. If the code is per device along some axes, they are Manual.
 
     - `convolve`: how to convolve on its devices.
-    - `sizes`: the sizes of the axes that XLA may split arrays over.
+    - `left`: the axes that are left to XLA.
+    - `sizes`: the sizes of those that it may split arrays over.
     - `rows`: those of them that split the batch.
     - `shards`: the number of parts of a batch.
     - `devices`: the number of parts that an array may have.
@@ -56,7 +57,8 @@ class _Place:
     def __init__(self, mesh: Mesh | AbstractMesh, convolve: _Convolve):
         manual = mesh.abstract_mesh.manual_axes
         self.mesh, self.convolve = mesh, convolve
-        self.sizes = {x: n for x, n in mesh.shape.items() if n > 1 and x not in manual}
+        self.left = [axis for axis in mesh.axis_names if axis not in manual]
+        self.sizes = {axis: mesh.shape[axis] for axis in self.left if mesh.shape[axis] > 1}
         self.rows = tuple(axis for axis in batch_axes(mesh) if axis in self.sizes)
         self.shards = math.prod(self.sizes[axis] for axis in self.rows)
         self.devices = math.prod(self.sizes.values())
@@ -193,6 +195,11 @@ def _guard_convolution(eqn: Any, place: _Place) -> Any:
     if split is None or not place.rows:
         return _call(partial(convolve, place=place, params=params), eqn, place)
 
+    # Other axes are left to XLA; but not inside per-device code, as JAX 0.12 aborts if axes
+    # become Manual out of the mesh's order.
+    is_outermost = isinstance(place.mesh, Mesh)
+    per_device_axes = {*(place.rows if is_outermost else place.left)}
+
     def per_device(lhs: Array, rhs: Array) -> Array:
         inside = _Place(jax.sharding.get_abstract_mesh(), place.convolve)
         out = convolve(lhs, rhs, inside, split.params)
@@ -202,11 +209,10 @@ def _guard_convolution(eqn: Any, place: _Place) -> Any:
         lhs_spec, rhs_spec, out_spec = (_split_at(dim, place.rows) for dim in split[:3])
         out = jax.shard_map(
             per_device,
-            mesh=place.mesh if isinstance(place.mesh, Mesh) else None,
+            mesh=place.mesh if is_outermost else None,
             in_specs=(lhs_spec, rhs_spec),
             out_specs=out_spec,
-            # Other axes are left to XLA.
-            axis_names={*place.rows},
+            axis_names=per_device_axes,
             check_vma=False,
         )(lhs, rhs)
         # Left to XLA, too, which need not send all of a sum to all devices.
