@@ -83,6 +83,8 @@ def default(text: str, metavar: str | None = None) -> Any:
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {text})")
 
 
+# Its options are `--seed` and the like, whatever a script calls the field.
+@tyro.conf.configure(tyro.conf.OmitArgPrefixes)
 @dataclass(frozen=True)
 class RunConfig:
     """How long to run, on which devices, and where to write."""

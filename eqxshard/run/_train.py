@@ -57,7 +57,7 @@ from ._parts import (
 )
 from ._planned import PlannedRun, end_with_plan
 from ._read_run import RecordedRun, describe_evaluations, summarize
-from ._record import RunRecord, describe_devices, flatten_settings, versions
+from ._record import RunRecord, describe_devices, name_settings, versions
 from ._resume import restore_state
 
 
@@ -155,7 +155,8 @@ def train(
     - `trackers`: more trackers, besides the folder's.
     - `callbacks`: as for [`eqxshard.fit`][].
     - `settings`: more settings to record in `summary.json`: the script's arguments, as a
-        dataclass or a dict.
+        dataclass or a dict. Those of a group in it have their path, `encoder.width`; one
+        that is called as an option of `config` is there as `settings.seed`, say.
 
     **Returns:**
 
@@ -193,6 +194,7 @@ def train(
     config.check()
     check_trackers(trackers)
     check_callbacks(callbacks)
+    named = name_settings(settings, config)
     data = TrainingData(train_data, sampler, transform, remainder, workers)
     training = Training(
         make_model=make_model,
@@ -289,7 +291,7 @@ def train(
             "data": data.name,
             "parameters": _count_parameters(state),
             "settings": {
-                **flatten_settings({"settings": settings or {}, "config": config}),
+                **named,
                 "epochs": loader.steps.epochs(last),
             },
             "changed": {what: paths for what, paths in changed.items() if paths},
