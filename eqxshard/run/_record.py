@@ -64,6 +64,8 @@ class RunRecord:
         self._facts: dict[str, Any] = {}
         self._warnings: dict[str, str] = {}
         self._hearing = hearing_warnings(self.keep_warning)
+        #: Why the run ends before its last step, if no error ends it.
+        self.stopped = ""
 
     def __enter__(self) -> "RunRecord":
         self._hearing.__enter__()
@@ -116,7 +118,7 @@ class RunRecord:
         if not self._facts:
             return
         _, error, _ = failure
-        why = "" if error is None else _in_a_line(error)
+        why = self.stopped if error is None else _in_a_line(error)
         self._facts |= {"ended": {"time": _now(), "why": why}, "memory": _memory()}
         self._write()
         self._folder.write_page()
@@ -219,8 +221,8 @@ def name_settings(settings: Any, config: RunConfig) -> dict[str, Any]:
     named: dict[str, Any] = {}
     if settings is not None and not _is_group(settings):
         raise TypeError(
-            f"settings= is a {type(settings).__name__}; give a dataclass or a dict, such as "
-            "vars(it)."
+            f"settings= is a {type(settings).__name__}; give a dataclass or a dict, such "
+            "as vars(it)."
         )
     for path, value in _flatten(settings or {}):
         name = f"settings.{path}" if path in options else path

@@ -25,9 +25,10 @@ from ..data._sources import Source
 from ..debug._crash_dump import replay_command, replaying
 from ..debug._script import refuse_import
 from ..distributed import broadcast_from_first, is_main_process
-from ..loop._callbacks import Callback, check_callbacks
+from ..loop._callbacks import Callback, check_callbacks, why_ended
 from ..loop._clock import announced
 from ..loop._fit import fit
+from ..loop._loop import Loop
 from ..loop._ready_callbacks import Profile
 from ..pages._format import format_number
 from ..sharding._leaf_rules import replicate
@@ -270,15 +271,20 @@ def train(
             last = last_step(config, epochs, steps, loader.steps)
             timed = training.for_steps(last)
             step = timed.make_step()
-        check_metrics(evaluation, state, best, callbacks)
-        if isinstance(step, TrainStep) and first < last:
+        ended = None
+        if resumes:
+            ended = why_ended(callbacks, checkpointer.description(first)["callbacks"])
+        goes_on = first < last and ended is None
+        if isinstance(step, TrainStep) and goes_on:
             # A mistake in the loss function leaves no run behind, and a program that
             # cannot be used leaves the run as it is.
             lowered = step.lower(state, loader.shapes())
-            if config.keep_programs and resumes:
-                with announced("reading the program of the step"):
-                    call = step.machine.look_up(state, None, ONE_BATCH)
-                    step.machine.compile(call, loader.shapes())
+        if goes_on:
+            check_metrics(evaluation, state, lowered, best, callbacks)
+        if lowered is not None and config.keep_programs and resumes:
+            with announced("reading the program of the step"):
+                call = step.machine.look_up(state, None, ONE_BATCH)
+                step.machine.compile(call, loader.shapes())
         # Before the trackers, which empty the files of an earlier run.
         checkpointer.claim_run(first, loader)
         title = f"{name or script_name() or 'run'} on {describe_mesh(mesh)}"
@@ -300,9 +306,11 @@ def train(
             "replay": replay_command(checkpointer.directory / "crash_dump", step),
         }
         # A start that takes no step leaves what is written of the run as it is.
-        summary = folder.read_summary() if first >= last else {}
+        summary = {} if goes_on else folder.read_summary()
         if is_main_process():
-            _announce(record, data.warning, facts, first)
+            # If a callback has ended the run, fit says so.
+            if ended is None:
+                _announce(record, data.warning, facts, first)
             if lowered is not None:
                 record.warn(unused_axes(state, mesh, training.rule, lambda: lowered))
             if not summary:
@@ -316,6 +324,7 @@ def train(
                 )
                 trackers = (*trackers, *own)
                 record.begin(facts, first)
+        kept = _KeepsLoop()
         with _saying_how_to_go_on(checkpointer):
             state = fit(
                 state,
@@ -326,16 +335,19 @@ def train(
                 evaluate_every=config.evaluate_every or "epoch",
                 checkpointer=checkpointer,
                 trackers=trackers,
-                callbacks=callbacks,
+                callbacks=[*callbacks, kept],
                 log_every=config.log_every,
                 hang_seconds=config.hang_seconds,
             )
+        if kept.loop is not None:
+            record.stopped = kept.loop.stop_reason or ""
         if is_main_process() and not summary:
-            kept = ("title", "data", "parameters", "settings", "versions")
+            of_run = ("title", "data", "parameters", "settings", "versions")
             summary = {
                 **summarize(RecordedRun(folder), len(loader), data.unit),
-                **{name: facts[name] for name in kept},
+                **{name: facts[name] for name in of_run},
                 "devices": describe_mesh(mesh),
+                **kept.skipped(),
             }
             folder.write_summary(summary)
         summary = broadcast_from_first(summary)
@@ -348,6 +360,25 @@ def train(
     # Of a run that was finished already, it is that of the devices that it ran on.
     title = summary.get("title", facts["title"])
     return _result(state, summary, title, folder, data.unit)
+
+
+class _KeepsLoop(Callback):
+    """Keeps the loop of a run, which knows at the end which steps were skipped."""
+
+    every = None
+    loop: Loop | None = None
+
+    def after_save(self, loop: Loop) -> None:
+        """Called at the end of every run that takes a step."""
+        self.loop = loop
+
+    def skipped(self) -> dict[str, Any]:
+        """The entry of the summary, if steps were skipped."""
+        found = None if self.loop is None else self.loop.report.skipped
+        if found is None or not found.steps:
+            return {}
+        entry = {"steps": found.steps, "first": found.first, "found": found.found}
+        return {"skipped": entry}
 
 
 def _result(

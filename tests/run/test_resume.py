@@ -56,6 +56,29 @@ def resume(how):
     return dataclasses.replace(CONFIG, resume=how)
 
 
+def test_a_run_that_stopped_early_has_ended(tmp_path, capsys):
+    def start(patience, how):
+        stop = eqxshard.callbacks.EarlyStopping("eval/loss", patience, mode="max")
+        config = dataclasses.replace(resume(how), evaluate_every=2)
+        return train(tmp_path, config, callbacks=[stop])
+
+    first = start(1, "no")
+    assert int(first.state.step) == 4
+    page = parse((tmp_path / "index.html").read_text())
+    assert page.find("h1").text.startswith("Stopped at step 4 of 12: eval/loss has not imp")
+    before = files(tmp_path)
+    capsys.readouterr()
+    again = start(1, "auto")
+    out, err = capsys.readouterr()
+    assert "the run has ended at step 4: eval/loss had not improved" in err
+    assert "resuming" not in out
+    assert int(again.state.step) == 4 and again.summary == first.summary
+    after = files(tmp_path)
+    assert {path: after.get(path) for path in before} == before
+    # More patience, and it goes on.
+    assert int(start(9, "yes").state.step) == STEPS
+
+
 @pytest.mark.slow
 def test_a_run_that_died_resumes_as_if_it_had_not(finished, tmp_path, capsys, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(Killed):
