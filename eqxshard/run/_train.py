@@ -3,7 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from ..data._host import Transform
 from ..data._loader import Loader, Remainder
 from ..data._samplers import Sampler
 from ..data._sources import Source
-from ..debug._crash_dump import replay_command, replaying
+from ..debug._crash_dump import remove_crash_dump, replay_command, replaying
 from ..debug._script import refuse_import
 from ..distributed import broadcast_from_first, is_main_process
 from ..loop._callbacks import Callback, check_callbacks, why_ended
@@ -75,12 +75,13 @@ class RunResult:
     - `summary`: the contents of its `summary.json`.
     """
 
-    state: Any
+    # What a notebook shows of it is without these two, which are long.
+    state: Any = field(repr=False)
     metrics: dict[str, float]
     speed: str
     title: str
     folder: Path
-    summary: dict[str, Any]
+    summary: dict[str, Any] = field(repr=False)
 
 
 def train(
@@ -134,7 +135,9 @@ def train(
     - `make_optim`: an optax optimizer; or a function from the number of steps to one, so
         that a schedule can span the run. Of several models, one for all or a dict.
     - `train_data`, `eval_data`: as for [`eqxshard.Loader`][].
-    - `config`: the user's options, of the script's command line.
+    - `config`: the user's options, of the script's command line. `overwrite` removes an
+        earlier run from the folder once nothing is left that could refuse this one: its
+        checkpoints, and the files that this run writes anew. Other files stay.
     - `name`: the name of the run, in its title and in its default folder,
         `runs/SCRIPT-NAME`; by default, that of the script, in `runs/SCRIPT`.
     - `epochs`, `steps`: how long to train if `config` does not say.
@@ -244,7 +247,7 @@ def train(
         best=best,
         mode=mode,
     )
-    resumes = folder.should_resume(config.resume, checkpointer)
+    resumes = folder.should_resume(config.resume, checkpointer, overwrite=config.overwrite)
     key = jax.random.key(config.seed)
     replays = replaying(make_model)
     keeps = contextlib.nullcontext()
@@ -281,11 +284,15 @@ def train(
             lowered = step.lower(state, loader.shapes())
         if goes_on:
             check_metrics(evaluation, state, lowered, best, callbacks)
-        if lowered is not None and config.keep_programs and resumes:
+        if isinstance(step, TrainStep) and lowered and config.keep_programs and resumes:
             with announced("reading the program of the step"):
                 call = step.machine.look_up(state, None, ONE_BATCH)
                 step.machine.compile(call, loader.shapes())
         # Before the trackers, which empty the files of an earlier run.
+        if config.overwrite:
+            checkpointer.start_over()
+            if is_main_process():
+                remove_crash_dump(checkpointer.directory / "crash_dump")
         checkpointer.claim_run(first, loader)
         title = f"{name or script_name() or 'run'} on {describe_mesh(mesh)}"
         facts = {

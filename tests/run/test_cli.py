@@ -53,6 +53,7 @@ def test_help_groups_options_and_shows_defaults(script):
         {"--epochs", "--steps", "--batch-size", "--seed", "--devices", "--mesh", "--output"}
         | {
             "--resume",
+            "--overwrite",
             "--changes",
             "--save-every",
             "--evaluate-every",
