@@ -136,7 +136,7 @@ def train(
         that a schedule can span the run. Of several models, one for all or a dict.
     - `train_data`, `eval_data`: as for [`eqxshard.Loader`][].
     - `config`: the user's options, of the script's command line. `overwrite` removes an
-        earlier run from the folder once nothing is left that could refuse this one: its
+        earlier run from the folder once options, data and model are known to fit: its
         checkpoints, and the files that this run writes anew. Other files stay.
     - `name`: the name of the run, in its title and in its default folder,
         `runs/SCRIPT-NAME`; by default, that of the script, in `runs/SCRIPT`.
