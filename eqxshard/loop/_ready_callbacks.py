@@ -105,9 +105,11 @@ class EarlyStopping(Callback):
         """Why the run has ended, unless `patience` is larger now."""
         if state["waited"] < self._patience:
             return None
+        best = state["best"]
+        what = "was not a number" if best is None else f"had not improved on {best}"
         return (
-            f"{self.metric} had not improved on {state['best']} in {state['waited']} "
-            "reports (with a larger patience= it would go on)"
+            f"{self.metric} {what} in {state['waited']} reports (with a larger patience= "
+            "it would go on)"
         )
 
 
