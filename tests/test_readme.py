@@ -199,6 +199,7 @@ def test_the_python_of_a_page_runs_and_prints_what_it_shows(page, tmp_path):
     for block, printed in zip(parts, done.stdout.split(_MARK)):
         printed = printed.replace(str(tmp_path), "/runs")
         printed = printed.replace(str(page), "/runs/train.py")
+        printed = re.sub(r"^compiling the .*\n", "", printed, flags=re.MULTILINE)
         if "goodput" not in (block.output or ""):
             # The end of each fit, of which the pages speak once.
             printed = re.sub(r"^goodput \d+ % of .*\n", "", printed, flags=re.MULTILINE)

@@ -368,6 +368,25 @@ class Checkpointer:
             loader.restore(description["loader"])
         return description["callbacks"]
 
+    def start_over(self) -> None:
+        """Remove the checkpoints of an earlier run, for one that starts from step 0.
+
+        Other files stay, and so does what was not saved by this library.
+
+        **Raises:**
+
+        `ValueError` if the directory is not writable, is in use, or has other things with
+        numbers for names; `OSError` if a checkpoint cannot be removed.
+        """
+        fault = None
+        if is_main_process():
+            fault = self._folder.claim()
+            for step in self.steps() if fault is None else ():
+                self._folder.remove(step)
+        fault = broadcast_from_first(fault)
+        if fault is not None:
+            raise ValueError(fault)
+
     def should_save(self, step: int, *, reporting: bool) -> bool:
         """Whether it is time to save.
 

@@ -6,6 +6,7 @@ a dump says is imported or called.
 
 import contextlib
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -116,14 +117,27 @@ def write_crash_dump(
         "leaves": {path: array_metadata(leaf) for path, leaf in leaves.items()},
     }
     if is_main_process():
-        if folder.exists():
-            folder.rmtree()
+        remove_crash_dump(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
     barrier("crash dump")
     Save(folder, leaves).result()
     if is_main_process():
         (folder / _FILE).write_text(json.dumps(dump, indent=1) + "\n")
         write_checksums(folder)
+
+
+def remove_crash_dump(folder: Any) -> None:
+    """Remove a crash dump, if there is one.
+
+    **Raises:**
+
+    `OSError` if something else is there.
+    """
+    if not folder.exists():
+        return
+    if os.path.islink(folder) or not (folder / _FILE).exists():
+        raise OSError(f"{folder} is not a crash dump; move it away.")
+    folder.rmtree()
 
 
 #: What makes the model of the run, where that is known.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from ..distributed import fetch_whole
 from ..sharding._leaves import array_leaves, is_inexact, leaf_path
 from ..training._precision import Precision
 from ..training._state import split_model, with_state
@@ -30,10 +31,8 @@ def replay(dump: CrashDump, loss_fn: Callable[..., Any]) -> str:
     A sentence that names it: an entry of the batch and its rows, a parameter, a layer
     and the line of code in it, or the parameters whose gradients are not finite.
     """
-    for path, leaf in _inexact_leaves(dump.batch):
-        bad = _nonfinite_rows(leaf)
-        if bad.size:
-            return f"batch entry {path} is not finite in {_name_rows(bad, dump.rows)}."
+    if (found := describe_batch(dump.batch, dump.rows)) is not None:
+        return f"{found}."
     for path, leaf in _inexact_leaves(dump.model):
         # A mask of -inf is fine.
         if bool(jnp.any(jnp.isnan(leaf))):
@@ -63,6 +62,21 @@ def replay(dump: CrashDump, loss_fn: Callable[..., Any]) -> str:
         "nothing: on one device, the loss and its gradients are finite; the cause may have "
         "been the optimizer's update (look at its eps), rounding, or a faulty device."
     )
+
+
+def describe_batch(batch: PyTree, rows: list[int] | None) -> str | None:
+    """The first entry of a batch that is not finite, and its rows; `None` if all are.
+
+    **Arguments:**
+
+    - `batch`: arrays, of which every process has a part.
+    - `rows`: the indices in the source of the batch's examples, if known.
+    """
+    for path, leaf in _inexact_leaves(batch):
+        bad = _nonfinite_rows(leaf)
+        if bad.size:
+            return f"batch entry {path} is not finite in {_name_rows(bad, rows)}"
+    return None
 
 
 def _first_layer(loss: Any, model: PyTree) -> str:
@@ -110,7 +124,7 @@ def _inexact_leaves(tree: PyTree) -> Iterator[tuple[str, Any]]:
 
 def _nonfinite_rows(values: Any) -> np.ndarray:
     """The rows of an array that are not finite."""
-    finite = np.asarray(jnp.isfinite(values))
+    finite = fetch_whole(jnp.isfinite(values))
     return np.flatnonzero(~finite.reshape(finite.shape[0] if finite.ndim else 1, -1).all(1))
 
 

@@ -170,6 +170,8 @@ class Explanation:
     def __str__(self) -> str:
         return render(self, columns=80) + "\n"
 
+    __repr__ = __str__  # A notebook shows it.
+
     def _repr_html_(self) -> str:
         table = f'<pre style="line-height:1.2">{escape(str(self))}</pre>'
         return f"{table}\n{self.draw()._repr_html_()}" if self.leaves else table

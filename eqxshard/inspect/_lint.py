@@ -22,6 +22,8 @@ class Findings(tuple[Finding, ...]):
     def __str__(self) -> str:
         return "\n".join(f"{each.kind}: {each}" for each in self) or "no findings"
 
+    __repr__ = __str__  # A notebook shows it.
+
 
 def lint(
     step: TrainStep | EvalStep | Callable[..., Any] | jax.stages.Lowered,

@@ -73,6 +73,9 @@ class Picture:
             )
         file.write_text(self._svg() if file.suffix == ".svg" else self._repr_html_())
 
+    def __repr__(self) -> str:
+        return f"<a picture of {len(self._panels)} panels; save writes it to a file>"
+
     def _repr_html_(self) -> str:
         panels = "\n".join(map(_element, self._panels))
         note = f"\n<p>{escape(self._note)}</p>" if self._note else ""

@@ -67,9 +67,21 @@ class Callback:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state` returned when the run's checkpoint was saved."""
 
+    def ended(self, state: Mapping[str, Any]) -> str | None:
+        """Why the run that saved this has ended; `None` if it is to go on when it resumes.
+
+        **Arguments:**
+
+        - `state`: what `state` returned.
+        """
+
     def next_step(self, step: int) -> int | None:
         """The next step after `step` that `after_step` is to be called at."""
         return None if self.every is None else (step // self.every + 1) * self.every
+
+
+#: The skipped steps of a run, among the states of its callbacks. (No class can have it.)
+_SKIPPED = "skipped steps"
 
 
 class CallbackList:
@@ -105,15 +117,18 @@ class CallbackList:
         return min((step for step in steps if step is not None), default=None)
 
     def state(self) -> dict[str, Any]:
-        """What they save with a checkpoint, by name."""
-        states = {name: each.state() for name, each in self._named().items()}
+        """What they save with a checkpoint, by name, and the steps that were skipped."""
+        states = {name: each.state() for name, each in _named(self._callbacks).items()}
+        states[_SKIPPED] = self._loop.report.skipped.state()
         return {name: state for name, state in states.items() if state}
 
     def restore(self, states: Mapping[str, Any]) -> None:
         """Continue from what `state` returned."""
-        for name, each in self._named().items():
+        for name, each in _named(self._callbacks).items():
             if name in states:
                 each.restore(states[name])
+        if _SKIPPED in states:
+            self._loop.report.skipped.restore(states[_SKIPPED])
 
     def _call(self, method: str, callbacks: Sequence[Callback]) -> None:
         if not callbacks:
@@ -133,14 +148,22 @@ class CallbackList:
         base = getattr(Callback, method)
         return [each for each in self._callbacks if getattr(type(each), method) is not base]
 
-    def _named(self) -> dict[str, Callback]:
-        """By the name of the class, with a number from the second of its kind on."""
-        named: dict[str, Callback] = {}
-        for each in self._callbacks:
-            name = type(each).__name__
-            same = sum(type(other).__name__ == name for other in named.values())
-            named[f"{name} {same + 1}" if same else name] = each
-        return named
+
+def _named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+    """By the name of the class, with a number from the second of its kind on."""
+    named: dict[str, Callback] = {}
+    for each in callbacks:
+        name = type(each).__name__
+        same = sum(type(other).__name__ == name for other in named.values())
+        named[f"{name} {same + 1}" if same else name] = each
+    return named
+
+
+def why_ended(callbacks: Sequence[Callback], states: Mapping[str, Any]) -> str | None:
+    """Why the run that saved these states has ended, if one of its callbacks ended it."""
+    named = _named(callbacks)
+    reasons = (named[name].ended(states[name]) for name in named if name in states)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def check_callbacks(callbacks: Sequence[Any]) -> None:

@@ -107,11 +107,21 @@ class Clock:
 
 
 @contextlib.contextmanager
-def announced(what: str) -> Iterator[None]:
-    """Say what takes long, and then how long it took, on a terminal or in a notebook."""
+def announced(what: str, *, in_logs: bool = False) -> Iterator[None]:
+    """Say what takes long, and then how long it took, on a terminal or in a notebook.
+
+    **Arguments:**
+
+    - `what`: such as `compiling the train step`.
+    - `in_logs`: say it in a log, too, in a line of its own.
+    """
     begun = time.perf_counter()
     somebody_looks = sys.stderr.isatty() or "ipykernel" in sys.modules
     if not (somebody_looks and is_main_process()):
+        if in_logs and is_main_process():
+            # The disk of a log may be full, which is no reason not to train.
+            with contextlib.suppress(OSError):
+                print(f"{what} ...", file=sys.stderr, flush=True)
         yield
         return
     print(f"{what} ...", end=" ", file=sys.stderr, flush=True)

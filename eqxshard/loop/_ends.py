@@ -9,11 +9,13 @@ from typing import Any, NoReturn
 import jax
 
 from ..checkpoint._checkpointer import Checkpointer
+from ..data._loader import Loader
 from ..debug._crash_dump import replay_command, write_crash_dump
+from ..debug._replay import describe_batch
 from ..distributed import is_main_process
 from ..pages._format import format_bytes
 from ..sharding._leaves import is_key
-from ..sharding._text import say
+from ..sharding._text import first_few, say
 from ..trackers._tracker import numbers
 from ..training._donation import any_donated
 from ..training._memory import is_out_of_memory
@@ -53,6 +55,11 @@ def save(loop: Loop, callbacks: CallbackList, checkpointer: Checkpointer) -> Non
 
 def announce_stop(loop: Loop) -> None:
     """Print why a run ends, and what is saved of it."""
+    if loop.step == loop.first and loop.stop_reason:
+        if is_main_process():
+            why = f"the run has ended at step {loop.step}: {loop.stop_reason}"
+            say(f"{why}; nothing is left to do.", sys.stderr)
+        return
     saved = loop.checkpointer and loop.checkpointer.steps()[-1:]
     if is_main_process():
         why = f": {loop.stop_reason}" if loop.stop_reason else ""
@@ -173,6 +180,57 @@ def _is_saved(loop: Loop, callbacks: CallbackList, checkpointer: Checkpointer) -
     except Exception as error:
         _LOG.error("the state of step %d could not be saved: %s", loop.step, error)
         return False
+
+
+def say_skipped(loop: Loop, train_step: Any) -> None:
+    """Log how many steps a run has skipped, and the cause of the first."""
+    skipped = loop.report.skipped
+    if not skipped.steps or loop.step == loop.first:
+        return
+    try:
+        skipped.found = _find_cause(loop, train_step, skipped.first)
+    # The run has ended well: neither the data nor a full disk may change that.
+    except Exception as error:
+        skipped.found = f"Its batch cannot be looked at: {error}"
+    if is_main_process():
+        _LOG.warning("%s %s", skipped.describe(loop.step), skipped.found)
+
+
+def _find_cause(loop: Loop, train_step: Any, step: int) -> str:
+    """A sentence on a step that was skipped, and on the examples of its batch.
+
+    The loader makes the batch again. If all of it is finite, the cause is in the model or
+    the loss. Then, with a checkpointer, a crash dump is written, with the parameters at the
+    end of the run.
+    """
+    loader = loop.loader
+    if not isinstance(loader, Loader):
+        return f"Look at the batch of step {step}."
+    rows = loader.rows(step - 1).tolist()
+    try:
+        loader.seek(step - 1)
+        with contextlib.closing(iter(loader)) as batches:
+            batch = next(batches)
+    finally:
+        loader.seek(loop.step)
+    found = describe_batch(batch, rows)
+    if found is not None:
+        return f"Its {found}."
+    some = first_few([str(row) for row in rows])
+    said = f"Its batch is finite: examples {some} of the source, loader.rows({step - 1})."
+    config = train_step.config if isinstance(train_step, TrainStep) else None
+    # A loss scale is found by skipping steps.
+    if config is None or (config.precision and config.precision.scales_loss):
+        return said
+    if loop.checkpointer is None:
+        return f"{said} Give fit a checkpointer, for a command that finds the cause."
+    folder = loop.checkpointer.directory / "crash_dump"
+    try:
+        write_crash_dump(folder, loop.state, [step], batch, train_step, loader, loop.extra)
+    # As in `give_up`.
+    except Exception as error:
+        return f"{said} A crash dump could not be written: {error}"
+    return f"{said} Find the cause with `{replay_command(folder, train_step)}`."
 
 
 def give_up(loop: Loop, train_step: Any) -> NoReturn:

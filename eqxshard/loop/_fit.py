@@ -24,11 +24,12 @@ from ._batches import (
     length_of,
     steps_of,
 )
-from ._callbacks import Callback, CallbackList, check_callbacks
+from ._callbacks import Callback, CallbackList, check_callbacks, why_ended
 from ._clock import Clock, announced, describe_time, watch
-from ._ends import announce_stop, explain_memory, give_up, rescue, save
+from ._ends import announce_stop, explain_memory, give_up, rescue, save, say_skipped
 from ._evaluate import check_evaluate
 from ._loop import Loop
+from ._ready_callbacks import check_evaluated
 from ._report import Report, tell
 from ._schedule import Schedule, check_positive, evaluation_interval, last_step
 from ._signals import stop_signals
@@ -91,13 +92,16 @@ def fit(
         `goodput`, the share of the run in which steps ran. They are closed at the end,
         whatever happens.
     - `callbacks`: [`eqxshard.callbacks.Callback`][]s, called in this order. They may stop
-        the run, which then returns its state as at the end, but does not evaluate again.
+        the run, which then returns its state as at the end, but does not evaluate again. A
+        run that [`eqxshard.callbacks.EarlyStopping`][] has stopped takes no more steps
+        when it resumes.
     - `log_every`: the number of steps between reports. There is also one at the end of
         each epoch, after each evaluation and whenever a checkpoint is saved.
     - `max_nonfinite`: give up if this many steps in a row, or more, were skipped because
         their loss, gradients or update were not finite, and the last of a report's was
         one of them. The state and the batch are written to the folder `crash_dump` in the
-        checkpointer's, for `python -m eqxshard.replay`.
+        checkpointer's, for `python -m eqxshard.replay`. Of fewer such steps, a warning
+        at the end says how many they were, and the examples of the first.
     - `stall_seconds`: log an error, with the stacks of all threads, if the run waits
         longer than this for a batch, a step (including compilation), a callback, an
         evaluation, a tracker or a checkpoint; `None` for never.
@@ -142,9 +146,10 @@ def fit(
     check_trackers(trackers)
     check_callbacks(callbacks)
     check_evaluate(evaluate)
+    check_evaluated(callbacks, evaluate)
     clock = Clock()
     report = Report(trackers if is_main_process() else (), clock, steps_of(loader))
-    loop = Loop(clock, report, loader, checkpointer, state, extra)
+    loop = Loop(clock, report, loader, checkpointer, state, extra, evaluate)
     # It would keep arrays alive that the first step copies.
     del state
     called = CallbackList(callbacks, loop)
@@ -153,12 +158,13 @@ def fit(
         # Left after all below: an error of a tracker that closes would lose the state, too.
         stack.enter_context(rescue(loop, called))
         # Below what trackers print when they close.
+        stack.push(lambda *failure: _say_skipped(loop, train_step, failure[0]))
         stack.callback(_print_time, loop)
         stack.push(lambda kind, error, trace: _close(clock, trackers, callbacks, error))
         check_positive(steps=steps, epochs=epochs, log_every=log_every)
         check_positive(max_nonfinite=max_nonfinite, stall_seconds=stall_seconds)
         check_positive(hang_seconds=hang_seconds)
-        loop.first = loop.step = step_of(loop.state)
+        loop.first = loop.step = report.skipped.since = step_of(loop.state)
         last = last_step(steps, epochs, report.epochs)
         between = evaluation_interval(evaluate_every, report.epochs) if evaluate else None
         stack.enter_context(watch(clock, stall_seconds, hang_seconds))
@@ -178,7 +184,9 @@ def fit(
             # Whatever ends the run, the save in progress is finished.
             stack.callback(loop.end_save, close=True)
             position = Position.of(loader, loop.first)
-            called.restore(checkpointer.claim_run(loop.first, position))
+            states = checkpointer.claim_run(loop.first, position)
+            called.restore(states)
+            loop.stop_reason = why_ended(callbacks, states)
             # The batch size may have changed before.
             report.epochs = steps_of(loader)
             last = last_step(steps, epochs, report.epochs)
@@ -209,7 +217,10 @@ def fit(
             is_new = length not in lengths
             lengths.add(length)
             what = f"the train step{f' for length {length}' if length else ''}"
-            saying = announced(f"compiling {what}") if is_new else nullcontext()
+            # It may take minutes.
+            saying = nullcontext()
+            if is_new:
+                saying = announced(f"compiling {what}", in_logs=True)
             with saying, clock.phase("compile" if is_new else "dispatch", f"step {step}"):
                 extras = () if loop.extra is None else (loop.extra,)
                 loop.state, loop.taken = take_steps(loop.state, batch, *extras)
@@ -256,6 +267,12 @@ def _print_time(loop: Loop) -> None:
         # A terminal that is gone does not fail a run that is finished.
         with suppress(OSError, ValueError):
             say(describe_time(loop.clock.at_last_reading), sys.stderr)
+
+
+def _say_skipped(loop: Loop, train_step: Any, kind: type[BaseException] | None) -> None:
+    """Say which steps were skipped, unless an error ends the run."""
+    if kind is None:
+        say_skipped(loop, train_step)
 
 
 def _close(

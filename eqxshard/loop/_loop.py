@@ -36,6 +36,8 @@ class Loop:
     checkpointer: Checkpointer | None
     state: Any
     extra: PyTree = None
+    # What evaluates the model, if anything does.
+    evaluation: Callable[[PyTree], Mapping[str, Any]] | None = None
     # The step that it started from.
     first: int = 0
     step: int = 0

@@ -4,7 +4,7 @@ import math
 import operator
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,8 @@ class EarlyStopping(Callback):
     The state is saved before the run ends, if there is a checkpointer. It is the last
     state, not the best one: with `Checkpointer(..., best=metric)`, that is in the
     checkpoint of [`eqxshard.Checkpointer.best_step`][]. The count is saved in every
-    checkpoint, so a resumed run stops where the uninterrupted one would have.
+    checkpoint, so a resumed run stops where the uninterrupted one would have. A run that
+    has stopped takes no more steps when it resumes, unless `patience` is larger then.
 
     **Arguments:**
 
@@ -104,6 +105,17 @@ class EarlyStopping(Callback):
         """Continue to count."""
         self._best, self._waited = state["best"], state["waited"]
 
+    def ended(self, state: Mapping[str, Any]) -> str | None:
+        """Why the run has ended, unless `patience` is larger now."""
+        if state["waited"] < self._patience:
+            return None
+        best = state["best"]
+        what = "was not a number" if best is None else f"had not improved on {best}"
+        return (
+            f"{self.metric} {what} in {state['waited']} reports (with a larger patience= "
+            "it would go on)"
+        )
+
 
 class TimeLimit(Callback):
     """Stop after some wall time, at the next report.
@@ -154,8 +166,9 @@ class EvaluateEMA(Callback):
 
     **Arguments:**
 
-    - `evaluate`: called as `fit`'s own is, with [`eqxshard.ema_model`][] of the state, or
-        of each state that has an average; others give their weights.
+    - `evaluate`: by default the `evaluate` of the run, which is called once more, with
+        [`eqxshard.ema_model`][] of the state, or of each state that has an average; others
+        give their weights. Or another such function.
 
     !!! Example
 
@@ -166,13 +179,13 @@ class EvaluateEMA(Callback):
             loader,
             epochs=10,
             evaluate=evaluate,
-            callbacks=[eqxshard.callbacks.EvaluateEMA(evaluate)],
+            callbacks=[eqxshard.callbacks.EvaluateEMA()],
         )
         ```
     """
 
-    def __init__(self, evaluate: Callable[[PyTree], Mapping[str, Any]]):
-        self._evaluate = evaluate
+    def __init__(self, evaluate: Callable[[PyTree], Mapping[str, Any]] | None = None):
+        self.evaluate = evaluate
 
     def after_evaluation(self, loop: Loop) -> None:
         """Evaluate, and add the values to the report."""
@@ -182,7 +195,18 @@ class EvaluateEMA(Callback):
             loop.state,
             lambda s: ema_model(s) if none_has or has_average(s) else s.model,
         )
-        loop.evaluate(self._evaluate, models, "ema")
+        evaluate = self.evaluate or loop.evaluation
+        assert evaluate is not None  # Else there was no evaluation.
+        loop.evaluate(evaluate, models, "ema")
+
+
+def check_evaluated(callbacks: Sequence[Callback], evaluate: Any) -> None:
+    """Refuse to evaluate averages after evaluations in a run without any."""
+    if evaluate is None and any(isinstance(each, EvaluateEMA) for each in callbacks):
+        raise ValueError(
+            "EvaluateEMA evaluates after each evaluation of the run, which has none; give "
+            "fit evaluate=, or train a metric_fn and eval_data."
+        )
 
 
 class Every(Callback):

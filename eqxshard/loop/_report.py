@@ -13,6 +13,7 @@ from ..data._steps import Steps
 from ..trackers._tracker import Image, Tracker, Value
 from ..training._metrics import Metrics
 from ._clock import Clock, goodput
+from ._skipped import Skipped
 
 _LOG = logging.getLogger(__name__)
 
@@ -22,6 +23,7 @@ class Report:
 
     - `values`: those of the last report that was read, and what was logged since.
     - `step`: the step of that report.
+    - `skipped`: all steps, up to that report, that were not finite.
     - `nonfinite_steps`: the last steps in a row, up to that report, that were not finite.
 
     **Arguments:**
@@ -35,6 +37,7 @@ class Report:
         self.values: dict[str, Any] = {}
         self.step: int | None = None
         self.nonfinite_steps: list[int] = []
+        self.skipped = Skipped()
         self._trackers = trackers
         self._clock = clock
         self.epochs = epochs
@@ -78,6 +81,8 @@ class Report:
         first = self._due - len(metrics.nonfinite) + 1
         for step, nonfinite in enumerate(metrics.nonfinite, start=first):
             self.nonfinite_steps = [*self.nonfinite_steps, step] if nonfinite else []
+            if nonfinite:
+                self.skipped.add(step)
 
     def add_evaluation(self, values: Mapping[str, Any], prefix: str = "eval") -> None:
         """Add the result of an evaluation; trackers get all of it but arrays."""

@@ -262,5 +262,7 @@ class Plan:
 
         return "\n\n".join(print_plan(self))
 
+    __repr__ = __str__  # A notebook shows it.
+
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"

@@ -108,6 +108,8 @@ class Search:
         parts = [f"{head}, in {self.seconds:.0f} s", render(self._table())]
         return "\n\n".join(parts if fit else [*parts, advice])
 
+    __repr__ = __str__  # A notebook shows it.
+
     def _table(self) -> Table:
         """A row for each candidate, a column for each cost that any of them has."""
         times = [each.plan.time if each.plan else None for each in self.candidates]

@@ -10,7 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import jax
 import tyro
@@ -19,9 +19,9 @@ from .._parser import allow_closed_stdout
 from ..data._datasets import is_planning
 from ..debug._script import refuse_import
 from ..distributed import exit_process, initialize
-from ..sharding._text import say
+from ..sharding._text import comma_list, say
 from ..transforms._cache import cache_compilations
-from ._config import RunConfig, command_line
+from ._config import RunConfig, command_line, option
 from ._errors import exit_on_errors
 from ._planned import planned_by, print_plan
 
@@ -51,8 +51,9 @@ def cli(
     - `main`: called with the parsed arguments; returns the last line to print, if any. Of
         several processes, the first prints it.
     - `args_type`: a dataclass of the arguments: its docstring and those of its fields are
-        the help. The options of a nested dataclass, such as [`eqxshard.RunConfig`][], are
-        a group of their own.
+        the help. The options of a nested dataclass are a group of their own, with the
+        name of its field before them, as in `--encoder.width`; those of
+        [`eqxshard.RunConfig`][] have none.
     - `args`: the arguments, those of the command line by default.
 
     !!! Example
@@ -113,7 +114,8 @@ def _parse(args_type: type[_Args], args: Sequence[str]) -> tuple[_Args, str | No
         "--resume=yes" if word == "--resume" and following.startswith("-") else word
         for word, following in itertools.pairwise([*args, "-"])
     ]
-    config = (tyro.conf.OmitArgPrefixes, tyro.conf.DisallowNone)
+    _check_names(args_type)
+    config = (tyro.conf.DisallowNone,)
     box = io.StringIO()
     try:
         with contextlib.redirect_stderr(box):
@@ -129,6 +131,22 @@ def _parse(args_type: type[_Args], args: Sequence[str]) -> tuple[_Args, str | No
             run.check()
             return dataclasses.replace(parsed, **{field.name: run}), run.plan
     return parsed, parsed.plan if isinstance(parsed, RunConfig) else None
+
+
+def _check_names(args_type: type) -> None:
+    """Refuse an argument of a script whose option `RunConfig` has, too."""
+    types = get_type_hints(args_type)
+    runs = [name for name, kind in types.items() if kind is RunConfig]
+    if len(runs) > 1:
+        raise ValueError(
+            f"{comma_list(runs)} of {args_type.__name__} are all a RunConfig; keep one."
+        )
+    options = [field.name for field in dataclasses.fields(RunConfig)] if runs else []
+    for name in filter(types.__contains__, options):
+        raise ValueError(
+            f"{option(name)} is an option of RunConfig and an argument of this script, "
+            f"{args_type.__name__}.{name}; give the argument another name."
+        )
 
 
 def _one_length(config: RunConfig, default: Any) -> RunConfig:
@@ -147,6 +165,6 @@ def _first_sentence(box: str) -> str:
     # Where stdout cannot show these, there are only rules of dashes.
     lines = ["" if set(line) == {"-"} else line for line in lines]
     message = itertools.takewhile(bool, itertools.dropwhile(operator.not_, lines))
-    hint = re.search(r"Perhaps you meant:.*?(--[\w-]+)", " ".join(lines))
+    hint = re.search(r"Perhaps you meant:.*?(--[\w.-]+)", " ".join(lines))
     suggestion = f" Did you mean {hint[1]}?" if hint else ""
     return f"{' '.join(message).rstrip('.')}.{suggestion} See --help."

@@ -45,14 +45,14 @@ def option(name: str, value: Any = None) -> str:
     """How an error names an option: `--batch-size 3` if there is a command line."""
     if _has_command_line.get():
         flag = f"--{name.replace('_', '-')}"
-        return flag if value is None else f"{flag} {value}"
+        return flag if value is None or value is True else f"{flag} {value}"
     return name if value is None else f"{name}={value!r}"
 
 
 def setting(name: str, value: Any) -> str:
-    """What to write to set an option: `--seed 1`, or `config=RunConfig(seed=1)`."""
+    """What to write to set an option: `--seed 1`, or `seed=1 of RunConfig`."""
     given = option(name, value)
-    return given if _has_command_line.get() else f"config=RunConfig({given})"
+    return given if _has_command_line.get() else f"{given} of RunConfig"
 
 
 def allowing(*changes: str) -> str:
@@ -83,6 +83,8 @@ def default(text: str, metavar: str | None = None) -> Any:
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=f"(default: {text})")
 
 
+# Its options are `--seed` and the like, whatever a script calls the field.
+@tyro.conf.configure(tyro.conf.OmitArgPrefixes)
 @dataclass(frozen=True)
 class RunConfig:
     """How long to run, on which devices, and where to write."""
@@ -103,6 +105,8 @@ class RunConfig:
     """The folder for checkpoints, metrics, curves and the summary."""
     resume: Resume = "no"
     """Continue from the newest checkpoint; auto: if there is one. --resume alone: yes."""
+    overwrite: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Remove the run that is in --output, if there is one, and start over."""
     changes: Annotated[tuple[Change, ...], default("nothing")] = ()
     """What may differ in a run that resumes: batch_size, optimizer, model, or several.
     New arrays are initialized, and old ones are dropped."""
@@ -159,6 +163,11 @@ class RunConfig:
         if self.resume not in get_args(Resume):
             raise ValueError(
                 f"{option('resume', self.resume)} is unknown; use no, yes or auto."
+            )
+        if self.overwrite and self.resume != "no":
+            raise ValueError(
+                f"{option('overwrite', True)} starts over and "
+                f"{option('resume', self.resume)} continues a run; give one of them."
             )
         for change in self.changes:
             if change not in get_args(Change):

@@ -77,14 +77,17 @@ class RunFolder:
         self.warnings = self.path / "warnings.jsonl"
         self._log: JSONLines | None = None
 
-    def should_resume(self, resume: Resume, checkpointer: Checkpointer) -> bool:
+    def should_resume(
+        self, resume: Resume, checkpointer: Checkpointer, *, overwrite: bool = False
+    ) -> bool:
         """Whether to continue an earlier run in this folder.
 
         **Arguments:**
 
-        - `resume`: `"no"` refuses to overwrite a run; `"yes"` needs one; `"auto"`
+        - `resume`: `"no"` refuses a folder that has a run; `"yes"` needs one; `"auto"`
             continues it if there is one.
         - `checkpointer`: the one that saves in this folder.
+        - `overwrite`: with `"no"`, a run is not refused.
 
         **Raises:**
 
@@ -105,10 +108,11 @@ class RunFolder:
                 f"{self.path / foreign} is not of a run of eqxshard, and one would replace "
                 f"it; give another {option('output')}."
             )
-        if resume == "no" and steps:
+        if resume == "no" and steps and not overwrite:
             raise ValueError(
-                f"{self.path} has a run at step {steps[-1]}; add "
-                f"{setting('resume', 'auto')} to continue it, or give another "
+                f"{self.path} has a run at step {steps[-1]}; use "
+                f"{setting('resume', 'auto')} to continue it, "
+                f"{setting('overwrite', True)} to remove it and start over, or another "
                 f"{option('output')}."
             )
         if resume == "yes" and not exists:
@@ -116,7 +120,7 @@ class RunFolder:
                 f"{self.path} has no run to resume; leave {option('resume')} out, or use "
                 f"{setting('resume', 'auto')}."
             )
-        return bool(steps)
+        return bool(steps) and resume != "no"
 
     def _find_foreign(self) -> str | None:
         """The name of a file that a run would replace, but that no run of ours wrote."""

@@ -292,7 +292,8 @@ def _checkpoints(run: RecordedRun) -> Iterator[Markup]:
 
 def _settings(run: RecordedRun) -> Iterator[Markup]:
     found = {name: run.record.get(name) for name in ("command", "data")}
-    found |= run.record.get("settings") or {}
+    for name, value in (run.record.get("settings") or {}).items():
+        found[f"settings.{name}" if name in found else name] = value
     shown = {name: str(value) for name, value in found.items() if value not in (None, "")}
     if shown:
         yield kit.settings_list(shown)

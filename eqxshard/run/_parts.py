@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -17,6 +17,7 @@ from ..data._samplers import Order, Sampler
 from ..data._sources import Source
 from ..distributed import assert_same_on_all_processes
 from ..loop._callbacks import Callback
+from ..loop._clock import Part
 from ..loop._evaluate import evaluate
 from ..loop._ready_callbacks import (
     EarlyStopping,
@@ -25,6 +26,7 @@ from ..loop._ready_callbacks import (
     Profile,
     Throughput,
     TimeLimit,
+    check_evaluated,
 )
 from ..sharding._rule import Rule
 from ..sharding._text import comma_list, did_you_mean
@@ -44,8 +46,14 @@ Step = Callable[[Any, Any], tuple[Any, Metrics]]
 #: Callbacks that report no values under names of their own choice.
 _KNOWN = (EarlyStopping, EvaluateEMA, LearningRate, Profile, Throughput, TimeLimit)
 
-#: Values that steps and these callbacks report, whatever is evaluated.
-_REPORTED = ("train/", "seconds/", "goodput", "learning_rate")
+#: Values that every run reports.
+_REPORTED = (
+    "train/seconds",
+    "train/examples_per_second",
+    "train/nonfinite",
+    "goodput",
+    *[f"seconds/{part}" for part in get_args(Part)],
+)
 
 
 @dataclass(frozen=True)
@@ -222,39 +230,63 @@ class Evaluation:
         What `metric_fn` raises for a batch of these shapes.
         """
         lowered = self.step.lower(map_models(state), self.loader.shapes())
-        (_, metrics), _ = lowered.out_info
-        return [f"eval/{name}" for name in metrics.totals]
+        return metric_names("eval", lowered)
+
+
+def metric_names(kind: str, lowered: jax.stages.Lowered) -> list[str]:
+    """The metrics of a step that is lowered, such as `train/loss`."""
+    (_, metrics), _ = lowered.out_info
+    return [f"{kind}/{name}" for name in metrics.totals]
 
 
 def check_metrics(
     evaluation: Evaluation | None,
     state: PyTree,
+    lowered: jax.stages.Lowered | None,
     best: str | None,
     callbacks: Sequence[Callback],
 ) -> None:
-    """Look for the metrics that others wait for.
+    """Look for the metrics that others wait for, before the first step.
+
+    **Arguments:**
+
+    - `lowered`: the train step, for the names of its metrics; `None` if they are not known.
 
     **Raises:**
 
     `ValueError` if a metric is waited for that no report will have; and as
     `Evaluation.names` does.
     """
+    check_evaluated(callbacks, evaluation)
     names = [] if evaluation is None else evaluation.names(state)
-    if any(isinstance(each, EvaluateEMA) for each in callbacks):
-        ema_model(state)  # It refuses a state that has no average.
-        names += [name.replace("eval/", "ema/", 1) for name in names]
+    evaluated = [*names]
+    # What may be reported under names that are not known here.
+    others = ["train/"] if lowered is None else []
+    if lowered is not None:
+        names += metric_names("train", lowered)
+    for each in callbacks:
+        if isinstance(each, EvaluateEMA):
+            ema_model(state)  # It refuses a state that has no average.
+            if each.evaluate is None:
+                names += [name.replace("eval/", "ema/", 1) for name in evaluated]
+            else:
+                others.append("ema/")
+        names += ["learning_rate"] * isinstance(each, LearningRate)
+        names += ["tokens_per_second", "mfu"] * isinstance(each, Throughput)
     # Callbacks of the user's own may report anything.
     has_others = any(not isinstance(each, _KNOWN) for each in callbacks)
     stops = [each for each in callbacks if isinstance(each, EarlyStopping)]
     wanted = [("best", best), *(("EarlyStopping's metric", x.metric) for x in stops)]
     for who, name in wanted:
-        if name is None or name in names or name.startswith(_REPORTED):
+        if name is None or name in names or name in _REPORTED:
+            continue
+        if name.startswith(tuple(others)):
             continue
         meant = f"eval/{name}"
         if has_others and meant not in names:
             continue
         remedy = "give train a metric_fn and eval_data, or leave it out"
-        if names:
+        if name.startswith("train/") or evaluated:
             hint = did_you_mean(meant if meant in names else name, names)
             remedy = f"{hint}use one of {comma_list(names)}"
         raise ValueError(f"{who}={name!r} is no metric of this run; {remedy}.")

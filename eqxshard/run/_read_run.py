@@ -281,7 +281,7 @@ def describe_evaluations(run: RecordedRun) -> str:
 
 
 #: Settings that are of one start of a run, and not of the run.
-_OF_A_START = ("resume", "changes", "output", "profile", "traceback")
+_OF_A_START = ("resume", "overwrite", "changes", "output", "profile", "traceback")
 
 
 def comparable(facts: Mapping[str, Any]) -> dict[str, str]:

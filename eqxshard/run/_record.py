@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from ..sharding._text import say
 from ..trackers._files import write_whole
 from ..trackers._jsonl import read_whole_lines
+from ._config import RunConfig
 from ._folder import RunFolder, read_values
 from ._read_run import changes
 
@@ -63,6 +64,8 @@ class RunRecord:
         self._facts: dict[str, Any] = {}
         self._warnings: dict[str, str] = {}
         self._hearing = hearing_warnings(self.keep_warning)
+        #: Why the run ends before its last step, if no error ends it.
+        self.stopped = ""
 
     def __enter__(self) -> "RunRecord":
         self._hearing.__enter__()
@@ -115,7 +118,7 @@ class RunRecord:
         if not self._facts:
             return
         _, error, _ = failure
-        why = "" if error is None else _in_a_line(error)
+        why = self.stopped if error is None else _in_a_line(error)
         self._facts |= {"ended": {"time": _now(), "why": why}, "memory": _memory()}
         self._write()
         self._folder.write_page()
@@ -199,21 +202,63 @@ def versions() -> dict[str, str]:
     return ours
 
 
-def flatten_settings(settings: Any) -> dict[str, Any]:
-    """The fields of nested dataclasses, or the entries of dicts, side by side.
+def name_settings(settings: Any, config: RunConfig) -> dict[str, Any]:
+    """The settings of a script by path, such as `encoder.width`, and the options of a run.
 
-    Their values are as JSON has them; what it has no kind for, such as a path, is text.
+    A setting that has the name of an option is called `settings.seed`, say. Values are as
+    JSON has them; what it has no kind for, such as a path, is text.
+
+    **Arguments:**
+
+    - `settings`: a dataclass or a dict, or `None`. A `RunConfig` in it is left out.
+    - `config`: the options.
+
+    **Raises:**
+
+    `TypeError` if `settings` is something else; `ValueError` if two of them have one name.
     """
-    if dataclasses.is_dataclass(settings):
-        settings = {x.name: getattr(settings, x.name) for x in dataclasses.fields(settings)}
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        if dataclasses.is_dataclass(value) or isinstance(value, Mapping):
-            flat |= flatten_settings(value)
+    options = dict(_entries(config))
+    named: dict[str, Any] = {}
+    if settings is not None and not _is_group(settings):
+        raise TypeError(
+            f"settings= is a {type(settings).__name__}; give a dataclass or a dict, such "
+            "as vars(it)."
+        )
+    for path, value in _flatten(settings or {}):
+        name = f"settings.{path}" if path in options else path
+        if name in named:
+            raise ValueError(f"two settings are called {name!r}; rename one of them.")
+        named[name] = value
+    return {name: _as_json(value) for name, value in {**named, **options}.items()}
+
+
+def _is_group(value: Any) -> bool:
+    is_class = isinstance(value, type)
+    return isinstance(value, Mapping) or (dataclasses.is_dataclass(value) and not is_class)
+
+
+def _entries(group: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(group, Mapping):
+        yield from ((str(name), value) for name, value in group.items())
+    else:
+        names = (field.name for field in dataclasses.fields(group))
+        yield from ((name, getattr(group, name)) for name in names)
+
+
+def _flatten(group: Any) -> Iterator[tuple[str, Any]]:
+    """The settings in a group, and in the groups in it, by path."""
+    for name, value in _entries(group):
+        if isinstance(value, RunConfig):
+            continue
+        if _is_group(value):
+            yield from ((f"{name}.{path}", inner) for path, inner in _flatten(value))
         else:
-            text = json.dumps(value, default=str)
-            flat[str(name)] = json.loads(text, parse_constant=str)  # Such as NaN.
-    return flat
+            yield name, value
+
+
+def _as_json(value: Any) -> Any:
+    text = json.dumps(value, default=str)
+    return json.loads(text, parse_constant=str)  # Such as NaN.
 
 
 def _memory() -> dict[str, int] | None:

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,13 @@ from ..data._host import Transform
 from ..data._loader import Loader, Remainder
 from ..data._samplers import Sampler
 from ..data._sources import Source
-from ..debug._crash_dump import replay_command, replaying
+from ..debug._crash_dump import remove_crash_dump, replay_command, replaying
 from ..debug._script import refuse_import
 from ..distributed import broadcast_from_first, is_main_process
-from ..loop._callbacks import Callback, check_callbacks
+from ..loop._callbacks import Callback, check_callbacks, why_ended
 from ..loop._clock import announced
 from ..loop._fit import fit
+from ..loop._loop import Loop
 from ..loop._ready_callbacks import Profile
 from ..pages._format import format_number
 from ..sharding._leaf_rules import replicate
@@ -58,7 +59,7 @@ from ._parts import (
 )
 from ._planned import PlannedRun, end_with_plan
 from ._read_run import RecordedRun, describe_evaluations, summarize
-from ._record import RunRecord, describe_devices, flatten_settings, versions
+from ._record import RunRecord, describe_devices, name_settings, versions
 from ._resume import restore_state
 
 
@@ -75,12 +76,13 @@ class RunResult:
     - `summary`: the contents of its `summary.json`.
     """
 
-    state: Any
+    # What a notebook shows of it is without these two, which are long.
+    state: Any = field(repr=False)
     metrics: dict[str, float]
     speed: str
     title: str
     folder: Path
-    summary: dict[str, Any]
+    summary: dict[str, Any] = field(repr=False)
 
 
 def train(
@@ -134,7 +136,9 @@ def train(
     - `make_optim`: an optax optimizer; or a function from the number of steps to one, so
         that a schedule can span the run. Of several models, one for all or a dict.
     - `train_data`, `eval_data`: as for [`eqxshard.Loader`][].
-    - `config`: the user's options, of the script's command line.
+    - `config`: the user's options, of the script's command line. `overwrite` removes an
+        earlier run from the folder once options, data and model are known to fit: its
+        checkpoints, and the files that this run writes anew. Other files stay.
     - `name`: the name of the run, in its title and in its default folder,
         `runs/SCRIPT-NAME`; by default, that of the script, in `runs/SCRIPT`.
     - `epochs`, `steps`: how long to train if `config` does not say.
@@ -156,7 +160,8 @@ def train(
     - `trackers`: more trackers, besides the folder's.
     - `callbacks`: as for [`eqxshard.fit`][].
     - `settings`: more settings to record in `summary.json`: the script's arguments, as a
-        dataclass or a dict.
+        dataclass or a dict. Those of a group in it have their path, `encoder.width`; one
+        that is called as an option of `config` is there as `settings.seed`, say.
 
     **Returns:**
 
@@ -196,6 +201,7 @@ def train(
         mode = best_mode(best, mode)
     check_trackers(trackers)
     check_callbacks(callbacks)
+    named = name_settings(settings, config)
     data = TrainingData(train_data, sampler, transform, remainder, workers)
     training = Training(
         make_model=make_model,
@@ -244,7 +250,7 @@ def train(
         best=best,
         mode=mode,
     )
-    resumes = folder.should_resume(config.resume, checkpointer)
+    resumes = folder.should_resume(config.resume, checkpointer, overwrite=config.overwrite)
     key = jax.random.key(config.seed)
     replays = replaying(make_model)
     keeps = contextlib.nullcontext()
@@ -271,16 +277,25 @@ def train(
             last = last_step(config, epochs, steps, loader.steps)
             timed = training.for_steps(last)
             step = timed.make_step()
-        check_metrics(evaluation, state, best, callbacks)
-        if isinstance(step, TrainStep) and first < last:
+        ended = None
+        if resumes:
+            ended = why_ended(callbacks, checkpointer.description(first)["callbacks"])
+        goes_on = first < last and ended is None
+        if isinstance(step, TrainStep) and goes_on:
             # A mistake in the loss function leaves no run behind, and a program that
             # cannot be used leaves the run as it is.
             lowered = step.lower(state, loader.shapes())
-            if config.keep_programs and resumes:
-                with announced("reading the program of the step"):
-                    call = step.machine.look_up(state, None, ONE_BATCH)
-                    step.machine.compile(call, loader.shapes())
+        if goes_on:
+            check_metrics(evaluation, state, lowered, best, callbacks)
+        if isinstance(step, TrainStep) and lowered and config.keep_programs and resumes:
+            with announced("reading the program of the step"):
+                call = step.machine.look_up(state, None, ONE_BATCH)
+                step.machine.compile(call, loader.shapes())
         # Before the trackers, which empty the files of an earlier run.
+        if config.overwrite:
+            checkpointer.start_over()
+            if is_main_process():
+                remove_crash_dump(checkpointer.directory / "crash_dump")
         checkpointer.claim_run(first, loader)
         title = f"{name or script_name() or 'run'} on {describe_mesh(mesh)}"
         facts = {
@@ -292,7 +307,7 @@ def train(
             "data": data.name,
             "parameters": _count_parameters(state),
             "settings": {
-                **flatten_settings({"settings": settings or {}, "config": config}),
+                **named,
                 "epochs": loader.steps.epochs(last),
             },
             "changed": {what: paths for what, paths in changed.items() if paths},
@@ -301,9 +316,11 @@ def train(
             "replay": replay_command(checkpointer.directory / "crash_dump", step),
         }
         # A start that takes no step leaves what is written of the run as it is.
-        summary = folder.read_summary() if first >= last else {}
+        summary = {} if goes_on else folder.read_summary()
         if is_main_process():
-            _announce(record, data.warning, facts, first)
+            # If a callback has ended the run, fit says so.
+            if ended is None:
+                _announce(record, data.warning, facts, first)
             if lowered is not None:
                 record.warn(unused_axes(state, mesh, training.rule, lambda: lowered))
             if not summary:
@@ -317,6 +334,7 @@ def train(
                 )
                 trackers = (*trackers, *own)
                 record.begin(facts, first)
+        kept = _KeepsLoop()
         with _saying_how_to_go_on(checkpointer):
             state = fit(
                 state,
@@ -327,16 +345,19 @@ def train(
                 evaluate_every=config.evaluate_every or "epoch",
                 checkpointer=checkpointer,
                 trackers=trackers,
-                callbacks=callbacks,
+                callbacks=[*callbacks, kept],
                 log_every=config.log_every,
                 hang_seconds=config.hang_seconds,
             )
+        if kept.loop is not None:
+            record.stopped = kept.loop.stop_reason or ""
         if is_main_process() and not summary:
-            kept = ("title", "data", "parameters", "settings", "versions")
+            of_run = ("title", "data", "parameters", "settings", "versions")
             summary = {
                 **summarize(RecordedRun(folder), len(loader), data.unit),
-                **{name: facts[name] for name in kept},
+                **{name: facts[name] for name in of_run},
                 "devices": describe_mesh(mesh),
+                **kept.skipped(),
             }
             folder.write_summary(summary)
         summary = broadcast_from_first(summary)
@@ -349,6 +370,25 @@ def train(
     # Of a run that was finished already, it is that of the devices that it ran on.
     title = summary.get("title", facts["title"])
     return _result(state, summary, title, folder, data.unit)
+
+
+class _KeepsLoop(Callback):
+    """Keeps the loop of a run, which knows at the end which steps were skipped."""
+
+    every = None
+    loop: Loop | None = None
+
+    def after_save(self, loop: Loop) -> None:
+        """Called at the end of every run that takes a step."""
+        self.loop = loop
+
+    def skipped(self) -> dict[str, Any]:
+        """The entry of the summary, if steps were skipped."""
+        found = None if self.loop is None else self.loop.report.skipped
+        if found is None or not found.steps:
+            return {}
+        entry = {"steps": found.steps, "first": found.first, "found": found.found}
+        return {"skipped": entry}
 
 
 def _result(

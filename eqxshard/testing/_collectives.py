@@ -66,6 +66,8 @@ class Collectives:
             table.add_row(op.kind, axes, str(count), times, size, " ".join(op.shapes))
         return render(table)
 
+    __repr__ = __str__  # A notebook shows it.
+
 
 def collectives(step: Any, /, *args: Any) -> Collectives:
     """The collectives of a compiled function.

@@ -67,3 +67,5 @@ class MeshReport:
                 *(f"{x:.1e}" for x in (row.loss, row.gradients, row.parameters)),
             )
         return render(table)
+
+    __repr__ = __str__  # A notebook shows it.

@@ -19,8 +19,8 @@ class ProgressBar:
 
     On a terminal this is a bar with the step, the epoch, the training metrics, the speed
     and the time left, and above it a line for each evaluation. Elsewhere (a file, a job's
-    log) it is a plain line for each epoch and each evaluation. A notebook has a bar, too,
-    with the lines of evaluations below it.
+    log) it is a plain line for the first report, each epoch and each evaluation. A notebook
+    has a bar, too, with the lines of evaluations below it.
 
     **Arguments:**
 
@@ -52,6 +52,7 @@ class ProgressBar:
         # Started with the first values, so that a run that fails before its first step
         # leaves the terminal alone: the bar and its task, or a notebook's display.
         self._live: Any = None
+        self._has_reported = False
         if title:
             # The disk of a log may be full, which is no reason not to train.
             with contextlib.suppress(OSError):
@@ -68,8 +69,11 @@ class ProgressBar:
                 self._move_in_notebook(step, epoch + training)
             elif training:
                 self._move(step, epoch.rstrip(), training)
-        elif not float(values.get("epoch", 0.5)).is_integer() and step != self._total:
-            del texts["train"]
+        else:
+            ends = step == self._total or float(values.get("epoch", 0.5)).is_integer()
+            if self._has_reported and not ends:
+                del texts["train"]
+            self._has_reported = True
         for kind, text in texts.items():
             if text:
                 self._print(f"{epoch}step {step}/{self._total}  {kind} {text}")

@@ -158,7 +158,8 @@ def test_nothing_is_placed():
 
 
 def test_it_prints_as_a_table():
-    lines = str(eqxshard.explain(Model(), make_mesh(), RULE)).splitlines()
+    explanation = eqxshard.explain(Model(), make_mesh(), RULE)
+    lines = str(explanation).splitlines()
     text = "\n".join(lines)
     assert "on 8 x cpu (data=2, fsdp=4)" in text and "update" not in text
     (row,) = [line for line in lines if "layers.0.weight" in line]
@@ -174,6 +175,21 @@ def test_it_prints_as_a_table():
     assert ["gradients", "│", "88", "B", "│", "320", "B"] in totals
     total = ["total", "without", "optimizer", "state", "│"]
     assert [*total, f"{194 + key}", "B", "│", f"{658 + key}", "B"] in totals
+
+
+def test_what_is_made_to_be_printed_is_shown_as_it_prints():
+    """By a notebook, and by Python: not as the dataclass that it is."""
+    explanation = eqxshard.explain(Model(), make_mesh(), RULE)
+    assert repr(explanation) == str(explanation)
+    assert repr(explanation.draw()).startswith("<a picture of ")
+    for kind in (
+        eqxshard.Plan,
+        eqxshard.testing.Collectives,
+        eqxshard.testing.MeshReport,
+        type(eqxshard.lint(jax.jit(lambda x: x), 1.0)),
+        eqxshard.Search,
+    ):
+        assert kind.__repr__ is kind.__str__
 
 
 def test_equal_layers_are_one_row():

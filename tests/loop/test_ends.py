@@ -4,9 +4,10 @@ import itertools
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_equal
+from helpers import assert_equal, make_mesh
 from loop_helpers import (
     ROWS,
     Layers,
@@ -308,6 +309,81 @@ def test_a_full_disk_does_not_hide_why_the_run_ended(tmp_path, monkeypatch):
         run(tmp_path, make_loader(), loss_fn=nan_loss, steps=2, max_nonfinite=1)
 
 
+NOT_FINITE = "its loss, a gradient or its update was not finite. "
+
+
+def squares(model, batch, key):
+    """For a step of its own, which also takes many steps in one dispatch."""
+    return loss_fn(model, batch, key)
+
+
+@pytest.mark.parametrize("placement", ["host", "device"])
+def test_the_steps_that_a_run_skipped_are_counted_and_the_first_is_explained(
+    tmp_path, caplog, placement
+):
+    loader = make_loader(bad=[18, 25], placement=placement)
+    run(tmp_path, loader, loss_fn=squares, epochs=1)
+    bad_row = (
+        f"the first of them step 3: {NOT_FINITE}Its batch entry x is not finite in rows "
+        "[2] of the batch (examples [18] of the source)."
+    )
+    assert caplog.messages == [f"2 of 6 steps were skipped, {bad_row}"]
+    assert loader.state()["step"] == 6
+    # Those of earlier starts count, too, but for a start that takes no step.
+    state = eqxshard.Checkpointer(tmp_path).restore(fresh(loss_fn=squares)[0])
+    for epochs in (2, 2):
+        checkpointer, step = eqxshard.Checkpointer(tmp_path), fresh(loss_fn=squares)[1]
+        state = eqxshard.fit(state, step, loader, epochs=epochs, checkpointer=checkpointer)
+    assert caplog.messages[1:] == [f"4 of 12 steps were skipped, {bad_row}"]
+    # The part of a run whose steps before are not known.
+    state, step = fresh(loss_fn=squares)
+    state = eqxshard.fit(state, step, make_loader(), steps=8)
+    eqxshard.fit(state, step, loader, steps=9)
+    assert len(caplog.messages) == 3
+    assert caplog.messages[2].startswith("1 of 1 steps since step 8 was skipped, step 9: ")
+
+
+def logarithm(model, batch, key):
+    """NaN for an example that is finite, the second of the source."""
+    return loss_fn(model, batch, key) + jnp.log(batch["x"][:, 0] + 2)
+
+
+def test_a_skipped_step_whose_batch_is_finite_leaves_a_crash_dump(tmp_path, caplog):
+    x = np.zeros((ROWS, 4), np.float32)
+    x[9, 0] = -3
+    where = {"batch_size": 8, "mesh": make_mesh(), "shuffle": False}
+    loader = eqxshard.Loader(eqxshard.data.ArraySource({"x": x}), **where)
+    run(tmp_path / "run", loader, loss_fn=logarithm, steps=4)
+    folder = tmp_path / "run" / "crash_dump"
+    said = (
+        f"1 of 4 steps was skipped, step 2: {NOT_FINITE}Its batch is finite: examples "
+        "8, 9, 10, 11, and 4 more of the source, loader.rows(1). "
+    )
+    (message,) = caplog.messages
+    command = f"`python -m eqxshard.replay {folder} "
+    assert message.startswith(f"{said}Find the cause with {command}")
+    dump = read_crash_dump(eqxshard.Checkpointer(folder).directory, Layers)
+    found = replay(dump, logarithm)
+    assert "in the loss function" in found and "(examples [9] of the source)" in found
+    run(None, loader, loss_fn=logarithm, steps=4)
+    assert caplog.messages[1] == (
+        f"{said}Give fit a checkpointer, for a command that finds the cause."
+    )
+
+
+def test_a_skipped_step_of_other_loaders_and_a_full_disk_do_not_end_a_run_in_error(
+    tmp_path, caplog, monkeypatch
+):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    run(None, batches_that_end(make_loader(bad=[1])), steps=3)
+    assert caplog.messages[0].endswith(f"{NOT_FINITE}Look at the batch of step 1.")
+    monkeypatch.setattr("eqxshard.debug._crash_dump.Save", full)
+    run(tmp_path, make_loader(), loss_fn=nan_loss, steps=2)
+    assert "A crash dump could not be written: [Errno 28] No space" in caplog.messages[1]
+
+
 # Several processes
 
 PROCESSES = """
@@ -346,7 +422,8 @@ def test_what_one_process_asks_for_all_do(tmp_path):
     command = [*launch, "--devices-per-process=1", script, tmp_path / "run"]
     status, out, err = finished(command)
     assert status == 0, out + err
-    lines = [line for line in out.splitlines() if not line.startswith("[0] goodput")]
+    usual = ("[0] compiling the train step", "[0] goodput")
+    lines = [line for line in out.splitlines() if not line.startswith(usual)]
     assert sorted(lines) == [
         "[0] ended at step 6",
         "[0] stopped after step 6: process 1 has had enough; the checkpoint of step 6 is "

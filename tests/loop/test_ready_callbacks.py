@@ -34,9 +34,12 @@ def fit(*callbacks, steps=6, placement="host", **options):
     return [values for _, values in recorder.lines]
 
 
-def test_averaged_weights_are_evaluated():
+@pytest.mark.parametrize("is_given", [True, False])
+def test_averaged_weights_are_evaluated(is_given):
     def evaluate(model):
         return {"bias": float(model.layers[2].bias[0])}
+
+    own = evaluate if is_given else None
 
     optim = lenient(optax.chain(optax.sgd(0.1), eqxshard.ema_weights(0.9)))
     state = eqxshard.init_state(Layers, optim, key=jax.random.key(0), **WHERE)
@@ -52,14 +55,16 @@ def test_averaged_weights_are_evaluated():
         evaluate_every=4,
         trackers=[recorder],
         # Sees what callbacks after it log, too.
-        callbacks=[EarlyStopping("ema/bias", 10, mode="min"), EvaluateEMA(evaluate)],
+        callbacks=[EarlyStopping("ema/bias", 10, mode="min"), EvaluateEMA(own)],
     )
     lines = [values for _, values in recorder.lines]
     found = [line.get("ema/bias") for line in lines]
     assert found[0] is None and found[1] != lines[1]["eval/bias"]
     assert found[2] == evaluate(eqxshard.ema_model(state))["bias"]
     with pytest.raises(ValueError, match="does not average the weights"):
-        fit(EvaluateEMA(evaluate), evaluate=evaluate)
+        fit(EvaluateEMA(own), evaluate=evaluate)
+    with pytest.raises(ValueError, match="of the run, which has none; give fit evaluate="):
+        fit(EvaluateEMA(own))
 
 
 def test_the_learning_rate_of_a_schedule_is_reported():
@@ -160,6 +165,24 @@ def test_a_resumed_run_stops_where_the_uninterrupted_one_would(tmp_path):
     state, _ = fresh()
     state = eqxshard.Checkpointer(tmp_path).restore(state)
     assert int(stopped(make(), SCORES[3:], tmp_path, state).step) == 10
+
+
+def test_a_run_that_it_has_stopped_does_not_go_on_without_more_patience(tmp_path, capfd):
+    def again(patience, scores):
+        state = eqxshard.Checkpointer(tmp_path).restore(fresh()[0])
+        callback = EarlyStopping("eval/score", patience)
+        return int(stopped(callback, scores, tmp_path, state).step)
+
+    assert int(stopped(EarlyStopping("eval/score", 1), [1, 2], tmp_path).step) == 4
+    capfd.readouterr()
+    assert again(1, []) == again(1, []) == 4
+    assert capfd.readouterr().err.splitlines()[0] == (
+        "the run has ended at step 4: eval/score had not improved on 1.0 in 1 reports "
+        "(with a larger patience= it would go on); nothing is left to do."
+    )
+    assert again(3, [2, 2, 0]) == 8
+    # A limit of time only interrupts a run.
+    assert TimeLimit(1.0).ended({}) is None
 
 
 def test_a_time_limit_ends_a_run(monkeypatch, capfd):

@@ -53,6 +53,7 @@ def test_help_groups_options_and_shows_defaults(script):
         {"--epochs", "--steps", "--batch-size", "--seed", "--devices", "--mesh", "--output"}
         | {
             "--resume",
+            "--overwrite",
             "--changes",
             "--save-every",
             "--evaluate-every",
@@ -179,6 +180,42 @@ def test_steps_replace_the_epochs_of_a_script():
         assert (run.epochs, run.steps) == length
     with pytest.raises(ValueError, match="epochs=2 and steps=3 contradict each other"):
         _parse(Own, ["--epochs", "2", "--steps", "3"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    width: int = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    run: eqxshard.RunConfig = eqxshard.RunConfig()
+    encoder: Layers = Layers()
+    decoder: Layers = Layers(width=64)
+
+
+def test_arguments_of_groups_are_named_by_path():
+    parsed, _ = _parse(Groups, ["--encoder.width", "5", "--seed", "3"])
+    widths = parsed.encoder.width, parsed.decoder.width
+    assert (*widths, parsed.run.seed) == (5, 64, 3)
+    with pytest.raises(ValueError, match=r"Did you mean --decoder\.width\? See --help"):
+        _parse(Groups, ["--decoder.widht", "5"])
+
+
+def test_an_argument_that_is_an_option_of_a_run_is_refused():
+    @dataclasses.dataclass(frozen=True)
+    class Own(Groups):
+        seed: int = 7
+
+    @dataclasses.dataclass(frozen=True)
+    class Twice(Groups):
+        other: eqxshard.RunConfig = eqxshard.RunConfig()
+
+    sentence = "seed is an option of RunConfig and an argument of this script, Own.seed; "
+    with pytest.raises(ValueError, match=f"{sentence}give the argument another name"):
+        _parse(Own, [])
+    with pytest.raises(ValueError, match="run, other of Twice are all a RunConfig; keep"):
+        _parse(Twice, [])
 
 
 # Signals

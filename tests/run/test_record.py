@@ -1,3 +1,4 @@
+import argparse
 import dataclasses
 import json
 import logging
@@ -15,8 +16,8 @@ from eqxshard.run import RunFolder
 from eqxshard.run._record import (
     RunRecord,
     describe_devices,
-    flatten_settings,
     hearing_warnings,
+    name_settings,
     versions,
 )
 
@@ -88,7 +89,15 @@ def test_devices_and_versions():
 
 @dataclasses.dataclass
 class Inner:
-    seed: int = 3
+    width: int = 3
+
+
+@dataclasses.dataclass
+class Settings:
+    encoder: Inner
+    decoder: Inner
+    seed: int
+    run: eqxshard.RunConfig
 
 
 def test_settings_are_what_json_has():
@@ -101,17 +110,36 @@ def test_settings_are_what_json_has():
         7: "number",
         "run": {"deep": Inner()},
     }
-    flat = flatten_settings(settings)
-    assert flat == {
+    config = eqxshard.RunConfig()
+    found = name_settings(settings, config)
+    own = {name: value for name, value in found.items() if not hasattr(config, name)}
+    assert own == {
         "path": "/data",
         "sizes": [1, [2.5, "x"]],
         "inner": [{"3": "{4}"}],
         "limits": ["Infinity", "-Infinity", "NaN"],
         "none": None,
         "7": "number",
-        "seed": 3,
+        "run.deep.width": 3,
     }
-    assert json.loads(json.dumps(flat, allow_nan=False)) == flat
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert found == {**own, **name_settings(None, config)}
+
+
+def test_settings_of_one_name_are_all_kept():
+    config = eqxshard.RunConfig(seed=5)
+    given = Settings(Inner(1), Inner(2), seed=7, run=eqxshard.RunConfig(seed=6))
+    options = name_settings(None, config)
+    assert options["seed"] == 5
+    assert name_settings(given, config) == {
+        **options,
+        **{"encoder.width": 1, "decoder.width": 2, "settings.seed": 7},
+    }
+    with pytest.raises(ValueError, match=r"two settings are called 'a\.b'; rename one"):
+        name_settings({"a.b": 1, "a": {"b": 2}}, config)
+    for other in (argparse.Namespace(seed=7), Settings):
+        with pytest.raises(TypeError, match="give a dataclass or a dict, such "):
+            name_settings(other, config)
 
 
 # Warnings

@@ -56,6 +56,53 @@ def resume(how):
     return dataclasses.replace(CONFIG, resume=how)
 
 
+def test_a_run_that_stopped_early_has_ended(tmp_path, capsys):
+    def start(patience, how):
+        stop = eqxshard.callbacks.EarlyStopping("eval/loss", patience, mode="max")
+        config = dataclasses.replace(resume(how), evaluate_every=2)
+        return train(tmp_path, config, callbacks=[stop])
+
+    first = start(1, "no")
+    assert int(first.state.step) == 4
+    page = parse((tmp_path / "index.html").read_text())
+    assert page.find("h1").text.startswith("Stopped at step 4 of 12: eval/loss has not imp")
+    before = files(tmp_path)
+    capsys.readouterr()
+    again = start(1, "auto")
+    out, err = capsys.readouterr()
+    assert "the run has ended at step 4: eval/loss had not improved" in err
+    assert "resuming" not in out
+    assert int(again.state.step) == 4 and again.summary == first.summary
+    after = files(tmp_path)
+    assert {path: after.get(path) for path in before} == before
+    # More patience, and it goes on.
+    assert int(start(9, "yes").state.step) == STEPS
+
+
+def test_a_run_starts_over_and_leaves_the_files_of_others(finished, copy, capsys):
+    mine = copy / "checkpoints" / "notes" / "thesis.csv"
+    mine.parent.mkdir()
+    mine.write_text("1")
+    (copy / "plan.json").write_text("{}")
+    before = files(copy)
+    config = dataclasses.replace(CONFIG, overwrite=True)
+    # Nothing of the earlier run is lost to a mistake.
+    assert "'eval/loss'" in refusal(copy, config, best="eval/los")
+    assert files(copy) == before
+    run = train(copy, config)
+    assert_ended_as(copy, finished)
+    assert saved_steps(copy) == saved_steps(finished.folder)
+    assert int(run.state.step) == STEPS and mine.read_text() == "1"
+    assert (copy / "plan.json").read_text() == "{}"
+    assert [start.step for start in read_run(RunFolder(copy)).starts] == [0]
+    # A folder without a run is nothing to refuse.
+    assert int(train(copy.parent / "new", config).state.step) == STEPS
+    for how in ("yes", "auto"):
+        both = dataclasses.replace(config, resume=how)
+        said = f"overwrite=True starts over and resume='{how}' continues a run; give one"
+        assert said in refusal(copy, both)
+
+
 @pytest.mark.slow
 def test_a_run_that_died_resumes_as_if_it_had_not(finished, tmp_path, capsys, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(Killed):
@@ -110,7 +157,7 @@ def test_a_damaged_checkpoint_is_skipped(copy, finished, caplog, capsys):
 @pytest.mark.parametrize(
     "how, options, message",
     [
-        ("no", {}, "at step 12; add config=RunConfig(resume='auto') to continue it, or"),
+        ("no", {}, "at step 12; use resume='auto' of RunConfig to continue it, overwrite="),
         ("yes", {"width": 4}, "float32[8,3] there, not float32[4,3]"),
         ("yes", {"make_optim": make_sgd}, "opt_state.0.mu.hidden.bias float32[8] is only"),
         ("yes", {"train_data": make_data(EXAMPLES - 1, 0)}, "length was 96 and is 95"),

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import json
+import math
 import re
 from functools import partial
 
@@ -13,7 +14,7 @@ import pytest
 from helpers import assert_equal, lenient
 from page_parser import parse
 from run_helpers import read_lines
-from run_script import EXAMPLES, Line
+from run_script import EXAMPLES, Line, make_data
 from run_train_helpers import (
     CONFIG,
     STEPS,
@@ -202,7 +203,19 @@ def other_entry(model, batch):
             {"best": "eval/loss", "metric_fn": None},
             "; give train a metric_fn and eval_data, or",
         ),
+        ({"best": "train/los"}, "no metric of this run; did you mean 'train/loss'?"),
+        ({"best": "train/los", "metric_fn": None}, "did you mean 'train/loss'?"),
+        ({"best": "seconds/dat"}, "use one of eval/accuracy, eval/loss, train/loss"),
+        ({"best": "learning_rate"}, "best='learning_rate' is no metric of this run"),
+        (
+            {"callbacks": [eqxshard.callbacks.EarlyStopping("train/acc", patience=1)]},
+            "EarlyStopping's metric='train/acc' is no metric of this run; ",
+        ),
         ({"callbacks": [eqxshard.callbacks.EvaluateEMA(dict)]}, "average"),
+        (
+            {"callbacks": [eqxshard.callbacks.EvaluateEMA()], "eval_data": None},
+            "which has none; give fit evaluate=, or train a metric_fn and eval_data",
+        ),
     ],
 )
 def test_mistakes_in_evaluations_come_before_the_first_step(tmp_path, options, message):
@@ -324,6 +337,30 @@ def test_a_file_that_is_a_folder_is_refused(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
     assert f"{tmp_path / 'metrics.jsonl'}" in refusal(tmp_path)
     assert (tmp_path / "summary.json").read_text() == "kept"
+
+
+def test_skipped_steps_are_in_the_summary_and_on_the_page(tmp_path):
+    data = make_data(EXAMPLES, 0)
+    data.arrays["x"][7] = math.nan
+    run = train(tmp_path, train_data=data)
+    bad = [step for step in range(STEPS) if 7 in loader_of(data).rows(step)]
+    assert len(bad) == 2
+    row = loader_of(data).rows(bad[0]).tolist().index(7)
+    found = (
+        f"Its batch entry x is not finite in rows [{row}] of the batch (examples [7] of "
+    )
+    found += "the source)."
+    entry = {"steps": 2, "first": bad[0] + 1, "found": found}
+    assert run.summary["skipped"] == entry
+    assert json.loads((tmp_path / "summary.json").read_text())["skipped"] == entry
+    warnings = parse((tmp_path / "index.html").read_text()).find("section", id="warnings")
+    said = f"2 of 12 steps were skipped, the first of them step {bad[0] + 1}: "
+    assert said in warnings.text and found in warnings.text
+
+
+def loader_of(data):
+    """A loader that gives the batches of `CONFIG`."""
+    return eqxshard.Loader(data, batch_size=16, mesh=eqxshard.make_mesh())
 
 
 @pytest.mark.slow

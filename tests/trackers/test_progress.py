@@ -29,15 +29,19 @@ def written(console):
     return console.file.getvalue()
 
 
-def test_without_a_terminal_each_epoch_and_evaluation_is_a_plain_line():
+def test_without_a_terminal_the_first_report_each_epoch_and_evaluation_is_a_plain_line():
     out = console(terminal=False)
     bar = ProgressBar(20, title="[lenet] on 8 x cpu", console=out)
     assert isinstance(bar, eqxshard.Tracker)
     bar.log(5, TRAIN)
-    assert written(out) == "[lenet] on 8 x cpu\n"
+    assert written(out) == (
+        "[lenet] on 8 x cpu\n"
+        "epoch 0.5  step 5/20  train loss 1.250  accuracy 0.5000  12,300 examples/s\n"
+    )
+    bar.log(7, {**TRAIN, "epoch": 0.7})
     bar.log(10, {**TRAIN, **EVAL, "train/loss": 1.0})
     bar.close()
-    assert written(out).splitlines()[1:] == [
+    assert written(out).splitlines()[2:] == [
         "epoch 1  step 10/20  train loss 1.000  accuracy 0.5000  12,300 examples/s",
         "epoch 1  step 10/20  eval accuracy 0.7500",
     ]
