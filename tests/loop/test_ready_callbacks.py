@@ -170,10 +170,12 @@ def test_a_resumed_run_stops_where_the_uninterrupted_one_would(tmp_path):
 def test_a_run_that_it_has_stopped_does_not_go_on_without_more_patience(tmp_path, capfd):
     def again(patience, scores):
         state = eqxshard.Checkpointer(tmp_path).restore(fresh()[0])
-        callback = EarlyStopping("eval/score", patience)
+        callback = EarlyStopping("eval/score", patience, mode="min")
         return int(stopped(callback, scores, tmp_path, state).step)
 
-    assert int(stopped(EarlyStopping("eval/score", 1), [1, 2], tmp_path).step) == 4
+    assert (
+        int(stopped(EarlyStopping("eval/score", 1, mode="min"), [1, 2], tmp_path).step) == 4
+    )
     capfd.readouterr()
     assert again(1, []) == again(1, []) == 4
     assert capfd.readouterr().err.splitlines()[0] == (

@@ -63,10 +63,9 @@ def constant(model, batch):
 def test_the_best_that_is_announced_is_on_disk(tmp_path, capfd, best):
     """Where all are equal, after a resume; and where reports between may be better."""
     options: dict = {"metric_fn": constant, "make_optim": make_sgd, "best": best}
+    kept: dict = {"batch_size": 16, "devices": 1, "log_every": 1, "save_every": 3}
     for resume, epochs in (("no", 1), ("auto", 6)):
-        config = RunConfig(
-            batch_size=16, devices=1, log_every=1, save_every=3, resume=resume
-        )
+        config = RunConfig(**kept, resume=resume)
         run = train(tmp_path / "r", config, epochs=epochs, **options)
         found = eqxshard.Checkpointer(run.folder / "checkpoints", best=best)
         said = run.summary["best"]["step"]
