@@ -65,7 +65,8 @@ def test_the_best_that_is_announced_is_on_disk(tmp_path, capfd, best):
     options: dict = {"metric_fn": constant, "make_optim": make_sgd, "best": best}
     kept: dict = {"batch_size": 16, "devices": 1, "log_every": 1, "save_every": 3}
     for resume, epochs in (("no", 1), ("auto", 6)):
-        config = RunConfig(**kept, resume=resume)
+        kept["resume"] = resume
+        config = RunConfig(**kept)
         run = train(tmp_path / "r", config, epochs=epochs, **options)
         found = eqxshard.Checkpointer(run.folder / "checkpoints", best=best)
         said = run.summary["best"]["step"]
