@@ -23,6 +23,7 @@ from ..sharding._text import comma_list
 from ..training._advice import short_traceback
 from ..training._donation import check_not_donated
 from ..training._eval_step import EvalStep
+from ..training._examples import mask_padding
 from ..training._gradients import step_context
 from ..training._inputs import ONE_BATCH, Signature, check_ready, mesh_of
 from ..training._jit import call_jitted, jit_on
@@ -214,6 +215,9 @@ def _compile(
                 model = eqx.nn.inference_mode(for_use["model"])
                 return fn(with_state(model, model_state), batch)
 
+        if precision is not None and precision.matmul is not None:
+            # In float8 all rows share a scale.
+            batch = mask_padding(batch)
         outputs = with_float8(call, precision)(model, model_state, batch)
         _check_outputs(outputs, jax.tree.leaves(batch)[0].shape[0])
         return outputs

@@ -162,7 +162,9 @@ class TimeLimit(Callback):
 class EvaluateEMA(Callback):
     """Evaluate the averaged weights, too, after each evaluation.
 
-    The results are reported as `ema/...`, beside `eval/...`.
+    The results are reported as `ema/...`, beside `eval/...`. A model with state, such as
+    that of `equinox.nn.BatchNorm`, is evaluated with the state of the weights that are
+    trained; [`eqxshard.ema_model`][] shows how to compute that of the average.
 
     **Arguments:**
 

@@ -27,6 +27,7 @@ from ..sharding._text import nearest_multiples
 from ..transforms._dtypes import at_least_float32
 from ..transforms._shard_map import filter_shard_map
 from ._moe_routes import Devices, Routes, route
+from ._pipeline import copy_along, local_copy
 
 #: The slots of a round, as a multiple of an even load. Longer queues take further rounds:
 #: with fewer slots these are more common, with more slots more is sent and computed for
@@ -171,21 +172,19 @@ def mixture_of_experts(
     # Left to itself, the compiler for GPUs gathers the tokens of a batch for the branch
     # that takes further rounds.
     def per_device(experts: PyTree, x: Array, logits: Array) -> tuple[Array, ...]:
-        # Their gradients are summed over the batch here, once, and not in every round.
-        arrays, static = eqx.partition(experts, eqx.is_array)
-        arrays = lax.pcast(arrays, axes, to="varying")
-        return tuple(mix(eqx.combine(arrays, static), x, logits, Devices(size, size, axes)))
+        return tuple(mix(local_copy(experts), x, logits, Devices(size, size, axes)))
 
     expert = "expert" if size > 1 else None
     rows, batch = P(axes, *[None] * (x.ndim - 3), expert), P(axes)
     fn = filter_shard_map(
         per_device,
         None,
-        (P(expert), rows, rows),
+        (P(axes, expert), rows, rows),
         (rows, batch, batch),
         axis_names={*axes, "expert"} if expert else {*axes},
     )
-    return Mixture(*fn(experts, x, router_logits))
+    # Their gradients are summed over the batch once, and not in every round.
+    return Mixture(*fn(copy_along(axes, experts), x, router_logits))
 
 
 def _mixture(

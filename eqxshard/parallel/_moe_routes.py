@@ -59,28 +59,33 @@ def route(
     device = lax.axis_index("expert") if devices > 1 else 0
     # How often each expert is chosen, by choice and device: the order of precedence.
     chosen_by = jnp.zeros((k, devices, count), jnp.int32)
-    chosen_by = chosen_by.at[:, device].set(jnp.sum(chosen, axis=0))
+    chosen_by = chosen_by.at[:, device].set(jnp.sum(chosen, axis=0, dtype=jnp.int32))
     mean_probs = jnp.mean(probs, axis=0) / devices
     if devices > 1:
         chosen_by, mean_probs = lax.psum((chosen_by, mean_probs), "expert")
     in_order = chosen_by.reshape(k * devices, count)
-    before = (jnp.cumsum(in_order, axis=0) - in_order).reshape(k, devices, count)
+    before = (_cumsum(in_order) - in_order).reshape(k, devices, count)
     kept_by = jnp.clip(limit - before, 0, chosen_by)
     kept_here = kept_by[:, device]
 
     # In a device's own queue, too, first choices come before second choices.
-    earlier = jnp.cumsum(chosen, axis=0) - chosen
+    earlier = _cumsum(chosen) - chosen
     order = jnp.take_along_axis(earlier, expert[..., None], axis=2)[..., 0]
     choice = jnp.arange(k)[None]
-    start = jnp.cumsum(kept_here, axis=0) - kept_here
+    start = _cumsum(kept_here) - kept_here
     kept = order < kept_here[choice, expert]
     routes = Routes(expert, gate, order + start[choice, expert], kept)
 
     share = jnp.sum(chosen_by, axis=(0, 1)) / (k * tokens * devices)
     balance_loss = count * jnp.sum(share.astype(mean_probs.dtype) * mean_probs)
-    dropped = 1 - jnp.sum(kept_by) / (k * tokens * devices)
-    longest = jnp.max(jnp.sum(kept_by, axis=0))
+    dropped = (1 - jnp.sum(kept_by) / (k * tokens * devices)).astype(mean_probs.dtype)
+    longest = jnp.max(jnp.sum(kept_by, axis=0, dtype=jnp.int32))
     return routes, longest, balance_loss, dropped
+
+
+def _cumsum(counts: Int[Array, "rows ..."]) -> Int[Array, "rows ..."]:
+    # By default it would be of 64 bits under `jax_enable_x64`.
+    return jnp.cumsum(counts, axis=0, dtype=counts.dtype)
 
 
 def _top_k(

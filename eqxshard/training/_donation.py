@@ -1,13 +1,20 @@
 """Arrays that steps donate, and copies of those that something else needs too."""
 
+import operator
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, PyTree
 
 from ..sharding._leaves import is_key
+
+_TYPE, _DTYPE = operator.attrgetter("shape", "dtype"), operator.attrgetter("dtype")
+#: That of the data of keys, and of their arrays, which are of no type of NumPy's.
+_BITS = np.dtype(np.uint32)
 
 
 def any_donated(arrays: Iterable[Any]) -> bool:
@@ -39,14 +46,50 @@ def check_not_donated(tree: PyTree, name: str) -> None:
 
 
 def copy_taken(arrays: list[Any], taken: Sequence[Any]) -> list[Any]:
-    """Copy those of a state's arrays that are also in `taken`, and must not be donated.
+    """Copy those of a state's arrays whose memory `taken` has too: it must not be donated.
 
-    Such as after `target = state.model`, until the next step has replaced the state's.
+    Such as after `target = state.model`, until the next step has replaced the state's; or
+    after `jax.device_put` of that, which makes other arrays of the same memory.
     """
-    ids = {*map(id, taken)}
-    if ids.isdisjoint(map(id, arrays)):
+    # Addresses are slow to read. Arrays of the same memory have the same type, but for keys
+    # and their data.
+    kinds = {*map(_TYPE, arrays)}
+    try:
+        types = {*map(_DTYPE, arrays), *map(_DTYPE, taken)}
+        if kinds.isdisjoint(map(_TYPE, taken)) and _BITS not in types:
+            return arrays
+    except AttributeError:  # Other entries than arrays, which are refused later.
         return arrays
-    return [copy_array(array) if id(array) in ids else array for array in arrays]
+    kinds = {*map(_kind, arrays)} & {*map(_kind, taken)}
+
+    def addresses(array: Any) -> list[int]:
+        return _addresses(array) if _kind(array) in kinds else []
+
+    found = {address for x in taken for address in addresses(x)}
+    return [x if found.isdisjoint(addresses(x)) else copy_array(x) for x in arrays]
+
+
+class Separate:
+    """Remembers arrays beside a state that have none of its memory.
+
+    Arrays that were there before a step have none of the memory that it returns.
+    """
+
+    def __init__(self):
+        self._others: list[Any] = []
+        #: A weak reference to the first array that the last step returned.
+        self.first: Any = None
+
+    def knows(self, arrays: Sequence[Any], others: Sequence[Any]) -> bool:
+        """Whether these others were there when a step returned these arrays."""
+        if self.first is None or self.first() is not arrays[0]:
+            return False
+        known = [ref() for ref in self._others]
+        return [*map(id, known)] == [id(x) for x in others if isinstance(x, jax.Array)]
+
+    def checked(self, others: Sequence[Any]) -> None:
+        """These others are there before the next step."""
+        self._others = [weakref.ref(x) for x in others if isinstance(x, jax.Array)]
 
 
 def copy_array(array: Array) -> Array:
@@ -62,11 +105,23 @@ def copy_shared(arrays: list[Array]) -> list[Array]:
     seen: set[int] = set()
     out = []
     for array in arrays:
-        if array.size:
-            plain = jax.random.key_data(array) if is_key(array) else array
-            address = plain.addressable_shards[0].data.unsafe_buffer_pointer()
-            if address in seen:
-                array = copy_array(array)
-            seen.add(address)
-        out.append(array)
+        addresses = _addresses(array)
+        out.append(array if seen.isdisjoint(addresses) else copy_array(array))
+        seen.update(addresses)
     return out
+
+
+def _kind(array: Any) -> tuple[Any, ...]:
+    """The type of an array, which is one for all keys and what may be their data."""
+    is_bits = not isinstance(array.dtype, np.dtype) or array.dtype == _BITS
+    return ("bits",) if is_bits else _TYPE(array)
+
+
+def _addresses(array: Any) -> list[int]:
+    """The addresses of the shards of an array in this process."""
+    if not isinstance(array, jax.Array) or isinstance(array, Tracer) or not array.size:
+        return []
+    if is_key(array):
+        array = jax.random.key_data(array)
+    count = len(array.sharding.addressable_devices)
+    return [array.addressable_data(i).unsafe_buffer_pointer() for i in range(count)]

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Int, PyTree
 
 from ..transforms._dtypes import at_least_float32
@@ -94,6 +96,10 @@ def _averages(state: TrainState) -> list[EmaState]:
     return [x for x in jax.tree.leaves(state.opt_state, is_leaf=is_ema) if is_ema(x)]
 
 
+def _place(array: Array, sharding: NamedSharding) -> Array:
+    return array if array.sharding == sharding else jax.device_put(array, sharding)
+
+
 def ema_model(state: TrainState) -> PyTree:
     """The model with the averaged weights that [`eqxshard.ema_weights`][] keeps.
 
@@ -103,9 +109,26 @@ def ema_model(state: TrainState) -> PyTree:
 
     **Returns:**
 
-    A model like `state.model`, with everything that is not trained unchanged. It is valid
-    as long as the state is: until that is donated to the next step. Give it to an eval
-    step (with `state.model_state`, if there is one); `fit` itself evaluates the weights.
+    A model like `state.model`, its arrays in the same places, with everything that is not
+    trained unchanged. It is valid as long as the state is: until that is donated to the
+    next step. Give it to an eval step; `fit` itself evaluates the weights.
+
+    The averages that `equinox.nn.BatchNorm` keeps of its inputs are no weights:
+    `state.model_state` has those of the model that is trained. Compute them again for the
+    averaged weights before you evaluate these:
+
+    ```python
+    @eqx.filter_jit
+    def observe(model, model_state, x):
+        apply = jax.vmap(model, in_axes=(0, None), out_axes=(0, None), axis_name="batch")
+        return apply(x, model_state)[1]
+
+
+    averaged, model_state = eqxshard.ema_model(state), state.model_state
+    for batch in itertools.islice(train_loader, 100):
+        model_state = observe(averaged, model_state, batch["x"])
+    metrics = eval_step((averaged, model_state), test_batch)
+    ```
 
     **Raises:**
 
@@ -128,6 +151,12 @@ def ema_model(state: TrainState) -> PyTree:
         )
 
     def one(ema: Any, leaf: Any) -> Any:
-        return leaf if ema is None else ema.astype(leaf.dtype)
+        if ema is None:
+            return leaf
+        if isinstance(ema, Tracer):
+            return ema.astype(leaf.dtype)
+        # The average may be in host memory, and split over more axes than the weights.
+        on_device = NamedSharding(ema.sharding.mesh, ema.sharding.spec)
+        return _place(_place(ema, on_device).astype(leaf.dtype), leaf.sharding)
 
     return jax.tree.map(one, ema, state.model, is_leaf=lambda x: x is None)

@@ -20,6 +20,8 @@ from ._examples import (
     check_scalars,
     example_weights,
     is_weighted,
+    mask_padding,
+    own_weights,
     sum_over_examples,
     total_weight,
 )
@@ -52,8 +54,9 @@ def make_eval_step(
     **Arguments:**
 
     - `metric_fn`: `metric_fn(model, batch)` returns a dict of metrics: each with one
-        number or array per example, or a scalar, their mean. For a model with state,
-        `model` is the pair `(model, state)`.
+        number or array per example, or a scalar, their mean. The batch's
+        `"__loss_weight__"` weighs the one called `loss`, as in a train step. For a model
+        with state, `model` is the pair `(model, state)`.
     - `mesh`, `rule`: by default, arrays are used as the model's are stored.
     - `precision`: the type to compute in, as for [`eqxshard.make_train_step`][]; by
         default, that of each array.
@@ -210,7 +213,9 @@ def eval_step(
                 check_scalars(values, apply, batch_for_use)
             return values
 
+    # In float8 all rows share a scale.
+    batch = mask_padding(batch)
     values = with_float8(measure, precision)(model, model_state, batch)
     sums = sum_over_examples(to_auto(values), batch, mesh)
-    weight = total_weight(example_weights(batch))
-    return arrays, Metrics(sums, weight, jnp.zeros((), jnp.int32))
+    weight, nonfinite = total_weight(example_weights(batch)), jnp.zeros((), jnp.int32)
+    return arrays, Metrics(sums, weight, nonfinite, own_weights(batch))

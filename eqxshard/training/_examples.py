@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from ..data._weights import LOSS_WEIGHT, WEIGHT
 from ..sharding._mesh import batch_sharding
@@ -35,6 +35,28 @@ def example_loss_weights(batch: PyTree) -> Float[Array, " batch"]:
 def total_weight(weights: Float[Array, " batch"]) -> Float[Array, ""]:
     """The sum of the examples' weights; nan if one of them is negative."""
     return jnp.where(jnp.any(weights < 0), jnp.nan, jnp.sum(weights))
+
+
+def own_weights(batch: PyTree) -> dict[str, Float[Array, ""]]:
+    """By name, the sum of the weights of what the examples' weights do not weigh: the loss.
+
+    It is nan if it is negative, as the loss would be turned around.
+    """
+    if not has_entry(batch, LOSS_WEIGHT):
+        return {}
+    total = jnp.sum(example_loss_weights(batch))
+    return {"loss": jnp.where(total < 0, jnp.nan, total)}
+
+
+def is_step(batch: PyTree) -> Bool[Array, ""] | None:
+    """Whether the loss of an example counts; `None` if all count.
+
+    Otherwise there is nothing to learn from the batch. Decay and momentum would move the
+    weights all the same.
+    """
+    if not is_weighted(batch):
+        return None
+    return jnp.any(example_loss_weights(batch) != 0)
 
 
 def _read_weights(batch: PyTree, name: str) -> Float[Array, " batch"]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ..data._weights import LOSS_WEIGHT, WEIGHT
 from ..sharding._explicit import is_explicit, replicated_on, to_auto, to_explicit
@@ -26,8 +26,10 @@ from ._examples import (
     example_loss_weights,
     example_weights,
     has_entry,
+    is_step,
     is_weighted,
     mask_padding,
+    own_weights,
     sum_over_examples,
     total_weight,
 )
@@ -47,14 +49,18 @@ class Gradients(NamedTuple):
     - `loss`: the mean loss.
     - `sums`: for the loss and each metric, the weighted sum over the examples.
     - `weight`: the sum of the examples' weights.
+    - `weights`: as in [`eqxshard.Metrics`][].
     - `model_state`: the model's own state after the batch.
+    - `is_step`: whether the loss of an example counts; `None` if all count.
     """
 
     grads: PyTree
     loss: Float[Array, ""]
     sums: dict[str, Float[Array, " *value"]]
     weight: Float[Array, ""]
+    weights: dict[str, Float[Array, ""]]
     model_state: PyTree
+    is_step: Bool[Array, ""] | None
 
 
 def compute_gradients(
@@ -143,10 +149,8 @@ def compute_gradients(
     if scale is not None:
         grads = jax.tree.map(lambda grad: _unscale(grad, scale), grads)
     loss = _mean(sums["loss"], loss_weight)
-    if has_entry(batch, LOSS_WEIGHT):
-        # Steps are added up by the examples in them.
-        sums = {**sums, "loss": loss * weight.astype(loss.dtype)}
-    return Gradients(grads, loss, sums, weight, model_state)
+    weights = own_weights(batch)
+    return Gradients(grads, loss, sums, weight, weights, model_state, is_step(batch))
 
 
 def _mean(total: Array, weight: Array) -> Array:
@@ -173,9 +177,22 @@ def _split_result(
             "return losses, or losses and a dict of metrics."
         )
     losses, metrics = values if len(values) == 2 else (*values, {})
+    _check_losses(losses)
     reserved = ("loss", "nonfinite", *["grad_norm"] * config.grad_norms)
     check_metric_names("the loss function's metrics", metrics, *reserved)
     return {**metrics, "loss": losses}, new_state
+
+
+def _check_losses(losses: Any) -> None:
+    """Refuse integers and booleans, of which JAX's gradient is 0."""
+    if not eqx.is_array_like(losses):
+        return
+    dtype = jnp.result_type(losses)
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        raise TypeError(
+            f"the loss is {dtype.name}, which has no gradient; return floating-point "
+            "numbers that the model's determine, and counts of mistakes as a metric."
+        )
 
 
 @contextlib.contextmanager

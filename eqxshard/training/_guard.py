@@ -33,27 +33,41 @@ _EXPENSIVE = {"dot_general", "scan", "while", "cholesky", "eigh", "lu", "qr", "s
 
 
 def guard_update(
-    update: Callable[[], PyTree], old: PyTree, gradients: Gradients, layout: StateLayout
+    update: Callable[[], PyTree],
+    old: PyTree,
+    gradients: Gradients,
+    layout: StateLayout,
+    *,
+    check: bool,
 ) -> tuple[PyTree, Bool[Array, ""]]:
-    """What a step writes: an update if it is finite, and otherwise what was there before.
+    """The values that a step writes: the update, or the old values where it must not.
+
+    It must not if the update is not finite, or the loss of no example counts.
 
     **Arguments:**
 
     - `update`: computes the new parameters, optimizer state and model state.
     - `old`: these three before the step.
     - `gradients`, `layout`: of the step.
+    - `check`: whether the update must be finite.
 
     **Returns:**
 
-    The new or the old values, bit for bit, and whether the loss, the gradients and the
-    update are finite.
+    The new or the old values, bit for bit; and whether the loss, the gradients and the
+    update are finite, or need not be.
     """
+    if not check and gradients.is_step is None:
+        return update(), jnp.array(True)
     arrays, static = eqx.partition(old, eqx.is_array)
     # Traced once, and called twice.
     compute = jax.jit(lambda: eqx.filter(update(), eqx.is_array))
-    new = compute()
-    places = layout.update, layout.opt_state, layout.replicated
-    finite = gradients_fit(gradients, layout, _changes(new, arrays, places))
+    new, finite = compute(), jnp.array(True)
+    if check:
+        places = layout.update, layout.opt_state, layout.replicated
+        finite = gradients_fit(gradients, layout, _changes(new, arrays, places))
+    writes = finite
+    if gradients.is_step is not None:
+        writes, finite = finite & gradients.is_step, finite | ~gradients.is_step
     if is_on_cpus(layout.mesh):
         # With a select, XLA:CPU would copy the optimizer's state, because it has no
         # kernel that writes several results at once. A cheap update is computed again, in
@@ -61,10 +75,10 @@ def guard_update(
         jaxpr = jax.make_jaxpr(compute)()
         expensive = any(eqn.primitive.name in _EXPENSIVE for eqn in equations(jaxpr))
         make = (lambda: new) if expensive else compute
-        kept = jax.lax.cond(finite, make, lambda: arrays)
+        kept = jax.lax.cond(writes, make, lambda: arrays)
     else:
         # With a branch, a GPU would wait for the host to decide.
-        kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, arrays)
+        kept = jax.tree.map(lambda new, old: jnp.where(writes, new, old), new, arrays)
     return eqx.combine(kept, static), finite
 
 

@@ -29,7 +29,13 @@ from ._build import ArrayBuilder
 from ._donation import copy_shared
 from ._jit import jit_is_off
 from ._layout import make_layout
-from ._make_model import check_function, check_not_shared, check_not_taken, make_traced
+from ._make_model import (
+    check_function,
+    check_not_shared,
+    check_not_taken,
+    make_traced,
+    origins,
+)
 from ._memory import explaining_state
 from ._optimizer import check_optim, init_optimizer
 from ._per_layer import warn_of_stacks
@@ -41,6 +47,7 @@ from ._state import (
     split_model,
     unflatten_state,
 )
+from .rewrite._jaxprs import map_jaxpr, open_jaxpr
 from .rewrite._types import erase_types
 
 
@@ -242,16 +249,16 @@ def _trace(
         data = np.asarray(jax.random.key_data(key) if is_key(key) else key)
         assert_same_on_all_processes("state", {"key": data.tolist()})
 
-    def make(key: Array) -> tuple[MadeWith, PyTree, PyTree]:
+    def make(key: Array) -> tuple[tuple[MadeWith, PyTree, PyTree], PyTree]:
+        """The model, and last the arrays that are trained, as `make_model` made them."""
         model, model_state = make_traced(make_model, key)
         params, frozen = split_model(model, trainable)
         check_not_shared(params)
         leaves = jax.tree.structure(model).flatten_up_to(params)
         trained = trainable is True or tuple(leaf is not None for leaf in leaves)
-        if precision is not None:
-            params = cast(params, precision.params)
+        stored = params if precision is None else cast(params, precision.params)
         made_with = MadeWith(rule, trained, precision)
-        return made_with, eqx.combine(params, frozen), model_state
+        return (made_with, eqx.combine(stored, frozen), model_state), params
 
     def make_state(made: tuple[MadeWith, PyTree, PyTree], key: Array) -> tuple[Any, PyTree]:
         made_with, model, model_state = made
@@ -275,6 +282,8 @@ def _trace(
     like: Any = jax.ShapeDtypeStruct(key.shape, key.dtype)
     with user_axes(mesh):
         model_jaxpr, *made = eqx.filter_make_jaxpr(make)(like)
+    model_jaxpr = _without_params(model_jaxpr, made[0][1])
+    made = [each[0] for each in made]
     if is_explicit(mesh):
         # Or what is drawn would be whole, as its type says, until it is split.
         model_jaxpr = erase_types(model_jaxpr)
@@ -292,6 +301,15 @@ def _trace(
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=next(shardings))
 
     return _Traced(jax.tree.map(shaped, state), params, model_jaxpr, state_jaxpr)
+
+
+def _without_params(jaxpr: core.ClosedJaxpr, params: PyTree) -> core.ClosedJaxpr:
+    """A jaxpr without its last outputs, `params`, none of which may be another one."""
+    inside: Any = open_jaxpr(jaxpr)
+    count = len(inside.outvars) - len(jax.tree.leaves(params))
+    check_not_shared(params, origins(inside, inside.invars)[count:])
+    outvars = inside.outvars[:count]
+    return map_jaxpr(lambda part: part.replace(outvars=outvars), jaxpr)
 
 
 def _untyped(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

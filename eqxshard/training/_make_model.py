@@ -1,7 +1,7 @@
 """Make a model as by jit, where arrays have no values, and refuse what would go wrong."""
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -9,16 +9,28 @@ import equinox as eqx
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.extend import core
 from jaxtyping import Array, PyTree
 
 from ..sharding._leaves import array_leaves, format_array
 from ..transforms._compiles import tree_parts
 from ._donation import any_donated
 from ._state import without_state
+from .rewrite._jaxprs import open_jaxpr, scan_counts
 
 _REMEDY = (
     "make the model first and write make_model=lambda key: model (it is then whole on one "
     "device before it is split)"
+)
+#: Equations that call a function once.
+_CALLS = (
+    "jit",
+    "pjit",
+    "closed_call",
+    "checkpoint",
+    "remat2",
+    "custom_jvp_call",
+    "custom_vjp_call",
 )
 #: What holds no arrays, or too much to look through.
 _PLAIN = (type, ModuleType, str, bytes, int, float, complex, np.ndarray, jax.Array)
@@ -72,17 +84,57 @@ def check_not_taken(arrays: PyTree) -> None:
         )
 
 
-def check_not_shared(params: PyTree) -> None:
-    """Refuse an array that is trained in two places."""
-    paths: dict[int, str] = {}
-    for path, leaf in array_leaves(params):
-        first = paths.setdefault(id(leaf), path)
+def check_not_shared(params: PyTree, outputs: Sequence[Any] | None = None) -> None:
+    """Refuse an array that is trained in two places.
+
+    **Arguments:**
+
+    - `params`: the trained arrays.
+    - `outputs`: for each of them what it is, as `origins` says it; by default, the object.
+    """
+    leaves = array_leaves(params)
+    keys = [id(leaf) for _, leaf in leaves] if outputs is None else outputs
+    paths: dict[Any, str] = {}
+    for (path, _), key in zip(leaves, keys, strict=True):
+        first = paths.setdefault(key, path)
         if first != path:
             raise ValueError(
                 f"{first} and {path} are the same array, and would be trained as two; tie "
                 "them with equinox.nn.Shared, make one a copy with jnp.copy, or train only "
                 "one with trainable=."
             )
+
+
+def origins(jaxpr: Any, inputs: Sequence[Any]) -> list[Any]:
+    """For each output of a jaxpr a value, the same for those that are one array.
+
+    Of a function under `jax.jit` and the like, each output is an array of its own to JAX,
+    even if the function returned one array twice.
+
+    **Arguments:**
+
+    - `jaxpr`: an open jaxpr.
+    - `inputs`: such values for its inputs.
+    """
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(atom: Any) -> Any:
+        return object() if isinstance(atom, core.Literal) else known.setdefault(atom, atom)
+
+    for eqn in jaxpr.eqns:
+        name, outputs = eqn.primitive.name, [object() for _ in eqn.outvars]
+        part = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        if name in _CALLS:
+            outputs = origins(open_jaxpr(part), [*map(read, eqn.invars)])
+        elif name == "scan":
+            # What it carries changes from turn to turn. The rest, it stacks.
+            _, carried = scan_counts(eqn)
+            inside = open_jaxpr(part)
+            found = origins(inside, [object() for _ in inside.invars])
+            whole = id(eqn)
+            outputs[carried:] = [(whole, value) for value in found[carried:]]
+        known.update(zip(eqn.outvars, outputs, strict=True))
+    return [*map(read, jaxpr.outvars)]
 
 
 def _check_no_tracers(model: PyTree) -> None:

@@ -2,6 +2,7 @@
 
 import functools as ft
 from collections.abc import Mapping, Sequence
+from dataclasses import field, replace
 from typing import Any
 
 import equinox as eqx
@@ -25,18 +26,21 @@ class Metrics(eqx.Module):
         stacked.
     - `weight`: the sum of the weights: the number of examples, padding excluded.
     - `nonfinite`: 1 for a step whose loss, gradients or update were not finite, else 0.
+    - `weights`: by name, the sum of the weights of metrics that have weights of their own:
+        of the loss, where the batch has a `"__loss_weight__"`.
     """
 
     totals: Mapping[str, Float[Array | np.ndarray, "*steps_and_value"]]
     weight: Float[Array | np.ndarray, "*steps"]
     nonfinite: Int[Array | np.ndarray, "*steps"]
+    weights: Mapping[str, Float[Array | np.ndarray, "*steps"]] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Float[Array | np.ndarray, "*steps_and_value"]:
         """The mean of one metric over examples, for each step, without waiting for it."""
-        total = self.totals[name]
+        total, weight = self.totals[name], self.weights.get(name, self.weight)
         # NumPy, unlike JAX, would warn about the nan if no example counts.
         with np.errstate(invalid="ignore"):
-            return total / self.weight.reshape(_like(total, self.weight))
+            return total / weight.reshape(_like(total, weight))
 
     @waiting("the metrics on the devices", for_others=True)
     def compute(self) -> dict[str, Any]:
@@ -50,16 +54,17 @@ class Metrics(eqx.Module):
         host = jax.device_get(self)
         finite = host.nonfinite == 0
         steps = tuple(range(np.ndim(finite)))
-        weight = np.sum(host.weight, where=finite, dtype=np.float64)
 
-        def mean(total: np.ndarray) -> Any:
+        def mean(name: str, total: np.ndarray) -> Any:
+            weights = host.weights.get(name, host.weight)
+            weight = np.sum(weights, where=finite, dtype=np.float64)
             where = np.reshape(finite, _like(total, finite))
             summed = np.sum(total, axis=steps, where=where, dtype=np.float64)
             with np.errstate(invalid="ignore"):
                 out = np.where(weight == 0, np.nan, summed) / weight
             return out if out.shape else float(out)
 
-        means = {name: mean(np.asarray(total)) for name, total in host.totals.items()}
+        means = {name: mean(name, np.asarray(x)) for name, x in host.totals.items()}
         nonfinite = int(np.sum(host.nonfinite))
         return means | ({"nonfinite": float(nonfinite)} if nonfinite else {})
 
@@ -92,14 +97,17 @@ class Metrics(eqx.Module):
                 "there are no metrics to join; give those of one model or more."
             )
         weight = next(iter(parts.values())).weight
-        totals = {}
+        totals, weights = {}, {}
         for part, metrics in parts.items():
+            weights |= {f"{part}/{name}": x for name, x in metrics.weights.items()}
             # Each by the weight of the first, should batches have differed.
             ratio = jnp.where(weight == 0, 0, weight / metrics.weight)
             for name, total in metrics.totals.items():
-                totals[f"{part}/{name}"] = total * ratio.reshape(_like(total, ratio))
+                if name not in metrics.weights:
+                    total = total * ratio.reshape(_like(total, ratio))
+                totals[f"{part}/{name}"] = total
         bad = ft.reduce(jnp.maximum, [metrics.nonfinite for metrics in parts.values()])
-        return Metrics(totals, weight, bad)
+        return Metrics(totals, weight, bad, weights)
 
     @staticmethod
     def stack(parts: Sequence["Metrics"]) -> "Metrics":
@@ -121,6 +129,12 @@ class Metrics(eqx.Module):
             raise ValueError("there are no metrics to stack; take at least one step first.")
         with waiting("the metrics on the devices", for_others=True):
             host = jax.device_get(list(parts))
+        # Only some batches may say how much the loss of an example counts.
+        own = {name for m in host for name in m.weights}
+        host = [
+            replace(m, weights={name: m.weights.get(name, m.weight) for name in own})
+            for m in host
+        ]
         rows = [
             jax.tree.map(lambda x, m=m: np.reshape(x, (-1, *_value(x, m.weight))), m)
             for m in host

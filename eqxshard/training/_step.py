@@ -5,6 +5,7 @@
 
 import collections
 import contextlib
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from ..sharding._placement import filter_shard
 from ..transforms._compiles import CompileLog, function_name
 from ._advice import shorten_traceback
 from ._donation import (
+    Separate,
     any_donated,
     check_not_donated,
     check_state_not_donated,
@@ -190,6 +192,7 @@ class StepMachine:
         self._reported: set[Finding] = set()
         self._variants: dict[Key, Variant] = {}
         self._in_flight = InFlight()
+        self._separate = Separate()
 
     def look_up(self, state: TrainState | None, kept: PyTree, kind: StepInput) -> Call:
         """The program for a state, or none, and for what is kept, or nothing."""
@@ -251,7 +254,10 @@ class StepMachine:
             seen = arrays[:1] if is_unread else arrays
             if seen is arrays or arrays[0].is_deleted():
                 check_state_not_donated(seen)
-            taken = [*jax.tree.leaves(batch), *kept]
+            taken = jax.tree.leaves(batch)
+            if kept and not (state._flat and self._separate.knows(arrays, kept)):
+                self._separate.checked(kept)
+                taken += kept
             arrays = copy_taken(seen, taken) + arrays[len(seen) :]
         is_new = step.is_new
         try:
@@ -307,6 +313,8 @@ class StepMachine:
             shorten_traceback(error)
             raise
         self._in_flight.add(metrics.weight)
+        if state is not None:
+            self._separate.first = weakref.ref(arrays[0])
         return None if state is None else unflatten_state(arrays, key.static), metrics
 
     def describe_memory(self) -> str | None:

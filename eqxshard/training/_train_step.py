@@ -6,6 +6,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -13,6 +14,7 @@ from jaxtyping import PyTree
 
 from ..compiled._findings import Lint
 from ..data._resident import DeviceBatches
+from ..sharding._leaves import array_leaves
 from ..sharding._rule import Rule
 from ._config import Nonfinite, StepConfig
 from ._inputs import ONE_BATCH, several_batches
@@ -57,24 +59,27 @@ def make_train_step(
     **Arguments:**
 
     - `loss_fn`: `loss_fn(model, batch, key)` returns `losses` or `(losses, metrics)`.
-        `losses` has one entry per example of the batch, or is a scalar, their mean. Each
+        `losses` has one floating-point number per example of the batch, or is a scalar,
+        their mean. Each
         entry of the dict `metrics` has one number or array per example, or is a scalar;
         its name is not `loss` or `nonfinite`. The step minimises the mean over examples.
         If the batch is a dict, its entry `"__weight__"` says how much each example
         counts, in the loss and in metrics, and `"__loss_weight__"` how much in the loss
         alone; both need losses per example. Weights are not negative, nor is the sum of
-        loss weights. Examples of weight 0 have no loss of their own, but a loss that
-        compares examples, such as a contrastive one, still sees them, and has to mask
-        them itself. They may contain nan, for which the loss function gets 0; but an
-        infinite slope at their finite values, such as that of a root at 0, makes the
-        gradient nan, because 0 times infinity is.
+        loss weights. If no loss of a batch counts, the step changes nothing but
+        `state.step`, and its loss is not reported. Examples of weight 0 have no loss of
+        their own, but a loss that compares examples, such as a contrastive one, still
+        sees them, and has to mask them itself. They may contain nan, for which the loss
+        function gets 0; but an infinite slope at their finite values, such as that of a
+        root at 0, makes the gradient nan, because 0 times infinity is.
         For a model with state, `model` is the pair `(model, state)`, and the new state is
         returned last: `(losses, state)` or `(losses, metrics, state)`. If the step is
         given an `extra`, it is the fourth argument.
     - `optim`: an optax optimizer, the one the state was made with. It gets gradients that
         point uphill, which for complex parameters are the conjugates of `jax.grad`'s.
     - `mesh`, `rule`, `trainable`, `precision`: by default those that
-        [`eqxshard.init_state`][] made the state with.
+        [`eqxshard.init_state`][] made the state with. A step changes no types of
+        parameters, so `precision.params` must be those of the state.
     - `accumulate`: split the batch into this many microbatches and take their gradients in
         turn, to save memory. Of values per example, none of which looks at another example,
         the result is that of the whole batch, whatever the weights. Of a scalar it is the
@@ -255,11 +260,34 @@ def _check_optimizer(config: StepConfig, state: TrainState, params: PyTree) -> N
             "model; use the optimizer, and trainable=, that the state was made with."
         )
     check_numbers(state.opt_state)
+    _check_precision(config, state, params)
     scales_loss = config.precision is not None and config.precision.scales_loss
     if scales_loss != (state.loss_scale is not None):
         raise ValueError(
             "only one of this TrainState and this step has a loss scale; make both with "
             "the same precision=."
+        )
+
+
+def _check_precision(config: StepConfig, state: TrainState, params: PyTree) -> None:
+    """Refuse a precision that asks of the state what only `init_state` does."""
+    mine, made = config.precision, state.made_with and state.made_with.precision
+    if mine is None or mine == made:
+        return
+    remedy = "give init_state and the step the same precision="
+    wanted = jnp.dtype(mine.params)
+    types = {x.dtype for _, x in array_leaves(params)}
+    others = {x for x in types if jnp.issubdtype(x, jnp.floating)} - {wanted}
+    # Without one, the types are those that `make_model` chose.
+    if others and (made is not None or wanted != jnp.dtype(Precision.params)):
+        raise ValueError(
+            f"the step has Precision(params={wanted.name}), and the state has parameters "
+            f"of {others.pop().name}, which a step does not change; {remedy}."
+        )
+    if made is not None and mine.scales_loss and mine.initial_scale != made.initial_scale:
+        raise ValueError(
+            f"the step has Precision(initial_scale={mine.initial_scale}), and the state "
+            f"was made with {made.initial_scale}; {remedy}."
         )
 
 

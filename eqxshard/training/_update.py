@@ -10,7 +10,7 @@ from ..sharding._placement import filter_shard
 from ..transforms._dtypes import at_least_float32
 from ..transforms._partition import Static
 from ._config import StepConfig
-from ._gradients import compute_gradients
+from ._gradients import Gradients, compute_gradients
 from ._guard import gradients_fit, guard_update
 from ._inputs import Signature
 from ._layout import StateLayout, constrain_state, fetch_offloaded
@@ -52,17 +52,14 @@ def train_step(
         new = apply_update(config.optim, grads, loss, *before, layout)
         return *new, gradients.model_state
 
-    nonfinite, loss_scale = jnp.zeros((), jnp.int32), state.loss_scale
-    if config.nonfinite == "ignore":
-        new = update()
-    else:
-        new, finite = guard_update(update, (*before, state.model_state), gradients, layout)
-        nonfinite = 1 - finite.astype(jnp.int32)
-        if loss_scale is not None:
-            # Another scale helps against gradients that do not fit, not against updates.
-            fits = gradients_fit(gradients, layout)
-            loss_scale = loss_scale.after(fits, config.precision)
+    old, check = (*before, state.model_state), config.nonfinite != "ignore"
+    new, finite = guard_update(update, old, gradients, layout, check=check)
     params, opt_state, model_state = new
+    loss_scale = state.loss_scale
+    if loss_scale is not None:
+        # Another scale helps against gradients that do not fit, not against updates.
+        fits = gradients_fit(gradients, layout)
+        loss_scale = _where(gradients, loss_scale.after(fits, config.precision), loss_scale)
     state = replace(
         state,
         step=state.step + 1,
@@ -75,5 +72,15 @@ def train_step(
     sums = gradients.sums
     if config.grad_norms:
         norm = optax.tree.norm(jax.tree.map(at_least_float32, gradients.grads))
-        sums = {**sums, "grad_norm": norm * gradients.weight}
-    return arrays, Metrics(sums, gradients.weight, nonfinite)
+        norm = _where(gradients, norm * gradients.weight, jnp.zeros_like(norm))
+        sums = {**sums, "grad_norm": norm}
+    nonfinite = 1 - finite.astype(jnp.int32)
+    return arrays, Metrics(sums, gradients.weight, nonfinite, gradients.weights)
+
+
+def _where(gradients: Gradients, new: PyTree, old: PyTree) -> PyTree:
+    """The new values, unless the loss of no example counts."""
+    is_step = gradients.is_step
+    if is_step is None:
+        return new
+    return jax.tree.map(lambda x, y: jnp.where(is_step, x, y), new, old)

@@ -67,3 +67,23 @@ def test_an_evaluation_needs_a_length():
 
     with pytest.raises(ValueError, match="needs a loader with a length, and this Endless"):
         eqxshard.evaluate(None, lambda model, batch: batch, Endless())
+
+
+def loss_and_metric(model, batch):
+    return {"loss": batch["x"], "plain": batch["x"]}
+
+
+@pytest.mark.parametrize("placement", ["host", "device"])
+def test_the_loss_of_an_evaluation_is_the_mean_by_loss_weight(model, placement):
+    """Over all batches at once, the last of which is padded, as a train step reports it."""
+    rng = np.random.default_rng(0)
+    x, weight = rng.normal(size=44), rng.uniform(0.1, 3, 44)
+    # Batches of very different weight, so that a mean of their means is another number.
+    x, weight = np.float32(x + np.arange(44)), np.float32(weight * np.arange(44))
+    source = eqxshard.data.ArraySource({"x": x, "__loss_weight__": weight})
+    loader = eqxshard.Loader(
+        source, batch_size=16, mesh=make_mesh(), shuffle=False, placement=placement
+    )
+    means = eqxshard.evaluate(model, eqxshard.make_eval_step(loss_and_metric), loader)
+    assert means["loss"] == pytest.approx(np.average(x, weights=weight), rel=1e-5)
+    assert means["plain"] == pytest.approx(x.mean(), rel=1e-5)

@@ -21,6 +21,7 @@ from moe_helpers import (
     EMBED,
     EXPERTS,
     ON_MESHES,
+    ROWS,
     STATIC,
     TOKENS,
     assert_close,
@@ -28,6 +29,7 @@ from moe_helpers import (
     batch_on,
     compiled_on,
     forward,
+    forward_batch,
     make_arrays,
     make_experts,
     make_inputs,
@@ -112,6 +114,31 @@ def test_bfloat16():
     expected, expected_grads = reference(*exact, k=2, capacity=0.5)
     assert_close(out[1:], expected[1:])
     assert_close((out, grads), (expected, expected_grads), 2e-2)
+
+
+@pytest.mark.parametrize("name", ["data=2,fsdp=2", "fsdp=2,expert=4"])
+def test_bfloat16_over_the_axes_of_the_batch(name):
+    """XLA:CPU would end the process where per-device code sums the experts' gradients."""
+    half = jax.tree.map(
+        lambda x: jnp.asarray(x, jnp.bfloat16), (make_arrays(), *make_inputs(scale=3.0))
+    )
+    experts = P("expert" if "expert" in name else None)
+    fn = ft.partial(backward, k=2, capacity=None, forward=forward_batch)
+    out, grads = on_mesh(make_mesh(name), fn, *half, split=(experts, ROWS, ROWS))[0](*half)
+    assert {leaf.dtype for leaf in jax.tree.leaves((out[0], grads))} == {half[1].dtype}
+    exact = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), half)
+    expected, expected_grads = reference(*exact, k=2, capacity=None)
+    assert_close((out, grads), (expected, expected_grads), 2e-2)
+
+
+@pytest.mark.parametrize("name", ["1", "data=2,expert=4"])
+def test_integers_of_64_bits_change_nothing(name):
+    args = (make_arrays(), *make_inputs(scale=3.0))
+    with jax.enable_x64(True):
+        fn = ft.partial(backward, k=2, capacity=0.6)
+        out, grads = on_mesh(make_mesh(name), fn, *args)[0](*args)
+    assert {leaf.dtype for leaf in jax.tree.leaves((out, grads))} == {args[1].dtype}
+    assert_close((out, grads), reference(*args, k=2, capacity=0.6))
 
 
 def test_leading_dims_are_a_batch():

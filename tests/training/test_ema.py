@@ -1,3 +1,5 @@
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -86,3 +88,103 @@ def test_an_average_of_a_part_is_refused(part):
     state, _ = make("data=1", "replicate", optim=optim, make_model=make_model)
     with pytest.raises(ValueError, match=r"put ema_weights outside of it, last in the ch"):
         eqxshard.ema_model(state)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        eqxshard.zero1(min_size=1),
+        eqxshard.offload(eqxshard.fsdp(min_size=1)),
+        eqxshard.offload(eqxshard.zero1(min_size=1, axis="fsdp")),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_average_is_where_the_weights_are(rule, dtype):
+    """Wherever the optimizer's state is. The program that evaluates these takes it."""
+    optim = lenient(optax.chain(optax.sgd(0.1), eqxshard.ema_weights(0.5)))
+    precision = eqxshard.Precision(None, params=dtype)
+
+    def loss_fn(model, batch, key):
+        out = jax.vmap(eqx.nn.inference_mode(model))(batch["x"].astype(dtype))
+        return jnp.sum((out.astype(jnp.float32) - batch["y"]) ** 2, axis=-1)
+
+    state, train_step = make("data=2,fsdp=4", rule, loss_fn, optim, precision=precision)
+    state, _ = train_step(state, make_batch())
+    ema = arrays(state.opt_state[1].ema)
+
+    def metric_fn(model, batch):
+        return {"out": jax.vmap(model)(batch["x"].astype(dtype))}
+
+    eval_step = eqxshard.make_eval_step(metric_fn, max_compiles=1)
+    eval_step(state.model, make_batch())
+    model = eqxshard.ema_model(state)
+    found = arrays(eqx.filter(model, eqx.is_inexact_array))
+    assert found.keys() == ema.keys()
+    for path in ema:
+        np.testing.assert_array_equal(found[path], ema[path].astype(dtype))
+    out = np.asarray(eval_step(model, make_batch())["out"], np.float64)
+    on_one = eqx.nn.inference_mode(jax.device_put(model, jax.devices()[0]))
+    plain = np.asarray(jax.vmap(on_one)(make_batch()["x"].astype(dtype)), np.float64)
+    np.testing.assert_allclose(out, plain.mean(0), rtol=0.02, atol=0.02)
+    # Of other arrays than the weights, as a companion of the step that donates these.
+    to_average = eqxshard.make_train_step(
+        lambda model, batch, key, extra: (
+            loss_fn(model, batch, key) + 0 * loss_fn(extra, batch, key)
+        ),
+        optim,
+    )
+    state, metrics = to_average(state, make_batch(), model)
+    assert np.isfinite(metrics.compute()["loss"])
+
+
+class Normed(eqx.Module):
+    last: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+
+    def __init__(self, key):
+        self.last = eqx.nn.Linear(8, 4, key=key)
+        self.norm = eqx.nn.BatchNorm(4, "batch", mode="batch", momentum=0.0)
+
+    def __call__(self, x, state):
+        return self.norm(self.last(x), state)
+
+
+def test_statistics_of_inputs_are_computed_again_for_the_average():
+    """As the docstring of `ema_model` says: the state has those of the trained weights."""
+
+    def apply(model: Any, model_state: Any, x: Any) -> Any:
+        axes: dict = dict(in_axes=(0, None), out_axes=(0, None), axis_name="batch")
+        return jax.vmap(model, **axes)(x, model_state)
+
+    def loss_fn(model, batch, key):
+        model, model_state = model
+        out, model_state = apply(model, model_state, batch["x"])
+        return jnp.sum((out - batch["y"]) ** 2, axis=-1), model_state
+
+    @eqx.filter_jit
+    def observe(model, model_state, x):
+        return apply(model, model_state, x)[1]
+
+    optim = lenient(optax.chain(optax.sgd(1.0), eqxshard.ema_weights(0.9, warmup=False)))
+    make_model = eqx.nn.make_with_state(Normed)
+    state, train_step = make("data=8", "replicate", loss_fn, optim, make_model)
+    for seed in range(3):
+        state, _ = train_step(state, make_batch(seed=seed))
+    averaged, x = eqxshard.ema_model(state), make_batch()["x"]
+    model_state = observe(averaged, state.model_state, x)
+
+    def metric_fn(model, batch):
+        # Of the last layer's features alone, normalised.
+        model, model_state = model
+        model = eqx.tree_at(lambda m: (m.norm.weight, m.norm.bias), model, ONE_ZERO)
+        return {"out": apply(model, model_state, batch["x"])[0] ** 2}
+
+    eval_step = eqxshard.make_eval_step(metric_fn)
+    found = np.asarray(eval_step((averaged, model_state), make_batch())["out"])
+    np.testing.assert_allclose(found, 1, rtol=1e-3)
+    stale = np.asarray(eval_step((averaged, state.model_state), make_batch())["out"])
+    assert np.max(np.abs(stale - 1)) > 0.05
+
+
+ONE_ZERO = (np.ones(4, np.float32), np.zeros(4, np.float32))

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import Model, assert_close, make_batch, make_mesh
+from helpers import Model, assert_close, assert_equal, lenient, make_batch, make_mesh
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from step_helpers import KEY, make, setup, without_dropout
@@ -49,6 +49,119 @@ def test_the_gradient_is_that_of_the_weighted_loss():
     state, train_step = make("data=8", "replicate", without_dropout, grad_norms=True)
     values = train_step(state, {**batch, "__loss_weight__": loss_weight})[1].compute()
     assert values["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_the_loss_of_several_steps_is_the_mean_by_loss_weight():
+    model, weight = Model(KEY), np.linspace(0, 2, 96, dtype=np.float32)
+    batches = [make_batch(seed=seed) for seed in range(3)]
+    losses = [np.asarray(without_dropout(model, batch, KEY)) for batch in batches]
+    stacked = {name: np.stack([x[name] for x in batches]) for name in batches[0]}
+    stacked["__loss_weight__"] = weight.reshape(3, 32)
+    frozen = lenient(optax.sgd(0.0))
+    state, train_step = make("data=8", "replicate", without_dropout, frozen)
+    _, metrics = train_step.many(state, stacked)
+    expected = np.average(np.concatenate(losses), weights=weight)
+    assert metrics.compute()["loss"] == pytest.approx(expected, rel=1e-5)
+    joined = eqxshard.Metrics.join(model=metrics).compute()
+    assert joined["model/loss"] == metrics.compute()["loss"]
+    for found, step in zip(metrics["loss"], range(3), strict=True):
+        expected = np.average(losses[step], weights=weight.reshape(3, 32)[step])
+        assert float(found) == pytest.approx(expected, rel=1e-5)
+    # Beside a batch that does not say.
+    state, train_step = make("data=8", "replicate", without_dropout, frozen)
+    state, first = train_step(state, {**batches[0], "__loss_weight__": weight[:32]})
+    _, second = train_step(state, batches[1])
+    both = eqxshard.Metrics.stack([first, second]).compute()["loss"]
+    weights = np.concatenate([weight[:32], np.ones(32)])
+    expected = np.average(np.concatenate(losses[:2]), weights=weights)
+    assert both == pytest.approx(expected, rel=1e-5)
+
+
+DECAY = lenient(optax.adamw(0.1, weight_decay=0.1))
+NOTHING = np.zeros(32, np.float32)
+
+
+@pytest.mark.parametrize(
+    "mesh, rule, name, options",
+    [
+        ("data=8", "replicate", "__weight__", {}),
+        ("data=2,fsdp=4", "fsdp", "__loss_weight__", {"nonfinite": "ignore"}),
+        ("data=8", "replicate", "__weight__", {"accumulate": 2, "grad_norms": True}),
+        (
+            "data=8",
+            "replicate",
+            "__weight__",
+            {"precision": eqxshard.Precision(jnp.float16, scale_every=2)},
+        ),
+    ],
+)
+def test_a_batch_of_which_nothing_counts_is_no_step(mesh, rule, name, options):
+    """Neither decay nor momentum moves the weights, nor is there anything to average."""
+    first, last = make_batch(seed=0), make_batch(seed=1)
+    ones = {name: np.ones(32, np.float32)}
+    state, train_step = make(mesh, rule, without_dropout, DECAY, **options)
+    expected, before = train_step(state, {**first, **ones})
+    kept = jax.device_get(eqx.filter(expected, eqx.is_array))
+    state, metrics = train_step(expected, {**last, name: NOTHING})
+    found = jax.device_get(eqx.filter(state, eqx.is_array))
+    assert (int(kept.step), int(found.step)) == (1, 2)
+    assert_equal((found.model, found.opt_state), (kept.model, kept.opt_state))
+    assert_equal(found.loss_scale, kept.loss_scale)
+    # It is not counted, neither in means nor among the steps that are not finite.
+    both = eqxshard.Metrics.stack([before, metrics]).compute()
+    assert both == pytest.approx(before.compute())
+    _, metrics = train_step(state, {**last, **ones})
+    assert metrics.compute()["loss"] > 0 and "nonfinite" not in metrics.compute()
+
+
+def test_several_steps_leave_out_those_of_which_nothing_counts():
+    batches = [make_batch(seed=seed, weight=np.ones(32)) for seed in range(3)]
+    batches[1]["__weight__"] = NOTHING
+    state, train_step = make("data=8", "replicate", without_dropout, DECAY)
+    stacked = {name: np.stack([x[name] for x in batches]) for name in batches[0]}
+    found, metrics = train_step.many(state, stacked)
+    expected, _ = make("data=8", "replicate", without_dropout, DECAY)
+    for batch in (batches[0], batches[2]):
+        expected, _ = train_step(expected, batch)
+    assert_close((found.model, found.opt_state), (expected.model, expected.opt_state))
+    assert int(found.step) == 3
+    np.testing.assert_array_equal(metrics.weight, [32, 0, 32])
+
+
+def mistakes(model, batch):
+    return jnp.argmax(without_dropout(model, batch, KEY)[:, None] - 1, axis=-1) != 0
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    "dtype, of_mistakes",
+    [
+        ("bool", lambda x: x),
+        ("int32", lambda x: x.astype(jnp.int32)),
+        ("int32", lambda x: jnp.sum(x.astype(jnp.int32))),
+        ("int", lambda x: 0),
+    ],
+)
+def test_a_loss_without_a_gradient_is_refused(dtype, of_mistakes, accumulate):
+    """JAX's gradient of integers is 0, and the weights would stay as they are."""
+
+    def loss_fn(model, batch, key):
+        return of_mistakes(mistakes(model, batch))
+
+    state, step = make("data=8", "replicate", loss_fn, accumulate=accumulate)
+    with pytest.raises(TypeError, match=rf"the loss is {dtype}.*; return floating"):
+        step(state, make_batch())
+
+
+def test_metrics_may_be_of_integers_and_booleans():
+    def loss_fn(model, batch, key):
+        wrong = mistakes(model, batch)
+        metrics = {"wrong": wrong, "count": wrong.astype(jnp.int32) + 2}
+        return without_dropout(model, batch, key), metrics
+
+    state, step = make("data=8", "replicate", loss_fn, accumulate=2)
+    values = step(state, make_batch())[1].compute()
+    assert (values["wrong"], values["count"]) == (0, 2)
 
 
 def test_a_scalar_cannot_leave_padding_out():

@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import RULES, Model, assert_close, make_batch, make_mesh
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from step_helpers import KEY, OPTIM, without_dropout
 
 import eqxshard
@@ -73,6 +75,51 @@ def test_a_part_of_the_state_may_be_its_own_companion():
     assert losses[0] == 0
     state, metrics = train_step(state, make_batch(), state.model)
     assert metrics.compute()["loss"] == 0
+
+
+def same_memory(tree):
+    """Other arrays, which have the memory of those that are given."""
+
+    def one(x):
+        spec = P(*x.sharding.spec, *[None] * (x.ndim - len(x.sharding.spec)))
+        other = jax.device_put(x, NamedSharding(x.sharding.mesh, spec))
+        addresses = [y.addressable_data(0).unsafe_buffer_pointer() for y in (x, other)]
+        assert addresses[0] == addresses[1]
+        return other
+
+    return jax.tree.map(lambda x: one(x) if eqx.is_array(x) else x, tree)
+
+
+def test_a_companion_may_have_the_memory_of_the_state():
+    """That is not donated, whenever it is given: XLA would end the process."""
+    train_step = eqxshard.make_train_step(to_teacher, OPTIM)
+    state = state_on()
+    # A new companion at each call.
+    for _ in range(2):
+        state, metrics = train_step(state, make_batch(), same_memory(state.model))
+        assert metrics.compute()["loss"] == 0
+    # One that stays, and a state that is made of it later.
+    target = same_memory(state.model)
+    kept = jax.device_get(eqx.filter(target, eqx.is_array))
+    for _ in range(2):
+        state, _ = train_step(state, make_batch(), target)
+    state = eqx.tree_at(lambda s: s.model, state, same_memory(target))
+    state, metrics = train_step(state, make_batch(), target)
+    assert metrics.compute()["loss"] == 0
+    jax.tree.map(np.testing.assert_array_equal, kept, eqx.filter(target, eqx.is_array))
+
+    # A batch, and the data of a key, may have it, too.
+    def loss_fn(model, batch, key, extra):
+        of_key = extra["zero"] * jnp.sum(extra["key"].astype(jnp.float32))
+        return of_key + jnp.sum((batch["w"] - model.first.weight) ** 2, axis=-1)
+
+    train_step = eqxshard.make_train_step(loss_fn, OPTIM)
+    state = state_on("data=8", "replicate")
+    for _ in range(2):
+        rows = eqxshard.batch_sharding(make_mesh())
+        batch = {"w": jax.device_put(state.model.first.weight, rows)}
+        extra = {"key": jax.random.key_data(state.key), "zero": np.float32(0)}
+        state, _ = train_step(state, batch, extra)
 
 
 # Of a step that is given no mesh, rule, trainable or precision

@@ -96,6 +96,36 @@ def test_an_array_that_is_trained_in_two_places_is_refused():
         init(make_mesh(), eqxshard.replicate(), make_model=tied)
 
 
+def tied_twice(key):
+    return jax.lax.map(
+        lambda key: eqx.filter(tied(key), eqx.is_array), jax.random.split(key)
+    )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [eqx.filter_jit(tied), eqx.filter_checkpoint(eqx.filter_jit(tied)), tied_twice],
+)
+@pytest.mark.parametrize("precision", [None, eqxshard.Precision(params=jnp.bfloat16)])
+def test_so_it_is_inside_of_jitted_functions_and_loops(make, precision):
+    """Where JAX makes two arrays of one."""
+    with pytest.raises(ValueError, match=r"layers.0.weight and layers.1.weight .*Shared"):
+        eqxshard.init_state(
+            make,
+            lenient(optax.adam(1e-3)),
+            key=KEY,
+            mesh=make_mesh(),
+            rule=eqxshard.replicate(),
+            precision=precision,
+        )
+
+
+def test_arrays_of_one_jitted_function_are_not_tied():
+    linear = eqx.filter_jit(lambda key: eqx.nn.Linear(8, 8, key=key))
+    make = eqx.filter_jit(lambda key: [linear(key), linear(key), jax.jit(jnp.copy)(key)])
+    assert len(init(make_mesh(), eqxshard.replicate(), make_model=make).model) == 3
+
+
 def test_arrays_that_are_not_trained_may_be_in_several_places():
     """Each place has memory of its own, which a step donates."""
 

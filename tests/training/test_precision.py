@@ -5,7 +5,7 @@ import numpy as np
 import optax
 import pytest
 import step_helpers
-from helpers import assert_equal, lenient, make_batch
+from helpers import Model, assert_equal, lenient, make_batch, make_mesh
 from step_helpers import KEY
 
 import eqxshard
@@ -165,6 +165,28 @@ def test_a_frozen_base_is_never_cast_up(precision):
     state, _ = train_step(state, batch)
     assert_equal(state.model.base, kept)
     assert np.any(np.asarray(state.model.up))
+
+
+@pytest.mark.parametrize(
+    "made, given, message",
+    [
+        (None, {"params": jnp.bfloat16}, r"params=bfloat16\), .* of float32"),
+        ({"params": "bfloat16"}, {}, r"params=float32\), .* of bfloat16"),
+        (
+            {"compute": "float16"},
+            {"compute": "float16", "initial_scale": 4.0},
+            r"initial_scale=4.0\), .* with 32768.0",
+        ),
+    ],
+)
+def test_what_only_init_state_does_is_refused_of_a_step(made, given, message):
+    """A step changes neither the types of parameters nor the first loss scale."""
+    placed: dict = {"mesh": make_mesh("data=1"), "rule": eqxshard.replicate()}
+    made = None if made is None else eqxshard.Precision(**made)
+    state = eqxshard.init_state(Model, OPTIM, key=KEY, precision=made, **placed)
+    step = eqxshard.make_train_step(errors, OPTIM, precision=eqxshard.Precision(**given))
+    with pytest.raises(ValueError, match=rf"{message}.*; give init_state and the step"):
+        step(state, make_batch())
 
 
 # float16

@@ -389,11 +389,15 @@ def _forward(
     left = _round(lhs, _FORWARD) if left is None else left
     right = _round(rhs, _FORWARD) if right is None else right
     out = checkpoint_name(_dot(left, right, dims, dtypes[0]), KEPT)
-    return out, (left, right)
+    # As bits, because `jax.checkpoint` rounds the floating-point numbers that it keeps with
+    # `reduce_precision`, which makes nan of those beyond 240 in float8_e4m3fn.
+    bits = [(jax.lax.bitcast_convert_type(x, jnp.uint8), s) for x, s in (left, right)]
+    return out, bits
 
 
 def _backward(dims: Any, dtypes: Any, kept: Any, grad: Array) -> tuple[Any, ...]:
-    (left, right), rounded = kept, _round(grad, _BACKWARD)
+    left, right = [(jax.lax.bitcast_convert_type(x, _FORWARD), s) for x, s in kept]
+    rounded = _round(grad, _BACKWARD)
     (lhs, rhs), (lhs_batch, rhs_batch) = dims
     mine, theirs = (lhs, lhs_batch), (rhs, rhs_batch)
     return (

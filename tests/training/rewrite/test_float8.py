@@ -1,6 +1,7 @@
 """Products of activations with parameters, on factors of eight bits."""
 
 import re
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -174,6 +175,78 @@ def test_every_mesh_gives_the_same_products():
         found[mesh] = losses
     one, many = found.values()
     np.testing.assert_allclose(one, many, rtol=1e-3)
+
+
+class Rematted(eqx.Module):
+    """Layers whose backward pass keeps what a policy says."""
+
+    layers: eqx.nn.Linear
+    policy: Any = eqx.field(static=True)
+
+    def __init__(self, key, policy):
+        make = lambda key: eqx.nn.Linear(32, 32, key=key)  # noqa: E731
+        self.layers = eqx.filter_vmap(make)(jax.random.split(key, 3))
+        self.policy = policy
+
+    def __call__(self, x):
+        if self.policy in ("full", "none", "dots"):
+            return eqxshard.scan_layers(self.layers, x, remat=self.policy)
+        for i in range(3):
+            layer = jax.tree.map(lambda x, i=i: x[i] if eqx.is_array(x) else x, self.layers)
+            x = jax.checkpoint(lambda layer, x: layer(x), policy=self.policy)(layer, x)
+        return x
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("mesh, rule", [("data=1", "replicate"), ("data=2,fsdp=4", "fsdp")])
+def test_what_is_kept_for_the_backward_pass_stays_as_it_is(mesh, rule):
+    """`jax.checkpoint` would make nan of the largest numbers of eight bits."""
+    policies = jax.checkpoint_policies
+    found = []
+    for policy in (
+        *("full", "none", "dots"),
+        *(policies.nothing_saveable, policies.everything_saveable),
+    ):
+        make_model = lambda key, policy=policy: Rematted(key, policy)  # noqa: E731
+        state, step = make(make_model, zoo_loss, mesh, RULES[rule])
+        for _ in range(2):
+            state, metrics = step(state, BATCH)
+            assert metrics.nonfinite == 0
+        found.append(np.asarray(state.model.layers.weight))
+    # All layers have the scale of a stack that is no loop's.
+    for other, first in zip(found, [found[0]] * 3 + [found[3]] * 2, strict=True):
+        np.testing.assert_allclose(other, first, rtol=1e-3, atol=1e-4)
+
+
+def test_rows_that_do_not_count_are_kept_out_of_scales():
+    """All rows share one: nan would be in every metric, and in every prediction."""
+    state, _ = zoo()
+    counts = np.arange(64) < 50
+    x = [np.where(counts[:, None], BATCH["x"], F32(fill)) for fill in (np.nan, 0)]
+    nans, zeros = [{"x": each, "__weight__": counts.astype(F32)} for each in x]
+
+    def metric_fn(model, batch):
+        return {"out": jax.vmap(model)(batch["x"])}
+
+    eval_step = eqxshard.make_eval_step(metric_fn, precision=FLOAT32)
+    found, expected = (eval_step(state.model, x).compute()["out"] for x in (nans, zeros))
+    assert np.all(np.isfinite(expected))
+    np.testing.assert_array_equal(found, expected)
+    found, expected = (
+        eqxshard.predict(
+            state.model,
+            lambda model, batch: metric_fn(model, batch)["out"],
+            eqxshard.Loader(
+                eqxshard.data.ArraySource(x),
+                batch_size=64,
+                mesh=make_mesh("data=1"),
+                shuffle=False,
+            ),
+            precision=FLOAT32,
+        )
+        for x in (nans, zeros)
+    )
+    np.testing.assert_array_equal(found[counts], expected[counts])
 
 
 @pytest.mark.slow
