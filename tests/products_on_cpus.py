@@ -119,6 +119,21 @@ def check_predictions():
             check(f"prediction, {kind}, {how}, rank {rank}", out, expected)
 
 
+def check_sums_of_products():
+    """Of two arrays of rank 7, element by element, which XLA makes a product of matrices."""
+    shape = (3, 1, 2, 2, 8, 8, 8)
+    rng = np.random.default_rng(0)
+    x, w = (rng.uniform(0.5, 1.5, shape).astype(np.float32) for _ in range(2))
+    loader = eqxshard.Loader(
+        eqxshard.data.ArraySource({"x": x}), batch_size=3, mesh=MESH, shuffle=False
+    )
+    state = new_state({"w": w})
+    out = eqxshard.predict(
+        state.model, lambda model, batch: jnp.sum(batch["x"] * model["w"], 3), loader
+    )
+    check("sum of products", out, np.sum(x.astype(np.float64) * w, 3))
+
+
 def check_steps():
     """Losses and gradients of scales, which sum products."""
     for rank, how in (2, "mean"), (3, "squares"), (5, "mean"):
@@ -163,6 +178,7 @@ def check_initial_values():
 check_evaluations()
 check_rows()
 check_predictions()
+check_sums_of_products()
 check_steps()
 check_initial_values()
 print("done")
