@@ -120,7 +120,7 @@ def check_predictions():
 
 
 def check_sums_of_products():
-    """Of two arrays of rank 7, element by element, which XLA makes a product of matrices."""
+    """Of two arrays of rank 7, element by element: to XLA a product of matrices."""
     shape = (3, 1, 2, 2, 8, 8, 8)
     rng = np.random.default_rng(0)
     x, w = (rng.uniform(0.5, 1.5, shape).astype(np.float32) for _ in range(2))

@@ -80,7 +80,8 @@ def run(name, sizes, dim):
     losses = {
         "metric": float(
             eqxshard.make_eval_step(
-                lambda model, batch: {"metric": program.losses(model, split(batch, dim))}
+                lambda model, batch: {"metric": program.losses(model, split(batch, dim))},
+                lint="off",
             )(state.model, batch).compute()["metric"]
         )
     }
