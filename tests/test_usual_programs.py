@@ -29,8 +29,6 @@ MESHES = {
     "second dim over context": ({"fsdp": 2, "context": 2, "tensor": 2}, 1),
     "last dim over context": ({"data": 2, "context": 2, "tensor": 2}, -1),
 }
-#: XLA takes no FFT that is split, and says so.
-NO_FFT = ("second dim over context", "last dim over context")
 OPTIM = optax.sgd(1.0)
 
 
@@ -43,7 +41,6 @@ def cases():
         yield name, names[(0, 2, 3, 4)[n % 4]]
 
 
-CASES = [case for case in cases() if not (case[0].startswith("fft") and case[1] in NO_FFT)]
 #: One of each kind.
 SOME = ("conv depthwise", "lookup of all but the last", "gru by example", "sorted rows")
 
@@ -101,7 +98,7 @@ def alone(name):
 
 
 @pytest.mark.parametrize(
-    "name, mesh", graded(CASES, slow=[(name, "data=2, tensor=4") for name in SOME])
+    "name, mesh", graded(cases(), slow=[(name, "data=2, tensor=4") for name in SOME])
 )
 def test_a_program_is_the_same_on_a_mesh(name, mesh):
     expected = alone(name)
