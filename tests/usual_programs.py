@@ -731,12 +731,6 @@ def attention(x, mask=None):
 
 moved("attention", attention)
 moved("causal attention", lambda x: attention(x, jnp.tril(jnp.ones((TIME, TIME), bool))))
-moved(
-    "dot_product_attention",
-    lambda x: jax.nn.dot_product_attention(
-        *(x.reshape(ROWS, TIME, 1, 5),) * 3, is_causal=True
-    ),
-)
 moved("attention over rows", lambda x: attention(x.swapaxes(0, 1)))
 moved("layer norm", lambda x: jax.nn.standardize(x))
 moved("batch norm", lambda x: (x - x.mean((0, 1))) / jnp.sqrt(x.var((0, 1)) + 1e-3))
