@@ -19,6 +19,7 @@ from jaxtyping import Array
 from ..sharding._explicit import auto_mesh, auto_sharding, with_types
 from ..sharding._leaves import is_inexact, is_key
 from ..sharding._mesh import is_on_cpus
+from ._jit import cpu_options
 from .rewrite._jaxprs import all_jaxprs, map_jaxpr, open_jaxpr
 
 #: The most elements of a small value. Keys and integers are the same wherever they are
@@ -27,7 +28,7 @@ _SMALL, _TINY = 2**16, 2**10
 #: How many programs may run at a time: each needs memory, and simulated devices block.
 _IN_FLIGHT = 8
 #: At its default level, LLVM takes up to four times as long to compile code no faster.
-_CPU_OPTIONS = {"xla_backend_optimization_level": 1}
+_LEVEL = {"xla_backend_optimization_level": 1}
 
 
 class ArrayBuilder:
@@ -223,7 +224,7 @@ class _Programs:
 
     def __init__(self, mesh: Mesh):
         self._replicated = NamedSharding(mesh, PartitionSpec())
-        self._options = _CPU_OPTIONS if is_on_cpus(mesh) else None
+        self._options = cpu_options(**_LEVEL) if is_on_cpus(mesh) else None
         self._jitted: dict[Any, Any] = {}
         self._running: deque[Any] = deque()
         self._empty = jax.make_jaxpr(lambda: ())()

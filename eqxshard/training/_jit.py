@@ -1,7 +1,9 @@
 """`jit_on`: `jax.jit`, with checks that raise, and with fast convolutions on CPUs."""
 
 import functools as ft
+import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -25,14 +27,6 @@ from .rewrite._guards import guard_partitioner
 from .rewrite._jaxprs import map_jaxpr
 from .rewrite._rewrite import is_rewriting, run_rewritten
 from .rewrite._types import erase_types
-
-#: XLA's default without convolutions: YNNPACK, which XLA (JAX 0.10 to 0.12) hands them to,
-#: takes five times as long as XLA's own kernel for the gradient of a weight.
-_CPU_OPTIONS = {
-    "xla_cpu_experimental_ynn_fusion_type": ",".join(
-        f"LIBRARY_FUSION_TYPE_{kind}" for kind in ("DOT", "INDIVIDUAL_DOT", "REDUCE")
-    )
-}
 
 _DEBUG_NANS_LATE = (
     "jax_debug_nans found a nan in this step, and the state was donated; turn it on before "
@@ -102,8 +96,37 @@ def jit_on(
     options["out_shardings"] = (given, replicated)
     chosen = options.get("compiler_options") or {}
     _check_options(chosen, mesh)
-    options["compiler_options"] = (_CPU_OPTIONS if on_cpu else {}) | {**chosen}
+    options["compiler_options"] = (cpu_options() if on_cpu else {}) | {**chosen}
     return jax.jit(traced, **options)
+
+
+def cpu_options(**others: Any) -> dict[str, Any]:
+    """Options of XLA for programs on CPUs, apart from those that XLA_FLAGS has.
+
+    Single products go to YNNPACK, and nothing else does. By default (JAX 0.10.2 to 0.12),
+    XLA hands it sums, too, and fuses them with the products before them, which is wrong
+    (jax-ml/jax#39103); and convolutions, which takes five times as long as XLA's own kernel
+    for the gradient of a weight.
+
+    **Arguments:**
+
+    - `others`: more options.
+    """
+    options = {
+        "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
+        **others,
+    }
+    flags = _xla_flags()
+    return {name: value for name, value in options.items() if name not in flags}
+
+
+def _xla_flags() -> str:
+    """The user's flags of XLA, which XLA_FLAGS has, or a file that it names."""
+    flags = os.environ.get("XLA_FLAGS", "").strip()
+    if not flags or flags.startswith("-"):
+        return flags
+    path = Path(flags)
+    return path.read_text() if path.is_file() else ""
 
 
 def _check_options(options: Mapping[str, Any], mesh: Mesh) -> None:
