@@ -241,7 +241,7 @@ def barrier(name: str) -> None:
 def fetch_whole(array: jax.Array) -> np.ndarray:
     """All of an array, on the host. Every process that has a part must call this."""
     if array.is_fully_addressable or array.is_fully_replicated:
-        return np.asarray(array)
+        return np.asarray(jax.device_get(array))
     from jax.experimental.multihost_utils import process_allgather
 
     with waiting("the parts of an array in other processes", for_others=True):

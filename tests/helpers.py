@@ -1,6 +1,7 @@
 """What several test files train: tiny models, made-up batches, strict-proof optimizers."""
 
 import contextlib
+import dataclasses
 import os
 from typing import Any
 
@@ -74,6 +75,22 @@ class Model(eqx.Module):
     def __call__(self, x, key=None):
         hidden = jax.nn.gelu(self.first(x[self.permutation]))
         return self.last(self.dropout(hidden, key=key))
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass
+class Named:
+    """An array with names, registered without keys, as in haliax and jax_dataclasses."""
+
+    array: Any
+    axes: Any = ("a", "b")
+
+    def tree_flatten(self):
+        return (self.array,), self.axes
+
+    @classmethod
+    def tree_unflatten(cls, axes, children):
+        return cls(children[0], axes)
 
 
 def squared_errors(model, batch, key):

@@ -20,7 +20,8 @@ import pytest
 from cluster_run import make_model
 from grades import graded
 from helpers import arrays, lenient
-from process_helpers import read_until, started, workers_of
+from numpy_batches import batches_on, losses_of
+from process_helpers import finished, read_until, started, workers_of
 
 import eqxshard
 from eqxshard.launch import _free_port
@@ -141,6 +142,25 @@ def test_the_number_of_processes_does_not_change_the_results(tmp_path, strategy)
         assert status == 0, out
     for processes in several:
         assert_same(tmp_path / str(processes), tmp_path / str(one), rtol=2e-6)
+
+
+def test_each_process_gives_the_whole_of_a_numpy_batch(tmp_path):
+    launch = ["-m", "eqxshard.launch", "--processes=2", "--devices-per-process=2"]
+    command = [
+        sys.executable,
+        *launch,
+        Path(__file__).parent / "numpy_batches.py",
+        tmp_path,
+    ]
+    status, out, err = finished(command, env=SETTINGS)
+    assert status == 0, out + err
+    mesh = eqxshard.make_mesh(fsdp=4, devices=jax.devices()[:4])
+    expected = losses_of(batches_on(mesh), mesh)
+    for number in range(2):
+        found = json.loads((tmp_path / f"{number}.json").read_text())
+        np.testing.assert_allclose(found["losses"], expected, rtol=1e-5)
+        says = "batch entry x is not the same NumPy array in all processes; give each"
+        assert found["refused"].startswith(says)
 
 
 @pytest.mark.slow

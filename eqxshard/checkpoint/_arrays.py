@@ -12,7 +12,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import Array, PyTree
 
 from ..sharding._files import is_remote, with_retries
-from ..sharding._leaves import array_leaves, is_key
+from ..sharding._leaves import array_leaves, as_weak_as, is_key
 from ..transforms._partition import Static, partition
 from ._object_store import ARRAYS, context, kvstore
 from ._orbax import STATE, ocdbt
@@ -52,7 +52,8 @@ def read(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Array]:
         data = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
         there = target_sharding(leaf)
         if not leaf.size:
-            arrays[path] = jnp.zeros(data.shape, data.dtype, device=there)
+            empty = jnp.zeros(data.shape, data.dtype, device=there)
+            arrays[path] = as_weak_as(empty, data)
             continue
         spec = {
             "driver": "zarr3",
@@ -69,7 +70,7 @@ def read(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Array]:
             shapes = f"its shape is {[*store.shape]}, not {[*data.shape]}"
             raise DamageError(f"{named} cannot be read: {shapes}")
         read_part = ft.partial(_tried, named, ft.partial(_read_part, store, data.dtype))
-        arrays[path] = place_parts(read_part, data.shape, there)
+        arrays[path] = as_weak_as(place_parts(read_part, data.shape, there), data)
     return arrays
 
 

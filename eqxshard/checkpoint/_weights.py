@@ -17,6 +17,7 @@ from jaxtyping import PyTree
 from .._waits import waiting
 from ..distributed import broadcast_from_first, fetch_whole, is_main_process
 from ..sharding._files import local_path
+from ..sharding._leaves import as_weak_as
 from ..sharding._text import first_few
 from ..training._donation import check_state_not_donated
 from ..training._state import refuse_state
@@ -213,7 +214,8 @@ def load_weights(
     for name, leaf in wanted.items():
         if name in fitting:
             read = functools.partial(read_part, arrays, fitting[name], dtype=leaf.dtype)
-            leaf = place_parts(read, leaf.shape, target_sharding(leaf))
+            placed = place_parts(read, leaf.shape, target_sharding(leaf))
+            leaf = as_weak_as(placed, leaf)
         loaded.append(leaf)
     return static.combine(loaded)
 

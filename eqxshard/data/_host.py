@@ -253,7 +253,9 @@ class HostBatches:
         return [np.random.default_rng([self.order.seed, epoch, place]) for place in places]
 
 
-def check_integers(arrays: Mapping[str, np.ndarray]) -> None:
+def check_integers(
+    arrays: Mapping[str, np.ndarray], remedy: str = "use a transform that makes them fit"
+) -> None:
     """Raise `ValueError` where JAX, which has 32 bits by default, would wrap integers."""
     for name, array in arrays.items():
         if array.dtype.kind not in "iu" or array.dtype.itemsize < 8:
@@ -264,7 +266,7 @@ def check_integers(arrays: Mapping[str, np.ndarray]) -> None:
             if low < np.iinfo(dtype).min or high > np.iinfo(dtype).max:
                 raise ValueError(
                     f"{name!r} has integers from {low} to {high}, which do not fit JAX's "
-                    f"{dtype}; use a transform that makes them fit, or jax_enable_x64."
+                    f"{dtype}; {remedy}, or turn jax_enable_x64 on."
                 )
 
 

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from ..sharding._mesh import batch_sharding
-from ..sharding._placement import filter_shard
+from ..sharding._placement import filter_shard, from_host
 from ._host import HostBatches, check_integers
 from ._weights import WEIGHT
 
@@ -29,7 +29,7 @@ class DeviceBatches(eqx.Module):
     examples: dict[str, Array]
     rows: Int[Array, "steps batch"]
     weight: Float[Array, "steps batch"] | None
-    count: Int[np.ndarray | Array, ""]
+    count: Int[Array, ""]
 
     def batch(self, step: Int[Array, ""], mesh: Mesh) -> dict[str, Array]:
         """The batch of one of the steps."""
@@ -59,7 +59,7 @@ class ResidentDataset:
         check_integers(arrays)
         replicated = NamedSharding(mesh, PartitionSpec())
         self._examples: dict[str, Array] = {
-            name: jax.make_array_from_callback(array.shape, replicated, array.__getitem__)
+            name: from_host(array.shape, replicated, array.__getitem__)
             for name, array in arrays.items()
         }
         self._gather = jax.jit(
@@ -81,8 +81,9 @@ class ResidentDataset:
         def put(array: np.ndarray, dtype: type) -> Array:
             filled = np.zeros((capacity, size), dtype)
             filled[: len(array)] = array
-            return jax.make_array_from_callback(filled.shape, sharding, filled.__getitem__)
+            return from_host(filled.shape, sharding, filled.__getitem__)
 
         weight = put(real, np.float32) if self.host.pads else None
-        count = np.array(len(steps), np.int32)
+        replicated, taken = NamedSharding(self._mesh, PartitionSpec()), np.int32(len(steps))
+        count = from_host((), replicated, lambda _: np.asarray(taken))
         return DeviceBatches(self._examples, put(padded, np.int32), weight, count)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 #: In the loss and in metrics. No entry of a user's own has such a name by accident.
@@ -15,7 +16,7 @@ def fetch_weights(batch: Any) -> dict[str, np.ndarray]:
     """The weights of a batch as NumPy arrays, if this process has all of them."""
     found = batch if isinstance(batch, Mapping) else {}
     return {
-        name: np.asarray(found[name])
+        name: np.asarray(jax.device_get(found[name]))
         for name in (WEIGHT, LOSS_WEIGHT)
         if name in found and getattr(found[name], "is_fully_addressable", True)
     }

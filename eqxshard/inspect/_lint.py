@@ -1,15 +1,16 @@
 """`lint`: everything that lint finds in a step, before it runs."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jaxtyping import PyTree
 
 from ..compiled._findings import Finding
 from ..compiled._hlo import parse_module
 from ..training._eval_step import EvalStep
 from ..training._inputs import ONE_BATCH
+from ..training._state import refuse_state
 from ..training._train_step import TrainStep
 from ._functions import lint_lowered, lower_function
 
@@ -83,11 +84,10 @@ def lint(
     return Findings([*function.findings(), *of_text])
 
 
-def _lint_ours(
-    step: TrainStep | EvalStep, state: PyTree, batch: PyTree, extra: PyTree = None
-) -> Findings:
-    if isinstance(step, TrainStep):
-        call = step.machine.look_up(state, extra, ONE_BATCH)
-    else:
-        call = step.machine.look_up(None, state, ONE_BATCH)
-    return Findings(step.machine.inspect(call, batch)[1])
+def _lint_ours(step: TrainStep | EvalStep, *args: Any, **kwargs: Any) -> Findings:
+    given = inspect.signature(step).bind(*args, **kwargs).arguments
+    state, kept = given.get("state"), given.get("extra", given.get("model"))
+    if isinstance(step, EvalStep):
+        refuse_state(kept, "an eval step")
+    call = step.machine.look_up(state, kept, ONE_BATCH)
+    return Findings(step.machine.inspect(call, given["batch"])[1])

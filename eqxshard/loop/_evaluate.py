@@ -25,7 +25,7 @@ from ..training._donation import check_not_donated
 from ..training._eval_step import EvalStep
 from ..training._examples import mask_padding
 from ..training._gradients import step_context
-from ..training._inputs import ONE_BATCH, Signature, check_ready, mesh_of
+from ..training._inputs import ONE_BATCH, Signature, mesh_of, placed
 from ..training._jit import call_jitted, jit_on
 from ..training._metrics import Metrics
 from ..training._precision import Precision
@@ -170,7 +170,7 @@ def predict(
     with short_traceback(), closing(one_epoch(loader, "predict")) as batches:
         for batch in batches:
             ONE_BATCH.check(batch, mesh)
-            check_ready(ONE_BATCH, batch, mesh, ONE_BATCH.sharding(mesh))
+            batch = placed(ONE_BATCH, batch, mesh, ONE_BATCH.sharding(mesh))
             running.append(call_jitted(compiled, arrays, batch))
             if len(running) == IN_FLIGHT:
                 fetch()

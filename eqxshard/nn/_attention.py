@@ -14,7 +14,7 @@ from ..parallel._ring_attention import check_shapes, check_window
 from ..parallel._ring_blocks import CHUNK
 from ..sharding._explicit import on_auto_axes
 from ..sharding._placement import constrain
-from ..sharding._spec import check_axis
+from ..sharding._spec import AXES, check_axis
 from ..transforms._dtypes import accumulation_dtype
 from . import _cudnn
 
@@ -107,7 +107,7 @@ def attention(
     window = check_window("attention", window, causal, key)
     factor = query.shape[-1] ** -0.5 if scale is None else float(scale)
     mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty:
+    if not mesh.empty and axis not in AXES:
         check_axis(axis, mesh, "attention")
     if offset is not None or seq != keys:
         return _by_rows(query, key, value, offset, window, factor)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, PartitionSpec
 from jaxtyping import PyTree
 
-from ..sharding._spec import check_axis
+from ..sharding._spec import AXES, check_axis
 from ..sharding._text import nearest_multiples
 
 
@@ -68,13 +68,16 @@ class Ring(NamedTuple):
 def find_ring(name: str, axis: str) -> Ring:
     """The ring of an axis of the mesh in context, of size 1 if there is no mesh.
 
+    It also has size 1 if the mesh lacks an axis of `make_mesh`.
+
     **Raises:**
 
-    `ValueError` if the mesh has no such axis.
+    `ValueError` if the mesh lacks another axis.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return Ring(None, axis, 1)
-    check_axis(axis, mesh, name)
+    if axis not in AXES:
+        check_axis(axis, mesh, name)
     size = mesh.shape.get(axis, 1)
     return Ring(None if size == 1 or axis in mesh.manual_axes else mesh, axis, size)

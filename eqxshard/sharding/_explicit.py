@@ -15,7 +15,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from ._leaves import is_array, is_key
+from ._leaves import as_weak_as, is_array, is_key
 from ._spec import axes_of
 
 
@@ -43,12 +43,14 @@ def auto_sharding(sharding: NamedSharding) -> NamedSharding:
 
 
 def explicit_part(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """What a spec says of the Explicit axes of a mesh: the type of an array."""
+    """What a spec says of the Explicit axes of a mesh: the type of an array.
+
+    Axes of size 1 split nothing. In a type they would only be in the way: JAX calls a
+    product of two arrays ambiguous that have them in the dim that is summed over.
+    """
     types = dict(zip(mesh.axis_names, mesh.axis_types))
-    kept = [
-        tuple(axis for axis in axes_of(entry) if types[axis] is AxisType.Explicit)
-        for entry in spec
-    ]
+    named = {x for x in types if types[x] is AxisType.Explicit and mesh.shape[x] > 1}
+    kept = [tuple(axis for axis in axes_of(entry) if axis in named) for entry in spec]
     return PartitionSpec(*[axes or None for axes in kept])
 
 
@@ -112,7 +114,8 @@ def with_types(x: Array, sharding: NamedSharding) -> Array:
         data = with_types(jax.random.key_data(x), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     shards = [shard.data for shard in x.addressable_shards]
-    return jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
+    typed = jax.make_array_from_single_device_arrays(x.shape, sharding, shards)
+    return as_weak_as(typed, x)
 
 
 def replicated_on(tree: PyTree, mesh: Mesh) -> PyTree:

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 
 def is_array(leaf: Any) -> bool:
@@ -24,6 +24,16 @@ def is_key(leaf: Any) -> bool:
 def is_inexact(leaf: Any) -> bool:
     """Whether a leaf is a floating-point or complex array, which can be trained."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def as_weak_as(array: Array, like: Any) -> Array:
+    """An array, of a weak type if another is: it gives way as numbers of Python do."""
+    if not getattr(like, "weak_type", False) or array.weak_type:
+        return array
+    # The public functions only make weak types of Python's numbers.
+    return jax.lax.convert_element_type_p.bind(
+        array, new_dtype=array.dtype, weak_type=True, sharding=None
+    )
 
 
 def leaf_path(path: tuple[Any, ...], root: str = "") -> str:

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from ..distributed import assert_same_on_all_processes, spans_processes
 from ._spec import AXES, axis_sizes, format_sizes
-from ._text import comma_list, did_you_mean, format_mesh, nearest_multiples
+from ._text import comma_list, count_devices, did_you_mean, format_mesh, nearest_multiples
 
 #: The axes that the rows of a batch are split over, where a mesh has them.
 _BATCH_AXES = ["data", "fsdp"]
@@ -218,7 +218,7 @@ def check_batch_size(batch_size: int, mesh: Mesh, *, accumulate: int = 1) -> Non
         each = f", each with accumulate={accumulate} parts" if accumulate > 1 else ""
         raise ValueError(
             f"batch size {batch_size} does not divide over {format_sizes(sizes)} = "
-            f"{devices} devices{each}; use a multiple of {parts}, such as "
+            f"{count_devices(devices)}{each}; use a multiple of {parts}, such as "
             f"{nearest_multiples(batch_size, parts)}."
         )
 
@@ -285,8 +285,8 @@ def resolve_sizes(asked: dict[str, int], count: int) -> dict[str, int]:
     terms = format_sizes(sizes) + (f" = {product}" if len(sizes) > 1 else "")
     fits = "divides" if rest else "is"
     raise ValueError(
-        f"mesh {terms} does not fit the {count} devices; choose sizes whose product {fits} "
-        f"{count}, set one axis to -1, or use another number of devices."
+        f"mesh {terms} does not fit the {count_devices(count)}; choose sizes whose "
+        f"product {fits} {count}, set one axis to -1, or use another number of devices."
     )
 
 

@@ -1,21 +1,22 @@
 """Compute shardings, and place arrays by them."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any
 
 import equinox as eqx
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from ._dims import logical_dims
 from ._explicit import constrain_to
 from ._leaves import array_leaves, check_dtypes, is_array, leaf_path
 from ._mesh import batch_axes
 from ._rule import Decision, NamedLeaf, Rule, apply_rule, check_rule, rule_name
-from ._spec import check_spec, only, spec_on
+from ._spec import AXES, check_spec, only
 
 
 def shardings(tree: PyTree, mesh: Mesh, rule: Rule) -> PyTree[NamedSharding | None]:
@@ -142,6 +143,23 @@ def filter_shard(tree: PyTree, shardings: PyTree[Sharding | None]) -> PyTree:
     return jax.tree.unflatten(treedef, leaves)
 
 
+def from_host(
+    shape: tuple[int, ...], sharding: Sharding, part: Callable[[Any], np.ndarray]
+) -> Array:
+    """An array that is on the host, or in parts there, on the devices of its sharding.
+
+    This is meant, so it is allowed under `jax.transfer_guard`. (`device_put` takes twice as
+    long.)
+
+    **Arguments:**
+
+    - `shape`, `sharding`: of the array.
+    - `part`: from an index of the array to that part of it.
+    """
+    with jax.transfer_guard_host_to_device("allow"):
+        return jax.make_array_from_callback(shape, sharding, part)
+
+
 def broadcast_prefix(
     shardings: PyTree[Sharding | None], tree: PyTree
 ) -> list[Sharding | None]:
@@ -173,8 +191,8 @@ def constrain(x: PyTree, spec: PartitionSpec) -> PyTree:
 
     Inside a step of [`eqxshard.make_train_step`][] the mesh is the step's. Without a
     mesh, and in the per-device code of [`jax.shard_map`][], this does nothing, so the
-    model itself needs no mesh. (In code that is per device along some axes, these are left
-    out of the spec.)
+    model itself needs no mesh. Axes of [`eqxshard.make_mesh`][] that the mesh does not have
+    are left out of the spec, and so are, in code that is per device along some axes, these.
 
     **Arguments:**
 
@@ -200,11 +218,10 @@ def constrain(x: PyTree, spec: PartitionSpec) -> PyTree:
     mesh = jax.sharding.get_abstract_mesh()
     if len(mesh.manual_axes) == len(mesh.axis_names):
         return x
-    manual = mesh.manual_axes
-    spec = PartitionSpec(*(only(entry, lambda x: x not in manual) for entry in spec))
+    left_out = {*mesh.manual_axes, *({*AXES} - {*mesh.axis_names})}
+    spec = PartitionSpec(*(only(entry, lambda x: x not in left_out) for entry in spec))
     for path, leaf in array_leaves(x):
         check_spec(path, leaf.shape, spec, mesh)
-    spec = spec_on(spec, mesh)
     return jax.tree.map(lambda x: constrain_to(x, spec) if is_array(x) else x, x)
 
 

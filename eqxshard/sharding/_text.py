@@ -31,6 +31,11 @@ def comma_list(items: Iterable[Any]) -> str:
     return ", ".join(map(str, items))
 
 
+def count_devices(count: int) -> str:
+    """A number of devices: `1 device`, `8 devices`."""
+    return f"{count} device" + "s" * (count != 1)
+
+
 def format_mesh(sizes: Mapping[str, int]) -> str:
     """The sizes of a mesh's axes: `data=2, fsdp=4`."""
     return comma_list(f"{axis}={size}" for axis, size in sizes.items()) or "one device"

@@ -17,7 +17,7 @@ from ..sharding._leaf_rules import replicate
 from ..sharding._leaves import array_leaves
 from ..sharding._mesh import make_mesh, used_axes
 from ..sharding._rule import Rule, rule_name
-from ..sharding._text import format_mesh
+from ..sharding._text import count_devices, format_mesh
 from ..training._init import init_state
 from ..training._precision import Precision
 from ..training._state import TrainState
@@ -167,7 +167,7 @@ def _make_mesh(sizes: Sizes) -> Mesh:
     needed, present = math.prod(sizes.values()), jax.device_count()
     if not 0 < needed <= present:
         raise ValueError(
-            f"the mesh {format_mesh(sizes)} needs {needed} devices, and there are "
+            f"the mesh {format_mesh(sizes)} needs {count_devices(needed)}, and there are "
             f"{present}; simulate them with jax.config.update('jax_num_cpu_devices', "
             f"{needed}) before anything else uses JAX, such as at the top of "
             "conftest.py, or use meshes of fewer devices."

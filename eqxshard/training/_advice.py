@@ -91,7 +91,7 @@ def raises_on_purpose(step: TracebackType) -> bool:
     return bool(at) and at[0].opname == "RAISE_VARARGS"
 
 
-def add_advice(error: Exception, batch: PyTree) -> None:
+def add_advice(error: Exception, batch: PyTree, *, stateful: bool) -> None:
     """Note on an error of a loss or metric function what batch it was given.
 
     One line of advice follows where the cause is known: an entry that the batch lacks, one
@@ -102,6 +102,7 @@ def add_advice(error: Exception, batch: PyTree) -> None:
 
     - `error`: caught where the function was called.
     - `batch`: what the function got.
+    - `stateful`: whether the model has state, such as that of BatchNorm.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][1:]
     if not frames or frames[-1].f_globals.get("__name__", "").startswith("eqxshard."):
@@ -111,6 +112,11 @@ def add_advice(error: Exception, batch: PyTree) -> None:
         return
     entries = (f"{name} {format_array(leaf)}" for name, leaf in array_leaves(batch))
     error.add_note(f"The batch was: {comma_list(entries)}.")
+    if stateful and isinstance(error, TypeError | AttributeError):
+        error.add_note(
+            "The model has state: loss_fn and metric_fn get the pair (model, state), and "
+            "eval_step and predict are given (state.model, state.model_state)."
+        )
     advice = (
         _missing_entry(error, batch)
         or _labels(frames)

@@ -148,6 +148,7 @@ class EvalStep:
 
         A `jax.stages.Lowered`.
         """
+        refuse_state(model, "an eval step")
         return self.machine.look_up(None, model, ONE_BATCH).lower(batch)
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import contextvars
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -46,26 +46,38 @@ class Stored(NamedTuple):
         Its gradient goes back in one go: cast, summed over the batch's axes and left
         where the array is updated, which is a reduce-scatter.
         """
-        used, dtype = compute_sharding(self.storage), self.array.dtype
-
-        def for_use(array: Array) -> Array:
-            if self.dtype is not None and jnp.issubdtype(dtype, jnp.floating):
-                # Left to itself, the compiler may gather first: twice the bytes.
-                array = array.astype(self.dtype)
-                array = constrain_to(array, self.storage)
-            return constrain_to(array, used)
-
-        def back(_: None, grad: Array) -> tuple[Array]:
-            grad = mark_gradient(grad).astype(dtype)
-            return (constrain_to(grad, self.update),)
-
-        gather = for_use
-        if jnp.issubdtype(dtype, jnp.inexact):
-            gather = jax.custom_vjp(for_use)
-            gather.defvjp(lambda array: (for_use(array), None), back)
+        used = compute_sharding(self.storage)
+        gather = _gather_function(self.storage, self.update, self.array.dtype, self.dtype)
         with computing_on_auto(used.mesh):
             array = gather(to_auto(self.array))
         return to_explicit(array, used)
+
+
+def _gather_function(
+    storage: NamedSharding, update: NamedSharding, dtype: Any, compute: DTypeLike | None
+) -> Callable[[Array], Array]:
+    """A function that gathers arrays of a dtype, and casts them to the one to compute in.
+
+    It closes over no array: JAX's caches keep functions.
+    """
+    used = compute_sharding(storage)
+
+    def for_use(array: Array) -> Array:
+        if compute is not None and jnp.issubdtype(dtype, jnp.floating):
+            # Left to itself, the compiler may gather first: twice the bytes.
+            array = array.astype(compute)
+            array = constrain_to(array, storage)
+        return constrain_to(array, used)
+
+    def back(_: None, grad: Array) -> tuple[Array]:
+        grad = mark_gradient(grad).astype(dtype)
+        return (constrain_to(grad, update),)
+
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return for_use
+    gather = jax.custom_vjp(for_use)
+    gather.defvjp(lambda array: (for_use(array), None), back)
+    return gather
 
 
 #: The arrays of the step's model by `id`: each as it is used (held, so that its id stays

@@ -36,7 +36,7 @@ from ._examples import (
 from ._gather import gathered
 from ._layout import StateLayout
 from ._precision import Precision, check_patterns
-from ._state import TrainState, split_model, with_state
+from ._state import TrainState, split_model, state_indices, with_state
 from ._typecheck import add_type_note
 from .rewrite._float8 import with_float8
 from .rewrite._sums import sum_gradients
@@ -220,7 +220,7 @@ def step_context(
         except Exception as error:
             if is_explicit(mesh):
                 add_type_note(error)
-            add_advice(error, batch)
+            add_advice(error, batch, stateful=bool(state_indices(model["model"])))
             raise
 
 

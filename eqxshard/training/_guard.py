@@ -71,10 +71,11 @@ def guard_update(
     if is_on_cpus(layout.mesh):
         # With a select, XLA:CPU would copy the optimizer's state, because it has no
         # kernel that writes several results at once. A cheap update is computed again, in
-        # the place of the old values, rather than kept until it is known to be finite.
+        # the place of the old values, rather than kept until it is known to be finite;
+        # but not if it does something besides, such as to print.
         jaxpr = jax.make_jaxpr(compute)()
         expensive = any(eqn.primitive.name in _EXPENSIVE for eqn in equations(jaxpr))
-        make = (lambda: new) if expensive else compute
+        make = (lambda: new) if expensive or jaxpr.effects else compute
         kept = jax.lax.cond(writes, make, lambda: arrays)
     else:
         # With a branch, a GPU would wait for the host to decide.

@@ -20,7 +20,7 @@ from ..sharding._explicit import (
     no_explicit_context,
     user_axes,
 )
-from ..sharding._leaves import array_leaves, format_array, is_array, is_key
+from ..sharding._leaves import array_leaves, as_weak_as, format_array, is_array, is_key
 from ..sharding._mesh import check_mesh
 from ..sharding._placement import named_leaves
 from ..sharding._rule import Rule, check_rule
@@ -122,7 +122,7 @@ def init_state(
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         raise jit_is_off()
     making = waiting("the state to be made")
-    with short_traceback(), no_explicit_context(), making:
+    with short_traceback(), no_explicit_context(), making, jax.transfer_guard("allow"):
         traced = _trace(make_model, optim, key, mesh, rule, trainable, precision)
         like = traced.like
         parts = {"parameters": like.model, "optimizer state": like.opt_state}
@@ -146,7 +146,7 @@ def complete_state(
 
     Only the others are made: those of the optimizer for the model as it is known.
     """
-    with short_traceback(), no_explicit_context():
+    with short_traceback(), no_explicit_context(), jax.transfer_guard("allow"):
         traced = _trace(make_model, optim, key, mesh, rule, trainable, precision)
         paths = [path for path, _ in array_leaves(traced.like)]
         arrays = {i: known[path] for i, path in enumerate(paths) if path in known}
@@ -171,7 +171,8 @@ def _build(
     left = [i for i in range(len(leaves)) if i not in known]
     wanted = [outputs[i] for i in left], [leaves[i].sharding for i in left]
     arrays = {**known, **dict(zip(left, builder.build(*wanted), strict=True))}
-    return unflatten_state([arrays[i] for i in range(len(leaves))], static)
+    made = [as_weak_as(arrays[i], leaf) for i, leaf in enumerate(leaves)]
+    return unflatten_state(made, static)
 
 
 def abstract_state(
@@ -298,7 +299,9 @@ def _trace(
     def shaped(leaf: Any) -> Any:
         if not is_array(leaf):
             return leaf
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=next(shardings))
+        return jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=next(shardings), weak_type=leaf.weak_type
+        )
 
     return _Traced(jax.tree.map(shaped, state), params, model_jaxpr, state_jaxpr)
 

@@ -5,6 +5,8 @@ That is what it keeps, such as a model to measure or a teacher, of which it depe
 batches is a class with the same methods, so that steps treat them alike.
 """
 
+import functools as ft
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -17,8 +19,9 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, PyTree
 
 from ..data._buckets import BucketBatch
-from ..data._host import GRAPHS
+from ..data._host import GRAPHS, check_integers
 from ..data._resident import DeviceBatches
+from ..distributed import allgather_json, spans_processes
 from ..sharding._leaves import check_dtypes, leaf_path
 from ..sharding._mesh import (
     batch_sharding,
@@ -28,6 +31,7 @@ from ..sharding._mesh import (
 )
 from ..transforms._partition import Static, partition
 from ._donation import check_not_donated
+from .rewrite._rewrite import looks_for_nan
 
 
 @dataclass(frozen=True)
@@ -136,6 +140,21 @@ class _Batch:
                     "place it with filter_shard(batch, batch_sharding(mesh))."
                 )
 
+    def shapes(self, batch: PyTree, mesh: Mesh) -> PyTree:
+        """The shapes and types of a batch that a step takes, wherever it is."""
+        self.check(batch, mesh)
+        wanted = self.sharding(mesh)
+
+        def one(leaf: Any) -> jax.ShapeDtypeStruct:
+            type_of: Any = (
+                leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+            )
+            return jax.ShapeDtypeStruct(
+                type_of.shape, type_of.dtype, sharding=wanted, weak_type=type_of.weak_type
+            )
+
+        return jax.tree.map(one, batch)
+
     def program(self, step: str, batch: PyTree) -> str:
         """What users call the program for a batch, whose first compile is expected.
 
@@ -174,6 +193,9 @@ class _Resident:
                 f"the loader's dataset is on {format_sharding(sharding)}, and the step on "
                 f"{describe_mesh(mesh)}; make the loader and the step with the same mesh."
             )
+
+    def shapes(self, batch: DeviceBatches, mesh: Mesh) -> DeviceBatches:
+        return batch
 
     def program(self, step: str, batch: DeviceBatches) -> str:
         examples = jax.tree.leaves(batch.examples)[0].shape[0]
@@ -214,26 +236,94 @@ def several_batches(batches: PyTree) -> StepInput:
     return RESIDENT_BATCHES if isinstance(batches, DeviceBatches) else STACKED_BATCHES
 
 
-def check_ready(
+def placed(
     kind: StepInput,
     batch: PyTree,
     mesh: Mesh,
     wanted: NamedSharding | None,
     accumulate: int = 1,
-) -> None:
-    """Raise `ValueError` if a batch was donated, or is committed elsewhere.
+    *,
+    is_new: bool = False,
+) -> PyTree:
+    """A batch where the step takes it, so that one program serves it wherever it was.
 
-    JAX 0.10 ends the process on either. `wanted` is the sharding of the kind on the mesh,
-    which the usual batch has.
+    **Arguments:**
+
+    - `kind`, `batch`, `mesh`, `accumulate`: of the step.
+    - `wanted`: the sharding of the kind on the mesh, which the usual batch has.
+    - `is_new`: whether the processes compare NumPy arrays, of which each must have the
+        whole.
+
+    **Raises:**
+
+    `ValueError` if the batch was donated, is committed elsewhere (JAX 0.10 ends the
+    process on either), does not divide, or has integers that JAX would wrap.
     """
-    elsewhere = False
-    for leaf in jax.tree.leaves(batch):
-        if isinstance(leaf, jax.Array):
-            if leaf.is_deleted():
-                check_not_donated(batch, "batch")
-            elsewhere = elsewhere or leaf.sharding != wanted
-    if elsewhere:
+    ready = True
+    leaves, structure = jax.tree.flatten(batch)
+    for leaf in leaves:
+        if not isinstance(leaf, jax.Array):
+            ready = False
+        elif leaf.is_deleted():
+            check_not_donated(batch, "batch")
+        elif leaf.sharding != wanted:
+            ready = False
+    if ready:
+        return batch
+    if any(isinstance(leaf, jax.Array) for leaf in leaves):
         kind.check(batch, mesh, accumulate)
+    if wanted is None:
+        return batch
+    try:
+        _check_host_arrays(batch, mesh, is_new=is_new)
+        return jax.tree.unflatten(structure, _place(leaves, wanted))
+    except Exception:
+        # Of NumPy arrays only now: it takes as long as to place a small batch.
+        kind.check(batch, mesh, accumulate)
+        raise
+
+
+def _place(leaves: list[Any], wanted: NamedSharding) -> list[Array]:
+    """The arrays of a batch, on the devices where a step takes them."""
+    # Copies of NumPy's, since steps read them after they have returned.
+    leaves = [x if isinstance(x, jax.Array) else np.array(x) for x in leaves]
+    for leaf in leaves:
+        wanted.shard_shape(leaf.shape)  # Raises where XLA would also print.
+    if wanted.is_fully_addressable and not looks_for_nan():
+        # In a third of the time that it takes JAX to place an array and then to use it.
+        return _placing(wanted)(leaves)
+    return [
+        jax.device_put(x, wanted)
+        if isinstance(x, jax.Array) and (x.committed or wanted.is_fully_addressable)
+        else jax.make_array_from_callback(x.shape, wanted, np.asarray(x).__getitem__)
+        for x in leaves
+    ]
+
+
+@ft.cache
+def _placing(wanted: NamedSharding) -> Callable[[list[Any]], list[Array]]:
+    def place_batch(leaves: list[Any]) -> list[Array]:
+        return leaves
+
+    return jax.jit(place_batch, in_shardings=wanted, out_shardings=wanted)
+
+
+def _check_host_arrays(batch: PyTree, mesh: Mesh, *, is_new: bool) -> None:
+    """Refuse NumPy arrays that JAX would wrap, or of which each process has other rows."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    arrays = {leaf_path(path): x for path, x in leaves if isinstance(x, np.ndarray)}
+    check_integers(arrays, "make them fit")
+    if not is_new or not spans_processes(mesh.devices.flat):
+        return
+    ours = {name: hashlib.sha256(x.tobytes()).hexdigest() for name, x in arrays.items()}
+    for theirs in allgather_json(ours):
+        for name in {**ours, **theirs}:
+            if ours.get(name) != theirs.get(name):
+                raise ValueError(
+                    f"batch entry {name} is not the same NumPy array in all processes; "
+                    "give each process the whole batch, or make batches with "
+                    "eqxshard.Loader, of which each process reads its own rows."
+                )
 
 
 def is_elsewhere(leaf: Any, sharding: NamedSharding) -> TypeGuard[Array]:

@@ -1,5 +1,6 @@
 """`jit_on`: `jax.jit`, with checks that raise, and with fast convolutions on CPUs."""
 
+import contextlib
 import functools as ft
 import os
 from collections.abc import Callable, Mapping
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
@@ -38,7 +40,9 @@ def jit_on(
     mesh: Mesh,
     fn: Callable[..., Any],
     name: str,
-    on_trace: Callable[..., None] = lambda *args: None,
+    tracing: Callable[..., contextlib.AbstractContextManager[None]] = lambda *args: (
+        contextlib.nullcontext()
+    ),
     **options: Any,
 ) -> Any:
     """Compile a function of PyTrees of arrays for the devices of a mesh.
@@ -48,7 +52,7 @@ def jit_on(
     - `mesh`: the mesh that it runs on.
     - `fn`: a pure function.
     - `name`: its name in profiles and compiled modules.
-    - `on_trace`: called with the arguments whenever JAX traces the function.
+    - `tracing`: makes a context of the arguments, in which JAX traces the function.
     - `options`: those of `jax.jit`, with `out_shardings`; `compiler_options` go before
         those for the devices of the mesh.
 
@@ -60,15 +64,20 @@ def jit_on(
 
     def traced(*args: Any) -> tuple[Any, Checks | None]:
         # Under jax_debug_nans, JAX calls this again with the arrays of a call that met nan,
-        # to find the operation, and segfaults on those that were donated.
-        if any_donated(jax.tree.leaves(args)):
+        # to find the operation, and segfaults on those that were donated. It does not look
+        # into programs that were rewritten.
+        leaves = jax.tree.leaves(args)
+        if any_donated(leaves):
             raise FloatingPointError(_DEBUG_NANS_LATE)
-        on_trace(*args)
-        if not is_explicit(mesh):
-            return run(*args)
-        with computing_on_auto(mesh):
-            out, checks = run(*to_auto(args))
-        return _typed(out, given), checks
+        if leaves and not any(isinstance(leaf, Tracer) for leaf in leaves):
+            with jax.set_mesh(mesh) if is_explicit(mesh) else contextlib.nullcontext():
+                return fn(*args), None
+        with tracing(*args):
+            if not is_explicit(mesh):
+                return run(*args)
+            with computing_on_auto(mesh):
+                out, checks = run(*to_auto(args))
+            return _typed(out, given), checks
 
     def run(*args: Any) -> tuple[Any, Checks | None]:
         if not is_rewriting():

@@ -15,7 +15,7 @@ from jaxtyping import Array, PyTree
 from ..sharding._leaves import array_leaves, format_array
 from ..transforms._compiles import tree_parts
 from ._donation import any_donated
-from ._state import without_state
+from ._state import state_indices, without_state
 from .rewrite._jaxprs import open_jaxpr, scan_counts
 
 _REMEDY = (
@@ -61,6 +61,8 @@ def make_traced(
             )
         raise
     check_has_arrays(model)
+    if model_state is None:
+        _check_state_is_apart(model)
     _check_no_tracers(model)
     check_not_taken((model, model_state))
     return model, model_state
@@ -72,6 +74,17 @@ def check_has_arrays(model: PyTree) -> None:
         raise ValueError(
             f"the model ({type(model).__name__}) has no arrays, so there is nothing to "
             "train; give it parameters, in fields that are not static."
+        )
+
+
+def _check_state_is_apart(model: PyTree) -> None:
+    """Refuse a model that holds the first value of its own state, as if to be trained."""
+    indices = [node for _, node in state_indices(model)]
+    if array_leaves(indices):
+        path, _ = state_indices(model)[0]
+        raise ValueError(
+            f"{path or 'the model'} has state, as BatchNorm has, and make_model returned "
+            "none; write init_state(eqx.nn.make_with_state(make_model), ...)."
         )
 
 
@@ -142,9 +155,7 @@ def _check_no_tracers(model: PyTree) -> None:
 
     They have no values, and a step that uses one fails far from where it was made.
     """
-    # What nodes keep beside their fields, such as those that others registered.
-    rest = gc.get_referents(jax.tree.structure(model))
-    for path, part in [*tree_parts(model), ("the model", rest)]:
+    for path, part in tree_parts(model):
         tracer = _find_tracer(part)
         if tracer is not None:
             raise ValueError(

@@ -49,7 +49,9 @@ def scan_layers(
     - `layers`: a module whose arrays have a leading dim of layers, as made by
         `eqx.filter_vmap(make_layer)(keys)`. Inside a step these must be the model's own
         arrays; change them (cast them, say) inside the layer. Of others, all layers are
-        gathered at once, which lint finds.
+        gathered at once, which lint finds. `jax.jit` and `jax.checkpoint`, and their likes
+        in Equinox, pass on others: call this outside of them. The step is compiled as a
+        whole, and `remat` says what to recompute.
     - `x`: the input of the first layer. Each layer returns the input of the next, of the
         same shapes and types.
     - `args`: more arguments, the same for all layers.

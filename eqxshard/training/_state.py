@@ -202,6 +202,16 @@ def with_state(model: PyTree, model_state: eqx.nn.State | None) -> PyTree:
     return model, jax.tree.map(lambda leaf: leaf, model_state)
 
 
+def state_indices(model: PyTree) -> list[tuple[str, Any]]:
+    """The places of a model that look something up in its state, with their paths."""
+    found = jax.tree_util.tree_leaves_with_path(model, is_leaf=_is_index)
+    return [(leaf_path(path), node) for path, node in found if _is_index(node)]
+
+
+def _is_index(node: Any) -> bool:
+    return isinstance(node, eqx.nn.StateIndex)
+
+
 def without_state(made: PyTree) -> tuple[PyTree, eqx.nn.State | None]:
     """The reverse of `with_state`."""
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], eqx.nn.State):
@@ -232,7 +242,7 @@ def step_of(states: PyTree[Any]) -> int:
             "one with init_state."
         )
     check_state_not_donated([state.step for _, state in found])
-    steps = {leaf_path(path): int(state.step) for path, state in found}
+    steps = {leaf_path(path): int(jax.device_get(state.step)) for path, state in found}
     if len(set(steps.values())) > 1:
         says = ", ".join(f"{path} is at step {step}" for path, step in steps.items())
         raise ValueError(

@@ -31,7 +31,7 @@ from ._donation import (
     copy_shared,
     copy_taken,
 )
-from ._inputs import NOTHING, Signature, StepInput, check_ready, is_elsewhere
+from ._inputs import NOTHING, Signature, StepInput, is_elsewhere, placed
 from ._jit import Program, call_jitted, jit_on
 from ._lint import lint_step
 from ._memory import Memory, arguments_of, explaining_state, free_memory, is_out_of_memory
@@ -125,7 +125,8 @@ class Call(NamedTuple):
 
     def lower(self, batch: PyTree) -> jax.stages.Lowered:
         """Lower the program."""
-        return self.variant.jitted.lower(self.arrays, self.kept, batch)
+        shapes = self.key.kind.shapes(batch, self.variant.mesh)
+        return self.variant.jitted.lower(self.arrays, self.kept, shapes)
 
 
 class InFlight:
@@ -212,14 +213,17 @@ class StepMachine:
         static, signature, kind = key.static, key.kept, key.kind
         signature.check_on(step.mesh, self._keeps)
 
-        def on_trace(arrays: list[Any], kept: list[Any], batch: PyTree) -> None:
+        def tracing(
+            arrays: list[Any], kept: list[Any], batch: PyTree
+        ) -> contextlib.AbstractContextManager[None]:
             kind.check(batch, step.mesh, step.accumulate)
             arguments = {"batch": batch, self._keeps: signature.static.combine(kept)}
             made_with = None
             if static is not None:
                 arguments["state"] = state = static.combine(arrays)
                 made_with = state.made_with
-            self._log.add(self._named(key, batch), arguments, (made_with, step.mesh))
+            program, made_for = self._named(key, batch), (made_with, step.mesh)
+            return self._log.compiling(program, arguments, made_for)
 
         replicated = NamedSharding(step.mesh, PartitionSpec())
         step.batch_sharding = kind.sharding(step.mesh)
@@ -227,7 +231,7 @@ class StepMachine:
             step.mesh,
             kind.repeat(step.fn, step.mesh),
             self._name + kind.suffix,
-            on_trace,
+            tracing,
             donate_argnums=0,
             in_shardings=([*step.shardings], None, step.batch_sharding),
             out_shardings=([*step.shardings], replicated),
@@ -244,7 +248,10 @@ class StepMachine:
         key, step, state, arrays, kept = call
         # Negative weights, as far as they are on the host; a step takes others for nan.
         check_weights(fetch_weights(batch) if step.is_new else batch)
-        check_ready(key.kind, batch, step.mesh, step.batch_sharding, step.accumulate)
+        given, place = batch, step.batch_sharding
+        batch = placed(
+            key.kind, batch, step.mesh, place, step.accumulate, is_new=step.is_new
+        )
         if kept:
             check_not_donated(kept, self._keeps)
         if state is not None:
@@ -254,7 +261,7 @@ class StepMachine:
             seen = arrays[:1] if is_unread else arrays
             if seen is arrays or arrays[0].is_deleted():
                 check_state_not_donated(seen)
-            taken = jax.tree.leaves(batch)
+            taken = jax.tree.leaves(given)
             if kept and not (state._flat and self._separate.knows(arrays, kept)):
                 self._separate.checked(kept)
                 taken += kept
@@ -348,7 +355,8 @@ class StepMachine:
             for array, sharding in zip(call.arrays, call.variant.shardings)
         ]
         # A call with arguments like them compiles nothing then: JAX keeps the executable.
-        traced = call.variant.jitted.trace(state, call.kept, batch)
+        shapes = call.key.kind.shapes(batch, call.variant.mesh)
+        traced = call.variant.jitted.trace(state, call.kept, shapes)
         lowered, keeps = traced.lower(), keeper.get()
         if keeps is None:
             return Program(traced.jaxpr, lowered.compile())

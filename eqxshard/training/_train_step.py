@@ -293,10 +293,11 @@ def _check_precision(config: StepConfig, state: TrainState, params: PyTree) -> N
 
 def _raise_if_nonfinite(state: TrainState, metrics: Metrics, batch: PyTree) -> None:
     """Wait for a step, or for several, and raise if one was not finite."""
-    steps = np.ravel(metrics.nonfinite)
+    steps = np.ravel(jax.device_get(metrics.nonfinite))
     if steps.any():
         taken = batch.count if isinstance(batch, DeviceBatches) else steps.size
-        number = int(state.step) - int(taken) + 1 + int(np.argmax(steps))
+        last, count = jax.device_get((state.step, taken))
+        number = int(last) - int(count) + 1 + int(np.argmax(steps))
         raise FloatingPointError(
             f"the loss, a gradient or an update was not finite in step {number}; look at "
             "its batch, or use nonfinite='skip' to leave such steps out."

@@ -4,6 +4,7 @@ What `jax.jit` compiles runs as Python only while JAX traces it. There it tells 
 `CompileLog` the arguments. (JAX traces nothing again if shardings alone differ.)
 """
 
+import contextlib
 import logging
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +26,8 @@ _REMEDY = (
     "give them __eq__ and __hash__."
 )
 _NO_DIFFERENCE = (
-    "No argument differs; a JAX setting or the mesh in context may have changed."
+    "No argument differs in its shapes, dtypes or static parts; a JAX setting, the mesh in "
+    "context, or the mesh that an array is on may have changed."
 )
 
 _REPR = reprlib.Repr()
@@ -59,10 +61,13 @@ class CompileLog:
         #: By program, and what it is made for, the arguments of its last compile.
         self._last: dict[tuple[str, Any], _Description] = {}
 
-    def add(
+    @contextlib.contextmanager
+    def compiling(
         self, program: str, arguments: Mapping[str, PyTree], made_for: Any = None
-    ) -> None:
-        """Note that a program is compiled. Call it in the function that is traced.
+    ) -> Iterator[None]:
+        """Count a compile. Enter it in the function that is traced, around the user's code.
+
+        A trace that raises compiles nothing, and does not count.
 
         **Arguments:**
 
@@ -77,9 +82,10 @@ class CompileLog:
         """
         arrays = [x for x in jax.tree.leaves(arguments) if is_array(x)]
         if arrays and not any(isinstance(x, Tracer) for x in arrays):
-            return  # Under jax_debug_nans, JAX calls functions without tracing them.
+            yield  # Under jax_debug_nans, JAX calls functions without tracing them.
+            return
         found = {
-            path: part
+            path: _without_arrays(part)
             for name, argument in arguments.items()
             for path, part in tree_parts(argument, name)
         }
@@ -92,6 +98,7 @@ class CompileLog:
                 f"{program} would have to compile, and max_compiles={self._max_compiles} "
                 f"allows no more. {_explain(last, found)}"
             )
+        yield
         self._count += 1
         self._last[key] = found
         if again and self._max_compiles is None and is_main_process():
@@ -115,10 +122,9 @@ class absent:
 def tree_parts(
     node: PyTree, root: str = "", path: tuple[Any, ...] = ()
 ) -> Iterator[tuple[str, Any]]:
-    """What a PyTree consists of, each part with its path.
+    """The parts of a PyTree, each with its path.
 
-    Of an array, that is its type; of an inner node, its class, and if that is a module or
-    another dataclass, its static fields.
+    Of an array, that is its type; of an inner node, its class and its static parts.
     """
     here = leaf_path(path, root)
     children = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
@@ -129,12 +135,41 @@ def tree_parts(
         yield here, node
     else:
         yield here, type(node)
-        names = {field.name for field in getattr(node, "__dataclass_fields__", {}).values()}
-        names -= {getattr(keys[0], "name", None) for keys, _ in children}
-        for name in sorted(names):
-            yield f"{here}.{name}".lstrip("."), getattr(node, name, None)
+        yield from _static_parts(node, here, [keys[0] for keys, _ in children])
         for keys, child in children:
             yield from tree_parts(child, root, (*path, *keys))
+
+
+def _static_parts(node: Any, here: str, keys: list[Any]) -> Iterator[tuple[str, Any]]:
+    """The static fields of a dataclass; of another node, all that is not its children."""
+    if isinstance(node, dict | list | tuple):
+        return  # The keys of a dict are in the paths of its entries.
+    fields = {field.name for field in getattr(node, "__dataclass_fields__", {}).values()}
+    children = {getattr(key, "name", None) for key in keys}
+    # Classes that are registered without keys do not say which fields are children.
+    if fields and children <= fields:
+        for name in sorted(fields - children):
+            yield f"{here}.{name}".lstrip("."), getattr(node, name, None)
+        return
+    structure = jax.tree.structure(node, is_leaf=lambda x: x is not node)
+    static: Any = structure.node_data()
+    if static[1] is not None:
+        yield f"{here} (static)".lstrip(), static[1]
+
+
+def _without_arrays(part: Any) -> Any:
+    """A part of a PyTree with the types of its arrays in their places.
+
+    It outlives the trace, which its tracers must not: to compare them would trace, too.
+    """
+    try:
+        leaves, structure = jax.tree.flatten(part)
+        if not any(isinstance(leaf, jax.Array) for leaf in leaves):
+            return part
+        types = [jax.typeof(x) if isinstance(x, jax.Array) else x for x in leaves]
+        return jax.tree.unflatten(structure, types)
+    except Exception:  # The part's own code may raise anything.
+        return type(part)
 
 
 def _explain(before: _Description, now: _Description) -> str:

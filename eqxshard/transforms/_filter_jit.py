@@ -1,5 +1,6 @@
 """`filter_jit`: `jax.jit` with Equinox's filtering."""
 
+import contextlib
 import functools as ft
 import inspect
 from collections.abc import Callable, Sequence
@@ -109,11 +110,11 @@ class _FilterJit(Generic[_P, _T]):
 
         def flat(*arrays: Array) -> tuple[list[Array], Static]:
             args, kwargs = static.combine(arrays[:count])
-            if not is_inside:
-                # Without defaults: to leave one out is another program than to give it.
-                arguments = self._signature.bind(*args, **kwargs).arguments
-                self._compile_log.add(self._name, arguments)
-            out = fn_static.combine(arrays[count:])(*args, **kwargs)
+            # Without defaults: to leave one out is another program than to give it.
+            arguments = self._signature.bind(*args, **kwargs).arguments
+            counted = self._compile_log.compiling(self._name, arguments)
+            with contextlib.nullcontext() if is_inside else counted:
+                out = fn_static.combine(arrays[count:])(*args, **kwargs)
             if out_shardings is not None:
                 out = filter_shard(out, out_shardings)
             return partition(out, "result")

@@ -1,7 +1,7 @@
 import jax
 import numpy as np
 import pytest
-from lint_helpers import BATCH, lint, make_state, square_losses
+from lint_helpers import BATCH, OPTIM, lint, make_state, square_losses
 
 import eqxshard
 
@@ -25,8 +25,19 @@ def test_eval_steps_take_a_model():
     state = make_state(fsdp=8)
     step = eqxshard.make_eval_step(lambda m, b: {"y": jax.vmap(m)(b["x"]).sum(-1)})
     findings = eqxshard.lint(step, state.model, BATCH)
-    assert findings == ()
+    assert findings == eqxshard.lint(step, model=state.model, batch=BATCH) == ()
     assert str(findings) == "no findings"
+
+
+def test_arguments_have_the_names_of_a_call():
+    state, losses = make_state(fsdp=8), lambda m, b, k, extra: jax.vmap(m)(b["x"]).sum(-1)
+    step = eqxshard.make_train_step(losses, OPTIM)
+    assert eqxshard.lint(step, batch=BATCH, state=state, extra=np.ones(3)) == ()
+    with pytest.raises(TypeError, match="missing a required argument: 'state'"):
+        eqxshard.lint(step, model=state.model, batch=BATCH)
+    eval_step = eqxshard.make_eval_step(lambda m, b: {})
+    with pytest.raises(TypeError, match=r"give it state\.model"):
+        eqxshard.lint(eval_step, state, BATCH)
 
 
 def test_what_is_no_function_is_refused(unannotated):

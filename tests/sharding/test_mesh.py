@@ -2,6 +2,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import pytest
 from jax.sharding import AxisType
 
@@ -48,6 +49,11 @@ def test_tensor_neighbours_are_device_neighbours():
 def test_bad_sizes_are_one_sentence(sizes, message):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         make_mesh(**sizes)
+
+
+def test_one_device_is_no_devices():
+    with pytest.raises(ValueError, match="data=3 does not fit the 1 device; choose"):
+        make_mesh(data=3, devices=jax.devices()[:1])
 
 
 def test_a_misspelt_axis():

@@ -343,3 +343,58 @@ class TestTypecheck:
             eqxshard.typecheck(make, broken, batch, mesh, FSDP)
         with pytest.raises(ValueError, match="batch size 12"):
             eqxshard.typecheck(make, broken, {"x": np.ones((12, 8))}, mesh, FSDP)
+
+
+def test_axes_of_size_1_are_in_no_type(as_scripts_run):
+    mesh = jax.make_mesh((8, 1), ("fsdp", "tensor"))
+    up, down = P("tensor", "fsdp"), P("fsdp", "tensor")
+    rule = eqxshard.by_path({r"0\.weight": up, r"1\.weight": down, "bias": P("tensor")})
+    seen = []
+
+    def loss_fn(model, batch, key):
+        up, down = (layer.weight for layer in model.layers)
+        # Summed over the dim that both name the axis in.
+        hidden = eqxshard.constrain(batch["x"] @ up.T, P(("data", "fsdp"), "tensor"))
+        seen.extend([jax.typeof(up), jax.typeof(hidden)])
+        return jnp.sum((hidden @ down.T) ** 2, -1)
+
+    def losses(mesh):
+        state = eqxshard.init_state(
+            lambda key: eqx.nn.MLP(8, 8, 16, 1, key=key),
+            optax.sgd(0.1),
+            key=jax.random.key(0),
+            mesh=mesh,
+            rule=rule,
+        )
+        train_step = eqxshard.make_train_step(loss_fn, optax.sgd(0.1), max_compiles=1)
+        x = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+        found = []
+        for _ in range(2):
+            state, metrics = train_step(state, {"x": x})
+            found.append(metrics.compute()["loss"])
+        return found
+
+    found = losses(mesh)
+    assert not any("tensor" in str(each) for each in seen)
+    np.testing.assert_allclose(found, losses(eqxshard.make_mesh(fsdp=8)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_models_take_a_mesh_with_names_of_its_own(kind):
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=(kind,))
+    x = np.arange(32.0, dtype=np.float32).reshape(1, 8, 2, 2)
+
+    @jax.jit
+    def fn(x):
+        x = eqxshard.constrain(x, P(None, "context", ("tensor", "rows")[:1]))
+        return eqxshard.nn.attention(x, x, x)
+
+    expected = fn(x)
+    with jax.set_mesh(mesh):
+        np.testing.assert_allclose(fn(x), expected, rtol=1e-6)
+        with pytest.raises(ValueError, match="names the axis 'contxt', which the mesh"):
+            jax.jit(lambda x: eqxshard.constrain(x, P("contxt")))(x)
+        # A rule that would split nothing is refused still.
+        linear = eqx.nn.Linear(16, 8, key=jax.random.key(0))
+        with pytest.raises(ValueError, match="names the axis 'fsdp', which the mesh"):
+            eqxshard.shardings(linear, mesh, eqxshard.fsdp(min_size=1))

@@ -95,6 +95,24 @@ def test_a_step_whose_update_is_not_finite_is_skipped(mesh, rule, name):
             np.testing.assert_array_equal(array, before[path], err_msg=path)
 
 
+@pytest.mark.versions
+@pytest.mark.parametrize("mesh", ["data=1", "data=8"])
+def test_an_update_that_calls_the_host_does_so_once_a_step(mesh):
+    calls = []
+
+    def update(updates, state, params=None):
+        jax.debug.callback(lambda: calls.append(1))
+        return jax.tree.map(lambda grad: -0.1 * grad, updates), state
+
+    optim = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    state, train_step = make(mesh, "replicate", optim=optim, lint="off")
+    before = int(state.step)
+    for _ in range(3):
+        state, _ = train_step(state, make_batch())
+    jax.effects_barrier()
+    assert int(state.step) == before + 3 and len(calls) == 3
+
+
 def test_what_was_infinite_before_may_stay():
     """Such as the best loss so far, before there is one."""
 

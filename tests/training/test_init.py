@@ -12,6 +12,7 @@ from helpers import (
     MESHES,
     RULES,
     Model,
+    Named,
     arrays,
     assert_equal,
     compiled_by_jit,
@@ -52,6 +53,59 @@ def test_an_abstract_state_has_the_shapes_types_and_shardings(mesh):
     for shape, array in zip(found, expected, strict=True):
         assert (shape.shape, shape.dtype) == (array.shape, array.dtype)
         assert shape.sharding.is_equivalent_to(array.sharding, array.ndim)
+
+
+class Weak(eqx.Module):
+    """Arrays of weak types, as numbers of Python make them."""
+
+    weight: jax.Array
+    scale: jax.Array
+    shift: jax.Array
+    count: jax.Array
+
+    def __init__(self, key):
+        self.weight = jax.random.normal(key, (8, 8))
+        self.scale, self.shift, self.count = (
+            jnp.asarray(2.0),
+            jnp.full(8, 3.0),
+            jnp.array(0),
+        )
+
+    def __call__(self, x):
+        return x @ self.weight * self.scale + self.shift
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("explicit", [False, True])
+def test_weak_types_are_those_of_an_abstract_state_and_of_a_checkpoint(
+    explicit, tmp_path, as_scripts_run
+):
+    def weak(state):
+        leaves = jax.tree_util.tree_leaves_with_path(state)
+        found = [(path, getattr(x, "weak_type", False)) for path, x in leaves]
+        return [jax.tree_util.keystr(path) for path, is_weak in found if is_weak]
+
+    mesh, optim = eqxshard.make_mesh(fsdp=8, explicit=explicit), optax.adam(1e-2)
+    placed: dict = {"key": KEY, "mesh": mesh, "rule": RULES["fsdp"]}
+    state = eqxshard.init_state(Weak, optim, **placed)
+    like = eqxshard.abstract_state(Weak, optim, **placed)
+    assert ".model.scale" in weak(state) and ".model.shift" in weak(state)
+    assert weak(like) == weak(state)
+
+    def loss_fn(model, batch, key):
+        return jnp.sum(model(batch["x"]) ** 2, -1)
+
+    train_step = eqxshard.make_train_step(loss_fn, optim, max_compiles=1, lint="off")
+    batch = {"x": np.ones((8, 8), np.float32)}
+    state, _ = train_step(state, batch)
+    checkpointer = eqxshard.Checkpointer(tmp_path / "run")
+    checkpointer.save(state)
+    checkpointer.wait()
+    restored = checkpointer.restore(like)
+    checkpointer.close()
+    assert weak(restored) == weak(state)
+    assert_equal(restored, state)
+    train_step(restored, batch)
 
 
 @pytest.mark.versions
@@ -156,6 +210,83 @@ def test_arrays_that_are_not_trained_may_be_in_several_places():
             np.testing.assert_array_equal(table, np.arange(8))
     np.testing.assert_array_equal(state.model["b"][2], before)
     assert (np.asarray(state.model["a"][0].weight) != before).any()
+
+
+class Labelled(eqx.Module):
+    """A model whose array is in a node without keys."""
+
+    w: Named
+
+    def __init__(self, key):
+        self.w = Named(jax.random.normal(key, (8, 8)))
+
+    def __call__(self, x):
+        return x @ self.w.array
+
+
+def test_nodes_that_are_registered_without_keys_are_children(caplog):
+    seen, mesh, optim = [], make_mesh("fsdp=8"), lenient(optax.adam(1e-2))
+
+    def rule(path, leaf, mesh):
+        seen.append(path)
+        return jax.P("fsdp")
+
+    state = eqxshard.init_state(Labelled, optim, key=KEY, mesh=mesh, rule=rule)
+    assert {*seen} == {"w.0"} and state.model.w.axes == ("a", "b")
+    np.testing.assert_array_equal(state.model.w.array, Labelled(KEY).w.array)
+
+    def loss_fn(model, batch, key):
+        return jnp.sum((model(batch["x"]) - 1) ** 2, -1)
+
+    train_step = eqxshard.make_train_step(loss_fn, optim)
+    for rows in (8, 16):
+        state, _ = train_step(state, {"x": np.ones((rows, 8), np.float32)})
+    (record,) = caplog.records
+    assert "Changed: batch.x: float32[8,8] -> float32[16,8]." in record.getMessage()
+
+
+def test_a_node_without_keys_that_keeps_a_traced_array_is_refused():
+    def make(key):
+        return Named(jax.random.normal(key, (8,)), axes=Holder(jnp.arange(6.0) * 2))
+
+    with pytest.raises(ValueError, match=r"^\(static\) keeps an array, float32\[6\]"):
+        init(make_mesh(), eqxshard.replicate(), make_model=make)
+
+
+class Normalized(eqx.Module):
+    norm: eqx.nn.BatchNorm
+
+    def __init__(self, key):
+        self.norm = eqx.nn.BatchNorm(8, "batch", mode="batch")
+
+    def __call__(self, x, state):
+        return self.norm(x, state)
+
+
+def test_a_model_whose_state_is_not_made_is_refused():
+    says = r"^norm\.\w+ has state, .*; write init_state\(eqx\.nn\.make_with_state\("
+    with pytest.raises(ValueError, match=says):
+        init(make_mesh(), eqxshard.replicate(), make_model=Normalized)
+    made = eqx.nn.make_with_state(Normalized)
+    init(make_mesh(), eqxshard.replicate(), make_model=made)
+
+
+@pytest.mark.parametrize("mistake", ["the pair is called", "the state is not given"])
+def test_a_mistake_with_a_models_state_has_a_note_on_the_pair(mistake):
+    made = eqx.nn.make_with_state(Normalized)
+    state = init(make_mesh(), eqxshard.replicate(), make_model=made)
+    batch = {"x": np.ones((8, 8), np.float32)}
+    if mistake == "the pair is called":
+        optim = lenient(optax.adam(1e-3))
+        step = eqxshard.make_train_step(lambda m, b, k: m(b["x"]), optim)
+        with pytest.raises((TypeError, AttributeError)) as caught:
+            step(state, batch)
+    else:
+        eval_step = eqxshard.make_eval_step(lambda pair, b: {"x": pair[0](b["x"])})
+        with pytest.raises((TypeError, AttributeError)) as caught:
+            eval_step(state.model, batch)
+    notes = "\n".join(caught.value.__notes__)
+    assert "get the pair (model, state)" in notes and "state.model_state" in notes
 
 
 # Models that cannot be made under jit

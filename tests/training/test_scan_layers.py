@@ -181,6 +181,18 @@ def test_it_trains_as_one_device_does(remat, options):
         np.testing.assert_allclose(new, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("wrap", [eqx.filter_jit, eqx.filter_checkpoint])
+def test_layers_that_another_transform_passes_on_are_found_by_lint(wrap):
+    def call(layers, x, *, key):
+        scan = wrap(lambda layers, x, key: eqxshard.scan_layers(layers, x, key=key))
+        return scan(layers, x, key)
+
+    state, train_step = make(call)
+    findings = eqxshard.lint(train_step, state, BATCH)
+    (finding,) = [each for each in findings if each.leaf and "weight" in each.leaf]
+    assert finding.kind == "all-layers" and "outside of jax.jit" in str(finding)
+
+
 def test_layers_that_were_computed_from_the_models_own_are_found_by_lint():
     def call(layers, x, *, key):
         twice = jax.tree.map(lambda x: x + x if eqx.is_array(x) else x, layers)

@@ -1,5 +1,6 @@
 """Compiles after the first: explained once, each with what changed, or refused."""
 
+import dataclasses
 import logging
 import weakref
 from typing import Any
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_mesh
+from helpers import Named, make_mesh
 
 import eqxshard
 
@@ -64,6 +65,8 @@ CHANGES = {
         "x.activation: jax.numpy.tanh -> helpers.make_mesh.",
     ),
     "an equal text": ((X, Unequal()), (X, Unequal()), "x.1: Unequal() -> another like it."),
+    "a node without keys": (Named(X), Named(X[:4]), "x.0: float32[8] -> float32[4]."),
+    "its static part": (Named(X, "a"), Named(X, "b"), "x (static): 'a' -> 'b'."),
     "one more": ({"a": X}, {"a": X, "b": Scale(X)}, "x.b: absent -> Scale."),
     "a container": ([X, X], (X, X), "x: list -> tuple."),
     "not to be shown": ((X, Unequal()), (X, Broken()), "x.1: Unequal() -> Broken."),
@@ -104,7 +107,10 @@ def test_a_change_outside_of_the_arguments_is_said_too(caplog):
     with jax.default_matmul_precision("float32"):
         fn(X)
     (record,) = caplog.records
-    assert "No argument differs; a JAX setting or the mesh in" in record.getMessage()
+    assert (
+        "No argument differs in its shapes, dtypes or static parts; a"
+        in record.getMessage()
+    )
 
 
 def test_arguments_have_the_names_of_the_function(caplog):
@@ -152,6 +158,47 @@ def test_a_nan_that_jax_looks_for_is_no_compile():
     fn = eqxshard.filter_jit(lambda x: x / x, max_compiles=1)
     with jax.debug_nans(True), pytest.raises(FloatingPointError):
         fn(jnp.zeros(3))
+
+
+def test_a_trace_that_raises_is_no_compile(caplog):
+    fn = eqxshard.filter_jit(lambda x: x["b"], max_compiles=1)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="b"):
+            fn({"a": X})
+    np.testing.assert_array_equal(fn({"b": X}), X)
+    told = eqxshard.filter_jit(lambda x: x["b"])
+    with pytest.raises(KeyError):
+        told({"a": X})
+    told({"b": X})
+    assert not caplog.records
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass
+class Derived:
+    """A field is computed when the node is made, and is no child."""
+
+    x: Any
+    twice: Any = None
+
+    def tree_flatten_with_keys(self):
+        return ((jax.tree_util.GetAttrKey("x"), self.x),), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        (x,) = children
+        return cls(x, x * 2 if isinstance(x, jax.Array) else None)
+
+
+@pytest.mark.parametrize("node", [Named, Derived])
+def test_no_tracer_is_kept_or_compared(node, caplog):
+    fn = eqxshard.filter_jit(lambda node: jax.tree.map(jnp.sum, jax.tree.leaves(node)))
+    with jax.checking_leaks():
+        for n in (8, 4):
+            (total,) = fn(node(jnp.ones(n)))
+            assert total == n
+    (record,) = caplog.records
+    assert "float32[8] -> float32[4]" in record.getMessage()
 
 
 # A budget

@@ -33,7 +33,7 @@ from ...sharding._explicit import auto_mesh, is_explicit, to_auto, type_mesh
 from ...sharding._leaves import is_inexact, leaf_path
 from .._precision import Precision, check_patterns, is_found
 from ._jaxprs import map_jaxpr, open_jaxpr, scan_counts
-from ._rewrite import is_rewriting, warn_once
+from ._rewrite import is_rewriting, looks_for_nan, warn_once
 
 #: The name of a product, for policies of what to keep for the backward pass.
 KEPT = "float8_product"
@@ -92,6 +92,8 @@ def with_float8(
         return fn
 
     def rewritten(*args: Any) -> Any:
+        if looks_for_nan():
+            return fn(*args)
         flat, structure = jax.tree_util.tree_flatten_with_path(args)
         leaves = [leaf for _, leaf in flat]
         given = [i for i, leaf in enumerate(leaves) if eqx.is_array(leaf)]

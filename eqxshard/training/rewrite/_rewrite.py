@@ -33,6 +33,15 @@ def is_rewriting() -> bool:
     return switch == "on"
 
 
+def looks_for_nan() -> bool:
+    """Whether JAX looks for nan, or infinity, in each operation of a program that made one.
+
+    It does not look into jaxprs, so the loss function must be left as the user wrote it.
+    """
+    config: Any = jax.config
+    return config.jax_debug_nans or config.jax_debug_infs
+
+
 def run_rewritten(
     rewrite: Callable[[Any], Any], jaxpr: Any, out: Any, args: Any
 ) -> tuple[Any, list[Any]]:

@@ -37,7 +37,7 @@ from ._jaxprs import (
     variables,
 )
 from ._lookups import LookupGradient, batch_devices, is_split, scatter_rows
-from ._rewrite import is_rewriting, run_rewritten
+from ._rewrite import is_rewriting, looks_for_nan, run_rewritten
 from ._types import erase_types
 
 _GRADIENT = "eqxshard_gradient"
@@ -135,7 +135,7 @@ def sum_gradients(
         return map_jaxpr(lambda part: _Sums(part, part.invars, how).rewrite(), jaxpr)
 
     def summed(*args: Any) -> Any:
-        if not is_rewriting():
+        if not is_rewriting() or looks_for_nan():
             return gradient(*args)
         jaxpr, out = jax.make_jaxpr(gradient, return_shape=True)(*args)
         return run_rewritten(rewrite, jaxpr, out, args)[0]
