@@ -183,9 +183,8 @@ class TextLint:
                 leaf.path,
                 frame and frame.place,
                 f"{leaf.path} {leaf.shape} is gathered for all {leaf.shape[0]} layers "
-                "at once. Use eqxshard.scan_layers instead of jax.lax.scan, outside of "
-                "jax.jit, jax.checkpoint and their likes in Equinox, which pass on other "
-                "arrays than the model's; the arrays of a layer in that layer alone; and a "
+                "at once. Use eqxshard.scan_layers instead of jax.lax.scan, on the model's "
+                "own arrays; the arrays of a layer in that layer alone; and a "
                 "rule that does not split the dim of layers. Where a library scans inside "
                 "of itself, split these arrays over an axis that does not split the batch, "
                 "such as tensor, or leave them as they are if they fit.",

@@ -32,6 +32,7 @@ class Stored(NamedTuple):
     - `update`: the sharding of its gradient.
     - `dtype`: the type to compute in, if it is another.
     - `path`: where it is: `model.layers.0.weight`.
+    - `is_passed_on`: whether it had been gathered when `jax.jit` or its like passed it on.
     """
 
     array: Array
@@ -39,6 +40,7 @@ class Stored(NamedTuple):
     update: NamedSharding
     dtype: DTypeLike | None
     path: str = ""
+    is_passed_on: bool = False
 
     def gather(self) -> Array:
         """The array as it is used: cast, and whole along the axes that split the batch.
@@ -47,14 +49,20 @@ class Stored(NamedTuple):
         where the array is updated, which is a reduce-scatter.
         """
         used = compute_sharding(self.storage)
-        gather = _gather_function(self.storage, self.update, self.array.dtype, self.dtype)
+        mark = (lambda grad: grad) if self.is_passed_on else mark_gradient
+        dtypes = self.array.dtype, self.dtype
+        gather = _gather_function(self.storage, self.update, *dtypes, mark)
         with computing_on_auto(used.mesh):
             array = gather(to_auto(self.array))
         return to_explicit(array, used)
 
 
 def _gather_function(
-    storage: NamedSharding, update: NamedSharding, dtype: Any, compute: DTypeLike | None
+    storage: NamedSharding,
+    update: NamedSharding,
+    dtype: Any,
+    compute: DTypeLike | None,
+    mark: Callable[[Array], Array],
 ) -> Callable[[Array], Array]:
     """A function that gathers arrays of a dtype, and casts them to the one to compute in.
 
@@ -70,7 +78,7 @@ def _gather_function(
         return constrain_to(array, used)
 
     def back(_: None, grad: Array) -> tuple[Array]:
-        grad = mark_gradient(grad).astype(dtype)
+        grad = mark(grad).astype(dtype)
         return (constrain_to(grad, update),)
 
     if not jnp.issubdtype(dtype, jnp.inexact):

@@ -25,6 +25,7 @@ from ..sharding._placement import broadcast_prefix
 from ._donation import any_donated
 from .rewrite._checks import Checks, Errors, collect_checks
 from .rewrite._convolutions import fast_convolution, fast_convolutions
+from .rewrite._gathers import drop_gathers
 from .rewrite._guards import guard_partitioner
 from .rewrite._jaxprs import map_jaxpr
 from .rewrite._rewrite import is_rewriting, run_rewritten
@@ -91,7 +92,7 @@ def jit_on(
             guard = ft.partial(guard_partitioner, mesh=auto_mesh(mesh), convolve=convolve)
             jaxpr = map_jaxpr(guard, jaxpr)
             if on_cpu:
-                jaxpr = map_jaxpr(fast_convolutions, jaxpr)
+                jaxpr = map_jaxpr(drop_gathers, map_jaxpr(fast_convolutions, jaxpr))
             return collect_checks(jaxpr, errors)
 
         jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)

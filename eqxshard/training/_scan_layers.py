@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
+from ..sharding._explicit import constrain_to
 from ..sharding._leaves import array_leaves, stacked_depth
 from ..sharding._spec import axes_of
 from ._gather import Stored, in_use, using
@@ -49,9 +50,7 @@ def scan_layers(
     - `layers`: a module whose arrays have a leading dim of layers, as made by
         `eqx.filter_vmap(make_layer)(keys)`. Inside a step these must be the model's own
         arrays; change them (cast them, say) inside the layer. Of others, all layers are
-        gathered at once, which lint finds. `jax.jit` and `jax.checkpoint`, and their likes
-        in Equinox, pass on others: call this outside of them. The step is compiled as a
-        whole, and `remat` says what to recompute.
+        gathered at once, which lint finds.
     - `x`: the input of the first layer. Each layer returns the input of the next, of the
         same shapes and types.
     - `args`: more arguments, the same for all layers.
@@ -123,12 +122,21 @@ def _find_stored(layers: PyTree) -> list[Stored | None]:
     """How each array of the layers is stored, if it can be gathered layer by layer."""
     used = in_use() or {}
     found: list[Stored | None] = []
+    alike = {(x.shape, x.dtype): stored for x, stored in used.values()}
     for _, leaf in array_leaves(layers):
         _, stored = used.get(id(leaf), (None, None))
+        if stored is None and (leaf.shape, leaf.dtype) in alike:
+            stored = _passed_on(leaf, alike[leaf.shape, leaf.dtype])
         if stored and any(map(_splits_layers, (stored.storage, stored.update))):
             stored = None
         found.append(stored)
     return found
+
+
+def _passed_on(array: Array, like: Stored) -> Stored:
+    """An array that `jax.jit` or its like passed on, split as others like it are."""
+    array = constrain_to(array, like.storage)
+    return like._replace(array=array, dtype=None, is_passed_on=True)
 
 
 def _splits_layers(sharding: NamedSharding) -> bool:
@@ -143,7 +151,7 @@ def _slice_of(stored: Stored, part: Array) -> Stored:
         return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
 
     storage, update = without_layers(stored.storage), without_layers(stored.update)
-    return Stored(part, storage, update, stored.dtype, stored.path)
+    return stored._replace(array=part, storage=storage, update=update)
 
 
 def _rematerialize(fn: Callable[..., Any], remat: Remat) -> Callable[..., Any]:

@@ -181,16 +181,29 @@ def test_it_trains_as_one_device_does(remat, options):
         np.testing.assert_allclose(new, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("wrap", [eqx.filter_jit, eqx.filter_checkpoint])
-def test_layers_that_another_transform_passes_on_are_found_by_lint(wrap):
+def both(fn):
+    return eqx.filter_checkpoint(eqx.filter_jit(fn))
+
+
+@pytest.mark.parametrize("precision", [None, eqxshard.Precision(jnp.bfloat16)])
+@pytest.mark.parametrize("wrap", [eqx.filter_jit, eqx.filter_checkpoint, both])
+def test_layers_that_another_transform_passed_on_are_gathered_one_at_a_time(
+    wrap, precision
+):
     def call(layers, x, *, key):
         scan = wrap(lambda layers, x, key: eqxshard.scan_layers(layers, x, key=key))
         return scan(layers, x, key)
 
-    state, train_step = make(call)
-    findings = eqxshard.lint(train_step, state, BATCH)
-    (finding,) = [each for each in findings if each.leaf and "weight" in each.leaf]
-    assert finding.kind == "all-layers" and "outside of jax.jit" in str(finding)
+    state, train_step = make(call, precision=precision)
+    text = train_step.lower(state, BATCH).compile().as_text() or ""
+    gathers = [line for line in text.splitlines() if "all-gather(" in line]
+    assert gathers and not any(f"[{DEPTH},{WIDTH},{WIDTH}]" in line for line in gathers)
+    found, state = run(state, train_step)
+    plain, state_plain = run(*make(eqxshard.scan_layers, precision=precision))
+    np.testing.assert_allclose(found, plain, rtol=1e-6 if precision is None else 1e-2)
+    for new, expected in zip(*map(jax.tree.leaves, (state.model, state_plain.model))):
+        if eqx.is_array(new):
+            np.testing.assert_allclose(new, expected, rtol=1e-2, atol=1e-3)
 
 
 def test_layers_that_were_computed_from_the_models_own_are_found_by_lint():
