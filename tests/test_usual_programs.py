@@ -68,8 +68,8 @@ def run(name, sizes, dim):
     """A mean loss, the losses by an eval step, and the gradients."""
     program, batch = PROGRAMS[name], make_batch()
     devices = jax.devices()[: math.prod(sizes.values())]
-    where = {"mesh": eqxshard.make_mesh(**sizes, devices=devices)}
-    where["rule"] = eqxshard.replicate()
+    mesh = eqxshard.make_mesh(**sizes, devices=devices)
+    where: dict = {"mesh": mesh, "rule": eqxshard.replicate()}
     params = program.params()
     state = eqxshard.init_state(
         lambda key: jax.tree.map(jnp.asarray, params), OPTIM, key=jax.random.key(0), **where
