@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from ...sharding._explicit import auto_mesh, is_explicit, to_auto
 from ...sharding._mesh import batch_axes
 from ._jaxprs import call_function, map_jaxprs_in, open_jaxpr
 
@@ -76,8 +77,8 @@ def guard_partitioner(jaxpr: Any, mesh: Mesh | AbstractMesh, convolve: _Convolve
 
     **Arguments:**
 
-    - `jaxpr`: without types of Explicit axes.
-    - `mesh`: what it runs on: in per-device code, the mesh in context.
+    - `jaxpr`: the program.
+    - `mesh`: what it runs on, with Auto axes: in per-device code, the mesh in context.
     - `convolve`: how to convolve there, from two arrays and the parameters of an equation.
     """
     place = _Place(mesh, convolve)
@@ -96,16 +97,26 @@ def _rewrite(eqn: Any, place: _Place) -> Any:
         return _guard_scatter(eqn, place)
     if name == "shard_map":
         inside = open_jaxpr(params["jaxpr"]).eqns
-        mesh = inside[0].ctx.cur_abstract_mesh if inside else mesh
+        mesh = auto_mesh(inside[0].ctx.cur_abstract_mesh) if inside else mesh
     guard = partial(guard_partitioner, mesh=mesh, convolve=place.convolve)
     return eqn.replace(params=map_jaxprs_in(guard, params))
 
 
 def _call(fn: Any, eqn: Any, place: _Place) -> Any:
     """An equation that calls a function in place of another, on the same mesh."""
-    with jax.sharding.use_abstract_mesh(place.mesh.abstract_mesh):
-        call = call_function(fn, eqn.invars)
-    return call.replace(outvars=eqn.outvars, source_info=eqn.source_info, ctx=eqn.ctx)
+    mesh, out = eqn.ctx.cur_abstract_mesh, eqn.outvars[0].aval
+    # Types of Explicit axes are left in programs that have per-device code on them.
+    has_types = is_explicit(mesh)
+
+    def call(*args: Array) -> Array:
+        args = to_auto(args)
+        with jax.sharding.use_abstract_mesh(place.mesh.abstract_mesh):
+            result = fn(*args)
+        return jax.sharding.reshard(result, out.sharding.spec) if has_types else result
+
+    with jax.sharding.use_abstract_mesh(mesh if has_types else place.mesh.abstract_mesh):
+        new = call_function(call, eqn.invars)
+    return new.replace(outvars=eqn.outvars, source_info=eqn.source_info, ctx=eqn.ctx)
 
 
 def _guard_scatter(eqn: Any, place: _Place) -> Any:

@@ -280,9 +280,19 @@ OPTIONS = {
 }
 
 
+def beside_code_per_device(weight, batch):
+    """Whose types of Explicit axes stay in the program."""
+    tanh = jnp.tanh
+    if "data" in jax.sharding.get_abstract_mesh().axis_names:
+        rows = P("fsdp")
+        tanh = eqxshard.filter_shard_map(tanh, None, in_specs=rows, out_specs=rows)
+    return grouped(weight, batch | {"x": tanh(batch["x"])})
+
+
 # A sum over the segments of a batch is not that of its parts, and JAX itself refuses to cut
 # an array on Explicit axes so that a dim does not divide.
 CASES = [(grouped, name) for name in OPTIONS]
+CASES += [(beside_code_per_device, "on Explicit axes")]
 CASES += [(sums_of_segments, name) for name in ("fsdp", "bfloat16")]
 
 
@@ -290,7 +300,7 @@ CASES += [(sums_of_segments, name) for name in ("fsdp", "bfloat16")]
 def test_options_of_a_step_leave_guards_in_place(fn, name):
     options = {**OPTIONS[name]}
     explicit = {"explicit": True} if options.pop("explicit", False) else {}
-    shape = CONVOLUTIONS.get(fn, (12, 4))
+    shape = (12, 4) if fn in SCATTERS else CONVOLUTIONS[grouped]
     sizes = {"data": 1, "fsdp": 2, "context": 2, "tensor": 2, **explicit}
     got, want = gradient_and_value(fn, shape, sizes, **options), by_plain_jax(fn, shape)
     error = 3e-2 if name == "bfloat16" else 1e-4
