@@ -159,7 +159,7 @@ def test_each_process_gives_the_whole_of_a_numpy_batch(tmp_path):
     for number in range(2):
         found = json.loads((tmp_path / f"{number}.json").read_text())
         np.testing.assert_allclose(found["losses"], expected, rtol=1e-5)
-        says = "batch entry x is not the same NumPy array in all processes; give each"
+        says = "batch entry x is not the same array in all processes; give each"
         assert found["refused"].startswith(says)
 
 

@@ -376,13 +376,23 @@ class Checkpointer:
         **Raises:**
 
         `ValueError` if the directory is not writable, is in use, or has other things with
-        numbers for names; `OSError` if a checkpoint cannot be removed.
+        numbers for names, before anything is removed; or if a checkpoint cannot be removed.
         """
         fault = None
         if is_main_process():
             fault = self._folder.claim()
-            for step in self.steps() if fault is None else ():
-                self._folder.remove(step)
+            steps, ours = self.steps(), self._folder.own_steps()
+            if fault is None and steps != ours:
+                fault = (
+                    f"{self.directory} has the checkpoint of step "
+                    f"{min({*steps} - {*ours})}, which is a link or was not written here, "
+                    "and is not removed; move it away, or give the run another folder."
+                )
+            try:
+                for step in ours if fault is None else ():
+                    self._folder.remove(step)
+            except OSError as error:
+                fault = f"a checkpoint in {self.directory} cannot be removed: {error}"
         fault = broadcast_from_first(fault)
         if fault is not None:
             raise ValueError(fault)

@@ -24,7 +24,7 @@ from ..checkpoint._arrays import DamageError, partition_by_path, read, wrap_keys
 from ..checkpoint._checksums import is_complete, verify, write_checksums
 from ..checkpoint._description import abstract_array, array_metadata, check_structure
 from ..checkpoint._save import Save
-from ..distributed import barrier, is_main_process
+from ..distributed import broadcast_from_first, is_main_process
 from ..sharding._files import read_json
 from ..sharding._leaves import array_leaves, is_key
 from ..training._state import TrainState, split_model, without_state
@@ -116,28 +116,39 @@ def write_crash_dump(
         "trained": [path for path, _ in array_leaves(trained, "model")],
         "leaves": {path: array_metadata(leaf) for path, leaf in leaves.items()},
     }
-    if is_main_process():
-        remove_crash_dump(folder)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-    barrier("crash dump")
+    forget_crash_dump(folder)
     Save(folder, leaves).result()
     if is_main_process():
         (folder / _FILE).write_text(json.dumps(dump, indent=1) + "\n")
         write_checksums(folder)
 
 
-def remove_crash_dump(folder: Any) -> None:
-    """Remove a crash dump, if there is one.
+def forget_crash_dump(folder: Any) -> None:
+    """Remove a crash dump, if there is one. All processes call it.
 
     **Raises:**
 
-    `OSError` if something else is there.
+    `ValueError` in all of them if something else is there, or it cannot be removed.
     """
-    if not folder.exists():
-        return
+    fault = None
+    if is_main_process():
+        try:
+            fault = _remove(folder)
+        except OSError as error:
+            fault = f"{folder} cannot be removed: {error}"
+    if (fault := broadcast_from_first(fault)) is not None:
+        raise ValueError(fault)
+
+
+def _remove(folder: Any) -> str | None:
+    """Remove a crash dump, or say that it is none."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if not os.path.lexists(folder):
+        return None
     if os.path.islink(folder) or not (folder / _FILE).exists():
-        raise OSError(f"{folder} is not a crash dump; move it away.")
+        return f"{folder} is not a crash dump; move it away."
     folder.rmtree()
+    return None
 
 
 #: What makes the model of the run, where that is known.

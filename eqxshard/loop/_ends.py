@@ -207,6 +207,10 @@ def _find_cause(loop: Loop, train_step: Any, step: int) -> str:
     if not isinstance(loader, Loader):
         return f"Look at the batch of step {step}."
     rows = loader.rows(step - 1).tolist()
+    some = first_few([str(row) for row in rows])
+    if jax.process_count() > 1:
+        # An error that only one of them meets would keep the others waiting.
+        return f"Look at examples {some} of the source, loader.rows({step - 1})."
     try:
         loader.seek(step - 1)
         with contextlib.closing(iter(loader)) as batches:
@@ -216,7 +220,6 @@ def _find_cause(loop: Loop, train_step: Any, step: int) -> str:
     found = describe_batch(batch, rows)
     if found is not None:
         return f"Its {found}."
-    some = first_few([str(row) for row in rows])
     said = f"Its batch is finite: examples {some} of the source, loader.rows({step - 1})."
     config = train_step.config if isinstance(train_step, TrainStep) else None
     # A loss scale is found by skipping steps.

@@ -23,9 +23,10 @@ from ..data._host import Transform
 from ..data._loader import Loader, Remainder
 from ..data._samplers import Sampler
 from ..data._sources import Source
-from ..debug._crash_dump import remove_crash_dump, replay_command, replaying
+from ..debug._crash_dump import forget_crash_dump, replay_command, replaying
 from ..debug._script import refuse_import
 from ..distributed import broadcast_from_first, is_main_process
+from ..loop._batches import Position
 from ..loop._callbacks import Callback, check_callbacks, why_ended
 from ..loop._clock import announced
 from ..loop._fit import fit
@@ -293,10 +294,9 @@ def train(
                 step.machine.compile(call, loader.shapes())
         # Before the trackers, which empty the files of an earlier run.
         if config.overwrite:
+            forget_crash_dump(checkpointer.directory / "crash_dump")
             checkpointer.start_over()
-            if is_main_process():
-                remove_crash_dump(checkpointer.directory / "crash_dump")
-        checkpointer.claim_run(first, loader)
+        checkpointer.claim_run(first, Position.of(loader, first))
         title = f"{name or script_name() or 'run'} on {describe_mesh(mesh)}"
         facts = {
             "title": f"{title} | {data.name} data" if data.warning else title,

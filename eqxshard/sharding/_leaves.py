@@ -63,6 +63,11 @@ def check_dtypes(
     - `remedy`: what to do about arrays that are not of numbers.
     """
     for name, leaf in leaves:
+        if isinstance(leaf, np.ma.MaskedArray):
+            raise TypeError(
+                f"{name or 'the leaf'} is a masked array, and JAX has no masks; fill it, "
+                "with x.filled(0), or leave the rows out by their weight."
+            )
         if isinstance(leaf, np.ndarray | np.generic) and not _is_known(leaf.dtype):
             raise TypeError(
                 f"{name or 'the leaf'} is a NumPy array of dtype {leaf.dtype}, which JAX "

@@ -13,7 +13,7 @@ from jaxtyping import Array, PyTree
 from ..sharding._leaves import is_key
 
 _TYPE, _DTYPE = operator.attrgetter("shape", "dtype"), operator.attrgetter("dtype")
-#: That of the data of keys, and of their arrays, which are of no type of NumPy's.
+#: The dtype of the data of keys.
 _BITS = np.dtype(np.uint32)
 
 
@@ -78,17 +78,18 @@ class Separate:
     def __init__(self):
         self._others: list[Any] = []
         #: A weak reference to the first array that the last step returned.
-        self.first: Any = None
+        self._first: Any = None
 
     def knows(self, arrays: Sequence[Any], others: Sequence[Any]) -> bool:
-        """Whether these others were there when a step returned these arrays."""
-        if self.first is None or self.first() is not arrays[0]:
+        """True if these others were there when a step returned these arrays."""
+        if self._first is None or self._first() is not arrays[0]:
             return False
         known = [ref() for ref in self._others]
         return [*map(id, known)] == [id(x) for x in others if isinstance(x, jax.Array)]
 
-    def checked(self, others: Sequence[Any]) -> None:
-        """These others are there before the next step."""
+    def returned(self, arrays: Sequence[Any], others: Sequence[Any]) -> None:
+        """Remember that a step has returned these arrays, with these others beside it."""
+        self._first = weakref.ref(arrays[0])
         self._others = [weakref.ref(x) for x in others if isinstance(x, jax.Array)]
 
 

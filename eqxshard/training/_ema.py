@@ -153,7 +153,9 @@ def ema_model(state: TrainState) -> PyTree:
     def one(ema: Any, leaf: Any) -> Any:
         if ema is None:
             return leaf
-        if isinstance(ema, Tracer):
+        if isinstance(ema, Tracer) or not isinstance(
+            getattr(ema, "sharding", None), NamedSharding
+        ):
             return ema.astype(leaf.dtype)
         # The average may be in host memory, and split over more axes than the weights.
         on_device = NamedSharding(ema.sharding.mesh, ema.sharding.spec)

@@ -49,9 +49,8 @@ class Stored(NamedTuple):
         where the array is updated, which is a reduce-scatter.
         """
         used = compute_sharding(self.storage)
-        mark = (lambda grad: grad) if self.is_passed_on else mark_gradient
         dtypes = self.array.dtype, self.dtype
-        gather = _gather_function(self.storage, self.update, *dtypes, mark)
+        gather = _gather_function(self.storage, self.update, *dtypes, self.is_passed_on)
         with computing_on_auto(used.mesh):
             array = gather(to_auto(self.array))
         return to_explicit(array, used)
@@ -62,7 +61,7 @@ def _gather_function(
     update: NamedSharding,
     dtype: Any,
     compute: DTypeLike | None,
-    mark: Callable[[Array], Array],
+    is_passed_on: bool,
 ) -> Callable[[Array], Array]:
     """A function that gathers arrays of a dtype, and casts them to the one to compute in.
 
@@ -78,9 +77,13 @@ def _gather_function(
         return constrain_to(array, used)
 
     def back(_: None, grad: Array) -> tuple[Array]:
-        grad = mark(grad).astype(dtype)
+        grad = mark_gradient(grad).astype(dtype)
         return (constrain_to(grad, update),)
 
+    if is_passed_on:
+        # Its gradient goes the same way back, and is cast and marked further out. Without
+        # rules of its own, so that it can also be differentiated forward.
+        return lambda array: constrain_to(constrain_to(array, storage), used)
     if not jnp.issubdtype(dtype, jnp.inexact):
         return for_use
     gather = jax.custom_vjp(for_use)

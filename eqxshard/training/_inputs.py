@@ -22,7 +22,7 @@ from ..data._buckets import BucketBatch
 from ..data._host import GRAPHS, check_integers
 from ..data._resident import DeviceBatches
 from ..distributed import allgather_json, spans_processes
-from ..sharding._leaves import check_dtypes, leaf_path
+from ..sharding._leaves import check_dtypes, is_key, leaf_path
 from ..sharding._mesh import (
     batch_sharding,
     check_batch_size,
@@ -312,15 +312,24 @@ def _check_host_arrays(batch: PyTree, mesh: Mesh, *, is_new: bool) -> None:
     """Refuse NumPy arrays that JAX would wrap, or of which each process has other rows."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     arrays = {leaf_path(path): x for path, x in leaves if isinstance(x, np.ndarray)}
+    if is_new and spans_processes(mesh.devices.flat):
+        _check_same(leaves)
+    check_dtypes((f"batch entry {name}", x) for name, x in arrays.items())
     check_integers(arrays, "make them fit")
-    if not is_new or not spans_processes(mesh.devices.flat):
-        return
-    ours = {name: hashlib.sha256(x.tobytes()).hexdigest() for name, x in arrays.items()}
+
+
+def _check_same(leaves: list[tuple[Any, Any]]) -> None:
+    """Refuse arrays that are not on a mesh yet, and of which each process has another."""
+    ours = {
+        leaf_path(path): hashlib.sha256(np.asarray(x).tobytes()).hexdigest()
+        for path, x in leaves
+        if not isinstance(x, jax.Array) or not (x.committed or is_key(x))
+    }
     for theirs in allgather_json(ours):
         for name in {**ours, **theirs}:
             if ours.get(name) != theirs.get(name):
                 raise ValueError(
-                    f"batch entry {name} is not the same NumPy array in all processes; "
+                    f"batch entry {name} is not the same array in all processes; "
                     "give each process the whole batch, or make batches with "
                     "eqxshard.Loader, of which each process reads its own rows."
                 )

@@ -123,9 +123,10 @@ def _find_stored(layers: PyTree) -> list[Stored | None]:
     used = in_use() or {}
     found: list[Stored | None] = []
     alike = {(x.shape, x.dtype): stored for x, stored in used.values()}
+    is_per_device = bool(jax.sharding.get_abstract_mesh().manual_axes)
     for _, leaf in array_leaves(layers):
         _, stored = used.get(id(leaf), (None, None))
-        if stored is None and (leaf.shape, leaf.dtype) in alike:
+        if stored is None and (leaf.shape, leaf.dtype) in alike and not is_per_device:
             stored = _passed_on(leaf, alike[leaf.shape, leaf.dtype])
         if stored and any(map(_splits_layers, (stored.storage, stored.update))):
             stored = None

@@ -5,7 +5,6 @@
 
 import collections
 import contextlib
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -263,7 +262,6 @@ class StepMachine:
                 check_state_not_donated(seen)
             taken = jax.tree.leaves(given)
             if kept and not (state._flat and self._separate.knows(arrays, kept)):
-                self._separate.checked(kept)
                 taken += kept
             arrays = copy_taken(seen, taken) + arrays[len(seen) :]
         is_new = step.is_new
@@ -321,7 +319,7 @@ class StepMachine:
             raise
         self._in_flight.add(metrics.weight)
         if state is not None:
-            self._separate.first = weakref.ref(arrays[0])
+            self._separate.returned(arrays, kept)
         return None if state is None else unflatten_state(arrays, key.static), metrics
 
     def describe_memory(self) -> str | None:

@@ -155,13 +155,15 @@ def _pad(x: Array, value: Any, more: Mapping[int, int]) -> Array:
 
 def _neutral(scatter: str, dtype: Any) -> Any:
     """The update that changes nothing."""
-    if scatter in ("scatter-min", "scatter-max"):
-        is_float = jnp.issubdtype(dtype, jnp.floating)
-        if is_float:
-            return jnp.inf if scatter == "scatter-min" else -jnp.inf
-        limits = jnp.iinfo(dtype)
-        return limits.max if scatter == "scatter-min" else limits.min
-    return 1 if scatter == "scatter-mul" else 0
+    is_least = scatter == "scatter-min"
+    if scatter not in ("scatter-min", "scatter-max"):
+        return int(scatter == "scatter-mul")
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return is_least
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.inf if is_least else -jnp.inf
+    limits = jnp.iinfo(dtype)
+    return limits.max if is_least else limits.min
 
 
 class _Split(NamedTuple):
