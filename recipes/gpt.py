@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import tyro
 from gpt_model import GPT, SIZES, Remat, Shape, flops_per_token
 from jax import P
 
@@ -50,6 +51,8 @@ def make_rule(shape):
     return eqxshard.combine(by_dim, experts, fsdp)
 
 
+# Its options are those of the script: without the name of a group before them.
+@tyro.conf.configure(tyro.conf.OmitArgPrefixes)
 @dataclass(frozen=True)
 class Changes:
     """Changes to the shape that --size names."""

@@ -30,8 +30,9 @@ def best_mode(metric: str, mode: Mode | None) -> Mode:
         return "max"
     hint = did_you_mean(word, (*_SMALL, *_LARGE), 0.75)
     hint = hint.replace("'", f"'{metric.removesuffix(word)}", 1)
+    say = f"{hint}Otherwise say" if hint else "say"
     raise ValueError(
-        f"{metric} may be best when it is small or when it is large; {hint}say mode='min' "
+        f"the name {metric} leaves open whether small or large is best; {say} mode='min' "
         "or mode='max'."
     )
 

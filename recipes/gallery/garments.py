@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import tyro
 
 import eqxshard
 
@@ -40,6 +41,8 @@ class Coloured:
         return {"image": image.astype(np.uint8), "label": batch["label"]}
 
 
+# Its options are those of the script: without the name of a group before them.
+@tyro.conf.configure(tyro.conf.OmitArgPrefixes)
 @dataclass(frozen=True)
 class Garments:
     """Which garments."""
@@ -52,6 +55,7 @@ class Garments:
         return eqxshard.data.load_fashion_mnist(self.data)
 
 
+@tyro.conf.configure(tyro.conf.OmitArgPrefixes)
 @dataclass(frozen=True)
 class Images:
     """Which images."""

@@ -120,7 +120,7 @@ def test_the_best_is_the_same_for_all_who_look_for_it(tmp_path, best, mode, valu
     [
         ("eval/score", r"^eval/score may be .* large; say mode='min' or mode='max'"),
         ("eval/lossless_rate", "; say mode="),
-        ("eval/los", "; did you mean 'eval/loss'[?] say mode="),
+        ("eval/los", "; did you mean 'eval/loss'[?] Otherwise say mode="),
     ],
 )
 def test_a_mode_that_the_name_leaves_in_doubt_has_to_be_said(tmp_path, best, says):

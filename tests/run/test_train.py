@@ -203,10 +203,19 @@ def other_entry(model, batch):
             {"best": "eval/loss", "metric_fn": None},
             "; give train a metric_fn and eval_data, or",
         ),
-        ({"best": "train/los"}, "no metric of this run; did you mean 'train/loss'?"),
+        (
+            {"best": "train/los", "mode": "min"},
+            "no metric of this run; did you mean 'train/loss'?",
+        ),
         ({"best": "train/los", "metric_fn": None}, "did you mean 'train/loss'?"),
-        ({"best": "seconds/dat"}, "use one of eval/accuracy, eval/loss, train/loss"),
-        ({"best": "learning_rate"}, "best='learning_rate' is no metric of this run"),
+        (
+            {"best": "seconds/dat", "mode": "min"},
+            "use one of eval/accuracy, eval/loss, train/loss",
+        ),
+        (
+            {"best": "learning_rate", "mode": "min"},
+            "best='learning_rate' is no metric of this run",
+        ),
         (
             {"callbacks": [eqxshard.callbacks.EarlyStopping("train/acc", patience=1)]},
             "EarlyStopping's metric='train/acc' is no metric of this run; ",
