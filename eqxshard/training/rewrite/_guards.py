@@ -31,7 +31,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from ...sharding._mesh import batch_axes
-from ._jaxprs import call_function, map_jaxprs_in, open_jaxpr
+from ._jaxprs import call_function, map_jaxpr, map_jaxprs_in, open_jaxpr
 
 _ANY = PartitionSpec.UNCONSTRAINED
 _SCATTERS = {f"scatter-{kind}" for kind in ("add", "sub", "mul", "min", "max")}
@@ -105,7 +105,20 @@ def _call(fn: Any, eqn: Any, place: _Place) -> Any:
     """An equation that calls a function in place of another, on the same mesh."""
     with jax.sharding.use_abstract_mesh(place.mesh.abstract_mesh):
         call = call_function(fn, eqn.invars)
-    return call.replace(outvars=eqn.outvars, source_info=eqn.source_info, ctx=eqn.ctx)
+
+    def typed(inside: Any) -> Any:
+        # In per-device code, the type of a result says along which axes it varies, which
+        # JAX traces in `jax.shard_map` alone.
+        *others, last = inside.eqns
+        eqns = [*others, last.replace(outvars=eqn.outvars)]
+        return inside.replace(eqns=eqns, outvars=eqn.outvars)
+
+    return call.replace(
+        params={**call.params, "jaxpr": map_jaxpr(typed, call.params["jaxpr"])},
+        outvars=eqn.outvars,
+        source_info=eqn.source_info,
+        ctx=eqn.ctx,
+    )
 
 
 def _guard_scatter(eqn: Any, place: _Place) -> Any:
