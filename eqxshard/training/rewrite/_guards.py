@@ -116,7 +116,20 @@ def _call(fn: Any, eqn: Any, place: _Place) -> Any:
 
     with jax.sharding.use_abstract_mesh(mesh if has_types else place.mesh.abstract_mesh):
         new = call_function(call, eqn.invars)
-    return new.replace(outvars=eqn.outvars, source_info=eqn.source_info, ctx=eqn.ctx)
+
+    def typed(inside: Any) -> Any:
+        # In per-device code, the type of a result says along which axes it varies, which
+        # JAX traces in `jax.shard_map` alone.
+        *others, last = inside.eqns
+        eqns = [*others, last.replace(outvars=eqn.outvars)]
+        return inside.replace(eqns=eqns, outvars=eqn.outvars)
+
+    return new.replace(
+        params=map_jaxprs_in(typed, new.params),
+        outvars=eqn.outvars,
+        source_info=eqn.source_info,
+        ctx=eqn.ctx,
+    )
 
 
 def _guard_scatter(eqn: Any, place: _Place) -> Any:

@@ -139,6 +139,24 @@ def per_device_along_an_axis(weight, batch):
     return mapped(weight, batch["x"])
 
 
+def per_device_along_the_rows(fn, array, batch):
+    """Code in which JAX tracks what varies over the rows."""
+    if "data" not in jax.sharding.get_abstract_mesh().axis_names:
+        return fn(array, batch)
+    mapped = eqxshard.filter_shard_map(
+        fn, None, in_specs=(P(), P(ROWS)), out_specs=P(ROWS), axis_names={*ROWS}
+    )
+    return mapped(array, batch)
+
+
+def grouped_per_device(weight, batch):
+    def fn(weight, x):
+        # The same twice, of which JAX refuses a mixture of what varies and what does not.
+        return mean_square(convolve(convolve(x, weight, groups=4), weight, groups=4))
+
+    return per_device_along_the_rows(fn, weight, batch["x"])
+
+
 CONVOLUTIONS = {
     grouped: (8, 2, 3, 3),
     depthwise: (8, 1, 3, 3),
@@ -153,6 +171,7 @@ CONVOLUTIONS = {
     gradients_of_each_example: (8, 2, 3, 3),
     signal_of_the_batch: (5,),
     per_device_along_an_axis: (8, 1, 3, 3),
+    grouped_per_device: (8, 2, 3, 3),
 }
 
 
@@ -201,7 +220,16 @@ def sorted_rows(table, batch):
     return jnp.sum(jnp.sort((batch["rows"] @ table)[:-1], axis=0) * jnp.arange(4.0)[None])
 
 
+def lookup_per_device(table, batch):
+    def fn(table, i):
+        rows = jax.vmap(jax.vmap(lambda row: jnp.tanh(table @ row)))(table[i[:, 1:]])
+        return jnp.sum(rows, axis=(1, 2))
+
+    return per_device_along_the_rows(fn, table, batch["i"])
+
+
 SCATTERS = [
+    lookup_per_device,
     lookup_of_all_but_the_last,
     lookup_in_a_split_sequence,
     lookup_of_flat_rows,

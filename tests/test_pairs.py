@@ -1,0 +1,469 @@
+"""Pairs of options of a train step: each case trains as one writes it by hand.
+
+By hand is plain JAX on one device, without microbatches. The cases hold every pair of two
+options' values, but for those in `LEFT_OUT`.
+"""
+
+import collections
+import functools as ft
+import itertools
+import warnings
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from grades import graded
+from helpers import lenient, stack
+from jax.sharding import AxisType
+
+import eqxshard
+from eqxshard.parallel import mixture_of_experts
+
+KEY = jax.random.key(0)
+ROWS, TIMES, DIM, STEPS = 16, 4, 8, 3
+#: The step of which a loss is not finite, under `nonfinite="skip"`.
+BAD_STEP = 1
+
+
+# Models: from a batch of sequences to a batch of vectors
+
+
+class Mlp(eqx.Module):
+    mlp: eqx.nn.MLP
+
+    def __init__(self, key, dtype=jnp.float32):
+        self.mlp = eqx.nn.MLP(DIM, DIM, 16, 1, dtype=dtype, key=key)
+
+    def __call__(self, batch):
+        x = jnp.mean(batch["x"], axis=1).astype(self.mlp.layers[0].weight.dtype)
+        return jax.vmap(self.mlp)(x)
+
+
+class Convolved(eqx.Module):
+    conv: eqx.nn.Conv1d
+
+    def __init__(self, key, **options):
+        self.conv = eqx.nn.Conv1d(DIM, DIM, key=key, **options)
+
+    def __call__(self, batch):
+        return jnp.mean(jnp.tanh(jax.vmap(self.conv)(batch["x"].mT)), axis=2)
+
+
+class Normed(eqx.Module):
+    linear: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+
+    def __init__(self, key):
+        # A bias would have a gradient of rounding alone.
+        self.linear = eqx.nn.Linear(DIM, DIM, use_bias=False, key=key)
+        self.norm = eqx.nn.BatchNorm(DIM, "rows", mode="batch")
+
+    def __call__(self, batch, state):
+        def one(x, state):
+            return self.norm(self.linear(x), state)
+
+        over_rows = jax.vmap(one, (0, None), (0, None), axis_name="rows")
+        # Equinox itself mixes the types of the input and of its averages.
+        with jax.numpy_dtype_promotion("standard"):
+            return over_rows(jnp.mean(batch["x"], axis=1), state)
+
+
+class Recurrent(eqx.Module):
+    cell: eqx.nn.GRUCell
+
+    def __init__(self, key):
+        self.cell = eqx.nn.GRUCell(DIM, DIM, key=key)
+
+    def __call__(self, batch):
+        def one(x):
+            step = lambda hidden, x: (self.cell(x, hidden), None)  # noqa: E731
+            return jax.lax.scan(step, jnp.zeros(DIM, x.dtype), x)[0]
+
+        return jax.vmap(one)(batch["x"])
+
+
+class Tied(eqx.Module):
+    shared: eqx.nn.Shared
+
+    def __init__(self, key):
+        table = eqx.nn.Embedding(DIM, DIM, key=key)
+        head = eqx.nn.Linear(DIM, DIM, key=key)
+        self.shared = eqx.nn.Shared(
+            (table, head), lambda both: both[1].weight, lambda both: both[0].weight
+        )
+
+    def __call__(self, batch):
+        table, head = self.shared()
+        x = jnp.mean(batch["x"] + jax.vmap(jax.vmap(table))(batch["ids"]), axis=1)
+        return jax.vmap(head)(jnp.tanh(x))
+
+
+class Experts(eqx.Module):
+    router: eqx.nn.Linear
+    experts: eqx.nn.Linear
+
+    def __init__(self, key):
+        make = lambda key: eqx.nn.Linear(DIM, DIM, key=key)  # noqa: E731
+        self.router = eqx.nn.Linear(DIM, 4, key=key)
+        self.experts = eqx.filter_vmap(make)(jax.random.split(key, 4))
+
+    def __call__(self, batch):
+        x, logits = batch["x"], jax.vmap(jax.vmap(self.router))(batch["x"])
+        # Of 16 bits, rounding may choose another expert; not of all four.
+        k = 2 if x.dtype == jnp.float32 else 4
+        mixture = mixture_of_experts(self.experts, x, logits, k=k)
+        return jnp.mean(mixture.output, axis=1)
+
+
+class Complex(eqx.Module):
+    weight: jax.Array
+    scale: jax.Array
+
+    def __init__(self, key):
+        self.weight = jax.random.normal(key, (DIM, DIM), jnp.complex64)
+        self.scale = jnp.ones(DIM)
+
+    def __call__(self, batch):
+        x = jnp.mean(batch["x"], axis=1).astype(jnp.complex64) @ self.weight
+        scale = self.scale.astype(jnp.float32)
+        return jnp.abs(x) + jax.vmap(lambda x: jnp.real(x) * scale)(x)
+
+
+class Layer(eqx.Module):
+    linear: eqx.nn.Linear
+
+    def __init__(self, key):
+        self.linear = eqx.nn.Linear(DIM, DIM, key=key)
+
+    def __call__(self, x):
+        return x + jnp.tanh(jax.vmap(self.linear)(x))
+
+
+class Layered(eqx.Module):
+    layers: Layer
+    remat: Any = eqx.field(static=True)
+    by_jit: bool = eqx.field(static=True)
+
+    def __init__(self, key, remat, by_jit=False):
+        self.layers = eqx.filter_vmap(Layer)(jax.random.split(key, 3))
+        self.remat, self.by_jit = remat, by_jit
+
+    def __call__(self, batch):
+        apply = ft.partial(eqxshard.scan_layers, remat=self.remat)
+        if self.by_jit:
+            apply = eqx.filter_jit(apply)
+        return apply(self.layers, jnp.mean(batch["x"], axis=1))
+
+
+MODELS: dict[str, Any] = {
+    "mlp": Mlp,
+    "groups": ft.partial(Convolved, kernel_size=3, groups=2, padding=1),
+    "causal": ft.partial(Convolved, kernel_size=4, groups=DIM, padding=[(3, 0)]),
+    "batch norm": eqx.nn.make_with_state(Normed),
+    "gru": Recurrent,
+    "tied": Tied,
+    "experts": Experts,
+    "complex": Complex,
+    "bfloat16": ft.partial(Mlp, dtype=jnp.bfloat16),
+    "layers": ft.partial(Layered, remat="full"),
+    "layers, none": ft.partial(Layered, remat="none"),
+    "layers, dots": ft.partial(Layered, remat="dots"),
+    "layers, jit": ft.partial(Layered, remat="full", by_jit=True),
+}
+
+
+def loss_fn(pair, batch, key, teacher=None):
+    """Losses and a metric, one of each per example, and the state of a model with state."""
+    model, *state = pair if isinstance(pair, tuple) else (pair,)
+    out = model(batch, *state)
+    out, *new = out if state else (out,)
+    wide = lambda x: x.astype(jnp.float32)  # noqa: E731
+    losses = jnp.sum((wide(out) - wide(batch["y"])) ** 2, axis=-1)
+    if teacher is not None:
+        taught = teacher(batch, *state)
+        taught = taught[0] if state else taught
+        losses += jnp.sum((wide(out) - 2 * wide(taught)) ** 2, axis=-1)
+    return losses, {"first": wide(out[:, 0]) ** 2}, *new
+
+
+# Options
+
+
+def foreign():
+    mesh = jax.make_mesh((2, 4), ("rows", "parts"), axis_types=(AxisType.Auto,) * 2)
+    return eqxshard.name_batch_axes(mesh, ("rows", "parts"))
+
+
+MESHES: dict[str, Any] = {
+    "data=8": ft.partial(eqxshard.make_mesh, data=8),
+    "fsdp=8": ft.partial(eqxshard.make_mesh, data=1, fsdp=8),
+    "data=2,tensor=4": ft.partial(eqxshard.make_mesh, data=2, tensor=4),
+    "data=2,fsdp=2,context=2": ft.partial(eqxshard.make_mesh, data=2, fsdp=2, context=2),
+    "explicit": ft.partial(eqxshard.make_mesh, data=2, fsdp=4, explicit=True),
+    "foreign": foreign,
+    "data=4": lambda: eqxshard.make_mesh(data=4, devices=jax.devices()[:4]),
+}
+#: By name: the optimizer's own options are mild, so that they do not amplify rounding.
+OPTIMS = {
+    "sgd": optax.sgd(0.1),
+    "adamw": optax.adamw(1e-2, eps=1e-2),
+    "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+    "ema": optax.chain(optax.sgd(0.1), eqxshard.ema_weights(0.9)),
+}
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "model": tuple(MODELS),
+    "mesh": tuple(MESHES),
+    "rule": ("replicate", "fsdp", "zero1", "offload"),
+    "optim": tuple(OPTIMS),
+    "weights": ("none", "__weight__", "__loss_weight__"),
+    "precision": ("none", "bfloat16", "float16"),
+    "accumulate": (1, 2),
+    "nonfinite": ("skip", "ignore"),
+    "grad_norms": (False, True),
+    "many": (False, True),
+    "extra": (False, True),
+    "placed": (False, True),
+}
+
+
+#: Pairs of values that a step refuses.
+REFUSED: tuple[dict[str, Any], ...] = (
+    # A loss scale is found by steps that are not finite.
+    {"precision": "float16", "nonfinite": "ignore"},
+    # Padded rows would be in the statistics.
+    {"model": "batch norm", "weights": "__weight__"},
+)
+#: Pairs that no case has.
+LEFT_OUT: tuple[dict[str, Any], ...] = (
+    *REFUSED,
+    # JAX refuses a lookup on Explicit axes without `out_sharding=`, which Equinox's
+    # Embedding does not give.
+    {"model": "tied", "mesh": "explicit"},
+)
+
+
+def fits(case):
+    return not any(pair.items() <= case.items() for pair in LEFT_OUT)
+
+
+def pairs_of(case):
+    """The pairs of values in a case."""
+    return {frozenset(pair) for pair in itertools.combinations(case.items(), 2)}
+
+
+def all_pairs():
+    """Cases that hold every pair of values that fits: a greedy choice, always the same."""
+    every = [(name, value) for name in FACTORS for value in FACTORS[name]]
+    two = map(dict, itertools.combinations(every, 2))
+    left = {frozenset(pair.items()): pair for pair in two if len(pair) == 2 and fits(pair)}
+    cases, used = [], collections.Counter()
+
+    def value_of(case):
+        pairs = pairs_of(case)
+        # Of cases with as many new pairs, the one of which the others were seen least.
+        return len(pairs & left.keys()), -sum(used[pair] for pair in pairs)
+
+    while left:
+        case = next(iter(left.values()))
+        for name in FACTORS:
+            if name not in case:
+                options = (case | {name: value} for value in FACTORS[name])
+                case = max(filter(fits, options), key=value_of)
+        for pair in pairs_of(case):
+            used[pair] += 1
+            left.pop(pair, None)
+        cases.append({name: case[name] for name in FACTORS})
+    return cases
+
+
+CASES = {", ".join(map(str, case.values())): case for case in all_pairs()}
+
+
+def make_rule(name, mesh):
+    ours = "data" in mesh.axis_names
+    split = eqxshard.fsdp(min_size=1, axis="fsdp" if ours else "parts")
+    return {
+        "replicate": eqxshard.replicate(),
+        "fsdp": split,
+        "zero1": eqxshard.zero1(min_size=1, axis="data" if ours else "rows"),
+        "offload": eqxshard.offload(split),
+    }[name]
+
+
+def make_precision(case):
+    if case["precision"] == "none":
+        return None
+    params = jnp.bfloat16 if case["model"] == "bfloat16" else jnp.float32
+    # With a scale at which no gradient of these overflows.
+    return eqxshard.Precision(case["precision"], params, initial_scale=2.0**6)
+
+
+def make_batch(case, step):
+    rng = np.random.default_rng(step)
+    batch = {
+        "x": rng.normal(size=(ROWS, TIMES, DIM)).astype(np.float32),
+        "y": rng.normal(size=(ROWS, DIM)).astype(np.float32),
+        "ids": rng.integers(0, DIM, (ROWS, TIMES), np.int32),
+    }
+    if case["nonfinite"] == "skip" and step == BAD_STEP:
+        batch["y"][5] = np.inf
+    if case["weights"] == "__weight__":
+        batch["__weight__"] = (np.arange(ROWS) < 13) * np.linspace(
+            1, 2, ROWS, dtype=np.float32
+        )
+        batch["x"][13:] = np.nan
+    if case["weights"] == "__loss_weight__":
+        batch["__loss_weight__"] = np.arange(ROWS, dtype=np.float32) % 3
+    return batch
+
+
+def train(case):
+    """The metrics of each step, and the states before and after them."""
+    mesh, optim = MESHES[case["mesh"]](), lenient(OPTIMS[case["optim"]])
+    state = eqxshard.init_state(
+        MODELS[case["model"]],
+        optim,
+        key=KEY,
+        mesh=mesh,
+        rule=make_rule(case["rule"], mesh),
+        precision=make_precision(case),
+    )
+    before = arrays_of(state.model, state.model_state, state.opt_state)
+    before = {path: np.array(x) for path, x in before.items()}
+    options = {name: case[name] for name in ("accumulate", "nonfinite", "grad_norms")}
+    step = eqxshard.make_train_step(loss_fn, optim, max_compiles=1, lint="off", **options)
+    batches: Any = [make_batch(case, step) for step in range(STEPS)]
+    if case["many"]:
+        batches = [stack(batches)]
+    if case["placed"]:
+        rows = eqxshard.batch_sharding(mesh, stacked=case["many"])
+        batches = [jax.device_put(batch, rows) for batch in batches]
+    found = []
+    for batch in batches:
+        extra = (state.model,) if case["extra"] else ()
+        state, metrics = (step.many if case["many"] else step)(state, batch, *extra)
+        found.append(jax.device_get(metrics))
+    after = arrays_of(state.model, state.model_state, state.opt_state)
+    return eqxshard.Metrics.stack(found), before, after
+
+
+def arrays_of(*trees):
+    """The arrays by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(eqx.filter(trees, eqx.is_array))
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+
+
+# By hand
+
+
+def train_by_hand(case):
+    """As `train`: the metrics are a list of dicts."""
+    pair = MODELS[case["model"]](KEY)
+    model, state = pair if isinstance(pair, tuple) else (pair, None)
+    precision = make_precision(case)
+    if precision is not None:
+        model = cast(model, precision.params)
+    optim = lenient(OPTIMS[case["optim"]])
+    opt_state, found = optim.init(eqx.filter(model, eqx.is_inexact_array)), []
+    update, teacher = eqx.filter_jit(ft.partial(update_by_hand, case, optim)), model
+    for step in range(STEPS):
+        if case["extra"] and not case["many"]:
+            teacher = model
+        batch = make_batch(case, step)
+        new, metrics = update((model, opt_state, state), batch, teacher)
+        found.append(metrics)
+        if case["nonfinite"] == "ignore" or step != BAD_STEP:
+            model, opt_state, state = new
+    return found, arrays_of(model, state, opt_state)
+
+
+def update_by_hand(case, optim, state, batch, teacher):
+    model, opt_state, model_state = state
+    params, rest = eqx.partition(model, eqx.is_inexact_array)
+    weight = batch.get("__weight__", jnp.ones(ROWS))
+    loss_weight = batch.get("__loss_weight__", weight)
+    # Padded rows are nan.
+    batch = {
+        name: jnp.nan_to_num(batch[name], posinf=jnp.inf) for name in ("x", "y", "ids")
+    }
+    given = batch, teacher if case["extra"] else None
+    # A model with state sees microbatches, each of every second row.
+    count = case["accumulate"] if model_state is not None else 1
+
+    def mean_loss(params):
+        model, (whole, extra) = eqx.combine(params, rest), given
+        if case["precision"] != "none":
+            model, whole, extra = cast((model, whole, extra), case["precision"])
+        state, loss, first = model_state, 0, 0
+        for i in range(count):
+            part = {name: x[i::count] for name, x in whole.items()}
+            pair = model if state is None else (model, state)
+            losses, metrics, *new = loss_fn(pair, part, KEY, extra)
+            state = new[0] if new else None
+            loss += jnp.sum(losses * loss_weight[i::count]) / jnp.sum(loss_weight)
+            first += jnp.sum(metrics["first"] * weight[i::count]) / jnp.sum(weight)
+        return loss, ({"loss": loss, "first": first}, state)
+
+    grads, (metrics, model_state) = jax.grad(mean_loss, has_aux=True)(params)
+    # JAX's gradient of a complex number is the conjugate of the direction of ascent.
+    grads = jax.tree.map(jnp.conj, grads)
+    norm = optax.tree.norm(jax.tree.map(lambda x: jnp.abs(x).astype(jnp.float32), grads))
+    updates, opt_state = optim.update(grads, opt_state, params)
+    model = eqx.combine(optax.apply_updates(params, updates), rest)
+    return (model, opt_state, model_state), metrics | {"grad_norm": norm}
+
+
+def cast(tree, dtype):
+    def one(leaf):
+        real = eqx.is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+        return leaf.astype(dtype) if real else leaf
+
+    return jax.tree.map(one, tree)
+
+
+def check(case):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        metrics, start, now = train(case)
+    expected, end = train_by_hand(case)
+    is_low = case["precision"] != "none" or case["model"] == "bfloat16"
+    bad = np.arange(STEPS) == (BAD_STEP if case["nonfinite"] == "skip" else STEPS)
+    np.testing.assert_array_equal(metrics.nonfinite, bad)
+    names = {"loss", "first"} | ({"grad_norm"} if case["grad_norms"] else set())
+    assert metrics.totals.keys() == names
+    for name in names:
+        values = np.array([each[name] for each in expected])[~bad]
+        atol = (3e-2 if is_low else 1e-4) * np.max(np.abs(values))
+        np.testing.assert_allclose(metrics[name][~bad], values, 0, atol, err_msg=name)
+    assert now.keys() == start.keys() == end.keys()
+    for path, array in now.items():
+        # In the norm, relative to what the steps changed.
+        found, was, wanted = map(wide, (array, start[path], end[path]))
+        assert array.dtype == end[path].dtype
+        limit = (1e-1 if is_low else 1e-3) * size(wanted - was) + 1e-6
+        limit += size(wanted) * (2**-8 if array.dtype == jnp.bfloat16 else 1e-6)
+        assert size(found - wanted) <= limit, path
+
+
+def wide(x):
+    return np.asarray(x).astype(complex)
+
+
+def size(x):
+    return np.linalg.norm(x.ravel())
+
+
+@pytest.mark.parametrize("name", graded(CASES, slow=[*CASES][1::23]))
+def test_pairs_of_options_train_as_by_hand(name):
+    check(CASES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", REFUSED, ids=lambda pair: ", ".join(pair.values()))
+def test_other_pairs_are_refused_in_a_sentence(pair):
+    with pytest.raises(ValueError, match="; "):
+        train(next(iter(CASES.values())) | pair)
