@@ -27,7 +27,7 @@ from ..sharding._rule import Rule, check_rule
 from ._advice import short_traceback
 from ._build import ArrayBuilder
 from ._donation import copy_shared
-from ._jit import check_jit_is_on
+from ._jit import jit_is_off
 from ._layout import make_layout
 from ._make_model import (
     check_function,
@@ -119,7 +119,8 @@ def init_state(
         )
         ```
     """
-    check_jit_is_on()
+    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+        raise jit_is_off()
     making = waiting("the state to be made")
     with short_traceback(), no_explicit_context(), making, jax.transfer_guard("allow"):
         traced = _trace(make_model, optim, key, mesh, rule, trainable, precision)

@@ -289,7 +289,8 @@ def _place(leaves: list[Any], wanted: NamedSharding) -> list[Array]:
     leaves = [x if isinstance(x, jax.Array) else np.array(x) for x in leaves]
     for leaf in leaves:
         wanted.shard_shape(leaf.shape)  # Raises where XLA would also print.
-    if wanted.is_fully_addressable and not looks_for_nan():
+    is_jit_off = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
+    if wanted.is_fully_addressable and not (is_jit_off or looks_for_nan()):
         # In a third of the time that it takes JAX to place an array and then to use it.
         return _placing(wanted)(leaves)
     return [

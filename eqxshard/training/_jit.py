@@ -165,11 +165,9 @@ def _typed(out: PyTree, shardings: PyTree[NamedSharding]) -> PyTree:
     return jax.tree.unflatten(structure, typed)
 
 
-def check_jit_is_on() -> None:
-    """Refuse `jax_disable_jit`, under which JAX ignores shardings and donation."""
-    if not jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
-        return
-    raise ValueError(
+def jit_is_off() -> ValueError:
+    """The error under `jax_disable_jit`, where JAX ignores shardings and donation."""
+    return ValueError(
         "jax_disable_jit is on, and it is compilation that splits arrays over devices; "
         "turn it off. To debug, print values with jax.debug.print, or call the loss "
         "function itself under jax.disable_jit()."
@@ -194,7 +192,8 @@ class Program(NamedTuple):
 
 def call_jitted(jitted: Any, *args: Any) -> Any:
     """Call what `jit_on` returns; wait and raise if it has checks."""
-    check_jit_is_on()
+    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+        raise jit_is_off()
     out, checks = jitted(*args)
     if checks is not None:
         checks.raise_failed()

@@ -31,7 +31,7 @@ from ._donation import (
     copy_taken,
 )
 from ._inputs import NOTHING, Signature, StepInput, is_elsewhere, placed
-from ._jit import Program, call_jitted, check_jit_is_on, jit_on
+from ._jit import Program, call_jitted, jit_on
 from ._lint import lint_step
 from ._memory import Memory, arguments_of, explaining_state, free_memory, is_out_of_memory
 from ._metrics import Metrics
@@ -247,7 +247,6 @@ class StepMachine:
         key, step, state, arrays, kept = call
         # Negative weights, as far as they are on the host; a step takes others for nan.
         check_weights(fetch_weights(batch) if step.is_new else batch)
-        check_jit_is_on()
         given, place = batch, step.batch_sharding
         batch = placed(
             key.kind, batch, step.mesh, place, step.accumulate, is_new=step.is_new
@@ -319,7 +318,7 @@ class StepMachine:
             shorten_traceback(error)
             raise
         self._in_flight.add(metrics.weight)
-        if state is not None:
+        if kept and state is not None:
             self._separate.returned(arrays, kept)
         return None if state is None else unflatten_state(arrays, key.static), metrics
 
