@@ -113,7 +113,7 @@ class EvalStep:
         `ValueError` if the batch does not divide over the mesh, the model was donated,
         the step would compile more than `max_compiles` times, or lint finds an error.
         """
-        refuse_state(model, "an eval step")
+        refuse_state(model, "an eval step", takes_pair=True)
         call = self.machine.look_up(None, model, ONE_BATCH)
         return self.machine.run(call, batch)[1]
 
@@ -133,7 +133,7 @@ class EvalStep:
 
         As for a single batch.
         """
-        refuse_state(model, "an eval step")
+        refuse_state(model, "an eval step", takes_pair=True)
         call = self.machine.look_up(None, model, several_batches(batches))
         return self.machine.run(call, batches)[1]
 
@@ -148,7 +148,7 @@ class EvalStep:
 
         A `jax.stages.Lowered`.
         """
-        refuse_state(model, "an eval step")
+        refuse_state(model, "an eval step", takes_pair=True)
         return self.machine.look_up(None, model, ONE_BATCH).lower(batch)
 
 

@@ -175,10 +175,13 @@ def replace(state: TrainState, **changes: Any) -> TrainState:
     return TrainState(*state._fields()._replace(**changes))
 
 
-def refuse_state(model: Any, who: str) -> None:
-    """Refuse a state in the place of its model."""
+def refuse_state(model: Any, who: str, *, takes_pair: bool = False) -> None:
+    """Refuse a state in the place of its model, or of the pair of a model and its state."""
     if isinstance(model, TrainState):
-        raise TypeError(f"{who} takes a model; give it state.model.")
+        pair = "state.model"
+        if takes_pair and model.model_state is not None:
+            pair = "the pair (state.model, state.model_state)"
+        raise TypeError(f"{who} takes a model; give it {pair}.")
 
 
 def split_model(model: PyTree, trainable: PyTree) -> tuple[PyTree, PyTree]:
