@@ -29,8 +29,8 @@ def mesh_from_text(
 
     Call it before JAX has looked for devices: without accelerators it simulates the
     CPU devices that the text asks for, or one per core; or the number that
-    `$JAX_NUM_CPU_DEVICES` or the flag `--xla_force_host_platform_device_count` in
-    `$XLA_FLAGS` gives.
+    `$JAX_NUM_CPU_DEVICES`, JAX's option `jax_num_cpu_devices` or the flag
+    `--xla_force_host_platform_device_count` in `$XLA_FLAGS` gives.
 
     **Arguments:**
 
@@ -102,16 +102,18 @@ def complete_mesh(sizes: Mapping[str, int]) -> dict[str, Any]:
 def simulate_devices(count: int) -> None:
     """Simulate CPU devices, for machines without accelerators.
 
-    Call it before JAX has looked for devices. It does nothing if `$JAX_NUM_CPU_DEVICES`
-    gives a number, or several processes were started, each with devices of its own; and it
-    makes no difference to accelerators. If JAX has looked already, it does nothing either,
+    Call it before JAX has looked for devices. It does nothing if `$JAX_NUM_CPU_DEVICES` or
+    JAX's option `jax_num_cpu_devices` gives a number, or several processes were started,
+    each with devices of its own; and it makes no difference to accelerators. If JAX has looked already, it does nothing either,
     and warns on stderr if that leaves a single CPU device where more were asked for.
 
     **Arguments:**
 
     - `count`: how many.
     """
-    if "JAX_NUM_CPU_DEVICES" not in os.environ and not jax.distributed.is_initialized():
+    chosen: Any = jax.config.jax_num_cpu_devices  # pyright: ignore
+    is_chosen = chosen >= 0 or "JAX_NUM_CPU_DEVICES" in os.environ
+    if not is_chosen and not jax.distributed.is_initialized():
         try:
             jax.config.update("jax_num_cpu_devices", min(count, _MOST_SIMULATED))
         except RuntimeError:  # JAX has looked for devices already.

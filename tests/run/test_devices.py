@@ -105,6 +105,13 @@ def test_the_flag_of_xla_for_devices_counts():
 
 
 @pytest.mark.slow
+def test_the_option_of_jax_for_devices_counts():
+    code = 'jax.config.update("jax_num_cpu_devices", 3)\n'
+    out, err = run(f'{code}print(mesh_from_text("data=-1").size)')
+    assert out == "3", err
+
+
+@pytest.mark.slow
 def test_one_device_because_jax_looked_too_early_is_told():
     code = """
 jax.devices()
