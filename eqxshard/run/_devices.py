@@ -104,8 +104,9 @@ def simulate_devices(count: int) -> None:
 
     Call it before JAX has looked for devices. It does nothing if `$JAX_NUM_CPU_DEVICES` or
     JAX's option `jax_num_cpu_devices` gives a number, or several processes were started,
-    each with devices of its own; and it makes no difference to accelerators. If JAX has looked already, it does nothing either,
-    and warns on stderr if that leaves a single CPU device where more were asked for.
+    each with devices of its own; and it makes no difference to accelerators. If JAX has
+    looked already, it does nothing either, and warns on stderr if that leaves a single CPU
+    device where more were asked for.
 
     **Arguments:**
 
