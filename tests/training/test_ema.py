@@ -119,7 +119,11 @@ def test_the_average_is_where_the_weights_are(rule, dtype):
     eval_step = eqxshard.make_eval_step(metric_fn, max_compiles=1)
     eval_step(state.model, make_batch())
     model = eqxshard.ema_model(state)
+    # Of a state that is on no mesh, too.
+    on_host = arrays(eqx.filter(eqxshard.ema_model(jax.device_get(state)), eqx.is_array))
     found = arrays(eqx.filter(model, eqx.is_inexact_array))
+    for path in found:
+        np.testing.assert_array_equal(found[path], on_host[path])
     assert found.keys() == ema.keys()
     for path in ema:
         np.testing.assert_array_equal(found[path], ema[path].astype(dtype))

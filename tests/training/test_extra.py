@@ -108,6 +108,13 @@ def test_a_companion_may_have_the_memory_of_the_state():
     assert metrics.compute()["loss"] == 0
     jax.tree.map(np.testing.assert_array_equal, kept, eqx.filter(target, eqx.is_array))
 
+    # Nor does a call that failed make a companion known.
+    target = same_memory(state.model)
+    with pytest.raises(KeyError, match="x"):
+        train_step(state, {"z": make_batch()["x"]}, target)
+    state, metrics = train_step(state, make_batch(), target)
+    assert metrics.compute()["loss"] == 0
+
     # A batch, and the data of a key, may have it, too.
     def loss_fn(model, batch, key, extra):
         of_key = extra["zero"] * jnp.sum(extra["key"].astype(jnp.float32))

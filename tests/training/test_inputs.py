@@ -133,3 +133,10 @@ def test_a_loaders_batch_after_one_of_numpy_compiles_nothing():
     drawn = ({"x": b["x"], "y": b["y"]} for b in make_loader(remainder="drop"))
     state, _ = train_step(state, next(drawn))
     assert int(state.step) == 2
+
+
+def test_masks_of_arrays_are_not_dropped():
+    state, train_step = setup()
+    batch = {**make_batch(), "x": np.ma.masked_less(make_batch()["x"], 0)}
+    with pytest.raises(TypeError, match=r"x is a masked array, and JAX has no masks; fill"):
+        train_step(state, batch)

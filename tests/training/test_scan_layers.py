@@ -206,6 +206,44 @@ def test_layers_that_another_transform_passed_on_are_gathered_one_at_a_time(
             np.testing.assert_allclose(new, expected, rtol=1e-2, atol=1e-3)
 
 
+def forward(call, arrays, static, x):
+    """The values and their derivative along the parameters, by forward mode."""
+    out, tangent = jax.jvp(lambda a: call(eqx.combine(a, static), x), (arrays,), (arrays,))
+    return out + tangent
+
+
+def per_device(call, arrays, static, x):
+    rows = P("fsdp")
+    fn = eqxshard.filter_shard_map(
+        lambda a, x: call(eqx.combine(a, static), x), None, (P(), rows), rows
+    )
+    return fn(arrays, x)
+
+
+@pytest.mark.parametrize("transform", [forward, per_device])
+def test_layers_go_through_transforms_that_gather_nothing(transform):
+    """As on one device, of which `forward` is plain JAX, and `per_device` what it maps."""
+
+    def call(layers, x, *, key):
+        del key
+        arrays, static = eqx.partition(eqx.nn.inference_mode(layers), eqx.is_inexact_array)
+
+        def apply(layers, x):
+            return jax.vmap(lambda x: eqxshard.scan_layers(layers, x))(x)
+
+        if transform is per_device and jax.sharding.get_abstract_mesh().size == 1:
+            return apply(eqx.combine(arrays, static), x)
+        return transform(apply, arrays, static, x)
+
+    def whole(model, batch, key):
+        return jnp.mean(call(model.layers, batch["x"], key=key) ** 2, axis=-1)
+
+    # Of per-device code that takes them whole, all layers are.
+    found, _ = run(*make(eqxshard.scan_layers, whole, lint="off"), steps=1)
+    one, _ = run(*make(eqxshard.scan_layers, whole, sizes={"data": 1}), steps=1)
+    np.testing.assert_allclose(found, one, rtol=1e-5)
+
+
 def test_layers_that_were_computed_from_the_models_own_are_found_by_lint():
     def call(layers, x, *, key):
         twice = jax.tree.map(lambda x: x + x if eqx.is_array(x) else x, layers)

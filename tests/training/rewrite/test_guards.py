@@ -216,6 +216,12 @@ def products_at_indices(table, batch):
     return jnp.sum(jnp.tanh(out)) + jnp.sum(table**2)
 
 
+def flags_at_indices(table, batch):
+    flags = (batch["rows"] @ jax.lax.stop_gradient(table))[1:, 0] > 0
+    out = jnp.zeros(12, bool).at[batch["i"][:-1, 0]].max(flags)
+    return jnp.sum(out.astype(jnp.float32)) + jnp.sum(table**2)
+
+
 def sorted_rows(table, batch):
     return jnp.sum(jnp.sort((batch["rows"] @ table)[:-1], axis=0) * jnp.arange(4.0)[None])
 
@@ -237,6 +243,7 @@ SCATTERS = [
     most_of_segments,
     least_of_segments,
     products_at_indices,
+    flags_at_indices,
     sorted_rows,
 ]
 
