@@ -89,6 +89,17 @@ def test_a_run_starts_over_and_leaves_the_files_of_others(finished, copy, capsys
     # Nothing of the earlier run is lost to a mistake.
     assert "'eval/loss'" in refusal(copy, config, best="eval/los")
     assert files(copy) == before
+    # Nor if a checkpoint has to stay, as one in an archive has.
+    step, archive = (
+        copy / "checkpoints" / str(saved_steps(copy)[0]),
+        copy.parent / "archive",
+    )
+    step.rename(archive)
+    step.symlink_to(archive)
+    assert "is not removed; move it away" in refusal(copy, config)
+    assert len(saved_steps(copy)) == len(saved_steps(finished.folder))
+    step.unlink()
+    archive.rename(step)
     run = train(copy, config)
     assert_ended_as(copy, finished)
     assert saved_steps(copy) == saved_steps(finished.folder)
