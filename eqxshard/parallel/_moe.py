@@ -171,20 +171,30 @@ def mixture_of_experts(
 
     # Left to itself, the compiler for GPUs gathers the tokens of a batch for the branch
     # that takes further rounds.
+    # Gradients of experts are summed over the batch once, and not in every round; on CPUs
+    # outside, as XLA crashes if code that is per device along some axes sums bfloat16.
+    device = mesh.abstract_device
+    on_cpus = device is not None and device.platform == "cpu"
+
     def per_device(experts: PyTree, x: Array, logits: Array) -> tuple[Array, ...]:
-        return tuple(mix(local_copy(experts), x, logits, Devices(size, size, axes)))
+        if on_cpus:
+            experts = local_copy(experts)
+        else:
+            arrays, static = eqx.partition(experts, eqx.is_array)
+            experts = eqx.combine(lax.pcast(arrays, axes, to="varying"), static)
+        return tuple(mix(experts, x, logits, Devices(size, size, axes)))
 
     expert = "expert" if size > 1 else None
     rows, batch = P(axes, *[None] * (x.ndim - 3), expert), P(axes)
     fn = filter_shard_map(
         per_device,
         None,
-        (P(axes, expert), rows, rows),
+        (P(axes, expert) if on_cpus else P(expert), rows, rows),
         (rows, batch, batch),
         axis_names={*axes, "expert"} if expert else {*axes},
     )
-    # Their gradients are summed over the batch once, and not in every round.
-    return Mixture(*fn(copy_along(axes, experts), x, router_logits))
+    experts = copy_along(axes, experts) if on_cpus else experts
+    return Mixture(*fn(experts, x, router_logits))
 
 
 def _mixture(
